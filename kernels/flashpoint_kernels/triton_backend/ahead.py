@@ -40,14 +40,19 @@ class Wanted(NamedTuple):
     level: int
     direction: Direction
 
-    def problem(self) -> Problem:
-        """Return a problem with enough keys to be split, because a split needs one more kernel."""
-        shapes = {"q": (1, 1, 16, self.head_dim), "k": (1, 1, 4096, self.head_dim)}
+    def problems(self) -> list[Problem]:
+        """Return a problem with enough keys to be split, because a split needs one more kernel, and one with many
+        queries, which on sm_90 takes the path for Hopper.
+        """
+        return [self._problem(16, 4096), self._problem(128, 128)]
+
+    def _problem(self, q_len: int, kv_len: int) -> Problem:
+        shapes = {"q": (1, 1, q_len, self.head_dim), "k": (1, 1, kv_len, self.head_dim)}
         shapes |= {"v": shapes["k"]} | ({"do": shapes["q"]} if self.direction == "backward" else {})
         tensors = {name: torch.zeros(shape, dtype=DTYPES[self.dtype]) for name, shape in shapes.items()}
         if self.level == 2:
-            tensors["attn_mask"] = torch.ones(16, 4096, dtype=torch.bool)
-        return Problem.create(tensors, Options(window=(1024, 0) if self.level == 1 else (-1, -1)), self.direction)
+            tensors["attn_mask"] = torch.ones(q_len, kv_len, dtype=torch.bool)
+        return Problem.create(tensors, Options(window=(64, 0) if self.level == 1 else (-1, -1)), self.direction)
 
 
 class _Driver:
@@ -67,15 +72,21 @@ class _Driver:
 
 
 def pretend(arch: int) -> None:
-    """Make this process compile for sm_`arch`, as if the GPU were present. This cannot be undone."""
+    """Make this process compile for sm_`arch`, as if the GPU were present. This cannot be undone.
+
+    Raises RuntimeError if it compiles for another architecture already: Triton's kernels keep their first target.
+    """
+    if config.stand_in is not None and config.stand_in.arch != arch:
+        raise RuntimeError(f"this process compiles for sm_{config.stand_in.arch}: compile for sm_{arch} in another")
     config.stand_in = config.Chip(arch, SHARED_KIB[arch])
     triton.runtime.driver.set_active(_Driver(arch))
 
 
 def fill(one: Wanted) -> Wanted:
-    """Compile one launch; it runs in its own process. Raises what Triton raises."""
+    """Compile one launch, in a process of its architecture. Raises what Triton raises."""
     pretend(one.arch)
-    compile_ahead([one.problem()]).result()
+    for problem in one.problems():
+        compile_ahead([problem]).result()
     return one
 
 
@@ -87,10 +98,11 @@ def main() -> int:
     parser.add_argument("--levels", type=int, nargs="+", choices=(0, 1, 2), default=[0, 1, 2])
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     asked = parser.parse_args()
-    with ProcessPoolExecutor(asked.processes, mp_context=get_context("spawn")) as pool:
-        wanted = product(asked.arch, asked.dtypes, asked.head_dims, asked.levels, DIRECTIONS)
-        for done in pool.map(fill, (Wanted(*one) for one in wanted)):
-            print(*done, flush=True)
+    for arch in asked.arch:
+        with ProcessPoolExecutor(asked.processes, mp_context=get_context("spawn")) as pool:
+            wanted = product([arch], asked.dtypes, asked.head_dims, asked.levels, DIRECTIONS)
+            for done in pool.map(fill, (Wanted(*one) for one in wanted)):
+                print(*done, flush=True)
     return 0
 
 

@@ -34,7 +34,8 @@ from flashpoint_kernels.triton_backend.forward import attention_forward, merge_p
 from flashpoint_kernels.triton_backend.groups import Constants
 from flashpoint_kernels.triton_backend.hopper.backward import attention_backward_kv_hopper, attention_backward_q_hopper
 from flashpoint_kernels.triton_backend.hopper.forward import attention_forward_hopper
-from flashpoint_kernels.triton_backend.launch import _TYPES
+from flashpoint_kernels.triton_backend.ptx import Ptx
+from flashpoint_kernels.triton_backend.route import TYPES
 from flashpoint_kernels.triton_backend.sass import Code, kinds, resources
 from flashpoint_kernels.triton_backend.shipped import Variant, all_of, representative
 
@@ -62,6 +63,9 @@ _POINTERS = {
 }
 MATRIX = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 _PRODUCTS = ("forward", "backward_kv", "backward_q")
+# The stages of a tensor that a step of a kernel for Hopper uses at a time; the others are loaded, for two tensors. dQ
+# multiplies two tiles of keys in one step.
+HELD = {"forward_hopper": 1, "backward_kv_hopper": 1, "backward_q_hopper": 2}
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,9 @@ class Report:
     shortest inner loop with a matrix product, 0 without one. `loop_spills` is the largest number of loads and stores of
     spilled registers in one of these loops. `copies` counts instructions of the copy engine. `beside` counts the
     exponentials of a thread between a wait that leaves a product running and the wait for that product: the minimum of
-    all loops.
+    all loops. `ahead` is the least number of copies under way at a product of a loop; each is of one tile, or of its
+    row statistics. `unfenced` counts tiles that a matrix instruction reads without a proxy fence (see ptx.py), and
+    `hazards` instructions that write registers of a product that may be running (see sass.py).
     """
 
     kernel: str
@@ -99,6 +105,9 @@ class Report:
     loop: int
     loop_spills: int
     beside: int
+    ahead: int
+    unfenced: int
+    hazards: int
 
 
 def tile_of(variant: Variant) -> Tile:
@@ -131,14 +140,17 @@ def compile_variant(variant: Variant, tile: Tile | None = None) -> Report:
     tile = tile or tile_of(variant)
     compiled = build(variant, tile)
     registers, spill_bytes = resources(compiled.asm["cubin"])
-    ptx = compiled.asm["ptx"]
-    code = Code(compiled.asm["cubin"])
+    text, code = compiled.asm["ptx"], Code(compiled.asm["cubin"])
+    ptx = Ptx(text)
+    held = HELD.get(variant.kernel)
+    ahead = ptx.loads_ahead() if held is None else 2 * (tile.num_stages - held)
     return Report(
         *variant, tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, registers, spill_bytes,
-        compiled.metadata.shared, len(re.findall(r"\b(?:atom|red)\.", ptx)),
-        tuple(sorted(set(re.findall(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)", ptx)))),
-        len(re.findall(r"\bcp\.async\.bulk\.tensor", ptx)), "ttg.warp_specialize" in compiled.asm["ttgir"],
+        compiled.metadata.shared, len(re.findall(r"\b(?:atom|red)\.", text)),
+        tuple(sorted(set(re.findall(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)", text)))),
+        len(re.findall(r"\bcp\.async\.bulk\.tensor", text)), "ttg.warp_specialize" in compiled.asm["ttgir"],
         len(code.shortest_loop()), max((kinds(loop)["spilled"] for loop in code.loops()), default=0), code.beside(),
+        ahead, ptx.missing_fences(), len(code.hazards()),
     )  # fmt: skip
 
 
@@ -151,7 +163,7 @@ def build(variant: Variant, tile: Tile) -> Any:
     block_d, block_rest = parts_of(dim) if kernel == "forward" else (padded(dim), 0)
     even = exact(dim, value_dim) if kernel == "forward" else (padded(dim), padded(value_dim)) == (dim, value_dim)
     constants = Constants(
-        LEVEL=level, DTYPE=_TYPES[dtype], MASK_DTYPE=mask and _TYPES[mask], DMASK_DTYPE=tl.float32,
+        LEVEL=level, DTYPE=TYPES[dtype], MASK_DTYPE=mask and TYPES[mask], DMASK_DTYPE=tl.float32,
         TF32=precision == "tf32",
         ALIGNED=True, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_D=block_d, BLOCK_REST=block_rest,
         BLOCK_DV=padded(value_dim), EVEN=even, STAGES=tile.num_stages, PACKED=rows > 0,
@@ -180,12 +192,19 @@ def faults(report: Report) -> list[str]:
             found.append(f"{report.loop_spills} spills in a loop")
         elif report.spill_bytes and not report.loop:
             found.append(f"{report.spill_bytes} bytes spilled")
+    if report.unfenced:
+        found.append(f"{report.unfenced} tiles read without a proxy fence")
+    if report.hazards:
+        found.append(f"{report.hazards} writes to registers of a running product")
     kernel = report.kernel.removesuffix("_hopper").removesuffix("_blocks")
     rows, columns = report.block_m, report.block_n
     if kernel == "backward_kv":  # it multiplies the transposed tile
         rows, columns = columns, rows
     if half and kernel in _PRODUCTS and rows >= 64 and MATRIX[report.arch] not in report.matrix_instructions:
         found.append(f"no {MATRIX[report.arch]}, but {', '.join(report.matrix_instructions) or 'nothing'}")
+    pipelined = _is_plain(report) and kernel.partition("_packed")[0] in _PRODUCTS and report.num_stages > 1
+    if pipelined and not report.ahead:
+        found.append("no tile is loaded while another is used")
     if report.kernel.endswith("hopper") and not report.copies:
         found.append("no copies by descriptor")
     if report.kernel.endswith("hopper") and not report.specialised:
@@ -193,6 +212,12 @@ def faults(report: Report) -> list[str]:
     if report.kernel.endswith("hopper") and report.beside < columns // 2:  # a thread's share of 64 rows of scores
         found.append(f"{report.beside} exponentials beside a product")
     return found
+
+
+def _is_plain(report: Report) -> bool:
+    """Return whether Triton can load tiles ahead: no pages, 8-bit keys, lists of tiles, or tests of columns."""
+    plain = report.keys is None and not report.paged and not report.kernel.endswith("_blocks")
+    return plain and report.dtype != "float32" and report.level == 0 and report.head_dim in (32, 64, 128)
 
 
 def compile_all(variants: Sequence[Variant], processes: int) -> Iterator[Report]:

@@ -77,7 +77,7 @@ def attention_delta(table, items, heads, value_dim, C: tl.constexpr):
 
 @triton.jit
 def softmax_gradient(p, dp, delta, slope, C: tl.constexpr):
-    """Return dS of the raw scaled scores from P, dP and delta; `slope` is the derivative of the scores' softcap."""
+    """Return dS of the raw scaled scores from P, dP and delta; `slope` is the derivative of the scores' cap."""
     ds = p * (dp - delta)
     if C.LEVEL >= 1:
         ds = ds * slope
@@ -144,6 +144,8 @@ def attention_backward_kv(table, floats, items, lists, heads, head_dim, value_di
         seq = Sequence(row=t, scalars=scalars, head=kv_head * group + nth, scale=first.scale, band=band)
         o_m = i0 + within
         b_q = load(next_head(q_rows, nth), o_m, C.BLOCK_D, False, C.EVEN)  # (M, D)
+        # Load both tiles before the first product: then one proxy fence orders both copies (see ptx.py).
+        b_do = load(next_head(do_rows, nth), o_m, C.BLOCK_DV, False, C.EVEN)  # (M, Dv)
         s = dot(b_k, tl.trans(b_q), tl.full([C.BLOCK_N, C.BLOCK_M], 0.0, tl.float32), C.TF32)  # (N, M)
         s, slope = modify(s, o_m[None, :], o_n[:, None], seq, C)
         # Declare an alignment of 16 bytes: otherwise Triton 3.6 copies each thread's columns four bytes at a time.
@@ -154,7 +156,6 @@ def attention_backward_kv(table, floats, items, lists, heads, head_dim, value_di
         seen = visible_to(o_n[:, None], i0, within[None, :], band, C)
         seen = unskipped(seen, o_m[None, :], o_n[:, None], cut, seq, C)
         p = tl.where(seen, probabilities(s, lse[None, :]), 0.0)
-        b_do = load(next_head(do_rows, nth), o_m, C.BLOCK_DV, False, C.EVEN)  # (M, Dv)
         dp = dot(b_v, tl.trans(b_do), tl.full([C.BLOCK_N, C.BLOCK_M], 0.0, tl.float32), C.TF32)  # (N, M)
         if C.LEVEL == 2:
             z = tl.trans(dropout_factor(o_m, j0, seq, C))

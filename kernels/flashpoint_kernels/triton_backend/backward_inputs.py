@@ -22,8 +22,8 @@ MASK_ITEM = tl.constexpr(8)
 
 @triton.jit
 def score_gradient(block, j0, seq, k_rows, v_rows, C: tl.constexpr):
-    """Return dS (M, N) of a QueryBlock and the tile of keys at j0, without softcap's slope: the mask is added after
-    softcap.
+    """Return dS (M, N) of a QueryBlock and the tile of keys at j0, without the slope of the cap, after which the
+    mask is added.
     """
     zeros = tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32)
     o_m, within = block.queries, tl.arange(0, C.BLOCK_N)

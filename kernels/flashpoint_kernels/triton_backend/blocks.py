@@ -65,13 +65,14 @@ def query_tile(nth, at, tiles, heads, C: tl.constexpr):
 def unskipped(seen, i, j, cut, seq, C: tl.constexpr):
     """Return `seen` without the scores that the block mask removes; `cut` is 0 if the mask does not cut this tile."""
     if C.BLOCKS:
+        bits = tl.full(seen.shape, 1, tl.int8)
         if cut != 0:
             t, band = seq.row, seq.band
             rows = i // tl.load(t + col.BLOCK_SIZE).to(tl.int32) * tl.load(t + col.BLOCKS + 2)
             columns = j // tl.load(t + col.BLOCK_SIZE + 1).to(tl.int32) * tl.load(t + col.BLOCKS + 3)
             p = tl.load(t + col.BLOCKS).to(tl.pointer_type(tl.int8)) + (seq.head * tl.load(t + col.BLOCKS + 1) + rows)
-            valid = (i < band.q_len) & (j < band.kv_len)
-            seen = seen & (tl.load(p + columns, mask=valid, other=0) != 0)
+            bits = tl.load(p + columns, mask=(i < band.q_len) & (j < band.kv_len), other=0)
+        seen = seen & (bits != 0)
     return seen
 
 

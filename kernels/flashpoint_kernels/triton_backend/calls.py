@@ -34,56 +34,96 @@ def compile_options(tile: Tile) -> dict[str, Any]:
     return {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
 
 
+class Code:
+    """A kernel with its tile and its constants on a device: what Triton compiles once.
+
+    `variant` is the key of the compiled code; `options` are the keywords of a launch. A kernel that `describes` makes
+    descriptors, in memory for which Triton asks.
+    """
+
+    def __init__(self, kernel: Any, tile: Tile, device: torch.device, constants: Constants) -> None:
+        self.kernel, self.tile, self.device, self.constants = kernel, tile, device, constants
+        self.variant: Hashable = (kernel.__name__, device, constants, tile.num_warps, tile.num_stages)
+        self.options = {"C": constants, **compile_options(tile)}
+        self.describes = kernel.__name__.endswith("_hopper")
+
+
 @dataclass(eq=False)
 class Call:
-    """A kernel, its grid, its tile, its constants, and a function that makes its arguments when they are needed."""
+    """A launch of a kernel: its code, its grid, and a function that makes its arguments when they are needed."""
 
-    kernel: Any
+    code: Code
     programs: int
-    tile: Tile
-    device: torch.device
     args: Callable[[], tuple[Any, ...]]
-    constants: Constants
 
     @property
-    def variant(self) -> Hashable:
-        """Return the key of this call's compiled code: Triton compiles once per key."""
-        return self.kernel.__name__, self.device, self.constants, self.tile.num_warps, self.tile.num_stages
+    def kernel(self) -> Any:
+        return self.code.kernel
+
+    @property
+    def tile(self) -> Tile:
+        return self.code.tile
+
+    @property
+    def constants(self) -> Constants:
+        return self.code.constants
 
     @property
     def compiled(self) -> bool:
-        """Return whether the kernel is compiled.
-
-        It must be compiled even if this call has no programs: another call has some.
-        """
-        return INTERPRETED or self.variant in _ready
+        """Return whether the kernel is compiled."""
+        return INTERPRETED or self.code.variant in _ready
 
     def run(self) -> None:
-        """Launch the kernel, unless the call has no programs."""
-        if self.programs == 0:
-            return
-        # NumPy warns about arithmetic that a GPU does silently: −inf, and overflow of values that are masked later.
-        with np.errstate(all="ignore") if INTERPRETED else contextlib.nullcontext():
-            self._with(lambda args, options: self.kernel[(self.programs,)](*args, **options))
+        run_calls([self])
+
+    def warmup(self) -> Any:
+        """Do everything that `run` does before the launch, and return Triton's compiled kernel."""
+        return _inside(self.code.device, self.code.describes, self._warmup)
 
     def compile(self) -> None:
-        """Do everything that `run` does before the launch."""
+        """Compile the kernel, unless this process has compiled it."""
         if not self.compiled:
-            self._with(lambda args, options: self.kernel.warmup(*args, grid=(self.programs,), **options))
+            self.warmup()
 
-    def _with(self, act: Callable[[tuple[Any, ...], dict[str, Any]], object]) -> None:
-        def scratch(size: int, _alignment: int, _stream: int | None) -> torch.Tensor:
-            """Return memory for the descriptors that a kernel makes."""
-            return torch.empty(size, dtype=torch.int8, device=self.device)
+    def _warmup(self) -> Any:
+        found = self.kernel.warmup(*self.args(), grid=(self.programs,), **self.code.options)
+        _ready.add(self.code.variant)
+        return found
 
-        def inside() -> None:
-            triton.set_allocator(scratch)
-            with torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext():
-                act(self.args(), options)
+    def _launch(self) -> None:
+        self.kernel[(self.programs,)](*self.args(), **self.code.options)
+        _ready.add(self.code.variant)
 
-        options = {"C": self.constants, **compile_options(self.tile)}
-        contextvars.copy_context().run(inside)  # leave the caller's own allocator unchanged
-        _ready.add(self.variant)
+
+def run_calls(calls: Iterable[Call]) -> None:
+    """Launch the kernels, in order. A call without programs is left out."""
+    running = [call for call in calls if call.programs]
+    if not running:
+        return
+
+    def launch() -> None:
+        for call in running:
+            call._launch()
+
+    _inside(running[0].code.device, any(call.code.describes for call in running), launch)
+
+
+def _inside(device: torch.device, describes: bool, act: Callable[[], Any]) -> Any:
+    """Act on a device; with `describes`, with memory for descriptors. The caller's own allocator is unchanged."""
+
+    def scratch(size: int, _alignment: int, _stream: int | None) -> torch.Tensor:
+        return torch.empty(size, dtype=torch.int8, device=device)
+
+    def inside() -> Any:
+        triton.set_allocator(scratch)
+        return act()
+
+    around: Any = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    if INTERPRETED:
+        # NumPy warns about arithmetic that a GPU does silently: −inf, and overflow of values that are masked later.
+        around = np.errstate(all="ignore")
+    with around:
+        return contextvars.copy_context().run(inside) if describes else act()
 
 
 def start_compiling(calls: Callable[[], Iterable[Call]]) -> Future[None]:

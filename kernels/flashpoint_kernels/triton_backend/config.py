@@ -14,16 +14,19 @@ from typing import Any
 import torch
 import triton
 
-from flashpoint_contract.spec import Spec
-from flashpoint_contract.tensors import MAX_HEAD_DIM
+from flashpoint_contract.tensors import EIGHT_BIT, MAX_HEAD_DIM
 from flashpoint_kernels.triton_backend.configurations import HOPPER, SHARED_KIB, TABLES, WIDE, Config, Tile, packed_tile
+from flashpoint_kernels.triton_backend.devices import has_fences
 from flashpoint_kernels.triton_backend.groups import FLOAT8, FLOAT8_BITS, INT8
 from flashpoint_kernels.triton_backend.interpret import INTERPRETED
 
 # The interpreter runs tile by tile in Python: use few tiles, but M ≠ N, and enough tiles to be cut, skipped and split.
 INTERPRETED_AS = 90  # the interpreter widens 8-bit keys as this architecture does
 # `few_queries` is smaller than on a device, so that small problems run both kinds of blocks.
-_INTERPRETER = Config(Tile(64, 32), Tile(32, 64), Tile(64, 32), Tile(32, 32), split_keys=64, few_queries=8)
+_INTERPRETER = Config(
+    Tile(64, 32), Tile(32, 64), Tile(64, 32, num_stages=3), Tile(32, 32),
+    split_keys=64, few_queries=8, least_keys=32, least_programs=4,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,8 @@ def tiles(
     Some options need more registers and use the tiles of a higher level. A head dimension that is not a power of two
     tests the columns of loads through pointers, and pages need an address for each key: both use level 1. A block mask
     is read in the tiles that it cuts, and 8-bit keys are widened: both use level 2. 8-bit keys in pages have tiles with
-    half the keys, and so do 8-bit keys in packed blocks.
+    half the keys, and so do 8-bit keys in packed blocks. On sm_90 a Triton without proxy fences uses no asynchronous
+    copies.
     """
     widest = max(padded(head_dim), padded(value_dim))
     even = padded(head_dim) == head_dim and padded(value_dim) == value_dim
@@ -96,22 +100,27 @@ def tiles(
     level = max(level, 2 if quantized or blocks else 1 if paged or not even else 0)
     by_dim = TABLES[arch]["float32" if dtype == "float32" else f"level {level}"]
     config = by_dim[next(dim for dim in by_dim if min(widest, MAX_HEAD_DIM) <= dim)]
-    changes: dict[str, Any] = dict(hopper_tiles(head_dim, value_dim)) if hopper else {}
-    if wide:
-        changes["forward"] = wide
-    packed = packed_tile(arch, dtype, widest)
+    forward, packed = wide or config.forward, packed_tile(arch, dtype, widest)
     if quantized:
         packed = replace(packed, block_n=max(packed.block_n // 2, 16))
     if quantized and paged:
-        forward = changes.get("forward", config.forward)
-        changes["forward"] = replace(forward, block_n=max(forward.block_n // 2, 16))
+        forward = replace(forward, block_n=max(forward.block_n // 2, 16))
         packed = replace(packed, num_stages=2 if arch >= 100 else packed.num_stages)  # a third stage spills on sm_100
-    return replace(config, packed=packed, **changes)
+    config = replace(config, forward=forward, packed=packed)
+    if arch == 90 and not has_fences(triton.__version__):
+        config = config.without_copies()
+        if widest == 128 and config.backward_kv.block_m == 64:  # through registers the tile spills
+            config = replace(config, backward_kv=replace(config.backward_kv, block_m=32))
+    if arch == 100:  # Triton 3.7.1 leaves out a fence there
+        config = replace(config, one_stage=("backward_q",))
+    of_hopper: dict[str, Any] = dict(hopper_tiles(head_dim, value_dim)) if hopper else {}
+    return replace(config, **of_hopper)
 
 
 def wide_tile(arch: int, dtype: str, head_dim: int, value_dim: int, level: int) -> Tile | None:
     """Return the forward's tile for head dimensions above 256, and for 192 with 128 at level 0; None for others."""
-    by_dim = WIDE["float32" if dtype == "float32" else "99 KiB" if SHARED_KIB[arch] <= 99 else "16 bits"]
+    kind = "99 KiB" if SHARED_KIB[arch] <= 99 else "sm_100" if arch == 100 else "16 bits"
+    by_dim = WIDE["float32" if dtype == "float32" else kind]
     if max(head_dim, value_dim) > MAX_HEAD_DIM:
         return by_dim[512 if padded(value_dim) <= 512 else 1024]
     return by_dim.get(192) if level == 0 and (head_dim, padded(value_dim)) == (192, 128) else None
@@ -151,21 +160,20 @@ def config_for(device: torch.device, *problem: Any) -> Config:
     return _INTERPRETER if INTERPRETED else tiles(table_of(chip_of(device)), *problem)
 
 
-def keys_of_device(spec: Spec, device: torch.device) -> int | None:
-    """Return Constants.KEYS for a problem on `device`; None if its keys are not 8-bit numbers."""
-    if not spec.quantized:
+def keys_of_device(dtype: str, device: torch.device) -> int | None:
+    """Return Constants.KEYS for keys of `dtype` on `device`; None if they are not 8-bit numbers."""
+    if dtype not in EIGHT_BIT:
         return None
-    return keys_kind(INTERPRETED_AS if INTERPRETED else chip_of(device).arch, spec.tensors["k"].dtype)
+    return keys_kind(INTERPRETED_AS if INTERPRETED else chip_of(device).arch, dtype)
 
 
 def takes_hopper(device: torch.device) -> bool:
-    """Return whether problems may use the path for Hopper: FLASHPOINT_HOPPER=1 is set, and the device is an sm_90.
+    """Return whether problems may use the path for Hopper: the device is an sm_90, and FLASHPOINT_HOPPER is not 0.
 
-    It is off by default, because it has not run on a GPU yet. It is off when Triton interprets, because the interpreter
-    does not run Gluon, unless `stand_in` replaces the device. Raises ValueError if FLASHPOINT_HOPPER is neither 0 nor
-    1.
+    It is off when Triton interprets, because the interpreter does not run Gluon, unless `stand_in` replaces the device.
+    Raises ValueError if FLASHPOINT_HOPPER is neither 0 nor 1.
     """
-    asked = os.environ.get("FLASHPOINT_HOPPER") or "0"
+    asked = os.environ.get("FLASHPOINT_HOPPER") or "1"
     if asked not in ("0", "1"):
         raise ValueError(f"FLASHPOINT_HOPPER must be 0 or 1, not {asked!r}")
     if asked == "0" or (INTERPRETED and stand_in is None):

@@ -6,12 +6,14 @@ compiler's output (Triton 3.7.1, benchmarks/results/compile-*.json, docs/measure
 The candidates at level 0 are FlashAttention-2's tiles (Dao 2023; its launch templates) and similar ones of at most 128
 queries. The chosen tile does not spill, fits into shared memory, and has the fewest instructions per score in its inner
 loop. Levels 1 and 2 use that tile, or half of it if the score's options need the registers. Most tiles use eight warps,
-because then the accumulators of wide heads stay in registers.
+because then the accumulators of wide heads stay in registers. A tile has three stages where they fit: with two, Triton
+starts a tile's copies after the last product of the tile before, and waits for them at once.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -26,10 +28,12 @@ class Tile:
 
 @dataclass(frozen=True)
 class Config:
-    """The tiles of each kernel, and the number of keys in a part of a split problem (a multiple of a tile's keys).
+    """The tiles of each kernel, and how keys are split over programs (schedule.cut).
 
-    1024 keys are sixteen tiles: enough to hide the cost of starting a program and of merging its part. A sequence of at
-    most `few_queries` uses packed blocks (see tiles.block_at) of 16, 32 or at most `packed.block_m` rows.
+    A part of a split sequence has `split_keys` keys: sixteen tiles hide the cost of starting a program and of merging
+    its part. A sequence with fewer than `least_programs` programs, about the multiprocessors of a large GPU, has parts
+    of half, a quarter… of them, at least `least_keys`; both are multiples of a tile's keys. A sequence of at most
+    `few_queries` uses packed blocks (see tiles.block_at) of 16, 32 or at most `packed.block_m` rows.
     """
 
     forward: Tile
@@ -38,11 +42,40 @@ class Config:
     packed: Tile = Tile(64, 64, 4, 3)  # see packed_tile
     split_keys: int = 1024
     few_queries: int = 64
+    least_keys: int = 256
+    least_programs: int = 128
+    one_stage: tuple[str, ...] = ()  # the kernels whose packed blocks of 64 rows are not loaded by asynchronous copies
 
-    @property
+    def without_copies(self) -> Config:
+        """Return the same tiles, with one stage for each whose products are wgmma: those of at least 64 rows.
+
+        With one stage Triton loads a tile through registers, and puts a proxy fence before the product.
+        """
+        kv = self.backward_kv
+        return replace(
+            self,
+            forward=_of_one_stage(self.forward, self.forward.block_m),
+            backward_kv=_of_one_stage(kv, kv.block_n),
+            backward_q=_of_one_stage(self.backward_q, self.backward_q.block_m),
+            one_stage=("forward", "backward_q"),
+        )
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, each.name) for each in fields(self)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
     def packed_rows(self) -> tuple[int, ...]:
         """Return the sizes of packed blocks."""
         return tuple(rows for rows in PACKED_ROWS if rows <= self.packed.block_m)
+
+    @cached_property
+    def part_sizes(self) -> tuple[int, ...]:
+        """Return the numbers of keys that a part may have, largest first."""
+        return tuple(self.split_keys >> n for n in range((self.split_keys // self.least_keys).bit_length()))
 
     def forward_of(self, rows: int) -> Tile:
         """Return the forward's tile for packed blocks of `rows` rows, or with 0, for a block of one head's queries.
@@ -51,8 +84,7 @@ class Config:
         """
         if not rows:
             return self.forward
-        keys = self.packed.block_n // (2 if rows == 64 else 1)
-        return replace(self.packed, block_m=rows, block_n=max(keys, 16))
+        return self._packed_of("forward", rows, 1)
 
     def backward_q_of(self, rows: int) -> Tile:
         """Return the tile of dQ for packed blocks of `rows` rows, or with 0, for a block of one head's queries.
@@ -61,8 +93,12 @@ class Config:
         """
         if not rows:
             return self.backward_q
-        tile = self.forward_of(rows)
-        return replace(tile, block_n=max(tile.block_n // 2, 16))
+        return self._packed_of("backward_q", rows, 2)
+
+    def _packed_of(self, kernel: str, rows: int, share: int) -> Tile:
+        keys = self.packed.block_n // (share * (2 if rows == 64 else 1))
+        tile = replace(self.packed, block_m=rows, block_n=max(keys, 16))
+        return _of_one_stage(tile, rows) if kernel in self.one_stage else tile
 
     def merge_of(self, rows: int) -> Tile:
         """Return the tile of `merge_parts`.
@@ -72,12 +108,16 @@ class Config:
         tile = self.forward_of(rows)
         return replace(tile, num_warps=2 * tile.num_warps)
 
-    @property
+    @cached_property
     def delta(self) -> Tile:
         """Return the tile of `attention_delta`, a multiple of the block of every kernel that reads its output (powers
         of two).
         """
         return replace(self.backward_q, block_m=max(self.backward_q.block_m, self.backward_kv.block_m))
+
+
+def _of_one_stage(tile: Tile, rows: int) -> Tile:
+    return replace(tile, num_stages=1) if rows >= 64 else tile
 
 
 PACKED_ROWS = (16, 32, 64)  # mma.sync takes 16 rows, wgmma 64
@@ -89,7 +129,7 @@ SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 # Packed blocks of few queries read keys at the speed of memory. They have four warps, and keep as many bytes of keys
 # and values in flight as two programs fit on an SM (three stages of 16 KiB each for K and V). 99 KiB hold less.
 _PACKED = {64: Tile(64, 64, 4, 4), 128: Tile(64, 64, 4, 3), 256: Tile(64, 32, 4, 3), 1024: Tile(16, 32, 8, 1)}
-_PACKED_99 = {64: Tile(64, 64, 4, 2), 128: Tile(64, 32, 4, 3), 256: Tile(64, 32, 4, 2), 1024: Tile(16, 16, 8, 1)}
+_PACKED_99 = {64: Tile(64, 64, 4, 3), 128: Tile(64, 32, 4, 3), 256: Tile(64, 32, 4, 2), 1024: Tile(16, 16, 8, 1)}
 _PACKED_FLOAT32 = {64: Tile(64, 32, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(16, 16, 4, 2), 1024: Tile(16, 16, 8, 1)}
 
 
@@ -99,11 +139,12 @@ def packed_tile(arch: int, dtype: str, widest: int) -> Tile:
     return by_dim[next(dim for dim in by_dim if widest <= dim)]
 
 
-# The forward's tiles for head dimensions in two parts, on every GPU: 192 with values of at most 128 (level 0), and
+# The forward's tiles for head dimensions in two parts: 192 with values of at most 128 (level 0), and
 # dimensions above 256 by the padded value dimension. For those, 64 queries would spill in the loop.
 WIDE = {
-    "16 bits": {192: Tile(128, 64), 512: Tile(32, 32), 1024: Tile(16, 16, 8, 1)},
-    "99 KiB": {192: Tile(64, 32), 512: Tile(32, 16), 1024: Tile(16, 16, 8, 1)},
+    "16 bits": {192: Tile(128, 64, 8, 3), 512: Tile(32, 32), 1024: Tile(16, 16, 8, 1)},
+    "sm_100": {192: Tile(128, 64, 8, 1), 512: Tile(32, 32), 1024: Tile(16, 16, 8, 1)},
+    "99 KiB": {192: Tile(64, 32, 8, 3), 512: Tile(32, 16), 1024: Tile(16, 16, 8, 1)},
     "float32": {512: Tile(16, 16, 8, 1), 1024: Tile(16, 16, 8, 1)},
 }
 
@@ -124,14 +165,14 @@ _LEVEL_2 = {
 # mma.sync takes its operands from registers: a 16-bit accumulator of 64 keys by 128 is the largest that does not spill.
 _SM80: Table = {
     "level 0": {
-        64: Config(Tile(128, 128), Tile(32, 128), Tile(128, 64)),
-        128: Config(Tile(128, 64), Tile(64, 64), Tile(128, 32)),
-        256: Config(Tile(64, 64), Tile(32, 64), Tile(64, 32)),
+        64: Config(Tile(128, 128, 8, 3), Tile(32, 128, 8, 3), Tile(128, 64, 8, 3)),
+        128: Config(Tile(128, 64, 8, 3), Tile(64, 64, 8, 3), Tile(128, 32, 8, 3)),
+        256: Config(Tile(64, 64), Tile(32, 64, 8, 3), Tile(64, 32, 8, 3)),
     },
     "level 1": {
-        64: Config(Tile(128, 64), Tile(32, 128), Tile(128, 32)),
-        128: Config(Tile(128, 64), Tile(32, 64), Tile(64, 64)),
-        256: Config(Tile(64, 32), Tile(32, 32, 8, 1), Tile(64, 32)),
+        64: Config(Tile(128, 64, 8, 3), Tile(32, 128, 8, 3), Tile(128, 32, 8, 3)),
+        128: Config(Tile(128, 64, 8, 3), Tile(32, 64, 8, 3), Tile(64, 64, 8, 3)),
+        256: Config(Tile(64, 32, 8, 3), Tile(32, 32, 8, 1), Tile(64, 32, 8, 3)),
     },
     "level 2": _LEVEL_2,
     "float32": _FLOAT32,
@@ -140,10 +181,12 @@ _SM80: Table = {
 _SM86: Table = {
     "level 0": {
         **_SM80["level 0"],
+        128: Config(Tile(128, 64, 8, 3), Tile(32, 128, 8, 3), Tile(128, 32, 8, 3)),
         256: Config(Tile(64, 32), Tile(32, 32, 8, 1), Tile(64, 32, 8, 1)),
     },
     "level 1": {
-        **_SM80["level 1"],
+        64: _SM80["level 1"][64],
+        128: Config(Tile(128, 64), Tile(32, 64, 8, 3), Tile(64, 64)),
         256: Config(Tile(64, 32), Tile(32, 32, 8, 1), Tile(64, 32, 8, 1)),
     },
     "level 2": _LEVEL_2,
@@ -153,47 +196,60 @@ _SM86: Table = {
 # products of the other. It has 8.1 instructions per score on sm_90 (one program of 128×128: 7.1), and 7.4 (7.2) on
 # sm_100. Triton's tutorial, timed on such GPUs, uses the same tile.
 _TWO_PROGRAMS = Tile(128, 64, 4, 3)
-# wgmma multiplies from shared memory: larger tiles, and one more tile in flight. At D 128 its forward and dQ, 128×128,
-# are at the limit of registers: 8.2 and 8.3 instructions per score.
+# wgmma multiplies from shared memory: larger tiles, and one more tile in flight. At D 128 the forward, 128×128, is at
+# the limit of registers: 8.2 instructions per score. dQ would have 8.3 with 128×128, but no memory for a third stage.
 _SM90: Table = {
     "level 0": {
-        64: Config(_TWO_PROGRAMS, Tile(64, 128), Tile(128, 128)),
-        128: Config(Tile(128, 128, 8, 3), Tile(64, 128), Tile(128, 128)),
-        256: Config(Tile(128, 64), Tile(32, 64), Tile(64, 64)),
+        64: Config(_TWO_PROGRAMS, Tile(64, 128, 8, 3), Tile(128, 128, 8, 3)),
+        128: Config(Tile(128, 128, 8, 3), Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
+        256: Config(Tile(128, 64), Tile(32, 64, 8, 3), Tile(64, 64)),
     },
     "level 1": {
-        64: Config(Tile(128, 64, 8, 3), Tile(64, 64), Tile(128, 64)),
-        128: Config(Tile(128, 64, 8, 3), Tile(32, 64), Tile(128, 64)),
-        256: Config(Tile(64, 64), Tile(32, 32, 8, 1), Tile(64, 32)),
+        64: Config(Tile(128, 64, 8, 3), Tile(64, 64, 8, 3), Tile(128, 64, 8, 3)),
+        128: Config(Tile(128, 64, 8, 3), Tile(32, 64, 8, 3), Tile(128, 64, 8, 3)),
+        256: Config(Tile(64, 64), Tile(32, 32, 8, 1), Tile(64, 32, 8, 3)),
     },
     "level 2": _LEVEL_2,
     "float32": _FLOAT32,
 }
-# tcgen05 keeps accumulators in their own memory; P and dS pass through shared memory on their way there.
+# tcgen05 keeps accumulators in their own memory; P and dS pass through shared memory on their way there. Where Triton
+# 3.7.1 leaves out a proxy fence (dQ, and the forward from level 1 on), a tile has one stage, and no copy runs ahead.
 _SM100: Table = {
     "level 0": {
-        64: Config(_TWO_PROGRAMS, Tile(64, 128), Tile(128, 128)),
-        128: Config(Tile(128, 64, 8, 3), Tile(64, 128), Tile(128, 64, 8, 1)),
-        256: Config(Tile(128, 32), Tile(64, 64, 8, 1), Tile(128, 32, 8, 1)),
+        64: Config(_TWO_PROGRAMS, Tile(64, 128, 8, 3), Tile(128, 128, 8, 1)),
+        128: Config(Tile(128, 64, 8, 3), Tile(64, 128, 8, 3), Tile(128, 64, 8, 1)),
+        256: Config(Tile(128, 32, 8, 3), Tile(64, 64, 8, 1), Tile(128, 32, 8, 1)),
     },
     "level 1": {
-        **_SM90["level 1"],
-        128: Config(Tile(128, 64, 8, 3), Tile(64, 64, 8, 1), Tile(128, 64)),
+        64: Config(Tile(128, 64, 8, 1), Tile(64, 64, 8, 3), Tile(128, 64, 8, 1)),
+        128: Config(Tile(128, 64, 8, 1), Tile(64, 64, 8, 1), Tile(128, 64, 8, 1)),
+        256: Config(Tile(64, 64, 8, 1), Tile(32, 32, 8, 1), Tile(64, 32, 8, 1)),
     },
-    "level 2": _LEVEL_2,
+    "level 2": {
+        64: Config(Tile(64, 64, 4, 1), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
+        128: Config(Tile(64, 64, 8, 1), Tile(32, 64, 8, 1), Tile(64, 32, 8, 1)),
+        256: _LEVEL_2[256],
+    },
     "float32": _FLOAT32,
 }
 
-# By architecture. sm_120 has the instructions and the memory of sm_86, not of sm_100.
-TABLES: dict[int, Table] = {80: _SM80, 86: _SM86, 89: _SM86, 90: _SM90, 100: _SM100, 120: _SM86}
+# sm_120 has the instructions and the memory of sm_86, not of sm_100, but ptxas spills more registers there.
+_SM120: Table = {
+    **_SM86,
+    "level 0": {**_SM86["level 0"], 128: Config(Tile(128, 64, 8, 3), Tile(64, 32, 8, 3), Tile(128, 32, 8, 3))},
+    "level 1": {**_SM86["level 1"], 128: Config(Tile(128, 32, 8, 3), Tile(32, 64, 8, 3), Tile(64, 64))},
+}
+
+TABLES: dict[int, Table] = {80: _SM80, 86: _SM86, 89: _SM86, 90: _SM90, 100: _SM100, 120: _SM120}
 
 # The kernels of hopper/, for level 0 on sm_90: four warps per group, and as many tiles in shared memory as stages. The
 # forward's tile at D 128 is FlashAttention-3's for causal problems (its hopper/tile_size.h). At D 64 it has two of
 # FlashAttention-3's three groups, and at D 256 the power of two below its 80 keys. The backward's tiles are the largest
-# that do not spill (at D 128, twice the size spills 136 bytes in dQ and 112 in dK with dV). At D 256 two accumulators
-# need more registers than a group has.
+# that do not spill (at D 128, twice the size spills 136 bytes in dQ and 112 in dK with dV). dQ uses two tiles of keys
+# at a time, so only a third stage can be loaded meanwhile. At D 256 two accumulators need more registers than a group
+# has.
 HOPPER = {
-    64: {"forward": Tile(128, 128, 4), "backward_kv": Tile(64, 128, 4), "backward_q": Tile(128, 128, 4)},
-    128: {"forward": Tile(128, 128, 4), "backward_kv": Tile(32, 128, 4, 3), "backward_q": Tile(128, 64, 4)},
+    64: {"forward": Tile(128, 128, 4), "backward_kv": Tile(64, 128, 4), "backward_q": Tile(128, 128, 4, 3)},
+    128: {"forward": Tile(128, 128, 4), "backward_kv": Tile(32, 128, 4, 3), "backward_q": Tile(128, 64, 4, 3)},
     256: {"forward": Tile(128, 64, 4)},
 }

@@ -69,6 +69,10 @@ def attend_keys(softmax, b_q, b_rest, o_m, lo, hi, tiles, seq, keys, values, FUL
         o_n = j0 + within
         places = places_of(j0, seq, C)
         b_k = load_keys(keys, places, C.BLOCK_D, FULL, C)  # (N, D)
+        # Load both tiles before the first product: then one proxy fence orders both copies (see ptx.py). Wide heads
+        # have no memory for both, and use no product that needs the fence.
+        if C.BLOCK_D <= 256:
+            b_v = load_keys(values, places, C.BLOCK_DV, FULL, C)  # (N, Dv)
         if C.KEYS is not None:
             b_k = cast(widened(b_k, C), C.DTYPE)  # exact: 8 bits have no more digits than a bfloat16
         s = dot(b_q, tl.trans(b_k), tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32), C.TF32)  # (M, N)
@@ -95,7 +99,8 @@ def attend_keys(softmax, b_q, b_rest, o_m, lo, hi, tiles, seq, keys, values, FUL
         if C.LEVEL == 2:
             if tl.load(seq.row + col.DROP_BELOW) > 0:
                 p = tl.where(keep(o_m, j0, seq, C), p, 0.0)
-        b_v = load_keys(values, places, C.BLOCK_DV, FULL, C)  # (N, Dv)
+        if C.BLOCK_D > 256:
+            b_v = load_keys(values, places, C.BLOCK_DV, FULL, C)  # (N, Dv)
         if C.KEYS is not None:
             b_v = cast(widened(b_v, C) * load_scales(values, places, FULL, C)[:, None], C.DTYPE)
         acc = dot(cast(p, C.DTYPE), b_v, acc, C.TF32)  # (M, Dv)

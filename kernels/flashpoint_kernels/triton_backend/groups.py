@@ -10,7 +10,8 @@ other functions, but no strings.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import triton.language as tl
@@ -55,6 +56,13 @@ class Constants:
     PAGED: bool | None = None
     KEYS: int | None = None
     BLOCKS: bool | None = None
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, each.name) for each in fields(self)))
+
+    def __hash__(self) -> int:
+        return self._hash  # Triton hashes the constants in each launch
 
 
 class Band(NamedTuple):

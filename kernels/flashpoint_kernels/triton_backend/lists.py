@@ -13,22 +13,20 @@ from torch import Tensor
 
 from flashpoint_kernels.triton_backend import table as columns
 from flashpoint_kernels.triton_backend.blocks import HEADER, UNIT, list_key_tiles, list_query_tiles
-from flashpoint_kernels.triton_backend.calls import Call
+from flashpoint_kernels.triton_backend.calls import Call, Code
 from flashpoint_kernels.triton_backend.configurations import Tile
+from flashpoint_kernels.triton_backend.route import Route
 
 
 class Launch(Protocol):
     """The parts of a launch that lists need: see launch.py."""
 
+    route: Route
+
     @property
     def table(self) -> Tensor: ...
-    @property
-    def device(self) -> torch.device: ...
     def column(self, column: Any, after: int = 0) -> np.ndarray: ...
-    def call(
-        self, kernel: Any, items: np.ndarray, heads: int, tile: Tile, args: Callable[[Tensor], tuple[Any, ...]],
-        *names: str, **constants: Any,
-    ) -> Call: ...  # fmt: skip
+    def call(self, code: Code, items: np.ndarray, heads: int, args: Callable[[Tensor], tuple[Any, ...]]) -> Call: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,12 +79,13 @@ def _lists(
     @cache
     def memory() -> Tensor:
         size = int(ends[-1]) * UNIT.value if len(ends) else 0
-        return torch.empty(size, dtype=torch.int32, device=launch.device)
+        return torch.empty(size, dtype=torch.int32, device=launch.route.device)
 
     most = int(lists.max())
+    constants = {"LEVEL": 1, "BLOCK_N": tile.block_n, "PACKED": packed}
     call = launch.call(
-        kernel, np.column_stack([items[:, :2], parts, place]).astype(np.int32), most,
-        replace(tile, num_warps=1, num_stages=1), lambda asked: (launch.table, asked, memory(), most),
-        LEVEL=1, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, PACKED=packed,
+        launch.route.code(kernel, (tile, packed), lambda: (replace(tile, num_warps=1, num_stages=1), constants)),
+        np.column_stack([items[:, :2], parts, place]).astype(np.int32), most,
+        lambda asked: (launch.table, asked, memory(), most),
     )  # fmt: skip
     return Lists(np.column_stack([items, place]).astype(np.int32), call, memory)

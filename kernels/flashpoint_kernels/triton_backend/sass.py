@@ -1,4 +1,4 @@
-"""The instructions of a compiled kernel (SASS, as printed by nvdisasm): its loops and their kinds of instructions."""
+"""The instructions of a compiled kernel (SASS, from nvdisasm): loops, kinds of instructions, register hazards."""
 
 from __future__ import annotations
 
@@ -25,13 +25,27 @@ KINDS = {
 }
 
 
-class Code:
-    """The instructions of a kernel."""
+# Instructions of sm_90 without a general register as their first operand's destination.
+_NO_RESULT = (
+    "ST", "RED", "BRA", "BRX", "BAR", "SYNCS", "UTMA", "UBLK", "WARPGROUP", "WARP", "DEPBAR", "LDGDEPBAR", "LDGSTS",
+    "ARRIVES", "EXIT", "RET", "CALL", "NOP", "BSYNC", "BSSY", "BREAK", "MEMBAR", "FENCE", "CCTL", "ERRBAR", "ELECT",
+    "USETMAXREG", "NANOSLEEP", "YIELD", "R2P", "HGMMA",
+)  # fmt: skip
+_MOST_GROUPS = 8  # of products under way on a path; more are not followed
+_Group = tuple[int, frozenset[int]]  # the last instruction of a group of products, and the registers that it uses
 
-    def __init__(self, cubin: bytes) -> None:
+
+_PREDICATE = re.compile(r"^@!?U?P\w+\s+")
+
+
+class Code:
+    """The instructions of a kernel, from its binary or from nvdisasm's text."""
+
+    def __init__(self, cubin: bytes | str) -> None:
         self.instructions: list[str] = []
         self._labels: dict[str, int] = {}
-        for line in tool("nvdisasm", "-c", cubin).splitlines():
+        text = cubin if isinstance(cubin, str) else tool("nvdisasm", "-c", cubin)
+        for line in text.splitlines():
             if label := re.match(r"\s*(\.L_x_\d+):", line):
                 self._labels[label[1]] = len(self.instructions)
             elif found := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*)", line):
@@ -71,14 +85,92 @@ class Code:
                 stretch.append(instruction)
         return min(counts, default=0)
 
+    def hazards(self) -> list[str]:
+        """Return the instructions that write registers of a product of sm_90 (wgmma) that may still be running.
+
+        Such registers are those of its first operand and of its accumulator. Every path counts, also one around a loop.
+        ptxas 12.8 is reported to reuse operand registers too early (triton-lang/triton#11366).
+        """
+        if not any("HGMMA" in each for each in self.instructions):
+            return []
+        found: set[int] = set()
+        seen: set[tuple[int, tuple[_Group, ...], frozenset[int]]] = set()
+        paths: list[tuple[int, tuple[_Group, ...], frozenset[int]]] = [(0, (), frozenset())]
+        while paths:
+            state = paths.pop()
+            at, groups, current = state
+            if at >= len(self.instructions) or state in seen:
+                continue
+            seen.add(state)
+            instruction = self.instructions[at]
+            if "HGMMA" in instruction:
+                current |= _registers_of(instruction)
+                if "gsb0" in instruction:
+                    groups, current = (*groups, (at, current))[-_MOST_GROUPS:], frozenset()
+            elif wait := re.search(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)", instruction):
+                running = int(wait[1], 16)
+                groups = groups[max(len(groups) - running, 0) :]
+            elif written := _written(instruction):
+                if any(written & registers for _, registers in groups) or written & current:
+                    found.add(at)
+            paths += [(following, groups, current) for following in self._following(at)]
+        return [self.instructions[at] for at in sorted(found)]
+
+    def _following(self, at: int) -> list[int]:
+        """Return the instructions that may come after instruction `at`."""
+        instruction = self.instructions[at]
+        name = _PREDICATE.sub("", instruction)
+        found = []
+        if jump := re.match(r"BRA\b.*`\((\.L_x_\d+)\)", name):
+            found.append(self._labels[jump[1]])
+        elif name.startswith("BRX"):
+            found += self._labels.values()  # a table of jumps: any of them
+        always = name == instruction and re.match(r"(?:BRA(?! *U?P\d)(?!\.DIV)|BRX|EXIT|RET)\b", name)
+        return found if always else [*found, at + 1]
+
 
 def kinds(instructions: list[str]) -> dict[str, int]:
     """Return the number of instructions of each kind in KINDS."""
     counts: Counter[str] = Counter()
     for instruction in instructions:
-        name = re.sub(r"^@!?U?P\w+\s+", "", instruction)
+        name = _PREDICATE.sub("", instruction)
         counts[next(kind for kind, begins in KINDS.items() if begins.match(name))] += 1
     return {kind: counts[kind] for kind in KINDS}
+
+
+def _registers_of(product: str) -> frozenset[int]:
+    """Return the registers of a wgmma's accumulator, and of its first operand if that is in registers."""
+    name, _, operands = product[product.index("HGMMA") :].partition(" ")
+    accumulator, first, *_ = (each.strip() for each in operands.rstrip(" ;").split(","))
+    columns = re.search(r"\.64x(\d+)x", name)
+    start = re.match(r"R(\d+)", accumulator)
+    assert columns is not None, product
+    used = set(range(int(start[1]), int(start[1]) + int(columns[1]) // 2)) if start else set()
+    if operand := re.match(r"R(\d+)", first):
+        used |= set(range(int(operand[1]), int(operand[1]) + 4))  # 64 rows of 32 bytes, in 128 threads
+    return frozenset(used)
+
+
+def _written(instruction: str) -> frozenset[int]:
+    """Return the general registers that an instruction writes: its first operand after predicates."""
+    name, _, rest = _PREDICATE.sub("", instruction).partition(" ")
+    if name.startswith(_NO_RESULT):
+        return frozenset()
+    for operand in (each.strip() for each in rest.split(",")[:2]):
+        if found := re.fullmatch(r"R(\d+)(?:\.\w+)*", operand.rstrip(" ;")):
+            return frozenset(range(int(found[1]), int(found[1]) + _width(name)))
+        if not re.fullmatch(r"!?U?PT?\d*", operand):
+            break
+    return frozenset()
+
+
+def _width(name: str) -> int:
+    """Return how many registers an instruction writes."""
+    if name.startswith(("LDSM", "MOVM")):
+        return 4 if ".4" in name else 2 if ".2" in name else 1
+    if ".128" in name:
+        return 4
+    return 2 if ".64" in name or "WIDE" in name or name.startswith(("DADD", "DMUL", "DFMA")) or name == "CS2R" else 1
 
 
 def resources(cubin: bytes) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """From q·k to the argument of the exponential, and back: for forward and backward, for tiles and transposed tiles.
 
-With s = scale·(q·k): softcap is applied, then ALiBi and the float mask are added, then hidden keys are removed. `i` and
+With s = scale·(q·k): the cap is applied, then ALiBi and the float mask are added, then hidden keys are removed. `i` and
 `j` are query and key indices that broadcast to the tile: (BLOCK_M, 1) and (1, BLOCK_N) for S, or (1, BLOCK_M) and
 (BLOCK_N, 1) for its transpose. Options above C.LEVEL are not compiled in; options within it are disabled at run time by
 a neutral value.
@@ -53,7 +53,7 @@ def visible_to(j, i0, m, band, C: tl.constexpr):
 
 @triton.jit
 def modify(qk, i, j, seq, C: tl.constexpr):
-    """Return (s in units of log 2, the softcap's slope ds/ds_raw) for a tile of raw products `qk`, float32.
+    """Return (s in units of log 2, the cap's slope ds/ds_raw) for a tile of raw products `qk`, float32.
 
     Keys that a boolean mask removes are −inf; `visible` applies the band.
     """

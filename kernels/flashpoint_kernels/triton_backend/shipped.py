@@ -102,4 +102,5 @@ def representative() -> list[Variant]:
         found.append(Variant(kernel, 90, "float16", 96, 2, "float32"))
     found += [Variant(kernel, 86, "bfloat16", 256) for kernel in _PRODUCTS]
     found += [Variant(kernel, 80, "float32", 64) for kernel in ("forward", "backward_kv", "merge", "delta")]
+    found += [Variant(kernel, 80, "float32", 64) for kernel in ("forward_blocks", "backward_kv_blocks")]
     return [*found, Variant("forward", 80, "float16", 128, 1), Variant("backward_sinks", 80, "float32", 64, 1)]

@@ -143,11 +143,12 @@ def add_keys(
 ):  # fmt: skip
     """Return dq with tile n − 1 of the keys, whose dS is `ds`, and the dS of tile n, whose values have arrived.
 
-    At the first tile there is no tile before: the product is replaced by the next one (use_acc).
+    At the first tile there is no tile before: the product of zeros with this tile, which has arrived, is replaced by
+    the next product (use_acc).
     """
     ROWS: tl.constexpr = C.BLOCK_M // 2
     k, v = pipes.k, pipes.v
-    at, before = n % C.STAGES, (n + C.STAGES - 1) % C.STAGES
+    at, before = n % C.STAGES, gl.maximum(n - 1, 0) % C.STAGES
     zeros = gl.full([ROWS, C.BLOCK_N], 0.0, gl.float32, S)
     b_q = pipes.q.tiles.index(0).slice(HALF * ROWS, ROWS)
     wait_full(k, n, C)
