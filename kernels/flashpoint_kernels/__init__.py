@@ -12,11 +12,15 @@ if TYPE_CHECKING:
     from flashpoint_kernels.block_masks import create_block_mask as create_block_mask
     from flashpoint_kernels.dispatch import available_backends as available_backends
     from flashpoint_kernels.dispatch import run as run
+    from flashpoint_kernels.flex import flex_attention as flex_attention
     from flashpoint_kernels.functional import attention as attention
     from flashpoint_kernels.functional import attention_backward as attention_backward
+    from flashpoint_kernels.judging.judge import judge as judge
+    from flashpoint_kernels.merging import merge as merge
     from flashpoint_kernels.problem import Problem as Problem
     from flashpoint_kernels.quantization import dequantize as dequantize
     from flashpoint_kernels.quantization import quantize as quantize
+    from flashpoint_kernels.sdpa import scaled_dot_product_attention as scaled_dot_product_attention
     from flashpoint_kernels.verification import verify as verify
 
 _HOME = {
@@ -24,12 +28,16 @@ _HOME = {
     "attention_backward": "flashpoint_kernels.functional",
     "available_backends": "flashpoint_kernels.dispatch",
     "create_block_mask": "flashpoint_kernels.block_masks",
+    "flex_attention": "flashpoint_kernels.flex",
+    "judge": "flashpoint_kernels.judging",
+    "merge": "flashpoint_kernels.merging",
     "run": "flashpoint_kernels.dispatch",
     "Problem": "flashpoint_kernels.problem",
     "Options": "flashpoint_contract.options",
     "ProblemError": "flashpoint_contract.options",
     "dequantize": "flashpoint_kernels.quantization",
     "quantize": "flashpoint_kernels.quantization",
+    "scaled_dot_product_attention": "flashpoint_kernels.sdpa",
     "verify": "flashpoint_kernels.verification",
 }
 __all__ = [
@@ -41,8 +49,12 @@ __all__ = [
     "available_backends",
     "create_block_mask",
     "dequantize",
+    "flex_attention",
+    "judge",
+    "merge",
     "quantize",
     "run",
+    "scaled_dot_product_attention",
     "verify",
 ]
 

@@ -24,6 +24,7 @@ from flashpoint_kernels.support import features
 _REPEATS = 2  # the minimum of these counts
 _LENGTH = {"torch": 256, "tiled": 256, "reference": 96}  # sequence lengths that take some milliseconds
 _NARROW, _WIDE = 16, 128  # head dimensions
+_TYPES = {"torch": ("float16", "bfloat16")}  # with kernels of their own, beside float32
 _KEYS = 1 << 17  # of two heads: 32 MiB with their values
 _SEQUENCES = {"torch": 2048, "tiled": 2048, "reference": 16}
 _LEAST = 0.1  # fraction of the nominal rate: noise must not make a rate 0
@@ -36,13 +37,14 @@ def measure(backend: str) -> Rates:
     if backend == "triton":
         return _INTERPRETED
     length, count = _LENGTH[backend], _SEQUENCES[backend]
-    narrow, wide = _problem(1, length, _NARROW), _problem(1, length, _WIDE)
+    narrow = _problem(1, length, _NARROW)
     one, many = (_seconds(partial(_solve, _problem(n, 1, _NARROW), backend)) for n in (1, count))
-    slow, slower = (_seconds(partial(run_part, problem, backend)) for problem in (narrow, wide))
+    slow = _seconds(partial(run_part, narrow, backend))
     scores = length * length * narrow.spec.q_heads
     least = NOMINAL[backend]
     sequence = max((many - one) / (count - 1), _LEAST * least.sequence)
-    flop = max((slower - slow) / (wide.flops - narrow.flops), _LEAST * least.flop)
+    flop = _flop(backend, length, "float32")
+    types = {name: _flop(backend, length, name) for name in _TYPES.get(backend, ())}
     score = max((slow - one - narrow.flops * flop) / scores, _LEAST * least.score)
     options = {}
     for name in SCORE_FEATURES:
@@ -51,7 +53,14 @@ def measure(backend: str) -> Rates:
             taken = _seconds(partial(run_part, problem, backend)) - slow
             options[name] = max(taken / scores, _LEAST * least.options[name])
     byte = _byte(backend, one, flop, score) if least.byte else 0.0
-    return Rates(max(one - sequence, _LEAST * least.call), sequence, flop, score, options, byte)
+    return Rates(max(one - sequence, _LEAST * least.call), sequence, flop, score, options, byte, types)
+
+
+def _flop(backend: str, length: int, dtype: str) -> float:
+    """Return the seconds of a FLOP for a data type of q, k and v."""
+    problems = [_problem(1, length, dim, dtype) for dim in (_NARROW, _WIDE)]
+    slow, slower = (_seconds(partial(run_part, problem, backend)) for problem in problems)
+    return max((slower - slow) / (problems[1].flops - problems[0].flops), _LEAST * NOMINAL[backend].flop)
 
 
 def _byte(backend: str, call: float, flop: float, score: float) -> float:
@@ -74,8 +83,8 @@ def of_gpu(backend: str, peak: float) -> Rates:
     return rates._replace(flop=1 / (_OF_PEAK * peak), score=0.0, options={})
 
 
-def _problem(sequences: int, length: int, dim: int) -> Problem:
-    t = torch.full((sequences, 2, length, dim), 0.1)
+def _problem(sequences: int, length: int, dim: int, dtype: str = "float32") -> Problem:
+    t = torch.full((sequences, 2, length, dim), 0.1, dtype=DTYPES[dtype])
     return Problem.create(dict.fromkeys(("q", "k", "v"), t), Options())
 
 

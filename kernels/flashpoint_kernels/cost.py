@@ -22,7 +22,10 @@ TILE = 64  # keys or queries: tiles at a window's edge are computed completely
 
 
 class Rates(NamedTuple):
-    """Seconds that one CPU thread, or a GPU, needs on one backend. `options` are seconds for each score, by name."""
+    """Seconds that one CPU thread, or a GPU, needs on one backend.
+
+    `options` are seconds for each score, by name; `types` the seconds of a FLOP by the data type of q, if not `flop`.
+    """
 
     call: float
     sequence: float
@@ -30,6 +33,7 @@ class Rates(NamedTuple):
     score: float
     options: Mapping[str, float]
     byte: float = 0.0  # of keys and values read from memory
+    types: Mapping[str, float] = {}
 
 
 # One thread on an AMD EPYC with two cores. Requests are cut by these, so that parts are equal on all machines.
@@ -159,7 +163,8 @@ def _seconds(spec: Spec, rates: Rates, sequences: int, pairs: int, keys: int) ->
         scores /= 2
     each = rates.score + sum(rates.options.get(name, 0.0) for name in _options(spec))
     read = keys * key_bytes(spec) * _ways(spec)
-    seconds = sequences * rates.sequence * _ways(spec) + flops_of(spec, pairs) * rates.flop + scores * each
+    flop = rates.types.get(spec.dtype, rates.flop)
+    seconds = sequences * rates.sequence * _ways(spec) + flops_of(spec, pairs) * flop + scores * each
     return seconds + read * rates.byte
 
 

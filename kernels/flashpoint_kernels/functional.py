@@ -10,8 +10,11 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from flashpoint_contract.options import Options, ProblemError
+from flashpoint_contract.docstrings import documented
+from flashpoint_contract.options import Options, ProblemError, number_of
+from flashpoint_contract.tensors import INDEX_TENSORS
 from flashpoint_kernels import ops, plain
+from flashpoint_kernels.torch_rules import autocast
 
 # all options except `window`, in the order in which `attention` passes them
 _OTHERS = (
@@ -19,83 +22,36 @@ _OTHERS = (
     "return_lse", "deterministic", "backend",
 )  # fmt: skip
 
+_PYTHONS = {bool, int, float, str, type(None), tuple, list}
+_INTEGERS = (*INDEX_TENSORS, "block_table")
+
 
 class Keywords(TypedDict, total=False):
     """Keywords of `attention` that do not change the type of its result."""
 
     attn_mask: Tensor | None
-    """Mask, broadcastable to (B, Hq, Sq, Sk): bool (true: attend) or float (added to the scaled scores). Not in layout
-    `thd`.
-    """
     block_mask: Tensor | None
-    """Mask of blocks, bool, (B or 1, Hq or 1, ceil(Sq/Mq), ceil(Sk/Mk)): blocks of `block_size` that are false are
-    skipped. Blocks count from each sequence's first row. Not in layout `thd`. `flashpoint_kernels.create_block_mask`
-    makes one.
-    """
     alibi_slopes: Tensor | None
-    """Slopes, float, (Hq,) or (B, Hq): slope·|i + offset − j| is subtracted from the score of query i and key j (ALiBi,
-    Press et al. 2022). Not differentiable.
-    """
     sinks: Tensor | None
-    """Logits, float, (Hq,): one more per head in the softmax's denominator, without a value (gpt-oss)."""
-    q_lengths: Tensor | None
-    """Number of valid queries of each padded sequence, int32 or int64, (B,). Rows beyond are not read; their o is 0 and
-    their lse −∞. Not in layout `thd`.
-    """
-    kv_lengths: Tensor | None
-    """Number of valid keys of each padded sequence, int32 or int64, (B,). Rows beyond are not read. Not in layout
-    `thd`.
-    """
-    cu_seqlens_q: Tensor | None
-    """Rows of q where the n sequences of layout `thd` start, and then Tq: int32 or int64, (n + 1,)."""
-    cu_seqlens_k: Tensor | None
-    """Rows of k where the n sequences of layout `thd` start, and then Tk: int32 or int64, (n + 1,)."""
-    block_table: Tensor | None
-    """Page numbers, int32, (B, pages), with `kv_lengths`: k and v are pages, (n, Hk, page_size, D) in layout `bhsd`,
-    (n, page_size, Hk, D) in `bshd` and `thd`. Key j of sequence b is key j % page_size of page block_table[b, j //
-    page_size]. Any page size; a page may be in several sequences; pages may be strided. Numbers beyond a sequence's
-    ceil(length / page_size) pages are not read; those before must be below n, which is checked where `block_table`
-    is on the CPU. Sk is pages·page_size. In `thd` without `cu_seqlens_k`. Forward only (PagedAttention, Kwon et al.
-    2023).
-    """
+    q_lengths: Tensor | Sequence[Any] | None
+    kv_lengths: Tensor | Sequence[Any] | None
+    cu_seqlens_q: Tensor | Sequence[Any] | None
+    cu_seqlens_k: Tensor | Sequence[Any] | None
+    block_table: Tensor | Sequence[Any] | None
     k_scale: Tensor | float | None
-    """Scale of an 8-bit k, which stands for k·k_scale: a number, a float tensor (B, Hk) or (1, Hk), or one of k's shape
-    without D. Finite. `flashpoint_kernels.quantize` makes it. Forward only.
-    """
     v_scale: Tensor | float | None
-    """Scale of an 8-bit v, which stands for v·v_scale: as `k_scale`."""
     layout: str
-    """`bhsd`: (B, H, S, D); `bshd`: (B, S, H, D); `thd`: (T, H, D), sequences one after another. Default: "bhsd"."""
     causal: bool
-    """Query i sees key j only if j <= i + offset. Default: False."""
     causal_alignment: str
-    """Offset of the diagonal, also for `window` and `alibi_slopes`. `bottom_right`: Sk − Sq; `top_left`: 0. Each
-    sequence's own lengths count. Default: "bottom_right".
-    """
-    window: Sequence[int]
-    """[left, right]: query i sees key j only if i + offset − left <= j <= i + offset + right. −1 is no bound. Default:
-    (-1, -1).
-    """
+    window: Sequence[int] | None
     block_size: Sequence[int]
-    """(Mq, Mk): queries and keys of a block of `block_mask`, multiples of 16. Default: (128, 128)."""
     scale: float | None
-    """Factor of q·k. None, the default, is 1/sqrt(D)."""
     softcap: float
-    """Each scaled score s becomes softcap·tanh(s/softcap), before mask and bias (Gemma 2). 0 is off. Default: 0.0."""
     dropout_p: float
-    """Probability with which each attention weight is dropped, 0 <= p < 1. Default: 0.0."""
     dropout_seed: int | None
-    """Seed of dropout, 0 to 2^64 − 1. The dropped weights are a function of the seed alone, whatever the backend
-    (Philox, Salmon et al. 2011). None, the default, draws a seed.
-    """
     precision: str
-    """float32 matrix products: `ieee` (full float32) or `tf32`. Default: "ieee"."""
     deterministic: bool
-    """Gradients are bitwise equal from run to run. Default: True."""
     backend: str
-    """`auto`, or one of `triton`, `torch`, `tiled` and `reference`. A backend that is named is never replaced by
-    another. Default: "auto".
-    """
 
 
 @overload
@@ -116,6 +72,7 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
+@documented
 def attention(
     q: Tensor,
     k: Tensor,
@@ -125,17 +82,17 @@ def attention(
     block_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    q_lengths: Tensor | None = None,
-    kv_lengths: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    block_table: Tensor | None = None,
+    q_lengths: Tensor | Sequence[Any] | None = None,
+    kv_lengths: Tensor | Sequence[Any] | None = None,
+    cu_seqlens_q: Tensor | Sequence[Any] | None = None,
+    cu_seqlens_k: Tensor | Sequence[Any] | None = None,
+    block_table: Tensor | Sequence[Any] | None = None,
     k_scale: Tensor | float | None = None,
     v_scale: Tensor | float | None = None,
     layout: str = "bhsd",
     causal: bool = False,
     causal_alignment: str = "bottom_right",
-    window: Sequence[int] = (-1, -1),
+    window: Sequence[int] | None = (-1, -1),
     block_size: Sequence[int] = (128, 128),
     scale: float | None = None,
     softcap: float = 0.0,
@@ -158,45 +115,12 @@ def attention(
             (S, D) are one head. float16, bfloat16 or float32; float64 on `reference`.
         k: Keys, as q with Hk heads and Sk rows. q's dtype; or float8_e4m3fn or int8, with `k_scale`.
         v: Values, as k with Dv columns. q's dtype; or k's 8-bit dtype, with `v_scale`.
-        attn_mask: Mask, broadcastable to (B, Hq, Sq, Sk): bool (true: attend) or float (added to the scaled scores).
-            Not in layout `thd`.
-        block_mask: Mask of blocks, bool, (B or 1, Hq or 1, ceil(Sq/Mq), ceil(Sk/Mk)): blocks of `block_size` that are
-            false are skipped. Blocks count from each sequence's first row. Not in layout `thd`.
-            `flashpoint_kernels.create_block_mask` makes one.
-        alibi_slopes: Slopes, float, (Hq,) or (B, Hq): slope·|i + offset − j| is subtracted from the score of query i
-            and key j (ALiBi, Press et al. 2022). Not differentiable.
-        sinks: Logits, float, (Hq,): one more per head in the softmax's denominator, without a value (gpt-oss).
-        q_lengths: Number of valid queries of each padded sequence, int32 or int64, (B,). Rows beyond are not read;
-            their o is 0 and their lse −∞. Not in layout `thd`.
-        kv_lengths: Number of valid keys of each padded sequence, int32 or int64, (B,). Rows beyond are not read. Not in
-            layout `thd`.
-        cu_seqlens_q: Rows of q where the n sequences of layout `thd` start, and then Tq: int32 or int64, (n + 1,).
-        cu_seqlens_k: Rows of k where the n sequences of layout `thd` start, and then Tk: int32 or int64, (n + 1,).
         block_table: Page numbers, int32, (B, pages), with `kv_lengths`: k and v are pages, (n, Hk, page_size, D) in
-            layout `bhsd`, (n, page_size, Hk, D) in `bshd` and `thd`. Key j of sequence b is key j % page_size of page
-            block_table[b, j // page_size]. Any page size; a page may be in several sequences; pages may be strided.
-            Numbers beyond a sequence's ceil(length / page_size) pages are not read; those before must be below n, which
-            is checked where `block_table` is on the CPU. Sk is pages·page_size. In `thd` without `cu_seqlens_k`.
-            Forward only (PagedAttention, Kwon et al. 2023).
-        k_scale: Scale of an 8-bit k, which stands for k·k_scale: a number, a float tensor (B, Hk) or (1, Hk), or one of
-            k's shape without D. Finite. `flashpoint_kernels.quantize` makes it. Forward only.
-        v_scale: Scale of an 8-bit v, which stands for v·v_scale: as `k_scale`.
-        layout: `bhsd`: (B, H, S, D); `bshd`: (B, S, H, D); `thd`: (T, H, D), sequences one after another.
-        causal: Query i sees key j only if j <= i + offset.
-        causal_alignment: Offset of the diagonal, also for `window` and `alibi_slopes`. `bottom_right`: Sk − Sq;
-            `top_left`: 0. Each sequence's own lengths count.
-        window: [left, right]: query i sees key j only if i + offset − left <= j <= i + offset + right. −1 is no bound.
-        block_size: (Mq, Mk): queries and keys of a block of `block_mask`, multiples of 16.
-        scale: Factor of q·k. None, the default, is 1/sqrt(D).
-        softcap: Each scaled score s becomes softcap·tanh(s/softcap), before mask and bias (Gemma 2). 0 is off.
-        dropout_p: Probability with which each attention weight is dropped, 0 <= p < 1.
-        dropout_seed: Seed of dropout, 0 to 2^64 − 1. The dropped weights are a function of the seed alone, whatever the
-            backend (Philox, Salmon et al. 2011). None, the default, draws a seed.
-        precision: float32 matrix products: `ieee` (full float32) or `tf32`.
-        return_lse: Also return lse, the natural logarithm of the softmax's denominator.
-        deterministic: Gradients are bitwise equal from run to run.
-        backend: `auto`, or one of `triton`, `torch`, `tiled` and `reference`. A backend that is named is never replaced
-            by another.
+            layout `bhsd`, (n, page_size, Hk, D) in `bshd` and `thd`. Key j of sequence b is key j % page_size of
+            page block_table[b, j // page_size]. Any page size; a page may be in several sequences; pages may be
+            strided. Numbers beyond a sequence's ceil(length / page_size) pages are not read; those before must be
+            below n, which is checked where `block_table` is on the CPU. Sk is pages·page_size. In `thd` without
+            `cu_seqlens_k`. Forward only (PagedAttention, Kwon et al. 2023).
 
     Returns:
         o in q's dtype, layout and rank, with Dv columns. With `return_lse` (o, lse); lse is float32, (B, Hq, Sq), or
@@ -212,6 +136,8 @@ def attention(
         window, layout, causal, causal_alignment, block_size, scale, softcap, dropout_p, dropout_seed, precision,
         return_lse, deterministic, backend,
     )  # fmt: skip
+    if (torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled()) and isinstance(q, Tensor):
+        q, k, v = autocast(q, k, v)
     if (
         attn_mask is None and block_mask is None and alibi_slopes is None and sinks is None and q_lengths is None
         and kv_lengths is None and cu_seqlens_q is None and cu_seqlens_k is None and block_table is None
@@ -224,11 +150,11 @@ def attention(
         "q_lengths": q_lengths, "kv_lengths": kv_lengths, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
         "block_table": block_table, "k_scale": _scale(k_scale), "v_scale": _scale(v_scale),
     }  # fmt: skip
-    _check_tensors(tensors)
-    o, lse = ops.attention(tensors, options)
+    o, lse = ops.attention(_checked(tensors), options)
     return (o, lse) if return_lse else o
 
 
+@documented
 def attention_backward(
     do: Tensor,
     q: Tensor,
@@ -243,14 +169,14 @@ def attention_backward(
     block_mask: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    q_lengths: Tensor | None = None,
-    kv_lengths: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
+    q_lengths: Tensor | Sequence[Any] | None = None,
+    kv_lengths: Tensor | Sequence[Any] | None = None,
+    cu_seqlens_q: Tensor | Sequence[Any] | None = None,
+    cu_seqlens_k: Tensor | Sequence[Any] | None = None,
     layout: str = "bhsd",
     causal: bool = False,
     causal_alignment: str = "bottom_right",
-    window: Sequence[int] = (-1, -1),
+    window: Sequence[int] | None = (-1, -1),
     block_size: Sequence[int] = (128, 128),
     scale: float | None = None,
     softcap: float = 0.0,
@@ -273,38 +199,6 @@ def attention_backward(
         lse: Log-sum-exp of the forward, float32, (B, Hq, Sq).
         dlse: Gradient of lse, of its shape, float32. None is 0.
         grads: Gradients to return: some of `dq`, `dk`, `dv`, `dattn_mask` (of a float mask) and `dsinks`.
-        attn_mask: Mask, broadcastable to (B, Hq, Sq, Sk): bool (true: attend) or float (added to the scaled
-            scores). Not in layout `thd`.
-        block_mask: Mask of blocks, bool, (B or 1, Hq or 1, ceil(Sq/Mq), ceil(Sk/Mk)): blocks of `block_size` that
-            are false are skipped. Blocks count from each sequence's first row. Not in layout `thd`.
-            `flashpoint_kernels.create_block_mask` makes one.
-        alibi_slopes: Slopes, float, (Hq,) or (B, Hq): slope·|i + offset − j| is subtracted from the score of query
-            i and key j (ALiBi, Press et al. 2022). Not differentiable.
-        sinks: Logits, float, (Hq,): one more per head in the softmax's denominator, without a value (gpt-oss).
-        q_lengths: Number of valid queries of each padded sequence, int32 or int64, (B,). Rows beyond are not read;
-            their o is 0 and their lse −∞. Not in layout `thd`.
-        kv_lengths: Number of valid keys of each padded sequence, int32 or int64, (B,). Rows beyond are not read.
-            Not in layout `thd`.
-        cu_seqlens_q: Rows of q where the n sequences of layout `thd` start, and then Tq: int32 or int64, (n + 1,).
-        cu_seqlens_k: Rows of k where the n sequences of layout `thd` start, and then Tk: int32 or int64, (n + 1,).
-        layout: `bhsd`: (B, H, S, D); `bshd`: (B, S, H, D); `thd`: (T, H, D), sequences one after another. Default:
-            "bhsd".
-        causal: Query i sees key j only if j <= i + offset. Default: False.
-        causal_alignment: Offset of the diagonal, also for `window` and `alibi_slopes`. `bottom_right`: Sk − Sq;
-            `top_left`: 0. Each sequence's own lengths count. Default: "bottom_right".
-        window: [left, right]: query i sees key j only if i + offset − left <= j <= i + offset + right. −1 is no
-            bound. Default: (-1, -1).
-        block_size: (Mq, Mk): queries and keys of a block of `block_mask`, multiples of 16. Default: (128, 128).
-        scale: Factor of q·k. None, the default, is 1/sqrt(D).
-        softcap: Each scaled score s becomes softcap·tanh(s/softcap), before mask and bias (Gemma 2). 0 is off.
-            Default: 0.0.
-        dropout_p: Probability with which each attention weight is dropped, 0 <= p < 1. Default: 0.0.
-        dropout_seed: Seed of dropout, 0 to 2^64 − 1. The dropped weights are a function of the seed alone, whatever
-            the backend (Philox, Salmon et al. 2011). None, the default, draws a seed.
-        precision: float32 matrix products: `ieee` (full float32) or `tf32`. Default: "ieee".
-        deterministic: Gradients are bitwise equal from run to run. Default: True.
-        backend: `auto`, or one of `triton`, `torch`, `tiled` and `reference`. A backend that is named is never
-            replaced by another. Default: "auto".
 
     Returns:
         One tensor for each name in `grads`, in that order, with the shape, layout and dtype of its input.
@@ -323,17 +217,22 @@ def attention_backward(
         dropout_p=dropout_p, dropout_seed=dropout_seed, precision=precision,
         grads=grads, deterministic=deterministic, backend=backend,  # type: ignore[arg-type]
     )  # fmt: skip
-    _check_tensors(tensors)
-    return tuple(ops.attention_backward(tensors, options))
+    return tuple(ops.attention_backward(_checked(tensors), options))
 
 
-def _options(window: Sequence[int], *given: Any) -> Options:
+def _options(window: Sequence[int] | None, *given: Any) -> Options:
     """Return the cached options of a call: checking them takes as long as torch's operator on a short sequence."""
-    if type(window) in (tuple, list) and len(window) == 2 and not torch.compiler.is_compiling():
+    pair = window if type(window) in (tuple, list) else ()
+    assert pair is not None
+    given_plainly = len(pair) == 2 and _PYTHONS.issuperset(map(type, (*pair, *given)))
+    if given_plainly and not torch.compiler.is_compiling():
         try:
-            return _remembered(window[0], window[1], *given)
-        except TypeError:  # an unhashable value is not a valid option; `_made` reports it
+            return _remembered(pair[0], pair[1], *given)
+        except TypeError:  # a list
             pass
+    for name, value in zip(("window", *_OTHERS), (window, *given), strict=True):
+        if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+            raise ProblemError([(name, "has no gradient: detach it")])
     return _made(window, *given)
 
 
@@ -342,7 +241,7 @@ def _remembered(left: int, right: int, *given: Any) -> Options:
     return _made((left, right), *given)
 
 
-def _made(window: Sequence[int], *given: Any) -> Options:
+def _made(window: Sequence[int] | None, *given: Any) -> Options:
     return Options(window=window, **dict(zip(_OTHERS, given, strict=True)))  # type: ignore[arg-type]
 
 
@@ -353,8 +252,30 @@ def _scale(value: Tensor | float | None) -> Tensor | None:
     return value  # type: ignore[return-value]  # the caller checks that it is a tensor
 
 
-def _check_tensors(tensors: Mapping[str, Tensor | None]) -> None:
-    """Raise ProblemError for values that are not tensors: the dispatcher's message would be about its schema."""
+def _checked(tensors: Mapping[str, Any]) -> dict[str, Tensor | None]:
+    """Return the tensors of a call: lengths, offsets and page numbers may also be lists, arrays, int32 or int64.
+
+    Raises ProblemError for other values that are not tensors: the dispatcher's message would be about its schema.
+    """
+    found = dict(tensors)
     for name, t in tensors.items():
-        if t is not None and not isinstance(t, Tensor):
+        if t is None or (isinstance(t, Tensor) and name != "block_table"):
+            continue
+        if not isinstance(t, Tensor) and name in _INTEGERS and (isinstance(t, (list, tuple)) or hasattr(t, "tolist")):
+            t = found[name] = _integers(name, t)
+        if not isinstance(t, Tensor):
             raise ProblemError([(name, f"must be a torch tensor, not {type(t).__name__}")])
+        if name == "block_table" and t.dtype == torch.int64:
+            found[name] = t.clamp(-1, 2**31 - 1).int()  # a number beyond int32 stays one beyond the pool
+    return found
+
+
+def _integers(name: str, value: Any) -> Tensor:
+    """Return a list or an array as a tensor on the CPU. Raises ProblemError unless it has integers of 64 bits."""
+    try:
+        found = torch.tensor(number_of(value)) if len(value) else torch.zeros(0, dtype=torch.int64)
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        found = torch.zeros(0)
+    if found.dtype != torch.int64:
+        raise ProblemError([(name, f"must be integers of 64 bits, not {value!r}")])
+    return found

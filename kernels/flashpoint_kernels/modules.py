@@ -6,7 +6,7 @@ The attention function is an argument, so a model can use the kernels of this li
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ class FlashAttention(nn.Module):
         kv_heads: int | None = None,
         *,
         causal: bool = False,
-        window: tuple[int, int] = (-1, -1),
+        window: Sequence[int] | None = (-1, -1),
         dropout_p: float = 0.0,
         bias: bool = False,
         attention: Callable[..., Any] = _attention,
@@ -57,7 +57,7 @@ class FlashAttention(nn.Module):
         self.qkv = nn.Linear(dim, (heads + 2 * kv_heads) * self.head_dim, bias=bias)
         self.out = nn.Linear(dim, dim, bias=bias)
 
-    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, lengths: Tensor | Sequence[int] | None = None) -> Tensor:
         """Return (B, S, dim) of x.
 
         Args:
@@ -102,7 +102,7 @@ class Block(nn.Module):
         *,
         hidden: int | None = None,
         causal: bool = True,
-        window: tuple[int, int] = (-1, -1),
+        window: Sequence[int] | None = (-1, -1),
         dropout_p: float = 0.0,
         bias: bool = False,
         attention: Callable[..., Any] = _attention,
@@ -116,7 +116,7 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(dim, bias=bias)
         self.mlp = nn.Sequential(nn.Linear(dim, hidden, bias=bias), nn.GELU(), nn.Linear(hidden, dim, bias=bias))
 
-    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, lengths: Tensor | Sequence[int] | None = None) -> Tensor:
         """Return (B, S, dim) of x.
 
         Args:

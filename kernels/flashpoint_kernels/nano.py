@@ -12,6 +12,7 @@ maximum, l the running denominator and acc the running numerator.
 """
 
 import inspect
+import io
 import math
 import os
 import sys
@@ -132,6 +133,8 @@ def main() -> int:
         command = [sys.executable, "-m", "flashpoint_kernels.nano"]
         os.execve(sys.executable, command, os.environ | {"TRITON_INTERPRET": "1"})
     source = inspect.getsource(nano_forward.fn).rstrip()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # the source has letters that not every terminal can show
     print(f"{source}\n\n{len(source.splitlines())} lines.\n")
     device, where = ("cpu", "Triton's interpreter") if INTERPRETED else ("cuda", torch.cuda.get_device_name())
     known = {} if INTERPRETED else {where: chip_of(torch.device(device)).shared_kib}

@@ -1,17 +1,17 @@
-"""The fast path for plain calls: only q, k and v, on the CPU, answered by one call of our kernels in C, or of torch's
-fused operator.
+"""The fast path for plain calls: only q, k and v, on the CPU, answered by one call of the kernels in C.
 
-For short sequences, the operator takes a few microseconds; a problem, its views and torch's dispatcher take several
-times as long. So everything that follows from shapes, dtypes and options is computed once and cached (`Route`). A call
-then consists of the operator and a check of its answer. Answers, bits and gradients are equal to those of the general
-path (ops.py), which handles all other calls: tensors that torch traces, maps or counts, and calls for which `_route`
-returns None.
+For short sequences, a problem, its views and torch's dispatcher take several times as long as the kernel. So everything
+that follows from shapes, dtypes and options is computed once and cached (`Route`). Answers, bits and gradients are
+equal to those of the general path (ops.py), which handles all other calls: tensors that torch traces, maps or counts,
+and calls for which `_route` returns None.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,89 +22,66 @@ from flashpoint_contract.spec import Row, Spec, plan
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_kernels import native, ops
 from flashpoint_kernels.dispatch import available_backends
-from flashpoint_kernels.problem import DTYPE_NAMES, Problem
-from flashpoint_kernels.reproducible import (
-    aligned,
-    aligned_heads,
-    exactly,
-    has_native_forward,
-    in_blocks,
-    in_one_part,
-    sharing,
-    thread_count,
-    with_all_threads,
-)
-from flashpoint_kernels.support import choose_backend, unsupported
-from flashpoint_kernels.torch_backend.backward import gradients
-from flashpoint_kernels.torch_backend.call import Call
+from flashpoint_kernels.native.calls import Replay
+from flashpoint_kernels.problem import DTYPE_NAMES
+from flashpoint_kernels.strides import empty_like, laid_like
+from flashpoint_kernels.support import choose_backend
+from flashpoint_kernels.torch_backend.backward import differentiate_dense
 from flashpoint_kernels.torch_backend.forward import attend_dense
+from flashpoint_kernels.torch_rules import refuse_batched_gradients
 
-_CPU = torch.device("cpu")
 _ORDINARY = (Tensor, torch.nn.Parameter)  # not subclasses, which may redefine operations
 _dispatch_modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
 
 
-class Route(NamedTuple):
+_REPLAYS = 16  # of a route, at most: for threads and strides
+
+
+@dataclass(eq=False, slots=True)
+class Route:
     """How to compute a plain call with given shapes, dtypes and options."""
 
     options: Options
     turned: bool  # layout bshd: heads and rows are transposed
-    causal: bool  # the operator's own causal mask, aligned top left
-    scale: float
-    native: tuple[Spec, Row] | None  # the forward is of the kernels in C
-    threads: int  # of the forward; 0: all of torch's threads
-    differentiates: bool  # the gradient is also one call of the operator, on one thread, or of these kernels
-    native_gradient: Spec | None  # the gradient is of these kernels
-
-    def call(self, q: Tensor, k: Tensor, v: Tensor) -> Call:
-        if self.turned:
-            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        kind = torch.float32
-        return Call(
-            aligned_heads(q, kind), aligned_heads(k, kind), aligned_heads(v, kind), None, self.causal, self.scale
-        )
+    forward_spec: Spec
+    backward_spec: Spec
+    row: Row
+    # By the number of tensors, the threads and the strides: the library and its call.
+    _replays: dict[tuple[object, ...], tuple[native.Library, Replay]] = field(default_factory=dict)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return o in the caller's layout and dtype, and lse (B,Hq,Sq)."""
-        if self.native is not None:
-            return self._native(*self.native, q, k, v)
-        with exactly(self.threads):
-            o, lse = self.call(q, k, v).forward()
-        return self._given(o, q.dtype).contiguous(), lse
+        shape = (*q.shape[:3], v.shape[3])
+        contiguous = q.is_contiguous()
+        o = q.new_empty(shape) if contiguous else empty_like(q, shape)
+        lse = torch.empty(self.forward_spec.lse_shape)
+        self._compute(self._forward, q, k, v, o, lse)
+        return o if contiguous else laid_like(o, q), lse
 
     def backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> list[Tensor]:
         """Return dq, dk and dv, in the layout of q, k and v."""
-        if self.turned:
-            do, o = do.transpose(1, 2), o.transpose(1, 2)
-        if self.native_gradient is not None:
-            return self._native_gradient(self.native_gradient, do, q, k, v, o, lse)
-        kind = torch.float32
-        lse = aligned(lse, kind)
-        lse = lse.masked_fill(lse == float("-inf"), float("inf"))  # see `Call.backward`
-        with exactly(1):
-            grads = self.call(q, k, v).backward(aligned_heads(do, kind), aligned_heads(o, kind), lse)
-        return [self._given(grad, q.dtype) for grad in grads]
+        found = [empty_like(t, t.shape) for t in (q, k, v)]
+        self._compute(self._backward, q, k, v, do, o, lse, *found)
+        return [laid_like(own, t) for own, t in zip(found, (q, k, v), strict=True)]
 
-    def _native(self, spec: Spec, row: Row, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        o = q.new_empty(*q.shape[:3], v.shape[3])
-        lse = torch.empty(spec.lse_shape)
-        q, k, v, answer = (t.transpose(1, 2) for t in (q, k, v, o)) if self.turned else (q, k, v, o)
-        attend_dense(spec, row, q, k, v, answer, lse, self.threads or torch.get_num_threads())
-        return o, lse
+    def _compute(self, first: Callable[..., Replay | None], *tensors: Tensor) -> None:
+        """Compute by an earlier call of tensors like these, or by `first`, whose call is kept."""
+        threads, library = torch.get_num_threads(), native.library()
+        key = (threads, *[t.stride() for t in tensors])
+        kept = self._replays.get(key)
+        if kept is not None and kept[0] is library:
+            kept[1](*[t.data_ptr() for t in tensors])
+            return
+        replay = first(threads, *[t.transpose(1, 2) if self.turned and t.ndim == 4 else t for t in tensors])
+        if replay is not None and library is not None and (key in self._replays or len(self._replays) < _REPLAYS):
+            self._replays[key] = library, replay
 
-    def _native_gradient(
-        self, spec: Spec, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor
-    ) -> list[Tensor]:
-        """Return dq, dk and dv of canonical do and o, in the layout of q, k and v."""
-        given = {"q": q, "k": k, "v": v}
-        found = {f"d{name}": torch.empty(t.shape, dtype=t.dtype) for name, t in given.items()}
-        views = {name: t.transpose(1, 2) if self.turned else t for name, t in (given | found).items()}
-        gradients(spec, spec.rows({}), views | {"do": do, "o": o, "lse": lse}, torch.get_num_threads())
-        return list(found.values())
+    def _forward(self, threads: int, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Replay | None:
+        return attend_dense(self.forward_spec, self.row, q, k, v, o, lse, threads)
 
-    def _given(self, t: Tensor, dtype: torch.dtype) -> Tensor:
-        t = t if t.dtype == dtype else t.to(dtype)
-        return t.transpose(1, 2) if self.turned else t
+    def _backward(self, threads: int, *tensors: Tensor) -> Replay | None:
+        names = ("q", "k", "v", "do", "o", "lse", "dq", "dk", "dv")
+        return differentiate_dense(self.backward_spec, dict(zip(names, tensors, strict=True)), threads)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor] | None:
@@ -119,6 +96,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor
     if not (type(q) in _ORDINARY and type(k) in _ORDINARY and type(v) in _ORDINARY):
         return None
     if not (q.is_cpu and k.is_cpu and v.is_cpu) or torch.is_autocast_enabled("cpu"):
+        return None
+    if q.is_nested or k.is_nested or v.is_nested:
         return None
     route = _route(options, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype)
     if route is None:
@@ -141,23 +120,10 @@ def _route(options: Options, *found: Any) -> Route | None:
         backend = choose_backend(spec, available_backends("cpu"))
     except ProblemError:
         return None
-    if backend != "torch" or spec.ragged or min(spec.batch, spec.q_len, spec.kv_len) < 1 or spec.scale <= 0:
+    shortest = min(spec.batch, spec.q_len, spec.kv_len)
+    if backend != "torch" or spec.ragged or not spec.has_columns or shortest < 1:
         return None
-    problem = _alone(spec)
-    row = problem.rows[0]
-    threads = 1
-    if (whole := with_all_threads(problem)).threads:
-        threads = 0
-    elif not in_one_part(problem, backend) or thread_count(problem, row) > 1:
-        return None
-    in_c = (spec, row) if has_native_forward(spec, row) else None
-    if in_c is None and (in_blocks(spec, row) or sharing(whole, row, "torch") < spec.batch):
-        return None
-    causal = spec.window[1] < row.kv_len - 1 - spec.offset(row.q_len, row.kv_len)
-    gradient = _gradient(spec)
-    own = gradient if native.supports(gradient) else None
-    differentiates = own is not None or (not in_blocks(spec, row) and _differentiates(gradient))
-    return Route(options, options.layout == "bshd", causal, spec.scale, in_c, threads, differentiates, own)
+    return Route(options, options.layout == "bshd", spec, _gradient(spec), spec.rows({})[0])
 
 
 def _gradient(spec: Spec) -> Spec:
@@ -167,26 +133,8 @@ def _gradient(spec: Spec) -> Spec:
     return plan(infos, spec.options, "backward")
 
 
-def _differentiates(spec: Spec) -> bool:
-    """Return whether a gradient is one call of torch's operator."""
-    problem = _alone(spec)
-    if unsupported("torch", spec):
-        return False
-    row = problem.rows[0]
-    few = thread_count(problem, row) == 1 and sharing(problem, row, "torch") >= spec.batch
-    return few and in_one_part(problem, "torch")
-
-
-def _alone(spec: Spec) -> Problem:
-    """Return a problem without tensors."""
-    return Problem(spec, spec.rows({}), None, _CPU, {})
-
-
 class _Plain(torch.autograd.Function):
-    """The autograd function of a plain call.
-
-    The backward is one call if the route allows it, else the operator of ops.py.
-    """
+    """The autograd function of a plain call. A backward through lse, or one that is traced, is the one of ops.py."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, route: Route) -> tuple[Tensor, Tensor]:
@@ -201,7 +149,9 @@ class _Plain(torch.autograd.Function):
         q, k, v, o, lse = ctx.saved_tensors
         route: Route = ctx.route
         needed = [name for name, yes in zip("qkv", ctx.needs_input_grad, strict=False) if yes]
-        if do is not None and dlse is None and route.differentiates and not torch.is_grad_enabled():
+        refuse_batched_gradients(do, dlse)
+        simple = dlse is None and forward_ad._current_level < 0 and not torch.is_grad_enabled()
+        if do is not None and simple:
             found = dict(zip("qkv", route.backward(do, q, k, v, o, lse), strict=True))
         else:
             inputs = ops.plain_inputs(q, k, v)

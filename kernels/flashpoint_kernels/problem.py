@@ -34,6 +34,8 @@ from flashpoint_contract.spec import Row, Spec, plan
 from flashpoint_contract.tensors import FORWARD_TENSORS, INDEX_TENSORS, SCALES, TENSORS, TensorInfo
 from flashpoint_kernels import pages
 from flashpoint_kernels.cost import flops_of
+from flashpoint_kernels.readings import readings
+from flashpoint_kernels.strides import empty_like
 
 DTYPES = {
     "bool": torch.bool,
@@ -70,7 +72,7 @@ class Problem:
         outputs: The answers, by their names.
         cut_of: Key/value heads of the request that this is a part of, see `heads`; 0 for a whole one.
         first_head: Query head of that request that is this part's first.
-        threads: Threads that it may have beyond `reproducible.thread_count`, which do not change its bits; 0 for none.
+        threads: Threads that the kernels in C may have, which do not change its bits; 0 for one.
     """
 
     spec: Spec
@@ -96,6 +98,7 @@ class Problem:
         spec: Spec | None = None,
         outputs: Mapping[str, Tensor] | None = None,
         trusted: bool = False,
+        seed: int | None = None,
     ) -> Problem:
         """Check tensors against the contract, read the index tensors, and allocate the answers.
 
@@ -104,8 +107,10 @@ class Problem:
             options: Options of the call.
             direction: `forward` or `backward`.
             spec: The result of `plan`, if the caller has it already.
-            outputs: Buffers to write into, contiguous, of the shapes and dtypes of `Spec.outputs`. None allocates them.
+            outputs: Buffers to write into, contiguous, of the shapes and dtypes of `Spec.outputs`. None allocates them,
+                in the stride order of their inputs.
             trusted: Do not check the values of `block_table`, `k_scale` and `v_scale`.
+            seed: Seed of dropout, in place of the options': calls that differ in their seeds alone share one `spec`.
 
         Raises:
             ProblemError: names each field that is not valid.
@@ -113,17 +118,17 @@ class Problem:
         spec = spec or plan({name: tensor_info(name, t) for name, t in tensors.items()}, options, direction)
         device = tensors["q"].device
         given = {name: _placed(name, t, device) for name, t in tensors.items()}
-        rows = spec.rows({name: tensors[name].tolist() for name in INDEX_TENSORS if name in tensors})
+        rows = spec.rows({name: readings.numbers(tensors[name]) for name in INDEX_TENSORS if name in tensors})
         if spec.paged and not trusted:
             pages.check(spec, rows, tensors["block_table"])
         if spec.quantized and not trusted:
             check_scales(tensors)
         places = outputs or {}
         made = {
-            name: places[name] if name in places else torch.empty(info.shape, dtype=DTYPES[info.dtype], device=device)
+            name: places[name] if name in places else _memory(name, info, tensors)
             for name, info in spec.outputs.items()
         }
-        return cls(spec, rows, drawn_seed(options), device, given, made)
+        return cls(spec, rows, drawn_seed(options) if seed is None else seed, device, given, made)
 
     def view(self, name: str) -> Tensor:
         """Return the canonical view of the input or output `name` (see the module)."""
@@ -180,8 +185,8 @@ class Problem:
         spec = self.spec
         if name == "lse":
             return torch.empty(spec.lse_shape, dtype=torch.float32, device=self.device)
-        shape = (*self.tensors["q"].shape[:-1], spec.value_dim)
-        return torch.empty(shape, dtype=DTYPES[spec.dtype], device=self.device)
+        q = self.tensors["q"]
+        return empty_like(q, (*q.shape[:-1], spec.value_dim))
 
     def batches(self, most: Callable[[Row], int] | None = None) -> Iterator[tuple[tuple[Row, ...], dict[str, Tensor]]]:
         """Yield sequences of equal lengths with views of their valid rows: q (n,Hq,sq,D), lse (n,Hq,sq)…
@@ -278,6 +283,23 @@ class Problem:
         cut_of = self.cut_of or spec.kv_heads
         return replace(self, spec=own, tensors=tensors, outputs=outputs, cut_of=cut_of, first_head=first_head)
 
+    def with_columns(self) -> Problem:
+        """Return the problem with a column of zeros for each dimension of 0. It has the same answers.
+
+        Answers without columns get memory of their own; the others are those of this problem.
+        """
+        spec = self.spec
+        dims = {"D": max(1, spec.head_dim), "Dv": max(1, spec.value_dim)}
+
+        def wide(name: str, t: Tensor) -> Tensor:
+            row = TENSORS[name]
+            return t if t.shape[-1:] != (0,) or not row.has_columns else t.new_zeros(*t.shape[:-1], dims[row.axes[-1]])
+
+        tensors = {name: wide(name, t) for name, t in self.tensors.items()}
+        infos = {name: TensorInfo(info.dtype, tuple(tensors[name].shape)) for name, info in spec.tensors.items()}
+        own = replace(spec, tensors=infos, head_dim=dims["D"], value_dim=dims["Dv"])
+        return replace(self, spec=own, tensors=tensors, outputs={n: wide(n, t) for n, t in self.outputs.items()})
+
     def of_rows(self, start: int, stop: int) -> Problem:
         """Return the problem of sequences [`start`, `stop`), over the same memory.
 
@@ -315,6 +337,14 @@ class Problem:
         if row.of_keys:
             return view[:, :, first.kv_start : last.kv_start + last.kv_rows]
         return view[:, :, first.q_start : last.q_start + last.q_rows]
+
+
+def _memory(name: str, info: TensorInfo, tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return new memory for an answer: o in the stride order of q, a gradient in its input's."""
+    like = tensors.get("q" if name == "o" else name[1:])
+    if like is None:  # lse
+        return torch.empty(info.shape, dtype=DTYPES[info.dtype], device=tensors["q"].device)
+    return empty_like(like, info.shape, DTYPES[info.dtype])
 
 
 def drawn_seed(options: Options) -> int | None:

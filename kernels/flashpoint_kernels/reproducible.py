@@ -13,15 +13,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from flashpoint_contract.spec import Row, Spec
-from flashpoint_kernels import native
+from flashpoint_contract.spec import Row
 from flashpoint_kernels.cost import NOMINAL, Rates, row_seconds
 from flashpoint_kernels.problem import Problem, shared_by_heads
 
@@ -33,10 +31,6 @@ FLOPS_PER_THREAD = 1 << 25
 # quarter, a gradient at (1,8,128,64) took 7.2 ms; in one part it took 4.6 ms (2 cores, busy with other work).
 PART_SECONDS = 3e-3
 
-# Limits of `has_native_forward`: keys for any number of queries, and pairs of query and key. Torch's operator begins
-# sooner.
-_LEAST_KEYS, _LEAST_PAIRS = 512, 1 << 16
-_VECTOR = 16  # float32s of an AVX-512 register
 _TOGETHER = 1 << 20  # elements of q, of k or of the scores in one call: 4 MiB in float32, which the call may copy
 
 
@@ -49,17 +43,7 @@ def _cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     return max(1, granted)
 
 
-def _selects_by_alignment(processors: Path = Path("/proc/cpuinfo")) -> bool:
-    """Return whether BLAS selects its code by alignment. With Intel's AVX-512 it does not; on AMD's processors with
-    AVX-512, MKL uses its code for AVX2, which does.
-    """
-    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not processors.exists():
-        return True
-    return "GenuineIntel" not in processors.read_text()
-
-
 CORES = _cores()
-_ANY_ALIGNMENT = not _selects_by_alignment()
 _ALIGNMENT = 64  # bytes: a cache line, an AVX-512 register, and the alignment of torch's allocator
 
 
@@ -82,13 +66,6 @@ def split(problem: Problem, backend: str) -> list[Problem]:
         edges = [n * heads // count for n in range(count + 1)]
         parts += [part.heads(first, last) for first, last in itertools.pairwise(edges)]
     return parts
-
-
-def in_one_part(problem: Problem, backend: str) -> bool:
-    """Return whether `split` leaves a problem in one part. Does not read its tensors."""
-    heads = problem.spec.kv_heads if can_be_cut(problem) else 1
-    runs = _runs(problem, NOMINAL[backend])
-    return len(runs) == 1 and min(int(runs[0][2] / PART_SECONDS), heads) < 2
 
 
 def _runs(problem: Problem, rates: Rates) -> list[tuple[int, int, float]]:
@@ -149,20 +126,13 @@ def can_be_cut(problem: Problem) -> bool:
     return spec.ragged or spec.rank == 4
 
 
-def sharing(problem: Problem, row: Row, backend: str) -> int:
+def sharing(problem: Problem, row: Row) -> int:
     """Return how many sequences with the lengths of `row` may share an operator call without a change of their bits.
 
-    A sequence alone runs on one thread, and then so does the call. With all threads (`with_all_threads`), a call keeps
-    its bits if the sequences have no mask. tests/kernels/test_reproducible.py checks both for torch's operators.
-    Where BLAS selects its code by alignment, rows that are not whole vectors are computed alone: other sequences in the
-    call are not aligned, and have other bits for one to three rows.
+    A sequence alone runs on one thread, and then so does the call.
     """
     spec = problem.spec
-    if backend == "torch" and not (_ANY_ALIGNMENT or whole_vectors(spec)):
-        return 1
-    if problem.threads > 1 and spec.has("attn_mask"):
-        return 1
-    if not problem.threads and thread_count(problem, row) > 1:
+    if thread_count(problem, row) > 1:
         return 1
     elements = max(
         spec.q_heads * row.q_len * max(spec.head_dim, spec.value_dim),
@@ -215,69 +185,9 @@ def thread_count(problem: Problem, row: Row) -> int:
     return max(1, min(flops // FLOPS_PER_THREAD, CORES // max(side_by_side, 1)))
 
 
-def has_native_forward(spec: Spec, row: Row) -> bool:
-    """Return whether `torch` computes a sequence's forward on the CPU with the kernels in C (torch_backend.forward).
-
-    Short sequences take less time with torch's operator, if one call computes their options.
-    """
-    if not (row.q_len and row.kv_len):
-        return False
-    if spec.features & native.FEATURES or in_blocks(spec, row):
-        return native.supports(spec)
-    if spec.head_dim % native.VECTOR or spec.value_dim % native.VECTOR:  # some of these are faster with the operator
-        return False
-    if row.kv_len < _LEAST_KEYS and row.q_len * row.kv_len < _LEAST_PAIRS:
-        return False
-    return native.supports(spec)
-
-
-# Observed with torch 2.13 and checked by a test: with rows of whole vectors and at least this many queries, the bits of
-# its fused operators do not depend on the number of threads, if each thread has a task.
-_FEWEST_QUERIES = 16
-_BLOCK = 256  # maximum queries in one task of the forward
-
-
-def with_all_threads(problem: Problem) -> Problem:
-    """Return the problem with all of torch's threads if they do not change its bits, else the problem unchanged.
-
-    For gradients only by the kernels in C: on an Intel Xeon, the bits of the operator's backward differed between one
-    and two threads in 462 of 1,076 random cases; those of its forward never did.
-    """
-    spec = problem.spec
-    if spec.direction == "backward":
-        return replace(problem, threads=torch.get_num_threads()) if native.supports(spec) else problem
-    if not (problem.rows and whole_vectors(spec)):
-        return problem
-    own = [has_native_forward(spec, row) for row in problem.rows]
-    if all(own):
-        return replace(problem, threads=torch.get_num_threads())
-    if any(own):
-        return problem
-    shortest = min(row.q_len for row in problem.rows)
-    blocks = max(1, shortest // _BLOCK)  # of a query head's rows; each is a task
-    if spec.has("alibi_slopes"):  # only one thread flushes denormal numbers, see `flushing`
-        return problem
-    if shortest < _FEWEST_QUERIES or spec.q_heads * blocks < 2:
-        return problem
-    if spec.q_heads < 2 and any(in_blocks(spec, row) for row in problem.rows):  # their calls have fewer
-        return problem
-    # these threads are for BLAS, inside the one task
-    if blocks < 2 and any(thread_count(problem, row) > 1 for row in problem.rows):
-        return problem
-    return replace(problem, threads=torch.get_num_threads())
-
-
-def in_blocks(spec: Spec, row: Row) -> bool:
-    """Return whether `torch` computes a sequence without a mask in blocks of queries (torch_backend.blocks)."""
-    offset, (left, right) = spec.offset(row.q_len, row.kv_len), spec.window
-    diagonal = right == 0 and offset == 0  # the operators' own causal mask
-    sees_all = right >= row.kv_len - 1 - offset  # the first query sees all keys
-    return left < row.q_len + offset - 1 or not (diagonal or sees_all) or spec.has("alibi_slopes")
-
-
 def threads(problem: Problem, row: Row) -> exactly:
     """Return a context with the threads for `problem`, whose longest sequence is `row`."""
-    return exactly(0 if problem.device.type != "cpu" else problem.threads or thread_count(problem, row))
+    return exactly(0 if problem.device.type != "cpu" else thread_count(problem, row))
 
 
 class exactly:  # noqa: N801  # a context manager, which reads as a word
@@ -324,21 +234,3 @@ def aligned(t: Tensor, dtype: torch.dtype) -> Tensor:
     if t.dtype != dtype or not t.is_contiguous():
         t = t.to(dtype).contiguous()
     return t if t.data_ptr() % _ALIGNMENT == 0 else t.clone(memory_format=torch.contiguous_format)
-
-
-def aligned_heads(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """Like `aligned`, but only the last two dimensions must be contiguous, and each head aligned."""
-    if t.is_contiguous() and t.dtype == dtype and not t.data_ptr() % _ALIGNMENT:
-        return t
-    *outer, row, column = t.stride()
-    if t.dtype != dtype or row != t.shape[-1] or column != 1 or t.data_ptr() % _ALIGNMENT:
-        return aligned(t, dtype)
-    for n in outer:  # a loop takes half the time of `all` with a generator
-        if n * t.itemsize % _ALIGNMENT:
-            return aligned(t, dtype)
-    return t
-
-
-def whole_vectors(spec: Spec) -> bool:
-    """Return whether rows are whole vectors: then the order of sums in torch's fused CPU operators is fixed."""
-    return spec.head_dim % _VECTOR == 0 and spec.value_dim % _VECTOR == 0

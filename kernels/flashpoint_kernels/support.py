@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from flashpoint_contract.options import ProblemError
 from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import FEATURES
@@ -15,20 +17,37 @@ SUPPORT = {
 }
 
 
-def features(backend: str, device: str = "cpu") -> frozenset[str]:
-    """Return the features of a backend on a device, `cpu` or `cuda`.
+class Backends(tuple[str, ...]):
+    """The backends of a device, in the order in which `auto` prefers them.
 
-    On the CPU `torch` also has those of the kernels in C, where these were compiled.
+    `kind` is the device's in torch: `cpu`, `cuda` or another. `no_triton` says why Triton is not among them.
     """
-    own = backend == "torch" and device == "cpu" and native.library() is not None
-    return SUPPORT[backend] | native.FEATURES if own else SUPPORT[backend]
+
+    kind: str
+    no_triton: str
+
+    def __new__(cls, names: Iterable[str], kind: str, no_triton: str = "") -> Backends:
+        made = super().__new__(cls, names)
+        made.kind, made.no_triton = kind, no_triton
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether the names are the same, and the devices are of one kind if `other` has one, too."""
+        return super().__eq__(other) and (not isinstance(other, Backends) or self.kind == other.kind)
+
+    __hash__ = tuple.__hash__
+
+
+def features(backend: str, device: str = "cpu") -> frozenset[str]:
+    """Return the features of a backend on a device, `cpu` or `cuda`. On the CPU `torch` is the kernels in C."""
+    return native.SUPPORT if backend == "torch" and device == "cpu" else SUPPORT[backend]
 
 
 def unsupported(backend: str, spec: Spec, device: str = "cpu") -> list[tuple[str, str]]:
     """Return (field, message) for each feature that `spec` needs and `backend` does not support."""
-    missing = spec.features - SUPPORT[backend]
-    if missing and missing <= features(backend, device) and native.supports(spec):
-        return []
+    missing = spec.features - features(backend, device)
+    if backend == "torch" and device == "cpu" and native.library() is None:
+        return [("backend", native.MISSING)]
     return [
         (field, f"the {backend} backend does not support {what}")
         for feature in sorted(missing)
@@ -46,14 +65,20 @@ def choose_backend(spec: Spec, available: tuple[str, ...]) -> str:
     """Return the backend for `spec`: the one chosen by name, which is never replaced, or else the first that supports
     it.
 
-    `available` lists the device's backends in order of preference, which begins with `triton` on a GPU. Raises
-    ProblemError, which names `backend`, or the fields that the chosen backend does not support.
+    `available` lists the device's backends in order of preference: `Backends`, or the names alone of a CPU's or of a
+    GPU's, which begin with `triton`. Raises ProblemError, which names `backend`, or the fields that the chosen backend
+    does not support.
     """
-    device = "cuda" if available[:1] == ("triton",) else "cpu"
-    asked = spec.options.backend
+    if not isinstance(available, Backends):
+        available = Backends(available, "cuda" if available[:1] == ("triton",) else "cpu")
+    device, asked = available.kind, spec.options.backend
     if asked != "auto":
+        if asked == "torch" and device == "cpu" and asked not in available:
+            raise ProblemError([("backend", f"torch is not available on this device: {native.MISSING}")])
         if asked not in available:
-            raise ProblemError([("backend", f"{asked} is not available on this device; use {' or '.join(available)}")])
+            why = f": {available.no_triton}" if asked == "triton" and available.no_triton else ""
+            others = " or ".join(available)
+            raise ProblemError([("backend", f"{asked} is not available on this device{why}; use {others}")])
         if errors := unsupported(asked, spec, device):
             raise ProblemError(errors)
         return asked

@@ -1,7 +1,8 @@
-"""Check the exactness of a backend on one problem: its errors against float64, torch's errors, and a verdict.
+"""Check the exactness of one problem's answers: their errors against float64, torch's errors, and a verdict.
 
-Tests, self-tests and callers use the same rule. With err = max|answer − float64| and torch = the same error of plain
-materialised attention in the inputs' dtype:
+Answers that a caller brings are held to the judge's bounds, element by element (`judging.bounds`); so are float32
+answers with `precision="tf32"`. The other answers of this package's backends are held to more, to be as exact as torch
+is. With err = max|answer − float64| and torch = the same error of plain materialised attention in the inputs' dtype:
 
     float16, bfloat16   err <= 2·torch + 1e-5 (gradients 3·torch + 1e-5), and err <= the dtype's absolute bound
     float32             err <= 2e-6 of the tensor's largest value up to 512 rows and D 32, 5e-6 elsewhere; or, if more,
@@ -28,10 +29,12 @@ import torch
 from torch import Tensor
 
 from flashpoint_contract.hints import did_you_mean
+from flashpoint_contract.judging import Cause
 from flashpoint_contract.options import GRADS, Direction, Options, ProblemError
 from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import ALL_ANSWERS, INPUT_TENSORS, TAKEN
 from flashpoint_kernels.dispatch import available_backends, run
+from flashpoint_kernels.judging import bounds, captured
 from flashpoint_kernels.problem import DTYPES, Problem
 from flashpoint_kernels.reference_backend import formula
 from flashpoint_kernels.support import choose_backend
@@ -66,9 +69,12 @@ class Judgement(TensorErrors):
     """One answer: its errors, its bound, and the errors of torch's plain attention in the same dtype."""
 
     name: str
-    bound: float  # the maximum for max_abs
+    bound: float  # the maximum for max_abs; for a caller's answers, if all errors grew alike
     rule: str  # the reason for the bound
     ok: bool
+    excess: float  # the largest error over its own bound: L for a caller's answers
+    imprecise: bool = False  # right, but larger than scores in float32 explain, or than torch's own errors
+    where: str = ""  # which sequences, heads, rows and columns are wrong, of a caller's answer
     torch: TensorErrors
     histogram: tuple[Decade, ...]  # all elements, smallest errors first
 
@@ -81,6 +87,7 @@ class Verification:
     dtype: str
     ok: bool
     tensors: tuple[Judgement, ...]
+    causes: tuple[Cause, ...] = ()  # known mistakes that give the caller's wrong answers
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dicts, lists and numbers; a number may be infinite."""
@@ -91,8 +98,8 @@ class Verification:
 class Progress:
     """The progress of a verification: `done` of `total` blocks, and the stage of the next block.
 
-    A block is one call of the backend, or some queries of all heads of a sequence. `stage` is backend, float64, torch
-    or rounding. Rounding is only needed for an answer beyond its bound, and then increases `total`.
+    A block is one call of the backend, or some queries of all heads of a sequence. `stage` is backend, float64, torch,
+    rounding or causes. The last two are only needed for an answer beyond its bound, and then increase `total`.
     """
 
     done: int
@@ -114,6 +121,15 @@ class _Work:
         if self._tell is not None:
             self._tell(Progress(self._begun, self.total, stage, problem.spec.direction))
         self._begun += 1
+
+    def more(self, stage: str, problem: Problem) -> Callable[[], None]:
+        """Return what begins a block that was not counted."""
+
+        def begin() -> None:
+            self.total += 1
+            self.begin(stage, problem)
+
+        return begin
 
     def of(self, stage: str, problem: Problem) -> Callable[[], None]:
         return partial(self.begin, stage, problem)
@@ -155,9 +171,10 @@ def verify(
     if "do" in tensors:
         problems.append(_poisoned(tensors, options, "backward"))
     work = _Work(progress)
+    allows_tf32 = forward.spec.dtype == "float32" and options.precision == "tf32"
     if answers is None:
         backend = choose_backend(problems[-1].spec, available_backends(str(forward.device)))
-        work.total += len(problems) + sum(2 * formula.blocks(problem) for problem in problems)
+        work.total += len(problems) + (0 if allows_tf32 else sum(2 * formula.blocks(problem) for problem in problems))
         work.begin("backend", forward)
         run([forward], backend)
         for problem in problems[1:]:
@@ -170,7 +187,9 @@ def verify(
         backend = "given"
         _check_answers(answers, problems)
         problems = [problem for problem in problems if not answers.keys().isdisjoint(problem.outputs)]
-        work.total += sum(2 * formula.blocks(problem) for problem in problems)
+    if backend == "given" or allows_tf32:
+        work.total += sum(bounds.blocks(problem) + formula.blocks(problem) for problem in problems)
+        return replace(_given(problems, answers, forward.spec.dtype, work), backend=backend)
     judged = []
     for problem in problems:
         names = [name for name in problem.outputs if name in answers]
@@ -182,6 +201,45 @@ def verify(
             found = [t if t.ok or t.name not in noise else _forgiven(t, *noise[t.name]) for t in found]
         judged += found
     return Verification(backend, forward.spec.dtype, all(t.ok for t in judged), tuple(judged))
+
+
+def _given(problems: list[Problem], answers: Mapping[str, Tensor], dtype: str, work: _Work) -> Verification:
+    """Judge a caller's answers."""
+    judged: list[Judgement] = []
+    causes: list[Cause] = []
+    for problem in problems:
+        own = {name: answers[name] for name in problem.outputs if name in answers}
+        inputs = {name: t for name, t in problem.tensors.items() if name not in ("o", "lse")}
+        problem = replace(problem, tensors=inputs, outputs={name: problem.outputs[name] for name in own})
+        plain = _solve(problem, DTYPES[problem.spec.dtype], work.of("torch", problem))
+        found = captured.held(problem, own, partial(_usual, problem.spec, plain), work.of("float64", problem))
+        for name, held in found.items():
+            exact = held.limits.value
+            difference = _difference(answers[name], exact)
+            errors = _errors(answers[name], exact, difference)
+            bound = errors.max_abs / held.excess if held.excess else _largest(held.limits.allowed)
+            judged.append(Judgement(
+                **vars(errors), name=name, bound=bound, rule=_of_elements(problem.spec, name), ok=held.ok,
+                excess=held.excess, imprecise=held.imprecise, where=held.where,
+                torch=_errors(plain[name], exact, _difference(plain[name], exact)), histogram=_histogram(difference),
+            ))  # fmt: skip
+        if not causes:
+            causes = captured.explain(problem, own, found, work.more("causes", problem))
+    return Verification("given", dtype, all(t.ok for t in judged), tuple(judged), tuple(causes))
+
+
+def _usual(spec: Spec, plain: Mapping[str, Tensor], name: str, exact: Tensor) -> float:
+    """Return the largest error of torch's plain attention, with the margin that a backend has."""
+    of_torch = _errors(plain[name], exact, _difference(plain[name], exact)).max_abs
+    return _bound(spec, name, _largest(exact), of_torch)[0]
+
+
+def _of_elements(spec: Spec, name: str) -> str:
+    if spec.dtype == "float32" and spec.options.precision == "tf32":
+        return "the rounding of TF32, element by element"
+    if spec.dtype in ("float32", "float64") or name == "lse":
+        return f"the rounding of {'float32' if name == 'lse' else spec.dtype}, element by element"
+    return f"the rounding of {spec.dtype}, scores included, element by element"
 
 
 def _check_names(tensors: Mapping[str, Tensor]) -> None:
@@ -261,7 +319,7 @@ def _forgiven(judged: Judgement, noise: float, rule: str) -> Judgement:
     """Return the verdict on an answer that misses its bound, with `noise` as the bound if that is larger."""
     if noise <= judged.bound:
         return judged
-    return replace(judged, bound=noise, rule=rule, ok=judged.max_abs <= noise)
+    return replace(judged, bound=noise, rule=rule, ok=judged.max_abs <= noise, excess=judged.max_abs / noise)
 
 
 def _judge(spec: Spec, name: str, answer: Tensor, exact: Tensor, plain: Tensor) -> Judgement:
@@ -270,7 +328,8 @@ def _judge(spec: Spec, name: str, answer: Tensor, exact: Tensor, plain: Tensor) 
     of_torch = _errors(plain, exact, _difference(plain, exact))
     bound, rule = _bound(spec, name, _largest(exact), of_torch.max_abs)
     return Judgement(
-        **vars(errors), name=name, bound=bound, rule=rule, ok=errors.max_abs <= bound, torch=of_torch,
+        **vars(errors), name=name, bound=bound, rule=rule, ok=errors.max_abs <= bound,
+        excess=errors.max_abs / bound if bound else math.inf if errors.max_abs else 0.0, torch=of_torch,
         histogram=_histogram(difference),
     )  # fmt: skip
 

@@ -8,5 +8,11 @@
     {"type": "row", "row": {…}}                                        something was timed; keys as `timing.ROW_FIELDS`
     {"type": "verdict", "name": …, "source": …, "claim": …, "measured": …, "verdict": …, "how": …, "seconds": …}
 
-A verdict is PASS, FAIL, or names what is missing here, for example "needs a GPU".
+A verdict is PASS, FAIL, or names what is missing here, for example "needs a GPU". If other programs disturbed the rows
+of a claim, it is neither, but "needs a quiet machine".
 """
+
+NAMES = (
+    "precision", "table", "speed", "memory", "exercises", "flash-attn", "gpt", "lora", "nano", "lengths", "cudnn",
+    "equations", "traffic",
+)  # fmt: skip

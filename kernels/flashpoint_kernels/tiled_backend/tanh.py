@@ -1,4 +1,4 @@
-"""The hyperbolic tangent of softcap, the slowest step of its scores."""
+"""The hyperbolic tangent that caps scores, their slowest step."""
 
 from __future__ import annotations
 

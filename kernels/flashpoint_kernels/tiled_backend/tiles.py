@@ -103,7 +103,7 @@ def _with_queries(problem: Problem) -> Iterator[tuple[tuple[Row, ...], dict[str,
 
     def most(row: Row) -> int:
         scores = problem.spec.q_heads * row.q_len * max(row.kv_len, 1)
-        return min(sharing(problem, row, "tiled"), max(1, _TILE_SCORES // scores)) if row.q_len else 0
+        return min(sharing(problem, row), max(1, _TILE_SCORES // scores)) if row.q_len else 0
 
     return problem.batches(most)
 

@@ -12,7 +12,7 @@ it if causal, and 2.5 times that for the backward, however much is recomputed (f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
@@ -34,9 +34,9 @@ OWN = "kernel"  # a function of the caller's own, which a request cannot name
 
 ROW_FIELDS = (
     "backend", "version", "device", "direction", "dtype", "causal", "batch", "q_heads", "kv_heads", "q_len", "kv_len",
-    "head_dim", "value_dim", "ms", "ms_p20", "ms_p80", "repeats", "tflops", "tflops_standard", "flops",
-    "flops_standard", "bytes", "gb_per_s", "arithmetic_intensity", "roofline_percent", "peak_bytes",
-    "speedup_over_naive", "longest_slice_ms", "skipped",
+    "head_dim", "value_dim", "ms", "ms_p20", "ms_p80", "repeats", "threads", "ms_by_threads", "waited", "busy",
+    "tflops", "tflops_standard", "flops", "flops_standard", "bytes", "gb_per_s", "arithmetic_intensity",
+    "roofline_percent", "peak_bytes", "peak_bytes_low", "speedup_over_naive", "longest_slice_ms", "skipped",
 )  # fmt: skip
 
 
@@ -268,6 +268,17 @@ def moved_bytes(algorithm: str, case: Case) -> int:
     a = ALGORITHMS[algorithm]
     passes = a.matrix_passes + (a.causal_passes if case.causal else 0)
     return passes * pairs(case) * ITEMSIZE[case.dtype] + sum(_nbytes(name, case) for name in a.tensors)
+
+
+def held_bytes(algorithms: Sequence[str], case: Case) -> int:
+    """Return the minimum of bytes that a call of `algorithms` holds at a time beside its inputs.
+
+    A forward holds its outputs, and the Sq × Sk matrix if it writes it. A backward's memory includes its forward's.
+    """
+    written = ("o", "lse", "dq", "dk", "dv")
+    matrices = [name for name in algorithms if ALGORITHMS[name].matrix_passes]
+    tensors = {name for each in algorithms for name in ALGORITHMS[each].tensors if name in written}
+    return sum(_nbytes(name, case) for name in tensors) + bool(matrices) * pairs(case) * ITEMSIZE[case.dtype]
 
 
 def standard_flops(case: Case) -> int:

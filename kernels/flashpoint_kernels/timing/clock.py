@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import median
 from time import perf_counter, perf_counter_ns
@@ -18,11 +19,17 @@ import torch
 
 
 class Clock(Protocol):
+    @property
+    def with_host(self) -> bool:
+        """Whether the last times contain the host's, although the device computed."""
+
     def time(self, call: Callable[[], Any], repeats: int) -> list[float]:
         """Return the milliseconds of each of `repeats` calls. All calls have ended when it returns."""
 
 
 class CpuClock:
+    with_host = False  # the host is the device
+
     def time(self, call: Callable[[], Any], repeats: int) -> list[float]:
         taken = []
         for _ in range(repeats):
@@ -53,6 +60,10 @@ class CudaClock:
         size = 2 * torch.cuda.get_device_properties(self.device).L2_cache_size
         self.flush = torch.empty(size, dtype=torch.int8, device=self.device)
         self.pause_ms = _FIRST_PAUSE_MS  # 0: no pause is long enough
+
+    @property
+    def with_host(self) -> bool:
+        return self.pause_ms == 0.0
 
     def time(self, call: Callable[[], Any], repeats: int) -> list[float]:
         taken: list[float] = []
@@ -93,13 +104,57 @@ def clock_of(device: str) -> Clock:
     return CudaClock(device) if torch.device(device).type == "cuda" else CpuClock()
 
 
+_TASKS = Path("/proc/self/task")  # a folder for each thread; its schedstat says how long it waited for a core
+
+
+def waited_ms() -> float | None:
+    """Return how long all threads of this process were ready to run but had no core; None where nobody counts it."""
+    total, found = 0, False
+    for task in _TASKS.iterdir() if _TASKS.exists() else ():
+        with suppress(OSError):  # the thread has ended
+            total += int((task / "schedstat").read_text().split()[1])
+            found = True
+    return total / 1e6 if found else None
+
+
+class Waits:
+    """Counts for how long threads wait for a core, because other programs run there."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._spent_ms = self._waited_ms = 0.0
+        self._at: float | None = None
+
+    @property
+    def share(self) -> float | None:
+        """The share of the time for which a thread waited; None where nobody counts it."""
+        if self._at is None or not self._spent_ms:
+            return None
+        return min(1.0, self._waited_ms / self._spent_ms / self._threads)
+
+    def begin(self) -> None:
+        self._at = waited_ms()
+
+    def end(self, spent_ms: float) -> None:
+        now = waited_ms()
+        if now is not None and self._at is not None:
+            self._spent_ms += spent_ms
+            self._waited_ms += max(0.0, now - self._at)  # a thread that has ended takes its count along
+
+
 class Slices:
-    """Measures the wall time between two yields of a generator: this is how long others wait for the device."""
+    """Measures the wall time between two yields of a generator: this is how long others wait for the device.
+
+    Inside `with_threads`, torch has that number of threads in each slice, and `waits` counts how long they wait for a
+    core.
+    """
 
     def __init__(self, slice_ms: float) -> None:
         self.slice_ms = slice_ms
         self.longest_ms = 0.0
         self._before = 0.0
+        self._threads = self._outside = 0
+        self._waits: Waits | None = None
         self._since = perf_counter()
 
     @property
@@ -117,11 +172,39 @@ class Slices:
         spent = self.spent_ms
         self.longest_ms = max(self.longest_ms, spent)
         self._before += spent
+        self._leave(spent)
         return spent
 
     def begin(self) -> None:
         """Open the next slice just after the yield."""
+        self._enter()
         self._since = perf_counter()
+
+    @contextmanager
+    def with_threads(self, count: int) -> Iterator[Waits]:
+        """Run what follows with `count` threads of torch, also after pauses, in which others may change it."""
+        self._threads, self._waits = count, (waits := Waits(count))
+        since = self.spent_ms
+        self._enter()
+        try:
+            yield waits
+        finally:
+            self._leave(max(0.0, self.spent_ms - since))
+            self._threads, self._waits = 0, None
+
+    def _enter(self) -> None:
+        if self._waits is not None:
+            self._outside = torch.get_num_threads()
+            if self._outside != self._threads:
+                torch.set_num_threads(self._threads)
+            self._waits.begin()
+
+    def _leave(self, spent_ms: float) -> None:
+        if self._waits is not None and self._outside:
+            self._waits.end(spent_ms)
+            if self._outside != self._threads:
+                torch.set_num_threads(self._outside)
+            self._outside = 0
 
 
 def uncertainty(samples: Sequence[float]) -> float:

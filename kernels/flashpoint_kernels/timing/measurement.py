@@ -10,7 +10,7 @@ import math
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from statistics import median, quantiles
 from threading import Thread
@@ -27,6 +27,7 @@ from flashpoint_kernels.timing.case import (
     Case,
     Timing,
     flops,
+    held_bytes,
     moved_bytes,
     pairs,
     standard_flops,
@@ -39,6 +40,13 @@ from flashpoint_kernels.timing.implementations import CannotRunError, Implementa
 # the slice.
 _SHORT = 4
 _LOOK_SECONDS = 0.005  # between two checks of a call in another thread
+
+BUSY = 0.05  # threads that wait for a core for a larger share of the time disturb a figure
+# All threads together are held up if they take longer than fewer threads by so much and so many times: starting threads
+# takes microseconds, waiting for a core that is busy takes milliseconds.
+_HELD_UP_MS, _HELD_UP = 1.0, 2.0
+_NOISE = 0.05  # two measurements of one call differ by this much on a quiet machine
+_AGAIN = 3  # times that memory below the algorithm's minimum is measured again
 
 Row = dict[str, Any]
 
@@ -65,7 +73,10 @@ def measure(
     `arithmetic_intensity` in flops a byte; `roofline_percent` of the speed that the measured peaks allow at this
     intensity; `peak_bytes` beyond the inputs, including what a forward keeps for the backward; `speedup_over_naive`,
     from `naive_ms` of the same problem; `longest_slice_ms`. A time above the roofline is measured again, and the longer
-    of the two counts: data was still in caches, or the peaks were disturbed. If a problem cannot run, `skipped` is the
+    of the two counts: data was still in caches, or the peaks were disturbed. On the CPU, `threads` is the number with
+    which it was fastest by more than the noise, `ms_by_threads` has all medians, `waited` is the share of the time for
+    which threads waited for a core, and `busy` says that other programs disturbed it. `peak_bytes_low`: the memory is
+    below what the algorithm must hold, also after further attempts. If a problem cannot run, `skipped` is the
     reason, and figures are None. Raises DeviceLostError if the device is lost, because nothing else can be measured
     then.
 
@@ -80,11 +91,11 @@ def measure(
     try:
         implementation = implementation_of(case, kernel)
         row["version"] = implementation.version()
-        samples, row["peak_bytes"] = yield from _timed(case, implementation, device, timing, slices)
+        timed = yield from _timed(case, implementation, device, timing, slices)
         yield from find_peaks(device, case.dtype, slices)
-        if _rates(case, device, median(samples))["roofline_percent"] > 100:
-            again, _ = yield from _timed(case, implementation, device, timing, slices)
-            samples = max(samples, again, key=median)
+        if _rates(case, device, median(timed.samples))["roofline_percent"] > 100:
+            again = yield from _timed(case, implementation, device, timing, slices)
+            timed = max(timed, again, key=lambda one: median(one.samples))
     except Exception as error:  # other libraries may raise anything, and the next case can still run
         row["skipped"] = str(error) if isinstance(error, CannotRunError) else _brief(f"{type(error).__name__}: {error}")
         if is_lost(device):
@@ -92,18 +103,53 @@ def measure(
         return row
     finally:
         if torch.device(device).type == "cuda":
-            with suppress(RuntimeError):  # the device may be lost
+            try:
                 torch.cuda.empty_cache()  # free the case's memory for other requests
+            except RuntimeError as error:  # the device may be lost
+                row["skipped"] = row["skipped"] or _brief(f"{type(error).__name__}: {error}")
+    if row["skipped"] is not None:
+        return row
     slices.end()
-    row |= {"longest_slice_ms": slices.longest_ms, "repeats": len(samples), "ms": median(samples)}
+    samples = timed.samples
+    row |= {"longest_slice_ms": slices.longest_ms, "repeats": len(samples), "ms": median(samples)} | timed.about()
     row["ms_p20"], *_, row["ms_p80"] = quantiles(samples, n=5, method="inclusive") if len(samples) > 1 else samples * 2
     return row | _rates(case, device, row["ms"]) | {"speedup_over_naive": naive_ms and naive_ms / row["ms"]}
 
 
+@dataclass
+class _Timed:
+    """Milliseconds of each call, and what is known about them. A backward's peak memory includes its forward."""
+
+    samples: list[float]
+    peak: int | None
+    low: bool  # the peak is below what the algorithm must hold
+    threads: int | None = None  # with which the samples were taken; None on a GPU
+    by_threads: dict[int, float] | None = None  # the medians with other numbers of threads, too
+    waited: float | None = None  # the largest share of the time for which threads waited for a core
+
+    @property
+    def busy(self) -> bool:
+        """Whether other programs disturbed the time: threads waited, or all together took far longer than fewer."""
+        held_up = False
+        if self.by_threads:
+            most = self.by_threads[max(self.by_threads)]
+            least = min(self.by_threads.values())
+            held_up = most - least > _HELD_UP_MS and most > _HELD_UP * least
+        return held_up or (self.waited or 0.0) > BUSY
+
+    def about(self) -> Row:
+        """Return these fields of a row."""
+        by_threads = None if self.by_threads is None else {str(n): self.by_threads[n] for n in sorted(self.by_threads)}
+        return {
+            "threads": self.threads, "ms_by_threads": by_threads, "waited": self.waited, "busy": self.busy,
+            "peak_bytes": self.peak, "peak_bytes_low": self.low,
+        }  # fmt: skip
+
+
 def _timed(
     case: Case, implementation: Implementation, device: str, timing: Timing, slices: Slices
-) -> Generator[float, None, tuple[list[float], int | None]]:
-    """Return (milliseconds of each call, peak bytes). A backward's peak includes its forward."""
+) -> Generator[float, None, _Timed]:
+    """Time a case. On the CPU, fewer threads are tried, too: OpenMP waits for its slowest thread."""
     attend = implementation.make(case, device)
     _check_memory(case, device)
     q, k, v, do = yield from _inputs(case, device, implementation.layout, slices)
@@ -119,7 +165,14 @@ def _timed(
         _first(whole, device)
     yield slices.end()
     slices.begin()
-    peak = peak_bytes(whole, device)
+    peak, least = peak_bytes(whole, device), held_bytes(algorithms(case), case)
+    for _ in range(_AGAIN):
+        if peak is None or peak >= least:
+            break
+        yield slices.end()
+        slices.begin()
+        peak = max(peak, peak_bytes(whole, device) or 0)
+    low = peak is not None and peak < least
     warm_ms = slices.spent_ms
     yield slices.end()
     slices.begin()
@@ -151,8 +204,51 @@ def _timed(
         return late or uncertainty(samples) <= timing.precision
 
     yield from repeated(lambda samples: warm_ms + sum(samples) >= timing.warmup_ms)
-    began = slices.total_ms
-    return (yield from repeated(precise)), peak
+    if device.startswith("cuda"):
+        began = slices.total_ms
+        return _Timed((yield from repeated(precise)), peak, low)
+    found: dict[int, list[float]] = {}
+    waited: list[float] = []
+    every = torch.get_num_threads()
+    count: int | None = every
+    while count:
+        with slices.with_threads(count) as waits:
+            began = slices.total_ms
+            if found:
+                call()  # the first call with other threads starts them
+                found[count] = yield from repeated(lambda samples: len(samples) >= timing.min_repeats)
+            if count == every or median(found[count]) < median(found[every]):
+                found[count] = yield from repeated(precise)
+        waited += [] if waits.share is None else [waits.share]
+        count = _fewer({number: median(ms) for number, ms in found.items()}, timing)
+    best = every
+    for count in found:
+        if _faster(found[count], found[best]):
+            best = count
+    by_threads = {number: median(ms) for number, ms in found.items()}
+    return _Timed(found[best], peak, low, best, by_threads, max(waited, default=None))
+
+
+def _fewer(ms: dict[int, float], timing: Timing) -> int | None:
+    """Return the number of threads to try next; None if no other is useful. `ms` has the medians of those tried.
+
+    It is one thread if that holds the device for about a slice, else half of the threads as long as that is faster.
+    """
+    every = max(ms)
+    if every == 1 or ms[every] > timing.max_seconds * 1e3:
+        return None
+    if 1 not in ms and len(ms) == 1 and (every == 2 or every * ms[every] <= 2 * timing.slice_ms):
+        return 1
+    halves = [count for count in ms if count > 1]
+    half = min(halves) // 2
+    if half < 1 or half in ms or ms[min(halves)] > ms[every]:
+        return None
+    return half
+
+
+def _faster(one: list[float], other: list[float]) -> bool:
+    """Return whether `one` is faster by more than the noise: its uncertainty, and `_NOISE`."""
+    return median(one) * (1 + uncertainty(one)) < median(other) * (1 - _NOISE)
 
 
 def _inputs(case: Case, device: str, layout: str, slices: Slices) -> Generator[float, None, list[Tensor]]:

@@ -1,0 +1,63 @@
+"""The functions of `flash_attn.bert_padding`: rows of padded sequences, one after another, and back. Differentiable."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
+    """Return rows of x, (n, …), with these numbers."""
+    return x[indices]
+
+
+def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
+    """Return (first_axis_dim, …) with `values` in the rows `indices`, and 0 elsewhere."""
+    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_put((indices,), values)
+
+
+def index_first_axis_residual(x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rows of x with these numbers, and x without a gradient of its own."""
+    return x[indices], x.detach()
+
+
+def unpad_input(
+    hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
+    """Return the rows of `hidden_states` (B, S, …) whose mask is true, one after another.
+
+    Args:
+        hidden_states: (B, S, …).
+        attention_mask: (B, S), bool or 0 and 1: rows that are there.
+        unused_mask: (B, S): rows that take place in the answer without being used.
+
+    Returns:
+        The rows (T, …), their numbers in B·S, where sequences start (int32, (B + 1,)), the longest length, and the
+        number of used rows of each sequence.
+    """
+    mask = attention_mask if unused_mask is None else attention_mask + unused_mask
+    lengths = mask.sum(-1, dtype=torch.int32)
+    indices = mask.flatten().nonzero().flatten()
+    starts = functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    rows = hidden_states.flatten(0, 1)[indices]
+    return rows, indices, starts, int(lengths.max()), attention_mask.sum(-1, dtype=torch.int32)
+
+
+def unpad_input_for_concatenated_sequences(
+    hidden_states: Tensor, attention_mask_in_length: Tensor
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """As `unpad_input` for rows that each have several sequences: their lengths are (B, S), with 0 for none."""
+    length = attention_mask_in_length.sum(-1)
+    mask = torch.arange(hidden_states.shape[1], device=length.device) < length[:, None]
+    lengths = attention_mask_in_length.flatten()
+    lengths = lengths[lengths.nonzero().flatten()]
+    indices = mask.flatten().nonzero().flatten()
+    starts = functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return hidden_states.flatten(0, 1)[indices], indices, starts, int(lengths.max())
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """Return (batch, seqlen, …) with the rows at their places, and 0 elsewhere."""
+    rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
+    return rows.view(batch, seqlen, *hidden_states.shape[1:])

@@ -1,0 +1,1 @@
+"""Layers of flash-attn: the rotary position embedding."""

@@ -1,0 +1,394 @@
+"""`flex_attention`, with the signature of torch's function of that name: any `score_mod`, any `BlockMask`, gradients.
+
+It runs by tiles of torch operations. A tile is TILE_Q queries and up to TILE_K keys of all heads: the scores of a tile
+are computed, changed and taken into an online softmax, so memory is O(N) (FlashAttention, Dao et al. 2022, Algorithm
+1). The backward computes them again, and takes the derivative of `score_mod` by autograd, tile by tile. Blocks that the
+mask excludes for all heads are not computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+from flashpoint_contract.options import ProblemError
+from flashpoint_kernels.torch_rules import autocast, refuse_batched_gradients, refuse_transforms
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask  # imports torch._dynamo
+
+TILE_Q, TILE_K = 128, 512
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+
+
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None = None, block_mask: BlockMask | None = None,
+    scale: float | None = None, enable_gqa: bool = False, return_lse: Literal[False] = False,
+    kernel_options: Any = None, *, return_aux: None = None,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None = None, block_mask: BlockMask | None = None,
+    scale: float | None = None, enable_gqa: bool = False, *, return_lse: Literal[True], kernel_options: Any = None,
+    return_aux: None = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def flex_attention(
+    query: Tensor, key: Tensor, value: Tensor, score_mod: ScoreMod | None = None, block_mask: BlockMask | None = None,
+    scale: float | None = None, enable_gqa: bool = False, return_lse: Literal[False] = False,
+    kernel_options: Any = None, *, return_aux: AuxRequest,
+) -> tuple[Tensor, AuxOutput]: ...  # fmt: skip
+
+
+def flex_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: ScoreMod | None = None,
+    block_mask: BlockMask | None = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: Any = None,
+    *,
+    return_aux: AuxRequest | None = None,
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, AuxOutput]:
+    """Return softmax(score_mod(scale·query·keyᵀ))·value, where `block_mask` lets a query see a key.
+
+    Args:
+        query: (B, Hq, L, E), float16, bfloat16, float32 or float64. Scores are computed in float32, or in float64.
+        key: (B or 1, Hk, S, E).
+        value: (B or 1, Hk, S, Ev).
+        score_mod: Function of a score, and of the numbers of its sequence, head, query and key, which are tensors
+            without dimensions. It is mapped over a tile by `torch.vmap`, as in torch.
+        block_mask: torch's BlockMask. Blocks that it does not name are not seen; in those that are not full its
+            `mask_mod` says which keys are.
+        scale: Factor of query·key. None is 1/sqrt(E).
+        enable_gqa: Hq may be a multiple of Hk: each key head has Hq/Hk query heads.
+        return_lse: Return (out, lse).
+        kernel_options: Changes nothing: they choose a schedule.
+        return_aux: Return (out, AuxOutput), with what it asks for.
+
+    Returns:
+        out, (B, Hq, L, Ev), in query's dtype; lse and max_scores are (B, Hq, L), float32, or
+        float64 for float64. A query that sees no key has out = 0 and lse = −∞.
+
+        Differentiable once, in query, key, value, and the tensors that `score_mod` captures and that require a
+        gradient, through out and lse.
+
+    Raises:
+        ProblemError: a ValueError whose `errors` name what is not valid.
+    """
+    refuse_transforms((("query", query), ("key", key), ("value", value)))
+    query, key, value = autocast(query, key, value)
+    _check(query, key, value, block_mask, enable_gqa, return_lse, return_aux)
+    key, value = (t.expand(len(query), -1, -1, -1) for t in (key, value))
+    blocks = None if block_mask is None else _Blocks.of(block_mask, query.shape[2], key.shape[2])
+    scale = 1 / math.sqrt(max(query.shape[3], 1)) if scale is None else scale
+    out, lse, most = _run(_Flex(float(scale), score_mod, blocks), query, key, value)
+    if return_aux is not None:
+        from torch.nn.attention.flex_attention import AuxOutput
+
+        return out, AuxOutput(lse if return_aux.lse else None, most if return_aux.max_scores else None)
+    return (out, lse) if return_lse else out
+
+
+def _check(
+    query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask | None, enable_gqa: bool, return_lse: bool,
+    return_aux: AuxRequest | None,
+) -> None:  # fmt: skip
+    errors = []
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        if t.ndim != 4:
+            raise ProblemError([(name, f"must have 4 dimensions, (batch, heads, rows, columns), not {t.ndim}")])
+        if not t.is_floating_point() or t.dtype.itemsize == 1:
+            errors.append((name, f"must be float16, bfloat16, float32 or float64, not {t.dtype}"))
+        if (t.dtype, t.device) != (query.dtype, query.device):
+            errors.append((name, f"is {t.dtype} on {t.device}, and query {query.dtype} on {query.device}"))
+    (batch, heads, length, _), (_, kv_heads, keys, _) = query.shape, key.shape
+    if query.shape[3] != key.shape[3]:
+        errors.append(("key", f"has {key.shape[3]} columns, and query {query.shape[3]}"))
+    if value.shape[:3] != key.shape[:3]:
+        errors.append(("value", f"has shape {tuple(value.shape)}, and key {tuple(key.shape)}"))
+    if len(key) not in (1, batch):
+        errors.append(("key", f"has {len(key)} sequences, and query {batch}"))
+    if heads != kv_heads and not (enable_gqa and kv_heads and heads % kv_heads == 0):
+        shared = "" if enable_gqa else "; enable_gqa=True shares key heads"
+        errors.append(("key", f"has {kv_heads} heads, and query {heads}{shared}"))
+    if return_lse and return_aux is not None:
+        errors.append(("return_lse", "must be False with return_aux: ask for AuxRequest(lse=True)"))
+    if block_mask is not None:
+        own = block_mask.kv_num_blocks
+        if own.shape[0] not in (1, batch) or own.shape[1] not in (1, heads):
+            errors.append(("block_mask", f"is for {tuple(own.shape[:2])} sequences and heads, not {(batch, heads)}"))
+        if block_mask.seq_lengths[0] < length or block_mask.seq_lengths[1] < keys:
+            errors.append(("block_mask", f"is for {block_mask.seq_lengths} queries and keys, not {(length, keys)}"))
+    if errors:
+        raise ProblemError(errors)
+
+
+@dataclass(eq=False)
+class _Blocks:
+    """Which blocks of queries and keys are seen, (B or 1, Hq or 1, rows, columns), and which completely."""
+
+    seen: Tensor
+    full: Tensor
+    size: tuple[int, int]
+    mask_mod: Callable[..., Tensor]
+
+    @classmethod
+    def of(cls, mask: BlockMask, queries: int, keys: int) -> _Blocks:
+        size = mask.BLOCK_SIZE
+        columns = -(-max(keys, mask.seq_lengths[1]) // size[1])
+        partial = _dense(mask.kv_num_blocks, mask.kv_indices, columns)
+        full = torch.zeros_like(partial)
+        if mask.full_kv_num_blocks is not None and mask.full_kv_indices is not None:
+            full = _dense(mask.full_kv_num_blocks, mask.full_kv_indices, columns)
+        return cls(partial | full, full, size, mask.mask_mod)
+
+    def keys_of(self, first: int, stop: int, keys: int) -> Tensor:
+        """Return the keys, in order, of the blocks that some head sees for queries [first, stop)."""
+        rows = self.seen[:, :, first // self.size[0] : -(-stop // self.size[0])]
+        found = rows.flatten(0, 2).any(0)
+        places = torch.arange(keys, device=found.device)
+        return places[found[places // self.size[1]]]
+
+    def allowed(self, numbers: Sequence[Tensor]) -> Tensor | None:
+        """Return which scores are seen, for numbers of sequences, heads, queries and keys; None for all of them."""
+        _, _, i, j = numbers
+        rows, columns = i // self.size[0], j // self.size[1]
+        seen, full = (t[:, :, rows][..., columns] for t in (self.seen, self.full))
+        if bool(full.all()):
+            return None
+        return seen & (full | _mapped(self.mask_mod, numbers))
+
+
+def _dense(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
+    """Return which blocks the first `counts` numbers of `indices` name: bool, (B, H, rows, columns)."""
+    place = torch.arange(indices.shape[-1], device=indices.device)
+    named = torch.where(place < counts[..., None], indices.long(), columns)
+    found = torch.zeros(*counts.shape, columns + 1, dtype=torch.bool, device=counts.device)
+    return found.scatter_(-1, named, True)[..., :columns]
+
+
+def _mapped(function: Callable[..., Tensor], numbers: Sequence[Tensor], *scores: Tensor) -> Tensor:
+    """Return the function of each score (if given) and its numbers: (B, H, queries, keys)."""
+    for axis in (3, 2, 1, 0):
+        dims = tuple(0 if n == axis else None for n in range(4))
+        function = torch.vmap(function, in_dims=(*((0,) * len(scores)), *dims))
+    return function(*scores, *numbers)
+
+
+@dataclass(eq=False)
+class _Flex:
+    """A call: the scale of products, what `score_mod` makes of them, and which scores are seen."""
+
+    scale: float
+    score_mod: ScoreMod | None
+    blocks: _Blocks | None
+
+    def tiles(self, q: Tensor, k: Tensor) -> Iterator[tuple[slice, list[slice | Tensor]]]:
+        """Yield queries, and the tiles of keys that some of them see."""
+        for first in range(0, q.shape[2], TILE_Q):
+            rows = slice(first, min(first + TILE_Q, q.shape[2]))
+            if self.blocks is None:
+                yield rows, [slice(n, min(n + TILE_K, k.shape[2])) for n in range(0, k.shape[2], TILE_K)]
+                continue
+            keys = self.blocks.keys_of(rows.start, rows.stop, k.shape[2])
+            yield rows, [_as_slice(part) for part in torch.split(keys, TILE_K) if len(part)]
+
+    def numbers(self, q: Tensor, rows: slice, columns: slice | Tensor) -> list[Tensor]:
+        """Return the numbers of sequences, heads, queries and keys."""
+        keys = columns if isinstance(columns, Tensor) else _range(columns, q.device)
+        return [_range(slice(0, n), q.device) for n in q.shape[:2]] + [_range(rows, q.device), keys]
+
+    def scores(self, products: Tensor, numbers: list[Tensor]) -> Tensor:
+        """Return the scores of scaled products (B, Hq, queries, keys); −∞ where a query does not see a key."""
+        found = products
+        if self.score_mod is not None:
+            found = _mapped(self.score_mod, numbers, found).to(products.dtype)
+        allowed = None if self.blocks is None else self.blocks.allowed(numbers)
+        return found if allowed is None else torch.where(allowed, found, -torch.inf)
+
+
+def _range(part: slice, device: torch.device) -> Tensor:
+    return torch.arange(part.start, part.stop, device=device)
+
+
+def _as_slice(keys: Tensor) -> slice | Tensor:
+    """Return numbers of adjacent keys as a slice, which copies nothing."""
+    first, last = int(keys[0]), int(keys[-1])
+    return slice(first, last + 1) if last - first + 1 == len(keys) else keys
+
+
+def _exact(t: Tensor) -> Tensor:
+    """Return a tile's numbers in the type of its products, contiguous."""
+    return t.to(_products_dtype(t)).contiguous()
+
+
+def _products_dtype(t: Tensor) -> torch.dtype:
+    return torch.float64 if t.dtype == torch.float64 else torch.float32
+
+
+def _grouped(t: Tensor, heads: int) -> Tensor:
+    """Return (B, Hq, rows, …) as (B, heads, Hq/heads·rows, …): the query heads of a key head are its rows."""
+    return t.reshape(len(t), heads, t.shape[1] // max(heads, 1) * t.shape[2], t.shape[3])
+
+
+class _Tiled(torch.autograd.Function):
+    """out, lse and the largest scores. Its inputs after v are the tensors that score_mod captures."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, flex: _Flex, q: Tensor, k: Tensor, v: Tensor, *captured: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        heads = k.shape[1]
+        out = q.new_zeros(*q.shape[:3], v.shape[3])
+        lse = torch.full(q.shape[:3], -torch.inf, device=q.device, dtype=_products_dtype(q))
+        largest = lse.clone()
+        for rows, tiles in flex.tiles(q, k):
+            queries = _grouped(_exact(q[:, :, rows]), heads)
+            most = queries.new_full((*q.shape[:2], rows.stop - rows.start, 1), -torch.inf)
+            total, sums = torch.zeros_like(most), queries.new_zeros(*most.shape[:3], v.shape[3])
+            for columns in tiles:
+                keys, values = _exact(k[:, :, columns]), _exact(v[:, :, columns])
+                products = (queries @ keys.mT).view(*most.shape[:3], -1) * flex.scale
+                scores = flex.scores(products, flex.numbers(q, rows, columns))
+                found = torch.maximum(most, scores.amax(-1, keepdim=True))
+                base = found.masked_fill(found == -torch.inf, 0)
+                p, alpha = (scores - base).exp(), (most - base).exp()
+                total = total * alpha + p.sum(-1, keepdim=True)
+                sums = sums * alpha + (_grouped(p, heads) @ values).view(sums.shape)
+                most = found
+            seen = total != 0
+            out[:, :, rows] = torch.where(seen, sums / total, 0).to(q.dtype)
+            lse[:, :, rows] = torch.where(seen, most + total.log(), -torch.inf).squeeze(-1)
+            largest[:, :, rows] = most.squeeze(-1)
+        ctx.flex, ctx.captured = flex, captured  # kept by score_mod, too
+        ctx.save_for_backward(q, k, v, out, lse, *captured)
+        ctx.mark_non_differentiable(largest)
+        ctx.set_materialize_grads(False)
+        return out, lse, largest
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+        refuse_batched_gradients(dout, dlse)
+        q, k, v, out, lse = ctx.saved_tensors[:5]  # checks that captured tensors were not changed, either
+        dout = torch.zeros_like(out) if dout is None else dout
+        found = _TiledGradient.apply(ctx.flex, ctx.captured, q, k, v, out, lse, dout, dlse)  # type: ignore[no-untyped-call]
+        return None, *found
+
+
+class _TiledGradient(torch.autograd.Function):
+    """dq, dk, dv and the gradients of the captured tensors. It has no derivative."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, flex: _Flex, captured: Sequence[Tensor], q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        dout: Tensor, dlse: Tensor | None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        heads = k.shape[1]
+        dq = torch.zeros_like(q)
+        dk, dv = (torch.zeros_like(_exact(t)) for t in (k, v))
+        leaves = {id(t): t.detach().requires_grad_() for t in captured}
+        of_captured = [torch.zeros_like(t) for t in captured]
+        for rows, tiles in flex.tiles(q, k):
+            queries, do = _exact(q[:, :, rows]), _exact(dout[:, :, rows])
+            delta = (do * _exact(out[:, :, rows])).sum(-1, keepdim=True)
+            if dlse is not None:
+                delta = delta - dlse[:, :, rows, None]
+            sums = lse[:, :, rows, None].to(queries.dtype)
+            base = sums.masked_fill(sums == -torch.inf, 0)
+            grouped, of_rows = _grouped(queries, heads), torch.zeros_like(_grouped(queries, heads))
+            for columns in tiles:
+                keys, values = _exact(k[:, :, columns]), _exact(v[:, :, columns])
+                products = (grouped @ keys.mT).view(*queries.shape[:3], -1) * flex.scale
+                numbers = flex.numbers(q, rows, columns)
+                with torch.enable_grad(), _Captured(leaves):
+                    products = products.requires_grad_(flex.score_mod is not None)
+                    scores = flex.scores(products, numbers)
+                p = (scores.detach() - base).exp()
+                dp = (_grouped(do, heads) @ values.mT).view(p.shape)
+                ds = p * (dp - delta)
+                if flex.score_mod is not None:
+                    ds = _through(scores, ds, products, tuple(leaves.values()), of_captured)
+                weights = _grouped(ds * flex.scale, heads)
+                of_rows += weights @ keys
+                dk[:, :, columns] += weights.mT @ grouped
+                dv[:, :, columns] += _grouped(p, heads).mT @ _grouped(do, heads)
+            dq[:, :, rows] = of_rows.view(queries.shape).to(q.dtype)
+        return dq, dk.to(k.dtype), dv.to(v.dtype), *of_captured
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> None:
+        raise RuntimeError("second-order gradients of attention are not available")
+
+
+def _through(
+    scores: Tensor, ds: Tensor, products: Tensor, captured: Sequence[Tensor], of_captured: Sequence[Tensor]
+) -> Tensor:
+    """Return the gradient of products from that of scores, and add those of captured tensors to theirs."""
+    if not scores.requires_grad:  # score_mod depends on neither
+        return torch.zeros_like(products)
+    found = torch.autograd.grad(scores, (products, *captured), ds, allow_unused=True)
+    for total, own in zip(of_captured, found[1:], strict=True):
+        if own is not None:
+            total += own
+    return torch.zeros_like(products) if found[0] is None else found[0]
+
+
+class _Captured(TorchFunctionMode):
+    """Sees the arguments of each torch function that score_mod calls. Those that require a gradient are captured.
+
+    Its own intermediate tensors require none where gradients are off. `instead` has what stands for a captured tensor,
+    by its id: a leaf of the tile, so that the tile's derivative ends there.
+    """
+
+    def __init__(self, instead: Mapping[int, Tensor] | None = None) -> None:
+        super().__init__()
+        self.found: dict[int, Tensor] = {}
+        self._instead = instead
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map_only(Tensor, self._see, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _see(self, t: Tensor) -> Tensor:
+        if self._instead is not None:
+            return self._instead.get(id(t), t)
+        if t.requires_grad:
+            self.found[id(t)] = t
+        return t
+
+
+def _captured(flex: _Flex, q: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors that score_mod uses and that require a gradient, each once: it is called with one score."""
+    if flex.score_mod is None or not torch.is_grad_enabled() or not q.numel():
+        return ()
+    one = [torch.zeros(1, dtype=torch.long, device=q.device)] * 4
+    with torch.no_grad(), _Captured() as seen:
+        _mapped(flex.score_mod, one, q.new_zeros(1, 1, 1, 1, dtype=_products_dtype(q)))
+    return tuple(seen.found.values())
+
+
+def _run(flex: _Flex, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute outside of a compiled program: `torch.compile` breaks its graph here."""
+    found: tuple[Tensor, Tensor, Tensor] = _Tiled.apply(flex, q, k, v, *_captured(flex, q))  # type: ignore[no-untyped-call]
+    return found
+
+
+_run = torch._disable_dynamo(_run)  # type: ignore[attr-defined]  # torch.compiler.disable imports torch._dynamo: seconds

@@ -1,0 +1,53 @@
+"""The numbers of index tensors (lengths, cu_seqlens), which decide a problem's sequences.
+
+Numbers on a device are read once for each tensor and version, because reading them waits for all work on the device. A
+loop that passes the same tensor again does not wait. A change through torch, in place or through a view, gives the
+tensor another version, and it is read again. A change without torch's knowledge gives none: by another library's
+kernel, or by the replay of a CUDA graph. Then pass another tensor, or call
+`torch.autograd.graph.increment_version`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class _Reading(NamedTuple):
+    of: weakref.ref[Tensor]
+    version: Any
+    numbers: Sequence[int]
+
+
+class Readings:
+    """The last reading of at most `most` tensors. Threads may share it: each step changes it as a whole."""
+
+    def __init__(self, most: int = 1024) -> None:
+        self._most = most
+        self._kept: OrderedDict[int, _Reading] = OrderedDict()
+
+    def numbers(self, t: Tensor) -> Sequence[int]:
+        """Return the numbers of `t`. Do not write to them."""
+        if t.device.type == "cpu" or t.is_inference():  # inference tensors have no version
+            numbers: list[int] = t.tolist()
+            return numbers
+        return self.kept(t)
+
+    def kept(self, t: Tensor) -> Sequence[int]:
+        """Return the numbers of a tensor that has a version; read them if this version has not been read."""
+        key, version = id(t), (t._version, t.data_ptr(), t.shape, t.stride())
+        found = self._kept.get(key)
+        if found is not None and found.version == version and found.of() is t:
+            return found.numbers
+        made = _Reading(weakref.ref(t, lambda _: self._kept.pop(key, None)), version, t.tolist())
+        self._kept[key] = made
+        while len(self._kept) > self._most:
+            self._kept.popitem(last=False)
+        return made.numbers
+
+
+readings = Readings()

@@ -1,0 +1,66 @@
+"""Rules of torch that a call follows: autocast, and a clear error where a transform would lose a derivative."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from flashpoint_contract.options import ProblemError
+
+_BATCHED = ("FuncTorchBatched", "Batched")  # of torch.vmap, and of torch.autograd.grad(is_grads_batched=True)
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Convert q, k and v as `torch.autocast` converts those of SDPA: to its dtype, except for float64 and 8 bits.
+
+    The device of q decides. Tensors on other devices stay as they are, and so does what is not a tensor.
+    """
+    kind = tensors[0].device.type
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(t.to(dtype) if _casts(t, kind) else t for t in tensors)
+
+
+def _casts(t: object, kind: str) -> bool:
+    return isinstance(t, Tensor) and t.is_floating_point() and t.device.type == kind and t.dtype.itemsize in (2, 4)
+
+
+def refuse_transforms(tensors: Iterable[tuple[str, Tensor | None]]) -> None:
+    """Raise RuntimeError for tensors of a transform that would lose a derivative, ProblemError for NestedTensors."""
+    if torch.compiler.is_compiling():
+        return
+    functorch, level, unpack = torch._C._functorch, forward_ad._current_level, _unpack
+    for name, t in tensors:
+        if t is None:
+            continue
+        if t.is_nested:
+            raise ProblemError([(
+                name,
+                "is a NestedTensor: pass its values() with layout='thd', and its offsets() as cu_seqlens_q and _k",
+            )])  # fmt: skip
+        tracked = False
+        while functorch.is_functorch_wrapped_tensor(t):  # of vmap, or of a derivative
+            tracked = tracked or functorch.is_gradtrackingtensor(t)
+            t = functorch.get_unwrapped(t)
+        if level >= 0 and (tracked or unpack(t).tangent is not None):
+            raise RuntimeError("forward-mode derivatives of attention are not available; use backward()")
+        if tracked:
+            raise RuntimeError("torch.func does not differentiate attention: use backward() or torch.autograd.grad")
+
+
+def refuse_batched_gradients(*grads: Tensor | None) -> None:
+    """Raise RuntimeError where `torch.vmap` or `is_grads_batched` maps a backward."""
+    if torch.compiler.is_compiling():
+        return
+    for t in grads:
+        keys = None if t is None else torch._C._dispatch_keys(t)
+        if keys is not None and any(keys.has(key) for key in _BATCHED):
+            raise RuntimeError("vmap of a gradient of attention is not available: call backward() for each")
+
+
+_unpack: Any = forward_ad.unpack_dual

@@ -1,0 +1,49 @@
+"""Compute the attention of Hugging Face models with this library, on the CPU and through Triton.
+
+    flashpoint_kernels.transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="local_attention")
+
+Training and every mode of `generate` work. Needs transformers 5.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.masking_utils import sdpa_mask
+
+from flashpoint_contract import transformers as models
+from flashpoint_contract.options import ProblemError
+from flashpoint_kernels.functional import attention
+
+NAME = "local_attention"
+
+__all__ = ["NAME", "register"]
+
+
+def register(name: str = NAME) -> None:
+    """Make `attn_implementation="local_attention"` run on these kernels, for every model of this process.
+
+    Args:
+        name: Name of the implementation, which models take as `attn_implementation`. transformers takes each name
+            with "flash" in it for FlashAttention, so `flashpoint` cannot be one.
+
+    Raises:
+        ProblemError: the name is one of transformers' own, or means something else to it. From now on, a model that
+            takes the name raises it too, if its attention cannot be replaced; it warns if a part cannot.
+    """
+    models.register(name, _compute, sdpa_mask, _invalid)
+
+
+def _compute(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, causal: bool,
+    window: int | None, **options: Any,
+) -> Tensor:  # fmt: skip
+    """Return o of `flashpoint_contract.transformers.Solve`. The window is in the mask."""
+    o: Tensor = attention(q, k, v, **models.mask_options(mask, bias, causal, q.shape[2]), **options)
+    return o
+
+
+def _invalid(field: str, message: str) -> ProblemError:
+    return ProblemError([(field, message)])
