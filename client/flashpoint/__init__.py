@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from flashpoint._caches import AsyncCache, Cache
     from flashpoint._calls import SavedAttention
     from flashpoint._client import Client
+    from flashpoint._results import BenchmarkJob, VerifyReport
     from flashpoint._runs import AsyncBenchmarkRun, BenchmarkRun
-    from flashpoint.benchmark_schema import BenchmarkEvent, BenchmarkJob, BenchmarkRequest, BenchmarkRow
     from flashpoint.cases import save_case
     from flashpoint.errors import (
         AuthenticationError,
@@ -37,9 +37,10 @@ if TYPE_CHECKING:
         TooLargeError,
     )
     from flashpoint.meta import Meta
-    from flashpoint.options import AttentionOptions
-    from flashpoint.shape_schema import Shape
-    from flashpoint.verify_schema import VerifyProgress, VerifyReport, VerifyRequest
+    from flashpoint_contract.schemas.benchmark import BenchmarkEvent, BenchmarkRequest, BenchmarkRow
+    from flashpoint_contract.schemas.options import AttentionOptions
+    from flashpoint_contract.schemas.shapes import Shape
+    from flashpoint_contract.schemas.verify import VerifyProgress, VerifyRequest
 
     __version__: str
 
@@ -79,23 +80,24 @@ __all__ = [
     "sharded",
 ]
 
-# Imported at first use: a server imports the schemas of this package, but not the clients.
+# Imported at first use: `import flashpoint` alone takes no time.
 _NAMES = {
-    "_caches": ("AsyncCache", "Cache"),
-    "_calls": ("SavedAttention",),
-    "_async_client": ("AsyncClient",),
-    "_client": ("Client",),
-    "_runs": ("AsyncBenchmarkRun", "BenchmarkRun"),
-    "benchmark_schema": ("BenchmarkEvent", "BenchmarkJob", "BenchmarkRequest", "BenchmarkRow"),
-    "cases": ("save_case",),
-    "errors": ("FieldProblem", *(name for name in __all__ if name.endswith("Error"))),
-    "meta": ("Meta",),
-    "options": ("AttentionOptions",),
-    "shape_schema": ("Shape",),
-    "verify_schema": ("VerifyProgress", "VerifyReport", "VerifyRequest"),
+    "flashpoint._async_client": ("AsyncClient",),
+    "flashpoint._caches": ("AsyncCache", "Cache"),
+    "flashpoint._calls": ("SavedAttention",),
+    "flashpoint._client": ("Client",),
+    "flashpoint._results": ("BenchmarkJob", "VerifyReport"),
+    "flashpoint._runs": ("AsyncBenchmarkRun", "BenchmarkRun"),
+    "flashpoint.cases": ("save_case",),
+    "flashpoint.errors": ("FieldProblem", *(name for name in __all__ if name.endswith("Error"))),
+    "flashpoint.meta": ("Meta",),
+    "flashpoint_contract.schemas.benchmark": ("BenchmarkEvent", "BenchmarkRequest", "BenchmarkRow"),
+    "flashpoint_contract.schemas.options": ("AttentionOptions",),
+    "flashpoint_contract.schemas.shapes": ("Shape",),
+    "flashpoint_contract.schemas.verify": ("VerifyProgress", "VerifyRequest"),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
-_MODULES = {*_NAMES, "capacity", "jsonwire", "sharded", "validation"}
+_MODULES = {"capacity", "cases", "errors", "meta", "sharded"}
 
 if not TYPE_CHECKING:  # with __getattr__, type checkers would accept names that do not exist
 
@@ -105,7 +107,7 @@ if not TYPE_CHECKING:  # with __getattr__, type checkers would accept names that
         if name == "__version__":
             found = version(__name__)
         elif name in _HOMES:
-            found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+            found = getattr(import_module(_HOMES[name]), name)
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         globals()[name] = found
@@ -113,4 +115,4 @@ if not TYPE_CHECKING:  # with __getattr__, type checkers would accept names that
 
 
 def __dir__() -> list[str]:
-    return sorted({*__all__, *(name for name in _MODULES if not name.startswith("_"))})
+    return sorted({*__all__, *_MODULES})

@@ -24,6 +24,8 @@ Array: TypeAlias = Union[NDArray[Any], "torch.Tensor"]
 
 _OF_ML_DTYPES = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn)}
 
+NESTED = 'is a NestedTensor: send its values with layout="thd", and its offsets as cu_seqlens_q and cu_seqlens_k'
+
 
 class Packed(NamedTuple):
     """A tensor ready to send: its dtype's name, its shape, and its contiguous memory as flat bytes."""
@@ -70,6 +72,8 @@ def _pack_torch(name: str, tensor: torch.Tensor) -> Packed:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in ITEMSIZE:
         raise invalid(name, f"dtype {tensor.dtype} cannot be sent")
+    if tensor.is_nested:
+        raise invalid(name, NESTED)
     if tensor.layout != torch.strided or tensor.device.type == "meta":
         raise invalid(name, "must be a dense tensor with memory of its own")
     whole = tensor.detach().cpu().resolve_neg().contiguous()

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flashpoint import jsonwire
 from flashpoint._arrays import Array, pack, unpack
 from flashpoint._calls import DEFAULT, Affinity, Answer, Call, HeldCache, forward, idempotent, plain
 from flashpoint._keywords import CacheSizes
 from flashpoint.errors import ProtocolError, invalid
 from flashpoint_contract import wire
+from flashpoint_contract.schemas import jsonwire
 
 
 class Described(NamedTuple):
@@ -50,6 +50,11 @@ class AnyCache(HeldCache):
     def _hear(self, described: Mapping[str, Any]) -> None:
         other = AnyCache(Described(described, self.affinity))
         self.lengths, self.bytes = other.lengths, other.bytes
+
+
+def not_copied(cache: object) -> TypeError:
+    """Return the error for a deep copy of a cache of asyncio: a copy is a fork, which the server makes."""
+    return TypeError(f"{type(cache).__name__} cannot be deep-copied, because the server must be asked: await fork()")
 
 
 def create(shape: Mapping[str, Any], count: int = 1) -> Call:
@@ -99,13 +104,13 @@ def fork(caches: Sequence[AnyCache], lengths: Sequence[int] | None, free: Sequen
 
 
 def change(cache: AnyCache, what: str, asked: Mapping[str, Any]) -> Call:
-    """Return the call that truncates or renews a cache, as `what` says, for its description."""
-    return _asks("POST", f"/caches/{cache.id}/{what}", asked, cache.affinity, lambda document: document)
+    """Return the call that truncates or renews a cache, as `what` says, and takes its description."""
+    return _asks("POST", f"/caches/{cache.id}/{what}", asked, cache.affinity, cache._hear)
 
 
 def look(cache: AnyCache) -> Call:
-    """Return the call for the description of a cache."""
-    return _asks("GET", f"/caches/{cache.id}", None, cache.affinity, lambda document: document)
+    """Return the call that takes the description of a cache."""
+    return _asks("GET", f"/caches/{cache.id}", None, cache.affinity, cache._hear)
 
 
 def delete(cache: AnyCache) -> Call:

@@ -3,31 +3,50 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 
-from flashpoint import jsonwire
 from flashpoint._arrays import Array, pack, unpack
 from flashpoint.errors import CacheError, FlashpointError, InvalidInputError, ProtocolError, all_invalid, invalid
 from flashpoint.meta import Meta
-from flashpoint.options import AttentionOptions
-from flashpoint.validation import field_problems
 from flashpoint_contract import wire
 from flashpoint_contract.caches import CACHE_OPTIONS, CacheOptions
-from flashpoint_contract.options import OPTIONS, Direction, ProblemError
+from flashpoint_contract.options import OPTIONS, Direction, Pair, ProblemError
 from flashpoint_contract.saved import TAKEN_BESIDE, refused_beside
+from flashpoint_contract.schemas import jsonwire
+from flashpoint_contract.schemas.options import AttentionOptions
+from flashpoint_contract.schemas.validation import field_problems
 from flashpoint_contract.tensors import ANSWERS, INPUT_TENSORS, REQUIRED, TAKEN, refusals
 
 Model = TypeVar("Model", bound=BaseModel)
+P = ParamSpec("P")
+R = TypeVar("R")
 
+_PAIRS = {name for name, option in OPTIONS.items() if isinstance(option.kind, Pair)}
 _OF_CALLS = ("timeout", "priority", "request_id", "with_meta")  # keywords that do not describe the problem
 DEFAULT: Any = object()  # stands for the client's own timeout, because None means no timeout
+
+
+def asynchronous(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]:
+    """Return a method for the asyncio twin of a class, with the same body.
+
+    The body returns what the class's client returns for a call: here, it is a coroutine.
+    """
+
+    @wraps(method)
+    async def run(self: Any, /, *arguments: P.args, **keywords: P.kwargs) -> R:
+        answer: Any = method(self, *arguments, **keywords)
+        result: R = await answer
+        return result
+
+    return run
 
 
 class Affinity:
@@ -296,9 +315,13 @@ def call_headers(keywords: dict[str, Any]) -> dict[str, str]:
 
 
 def checked(model: type[Model], keywords: Mapping[str, Any]) -> Model:
-    """Return `model` made from `keywords`, which may hold NumPy numbers. Raises InvalidInputError with each field."""
+    """Return `model` made from `keywords`, which may hold NumPy numbers. Raises InvalidInputError with each field.
+
+    A pair that is None is its default.
+    """
+    given = {n: value for n, value in keywords.items() if value is not None or n not in _PAIRS}
     try:
-        return model.model_validate(plain(dict(keywords)))
+        return model.model_validate(plain(given))
     except ValidationError as error:
         problems = field_problems(error, model.model_fields)
         text = "; ".join(f"{field}: {message}" if field else message for field, message in problems)

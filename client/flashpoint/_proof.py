@@ -9,22 +9,21 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from flashpoint import jsonwire
 from flashpoint._arrays import Array
 from flashpoint._calls import DEFAULT, Call, Model, call_headers, checked, message
-from flashpoint._http import sse
-from flashpoint.benchmark_schema import BenchmarkJob, BenchmarkRequest
+from flashpoint._results import BenchmarkJob, VerifyReport
 from flashpoint.errors import ConnectionFailedError, ProtocolError, from_problem, invalid
-from flashpoint.options import AttentionOptions
-from flashpoint.verify_schema import (
+from flashpoint_contract import sse, wire
+from flashpoint_contract.schemas import jsonwire
+from flashpoint_contract.schemas.benchmark import BenchmarkRequest
+from flashpoint_contract.schemas.options import AttentionOptions
+from flashpoint_contract.schemas.verify import (
     VERIFY_EVENT,
     ProblemEvent,
     ReportEvent,
     VerifyProgress,
-    VerifyReport,
     VerifyRequest,
 )
-from flashpoint_contract import wire
 from flashpoint_contract.tensors import ALL_ANSWERS, INPUT_TENSORS
 
 DRAWN = ("shape", "dtype", "seed", "direction", "extras")  # keywords only for a problem that the server draws
@@ -85,7 +84,7 @@ class _Events:
     def finish(self) -> VerifyReport:
         """Return the report. Raises the error that the verification ended with."""
         if isinstance(self._last, ReportEvent):
-            return self._last.report
+            return VerifyReport(**dict(self._last.report))
         if self._last is None:
             raise ConnectionFailedError("the events ended before the verification did")
         status = self._last.problem.get("status")

@@ -6,8 +6,10 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any, Protocol
 
 from flashpoint import _proof
-from flashpoint._calls import Call
-from flashpoint.benchmark_schema import BenchmarkEvent, BenchmarkJob
+from flashpoint._calls import Call, asynchronous
+from flashpoint._results import BenchmarkJob
+from flashpoint_contract.docstrings import twin_of
+from flashpoint_contract.schemas.benchmark import BenchmarkEvent
 
 
 class _Client(Protocol):
@@ -57,6 +59,7 @@ class BenchmarkRun:
         return job
 
 
+@twin_of(BenchmarkRun)
 class AsyncBenchmarkRun:
     """The asyncio twin of `BenchmarkRun`: the same methods, awaited."""
 
@@ -64,20 +67,11 @@ class AsyncBenchmarkRun:
         self.id = id
         self._client = client
 
-    async def job(self) -> BenchmarkJob:
-        """Return the benchmark as it is now, with the rows that are finished."""
-        job: BenchmarkJob = await self._client._call(_proof.job("GET", self.id))
-        return job
+    job = asynchronous(BenchmarkRun.job)
+    """Return the benchmark as it is now, with the rows that are finished."""
 
     def events(self, after: int = 0) -> AsyncIterator[BenchmarkEvent]:
-        """Yield its events until it has ended; those that have already happened come first.
-
-        After a broken connection it connects again, and continues after the last event. The client's `retries` is the
-        largest number of failures in a row.
-
-        Args:
-            after: Number of an event (`BenchmarkEvent.id`): only later events are returned.
-        """
+        """Yield its events until it has ended; those that have already happened come first."""
         return self._client._listen(self.id, after)
 
     async def wait(self) -> BenchmarkJob:
@@ -86,7 +80,5 @@ class AsyncBenchmarkRun:
             pass
         return await self.job()
 
-    async def cancel(self) -> BenchmarkJob:
-        """Stop it, and return it. A benchmark that has ended stays as it is."""
-        job: BenchmarkJob = await self._client._call(_proof.job("DELETE", self.id))
-        return job
+    cancel = asynchronous(BenchmarkRun.cancel)
+    """Stop it, and return it. A benchmark that has ended stays as it is."""

@@ -29,8 +29,8 @@ import numpy as np
 from flashpoint._client import Client
 from flashpoint._shards.cut import UNBOUNDED, Band, Piece
 from flashpoint.errors import invalid
-from flashpoint.shape_schema import Dtype, Shape
 from flashpoint_contract.caches import layer_tokens
+from flashpoint_contract.schemas.shapes import Dtype, Shape
 from flashpoint_contract.wire import ITEMSIZE
 
 Side = Literal["forward", "backward"]

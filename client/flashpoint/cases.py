@@ -11,14 +11,16 @@ import numpy as np
 from flashpoint._arrays import Array, unpack
 from flashpoint._calls import checked, message
 from flashpoint.errors import all_invalid, invalid
-from flashpoint.options import AttentionOptions
 from flashpoint_contract import wire
 from flashpoint_contract.hints import each_meant
+from flashpoint_contract.options import OPTIONS
+from flashpoint_contract.schemas.options import AttentionOptions
 from flashpoint_contract.tensors import ALL_ANSWERS, INPUT_TENSORS, REQUIRED, refusals
 
 _KNOWN = tuple(dict.fromkeys((*INPUT_TENSORS, *ALL_ANSWERS)))
-# Options that define the result. One that is not in a file has its default.
-MEANT = ("layout", "causal", "causal_alignment", "window", "scale", "softcap", "dropout_p")
+# Options that define the result: all but those of how it is computed. One that is not in a file has its default.
+_HOW = ("block_size", "dropout_seed", "precision", "return_lse", "grads", "deterministic", "backend")
+MEANT = tuple(name for name in OPTIONS if name not in _HOW)
 
 
 def save_case(path: str | PathLike[str], *, q: Array, k: Array, v: Array, o: Array | None = None, **more: Any) -> Path:

@@ -6,16 +6,22 @@ import os
 import sys
 from collections.abc import Sequence
 
-from flashpoint.commands.registry import COMMANDS, missing, misused
+from flashpoint.commands import streams
+from flashpoint.commands.registry import COMMANDS, complain, missing, misused
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run `flashpoint` with `argv` (default: the process's arguments). Return the exit code; 2 for wrong arguments."""
+    streams.prepare()
     stdout = sys.stdout
     try:
         code = _run(list(sys.argv[1:] if argv is None else argv))
         stdout.flush()
-    except BrokenPipeError:  # the reader closed the pipe, as in `flashpoint --help | head -3`
+    except KeyboardInterrupt:
+        return 130
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):  # the reader closed the pipe, as in `flashpoint --help | head -3`
+            complain("flashpoint", f"cannot read or write: {error}")
         os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())  # Python flushes stdout at exit
         return 1
     return code

@@ -17,20 +17,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
+
+from flashpoint_contract.options import FieldProblem
 
 __all__ = [
     "AuthenticationError", "BadRequestError", "CacheError", "ConnectionFailedError", "DeadlineExceededError",
     "FieldProblem", "FlashpointError", "InvalidInputError", "OverloadedError", "ProtocolError", "ServerError",
     "TooLargeError",
 ]  # fmt: skip
-
-
-class FieldProblem(NamedTuple):
-    """The error of one field: `field` is its name, such as `q` or `window`, `message` says what is wrong."""
-
-    field: str
-    message: str
 
 
 class FlashpointError(Exception):

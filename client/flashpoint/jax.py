@@ -30,9 +30,10 @@ from flashpoint._client import Client
 from flashpoint._keywords import Sending, Settled
 from flashpoint._vmapped import batch_shape, fold, single
 from flashpoint.errors import CacheError, all_invalid, invalid
-from flashpoint.options import AttentionOptions, Grad
+from flashpoint_contract.docstrings import documented
 from flashpoint_contract.options import GRADS
 from flashpoint_contract.saved import ID_LENGTH
+from flashpoint_contract.schemas.options import AttentionOptions, Grad
 from flashpoint_contract.tensors import INDEX_TENSORS, REQUIRED, refusals
 
 Array: TypeAlias = jax.Array | NDArray[Any]
@@ -43,6 +44,7 @@ _TOKEN = "saved"  # name of the array with the id of a saved forward: JAX keeps 
 _AT_ONCE = 16  # concurrent requests of one call: enough to share a launch, few in a server's queue
 
 
+@documented
 def attention(
     q: Array,
     k: Array,
@@ -76,45 +78,7 @@ def attention(
         save: Let the server keep the forward until its backward has run, or for its time to live; the backward then
             sends `do` alone. Under `vmap`, and where the server has no memory for it or has lost it, the backward
             sends all.
-        attn_mask: Mask, broadcastable to (B, Hq, Sq, Sk): bool (true: attend) or float (added to the scaled
-            scores). Not in layout `thd`.
-        block_mask: Mask of blocks, bool, (B or 1, Hq or 1, ceil(Sq/Mq), ceil(Sk/Mk)): blocks of `block_size` that
-            are false are skipped. Blocks count from each sequence's first row. Not in layout `thd`.
-            `flashpoint_kernels.create_block_mask` makes one.
-        alibi_slopes: Slopes, float, (Hq,) or (B, Hq): slope·|i + offset − j| is subtracted from the score of query
-            i and key j (ALiBi, Press et al. 2022). Not differentiable.
-        sinks: Logits, float, (Hq,): one more per head in the softmax's denominator, without a value (gpt-oss).
-        q_lengths: Number of valid queries of each padded sequence, int32 or int64, (B,). Rows beyond are not read;
-            their o is 0 and their lse −∞. Not in layout `thd`.
-        kv_lengths: Number of valid keys of each padded sequence, int32 or int64, (B,). Rows beyond are not read.
-            Not in layout `thd`.
-        cu_seqlens_q: Rows of q where the n sequences of layout `thd` start, and then Tq: int32 or int64, (n + 1,).
-        cu_seqlens_k: Rows of k where the n sequences of layout `thd` start, and then Tk: int32 or int64, (n + 1,).
-        dropout_seed: Seed of dropout, 0 to 2^64 − 1. The dropped weights are a function of the seed alone, whatever
-            the backend (Philox, Salmon et al. 2011). None, the default, draws a seed.
         return_lse: Return (o, lse) in place of o. Default: False.
-
-    Keyword Args:
-        layout: `bhsd`: (B, H, S, D); `bshd`: (B, S, H, D); `thd`: (T, H, D), sequences one after another. Default:
-            "bhsd".
-        causal: Query i sees key j only if j <= i + offset. Default: False.
-        causal_alignment: Offset of the diagonal, also for `window` and `alibi_slopes`. `bottom_right`: Sk − Sq;
-            `top_left`: 0. Each sequence's own lengths count. Default: "bottom_right".
-        window: [left, right]: query i sees key j only if i + offset − left <= j <= i + offset + right. −1 is no
-            bound. Default: (-1, -1).
-        block_size: (Mq, Mk): queries and keys of a block of `block_mask`, multiples of 16. Default: (128, 128).
-        scale: Factor of q·k. None, the default, is 1/sqrt(D).
-        softcap: Each scaled score s becomes softcap·tanh(s/softcap), before mask and bias (Gemma 2). 0 is off.
-            Default: 0.0.
-        dropout_p: Probability with which each attention weight is dropped, 0 <= p < 1. Default: 0.0.
-        precision: float32 matrix products: `ieee` (full float32) or `tf32`. Default: "ieee".
-        deterministic: Gradients are bitwise equal from run to run. Default: True.
-        backend: `auto`, or one of `triton`, `torch`, `tiled` and `reference`. A backend that is named is never
-            replaced by another. Default: "auto".
-        timeout: Seconds for the whole call, retries included; the server knows it as the deadline. None waits
-            without end. Default: the client's own.
-        priority: 0 to 9; a higher priority runs sooner. Default: 0.
-        request_id: Name of the call in the server's log, printable ASCII. Default: the server makes one.
 
     Returns:
         o (B, Hq, Sq, Dv) in q's dtype. With `return_lse` (o, lse), lse float32 (B, Hq, Sq).

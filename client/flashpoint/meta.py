@@ -23,6 +23,7 @@ class Meta:
         retries: Attempts before the one that was answered.
         lengths: Tokens of each cache of the call, in its layer, after the call.
         saved: Id of the forward that the server saved.
+        kernel: CPU kernel in C that computed it, such as `c-amx`; None if another kernel ran.
     """
 
     backend: str | None = None
@@ -33,12 +34,14 @@ class Meta:
     retries: int = 0
     lengths: tuple[int, ...] | None = None
     saved: str | None = None
+    kernel: str | None = None
 
 
 def read_meta(headers: Mapping[str, str], metadata: Mapping[str, Any], retries: int) -> Meta:
     """Return the `Meta` of an answer, from its HTTP headers (a case-insensitive mapping) and its decoded metadata."""
     seed = metadata.get("dropout_seed")
     backend = headers.get("x-backend") or metadata.get("backend")
+    kernel = headers.get("x-kernel") or metadata.get("kernel")
     size = headers.get("x-batch-size", "")
     saved = metadata.get("saved")
     return Meta(
@@ -50,4 +53,5 @@ def read_meta(headers: Mapping[str, str], metadata: Mapping[str, Any], retries: 
         retries=retries,
         lengths=tuple(lengths) if isinstance(lengths := metadata.get("lengths"), list) else None,
         saved=saved if isinstance(saved, str) else None,
+        kernel=kernel if isinstance(kernel, str) else None,
     )

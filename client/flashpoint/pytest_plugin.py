@@ -1,55 +1,56 @@
 """The pytest fixture `judge_attention`, which judges attention functions. pytest loads it if flashpoint is installed.
 
     def test_my_kernel(judge_attention):
-        judge_attention(my_attention)                                      # a grid of shapes and options
+        judge_attention(my_attention, quick=True)                          # everything that the judge checks
         judge_attention(my_attention, {"q_len": 512, "head_dim": 64}, causal=True, dtype="bfloat16")
 
-It needs the extra `server`: `pip install '.[server]'` in a checkout.
+It needs torch: `pip install '.[torch]'` in a checkout.
 """
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
 
-LOCAL = "flashpoint_server.engine.local"
-
 
 @pytest.fixture
-def judge_attention() -> Callable[..., None]:
-    """Return a function that fails the test where an attention function is not near enough to float64.
+def judge_attention() -> Callable[..., Any]:
+    """Return a function that fails the test where an attention function is wrong.
 
-    The function that it returns has these parameters:
+    The function that it returns gives back the report. It has these parameters:
 
     Args:
-        kernel: Your function, called as kernel(q, k, v, causal=…, …) with torch tensors (B, H, S, D). It returns o, or
-            (o, lse). Only options that differ from their defaults are passed.
+        kernel: Your function, called as kernel(q, k, v, causal=…, …) with torch tensors. It returns o, or (o, lse). It
+            runs in a process of its own, which imports it, or is a fork of this one for a local function.
         shape: Sizes such as {"q_len": 512, "head_dim": 64}: `batch`, `q_heads`, `kv_heads`, `q_len`, `kv_len`,
-            `head_dim`, `value_dim`. None judges a grid of shapes and options.
-        options: Options of `flashpoint.VerifyRequest`: `dtype`, `seed`, `direction`, `extras`, `causal`, `window`, …
+            `head_dim`, `value_dim`. None judges all shapes and options.
+        quick: About 10 seconds of the judge's own work, in place of 60.
+        require: Further properties that must hold: accurate, deterministic, batch-invariant, masked-nan, lse-gradient,
+            all.
+        options: Options of all cases: `dtype`, `seed`, `direction`, `extras`, `causal`, `window`, …; and
+            `empty_rows="nan"` where rows without keys may be NaN.
     """
 
-    def judge(kernel: Callable[..., Any], shape: Mapping[str, int] | None = None, **options: Any) -> None:
+    def judge(
+        kernel: Callable[..., Any],
+        shape: Mapping[str, int] | None = None,
+        *,
+        quick: bool = False,
+        require: Sequence[str] = (),
+        **options: Any,
+    ) -> Any:
         __tracebackhide__ = True
         from flashpoint._calls import checked
-        from flashpoint.shape_schema import Shape
-        from flashpoint.verdicts import findings
+        from flashpoint.judging import asked_cases, registered
+        from flashpoint_contract.schemas.shapes import Shape
 
-        local = importlib.import_module(LOCAL)
-        asked = options | ({} if shape is None else {"shape": checked(Shape, shape)})
-        cases = list(local.verify_kernel(kernel, local.kernel_grid(kernel, **asked)))
-        wrong = [case for case in cases if not case.ok]
-        lines = []
-        for case in wrong:
-            lines.append(f"{case.problem}: {case.note}" if case.report is None else case.problem)
-            if case.report is not None:
-                lines += [f"  {line}" for line in findings(case.report, case.request.layout, case.mistakes)]
-        if wrong:
-            pytest.fail(f"{len(wrong)} of {len(cases)} cases are wrong:\n" + "\n".join(lines), pytrace=False)
-        if all(case.skipped for case in cases):
-            pytest.fail("no case could be judged: " + "; ".join(sorted({case.note for case in cases})), pytrace=False)
+        more = {name: options.pop(name) for name in ("empty_rows", "seconds", "timeout", "save") if name in options}
+        asked = asked_cases(options | ({} if shape is None else {"shape": checked(Shape, shape)}))
+        report = registered()(kernel, quick=quick, require=tuple(require), **asked, **more)
+        if not report.ok:
+            pytest.fail("\n".join(report.lines()), pytrace=False)
+        return report
 
     return judge

@@ -25,8 +25,9 @@ from typing import Any, Unpack
 from flashpoint import _calls
 from flashpoint._arrays import Array
 from flashpoint._async_client import AsyncClient
-from flashpoint._client import Client, _seconds
-from flashpoint._keywords import ShardedBackward, ShardedForward, SpreadSizes
+from flashpoint._client import Client
+from flashpoint._keywords import ShardedBackward, ShardedForward, SpreadSizes, call
+from flashpoint._settings import seconds
 from flashpoint._shards import merge
 from flashpoint._shards.caches import AsyncShardedCache, ShardedCache
 from flashpoint._shards.plan import plan
@@ -36,7 +37,8 @@ from flashpoint._shards.run import run, run_async
 from flashpoint._shards.spread import Part, Spread
 from flashpoint._shards.work import Item, Work
 from flashpoint.errors import invalid
-from flashpoint.options import AttentionOptions
+from flashpoint_contract.docstrings import documented, twin_of
+from flashpoint_contract.schemas.options import AttentionOptions
 from flashpoint_contract.tensors import INPUT_TENSORS
 
 __all__ = [
@@ -45,6 +47,7 @@ __all__ = [
 ]  # fmt: skip
 
 
+@documented
 def attention(clients: Sequence[Client], q: Array, k: Array, v: Array, **keywords: Unpack[ShardedForward]) -> Any:
     """Return attention as `Client.attention` does, computed by the servers of all `clients`.
 
@@ -59,52 +62,6 @@ def attention(clients: Sequence[Client], q: Array, k: Array, v: Array, **keyword
         k: Keys, (B, Hk, Sk, D).
         v: Values, (B, Hk, Sk, Dv).
 
-    Keyword Args:
-        parts: (r, c): cut every sequence's queries into r parts and its keys into c. Parts beyond the number of
-            clients wait for the first that is free, so more parts need less memory of each server. Default: None,
-            as many parts as clients, cut so that the fewest bytes are sent.
-        return_lse: Return (o, lse) in place of o. Default: False.
-        with_meta: Return (result, `Meta`): timings, the backend, the seed of dropout. Default: False.
-        attn_mask: Mask, broadcastable to (B, Hq, Sq, Sk): bool (true: attend) or float (added to the scaled
-            scores). Not in layout `thd`.
-        block_mask: Mask of blocks, bool, (B or 1, Hq or 1, ceil(Sq/Mq), ceil(Sk/Mk)): blocks of `block_size` that
-            are false are skipped. Blocks count from each sequence's first row. Not in layout `thd`.
-            `flashpoint_kernels.create_block_mask` makes one.
-        alibi_slopes: Slopes, float, (Hq,) or (B, Hq): slope·|i + offset − j| is subtracted from the score of query
-            i and key j (ALiBi, Press et al. 2022). Not differentiable.
-        sinks: Logits, float, (Hq,): one more per head in the softmax's denominator, without a value (gpt-oss).
-        q_lengths: Number of valid queries of each padded sequence, int32 or int64, (B,). Rows beyond are not read;
-            their o is 0 and their lse −∞. Not in layout `thd`.
-        kv_lengths: Number of valid keys of each padded sequence, int32 or int64, (B,). Rows beyond are not read.
-            Not in layout `thd`.
-        cu_seqlens_q: Rows of q where the n sequences of layout `thd` start, and then Tq: int32 or int64, (n + 1,).
-        cu_seqlens_k: Rows of k where the n sequences of layout `thd` start, and then Tk: int32 or int64, (n + 1,).
-        dropout_seed: Seed of dropout, 0 to 2^64 − 1. The dropped weights are a function of the seed alone, whatever
-            the backend (Philox, Salmon et al. 2011). None, the default, draws a seed.
-        layout: `bhsd`: (B, H, S, D); `bshd`: (B, S, H, D); `thd`: (T, H, D), sequences one after another. Default:
-            "bhsd".
-        causal: Query i sees key j only if j <= i + offset. Default: False.
-        causal_alignment: Offset of the diagonal, also for `window` and `alibi_slopes`. `bottom_right`: Sk − Sq;
-            `top_left`: 0. Each sequence's own lengths count. Default: "bottom_right".
-        window: [left, right]: query i sees key j only if i + offset − left <= j <= i + offset + right. −1 is no
-            bound. Default: (-1, -1).
-        block_size: (Mq, Mk): queries and keys of a block of `block_mask`, multiples of 16. Default: (128, 128).
-        scale: Factor of q·k. None, the default, is 1/sqrt(D).
-        softcap: Each scaled score s becomes softcap·tanh(s/softcap), before mask and bias (Gemma 2). 0 is off.
-            Default: 0.0.
-        dropout_p: Probability with which each attention weight is dropped, 0 <= p < 1. Default: 0.0.
-        precision: float32 matrix products: `ieee` (full float32) or `tf32`. Default: "ieee".
-        deterministic: Gradients are bitwise equal from run to run. Default: True.
-        backend: `auto`, or one of `triton`, `torch`, `tiled` and `reference`. A backend that is named is never
-            replaced by another. Default: "auto".
-        timeout: Seconds for the whole call, retries included; the server knows it as the deadline. None waits
-            without end. Default: the client's own.
-        priority: 0 to 9; a higher priority runs sooner. Default: 0.
-        request_id: Name of the call in the server's log, printable ASCII. Default: the server makes one.
-        k_scale: Scale of an 8-bit k, which stands for k·k_scale: a number, a float tensor (B, Hk) or (1, Hk), or
-            one of k's shape without D. Finite. `flashpoint_kernels.quantize` makes it. Forward only.
-        v_scale: Scale of an 8-bit v, which stands for v·v_scale: as `k_scale`.
-
     Returns:
         As `Client.attention`: o (B, Hq, Sq, Dv), or (o, lse). With `with_meta` (that, list of `Part`).
 
@@ -114,6 +71,7 @@ def attention(clients: Sequence[Client], q: Array, k: Array, v: Array, **keyword
     return _drive(_Job(clients, Client, "/attention", {"q": q, "k": k, "v": v, **keywords}))
 
 
+@documented
 def attention_grad(
     clients: Sequence[Client], do: Array, q: Array, k: Array, v: Array, **keywords: Unpack[ShardedBackward]
 ) -> Any:
@@ -129,52 +87,6 @@ def attention_grad(
         k: Keys, (B, Hk, Sk, D).
         v: Values, (B, Hk, Sk, Dv).
 
-    Keyword Args:
-        parts: (r, c): cut every sequence's queries into r parts and its keys into c, as in `attention`. Default:
-            None.
-        o: Output of the forward, (B, Hq, Sq, Dv). With o and lse the server does not run the forward again.
-        lse: Log-sum-exp of the forward, float32 (B, Hq, Sq); (Hq, Tq) in layout `thd`.
-        dlse: Gradient of lse, of its shape, float32. Default: none, which is 0.
-        grads: Gradients to return, in this order: some of `dq`, `dk`, `dv`, `dattn_mask` (of a float mask) and
-            `dsinks`. Default: ("dq", "dk", "dv").
-        with_meta: Return (result, `Meta`): timings, the backend, the seed of dropout. Default: False.
-        attn_mask: Mask, broadcastable to (B, Hq, Sq, Sk): bool (true: attend) or float (added to the scaled
-            scores). Not in layout `thd`.
-        block_mask: Mask of blocks, bool, (B or 1, Hq or 1, ceil(Sq/Mq), ceil(Sk/Mk)): blocks of `block_size` that
-            are false are skipped. Blocks count from each sequence's first row. Not in layout `thd`.
-            `flashpoint_kernels.create_block_mask` makes one.
-        alibi_slopes: Slopes, float, (Hq,) or (B, Hq): slope·|i + offset − j| is subtracted from the score of query
-            i and key j (ALiBi, Press et al. 2022). Not differentiable.
-        sinks: Logits, float, (Hq,): one more per head in the softmax's denominator, without a value (gpt-oss).
-        q_lengths: Number of valid queries of each padded sequence, int32 or int64, (B,). Rows beyond are not read;
-            their o is 0 and their lse −∞. Not in layout `thd`.
-        kv_lengths: Number of valid keys of each padded sequence, int32 or int64, (B,). Rows beyond are not read.
-            Not in layout `thd`.
-        cu_seqlens_q: Rows of q where the n sequences of layout `thd` start, and then Tq: int32 or int64, (n + 1,).
-        cu_seqlens_k: Rows of k where the n sequences of layout `thd` start, and then Tk: int32 or int64, (n + 1,).
-        dropout_seed: Seed of dropout, 0 to 2^64 − 1. The dropped weights are a function of the seed alone, whatever
-            the backend (Philox, Salmon et al. 2011). None, the default, draws a seed.
-        layout: `bhsd`: (B, H, S, D); `bshd`: (B, S, H, D); `thd`: (T, H, D), sequences one after another. Default:
-            "bhsd".
-        causal: Query i sees key j only if j <= i + offset. Default: False.
-        causal_alignment: Offset of the diagonal, also for `window` and `alibi_slopes`. `bottom_right`: Sk − Sq;
-            `top_left`: 0. Each sequence's own lengths count. Default: "bottom_right".
-        window: [left, right]: query i sees key j only if i + offset − left <= j <= i + offset + right. −1 is no
-            bound. Default: (-1, -1).
-        block_size: (Mq, Mk): queries and keys of a block of `block_mask`, multiples of 16. Default: (128, 128).
-        scale: Factor of q·k. None, the default, is 1/sqrt(D).
-        softcap: Each scaled score s becomes softcap·tanh(s/softcap), before mask and bias (Gemma 2). 0 is off.
-            Default: 0.0.
-        dropout_p: Probability with which each attention weight is dropped, 0 <= p < 1. Default: 0.0.
-        precision: float32 matrix products: `ieee` (full float32) or `tf32`. Default: "ieee".
-        deterministic: Gradients are bitwise equal from run to run. Default: True.
-        backend: `auto`, or one of `triton`, `torch`, `tiled` and `reference`. A backend that is named is never
-            replaced by another. Default: "auto".
-        timeout: Seconds for the whole call, retries included; the server knows it as the deadline. None waits
-            without end. Default: the client's own.
-        priority: 0 to 9; a higher priority runs sooner. Default: 0.
-        request_id: Name of the call in the server's log, printable ASCII. Default: the server makes one.
-
     Returns:
         (dq, dk, dv), or one tensor for each name in `grads`, in that order. With `with_meta` (that, list of `Part`).
 
@@ -184,148 +96,24 @@ def attention_grad(
     return _drive(_Job(clients, Client, "/attention/grad", {"do": do, "q": q, "k": k, "v": v, **keywords}))
 
 
+@twin_of(attention)
 async def async_attention(
     clients: Sequence[AsyncClient], q: Array, k: Array, v: Array, **keywords: Unpack[ShardedForward]
 ) -> Any:
-    """Return attention as `Client.attention` does, computed by the servers of all `clients`.
-
-    The shapes, dtypes, options and answers are the same. Dropout and block masks are refused, because they count
-    positions in the whole sequence. If q is float16 or bfloat16, each part's o is, too: send float32 to round once
-    instead of twice. float64 is merged with lse in float32, and its keys are cut only if `parts` says so.
-
-    Args:
-        clients: Clients of the servers, one or more. Without `timeout` the first client's own holds for the whole
-            call.
-        q: Queries, (B, Hq, Sq, D) in layout `bhsd`.
-        k: Keys, (B, Hk, Sk, D).
-        v: Values, (B, Hk, Sk, Dv).
-
-    Keyword Args:
-        parts: (r, c): cut every sequence's queries into r parts and its keys into c. Parts beyond the number of
-            clients wait for the first that is free, so more parts need less memory of each server. Default: None,
-            as many parts as clients, cut so that the fewest bytes are sent.
-        return_lse: Return (o, lse) in place of o. Default: False.
-        with_meta: Return (result, `Meta`): timings, the backend, the seed of dropout. Default: False.
-        attn_mask: Mask, broadcastable to (B, Hq, Sq, Sk): bool (true: attend) or float (added to the scaled
-            scores). Not in layout `thd`.
-        block_mask: Mask of blocks, bool, (B or 1, Hq or 1, ceil(Sq/Mq), ceil(Sk/Mk)): blocks of `block_size` that
-            are false are skipped. Blocks count from each sequence's first row. Not in layout `thd`.
-            `flashpoint_kernels.create_block_mask` makes one.
-        alibi_slopes: Slopes, float, (Hq,) or (B, Hq): slope·|i + offset − j| is subtracted from the score of query
-            i and key j (ALiBi, Press et al. 2022). Not differentiable.
-        sinks: Logits, float, (Hq,): one more per head in the softmax's denominator, without a value (gpt-oss).
-        q_lengths: Number of valid queries of each padded sequence, int32 or int64, (B,). Rows beyond are not read;
-            their o is 0 and their lse −∞. Not in layout `thd`.
-        kv_lengths: Number of valid keys of each padded sequence, int32 or int64, (B,). Rows beyond are not read.
-            Not in layout `thd`.
-        cu_seqlens_q: Rows of q where the n sequences of layout `thd` start, and then Tq: int32 or int64, (n + 1,).
-        cu_seqlens_k: Rows of k where the n sequences of layout `thd` start, and then Tk: int32 or int64, (n + 1,).
-        dropout_seed: Seed of dropout, 0 to 2^64 − 1. The dropped weights are a function of the seed alone, whatever
-            the backend (Philox, Salmon et al. 2011). None, the default, draws a seed.
-        layout: `bhsd`: (B, H, S, D); `bshd`: (B, S, H, D); `thd`: (T, H, D), sequences one after another. Default:
-            "bhsd".
-        causal: Query i sees key j only if j <= i + offset. Default: False.
-        causal_alignment: Offset of the diagonal, also for `window` and `alibi_slopes`. `bottom_right`: Sk − Sq;
-            `top_left`: 0. Each sequence's own lengths count. Default: "bottom_right".
-        window: [left, right]: query i sees key j only if i + offset − left <= j <= i + offset + right. −1 is no
-            bound. Default: (-1, -1).
-        block_size: (Mq, Mk): queries and keys of a block of `block_mask`, multiples of 16. Default: (128, 128).
-        scale: Factor of q·k. None, the default, is 1/sqrt(D).
-        softcap: Each scaled score s becomes softcap·tanh(s/softcap), before mask and bias (Gemma 2). 0 is off.
-            Default: 0.0.
-        dropout_p: Probability with which each attention weight is dropped, 0 <= p < 1. Default: 0.0.
-        precision: float32 matrix products: `ieee` (full float32) or `tf32`. Default: "ieee".
-        deterministic: Gradients are bitwise equal from run to run. Default: True.
-        backend: `auto`, or one of `triton`, `torch`, `tiled` and `reference`. A backend that is named is never
-            replaced by another. Default: "auto".
-        timeout: Seconds for the whole call, retries included; the server knows it as the deadline. None waits
-            without end. Default: the client's own.
-        priority: 0 to 9; a higher priority runs sooner. Default: 0.
-        request_id: Name of the call in the server's log, printable ASCII. Default: the server makes one.
-        k_scale: Scale of an 8-bit k, which stands for k·k_scale: a number, a float tensor (B, Hk) or (1, Hk), or
-            one of k's shape without D. Finite. `flashpoint_kernels.quantize` makes it. Forward only.
-        v_scale: Scale of an 8-bit v, which stands for v·v_scale: as `k_scale`.
-
-    Returns:
-        As `Client.attention`: o (B, Hq, Sq, Dv), or (o, lse). With `with_meta` (that, list of `Part`).
-
-    Raises:
-        FlashpointError: InvalidInputError, or an error of a server that no other server could make good.
-    """
+    """Return attention as `Client.attention` does, computed by the servers of all `clients`."""
     return await _drive_async(_Job(clients, AsyncClient, "/attention", {"q": q, "k": k, "v": v, **keywords}))
 
 
+@twin_of(attention_grad)
 async def async_attention_grad(
     clients: Sequence[AsyncClient], do: Array, q: Array, k: Array, v: Array, **keywords: Unpack[ShardedBackward]
 ) -> Any:
-    """Return the gradients of `attention` as `Client.attention_grad` does, computed by the servers of all `clients`.
-
-    Each server gets the o and lse of the whole, which are computed first where they are not given.
-
-    Args:
-        clients: Clients of the servers, one or more. Without `timeout` the first client's own holds for the whole
-            call.
-        do: Gradient of o, (B, Hq, Sq, Dv).
-        q: Queries, (B, Hq, Sq, D) in layout `bhsd`.
-        k: Keys, (B, Hk, Sk, D).
-        v: Values, (B, Hk, Sk, Dv).
-
-    Keyword Args:
-        parts: (r, c): cut every sequence's queries into r parts and its keys into c, as in `attention`. Default:
-            None.
-        o: Output of the forward, (B, Hq, Sq, Dv). With o and lse the server does not run the forward again.
-        lse: Log-sum-exp of the forward, float32 (B, Hq, Sq); (Hq, Tq) in layout `thd`.
-        dlse: Gradient of lse, of its shape, float32. Default: none, which is 0.
-        grads: Gradients to return, in this order: some of `dq`, `dk`, `dv`, `dattn_mask` (of a float mask) and
-            `dsinks`. Default: ("dq", "dk", "dv").
-        with_meta: Return (result, `Meta`): timings, the backend, the seed of dropout. Default: False.
-        attn_mask: Mask, broadcastable to (B, Hq, Sq, Sk): bool (true: attend) or float (added to the scaled
-            scores). Not in layout `thd`.
-        block_mask: Mask of blocks, bool, (B or 1, Hq or 1, ceil(Sq/Mq), ceil(Sk/Mk)): blocks of `block_size` that
-            are false are skipped. Blocks count from each sequence's first row. Not in layout `thd`.
-            `flashpoint_kernels.create_block_mask` makes one.
-        alibi_slopes: Slopes, float, (Hq,) or (B, Hq): slope·|i + offset − j| is subtracted from the score of query
-            i and key j (ALiBi, Press et al. 2022). Not differentiable.
-        sinks: Logits, float, (Hq,): one more per head in the softmax's denominator, without a value (gpt-oss).
-        q_lengths: Number of valid queries of each padded sequence, int32 or int64, (B,). Rows beyond are not read;
-            their o is 0 and their lse −∞. Not in layout `thd`.
-        kv_lengths: Number of valid keys of each padded sequence, int32 or int64, (B,). Rows beyond are not read.
-            Not in layout `thd`.
-        cu_seqlens_q: Rows of q where the n sequences of layout `thd` start, and then Tq: int32 or int64, (n + 1,).
-        cu_seqlens_k: Rows of k where the n sequences of layout `thd` start, and then Tk: int32 or int64, (n + 1,).
-        dropout_seed: Seed of dropout, 0 to 2^64 − 1. The dropped weights are a function of the seed alone, whatever
-            the backend (Philox, Salmon et al. 2011). None, the default, draws a seed.
-        layout: `bhsd`: (B, H, S, D); `bshd`: (B, S, H, D); `thd`: (T, H, D), sequences one after another. Default:
-            "bhsd".
-        causal: Query i sees key j only if j <= i + offset. Default: False.
-        causal_alignment: Offset of the diagonal, also for `window` and `alibi_slopes`. `bottom_right`: Sk − Sq;
-            `top_left`: 0. Each sequence's own lengths count. Default: "bottom_right".
-        window: [left, right]: query i sees key j only if i + offset − left <= j <= i + offset + right. −1 is no
-            bound. Default: (-1, -1).
-        block_size: (Mq, Mk): queries and keys of a block of `block_mask`, multiples of 16. Default: (128, 128).
-        scale: Factor of q·k. None, the default, is 1/sqrt(D).
-        softcap: Each scaled score s becomes softcap·tanh(s/softcap), before mask and bias (Gemma 2). 0 is off.
-            Default: 0.0.
-        dropout_p: Probability with which each attention weight is dropped, 0 <= p < 1. Default: 0.0.
-        precision: float32 matrix products: `ieee` (full float32) or `tf32`. Default: "ieee".
-        deterministic: Gradients are bitwise equal from run to run. Default: True.
-        backend: `auto`, or one of `triton`, `torch`, `tiled` and `reference`. A backend that is named is never
-            replaced by another. Default: "auto".
-        timeout: Seconds for the whole call, retries included; the server knows it as the deadline. None waits
-            without end. Default: the client's own.
-        priority: 0 to 9; a higher priority runs sooner. Default: 0.
-        request_id: Name of the call in the server's log, printable ASCII. Default: the server makes one.
-
-    Returns:
-        (dq, dk, dv), or one tensor for each name in `grads`, in that order. With `with_meta` (that, list of `Part`).
-
-    Raises:
-        FlashpointError: InvalidInputError, or an error of a server that no other server could make good.
-    """
+    """Return the gradients of `attention` as `Client.attention_grad` does, computed by the servers of all `clients`."""
     tensors = {"do": do, "q": q, "k": k, "v": v}
     return await _drive_async(_Job(clients, AsyncClient, "/attention/grad", {**tensors, **keywords}))
 
 
+@call
 def cache(clients: Sequence[Client], **shape: Unpack[SpreadSizes]) -> ShardedCache:
     """Make a KV cache of one sequence, whose tokens are spread over the servers of all `clients`.
 
@@ -335,21 +123,8 @@ def cache(clients: Sequence[Client], **shape: Unpack[SpreadSizes]) -> ShardedCac
     Args:
         clients: Clients of the servers, one or more.
 
-    Keyword Args:
-        layers: Number of layers. Default: 1.
-        kv_heads: Key/value heads, Hk: one number for all layers, or one for each. Default: 8.
-        head_dim: Columns of q and k, D. Default: 64.
-        value_dim: Columns of v, Dv. Default: None, as `head_dim`.
-        dtype: `float32`, `bfloat16` or `float16`, as q, k and v; or `float8_e4m3fn` or `int8`, with scales.
-            Default: "float32".
-        ttl_s: Time to live in seconds since the last use. Default: None, the servers' own (600).
-        span: Consecutive tokens that one server holds before the next server takes over. Default: 65536.
-
     Returns:
         The cache, empty. At the end of a `with` it is deleted.
-
-    Raises:
-        FlashpointError: the errors of `flashpoint.errors`. InvalidInputError names each field that is not valid.
     """
     spread = Spread([client.url for client in _checked(clients, Client)], shape)
     threads = Threads(clients)
@@ -357,31 +132,9 @@ def cache(clients: Sequence[Client], **shape: Unpack[SpreadSizes]) -> ShardedCac
     return ShardedCache(spread, threads)
 
 
+@twin_of(cache)
 async def async_cache(clients: Sequence[AsyncClient], **shape: Unpack[SpreadSizes]) -> AsyncShardedCache:
-    """Make a KV cache of one sequence, whose tokens are spread over the servers of all `clients`.
-
-    Tokens [p·span, (p + 1)·span) are on server p modulo the number of servers, in a cache of its own that is made when
-    the first of them is written. Each server reads its own tokens; the answers are merged by their log-sum-exp.
-
-    Args:
-        clients: Clients of the servers, one or more.
-
-    Keyword Args:
-        layers: Number of layers. Default: 1.
-        kv_heads: Key/value heads, Hk: one number for all layers, or one for each. Default: 8.
-        head_dim: Columns of q and k, D. Default: 64.
-        value_dim: Columns of v, Dv. Default: None, as `head_dim`.
-        dtype: `float32`, `bfloat16` or `float16`, as q, k and v; or `float8_e4m3fn` or `int8`, with scales.
-            Default: "float32".
-        ttl_s: Time to live in seconds since the last use. Default: None, the servers' own (600).
-        span: Consecutive tokens that one server holds before the next server takes over. Default: 65536.
-
-    Returns:
-        The cache, empty. At the end of a `with` it is deleted.
-
-    Raises:
-        FlashpointError: the errors of `flashpoint.errors`. InvalidInputError names each field that is not valid.
-    """
+    """Make a KV cache of one sequence, whose tokens are spread over the servers of all `clients`."""
     spread = Spread([client.url for client in _checked(clients, AsyncClient)], shape)
     tasks = Tasks(clients)
     await tasks.run(spread.grow(0))
@@ -414,7 +167,7 @@ class _Job:
         forward = path == "/attention"
         _calls._refuse(keywords, _calls._BACKWARD_ONLY if forward else _calls._FORWARD_ONLY)
         timeout = keywords.pop("timeout", _calls.DEFAULT)
-        timeout = clients[0]._timeout if timeout is _calls.DEFAULT else _seconds(timeout)
+        timeout = clients[0]._timeout if timeout is _calls.DEFAULT else seconds(timeout)
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._with_meta = keywords.pop("with_meta", False)
         parts = keywords.pop("parts", None)

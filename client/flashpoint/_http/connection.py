@@ -9,28 +9,32 @@ import errno
 import os
 import socket
 import ssl
-from collections.abc import Generator, Iterable
+from collections.abc import Iterable
+from dataclasses import dataclass
 from selectors import EVENT_READ, EVENT_WRITE
-from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import httpx
 
+from flashpoint._http import forked
+from flashpoint._http.dial import Address
+from flashpoint._http.drive import Steps, Wait
 from flashpoint._http.http1 import Reply, packets
+from flashpoint._http.proxies import NestedTls, Proxy
 
-T = TypeVar("T")
 RECEIVE = 64 * 1024  # bytes of the buffer for data that cannot go straight into the caller's memory
 _BUSY = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _CONNECTING = {0, errno.EINPROGRESS, errno.EWOULDBLOCK, getattr(errno, "WSAEWOULDBLOCK", 0)}
 
 
-class Wait(NamedTuple):
-    """A wait for one of `events` (EVENT_READ, EVENT_WRITE) on descriptor `fd`. It is answered with the event."""
+@dataclass(frozen=True)
+class Target:
+    """The way to a server: its name, its TLS settings if it is an HTTPS server, and the proxy, if there is one."""
 
-    fd: int
-    events: int
-
-
-Steps: TypeAlias = Generator[Wait, int, T]
+    host: str
+    port: int
+    tls: ssl.SSLContext | None
+    proxy: Proxy | None = None
+    proxy_tls: ssl.SSLContext | None = None
 
 
 def _wanted(busy: OSError) -> int:
@@ -41,39 +45,67 @@ def _wanted(busy: OSError) -> int:
 class Connection:
     """A plain or TLS connection for one exchange at a time. Its steps raise httpx's transport errors.
 
-    `family`, `kind` and `protocol` come from `getaddrinfo`.
+    `connected` says whether the other side has accepted it. A forked process closes its copy.
     """
 
-    def __init__(self, family: int, kind: int, protocol: int) -> None:
-        self._socket = socket.socket(family, kind, protocol)
+    def __init__(self, address: Address, route: Target) -> None:
+        self._socket: socket.socket | NestedTls = socket.socket(address.family, address.kind, address.protocol)
+        forked.watch(self)
         self._socket.setblocking(False)
         self._fd = self._socket.fileno()
+        self._address = address.address
+        self._route = route
         self._scratch = memoryview(bytearray(RECEIVE))
         self._sent_all = False
+        self.connected = self._closed = False
 
-    def open(self, address: Any, tls: ssl.SSLContext | None, host: str) -> Steps[None]:
-        """Connect to `address`. With `tls`, perform the TLS handshake with `host`."""
+    def open(self) -> Steps[None]:
+        """Connect, through the proxy if there is one. Perform the TLS handshake with an HTTPS server."""
+        to, proxy = self._route, self._route.proxy
         try:
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            code = self._socket.connect_ex(address)
-            if code in _CONNECTING:
-                yield Wait(self._fd, EVENT_WRITE)
-                code = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if code:
-                raise OSError(code, os.strerror(code))
-            if tls is not None:
-                secure = tls.wrap_socket(self._socket, server_hostname=host, do_handshake_on_connect=False)
-                self._socket = secure
-                yield from self._shake_hands(secure)
+            yield from self._connect()
+            if proxy is not None:
+                yield from self._enter(proxy)
+            if to.tls is not None:
+                yield from self._secure(to.tls, to.host)
         except OSError as error:
             raise httpx.ConnectError(str(error)) from error
 
-    def _shake_hands(self, secure: ssl.SSLSocket) -> Steps[None]:
+    def _connect(self) -> Steps[None]:
+        assert isinstance(self._socket, socket.socket)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        code = self._socket.connect_ex(self._address)
+        if code in _CONNECTING:
+            yield Wait(self._fd, EVENT_WRITE)
+            code = self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, os.strerror(code))
+        self.connected = True
+
+    def _enter(self, proxy: Proxy) -> Steps[None]:
+        try:
+            if self._route.proxy_tls is not None:
+                yield from self._secure(self._route.proxy_tls, proxy.host)
+            if self._route.tls is not None or not proxy.forwards:
+                yield from proxy.tunnel(self, self._route.host, self._route.port)
+        except (OSError, httpx.TransportError) as error:
+            raise httpx.ProxyError(f"{proxy}: {error}") from error
+
+    def _secure(self, tls: ssl.SSLContext, host: str) -> Steps[None]:
+        if isinstance(self._socket, ssl.SSLSocket):
+            self._socket = NestedTls(self._socket, tls, host)
+        else:
+            assert isinstance(self._socket, socket.socket)
+            self._socket = tls.wrap_socket(self._socket, server_hostname=host, do_handshake_on_connect=False)
         while True:
             try:
-                return secure.do_handshake()
+                return self._socket.do_handshake()
             except _BUSY as busy:
                 yield Wait(self._fd, _wanted(busy))
+
+    def forked(self) -> None:
+        """Close this process's copy of the connection. The other process continues to use its own."""
+        self.close()
 
     @property
     def idle(self) -> Wait:
@@ -86,7 +118,9 @@ class Connection:
         A server may answer and close the connection before it has read the whole request. Then sending stops, and the
         answer is valid.
         """
-        reply = Reply(request)
+        proxy = self._route.proxy
+        forwarding = proxy if proxy is not None and proxy.forwards and self._route.tls is None else None
+        reply = Reply(request, forwarding)
         self._sent_all = False
         failure = yield from self._send(packets(reply.request_head, request.extensions["parts"]), reply)
         try:
@@ -115,10 +149,26 @@ class Connection:
 
     def reusable(self, reply: Reply) -> bool:
         """Return whether the request has been sent and the answer read, so that another exchange may follow."""
-        return self._sent_all and reply.reusable
+        return self._sent_all and reply.reusable and not self._closed
 
     def close(self) -> None:
+        """Close the descriptor. TLS sends no farewell: another process may have a copy of the connection."""
+        self._closed = True
         self._socket.close()
+
+    def write(self, data: bytes) -> Steps[None]:
+        """Send bytes to a proxy."""
+        rest = memoryview(data)
+        while rest:
+            try:
+                rest = rest[self._socket.send(rest) :]
+            except _BUSY as busy:
+                yield Wait(self._fd, EVENT_WRITE if isinstance(busy, BlockingIOError) else _wanted(busy))
+
+    def read(self, size: int) -> Steps[bytes]:
+        """Receive at most `size` bytes from a proxy."""
+        view = self._scratch[:size]
+        return bytes(view[: (yield from self._receive(view))])
 
     def _send(self, parts: Iterable[memoryview], reply: Reply) -> Steps[OSError | None]:
         """Send until all is sent, or the server answers or closes. Return the error that stopped it, or None."""
@@ -162,7 +212,9 @@ class Connection:
         """
         events = EVENT_READ
         while True:
-            if not (isinstance(self._socket, ssl.SSLSocket) and self._socket.pending()):
+            if self._closed:  # by the caller, or because this process was forked
+                raise httpx.ReadError("the connection is closed")
+            if not (isinstance(self._socket, (ssl.SSLSocket, NestedTls)) and self._socket.pending()):
                 yield Wait(self._fd, events)
             try:
                 return self._socket.recv_into(view)

@@ -6,16 +6,39 @@ import asyncio
 import selectors
 import socket
 import time
+from collections.abc import Generator
 from selectors import EVENT_READ, EVENT_WRITE
-from typing import Any, Generic
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import httpx
 
-from flashpoint._http.connection import Steps, T, Wait
+T = TypeVar("T")
 
 # poll() needs no file descriptor of its own, and accepts descriptors of any number.
 _Selector = getattr(selectors, "PollSelector", selectors.SelectSelector)
 _LATE = "the deadline passed"
+
+
+class Wait(NamedTuple):
+    """A wait for one of `events` (EVENT_READ, EVENT_WRITE) on descriptor `fd`. It is answered with the event."""
+
+    fd: int
+    events: int
+
+
+class Several(NamedTuple):
+    """A wait for the first of `waits`, at most `seconds`. It is answered with that `Wait`, or with None."""
+
+    waits: tuple[Wait, ...]
+    seconds: float | None
+
+
+Asked: TypeAlias = Wait | Several
+Steps: TypeAlias = Generator[Asked, Any, T]
+
+
+def _each(asked: Asked | None) -> tuple[Wait, ...]:
+    return () if asked is None else (asked,) if isinstance(asked, Wait) else asked.waits
 
 
 def readable(wait: Wait) -> bool:
@@ -36,19 +59,29 @@ def run(
         with _Selector() as selector:
             if stop is not None:
                 selector.register(stop, EVENT_READ)
-            watched = wait = next(steps)
-            selector.register(*wait)
+            watched: Asked | None = None
+            wait = next(steps)
             while True:
                 if wait != watched:
-                    selector.unregister(watched.fd)
-                    selector.register(*wait)
+                    for each in _each(watched):
+                        selector.unregister(each.fd)
+                    for each in _each(wait):
+                        selector.register(*each)
                     watched = wait
                 left = None if deadline is None else deadline - time.monotonic()
-                if (left is not None and left <= 0) or not (ready := selector.select(left)):
+                if left is not None and left <= 0:
                     raise late(_LATE)
+                pause = None if isinstance(wait, Wait) else wait.seconds
+                pauses = pause is not None and (left is None or pause < left)
+                if not (ready := selector.select(pause if pauses else left)):
+                    if not pauses:
+                        raise late(_LATE)
+                    wait = steps.send(None)
+                    continue
                 if stop is not None and any(key.fileobj is stop for key, _ in ready):
                     raise httpx.ReadError("the call was stopped")
-                wait = steps.send(ready[0][1])
+                key, events = ready[0]
+                wait = steps.send(events if isinstance(wait, Wait) else Wait(key.fd, events))
     except StopIteration as end:
         value: T = end.value
         return value
@@ -68,7 +101,8 @@ class _Task(Generic[T]):
         self._steps = steps
         self._loop = asyncio.get_running_loop()
         self._done: asyncio.Future[T] = self._loop.create_future()
-        self._watched: Wait | None = None
+        self._watched: Asked | None = None
+        self._pause: asyncio.TimerHandle | None = None
         self._deadline = deadline
         self._late = late
 
@@ -101,14 +135,21 @@ class _Task(Generic[T]):
             self._watch(None)
             self._done.set_exception(error)
 
-    def _watch(self, wait: Wait | None) -> None:
-        if wait == self._watched:
+    def _watch(self, asked: Asked | None) -> None:
+        if isinstance(asked, Wait) and asked == self._watched:
             return
-        if self._watched is not None:
-            self._loop.remove_reader(self._watched.fd)
-            self._loop.remove_writer(self._watched.fd)
-        if wait is not None and wait.events & EVENT_READ:
-            self._loop.add_reader(wait.fd, self._step, EVENT_READ)
-        if wait is not None and wait.events & EVENT_WRITE:
-            self._loop.add_writer(wait.fd, self._step, EVENT_WRITE)
-        self._watched = wait
+        if self._pause is not None:
+            self._pause.cancel()
+            self._pause = None
+        for wait in _each(self._watched):
+            self._loop.remove_reader(wait.fd)
+            self._loop.remove_writer(wait.fd)
+        single = isinstance(asked, Wait)
+        for wait in _each(asked):
+            if wait.events & EVENT_READ:
+                self._loop.add_reader(wait.fd, self._step, EVENT_READ if single else Wait(wait.fd, EVENT_READ))
+            if wait.events & EVENT_WRITE:
+                self._loop.add_writer(wait.fd, self._step, EVENT_WRITE if single else Wait(wait.fd, EVENT_WRITE))
+        if isinstance(asked, Several) and asked.seconds is not None:
+            self._pause = self._loop.call_later(asked.seconds, self._step, None)
+        self._watched = asked

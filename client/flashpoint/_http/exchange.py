@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import email.utils
 import functools
 import random
@@ -20,9 +19,11 @@ from typing import Any
 import httpx
 
 from flashpoint._calls import Answer, Call, Reader
-from flashpoint._http.http1 import CLOSED
+from flashpoint._http.http1 import CLOSED, USES_TLS
+from flashpoint._http.proxies import AUTHENTICATION
 from flashpoint._http.readers import Document, Message
 from flashpoint.errors import (
+    AuthenticationError,
     ConnectionFailedError,
     DeadlineExceededError,
     FlashpointError,
@@ -35,6 +36,7 @@ from flashpoint_contract import wire
 
 FIRST_DELAY = 0.1  # seconds; doubled at each retry
 LONGEST_DELAY = 10.0
+MOST_RETRY_AFTER = 1_000_000  # seconds; a server's longer `Retry-After` is taken as this, the longest timeout
 # httpx copies each piece that it sends, and copies the rest again if the piece does not fit into the buffer of the
 # socket. So parts are sent in pieces that fit.
 PIECE = 256 * 1024
@@ -43,8 +45,12 @@ REPLICA = "X-Flashpoint-Replica"
 _PROBLEM = "application/problem+json"  # the media type of every error of Flashpoint
 # An error of another type comes from a proxy whose server died. Nginx answers 502, Ray Serve 500.
 _BROKEN_BEHIND = (500, 502)
-_NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout)
-_BROKEN = (httpx.NetworkError, httpx.RemoteProtocolError)
+_NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError)
+_BROKEN = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ProxyError)
+# How TLS reports an answer that is not TLS; OpenSSL has several names for it.
+_NO_TLS = ("WRONG_VERSION_NUMBER", "PACKET_LENGTH_TOO_LONG", "RECORD_LAYER_FAILURE", "HTTP_REQUEST")
+# How TLS reports that the server closed the connection during the handshake.
+_NO_HANDSHAKE = ("EOF", "Connection reset", "Broken pipe")
 
 
 class Body(httpx.SyncByteStream, httpx.AsyncByteStream):
@@ -131,7 +137,7 @@ class Exchange:
         self.tick()
         self._status, self._headers = response.status_code, response.headers
         length = response.headers.get("content-length", "")
-        media = response.headers.get("content-type", "").partition(";")[0].strip()
+        media = _media_type(response.headers)
         if self._status == self.call.success and media != self.call.expected:
             raise ProtocolError(
                 f"an answer of type {media or 'unknown'}", status=self._status, request_id=self._request_id
@@ -171,8 +177,12 @@ class Exchange:
     def answer(self) -> Any:
         """Return the call's result once the whole answer has been read. Raises the error that the server answered."""
         found = self._reader.finish()
-        if self._status in _BROKEN_BEHIND and self._headers.get("content-type", "").partition(";")[0] != _PROBLEM:
+        if self._status in _BROKEN_BEHIND and _media_type(self._headers) != _PROBLEM:
             raise ConnectionFailedError(f"the connection broke behind a proxy, which answered {self._status}")
+        if self._status == 407:
+            raise AuthenticationError(AUTHENTICATION, status=407)
+        if 300 <= self._status < 400 and (location := self._headers.get("location")):
+            raise ProtocolError(self._redirected(location), status=self._status, request_id=self._request_id)
         if self._status != self.call.success:
             retry_after = _retry_after(self._headers)
             raise from_problem(self._status, found, request_id=self._request_id, retry_after=retry_after)
@@ -195,6 +205,15 @@ class Exchange:
             return False
         affinity.replica, self._moved = named, True
         return True
+
+    def _redirected(self, location: str) -> str:
+        """Return the text of the error for a redirect: where it leads, without the credentials in that address."""
+        try:
+            to = str(self._url.join(location).copy_with(userinfo=b""))
+        except httpx.InvalidURL:
+            return "the server redirects to an address that is not valid"
+        base = to.removesuffix(self.call.path)
+        return f"the server redirects to {to}, and redirects are not followed: make the client with the URL {base}"
 
     @property
     def _request_id(self) -> str | None:
@@ -229,7 +248,7 @@ def _target(base: httpx.URL, path: str) -> httpx.URL:
 
 def _merged(defaults: Iterable[tuple[bytes, bytes]], headers: Mapping[str, str]) -> Iterator[tuple[bytes, bytes]]:
     """Yield the headers of a client and of a call. A header of the call replaces the client's."""
-    own = {name.lower(): (name.encode("ascii"), value.encode("ascii")) for name, value in headers.items()}
+    own = {name.lower(): (name.encode("ascii"), value.encode("utf-8")) for name, value in headers.items()}
     yield from (one for one in defaults if one[0].lower().decode("ascii") not in own)
     yield from own.values()
 
@@ -244,7 +263,7 @@ def backoff(failures: int) -> float:
 
     The delay doubles with each retry, and is random between half of that and the whole.
     """
-    return min(FIRST_DELAY * 2.0**failures, LONGEST_DELAY) * random.uniform(0.5, 1.0)
+    return min(FIRST_DELAY * 2.0 ** min(failures, 64), LONGEST_DELAY) * random.uniform(0.5, 1.0)
 
 
 def _translated(error: httpx.TransportError, url: httpx.URL) -> FlashpointError:
@@ -256,12 +275,10 @@ def _translated(error: httpx.TransportError, url: httpx.URL) -> FlashpointError:
         translated = ConnectionFailedError(
             f"the certificate of {server} is not trusted; set SSL_CERT_FILE to the PEM file of its authority: {error}"
         )
+    elif isinstance(error, httpx.ProxyError) and AUTHENTICATION in str(error):
+        translated = AuthenticationError(str(error), status=407)
     elif isinstance(error, _BROKEN):
-        said = f"the connection to {server} failed: {error or type(error).__name__}"
-        # TLS 1.3 has an alert for a missing certificate, but a server under asyncio closes the connection without it.
-        if url.scheme == "https" and ("CERTIFICATE_REQUIRED" in str(error) or CLOSED in str(error)):
-            said += "; if it asks for a client certificate, give `tls`, an ssl.SSLContext that has loaded one"
-        translated = ConnectionFailedError(said)
+        translated = ConnectionFailedError(_broken(str(error) or type(error).__name__, url.scheme, server))
     elif isinstance(error, httpx.TimeoutException):
         translated = DeadlineExceededError("the timeout passed before the answer had come")
     else:
@@ -270,14 +287,40 @@ def _translated(error: httpx.TransportError, url: httpx.URL) -> FlashpointError:
     return translated
 
 
+def _broken(said: str, scheme: str, server: str) -> str:
+    """Return the text of the error for a connection that failed with the text `said`, and what may be the cause."""
+    if any(each in said for each in _NO_TLS):
+        return f"{server} does not use TLS: begin its address with http://, or give the port at which it serves HTTPS"
+    if USES_TLS in said:
+        return f"{server} uses TLS: begin its address with https://"
+    text = f"the connection to {server} failed: {said}"
+    if scheme == "http":
+        hung_up = CLOSED in said or "Connection reset" in said
+        return text + ("; if it uses TLS, begin its address with https://" if hung_up else "")
+    if any(each in said for each in _NO_HANDSHAKE):
+        text += "; if it does not use TLS, begin its address with http://"
+    # TLS 1.3 has an alert for a missing certificate, but a server under asyncio closes the connection without it.
+    elif "CERTIFICATE_REQUIRED" in said or CLOSED in said:
+        text += "; if it asks for a client certificate, give `tls`, an ssl.SSLContext that has loaded one"
+    return text
+
+
+def _media_type(headers: Mapping[str, str]) -> str:
+    """Return the media type of an answer in lower case, without parameters."""
+    return headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
 def _retry_after(headers: Mapping[str, str]) -> float | None:
     """Return the seconds of the `Retry-After` header, which is a number or a date; None without a valid one."""
     value = headers.get("retry-after", "").strip()
-    if value.isdecimal():
-        return float(value)
-    with contextlib.suppress(TypeError, ValueError):
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    return None
+    if value.isascii() and value.isdecimal():
+        seconds = float(value)  # infinity for a number that is too large
+    else:
+        try:
+            seconds = email.utils.parsedate_to_datetime(value).timestamp() - time.time()
+        except (TypeError, ValueError, OverflowError, IndexError):
+            return None
+    return min(max(0.0, seconds), MOST_RETRY_AFTER)
 
 
 def _trace_headers() -> dict[str, str]:

@@ -11,8 +11,12 @@ from collections.abc import Iterable, Iterator
 import h11
 import httpx
 
+from flashpoint._http.proxies import Proxy
+
 HEAD_LIMIT = 100 * 1024  # largest head of an answer, in bytes
 CLOSED = "the server closed the connection without an answer"
+USES_TLS = "the server answered in TLS"
+_TLS = (b"\x15\x03", b"\x16\x03")  # the beginning of a TLS record: an alert, or a handshake
 PACKET = 64 * 1024  # parts of a request are joined up to this number of bytes
 
 
@@ -35,10 +39,10 @@ class Reply:
 
     `left` is the number of body bytes still to come, for a body of known length. The caller may read them from the
     socket into their final place, and subtracts them from `left`. For other bodies `left` is None, and all bytes go
-    through `receive`. Raises httpx's protocol errors.
+    through `receive`. `proxy` is the one that forwards the request, if any. Raises httpx's protocol errors.
     """
 
-    def __init__(self, request: httpx.Request) -> None:
+    def __init__(self, request: httpx.Request, proxy: Proxy | None = None) -> None:
         self._h11 = h11.Connection(h11.CLIENT, max_incomplete_event_size=HEAD_LIMIT)
         self._no_body = request.method == "HEAD"
         self._keep_alive = False
@@ -47,8 +51,11 @@ class Reply:
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.left: int | None = None
+        target, headers = request.url.raw_path, request.headers.raw
+        if proxy is not None:
+            target, headers = b"http://" + request.url.netloc + target, [*headers, *proxy.headers]
         try:
-            asked = h11.Request(method=request.method, target=request.url.raw_path, headers=request.headers.raw)
+            asked = h11.Request(method=request.method, target=target, headers=headers)
             self.request_head = self._h11.send(asked) or b""
         except h11.LocalProtocolError as error:
             raise httpx.LocalProtocolError(str(error), request=request) from error
@@ -72,6 +79,8 @@ class Reply:
         """Take bytes from the connection; empty if the server has closed it."""
         if not data and not self.begun:
             raise httpx.RemoteProtocolError(CLOSED)
+        if data[:2] in _TLS and not self.begun:
+            raise httpx.RemoteProtocolError(USES_TLS)
         try:
             self._h11.receive_data(data)
             while not self._ended and self.left is None:

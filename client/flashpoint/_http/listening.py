@@ -13,10 +13,10 @@ from dataclasses import replace
 import httpx
 
 from flashpoint._calls import DEFAULT, Call
-from flashpoint._http import sse
 from flashpoint._http.exchange import Exchange
-from flashpoint.benchmark_schema import ENDED, EVENT, BenchmarkEvent, StateEvent
 from flashpoint.errors import ConnectionFailedError, DeadlineExceededError, ProtocolError
+from flashpoint_contract import sse
+from flashpoint_contract.schemas.benchmark import ENDED, EVENT, BenchmarkEvent, StateEvent
 
 
 class Listening(Exchange):

@@ -7,54 +7,74 @@ Extensions of a request:
 - `stop`: a socket. When it becomes readable, the blocking transport raises ReadError.
 
 A response has the extension `read_into(memoryview, least) -> int`, which reads the body into a buffer: at least `least`
-bytes, fewer only at the end of the body. Its `stream` can only be closed. Proxies are not supported: httpx's own
-transports serve them.
+bytes, fewer only at the end of the body. Its `stream` can only be closed.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import functools
-import socket
 import ssl
 import sys
 import time
-import urllib.request
+from collections.abc import Callable
 
 import httpx
 
-from flashpoint._http.connection import Connection
-from flashpoint._http.drive import readable, run, run_async
+from flashpoint._http import forked, proxies
+from flashpoint._http.connection import Connection, Target
+from flashpoint._http.dial import Address, race, resolve
+from flashpoint._http.drive import Steps, readable, run, run_async
 from flashpoint._http.http1 import Reply
 
 IDLE_CONNECTIONS = 64  # of one client
 IDLE_SECONDS = 4.0  # less than servers' idle timeouts (uvicorn: 5 s): a server must not close a connection in use
-_PORTS = {"http": 80, "https": 443}
 ASYNC = sys.platform != "win32"  # whether asyncio's own loop has `add_reader`
-
-
-def is_direct(url: httpx.URL) -> bool:
-    """Return whether `url` is HTTP or HTTPS, and the environment names no proxy for it."""
-    proxies = urllib.request.getproxies()
-    proxied = proxies.get(url.scheme) or proxies.get("all")
-    return url.scheme in _PORTS and (not proxied or bool(urllib.request.proxy_bypass(url.host)))
 
 
 class _Origin:
     """The server address of a client, and its idle connections. The most recent one is used first. Thread-safe."""
 
-    def __init__(self, url: httpx.URL, tls: ssl.SSLContext | None) -> None:
-        self.host = url.raw_host.decode("ascii")
-        self.port = url.port or _PORTS[url.scheme]
+    def __init__(self, url: httpx.URL, tls: ssl.SSLContext | None, proxy: proxies.Proxy | None) -> None:
+        self._host = url.raw_host.decode("ascii")
+        self._port = url.port or proxies.PORTS[url.scheme]
         self._secure = url.scheme == "https"
         self._tls = tls
+        self._proxy = proxy
+        self._known: Target | None = None
         self._idle: list[tuple[Connection, float]] = []
         self._closed = False
+        forked.watch(self)
 
-    @functools.cached_property
-    def tls(self) -> ssl.SSLContext | None:
-        return (self._tls or httpx.create_ssl_context()) if self._secure else None
+    def forked(self) -> None:
+        """Forget the idle connections, which are the parent's."""
+        self._idle = []
+
+    def connect(self) -> Steps[Connection]:
+        """Return a new connection. Raises httpx's transport errors."""
+        route = self._route()
+        to = (self._host, self._port) if route.proxy is None else (route.proxy.host, route.proxy.port)
+
+        def dial(address: Address) -> tuple[Connection, Steps[None]]:
+            connection = Connection(address, route)
+            return connection, connection.open()
+
+        try:
+            addresses = yield from resolve(*to)
+        except httpx.ConnectError as error:
+            raise (error if route.proxy is None else httpx.ProxyError(f"{route.proxy}: {error}")) from error
+        return (yield from race(addresses, dial))
+
+    def _route(self) -> Target:
+        """Return the way to the server. The system's certificates are loaded for the first connection."""
+        if self._known is None:
+            nested = self._proxy is not None and self._proxy.secure
+            try:
+                tls = (self._tls or httpx.create_ssl_context()) if self._secure else None
+                proxy_tls = httpx.create_ssl_context() if nested else None
+            except OSError as error:
+                raise httpx.ConnectError(f"the certificates of the authorities cannot be loaded: {error}") from error
+            self._known = Target(self._host, self._port, tls, self._proxy, proxy_tls)
+        return self._known
 
     def take(self) -> Connection | None:
         """Return an idle connection that is still open, or None."""
@@ -84,7 +104,7 @@ class _Origin:
                 self._idle.pop()[0].close()
 
 
-class _Body(httpx.SyncByteStream):
+class _Body(httpx.SyncByteStream, httpx.AsyncByteStream):
     """The body of an answer. Closing it gives the connection back."""
 
     def __init__(self, origin: _Origin, connection: Connection, reply: Reply, request: httpx.Request) -> None:
@@ -98,112 +118,63 @@ class _Body(httpx.SyncByteStream):
         steps = self._connection.read_into(self._reply, view, least)
         return run(steps, self._deadline, httpx.ReadTimeout, self._stop)
 
+    async def async_read_into(self, view: memoryview, least: int) -> int:
+        return await run_async(self._connection.read_into(self._reply, view, least), self._deadline, httpx.ReadTimeout)
+
+    def response(self, read_into: Callable[..., object]) -> httpx.Response:
+        head = self._reply
+        return httpx.Response(head.status, headers=head.headers, stream=self, extensions={"read_into": read_into})
+
     def close(self) -> None:
         self._origin.give(self._connection, self._reply)
 
+    async def aclose(self) -> None:
+        self.close()
 
-class Transport(httpx.BaseTransport):
-    """A transport that blocks the calling thread. Thread-safe: each exchange has its own connection, reused later."""
+
+class _Own:
+    """The base class of both transports: the connections to one server, through the proxy that the environment names.
+
+    Raises ValueError if that proxy cannot be used.
+    """
 
     def __init__(self, url: httpx.URL, tls: ssl.SSLContext | None = None) -> None:
-        self._origin = _Origin(url, tls)
+        self._origin = _Origin(url, tls, proxies.of_environment(url))
+
+
+class Transport(_Own, httpx.BaseTransport):
+    """A transport that blocks the calling thread. Thread-safe: each exchange has its own connection, reused later."""
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         deadline, stop = request.extensions["deadline"], request.extensions.get("stop")
-        connection = self._origin.take() or self._connect(deadline, stop)
+        connection = self._origin.take() or run(self._origin.connect(), deadline, httpx.ConnectTimeout, stop)
         try:
             reply = run(connection.exchange(request), deadline, httpx.ReadTimeout, stop)
         except BaseException:
             connection.close()
             raise
         body = _Body(self._origin, connection, reply, request)
-        return httpx.Response(
-            reply.status, headers=reply.headers, stream=body, extensions={"read_into": body.read_into}
-        )
-
-    def _connect(self, deadline: float | None, stop: socket.socket | None) -> Connection:
-        to = self._origin
-        failure: Exception = httpx.ConnectError("the host has no address")
-        try:
-            addresses = socket.getaddrinfo(to.host, to.port, type=socket.SOCK_STREAM)
-        except OSError as error:
-            raise httpx.ConnectError(str(error)) from error
-        for family, kind, protocol, _, address in addresses:
-            connection = Connection(family, kind, protocol)
-            try:
-                run(connection.open(address, to.tls, to.host), deadline, httpx.ConnectTimeout, stop)
-                return connection
-            except httpx.ConnectError as error:
-                connection.close()
-                failure = error
-            except BaseException:
-                connection.close()
-                raise
-        raise failure
+        return body.response(body.read_into)
 
     def close(self) -> None:
         self._origin.close()
 
 
-class _AsyncBody(httpx.AsyncByteStream):
-    """`_Body` for asyncio."""
-
-    def __init__(self, origin: _Origin, connection: Connection, reply: Reply, deadline: float | None) -> None:
-        self._origin = origin
-        self._connection = connection
-        self._reply = reply
-        self._deadline = deadline
-
-    async def read_into(self, view: memoryview, least: int) -> int:
-        return await run_async(self._connection.read_into(self._reply, view, least), self._deadline, httpx.ReadTimeout)
-
-    async def aclose(self) -> None:
-        self._origin.give(self._connection, self._reply)
-
-
-class AsyncTransport(httpx.AsyncBaseTransport):
+class AsyncTransport(_Own, httpx.AsyncBaseTransport):
     """`Transport` for asyncio event loops that have `add_reader`. A cancelled exchange closes its connection."""
-
-    def __init__(self, url: httpx.URL, tls: ssl.SSLContext | None = None) -> None:
-        self._origin = _Origin(url, tls)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         deadline = request.extensions["deadline"]
-        connection = self._origin.take() or await self._connect(deadline)
+        connection = self._origin.take()
+        if connection is None:
+            connection = await run_async(self._origin.connect(), deadline, httpx.ConnectTimeout)
         try:
             reply = await run_async(connection.exchange(request), deadline, httpx.ReadTimeout)
         except BaseException:
             connection.close()
             raise
-        body = _AsyncBody(self._origin, connection, reply, deadline)
-        return httpx.Response(
-            reply.status, headers=reply.headers, stream=body, extensions={"read_into": body.read_into}
-        )
-
-    async def _connect(self, deadline: float | None) -> Connection:
-        to = self._origin
-        failure: Exception = httpx.ConnectError("the host has no address")
-        left = None if deadline is None else deadline - time.monotonic()
-        try:
-            async with asyncio.timeout(left):
-                looked_up = asyncio.get_running_loop().getaddrinfo(to.host, to.port, type=socket.SOCK_STREAM)
-                addresses = await looked_up
-        except TimeoutError as error:
-            raise httpx.ConnectTimeout("the deadline passed") from error
-        except OSError as error:
-            raise httpx.ConnectError(str(error)) from error
-        for family, kind, protocol, _, address in addresses:
-            connection = Connection(family, kind, protocol)
-            try:
-                await run_async(connection.open(address, to.tls, to.host), deadline, httpx.ConnectTimeout)
-                return connection
-            except httpx.ConnectError as error:
-                connection.close()
-                failure = error
-            except BaseException:
-                connection.close()
-                raise
-        raise failure
+        body = _Body(self._origin, connection, reply, request)
+        return body.response(body.async_read_into)
 
     async def aclose(self) -> None:
         self._origin.close()

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from flashpoint._arrays import Array, to_like, to_numpy
 from flashpoint._shards.cut import UNBOUNDED, Band
 from flashpoint.errors import all_invalid
-from flashpoint.options import AttentionOptions
 from flashpoint_contract.options import OPTIONS, Direction, Option, Options, ProblemError
+from flashpoint_contract.schemas.options import AttentionOptions
 from flashpoint_contract.spec import Spec
 from flashpoint_contract.spec import plan as check
 from flashpoint_contract.tensors import INDEX_TENSORS, REQUIRED, SCALES, TENSORS, Tensor, TensorInfo

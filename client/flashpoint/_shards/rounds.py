@@ -14,7 +14,9 @@ from typing import Any, TypeVar
 
 from flashpoint import _calls
 from flashpoint._async_client import AsyncClient
-from flashpoint._client import Client, _seconds
+from flashpoint._client import Client
+from flashpoint._http import forked
+from flashpoint._settings import seconds
 from flashpoint._shards.spread import PartCall, Round, Steps
 from flashpoint.errors import FlashpointError
 
@@ -26,9 +28,9 @@ class Deadline:
     """The deadline of an operation. Each call gets the time that is left; without a timeout, its client's own."""
 
     def __init__(self, timeout: Any = _calls.DEFAULT) -> None:
-        seconds = None if timeout is _calls.DEFAULT else _seconds(timeout)
         self._given = timeout is not _calls.DEFAULT
-        self._end = None if seconds is None else time.monotonic() + seconds
+        given = seconds(timeout) if self._given else None
+        self._end = None if given is None else time.monotonic() + given
 
     def timed(self, ask: PartCall) -> _calls.Call:
         if not self._given:
@@ -42,8 +44,16 @@ class Threads:
 
     def __init__(self, clients: Sequence[Client]) -> None:
         self.clients = clients
+        self.forked()
+        forked.watch(self)
+
+    def forked(self) -> None:
+        """Make the threads and the lock. A forked process has none of its parent's threads."""
         self._pool = ThreadPoolExecutor(MOST_CALLS, "flashpoint-cache")  # it starts threads only when needed
         self._lock = threading.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Threads, (self.clients,)
 
     def run(self, steps: Steps[T], deadline: Deadline | None = None) -> T:
         deadline = deadline or Deadline()
@@ -92,6 +102,9 @@ class Tasks:
     def __init__(self, clients: Sequence[AsyncClient]) -> None:
         self.clients = clients
         self._lock = asyncio.Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Tasks, (self.clients,)
 
     async def run(self, steps: Steps[T], deadline: Deadline | None = None) -> T:
         deadline = deadline or Deadline()

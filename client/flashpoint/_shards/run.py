@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from typing import Any
 
 from flashpoint._async_client import AsyncClient
@@ -32,7 +33,7 @@ def run(work: Work, clients: Sequence[Client], sending: dict[str, Any]) -> None:
                         return
                     turn.wait(work.patience(server))
             try:
-                answer = clients[server]._run(_exchange(work, item, sending, theirs))
+                answer = clients[server]._run(_exchange(clients[server], work, item, sending, theirs))
             except FlashpointError as error:
                 with turn:
                     if stopped.is_set():
@@ -70,7 +71,7 @@ async def run_async(work: Work, clients: Sequence[AsyncClient], sending: dict[st
                     await asyncio.wait_for(changed.wait(), work.patience(server))
                 continue
             try:
-                answer = await clients[server]._run(_exchange(work, item, sending))
+                answer = await clients[server]._run(_exchange(clients[server], work, item, sending))
             except FlashpointError as error:
                 rest = work.failed(server, item, error)
                 changed.set()
@@ -88,9 +89,11 @@ async def run_async(work: Work, clients: Sequence[AsyncClient], sending: dict[st
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _exchange(work: Work, item: Item, sending: dict[str, Any], stop: socket.socket | None = None) -> Exchange:
+def _exchange(
+    client: Client | AsyncClient, work: Work, item: Item, sending: dict[str, Any], stop: socket.socket | None = None
+) -> Exchange:
     """Return one attempt without retries: `Work` decides which server gets a failed question."""
-    return Exchange(item.question.call(sending), timeout=work.timeout(), retries=0, stop=stop)
+    return client._exchange(replace(item.question.call(sending), timeout=work.timeout()), once=True, stop=stop)
 
 
 def _raise_unless_over(work: Work, ended: Iterable[Future[None] | asyncio.Task[None]]) -> None:

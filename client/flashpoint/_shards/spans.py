@@ -23,7 +23,7 @@ from flashpoint._shards.cut import UNBOUNDED, Band, Piece, Range
 from flashpoint._shards.merge import _QUIET, _or_zero, _with_columns
 from flashpoint._shards.problem import Numbers
 from flashpoint.errors import all_invalid, invalid
-from flashpoint.options import AttentionOptions
+from flashpoint_contract.schemas.options import AttentionOptions
 
 TAKEN = ("attn_mask", "alibi_slopes", "sinks")
 # Options that this module sets or refuses.

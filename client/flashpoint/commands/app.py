@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -17,12 +18,14 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from flashpoint import errors
-from flashpoint.commands import help_page
+from flashpoint.commands import completion, help_page, streams
 from flashpoint.commands.registry import COMMANDS, complain, missing
 from flashpoint_contract.hints import meant
+from flashpoint_contract.options import ProblemError
 
 RIGHT, WRONG, MISUSED, UNREACHABLE = range(4)
-CODES = "0 right, 1 wrong or failed, 2 called wrongly or refused, 3 no server, or none that has time"
+INTERRUPTED = 130  # as shells say that SIGINT ended a program
+CODES = "0 right, 1 wrong or failed, 2 called wrongly or refused, 3 no server, or none that has time, 130 Ctrl-C"
 
 # Patterns that find the values in the messages of Typer and pydantic.
 _QUOTED = re.compile(r"'([^']*)'")
@@ -42,7 +45,8 @@ class _Page:
     """A mixin that writes the help with flashpoint.commands.help_page, which does not truncate."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        formatter.write(help_page.page(cast(Any, self), ctx))
+        text = help_page.page(cast(Any, self), ctx)
+        formatter.write(streams.writable(text))  # Typer writes UTF-8 where stdout is ASCII
 
 
 class _Command(_Page, TyperCommand):
@@ -117,7 +121,9 @@ def run(arguments: Sequence[str]) -> int:
     arguments = ["--help"] if list(arguments) == ["help"] else arguments
     first = next((each for each in arguments if not each.startswith("-")), "")
     name = f"flashpoint {first}" if first in COMMANDS else "flashpoint"
-    if not arguments:
+    if completion.VARIABLE in os.environ:
+        completion.join_words()
+    elif not arguments:
         print(help_page.of(application()), file=sys.stderr)
         return MISUSED
     try:
@@ -127,14 +133,17 @@ def run(arguments: Sequence[str]) -> int:
     except errors.FlashpointError as error:
         complain(name, _said(error, first), hint(error))
         return exit_code(error)
+    except ProblemError as error:  # of work on this machine
+        complain(name, _said(errors.all_invalid(error.errors), first))
+        return MISUSED
     except CommandError as error:
         complain(name, error.message, error.hint)
         return error.code
     except typer.TyperException as error:
         complain(name, *_usage(error, name))
         return MISUSED
-    except typer.Abort:
-        return 130
+    except typer.Abort:  # Ctrl-C
+        return INTERRUPTED
 
 
 def _said(error: errors.FlashpointError, command: str) -> str:

@@ -6,9 +6,9 @@ import datetime
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 from rich.console import Console
@@ -16,22 +16,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from flashpoint._calls import checked
 from flashpoint._runs import BenchmarkRun
-from flashpoint.benchmark_schema import (
-    ENDED,
-    BenchmarkEvent,
-    BenchmarkJob,
-    BenchmarkRequest,
-    PlotTheme,
-    Preset,
-    ProgressEvent,
-    RowEvent,
-    StateEvent,
-)
-from flashpoint.commands.app import RIGHT, WRONG, examples
+from flashpoint.commands.app import INTERRUPTED, RIGHT, WRONG, examples
+from flashpoint.commands.completion import of_kernels
 from flashpoint.commands.running import (
     INTS,
     OUTPUT,
-    WORDS,
     Json,
     Key,
     Plot,
@@ -44,10 +33,25 @@ from flashpoint.commands.running import (
     local,
     of_shape,
     picture_format,
+    words,
     write_json,
 )  # fmt: skip
-from flashpoint.commands.tables import benchmark_tables, problem
+from flashpoint.commands.tables import benchmark_tables, machine, problem
 from flashpoint.commands.verify_kernel import load_kernel
+from flashpoint.errors import FlashpointError
+from flashpoint_contract.schemas.benchmark import (
+    ENDED,
+    BenchmarkEvent,
+    BenchmarkJob,
+    BenchmarkRequest,
+    PlotTheme,
+    Preset,
+    ProgressEvent,
+    RowEvent,
+    StateEvent,
+    TimedDtype,
+)
+from flashpoint_contract.schemas.shapes import Direction
 
 EXAMPLES = """
   flashpoint benchmark --preset papers --json papers.json --plot papers.svg
@@ -72,12 +76,18 @@ def benchmark(
     batch: Annotated[int, of_shape("Number of sequences.")] = 1,
     q_heads: Annotated[int, of_shape("Number of query heads.")] = 1,
     kv_heads: Annotated[int | None, of_shape("Number of key/value heads.", show_default="as query heads")] = None,
-    dtype: Annotated[Any, of_shape("Data types: float32, bfloat16, float16.", **WORDS)] = "float32",
+    dtype: Annotated[
+        Any, of_shape("Data types: float32, bfloat16, float16.", **words(lambda: get_args(TimedDtype)))
+    ] = "float32",
     causal: Annotated[Literal["no", "yes", "both"], of_shape("Use a causal mask.")] = "no",
-    direction: Annotated[Any, of_shape("Directions: forward, backward, both.", **WORDS)] = "forward",
+    direction: Annotated[
+        Any, of_shape("Directions: forward, backward, both.", **words(lambda: get_args(Direction)))
+    ] = "forward",
     backend: Annotated[
         Any,
-        _of_timing("Backends to time.", show_default="all that are worth it here", **WORDS),
+        _of_timing(
+            "Backends to time.", show_default="all that are worth it here", **words(of_kernels("timing.case", "TIMED"))
+        ),
     ] = None,
     kernel: Annotated[str | None, _of_timing(_KERNEL, metavar="MODULE:FUNCTION")] = None,
     relative_precision: Annotated[float, _of_timing("Repeat until the median is known to this fraction.")] = 0.01,
@@ -110,13 +120,14 @@ def benchmark(
     request = checked(BenchmarkRequest, {"preset": preset, **grid, "backends": backend or (), **how})
     if url is None:
         job = BenchmarkJob(id="local", created=datetime.datetime.now(datetime.UTC), request=request)
-        job = _watched(job, local("benchmark")(request, function))
+        job, interrupted = _watched(job, local("benchmark")(request, function))
     else:
         with client(url, api_key, timeout) as server:
             started = server.benchmark(**dict(request), timeout=timeout)
-            job = _watched(started.job(), started.events(), started)
+            job, interrupted = _watched(started.job(), started.events(), started)
     write_json(json, job.model_dump(mode="json"))
     show = console(json)
+    show.print(machine(job.environment), style="dim", markup=False)
     for table in benchmark_tables(job.rows, show.width):
         show.print(table)
         show.print()
@@ -131,6 +142,8 @@ def benchmark(
         print(f"flashpoint benchmark: {error}", file=sys.stderr)
     if job.state != "done":
         print(f"flashpoint benchmark: {job.state} after {job.done} of {job.total} cases", file=sys.stderr)
+    if interrupted:
+        return INTERRUPTED
     return RIGHT if job.state == "done" else WRONG
 
 
@@ -146,11 +159,14 @@ def _shapes(
     return [{name: size for name, size in shape.items() if size is not None} for shape in shapes]
 
 
-def _watched(job: BenchmarkJob, events: Iterator[BenchmarkEvent], run: BenchmarkRun | None = None) -> BenchmarkJob:
-    """Show a progress bar while events arrive, and return the job at their end.
+def _watched(
+    job: BenchmarkJob, events: Iterator[BenchmarkEvent], run: BenchmarkRun | None = None
+) -> tuple[BenchmarkJob, bool]:
+    """Show a progress bar while events arrive, and return the job at their end, and whether Ctrl-C ended it.
 
-    Ctrl-C cancels the job, and returns it with the finished rows.
+    Ctrl-C cancels the job, which keeps the finished rows.
     """
+    interrupted = False
     job = job.model_copy(update={"rows": (), "errors": ()})  # the events contain all of them
     with _progress() as show:
         try:
@@ -158,12 +174,14 @@ def _watched(job: BenchmarkJob, events: Iterator[BenchmarkEvent], run: Benchmark
                 job = job.after(event)
                 show(job, event)
         except KeyboardInterrupt:
+            interrupted = True
             if run is not None:
-                run.cancel()
+                with suppress(FlashpointError):  # the server may be gone
+                    run.cancel()
             now = datetime.datetime.now(datetime.UTC)
             job = job.after(StateEvent(id=1 << 53, state="cancelled", at=now))
     assert job.state in ENDED
-    return job
+    return job, interrupted
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from flashpoint.commands.running import (
     write_json,
 )
 from flashpoint.commands.tables import number
-from flashpoint.shape_schema import Dtype, Shape
+from flashpoint_contract.schemas.shapes import Dtype, Shape
 
 EXAMPLES = """
   flashpoint capacity --url http://localhost:8000 --q-len 4096 --q-heads 8 --head-dim 64

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from flashpoint.commands.running import INTS, WORDS
+from flashpoint.commands.running import INTS, words
 from flashpoint.commands.running import OPTIONS as OPTIONS_PANEL
 from flashpoint_contract.options import LAYOUTS, OPTIONS, Flag, Integer, Kind, Names, Number, OneOf, Option, Pair
 
@@ -72,5 +72,5 @@ def _type(kind: Kind) -> tuple[Any, dict[str, Any]]:
             return int | None, {}
         case Pair():
             return Any, INTS
-        case Names():
-            return Any, WORDS
+        case Names(values):
+            return Any, words(lambda: values)

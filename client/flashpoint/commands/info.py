@@ -33,11 +33,15 @@ def info(url: Url = None, api_key: Key = None, timeout: Timeout = 60.0, json: Js
     if (held := found.get("caches")) and held["limit_bytes"]:
         used, limit = held["bytes"] / 2**30, held["limit_bytes"] / 2**30
         rows["KV caches"] = f"{held['caches']:,}, {used:.3g} GiB; at most {limit:.3g} GiB in each engine"
+    if kernels := found.get("kernels"):
+        rows["kernels in C"] = ", ".join(f"{dtype} {kernel}" for dtype, kernel in kernels.items())
     rows |= found.get("versions", {})
     facts = Table(box=None, show_header=False, pad_edge=False)
     for name, value in rows.items():
         facts.add_row(name, str(value if value is not None else "not known yet"))
     show.print(facts)
+    for said in found.get("missing", ()):
+        show.print(f"\n{said}", style="yellow", highlight=False)
     if found.get("options"):
         show.print(_options(found["options"]))
     return 0

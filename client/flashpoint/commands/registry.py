@@ -9,6 +9,8 @@ from __future__ import annotations
 import sys
 from typing import NamedTuple
 
+from flashpoint_contract.hints import how_to_install
+
 
 class Command(NamedTuple):
     """A command: its `module:function`, its group in the help, and its line in the help."""
@@ -55,11 +57,6 @@ def missing(error: ModuleNotFoundError, package: str) -> tuple[str, str]:
     if error.name is None or error.name.partition(".")[0] == package:
         raise error
     return f"needs {error.name}, which is not installed", how_to_install(_EXTRAS.get(package, package))
-
-
-def how_to_install(extra: str) -> str:
-    """Return the hint how to install an extra, from a checkout or from the wheel."""
-    return f"install it with: pip install '.[{extra}]' in a checkout, or pip install 'flashpoint-….whl[{extra}]'"
 
 
 def misused(name: str, message: str, hint: str | None = None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,12 +13,24 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.text import Text
 
-from flashpoint.benchmark_schema import BenchmarkJob, BenchmarkRequest, BenchmarkRow, PlotTheme
-from flashpoint.commands.app import RIGHT, WRONG, examples
-from flashpoint.commands.running import OUTPUT, WORDS, Json, check_file, console, local, write_json
+from flashpoint.commands.app import INTERRUPTED, RIGHT, WRONG, examples
+from flashpoint.commands.completion import of_kernels
+from flashpoint.commands.running import (
+    OUTPUT,
+    Json,
+    check_file,
+    check_matplotlib,
+    console,
+    local,
+    make_folder,
+    words,
+    write_json,
+)
+from flashpoint.commands.tables import machine
 from flashpoint.errors import invalid
+from flashpoint_contract.schemas.benchmark import BenchmarkJob, BenchmarkRequest, BenchmarkRow, PlotTheme
 
 THEMES: tuple[PlotTheme, ...] = ("light", "dark")
 EXAMPLES = """
@@ -31,11 +44,15 @@ Event = dict[str, Any]
 
 @examples(EXAMPLES)
 def reproduce(
-    only: Annotated[Any, typer.Option(help="Measure these claims alone.", **WORDS)] = None,
+    only: Annotated[
+        Any, typer.Option(help="Measure these claims alone.", **words(of_kernels("reproduction", "NAMES")))
+    ] = None,
     json: Json = None,
     plots: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", rich_help_panel=OUTPUT, help="Draw the timings. Needs matplotlib."),
+        typer.Option(
+            metavar="DIR", rich_help_panel=OUTPUT, help="Draw the timings into this folder. Needs matplotlib."
+        ),
     ] = None,
 ) -> int:
     """Measure on this machine what papers and projects claim: claim, measured, verdict, and how it was measured.
@@ -43,23 +60,28 @@ def reproduce(
     A claim that this machine cannot show says what it needs.
     """
     check_file("--json", json)
-    if plots is not None and not plots.is_dir():
-        raise invalid("--plots", f"{plots} is no folder")
+    if plots is not None:
+        check_matplotlib("--plots")
+        make_folder("--plots", plots)
     try:
         events = local("reproduce", served=False)(only or ())
     except ValueError as error:
         raise invalid("--only", str(error)) from None
-    found = _watched(events)
+    found, interrupted = _watched(events)
     write_json(json, found)
     show = console(json)
-    show.print(_table(found["claims"]))
+    show.print(machine(found["environment"]), style="dim", markup=False)
+    _show(found["claims"], show)
     if plots is not None and found["rows"]:
         _draw(found, plots, show)
+    if interrupted:
+        return INTERRUPTED
     return WRONG if any(claim["verdict"] == "FAIL" for claim in found["claims"]) else RIGHT
 
 
-def _watched(events: Iterator[Event]) -> dict[str, Any]:
-    """Collect the results until the events end. Ctrl-C ends early, and keeps the results so far."""
+def _watched(events: Iterator[Event]) -> tuple[dict[str, Any], bool]:
+    """Collect the results until the events end, or Ctrl-C: the second value. It keeps the results so far."""
+    interrupted = False
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     found: dict[str, Any] = {"environment": {"date": now}, "claims": [], "rows": []}
     with _progress() as show:
@@ -73,8 +95,9 @@ def _watched(events: Iterator[Event]) -> dict[str, Any]:
                 elif event["type"] == "verdict":
                     found["claims"].append({name: value for name, value in event.items() if name != "type"})
         except KeyboardInterrupt:
+            interrupted = True
             print("flashpoint reproduce: ended early", file=sys.stderr)
-    return found
+    return found, interrupted
 
 
 @contextmanager
@@ -99,15 +122,17 @@ def _progress() -> Iterator[Callable[[Event], None]]:
         yield show
 
 
-def _table(claims: Sequence[dict[str, Any]]) -> Table:
-    table = Table(box=None, pad_edge=False, show_lines=True)
-    for name in ("", "claim", "measured", "verdict", "how"):
-        table.add_column(name, overflow="fold", no_wrap=name == "verdict")
+def _show(claims: Sequence[dict[str, Any]], show: Console) -> None:
+    """Print each claim with its verdict, and below it the texts, which break between words."""
     for claim in claims:
         verdict = claim["verdict"]
-        shown = f"[{_STYLES.get(verdict, 'yellow')}]{verdict}[/]"
-        table.add_row(claim["name"], claim["claim"], claim["measured"], shown, claim["how"])
-    return table
+        show.print(Text.assemble((claim["name"], "bold"), "  ", (verdict, _STYLES.get(verdict, "yellow"))))
+        for name in ("claim", "measured", "how"):
+            first, rest = f"  {name:<10}", " " * 12
+            lines = textwrap.wrap(claim[name], show.width - 1, initial_indent=first, subsequent_indent=rest,
+                                  break_long_words=False, break_on_hyphens=False)  # fmt: skip
+            show.print(Text("\n".join(lines)), soft_wrap=True, end="\n" if lines else "")
+        show.print()
 
 
 def _draw(found: dict[str, Any], folder: Path, show: Console) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,12 +17,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from flashpoint import errors
 from flashpoint._client import Client
-from flashpoint.benchmark_schema import PlotTheme
+from flashpoint.commands import completion, streams
 from flashpoint.commands.app import CommandError
-from flashpoint.commands.registry import how_to_install, missing
-from flashpoint.verify_schema import VerifyProgress
+from flashpoint.commands.registry import missing
+from flashpoint_contract.hints import how_to_install
+from flashpoint_contract.schemas.benchmark import PlotTheme
+from flashpoint_contract.schemas.verify import VerifyProgress
 
-LOCAL = "flashpoint_server.engine.local"  # module that computes without a server
 STAGES = {
     "backend": "the backend",
     "float64": "float64",
@@ -78,9 +79,12 @@ def _ints(text: str) -> tuple[int, ...]:
         raise typer.BadParameter(f"must be integers, with a comma between two, not {text!r}") from None
 
 
-# Keywords of options that may be lists: 512,1024.
-INTS: Any = {"parser": _ints, "metavar": "INT,…"}
-WORDS: Any = {"parser": _words, "metavar": "NAME,…"}
+INTS: Any = {"parser": _ints, "metavar": "INT,…"}  # keywords of an option that may be a list: 512,1024
+
+
+def words(choices: Callable[[], Sequence[str]]) -> dict[str, Any]:
+    """Return the keywords of an option that may be a list of names. A shell offers the choices."""
+    return {"parser": _words, "metavar": "NAME,…", "autocompletion": completion.values(choices)}
 
 
 def client(url: str, api_key: str | None, timeout: float) -> Client:
@@ -90,12 +94,13 @@ def client(url: str, api_key: str | None, timeout: float) -> Client:
 def local(name: str, *, served: bool = True) -> Callable[..., Any]:
     """Return the function that does `name` on this machine. Raises CommandError if a package is missing.
 
-    `served`: the command can also ask a server.
+    `served`: the command can also ask a server. The function raises ProblemError for what is not valid.
     """
     try:
-        found: Callable[..., Any] = getattr(importlib.import_module(LOCAL), name)
+        (registered,) = entry_points(group="flashpoint.local", name=name)
+        found: Callable[..., Any] = registered.load()
     except ModuleNotFoundError as error:
-        message, hint = missing(error, LOCAL.partition(".")[0])
+        message, hint = missing(error, "flashpoint_server")
         other = "; or ask a server with --url" if served else ""
         raise CommandError(f"{message} on this machine", hint + other) from error
     return found
@@ -113,6 +118,18 @@ def check_file(option: str, path: Path | None) -> None:
         raise errors.invalid(option, f"{path} cannot be written: no permission")
 
 
+def make_folder(option: str, path: Path) -> None:
+    """Make a folder for results, before the work begins. Raises InvalidInputError if nothing can be written there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise errors.invalid(option, f"{path} is no folder") from None
+    except OSError as error:
+        raise errors.invalid(option, f"the folder {path} cannot be made: {error.strerror}") from None
+    if not os.access(path, os.W_OK):
+        raise errors.invalid(option, f"{path} cannot be written: no permission")
+
+
 def picture_format(json_file: Path | None, plot: Path | None) -> Any:
     """Check that both files can be written, and return the format of `plot`, svg or png, by its name.
 
@@ -126,11 +143,16 @@ def picture_format(json_file: Path | None, plot: Path | None) -> Any:
     format = plot.suffix.lower().removeprefix(".")
     if format not in ("svg", "png"):
         raise typer.BadParameter("the file must end with .svg or .png", param_hint="--plot")
+    check_matplotlib("--plot")
+    return format
+
+
+def check_matplotlib(option: str) -> None:
+    """Raise CommandError if matplotlib is not installed, before the work begins."""
     try:
         import matplotlib  # noqa: F401
     except ModuleNotFoundError:
-        raise CommandError("--plot: needs matplotlib, which is not installed", how_to_install("plot")) from None
-    return format
+        raise CommandError(f"{option}: needs matplotlib, which is not installed", how_to_install("plot")) from None
 
 
 @contextmanager
@@ -156,8 +178,9 @@ def working(what: str) -> Iterator[Callable[[VerifyProgress], None] | None]:
 def write_json(path: Path | None, document: Any) -> None:
     if path is None:
         return
-    text = json.dumps(document, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
-    if str(path) == "-":
+    to_stdout = str(path) == "-"
+    text = json.dumps(document, indent=1, allow_nan=False, ensure_ascii=to_stdout and not streams.is_unicode()) + "\n"
+    if to_stdout:
         sys.stdout.write(text)
     else:
         path.write_text(text, encoding="utf-8")
@@ -166,5 +189,7 @@ def write_json(path: Path | None, document: Any) -> None:
 def console(json_file: Path | None = None) -> Console:
     """Return the console for tables: stdout, or stderr if the JSON goes to stdout."""
     to_stderr = str(json_file) == "-"
-    found = Console(stderr=to_stderr, highlight=False, soft_wrap=False)
-    return found if found.is_terminal else Console(stderr=to_stderr, highlight=False, width=WIDTH)
+    found = Console(stderr=to_stderr, highlight=False, emoji=False)
+    if not found.is_terminal:
+        found.width = int(os.environ["COLUMNS"]) if os.environ.get("COLUMNS", "").isdecimal() else WIDTH
+    return found

@@ -3,23 +3,72 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
+from rich.cells import cell_len
 from rich.table import Table
+from rich.text import Text
 
-from flashpoint.benchmark_schema import NOISY, BenchmarkRow
-from flashpoint.verify_schema import VerifyReport
+from flashpoint_contract.schemas.benchmark import BenchmarkRow
+from flashpoint_contract.schemas.verify import VerifyReport
+from flashpoint_contract.timing import NOISY
 
-WIDE = 130  # terminal columns for the full table of a benchmark; narrower terminals get fewer table columns
 MARKS = {
     "~": f"~ noisy: p20 and p80 are over {NOISY:.0%} of the median apart",
+    "*": "* busy: other programs used the cores; measure again when nothing else runs",
+    "<": "< memory below what the algorithm must hold: the process reused memory that it already had",
     "!": "! above the measured roof: its data stayed in caches, or something else ran while the peaks were measured",
 }
 
 
-def columns(rows: Sequence[BenchmarkRow], *, wide: bool) -> dict[str, Callable[[BenchmarkRow], str]]:
+# The columns that a narrow terminal does not show: the first ones go first.
+_LEAST = (
+    "standard",
+    "FLOPs",
+    "bytes",
+    "FLOP/B",
+    "GB/s",
+    "p20 – p80",
+    "% roof",
+    "threads",
+    "memory",
+    "TFLOP/s",
+    "GFLOP/s",
+)
+_LEAST_OF_VERIFICATION = ("float64", "there", "RMS", "cosine", "torch's own", " worst at")
+
+
+def fitting(columns: Mapping[str, Sequence[str]], width: int, least: Sequence[str], **more: Any) -> Table:
+    """Return a table of text columns by title, which fits into `width` without a break inside a cell.
+
+    Columns of `least` are left out until the others fit, the first ones first. A title with a space in front is aligned
+    left. `more` goes to `Table`.
+    """
+
+    def needed() -> int:
+        widths = (max(cell_len(title.lstrip()), *map(cell_len, cells)) for title, cells in shown.items())
+        return sum(widths) + 2 * (len(shown) - 1)
+
+    shown = dict(columns)
+    for title in least:
+        if needed() <= width:
+            break
+        shown.pop(title, None)
+    table = Table(box=None, pad_edge=False, title_justify="left", title_style="bold", caption_justify="left", **more)
+    for title in shown:
+        table.add_column(title.lstrip(), justify="left" if title.startswith(" ") else "right", no_wrap=True)
+    for cells in zip(*shown.values(), strict=True):
+        table.add_row(*map(_coloured, cells))
+    return table
+
+
+def _coloured(cell: str) -> Text:
+    return Text(cell, {"✓": "green", "✗": "bold red"}.get(cell[:1], ""))
+
+
+def columns(rows: Sequence[BenchmarkRow]) -> dict[str, Callable[[BenchmarkRow], str]]:
     """Return, by column title, the function that writes a row's text in that column."""
     # In TFLOP/s the numbers of a CPU would all begin with zeros.
     scale, flops = (1, "TFLOP/s") if max((row.tflops or 0 for row in rows), default=0) >= 1 else (1000, "GFLOP/s")
@@ -27,43 +76,49 @@ def columns(rows: Sequence[BenchmarkRow], *, wide: bool) -> dict[str, Callable[[
     def rate(tflops: float | None) -> str:
         return number(None if tflops is None else tflops * scale)
 
-    all_of_them: dict[str, tuple[bool, Callable[[BenchmarkRow], str]]] = {
-        "ms": (True, lambda row: f"{'~' if row.noisy else ''}{number(row.ms)}"),
-        "p20 – p80": (False, lambda row: f"{number(row.ms_p20)} – {number(row.ms_p80)}"),
-        flops: (True, lambda row: rate(row.tflops)),
-        "standard": (False, lambda row: rate(row.tflops_standard)),
-        "FLOPs": (False, lambda row: count(row.flops)),
-        "bytes": (False, lambda row: count(row.bytes)),
-        "GB/s": (False, lambda row: number(row.gb_per_s)),
-        "FLOP/B": (False, lambda row: number(row.arithmetic_intensity)),
-        "% roof": (True, lambda row: f"{'!' if row.above_roof else ''}{number(row.roofline_percent)}"),
-        "memory": (True, lambda row: size(row.peak_bytes)),
-        "× naive": (True, lambda row: number(row.speedup_over_naive)),
+    found: dict[str, Callable[[BenchmarkRow], str]] = {
+        "ms": lambda row: f"{row.marks}{number(row.ms)}",
+        "p20 – p80": lambda row: f"{number(row.ms_p20)} – {number(row.ms_p80)}",
+        "threads": lambda row: number(row.threads),
+        flops: lambda row: rate(row.tflops),
+        "standard": lambda row: rate(row.tflops_standard),
+        "FLOPs": lambda row: count(row.flops),
+        "bytes": lambda row: count(row.bytes),
+        "GB/s": lambda row: number(row.gb_per_s),
+        "FLOP/B": lambda row: number(row.arithmetic_intensity),
+        "% roof": lambda row: f"{'!' if row.above_roof else ''}{number(row.roofline_percent)}",
+        "memory": lambda row: f"{'<' if row.peak_bytes_low else ''}{size(row.peak_bytes)}",
+        "× naive": lambda row: number(row.speedup_over_naive),
     }
-    return {name: write for name, (narrow, write) in all_of_them.items() if narrow or wide}
+    if all(row.threads is None for row in rows):
+        del found["threads"]
+    return found
 
 
 def benchmark_tables(rows: Iterable[BenchmarkRow], width: int) -> Iterator[Table]:
     """Yield a table for each problem, with a row for each backend. The caption says why backends were skipped."""
     for title, group in groupby(rows, key=problem):
         members = list(group)
-        shown = columns(members, wide=width >= WIDE)
-        table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
-        table.add_column("", min_width=14, no_wrap=True)
-        for name in shown:
-            table.add_column(name, justify="right", no_wrap=True)
+        timed = [row for row in members if row.skipped is None]
+        texts = {" ": [row.backend for row in timed]}
+        texts |= {name: [write(row) for row in timed] for name, write in columns(members).items()}
         said = [text for mark, text in MARKS.items() if any(_marked(row, mark) for row in members)]
-        for row in members:
-            if row.skipped is None:
-                table.add_row(row.backend, *(write(row) for write in shown.values()))
-            else:
-                said.append(f"{row.backend} skipped: {row.skipped}")
-        table.caption, table.caption_justify = "\n".join(said) or None, "left"
-        yield table
+        said += [f"{row.backend} skipped: {row.skipped}" for row in members if row.skipped is not None]
+        yield fitting(texts, width, _LEAST, title=title, caption="\n".join(said) or None)
 
 
 def _marked(row: BenchmarkRow, mark: str) -> bool:
-    return row.noisy if mark == "~" else row.above_roof
+    return bool({"!": row.above_roof, "<": row.peak_bytes_low}.get(mark, mark in row.marks))
+
+
+def machine(environment: Mapping[str, Any]) -> str:
+    """Return a line about the machine of a measurement: its device, its threads, and the load when it began."""
+    found = [str(environment.get("device", "the device is not known yet"))]
+    if "threads" in environment:
+        found.append(f"{environment['threads']} threads on {environment.get('cores')} cores")
+    if load := environment.get("load_average"):
+        found.append(f"load average {' '.join(f'{each:.2f}' for each in load)} at the start")
+    return " · ".join(found)
 
 
 def problem(row: BenchmarkRow) -> str:
@@ -75,19 +130,21 @@ def problem(row: BenchmarkRow) -> str:
     return f"{row.direction}{', causal' if row.causal else ''} · {row.dtype} · {' '.join(sizes)}"
 
 
-def verification_table(report: VerifyReport) -> Table:
+def verification_table(report: VerifyReport, width: int) -> Table:
     """Return a table with a row for each tensor: its errors, torch's error, and the bound."""
-    table = Table(box=None, pad_edge=False)
-    for name in ("", "max error", "torch's own", "bound", "RMS", "cosine", "worst at", "there", "float64"):
-        table.add_column(name, justify="left" if name in ("", "worst at") else "right", no_wrap=True)
-    for t in report.tensors:
-        table.add_row(
-            f"[green]✓[/] {t.name}" if t.ok else f"[bold red]✗ {t.name}[/]",
-            f"{t.max_abs:.1e}", f"{t.torch.max_abs:.1e}", f"{t.bound:.1e}", f"{t.rms:.1e}", _cosine(t.cosine),
-            ",".join(map(str, t.worst_index)) if t.worst_index is not None else "–",
-            number(t.worst_value), number(t.worst_expected),
-        )  # fmt: skip
-    return table
+    judged = report.tensors
+    columns = {
+        " ": [f"{'✓' if t.ok else '✗'} {t.name}" for t in judged],
+        "max error": [f"{t.max_abs:.1e}" for t in judged],
+        "torch's own": [f"{t.torch.max_abs:.1e}" for t in judged],
+        "bound": [f"{t.bound:.1e}" for t in judged],
+        "RMS": [f"{t.rms:.1e}" for t in judged],
+        "cosine": [_cosine(t.cosine) for t in judged],
+        " worst at": ["–" if t.worst_index is None else ",".join(map(str, t.worst_index)) for t in judged],
+        "there": [number(t.worst_value) for t in judged],
+        "float64": [number(t.worst_expected) for t in judged],
+    }
+    return fitting(columns, width, _LEAST_OF_VERIFICATION)
 
 
 def pair(name: str, q: int, kv: int) -> str:
@@ -96,9 +153,11 @@ def pair(name: str, q: int, kv: int) -> str:
 
 
 def number(value: float | None) -> str:
-    """Return a number with three digits, or with all digits before the point."""
+    """Return a number with three digits, or with all digits before the point; a whole number as it is."""
     if value is None:
         return ""
+    if isinstance(value, int):
+        return f"{value:,}"
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
     magnitude = abs(value)
@@ -131,6 +190,6 @@ def size(count: float | None) -> str:
     return f"{count:,.1f} GiB"
 
 
-def _cosine(value: float) -> Any:
+def _cosine(value: float) -> str:
     """Return a cosine. A value near 1 is written as a difference from 1: `1 − 3e-08`."""
     return f"1 − {1 - value:.0e}" if 0.99 < value < 1 else f"{value:.4g}"

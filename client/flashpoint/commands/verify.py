@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json as jsons
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 
+from flashpoint._arrays import pack
 from flashpoint._calls import checked
 from flashpoint._proof import DRAWN
-from flashpoint.cases import read_case
+from flashpoint.cases import MEANT, read_case
+from flashpoint.commands import verify_kernel
 from flashpoint.commands.app import RIGHT, WRONG, examples
 from flashpoint.commands.flags import takes_options
 from flashpoint.commands.running import (
-    WORDS,
     Json,
     Key,
     Plot,
@@ -25,26 +27,30 @@ from flashpoint.commands.running import (
     Url,
     client,
     console,
+    group,
     local,
     of_shape,
     picture_format,
+    words,
     working,
     write_json,
 )  # fmt: skip
 from flashpoint.commands.tables import verification_table
 from flashpoint.errors import invalid
-from flashpoint.options import AttentionOptions
-from flashpoint.shape_schema import Direction, Dtype, Shape
-from flashpoint.verdicts import findings, options_line
-from flashpoint.verify_schema import VerifyProgress, VerifyReport, VerifyRequest
-from flashpoint_contract.tensors import EXTRAS
+from flashpoint_contract.judging import REQUIREMENTS
+from flashpoint_contract.options import OPTIONS
+from flashpoint_contract.schemas.options import AttentionOptions
+from flashpoint_contract.schemas.shapes import Direction, Dtype, Shape
+from flashpoint_contract.schemas.verify import Judgement, VerifyProgress, VerifyReport, VerifyRequest
+from flashpoint_contract.tensors import EXTRAS, TENSORS
 
 EXAMPLES = """
   flashpoint verify --q-len 512 --head-dim 64 --causal
   flashpoint verify --q-len 300 --head-dim 80 --dtype bfloat16 --backend tiled
   flashpoint verify --q-len 64 --head-dim 16 --extras float_mask,kv_lengths
   flashpoint verify mine.safetensors --plot errors.svg
-  flashpoint verify --kernel mykernels:attention
+  flashpoint verify --kernel mykernels:attention --quick
+  flashpoint verify --kernel mykernels:attention --require deterministic --json report.json --save case.safetensors
   flashpoint verify --q-len 512 --head-dim 64 --url http://localhost:8000
 """
 _FILE = (
@@ -53,9 +59,21 @@ _FILE = (
 )
 
 _KERNEL = (
-    "A function of your own, called as function(q, k, v, causal=…): it is judged over a grid of shapes and of the "
-    "options that it takes, with gradients by autograd."
+    "A function of your own, called as function(q, k, v, causal=…): accuracy on shapes, options and values that break "
+    "kernels, gradients by autograd, purity and races are judged."
 )
+_REQUIRE = f"Further properties that must hold: {', '.join(REQUIREMENTS)}."
+_AXES = {"B": "batch", "Hq": "head", "Hk": "head", "Sq": "row", "Sk": "row", "D": "column", "Dv": "column"}
+of_kernel = group("Own function")
+EmptyRows = Literal["zero", "nan"]
+
+
+def _of_kernels(
+    quick: bool, require: Any, case: str | None, seconds: float | None, empty_rows: str | None, save: Path | None
+) -> list[tuple[str, object]]:
+    """Return the flags that only --kernel has, with their values."""
+    names = ("--quick", "--require", "--case", "--seconds", "--empty-rows", "--save")
+    return list(zip(names, (quick, require, case, seconds, empty_rows, save), strict=True))
 
 
 @examples(EXAMPLES)
@@ -63,6 +81,17 @@ _KERNEL = (
 def verify(
     file: Annotated[Path | None, typer.Argument(help=_FILE, exists=True, dir_okay=False, readable=True)] = None,
     kernel: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help=_KERNEL)] = None,
+    quick: Annotated[bool, of_kernel("About 10 seconds of the judge's own work, in place of 60.")] = False,
+    require: Annotated[Any, of_kernel(_REQUIRE, **words(lambda: REQUIREMENTS))] = None,
+    case: Annotated[str | None, of_kernel("One case alone, in JSON, as a report has it.", metavar="JSON")] = None,
+    seconds: Annotated[float | None, of_kernel("Most seconds in all.", show_default="600, quick 120", min=1.0)] = None,
+    empty_rows: Annotated[
+        EmptyRows | None,
+        of_kernel("Rows without keys: 0, or NaN is right, too.", show_default="zero, nan for SDPA's signature"),
+    ] = None,
+    save: Annotated[
+        Path | None, of_kernel("Write the smallest failing case as safetensors, for verify FILE.", metavar="FILE")
+    ] = None,
     q_len: Annotated[int | None, of_shape("Query length of each sequence.")] = None,
     kv_len: Annotated[int | None, of_shape("Key length of each sequence.", show_default="the query length")] = None,
     head_dim: Annotated[int | None, of_shape("Head dimension of q and k.")] = None,
@@ -75,7 +104,7 @@ def verify(
     direction: Annotated[
         Direction | None, of_shape("Judge o and lse, gradients, or both.", show_default="both")
     ] = None,
-    extras: Annotated[Any, of_shape(f"Optional inputs: {', '.join(EXTRAS)}.", **WORDS)] = None,
+    extras: Annotated[Any, of_shape(f"Optional inputs: {', '.join(EXTRAS)}.", **words(lambda: EXTRAS))] = None,
     url: Url = None,
     api_key: Key = None,
     timeout: Timeout = 60.0,
@@ -104,7 +133,16 @@ def verify(
                 "is not taken with --url or FILE: the function runs on this machine, on drawn problems",
                 param_hint="--kernel",
             )
-        return _kernel(kernel, keywords, json, plot)
+        if plot is not None:
+            raise typer.BadParameter("draws one problem; --kernel has many", param_hint="--plot")
+        if keywords.get("shape") is not None:
+            keywords["shape"] = checked(Shape, keywords["shape"])
+        return verify_kernel.judge(
+            kernel, keywords, quick=quick, require=require or (), case=case, seconds=seconds, empty_rows=empty_rows,
+            save=save, json_file=json,
+        )  # fmt: skip
+    if unused := [flag for flag, value in _of_kernels(quick, require, case, seconds, empty_rows, save) if value]:
+        raise typer.BadParameter("is for --kernel", param_hint=unused[0])
     if file is None and (q_len is None or head_dim is None):
         raise typer.BadParameter("give both for a problem, or give a FILE", param_hint="--q-len, --head-dim")
     tensors: dict[str, Any] = {}
@@ -112,12 +150,12 @@ def verify(
         tensors, of_file = read_case(file)
         keywords = of_file | keywords
     with working("judging against float64") as show_progress:
-        report, mistakes = _report(tensors, keywords, url, api_key, timeout, show_progress)
+        report = _report(tensors, keywords, url, api_key, timeout, show_progress)
     write_json(json, report.model_dump(mode="json"))
     show = console(json)
     _show(report, show, of_file=file is not None)
-    show.print(options_line(keywords), style="dim", highlight=False, markup=False)
-    for line in findings(report, keywords.get("layout", "bhsd"), mistakes):
+    show.print(_options_line(keywords), style="dim", highlight=False, markup=False)
+    for line in _findings(report, keywords.get("layout", "bhsd")):
         show.print(line, markup=False)
     show.print("[green]PASS[/]" if report.ok else "[bold red]FAIL[/]")
     if plot is not None:
@@ -134,42 +172,21 @@ def _report(
     api_key: str | None,
     timeout: float,
     progress: Callable[[VerifyProgress], None] | None,
-) -> tuple[VerifyReport, dict[str, str]]:
-    """Verify here or on a server. Return the report, and the known mistake that explains each wrong tensor."""
+) -> VerifyReport:
+    """Verify here or on a server."""
     if url is not None:
         with client(url, api_key, timeout) as server:
-            return server.verify(**tensors, **keywords, progress=progress), {}
+            return server.verify(**tensors, **keywords, progress=progress)
+    found: VerifyReport
     if not tensors:
-        return local("verify")(checked(VerifyRequest, keywords), progress=progress), {}
+        found = local("verify")(checked(VerifyRequest, keywords), progress=progress)
+        return found
     if drawn := [name for name in DRAWN if name in keywords]:
         raise invalid(drawn[0], "cannot be combined with tensors")
     options = checked(AttentionOptions, keywords)
-    report = local("verify_tensors")(tensors, options, progress)
-    if report.ok or report.backend != "given":
-        return report, {}
-    return report, local("mistakes")(tensors, options, report)
-
-
-def _kernel(name: str, keywords: dict[str, Any], json: Path | None, plot: Path | None) -> int:
-    """Judge the caller's own function, on a grid or on the given shape."""
-    from flashpoint.commands import verify_kernel
-
-    if plot is not None:
-        raise typer.BadParameter("draws one problem; --kernel has many", param_hint="--plot")
-    kernel = verify_kernel.load_kernel(name)
-    shape = keywords.get("shape")
-    if shape is not None:
-        keywords["shape"] = checked(Shape, shape)
-    requests = local("kernel_grid", served=False)(kernel, **keywords)
-    cases, code = verify_kernel.judge(
-        local("verify_kernel", served=False)(kernel, requests), len(requests), console(json)
-    )
-    write_json(json, [
-        {"problem": case.problem, "ok": case.ok, "skipped": case.skipped, "note": case.note,
-         "mistakes": dict(case.mistakes), "report": case.report and case.report.model_dump(mode="json")}
-        for case in cases
-    ])  # fmt: skip
-    return code
+    packed = {name: pack(name, array) for name, array in tensors.items()}
+    found = local("verify_tensors")(packed, options, progress)
+    return found
 
 
 def _show(report: VerifyReport, show: Console, *, of_file: bool) -> None:
@@ -180,6 +197,53 @@ def _show(report: VerifyReport, show: Console, *, of_file: bool) -> None:
         show.print(f"judged: the file's own {', '.join(t.name for t in report.tensors)}")
     elif of_file:
         show.print(f"judged: backend {report.backend}, for the file has no answers")
-    show.print(verification_table(report))
+    show.print(verification_table(report, show.width))
     for t in report.tensors:
         show.print(f"{t.name}: at most {t.bound:.1e}, {t.rule}", style="dim")
+
+
+def _pairs(options: Mapping[str, Any]) -> Iterator[str]:
+    return (f"{name}={_written(value)}" for name, value in options.items())
+
+
+def _written(value: Any) -> str:
+    return value if isinstance(value, str) else jsons.dumps(value)
+
+
+def _options_line(given: Mapping[str, Any]) -> str:
+    """Return a line with the options of a problem: the given ones, and the defaults of the others."""
+    said = {name: value for name, value in given.items() if name in OPTIONS}
+    missing = {n: "1/sqrt(D)" if n == "scale" else OPTIONS[n].default for n in MEANT if n not in said}
+    parts = [f"options: {', '.join(_pairs(said)) or 'none given'}"]
+    return "; not given, so the default: ".join([*parts, *([", ".join(_pairs(missing))] if missing else [])])
+
+
+def _place(judged: Judgement, layout: str) -> str:
+    """Return the place of the largest error, such as `batch 0, head 3, row 17, column 5`."""
+    index = judged.worst_index
+    if not index:
+        return "nowhere"
+    row = TENSORS[judged.name]
+    for rank in (4, 3, 2):  # ranks of q, from which the axes of the answer follow
+        axes = row.axes_in(layout, rank)
+        if len(axes) == len(index):
+            return ", ".join(f"{_AXES.get(axis, axis)} {i}" for axis, i in zip(axes, index, strict=True))
+    return f"index {','.join(map(str, index))}"
+
+
+def _findings(report: VerifyReport, layout: str) -> Iterator[str]:
+    """Yield the causes, and lines for each wrong or imprecise tensor."""
+    for cause in report.causes:
+        yield f"cause: {cause.text} [{cause.code}, {'confirmed' if cause.confirmed else 'probable'}]"
+        yield f"  hint: {cause.advice}"
+    for t in report.tensors:
+        if t.imprecise:
+            yield f"{t.name} is imprecise: its error is larger than scores in float32 explain, or than torch's own"
+        if t.ok:
+            continue
+        what = f"{t.name} is off by {t.max_abs:.1e}, over the bound of {t.bound:.1e}, at {_place(t, layout)}"
+        if t.worst_value is not None and t.worst_expected is not None:
+            what += f": {t.worst_value:.6g} where float64 has {t.worst_expected:.6g}"
+        yield what
+        if t.where:
+            yield f"  wrong: {t.where}"

@@ -1,22 +1,24 @@
-"""`flashpoint verify --kernel MODULE:FUNCTION`: judge the caller's own function on a grid of shapes and options."""
+"""`flashpoint verify --kernel MODULE:FUNCTION`: judge the caller's own function, by the judge of flashpoint_kernels."""
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from flashpoint.commands.app import RIGHT, WRONG, CommandError
-from flashpoint.verdicts import KernelCase, findings
-from flashpoint_contract.hints import meant
-
-MOST = 3  # number of wrong cases that are shown in full
+from flashpoint.commands.running import check_file, console, write_json
+from flashpoint.judging import asked_cases, registered
+from flashpoint_contract.hints import how_to_install, meant
+from flashpoint_contract.judging import Report
 
 
 def load_kernel(name: str) -> Callable[..., Any]:
@@ -42,50 +44,78 @@ def load_kernel(name: str) -> Callable[..., Any]:
     return kernel
 
 
-def judge(cases: Iterator[KernelCase], total: int, show: Console) -> tuple[list[KernelCase], int]:
-    """Show each case when it is judged, and then the mistakes. Return the cases and the exit code."""
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+def judge(
+    name: str,
+    keywords: Mapping[str, Any],
+    *,
+    quick: bool,
+    require: tuple[str, ...],
+    case: str | None,
+    seconds: float | None,
+    empty_rows: str | None,
+    save: Path | None,
+    json_file: Path | None,
+) -> int:
+    """Judge a function, show the report, and return the exit code. Raises CommandError."""
+    module, colon, function = name.partition(":")
+    if not (module and colon and function):
+        raise CommandError(f"--kernel: must be MODULE:FUNCTION, not {name!r}", "such as --kernel mykernels:attention")
+    check_file("--json", json_file)
+    check_file("--save", save)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        function_of_kernels = registered()
+    except ModuleNotFoundError as error:
+        raise CommandError(f"--kernel: needs {error.name}, which is not installed", how_to_install("torch")) from None
+    asked = asked_cases(keywords)
+    if case is not None:
+        try:
+            asked["only"] = json.loads(case)
+        except ValueError as error:
+            raise CommandError(f"--case: is not JSON: {error}", "copy it from the report") from None
+    more: dict[str, Any] = {
+        "quick": quick,
+        "require": require,
+        "seconds": seconds,
+        "empty_rows": empty_rows,
+        "save": save,
+    }
+    try:
+        with _progress() as show_progress:
+            report: Report = function_of_kernels(name, progress=show_progress, **asked, **more)
+    except ValueError as error:
+        raise CommandError(
+            f"--kernel: {error}", "docs/judge-my-kernel.md shows what a function must look like"
+        ) from None
+    write_json(json_file, report.to_dict())
+    show(report, console(json_file))
+    return RIGHT if report.ok else WRONG
+
+
+def show(report: Report, to: Console) -> None:
+    """Print a report."""
+    styles = {
+        "cause": "bold",
+        "smallest failing case": "bold",
+        "PASS": "green",
+        "FAIL": "bold red",
+        "unsupported": "dim",
+        "not run": "dim",
+        "races": "dim",
+    }
+    for line in report.lines():
+        soft = line.startswith("repeat it")  # a command stays on one line, to be copied
+        to.print(line, style=styles.get(line.partition(":")[0]), markup=False, soft_wrap=soft)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[Any], None] | None]:
     stderr = Console(stderr=True)
-    done: list[KernelCase] = []
-    with Progress(*columns, console=stderr, transient=True, disable=not stderr.is_terminal) as bar:
-        task = bar.add_task("judging", total=total)
-        for case in cases:
-            done.append(case)
-            bar.update(task, completed=len(done), description=case.problem)
-    show.print(_table(done))
-    failed = [case for case in done if not case.ok and case.report is not None]
-    for case in failed[:MOST]:
-        show.print(f"\n{case.problem}", style="bold")
-        assert case.report is not None
-        for line in findings(case.report, case.request.layout, case.mistakes):
-            show.print(line, markup=False)
-    if len(failed) > MOST:
-        show.print(f"\n{len(failed) - MOST} more are wrong; --json FILE has all", style="dim")
-    judged = [case for case in done if not case.skipped and (case.report is None or case.report.tensors)]
-    wrong = sum(not case.ok for case in judged)
-    reports = [case.report for case in done if case.report is not None]
-    gradients = any(t.name in ("dq", "dk", "dv") for report in reports for t in report.tensors)
-    if reports and not gradients:
-        show.print("\nno gradient was judged: autograd finds none on the function's o", markup=False)
-        show.print("hint: call your backward from a torch.autograd.Function", markup=False)
-    if not judged:
-        show.print("[bold red]FAIL[/]: no case could be judged")
-        return done, WRONG
-    passed = f"[green]PASS[/]: {len(judged)} cases{'' if gradients else ', forward only'}"
-    show.print(f"[bold red]FAIL[/]: {wrong} of {len(judged)} cases" if wrong else passed)
-    return done, WRONG if wrong else RIGHT
-
-
-def _table(cases: list[KernelCase]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("", "case", "judged", "error / bound"):
-        table.add_column(name, overflow="fold")
-    for case in cases:
-        verdict = "skipped" if case.skipped else "[green]PASS[/]" if case.ok else "[bold red]FAIL[/]"
-        if case.report is None or not case.report.tensors:
-            table.add_row(verdict if case.report is None else "–", case.problem, "", case.note)
-            continue
-        worst = max(case.report.tensors, key=lambda t: t.max_abs / t.bound if t.bound else float(t.max_abs > 0))
-        names = ", ".join(t.name for t in case.report.tensors)
-        table.add_row(verdict, case.problem, names, f"{worst.name} {worst.max_abs:.1e} / {worst.bound:.1e}")
-    return table
+    if not stderr.is_terminal:
+        yield None
+        return
+    columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=stderr, transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        yield lambda at: bar.update(task, completed=at.done, total=at.total, description=at.stage)

@@ -9,15 +9,15 @@ from typing import get_args
 
 from matplotlib.figure import Figure
 
-from flashpoint.benchmark_schema import BenchmarkJob
-from flashpoint.benchmark_schema import PlotKind as Kind
-from flashpoint.benchmark_schema import PlotTheme as Theme
 from flashpoint.plots import style
 from flashpoint.plots.errors import histograms
 from flashpoint.plots.lines import QUANTITIES, quantity
 from flashpoint.plots.roofline import roofline
 from flashpoint.plots.style import Format
-from flashpoint.verify_schema import VerifyReport
+from flashpoint_contract.schemas.benchmark import BenchmarkJob
+from flashpoint_contract.schemas.benchmark import PlotKind as Kind
+from flashpoint_contract.schemas.benchmark import PlotTheme as Theme
+from flashpoint_contract.schemas.verify import VerifyReport
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 

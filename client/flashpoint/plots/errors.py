@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from flashpoint.plots import style
-from flashpoint.verify_schema import Judgement, VerifyReport
+from flashpoint_contract.schemas.verify import Judgement, VerifyReport
 
 _INFINITE = 309  # the exponent of an infinite error
 _WIDTH = 0.94  # width of a bar, in decades

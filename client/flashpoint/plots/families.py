@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from flashpoint.benchmark_schema import BenchmarkRow
+from flashpoint_contract.schemas.benchmark import BenchmarkRow
 
 Rows = Sequence[BenchmarkRow]
 

@@ -14,9 +14,9 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, MultipleLocator, NullFormatter
 
-from flashpoint.benchmark_schema import NOISY, BenchmarkRow
 from flashpoint.plots import style
 from flashpoint.plots.families import Rows, families
+from flashpoint_contract.schemas.benchmark import BenchmarkRow
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,17 @@ def _legend(what: Quantity, rows: Rows, over_lengths: Rows) -> list[Artist]:
     entries: list[Artist] = [
         Patch(label=backend, **_bar(backend)) if what.draw is _grouped else style.key(backend) for backend in backends
     ]
-    if what.timed and any(row.noisy for row in rows):
-        mark = "~" if what.draw is _grouped or not over_lengths else "hollow, ~"
-        entries.append(Line2D([], [], linestyle="none", label=f"{mark}: p20 to p80 over {NOISY:.0%} of the median"))
+    found = "".join(_marks(what, row) for row in rows)
+    hollow = "" if what.draw is _grouped or not over_lengths else "hollow, "
+    for mark, meaning in style.MARKS.items():
+        if mark in found:
+            entries.append(Line2D([], [], linestyle="none", label=f"{hollow}{mark}: {meaning}"))
     return entries
+
+
+def _marks(what: Quantity, row: BenchmarkRow) -> str:
+    """Return the marks of a row's value: those of its time, or of its memory."""
+    return row.marks if what.timed else "<" if row.peak_bytes_low else ""
 
 
 def _one_length(ax: Axes, what: Quantity, rows: Rows) -> None:
@@ -78,7 +85,7 @@ def _one_length(ax: Axes, what: Quantity, rows: Rows) -> None:
             end = max(value, row.ms_p80)
         ends.append(end)
         ax.annotate(
-            f"{'~' if what.timed and row.noisy else ''}{what.say(value)}", (end, place), xytext=(5, 0),
+            f"{_marks(what, row)}{what.say(value)}", (end, place), xytext=(5, 0),
             textcoords="offset points", fontsize=8.5, va="center",
             bbox={"facecolor": style.paper(), "edgecolor": "none", "pad": 1},
         )  # fmt: skip
@@ -104,9 +111,9 @@ def _lines(ax: Axes, what: Quantity, rows: Rows) -> None:
         x, y = [row.kv_len for row in line], [what.of(row) for row in line]
         ax.plot(x, y, linewidth=1.7, markersize=5.5, markeredgecolor=style.paper(), markeredgewidth=0.6,
                 **style.line(backend))  # fmt: skip
-        noisy = [(row.kv_len, what.of(row)) for row in line if what.timed and row.noisy]
+        marked = [(row.kv_len, what.of(row)) for row in line if _marks(what, row)]
         hollow = {**style.line(backend), "linestyle": "none", "markerfacecolor": style.paper()}
-        ax.plot([n for n, _ in noisy], [value for _, value in noisy], markersize=5.5, **hollow)
+        ax.plot([n for n, _ in marked], [value for _, value in marked], markersize=5.5, **hollow)
         if what.spread:
             spread = [[max(0, v - (r.ms_p20 or v)) for v, r in zip(y, line, strict=True)],
                       [max(0, (r.ms_p80 or v) - v) for v, r in zip(y, line, strict=True)]]  # fmt: skip
@@ -140,8 +147,8 @@ def _grouped(ax: Axes, what: Quantity, rows: Rows) -> None:
     for row in rows:
         x = lengths.index(row.kv_len) + (backends.index(row.backend) - (len(backends) - 1) / 2) * width
         ax.bar(x, what.of(row), width * 0.92, **_bar(row.backend))
-        if row.noisy:
-            ax.annotate("~", (x, what.of(row)), xytext=(0, 1), textcoords="offset points", fontsize=9, ha="center")
+        if mark := _marks(what, row):
+            ax.annotate(mark, (x, what.of(row)), xytext=(0, 1), textcoords="offset points", fontsize=9, ha="center")
     if what.baseline is not None:
         ax.axhline(what.baseline, color=style.ink(), linewidth=1)
     ax.set_ylim(0, 1.12 * max(*map(what.of, rows), what.baseline or 0))

@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
-from flashpoint.benchmark_schema import NOISY, BenchmarkRow
 from flashpoint.plots import style
 from flashpoint.plots.families import Rows, families
+from flashpoint_contract.schemas.benchmark import BenchmarkRow
 
 Peaks = Mapping[str, Mapping[str, Any]]
 _POINTS = 6.5  # size of a marker in points
@@ -36,8 +36,8 @@ def roofline(rows: Rows, peaks: Peaks, subtitle: str) -> Figure:
     """
     found = families(rows)
     legend = [_key(backend) for backend in style.ordered(row.backend for row in rows)]
-    if any(row.noisy for row in rows):
-        legend.append(Line2D([], [], linestyle="none", label=f"hollow: p20 to p80 over {NOISY:.0%} of the median"))
+    for mark in sorted(set("".join(row.marks for row in rows))):
+        legend.append(Line2D([], [], linestyle="none", label=f"hollow: {style.MARKS[mark]}"))
     if any(row.above_roof for row in rows):
         legend.append(Line2D([], [], label="ringed: above the measured roof", **_ring()))
     about = [subtitle, "each algorithm by its own count of operations", *_roofs(rows, peaks)]
@@ -82,7 +82,7 @@ def _panel(ax: Axes, rows: Rows, peak: Mapping[str, Any]) -> None:
         at = [(row.arithmetic_intensity or 1, row.tflops or 1) for row in of_it]
         ax.plot(*zip(*at, strict=True), linewidth=0.8, alpha=0.9, **_mark(backend))
         for row, (intensity, tflops) in zip(of_it, at, strict=True):
-            if row.noisy:
+            if row.marks:
                 ax.plot(intensity, tflops, **_hollow(backend))
             if row.above_roof:
                 ax.plot(intensity, tflops, **_ring())

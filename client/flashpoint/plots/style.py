@@ -21,13 +21,19 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-from flashpoint.benchmark_schema import PlotTheme
+from flashpoint_contract.schemas.benchmark import PlotTheme
+from flashpoint_contract.timing import NOISY
 
 Format = Literal["svg", "png"]
 INK, GREY, RULE = "#1a1a1a", "#6b6b6b", "#dcdcdc"
 BLACK, ORANGE, SKY, GREEN, BLUE, VERMILION, PURPLE = (
     "#000000", "#e69f00", "#56b4e9", "#009e73", "#0072b2", "#d55e00", "#cc79a7",
 )  # fmt: skip
+MARKS = {
+    "~": f"p20 to p80 over {NOISY:.0%} of the median",
+    "*": "other programs used the cores",
+    "<": "below what the algorithm must hold",
+}
 PNG_DPI = 160  # sharp on a high-resolution screen, and in print at half a page
 _DRAWING = threading.Lock()  # matplotlib's settings are global in the process
 _PANEL_INCHES, _LINE_INCHES, _KEY_INCHES = 3.05, 0.19, 0.26  # heights: panel, line of text, row of legend

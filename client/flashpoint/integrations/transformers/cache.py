@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from flashpoint._autograd import autocast
 from flashpoint._caches import Cache as ServerCache
 from flashpoint._client import Client
 from flashpoint.errors import CacheError, FlashpointError, invalid
@@ -247,7 +248,7 @@ class RemoteCache(Cache):
         """Send the call of one layer. Padding tokens are not sent, and their o is 0."""
         step = forward.step.last(q.shape[2])
         if step.lengths is not None and not step.lengths.any():
-            return q.new_zeros(*q.shape[:3], update.v.shape[3])
+            return update.v.new_zeros(*q.shape[:3], update.v.shape[3])
         if isinstance(mask, HeldMask) and mask.plain and not (step.hides or (step.gaps and mask.window is not None)):
             causal, window, mask = True, mask.window, None
         if mask is None:
@@ -260,6 +261,7 @@ class RemoteCache(Cache):
             options["at"] = forward.at
         if step.lengths is not None:
             options["q_lengths"] = step.lengths
+        (q,) = autocast(q)
         caches = self._caches_of(update)
         o: Tensor = self.client.attention(_packed(q, step), k, v, caches=caches, layer=update.layer, **options)
         if step.order is None:

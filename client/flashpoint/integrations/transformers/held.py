@@ -20,8 +20,8 @@ class Given(Protocol):
     def attention(self, q: Tensor, mask: Tensor | None, causal: bool, window: int | None, **options: Any) -> Tensor:
         """Return o (B,Hq,Sq,Dv) of q (B,Hq,Sq,D) over all tokens of the layer. Raises FlashpointError."""
 
-    def misused(self) -> None:
-        """Take notice that a function other than this attention was called with it."""
+    def misused(self) -> bool:
+        """Take notice that a function other than this attention was called with it; return whether the model has it."""
 
 
 class HeldTensor(Tensor):
@@ -48,8 +48,13 @@ class HeldTensor(Tensor):
                 return function(*args, **(kwargs or {}))
             if name == "to" and given:  # models on several devices move keys that layers share
                 return cls.of(function(*args, **(kwargs or {})), given[0].update)
-        for one in given:
-            one.update.misused()
+        served = [one.update.misused() for one in given]
+        if any(served):  # DeepSeek's MLA caches latent vectors
+            raise invalid(
+                "past_key_values",
+                f"cannot be a RemoteCache: this model computes with what it caches before its attention ({name}), and "
+                "a server holds that. Generate with transformers' own cache; the attention is then served too",
+            )
         raise invalid(
             "attn_implementation",
             f"must be one of flashpoint's register(), because a server holds the keys ({name} needs them here). Call "

@@ -14,14 +14,18 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
+from flashpoint._autograd import autocast
 from flashpoint.errors import invalid
 from flashpoint.integrations.transformers.held import HeldTensor
 from flashpoint.integrations.transformers.history import Forward
 from flashpoint.integrations.transformers.masks import LengthInCache
+from flashpoint_contract.transformers import registered_by
 
 
 class Owner(Protocol):
     """The cache of a layer."""
+
+    config: Any
 
     def seen(self, layer: int) -> int:
         """Return the number of tokens of a layer, as the model counts them."""
@@ -54,6 +58,7 @@ class RemoteLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Return stand-ins for the new keys and values. The layer's attention uses them next."""
+        key_states, value_states = autocast(key_states, value_states)
         update = self.cache.take_update(self.number, key_states, value_states)
         return HeldTensor.of(key_states, update), HeldTensor.of(value_states, update)
 
@@ -85,8 +90,9 @@ class Update:
         """
         return self.cache.attention(self, q, mask, causal, window, options)
 
-    def misused(self) -> None:
+    def misused(self) -> bool:
         self.cache.drop_forward()
+        return registered_by(invalid, self.cache.config)
 
 
 def layers_of(cache: Owner, config: Any) -> list[Any]:

@@ -101,18 +101,6 @@ def held_mask(
     return mask
 
 
-def biased_mask(mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """Add `bias` (B|1,H,Sq,Sk) to `mask` (B,1,Sq,Sk), bool or float. Return a float mask; without a bias, `mask`.
-
-    A bias of zeros is left out: T5 passes it in layers without a bias of their own.
-    """
-    if bias is None or not (bias.requires_grad or bias.any()):
-        return mask
-    if mask is None:
-        return bias
-    return torch.where(mask, bias, -torch.inf) if mask.dtype == torch.bool else bias + mask
-
-
 def packed_mask(mask: Tensor, columns: Tensor | None, rows: Tensor | None) -> Tensor:
     """Select from a mask (B|1,H|1,Sq,Sk) the `columns` (B, n) and `rows` (B, m) of valid tokens; None selects all."""
     mask = _whole(mask)

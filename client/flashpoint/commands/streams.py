@@ -1,0 +1,51 @@
+"""stdout and stderr of any encoding: a character that the terminal cannot show is written in ASCII."""
+
+from __future__ import annotations
+
+import codecs
+import io
+import os
+import sys
+
+# Where possible, one character for one: the columns of a table stay aligned.
+_PLAIN = str.maketrans({
+    "·": "-", "–": "-", "−": "-", "—": "-", "…": "...", "×": "x", "✓": "+", "✗": "x", "→": "->", "∞": "inf", "≤": "<=",
+    "≥": ">=", "≠": "!=", "∘": "*", "√": "sqrt", "Σ": "sum", "ᵀ": "^T", "µ": "u", "§": "section ", "²": "^2", "³": "^3",
+    "≈": "~", "‘": "'", "’": "'", "“": '"', "”": '"', "━": "-", "╸": "-", "╺": "-", "─": "-",
+})  # fmt: skip
+_ERRORS = "flashpoint-plain"
+
+
+def plain(text: str) -> str:
+    """Return `text` in ASCII: known symbols by their usual spelling, anything else as an escape such as \\xe9."""
+    return text.translate(_PLAIN).encode("ascii", "backslashreplace").decode("ascii")
+
+
+def _replace(error: UnicodeError) -> tuple[str | bytes, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    return plain(error.object[error.start : error.end]), error.end
+
+
+codecs.register_error(_ERRORS, _replace)
+
+
+def prepare() -> None:
+    """Make stdout and stderr write any text: a terminal, a pipe or a file of any encoding, or none at all."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:  # the caller closed it
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=_ERRORS)
+
+
+def writable(text: str) -> str:
+    """Return `text` as stdout can show it."""
+    encoding = sys.stdout.encoding or "utf-8"
+    return text.encode(encoding, _ERRORS).decode(encoding)
+
+
+def is_unicode() -> bool:
+    """Return whether stdout writes every character as it is."""
+    return (sys.stdout.encoding or "").lower().replace("-", "").startswith("utf")
