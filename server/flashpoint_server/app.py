@@ -17,8 +17,8 @@ from starlette.routing import BaseRoute, Match
 from starlette.routing import Route as StarletteRoute
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from flashpoint.validation import said
 from flashpoint_contract.options import Direction
+from flashpoint_contract.schemas.validation import said
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.http.envelope import Envelope

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from flashpoint.commands import streams
 from flashpoint.commands.app import RIGHT, examples
 from flashpoint.commands.running import Json, check_file, write_json
 from flashpoint_server.cli.flags import takes_settings
@@ -44,10 +45,17 @@ def config(
     lines = {name: _line(name, value) for name, value in values.items()}
     column = max((len(line) for line in lines.values() if len(line) < 40), default=0) + 2
     for name, line in lines.items():
-        print(f"{line.ljust(column)}  # {found[name]['source']}")
+        print(_toml(f"{line.ljust(column)}  # {found[name]['source']}"))
     for variable, perhaps in sourced.misspelt:
         print(f"# {variable} is not a setting: did you mean {perhaps}?")
     return RIGHT
+
+
+def _toml(line: str) -> str:
+    """Return a line that stays TOML, which is UTF-8, on a stdout of another encoding: `\\u00e9` for é."""
+    if streams.is_unicode():
+        return line
+    return "".join(each if each.isascii() else f"\\U{ord(each):08x}" for each in line)
 
 
 def _line(name: str, value: object) -> str:

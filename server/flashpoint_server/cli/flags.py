@@ -6,12 +6,14 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
 
 from flashpoint.commands.app import CommandError
+from flashpoint.commands.completion import values
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.config.sources import FILES, PREFIX, SettingError, load
 
@@ -27,6 +29,7 @@ GROUPS = {
     "otlp_endpoint": "Traces and logs",
 }
 _FILES = "Files of settings"
+_OFFERED = {"device": ["auto", "cpu", "cuda", "all"]}  # values that a shell offers for a setting of free text
 _CONFIG, _ENV_FILE = (
     typer.Option(help=text, metavar="FILE", envvar=PREFIX + name, rich_help_panel=_FILES)
     for name, text in zip(
@@ -91,17 +94,10 @@ def _flags() -> dict[str, Any]:
             several = default == ()
             annotation = list[str] | None if several else str | None
             more["metavar"] = "|".join(choices) or _metavar(kind, several=several)
-            if choices:
-                more["autocompletion"] = _completing(choices)
+            if choices or name in _OFFERED:
+                more["autocompletion"] = values(partial(list, choices or _OFFERED[name]))
         made[name] = Annotated[annotation, typer.Option(**more)]
     return made
-
-
-def _completing(choices: list[str]) -> Callable[[], list[str]]:
-    def complete() -> list[str]:
-        return choices
-
-    return complete
 
 
 def _metavar(kind: Any, *, several: bool) -> str:

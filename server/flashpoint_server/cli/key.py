@@ -1,22 +1,34 @@
-"""`flashpoint key NAME`: draw an API key. Its entry for the key file goes to stdout; the key goes once to stderr."""
+"""`flashpoint key`: draw an API key, and add its entry to a key file; list the keys of a file; revoke one.
+
+The key itself goes to stderr, once. It is not stored.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import secrets
+import stat
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from flashpoint.commands.app import RIGHT, CommandError, examples
+from flashpoint.commands.completion import values
+from flashpoint.commands.running import console
+from flashpoint.commands.tables import number
 from flashpoint_contract.hints import meant
+from flashpoint_server.config import key_edits, key_file
 from flashpoint_server.config.key_file import RIGHTS, check_name
 
 EXAMPLES = """
-  flashpoint key alice >> keys.toml
-  flashpoint key alice --rights attention+info --requests-per-second 50 >> keys.toml
+  flashpoint key alice --file keys.toml
+  flashpoint key bob --file keys.toml --rights attention+info --requests-per-second 50
+  flashpoint key --list --file keys.toml
+  flashpoint key alice --revoke --file keys.toml
 """
 
 
@@ -26,10 +38,21 @@ def _limit(text: str) -> Any:
 
 @examples(EXAMPLES)
 def key(
-    name: Annotated[str, typer.Argument(help="Name of the key in logs and metrics: letters, digits, - and _.")],
-    rights: Annotated[str, typer.Option(help=f"Permissions of the key: {', '.join(RIGHTS)}; join several with +.")] = (
-        "attention+info"
-    ),
+    name: Annotated[
+        str | None, typer.Argument(help="Name of the key in logs and metrics: letters, digits, - and _.")
+    ] = None,
+    file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Add the entry to this key file. Without it: to stdout.")
+    ] = None,
+    list: Annotated[bool, typer.Option("--list", help="Show the keys of FILE with their rights and limits.")] = False,
+    revoke: Annotated[bool, typer.Option("--revoke", help="Remove the key from FILE.")] = False,
+    rights: Annotated[
+        str,
+        typer.Option(
+            help=f"Permissions of the key: {', '.join(RIGHTS)}; join several with +.",
+            autocompletion=values(lambda: RIGHTS, "+"),
+        ),
+    ] = "attention+info",
     requests_per_second: Annotated[float | None, _limit("Maximum calls of any kind a second.")] = None,
     bytes_per_second: Annotated[
         float | None, _limit("Maximum bytes of tensors a second, in and out; for JSON, bytes of text.")
@@ -48,7 +71,20 @@ def key(
         int | None, _limit("Maximum bytes of KV caches and saved forwards in each engine; each fork counts in full.")
     ] = None,
 ) -> int:
-    """Make an API key. Its entry for the key file goes to stdout. The key goes to stderr; it is shown only once."""
+    """Make an API key, and add its entry to a key file. The key goes to stderr; it is shown only once.
+
+    The file is replaced at once, its comments stay, and a running server reads it again within two seconds.
+    """
+    if (list or revoke) and file is None:
+        raise CommandError(f"--{'list' if list else 'revoke'}: needs the key file", "name it with --file")
+    if list:
+        return _list(file, name, revoke)
+    if name is None:
+        raise CommandError("NAME: is missing", "flashpoint key --help shows examples")
+    if revoke:
+        _edited(key_edits.remove, file, name)
+        print(f"{name} is removed from {file}", file=sys.stderr)
+        return RIGHT
     asked = rights.split("+")
     if unknown := [right for right in asked if right not in RIGHTS]:
         near = meant(unknown[0], RIGHTS)
@@ -74,6 +110,56 @@ def key(
     drawn = f"fp_{secrets.token_urlsafe(32)}"
     digest = hashlib.sha256(drawn.encode()).hexdigest()
     entry = {"sha256": digest, "rights": asked, **limits}
-    print(f"[{name}]", *(f"{field} = {json.dumps(value)}" for field, value in entry.items()), "", sep="\n")
+    text = "\n".join([f"[{name}]", *(f"{field} = {json.dumps(value)}" for field, value in entry.items()), ""])
+    if file is not None:
+        _edited(key_edits.add, file, name, text)
+    else:
+        print(_joint(name) + text)
     print(f"the key of {name}, which is not stored: {drawn}", file=sys.stderr)
     return RIGHT
+
+
+def _edited(edit: Any, file: Path | None, *arguments: str) -> None:
+    try:
+        edit(file, *arguments)
+    except ValueError as error:
+        raise CommandError(f"--file: {error}") from None
+
+
+def _list(file: Path | None, name: str | None, revoke: bool) -> int:
+    """Print the names, rights and limits of the keys in a file: no key, and no hash."""
+    if name is not None or revoke:
+        raise CommandError("--list: shows all keys, and is not taken with NAME or --revoke")
+    assert file is not None
+    try:
+        entries = key_file.read(file)
+    except ValueError as error:
+        raise CommandError(f"--file: {error}") from None
+    show = console()
+    for name, entry in entries.items():
+        limits = entry.model_dump(exclude={"sha256", "rights"}, exclude_none=True)
+        said = [f"{field} {number(value)}" for field, value in limits.items()]
+        rights = "+".join(right for right in RIGHTS if right in entry.rights)
+        show.print(f"{name}  {rights}  {', '.join(said) or 'no limits'}", markup=False, soft_wrap=True)
+    return RIGHT
+
+
+def _joint(name: str) -> str:
+    """Return what separates an entry from a file that stdout is appended to: `flashpoint key alice >> keys.toml`.
+
+    Raises CommandError if the file has a key of this name: a second table would make the whole file wrong.
+    """
+    try:
+        if not stat.S_ISREG(os.fstat(1).st_mode) or sys.stdout.fileno() != 1:
+            return ""
+        text = Path("/proc/self/fd/1").read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return ""
+    try:
+        twice = name in key_file.parse(text, Path("the file"))
+    except ValueError:
+        twice = False  # the server names what is wrong there
+    if twice:
+        hint = f"use another name, or remove it first: flashpoint key {name} --revoke --file FILE"
+        raise CommandError(f"NAME: the file has a key {name} already", hint)
+    return "" if not text or text.endswith("\n") else "\n"

@@ -8,6 +8,7 @@ again.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import resource
 import signal
@@ -15,7 +16,7 @@ import socket
 import time
 from ipaddress import ip_address
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 import uvicorn
@@ -27,8 +28,9 @@ from flashpoint_server.cli.hangup import HANGUP, NOTHING_TO_REREAD
 from flashpoint_server.config import tls
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.config.watch import Watch
+from flashpoint_server.http.ending import Config
 from flashpoint_server.http.half_closed import HalfClosed
-from flashpoint_server.http.protocol import Config, HttpProtocol
+from flashpoint_server.http.protocol import HttpProtocol
 from flashpoint_server.ipc.client import State
 from flashpoint_server.ipc.parent import keep_what_is_there, raise_descriptor_limit
 from flashpoint_server.service import Service
@@ -88,7 +90,7 @@ class _Server(uvicorn.Server):
         try:
             self._grpc = RpcServer(self.config.loaded_app, self._service, self._statistics)
         except OSError as error:
-            log.error("cannot listen", host=settings.host, port=settings.grpc_port, error=str(error))
+            log.error("cannot listen", **_why(error, settings.host, settings.grpc_port, "--grpc-port"))
             return False
         await self._grpc.start()
         log.info("listening for gRPC", host=settings.host, port=self._grpc.port)
@@ -160,7 +162,7 @@ def run(settings: Settings) -> int:
     try:
         listener = listen(settings)
     except OSError as error:
-        log.error("cannot listen", host=settings.host, port=settings.port, error=str(error))
+        log.error("cannot listen", **_why(error, settings.host, settings.port, "--port"))
         return 1
     with listener:
         if (address := open_to_all(settings)) is not None:
@@ -172,11 +174,29 @@ def run(settings: Settings) -> int:
         try:
             shared = _reserve(settings.host, settings.grpc_port)
         except OSError as error:
-            log.error("cannot listen", host=settings.host, port=settings.grpc_port, error=str(error))
+            log.error("cannot listen", **_why(error, settings.host, settings.grpc_port, "--grpc-port"))
             return 1
         with shared:
             port = shared.getsockname()[1]
             return supervisor.run(settings.model_copy(update={"grpc_port": port}), listener)
+
+
+def _why(error: OSError, host: str, port: int | None, flag: str) -> dict[str, Any]:
+    """Return the fields of the log line about a port that cannot be used: what is wrong, and what to do."""
+    name = f"set {flag} (FLASHPOINT_{flag.strip('-').upper().replace('-', '_')})"
+    cause = error.__cause__ if isinstance(error.__cause__, OSError) and error.errno is None else error
+    reason, advice = cause.strerror or str(cause), f"{name} to another port, or end the program that uses this one"
+    if (cause.errno or 0) < 0:  # from the resolver
+        reason, advice = f"the host name {host!r} has no address", "set --host to an address of this machine: 127.0.0.1"
+    elif cause.errno == errno.EADDRINUSE:
+        reason = f"port {port} is in use by another program"
+        advice = f"{name} to another port (0: any free one), or end the program that uses it (`ss -ltnp` names it)"
+    elif cause.errno in (errno.EACCES, errno.EPERM):
+        reason = f"this user may not listen on port {port}"
+        advice = f"{name} to 1024 or above, or give the program the capability CAP_NET_BIND_SERVICE"
+    elif cause.errno == errno.EADDRNOTAVAIL:
+        reason, advice = f"{host} is no address of this machine", "set --host to one: 127.0.0.1, or 0.0.0.0 for all"
+    return {"host": host, "port": port, "error": reason, "advice": advice}
 
 
 def open_to_all(settings: Settings) -> str | None:

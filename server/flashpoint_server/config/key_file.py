@@ -56,13 +56,28 @@ def check_name(name: str) -> str:
 
 def read(path: Path) -> dict[str, KeyEntry]:
     """Return the keys of a file, by name. Raises ValueError; its message has no value from the file."""
+    entries = parse(text_of(path), path)
+    if not entries:
+        raise ValueError(f"{path} contains no keys; add one: without keys, the server would accept every caller")
+    return entries
+
+
+def text_of(path: Path) -> str:
+    """Return the text of a key file. Raises ValueError."""
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        return path.read_bytes().decode("utf-8")
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:  # a TOML error, or a UTF-8 error, whose text would show the bytes
-        where = error if isinstance(error, tomllib.TOMLDecodeError) else "not UTF-8"
-        raise ValueError(f"{path} is not TOML: {where}") from None
+    except UnicodeDecodeError:  # its text would show the bytes
+        raise ValueError(f"{path} is not TOML: not UTF-8") from None
+
+
+def parse(text: str, path: Path) -> dict[str, KeyEntry]:
+    """Return the keys in the text of the file `path`, which may be none. Raises ValueError, as `read` does."""
+    try:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} is not TOML: {error}") from None
     entries = {}
     for name, table in tables.items():
         try:
@@ -71,6 +86,4 @@ def read(path: Path) -> dict[str, KeyEntry]:
             first = error.errors(include_input=False, include_context=False)[0]
             field = ".".join(map(str, (name, *first["loc"])))
             raise ValueError(f"{path}: {field}: {first['msg']}") from None
-    if not entries:
-        raise ValueError(f"{path} contains no keys; add one: without keys, the server would accept every caller")
     return entries

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
-from flashpoint.commands.registry import how_to_install
 from flashpoint_contract import wire
+from flashpoint_contract.hints import how_to_install
 from flashpoint_server.config import tls
 from flashpoint_server.config.hosts import host_name
 from flashpoint_server.config.key_file import RIGHTS, read
@@ -47,6 +47,8 @@ class Settings(BaseSettings):
     """port for gRPC on the same address (docs/oip.md); 0 takes a free port. Needs the extra `grpc`"""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?|all)$")] = "auto"
     """auto, cpu, cuda, cuda:N or all. auto is CUDA if available; all starts one engine for each CUDA device"""
+    cpu_float32: bool = False
+    """compute bfloat16 on the CPU in float32, without AMX: slower, with equal bits on all processors with AVX-512"""
     workers: Annotated[int, Field(ge=1, le=256)] = 1
     """number of HTTP processes on the port. They share all limits"""
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from flashpoint.benchmark_schema import ENDED, BenchmarkEvent, BenchmarkRequest, State, StateEvent
+from flashpoint_contract.schemas.benchmark import ENDED, BenchmarkEvent, BenchmarkRequest, State, StateEvent
 from flashpoint_kernels.reproducible import CORES
 from flashpoint_server.engine import local
 from flashpoint_server.engine.cases import cases_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flashpoint.benchmark_schema import BenchmarkRequest
 from flashpoint_contract.options import ProblemError
+from flashpoint_contract.schemas.benchmark import BenchmarkRequest
 from flashpoint_kernels.timing import Case, grid, preset
 from flashpoint_kernels.timing.case import OWN
 

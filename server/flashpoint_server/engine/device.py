@@ -19,13 +19,12 @@ import structlog
 import torch
 from torch import Tensor
 
-from flashpoint.errors import InvalidInputError
-from flashpoint.options import AttentionOptions
-from flashpoint.verify_schema import VerifyRequest
 from flashpoint_contract.options import Options, ProblemError
+from flashpoint_contract.schemas.options import AttentionOptions
+from flashpoint_contract.schemas.verify import VerifyRequest
 from flashpoint_contract.spec import Row
 from flashpoint_contract.tensors import INDEX_TENSORS, SCALES
-from flashpoint_kernels import Problem, available_backends, run, triton_backend
+from flashpoint_kernels import Problem, available_backends, native, run, triton_backend
 from flashpoint_kernels.dispatch import run_part
 from flashpoint_kernels.problem import DTYPES, check_scales
 from flashpoint_kernels.reproducible import CORES, split
@@ -71,6 +70,10 @@ class _ToldApart(AbstractContextManager[None]):
             self._tell(error)
 
 
+class DeviceMissingError(RuntimeError):
+    """The device that the settings name does not exist here."""
+
+
 class TorchDevice:
     """One device and its backends.
 
@@ -95,20 +98,30 @@ class TorchDevice:
 
     @classmethod
     def open(cls, asked: str) -> TorchDevice:
-        """Open the device `asked`: auto, cpu, cuda or cuda:N. Raises RuntimeError if it does not exist."""
+        """Open the device `asked`: auto, cpu, cuda or cuda:N. Raises DeviceMissingError if it does not exist."""
         # code that uses more threads sets their number itself: see flashpoint_kernels.reproducible
         torch.set_num_threads(1)
         name = ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
         if not name.startswith("cuda"):
             speed = _speed("cpu") * CORES
-            return cls(DeviceInfo("cpu", device_name("cpu"), _ram(), available_backends("cpu"), speed, cores=CORES))
+            kernels = native.names()
+            return cls(
+                DeviceInfo(
+                    "cpu", device_name("cpu"), _ram(), available_backends("cpu"), speed, cores=CORES, kernels=kernels,
+                    no_kernels="" if kernels else native.MISSING, no_gpu=local.no_gpu() if asked == "auto" else "",
+                )
+            )  # fmt: skip
         if not torch.cuda.is_available():
-            raise RuntimeError(f"device {asked} is not available: torch finds no CUDA device")
+            raise DeviceMissingError(f"device {asked} is not available: torch finds no CUDA device; set --device cpu")
+        if (torch.device(name).index or 0) >= torch.cuda.device_count():
+            last = torch.cuda.device_count() - 1
+            raise DeviceMissingError(f"device {asked} is not available: the last CUDA device is cuda:{last}")
         properties = torch.cuda.get_device_properties(name)
         device = torch.device(name)
         name = f"cuda:{torch.cuda.current_device() if device.index is None else device.index}"
         backends = available_backends(name)
-        return cls(DeviceInfo(name, properties.name, properties.total_memory, backends, _speed(name)))
+        memory, speed = properties.total_memory, _speed(name)
+        return cls(DeviceInfo(name, properties.name, memory, backends, speed, no_triton=backends.no_triton))
 
     def pin(self, memory: mmap.mmap) -> None:
         """Lock shared memory for a GPU's copy engine; `unpin` it before it is unmapped. Does nothing on the CPU.
@@ -362,8 +375,8 @@ class TorchDevice:
                 given = {name: t if name in INDEX_TENSORS else t.to(self.info.name) for name, t in given.items()}
                 options = Options(**AttentionOptions.model_validate_json(asked.request).model_dump())
                 return local.judge_given(given, options, self.info.name, progress).model_dump_json().encode()
-            except InvalidInputError as error:
-                raise invalid((problem.field, problem.message) for problem in error.errors) from None
+            except ProblemError as error:
+                raise invalid(error.errors) from None
 
     def empty_cache(self) -> None:
         """Free unused memory before a retry."""

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import structlog
 
-from flashpoint.verify_schema import VerifyProgress
+from flashpoint_contract.schemas.verify import VerifyProgress
 from flashpoint_kernels import Problem
 from flashpoint_server.engine.caches.asking import asked_of_caches
 from flashpoint_server.engine.caches.attending import HeldCall
@@ -236,6 +236,8 @@ class Executor:
         """
         submit, spec = entry.placed.submit, entry.spec
         metadata: dict[str, Any] = {"backend": submit.backend}
+        if submit.backend == "torch" and (kernel := self.device.info.kernels.get(spec.dtype)):
+            metadata["kernel"] = kernel
         if spec.options.dropout_p:
             metadata["dropout_seed"] = entry.seed
         if submit.held is not None:

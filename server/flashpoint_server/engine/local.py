@@ -1,7 +1,7 @@
 """Verify, benchmark and describe in this process, without a server: the command line uses it without `--url`.
 
-The functions take the same requests and return the same answers as a server. The command line finds them by name. Needs
-torch.
+The functions take the same requests and return the same answers as a server. The command line finds them as entry
+points of `flashpoint.local`. Needs torch.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ import itertools
 import os
 import subprocess
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from flashpoint._arrays import pack
-from flashpoint.benchmark_schema import (
+from flashpoint_contract.options import Options, ProblemError
+from flashpoint_contract.schemas.benchmark import (
     BenchmarkEvent,
     BenchmarkRequest,
     BenchmarkRow,
@@ -32,40 +31,24 @@ from flashpoint.benchmark_schema import (
     State,
     StateEvent,
 )
-from flashpoint.errors import FieldProblem, InvalidInputError, invalid
-from flashpoint.options import AttentionOptions
-from flashpoint.shape_schema import Shape
-from flashpoint.verdicts import KernelCase
-from flashpoint.verify_schema import VerifyProgress, VerifyReport, VerifyRequest
-from flashpoint_contract.options import Options, ProblemError
+from flashpoint_contract.schemas.options import AttentionOptions
+from flashpoint_contract.schemas.shapes import Shape
+from flashpoint_contract.schemas.verify import VerifyProgress, VerifyReport, VerifyRequest
 from flashpoint_contract.tensors import ALL_ANSWERS
-from flashpoint_kernels import available_backends
-from flashpoint_kernels.mistakes import explain
-from flashpoint_kernels.own_kernel import Kernel, NotTakenError, answers_of, parameters
+from flashpoint_kernels import available_backends, native
+from flashpoint_kernels.own_kernel import Kernel
 from flashpoint_kernels.problem import DTYPES
-from flashpoint_kernels.reproduction.claims import reproduce as reproduce
 from flashpoint_kernels.support import features
 from flashpoint_kernels.timing import Timing, describe, run_grid
 from flashpoint_kernels.verification import Progress, Verification
 from flashpoint_kernels.verification import verify as judge
 from flashpoint_server.engine.cases import cases_of
 
-# Shapes for testing a caller's kernel: partial tiles, fewer key heads, one query, more keys than queries.
-SHAPES = [
-    {"q_len": 64, "head_dim": 64},
-    {"batch": 2, "q_heads": 4, "q_len": 128, "head_dim": 64},
-    {"q_heads": 4, "kv_heads": 2, "q_len": 100, "head_dim": 64},
-    {"q_heads": 2, "q_len": 33, "kv_len": 130, "head_dim": 32},
-    {"q_heads": 2, "q_len": 1, "kv_len": 77, "head_dim": 64},
-    {"q_len": 257, "head_dim": 128},
-]
 Tell = Callable[[VerifyProgress], None]  # called before each block of a verification; an exception ends it
-
-VARIED: dict[str, Any] = {"causal": True, "scale": 0.3, "window": (16, 0), "softcap": 5.0}
 
 
 def benchmark(request: BenchmarkRequest, kernel: Kernel | None = None) -> Iterator[BenchmarkEvent]:
-    """Time a grid; the events of a job, as a server streams them. Raises InvalidInputError at the first.
+    """Time a grid; the events of a job, as a server streams them. Raises ProblemError at the first.
 
     `kernel`, the caller's own function, is timed beside the backends.
     """
@@ -79,14 +62,13 @@ def slices(
 
     A single call that takes longer is not split. Closing the generator stops the benchmark. Raises like `benchmark`.
     """
-    with _fields():
-        cases = cases_of(request, device, own=kernel is not None)
-        timing = Timing(
-            precision=request.relative_precision,
-            max_seconds=request.max_seconds,
-            warmup_ms=request.warmup_ms,
-            slice_ms=slice_ms,
-        )
+    cases = cases_of(request, device, own=kernel is not None)
+    timing = Timing(
+        precision=request.relative_precision,
+        max_seconds=request.max_seconds,
+        warmup_ms=request.warmup_ms,
+        slice_ms=slice_ms,
+    )
     ids = itertools.count(1)
     load = [round(x, 2) for x in os.getloadavg()]  # load of other programs at the start
 
@@ -117,11 +99,10 @@ def slices(
 
 
 def verify(request: VerifyRequest, device: str | None = None, progress: Tell | None = None) -> VerifyReport:
-    """Run a drawn problem on a backend, and check the answers. Raises InvalidInputError."""
+    """Run a drawn problem on a backend, and check the answers. Raises ProblemError."""
     device, start = device or _device(), time.monotonic()
     options = Options(**{name: getattr(request, name) for name in AttentionOptions.model_fields})
-    with _fields():
-        found = judge(draw(request, device), options, progress=_telling(progress))
+    found = judge(draw(request, device), options, progress=_telling(progress))
     report = _report(found, device, start, request.seed)
     if request.direction != "backward":
         return report
@@ -129,15 +110,26 @@ def verify(request: VerifyRequest, device: str | None = None, progress: Tell | N
     return report.model_copy(update={"tensors": judged, "ok": all(t.ok for t in judged)})
 
 
+class PackedBody(Protocol):
+    """A tensor of the caller: its dtype's name, its shape, and its contiguous memory as flat bytes."""
+
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def data(self) -> memoryview: ...
+
+
 def verify_tensors(
-    tensors: Mapping[str, NDArray[Any]], options: AttentionOptions, progress: Tell | None = None
+    tensors: Mapping[str, PackedBody], options: AttentionOptions, progress: Tell | None = None
 ) -> VerifyReport:
     """Check answers to a caller's own problem: the caller's if there are any, else a backend's.
 
-    Raises InvalidInputError.
+    Raises ProblemError.
     """
     device = _device()
-    given = {name: _tensor(name, array).to(device) for name, array in tensors.items()}
+    given = {name: _tensor(packed).to(device) for name, packed in tensors.items()}
     return judge_given(given, Options(**dict(options)), device, progress)
 
 
@@ -148,8 +140,7 @@ def judge_given(
     start = time.monotonic()
     problem = {name: t for name, t in given.items() if name not in ALL_ANSWERS}
     answers = {name: t for name, t in given.items() if name in ALL_ANSWERS}
-    with _fields():
-        found = judge(problem, options, answers=answers or None, progress=_telling(progress))
+    found = judge(problem, options, answers=answers or None, progress=_telling(progress))
     return _report(found, device, start)
 
 
@@ -157,72 +148,13 @@ def _telling(progress: Tell | None) -> Callable[[Progress], None] | None:
     return None if progress is None else lambda at: progress(VerifyProgress.model_validate(asdict(at)))
 
 
-def mistakes(tensors: Mapping[str, NDArray[Any]], options: AttentionOptions, report: VerifyReport) -> dict[str, str]:
-    """Return the known mistakes that explain the wrong tensors in `report`, for a caller's own problem."""
-    device = _device()
-    given = {name: _tensor(name, array).to(device) for name, array in tensors.items()}
-    return _explained(given, Options(**dict(options)), report)
-
-
-def _explained(given: Mapping[str, Tensor], options: Options, report: VerifyReport) -> dict[str, str]:
-    problem = {name: t for name, t in given.items() if name not in ALL_ANSWERS}
-    wrong = {t.name: t.bound for t in report.tensors if not t.ok}
-    return explain(problem, options, given, wrong) if wrong else {}
-
-
-def verify_kernel(kernel: Kernel, requests: Iterable[VerifyRequest]) -> Iterator[KernelCase]:
-    """Check a caller's function on drawn problems, one at a time."""
-    device = _device()
-    for request in requests:
-        options = Options(**{name: getattr(request, name) for name in AttentionOptions.model_fields})
-        tensors = draw(request, device)
-        try:
-            answers = answers_of(kernel, tensors, options)
-        except (NotTakenError, NotImplementedError) as error:
-            yield KernelCase(request, note=str(error) or type(error).__name__, skipped=True)
-        except Exception as error:  # every exception of the caller's code is its result
-            yield KernelCase(request, note=f"raised {type(error).__name__}: {error}")
-        else:
-            yield _judged_case(request, tensors | answers, options, device)
-
-
-def _judged_case(request: VerifyRequest, given: Mapping[str, Tensor], options: Options, device: str) -> KernelCase:
-    try:
-        report = judge_given(given, options, device)
-    except InvalidInputError as error:
-        return KernelCase(request, note=str(error))
-    if request.direction == "backward":
-        judged = tuple(t for t in report.tensors if t.name not in ("o", "lse"))
-        report = report.model_copy(update={"tensors": judged, "ok": all(t.ok for t in judged)})
-    return KernelCase(request, report, mistakes=_explained(given, options, report))
-
-
-def kernel_grid(kernel: Kernel, **asked: Any) -> list[VerifyRequest]:
-    """Return problems for `verify_kernel`: shapes that kernels get wrong, with each option that the function takes.
-
-    `asked` are fields of VerifyRequest for all problems.
-    """
-    takes = parameters(kernel)
-    names = tuple(VARIED) if takes is None else tuple(name for name in VARIED if name in takes)
-    variants: list[dict[str, Any]] = [{}, *({name: VARIED[name]} for name in names)]
-    if "causal" in names:
-        variants += [{"causal": True, name: VARIED[name]} for name in names if name != "causal"]
-    shapes = [asked.pop("shape")] if "shape" in asked else SHAPES
-    problems = [{"shape": shape, **variant, **asked} for shape in shapes for variant in variants]
-    if takes is not None and takes.get("causal") == "is_causal":  # torch's name, which implies torch's alignment
-        problems = [{"causal_alignment": "top_left", **each} if each.get("causal") else each for each in problems]
-    unique = {repr(sorted(problem.items(), key=str)): problem for problem in problems}
-    return [VerifyRequest(**problem) for problem in unique.values()]
-
-
 def _report(found: Verification, device: str, start: float, seed: int | None = None) -> VerifyReport:
     about = {"device": describe(device)["device"], "seed": seed, "seconds": time.monotonic() - start}
     return VerifyReport.model_validate(found.to_dict() | about)
 
 
-def _tensor(name: str, array: NDArray[Any]) -> Tensor:
-    packed = pack(name, array)
-    if not array.size:
+def _tensor(packed: PackedBody) -> Tensor:
+    if not packed.data:
         return torch.empty(packed.shape, dtype=DTYPES[packed.dtype])
     return torch.frombuffer(bytearray(packed.data), dtype=DTYPES[packed.dtype]).view(packed.shape)
 
@@ -231,14 +163,28 @@ def info() -> dict[str, Any]:
     """Describe this machine like `/info`: versions, device, backends and the options of each."""
     name = _device()
     found, backends = describe(name), available_backends(name)
+    kernels = native.names() if name == "cpu" else {}
+    no_kernels = native.MISSING if name == "cpu" and not kernels else ""
     return {
         "name": "flashpoint",
         "version": found["flashpoint"],
         "versions": {package: found[package] for package in ("python", "torch", "triton")},
         "device": {"name": name, "title": found["device"], "memory": found.get("memory_bytes")},
         "backends": list(backends),
+        "kernels": kernels,
+        "missing": [said for said in (backends.no_triton, no_kernels, no_gpu()) if said],
         "options": {backend: sorted(features(backend, name)) for backend in backends},
     }
+
+
+def no_gpu() -> str:
+    """Return why torch's CUDA build runs on the CPU, in a sentence for users; "" if it has a GPU, or is a CPU build."""
+    if torch.version.cuda is None or torch.cuda.is_available():
+        return ""
+    return (
+        f"torch is built for CUDA {torch.version.cuda} but finds no GPU, so the CPU computes: start the container with "
+        "--gpus all, and check the driver with nvidia-smi"
+    )
 
 
 def _device() -> str:
@@ -259,25 +205,16 @@ def _commit() -> str | None:
         return None
 
 
-@contextmanager
-def _fields() -> Iterator[None]:
-    """Convert the kernels' errors to the client's."""
-    try:
-        yield
-    except ProblemError as error:
-        raise InvalidInputError(str(error), errors=[FieldProblem(*e) for e in error.errors]) from None
-
-
 def draw(request: VerifyRequest, device: str) -> dict[str, Tensor]:
     """Return the tensors of a request by name, with `do` if gradients are checked. They are equal on all devices.
 
     q, k, v, do, a float mask and sinks are standard normal. Slopes are those of ALiBi (Press et al. 2022). A boolean
     mask shows 3/4 of the keys, a block mask 1/2 of the blocks. Lengths are uniform from 1 to the full length. Raises
-    InvalidInputError for two masks.
+    ProblemError for two masks.
     """
     shape, extras = request.shape, request.extras
     if {"bool_mask", "float_mask"} <= set(extras):
-        raise invalid("extras", "a problem can have only one mask: choose bool_mask or float_mask")
+        raise ProblemError([("extras", "a problem can have only one mask: choose bool_mask or float_mask")])
     generator = torch.Generator().manual_seed(request.seed)
 
     def normal(*size: int) -> Tensor:

@@ -58,6 +58,7 @@ def main(start: Callable[[str], TorchDevice] | None = None) -> int:
     from flashpoint_server.engine import proof  # imports torch, which takes seconds
     from flashpoint_server.engine.benchmark_jobs import BenchmarkJobs
     from flashpoint_server.engine.caches.store import CacheStore
+    from flashpoint_server.engine.device import DeviceMissingError
     from flashpoint_server.engine.executor import Executor
     from flashpoint_server.engine.ledger import Ledger
     from flashpoint_server.engine.loop import EngineLoop, Waker
@@ -71,9 +72,10 @@ def main(start: Callable[[str], TorchDevice] | None = None) -> int:
         if proof.may_pass(error):
             log.exception("cannot start", device=asked.device)
             return 1
-        log.exception("broken", device=asked.device)
+        missing = isinstance(error, DeviceMissingError)  # a setting is wrong: a traceback would not help
+        log.error("broken", device=asked.device, exc_info=not missing, **({"error": str(error)} if missing else {}))
         sock, _ = listener.accept()
-        Channel(sock, ToEngine).send(Broken(f"{type(error).__name__}: {error}"))
+        Channel(sock, ToEngine).send(Broken(str(error) if missing else f"{type(error).__name__}: {error}"))
         return CANNOT_WORK
     budget = Budget(asked.batch_flops, asked.batch_bytes, asked.max_queue_delay)
     waker = Waker()
@@ -87,7 +89,12 @@ def main(start: Callable[[str], TorchDevice] | None = None) -> int:
     keep_what_is_there()
     if device.is_cpu:
         let_others_first()  # leave the cores to the HTTP processes when they need them
-    log.info("ready", device=device.info.name, title=device.info.title, backends=device.info.backends)
+    about = device.info
+    if about.no_kernels:
+        log.warning("torch is not available", reason=about.no_kernels)
+    if about.no_gpu:
+        log.warning("no GPU", reason=about.no_gpu)
+    log.info("ready", device=about.name, title=about.title, backends=about.backends, kernels=about.kernels)
     loop.run()
     return 0
 

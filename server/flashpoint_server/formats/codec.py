@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from numpy.typing import NDArray
 
-from flashpoint import jsonwire
+from flashpoint_contract.schemas import jsonwire
 from flashpoint_server.formats.codec_process import NUMBER, pack, room, unpack
 from flashpoint_server.refusal import Refusal, out_of_time
 

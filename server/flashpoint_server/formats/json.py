@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from flashpoint import jsonwire
 from flashpoint_contract import wire
+from flashpoint_contract.schemas import jsonwire
 from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.config.settings import Settings

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from flashpoint.options import AttentionOptions
-from flashpoint.validation import field_problems
 from flashpoint_contract import caches, saved, strictjson
 from flashpoint_contract.options import Direction, Options, ProblemError
+from flashpoint_contract.schemas.options import AttentionOptions
+from flashpoint_contract.schemas.validation import field_problems
 from flashpoint_contract.spec import Spec, plan
 from flashpoint_contract.tensors import TensorInfo, refusals
 from flashpoint_server.config.settings import Settings

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 
-from flashpoint._http.sse import MEDIA_TYPE as EVENT_STREAM
+from flashpoint_contract.sse import MEDIA_TYPE as EVENT_STREAM
 from flashpoint_server.formats.json import JSON
 from flashpoint_server.formats.message import Format
 from flashpoint_server.formats.safetensors import OCTETS, SAFETENSORS, SAFETENSORS_AS_OCTETS

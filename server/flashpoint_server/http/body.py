@@ -127,9 +127,7 @@ class RequestBody:
             raise Refusal("malformed_body", "the body ends before the end of its last tensor")
 
     async def _receive_directly(self, direct: Direct, places: Places) -> None:
-        before = self._received - places.filled_bytes
-        received = direct.receive(places)
-        self._draining, began = direct, time.monotonic()
+        before, began = self._received - places.filled_bytes, time.monotonic()
         loop = asyncio.get_running_loop()
         over: asyncio.Future[None] = loop.create_future()  # received or given up
         timer: asyncio.TimerHandle | None = None
@@ -146,14 +144,16 @@ class RequestBody:
             elif not over.done():
                 over.set_exception(self._too_late(due))
 
-        def end(_: object) -> None:
+        def end(received: asyncio.Future[None]) -> None:
             received.exception()  # mark the exception as retrieved: the caller has given up
             if not over.done():
                 over.set_result(None)
 
-        received.add_done_callback(end)
-        look(look)
+        self._draining = direct
         try:
+            received = direct.receive(places)
+            received.add_done_callback(end)
+            look(look)
             await over
             received.result()
             self._received = before + places.filled_bytes
@@ -163,8 +163,7 @@ class RequestBody:
         finally:
             if timer is not None:
                 timer.cancel()
-            if not received.done():
-                places.discard()  # at once, because the memory may belong to another request after this returns
+            places.discard()  # what is missing, at once: the memory may belong to another request after this returns
 
     async def _chunk(self) -> bytes:
         while not self.complete:

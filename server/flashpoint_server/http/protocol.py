@@ -13,24 +13,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 import socket
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import httptools
-import structlog
-import uvicorn
 from uvicorn._types import ASGI3Application
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
-from flashpoint_server.exchange import FIELDS, Exchange, combined
-from flashpoint_server.http.half_closed import HalfClosed
+from flashpoint_server.exchange import FIELDS, combined
+from flashpoint_server.http.ending import Closing, EndingProtocol
 from flashpoint_server.http.heads import HEAD_BYTES, too_large, with_host_of, wrong
 from flashpoint_server.http.persistence import answering, persistence
-from flashpoint_server.http.places import Part, Places
-from flashpoint_server.observability.metrics import Metrics
-from flashpoint_server.refusal import MEDIA_TYPE, Refusal
+from flashpoint_server.http.places import Part, Places, pieces
 
 EXTENSION = "flashpoint.direct"
 
@@ -39,32 +33,15 @@ PARSED_AT_ONCE = 1 << 15
 _SCRATCH = memoryview(bytearray(PARSED_AT_ONCE))  # shared by all connections: data is copied before the next read
 # An event loop that had to wait for a core runs its timers before it reads its sockets: late data may already be there.
 GRACE = 0.02  # seconds to check for that data
-ENCRYPTED_AT_ONCE = 1 << 20  # bytes that take half a millisecond, in which all other connections wait
-
-MALFORMED = "malformed"  # the route in metrics of input that is not an HTTP request
-
-log = structlog.stdlib.get_logger("flashpoint.http")
 
 
-class Config(uvicorn.Config):
-    """uvicorn's configuration, with timeouts in seconds for a request's head and for a reader that takes nothing."""
-
-    header_timeout = 10.0
-    answer_timeout = 20.0
-    metrics: Metrics
-    half_closed: HalfClosed
-
-
-class HttpProtocol(HttpToolsProtocol):
+class HttpProtocol(EndingProtocol):
     """uvicorn's protocol; `set_write_buffer_limits(high=0)` pauses the writer while the transport holds any byte.
 
     So the memory of an answer can be reused when the writer resumes: uvloop keeps views, not copies, of unsent data.
     `barren` counts the bytes that the parser has read since it last found the end of a head, or bytes of a body: parts
     of a head, chunk extensions, trailers and blank lines. Their number is limited, and so is the time for a head.
     """
-
-    config: Config
-    wrong: Refusal | None = None  # of a head that is not valid, but that the parser accepts
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -80,14 +57,10 @@ class HttpProtocol(HttpToolsProtocol):
         self._idle_since: float | None = None  # in the loop's seconds; None while a request arrives or is answered
         self._await_head()
         self.parsing = _Parsing(self)
-        self.running: RequestResponseCycle | None = None
         self.watcher: Callable[[], None] | None = None
         self.half_closed = False
+        self.closing = Closing(self)
         _switch(self, self.parsing)
-
-    @property
-    def secure(self) -> bool:
-        return self.scheme == "https"
 
     def looked_at(self) -> None:
         """Check the limits after a read that gave neither the end of a head nor bytes of a body."""
@@ -95,7 +68,7 @@ class HttpProtocol(HttpToolsProtocol):
             return
         if self.barren > HEAD_BYTES:
             self.wrong = too_large()
-            self.send_400_response("the head has no end")
+            self.refuse_input(ValueError("the head has no end"))
         elif self.cycle is None or self.cycle.response_complete:
             self._await_head()
 
@@ -112,64 +85,22 @@ class HttpProtocol(HttpToolsProtocol):
             self._late.cancel()
             self._late = None
 
-    def send_400_response(self, msg: str) -> None:
-        """Answer input that cannot be parsed with a problem document, unless an earlier request must be answered first.
-
-        `msg` is the parser's reason.
-        """
-        cycle = self.cycle
-        if cycle is not None and not cycle.response_complete and cycle.more_body:
-            self._refuse_body(cycle)
-        else:
-            self._refuse_head(msg, answered=cycle is None or cycle.response_complete)
-        self.transport.close()
-
-    def _refuse_body(self, cycle: RequestResponseCycle) -> None:
-        if cycle is self.running and not cycle.response_started:
-            exchange = Exchange.open(cycle.scope)  # type: ignore[arg-type]  # the library's types are narrower
-            refusal = Refusal("malformed_body", "the chunks of the body are not valid HTTP/1.1")
-            exchange.status, exchange.code = refusal.status, refusal.code
-            exchange.bytes_out = self._send_problem(refusal, exchange.request_id)
-            # the body's reader learns that no more data comes, and that no answer can be sent
-            cycle.disconnected = True
-            cycle.message_event.set()
-
-    def _refuse_head(self, reason: str, *, answered: bool) -> None:
-        """Refuse a head before any route, so count and log it here: once for each connection, which then ends."""
-        refusal = self.wrong or Refusal("malformed_head", "the request is not valid HTTP/1.1")
-        exchange = Exchange("", "", {}, secrets.token_hex(16), status=refusal.status, code=refusal.code)
-        if answered:
-            exchange.bytes_out = self._send_problem(refusal, exchange.request_id)
-        self.config.metrics.ended(exchange, MALFORMED, time.perf_counter() - exchange.arrived)
-        log.warning(
-            "malformed request",
-            request_id=exchange.request_id,
-            peer=self.client and f"{self.client[0]}:{self.client[1]}",
-            status=exchange.status,
-            code=exchange.code,
-            reason=self.wrong.detail if self.wrong else reason,
-        )
-
-    def _send_problem(self, refusal: Refusal, request_id: str) -> int:
-        """Write a problem document, and return the size of its body in bytes."""
-        body = refusal.body(request_id)
-        fields = f"content-type: {MEDIA_TYPE}\r\ncontent-length: {len(body)}\r\nx-request-id: {request_id}\r\n"
-        self.transport.write(b"%s%sconnection: close\r\n\r\n" % (STATUS_LINE[refusal.status], fields.encode()) + body)
-        return len(body)
-
-    def data_received(self, data: bytes) -> None:
+    def data_received(self, data: bytes | memoryview) -> None:
         self._unset_keepalive_if_required()
+        if self.over or self.last_words:
+            self.discard(len(data))
+            return
         try:
             while data:
                 data = self._parse(data)
         except httptools.HttpParserError as error:
-            self.send_400_response(str(error))
+            self.refuse_input(error)
             return
         cycle = self.cycle
         if cycle is not None and cycle.body and cycle.more_body and not cycle.response_complete:
             self.flow.pause_reading()  # one chunk at a time: a body that a route receives directly must not be parsed
 
-    def _parse(self, data: bytes) -> bytes:
+    def _parse(self, data: bytes | memoryview) -> bytes:
         """Parse data, and return the bytes to parse next: a head with an Upgrade field, without the field (RFC 9110,
         §7.8).
 
@@ -205,19 +136,23 @@ class HttpProtocol(HttpToolsProtocol):
         if version == "1.0":
             self.cycle.keep_alive = self.parser.should_keep_alive()
             self.cycle.waiting_for_100_continue = False  # HTTP/1.0 does not have it (RFC 9110, §10.1.1)
+        self.cycle.transport = self.closing  # type: ignore[assignment]  # it has what the library uses
         self.scope["extensions"] = {EXTENSION: {"direct": Direct(self)}}
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():
             super().on_message_complete()
+            self.cycle.more_body = False  # also of a request that was answered early
 
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
-        if self.transport.is_closing():
+        if self.over or self.transport.is_closing():
             return
         self.flow.resume_reading()
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
+        elif self.last_words:
+            self._send_last_words()
         else:
             self._idle_since = self.loop.time()
             if self._idle is None:
@@ -260,8 +195,7 @@ class HttpProtocol(HttpToolsProtocol):
             return False
         self.half_closed = True
         if self.cycle is not running and self.cycle.more_body:
-            self.pipeline.popleft()
-            self.cycle = self.pipeline[0][0] if self.pipeline else running
+            self.forget_last(running)
         self.cycle.keep_alive = False
         self._ask_whether_there()
         return True
@@ -372,7 +306,7 @@ class Direct:
         first, last = ([b"%s: %s\r\n" % one for one in some] for some in (cycle.default_headers, persistence(cycle)))
         head = b"".join((STATUS_LINE[status], *first, named, *last, b"\r\n"))
         end = http.loop.time() + seconds
-        for piece in _pieces([head, *parts]) if http.secure else [[head, *parts]]:
+        for piece in pieces([head, *parts]) if http.secure else [[head, *parts]]:
             if http.transport.is_closing():
                 return True
             http.transport.writelines(piece)
@@ -382,7 +316,7 @@ class Direct:
             cycle.response_complete = True
             cycle.message_event.set()
             if not cycle.keep_alive:
-                http.transport.close()
+                http.end()
             cycle.on_response()
         return True
 
@@ -397,16 +331,6 @@ class Direct:
         http.transport.abort()  # takes effect in a later turn of the loop; until then the transport may still send
         await http.flow.drain()
         return False
-
-
-def _pieces(parts: list[Part]) -> Iterator[list[Part]]:
-    """Yield `parts` in pieces, because TLS encrypts everything that it is given at once, into new memory."""
-    if sum(map(len, parts)) <= ENCRYPTED_AT_ONCE:
-        yield parts
-        return
-    for part in parts:
-        for start in range(0, len(part), ENCRYPTED_AT_ONCE):
-            yield [part[start : start + ENCRYPTED_AT_ONCE]]
 
 
 class _State(asyncio.BufferedProtocol):
@@ -440,8 +364,8 @@ class _Parsing(_State):
     def buffer_updated(self, nbytes: int) -> None:
         http = self._http
         http.barren += nbytes
-        http.data_received(bytes(_SCRATCH[:nbytes]))
-        if http.barren:
+        http.data_received(_SCRATCH[:nbytes])
+        if http.barren and not (http.over or http.last_words):
             http.looked_at()
 
 

@@ -23,7 +23,7 @@ _MOST_KNOWN = 256  # Host values that are cached as allowed
 _PAGES = ("/", "/docs", "/docs/errors")  # pages to which other sites may link
 _BOTH = ("X-Request-Id", "Inference-Header-Content-Length")
 _SENT = (*_BOTH, "Authorization", "X-Timeout-Ms", "X-Priority", "Idempotency-Key", "X-Flashpoint-Replica")
-_SHOWN = (*_BOTH, "X-Backend", "X-Batch-Size", "Server-Timing", "Retry-After", "X-Flashpoint-Replica")
+_SHOWN = (*_BOTH, "X-Backend", "X-Kernel", "X-Batch-Size", "Server-Timing", "Retry-After", "X-Flashpoint-Replica")
 
 
 class Sites:

@@ -17,6 +17,7 @@ import msgspec
 
 from flashpoint_contract.options import Direction, Options
 from flashpoint_kernels.cost import Rates
+from flashpoint_kernels.support import Backends
 
 LARGEST_MESSAGE = 1 << 17
 MOST_LISTED = 64  # maximum saved forwards in one message, each with a head of up to 1 KiB
@@ -234,7 +235,9 @@ class DeviceInfo(msgspec.Struct, frozen=True):
     backends.
 
     `speed` is that of a matrix product on all cores, in FLOP/s. `rates` has the costs in seconds of each backend's work
-    on one core, or on the GPU. `cores` is the number of cores that work in parallel; 1 for a GPU.
+    on one core, or on the GPU. `cores` is the number of cores that work in parallel; 1 for a GPU. `no_triton` says why
+    Triton is not among the backends. `kernels` names the kernels in C, by the data type of q; a CPU without them has
+    `no_kernels`, which says what to install. `no_gpu` says why a CPU was chosen with a torch that is built for GPUs.
     """
 
     name: str
@@ -244,6 +247,15 @@ class DeviceInfo(msgspec.Struct, frozen=True):
     speed: float
     rates: dict[str, Rates] = {}
     cores: int = 1
+    no_triton: str = ""
+    kernels: dict[str, str] = {}
+    no_kernels: str = ""
+    no_gpu: str = ""
+
+    @property
+    def choices(self) -> Backends:
+        """Return the backends as `choose_backend` takes them."""
+        return Backends(self.backends, self.name.partition(":")[0], self.no_triton)
 
 
 class Hello(msgspec.Struct, frozen=True, tag=True):

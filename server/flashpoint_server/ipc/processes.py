@@ -16,6 +16,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 import structlog
 
+from flashpoint_kernels import native
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.ipc.parent import CANNOT_WORK
 
@@ -134,6 +135,7 @@ async def running_engines(settings: Settings, module: str = ENGINE) -> AsyncIter
     `module` is the module that they run; tests use one with faults.
     """
     environment = ENGINE_VARIABLES | os.environ  # the operator's values win
+    environment |= {native.FLOAT32: str(settings.cpu_float32)}
     async with AsyncExitStack() as inside:
         addresses = []
         for device in await devices(settings.device):

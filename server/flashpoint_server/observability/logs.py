@@ -88,7 +88,13 @@ def configure(style: Literal["auto", "json", "console"], level: str) -> None:
     renderer: list[Processor] = (
         [structlog.processors.format_exc_info, _json]
         if as_json
-        else [structlog.dev.ConsoleRenderer(colors=terminal and "NO_COLOR" not in os.environ), _encoded]
+        else [
+            structlog.dev.ConsoleRenderer(
+                colors=terminal and "NO_COLOR" not in os.environ,
+                exception_formatter=structlog.dev.plain_traceback,  # rich's has the values of all local variables
+            ),
+            _encoded,
+        ]
     )
     ours: list[Processor] = [_json_line] if as_json else [*shared, *renderer]
     structlog.configure(

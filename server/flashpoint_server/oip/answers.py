@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flashpoint import jsonwire
+from flashpoint_contract.schemas import jsonwire
 from flashpoint_server.formats.codec import Codec
 from flashpoint_server.formats.safetensors import OCTETS
 from flashpoint_server.http.places import Part

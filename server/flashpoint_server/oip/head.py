@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 
-from flashpoint import jsonwire
-from flashpoint.jsonwire import FieldError
 from flashpoint_contract import strictjson
 from flashpoint_contract.options import OPTIONS, Direction, Names, Pair
+from flashpoint_contract.schemas import jsonwire
+from flashpoint_contract.schemas.jsonwire import FieldError
 from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import ANSWERS, TensorInfo
 from flashpoint_contract.wire import ITEMSIZE, RANK_LIMIT, TENSOR_LIMIT, WireError

@@ -8,8 +8,8 @@ from functools import lru_cache
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from flashpoint.jsonwire import FieldError
 from flashpoint_contract import wire
+from flashpoint_contract.schemas.jsonwire import FieldError
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.formats.message import read_text

@@ -9,7 +9,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
-from flashpoint import jsonwire
+from flashpoint_contract.schemas import jsonwire
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.oip import models
 from flashpoint_server.oip.models import MODELS, VERSION, Model, ModelMetadata, ServerMetadata

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashpoint import jsonwire
-from flashpoint.options import AttentionOptions
 from flashpoint_contract import wire
+from flashpoint_contract.schemas import jsonwire
+from flashpoint_contract.schemas.options import AttentionOptions
 from flashpoint_server.formats.safetensors import OCTETS
 from flashpoint_server.oip.datatypes import DATATYPE_OF
 from flashpoint_server.oip.head import PRIORITY_LEVELS, SIDES

@@ -112,7 +112,7 @@ ERRORS = {
     ),
     "not_ready": Meaning("the server is starting, or its engine is restarting", _RETRY),
     "draining": Meaning("the server is shutting down", _RETRY),
-    "out_of_memory": Meaning("the device ran out of memory for this request", _RETRY),
+    "out_of_memory": Meaning("the device, or an HTTP process, ran out of memory for this request", _RETRY),
     "engine_lost": Meaning("the engine died while it ran this request; the server starts a new engine", _RETRY),
     "deadline_exceeded": Meaning(
         "the deadline of `X-Timeout-Ms` passed", "set a longer deadline, or retry when the server is less busy"

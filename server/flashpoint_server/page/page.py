@@ -17,10 +17,10 @@ from markupsafe import Markup, escape
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
-from flashpoint.benchmark_schema import BenchmarkRequest, PlotKind, Preset, TimedDtype
-from flashpoint.options import Backend, CausalAlignment, Layout, Precision
-from flashpoint.shape_schema import Direction, Dtype, Shape
-from flashpoint.verify_schema import Extra, VerifyRequest
+from flashpoint_contract.schemas.benchmark import BenchmarkRequest, PlotKind, Preset, TimedDtype
+from flashpoint_contract.schemas.options import Backend, CausalAlignment, Layout, Precision
+from flashpoint_contract.schemas.shapes import Direction, Dtype, Shape
+from flashpoint_contract.schemas.verify import Extra, VerifyRequest
 from flashpoint_server.page.errors import ERRORS
 from flashpoint_server.refusal import STATUS, Refusal
 from flashpoint_server.service import Service

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header, Path, Request, Response
 from fastapi.responses import StreamingResponse
 
-from flashpoint import jsonwire
-from flashpoint._http.sse import MEDIA_TYPE as EVENT_STREAM
-from flashpoint.benchmark_schema import BenchmarkJob, BenchmarkRequest, PlotKind, PlotTheme
+from flashpoint_contract.schemas import jsonwire
+from flashpoint_contract.schemas.benchmark import BenchmarkJob, BenchmarkRequest, PlotKind, PlotTheme
+from flashpoint_contract.sse import MEDIA_TYPE as EVENT_STREAM
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.formats.json import JSON
 from flashpoint_server.formats.message import read_model

@@ -9,8 +9,15 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
-from flashpoint.benchmark_schema import ENDED, EVENT, BenchmarkEvent, BenchmarkJob, BenchmarkRequest, StateEvent
 from flashpoint_contract.options import ProblemError
+from flashpoint_contract.schemas.benchmark import (
+    ENDED,
+    EVENT,
+    BenchmarkEvent,
+    BenchmarkJob,
+    BenchmarkRequest,
+    StateEvent,
+)
 from flashpoint_kernels.timing.case import standard_flops
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.engine.cases import cases_of

@@ -11,14 +11,14 @@ from typing import NamedTuple, cast
 
 from pydantic import ValidationError
 
-from flashpoint.validation import field_problems
 from flashpoint_contract import saved
 from flashpoint_contract.caches import CACHE_OPTIONS, CacheOptions, LayerShape, plan_cached
 from flashpoint_contract.options import Options, ProblemError
+from flashpoint_contract.schemas.validation import field_problems
 from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import ITEMSIZE, TensorInfo
 from flashpoint_kernels.cost import Extent, flops_of, seconds_of
-from flashpoint_kernels.support import choose_backend
+from flashpoint_kernels.support import Backends, choose_backend
 from flashpoint_server.access.admission import check_size
 from flashpoint_server.access.cache_ids import CacheId
 from flashpoint_server.config.settings import REPLICA
@@ -199,22 +199,21 @@ def _plan(message: TensorMessage, call: _CacheCall, layer: LayerShape, device: D
 
 def _planned(inputs: list[tuple[str, TensorInfo]], call: _CacheCall, layer: LayerShape, device: DeviceInfo) -> _Plan:
     """Plan the call. Raises ProblemError."""
-    spec, left, backend = _problem(tuple(inputs), call.options, layer, len(call.asked.caches), device.backends)
+    spec, left, backend = _problem(tuple(inputs), call.options, layer, len(call.asked.caches), device.choices)
     rates = _Rates.of(spec, backend, device, ITEMSIZE["float32" if layer.quantized else layer.dtype])
     return _Plan(spec, left, backend, Layout.of(inputs, spec.outputs), rates, layer, device)
 
 
 @lru_cache(256)  # a model makes few kinds of calls
 def _problem(
-    inputs: tuple[tuple[str, TensorInfo], ...], options: Options, layer: LayerShape, caches: int,
-    backends: tuple[str, ...],
+    inputs: tuple[tuple[str, TensorInfo], ...], options: Options, layer: LayerShape, caches: int, available: Backends
 ) -> tuple[Spec, int, str]:  # fmt: skip
     """Return the problem, `left` of its plan, and its backend. Raises ProblemError."""
     infos = dict(inputs)
     spec = plan_cached(infos, options, layer, caches)
     options, left = _for_single_queries(spec)
     spec = plan_cached(infos, options, layer, caches)
-    return spec, left, choose_backend(spec, backends)
+    return spec, left, choose_backend(spec, available)
 
 
 def _options(message: TensorMessage) -> _CacheCall:

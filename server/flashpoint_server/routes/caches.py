@@ -11,10 +11,10 @@ from urllib.parse import parse_qs
 from pydantic import BaseModel
 from starlette.routing import Route as StarletteRoute
 
-from flashpoint import jsonwire
 from flashpoint_contract import wire
 from flashpoint_contract.caches import MOST_TOKENS
 from flashpoint_contract.options import LAYOUTS
+from flashpoint_contract.schemas import jsonwire
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.access.cache_ids import MOST_SIZES, CacheId
 from flashpoint_server.formats.json import JSON

@@ -8,16 +8,16 @@ from typing import Any
 from fastapi import FastAPI
 from pydantic import BaseModel
 
-from flashpoint import jsonwire
-from flashpoint._http.sse import MEDIA_TYPE as EVENT_STREAM
-from flashpoint.benchmark_schema import BenchmarkRequest
-from flashpoint.options import AttentionOptions
-from flashpoint.shape_schema import NUMBER_SCHEMA
-from flashpoint.verify_schema import ProblemEvent, ReportEvent, VerifyProgress, VerifyReport, VerifyRequest
 from flashpoint_contract import wire
 from flashpoint_contract.caches import CACHE_OPTIONS, MOST_CACHES
 from flashpoint_contract.options import Direction
 from flashpoint_contract.saved import SAVED_OPTIONS, TAKEN_BESIDE
+from flashpoint_contract.schemas import jsonwire
+from flashpoint_contract.schemas.benchmark import BenchmarkRequest
+from flashpoint_contract.schemas.options import AttentionOptions
+from flashpoint_contract.schemas.shapes import NUMBER_SCHEMA
+from flashpoint_contract.schemas.verify import ProblemEvent, ReportEvent, VerifyProgress, VerifyReport, VerifyRequest
+from flashpoint_contract.sse import MEDIA_TYPE as EVENT_STREAM
 from flashpoint_contract.tensors import ALL_ANSWERS, ANSWERS, BACKWARD_TENSORS, FORWARD_TENSORS, REQUIRED, TENSORS
 from flashpoint_server.refusal import STATUS
 from flashpoint_server.routes import openapi_caches
@@ -34,9 +34,28 @@ TAGS = {
 _HEADERS = {
     "X-Request-Id": "The request's id; if the request had none, the server made it.",
     "X-Backend": "The backend that ran.",
+    "X-Kernel": "The CPU kernel in C that ran, such as `c-amx`; absent if another kernel ran.",
     "X-Batch-Size": "Number of requests in the same launch.",
     "Server-Timing": "Milliseconds of decode (includes the arrival of the body), queue, compute and encode.",
 }
+_ASKED = {
+    "X-Timeout-Ms": {
+        "schema": {"type": "integer", "minimum": 1},
+        "description": "Deadline in milliseconds from the arrival of the head; the server's longest one caps it.",
+    },
+    "X-Priority": {
+        "schema": {"type": "integer", "minimum": 0, "maximum": 9, "default": 0},
+        "description": "0 to 9, the most urgent; a step is worth a second of waiting.",
+    },
+    "X-Request-Id": {
+        "schema": {"type": "string"},
+        "description": "Id of the request in the answer and the log: up to 128 letters, digits and `._:/+=@~-`. "
+        "The server replaces an id that is not valid.",
+    },
+}
+_OCTETS = (wire.MEDIA_TYPE, "application/octet-stream")
+_FILE = "A safetensors file: tensors by name, and each option in `__metadata__` as JSON."
+_BINARY = {"schema": {"type": "string", "format": "binary", "description": _FILE}}
 _SUMMARY = {"forward": "Compute attention", "backward": "Compute gradients of attention"}
 _TEXT = {
     "forward": "Send q, k and v; the answer has o, and lse with `return_lse`. JSON and safetensors are both accepted.",
@@ -125,6 +144,7 @@ def _add_schemas(schemas: dict[str, Any]) -> None:
                 "description": "Data type of the tensors that have the inputs' data type.",
             },
             "backend": {"type": "string", "description": "The backend that ran."},
+            "kernel": {"type": "string", "description": "The CPU kernel in C, such as `c-amx`, if one ran."},
             "dropout_seed": {"type": "integer", "description": "The seed of the dropout, if dropout ran."},
         }
         properties = {**_tensors(names), **said}
@@ -214,13 +234,6 @@ def _verification() -> dict[str, Any]:
 
 def _operation(direction: Direction, *, held: bool = True) -> dict[str, Any]:
     name = "Attention" if direction == "forward" else "AttentionGrad"
-    binary = {
-        "schema": {
-            "type": "string",
-            "format": "binary",
-            "description": "A safetensors file: tensors by name, and each option in `__metadata__` as JSON.",
-        }
-    }
     asked = {
         "schema": {"$ref": f"#/components/schemas/{name}Request"},
         "examples": examples.FORWARD if direction == "forward" else examples.BACKWARD,
@@ -235,42 +248,19 @@ def _operation(direction: Direction, *, held: bool = True) -> dict[str, Any]:
         "description": _TEXT[direction],
         "operationId": "attention" if direction == "forward" else "attention_grad",
         "parameters": [
-            _header(
-                "X-Timeout-Ms",
-                {"type": "integer", "minimum": 1},
-                "Deadline in milliseconds from the arrival of the head; the server's longest one caps it.",
-            ),
-            _header(
-                "X-Priority",
-                {"type": "integer", "minimum": 0, "maximum": 9, "default": 0},
-                "0 to 9, the most urgent; a step is worth a second of waiting.",
-            ),
-            _header(
-                "X-Request-Id",
-                {"type": "string"},
-                "Id of the request in the answer and the log: up to 128 letters, digits and `._:/+=@~-`. "
-                "The server replaces an id that is not valid.",
-            ),
+            *({"name": name, "in": "header", "required": False, **said} for name, said in _ASKED.items()),
             *([openapi_caches.REPLICA] if cached else []),
         ],
         "requestBody": {
             "required": True,
-            "content": {jsonwire.MEDIA_TYPE: asked, wire.MEDIA_TYPE: binary, "application/octet-stream": binary},
+            "content": {jsonwire.MEDIA_TYPE: asked, **dict.fromkeys(_OCTETS, _BINARY)},
         },
         "responses": {
             "200": {
                 "description": "The answer, in the format of Accept, or in the request's format without Accept.",
                 "headers": told | (openapi_caches.TOLD if cached else {}),
-                "content": {
-                    jsonwire.MEDIA_TYPE: answered,
-                    wire.MEDIA_TYPE: binary,
-                    "application/octet-stream": binary,
-                },
+                "content": {jsonwire.MEDIA_TYPE: answered, **dict.fromkeys(_OCTETS, _BINARY)},
             },
             **{str(status): response for status, response in problems(*codes, **_DETAILS[direction]).items()},
         },
     }
-
-
-def _header(name: str, schema: dict[str, Any], text: str) -> dict[str, Any]:
-    return {"name": name, "in": "header", "required": False, "schema": schema, "description": text}

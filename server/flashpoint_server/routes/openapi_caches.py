@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from flashpoint import jsonwire
 from flashpoint_contract import wire
 from flashpoint_contract.options import LAYOUTS
+from flashpoint_contract.schemas import jsonwire
 from flashpoint_server.routes.cache_schema import (
     CacheDescription,
     CacheLength,
@@ -55,6 +55,47 @@ TOLD = {
 _LAYER = {"name": "layer", "in": "query", "schema": {"type": "integer", "minimum": 0, "default": 0}}
 
 
+class CacheRow(NamedTuple):
+    """A call: its models, the errors that it has beside those of each call, and an example of what is not valid."""
+
+    method: str
+    path: str
+    name: str
+    summary: str
+    answer: type[BaseModel] | None = None
+    asked: type[BaseModel] | None = None
+    codes: tuple[str, ...] = ()
+    wrong: str = _IS_NO_NUMBER
+    success: int = 200
+
+
+_WRITTEN = ("cache_position", "cache_dropped", "cache_stale")  # errors of calls that write at a position
+_CALLS = (
+    CacheRow("post", "/caches", "create_caches", "Create caches", CacheList, CacheRequest, (*_CACHE, *_NEW),
+             "kv_heads: has 2 values for 4 layers", 201),
+    CacheRow("get", "/caches", "list_caches", "List your caches", CacheList),
+    CacheRow("post", "/caches/fork", "fork_caches", "Fork caches; copies share memory", CacheList, ForkRequest,
+             (*_CACHE, *_NEW, *_WRITTEN), "lengths: has 1 numbers for 2 caches", 201),
+    CacheRow("post", "/caches/delete", "delete_caches", "Delete several caches, or none of them", None, DeleteRequest,
+             _CACHE, "caches: is missing", 204),
+    CacheRow("get", "/caches/{id}", "cache", "Describe a cache", CacheDescription, None, _CACHE),
+    CacheRow("delete", "/caches/{id}", "delete_cache", "Delete a cache, after its running calls", codes=_CACHE,
+             success=204),
+    CacheRow("post", "/caches/{id}/append", "append_to_cache", "Append tokens to a layer", CacheLength, None,
+             (*_CACHE, *_NEW, *_BODY, *_WRITTEN, "cache_full"), "k: is missing"),
+    CacheRow("post", "/caches/{id}/truncate", "truncate_cache", "Drop the last tokens of a cache", CacheDescription,
+             TruncateRequest, (*_CACHE, *_WRITTEN), "length: is missing"),
+    CacheRow("post", "/caches/{id}/renew", "renew_cache", "Restart a cache's time to live", CacheDescription, None,
+             _CACHE),
+    CacheRow("get", "/caches/{id}/tensors", "cache_tensors", "Read k and v of a layer",
+             codes=(*_CACHE, "cache_position", "not_acceptable")),
+    CacheRow("get", "/saved", "list_saved", "List your saved forwards", SavedList),
+    CacheRow("get", "/saved/{id}", "saved", "Describe a saved forward", SavedDescription, None, _SAVED),
+    CacheRow("delete", "/saved/{id}", "delete_saved", "Delete a saved forward, after its running calls", codes=_SAVED,
+             success=204),
+)  # fmt: skip
+
+
 def add(document: dict[str, Any]) -> None:
     """Add the operations and their schemas to a document."""
     schemas = document["components"]["schemas"]
@@ -64,70 +105,17 @@ def add(document: dict[str, Any]) -> None:
         schemas[schema["title"]] = schema
     schemas["CacheList"]["properties"]["caches"]["items"] = {"$ref": "#/components/schemas/Cache"}
     schemas["SavedList"]["properties"]["saved"]["items"] = {"$ref": "#/components/schemas/SavedForward"}
-    one = "/caches/{id}"
-    codes = (*_CACHE, "cache_position", "not_acceptable")
-    read = _operation("Read k and v of a layer", "cache_tensors", 200, None, None, *codes)
-    read["parameters"] = [_ID, _LAYER, REPLICA]
+    paths = document["paths"]
+    for call in _CALLS:
+        paths.setdefault(call.path, {})[call.method] = _operation(call)
+    _add_tensors(paths["/caches/{id}/append"]["post"])
+    read = paths["/caches/{id}/tensors"]["get"]
+    read["parameters"].insert(1, _LAYER)
     read["responses"]["200"]["content"] = {wire.MEDIA_TYPE: _BINARY}
-    document["paths"] |= {
-        "/caches": {
-            "post": _operation(
-                "Create caches", "create_caches", 201, CacheList, CacheRequest, *_CACHE, *_NEW,
-                invalid_request="kv_heads: has 2 values for 4 layers",
-            ),
-            "get": _operation("List your caches", "list_caches", 200, CacheList),
-        },
-        "/caches/fork": {
-            "post": _operation(
-                "Fork caches; copies share memory", "fork_caches", 201, CacheList, ForkRequest, *_CACHE, *_NEW,
-                "cache_position", "cache_dropped", "cache_stale",
-                invalid_request="lengths: has 1 numbers for 2 caches",
-            )
-        },
-        "/caches/delete": {
-            "post": _operation(
-                "Delete several caches, or none of them", "delete_caches", 204, None, DeleteRequest, *_CACHE,
-                invalid_request="caches: is missing",
-            )
-        },
-        one: {
-            "get": _of_one(_operation("Describe a cache", "cache", 200, CacheDescription, None, *_CACHE)),
-            "delete": _of_one(
-                _operation("Delete a cache, after its running calls", "delete_cache", 204, None, None, *_CACHE)
-            ),
-        },
-        f"{one}/append": {"post": _of_one(_appended())},
-        f"{one}/truncate": {
-            "post": _of_one(
-                _operation(
-                    "Drop the last tokens of a cache", "truncate_cache", 200, CacheDescription, TruncateRequest,
-                    *_CACHE, "cache_position", "cache_dropped", "cache_stale",
-                    invalid_request="length: is missing",
-                )
-            )
-        },
-        f"{one}/renew": {
-            "post": _of_one(
-                _operation("Restart a cache's time to live", "renew_cache", 200, CacheDescription, None, *_CACHE)
-            )
-        },
-        f"{one}/tensors": {"get": read},
-        "/saved": {"get": _operation("List your saved forwards", "list_saved", 200, SavedList)},
-        "/saved/{id}": {
-            "get": _of_one(_operation("Describe a saved forward", "saved", 200, SavedDescription, None, *_SAVED)),
-            "delete": _of_one(
-                _operation("Delete a saved forward, after its running calls", "delete_saved", 204, None, None, *_SAVED)
-            ),
-        },
-    }  # fmt: skip
 
 
-def _appended() -> dict[str, Any]:
-    """Return the operation of an append, which takes tensors in both formats."""
-    codes = (*_CACHE, *_NEW, *_BODY, "cache_position", "cache_dropped", "cache_full", "cache_stale")
-    found = _operation(
-        "Append tokens to a layer", "append_to_cache", 200, CacheLength, None, *codes, invalid_request="k: is missing"
-    )
+def _add_tensors(append: dict[str, Any]) -> None:
+    """Add the body of an append, which takes tensors in both formats."""
     properties = {
         **{name: {"$ref": "#/components/schemas/JsonTensor"} for name in ("k", "v")},
         "dtype": {"enum": list(jsonwire.DTYPES), "default": "float32"},
@@ -137,35 +125,25 @@ def _appended() -> dict[str, Any]:
     }
     asked = {"type": "object", "properties": properties, "required": ["k", "v"], "additionalProperties": False}
     content = {jsonwire.MEDIA_TYPE: {"schema": asked}, wire.MEDIA_TYPE: _BINARY, "application/octet-stream": _BINARY}
-    found["requestBody"] = {"required": True, "content": content}
-    found["parameters"].append(_KEY)
-    return found
+    append["requestBody"] = {"required": True, "content": content}
+    append["parameters"].append(_KEY)
 
 
-def _of_one(operation: dict[str, Any]) -> dict[str, Any]:
-    """Return the operation of a path with an id."""
-    operation["parameters"].insert(0, _ID)
-    return operation
-
-
-def _operation(
-    summary: str, name: str, success: int, answer: type[BaseModel] | None, asked: type[BaseModel] | None = None,
-    *errors: str, **details: str,
-) -> dict[str, Any]:  # fmt: skip
-    said: dict[str, Any] = {"description": HTTPStatus(success).phrase, "headers": TOLD}
-    if answer is not None:
-        said["content"] = {jsonwire.MEDIA_TYPE: {"schema": _reference(answer)}}
-    codes = {*_EACH, *errors, *(_BODY if asked is not None else ())}
-    refusals = problems(*codes, **{"not_found": _OFF, "invalid_request": _IS_NO_NUMBER, **details})
+def _operation(call: CacheRow) -> dict[str, Any]:
+    said: dict[str, Any] = {"description": HTTPStatus(call.success).phrase, "headers": TOLD}
+    if call.answer is not None:
+        said["content"] = {jsonwire.MEDIA_TYPE: {"schema": _reference(call.answer)}}
+    codes = {*_EACH, *call.codes, *(_BODY if call.asked is not None else ())}
+    refusals = problems(*codes, not_found=_OFF, invalid_request=call.wrong)
     found: dict[str, Any] = {
         "tags": ["caches"],
-        "summary": summary,
-        "operationId": name,
-        "parameters": [REPLICA],
-        "responses": {str(success): said, **{str(status): one for status, one in refusals.items()}},
+        "summary": call.summary,
+        "operationId": call.name,
+        "parameters": [_ID, REPLICA] if "{id}" in call.path else [REPLICA],
+        "responses": {str(call.success): said, **{str(status): one for status, one in refusals.items()}},
     }
-    if asked is not None:
-        found["requestBody"] = {"required": True, "content": {jsonwire.MEDIA_TYPE: {"schema": _reference(asked)}}}
+    if call.asked is not None:
+        found["requestBody"] = {"required": True, "content": {jsonwire.MEDIA_TYPE: {"schema": _reference(call.asked)}}}
         found["parameters"].append(_KEY)
     return found
 

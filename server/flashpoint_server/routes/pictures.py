@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from flashpoint.benchmark_schema import BenchmarkJob, PlotKind, PlotTheme
+from importlib.metadata import entry_points
+
+from flashpoint_contract.schemas.benchmark import BenchmarkJob, PlotKind, PlotTheme
 
 MEDIA_TYPES = {"svg": "image/svg+xml", "png": "image/png"}
 
 
 def draw(job: str, kind: PlotKind, format: str, theme: PlotTheme) -> bytes:
     """Return a picture of a BenchmarkJob in JSON. Raises ValueError if it has no row to show."""
-    from flashpoint.plots import plot_benchmark
-
-    return plot_benchmark(BenchmarkJob.model_validate_json(job), kind, "png" if format == "png" else "svg", theme)
+    (registered,) = entry_points(group="flashpoint.pictures", name="benchmark")
+    picture: bytes = registered.load()(BenchmarkJob.model_validate_json(job), kind, format, theme)
+    return picture

@@ -206,7 +206,7 @@ async def compute(
 def choose(settings: Settings, spec: Spec, device: DeviceInfo) -> str:
     """Return the backend for a problem. Raises Refusal 413 and 422."""
     try:
-        backend = choose_backend(spec, device.backends)
+        backend = choose_backend(spec, device.choices)
     except ProblemError as error:
         raise invalid(error.errors) from None
     check_size(spec, device.memory, settings.sequence_limit)
@@ -302,6 +302,7 @@ async def write(
     said = {
         **fields,
         "x-backend": job.backend,
+        **({"x-kernel": kernel} if (kernel := answer.metadata.get("kernel")) else {}),
         "x-batch-size": str(answer.batch_size),
         "server-timing": ", ".join([f"{name};dur={ms}" for name, ms in durations.items()]),
     }

@@ -10,8 +10,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from flashpoint.options import AttentionOptions
-from flashpoint.validation import field_problems
 from flashpoint_contract.options import Options, ProblemError
 from flashpoint_contract.saved import (
     SAVED_OPTIONS,
@@ -22,6 +20,8 @@ from flashpoint_contract.saved import (
     saved_bytes,
     saved_tensors,
 )
+from flashpoint_contract.schemas.options import AttentionOptions
+from flashpoint_contract.schemas.validation import field_problems
 from flashpoint_contract.spec import Spec, plan
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_kernels.cost import extent_of, flops_of, seconds_of

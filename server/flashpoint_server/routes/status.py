@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field
 
 from flashpoint_contract.tensors import MAX_HEAD_DIM
 from flashpoint_kernels.support import features
+from flashpoint_server.config.key_file import RIGHTS
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.observability.metrics import MEDIA_TYPE
 from flashpoint_server.observability.observed import versions
@@ -48,12 +49,20 @@ class Info(BaseModel):
     versions: dict[str, str] = Field(description="Versions of Python and of the main libraries.")
     device: Device | None
     backends: list[str] = Field(description="Backends, in the order in which `auto` prefers them.")
+    kernels: dict[str, str] = Field(
+        description="The CPU kernels in C of the backend `torch`, by the data type of q.",
+        examples=[{"bfloat16": "c-amx"}],
+    )
+    missing: list[str] = Field(
+        description="Sentences that say which part is missing on this device, and how to install it."
+    )
     options: dict[str, list[str]] = Field(description="The features of each backend.")
     load: dict[str, int] = Field(description="Number of admitted requests, and the bytes of their tensors.")
     caches: dict[str, int] = Field(
         description="Number and bytes of KV caches and of saved forwards, and the limit of each engine in bytes."
     )
     limits: dict[str, int] = Field(description="Limits. Each name contains the unit.")
+    rights: list[str] = Field(description="Permissions of the caller's key; all of them if the server has no keys.")
 
 
 def router(service: Service) -> APIRouter:
@@ -85,7 +94,7 @@ def router(service: Service) -> APIRouter:
 
     @routes.get("/info", summary="Describe versions, device, backends, load and limits", responses=problems(*_LOCKED))
     async def info(request: Request) -> Info:
-        service.admit(Exchange.of(request.scope), "info")
+        caller = service.admit(Exchange.of(request.scope), "info")
         device, settings, held = service.engine.device, service.settings, service.engine.holding
         backends = list(device.backends) if device else []
         return Info(
@@ -93,6 +102,8 @@ def router(service: Service) -> APIRouter:
             versions=versions(),
             device=Device(name=device.name, title=device.title, memory=device.memory) if device else None,
             backends=backends,
+            kernels=device.kernels if device else {},
+            missing=[said for said in (device.no_triton, device.no_kernels, device.no_gpu) if said] if device else [],
             options={name: sorted(features(name, device.name)) for name in backends} if device else {},
             load={"requests": int(service.counts.requests.total), "bytes": int(service.counts.bytes.total)},
             caches={
@@ -117,6 +128,7 @@ def router(service: Service) -> APIRouter:
                 "default_timeout_ms": settings.default_timeout_ms,
                 "max_timeout_ms": settings.max_timeout_ms,
             },
+            rights=[right for right in RIGHTS if right in caller.rights],
         )
 
     text: dict[int | str, dict[str, Any]] = {

@@ -150,7 +150,8 @@ class HeldCall(NamedTuple):
         for name in shell.tensors:
             each[name] = shell.view(name).contiguous()
         slopes, spans = each.get("alibi_slopes"), [track.spans() for track in tracks]
-        itemsize, mask, seed = size.dtype.itemsize, self._mask(), drawn_seed(spec.options)
+        itemsize, mask, seed = size.dtype.itemsize, self._mask("attn_mask"), drawn_seed(spec.options)
+        blocks = self._mask("block_mask")
         dropout_p = spec.options.dropout_p
         forward = Forward(
             q.dtype, size.dtype, size.head_dim, size.value_dim, size.heads, spec.q_heads // size.heads, spec.scale,
@@ -158,7 +159,8 @@ class HeldCall(NamedTuple):
             size.value_dim * itemsize, each["sinks"].data_ptr() if "sinks" in each else 0,
             NOWHERE if mask is None else steps(mask, 1), torch.bool if mask is None else mask.dtype,
             0 if mask is None or mask.shape[3] == 1 else mask.itemsize, 1.0 - dropout_p,
-            Dropped.of(seed, dropout_p), 0, (call, each, spans, mask),
+            Dropped.of(seed, dropout_p), 0, (call, each, spans, mask, blocks),
+            NOWHERE if blocks is None else steps(blocks, 1), spec.options.block_size,
         )  # fmt: skip
         rows = [row._replace(kv_len=track.length) for row, track in zip(call.rows, tracks, strict=True)]
         for row, track, place, span in zip(rows, tracks, places, spans, strict=True):
@@ -167,8 +169,9 @@ class HeldCall(NamedTuple):
             own = 0 if slopes is None else slopes[row.index if slopes.ndim == 2 else ...].data_ptr()
             first, start = track.first // CHUNK * CHUNK, max(self.lowest(row.q_len, track.length), track.first)
             addresses = place["q"], place["o"], place.get("lse", 0)
-            masked = 0 if mask is None else address(mask, row.batch, 0)
-            forward.add(rows_of(spec, row, *addresses, span.of_sequence(0), span.tokens, own, first, start, masked))
+            masked, skipped = (0 if t is None else address(t, row.batch, 0) for t in (mask, blocks))
+            places_of_keys = span.of_sequence(0), span.tokens
+            forward.add(rows_of(spec, row, *addresses, *places_of_keys, own, first, start, masked, skipped))
         return cut(spec, forward, rows, cores, seed)
 
     def problem(self, caches: Sequence[StoredCache]) -> Problem:
@@ -204,12 +207,13 @@ class HeldCall(NamedTuple):
         except ProblemError as error:
             raise invalid(error.errors) from None
 
-    def _mask(self) -> Tensor | None:
-        """Return the mask as (B, Hq, Sq, its columns), which the kernels in C can read; None without one."""
-        if "attn_mask" not in self.of.tensors:
+    def _mask(self, name: str) -> Tensor | None:
+        """Return a mask as (B, Hq, its rows, its columns), which the kernels in C can read; None without one."""
+        if name not in self.of.tensors:
             return None
-        spec, t = self.of.spec, readable_mask(self._four_dimensional()["attn_mask"])
-        return t.reshape((1,) * (4 - t.ndim) + tuple(t.shape)).expand(spec.batch, spec.q_heads, spec.q_len, -1)
+        spec, t = self.of.spec, readable_mask(self._four_dimensional()[name])
+        t = t.reshape((1,) * (4 - t.ndim) + tuple(t.shape))
+        return t.expand(spec.batch, spec.q_heads, spec.q_len if name == "attn_mask" else -1, -1)
 
     def _four_dimensional(self) -> dict[str, Tensor]:
         """Return the call's tensors without k and v; tensors without a dimension of heads get one."""

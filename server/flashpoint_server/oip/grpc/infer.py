@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 from starlette.types import Receive, Scope
 
-from flashpoint.jsonwire import FieldError
 from flashpoint_contract.options import Direction
+from flashpoint_contract.schemas.jsonwire import FieldError
 from flashpoint_contract.wire import WireError
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.message import Choose, RequestPlan

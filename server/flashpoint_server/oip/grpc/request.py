@@ -10,7 +10,7 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
-from flashpoint.jsonwire import FieldError
+from flashpoint_contract.schemas.jsonwire import FieldError
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_contract.wire import WireError
 from flashpoint_server.oip.datatypes import DATATYPE_OF, numpy_dtype

@@ -69,12 +69,26 @@ cancel.addEventListener("click", async () => {
   }
 });
 document.addEventListener("locked", () => watching.abort());
+addEventListener("hashchange", resume);
 choice.addEventListener("change", show);
 picture.addEventListener("click", save);
 
 // Show the benchmark whose id is in the address, if there is one.
 export function resume() {
-  if (location.hash.startsWith(MARK)) watch(decodeURIComponent(location.hash.slice(MARK.length)));
+  if (!location.hash.startsWith(MARK)) return;
+  watch(decodeURIComponent(location.hash.slice(MARK.length)));
+  stay();
+}
+
+// Show this part, also while the parts above it grow, until the user scrolls or types.
+function stay() {
+  const seen = new AbortController();
+  const grown = new ResizeObserver(() => section.scrollIntoView());
+  grown.observe(document.getElementById("main"));
+  seen.signal.addEventListener("abort", () => grown.disconnect());
+  for (const name of ["wheel", "touchstart", "keydown", "pointerdown"]) {
+    addEventListener(name, () => seen.abort(), { signal: seen.signal, passive: true });
+  }
 }
 
 async function watch(job) {
@@ -159,8 +173,8 @@ function timed(row) {
   const part = row.roofline_percent; // over 100: the time is too short, or other programs ran while the peak was measured
   const reached = part === null ? "–" : `${number(part)} %${part > 100 ? " (over)" : ""}`;
   const figures = [
-    number(row.ms), `${number(row.ms_p20)}–${number(row.ms_p80)}`, number(row.tflops), number(row.gb_per_s),
-    reached, bytes(row.peak_bytes), number(row.speedup_over_naive),
+    `${number(row.ms)}${row.busy ? " (busy)" : ""}`, `${number(row.ms_p20)}–${number(row.ms_p80)}`, number(row.tflops), number(row.gb_per_s),
+    reached, `${bytes(row.peak_bytes)}${row.peak_bytes_low ? " (low)" : ""}`, number(row.speedup_over_naive),
   ];
-  return tableRow(row.backend, [nameOf(row), ...figures.map((figure) => [figure, figure.endsWith("(over)") ? "n odd" : "n"])]);
+  return tableRow(row.backend, [nameOf(row), ...figures.map((figure) => [figure, figure.endsWith(")") ? "n odd" : "n"])]);
 }

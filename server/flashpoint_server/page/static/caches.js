@@ -13,6 +13,10 @@ const said = panel.querySelector(".said");
 const body = panel.querySelector("tbody");
 let allowed = true;
 
+document.addEventListener("locked", () => {
+  allowed = true; // another key may have the permission
+});
+
 export const showCode = code("caches", () => ({
   curl: curl("caches"),
   python: python(

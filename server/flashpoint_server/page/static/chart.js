@@ -77,10 +77,10 @@ function options(element, spec, current) {
 
 // A range from the spec also belongs to the newest data.
 function scale({ kind = "linear", range }, newest) {
-  const asked = (...about) => newest()(...about);
+  const asked = (...about) => (Array.isArray(newest()) ? newest() : newest()(...about));
   if (kind === "names") return { time: false, range: (_, low, high) => [low - 0.6, high + 0.6] };
   if (kind in LOG) return { time: false, distr: 3, log: LOG[kind], range: range ? asked : wider };
-  return { time: false, ...(range && { range: Array.isArray(range) ? range : asked }) };
+  return { time: false, ...(range && { range: asked }) };
 }
 
 function wider(_, low, high) {

@@ -4,6 +4,7 @@ import { call } from "./api.js";
 import { code, curl, python } from "./code.js";
 import { say } from "./form.js";
 import { capabilities, limits } from "./options.js";
+import * as rights from "./rights.js";
 import { bytes } from "./text.js";
 
 const WORDS = { ready: "Ready", not_ready: "Not ready", draining: "Shutting down", unreachable: "Unreachable" };
@@ -15,6 +16,10 @@ const showCode = code("device", () => ({
   curl: curl("info"),
   python: python(["info = client.info()", 'print(info["device"], info["backends"])']),
 }));
+
+document.addEventListener("locked", () => {
+  known = null; // another key may see more
+});
 
 // Return whether the server accepts work.
 export async function look() {
@@ -40,6 +45,7 @@ async function describe() {
   showCode();
   try {
     const info = await (await call("info")).json();
+    rights.apply(info.rights);
     facts(info);
     list(panel.querySelector(".limits"), limits(info.limits));
     capabilities(panel.querySelector("table"), info);

@@ -152,14 +152,15 @@ function palette() {
   const style = getComputedStyle(document.documentElement);
   const named = (name) => style.getPropertyValue(`--${name}`).trim();
   return {
-    text: named("text"), soft: named("soft"), line: named("edge"),
+    text: named("text"), soft: named("soft"), line: named("edge"), // also the colour of NaN
     up: ["heat-0", "heat-1", "heat-2"].map((name) => rgb(named(name))),
     down: ["heat-0", "cold-1", "cold-2"].map((name) => rgb(named(name))),
   };
 }
 
 // Return the colour of a value between `low` and `high`: from pale to strong, with another hue below 0.
-function shade(value, low, high, { up, down }) {
+function shade(value, low, high, { up, down, line }) {
+  if (Number.isNaN(value)) return line;
   const most = Math.max(high, -low) || 1;
   const stops = value < 0 ? down : up;
   const at = Math.min(Math.abs(value) / most, 1) * (stops.length - 1);

@@ -9,6 +9,8 @@ import { HeatMap } from "./heat.js";
 import { number } from "./text.js";
 
 const WAIT_MS = 150; // behind the last change of the form
+const CLOSE = 1e-3; // a larger error is shown as wrong; those of float32 are far below
+const ROUNDING = 2 ** -24; // of float32, relative
 
 const section = document.getElementById("playground");
 const form = section.querySelector("form");
@@ -102,6 +104,7 @@ document.addEventListener("locked", () => {
 
 // Ask for what the form holds, if nothing is on screen, or if what failed may succeed now.
 export function look() {
+  if (section.hasAttribute("data-denied")) return;
   if ((!answered && !asking.started) || retry) soon(0);
 }
 
@@ -125,7 +128,7 @@ async function ask(signal) {
     if (signal.aborted) return undefined;
     const [q, k, v] = [body.q[0], body.k[0], body.v[0]];
     const options = { ...now.options, sinks: now.sinks, alibi_slopes: now.alibi_slopes, attn_mask: body.attn_mask };
-    answered = { problem: { q, k, v }, options, lse: lse[0].map((row) => row.map(value)), o: o[0], backend };
+    answered = { problem: { q, k, v }, options, lse: lse[0].map((row) => row.map(value)), o: o[0].map((rows) => rows.map((row) => row.map(value))), backend };
     clear(form);
     showHeads(q.length);
     render();
@@ -141,6 +144,7 @@ async function ask(signal) {
 function fail(text) {
   answered = null;
   outcome.hidden = true;
+  said.dataset.verdict = "";
   said.textContent = text;
 }
 
@@ -178,13 +182,14 @@ function render() {
   const { one, lse, o } = current();
   const scores = section.querySelector(".views input:checked").value === "scores";
   const shown = scores ? one.score : one.weight;
-  const cells = range(one.rows).flatMap((i) => range(one.columns).filter((j) => one.seen(i, j)).map((j) => shown(i, j)));
+  const finite = (x) => Number.isFinite(x); // colours have no place for other numbers
+  const cells = range(one.rows).flatMap((i) => range(one.columns).filter((j) => one.seen(i, j)).map((j) => shown(i, j))).filter(finite);
   const sink = answered.options.sinks && !scores ? { name: "sink", value: one.sink } : undefined;
-  const most = Math.max(0, ...cells, ...(sink ? range(one.rows).map(one.sink) : []));
+  const most = Math.max(0, ...cells, ...(sink ? range(one.rows).map(one.sink).filter(finite) : []));
   const low = scores ? Math.min(0, ...cells) : 0;
   const { rows, columns } = one;
   weights.show({ rows, columns, value: shown, hidden: (i, j) => !one.seen(i, j), low, high: most, extra: sink });
-  const size = Math.max(...o.flat().map(Math.abs));
+  const size = Math.max(0, ...o.flat().map(Math.abs).filter(finite));
   outputs.show({ rows: o.length, columns: o[0].length, value: (i, d) => o[i][d], hidden: () => false, low: -size, high: size });
   scaleOf("weights", low, most);
   scaleOf("o", -size, size);
@@ -194,7 +199,7 @@ function render() {
     y: { label: "lse (natural log)" },
     series: [{ name: "lse", colour: "accent", gaps: true, values: lse.map((x) => (Number.isFinite(x) ? x : null)) }],
   });
-  check(one, o);
+  check(one, o, lse);
   weights.cell ??= [one.rows - 1, one.columns - 1];
   weights.draw();
   tell(...weights.cell);
@@ -207,16 +212,26 @@ function scaleOf(name, low, high) {
 }
 
 // Show the error of the weights' sums, and the difference between weights·v and the server's o.
-function check(one, o) {
-  const rows = range(one.rows).filter((i) => one.total(i) + one.sink(i) > 0);
+function check(one, o, lse) {
+  const rows = range(one.rows).filter((i) => lse[i] !== -Infinity);
   const off = Math.max(0, ...rows.map((i) => Math.abs(one.total(i) + one.sink(i) - 1)));
-  const apart = Math.max(...range(one.rows).flatMap((i) => one.o(i).map((x, d) => Math.abs(x - value(o[i][d])))));
+  const apart = Math.max(...range(one.rows).flatMap((i) => one.o(i).map((x, d) => Math.abs(x - o[i][d]))));
   const sums = answered.options.sinks ? "Each row and its sink add up to 1" : "Each row adds up to 1";
   const blind = one.rows - rows.length;
   said.textContent =
     `${sums} within ${number(off, 2)}; weights · v equals the server’s o within ${number(apart, 2)}.` +
     ` Computed by ${answered.backend}.` +
-    (blind ? ` ${blind} of ${one.rows} queries see no key: their o is 0, and their lse −∞.` : "");
+    (blind ? ` ${blind} of ${one.rows} queries see no key: their o is 0, and their lse −∞.` : "") + explained(one, o, lse, off, apart);
+  said.dataset.verdict = off <= CLOSE && apart <= CLOSE * Math.max(1, ...o.flat().map(Math.abs)) ? "" : "bad";
+}
+
+// Return why the weights do not fit the answer: the server computes in float32, which has about 7 digits, and the page in float64.
+function explained(one, o, lse, off, apart) {
+  if ([...o.flat(), ...lse].some(Number.isNaN)) return " The answer has NaN: its scores, or the scale, are beyond the range of float32.";
+  if (off <= CLOSE && apart <= CLOSE) return "";
+  const most = Math.max(...range(one.rows).flatMap((i) => range(one.columns).map((j) => Math.abs(one.score(i, j)))));
+  return ` The scores reach ${number(most)}. In float32, the server rounds scores and lse of that size by up to ${number(most * ROUNDING, 2)},` +
+    " and exp(score − lse) turns this into a factor: use a smaller scale.";
 }
 
 // Show how the weight of a cell follows from its score and its row's lse.
@@ -241,7 +256,7 @@ function tell(i, j) {
 
 function tellOutput(i, d) {
   const { one, o } = current();
-  say([`Query ${i}, value dimension ${d}`, `o of the server = ${number(value(o[i][d]), 6)}`,
+  say([`Query ${i}, value dimension ${d}`, `o of the server = ${number(o[i][d], 6)}`,
     `sum of weight · v = ${number(one.o(i)[d], 6)}`]);
 }
 

@@ -22,6 +22,10 @@ const samples = [];
 const history = []; // [milliseconds, {chart: values of its lines}], the newest last
 let allowed = true;
 
+document.addEventListener("locked", () => {
+  allowed = true; // another key may have the permission
+});
+
 // Take a sample of the metrics and return it; null if there is none.
 export async function look() {
   if (!allowed) return null;

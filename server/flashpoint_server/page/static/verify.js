@@ -9,6 +9,7 @@ import { duration, number, tableRow } from "./text.js";
 const TICK_MS = 500;
 const STAGES = {
   backend: "the backend", float64: "float64", torch: "torch’s own math", rounding: "the effect of rounding",
+  causes: "known mistakes",
 };
 const ANSWERS = { forward: "o and lse", backward: "gradients" };
 

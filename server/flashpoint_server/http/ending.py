@@ -1,0 +1,168 @@
+"""How a connection ends: after an answer, or after input that cannot be read any further.
+
+A parser that has failed cannot go on. The error is not always the client's: if one of our callbacks fails, for example
+for lack of memory, httptools raises an error of its own, with ours as its context.
+"""
+
+from __future__ import annotations
+
+import time
+
+import httptools
+import structlog
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
+
+from flashpoint_server.exchange import Exchange
+from flashpoint_server.http.half_closed import HalfClosed
+from flashpoint_server.observability.metrics import Metrics
+from flashpoint_server.refusal import MEDIA_TYPE, Refusal
+
+# A client can read the last answer for these seconds, and send these bytes, before the connection is closed.
+LINGER, DISCARDED = 5.0, 8 << 20
+MALFORMED = "malformed"  # the route in metrics of input that is not an HTTP request
+
+log = structlog.stdlib.get_logger("flashpoint.http")
+
+
+class Config(uvicorn.Config):
+    """uvicorn's configuration, with timeouts in seconds for a request's head and for a reader that takes nothing."""
+
+    header_timeout = 10.0
+    answer_timeout = 20.0
+    metrics: Metrics
+    half_closed: HalfClosed
+
+
+class EndingProtocol(HttpToolsProtocol):
+    """uvicorn's HTTP protocol, whose clients receive the last answer."""
+
+    config: Config
+    wrong: Refusal | None = None  # of a head that is not valid, but that the parser accepts
+    last_words = b""  # the last answer of a connection whose input cannot be read any further
+    over = False  # nothing more is answered
+    _discarded = 0  # bytes
+    running: RequestResponseCycle | None = None  # the request that is being answered, or the last one
+
+    @property
+    def secure(self) -> bool:
+        return self.scheme == "https"
+
+    def refuse_input(self, error: Exception) -> None:
+        """Parse nothing more after an error: refuse the request in which it occurred, and then end the connection.
+
+        Earlier requests are answered first. Other input is discarded.
+        """
+        cycle, running = self.cycle, self.running
+        unfinished = cycle is not None and cycle.more_body
+        if unfinished and cycle.response_complete:  # the rest of a body that nobody reads
+            self.linger()
+            return
+        cause = _cause_of(error)
+        refusal = self.wrong or _refusal_of(cause, in_body=unfinished)
+        blank = {"method": "", "path": "", "headers": ()}
+        exchange = Exchange.open(cycle.scope if unfinished else blank)  # type: ignore[arg-type]  # the library's types
+        exchange.status, exchange.code = refusal.status, refusal.code
+        self.last_words, exchange.bytes_out = _written(refusal, exchange.request_id)
+        ours = refusal.code in ("out_of_memory", "internal_error")
+        if ours:
+            log.error("failed", request_id=exchange.request_id, error=type(cause).__name__, exc_info=cause)
+        if not unfinished or cycle is not running:  # no route has received it, so count it here
+            route = "other" if ours else MALFORMED
+            self.config.metrics.ended(exchange, route, time.perf_counter() - exchange.arrived)
+            if not ours:
+                self._log_malformed(exchange, self.wrong.detail if self.wrong else str(error))
+        if unfinished and running is not None and cycle is not running:
+            self.forget_last(running)
+        elif unfinished and cycle.response_started:
+            self.linger()
+        elif unfinished:
+            # the body's reader learns that no more data comes, and that no answer can be sent
+            cycle.disconnected = True
+            cycle.message_event.set()
+            self._send_last_words()
+        if running is None or running.response_complete:
+            self._send_last_words()
+
+    def _log_malformed(self, exchange: Exchange, reason: str) -> None:
+        log.warning(
+            "malformed request",
+            request_id=exchange.request_id,
+            peer=self.client and f"{self.client[0]}:{self.client[1]}",
+            status=exchange.status,
+            code=exchange.code,
+            reason=reason,
+        )
+
+    def _send_last_words(self) -> None:
+        self.transport.write(self.last_words)
+        self.linger()
+
+    def end(self) -> None:
+        """End the connection after an answer."""
+        running = self.running
+        if self.pipeline or self.flow.read_paused or running is None or running.more_body:
+            self.linger()
+        else:
+            self.transport.close()
+
+    def linger(self) -> None:
+        """End the sending, and discard what still arrives, until the client closes the connection, within limits.
+
+        If it were closed with unread bytes, TCP would reset it, and the client could lose the last answers.
+        """
+        self.over = True
+        if self.secure or self.transport.is_closing():
+            self.transport.close()
+        else:
+            self.transport.write_eof()
+            self.flow.resume_reading()
+            self.loop.call_later(LINGER, self.transport.close)
+
+    def discard(self, nbytes: int) -> None:
+        """Count bytes that arrive and are not read."""
+        self._discarded += nbytes
+        if self._discarded > DISCARDED:
+            self.transport.close()
+
+    def forget_last(self, running: RequestResponseCycle) -> None:
+        """Forget the last request, whose body is not complete and which waits behind others."""
+        self.pipeline.popleft()
+        self.cycle = self.pipeline[0][0] if self.pipeline else running
+
+
+class Closing:
+    """The transport, as answers in ASGI messages use it. Its `close` lets the client read the last answer."""
+
+    def __init__(self, http: EndingProtocol) -> None:
+        self.write, self.is_closing, self.close = http.transport.write, http.transport.is_closing, http.end
+
+
+def _cause_of(error: Exception) -> Exception:
+    """Return the exception of our callback if that made the parser fail, and otherwise `error`."""
+    if isinstance(error, httptools.HttpParserCallbackError) and isinstance(error.__context__, Exception):
+        return error.__context__
+    return error
+
+
+def _refusal_of(cause: Exception, *, in_body: bool) -> Refusal:
+    """Return what to answer. `in_body` says whether the input is a body."""
+    if isinstance(cause, MemoryError):
+        return Refusal("out_of_memory", "the HTTP process ran out of memory for this request")
+    # A ValueError is that of a path which is not ASCII.
+    if not isinstance(cause, (httptools.HttpParserError, ValueError)):
+        return Refusal("internal_error", "the server failed: a bug, logged with this request's id")
+    if in_body:
+        return Refusal("malformed_body", "the chunks of the body are not valid HTTP/1.1")
+    return Refusal("malformed_head", "the request is not valid HTTP/1.1")
+
+
+def _written(refusal: Refusal, request_id: str) -> tuple[bytes, int]:
+    """Return an answer that ends the connection, and the size of its body."""
+    body = refusal.body(request_id)
+    fields = {
+        "content-type": MEDIA_TYPE, "content-length": str(len(body)), "x-request-id": request_id, **refusal.headers,
+        "connection": "close",
+    }  # fmt: skip
+    head = "".join(f"{name.lower()}: {value}\r\n" for name, value in fields.items())
+    return b"%s%s\r\n%s" % (STATUS_LINE[refusal.status], head.encode(), body), len(body)
