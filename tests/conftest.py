@@ -1,5 +1,6 @@
 """Where kernels run in tests: under Triton's interpreter, or on a GPU when FLASHPOINT_TEST_DEVICE=cuda (`make gpu`).
 
+With FLASHPOINT_TEST_ARCH=90 nothing runs: tests/support/kernels/resolved.py resolves launches as for a GPU of sm_90.
 Set before anything imports triton, which decides when a kernel is decorated.
 """
 
@@ -9,7 +10,8 @@ import os
 import pytest
 
 DEVICE = os.environ.get("FLASHPOINT_TEST_DEVICE", "cpu")
-if DEVICE == "cpu":
+INTERPRETING = DEVICE == "cpu" and not os.environ.get("FLASHPOINT_TEST_ARCH")
+if INTERPRETING:
     os.environ["TRITON_INTERPRET"] = "1"
 
 # torch's threads sleep while they wait, as those of an engine do. Beside other work on two cores, spinning made the

@@ -3,6 +3,7 @@
 The environment sees the packages of this one, but for Flashpoint, which comes from the wheel.
 """
 
+import email
 import importlib.metadata
 import os
 import re
@@ -12,6 +13,7 @@ import sysconfig
 import tarfile
 import tomllib
 import zipfile
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -32,25 +34,64 @@ LIMIT = 2 << 20  # bytes of a file: more would be data that nobody meant to ship
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dist")
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-d", folder], cwd=ROOT, check=True, capture_output=True
-    )
+    made = [f"DIST={folder}", f"BIN={Path(sys.executable).parent}"]
+    subprocess.run(["make", "-o", ".venv/.dev", "dist", *made], cwd=ROOT, check=True, capture_output=True)
     (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     return wheel, sdist
+
+
+def environment(home, wheel):
+    """Return the Python and the site-packages of a new environment that has the wheel alone."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True)
+    python = home / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check"]
+    subprocess.run([*pip, "--no-deps", "--no-index", wheel], check=True, env=clean())
+    (packages,) = home.glob("lib/python*/site-packages")
+    return python, packages
 
 
 @pytest.fixture(scope="module")
 def installed(built, tmp_path_factory):
     """The Python of an environment that has the wheel."""
-    home = tmp_path_factory.mktemp("venv")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True)
-    python = home / "bin" / "python"
-    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "--no-deps", "--no-index", built[0]], check=True, env=clean())
-    (packages,) = home.glob("lib/python*/site-packages")
+    python, packages = environment(tmp_path_factory.mktemp("venv"), built[0])
     theirs = [path for path in sys.path if path.endswith("site-packages")]
     (packages / "dependencies.pth").write_text("\n".join(theirs) + "\n")
     return python
+
+
+def needed(wheel, extras, **system):
+    """Return the names of the packages that pip installs for these extras of the wheel, on this or another system."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = email.message_from_bytes(archive.read(name))
+    found, todo = {"flashpoint": set()}, [("flashpoint", extra) for extra in ("", *extras)]
+    while todo:
+        name, extra = todo.pop()
+        if extra in found.setdefault(name, set()):
+            continue
+        found[name].add(extra)
+        own = metadata.get_all("Requires-Dist") if name == "flashpoint" else importlib.metadata.requires(name)
+        for each in map(Requirement, own or ()):
+            if each.marker is None or each.marker.evaluate({"extra": extra, **system}):
+                todo += [(canonicalize_name(each.name), more) for more in ("", *each.extras)]
+    return set(found) - {"flashpoint"}
+
+
+@pytest.fixture(scope="module")
+def alone(built, tmp_path_factory):
+    """A function: the Python of an environment with the wheel and what these extras need, and nothing else."""
+
+    @cache
+    def made(*extras):
+        python, packages = environment(tmp_path_factory.mktemp("-".join(extras)), built[0])
+        for name in needed(built[0], extras):
+            distribution = importlib.metadata.distribution(name)
+            for top in {file.parts[0] for file in distribution.files} - {"..", "__pycache__"}:
+                if not (packages / top).exists():
+                    (packages / top).symlink_to(distribution.locate_file(top))
+        return python
+
+    return made
 
 
 def clean(**variables):
@@ -72,7 +113,8 @@ def test_both_files_have_what_is_needed_and_nothing_else(built):
     for needed in ("page/templates/errors.html", "page/static/page.js", "oip/grpc/descriptors.binpb"):
         assert f"flashpoint_server/{needed}" in names
     assert "flashpoint_kernels/native/libflashpoint.so" in names
-    assert wheel.name.split("-", 2)[2] == f"py3-none-{sysconfig.get_platform().replace('-', '_')}.whl"
+    platform = sysconfig.get_platform().replace("-", "_").replace("linux", r"manylinux_2_\d+")
+    assert re.fullmatch(rf"py3-none-{platform}\.whl", wheel.name.split("-", 2)[2])
     with tarfile.open(sdist) as archive:
         sources = {name.split("/")[1] for name in archive.getnames() if "/" in name}
     assert {"client", "contract", "kernels", "server", "pyproject.toml", "README.md", "LICENSE"} <= sources
@@ -138,3 +180,51 @@ def test_pytest_finds_the_fixture(installed, tmp_path):
     (tmp_path / "test_it.py").write_text("def test_it(judge_attention):\n    assert callable(judge_attention)\n")
     flags = ["-q", "-p", "no:cacheprovider", "-p", "no:schemathesis", "-p", "no:cloudcoil"]
     assert "1 passed" in said(installed, "-m", "pytest", *flags, cwd=tmp_path).stdout
+
+
+SERVER = {"fastapi", "starlette", "uvicorn", "pydantic-settings", "structlog", "msgspec", "prometheus-client", "jinja2"}
+LIBRARY = """
+import importlib.util, sys
+import torch
+import flashpoint_kernels
+q, k, v = (torch.randn(1, 2, 5, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+truth = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+for backend in ("auto", "torch", "tiled", "reference"):
+    given = [q, k, v] if backend == "reference" else [t.float() for t in (q, k, v)]
+    o = flashpoint_kernels.attention(*given, backend=backend)
+    assert torch.allclose(o.double(), truth, atol=1e-5), backend
+    o.sum().backward()
+print(sorted(name for name in sys.argv[1:] if importlib.util.find_spec(name)))
+"""
+
+
+def test_the_library_is_installed_alone(built, alone, tmp_path):
+    """`pip install flashpoint[torch]`: attention, gradients and `judge`, and none of the server's packages."""
+    # torch itself has jinja2, on each system
+    assert needed(built[0], ["torch"]) & (SERVER | {"typer", "rich", "matplotlib"}) <= {"jinja2"}
+    asked = ("fastapi", "uvicorn", "structlog", "typer", "rich", "matplotlib")
+    assert said(alone("torch"), "-c", LIBRARY, *asked, cwd=tmp_path).stdout == "[]\n"
+    without_triton = "import sys; sys.modules['triton'] = None\n" + LIBRARY  # as on other systems
+    assert said(alone("torch"), "-c", without_triton, *asked, cwd=tmp_path).stdout == "[]\n"
+    program = (
+        "from flashpoint_kernels import attention, judge\n"
+        "if __name__ == '__main__':\n"
+        "    print(judge(attention, quick=True, dtypes=['float32']).verdict)\n"
+    )
+    (tmp_path / "judged.py").write_text(program)
+    assert said(alone("torch"), "judged.py", cwd=tmp_path).stdout == "right\n"
+
+
+def test_the_library_and_the_command_line_judge(alone, tmp_path):
+    """`pip install flashpoint[torch,cli]`: the judge as a command; a server is refused with what to install."""
+    python = alone("torch", "cli")
+    judge = ["verify", "--kernel", "flashpoint_kernels:attention", "--quick", "--dtype", "float32"]
+    assert "PASS" in said(python, "-m", "flashpoint", *judge, cwd=tmp_path).stdout
+    refused = said(python, "-m", "flashpoint", "serve", cwd=tmp_path, check=False)
+    assert refused.returncode == 2
+    assert re.search(r"needs structlog, which is not installed\n.*pip install .*\[server\]", refused.stderr)
+
+
+def test_triton_is_wanted_on_linux_alone(built):
+    for system, wanted in (("Linux", True), ("Darwin", False), ("Windows", False)):
+        assert ("triton" in needed(built[0], ["torch"], platform_system=system)) is wanted

@@ -24,8 +24,9 @@ PYTHON = re.compile(rf'^```python(?: title="([\w.]+)")?\n{BLOCK}```$', re.MULTIL
 # The names that a fragment leaves to the reader.
 GIVEN = {"balancers": "import flashpoint; there = flashpoint.Client(); old = there.cache()"}
 # Types of other packages, whose checkers would not pass them: what torch's `grad` may be before a backward, what
-# tritonclient's outputs may be where there is none of that name, and a protocol of transformers' own.
-THEIRS = re.compile(r"\.grad\.|\.as_numpy\(|get_response\(|\.generate\b")
+# tritonclient's outputs may be where there is none of that name, a protocol of transformers' own, and a module that
+# `install` puts in its place when the example runs.
+THEIRS = re.compile(r"\.grad\.|\.as_numpy\(|get_response\(|\.generate\b|^from flash_attn\b")
 MYPY = """\
 [mypy]
 check_untyped_defs = true

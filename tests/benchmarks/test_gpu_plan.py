@@ -109,7 +109,7 @@ def test_a_time_needs_the_smoke_tests_of_its_kernels() -> None:
 
 
 def test_tests_of_the_path_for_hopper_run_first_and_under_the_race_detector() -> None:
-    hopper, general, backends = plan.SUITES["tests"]
+    hopper, general, serving, backends = plan.SUITES["tests"]
     files = suites.files(hopper)
     assert files[0] == "tests/kernels/test_triton_hopper.py"
     assert files.count(files[0]) == 1
@@ -117,6 +117,11 @@ def test_tests_of_the_path_for_hopper_run_first_and_under_the_race_detector() ->
     assert {"test_triton_device.py", "test_nano.py"} < {name.rpartition("/")[2] for name in files}
     assert (hopper.environment["FLASHPOINT_HOPPER"], general.environment["FLASHPOINT_HOPPER"]) == ("1", "0")
     assert len(suites.files(backends)) == len(plan.BACKENDS_TESTS)
-    (races,) = plan.SUITES["races"]
-    assert races.environment["TRITON_INSTRUMENTATION_MODE"] == "consan"
-    assert suites.files(races) == files[:1]
+    assert len(suites.files(serving)) == len(plan.SERVING_TESTS)
+    for judge, hopper_path in zip(plan.SUITES["judge"], ("0", "1"), strict=True):
+        assert suites.files(judge) == ["tests/kernels/test_judged.py"]
+        assert (judge.environment["FLASHPOINT_HOPPER"], judge.seconds) == (hopper_path, 300)
+    for direction, races in zip(plan.PASSES, plan.SUITES["races"], strict=True):
+        assert races.environment["TRITON_INSTRUMENTATION_MODE"] == "consan"
+        assert suites.files(races) == ["tests/kernels/test_hopper_races.py"]
+        assert (races.select, races.seconds) == (direction, 300)  # it compiles for a minute and more

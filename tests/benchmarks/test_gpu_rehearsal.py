@@ -149,7 +149,7 @@ def unrecorded(rehearsal: Rehearsal, seed: int) -> Counter[str]:
 def test_the_whole_procedure_runs_on_a_bare_machine(python: Path, tmp_path: Path) -> None:
     """Every stage, in the calls of docs/gpu-day.md, each on another machine, which gives back few files."""
     rehearsal = Rehearsal(python, tmp_path)
-    calls = (("first",), ("tests", "races"), ("sweep",), ("table", "papers", "decode", "flex"))
+    calls = (("first",), ("tests", "judge", "races"), ("sweep",), ("table", "papers", "decode", "flex"))
     for number, stages in enumerate(calls):
         if number:
             rehearsal.outs.append(tmp_path / f"out-{number}")

@@ -76,6 +76,14 @@ def test_the_fastest_tile_is_proposed_beside_the_shipped_one() -> None:
     assert report.configuration(best).endswith(f'64: {{"forward": {tile}, "backward_kv": {tile}}},')
 
 
+def test_what_could_not_be_read_of_a_trial_is_said() -> None:
+    rows = rows_of("sweep")
+    for row in rows[:3]:
+        row["result"]["occupancy"] = "TypeError: 'Constants' object is not a mapping"
+    assert "Registers and spills could not be read in 3: TypeError: 'Constants'" in report._sweep(rows)
+    assert "could not be read" not in report._sweep(rows_of("sweep"))
+
+
 def rows_of(stage: str) -> list[dict[str, Any]]:
     """A row for every task of a stage, as the record has them."""
     found = []

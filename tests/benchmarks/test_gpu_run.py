@@ -145,13 +145,12 @@ def test_each_test_is_a_row_when_it_ends_and_what_is_known_is_not_run_again(
     sample.write_text(SAMPLE)
     (tmp_path / "test_unread.py").write_text("import nothing_of_this_name")
     monkeypatch.setattr(suites, "files", lambda suite: [str(sample)])
-    monkeypatch.setattr(suites, "TEST_SECONDS", 20)
     os.environ["PYTHONPATH"] = gpu.checkout.python_path()
     record = tmp_path / "rows.jsonl"
     shared = {"stage": "tests", "of": {"device": "cpu"}}
 
     def run(known: list[str], seconds: float = 600) -> int:
-        suite = plan.Suite("sample", (), {})
+        suite = plan.Suite("sample", (), {}, seconds=20)
         return suites.run(suite, record, shared, known, "cpu", 1, seconds, tmp_path / "tests.log")
 
     assert run([]) == 1

@@ -1,7 +1,10 @@
 """The work of a guarded process for a task of `make gpu`, with the real kernels under Triton's interpreter."""
 
+import json
 import math
 import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,15 +14,18 @@ import pytest
 import torch
 
 from benchmarks.gpu_day import decode, smoke, work
+from benchmarks.gpu_day.device import Cuda
 from benchmarks.gpu_day.plan import SWEEP, Decode, Smoke, Timed, Trial
 from flashpoint_kernels.timing.case import Case
+from flashpoint_kernels.timing.implementations import CannotRunError
 from flashpoint_kernels.triton_backend.aot import KERNELS
 from tests.support.gpu_stand_in import StandIn
 
 SHAPE = (1, 1, 20, 16)  # too many queries for packed blocks, which have tiles of their own
 SLOW_CHECKS = {
     "merge", "packed_backward_q", "int8", "pages", "pages_many", "options", "mask", "backward_mask", "backward_sinks",
-    "float32", "forward_hopper",
+    "float32", "forward_hopper", "wide", "widest", "widest_split", "repeats_backward", "repeats_forward_hopper",
+    "repeats_backward_hopper",
 }  # fmt: skip
 
 
@@ -108,6 +114,42 @@ def test_what_a_trial_leaves_unwritten_is_no_answer(
     assert math.isnan(row["wrong_by"])
 
 
+OCCUPANCY = """
+import json
+import types
+
+import torch
+from flashpoint_kernels import Options, Problem
+from flashpoint_kernels.triton_backend import ahead, launch
+
+from benchmarks.gpu_day.device import Cuda
+
+ahead.pretend(90)
+q = torch.zeros(1, 1, 4, 16, dtype=torch.bfloat16)
+(call,) = launch.forward_calls([Problem.create({"q": q, "k": q, "v": q}, Options())])
+torch.cuda.get_device_properties = lambda _: types.SimpleNamespace(
+    shared_memory_per_multiprocessor=228 << 10, max_threads_per_multi_processor=2048
+)
+print(json.dumps(Cuda().occupancy(call)))
+"""
+
+
+@pytest.mark.slow
+def test_what_the_compiler_made_of_a_call_is_read_from_its_code(tmp_path: Path) -> None:
+    """Compiled for an absent sm_90; the only figures that are made up are those of the device."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, "-c", OCCUPANCY], env=env | {"TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True,
+        text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout)
+    assert 16 <= found["registers"] <= 255
+    assert found["spills"] == 0
+    assert found["shared_bytes"] > 0
+    assert 1 <= found["programs_per_multiprocessor"] <= 2048 // 128
+
+
 def test_what_the_compiler_made_cannot_be_read_and_the_time_stays(
     device: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,6 +196,37 @@ def test_decoding_is_timed_where_it_is_right_and_says_what_is_not_there(
     monkeypatch.setitem(decode._MAKERS, "triton", lambda task, cache: lambda: torch.zeros_like(cache.q[:, 0]))
     wrong = work.perform(device, whole)
     assert (wrong["ms"], wrong["wrong_by"]) == (None, pytest.approx(1, abs=0.01))
+
+
+class Counted(torch.Tensor):
+    """Counts how often its numbers are read."""
+
+    reads = 0
+
+    def tolist(self) -> Any:
+        Counted.reads += 1
+        return super().tolist()
+
+
+def test_a_timed_call_over_pages_reads_no_lengths_from_the_device(device: StandIn) -> None:
+    """To read them it would wait for the device, and its time would be the host's."""
+    task = Decode("triton", 2, 4, 2, 40, 16, page=16)
+    cache = decode.make_cache(device, task)
+    call = decode._ours(task, replace(cache, lengths=cache.lengths.as_subclass(Counted)))
+    before = Counted.reads
+    assert torch.equal(call(), decode._ours(task, cache)())
+    assert Counted.reads == before
+
+
+def test_a_time_with_the_hosts_in_it_is_no_row(device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = SimpleNamespace(time=lambda call, repeats: [1.0] * repeats, with_host=True)
+    monkeypatch.setattr("flashpoint_kernels.timing.clock.clock_of", lambda name: made)
+    with pytest.raises(CannotRunError, match="the call waits for the device"):
+        Cuda().milliseconds(lambda: None)
+    monkeypatch.setattr(StandIn, "milliseconds", Cuda.milliseconds)
+    row = work.perform(device, Decode("triton", 2, 4, 2, 40, 16))
+    assert row["ms"] is None
+    assert row["skipped"].startswith("the call waits for the device")
 
 
 def test_decoding_from_pages_is_timed_where_it_is_right(device: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:

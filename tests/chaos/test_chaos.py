@@ -1,4 +1,4 @@
-"""The service under faults, and that the checks of tests/chaos see the bugs that they are there to see."""
+"""The service under faults, and that the checks of chaos/ see the bugs that they are there to see."""
 
 import re
 import signal
@@ -6,10 +6,10 @@ import signal
 import numpy as np
 import pytest
 
-from tests.chaos.contained import can_contain
-from tests.chaos.processes import kill_engine, kill_http, kill_service, restart, stop_supervisor
-from tests.chaos.run import FAULTS, Chaos
-from tests.chaos.service import Service
+from chaos.contained import can_contain
+from chaos.processes import kill_engine, kill_http, kill_service, restart, stop_supervisor
+from chaos.run import FAULTS, Chaos
+from chaos.service import Service
 from tests.support.servers import wait_for
 
 pytestmark = pytest.mark.slow

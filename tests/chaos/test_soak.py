@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.run import PRIVATE
-from tests.chaos.service import MIB
+from chaos.run import PRIVATE
+from chaos.service import MIB
 
 LOADTESTS = Path(__file__).resolve().parents[2] / "loadtests"
 TIMES = ("How many calls were refused or late?", "Flat: p50_ms")

@@ -1,5 +1,7 @@
 import asyncio
 import contextlib
+import ssl
+import subprocess
 import threading
 import time
 from types import SimpleNamespace
@@ -30,6 +32,12 @@ def delays(monkeypatch):
     monkeypatch.setattr(_client, "time", SimpleNamespace(sleep=asked.append))
     monkeypatch.setattr(_async_client, "asyncio", SimpleNamespace(sleep=sleep))
     return asked
+
+
+@pytest.fixture(autouse=True)
+def default_width(monkeypatch):
+    """Tables have their own width: no test of another file may set it."""
+    monkeypatch.delenv("COLUMNS", raising=False)
 
 
 @pytest.fixture
@@ -98,8 +106,8 @@ class Twin:
     """`AsyncClient` driven from a test that is not async, so that each test runs with both clients."""
 
     def __init__(self, *args, **settings):
-        self._loop = asyncio.new_event_loop()
         self._client = flashpoint.AsyncClient(*args, **settings)
+        self._loop = asyncio.new_event_loop()
 
     def __getattr__(self, name):
         method = getattr(self._client, name)
@@ -131,3 +139,27 @@ def raw():
     """A factory of `RawServer`s, which end with the test."""
     with contextlib.ExitStack() as stack:
         yield lambda talk, **how: stack.enter_context(RawServer(talk, **how))
+
+
+@pytest.fixture(scope="session")
+def certificate(tmp_path_factory):
+    """The file of a self-signed certificate of `localhost`, with its key."""
+    path = tmp_path_factory.mktemp("tls") / "localhost.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    where = ["-addext", "subjectAltName=DNS:localhost", "-keyout", path, "-out", f"{path}.crt"]
+    subprocess.run([*command.split(), *where], check=True, capture_output=True)
+    path.write_text(path.read_text() + path.with_name("localhost.pem.crt").read_text())
+    return path
+
+
+@pytest.fixture
+def trusted(certificate, monkeypatch):
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+
+
+@pytest.fixture
+def tls_server(certificate, trusted):
+    """The TLS settings of a server whose certificate the clients trust."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate)
+    return context

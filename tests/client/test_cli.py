@@ -92,24 +92,6 @@ def test_every_command_is_where_the_list_says(name):
     assert callable(getattr(importlib.import_module(module), function))
 
 
-@pytest.mark.parametrize(
-    ("typed", "offered"),
-    [
-        ("ver", "verify"),
-        ("verify --q-l", "--q-len"),
-        ("verify --dtype bf", "bfloat16"),
-        ("serve --log-format c", "console"),
-    ],
-)
-def test_a_shell_completes_commands_options_and_values(run, monkeypatch, typed, offered):
-    words = f"flashpoint {typed}"
-    monkeypatch.setenv("_FLASHPOINT_COMPLETE", "complete_bash")
-    monkeypatch.setenv("COMP_WORDS", words)
-    monkeypatch.setenv("COMP_CWORD", str(len(words.split()) - 1))
-    code, out, _ = run("verify")
-    assert (code, offered in out.split()) == (0, True)
-
-
 def test_help_that_nobody_reads_is_no_error(monkeypatch):
     read, write = os.pipe()
     os.close(read)

@@ -159,6 +159,21 @@ def test_retry_after_may_be_a_date(monkeypatch):
     assert exchange._retry_after({"retry-after": "soon"}) is None
 
 
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [("9" * 400, 1_000_000), ("99999999999", 1_000_000), ("-5", None), ("1e999", None), ("inf", None), ("nan", None),
+     ("²", None), ("", None), ("Fri, 31 Dec 9999 23:59:59 GMT", 1_000_000), ("Mon, 01 Jan 0001 00:00:00 +1400", None),
+     ("Mon, 99 Foo 99999999999999999999 00:00:00 GMT", None), ("Sun, 06 Nov 1994 08:49:37 -9999", None)],
+)  # fmt: skip
+def test_a_retry_after_of_any_text_is_a_wait_that_can_be_slept_or_none(value, seconds):
+    found = exchange._retry_after({"retry-after": value})
+    assert found == seconds or (value.startswith(("Mon, 01", "Sun, 06")) and found in (0.0, None))
+
+
+def test_the_delay_of_any_retry_is_bounded():
+    assert 5 <= exchange.backoff(10**6) <= 10
+
+
 def test_no_retry_is_begun_that_the_timeout_would_cut_off(scripted, connect, delays):
     scripted.script.append(lambda h: h.problem(503, Retry_After="301"))
     with pytest.raises(flashpoint.OverloadedError) as info:

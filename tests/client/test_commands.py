@@ -15,7 +15,8 @@ from tests.support.proof_answers import EVENTS, JOB, REPORT, ROW, says, streams
 GRID = ("--q-len", "64", "--head-dim", "16")
 MEASURED = ROW | {
     "ms": 1.25, "ms_p20": 1.0, "ms_p80": 2.0, "tflops": 0.5, "speedup_over_naive": 3.5, "peak_bytes": 2e6,
-    "flops": 33_554_432, "bytes": 999_600, "roofline_percent": 407.0,
+    "flops": 33_554_432, "bytes": 999_600, "roofline_percent": 407.0, "threads": 1, "busy": True,
+    "peak_bytes_low": True, "ms_by_threads": {"1": 1.25, "2": 24.3}, "waited": 0.6,
 }  # fmt: skip
 
 
@@ -100,7 +101,10 @@ def test_a_benchmark_of_a_server_is_shown_written_and_drawn(run, scripted, tmp_p
     )  # fmt: skip
     assert (code, err.count("no picture of")) == (0, 2)
     assert "forward · float32 · B 1 H 2/1 N 128 D 64" in out
-    assert "~1.25  1.00 – 2.00      500" in out
+    assert "~*1.25  1.00 – 2.00        1      500" in out
+    assert "<1.91 MiB" in out
+    assert "* busy: other programs used the cores" in out
+    assert "< memory below what the algorithm must hold" in out
     assert "33.6 M" in out
     assert "!407" in out
     assert "~ noisy: p20 and p80" in out
@@ -109,6 +113,8 @@ def test_a_benchmark_of_a_server_is_shown_written_and_drawn(run, scripted, tmp_p
     assert err.startswith("1/2 forward · float32 · B 1 H 2/1 N 128 D 64 · tiled\n2/2 ")
     job = flashpoint.BenchmarkJob.model_validate_json((tmp_path / "all.json").read_text())
     assert [row.skipped for row in job.rows] == [None, "too large"]
+    assert (job.rows[0].busy, job.rows[0].peak_bytes_low) == (True, True)
+    assert job.rows[0].ms_by_threads == {"1": 1.25, "2": 24.3}
     pictures = sorted(path.name for path in tmp_path.glob("*.svg"))
     assert pictures == ["some-memory.svg", "some-speedup.svg", "some-time.svg"]
     sent = flashpoint.BenchmarkRequest.model_validate_json(scripted.requests[0][3])
@@ -134,7 +140,7 @@ def test_ctrl_c_cancels_at_the_server_and_keeps_what_there_is(run, scripted, mon
     from flashpoint.commands import benchmark
 
     monkeypatch.setattr(benchmark, "_progress", lambda: _Given(interrupt))
-    assert run("benchmark", *GRID, "--url", scripted.url)[0] == 1
+    assert run("benchmark", *GRID, "--url", scripted.url)[0] == 130
     assert scripted.requests[-1][:2] == ("DELETE", "/benchmark/j1")
 
 
@@ -210,10 +216,11 @@ def test_counts_are_short(value, text):
 
 
 def test_what_is_missing_says_what_to_install(monkeypatch):
-    def without_torch(_):
-        raise ModuleNotFoundError(name="torch")
+    class WithoutTorch:
+        def load(self):
+            raise ModuleNotFoundError(name="torch")
 
-    monkeypatch.setattr(running.importlib, "import_module", without_torch)
+    monkeypatch.setattr(running, "entry_points", lambda **_: [WithoutTorch()])
     with pytest.raises(CommandError, match="needs torch, which is not installed on this machine") as caught:
         running.local("verify")
     assert caught.value.hint.startswith("install it with: pip install '.[server]' in a checkout")

@@ -14,14 +14,17 @@ from flashpoint_kernels.reproduction import bench, claims
 @pytest.mark.slow
 def test_claims_are_measured_shown_written_and_drawn(run, tmp_path):
     code, out, err = run(
-        "reproduce", "--only", "equations,table,flash-attn", "--json", tmp_path / "all.json", "--plots", tmp_path
-    )
+        "reproduce", "--only", "equations,table,flash-attn", "--json", tmp_path / "all.json",
+        "--plots", tmp_path / "new" / "folder",
+    )  # fmt: skip
     assert code == 0
     assert err.startswith("1/3 table\n2/3 flash-attn\n3/3 equations\n")
     assert "block products, online softmax" in out
     found = json.loads((tmp_path / "all.json").read_text())
     by_name = {claim["name"]: claim for claim in found["claims"]}
-    assert by_name["table"]["verdict"] == by_name["equations"]["verdict"] == "PASS"
+    marked = any(row["busy"] for row in found["rows"] if row["skipped"] is None)
+    assert by_name["table"]["verdict"] == ("needs a quiet machine" if marked else "PASS")
+    assert by_name["equations"]["verdict"] == "PASS"
     assert "forward: naive" in by_name["table"]["measured"]
     if not torch.cuda.is_available():
         assert by_name["flash-attn"]["verdict"] == "needs a GPU"
@@ -31,7 +34,7 @@ def test_claims_are_measured_shown_written_and_drawn(run, tmp_path):
     assert all(row["flops"] and row["bytes"] and row["arithmetic_intensity"] for row in rows)
     assert {row["speedup_over_naive"] is None for row in rows if row["backend"] != "naive"} == {False}
     assert found["environment"]["peaks"]["float32"]["tflops"] > 0
-    names = {path.name for path in tmp_path.glob("*.svg")}
+    names = {path.name for path in (tmp_path / "new" / "folder").glob("*.svg")}
     assert {"time.svg", "time-dark.svg", "roofline.svg", "speedup.svg"} <= names
 
 
@@ -46,7 +49,8 @@ def test_a_claim_that_fails_ends_with_1(run, monkeypatch):
     ("arguments", "said"),
     [
         (("--only", "equations,best"), "claim 'best' does not exist; use precision, table"),
-        (("--plots", "/no/such/folder"), "/no/such/folder is no folder"),
+        (("--plots", __file__), "is no folder"),
+        (("--plots", f"{__file__}/below"), "is no folder"),
     ],
 )
 def test_what_is_called_wrongly_ends_with_2(run, arguments, said):
@@ -74,5 +78,5 @@ def test_progress_is_said_and_ctrl_c_keeps_what_there_is(run, monkeypatch, tmp_p
     equations = next(claim for claim in claims.CLAIMS if claim.name == "equations")
     monkeypatch.setattr(claims, "CLAIMS", (equations, stopped))
     code, _, err = run("reproduce", "--json", tmp_path / "some.json")
-    assert (code, "ended early" in err) == (0, True)
+    assert (code, "ended early" in err) == (130, True)
     assert [claim["name"] for claim in json.loads((tmp_path / "some.json").read_text())["claims"]] == ["equations"]

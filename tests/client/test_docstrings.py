@@ -1,9 +1,15 @@
 """Every public callable of the SDK and of the attention library says what each of its parameters is."""
 
+import ast
 import dataclasses
 import importlib
 import inspect
+import itertools
 import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
 
 import pydantic
 import pytest
@@ -20,7 +26,7 @@ MODULES = (
     "flashpoint_kernels.modules",
     "flashpoint_kernels.nano",
 )
-OPTIONAL = ("flashpoint.jax", "flashpoint.integrations.transformers")
+OPTIONAL = ("flashpoint.jax", "flashpoint.integrations.transformers", "flashpoint_kernels.transformers")
 OURS = ("flashpoint", "flashpoint_contract", "flashpoint_kernels")
 # Made by a client, a cache or a function, never by a caller.
 MADE = re.compile("(Async)?(Sharded)?(Cache|BenchmarkRun)")
@@ -43,7 +49,7 @@ def parameters(function):
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             unpacked = re.search(r"Unpack\[(?:\w+\.)*(\w+)\]", str(parameter.annotation))
             if unpacked:
-                yield from function.__globals__[unpacked[1]].__annotations__
+                yield from inspect.unwrap(function).__globals__[unpacked[1]].__annotations__
             elif not name.startswith("_"):
                 yield name
         elif name not in ("self", "cls") and not name.startswith("_"):
@@ -116,3 +122,75 @@ def test_the_fixture_documents_what_its_function_takes():
 
     said = inspect.getdoc(pytest_plugin.judge_attention)
     assert not undocumented("judge", said, ("kernel", "shape", "options"))
+
+
+def twins():
+    """Each asyncio method or function, its owner and its name, with the one that it is a twin of."""
+    import flashpoint
+    from flashpoint import sharded
+    from flashpoint._attending import AsyncAttending, Attending
+
+    for asynchronous in (
+        flashpoint.AsyncClient, AsyncAttending, flashpoint.AsyncCache, flashpoint.AsyncBenchmarkRun,
+        sharded.AsyncShardedCache,
+    ):  # fmt: skip
+        for name, function in methods(asynchronous):
+            sync = asynchronous.__name__.removeprefix("Async")
+            home = sharded if "Sharded" in sync else flashpoint
+            like = getattr(Attending if sync == "Attending" else getattr(home, sync), name, None)
+            if like is not None:  # `aclose` is `close`
+                yield asynchronous, name, function, like
+    for name in ("attention", "attention_grad", "cache"):
+        yield sharded, name, getattr(sharded, f"async_{name}"), getattr(sharded, name)
+
+
+def first_line_in_source(twin, name):
+    """The first line that an editor shows: of a function's docstring, or of the text below `name = asynchronous(…)`."""
+    if not inspect.isclass(twin):
+        source = ast.parse(textwrap.dedent(inspect.getsource(twin))).body[0]
+        return ast.get_docstring(source).split("\n")[0]
+    body = ast.parse(textwrap.dedent(inspect.getsource(twin))).body[0].body
+    texts = {
+        each.targets[0].id: after.value.value
+        for each, after in itertools.pairwise(body)
+        if isinstance(each, ast.Assign)
+    }
+    return texts[name] if name in texts else first_line_in_source(vars(twin)[name], name)
+
+
+def test_twins_say_the_same_and_an_editor_shows_their_first_line():
+    for owner, name, twin, function in twins():
+        assert inspect.getdoc(twin) == inspect.getdoc(function), twin.__qualname__
+        shown = first_line_in_source(owner if inspect.isclass(owner) and name in vars(owner) else twin, name)
+        assert shown == inspect.getdoc(function).split("\n")[0], twin.__qualname__
+
+
+def test_each_description_stands_once_in_the_sources():
+    """A description that calls get at import has no copy, which would go its own way."""
+    root = Path(__file__).resolve().parents[2]
+    sources = [path for package in ("client", "contract", "kernels") for path in (root / package).rglob("*.py")]
+    for said in ("tanh(s/softcap), before mask and bias (Gemma 2)", "Seconds for the whole call, retries included"):
+        assert len([path.name for path in sources if said in path.read_text(encoding="utf-8")]) == 1, said
+
+
+def test_without_docstrings_calls_still_work():
+    code = "import flashpoint; flashpoint.AttentionOptions(); print(flashpoint.Client.verify.__doc__)"
+    run = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout == "None\n"
+
+
+def test_the_site_shows_what_help_shows():
+    griffe = pytest.importorskip("griffe", reason="install the extra: pip install '.[docs]'")
+    import flashpoint
+
+    root = Path(__file__).resolve().parents[2]
+    extensions = griffe.load_extensions(root / "docs/site/completed.py")
+    package = griffe.load("flashpoint", search_paths=[root / "client"], extensions=extensions)
+    for owner, name in (("_client.Client", "verify"), ("_async_client.AsyncClient", "verify")):
+        shown = package[f"{owner}.{name}"].docstring.value
+        assert shown == inspect.getdoc(flashpoint.Client.verify)
+    asked = [parameter.name for parameter in package["_async_client.AsyncClient.verify"].parameters]
+    assert asked == ["self", "q", "k", "v", "keywords"]
+    assert len(package["_attending.AsyncAttending.attention"].overloads) == 6
+    contract = griffe.load("flashpoint_contract", search_paths=[root / "contract"], extensions=extensions)
+    assert "softcap" in contract["schemas.options.AttentionOptions"].docstring.value

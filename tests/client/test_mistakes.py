@@ -128,9 +128,9 @@ VALUES = [
     ("verify --kernel mine", "--kernel: must be MODULE:FUNCTION, not 'mine'"),
     (
         "verify --kernel no.such:f",
-        "--kernel: there is no module no\n  hint: run the command in the folder of the module",
+        "--kernel: there is no module no: run it in the folder of the module",
     ),
-    ("verify --kernel math:sqart", "--kernel: math has no sqart\n  hint: did you mean sqrt?"),
+    ("verify --kernel math:sqart", "--kernel: math has no sqart; did you mean sqrt?"),
     ("verify --kernel math:pi", "--kernel: math:pi must be a function, not float"),
     ("verify --kernel math:sqrt --url http://x", "--kernel: is not taken with --url or FILE"),
     ("benchmark", "--q-len, --head-dim: give both for a grid, or give a --preset"),

@@ -8,7 +8,7 @@ import pytest
 
 import flashpoint
 from flashpoint._http import drive, exchange, listening
-from flashpoint.benchmark_schema import EVENT
+from flashpoint_contract.schemas.benchmark import EVENT
 from flashpoint_contract.wire import MEDIA_TYPE, decode_options, head_size, parse_head
 from tests.support.proof_answers import AT, EVENTS, JOB, REPORT, ROW, SHAPES, frames, says, streams
 

@@ -7,8 +7,8 @@ import pytest
 from pydantic import ValidationError
 
 from flashpoint import BenchmarkJob, BenchmarkRequest, BenchmarkRow, Shape, VerifyReport, VerifyRequest
-from flashpoint.benchmark_schema import EVENT
-from flashpoint.validation import field_problems
+from flashpoint_contract.schemas.benchmark import EVENT
+from flashpoint_contract.schemas.validation import field_problems
 from tests.support.proof_answers import FIGURES, ROW
 
 

@@ -5,7 +5,7 @@ import numpy as np
 from flashpoint._shards import merge
 from flashpoint._shards.plan import plan
 from flashpoint._shards.problem import problem
-from flashpoint.options import AttentionOptions
+from flashpoint_contract.schemas.options import AttentionOptions
 
 ZEROS = np.zeros((1, 1, 4, 8), np.float32)
 ANSWER = np.ones((1, 1, 4, 8), np.float32)

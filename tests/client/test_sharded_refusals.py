@@ -36,7 +36,6 @@ def clients():
         ("k", (X, X[0], X), {}),
         ("k", (X, X.astype(np.float16), X), {}),
         ("v", (X, X, X[:, :, :3]), {}),
-        ("v", (X, X, X[..., :0]), {}),
         ("sinks", (X, X, X), {"sinks": np.zeros(3, np.float32)}),
         ("alibi_slopes", (X, X, X), {"alibi_slopes": np.zeros((4, 2), np.float32)}),
         ("attn_mask", (X, X, X), {"attn_mask": np.zeros((5, 6), np.float32)}),

@@ -1,7 +1,6 @@
 """The clients' own transports over TLS, with a certificate made for the test."""
 
 import ssl
-import subprocess
 
 import numpy as np
 import pytest
@@ -25,28 +24,12 @@ def answer(body, status=b"200 OK", media=MEDIA_TYPE):
     )
 
 
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory):
-    """The file of a self-signed certificate of `localhost`, with its key."""
-    path = tmp_path_factory.mktemp("tls") / "localhost.pem"
-    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
-    where = ["-addext", "subjectAltName=DNS:localhost", "-keyout", path, "-out", f"{path}.crt"]
-    subprocess.run([*command.split(), *where], check=True, capture_output=True)
-    path.write_text(path.read_text() + path.with_name("localhost.pem.crt").read_text())
-    return path
-
-
 @pytest.fixture(params=[ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3], ids=["1.2", "1.3"])
 def tls(request, certificate):
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = context.maximum_version = request.param
     context.load_cert_chain(certificate)
     return context
-
-
-@pytest.fixture
-def trusted(certificate, monkeypatch):
-    monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
 
 
 def echo(connection):

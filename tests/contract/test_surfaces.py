@@ -396,7 +396,8 @@ def test_scales_are_cut_among_servers_with_their_keys(services, layout):
         q, k, v = (tensors.pop(n) for n in "qkv")
         found = sharded.attention(services.clients, q, k, v, layout=layout, causal=True, parts=(2, 3), **tensors)
         expected = solve(held, {"layout": layout, "causal": True}, "forward")["o"]
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        # Values reach 200: float32 rounds sums of them, whose terms cancel each other, relative to their size.
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("surface", ["oip", "grpc"])
@@ -412,13 +413,14 @@ def test_a_protocol_without_float8_refuses_it_by_name(services, surface, monkeyp
 def test_a_gradient_refuses_pages_and_8_bits_by_name(services, surface):
     tensors, options, _ = problem("k_scale")
     tensors["do"] = normal(2, 4, 6, 16)
-    direction = "backward"
-    if surface == "torch":
+    if surface == "torch":  # its forward has an answer
         tensors.pop("do")
-        tensors["q"].requires_grad_()
-        direction = "forward"
+        found = SURFACES[surface](services, tensors | {"q": tensors["q"].requires_grad_()}, options, "forward")
+        with pytest.raises(flashpoint.InvalidInputError, match=r"\bk_scale\b"):
+            found["o"].sum().backward()
+        return
     with pytest.raises(RefusedError, match=r"\bk_scale\b"):
-        SURFACES[surface](services, tensors, options, direction)
+        SURFACES[surface](services, tensors, options, "backward")
 
 
 def test_a_scale_that_is_not_finite_is_refused_by_name_each_time(services):

@@ -1,4 +1,4 @@
-"""The properties of the image that need no build. `make docker-steps` runs its steps (steps.py)."""
+"""The properties of the image that need no build. `make image-test` builds and runs it (test_image.py)."""
 
 import fnmatch
 import json
@@ -15,7 +15,15 @@ import yaml
 
 from flashpoint.commands.registry import COMMANDS
 from flashpoint_server.config.settings import Settings
-from tests.docker.steps import ROOT, instructions
+from tests.docker.engine import ROOT, steps
+
+
+def instructions(dockerfile):
+    """(word, rest) of each instruction, continued lines joined, comments dropped."""
+    text = "\n".join(line for line in dockerfile.splitlines() if not line.lstrip().startswith("#"))
+    lines = text.replace("\\\n", " ").splitlines()
+    return [(word, rest) for word, _, rest in (line.strip().partition(" ") for line in lines) if word]
+
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 INSTRUCTIONS = instructions((ROOT / "Dockerfile").read_text())
@@ -58,7 +66,8 @@ def test_the_bases_are_of_exact_releases():
 
 def test_torch_is_pinned_and_in_a_layer_before_the_code():
     (install,) = [rest for rest in every("RUN", "build") if "torch" in rest and "ahead" not in rest]
-    assert '-c constraints.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch' in install
+    assert 'index="${TORCH_INDEX-$DEVICE_TORCH_INDEX}"' in install  # an empty argument is pip's own index
+    assert '-c constraints.txt ${index:+--index-url "$index"} torch' in install
     build = INSTRUCTIONS[INSTRUCTIONS.index(("FROM", "base-${DEVICE} AS build")) :]
     assert build.index(("RUN", install)) < build.index(("COPY", "kernels kernels"))
     pinned = {line.partition("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
@@ -176,3 +185,12 @@ def test_compose_names_what_is_there():
     assert cpu == {"flashpoint": {"deploy": None}}
     source = yaml.safe_load((ROOT / "deploy/grafana/provisioning/datasources/flashpoint.yaml").read_text())
     assert source["datasources"][0]["url"] == "http://flashpoint:9090"
+
+
+def test_a_builders_log_has_the_seconds_of_each_instruction():
+    log = (
+        "#1 [internal] load build definition from Dockerfile\n#1 DONE 0.0s\n"
+        "#4 [build  2/11] RUN apt-get update     && true\n#4 0.5 Reading\n#4 DONE 12.5s\n\n"
+        "#5 [service 1/3] COPY a b\n#5 CACHED\n"
+    )
+    assert steps(log) == {"RUN apt-get update && true": 12.5}

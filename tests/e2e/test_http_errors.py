@@ -495,4 +495,4 @@ def test_the_documentation_is_served(server):
     assert answer.status == 200
     assert answer.json["o"][0] == [1.0, 2.0]  # the first query sees the first key alone
     answer = post(server, "/attention/grad", json.dumps(example("/attention/grad")).encode(), JSON, x_priority=9)
-    assert set(answer.json) == {"dq", "dk", "dv", "dtype", "backend"}
+    assert set(answer.json) == {"dq", "dk", "dv", "dtype", "backend", "kernel"}

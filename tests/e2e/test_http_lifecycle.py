@@ -211,6 +211,6 @@ def test_info_says_what_it_is(server):
     assert info["device"]["name"] == "cpu"
     assert info["versions"]["torch"] == torch.__version__
     assert "softcap" in info["options"]["torch"]  # by the kernels in C
-    assert "block_mask" in set(info["options"]["tiled"]) - set(info["options"]["torch"])
+    assert "wide_head_dim" in set(info["options"]["tiled"]) - set(info["options"]["torch"])
     assert info["limits"]["body_bytes"] == 1 << 30
     nothing_inside(server)  # as `load` says

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import flashpoint
-from flashpoint.benchmark_schema import BenchmarkJob
+from flashpoint import BenchmarkJob
 from tests.support.messages import JSON, SAFETENSORS, ask, message, normal, post, problem
 from tests.support.servers import wait_for
 from tests.support.sockets import send
@@ -125,6 +125,9 @@ def test_one_element_off_is_found(client, tensors):
     assert judged.worst_index == (0, 1, 17, 5)
     assert judged.max_abs == pytest.approx(1e-2, rel=1e-3)
     assert judged.worst_value - judged.worst_expected == pytest.approx(1e-2, rel=1e-3)
+    assert judged.where == "1 of 1536 elements; head 1 (the last) of 2; row 17 of 48; column 5 of 16"
+    assert judged.excess > 100
+    assert report.causes == ()
 
 
 @pytest.mark.parametrize("wrong", ["alignment", "scale"])
@@ -136,7 +139,10 @@ def test_wrong_kernels_are_caught(client, wrong):
         q, k, v, attn_mask=top_left if wrong == "alignment" else top_left.new_ones(20, 32).tril(12),
         scale=1.0 if wrong == "scale" else None,
     )  # fmt: skip
-    assert not client.verify(q, k, v, causal=True, o=o).ok
+    report = client.verify(q, k, v, causal=True, o=o)
+    assert not report.ok
+    assert report.causes[0].code == {"alignment": "causal-alignment", "scale": "scale-missing"}[wrong]
+    assert report.causes[0].confirmed
 
 
 def test_a_stranger_may_verify_in_either_encoding(server, tensors):

@@ -17,7 +17,7 @@ from tests.support.documents import BLOCK, same
 ROOT = Path(__file__).resolve().parents[2]
 CLIENT = ("README.md", "docs/http.md", "docs/oip.md", "docs/sdk.md", "docs/sharded.md")  # seconds
 # Seconds each: they import torch or jax, compile, or compute for a while.
-OF_TORCH = ("docs/kernels.md", "docs/timing.md", "docs/torch.md", "docs/huggingface.md")
+OF_TORCH = ("docs/kernels.md", "docs/timing.md", "docs/torch.md", "docs/huggingface.md", "docs/coming-from.md")
 OTHERS = ("docs/when-remote-attention-pays.md", "docs/jax.md")
 PAGES = CLIENT + OTHERS + OF_TORCH
 EXAMPLE = re.compile(rf"^```(sh|python)\n{BLOCK}```\n\n```(text|json)\n{BLOCK}```$", re.MULTILINE)

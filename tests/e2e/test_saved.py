@@ -127,7 +127,7 @@ def test_json_saves_and_recalls(held):
     tensors = qkv(batch=1, length=3)
     body = {name: t.tolist() for name, t in tensors.items()}
     said = post(held, "/attention", json.dumps({**body, "save": True}).encode(), JSON, **bearer("alice")).json
-    assert said.keys() == {"o", "dtype", "backend", "saved"}  # lse was not asked for
+    assert said.keys() == {"o", "dtype", "backend", "kernel", "saved"}  # lse was not asked for
     do = normal(1, HQ, 3, D, seed=2)
     asked = {"do": do.tolist(), "saved": said["saved"], "grads": ["dv"]}
     found = post(held, "/attention/grad", json.dumps(asked).encode(), JSON, **bearer("alice")).json

@@ -24,12 +24,12 @@ from typing import Any, TypeVar
 import numpy as np
 from pydantic import ValidationError
 
-from flashpoint import jsonwire
-from flashpoint.benchmark_schema import BenchmarkRequest
-from flashpoint.options import AttentionOptions
-from flashpoint.verify_schema import VerifyRequest
 from flashpoint_contract import strictjson, wire
 from flashpoint_contract.options import Direction, Options, ProblemError
+from flashpoint_contract.schemas import jsonwire
+from flashpoint_contract.schemas.benchmark import BenchmarkRequest
+from flashpoint_contract.schemas.options import AttentionOptions
+from flashpoint_contract.schemas.verify import VerifyRequest
 from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import INDEX_TENSORS, TensorInfo
 from flashpoint_kernels.problem import launch_key

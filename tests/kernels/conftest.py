@@ -1,17 +1,22 @@
 """The instruction sets of the kernels in C; and where Triton interprets, the interpreter of Gluon, and a faster one."""
 
+import ctypes
+import subprocess
+
 import pytest
 
 from flashpoint_kernels import native
-from tests.conftest import DEVICE
+from flashpoint_kernels.native import build
+from tests.conftest import INTERPRETING
 from tests.support.kernels import fast_interpreter, gluon_interpreter
 
-if DEVICE == "cpu":
+if INTERPRETING:
     gluon_interpreter.install()
     fast_interpreter.install()
 
 FOUND = native.library()
-LEVELS = ["v3", "v4"][: max(1, int(FOUND.level[1]) - 2)] if FOUND and FOUND.level in ("v3", "v4") else ["v1"]
+BEST = FOUND.bfloat16.kernel.removeprefix("c-") if FOUND else "generic"
+LEVELS = native.LEVELS[: native.LEVELS.index(BEST) + 1] if BEST in native.LEVELS else (BEST,)
 
 
 @pytest.fixture(params=LEVELS)
@@ -21,3 +26,17 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     assert functions is not None
     monkeypatch.setattr(native, "library", lambda: functions)
     return str(request.param)
+
+
+@pytest.fixture(scope="session")
+def lanes_of_four(tmp_path_factory: pytest.TempPathFactory) -> native.Library:
+    """The kernels for processors without a known instruction set, in this processor's registers of four floats."""
+    command = build.compiler()
+    assert command is not None
+    made = tmp_path_factory.mktemp("narrow") / "narrow.so"
+    sources = [str(build.HERE / f"{name}.c") for name in build.KERNELS]
+    subprocess.run([*command, *build.FLAGS, "-DISA=narrow", "-shared", *sources, "-o", str(made)], check=True)
+    loaded = ctypes.CDLL(str(made))
+    names = native.Functions._fields[1:]
+    narrow = native.Functions("c-narrow", *(loaded[f"flashpoint_{name}_narrow"] for name in names))
+    return native.Library(narrow, narrow)

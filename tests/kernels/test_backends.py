@@ -27,7 +27,7 @@ DIMS = [16, 32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256]
 def check(backend: str, case: dict[str, Any], q_len: int, kv_len: int) -> None:
     """Exact by the rule, or refused for exactly the options that the backend does not claim."""
     tensors, options = tensors_of(case, q_len, kv_len), replace(options_of(case), backend=backend)
-    if errors := unsupported(backend, spec_of(tensors, options, "backward")):
+    if errors := unsupported(backend, spec_of(tensors, options, "backward"), DEVICE):
         with pytest.raises(ProblemError) as refused:
             verify(tensors, options)
         assert list(refused.value.errors) == errors
@@ -247,7 +247,7 @@ def test_head_dimensions_above_256_have_a_forward_and_those_above_576_the_refere
         with pytest.raises(ProblemError, match="a head dimension above 576, or 256 in gradients"):
             backward(backend, t)
     assert choose_backend(spec_of(t, Options(), "backward"), BACKENDS) == "reference"
-    for dim, chosen in ((257, "torch"), (576, "torch"), (577, "reference")):
+    for dim, chosen in ((257, "tiled"), (576, "tiled"), (577, "reference")):
         t = {name: x for name, x in qkv(1, 1, 2, 2, dim).items() if name != "do"}
         assert choose_backend(spec_of(t, Options(), "forward"), ("torch", "tiled", "reference")) == chosen
         assert attention(**t).shape == t["q"].shape

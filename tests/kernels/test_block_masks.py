@@ -5,62 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from flashpoint_kernels import Options, Problem, ProblemError, attention, create_block_mask, run, verify
 from flashpoint_kernels.problem import launch_key
 from flashpoint_kernels.reproducible import split
 from tests.conftest import DEVICE
+from tests.support.kernels.serving import drawn_blocks
 from tests.support.kernels.solving import backward, forward, normal, qkv
 from tests.support.kernels.triton_cases import name_of, options_of, pairs, tensors_of
 
 CASES = [case for case in pairs() if case["blocks"]]
-
-
-def drawn(*shape: int, seed: int = 0, share: float = 0.4) -> torch.Tensor:
-    return (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < share).to(DEVICE)
-
-
-def dense(blocks: torch.Tensor, size: tuple[int, int], q_len: int, kv_len: int) -> torch.Tensor:
-    """The mask that a block mask stands for."""
-    return blocks.repeat_interleave(size[0], -2).repeat_interleave(size[1], -1)[..., :q_len, :kv_len]
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], tuple[int, int], dict[str, Any]]:
-    size = draw(st.sampled_from([(16, 16), (32, 16), (48, 80), (128, 128), (144, 272), (1024, 64)]))
-    q_len, kv_len = draw(st.integers(1, 300)), draw(st.integers(0, 300))
-    kv_heads, group = draw(st.sampled_from([(1, 1), (2, 1), (2, 2)]))
-    tensors = qkv(2, kv_heads * group, q_len, kv_len, 8, kv_heads=kv_heads, seed=draw(st.integers(0, 99)))
-    lead = draw(st.sampled_from([(), (1,), (kv_heads * group,), (2, 1), (2, kv_heads * group)]))
-    blocks = (-(-n // m) for n, m in zip((q_len, kv_len), size, strict=True))
-    tensors["block_mask"] = drawn(
-        *lead, *blocks, seed=draw(st.integers(0, 99)), share=draw(st.sampled_from([0.1, 0.6]))
-    )
-    if draw(st.booleans()):
-        tensors["kv_lengths"] = torch.tensor([kv_len, draw(st.integers(0, kv_len))])
-    if draw(st.booleans()):
-        tensors["q_lengths"] = torch.tensor([draw(st.integers(0, q_len)), q_len])
-    options = draw(st.sampled_from([{}, {"causal": True}, {"window": (60, 5)}, {"softcap": 2.0}]))
-    return tensors, size, options
-
-
-@pytest.mark.slow
-@given(problem=problems())
-@settings(max_examples=60, deadline=None)
-def test_any_blocks_in_tiles(problem: Any) -> None:
-    """Against float64, which is given the whole mask; forward and backward."""
-    tensors, size, options = problem
-    found = verify(tensors, Options(block_size=size, backend="tiled", **options))
-    assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)
-    whole = dict(tensors)
-    blocks = whole.pop("block_mask")
-    whole["attn_mask"] = dense(blocks, size, tensors["q"].shape[2], tensors["k"].shape[2])
-    for of in (forward, backward):
-        expected = of("reference", whole, **options)
-        for name, t in of("reference", tensors, block_size=size, **options).items():
-            assert torch.equal(t, expected[name]), name
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
@@ -109,7 +63,7 @@ def mixed() -> list[tuple[dict[str, torch.Tensor], Options]]:
     ]):  # fmt: skip
         tensors = qkv(2, heads[0], *lengths, 16, kv_heads=heads[1], seed=n)
         blocks = (-(-length // m) for length, m in zip(lengths, size, strict=True))
-        tensors["block_mask"] = drawn(*lead, *blocks, seed=n)
+        tensors["block_mask"] = drawn_blocks(*lead, *blocks, seed=n)
         requests.append((tensors, Options(block_size=size, backend="triton", causal=n == 0)))
     return requests
 
@@ -143,7 +97,7 @@ def test_without_blocks_the_variant_is_another() -> None:
     tensors = qkv(1, 1, 16, 16, 8)
     plain = Problem.create({n: t for n, t in tensors.items() if n != "do"}, Options())
     masked = Problem.create(
-        {**{n: t for n, t in tensors.items() if n != "do"}, "block_mask": drawn(1, 1, 1, 1)}, Options()
+        {**{n: t for n, t in tensors.items() if n != "do"}, "block_mask": drawn_blocks(1, 1, 1, 1)}, Options()
     )
     assert launch_key(plain.spec, "triton") != launch_key(masked.spec, "triton")
 
@@ -152,7 +106,7 @@ def test_without_blocks_the_variant_is_another() -> None:
 def test_bits_are_the_same_alone_and_among_others(shared: bool) -> None:
     """Sequences and heads: in one problem, in parts of it, and each as a problem of its own."""
     tensors = qkv(3, 4, 300, 260, 16, kv_heads=2)
-    tensors["block_mask"] = drawn(1 if shared else 3, 4, 5, 5)
+    tensors["block_mask"] = drawn_blocks(1 if shared else 3, 4, 5, 5)
     for of in (forward, backward):
         whole = of("tiled", tensors, block_size=(64, 64))
         for b in range(3):
@@ -164,14 +118,14 @@ def test_bits_are_the_same_alone_and_among_others(shared: bool) -> None:
 def test_a_sparse_problem_is_cut_into_fewer_parts() -> None:
     tensors = {n: t for n, t in qkv(1, 8, 1024, 1024, 16).items() if n != "do"}
     plain = len(split(Problem.create(tensors, Options()), "tiled"))
-    tensors["block_mask"] = torch.eye(8, dtype=torch.bool)[None, None]
+    tensors["block_mask"] = torch.eye(8, dtype=torch.bool, device=DEVICE)[None, None]
     assert len(split(Problem.create(tensors, Options()), "tiled")) < plain
 
 
 def test_gradients_flow_through_attention() -> None:
     tensors = qkv(1, 2, 20, 36, 3)  # gradcheck computes twice for each number
     leaves = [tensors[name].double().requires_grad_() for name in "qkv"]
-    mask, size = drawn(1, 2, 2, 2), (16, 32)
+    mask, size = drawn_blocks(1, 2, 2, 2), (16, 32)
 
     def call(*given: torch.Tensor) -> Any:
         return attention(*given, block_mask=mask, block_size=size, backend="reference")
@@ -184,7 +138,7 @@ def test_gradients_flow_through_attention() -> None:
 
 def test_a_float_masks_gradient_is_zero_in_blocks_that_are_skipped() -> None:
     tensors = qkv(2, 2, 130, 140, 8)
-    tensors["block_mask"] = drawn(2, 2, 2, 2, share=0.5)
+    tensors["block_mask"] = drawn_blocks(2, 2, 2, 2, share=0.5)
     for shape in ((2, 2, 130, 140), (1, 1, 130, 140)):
         tensors["attn_mask"] = normal(*shape)
         options = Options(backend="tiled", grads=("dattn_mask", "dq"))
@@ -192,10 +146,11 @@ def test_a_float_masks_gradient_is_zero_in_blocks_that_are_skipped() -> None:
 
 
 def test_auto_takes_a_backend_that_skips() -> None:
-    tensors = {n: t for n, t in qkv(1, 1, 16, 16, 8).items() if n != "do"} | {"block_mask": drawn(1, 1, 1, 1)}
-    assert verify(tensors, Options()).backend == ("triton" if DEVICE == "cuda" else "tiled")
-    with pytest.raises(ProblemError, match="block_mask: the torch backend does not support a block mask"):
-        verify(tensors, Options(backend="torch"))
+    tensors = {n: t for n, t in qkv(1, 1, 16, 16, 8).items() if n != "do"} | {"block_mask": drawn_blocks(1, 1, 1, 1)}
+    assert verify(tensors, Options()).backend == ("triton" if DEVICE == "cuda" else "torch")
+    assert verify(tensors | {"do": normal(1, 1, 16, 8)}, Options()).backend == (
+        "triton" if DEVICE == "cuda" else "torch"
+    )
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ RESULTS = Path(__file__).parent.parent.parent / "benchmarks" / "results"
 FINE = Report(
     "forward", 90, "bfloat16", 128, 0, None, "ieee", False, None, None, 128, 64, 8, 3, 255, 0, 227 * 1024, 0,
     ("wgmma.mma_async",), 0,
-    False, 400, 0, 0,
+    False, 400, 0, 0, 2, 0, 0,
 )  # fmt: skip
 
 
@@ -88,6 +88,9 @@ def test_what_stands_for_all_variants_is_without_faults() -> None:
         ({"spill_bytes": 8, "loop_spills": 2}, "2 spills in a loop"),
         ({"spill_bytes": 8, "loop": 0}, "8 bytes spilled"),
         ({"matrix_instructions": ("mma.sync",)}, "no wgmma.mma_async, but mma.sync"),
+        ({"unfenced": 2}, "2 tiles read without a proxy fence"),
+        ({"hazards": 1}, "1 writes to registers of a running product"),
+        ({"num_stages": 2, "ahead": 0}, "no tile is loaded while another is used"),
         ({"arch": 100}, "no tcgen05.mma, but wgmma.mma_async"),
         ({"kernel": "backward_q_hopper", "specialised": True, "beside": 32}, "no copies by descriptor"),
         ({"kernel": "forward_hopper", "copies": 4, "beside": 32}, "its warps have no roles"),
@@ -102,6 +105,8 @@ def test_each_fault_is_found(change: dict[str, Any], fault: str) -> None:
     assert faults(replace(FINE, **change)) == [fault]
     assert faults(replace(FINE, head_dim=256, spill_bytes=8, loop_spills=2)) == []  # reported, not a fault
     assert faults(replace(FINE, spill_bytes=8)) == []  # once a program
+    assert faults(replace(FINE, num_stages=1, ahead=0)) == []  # where a fence is missing
+    assert faults(replace(FINE, paged=True, ahead=0)) == []  # the copies wait for page numbers
     assert faults(replace(FINE, block_m=32, matrix_instructions=("mma.sync",))) == []
 
 
@@ -136,6 +141,28 @@ def test_the_findings_are_of_the_tiles_that_ship_and_all_fit(arch: int) -> None:
         assert shipped == found_with, f"{variant}: run make compile-all"
         assert report.shared_bytes <= SHARED_KIB[arch] * 1024
         assert faults(replace(report, matrix_instructions=tuple(report.matrix_instructions))) == []
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.0", "3.7.1", "3.10.0+git1234"])
+def test_before_triton_3_7_1_no_product_of_sm_90_reads_an_asynchronous_copy(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its products of 64 rows are wgmma; those of fewer rows, and the path for Hopper, are as they are."""
+    monkeypatch.setattr("triton.__version__", version)
+    old = version in ("3.6.0", "3.7.0")
+    several = 0
+    for variant in all_of(90):
+        tile = tile_of(variant)
+        rows = tile.block_n if variant.kernel.startswith("backward_kv") else tile.block_m
+        if variant.kernel.startswith(("merge", "delta", "backward_mask", "backward_sinks")):
+            continue
+        if rows >= 64 and not variant.kernel.endswith("_hopper"):
+            assert tile.num_stages == 1 or not old, variant
+        several += tile.num_stages > 1
+    assert several > 0
+    assert tile_of(Variant("forward_packed16", 90, "bfloat16", 128)).num_stages == 3
+    assert tile_of(Variant("forward", 90, "bfloat16", 128)).num_stages == (1 if old else 3)
+    assert tile_of(Variant("backward_q_hopper", 90, "bfloat16", 128)).num_stages == 3
 
 
 def test_every_problem_has_tiles() -> None:

@@ -3,6 +3,7 @@
 In processes without the interpreter that pretend to have an sm_90 (`triton_backend.ahead`).
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,8 @@ import pytest
 import torch
 
 from flashpoint_kernels import Options, Problem, triton_backend
+from flashpoint_kernels.triton_backend import ahead, config
+from flashpoint_kernels.triton_backend.configurations import SHARED_KIB
 
 PROBLEM = """
 import torch
@@ -78,12 +81,29 @@ def test_a_variant_is_compiled_ahead_into_the_cache_that_processes_share(tmp_pat
 
 @pytest.mark.slow
 def test_what_an_image_has_compiled_a_server_on_that_gpu_does_not_compile_again(tmp_path: Path) -> None:
-    """Problems of other lengths, batches and head counts have the same key; a server starts with such problems."""
+    """Problems of other lengths, batches and head counts have the same key; a server starts with such problems.
+
+    An image has several architectures, and of each kernel no more than its code and its description.
+    """
     module = "flashpoint_kernels.triton_backend.ahead"
-    asked = ("--arch", "90", "--dtypes", "bfloat16", "--head-dims", "16", "--levels", "0", "--processes", "1")
+    asked = ("--arch", "80", "90", "--dtypes", "bfloat16", "--head-dims", "16", "--levels", "0", "--processes", "1")
     before = compiled(tmp_path, "-m", module, *asked)
-    assert {path.stem for path in before} >= {"attention_forward", "attention_backward_kv", "attention_backward_q"}
+    names: dict[int, set[str]] = {80: set(), 90: set()}
+    for path in before:
+        names[json.loads(path.with_suffix(".json").read_text())["target"]["arch"]].add(path.stem)
+    products = {"attention_forward", "attention_backward_kv", "attention_backward_q"}
+    assert names[80] >= products
+    assert names[90] == names[80] | {f"{name}_hopper" for name in products}
+    for path in tmp_path.rglob("*.*"):
+        if path.suffix not in (".cubin", ".json"):
+            path.unlink()
     assert compiled(tmp_path, "-c", WARM) == before
+
+
+def test_a_process_compiles_for_one_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "stand_in", config.Chip(80, SHARED_KIB[80]))
+    with pytest.raises(RuntimeError, match="this process compiles for sm_80: compile for sm_90 in another"):
+        ahead.pretend(90)
 
 
 WARM = """

@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 from flashpoint_contract.options import Options
 from flashpoint_contract.spec import Spec, plan
 from flashpoint_contract.tensors import TensorInfo
+from flashpoint_kernels import calibration
 from flashpoint_kernels.cost import NOMINAL, TILE, extent_of, flops_of, pairs_of, seconds_of
+
+TYPES = ("float32", "float16", "bfloat16")
 
 
 def spec_of(q_len: int, kv_len: int, *, batch: int = 1, lengths: bool = False, **options: Any) -> Spec:
@@ -103,3 +106,25 @@ def test_one_query_costs_what_its_keys_take_to_read() -> None:
     read = 2 * 8 * 8 * 4096 * 64 * 4 * rates.byte
     seconds = seconds_of(spec, rates, extent_of(spec))
     assert seconds > read > 0.7 * seconds
+
+
+def test_a_type_has_the_price_of_its_own_kernel() -> None:
+    """With AMX a bfloat16 product takes a quarter of the time; other types keep the backend's rate."""
+    rates = NOMINAL["torch"]._replace(types={"bfloat16": NOMINAL["torch"].flop / 4})
+    wide, wider = (
+        {name: plan(dict.fromkeys("qkv", TensorInfo(name, (1, 2, 512, dim))), Options(), "forward") for name in TYPES}
+        for dim in (64, 128)
+    )
+
+    def products(name: str) -> float:
+        """The seconds of the FLOPs alone: the other parts of a price are the same."""
+        own = [seconds_of(spec[name], rates._replace(byte=0), extent_of(spec[name])) for spec in (wide, wider)]
+        return own[1] - own[0]
+
+    assert products("float16") == products("float32") == pytest.approx(4 * products("bfloat16"))
+
+
+def test_the_rates_of_this_processor_have_all_types() -> None:
+    rates = calibration.measure("torch")
+    assert sorted(rates.types) == ["bfloat16", "float16"]
+    assert all(flop > 0 for flop in (rates.flop, *rates.types.values()))

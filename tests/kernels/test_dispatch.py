@@ -3,12 +3,13 @@
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
-from flashpoint_kernels import Options, Problem, ProblemError, available_backends, native, run
-from flashpoint_kernels.support import choose_backend
+from flashpoint_kernels import Options, Problem, ProblemError, available_backends, dispatch, native, run
+from flashpoint_kernels.support import Backends, choose_backend
 from tests.conftest import DEVICE
 from tests.support.kernels.solving import backward, forward, poisoned, qkv, spec_of
 
@@ -29,6 +30,69 @@ def test_under_the_interpreter_triton_is_the_last_choice() -> None:
 
 def test_a_gpu_prefers_our_kernels() -> None:
     assert available_backends("cuda:0") == ("triton", "torch", "tiled", "reference")
+
+
+def on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], triton: str | None = "3.7.1") -> Backends:
+    """The backends of a GPU that is not here, as its driver would describe it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    monkeypatch.setattr(dispatch, "version_of", lambda _package: triton)
+    dispatch.available_backends.cache_clear()
+    monkeypatch.setattr(dispatch, "available_backends", dispatch.available_backends.__wrapped__)
+    return dispatch.available_backends("cuda:0")
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton", "reason"),
+    [
+        ((7, 0), "3.7.1", "the kernels are for sm_80, .*, and this GPU is an sm_70"),
+        ((7, 5), "3.7.1", "this GPU is an sm_75"),
+        ((11, 0), "3.7.1", "this GPU is an sm_110"),
+        ((10, 0), "3.6.0", "triton 3.6.0 leaves out proxy fences on sm_100, .*; install triton 3.7.1 or later"),
+        ((10, 3), "3.7.0", "triton 3.7.0 leaves out proxy fences on sm_103"),
+        ((10, 3), "3.9.0", "two parts of a head dimension wrongly on sm_103"),
+        ((9, 0), None, "triton is not installed"),
+    ],
+)
+def test_on_a_gpu_where_the_kernels_are_not_right_auto_falls_back_and_triton_is_refused_with_the_reason(
+    capability: tuple[int, int], triton: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = on(monkeypatch, capability, triton)
+    assert found == ("torch", "tiled", "reference")
+    t = {n: x for n, x in qkv(1, 1, 2, 2, 8).items() if n != "do"}
+    assert choose_backend(spec_of(t, Options(), "forward"), found) == "torch"
+    # The kernels in C have softcap; the operators of torch on a GPU do not.
+    assert choose_backend(spec_of(t, Options(softcap=1.0), "forward"), found) == "tiled"
+    named = spec_of(t, Options(backend="triton"), "forward")
+    with pytest.raises(ProblemError, match=f"backend: triton is not available on this device: .*{reason}.*use torch"):
+        choose_backend(named, found)
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton"),
+    [((8, 0), "3.6.0"), ((8, 7), "3.6.0"), ((9, 0), "3.6.0"), ((10, 0), "3.7.1"), ((12, 1), "3.9.0")],
+)
+def test_where_the_kernels_are_right_they_are_preferred(
+    capability: tuple[int, int], triton: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert on(monkeypatch, capability, triton) == ("triton", "torch", "tiled", "reference")
+
+
+def test_other_kinds_of_devices_run_tiles_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_of({n: x for n, x in qkv(1, 1, 2, 2, 8).items() if n != "do"}, Options(), "forward")
+    assert choose_backend(spec, available_backends("mps")) == "tiled"
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    found = dispatch.available_backends.__wrapped__("cuda:0")
+    assert choose_backend(spec, found) == "tiled"
+    with pytest.raises(ProblemError, match="on this device: the kernels are for NVIDIA's GPUs; use tiled or reference"):
+        choose_backend(replace(spec, options=Options(backend="triton")), found)
+
+
+def test_run_refuses_a_backend_that_the_device_has_not() -> None:
+    q = torch.empty(1, 1, 4, 16, device="meta")
+    problem = Problem.create({"q": q, "k": q, "v": q}, Options())
+    with pytest.raises(ProblemError, match="backend: triton is not available on this device"):
+        run([problem], "triton")
 
 
 def test_a_backend_asked_for_is_never_substituted() -> None:
@@ -70,7 +134,7 @@ def test_autocast_of_the_caller_does_not_reach_the_products() -> None:
 def test_unsupported_options_are_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "library", lambda: None)
     problem = poisoned(qkv(1, 2, 5, 5, 8), Options(softcap=2.0), "backward")
-    with pytest.raises(ProblemError, match="softcap: the torch backend does not support softcap"):
+    with pytest.raises(ProblemError, match="backend: the kernels in C are not there"):
         run([problem], "torch")
     assert problem.outputs["dq"].isnan().all()
 

@@ -11,7 +11,8 @@ from tests.conftest import DEVICE
 from tests.support.kernels.extremes import ANSWERS, CASES, COLUMN, KEY, ONE, ROW, plain
 from tests.support.kernels.solving import backward, forward, normal, qkv
 
-BACKENDS = ["triton", "torch", "tiled", "reference"]
+# On CUDA `torch` is torch's own operators, which do not keep all of these edges: docs/numerics.md.
+BACKENDS = ["triton", *(["torch"] if DEVICE == "cpu" else []), "tiled", "reference"]
 EPS32 = torch.finfo(torch.float32).eps
 HEAD = (0, 0)
 
@@ -216,7 +217,7 @@ def test_a_row_of_one_key_is_that_keys_value(backend):
     torch.testing.assert_close(found["dq"][HEAD][ROW], torch.zeros(16, device=DEVICE), rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("backend", [pytest.param("triton", marks=pytest.mark.full), "torch", "tiled", "reference"])
+@pytest.mark.parametrize("backend", [pytest.param("triton", marks=pytest.mark.full), *BACKENDS[1:]])
 def test_rows_of_100_000_keys(backend):
     """Weights of 1e-5 are summed to the same two millionths as those of a short row."""
     n = 100_000

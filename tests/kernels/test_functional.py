@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.autograd import forward_ad
 
 from flashpoint_kernels import Options, ProblemError, attention, attention_backward
 from tests.conftest import DEVICE
@@ -191,27 +190,3 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 def test_a_forked_child_has_threads_of_its_own() -> None:
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORKS], capture_output=True, text=True, check=True)
     assert done.stdout == "0\n", done
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch.func.jvp itself uses it
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softcap": 3.0}], ids=str)
-def test_forward_mode_is_refused(options: dict[str, Any]) -> None:
-    """Without a refusal, its answer would be 0."""
-    x = torch.randn(1, 2, 20, 16, device=DEVICE)
-
-    def solve(q: torch.Tensor) -> torch.Tensor:
-        return attention(q, x, x, **options)
-
-    transforms = (
-        lambda: torch.func.jvp(solve, (x,), (x,)),
-        lambda: torch.func.jacfwd(solve)(x),
-        lambda: torch.func.hessian(lambda q: solve(q).square().sum())(x),
-        lambda: torch.func.jvp(lambda do: attention_backward(do, x, x, x, **options)[0], (x,), (x,)),
-    )
-    for transform in transforms:
-        with pytest.raises(RuntimeError, match="forward-mode derivatives of attention are not available"):
-            transform()
-    with forward_ad.dual_level():
-        with pytest.raises(RuntimeError, match="forward-mode"):
-            solve(forward_ad.make_dual(x, x))
-        assert torch.equal(solve(x), attention(x, x, x, **options))

@@ -35,8 +35,8 @@ def check(t: dict[str, Tensor], **options: Any) -> None:
 
 
 @given(
-    kv_heads=st.integers(1, 3), group=st.sampled_from([1, 2, 3, 4, 7]), q_len=st.sampled_from([1, 2, 3, 5, 9]),
-    kv_len=st.sampled_from([512, 700, 1024, 1025, 2100]), dim=st.sampled_from([1, 16, 40, 64, 111, 256]),
+    kv_heads=st.integers(1, 3), group=st.sampled_from([1, 2, 3, 4, 7]), q_len=st.sampled_from([1, 2, 3, 5, 9, 40]),
+    kv_len=st.sampled_from([1, 31, 100, 257, 700, 1024, 1025, 2100]), dim=st.sampled_from([1, 16, 40, 64, 111, 256]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), causal=st.booleans(),
     window=st.sampled_from([(-1, -1), (0, 0), (63, -1), (1023, 5), (5, 600)]), top_left=st.booleans(),
     value_dim=st.sampled_from([5, 16, 64, 144]), softcap=st.sampled_from([0.0, 0.0, 0.7, 30.0]),
@@ -56,7 +56,7 @@ def test_any_problem_agrees_with_float64(
     if layout == "bshd":
         t = {name: x.transpose(1, 2).contiguous() for name, x in t.items()}
     if page:
-        t["kv_lengths"] = torch.tensor([kv_len, max(512, kv_len - 300)])
+        t["kv_lengths"] = torch.tensor([kv_len, max(1, kv_len - 300)])
         t = in_pages(t, layout, page)
     if alibi:
         t["alibi_slopes"] = normal(*((heads,) if alibi == 1 else (2, heads))).abs() / 8
@@ -122,6 +122,8 @@ def one_key(v: Tensor, q_dtype: torch.dtype, scale: float | None = None) -> Tens
 def test_every_16_bit_number_comes_back(level: str, dtype: torch.dtype) -> None:
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).view(-1, 256)
     found = one_key(every, dtype)
+    if level == "amx" and dtype == torch.bfloat16:  # AMX takes subnormal numbers as 0
+        every = every.where(~(every.abs() < torch.finfo(dtype).smallest_normal), 0)
     assert torch.equal(found.isnan(), every.isnan())
     assert torch.equal(found.nan_to_num(0.0, torch.inf, -torch.inf), every.nan_to_num(0.0, torch.inf, -torch.inf))
 
@@ -141,8 +143,10 @@ def test_answers_are_rounded_to_nearest_even(level: str, dtype: torch.dtype) -> 
     numbers = torch.arange(-128, 128, dtype=torch.int8).view(-1, 16)
     for power in range(-34, 18):
         scale = 2.0**power * (1 + 2.0**-9 + 2.0**-12)
-        found = one_key(numbers, dtype, scale)
-        assert torch.equal(found, (numbers.float() * scale).to(dtype)), power
+        found, exact = one_key(numbers, dtype, scale), numbers.float() * scale
+        if level == "amx" and dtype == torch.bfloat16:  # a probability times a scale is rounded, too
+            exact = numbers.float() * torch.tensor(scale).to(dtype).float()
+        assert torch.equal(found, exact.to(dtype)), power
 
 
 def test_keys_that_no_query_sees_are_not_read() -> None:
@@ -151,14 +155,6 @@ def test_keys_that_no_query_sees_are_not_read() -> None:
     for name in "kv":
         t[name][:, :, : 1500 - 702] = torch.nan
     assert torch.equal(attention(**t, causal=True, window=(700, 0)), expected)
-
-
-def test_without_the_library_torchs_operator_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "library", lambda: None)
-    monkeypatch.setattr("flashpoint_kernels.torch_backend.fused.compute", None)
-    t = {n: x for n, x in qkv(2, 4, 1, 1100, 64, kv_heads=2).items() if n != "do"}
-    check(t, causal=True, return_lse=True)
-    check(in_pages(t | {"kv_lengths": torch.tensor([1100, 600])}, "bhsd", 16), return_lse=True)
 
 
 @pytest.fixture
@@ -179,7 +175,7 @@ def test_which_problems_torch_has_through_the_kernels() -> None:
     assert chosen(t | {"attn_mask": normal(3, 5)}, softcap=2.0) == "torch"
     assert chosen(t | {"v": normal(1, 2, 5, 24)}) == "torch"
     assert chosen({n: x.double() for n, x in t.items()}) == "reference"
-    assert chosen(t | {"block_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)}) == "tiled"
+    assert chosen(t | {"block_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)}) == "torch"
     with pytest.raises(ProblemError, match="softcap"):
         chosen(t, ("triton", "torch", "tiled"), softcap=2.0, backend="torch")
 
@@ -199,10 +195,36 @@ def test_a_library_of_other_sources_is_not_used(sources: Path, monkeypatch: pyte
     found = native.library.__wrapped__()
     assert found is not None
     assert FOUND is not None
-    assert found.level == FOUND.level
+    assert found.bfloat16.kernel == FOUND.bfloat16.kernel
     (sources / "isa.c").write_text((sources / "isa.c").read_text() + "\n/* changed */\n")
     with pytest.warns(RuntimeWarning, match=r"compiled from other sources"):
         assert native.library.__wrapped__() is None
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="other architectures have one level")
+@pytest.mark.parametrize(("option", "left"), [("-mamx-tile", {"avx2", "avx512"}), ("-mavx512f", {"avx2"})])
+def test_a_compiler_that_does_not_know_a_level_builds_the_others(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str,
+    left: set[str],
+) -> None:  # fmt: skip
+    own = build.compiler()
+    assert own is not None
+    old = tmp_path / "old"
+    old.write_text(f'#!/bin/sh\ncase " $* " in *" {option} "*) exit 1;; esac\nexec {" ".join(own)} "$@" -O1\n')
+    old.chmod(0o755)
+    monkeypatch.setenv("CC", str(old))
+    built = build.compile_library(sources)
+    assert built is not None
+    said = capsys.readouterr().err
+    assert {name for name in build.LEVELS["x86_64"] if f"the kernels for {name} are left out" not in said} == left
+    monkeypatch.setattr(native, "HERE", sources)
+    assert {name for name in build.LEVELS["x86_64"] if native.level(name) is not None} == left
+    found = native.library.__wrapped__()
+    assert found is not None
+    assert found.bfloat16.kernel.removeprefix("c-") in left
+    monkeypatch.setattr(native, "library", lambda: found)
+    check(qkv(1, 2, 66, 70, 40, dtype=torch.bfloat16), causal=True)
 
 
 def test_the_script_reports_an_error_of_the_compiler(sources: Path) -> None:
@@ -227,19 +249,9 @@ def test_the_sources_compile_without_warnings(tmp_path: Path) -> None:
             assert ran.returncode == 0, ran.stderr
 
 
-def test_lanes_of_four_are_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lanes_of_four_are_exact(lanes_of_four: native.Library, monkeypatch: pytest.MonkeyPatch) -> None:
     """The variant for other processors, in this processor's registers of four floats."""
-    import ctypes
-
-    command = build.compiler()
-    assert command is not None
-    made = tmp_path / "narrow.so"
-    sources = [str(build.HERE / f"{name}.c") for name in build.KERNELS]
-    flags = [*build.FLAGS, "-DISA=narrow", "-shared", *sources, "-o", str(made)]
-    subprocess.run([*command, *flags], check=True, capture_output=True)
-    loaded = ctypes.CDLL(str(made))
-    functions = native.Library("narrow", *(loaded[f"flashpoint_{name}_narrow"] for name in native.Library._fields[1:]))
-    monkeypatch.setattr(native, "library", lambda: functions)
+    monkeypatch.setattr(native, "library", lambda: lanes_of_four)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for group in (1, 2, 5):
             t = {n: x for n, x in qkv(1, 2 * group, 3, 1100, 48, kv_heads=2, dtype=dtype).items() if n != "do"}

@@ -32,13 +32,13 @@ def check(t: dict[str, Tensor], **options: Any) -> None:
     alibi=st.sampled_from([0, 1, 2]), sinks=st.booleans(), layout=st.sampled_from(["bhsd", "bshd"]),
     mask=st.sampled_from(["", "bool", "float", "own", "double", "queries", "keys", "head", "batch", "one"]),
     dropout_p=st.sampled_from([0.0, 0.0, 0.4]),
-    dlse=st.booleans(), lengths=st.booleans(),
+    dlse=st.booleans(), lengths=st.booleans(), blocks=st.sampled_from([None, None, (16, 16), (48, 80), (128, 128)]),
 )  # fmt: skip
 @settings(max_examples=120, deadline=None)
 def test_any_problem_agrees_with_float64(
     kv_heads: int, group: int, q_len: int, kv_len: int, dim: int, value_dim: int, dtype: torch.dtype, causal: bool,
     window: tuple[int, int], top_left: bool, softcap: float, scale: float | None, alibi: int, sinks: bool, layout: str,
-    mask: str, dropout_p: float, dlse: bool, lengths: bool,
+    mask: str, dropout_p: float, dlse: bool, lengths: bool, blocks: tuple[int, int] | None,
 ) -> None:  # fmt: skip
     heads, grads = kv_heads * group, list(GRADS)
     t = qkv(2, heads, q_len, kv_len, dim, kv_heads=kv_heads, value_dim=value_dim, dtype=dtype)
@@ -61,12 +61,14 @@ def test_any_problem_agrees_with_float64(
             grads.append("dattn_mask")
     if dlse:
         t["dlse"] = normal(2, heads, q_len)
+    if blocks:
+        t["block_mask"] = normal(1, heads, -(-q_len // blocks[0]), -(-kv_len // blocks[1]), seed=5) > -0.5
     if lengths:
         t |= {"q_lengths": torch.tensor([q_len, q_len // 2]), "kv_lengths": torch.tensor([kv_len // 3, kv_len])}
     check(
         t, causal=causal, window=window, causal_alignment="top_left" if top_left else "bottom_right", scale=scale,
         softcap=softcap, layout=layout, dropout_p=dropout_p, dropout_seed=(1 << 63) + 5 if dropout_p else None,
-        grads=grads,
+        grads=grads, block_size=blocks or (128, 128),
     )  # fmt: skip
 
 

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from flashpoint_kernels import Options, Problem, attention, run, verify
+from flashpoint_kernels import Options, Problem, attention, native, run, verify
 from flashpoint_kernels.cost import NOMINAL, row_seconds
 from flashpoint_kernels.dispatch import run_part
 from flashpoint_kernels.native.forward import CHUNK
-from flashpoint_kernels.reproducible import has_native_forward, split
+from flashpoint_kernels.reproducible import split
 from flashpoint_kernels.torch_backend import forward as native_forward
 from tests.support.kernels.serving import in_pages
 from tests.support.kernels.solving import backward, forward, normal, qkv
@@ -23,25 +23,6 @@ LENGTHS = st.sampled_from([512, 700, 1024, 1025, 1536, 2048, 2560, 4099])
 
 def problem_of(tensors: dict[str, Tensor], **options: Any) -> Problem:
     return Problem.create({n: t for n, t in tensors.items() if n != "do"}, Options(**options, return_lse=True))
-
-
-def test_which_sequences_the_kernels_in_c_compute() -> None:
-    def native_is_used(t: dict[str, Tensor], **options: Any) -> bool:
-        problem = problem_of(t, **options)
-        return has_native_forward(problem.spec, problem.rows[0])
-
-    assert native_is_used(qkv(2, 4, 1, 512, 16))
-    assert native_is_used(qkv(1, 8, 256, 256, 16, kv_heads=1), causal=True)
-    assert native_is_used(qkv(1, 2, 64, 64, 16), window=(9, 0))
-    assert native_is_used(qkv(1, 2, 3, 4, 24) | {"alibi_slopes": normal(2)})
-    assert native_is_used(qkv(1, 2, 1, 600, 16) | {"attn_mask": normal(1, 600)})
-    assert native_is_used(qkv(1, 2, 3, 5, 24), dropout_p=0.5, dropout_seed=1)
-    for t in (
-        qkv(1, 2, 1, 511, 16),
-        qkv(1, 2, 128, 511, 16),
-        qkv(1, 2, 1, 600, 24),
-    ):
-        assert not native_is_used(t)
 
 
 @pytest.mark.slow
@@ -186,7 +167,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(rows: int, kv_len: int, mon
         found = []
         for threads in (1, 2, 3, 5, 16):
             problem = problem_of(t, **options)
-            native_forward.compute(native_forward.forward_of(problem, problem.rows), threads)
+            native_forward.prepared(problem, problem.rows)(threads)
             found.append(problem.outputs)
         for other, name in itertools.product(found[1:], ("o", "lse")):
             assert torch.equal(other[name], found[0][name]), (name, heads)
@@ -216,3 +197,62 @@ def test_sequences_of_few_and_of_many_queries_in_one_problem() -> None:
     for b, (q_len, kv_len) in enumerate(((40, 40), (1, 1100), (1, 1024))):
         alone = {n: t[n][b : b + 1, :, : q_len if n == "q" else kv_len] for n in "qkv"}
         assert torch.equal(attention(**alone, causal=True), problem.outputs["o"][b : b + 1, :, :q_len])
+
+
+@given(
+    layout=st.sampled_from(["bhsd", "bshd", "thd"]), lengths=st.sets(st.sampled_from(["q_lengths", "kv_lengths"])),
+    more=st.sampled_from(["", "bool", "float", "one mask", "blocks", "slopes", "sinks", "slopes of each"]),
+    options=st.sampled_from([
+        {}, {"causal": True}, {"window": (2, 1)}, {"causal": True, "causal_alignment": "top_left"}, {"softcap": 3.0},
+        {"dropout_p": 0.3, "dropout_seed": 5},
+    ]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]), threads=st.sampled_from([1, 2]), seed=st.integers(0, 99),
+    pages=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=80, deadline=None)
+def test_many_short_sequences_have_the_bits_of_few_at_a_time(
+    layout: str, lengths: set[str], more: str, options: dict[str, Any], dtype: torch.dtype, threads: int, seed: int,
+    pages: bool,
+) -> None:  # fmt: skip
+    """Their tasks are made together; those of fewer sequences one after the other."""
+    n, q_len, kv_len = (300, 18, 35) if more == "blocks" else (300, 3, 9)
+    generator = torch.Generator().manual_seed(seed)
+    t = {name: x for name, x in qkv(n, 4, q_len, kv_len, 16, kv_heads=2, dtype=dtype).items() if name != "do"}
+    if layout == "thd":
+        t = {name: x.transpose(1, 2).flatten(0, 1) for name, x in t.items()}
+        for name, length in (("cu_seqlens_q", q_len), ("cu_seqlens_k", kv_len)):
+            edges, _ = torch.randint(0, n * length + 1, (n - 1,), generator=generator).sort()
+            t[name] = torch.cat([torch.tensor([0]), edges, torch.tensor([n * length])])
+    else:
+        t = {name: x.transpose(1, 2) if layout == "bshd" else x for name, x in t.items()}
+        for name in lengths:
+            most = q_len if name == "q_lengths" else kv_len
+            t[name] = torch.randint(0, most + 1, (n,), generator=generator)
+        masks = {
+            "bool": torch.rand(n, 1, q_len, kv_len, generator=generator) > 0.3,
+            "float": torch.randn(n, 4, q_len, kv_len, generator=generator),
+            "one mask": torch.randn(q_len, kv_len, generator=generator),
+        }
+        if more in masks:
+            t["attn_mask"] = masks[more]
+        if more == "blocks":
+            t["block_mask"] = torch.rand(n, 1, 2, 3, generator=generator) > 0.3
+            options = options | {"block_size": (16, 16)}
+        if more.startswith("slopes"):
+            t["alibi_slopes"] = torch.rand((n, 4) if more == "slopes of each" else (4,), generator=generator)
+        if more == "sinks":
+            t["sinks"] = torch.randn(4, generator=generator)
+    if pages:
+        t = in_pages(t, layout, 5 if more == "blocks" else 3)
+
+    def answers() -> dict[str, Tensor]:
+        problem = problem_of(t, layout=layout, **options)
+        problem.threads = threads
+        run_part(problem, "torch")
+        return problem.outputs
+
+    together = answers()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native.forward, "_TOGETHER", n + 1)
+        alone = answers()
+    assert all(torch.equal(together[name], x) for name, x in alone.items())

@@ -54,6 +54,43 @@ def test_bits_and_gradients_are_those_of_the_long_way(
         assert n > 2 or found.is_contiguous() or n == 1
 
 
+@given(
+    history=st.lists(
+        st.tuples(st.integers(1, 3), st.sampled_from(["bhsd", "bshd"]), st.booleans(), st.integers(0, 1 << 20)),
+        min_size=2, max_size=8,
+    ),
+    kv_heads=st.integers(1, 4), q_len=st.sampled_from([1, 7, 130]),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+)  # fmt: skip
+@settings(max_examples=15, deadline=None)
+def test_a_repeated_call_reads_its_own_tensors_whatever_came_before(
+    history: list[tuple[int, str, bool, int]], kv_heads: int, q_len: int, dtype: torch.dtype
+) -> None:
+    """On other threads, with other strides, and with other numbers at other addresses."""
+    before = torch.get_num_threads()
+    try:
+        for threads, layout, apart, seed in history:
+            torch.set_num_threads(threads)
+            t = [normal(2, 2 * kv_heads if n == "q" else kv_heads, 150 if n in "kv" else q_len, 40, seed=seed + ord(n))
+                 for n in "qkv"]  # fmt: skip
+            if layout == "bshd":
+                t = [x.transpose(1, 2).contiguous() for x in t]
+            if apart:  # rows are not adjacent
+                t = [torch.cat([x, x], -1)[..., :40] for x in t]
+            leaves = [x.to(dtype).requires_grad_() for x in t]
+
+            def answers(leaves: list[Tensor] = leaves, layout: Any = layout) -> list[Tensor]:
+                o, lse = attention(*leaves, layout=layout, return_lse=True)
+                return [o, lse, *torch.autograd.grad(o.float().cos().sum(), leaves)]
+
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                expected = long_way(monkeypatch, answers)
+            for found, right in zip(answers(), expected, strict=True):
+                assert torch.equal(found, right)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_plain_call_has_a_route() -> None:
     q, k, v = drawn(2, 2, 16, 20, 64, torch.float32, "bhsd")
     plain._route.cache_clear()
@@ -146,7 +183,8 @@ def test_what_watches_sees_the_operator_of_the_library() -> None:
         assert torch.equal(attention(q, k, v), expected)
     assert seen[0] == "flashpoint.attention.default"
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(attention(q, k, v), expected)
+        found = attention(q, k, v)
+    assert torch.equal(found, attention(q.bfloat16(), k.bfloat16(), v.bfloat16()))
     with FlopCounterMode(display=False):
         attention(q, k, v)
 

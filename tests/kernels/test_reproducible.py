@@ -14,7 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flashpoint_contract.spec import Row
-from flashpoint_kernels import Options, Problem, native, reproducible, run, verify
+from flashpoint_kernels import Options, Problem, reproducible, run, verify
 from flashpoint_kernels.dispatch import run_part
 from flashpoint_kernels.reproducible import (
     CORES,
@@ -24,7 +24,6 @@ from flashpoint_kernels.reproducible import (
     split,
     thread_count,
     threads,
-    with_all_threads,
 )
 from tests.support.kernels.solving import backward, forward, normal, qkv
 
@@ -214,7 +213,7 @@ def test_bits_are_the_same_with_neighbours_in_the_call_and_with_all_threads(
     batch: int, kv_heads: int, group: int, q_len: int, kv_len: int, dim: int, band: str,
     dtype: torch.dtype, layout: str, lengths: bool,
 ) -> None:  # fmt: skip
-    """Sequences of equal lengths share a call of torch's operators; here each runs by itself, with one thread, too."""
+    """In one call with all threads; here each runs by itself, with one thread."""
     t = qkv(batch, group * kv_heads, q_len, kv_len, dim, kv_heads=kv_heads, dtype=dtype, seed=batch)
     if layout == "bshd":
         t = {name: x.transpose(1, 2).contiguous() for name, x in t.items()}
@@ -238,36 +237,6 @@ def test_bits_are_the_same_with_neighbours_in_the_call_and_with_all_threads(
 @settings(max_examples=30, deadline=None)
 def test_more_sequences_have_the_same_bits_with_neighbours_and_with_all_threads(**drawn: Any) -> None:
     test_bits_are_the_same_with_neighbours_in_the_call_and_with_all_threads.hypothesis.inner_test(**drawn)  # type: ignore[attr-defined]
-
-
-def test_a_problem_has_all_threads_only_where_they_cannot_change_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With torch's operators. The kernels in C have the same bits with any number of threads."""
-
-    def threads_of(t: dict[str, torch.Tensor], direction: str = "forward") -> int:
-        given = t if direction == "backward" else {name: x for name, x in t.items() if name != "do"}
-        return with_all_threads(Problem.create(given, Options(), direction)).threads  # type: ignore[arg-type]
-
-    assert threads_of(qkv(1, 2, 16, 40, 32)) == torch.get_num_threads()
-    assert threads_of(qkv(1, 1, 512, 40, 32)) == torch.get_num_threads()
-    assert threads_of(qkv(1, 2, 512, 40, 32), "backward") == torch.get_num_threads()
-    assert threads_of(qkv(1, 2, 15, 40, 32)) == 0
-    assert threads_of(qkv(1, 2, 16, 40, 24)) == 0
-    assert threads_of(qkv(0, 2, 16, 40, 32)) == 0
-
-    def with_options(heads: int, q_len: int, kv_len: int, **options: object) -> int:
-        given = {name: x for name, x in qkv(1, heads, q_len, kv_len, 32).items() if name != "do"}
-        return with_all_threads(Problem.create(given, Options(**options))).threads  # type: ignore[arg-type]
-
-    for options in ({"causal": True}, {"window": (64, 0)}):
-        assert with_options(1, 512, 600, **options) == torch.get_num_threads()
-    monkeypatch.setattr(native, "library", lambda: None)
-    assert threads_of(qkv(1, 2, 512, 40, 32), "backward") == 0
-    assert threads_of(qkv(1, 1, 512, 40, 32), "backward") == 0  # one task, whose products BLAS would share out
-    assert threads_of(qkv(1, 2, 17, 5, 16, kv_heads=1), "backward") == 0
-    assert with_options(1, 512, 512, causal=True) == torch.get_num_threads()
-    assert with_options(1, 512, 600, causal=True) == 0  # in blocks, of which each call may be one task
-    assert with_options(1, 512, 512, window=(64, 0)) == 0
-    assert with_options(2, 512, 512, window=(64, 0)) == torch.get_num_threads()
 
 
 def test_cores_are_those_that_the_process_may_use(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 import torch
@@ -82,3 +83,60 @@ def test_two_cases_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert [event["what"] for event in watched()] == [f"naive and tiled in turn, {n} of 2" for n in (1, 2)]
     assert ratios[0] > 0
+
+
+@pytest.mark.parametrize("mark", [{"busy": True}, {"ms_p80": 3.0}, {"peak_bytes_low": True}])
+def test_a_claim_on_a_marked_row_neither_passes_nor_fails(
+    monkeypatch: pytest.MonkeyPatch, mark: dict[str, Any]
+) -> None:
+    quiet = {"ms": 1.0, "ms_p20": 1.0, "ms_p80": 1.1, "busy": False, "peak_bytes_low": False, "peak_bytes": 1 << 20}
+    measured: list[str] = []
+
+    def row(case: Case, device: str, naive_ms: float | None = None) -> dict[str, Any]:
+        measured.append(case.backend)
+        marked = case.backend == "naive"
+        return (
+            quiet
+            | {"direction": case.direction, "backend": case.backend, "q_len": case.q_len}
+            | (mark if marked else {})
+        )
+
+    monkeypatch.setattr(bench, "_measured", row)
+    monkeypatch.setattr(claims, "peak_of", lambda device, dtype: bench)
+    running = claims._reproduced([claim for claim in claims.CLAIMS if claim.name in ("table", "equations")], "cpu")
+    found = {}
+    for event in running:
+        if event["type"] == "verdict":
+            found[event["name"]] = event
+            if len(found) == 2:
+                break
+    assert found["table"]["verdict"] == "needs a quiet machine"
+    assert "forward of naive, N 512, " in found["table"]["how"]
+    assert found["equations"]["verdict"] == "PASS", "which times nothing"
+    assert measured.count("naive") == 2 * 3, "each marked row is measured again"
+
+
+def test_rounds_beside_other_programs_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = (
+        Case(backend=name, batch=1, q_heads=1, q_len=64, head_dim=16, dtype="float32") for name in ("naive", "tiled")
+    )
+
+    def ratio(rounds: list[tuple[float, bool]]) -> tuple[float, list[str]]:
+        left = iter(rounds)
+
+        def row(case: Case, device: str) -> dict[str, Any]:
+            ms, busy = next(left) if case is a else (1.0, False)
+            return {"ms": ms, "busy": busy}
+
+        monkeypatch.setattr(bench, "_measured", row)
+        found, made = bench.Bench("cpu"), []
+
+        def watched() -> Generator[dict[str, object], None, None]:
+            made.append((yield from found.in_turn(a, b)))
+
+        list(watched())
+        return made[0], found.marks
+
+    assert ratio([(3.0, False), (90.0, True), (4.0, False), (5.0, False), (80.0, True)]) == (4.0, [])
+    times, marks = ratio([(3.0, False), (90.0, True), (4.0, False), (70.0, True), (80.0, True)])
+    assert (times, marks) == (70.0, ["3 of 5 rounds of naive and tiled, busy"])

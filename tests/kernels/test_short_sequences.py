@@ -204,8 +204,8 @@ def test_a_part_writes_the_answers_of_its_own_sequences_alone(backend, mask, dty
 
 def test_only_sequences_of_one_thread_share_a_call():
     problem = Problem.create({name: torch.zeros(3, 1, 4096, 64) for name in "qkv"}, Options())
-    assert sharing(problem, Row(0, 0, 0, 16, 4096, 0, 16, 4096), "torch") > 1
-    assert sharing(problem, Row(0, 0, 0, 4096, 4096, 0, 4096, 4096), "torch") == 1
+    assert sharing(problem, Row(0, 0, 0, 16, 4096, 0, 16, 4096)) > 1
+    assert sharing(problem, Row(0, 0, 0, 4096, 4096, 0, 4096, 4096)) == 1
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "thd"])

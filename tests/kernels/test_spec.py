@@ -60,8 +60,6 @@ BAD: list[tuple[str, dict[str, TensorInfo], dict[str, Any], str]] = [
     ("v", infos(v=(2, 1, 7, 8)), {}, "forward"),
     ("q", infos(q=(2, 3, 5, 8)), {}, "forward"),
     ("q", infos(q=(2, 0, 5, 8)), {}, "forward"),
-    ("q", infos(q=(2, 4, 5, 0), k=(2, 2, 7, 0)), {}, "forward"),
-    ("v", infos(v=(2, 2, 7, 0)), {}, "forward"),
     ("q", infos(q=(2, 5, 4, 8)), {"layout": "bhsd"}, "forward"),
     ("do", infos(do=(2, 4, 5, 9)), {}, "backward"),
     ("o", infos(**BACKWARD, o=K, lse=Q[:3]), {}, "backward"),

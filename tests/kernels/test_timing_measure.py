@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Generator, Iterator
@@ -28,7 +29,7 @@ from flashpoint_kernels.timing import (
     measurement,
     run_grid,
 )
-from flashpoint_kernels.timing.case import flops, moved_bytes, standard_flops
+from flashpoint_kernels.timing.case import flops, held_bytes, moved_bytes, standard_flops
 from flashpoint_kernels.timing.clock import CpuClock, CudaClock, Slices, uncertainty
 from flashpoint_kernels.timing.device import SHEETS, is_lost, peak_of
 from flashpoint_kernels.timing.implementations import CannotRunError
@@ -132,7 +133,7 @@ def test_what_cannot_run_is_a_row_with_the_reason(monkeypatch: pytest.MonkeyPatc
         (small("triton"), "CUDA"),
         (small("sdpa_cudnn"), "No viable backend"),
         (small("xformers"), "not installed"),
-        (small("torch", value_dim=8), "value head dimension"),  # which torch's operators do not have
+        (small("torch", value_dim=8), "install a C compiler"),
         (small("naive", q_len=1 << 24), "GiB"),  # refused before anything is allocated
     ]:
         row, _ = finish(measure(case, timing=QUICK))
@@ -211,8 +212,10 @@ def check_memory() -> None:
     assert 10 * linear + tiles + noise < matrix / 4  # what ours was held to at the last length
 
 
-def test_a_slice_ends_at_its_bound_and_a_pause_is_not_counted(time: Time) -> None:
+def test_a_slice_ends_at_its_bound_and_a_pause_is_not_counted(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bound that every call exceeds: one slice for each call. A bound beyond all calls: one slice for all repeats."""
+    monkeypatch.setattr(measurement, "_fewer", lambda ms, timing: None)
+    monkeypatch.setattr(measurement, "held_bytes", lambda algorithms, case: 0)
     time.tick_ms = 2.0  # below the roof
     stages = 4 + 2  # the four inputs; a first call, and the call whose memory is measured
     for slice_ms, slices_of_repeats in ((1e-6, 30), (1e6, 1)):
@@ -330,6 +333,7 @@ def test_a_gpus_time_is_without_what_python_takes_to_enqueue(
     for repeats in (1, 20):
         assert found.time(lambda: device.call(host_ms, gpu_ms), repeats) == pytest.approx([gpu_ms] * repeats)
     assert device.calls <= 21 + 2, "few are made again"
+    assert not found.with_host
 
 
 @pytest.mark.parametrize(
@@ -348,6 +352,7 @@ def test_a_call_that_no_pause_covers_is_timed_with_its_host(
     taken = found.time(lambda: call(device), 10)
     assert sum(taken) == pytest.approx(device.now - began, rel=0.2)
     assert device.calls <= 11 + 8
+    assert found.with_host
 
 
 def test_the_median_is_known_by_order_statistics() -> None:
@@ -397,3 +402,100 @@ def test_data_sheets_are_dense_figures() -> None:
     for sheet in SHEETS.values():
         assert sheet.half_tflops > sheet.float32_tflops
         assert sheet.source
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of threads that were set; torch starts with four. The peaks are known, and memory is not measured."""
+    seen: list[int] = [4]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: seen[-1])
+    monkeypatch.setattr(torch, "set_num_threads", seen.append)
+    monkeypatch.setattr(measurement, "peak_bytes", lambda call, device: None)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("ms_of", "best", "tried", "busy"),
+    [
+        ({4: 1.0, 2: 1.5, 1: 3.0}, 4, {4, 2, 1}, False),  # a quiet machine
+        ({4: 1.0, 2: 0.98, 1: 1.02}, 4, {4, 2, 1}, False),  # within the noise
+        ({4: 0.5, 2: 0.4, 1: 0.3}, 1, {4, 2, 1}, False),  # a small problem: threads cost more than they save
+        ({4: 24.0, 2: 20.0, 1: 0.3}, 1, {4, 2, 1}, True),  # threads wait for a core that is busy
+        ({4: 200.0, 2: 50.0, 1: 90.0}, 2, {4, 2, 1}, True),  # a long call: halves, as long as they are faster
+        ({4: 200.0, 2: 300.0, 1: 90.0}, 4, {4, 2}, False),
+        ({4: 70_000.0, 2: 1.0, 1: 1.0}, 4, {4}, False),  # too long to try
+    ],
+)
+def test_fewer_threads_count_where_they_are_faster(
+    time: Time, threads: list[int], monkeypatch: pytest.MonkeyPatch, ms_of: dict[int, float], best: int,
+    tried: set[int], busy: bool,
+) -> None:  # fmt: skip
+    def make(case: Case, device: str) -> Any:
+        def attend(q: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+            time.now_ms += ms_of[threads[-1]]
+            return q
+
+        return attend
+
+    monkeypatch.setattr(clock, "waited_ms", lambda: 0.0)
+    tiled = implementations.IMPLEMENTATIONS["tiled"]
+    for name in ("tiled", "naive"):  # ours and the baseline alike
+        monkeypatch.setitem(implementations.IMPLEMENTATIONS, name, replace(tiled, make=make))
+        row, _ = finish(measure(small(name), timing=Timing(warmup_ms=0)))
+        assert (row["threads"], row["ms"], row["busy"]) == (best, pytest.approx(ms_of[best]), busy)
+        assert row["ms_by_threads"] == {str(n): pytest.approx(ms_of[n]) for n in sorted(tried)}
+        assert threads[-1] == 4, "as before"
+
+
+@pytest.mark.parametrize(("waits", "busy"), [(0.0, False), (0.01, False), (0.3, True), (None, False)])
+def test_a_row_is_marked_where_threads_waited_for_a_core(
+    time: Time, threads: list[int], monkeypatch: pytest.MonkeyPatch, waits: float | None, busy: bool
+) -> None:
+    def waited() -> float | None:
+        return None if waits is None else waits * threads[-1] * time.now_ms
+
+    time.tick_ms = 1.0
+    monkeypatch.setattr(clock, "waited_ms", waited)
+    row, _ = finish(measure(small("naive"), timing=QUICK))
+    assert row["busy"] == busy
+    assert row["waited"] == (None if waits is None else pytest.approx(waits, abs=0.05))
+
+
+def test_waiting_for_a_core_is_counted() -> None:
+    if (before := clock.waited_ms()) is None:
+        pytest.skip("this system does not count it")
+    load = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
+    try:
+        while (clock.waited_ms() or 0.0) <= before:
+            sum(range(10_000))  # beside as many others, this waits at some time
+    finally:
+        for each in load:
+            each.kill()
+            each.wait()
+
+
+def test_memory_below_what_the_algorithm_holds_is_measured_again_or_marked(
+    time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    time.tick_ms = 1.0  # below the roof
+    case = small("naive", q_len=128)
+    least = held_bytes(("naive_forward",), case)
+    assert least == 2 * 128 * 16 * 4 + 2 * 128 * 128 * 4  # o, and the matrix
+    for found, expected in (
+        ([0, least - 1, least + 5], (least + 5, False)),
+        ([0, 7, 3, 1], (7, True)),
+        ([least], (least, False)),
+        ([None], (None, False)),
+    ):
+        answers = iter(found)
+        monkeypatch.setattr(measurement, "peak_bytes", lambda call, device, answers=answers: next(answers))
+        row, _ = finish(measure(case, timing=QUICK))
+        assert (row["peak_bytes"], row["peak_bytes_low"]) == expected
+        assert next(answers, "none left") == "none left"
+
+
+@pytest.mark.parametrize("backend", ["naive", "torch", "tiled", "sdpa_flash"])
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_the_least_memory_is_below_what_a_call_holds(backend: str, direction: Any) -> None:
+    row, _ = finish(measure(small(backend, q_len=1024, q_heads=4, direction=direction), timing=QUICK))
+    assert row["peak_bytes_low"] is False

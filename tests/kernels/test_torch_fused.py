@@ -1,4 +1,4 @@
-"""torch's fused operators: what we rely on that torch does not promise, and what the backend adds to them."""
+"""The backend `torch`: bands, masks and gradients by the kernels in C; what CUDA's operators are given."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,23 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from flashpoint_kernels import Options, Problem, ProblemError, attention, attention_backward, native, verify
-from flashpoint_kernels.reproducible import sharing
-from flashpoint_kernels.torch_backend import call as operators
+from flashpoint_kernels import Options, Problem, ProblemError, attention, available_backends, native, plain, verify
+from flashpoint_kernels.support import choose_backend
 from flashpoint_kernels.torch_backend import fused
-from flashpoint_kernels.torch_backend.call import Call
+from flashpoint_kernels.torch_backend.fused import Call
 from tests.conftest import DEVICE
-from tests.support.kernels.made import Made
 from tests.support.kernels.solving import backward, forward, normal, qkv
 
 SCHEMAS = {
-    "_scaled_dot_product_flash_attention_for_cpu":
-        "(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False, *, Tensor? attn_mask=None, "
-        "float? scale=None) -> (Tensor output, Tensor logsumexp)",
-    "_scaled_dot_product_flash_attention_for_cpu_backward":
-        "(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, Tensor logsumexp, float dropout_p, "
-        "bool is_causal, *, Tensor? attn_mask=None, float? scale=None) -> "
-        "(Tensor grad_query, Tensor grad_key, Tensor grad_value)",
     "_scaled_dot_product_flash_attention":
         "(Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False, "
         "bool return_debug_mask=False, *, float? scale=None) -> (Tensor output, Tensor logsumexp, Tensor cum_seq_q, "
@@ -86,6 +77,11 @@ def blocks_of_queries() -> Iterator[Any]:
         yield pytest.param(band, more, *lengths, marks=[] if n == (b + m) % 3 else pytest.mark.full, id=name)
 
 
+# test_backends checks that `torch` refuses these options elsewhere.
+IN_C = pytest.mark.skipif(DEVICE != "cpu", reason="options that `torch` has on the CPU alone, in the kernels in C")
+
+
+@IN_C
 @pytest.mark.parametrize(("band", "more", "q_len", "kv_len"), [*blocks_of_queries()])
 def test_blocks_of_queries_see_what_their_window_and_alibi_say(
     band: dict[str, Any], more: tuple[str, ...], q_len: int, kv_len: int
@@ -98,6 +94,7 @@ def test_blocks_of_queries_see_what_their_window_and_alibi_say(
     assert found.ok, "\n".join(str(e) for e in found.tensors if not e.ok)
 
 
+@IN_C
 @pytest.mark.slow
 def test_alibi_is_as_exact_at_16k_keys_as_the_tile_loop() -> None:
     """With a slope of 0.5 scores reach −8,192, whose rounding alone would be 5e-4."""
@@ -140,52 +137,15 @@ def test_backward_takes_the_lse_of_any_backend() -> None:
         torch.testing.assert_close(grads[name], x, rtol=2e-6, atol=2e-6)
 
 
-def test_sequences_share_a_call_while_what_is_copied_for_it_is_small() -> None:
-    """Many keys: bfloat16 keys and values become float32, 8 MiB for a call and not 128 for the whole batch.
-
-    Beside a single query they are read as they are.
-    """
-    t = {name: x for name, x in qkv(64, 2, 65, 2048, 64, dtype=torch.bfloat16, seed=1).items() if name != "do"}
-    problem = Problem.create(t, Options())
-    assert sharing(problem, problem.rows[0], "torch") == 4
-    with Made() as made:
-        forward("torch", t)
-    if DEVICE == "cpu":
-        assert 1 << 20 < made.largest <= 4 << 20  # bytes of four sequences' keys; the batch's are 64 MiB
-        t["q"] = t["q"][:, :, :1]
-        with Made() as made:
-            forward("torch", t)
-        assert made.largest < 1 << 20
-
-
-@pytest.mark.parametrize(
-    ("more", "options", "field"),
-    [
-        ({}, {"softcap": 1.0}, "softcap"),
-        ({}, {"dropout_p": 0.5}, "dropout_p"),
-        ({"v": torch.ones(1, 2, 5, 9)}, {}, "v"),
-    ],
-)
-def test_what_torchs_operators_lack_is_refused_by_name_and_auto_goes_elsewhere(
-    more: dict[str, torch.Tensor], options: dict[str, object], field: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_the_library_torch_is_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "library", lambda: None)
-    t = {name: x for name, x in qkv(1, 2, 5, 5, 8).items() if name != "do"}
-    t |= {name: x.to(DEVICE) for name, x in more.items()}
-    with pytest.raises(ProblemError) as refused:
-        attention(**t, **options, backend="torch")  # type: ignore[arg-type]
-    assert [name for name, _ in refused.value.errors] == [field]
-    assert torch.isfinite(attention(**t, **options)).all()  # type: ignore[arg-type]
-
-
-def test_torchs_operators_have_no_gradients_of_lse_and_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "library", lambda: None)
-    t = qkv(1, 2, 5, 5, 8)
-    saved = forward("torch", t)
-    with pytest.raises(ProblemError, match="dlse"):
-        attention_backward(**t, **saved, dlse=normal(1, 2, 5), backend="torch")
-    with pytest.raises(ProblemError, match="dattn_mask"):
-        attention_backward(**t, **saved, attn_mask=normal(5, 5), grads=["dattn_mask"], backend="torch")
+    plain._route.cache_clear()
+    t = {name: x.cpu() for name, x in qkv(1, 2, 5, 5, 8).items() if name != "do"}
+    with pytest.raises(ProblemError, match="install a C compiler"):
+        attention(**t, backend="torch")
+    assert choose_backend(Problem.create(t, Options()).spec, available_backends("cpu")) == "tiled"
+    assert torch.isfinite(attention(**t)).all()
+    plain._route.cache_clear()
 
 
 def test_determinism_is_asked_without_filling_new_memory_and_all_is_as_it_was_after() -> None:
@@ -230,7 +190,7 @@ def softmax_in_float64(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 def test_a_mask_reaches_the_efficient_operator_as_it_must_lie(
     dtype: torch.dtype, q_len: int, kv_len: int, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(operators, "_aten", SimpleNamespace(_scaled_dot_product_efficient_attention=efficient))
+    monkeypatch.setattr(fused, "_aten", SimpleNamespace(_scaled_dot_product_efficient_attention=efficient))
     numbers = normal(4 * q_len * kv_len + 1, dtype=dtype).float()
     bias = {
         "full": numbers[:-1].view(1, 4, q_len, kv_len),
@@ -240,7 +200,7 @@ def test_a_mask_reaches_the_efficient_operator_as_it_must_lie(
         "odd address": numbers[1:].view(1, 4, q_len, kv_len),
     }[shape]
     call = cuda_call(dtype, bias, q_len, kv_len)
-    for found, exact in zip(call._forward_cuda(), softmax_in_float64(call), strict=True):
+    for found, exact in zip(call._run(), softmax_in_float64(call), strict=True):
         torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
 
 
@@ -251,7 +211,7 @@ def test_cuda_takes_a_mask_of_another_dtype_without_rounding_it(
     dtype: torch.dtype, mask_dtype: torch.dtype, low: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A number that q's dtype does not hold is no −∞: a row of it alone is a softmax, with its own lse."""
-    monkeypatch.setattr(operators, "_aten", SimpleNamespace(_scaled_dot_product_efficient_attention=efficient))
+    monkeypatch.setattr(fused, "_aten", SimpleNamespace(_scaled_dot_product_efficient_attention=efficient))
     mask = torch.zeros(4, 8)
     mask[1:, 4:], mask[2], mask[3, :4] = low, low, -torch.inf
     mask = mask.to(mask_dtype)
@@ -260,12 +220,12 @@ def test_cuda_takes_a_mask_of_another_dtype_without_rounding_it(
     ((row, x),) = problem.batches()
     call = fused.Prepared.of(problem, row, x).own
     assert isinstance(call, Call)
-    assert call.q.dtype == (dtype if mask_dtype == dtype else torch.float32)
+    assert call.q.dtype == torch.float32
     s = t["q"].float() @ t["k"].float().mT * 8**-0.5 + mask.float()
     dead = s.amax(-1) == -torch.inf  # −1e6 is −∞ in float16: there the caller wrote it
     assert call.bias is not None
     assert torch.equal(dead, (call.bias.amax(-1) == -torch.inf).expand_as(dead))
-    o, lse = call._forward_cuda()
+    o, lse = call._run()
     seen = ~dead
     torch.testing.assert_close(o[seen], (s.softmax(-1) @ t["v"].float())[seen], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse[seen], s.logsumexp(-1)[seen], rtol=1e-6, atol=1e-5)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from flashpoint_kernels import Problem, run, verify
-from tests.conftest import DEVICE
+from tests.conftest import INTERPRETING
 from tests.support.kernels.triton_cases import PLAIN, name_of, options_of, tensors_of
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(INTERPRETING, reason="needs a CUDA device")]
 
 CASES: list[dict[str, Any]] = [
     PLAIN | {"dtype": dtype, "band": band, "group": group, "dims": (dim, dim)}

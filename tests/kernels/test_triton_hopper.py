@@ -14,11 +14,12 @@ from flashpoint_kernels.triton_backend import config, launch
 from flashpoint_kernels.triton_backend.interpret import INTERPRETED
 from flashpoint_kernels.triton_backend.launch import backward_calls, forward_calls
 from tests.conftest import DEVICE
+from tests.support.kernels import gluon_interpreter
 from tests.support.kernels.triton_cases import PLAIN, name_of, options_of, tensors_of
 
-pytestmark = pytest.mark.skipif(
-    DEVICE == "cuda" and torch.cuda.get_device_capability() != (9, 0), reason="the path of sm_90"
-)
+pytestmark = pytest.mark.skipif(config.chip_of(torch.device(DEVICE)).arch != 90, reason="the path of sm_90")
+TILES = config.config_for(torch.device(DEVICE), "float16", 16, 16, 0, True)
+THD = max(70, 3 * TILES.few_queries + 3)  # two of its three sequences have queries, too many for packed blocks
 HALF = PLAIN | {"dtype": "float16"}
 CASES = [
     (HALF, 70, 90),
@@ -28,7 +29,7 @@ CASES = [
     (HALF | {"layout": "bshd", "group": 2, "dtype": "bfloat16"}, 70, 33),
     (HALF | {"dims": (160, 160)}, 70, 70),
     (HALF | {"band": "causal", "lengths": True, "dims": (64, 64)}, 66, 99),
-    (HALF | {"band": "causal", "layout": "thd", "dtype": "bfloat16", "group": 2}, 70, 66),
+    (HALF | {"band": "causal", "layout": "thd", "dtype": "bfloat16", "group": 2}, THD, 66),
 ]
 FAST = (0, 7)
 
@@ -67,6 +68,25 @@ def test_answers(case: dict[str, Any], q_len: int, kv_len: int) -> None:
     assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="Triton's interpreter counts copies")
+@pytest.mark.usefixtures("_asked")
+def test_dq_loads_a_tile_of_keys_while_it_uses_two() -> None:
+    """A step of dQ uses two tiles of keys: a third is loaded beside all three products of each group of warps."""
+    tile = TILES.backward_q
+    tiles = 7
+    tensors = tensors_of(HALF, tile.block_m + 6, tiles * tile.block_n, batch=1)
+    problem = Problem.create(tensors, Options(grads=("dq",)), "backward")
+    run([problem], "triton")
+    (whole,) = with_forwards([problem])[1]
+    calls = {call.kernel.__name__: call for call in backward_calls([whole], [{}]) if call.programs}
+    gluon_interpreter.observed.clear()
+    calls["attention_backward_q_hopper"].run()
+    found = sorted(gluon_interpreter.observed)
+    groups = 2 * calls["attention_backward_q_hopper"].programs
+    assert len(found) == groups * (3 * tiles + 1)
+    assert found[groups * 4] >= 1, found  # in the last step of a group, and after it, nothing is left to load
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("_asked")
 def test_heads_that_a_sequence_has_not_and_sequences_that_see_nothing() -> None:
@@ -101,7 +121,8 @@ def test_heads_that_a_sequence_has_not_and_sequences_that_see_nothing() -> None:
 @pytest.mark.usefixtures("_asked")
 def test_more_programs_than_a_launch_has_descriptors_for_take_several(monkeypatch: pytest.MonkeyPatch) -> None:
     case = HALF | {"band": "causal", "group": 2}
-    tensors, options = tensors_of(case, 70, 40, batch=1), options_of(case)
+    q_len, kv_len = TILES.backward_q.block_m + 6, TILES.backward_kv.block_n + 8
+    tensors, options = tensors_of(case, q_len, kv_len, batch=1), options_of(case)
     alone = Problem.create(tensors, options, "backward")
     run([alone], "triton")
     monkeypatch.setattr(launch, "PROGRAMS_OF_HOPPER", 2)
@@ -124,10 +145,11 @@ def test_bits_do_not_depend_on_how_many_programs_share_out_the_blocks(
         tensors = {name: torch.randn((1, heads, n, 16), generator=g).half().to(DEVICE) for name, n in lengths.items()}
         return Problem.create(tensors, Options(causal=True, return_lse=True))
 
-    problems = [problem(1, 150, 70), problem(3, 70, 130), problem(2, 40, 0)]
+    problems = [problem(1, 150, 70), problem(3, 70, 130), problem(2, TILES.few_queries + 32, 0)]
     run(problems, "triton")
     expected = [{name: t.clone() for name, t in each.outputs.items()} for each in problems]
-    monkeypatch.setattr(config, "stand_in", replace(config.stand_in, multiprocessors=multiprocessors))
+    chip = config.chip_of(torch.device(DEVICE))
+    monkeypatch.setattr(config, "stand_in", replace(chip, multiprocessors=multiprocessors))
     blocks = sum(call.programs for call in forward_calls(problems))
     assert blocks == multiprocessors if multiprocessors < 1000 else 3 < blocks < 1000
     for each in problems:
@@ -159,9 +181,13 @@ def test_what_the_copy_engine_cannot_take_goes_through_pointers() -> None:
     assert kernels(split, Options()) == ["attention_forward", "merge_parts"]
 
 
-def test_it_is_off_unless_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_on_unless_0_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = {name: torch.ones((1, 1, 70, 16), dtype=torch.float16, device=DEVICE) for name in "qkv"}
-    for value, path in (("", "attention_forward"), ("0", "attention_forward"), ("1", "attention_forward_hopper")):
+    for value, path in (
+        ("", "attention_forward_hopper"),
+        ("0", "attention_forward"),
+        ("1", "attention_forward_hopper"),
+    ):
         monkeypatch.setenv("FLASHPOINT_HOPPER", value)
         assert kernels(tensors, Options()) == [path]
     monkeypatch.setenv("FLASHPOINT_HOPPER", "yes")

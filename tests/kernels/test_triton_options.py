@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flashpoint_kernels import Options, Problem, run, verify
-from tests.conftest import DEVICE
+from tests.conftest import DEVICE, INTERPRETING
 from tests.support.kernels.triton_cases import FACTORS, PLAIN, name_of, options_of, pairs, tensors_of
 
 SINGLES = [PLAIN | {name: level} for name, levels in FACTORS.items() for level in levels[1:]]
@@ -24,7 +24,7 @@ SHAPES = [(1, 1), (3, 3), (64, 1), (239, 1), (1, 239), (113, 203), (128, 217), (
 
 def check(case: dict[str, Any], q_len: int, kv_len: int, *, batch: int = 2, **more: Any) -> None:
     """`batch`: how many sequences the interpreter takes; a GPU always takes two."""
-    found = verify(tensors_of(case, q_len, kv_len, batch=batch if DEVICE == "cpu" else 2), options_of(case, **more))
+    found = verify(tensors_of(case, q_len, kv_len, batch=batch if INTERPRETING else 2), options_of(case, **more))
     assert found.backend == "triton"
     assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)
 
@@ -40,7 +40,7 @@ def singles() -> Iterator[Any]:
 def test_each_option_alone(case: dict[str, Any]) -> None:
     """In the interpreter: more queries and keys than one step of each loop over them takes."""
     one = any(case[name] != PLAIN[name] for name in ONE_SEQUENCE)
-    check(case, *((37, 70) if DEVICE == "cpu" else (70, 90)), batch=1 if one else 2)
+    check(case, *((37, 70) if INTERPRETING else (70, 90)), batch=1 if one else 2)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_every_option_at_every_length(case: dict[str, Any], q_len: int, kv_len: 
 )
 def test_few_queries_and_many_keys_are_split_and_merged(case: dict[str, Any]) -> None:
     """More keys than one part of a split problem takes in any configuration; a sink is counted once."""
-    check(case, 2, 140 if DEVICE == "cpu" else 5000, batch=1)
+    check(case, 2, 140 if INTERPRETING else 5000, batch=1)
 
 
 def test_strided_unaligned_and_expanded_inputs() -> None:

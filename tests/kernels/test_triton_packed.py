@@ -8,7 +8,7 @@ import torch
 
 from flashpoint_kernels import Options, Problem, run, verify
 from flashpoint_kernels.triton_backend import launch
-from tests.conftest import DEVICE
+from tests.conftest import DEVICE, INTERPRETING
 from tests.support.kernels.solving import qkv
 from tests.support.kernels.triton_cases import FACTORS, PLAIN, name_of, options_of, pairs, tensors_of
 
@@ -24,7 +24,7 @@ def kernels_of(problem: Problem) -> set[tuple[str, bool]]:
 
 
 def check(case: dict[str, Any], q_len: int, kv_len: int, **more: Any) -> None:
-    one = DEVICE == "cpu" and not case["mask"] and not case["lengths"]  # the interpreter takes one sequence
+    one = INTERPRETING and not case["mask"] and not case["lengths"]  # the interpreter takes one sequence
     found = verify(tensors_of(case, q_len, kv_len, batch=1 if one else 2), options_of(case, **more))
     assert found.backend == "triton"
     assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)

@@ -3,14 +3,17 @@
 import torch
 
 from flashpoint_kernels import Options, Problem, run, triton_backend
+from flashpoint_kernels.triton_backend.config import config_for
 from flashpoint_kernels.triton_backend.launch import backward_calls, forward_calls
+from tests.conftest import DEVICE
 from tests.support.kernels.solving import normal, qkv
 
 
 def problems_of(direction: str) -> list[Problem]:
     """Two requests: few queries with keys in parts, and many."""
     found = []
-    for q_len, kv_len in ((2, 150), (40, 50)):
+    tiles = config_for(torch.device(DEVICE), "float32", 16, 16, 0)
+    for q_len, kv_len in ((2, 2 * tiles.split_keys + 22), (tiles.few_queries + 32, 50)):
         t = qkv(1, 4, q_len, kv_len, 16, kv_heads=2)
         forward = Problem.create({name: t[name] for name in "qkv"}, Options(causal=True, return_lse=True))
         if direction == "backward":

@@ -15,8 +15,9 @@ import grpc.aio
 import pytest
 import torch
 
-from flashpoint.jsonwire import FieldError
+from flashpoint_contract.schemas.jsonwire import FieldError
 from flashpoint_contract.wire import WireError
+from flashpoint_kernels import native
 from flashpoint_server.cli import serve
 from flashpoint_server.oip.grpc import protos
 from flashpoint_server.oip.grpc.framing import before, split
@@ -111,6 +112,9 @@ def test_an_answer_has_the_bits_that_it_has_over_http(server, caller, model, dty
     assert ours.message.id == "ours"
     assert ours.message.model_version == "1"
     assert ours.message.parameters["backend"].string_param == ours.beside["x-backend"] == theirs.headers["x-backend"]
+    kernel = native.names().get(str(dtype).removeprefix("torch."))  # of the backend reference: none
+    assert ours.beside.get("x-kernel") == theirs.headers.get("x-kernel") == kernel
+    assert ("kernel" in ours.message.parameters) == (kernel is not None)
     assert ours.message.parameters["dropout_seed"].int64_param == options["dropout_seed"]
     assert ours.beside["x-batch-size"] == "1"
     assert ours.beside["server-timing"].startswith("decode;dur=")

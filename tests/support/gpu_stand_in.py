@@ -46,14 +46,15 @@ class StandIn(Cuda):
     clocks = (sys.executable, "-c", CLOCKS)
     sizes = plan.Sizes(
         tokens=32, width=32, dims=(16,), seqs=(16, 32), first=(16, 32), sweep=32, math=16, smoke=(20, 33, 99, 16),
-        decode=((2, 40),), decode_heads=((4, 2),), pages=(16,), papers=papers,
+        repeats=2, decode=((2, 40),), decode_heads=((4, 2),), pages=(16,), papers=papers,
     )  # fmt: skip
     suites = {  # noqa: RUF012
         "tests": (
             plan.Suite("hopper", ("test_timing_case.py",), {"FLASHPOINT_HOPPER": "1"}),
             plan.Suite("general", ("test_triton_offsets.py",), {"FLASHPOINT_HOPPER": "0"}),
         ),
-        "races": (plan.Suite("hopper_races", ("test_triton_offsets.py",), {"FLASHPOINT_HOPPER": "1"}),),
+        "judge": (plan.Suite("judge", ("test_timing_case.py",), {"FLASHPOINT_HOPPER": "0"}),),
+        "races": (plan.Suite("hopper_races_forward", ("test_triton_offsets.py",), {"FLASHPOINT_HOPPER": "1"}),),
     }
 
     def __init__(self, notes: Path) -> None:

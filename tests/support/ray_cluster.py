@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ import psutil
 import yaml
 
 from tests.support.servers import wait_for
+from tests.support.sockets import free_port
 
 DRIVER = Path(__file__).with_name("ray_driver.py")
 ENGINE = "flashpoint_server.engine.process"
@@ -135,12 +135,6 @@ class Cluster:
             self.process.wait()
             self._reader.join()
             self.process.stdout.close()
-
-
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 @contextlib.contextmanager

@@ -19,6 +19,14 @@ def llama(**more):
     return _made(LlamaForCausalLM, LlamaConfig(**SIZES | {"num_hidden_layers": 2} | more))
 
 
+def gemma2(**more):
+    """With windows and a softcap."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    own = {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0}
+    return _made(Gemma2ForCausalLM, Gemma2Config(**SIZES | ALTERNATING | own | more))
+
+
 def gemma3(**more):
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 

@@ -7,6 +7,11 @@ from tests.support.messages import PATIENCE, SAFETENSORS, ask
 from tests.support.servers import wait_for
 
 
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
 def connect(server, *, receive_buffer=None):
     """A connection to the server. With `receive_buffer`, the kernel takes few bytes that the client does not read."""
     connection = socket.socket()

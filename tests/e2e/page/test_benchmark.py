@@ -15,7 +15,7 @@ def test_a_benchmark_is_started_watched_to_its_end_and_drawn(page, server):
     shown = cells(page, "benchmark")
     assert [row[0] for row in shown] == [row["backend"] for row in job["rows"]] == ["naive", "torch"] * 2
     assert [row[1] for row in shown] == [f"B1 H2 S{n} D16 float32 forward" for n in (32, 32, 64, 64)]
-    assert [float(row[2]) for row in shown] == pytest.approx([row["ms"] for row in job["rows"]], rel=5e-3)
+    assert [float(row[2].split()[0]) for row in shown] == pytest.approx([row["ms"] for row in job["rows"]], rel=5e-3)
     figures = {"Time": "ms", "TFLOP/s": "tflops_standard", "Speed-up": "speedup_over_naive", "Memory": "peak_bytes"}
     for kind, field in figures.items():
         page.get_by_label(kind, exact=True).check()
@@ -38,6 +38,10 @@ def test_a_benchmark_is_started_watched_to_its_end_and_drawn(page, server):
     page.reload()  # the address names the benchmark
     expect(said(page, "benchmark")).to_have_text("Done · 4 rows")
     assert cells(page, "benchmark") == shown
+    expect(page.locator("#playground .outcome")).to_be_visible()  # which is above, and has grown
+    expect(page.locator("#benchmark-title")).to_be_in_viewport()
+    page.mouse.wheel(0, -100_000)
+    expect(page.locator("#playground-title")).to_be_in_viewport()
 
 
 @pytest.mark.slow

@@ -184,7 +184,7 @@ def test_features_are_grouped_and_each_backend_has_those_of_info(page, server):
         backend: len(features) for backend, features in info["options"].items()
     }
     assert count == len({feature for features in info["options"].values() for feature in features})
-    assert "block mask" in able["tiled"] - able["torch"]  # which does not do it
+    assert "head dim over 256" in able["tiled"] - able["torch"]  # which does not do it
 
 
 def test_a_feature_that_the_page_does_not_know_is_shown(open_page, server):
@@ -260,8 +260,11 @@ def test_with_keys_it_asks_for_one_and_holds_it_back(open_page, start_server):
     enter(page, "wrong")
     expect(door.get_by_role("alert")).to_have_text("This key is not valid.")
     enter(page, "secret-2")
-    for part in ("#traffic", "#playground"):
-        expect(page.locator(part).get_by_role("alert")).to_contain_text("the API key lacks the permission")
+    needed = {"playground": "attention", "traffic": "metrics", "verify": "verify", "benchmark": "benchmark"}
+    for part, right in needed.items():
+        expect(page.locator(f"#{part} .denied")).to_contain_text(f"This key lacks the permission “{right}”")
+        for form in page.locator(f"#{part} form").all():
+            assert form.evaluate("form => form.inert")
     expect(page.locator("#playground .outcome")).to_be_hidden()
     expect(page.locator("#traffic .tiles")).to_be_hidden()
     code = page.locator("#verify-code code")
@@ -273,6 +276,10 @@ def test_with_keys_it_asks_for_one_and_holds_it_back(open_page, start_server):
     expect(page.locator("main")).to_be_visible()
     page.get_by_role("button", name="Forget the key").click()
     expect(door).to_be_visible()
+    enter(page, "secret-1")  # which may do everything
+    expect(page.locator("#traffic .tiles")).to_be_visible()
+    expect(page.locator(".denied")).to_have_count(0)
+    assert not page.locator("#verify form").evaluate("form => form.inert")
 
 
 @pytest.mark.slow

@@ -161,3 +161,38 @@ def test_a_server_that_was_busy_is_asked_again(open_page, server):
     page = open_page(server, prepare=lambda page: page.route("**/attention", refuse_once))
     settled(page)
     assert len(asked_for) == 2
+
+
+def test_the_chart_of_lse_follows_its_queries(page, play):
+    for length in (64, 3, 40):
+        fill(play.locator("form"), q_len=length)
+        expect(play.locator("[data-part=lse]")).to_be_visible()
+        page.wait_for_function(
+            """async (n) => (await import("/static/chart.js")).charts
+                .get(document.querySelector("#playground [data-part=lse]")).spec.data.length === n""",
+            arg=length,
+        )
+        settled(page)
+        (chart,) = drawn(page, "#playground [data-part=lse]")
+        assert (len(chart["x"]), chart["lost"]) == (length, [])
+
+
+@pytest.mark.parametrize(
+    ("scale", "reason"),
+    [
+        ("1e9", "The scores reach"),
+        ("-1e9", "The scores reach"),
+        ("1e38", "The scores reach"),
+        ("1e6", "The scores reach"),
+    ],
+)
+def test_weights_that_do_not_fit_are_red_and_explained(page, play, scale, reason):
+    said_ = said(page, "playground")
+    fill(play.locator("form"), scale=scale)
+    expect(said_).to_contain_text(reason)
+    expect(said_).to_have_attribute("data-verdict", "bad")
+    expect(play.get_by_role("alert")).to_be_hidden()
+    play.get_by_label("scores").check()
+    fill(play.locator("form"), scale="")
+    expect(said_).to_have_attribute("data-verdict", "")
+    expect(said_).not_to_contain_text("float32")

@@ -14,6 +14,7 @@ pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 import torch
 
 from flashpoint_contract.options import Options
+from flashpoint_server.engine import local
 from flashpoint_server.engine.device import NO_COPIES, DeviceLostError, TorchDevice
 from flashpoint_server.engine.entry import OutOfMemoryError, Placed, spec_of
 from flashpoint_server.ipc.messages import DeviceInfo, PlacedTensor, Submit, pack_options
@@ -144,3 +145,14 @@ def test_kernels_are_compiled_for_a_job_whose_tensors_nobody_reads(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", COMPILE]
     subprocess.run(command, check=True, cwd=ROOT, env=environment | {"TRITON_CACHE_DIR": str(tmp_path)})
+
+
+def test_a_cuda_build_of_torch_that_finds_no_gpu_says_so(monkeypatch):
+    """For `auto` alone: a CPU that is asked for is no fault. tests/docker/test_gpu_image.py has the real build."""
+    assert TorchDevice.open("auto").info.no_gpu == ""  # a build for the CPU, or a GPU
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    said = TorchDevice.open("auto").info.no_gpu
+    assert said.startswith("torch is built for CUDA 13.0 but finds no GPU, so the CPU computes")
+    assert said in local.info()["missing"]
+    assert TorchDevice.open("cpu").info.no_gpu == ""

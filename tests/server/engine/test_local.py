@@ -10,8 +10,8 @@ pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 import torch
 
 from flashpoint import BenchmarkRow, VerifyReport, VerifyRequest
-from flashpoint.benchmark_schema import Preset, TimedDtype
-from flashpoint.verify_schema import Decade, Judgement, TensorErrors
+from flashpoint_contract.schemas.benchmark import Preset, TimedDtype
+from flashpoint_contract.schemas.verify import Decade, Judgement, TensorErrors
 from flashpoint_kernels import verification
 from flashpoint_kernels.timing import PRESETS, ROW_FIELDS
 from flashpoint_kernels.timing.case import DTYPES

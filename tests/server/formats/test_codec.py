@@ -12,7 +12,7 @@ import psutil
 import pytest
 import uvloop
 
-from flashpoint import jsonwire
+from flashpoint_contract.schemas import jsonwire
 from flashpoint_server.formats.codec import Codec
 from flashpoint_server.ipc.memory import Pool, PoolFullError
 from flashpoint_server.refusal import Refusal

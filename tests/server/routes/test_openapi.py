@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from flashpoint.options import AttentionOptions
 from flashpoint_contract.caches import CACHE_OPTIONS
+from flashpoint_contract.schemas.options import AttentionOptions
 from flashpoint_contract.tensors import BACKWARD_TENSORS, FORWARD_TENSORS, TENSORS
 from flashpoint_server import Settings, create_app
 from flashpoint_server.app import PATHS

@@ -1,4 +1,4 @@
-"""Bugs that tests/chaos must find: the file that FLASHPOINT_TEST_BUG names contains the name of the bug, or nothing.
+"""Bugs that chaos/ must find: the file that FLASHPOINT_TEST_BUG names contains the name of the bug, or nothing.
 
 swap   an answer is that of the last one of its shape      lose   an answer is never sent
 leak   the memory of a request stays held            twice  a write to a cache that is sent again is written again

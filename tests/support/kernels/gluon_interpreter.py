@@ -3,7 +3,8 @@
 Layouts mean nothing here. Each role is a thread; one runs at a time, and what a GPU leaves undefined is made to show. A
 tile is NaN from the request of a copy to it until somebody waits for the barrier of the copy. A thread that arrives at
 a barrier goes on only when nobody else can, so the others run as early as a GPU allows. A product reads its tiles when
-it is waited for, and its result cannot be used before. A wait for an event that never comes raises an error.
+it is waited for, and its result cannot be used before. A wait for an event that never comes raises an error, as does a
+product of a tile to which a copy is under way.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import builtins
 import contextvars
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +27,8 @@ from flashpoint_kernels.triton_backend.configurations import SHARED_KIB
 from flashpoint_kernels.triton_backend.interpret import dot
 
 PATIENCE = 60.0  # seconds that a role waits for another
+
+observed: deque[int] = deque(maxlen=10_000)  # for each product, how many copies were under way when it was issued
 
 _Role = tuple[Callable[..., None], tuple[Any, ...]]
 
@@ -90,7 +94,7 @@ class _Stage:
         self.waiting: list[Callable[[], bool]] = []  # for what
         self.gave_way: list[object] = []  # in this order they go on
         self.raised: list[BaseException] = []
-        self.copies = 0  # under way
+        self.copies: list[np.ndarray] = []  # the tiles to which copies are under way
 
     def wait_for(self, ready: Callable[[], bool], what: str) -> None:
         self.waiting.append(ready)
@@ -238,8 +242,16 @@ class _Product:
     def __init__(self, a: Any, b: _Shared, acc: Any) -> None:
         self.a, self.b, self.acc = a, b, acc
         self.value: Any = None
+        self._check()
+        observed.append(len(_part.stage.copies))
+
+    def _check(self) -> None:
+        tiles = [x.data for x in (self.a, self.b) if isinstance(x, _Shared)]
+        if any(np.shares_memory(tile, written) for tile in tiles for written in _part.stage.copies):
+            raise RuntimeError("a product reads a tile while a copy to it is under way")
 
     def finish(self) -> None:
+        self._check()
         a, b = (_tensor(x) if isinstance(x, _Shared) else x for x in (self.a, self.b))
         acc = tl.zeros([a.shape[0], b.shape[1]], float32) if self.acc is None else self.acc
         self.value = dot(a, b, acc, False)
@@ -295,15 +307,16 @@ class _TMA:
     @staticmethod
     def async_load(rows: _Descriptor, at: Sequence[Any], shared: _Shared, tile: _Shared) -> None:
         stage = _part.stage
-        stage.copies += 1
+        written = tile.data
 
         def come() -> int:
-            tile.data[...] = rows.load(at)
-            stage.copies -= 1
+            written[...] = rows.load(at)
+            stage.copies = [each for each in stage.copies if each is not written]
             return rows.block_type.nbytes
 
-        assert list(tile.data.shape) == rows.block_type.shape
-        tile.data[...] = np.nan
+        assert list(written.shape) == rows.block_type.shape
+        written[...] = np.nan
+        stage.copies.append(written)
         shared.barrier.copies.append(come)
 
 

@@ -1,4 +1,4 @@
-"""Problems as a server for language models has them: keys in pages, and keys of 8 bits."""
+"""Problems as a server for language models has them: keys in pages, keys of 8 bits, and block masks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from flashpoint_kernels import quantize
+from tests.conftest import DEVICE
 
 FORMS = ("number", "head", "sequence", "row")
 DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn, "int8": torch.int8}
@@ -77,3 +78,13 @@ def of_eight_bits(
             scale = (float(scale.mean()) * (0.5 + torch.rand(shape, generator=generator))).to(values.device)
         found |= {name: values, f"{name}_scale": scale}
     return found
+
+
+def drawn_blocks(*shape: int, seed: int = 0, share: float = 0.4) -> Tensor:
+    """A block mask with this share of its blocks, on the device under test."""
+    return (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < share).to(DEVICE)
+
+
+def dense_mask(blocks: Tensor, size: tuple[int, int], q_len: int, kv_len: int) -> Tensor:
+    """The mask that a block mask stands for."""
+    return blocks.repeat_interleave(size[0], -2).repeat_interleave(size[1], -1)[..., :q_len, :kv_len]

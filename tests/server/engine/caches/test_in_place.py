@@ -165,11 +165,11 @@ def test_a_large_call_has_parts_of_about_equal_work_and_a_small_one_has_one() ->
 def test_without_the_kernels_tokens_are_copied_into_pages(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch's operator reads them."""
+    """The tiles of torch operations read them."""
     monkeypatch.setattr(native, "library", lambda: None)
     caches = Caches([1100, 3], "float32")
     q = normal(2, 4, 2, D, seed=7)
-    o, _, parts = caches.attend([0, 1], {"q": q}, **options)
+    o, _, parts = caches.attend([0, 1], {"q": q}, backend="tiled", **options)
     assert isinstance(parts[0], Problem)
     for n in range(2):
         right, _ = caches.expected(n, {"q": q[n : n + 1]}, **options)

@@ -1,0 +1,209 @@
+"""Faults of callers with caches: they leave in the middle of a write, fill the memory, and let their caches expire."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import time
+from collections.abc import Iterator
+
+import numpy as np
+
+from chaos import held
+from chaos.callers import WrongError
+from chaos.clients import PATIENCE, STAGES, break_off, connected, head_of
+from chaos.held import DIM, KV_HEADS, LAYERS, Q_HEADS, SHAPE, Answer, HeldCache, Request
+from chaos.keys import FILLER, OWNERS, QUOTA, SMALL
+from chaos.world import World
+
+WHOLE = STAGES.index("the whole request")
+TOKENS = 300  # of a write that is broken off: 75 KiB of k and of v
+CHUNK = 1024  # tokens, of which a layer takes memory
+EACH = 2 * CHUNK  # tokens that each cache reserves, of those that fill the memory
+TTL = 0.3  # seconds
+EXPIRES = 60.0  # seconds in which such a cache must have expired; ends a hang
+SHORT = 3.0  # seconds for a cache to be made: there may be no engine
+LASTS = (0.1, 0.6)  # seconds
+
+
+def leave_cached(world: World) -> str | None:
+    """Leave in the middle of a write or of its answer; sent again with its key, it has happened once.
+
+    A write whose body was not whole has not happened before that.
+    """
+    with _cache(world, FILLER) as cache:
+        if cache is None:
+            return None
+        stage, reset, request = int(world.rng.integers(len(STAGES))), bool(world.rng.integers(2)), _write(world, cache)
+        with contextlib.suppress(OSError), connected(world) as connection:
+            break_off(connection, head_of(request, FILLER), request.body, stage, reset)
+        if stage < WHOLE:
+            _heard(world, held.look(cache), FILLER, f"a write that ended after {STAGES[stage]}")
+        _heard(world, request, FILLER, "a write that is sent again")
+        _heard(world, request, FILLER, "a write that is sent a third time")
+        for again in (*(held.export(cache, layer) for layer in range(LAYERS)), held.look(cache)):
+            _heard(world, again, FILLER, "what a write has left")
+    return f"after {STAGES[stage]}, {'reset' if reset else 'closed'}"
+
+
+def fill_caches(world: World) -> str | None:
+    """Caches take all of the memory for them: others get 429, and it is all given back."""
+    made: list[HeldCache] = []
+    answer = None
+    while (answer := _made(world, FILLER, made, max_length=EACH)) is not None and answer.status == 201:
+        pass
+    world.wait(*LASTS)
+    code = "nothing" if answer is None else _code(answer)
+    if answer is not None and code != "cache_memory" and answer.status != 503:
+        world.violations.append(f"a cache too many got {answer.status}: {answer.body[:200]!r}")
+    for cache in made:
+        _deleted(world, FILLER, cache)
+    return f"a cache too many got {code}"
+
+
+def fill_quota(world: World) -> str | None:
+    """A key that has used up its quota gets 429 key_limit, what it holds stays as it is, and no other key sees that."""
+    with _cache(world, SMALL) as cache:
+        if cache is None:
+            return None
+        for count in (TOKENS, QUOTA // (KV_HEADS * DIM * 8)):
+            tokens = world.rng.standard_normal((2, count, KV_HEADS, DIM), dtype=np.float32)
+            request = held.append(cache, 0, tokens, None)
+            answer = _settled(world, request, SMALL, PATIENCE)
+            if answer is not None and count == TOKENS and answer.status == 200:
+                request.heard(answer)
+        code = "nothing" if answer is None else _code(answer)
+        if code not in ("key_limit", "cache_memory", "nothing") and not (code == "cache_lost" and cache.life.over):
+            world.violations.append(f"a write over the quota got {answer.status}: {answer.body[:200]!r}")
+        with _cache(world, FILLER):  # it must not get key_limit
+            pass
+        _heard(world, held.look(cache), SMALL, "a cache whose key has used up its quota")
+        _heard(world, held.export(cache, 0), SMALL, "a cache whose key has used up its quota")
+    return code
+
+
+def expire(world: World) -> str | None:
+    """A cache ends between two calls, or while a body is on its way: 410 from then on, and 404 for another key."""
+    slowly = bool(world.rng.integers(2))
+    with _cache(world, FILLER, ttl_s=TTL) as cache:
+        if cache is None:
+            return None
+        request = _write(world, cache)
+        if slowly:
+            with contextlib.suppress(OSError), connected(world) as connection:
+                text = head_of(request, FILLER) + request.body
+                connection.sendall(text[: len(text) // 2])
+                time.sleep(TTL)
+                connection.sendall(text[len(text) // 2 :])
+                connection.recv(1 << 16)
+        codes: list[str] = []
+
+        def expired() -> bool:
+            answer = _settled(world, held.look(cache), FILLER, PATIENCE)
+            codes.append("nothing" if answer is None else str(answer.status) + _code(answer))
+            return codes[-1] not in ("200", "nothing")
+
+        world.until(expired, EXPIRES, "a cache does not expire")
+        ended = ((one, FILLER, "cache_lost") for one in (held.look(cache), request, held.delete([cache])))
+        for asked, owner, right in (*ended, (held.look(cache), OWNERS[0], "cache_not_found")):
+            answer = _settled(world, asked, owner, PATIENCE)
+            if answer is not None and answer.status != 503 and _code(answer) != right:
+                world.violations.append(f"{asked.method} {asked.path} of an expired cache got {answer}")
+        return f"while a body came, {codes[-1]}" if slowly else f"between calls, {codes[-1]}"
+
+
+# Their caches
+
+
+@contextlib.contextmanager
+def _cache(world: World, owner: str, **asked: object) -> Iterator[HeldCache | None]:
+    """A cache, deleted at the end; None where there is none to be had."""
+    made: list[HeldCache] = []
+    _made(world, owner, made, **asked)
+    try:
+        yield made[0] if made else None
+    finally:
+        for cache in made:
+            _deleted(world, owner, cache)
+
+
+def _made(world: World, owner: str, made: list[HeldCache], **asked: object) -> Answer | None:
+    """Ask for a cache, twice with one key: it is made once. A quota of another key is no reason to refuse it."""
+    life = world.service.life()
+
+    def heard(answer: Answer) -> None:
+        (document,) = answer.json["caches"]
+        if not made or all(cache.id != document["id"] for cache in made):
+            made.append(HeldCache(document["id"], life, document["ttl_s"], 0.0))
+
+    request, before = held.asks("POST", "/caches", {**SHAPE, **asked}, 201, heard), len(made)
+    answers = [_settled(world, request, owner, SHORT) for _ in range(2)]
+    for answer in answers:
+        if answer is not None and answer.status == 201:
+            heard(answer)
+    if len(made) > before + 1 and world.service.life() == life:
+        world.violations.append("one key has made two caches")
+    if owner != SMALL and any(answer is not None and _code(answer) == "key_limit" for answer in answers):
+        world.violations.append("a key without a quota got key_limit")
+    return answers[-1]
+
+
+def _deleted(world: World, owner: str, cache: HeldCache) -> None:
+    """Delete it, unless it is gone."""
+    answer = _settled(world, held.delete([cache]), owner, PATIENCE)
+    right = answer is None or answer.status == 204 or _code(answer) in ("cache_lost", "cache_not_found")
+    if not right and answer.status != 503:
+        world.violations.append(f"a cache that is deleted got {answer}")
+
+
+def _write(world: World, cache: HeldCache) -> Request:
+    """A write, alone or with attention."""
+    tokens = world.rng.standard_normal((2, 1, TOKENS, KV_HEADS, DIM), dtype=np.float32)
+    layer = int(world.rng.integers(LAYERS))
+    if world.rng.integers(2):
+        return held.append(cache, layer, tokens[:, 0], None)
+    q = world.rng.standard_normal((1, Q_HEADS, TOKENS, DIM), dtype=np.float32)
+    return held.attend([cache], layer, q, tokens, None, {"causal": True})
+
+
+def _heard(world: World, request: Request, owner: str, what: str) -> None:
+    """Send a request, and compare the answer with the model; other answers are violations."""
+    answer = _settled(world, request, owner, PATIENCE)
+    if answer is None or answer.status in (429, 503, 504):
+        return
+    (cache,) = request.caches
+    if answer.status != request.success:
+        if not cache.life.over:
+            world.violations.append(f"{what} got {answer.status}: {answer.body[:200]!r}")
+        return
+    try:
+        request.heard(answer)
+    except WrongError as error:
+        world.violations.append(f"{what}: {error}")
+
+
+def _settled(world: World, request: Request, owner: str, patience: float) -> Answer | None:
+    """Send it until it is answered, or refused for good; what the last attempt got."""
+    end, answer = time.monotonic() + patience, None
+    while True:
+        connection = http.client.HTTPConnection("127.0.0.1", world.service.port, timeout=PATIENCE)
+        try:
+            with contextlib.closing(connection):
+                answer = request.send(connection, owner)
+        except (OSError, http.client.HTTPException):
+            answer = None
+        except WrongError as error:
+            world.violations.append(str(error))
+        if answer is not None and (
+            answer.status not in (408, 429, 503, 504) or _code(answer) in ("cache_memory", "key_limit")
+        ):
+            return answer
+        if time.monotonic() > end:
+            return answer
+        time.sleep(0.05)
+
+
+def _code(answer: Answer) -> str:
+    with contextlib.suppress(ValueError, TypeError):
+        return str(answer.json.get("code", ""))
+    return ""

@@ -1,0 +1,333 @@
+"""Callers: threads that call again and again, each with its own questions, and the outcome of each call.
+
+right     the bytes that the same question got alone
+refused   a documented error, whole
+lost      the connection broke; a violation where no fault may break one
+wrong     anything else: other bytes, somebody else's, an error that is not documented, a 500
+hung      nothing at all for as long as callers have patience
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import secrets
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+import flashpoint
+from chaos.keys import LOAD, key_of
+from chaos.questions import Question, draw, safetensors
+from flashpoint_server.refusal import STATUS
+
+if TYPE_CHECKING:
+    from chaos.load import Load
+
+HANG = 300.0  # seconds: above any deadline, and above the start of an engine on a machine with much else to do
+DEADLINE = 60.0  # seconds, of the callers that have one
+THINK = 0.02  # seconds between two calls: faults want the cores, too
+AFTER_NOTHING = 0.05  # seconds before the next call where there was no connection to be had
+IDS = 8  # of the latest caches of a key
+REFUSALS = {code for code, status in STATUS.items() if status in (408, 429, 503, 504)}  # that a fault may cost
+WORDS = {408, 429, 503, 504}  # of /v2, which has no codes
+
+
+@dataclass(frozen=True)
+class Outcome:
+    kind: str
+    caller: str
+    began: float  # `time.monotonic` seconds
+    ended: float
+    detail: str = ""
+    opened: float | None = None  # when its connection may have been opened, where that was before the call
+
+
+class WrongError(Exception):
+    """An answer that nobody may get; the message says why."""
+
+
+class Book:
+    """The outcome of every call, and the caller of every answer."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[Outcome] = []
+        self.questions: list[Question] = []
+        self._ids: dict[str, deque[str]] = {}  # of caches, by the key that owns them
+        self._lock = threading.Lock()
+
+    def add(self, outcome: Outcome) -> None:
+        with self._lock:
+            self.outcomes.append(outcome)
+
+    def made(self, owner: str, ids: Iterable[str]) -> None:
+        """Caches that a key owns."""
+        with self._lock:
+            self._ids.setdefault(owner, deque(maxlen=IDS)).extend(ids)
+
+    def others(self, owner: str) -> list[str]:
+        """Some of the caches that other keys own, or did."""
+        with self._lock:
+            return [one for name, ids in self._ids.items() if name != owner for one in ids]
+
+    def compare(self, question: Question, body: bytes) -> None:
+        """Raises WrongError."""
+        if body != question.right:
+            whose = next((q for q in self.questions if q is not question and q.right == body), None)
+            raise WrongError(
+                "another caller's answer" if whose else f"other bytes, {len(body)} of {len(question.right)}"
+            )
+
+    def compare_arrays(self, question: Question, arrays: dict[str, np.ndarray]) -> None:
+        """Raises WrongError."""
+        for name, array in arrays.items():
+            if array.tobytes() != question.answer[name].tobytes():
+                others = [q for q in self.questions if q is not question and name in q.answer]
+                swapped = any(array.tobytes() == other.answer[name].tobytes() for other in others)
+                raise WrongError("another caller's answer" if swapped else f"other bits in {name}")
+
+
+def refused(status: int, headers: dict[str, str], body: bytes, path: str) -> str:
+    """The code of a documented error. Raises WrongError."""
+    try:
+        document = json.loads(body)
+    except ValueError:
+        raise WrongError(f"status {status}, and no JSON: {body[:80]!r}") from None
+    if path.startswith("/v2"):
+        if status not in WORDS or not isinstance(document.get("error"), str):
+            raise WrongError(f"status {status}: {document}")
+        return f"{status}"
+    code = document.get("code")
+    if headers.get("content-type") != "application/problem+json" or code not in REFUSALS or STATUS[code] != status:
+        raise WrongError(f"status {status}: {document}")
+    if status in (429, 503) and "retry-after" not in headers:
+        raise WrongError(f"{code} without Retry-After")
+    return f"{status} {code}"
+
+
+class Caller(threading.Thread, ABC):
+    """Calls while `going` is set; between two calls of its own it may be told to wait, with no connection open."""
+
+    opened: float | None = None  # `time.monotonic` seconds, of what stays open between calls
+
+    def __init__(self, name: str, load: Load, rng: np.random.Generator) -> None:
+        super().__init__(name=name, daemon=True)
+        self.load, self.port, self.rng, self.book = load, load.port, rng, load.book
+        self.idle = threading.Event()
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        while not self.over.is_set():
+            if not self.load.going.is_set():
+                self.rest()
+                self.idle.set()
+                self.load.going.wait()
+                self.idle.clear()
+                continue
+            self.turn()
+            time.sleep(THINK)
+        self.leave()
+
+    def call(self, ask: Callable[[], str]) -> str:
+        """Ask, and note what became of it; its kind. `ask` is as `Asker.ask`."""
+        began, opened, kind, detail = time.monotonic(), self.opened, "right", ""
+        try:
+            detail = ask()
+            kind = "refused" if detail else "right"
+        except WrongError as error:
+            kind, detail = "wrong", str(error)
+        except (TimeoutError, flashpoint.DeadlineExceededError) as error:
+            kind, detail = "hung", str(error)
+        except (OSError, http.client.HTTPException) as error:
+            kind, detail = "lost", type(error).__name__
+        except Exception as error:
+            kind, detail = "wrong", f"{type(error).__name__}: {error}"
+        if kind != "right":
+            self.leave()
+        self.book.add(Outcome(kind, self.name, began, time.monotonic(), detail, opened))
+        if kind == "lost":
+            time.sleep(AFTER_NOTHING)
+        return kind
+
+    @abstractmethod
+    def turn(self) -> str:
+        """One call of its choice; its kind."""
+
+    @abstractmethod
+    def probe(self) -> str:
+        """Calls that must be right when nobody else asks; the kind of the last of them."""
+
+    def rest(self) -> None:
+        """End what it holds at the service, and leave."""
+        self.leave()
+
+    def leave(self) -> None:
+        """Close what is open."""
+
+
+class Asker(Caller):
+    """Has questions whose answers are known."""
+
+    count = 3  # questions
+
+    def __init__(self, name: str, load: Load, rng: np.random.Generator) -> None:
+        super().__init__(name, load, rng)
+        self.questions = [self.draw() for _ in range(self.count)]
+        self.book.questions += self.questions
+
+    def draw(self) -> Question:
+        return draw(self.rng, "safetensors", grad=False)
+
+    def turn(self) -> str:
+        question = self.questions[int(self.rng.integers(len(self.questions)))]
+        return self.call(lambda: self.ask(question))
+
+    def probe(self) -> str:
+        return self.call(lambda: self.ask(self.questions[0]))
+
+    @abstractmethod
+    def ask(self, question: Question) -> str:
+        """The code of a refusal; empty where it was answered, and right. Raises WrongError, OSError, TimeoutError."""
+
+
+class Plain(Asker):
+    """http.client, one connection for many calls. Several callers ask for answers of the same size."""
+
+    headers: Mapping[str, str] = MappingProxyType({})
+    connection: http.client.HTTPConnection | None = None
+
+    def draw(self) -> Question:
+        return draw(self.rng, "safetensors", grad=False, length=64, heads=2, dim=32)
+
+    def ask(self, question: Question) -> str:
+        if self.connection is None:
+            self.opened = time.monotonic()
+            self.connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=self.load.patience)
+        name = secrets.token_hex(8)
+        headers = {**question.headers, **self.headers, "X-Request-Id": name}
+        self.connection.request("POST", question.path, question.body, headers)
+        response = self.connection.getresponse()
+        body = response.read()
+        said = {name.lower(): value for name, value in response.getheaders()}
+        if said.get("x-request-id") != name:
+            raise WrongError(f"the answer to request {said.get('x-request-id')}")
+        if response.status != 200:
+            return refused(response.status, said, body, question.path)
+        self.book.compare(question, body)
+        return ""
+
+    def leave(self) -> None:
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = self.opened = None
+
+
+class Gradient(Plain):
+    def draw(self) -> Question:
+        return draw(self.rng, "safetensors", grad=True)
+
+
+class Numbers(Plain):
+    def draw(self) -> Question:
+        return draw(self.rng, "json", grad=bool(self.rng.integers(2)))
+
+
+class Inference(Plain):
+    form = "oip"
+
+    def draw(self) -> Question:
+        return draw(self.rng, "oip", grad=bool(self.rng.integers(2)))
+
+
+class Deadline(Plain):
+    headers = MappingProxyType({"X-Timeout-Ms": str(int(DEADLINE * 1000)), "X-Priority": "3"})
+
+
+class Launches(Plain):
+    """Materialised, in float64: one launch at a time, and none of it cut."""
+
+    def draw(self) -> Question:
+        return draw(self.rng, "safetensors", grad=False, backend="reference", length=300, heads=2)
+
+
+class Large(Plain):
+    """Some megabytes each way: several reads and writes of a socket."""
+
+    count = 2
+
+    def draw(self) -> Question:
+        q = self.rng.standard_normal((1, 4, 6000, 32), dtype=np.float32)
+        k, v = self.rng.standard_normal((2, 1, 4, 5, 32), dtype=np.float32)
+        return safetensors({"q": q, "k": k, "v": v}, {"causal": False}, "/attention")
+
+
+class Sdk(Asker):
+    """The client, with its retries."""
+
+    client: flashpoint.Client | None = None
+    retries = 2
+
+    def ask(self, question: Question) -> str:
+        if self.client is None:
+            self.opened = time.monotonic()
+            self.client = flashpoint.Client(
+                self.load.url, api_key=key_of(LOAD), timeout=self.load.patience, retries=self.retries
+            )
+        t = question.tensors
+        try:
+            if "do" in t:
+                grads = self.client.attention_grad(t["do"], t["q"], t["k"], t["v"], **question.options)
+                found = dict(zip(("dq", "dk", "dv"), grads, strict=True))
+            else:
+                found = {"o": self.client.attention(t["q"], t["k"], t["v"], **question.options)}
+        except (flashpoint.OverloadedError, flashpoint.DeadlineExceededError) as error:
+            if error.code not in REFUSALS:
+                raise
+            return f"{error.status} {error.code}"
+        self.book.compare_arrays(question, found)
+        return ""
+
+    def leave(self) -> None:
+        if self.client is not None:
+            self.client.close()
+            self.client = self.opened = None
+
+
+class SdkGradient(Sdk):
+    retries = 0
+
+    def draw(self) -> Question:
+        return draw(self.rng, "safetensors", grad=True)
+
+
+class Asyncio(Asker):
+    """asyncio's client: all its questions at a time."""
+
+    def ask(self, question: Question) -> str:
+        return asyncio.run(self._ask())
+
+    async def _ask(self) -> str:
+        async with flashpoint.AsyncClient(
+            self.load.url, api_key=key_of(LOAD), timeout=self.load.patience, retries=1
+        ) as client:
+            asked = [client.attention(*(q.tensors[n] for n in "qkv"), **q.options) for q in self.questions]
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+        code = ""
+        for question, answer in zip(self.questions, answers, strict=True):
+            if isinstance(answer, flashpoint.OverloadedError | flashpoint.DeadlineExceededError):
+                if answer.code not in REFUSALS:
+                    raise answer
+                code = f"{answer.status} {answer.code}"
+            elif isinstance(answer, BaseException):
+                raise answer
+            else:
+                self.book.compare_arrays(question, {"o": answer})
+        return code

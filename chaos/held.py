@@ -1,0 +1,249 @@
+"""Caches as their callers know them: what each holds, in numpy, and the requests that change or read it.
+
+A request carries its Idempotency-Key: sent again until its answer is known, it has happened once.
+`Request.heard` compares an answer with the model, which it changes as the service must have done.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import secrets
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from chaos.callers import WrongError
+from chaos.keys import bearer
+from chaos.questions import parsed, safetensors
+from chaos.service import Life
+from flashpoint_contract.schemas import jsonwire
+
+LAYERS, Q_HEADS, KV_HEADS, DIM = 2, 4, 2, 16
+SHAPE = {"layers": LAYERS, "kv_heads": KV_HEADS, "head_dim": DIM}
+KEYS = 64  # that a cache remembers
+RELATIVE, ABSOLUTE = 1e-4, 1e-5  # errors of attention in float32, as in tests/e2e/test_caches.py
+
+
+@dataclass(eq=False)
+class HeldCache:
+    """A cache. `layers` are k and v, (2, n, Hk, D); `earliest` is when it may expire, in `time.monotonic` seconds."""
+
+    id: str
+    life: Life
+    ttl: float
+    earliest: float
+    layers: list[np.ndarray] = field(default_factory=lambda: [empty() for _ in range(LAYERS)])
+    written: deque[Request] = field(default_factory=lambda: deque(maxlen=KEYS - 2))  # to it alone, the oldest first
+    last: Request | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        return [layer.shape[1] for layer in self.layers]
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+@dataclass(eq=False)
+class Request:
+    """One call. `unsure`: an attempt may have had its effect, though no answer has come.
+
+    `refused`, where it is there, says which codes are right; then no other answer is. `uses`: the time to live of
+    `caches` begins anew; `frees`: they end. `ttl`: of the caches that it makes, in seconds.
+    """
+
+    method: str
+    path: str
+    body: bytes
+    headers: dict[str, str]
+    success: int
+    heard: Callable[[Answer], None]
+    caches: Sequence[HeldCache] = ()
+    refused: Callable[[str], bool] | None = None
+    ttl: float | None = None
+    uses: bool = False
+    frees: bool = False
+    unsure: bool = False
+    tries: int = 0
+    first: float = 0.0  # when it was first sent, in `time.monotonic` seconds
+
+    def send(self, connection: http.client.HTTPConnection, owner: str) -> Answer:
+        """Send it, and return the answer. Raises OSError, HTTPException and WrongError."""
+        name = secrets.token_hex(8)
+        headers = {**self.headers, **bearer(owner), "X-Request-Id": name}
+        connection.request(self.method, self.path, self.body or None, headers)
+        response = connection.getresponse()
+        answer = Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
+        if answer.headers.get("x-request-id") != name:
+            raise WrongError(f"the answer to request {answer.headers.get('x-request-id')}")
+        return answer
+
+
+def empty() -> np.ndarray:
+    return np.zeros((2, 0, KV_HEADS, DIM), np.float32)
+
+
+def asks(method: str, path: str, asked: object, success: int, heard: Callable[[Answer], None], **how: Any) -> Request:
+    """A request in JSON, or without a body where `asked` is None."""
+    body = b"" if asked is None else json.dumps(asked).encode()
+    headers = {} if asked is None else {"Content-Type": jsonwire.MEDIA_TYPE}
+    if method == "POST":
+        headers["Idempotency-Key"] = secrets.token_hex(12)
+    return Request(method, path, body, headers, success, heard, **how)
+
+
+def carries(tensors: dict[str, np.ndarray], options: dict[str, Any], path: str, heard: Any, **how: Any) -> Request:
+    """A request with tensors."""
+    question = safetensors({n: np.ascontiguousarray(t) for n, t in tensors.items()}, options, path)
+    headers = {"Content-Type": question.headers["Content-Type"], "Idempotency-Key": secrets.token_hex(12)}
+    return Request("POST", path, question.body, headers, 200, heard, **how)
+
+
+# The calls, and the answers they must get
+
+
+def append(cache: HeldCache, layer: int, tokens: np.ndarray, at: int | None) -> Request:
+    """`tokens` are k and v, (2, n, Hk, D)."""
+
+    def heard(answer: Answer) -> None:
+        wrote(request, [cache], layer, tokens[:, None], None if at is None else [at])
+        same("length", answer.json, {"length": cache.lengths[layer]})
+
+    k, v = tokens.swapaxes(1, 2)
+    options: dict[str, Any] = {"layer": layer} | ({} if at is None else {"at": at})
+    request = carries({"k": k, "v": v}, options, f"/caches/{cache.id}/append", heard, caches=[cache], uses=True)
+    return request
+
+
+def attend(
+    caches: Sequence[HeldCache], layer: int, q: np.ndarray, tokens: np.ndarray | None, at: list[int] | None,
+    options: dict[str, Any],
+) -> Request:  # fmt: skip
+    """q (B, Hq, n, D); new `tokens` (2, B, n, Hk, D) are written first, where there are any."""
+    outputs: list[bytes] = []
+
+    def heard(answer: Answer) -> None:
+        if tokens is not None:
+            wrote(request, caches, layer, tokens, at)
+        metadata, found = parsed(answer.body)
+        same("lengths", metadata["lengths"], [cache.lengths[layer] for cache in caches])
+        expected = np.stack([dense(one, cache.layers[layer], **options) for one, cache in zip(q, caches, strict=True)])
+        if not np.allclose(found["o"], expected, RELATIVE, ABSOLUTE):
+            raise WrongError(f"attention differs by {np.abs(found['o'] - expected).max():.2g}")
+        outputs.append(found["o"].tobytes())
+        if outputs[0] != outputs[-1]:
+            raise WrongError("the same call has other bits when it is sent again")
+
+    tensors = {"q": q}
+    if tokens is not None:
+        tensors |= dict(zip("kv", tokens.swapaxes(2, 3), strict=True))
+    said = {"caches": [cache.id for cache in caches], "layer": layer, **options}
+    if at is not None:
+        said["at"] = at
+    request = carries(tensors, said, "/attention", heard, caches=caches, uses=True)
+    return request
+
+
+def export(cache: HeldCache, layer: int) -> Request:
+    def heard(answer: Answer) -> None:
+        _, found = parsed(answer.body)
+        for name, expected in zip("kv", cache.layers[layer].swapaxes(1, 2), strict=True):
+            if found[name].shape != (1, *expected.shape) or found[name].tobytes() != expected.tobytes():
+                raise WrongError(f"other bits in {name} of {found[name].shape}")
+
+    return asks("GET", f"/caches/{cache.id}/tensors?layer={layer}", None, 200, heard, caches=[cache])
+
+
+def look(cache: HeldCache) -> Request:
+    def heard(answer: Answer) -> None:
+        described(answer.json, cache)
+
+    return asks("GET", f"/caches/{cache.id}", None, 200, heard, caches=[cache])
+
+
+def renew(cache: HeldCache) -> Request:
+    def heard(answer: Answer) -> None:
+        described(answer.json, cache)
+
+    return asks("POST", f"/caches/{cache.id}/renew", {}, 200, heard, caches=[cache], uses=True)
+
+
+def truncate(cache: HeldCache, length: int) -> Request:
+    def heard(answer: Answer) -> None:
+        if cache.last is not request:
+            cache.layers = [layer[:, :length] for layer in cache.layers]
+            keep(request, cache)
+        described(answer.json, cache)
+
+    asked = {"length": length}
+    request = asks("POST", f"/caches/{cache.id}/truncate", asked, 200, heard, caches=[cache], uses=True)
+    return request
+
+
+def delete(caches: Sequence[HeldCache]) -> Request:
+    def heard(answer: Answer) -> None:
+        same("body", answer.body, b"")
+
+    if len(caches) == 1:
+        return asks("DELETE", f"/caches/{caches[0].id}", None, 204, heard, caches=caches, frees=True)
+    asked = {"caches": [cache.id for cache in caches]}
+    return asks("POST", "/caches/delete", asked, 204, heard, caches=caches, frees=True)
+
+
+# The model
+
+
+def wrote(request: Request, caches: Sequence[HeldCache], layer: int, tokens: np.ndarray, at: list[int] | None) -> None:
+    """Write `tokens` (2, B, n, Hk, D) to the model, unless the request has been heard before."""
+    for number, cache in enumerate(caches):
+        if cache.last is request:
+            continue
+        held = cache.layers[layer]
+        place = held.shape[1] if at is None else at[number]
+        cache.layers[layer] = np.concatenate((held[:, :place], tokens[:, number]), 1)
+        keep(request, cache)
+
+
+def keep(request: Request, cache: HeldCache) -> None:
+    """It is the last write of a cache."""
+    cache.last = request
+    if len(request.caches) == 1:
+        cache.written.append(request)
+
+
+def described(document: Any, cache: HeldCache) -> None:
+    same("id", document["id"], cache.id)
+    same("lengths", document["lengths"], cache.lengths)
+    if not 0 <= document["expires_in_s"] <= cache.ttl + 0.001 or document["bytes"] <= 0:
+        raise WrongError(f"a cache of {document['bytes']} bytes that expires in {document['expires_in_s']} s")
+
+
+def same(what: str, found: object, expected: object) -> None:
+    """Raises WrongError."""
+    if found != expected:
+        raise WrongError(f"{what}: {found!r} where {expected!r} is right")
+
+
+def dense(q: np.ndarray, held: np.ndarray, causal: bool = False, window: Sequence[int] = (-1, -1)) -> np.ndarray:
+    """Attention of q (Hq, n, D) over k and v (2, S, Hk, D), in float64; 0 for a query that sees no key."""
+    k, v = held.astype(np.float64).repeat(Q_HEADS // KV_HEADS, 2).transpose(0, 2, 1, 3)
+    scores = q.astype(np.float64) @ k.swapaxes(1, 2) / DIM**0.5
+    queries, keys = scores.shape[1:]
+    behind = np.arange(keys - queries, keys)[:, None] - np.arange(keys)
+    seen = (behind >= 0 if causal else np.ones_like(behind, bool)) & (window[0] < 0 or behind <= window[0])
+    scores = np.where(seen, scores, -np.inf)
+    top = np.maximum(scores.max(-1, keepdims=True, initial=-1e300), -1e300)
+    weights = np.exp(scores - top)
+    total = weights.sum(-1, keepdims=True)
+    return weights @ v / np.where(total, total, 1)

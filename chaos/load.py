@@ -1,0 +1,65 @@
+"""The callers that ask while faults are injected: one of each kind."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from chaos import callers, holders, sdk_holder
+from chaos.callers import AFTER_NOTHING, HANG, Book, Caller
+from chaos.service import Service
+
+KINDS: dict[str, type[Caller]] = {
+    "plain": callers.Plain, "gradient": callers.Gradient, "json": callers.Numbers, "oip": callers.Inference,
+    "deadline": callers.Deadline, "launches": callers.Launches, "large": callers.Large, "sdk": callers.Sdk,
+    "sdk gradient": callers.SdkGradient, "asyncio": callers.Asyncio,
+    "caches": holders.Holder, "more caches": holders.Holder, "other caches": holders.OtherHolder,
+    "short caches": holders.ShortHolder, "sdk caches": sdk_holder.SdkHolder,
+}  # fmt: skip
+
+
+class Load:
+    """A caller of each kind. `patience` is in seconds: who gets nothing for so long is `hung`."""
+
+    def __init__(self, service: Service, seed: int) -> None:
+        self.service, self.port, self.book, self.going = service, service.port, Book(), threading.Event()
+        self.url, self.patience = f"http://127.0.0.1:{self.port}", HANG
+        self.callers = [
+            kind(name, self, np.random.default_rng((seed, number))) for number, (name, kind) in enumerate(KINDS.items())
+        ]
+
+    def start(self) -> None:
+        for caller in self.callers:
+            caller.start()
+
+    def go(self) -> None:
+        self.going.set()
+
+    def pause(self) -> list[str]:
+        """Until every call has ended and no connection is open; the names of callers whose calls do not end."""
+        self.going.clear()
+        end = time.monotonic() + self.patience + HANG
+        return [caller.name for caller in self.callers if not caller.idle.wait(max(end - time.monotonic(), 0))]
+
+    def probe(self, attempts: Callable[[], bool]) -> list[str]:
+        """While it is paused, a call of each caller, again while it is refused and `attempts` allows; who got none."""
+        failed = []
+        for caller in self.callers:
+            while (kind := caller.probe()) == "refused" and attempts():
+                time.sleep(AFTER_NOTHING)
+            caller.rest()
+            if kind != "right":
+                failed.append(f"{caller.name}: {kind} {self.book.outcomes[-1].detail}")
+        return failed
+
+    def stop(self) -> None:
+        for caller in self.callers:
+            caller.over.set()
+        self.going.set()
+        for caller in self.callers:
+            with contextlib.suppress(RuntimeError):
+                caller.join(HANG)

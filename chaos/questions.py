@@ -1,0 +1,102 @@
+"""The questions: messages in every encoding, each with the answer that it gets alone, byte for byte."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from chaos.keys import LOAD, bearer
+from flashpoint_contract import wire
+from flashpoint_contract.schemas import jsonwire
+
+SAFETENSORS, JSON = wire.MEDIA_TYPE, jsonwire.MEDIA_TYPE
+SECONDS = 60.0  # for an answer to a question that is asked alone
+LENGTHS = (1, 7, 33, 64, 129, 300)
+
+
+@dataclass(eq=False)
+class Question:
+    """One request. `right` is the body of its answer, once it has been asked alone."""
+
+    path: str
+    headers: dict[str, str]
+    body: bytes
+    tensors: dict[str, np.ndarray]
+    options: dict[str, Any]
+    right: bytes = b""
+    answer: dict[str, np.ndarray] = field(default_factory=dict)  # its tensors, where it is in safetensors
+
+
+def safetensors(tensors, options, path):
+    head = {"__metadata__": {name: json.dumps(value) for name, value in options.items()}}
+    end = 0
+    for name, array in tensors.items():
+        head[name] = {"dtype": "F32", "shape": array.shape, "data_offsets": [end, end + array.nbytes]}
+        end += array.nbytes
+    text = json.dumps(head).encode()
+    body = len(text).to_bytes(8, "little") + text + b"".join(array.tobytes() for array in tensors.values())
+    return Question(path, {"Content-Type": SAFETENSORS, **bearer(LOAD)}, body, tensors, options)
+
+
+def numbers(tensors, options, path):
+    headers = {"Content-Type": JSON, **bearer(LOAD)}
+    return Question(path, headers, jsonwire.encode(tensors, options), tensors, options)
+
+
+def inference(tensors, options, path):
+    """The Open Inference Protocol, tensors as bytes."""
+    inputs = [
+        {"name": n, "shape": a.shape, "datatype": "FP32", "parameters": {"binary_data_size": a.nbytes}}
+        for n, a in tensors.items()
+    ]
+    head = json.dumps({"id": "1", "inputs": inputs, "parameters": {**options, "binary_data_output": True}}).encode()
+    model = "attention_grad" if path.endswith("grad") else "attention"
+    headers = {"Inference-Header-Content-Length": str(len(head)), **bearer(LOAD)}
+    body = head + b"".join(array.tobytes() for array in tensors.values())
+    return Question(f"/v2/models/{model}/infer", headers, body, tensors, options)
+
+
+FORMS = {"safetensors": safetensors, "json": numbers, "oip": inference}
+
+
+def draw(rng, form, *, grad, backend=None, length=None, heads=None, dim=None):
+    """A question of the generator's choice, whose tensors nobody else's have."""
+    length = length or int(rng.choice(LENGTHS[:3] if form == "json" else LENGTHS))
+    heads, dim = heads or int(rng.choice((1, 2, 4))), dim or int(rng.choice((8, 32, 64)))
+    kv_length = max(1, length + int(rng.integers(-3, 4)))
+    shapes = {"q": (1, heads, length, dim), "k": (1, heads, kv_length, dim), "v": (1, heads, kv_length, dim)}
+    if grad:
+        shapes["do"] = shapes["q"]
+    tensors = {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
+    options: dict[str, Any] = {"causal": bool(rng.integers(2))}
+    if backend:
+        options["backend"] = backend
+    return FORMS[form](tensors, options, "/attention/grad" if grad else "/attention")
+
+
+def ask_alone(port, question):
+    """Keep the answer of a service that does nothing else."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
+    try:
+        connection.request("POST", question.path, question.body, question.headers)
+        response = connection.getresponse()
+        question.right = response.read()
+        assert response.status == 200, question.right
+    finally:
+        connection.close()
+    if question.headers.get("Content-Type") == SAFETENSORS:
+        _, question.answer = parsed(question.right)
+
+
+def parsed(body):
+    """Metadata and tensors of a message in safetensors."""
+    size = wire.head_size(body[:8])
+    head = wire.parse_head(body[:size])
+    tensors = {
+        t.name: np.frombuffer(body[size + t.start : size + t.stop], np.float32).reshape(t.shape) for t in head.tensors
+    }
+    return wire.decode_options(head.metadata), tensors

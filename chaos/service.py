@@ -1,0 +1,211 @@
+"""The service as processes that can be hurt: `flashpoint serve` on a port that stays, by role, and what each holds."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from chaos import clock, keys
+from tests.support.servers import ServerProcess
+
+START = 300.0  # seconds to be ready: an engine takes 5 s of a core, of which a busy machine gives little
+POLL = 0.1
+SOCKET = 30.0  # seconds that a question about its health may take
+MIB = 1 << 20
+SEGMENT = "flashpoint-staging"
+
+SETTINGS = {
+    "body_timeout": 3, "staging_bytes": 128 * MIB, "queue_limit": 64, "hang_timeout": 10, "shutdown_timeout": 60,
+    "cache_bytes": 12 * MIB,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Life:
+    """That of an engine: caches made in it end with it. `starts` counts the service's, which also ends their ids."""
+
+    starts: int
+    engine: psutil.Process | None
+
+    @property
+    def over(self) -> bool:
+        """Whether that engine is gone."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            return self.engine is None or self.engine.status() == psutil.STATUS_ZOMBIE or not self.engine.is_running()
+        return True
+
+
+@dataclass(frozen=True)
+class Held:
+    """The resources of a process. `private` and `shared` are in bytes, `shared` of staging memory that it maps."""
+
+    private: int
+    shared: int
+    descriptors: int
+    threads: int
+
+
+class Service:
+    """A service. A fault that ends it starts it again, on the same port. `contained`: its /dev/shm has 1 MiB."""
+
+    def __init__(self, workers: int, *, contained: bool, program: tuple[str, ...] = (), environment=()) -> None:
+        self.workers = workers
+        self.contained = contained
+        self.clock = clock.Clock.build()
+        self._program = program or ("-m", "chaos.contained" if contained else "flashpoint_server.cli.serve")
+        self._environment = dict(environment)
+        self.port = 0
+        self.server: ServerProcess | None = None
+        self.starts = 0
+        self.keys = keys.write()
+        self._life = Life(0, None)
+
+    def start(self) -> None:
+        self.starts += 1
+        variables = {k: v for k, v in os.environ.items() if not k.startswith("FLASHPOINT_")}
+        variables |= {**self._environment, **(self.clock.environment if self.clock else {})}
+        flags = {"port": self.port, "device": "cpu", "workers": self.workers, **SETTINGS}
+        flags["api_keys_file"] = self.keys
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
+        self.server = ServerProcess([sys.executable, *self._program, *flags], variables)
+        self.port = self.server.port
+
+    @property
+    def pid(self) -> int:
+        assert self.server is not None
+        return self.server.pid
+
+    def ready(self) -> bool:
+        """Return whether /health/ready answers 200; False if nobody answers."""
+        return self.ask_ready() == 200
+
+    def ask_ready(self) -> int | None:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SOCKET)
+        with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
+            connection.request("GET", "/health/ready")
+            return connection.getresponse().status
+        return None
+
+    def date(self) -> str | None:
+        """The service's own idea of the time, in the header that every answer has."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SOCKET)
+        with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
+            connection.request("GET", "/health/live")
+            return connection.getresponse().getheader("date")
+        return None
+
+    def samples(self) -> dict[str, float] | None:
+        """Those of /metrics, by name and labels."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SOCKET)
+        with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
+            connection.request("GET", "/metrics", headers=keys.bearer(keys.LOAD))
+            text = connection.getresponse().read().decode()
+            return {name: float(value) for name, value in re.findall(r"^([^#\s]+) (\S+)$", text, re.MULTILINE)}
+        return None
+
+    def caches(self, owner: str) -> list[dict] | None:
+        """Those of a key; None where nobody answers that."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SOCKET)
+        with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
+            connection.request("GET", "/caches", headers=keys.bearer(owner))
+            response = connection.getresponse()
+            return json.load(response)["caches"] if response.status == 200 else None
+        return None
+
+    def wait_ready(self, bound: float = START) -> float | None:
+        """Seconds until it says that it is ready, with every process there is to be; None where that takes longer."""
+        began = time.monotonic()
+        while (passed := time.monotonic() - began) < bound:
+            if self.ready() and self.whole():
+                return passed
+            time.sleep(POLL)
+        return None
+
+    # Its processes
+
+    def roles(self) -> dict[str, list[psutil.Process]]:
+        """main (the supervisor, where there are several workers), http, engine, codec."""
+        found: dict[str, list[psutil.Process]] = {"main": [], "http": [], "engine": [], "codec": []}
+        with contextlib.suppress(psutil.NoSuchProcess):
+            main = psutil.Process(self.pid)
+            found["main"] = [main]
+            if self.workers == 1:
+                found["http"] = [main]
+            for process in main.children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if process.status() != psutil.STATUS_ZOMBIE and (role := role_of(process.cmdline())):
+                        found[role].append(process)
+        return found
+
+    def whole(self) -> bool:
+        roles = self.roles()
+        return len(roles["http"]) == self.workers and len(roles["engine"]) == 1
+
+    def life(self) -> Life:
+        """That of the engine of now."""
+        if self._life.starts != self.starts or self._life.over:
+            engines = self.roles()["engine"]
+            self._life = Life(self.starts, engines[0] if engines else None)
+        return self._life
+
+    def held(self) -> dict[str, Held]:
+        """By role, the most that one process of it holds; connections of callers are not counted."""
+        return {role: most([held(p) for p in processes]) for role, processes in self.roles().items() if processes}
+
+    # Its end
+
+    def discard(self) -> None:
+        """Remove the files that it was started with."""
+        shutil.rmtree(self.keys.parent)
+        if self.clock:
+            self.clock.discard()
+
+    def terminate(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Its exit code, once every process of it is gone; -1 where one stays."""
+        family = [p for processes in self.roles().values() for p in processes]
+        assert self.server is not None
+        self.server.process.send_signal(number)
+        try:
+            code = self.server.wait_exit()
+        except Exception:
+            self.server.process.kill()
+            self.server.process.wait()
+            return -1
+        _, alive = psutil.wait_procs(family, timeout=START)
+        return code if not alive else -1
+
+
+def role_of(command: list[str]) -> str | None:
+    """By its command line; None for what the standard library runs beside."""
+    text = " ".join(command)
+    words = {"flashpoint_server.cli.worker": "http", "engine.process": "engine", "faulty.engine": "engine"}
+    words["codec_process"] = "codec"
+    return next((role for word, role in words.items() if word in text), None)
+
+
+def held(process: psutil.Process) -> Held:
+    info = process.memory_info()
+    maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+    shared = sum(_size(line) for line in maps if SEGMENT in line)
+    connections = len(process.net_connections("tcp"))
+    return Held(info.rss - info.shared, shared, process.num_fds() - connections, process.num_threads())
+
+
+def most(several: list[Held]) -> Held:
+    return Held(*(max(values) for values in zip(*(vars(one).values() for one in several), strict=True)))
+
+
+def _size(line: str) -> int:
+    start, _, end = line.split()[0].partition("-")
+    return int(end, 16) - int(start, 16)

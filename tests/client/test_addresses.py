@@ -1,0 +1,259 @@
+"""How a client finds the addresses of a server and chooses one (Happy Eyeballs, RFC 8305), also behind proxies."""
+
+import contextlib
+import os
+import socket
+import threading
+
+import numpy as np
+import pytest
+
+import flashpoint
+from flashpoint._http import dial
+from tests.support.proxies import ProxyServer
+from tests.support.raw_server import read_request
+from tests.support.scripted_server import message
+
+Q = np.arange(24, dtype=np.float32).reshape(1, 2, 3, 4)
+
+
+def echo(connection):
+    while (body := read_request(connection)) is not None:
+        q = np.frombuffer(body, np.float32, offset=8 + int.from_bytes(body[:8], "little"))[: Q.size].reshape(Q.shape)
+        head = b"HTTP/1.1 200 OK\r\nContent-Type: application/vnd.safetensors\r\n"
+        data = message({"o": q})
+        connection.sendall(head + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch):
+    for name in list(os.environ):
+        if name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def silent():
+    """Makes addresses that accept no connection and refuse none, because their queue is full."""
+    with contextlib.ExitStack() as stack:
+
+        def make():
+            listener = stack.enter_context(socket.socket())
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(0)
+            for _ in range(8):
+                waiting = stack.enter_context(socket.socket())
+                waiting.setblocking(False)
+                waiting.connect_ex(listener.getsockname())
+            return listener.getsockname()
+
+        yield make
+
+
+def refusing():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()
+
+
+@pytest.fixture
+def names(monkeypatch):
+    """`names(host=[(address, port), …])`: what the resolver answers for a host."""
+    known, real = {}, socket.getaddrinfo
+
+    def getaddrinfo(host, port, *args, **keywords):
+        if host not in known:
+            return real(host, port, *args, **keywords)
+        found = known[host]
+        if callable(found):
+            return found()
+        return [
+            (socket.AF_INET6 if ":" in each[0] else socket.AF_INET, socket.SOCK_STREAM, 6, "", each) for each in found
+        ]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    return known.update
+
+
+def test_a_silent_address_does_not_keep_the_next_one_from_being_tried(raw, connect, names, silent):
+    server = raw(echo)
+    names({"two.example": [silent(), silent(), ("127.0.0.1", server.port)]})
+    client = connect(f"http://two.example:{server.port}", timeout=600, retries=0)
+    assert np.array_equal(client.attention(Q, Q, Q), Q)
+
+
+def test_a_refused_address_does_so_at_once(raw, connect, names, monkeypatch):
+    monkeypatch.setattr(dial, "ATTEMPT_DELAY", 3600.0)
+    server = raw(echo)
+    names({"two.example": [refusing(), ("127.0.0.1", server.port)]})
+    assert np.array_equal(connect(f"http://two.example:{server.port}").attention(Q, Q, Q), Q)
+
+
+def test_over_tls_an_address_that_is_silent_after_it_accepted_does_not_either(
+    raw, connect, names, tls_server, monkeypatch
+):
+    monkeypatch.setattr(dial, "SETUP_DELAY", 0.1)
+    over = threading.Event()
+    mute, server = raw(lambda connection: over.wait(60)), raw(echo, tls=tls_server)
+    names({"localhost": [("127.0.0.1", mute.port), ("127.0.0.1", server.port)]})
+    client = connect(server.url, timeout=600, retries=0)
+    try:
+        assert np.array_equal(client.attention(Q, Q, Q), Q)
+    finally:
+        over.set()
+
+
+@pytest.mark.parametrize("scheme", ["http", "https", "socks5"])
+def test_a_proxy_with_a_silent_address_does_not_either(
+    scripted, connect, names, silent, monkeypatch, tls_server, scheme
+):
+    with ProxyServer(scheme, tls=tls_server if scheme == "https" else None) as proxy:
+        names({"localhost": [silent(), ("127.0.0.1", proxy.port)]})
+        monkeypatch.setenv("http_proxy", proxy.url)
+        client = connect(scripted.url, timeout=600, retries=0)
+        assert np.array_equal(client.attention(Q, Q, Q), Q)
+        assert proxy.asked
+
+
+def test_the_attempts_that_lost_are_closed(raw, connect, names, tls_server, monkeypatch):
+    monkeypatch.setattr(dial, "SETUP_DELAY", 0.1)
+    closed = threading.Event()
+
+    def mute(connection):
+        while connection.recv(1 << 16):
+            pass
+        closed.set()
+
+    slow, server = raw(mute), raw(echo, tls=tls_server)
+    names({"localhost": [("127.0.0.1", slow.port), ("127.0.0.1", server.port)]})
+    connect(server.url, timeout=600).attention(Q, Q, Q)
+    assert closed.wait(60)
+
+
+def test_when_all_addresses_fail_each_error_is_named_once(connect, names):
+    names({"two.example": [refusing(), refusing(), ("256.0.0.0", 1)]})
+    with pytest.raises(flashpoint.ConnectionFailedError) as refused:
+        connect("http://two.example:1", retries=0).attention(Q, Q, Q)
+    assert str(refused.value).count("Connection refused") == 1
+
+
+def test_all_silent_meets_the_timeout(connect, names, silent):
+    names({"two.example": [silent(), silent()]})
+    with pytest.raises(flashpoint.ConnectionFailedError, match="deadline passed before there was a connection"):
+        connect("http://two.example:1", retries=0).attention(Q, Q, Q, timeout=0.6)
+
+
+def test_a_resolver_that_is_silent_meets_the_timeout_and_calls_share_its_thread(connect, names):
+    asked, over = [], threading.Event()
+
+    def never():
+        asked.append(1)
+        over.wait(60)
+        raise socket.gaierror(-2, "no such name")
+
+    names({"slow.example": never})
+    client = connect("http://slow.example:1", retries=0)
+    try:
+        for _ in range(3):
+            with pytest.raises(flashpoint.ConnectionFailedError, match="deadline passed before there was a connection"):
+                client.attention(Q, Q, Q, timeout=0.1)
+        assert asked == [1]
+    finally:
+        over.set()
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", f"{'a' * 64}.example"])
+def test_a_name_without_an_address_is_a_failed_connection(connect, names, host):
+    def missing():
+        raise socket.gaierror(-2, "Name or service not known")
+
+    names({"no.such.host.invalid": missing})
+    with pytest.raises(flashpoint.ConnectionFailedError, match="the connection to http"):
+        connect(f"http://{host}:1", retries=0).attention(Q, Q, Q)
+
+
+def test_families_take_turns():
+    found = [dial.Address(family, 1, 6, "", number) for number, family in enumerate([10, 10, 10, 2, 2])]
+    assert [each.address for each in dial._interleaved(found)] == [0, 3, 1, 4, 2]
+
+
+# Proxies
+
+
+@pytest.mark.parametrize("proxy_scheme", ["http", "https", "socks5"])
+@pytest.mark.parametrize("secure", [False, True])
+def test_large_tensors_go_through_every_proxy(raw, connect, monkeypatch, tls_server, proxy_scheme, secure):
+    big = np.arange(1 << 20, dtype=np.float32).reshape(1, 1, 1 << 18, 4)
+
+    def talk(connection):
+        while (body := read_request(connection)) is not None:
+            o = np.frombuffer(body, np.float32, offset=8 + int.from_bytes(body[:8], "little"))[: big.size]
+            data = message({"o": o.reshape(big.shape)})
+            head = b"HTTP/1.1 200 OK\r\nContent-Type: application/vnd.safetensors\r\nContent-Length: %d\r\n\r\n"
+            connection.sendall(head % len(data) + data)
+
+    server = raw(talk, tls=tls_server if secure else None)
+    credentials = "me:pass%word"
+    with ProxyServer(proxy_scheme, tls_server if proxy_scheme == "https" else None, credentials) as proxy:
+        url = proxy.url.replace("pass%word", "pass%25word")
+        monkeypatch.setenv("https_proxy" if secure else "http_proxy", url)
+        client = connect(server.url)
+        for _ in range(2):
+            assert np.array_equal(client.attention(big, big[..., :1, :], big[..., :1, :]), big)
+        assert len(proxy.asked) == 1  # the connection is kept
+        assert server.opened == 1
+
+
+@pytest.mark.parametrize("proxy_scheme", ["http", "https", "socks5"])
+@pytest.mark.parametrize("secure", [False, True])
+def test_a_proxy_that_refuses_is_named_without_its_credentials(
+    raw, connect, monkeypatch, tls_server, proxy_scheme, secure
+):
+    server = raw(echo, tls=tls_server if secure else None)
+    with ProxyServer(proxy_scheme, tls_server if proxy_scheme == "https" else None, "me:other") as proxy:
+        url = proxy.url.replace("other", "S3cretPassword")
+        monkeypatch.setenv("https_proxy" if secure else "http_proxy", url)
+        with pytest.raises(flashpoint.FlashpointError) as refused:
+            connect(server.url, retries=0).attention(Q, Q, Q)
+    assert "S3cret" not in repr(refused.value) + str(refused.value)
+    if proxy_scheme == "socks5":
+        assert "refused the user and the password" in str(refused.value)
+    else:
+        assert isinstance(refused.value, flashpoint.AuthenticationError)
+        assert "the proxy needs a user and a password" in str(refused.value)
+
+
+@pytest.mark.parametrize("url", ["ftp://me:S3cret@h:1", "http://me:S3cret@h:port", "http://me:S3/cret@h"])
+def test_a_proxy_that_cannot_be_used_is_refused_without_its_credentials(connect, monkeypatch, url):
+    monkeypatch.setenv("http_proxy", url)
+    with pytest.raises(flashpoint.InvalidInputError, match="proxy: must be a URL") as refused:
+        connect("http://two.example")
+    assert "S3" not in str(refused.value)
+
+
+def test_the_proxy_is_not_asked_for_a_host_and_port_that_are_excepted(scripted, connect, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    monkeypatch.setenv("no_proxy", scripted.url.removeprefix("http://"))
+    assert np.array_equal(connect(scripted.url).attention(Q, Q, Q), Q)
+
+
+# The wrong scheme
+
+
+def test_https_to_a_server_of_http_says_so(scripted, connect):
+    with pytest.raises(flashpoint.ConnectionFailedError, match="does not use TLS: begin its address with http://"):
+        connect(scripted.url.replace("http", "https"), retries=0).info()
+
+
+def test_https_to_a_server_that_hangs_up_says_so(raw, connect):
+    server = raw(lambda connection: connection.recv(1 << 16))
+    with pytest.raises(
+        flashpoint.ConnectionFailedError, match="if it does not use TLS, begin its address with http://"
+    ):
+        connect(server.url.replace("http", "https"), retries=0).info()
+
+
+def test_http_to_a_server_of_https_says_so(raw, connect, tls_server):
+    server = raw(echo, tls=tls_server)
+    with pytest.raises(flashpoint.ConnectionFailedError, match=r"uses TLS.* begin its address with https://"):
+        connect(server.url.replace("https", "http"), retries=0).info()

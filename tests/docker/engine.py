@@ -1,0 +1,282 @@
+"""A Docker engine for tests: one that is reachable, or one of our own, whose socket, data and folder end with it.
+
+Its base images are pulled if a registry can be reached. If not, a minimal Debian made by debootstrap takes their names,
+in an engine of our own alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import re
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[2]
+NEEDED = {
+    "dockerd": "docker.io",
+    "iptables": "iptables",
+    "debootstrap": "debootstrap",
+    "unshare": "util-linux",
+    "ip": "iproute2",
+}  # program: Debian's package
+CLIENT = "/usr/bin:/usr/local/bin:/usr/sbin"  # the distribution's client first: it fits its engine
+START_SECONDS = 60
+STOP_SECONDS = 60
+KEPT_SECONDS = 7 * 86400  # a minimal Debian of that age is made again
+PULL_SECONDS = 30
+INSTALLS = """
+apt-get -qq update -o APT::Update::Error-Mode=any
+apt-get -qq install --yes --no-install-recommends python3-venv >/dev/null
+python3 -m venv /venv
+/venv/bin/pip download --quiet --no-deps --dest /tmp h11
+"""
+# How this machine reaches its package registries: brought into a stand-in, for the steps that install.
+BROUGHT = ("/etc/apt", "/etc/resolv.conf", "/etc/pip.conf", "/etc/ssl", "/usr/local/share/ca-certificates")
+SETTINGS = re.compile(r"PIP_|SSL_CERT|REQUESTS_CA|CURL_CA")
+
+
+class Build(NamedTuple):
+    """The seconds of a build, and of each of its instructions that was not in the engine's cache."""
+
+    seconds: float
+    steps: dict[str, float]
+
+
+def steps(log: str) -> dict[str, float]:
+    """Return the seconds of each instruction in a builder's plain log."""
+    named = dict(re.findall(r"^#(\d+) \[[^\]]*\d+/\d+\] (.*)$", log, re.MULTILINE))
+    took = re.findall(r"^#(\d+) DONE ([\d.]+)s$", log, re.MULTILINE)
+    return {" ".join(named[number].split()): float(seconds) for number, seconds in took if number in named}
+
+
+class UnavailableError(Exception):
+    """There is no engine, and none can be started; the message says what to install."""
+
+
+class Engine:
+    """An engine at the address `host`; None is the client's default. `own`: it was started here."""
+
+    def __init__(self, host: str | None, *, own: bool) -> None:
+        self.own = own
+        client = shutil.which("docker", path=CLIENT)
+        if client is None:
+            raise UnavailableError("no Docker client: install docker.io")
+        self.client = client
+        self.environment = {**os.environ, "DOCKER_BUILDKIT": "1", **({"DOCKER_HOST": host} if host else {})}
+
+    def docker(self, *words: object, seconds: float = 120, check: bool = True) -> subprocess.CompletedProcess[str]:
+        """Run the client. Raises RuntimeError with what it wrote if it fails."""
+        command = [self.client, *map(str, words)]
+        run = subprocess.run(
+            command, env=self.environment, capture_output=True, text=True, timeout=seconds, check=False
+        )
+        if check and run.returncode:
+            raise RuntimeError(f"docker {' '.join(command[1:])}: {run.stdout[-2000:]}{run.stderr[-4000:]}")
+        return run
+
+    def build(self, tag: str, *flags: object, context: Path = ROOT, seconds: float = 900) -> Build:
+        """Build an image."""
+        began = time.monotonic()
+        run = self.docker("build", "--progress=plain", "-t", tag, *flags, context, seconds=seconds)
+        return Build(time.monotonic() - began, steps(run.stderr))
+
+    def check_registries(self, base: str) -> None:
+        """Raise UnavailableError if a container of `base`, a Debian, cannot install packages by apt and by pip."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            run = self.docker("run", "--rm", base, "sh", "-ec", INSTALLS, seconds=120, check=False)
+            if run.returncode == 0:
+                return
+            errors = re.findall(r"^E(?:RROR)?: .*", run.stderr, re.MULTILINE) or [run.stderr[-200:]]
+            raise UnavailableError(f"a container cannot install packages: {errors[-1]}")
+        raise UnavailableError("a container cannot install packages within 120 s")
+
+    def size(self, image: str) -> int:
+        """Return the bytes of an image."""
+        return int(self.docker("image", "inspect", "-f", "{{.Size}}", image).stdout)
+
+    def layers(self, image: str) -> list[tuple[str, str]]:
+        """Return (size, instruction) of each layer that has a size, the first one first."""
+        lines = self.docker("history", "--no-trunc", "--format", "{{.Size}}\t{{.CreatedBy}}", image).stdout.splitlines()
+        return [(size, by) for size, _, by in (line.partition("\t") for line in reversed(lines)) if size != "0B"]
+
+    def pulls(self, name: str) -> bool:
+        """Pull an image. Return False if that fails, or takes long."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.docker("pull", "-q", name, seconds=PULL_SECONDS, check=False).returncode == 0
+        return False
+
+    def provide(self, name: str, *, wheels: bool) -> str:
+        """Make a base image available, and return how. Raises UnavailableError.
+
+        With `wheels`, a stand-in has the folder of packages that pip on this machine also looks into (PIP_FIND_LINKS).
+        """
+        if self.docker("image", "inspect", name, check=False).returncode == 0:
+            return "there"
+        if self.pulls(name):
+            return "pulled"
+        if not self.own:  # a stand-in must not take an image's name where others use it
+            raise UnavailableError(f"the base image {name} cannot be pulled")
+        variables = {key: value for key, value in os.environ.items() if SETTINGS.match(key)}
+        if not wheels:
+            variables.pop("PIP_FIND_LINKS", None)
+        changes = [word for key, value in variables.items() for word in ("--change", f"ENV {key}={value}")]
+        with tempfile.TemporaryDirectory() as work:
+            root = Path(work) / "root"
+            _debian(root, [Path(value) for value in variables.values() if value.startswith("/")])
+            with subprocess.Popen(["tar", "-C", root, "-c", "."], stdout=subprocess.PIPE) as archive:
+                command = [self.client, "import", *changes, "-", name]
+                run = partial(subprocess.run, env=self.environment, stdin=archive.stdout, check=True, timeout=300)
+                run(command, stdout=subprocess.DEVNULL)
+        return "a minimal Debian by debootstrap"
+
+
+@contextlib.contextmanager
+def engine(size: int = 8 << 30) -> Iterator[Engine]:
+    """Yield an engine. Raises UnavailableError.
+
+    `size`: the bytes that its images will take; they are in memory where twice as much is available.
+    """
+    with contextlib.suppress(UnavailableError, subprocess.TimeoutExpired):
+        there = Engine(None, own=False)
+        if there.docker("version", seconds=20, check=False).returncode == 0:
+            yield there
+            return
+    missing = [
+        package
+        for program, package in NEEDED.items()
+        if shutil.which(program, path=os.environ["PATH"] + ":/usr/sbin") is None
+    ]
+    if os.geteuid() != 0 or missing:
+        said = f"install {', '.join(missing)}" if missing else "run as root"
+        raise UnavailableError(f"no Docker engine is reachable, and none can be started: {said}")
+    in_memory = _available_memory() > 2 * size
+    if not in_memory and shutil.disk_usage(tempfile.gettempdir()).free < size:
+        raise UnavailableError(f"the images need {size >> 30} GiB in {tempfile.gettempdir()}")
+    folder = Path(tempfile.mkdtemp(prefix="flashpoint-docker-"))
+    keeper = _start(folder, in_memory=in_memory)
+    try:
+        yield _when_ready(keeper, folder)
+    finally:
+        keeper.stdin.close()  # type: ignore[union-attr]  # a pipe
+        keeper.wait(2 * STOP_SECONDS)  # the removal of the folder, which may take minutes on a disk, goes on by itself
+
+
+# The engine and all that it starts are in namespaces of processes and mounts that end with it. It ends when the pipe
+# from this process closes, so nothing outlives a killed test run. Its bridge and its rules of iptables are its own: two
+# engines would give containers on docker0 the same addresses, and delete each other's rules.
+# $1: folder; $2: size of data in memory, if any; $3: bridge; $4: n of its addresses, 10.n.0.0/16.
+KEEPER = f"""
+folder=$1 size=$2 bridge=$3 network=10.$4.0.0/16 address=10.$4.0.1/24; shift 4
+exec 3<&0
+rules() {{
+  iptables --wait -t nat "-$1" POSTROUTING -s "$network" ! -d "$network" -j MASQUERADE
+  iptables --wait "-$1" FORWARD -s "$network" -j ACCEPT
+  iptables --wait "-$1" FORWARD -d "$network" -j ACCEPT
+}}
+ip link add "$bridge" type bridge && ip address add "$address" dev "$bridge" && ip link set "$bridge" up
+rules I
+unshare --mount --pid --fork --kill-child --mount-proc sh -c '
+  if [ -n "$1" ]; then mount -t tmpfs -o "size=$1" tmpfs "$0/data" || exit 1; fi
+  shift
+  "$@" 3<&- & engine=$!
+  (cat <&3 >/dev/null; kill -TERM $engine; sleep {STOP_SECONDS}; kill -KILL $engine) &
+  wait $engine' "$folder" "$size" "$@"
+rules D
+ip link delete "$bridge"
+rm -rf "$folder" &
+"""
+
+
+def _start(folder: Path, *, in_memory: bool) -> subprocess.Popen[bytes]:
+    (folder / "data").mkdir()
+    size = "80%" if in_memory else ""
+    bridge, network = f"fp{os.getpid()}", _free_network()
+    command = [
+        "dockerd", "--data-root", folder / "data", "--exec-root", folder / "exec", "--pidfile", folder / "pid",
+        "--host", f"unix://{folder / 'socket'}", f"--mtu={_mtu()}",
+        "--iptables=false", f"--bridge={bridge}", f"--default-address-pool=base=10.{network}.128.0/17,size=24",
+    ]  # fmt: skip
+    environment = {**os.environ, "PATH": os.environ["PATH"] + ":/usr/sbin:/sbin"}
+    with (folder / "log").open("wb") as log:
+        return subprocess.Popen(
+            ["sh", "-c", KEEPER, "keeper", folder, size, bridge, str(network), *command],
+            stdin=subprocess.PIPE, stdout=log, stderr=log, env=environment, start_new_session=True,
+        )  # fmt: skip
+
+
+def _when_ready(keeper: subprocess.Popen[bytes], folder: Path) -> Engine:
+    found = Engine(f"unix://{folder / 'socket'}", own=True)
+    log, end = (folder / "log").open(errors="replace"), time.monotonic() + START_SECONDS
+    with log:
+        while found.docker("version", check=False).returncode:
+            if keeper.poll() is not None or time.monotonic() > end:
+                last = "\n".join(log.read().splitlines()[-5:])
+                raise UnavailableError(
+                    "dockerd does not start (it needs CAP_SYS_ADMIN, and namespaces, cgroups, overlay, bridges and "
+                    f"iptables in the kernel):\n{last}"
+                )
+            time.sleep(0.2)  # between two looks
+    return found
+
+
+def _available_memory() -> int:
+    found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    return int(found[1]) * 1024 if found else 0
+
+
+def _free_network() -> int:
+    """Return an n for which no interface or route of this machine has an address 10.n.x.y."""
+    taken = subprocess.run(["ip", "-4", "route", "show", "table", "all"], capture_output=True, text=True, check=True)
+    used = {int(n) for n in re.findall(r"\b10\.(\d+)\.", taken.stdout)}
+    return random.choice([n for n in range(16, 256) if n not in used])
+
+
+def _mtu() -> int:
+    """Return the least MTU of this machine's interfaces: a container behind a larger one loses long packets."""
+    found = [
+        int((one / "mtu").read_text()) for one in Path("/sys/class/net").iterdir() if one.name.startswith(("e", "w"))
+    ]
+    return min([1500, *found])
+
+
+def _debian(root: Path, brought: Sequence[Path]) -> None:
+    """Make a minimal Debian of this machine's release, from the mirror of its apt, with `brought` and BROUGHT."""
+    release = re.search(r"VERSION_CODENAME=(\w+)", Path("/etc/os-release").read_text())
+    if release is None:
+        raise UnavailableError("a stand-in for the base images needs a machine with Debian")
+    targets = ["apt-get", "indextargets", "--format", "$(SITE)", "Created-By: Packages", f"Codename: {release[1]}"]
+    mirror = subprocess.run(targets, capture_output=True, text=True, check=True).stdout.split()[0]
+    kept = Path.home() / f".cache/flashpoint/debian-{release[1]}.tar"
+    if not kept.exists() or time.time() - kept.stat().st_mtime > KEPT_SECONDS:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        command = ["debootstrap", "--variant=minbase", "--include=ca-certificates", release[1], str(root), mirror]
+        made = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600)
+        if made.returncode:
+            raise UnavailableError(f"debootstrap failed: {made.stdout[-500:]}{made.stderr[-500:]}")
+        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as partial_file:
+            subprocess.run(
+                ["tar", "-C", root, "--exclude=./var/cache/apt/archives/*.deb", "-c", "."],
+                stdout=partial_file,
+                check=True,
+            )
+        os.replace(partial_file.name, kept)
+        shutil.rmtree(root)
+    root.mkdir(parents=True)
+    subprocess.run(["tar", "-C", root, "-xf", kept], check=True, timeout=300)
+    for path in {*map(Path, BROUGHT), *brought}:
+        if path.exists():
+            target = root / path.relative_to("/")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            subprocess.run(["cp", "-a", "--no-target-directory", path.resolve(), target], check=True)
+    # apt keeps neither packages nor lists beside those of the mirror
+    for other in (root / "etc/apt/sources.list.d").glob("*"):
+        if "debian" not in other.name:
+            other.unlink()

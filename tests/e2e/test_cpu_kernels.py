@@ -1,0 +1,102 @@
+"""The kernels in C, served: their names in answers, equal bits of one row in all calls, and a machine without them."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import flashpoint_kernels
+from flashpoint import Client
+from flashpoint_kernels import native
+from flashpoint_server.engine.local import no_gpu
+from tests.support.messages import JSON, ask, message, normal, post, problem
+from tests.support.servers import DEVICE
+
+pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="the kernels are the CPU's")
+SMALL = json.dumps({"q": [[1, 0]], "k": [[1, 0]], "v": [[1, 2]]}).encode()
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def tensors(dtype, length=3):
+    return {name: normal(1, 2, length, 8, seed=n).to(dtype) for n, name in enumerate(("q", "k", "v", "do"))}
+
+
+def test_every_answer_names_the_kernel_that_ran(server):
+    assert server.get("/info")[1]["kernels"] == native.names()
+    for dtype in DTYPES:
+        name, t = native.names()[str(dtype).removeprefix("torch.")], tensors(dtype)
+        for path, sent in (("/attention", {n: t[n] for n in "qkv"}), ("/attention/grad", t)):
+            answer = post(server, path, message(sent))
+            assert answer.headers["x-kernel"] == answer.metadata["kernel"] == name
+            assert answer.headers["x-backend"] == "torch"
+    answer = post(server, "/attention", SMALL, JSON)
+    assert answer.json["kernel"] == answer.headers["x-kernel"] == native.names()["float32"]
+    with Client(server.url) as client:
+        _, meta = client.attention(*(tensors(torch.bfloat16)[n] for n in "qkv"), with_meta=True)
+    assert meta.kernel == native.names()["bfloat16"]
+
+
+def test_an_answer_of_another_backend_names_no_kernel(server):
+    sent = {name: t for name, t in tensors(torch.float32).items() if name != "do"}
+    for backend in ("tiled", "reference"):
+        answer = post(server, "/attention", message(sent, backend=backend))
+        assert "x-kernel" not in answer.headers
+        assert "kernel" not in answer.metadata
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_prefill_decode_verification_and_forks_give_a_row_the_same_bits(server, dtype):
+    """Over HTTP: the prefill by a call without caches is the oracle of every call over a cache."""
+    length, start = 300, 280
+    q = normal(1, 4, length, 64, seed=1).to(dtype)
+    k, v = (normal(1, 2, length, 64, seed=seed).to(dtype) for seed in (2, 3))
+    options = {"causal": True, "softcap": 20.0, "return_lse": True}
+    with Client(server.url) as client:
+
+        def check(found, first, stop):
+            for x, y in zip(found, whole, strict=True):
+                assert torch.equal(x, y[:, :, first:stop]), (first, stop)
+
+        whole = client.attention(q, k, v, **options)
+        own = {"kv_heads": 2, "head_dim": 64, "dtype": str(dtype).removeprefix("torch.")}
+        with client.cache(**own) as cache:
+            first = 0
+            for stop in (1, 130, start):  # a chunked prefill
+                check(cache.attention(*(t[:, :, first:stop] for t in (q, k, v)), **options), first, stop)
+                first = stop
+            fork = cache.fork()
+            for row in range(start, length):  # decoding
+                check(cache.attention(*(t[:, :, row : row + 1] for t in (q, k, v)), **options), row, row + 1)
+            for row in range(start, length, 5):  # verification of five rows
+                check(fork.attention(*(t[:, :, row : row + 5] for t in (q, k, v)), **options), row, row + 5)
+            fork.delete()
+
+
+@pytest.mark.slow
+def test_float32_can_be_forced_for_all_types(start_server):
+    floats = start_server(environment={"FLASHPOINT_CPU_FLOAT32": "true"})
+    kernels = floats.get("/info")[1]["kernels"]
+    assert len(set(kernels.values())) == 1
+    assert "c-amx" not in kernels.values()
+    sent = {name: t for name, t in tensors(torch.bfloat16).items() if name != "do"}
+    assert post(floats, "/attention", message(sent)).headers["x-kernel"] == kernels["bfloat16"]
+
+
+@pytest.mark.slow
+def test_a_machine_without_the_kernels_says_what_to_install(start_server, tmp_path):
+    """The package without its library, as an installation without a C compiler leaves it."""
+    own = Path(flashpoint_kernels.__file__).parent
+    shutil.copytree(own, tmp_path / own.name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    without = start_server(environment={"PYTHONPATH": str(tmp_path)})
+    info = without.get("/info")[1]
+    assert info["backends"] == ["tiled", "reference"]
+    assert (info["kernels"], info["missing"]) == ({}, [native.MISSING, *filter(None, [no_gpu()])])
+    assert without.wait_for_line(lambda line: line.get("reason") == native.MISSING)["level"] == "warning"
+    answer = post(without, "/attention", SMALL, JSON)
+    assert (answer.status, answer.headers["x-backend"], "x-kernel" in answer.headers) == (200, "tiled", False)
+    document = json.dumps(json.loads(SMALL) | {"backend": "torch"}).encode()
+    refused = problem(post(without, "/attention", document, JSON), 422, "invalid_request")
+    assert native.MISSING in refused["errors"][0]["msg"]
+    assert ask(without, "/health/ready").status == 200

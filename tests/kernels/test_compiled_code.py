@@ -1,0 +1,126 @@
+"""The checks of compiled code: proxy fences and loads ahead in PTX, registers of a running product in SASS."""
+
+import pytest
+
+from flashpoint_kernels.triton_backend.ptx import Ptx
+from flashpoint_kernels.triton_backend.sass import Code
+
+# Two stages as Triton 3.6.0 compiles them for sm_90; {fence} stands where it leaves the fence out.
+LOOP = """
+cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;
+cp.async.commit_group;
+fence.proxy.async.shared::cta;
+@%p1 bra $L__BB0_3;
+$L__BB0_2:
+cp.async.wait_group {left};
+bar.sync 0;
+{fence}
+wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {{%r3}}, %rd2, %rd3, 1;
+wgmma.wait_group.sync.aligned 0;
+cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;
+cp.async.commit_group;
+@%p2 bra $L__BB0_2;
+$L__BB0_3:
+ret;
+"""
+FENCE = "fence.proxy.async.shared::cta;"
+
+
+@pytest.mark.parametrize(("fence", "missing"), [("", 1), (FENCE, 0)])
+def test_a_copy_that_a_product_reads_needs_a_fence_after_its_wait(fence: str, missing: int) -> None:
+    assert Ptx(LOOP.format(fence=fence, left=0)).missing_fences() == missing
+
+
+def test_a_fence_is_looked_for_on_every_path() -> None:
+    """The wait is at the end of a loop, and its body before it in the text: Triton does so for sm_100."""
+    text = """
+bra.uni $L__BB0_2;
+$L__BB0_1:
+@%p3 tcgen05.mma.cta_group::1.kind::f16 [ %r1 + 0 ], %rd1, %rd2, %r2, %p2;
+{before}
+@%p4 bra $L__BB0_2;
+ret;
+$L__BB0_2:
+cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;
+cp.async.commit_group;
+{before}
+cp.async.wait_group 0;
+{after}
+bra.uni $L__BB0_1;
+"""
+    assert Ptx(text.format(before=FENCE, after="")).missing_fences() == 1
+    assert Ptx(text.format(before="", after=FENCE)).missing_fences() == 0
+
+
+def test_a_fence_between_two_waits_orders_the_first_copy_alone() -> None:
+    """Triton 3.7.1 so leaves out the fence of V, whose copy arrives after that of K."""
+    copies = "cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;\ncp.async.commit_group;\n" * 2
+    product = "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r3}, %rd2, %rd3, 1;\n"
+    text = copies + f"cp.async.wait_group 1;\n{FENCE}\n{product}cp.async.wait_group 0;\n{product}ret;\n"
+    assert Ptx(text).missing_fences() == 1
+    assert Ptx(text.replace("wait_group 1", "wait_group 0")).missing_fences() == 0
+
+
+def test_copies_of_a_mask_need_no_fence() -> None:
+    """They have four bytes, and go to registers."""
+    assert Ptx(LOOP.format(fence="", left=0).replace("cp.async.cg", "cp.async.ca")).missing_fences() == 0
+
+
+@pytest.mark.parametrize(("left", "ahead"), [(0, 0), (1, 1), (2, 1)])
+def test_loads_ahead_are_the_copies_under_way_at_a_product(left: int, ahead: int) -> None:
+    """A loop that waits for all copies, and starts the next after its product, loads nothing beside it."""
+    text = LOOP.format(fence=FENCE, left=left)
+    if left == 2:  # a second product, after the copy was started, loads more beside it; the first counts
+        text = LOOP.format(fence=FENCE, left=1).replace(
+            "@%p2 bra", "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r3}, %rd2, %rd3, 1;\n@%p2 bra"
+        )
+    assert Ptx(text).loads_ahead() == ahead
+    assert Ptx("ret;").loads_ahead() == 0
+
+
+PRODUCT = "HGMMA.64x64x16.F32.BF16 R24, R88, gdesc[UR8].tnspB, R24, gsb0 ;"
+WAIT = "WARPGROUP.DEPBAR.LE gsb0, 0x0 ;"
+
+
+def code(*lines: str) -> Code:
+    text = "\n".join(line if line.endswith(":") else f"        /*0000*/    {line}" for line in lines)
+    return Code(text)
+
+
+@pytest.mark.parametrize(
+    ("written", "hazard"),
+    [
+        ("MOV R91, R2 ;", True),  # the operand: four registers from R88
+        ("MOV R92, R2 ;", False),
+        ("LDS.128 R84, [R2] ;", False),
+        ("LDS.128 R85, [R2] ;", True),
+        ("@P0 FADD R55, R2, R3 ;", True),  # the accumulator: 32 registers from R24
+        ("FADD R56, R24, R3 ;", False),
+        ("IMAD.WIDE.U32 R22, R2, R3, R4 ;", False),
+        ("IMAD.WIDE.U32 R23, R2, R3, R4 ;", True),
+        ("ISETP.GE.AND P0, PT, R24, R2, PT ;", False),
+        ("LOP3.LUT P1, R24, R2, R3, RZ, 0xc0, !PT ;", True),
+        ("STS.128 [R24], R88 ;", False),
+        ("R2UR UR4, R24 ;", False),
+        ("R2P PR, R24, 0x7f ;", False),
+    ],
+)
+def test_a_write_to_registers_of_a_running_product_is_found(written: str, hazard: bool) -> None:
+    assert code(PRODUCT, written, WAIT, "EXIT ;").hazards() == ([written] if hazard else [])
+    assert code(PRODUCT, WAIT, written, "EXIT ;").hazards() == []
+
+
+def test_a_product_that_runs_around_a_loop_is_found() -> None:
+    early = "MOV R88, R2 ;"
+    loop = (".L_x_1:", early, PRODUCT, "@P0 BRA `(.L_x_1) ;", WAIT, "EXIT ;")
+    assert code(*loop).hazards() == [early]
+    assert code(*loop[:2], PRODUCT, WAIT, *loop[3:]).hazards() == []
+    skipped = (PRODUCT, "BRA `(.L_x_2) ;", early, ".L_x_2:", WAIT, "EXIT ;")
+    assert code(*skipped).hazards() == []
+
+
+def test_a_wait_may_leave_newer_products_running() -> None:
+    second = PRODUCT.replace("R24", "R120").replace("R88", "R92")
+    wait = WAIT.replace("0x0", "0x1")
+    assert code(PRODUCT, second, wait, "MOV R88, R2 ;", "EXIT ;").hazards() == []
+    assert code(PRODUCT, second, wait, "MOV R92, R2 ;", "EXIT ;").hazards() == ["MOV R92, R2 ;"]

@@ -1,0 +1,52 @@
+"""The tests of a device meet its own tiles: their launches, resolved with the tables of GPUs that are not here.
+
+Nothing is launched (tests/support/kernels/resolved.py). A test whose shapes expect the interpreter's tiles fails here,
+and not on the first day with a GPU.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.gpu_day import plan, suites
+from benchmarks.gpu_day.checkout import ROOT
+
+# Its tiles are not in the tables, and it launches without a Call.
+OWN_TILES = "tests/kernels/test_nano.py"
+# The stand-in for the answers reads blocks of its own size.
+NOT_HERE = "tests/kernels/test_block_masks.py::test_a_block_that_is_skipped_is_not_read[triton]"
+
+
+_FIRST = ("hopper", "prepare", "packed", "route")  # the tests that say which kernels run
+QUICK = plan.Suite("quick", tuple(f"test_triton_{name}.py" for name in _FIRST), {"FLASHPOINT_HOPPER": "1"})
+HOPPER, GENERAL, SERVING, _ = plan.SUITES["tests"]
+
+
+@pytest.mark.parametrize(
+    ("arch", "suite"),
+    [
+        (90, QUICK),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((100, GENERAL), (90, SERVING))),
+        *(
+            pytest.param(*case, marks=pytest.mark.full)
+            for case in ((90, HOPPER), (90, GENERAL), (80, GENERAL), (80, SERVING), (100, SERVING))
+        ),
+    ],
+    ids=lambda each: each.name if isinstance(each, plan.Suite) else None,
+)
+def test_every_launch_of_the_devices_tests_is_resolved(arch: int, suite: plan.Suite) -> None:
+    files = [name for name in suites.files(suite) if name != OWN_TILES]
+    if suite.environment["FLASHPOINT_HOPPER"] == "1":
+        files += suites.files(plan.SUITES["races"][0])
+    select = ["-k", suite.select] if suite.select else []
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.kernels.resolved", "-p", "no:cacheprovider"]
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON", "PYTEST", "FLASHPOINT"))}
+    env |= suite.environment | {"FLASHPOINT_TEST_ARCH": str(arch)}
+    run = subprocess.run(
+        [*command, "-m", "not full", "-p", "no:randomly", "--deselect", NOT_HERE, *select, *files],
+        cwd=ROOT, env=env, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-2000:]
+    assert "attention_forward" in run.stdout.split("resolved: ")[1]

@@ -1,0 +1,357 @@
+"""flash-attn's functions against its definitions in float64: lengths, windows, packing, caches, rotary and padding."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from flashpoint_kernels import attention, available_backends, flash_attn
+from flashpoint_kernels.flash_attn import bert_padding, flash_attn_interface
+from flashpoint_kernels.flash_attn.flash_attn_interface import FlashAttnError
+from flashpoint_kernels.flash_attn.layers import rotary
+from tests.conftest import DEVICE
+from tests.support.kernels.solving import normal
+
+BACKENDS = [
+    pytest.param(name, marks=[pytest.mark.slow] if name == "triton" else [])  # interpreted
+    for name in ("triton", "torch", "tiled", "reference")
+    if name in available_backends(DEVICE)
+]
+BOUND = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+Solved = tuple[Tensor, Tensor]
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each backend in turn: the functions have no argument for it."""
+    monkeypatch.setattr(flash_attn_interface, "attention", partial(attention, backend=request.param))
+    name: str = request.param
+    return name
+
+
+def definition(
+    q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+) -> Solved:  # fmt: skip
+    """Attention of one sequence, (S, H, D), from flash-attn's documentation: out and lse (H, Sq) in float64."""
+    q, k, v = (t.double().transpose(0, 1) for t in (q, k, v))
+    k, v = (t.repeat_interleave(len(q) // len(t), 0) for t in (k, v))
+    queries, keys = q.shape[1], k.shape[1]
+    scores = q @ k.transpose(1, 2) * (softmax_scale or 1 / math.sqrt(q.shape[2]))
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    place = torch.arange(queries, device=q.device)[:, None] + keys - queries
+    ahead = torch.arange(keys, device=q.device) - place
+    if alibi_slopes is not None:
+        scores = scores - alibi_slopes.double()[:, None, None] * ahead.abs()
+    left, right = window_size
+    right = 0 if causal else right
+    farthest = queries + keys
+    hidden = (ahead > (right if right >= 0 else farthest)) | (ahead < -(left if left >= 0 else farthest))
+    scores = scores.masked_fill(hidden, -torch.inf)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
+    return (weights @ v).transpose(0, 1), lse
+
+
+def of_batch(q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None = None, **options: Any) -> Solved:
+    found = [
+        definition(q[b], k[b], v[b], alibi_slopes=_of(alibi_slopes, b), **options) for b in range(len(q))
+    ]  # fmt: skip
+    return torch.stack([o for o, _ in found]), torch.stack([lse for _, lse in found])
+
+
+def _of(slopes: Tensor | None, b: int) -> Tensor | None:
+    return slopes if slopes is None or slopes.ndim == 1 else slopes[b]
+
+
+def check(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(found.double(), expected, atol=BOUND[dtype], rtol=BOUND[dtype])
+
+
+options = st.fixed_dictionaries(
+    {
+        "causal": st.booleans(), "window_size": st.sampled_from([(-1, -1), (3, 2), (0, 0), (-1, 4), (5, -1), (-7, -2)]),
+        "softcap": st.sampled_from([0.0, 0.0, 2.0]), "softmax_scale": st.sampled_from([None, 0.4]),
+    }
+)  # fmt: skip
+any_call = given(
+    options=options, slopes=st.sampled_from([0, 0, 1, 2]), heads=st.sampled_from([(2, 2), (4, 2), (3, 1)]),
+    dim=st.sampled_from([8, 16, 40]), dtype=st.sampled_from(list(BOUND)), packed=st.sampled_from([1, 2, 3]),
+    lengths=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 24)), min_size=1, max_size=3),
+    spare=st.integers(0, 2),
+)  # fmt: skip
+quietly = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def slopes_of(rank: int, batch: int, heads: int) -> Tensor | None:
+    return None if rank == 0 else normal(*((batch, heads) if rank == 2 else (heads,)), seed=9).abs()
+
+
+def tensors(q_shape: tuple[int, ...], k_shape: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
+    return [normal(*shape, seed=n).to(dtype) for n, shape in enumerate((q_shape, k_shape, k_shape))]
+
+
+@any_call
+@quietly
+def test_sequences_of_equal_length(
+    backend: str, options: dict[str, Any], slopes: int, heads: tuple[int, int], dim: int, dtype: torch.dtype,
+    packed: int, lengths: list[tuple[int, int]], spare: int,
+) -> None:  # fmt: skip
+    batch, (queries, keys) = len(lengths), (max(1, n) for n in lengths[0])
+    if packed == 3:
+        heads, keys = (heads[0], heads[0]), queries
+    q, k, v = tensors((batch, queries, heads[0], dim), (batch, keys, heads[1], dim), dtype)
+    own = slopes_of(slopes, batch, heads[0])
+    sent = options | {"alibi_slopes": own, "return_attn_probs": True, "deterministic": True}
+    if packed == 1:
+        out, lse, none = flash_attn.flash_attn_func(q, k, v, **sent)
+    elif packed == 2:
+        out, lse, none = flash_attn.flash_attn_kvpacked_func(q, torch.stack([k, v], 2), **sent)
+    else:
+        out, lse, none = flash_attn.flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), **sent)
+    expected = of_batch(q, k, v, own, **options)
+    check(out, expected[0], dtype)
+    check(lse, expected[1], torch.float32 if dtype == torch.float32 else dtype)
+    assert none is None
+    assert out.dtype == dtype
+
+
+@any_call
+@quietly
+def test_sequences_of_any_length(
+    backend: str, options: dict[str, Any], slopes: int, heads: tuple[int, int], dim: int, dtype: torch.dtype,
+    packed: int, lengths: list[tuple[int, int]], spare: int,
+) -> None:  # fmt: skip
+    """`spare` rows after the last sequence are not read, and 0."""
+    if packed == 3:
+        heads, lengths = (heads[0], heads[0]), [(q, q) for q, _ in lengths]
+    of_q, of_k = (torch.tensor([0, *(x[n] for x in lengths)], device=DEVICE).cumsum(0).int() for n in (0, 1))
+    rows = int(of_q[-1]) + spare, int(of_k[-1]) + spare
+    q, k, v = tensors((rows[0], heads[0], dim), (rows[1], heads[1], dim), dtype)
+    for t, end in ((q, of_q), (k, of_k), (v, of_k)):
+        t[int(end[-1]) :] = torch.nan
+    own = slopes_of(slopes, len(lengths), heads[0])
+    most = [max(x[n] for x in lengths) for n in (0, 1)]
+    sent = options | {"alibi_slopes": own, "return_attn_probs": True}
+    if packed == 1:
+        out, lse, _ = flash_attn.flash_attn_varlen_func(q, k, v, of_q, of_k, *most, **sent)
+    elif packed == 2:
+        kv = torch.stack([k, v], 1)
+        out, lse, _ = flash_attn.flash_attn_varlen_kvpacked_func(q, kv, of_q, of_k, *most, **sent)
+    else:
+        qkv = torch.stack([q, k, v], 1)
+        out, lse, _ = flash_attn.flash_attn_varlen_qkvpacked_func(qkv, of_q, most[0], **sent)
+    for n in range(len(lengths)):
+        a, b = (slice(int(x[n]), int(x[n + 1])) for x in (of_q, of_k))
+        expected = definition(q[a], k[b], v[b], alibi_slopes=_of(own, n), **options)
+        check(out[a], expected[0], dtype)
+        check(lse[:, a], expected[1], dtype)
+    assert not out[int(of_q[-1]) :].any()
+    assert (lse[:, int(of_q[-1]) :] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("spare", [0, 2])
+def test_pages_of_sequences_of_any_length(backend: str, spare: int) -> None:
+    """`cu_seqlens_k` has the lengths; rows after the last query are 0."""
+    of_q, of_k = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 3, 7], [0, 20, 37]))
+    q, pages = normal(7 + spare, 4, 16), normal(5, 16, 2, 16, seed=1)
+    table = torch.tensor([[4, 1], [0, 3]], dtype=torch.int32, device=DEVICE)
+    found = flash_attn.flash_attn_varlen_func(
+        q, pages, pages, of_q, of_k, 4, 20, causal=True, block_table=table
+    )  # fmt: skip
+    assert isinstance(found, Tensor)
+    for b in range(2):
+        keys = pages[table[b].long()].flatten(0, 1)[: int(of_k[b + 1] - of_k[b])]
+        rows = slice(int(of_q[b]), int(of_q[b + 1]))
+        check(found[rows], definition(q[rows], keys, keys, causal=True)[0], torch.float32)
+    assert not found[7:].any()
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, first: int, interleaved: bool, step: int = 1) -> Tensor:
+    """RoFormer's equation 34 for x (S, H, D), as a product of complex numbers in float64."""
+    half = cos.shape[1]
+    own = x[..., : 2 * half].double()
+    pairs = own.unflatten(-1, (half, 2)) if interleaved else own.unflatten(-1, (2, half)).transpose(-1, -2)
+    places = first + step * torch.arange(len(x), device=x.device)
+    factor = torch.complex(cos[places].double(), sin[places].double())[:, None]
+    found = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * factor)
+    found = found.flatten(-2) if interleaved else found.transpose(-1, -2).flatten(-2)
+    return torch.cat([found, x[..., 2 * half :].double()], -1)
+
+
+@given(
+    options=options, slopes=st.sampled_from([0, 1, 2]), heads=st.sampled_from([(2, 2), (4, 2)]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]), q_len=st.sampled_from([1, 3]),
+    new=st.sampled_from([0, 1, 3]), before=st.lists(st.integers(0, 40), min_size=2, max_size=2),
+    half=st.sampled_from([0, 4, 8]), interleaved=st.booleans(), page=st.sampled_from([0, 16]), picked=st.booleans(),
+    pad=st.booleans(), number=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_cache_is_appended_to_in_place_and_attended(
+    backend: str, options: dict[str, Any], slopes: int, heads: tuple[int, int], dtype: torch.dtype, q_len: int,
+    new: int, before: list[int], half: int, interleaved: bool, page: int, picked: bool, pad: bool, number: bool,
+) -> None:  # fmt: skip
+    batch, dim, capacity = 2, 16, 48
+    picked, pad = picked and not page, pad and not page
+    lengths = [before[0]] * 2 if number else before
+    lengths = [n if new else max(n, 1) for n in lengths]
+    q = normal(batch, q_len, heads[0], dim, seed=1).to(dtype)
+    added = [normal(batch, new, heads[1], dim, seed=n).to(dtype) for n in (2, 3)]
+    whole = [normal(batch, capacity, heads[1], dim, seed=n).to(dtype) for n in (4, 5)]
+    rows, table = [0, 1], None
+    if page:  # in any order
+        table = torch.randperm(2 * capacity // page, generator=torch.Generator().manual_seed(1)).view(2, -1).int()
+        caches = [torch.empty(len(table.flatten()), page, heads[1], dim, dtype=dtype) for _ in whole]
+        for cache, t in zip(caches, whole, strict=True):
+            cache[table.long()] = t.view(2, -1, page, heads[1], dim)
+        table = table.to(DEVICE)
+    elif picked:
+        rows = [2, 0]
+        caches = [torch.zeros(3, capacity, heads[1], dim, dtype=dtype) for _ in whole]
+        for cache, t in zip(caches, whole, strict=True):
+            cache[rows] = t
+    else:
+        caches = [t.clone() for t in whole]
+    cos, sin = (f(normal(64, half, seed=6)) if half and new else None for f in (torch.cos, torch.sin))
+    padding = torch.tensor([0, 3], dtype=torch.int32, device=DEVICE) if pad else None
+    own = slopes_of(slopes, batch, heads[0])
+    out, lse = flash_attn.flash_attn_with_kvcache(
+        q, *caches, *(added if new else ()), rotary_cos=cos, rotary_sin=sin, rotary_interleaved=interleaved,
+        cache_seqlens=lengths[0] if number else torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
+        cache_batch_idx=torch.tensor(rows, dtype=torch.int32, device=DEVICE) if picked else None, cache_leftpad=padding,
+        block_table=table, alibi_slopes=own, num_splits=3, return_softmax_lse=True, **options,
+    )  # fmt: skip
+    for b in range(batch):
+        kept = [t[b, : lengths[b]] for t in whole]
+        fresh = [t[b] for t in added]
+        mine = q[b].double()
+        if cos is not None and sin is not None:
+            fresh[0] = turned(fresh[0], cos, sin, lengths[b], interleaved).to(dtype)
+            moving = options["causal"] or max(options["window_size"]) >= 0
+            mine = turned(q[b], cos, sin, lengths[b], interleaved, step=int(moving)).to(dtype).double()
+        keys, values = (torch.cat([a, x]) for a, x in zip(kept, fresh, strict=True))
+        for cache, expected in zip(caches, (keys, values), strict=True):
+            stored = cache[table[b].long()].flatten(0, 1) if table is not None else cache[rows[b]]
+            torch.testing.assert_close(stored[: len(expected)], expected, atol=2e-2 if half else 0, rtol=2e-2)
+        skipped = min(int(padding[b]), len(keys)) if padding is not None else 0
+        expected = definition(mine, keys[skipped:], values[skipped:], alibi_slopes=_of(own, b), **options)
+        check(out[b], expected[0], torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+        check(lse[b], expected[1], torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+
+
+def test_gradients_flow_through_packed_tensors_and_lse() -> None:
+    qkv = normal(2, 9, 3, 2, 16).requires_grad_()
+    out, lse, _ = flash_attn.flash_attn_qkvpacked_func(qkv, causal=True, return_attn_probs=True)
+    (found,) = torch.autograd.grad(out.square().sum() + lse.sin().sum(), qkv)
+    exact = qkv.detach().double().requires_grad_()
+    o, own = of_batch(*exact.unbind(2), causal=True)
+    (expected,) = torch.autograd.grad(o.square().sum() + own.sin().sum(), exact)
+    check(found, expected, torch.float32)
+
+
+def test_dropout_keeps_the_mean_and_follows_torchs_seed() -> None:
+    q, v = normal(1, 64, 2, 16), torch.ones(1, 64, 2, 16, device=DEVICE)
+    torch.manual_seed(3)
+    found = flash_attn.flash_attn_func(q, q, v, dropout_p=0.3)
+    torch.manual_seed(3)
+    assert torch.equal(found, flash_attn.flash_attn_func(q, q, v, dropout_p=0.3))
+    assert not torch.equal(found, flash_attn.flash_attn_func(q, q, v, dropout_p=0.3))
+    assert abs(float(found.mean()) - 1) < 0.05
+
+
+Q = normal(2, 3, 2, 16)
+CACHE = normal(2, 8, 2, 16)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: flash_attn.flash_attn_func(Q, Q[..., :8], Q), "k: "),
+        (lambda: flash_attn.flash_attn_func(Q, Q, Q, softmax_scale=math.nan), "softmax_scale: "),
+        (lambda: flash_attn.flash_attn_kvpacked_func(Q, Q), r"kv: must have shape \(B, S, 2, heads, D\)"),
+        (lambda: flash_attn.flash_attn_with_kvcache(Q, CACHE, CACHE, k=Q, cache_seqlens=1), "v: must be given with k"),
+        (lambda: flash_attn.flash_attn_with_kvcache(Q, CACHE, CACHE, Q, Q), "cache_seqlens: must be given with k"),
+        (lambda: flash_attn.flash_attn_with_kvcache(Q, CACHE, CACHE, Q, Q, cache_seqlens=6), "k: 9 keys do not fit"),
+        (lambda: flash_attn.flash_attn_with_kvcache(Q[:1], CACHE, CACHE), "k_cache: has 2 sequences"),
+        (lambda: flash_attn.flash_attn_with_kvcache(Q, CACHE, CACHE, rotary_cos=Q), "rotary_sin: must be given"),
+    ],
+)
+def test_an_error_is_a_runtime_error_that_names_the_argument(call: Any, message: str) -> None:
+    with pytest.raises(FlashAttnError, match=message) as found:
+        call()
+    assert isinstance(found.value, RuntimeError)
+
+
+@given(
+    rows=st.integers(1, 9), half=st.sampled_from([1, 4, 8]), interleaved=st.booleans(),
+    offsets=st.lists(st.integers(0, 5), min_size=3, max_size=3), packed=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_rotary_turns_pairs_by_position(
+    rows: int, half: int, interleaved: bool, offsets: list[int], packed: bool
+) -> None:
+    cos, sin = (f(normal(20, half, seed=1)) for f in (torch.cos, torch.sin))
+    x = normal(3, rows, 2, 16)
+    places = torch.tensor(offsets, device=DEVICE)
+    starts = torch.arange(4, device=DEVICE, dtype=torch.int32) * rows
+    given_x = x.flatten(0, 1) if packed else x
+    more: dict[str, Any] = {"cu_seqlens": starts, "max_seqlen": rows} if packed else {}
+    found = rotary.apply_rotary_emb(given_x, cos, sin, interleaved, False, places, **more).view(x.shape)
+    for b in range(3):
+        check(found[b], turned(x[b], cos, sin, offsets[b], interleaved), torch.float32)
+    assert rotary.apply_rotary_emb(given_x, cos, sin, interleaved, True, places, **more) is given_x
+    assert torch.equal(given_x.view(x.shape), found)
+
+
+@pytest.mark.parametrize("scale_base", [None, 8.0])
+def test_the_layer_turns_q_and_k_and_leaves_v(scale_base: float | None) -> None:
+    """With XPos the product of q and k has the decay of their distance alone."""
+    layer = rotary.RotaryEmbedding(16, scale_base=scale_base, device=DEVICE)
+    qkv = normal(1, 6, 3, 1, 16)
+    qkv[:] = qkv[:, :1]  # the same q and k at each position
+    before = qkv.clone()
+    assert layer(qkv) is qkv
+    q, k, _ = qkv[0, :, :, 0].double().unbind(1)
+    assert torch.equal(qkv[:, :, 2], before[:, :, 2])
+    products = q @ k.T
+    for distance in range(-5, 6):
+        diagonal = products.diagonal(-distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), atol=1e-4, rtol=1e-4)
+    grouped = torch.cat([before[:, :, 0].repeat(1, 1, 2, 1), before[:, :, 1], before[:, :, 2]], 2)
+    layer(grouped, num_heads_q=2)
+    assert torch.equal(grouped[:, :, 1:2], qkv[:, :, 0])
+    assert torch.equal(grouped[:, :, 2:3], qkv[:, :, 1])
+    q_alone, kv_alone = layer(before[:, :, 0].clone(), before[:, :, 1:].clone())
+    assert torch.equal(q_alone, qkv[:, :, 0])
+    assert torch.equal(kv_alone, qkv[:, :, 1:])
+
+
+@given(mask=st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=1, max_size=4))
+def test_rows_that_are_packed_come_back_to_their_places(mask: list[list[bool]]) -> None:
+    seen = torch.tensor(mask)
+    x = torch.randn(len(mask), 5, 3, requires_grad=True)
+    rows, indices, starts, longest, used = bert_padding.unpad_input(x, seen)
+    assert torch.equal(rows, x[seen])
+    assert starts.tolist() == [0, *seen.sum(1).cumsum(0).tolist()]
+    assert (longest, used.tolist()) == (int(seen.sum(1).max()), seen.sum(1).tolist())
+    back = bert_padding.pad_input(rows, indices, len(mask), 5)
+    assert torch.equal(back, x * seen[..., None])
+    (gradient,) = torch.autograd.grad(back.sum(), x)
+    assert torch.equal(gradient, seen[..., None].expand_as(x).float())
+
+
+def test_rows_of_several_sequences_are_told_apart() -> None:
+    lengths = torch.tensor([[2, 3, 0, 0, 0, 0], [3, 2, 0, 0, 0, 0], [6, 0, 0, 0, 0, 0]])
+    x = torch.randn(3, 6, 2)
+    rows, _, starts, longest = bert_padding.unpad_input_for_concatenated_sequences(x, lengths)
+    assert starts.tolist() == [0, 2, 5, 8, 10, 16]
+    assert longest == 6
+    assert torch.equal(rows, torch.cat([x[0, :5], x[1, :5], x[2]]))

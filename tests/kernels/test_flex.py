@@ -1,0 +1,313 @@
+"""`flex_attention` against the formula in float64: score_mods, masks, shapes, gradients, captured tensors, memory."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.attention import flex_attention as torchs
+
+from flashpoint_kernels import ProblemError, flex, flex_attention
+from flashpoint_kernels.timing.clock import peak_bytes
+from tests.conftest import DEVICE
+from tests.support.kernels.solving import normal
+
+BOUND = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+LENGTH = 400  # the largest; more than a tile of queries
+TABLE = normal(2 * LENGTH, seed=20)
+SLOPES = normal(8, seed=21).abs()
+DOCUMENTS = torch.arange(LENGTH, device=DEVICE) // 37
+Mod = Callable[..., Tensor]
+
+SCORE_MODS: dict[str, Mod | None] = {
+    "none": None,
+    "alibi": lambda s, b, h, i, j: s - SLOPES[h].to(s.dtype) * (i - j).abs(),
+    "relative": lambda s, b, h, i, j: s + TABLE[i - j + LENGTH].to(s.dtype),
+    "softcap": lambda s, b, h, i, j: 3 * torch.tanh(s / 3),
+    "scaled": lambda s, b, h, i, j: s * (1 + b) / (1 + h),
+    "hides": lambda s, b, h, i, j: torch.where((i + j) % 3 == 0, -float("inf"), s),
+    "constant": lambda s, b, h, i, j: (i * j).to(s.dtype) / 1000,
+}
+MASK_MODS: dict[str, Mod] = {
+    "causal": lambda b, h, i, j: i >= j,
+    "window": lambda b, h, i, j: (i - j).abs() < 30,
+    "documents": lambda b, h, i, j: DOCUMENTS[i] == DOCUMENTS[j],
+    "heads": lambda b, h, i, j: (i >= j) & (i - j < 10 + 50 * h),
+    "few": lambda b, h, i, j: (i % 7 != 3) & (j < 150),  # rows that see no key
+    "all": lambda b, h, i, j: j >= 0,
+}
+
+
+def formula(
+    q: Tensor, k: Tensor, v: Tensor, score_mod: Mod | None, seen: Tensor | None, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Out, lse and the largest scores of whole matrices. `score_mod` is called with whole matrices of numbers."""
+    k, v = (t.expand(len(q), -1, -1, -1).repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    s = q @ k.mT * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
+    if score_mod is not None:
+        sizes = [torch.arange(n, device=q.device) for n in s.shape]
+        numbers = (n.view([-1 if axis == d else 1 for d in range(4)]) for axis, n in enumerate(sizes))
+        s = score_mod(s, *numbers).expand(s.shape)
+    if seen is not None:
+        s = s.masked_fill(~seen, -torch.inf)
+    lse = s.logsumexp(-1)
+    p = (s - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp()
+    return p @ v, lse, s.amax(-1)
+
+
+def check(found: Tensor, expected: Tensor, dtype: torch.dtype, rows: str = "") -> None:
+    expected = expected.detach()
+    size = max(1.0, float(expected.masked_fill(expected.isinf(), 0).abs().max()))
+    torch.testing.assert_close(
+        found.double(), expected.double(), atol=BOUND[dtype] * size, rtol=BOUND[dtype], msg=lambda m: f"{rows}: {m}"
+    )
+
+
+@given(
+    batch=st.integers(1, 2), heads=st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)]),
+    sizes=st.sampled_from([(1, 1), (5, 300), (130, 64), (200, 200), (257, 400), (400, 400)]),
+    dims=st.sampled_from([(8, 8), (16, 40)]), dtype=st.sampled_from(list(BOUND)),
+    score=st.sampled_from(list(SCORE_MODS)), mask=st.sampled_from([None, *MASK_MODS]),
+    block=st.sampled_from([128, 64, (32, 128), (256, 16)]),
+    of_all=st.booleans(), one_cache=st.booleans(), scale=st.sampled_from([None, 0.3, -0.2]),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_out_and_gradients_are_those_of_the_formula(
+    batch: int, heads: tuple[int, int], sizes: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype, score: str,
+    mask: str | None, block: Any, of_all: bool, one_cache: bool, scale: float | None,
+) -> None:  # fmt: skip
+    (queries, keys), of_cache = sizes, 1 if one_cache else batch
+    shapes = (
+        (batch, heads[0], queries, dims[0]),
+        (of_cache, heads[1], keys, dims[0]),
+        (of_cache, heads[1], keys, dims[1]),
+    )
+    leaves = [normal(*shape, seed=n).to(dtype).requires_grad_() for n, shape in enumerate(shapes)]
+    blocks = seen = None
+    if mask is not None:
+        whole = (None, None) if of_all and mask != "heads" else (batch, heads[0])
+        blocks = torchs.create_block_mask(MASK_MODS[mask], *whole, queries, keys, DEVICE, BLOCK_SIZE=block)
+        seen = torchs.create_mask(MASK_MODS[mask], batch, heads[0], queries, keys, DEVICE)
+    aux = torchs.AuxRequest(lse=True, max_scores=True)
+    out, more = flex_attention(*leaves, SCORE_MODS[score], blocks, scale, heads[0] != heads[1], return_aux=aux)
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    expected = formula(*exact, SCORE_MODS[score], seen, scale)
+    for name, x, y in zip(("out", "lse", "max"), (out, more.lse, more.max_scores), expected, strict=True):
+        check(
+            x, y, dtype if name == "out" or dtype == torch.float64 else max(dtype, torch.float32, key=BOUND.get), name
+        )
+    alive = expected[1].isfinite()
+    do, dlse = normal(*out.shape, seed=7).to(dtype), normal(*alive.shape, seed=8)
+    loss = (out * do).sum() + (more.lse * dlse)[alive].sum()
+    found = torch.autograd.grad(loss, leaves)
+    right = torch.autograd.grad(
+        (expected[0] * do).sum() + (expected[1] * dlse)[alive].sum(), exact, materialize_grads=True
+    )
+    for name, x, y in zip("qkv", found, right, strict=True):
+        check(x, y, dtype, f"d{name}")
+        assert x.dtype == dtype
+
+
+GLOBAL = normal(3, seed=30).requires_grad_()
+
+
+class Bias(nn.Module):
+    """A score_mod that is a module, with a parameter inside another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ParameterList([nn.Parameter(normal(3, 40, 50, seed=31))])
+
+    def forward(self, s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s + self.inner[0][h, i, j]
+
+
+class Table:
+    """A score_mod that is an object with a method for calls."""
+
+    def __init__(self, t: Tensor) -> None:
+        self.kept = {"t": [t]}
+
+    def __call__(self, s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s * self.kept["t"][0][h]
+
+    def method(self, s: Tensor, *numbers: Tensor) -> Tensor:
+        return self(s, *numbers)
+
+
+class Slots:
+    """A score_mod without a __dict__, which keeps a model's whole table and a tensor made of a part of it."""
+
+    __slots__ = ("derived", "leaf")
+
+    def __init__(self, leaf: Tensor) -> None:
+        self.leaf, self.derived = leaf, leaf * 0.1
+
+    def __call__(self, s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s * self.leaf[h] + self.derived.exp()[h] * j
+
+
+def by_default(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor, t: Tensor = GLOBAL) -> Tensor:
+    return s * t[h]
+
+
+def by_name(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def inside() -> Tensor:
+        return GLOBAL[h]
+
+    return s + inside() * j
+
+
+def captures(how: str) -> tuple[Mod, Tensor]:
+    """Return a score_mod, and a tensor that it captures and that requires a gradient."""
+    leaf = normal(3, seed=32).requires_grad_()
+    table = Table(leaf)
+    module = Bias()
+    derived = leaf.exp() * 0.1  # not a leaf
+
+    def closure(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s + derived[h] * (i - j)
+
+    def with_argument(t: Tensor, s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return s * t[h]
+
+    def through_another(s: Tensor, *numbers: Tensor) -> Tensor:
+        return closure(s, *numbers) * 2
+
+    ways: dict[str, tuple[Mod, Tensor]] = {
+        "closure": (closure, leaf), "partial": (functools.partial(with_argument, leaf), leaf), "object": (table, leaf),
+        "slots": (Slots(leaf), leaf), "method": (table.method, leaf), "module": (module, module.inner[0]),
+        "default": (by_default, GLOBAL),
+        "global": (by_name, GLOBAL), "another function": (through_another, leaf),
+    }  # fmt: skip
+    return ways[how]
+
+
+@pytest.mark.parametrize(
+    "how", ["closure", "partial", "object", "slots", "method", "module", "default", "global", "another function"]
+)
+def test_captured_tensors_get_their_gradients(how: str) -> None:
+    score_mod, captured = captures(how)
+    q, k, v = (normal(2, 3, n, 16, seed=n) for n in (40, 50, 50))
+    (found,) = torch.autograd.grad(flex_attention(q, k, v, score_mod).sin().sum(), captured, retain_graph=True)
+    out, _, _ = formula(q, k, v, score_mod, None, None)
+    (expected,) = torch.autograd.grad(out.sin().sum(), captured)
+    assert expected.any()
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_model_that_score_mod_can_reach_gets_gradients_where_it_is_used_alone() -> None:
+    model = nn.ModuleDict({"used": nn.Linear(1, 3), "other": nn.Linear(8, 8)})
+    q = normal(1, 3, 20, 8)
+    flex_attention(q, q, q, lambda s, b, h, i, j: s * model["used"].bias[h]).sum().backward()
+    assert model["used"].bias.grad is not None
+    assert [p.grad for p in (model["used"].weight, *model["other"].parameters())] == [None] * 3
+
+
+def test_a_captured_tensor_that_changes_before_the_backward_is_an_error() -> None:
+    q, bias = normal(1, 3, 20, 8).requires_grad_(), (normal(3).requires_grad_() * 1)
+    out = flex_attention(q, q, q, lambda s, b, h, i, j: s * bias[h])
+    with torch.no_grad():
+        bias.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_blocks_named_by_hand_are_seen_and_no_others() -> None:
+    """Full blocks do not ask mask_mod, partial ones do."""
+    counts = torch.tensor([[[1, 0, 2]]])
+    indices = torch.tensor([[[[1, 0, 0], [0, 0, 0], [0, 2, 0]]]])
+    full_counts, full_indices = torch.tensor([[[1, 1, 0]]]), torch.tensor([[[[2, 0, 0], [0, 0, 0], [0, 0, 0]]]])
+    blocks = torchs.BlockMask.from_kv_blocks(
+        counts, indices, full_counts, full_indices, BLOCK_SIZE=16, mask_mod=lambda b, h, i, j: (i + j) % 2 == 0,
+        seq_lengths=(48, 48),
+    )  # fmt: skip
+    rows, columns = torch.arange(48)[:, None], torch.arange(48)
+    partial = torch.tensor([[0, 1, 0], [0, 0, 0], [1, 0, 1]]).bool()
+    full = torch.tensor([[0, 0, 1], [1, 0, 0], [0, 0, 0]]).bool()
+    place = rows // 16, columns // 16
+    seen = full[place] | (partial[place] & ((rows + columns) % 2 == 0))
+    q, k, v = (normal(1, 2, 48, 8, seed=n).cpu() for n in range(3))
+    check(flex_attention(q, k, v, None, blocks), formula(q, k, v, None, seen, None)[0], torch.float32)  # type: ignore[arg-type]
+
+
+def test_blocks_that_the_mask_excludes_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys that nobody sees may be NaN, and a window's work grows with N alone."""
+    sizes: list[int] = []
+    scores = flex._Flex.scores
+    monkeypatch.setattr(flex._Flex, "scores", lambda self, x, n: (sizes.append(x.numel()), scores(self, x, n))[1])
+    q, k, v = (normal(1, 2, 2048, 8, seed=n) for n in range(3))
+    k[:, :, 1500:] = torch.nan
+    blocks = torchs.create_block_mask(lambda b, h, i, j: (i - j).abs() < 64, None, None, 1024, 1024, DEVICE)
+    found = flex_attention(q[:, :, :1024], k[:, :, :1024], v[:, :, :1024], None, blocks)
+    assert isinstance(found, Tensor)
+    assert found.isfinite().all()
+    assert sum(sizes) <= 2 * 1024 * 3 * 128
+
+
+@pytest.mark.slow
+def test_memory_grows_with_n_and_not_with_its_square() -> None:
+    def taken(length: int) -> int:
+        q, k, v = (normal(1, 2, length, 16, seed=n).requires_grad_() for n in range(3))
+        mod = SCORE_MODS["softcap"]
+        return peak_bytes(lambda: torch.autograd.grad(flex_attention(q, k, v, mod).sum(), (q, k, v)), "cpu")
+
+    few, many = taken(1024), taken(4096)
+    assert many < 5 * few
+    assert many < 2 * 4096 * 4096 * 4 / 2  # a half of one matrix of scores
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler
+def test_a_compiled_program_breaks_its_graph_without_an_error() -> None:
+    q, k, v = (normal(1, 2, 40, 8, seed=n).requires_grad_() for n in range(3))
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = flex_attention(q * 2, k, v, SCORE_MODS["alibi"])
+        assert isinstance(out, Tensor)
+        return out.sin()
+
+    expected = torch.autograd.grad(program(q, k, v).sum(), (q, k, v))
+    found = torch.autograd.grad(torch.compile(program, backend="eager")(q, k, v).sum(), (q, k, v))
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_what_there_is_not_raises() -> None:
+    q = normal(1, 2, 5, 8).requires_grad_()
+    (dq,) = torch.autograd.grad(flex_attention(q, q, q).sin().sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="second-order gradients of attention are not available"):
+        dq.sum().backward()
+    with pytest.raises(RuntimeError, match=r"torch\.func"):
+        torch.func.grad(lambda x: flex_attention(x, q, q).sum())(q)
+
+
+BLOCKS = torchs.create_block_mask(MASK_MODS["causal"], None, None, 16, 16, DEVICE)
+Q = normal(1, 4, 16, 8)
+
+
+@pytest.mark.parametrize(
+    ("call", "field"),
+    [
+        (lambda: flex_attention(Q[0], Q, Q), "query"),
+        (lambda: flex_attention(Q, Q[..., :4], Q), "key"),
+        (lambda: flex_attention(Q, Q[:, :2], Q[:, :2]), "key"),
+        (lambda: flex_attention(Q, Q[:, :3], Q[:, :3], enable_gqa=True), "key"),
+        (lambda: flex_attention(Q, Q, Q[:, :, :9]), "value"),
+        (lambda: flex_attention(Q, Q, Q.bfloat16()), "value"),
+        (lambda: flex_attention(Q.int(), Q.int(), Q.int()), "query"),
+        (lambda: flex_attention(*[torch.cat([Q, Q], 2)] * 3, None, BLOCKS), "block_mask"),
+        (lambda: flex_attention(Q, Q, Q, return_lse=True, return_aux=torchs.AuxRequest()), "return_lse"),
+    ],
+)
+def test_an_error_names_the_argument(call: Callable[[], object], field: str) -> None:
+    with pytest.raises(ProblemError) as found:
+        call()
+    assert field in [name for name, _ in found.value.errors]

@@ -1,0 +1,66 @@
+"""The path for Hopper with tiles in every stage more than once: small launches for Triton's race detector (`make gpu`).
+
+Few programs, each with at least five tiles of keys: so every stage of shared memory is used again. The forward and each
+gradient are apart, because the instrumented kernels compile for a minute and more; what a gradient starts from comes
+from float64.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from flashpoint_kernels import Options, Problem, run, verify
+from flashpoint_kernels.triton_backend import config
+from flashpoint_kernels.triton_backend.launch import backward_calls, forward_calls
+from tests.conftest import DEVICE
+from tests.support.kernels.solving import qkv
+
+pytestmark = pytest.mark.skipif(config.chip_of(torch.device(DEVICE)).arch != 90, reason="the path of sm_90")
+TILES = 5
+DIMS = [64, pytest.param(128, marks=pytest.mark.slow)]
+
+
+@pytest.fixture(autouse=True)
+def _two_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHPOINT_HOPPER", "1")
+    monkeypatch.setattr(config, "stand_in", replace(config.chip_of(torch.device(DEVICE)), multiprocessors=2))
+
+
+def tensors_of(dim: int) -> dict[str, torch.Tensor]:
+    """One sequence of two heads, whose queries are several blocks, and no whole ones."""
+    tiles = config.config_for(torch.device(DEVICE), "bfloat16", dim, dim, 0, True)
+    keys = TILES * max(tile.block_n for tile in (tiles.forward, tiles.backward_kv, tiles.backward_q))
+    queries = max(TILES * tiles.backward_kv.block_m, tiles.forward.block_m, tiles.backward_q.block_m) + 6
+    tensors = qkv(1, 2, queries, keys + 3, dim, dtype=torch.bfloat16)
+    forward = Problem.create({name: tensors[name] for name in "qkv"}, Options(causal=True, return_lse=True))
+    run([forward], "reference")
+    return tensors | forward.outputs
+
+
+def check(tensors: dict[str, torch.Tensor], options: Options, kernel: str) -> None:
+    """Run a kernel three times: the answers are right, and their bits the same."""
+    direction = "backward" if "do" in tensors else "forward"
+    problem = Problem.create(tensors, options, direction)
+    made = forward_calls([problem]) if direction == "forward" else backward_calls([problem], [{}])
+    assert kernel in [call.kernel.__name__ for call in made if call.programs]
+    run([problem], "triton")
+    first = {name: t.clone() for name, t in problem.outputs.items()}
+    for _ in range(2):
+        run([problem], "triton")
+        assert all(torch.equal(t, first[name]) for name, t in problem.outputs.items())
+    found = verify(tensors, options, answers=first)
+    assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)
+
+
+@pytest.mark.parametrize("dim", DIMS)
+def test_forward(dim: int) -> None:
+    tensors = {name: t for name, t in tensors_of(dim).items() if name in "qkv"}
+    check(tensors, Options(causal=True, return_lse=True), "attention_forward_hopper")
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("grads", [("dq",), ("dk", "dv")], ids="-".join)
+def test_backward(dim: int, grads: tuple[str, ...]) -> None:
+    kernel = "attention_backward_q_hopper" if grads == ("dq",) else "attention_backward_kv_hopper"
+    check(tensors_of(dim), Options(causal=True, grads=grads), kernel)

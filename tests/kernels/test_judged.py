@@ -1,0 +1,65 @@
+"""The judge judges our kernels on each backend, and on a GPU those of torch and other packages, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import flashpoint_kernels
+from flashpoint_contract.judging import Report
+from flashpoint_kernels import available_backends
+from tests.conftest import DEVICE
+from tests.support.kernels.judged import OTHERS, OURS, SDPA, installed
+
+ON_GPU = DEVICE == "cuda"
+# On the CPU one shape with all kinds of values; on a GPU all cases of `quick`.
+SHAPE = {"batch": 2, "q_heads": 4, "kv_heads": 2, "q_len": 33, "kv_len": 77, "head_dim": 64}
+_FLOAT32_IN_TF32 = ("sdpa_efficient", "sdpa_cudnn")
+
+
+def _judged(function: Callable[..., Any] | str, **more: Any) -> Report:
+    given = {"seconds": 200.0, "timeout": 120.0} if ON_GPU else {"seconds": 60.0}
+    return flashpoint_kernels.judge(function, quick=True, device=DEVICE, **(given | more))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("backend", OURS)
+def test_our_kernels_are_right(backend: str, causal: bool) -> None:
+    if backend not in available_backends(DEVICE):
+        pytest.skip(f"{backend} does not run on {DEVICE}")
+    if backend == "triton" and not ON_GPU:
+        pytest.skip("the interpreter would take minutes; make gpu judges it")
+    only = SHAPE | {"causal": causal}
+    report = _judged(OURS[backend], only=only, dtypes=("float32", "bfloat16"), seed=int(causal))
+    assert report.ok, "\n".join(report.lines())
+    assert set(report.outputs) >= {"o", "lse", "dq", "dk", "dv"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", OURS)
+def test_our_kernels_are_right_in_all_quick_cases(backend: str) -> None:
+    if backend not in available_backends(DEVICE) or (backend == "triton" and not ON_GPU):
+        pytest.skip(f"{backend} is not judged on {DEVICE}")
+    report = _judged(OURS[backend], seed=7)
+    assert report.ok, "\n".join(report.lines())
+    assert report.race is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SDPA)
+def test_torchs_kernels_are_right(name: str) -> None:
+    if not ON_GPU and name not in ("sdpa_flash", "sdpa_math"):
+        pytest.skip("torch has it for GPUs alone")
+    report = _judged(SDPA[name], precision="tf32" if name in _FLOAT32_IN_TF32 else "ieee")
+    assert report.verdict != "wrong", "\n".join(report.lines())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHERS)
+def test_kernels_of_other_packages_are_right(name: str) -> None:
+    if not ON_GPU or not installed(OTHERS[name]):
+        pytest.skip("it is not installed, or needs a GPU")
+    report = _judged(OTHERS[name])
+    assert report.verdict != "wrong", "\n".join(report.lines())

@@ -1,0 +1,123 @@
+"""The threads of the kernels in C: each call is computed once, for any caller, also after a fork."""
+
+import ctypes
+import subprocess
+import sys
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashpoint_kernels import attention
+from flashpoint_kernels.native import calls
+from tests.support.kernels.solving import normal
+
+COMPUTE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
+
+
+class Number(ctypes.Structure):
+    _fields_ = (("value", ctypes.c_int64),)
+
+
+def numbers(count: int) -> list[Number]:
+    return [Number(n) for n in range(count)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 17, 256, 300])
+def test_each_call_is_computed_once(count: int) -> None:
+    seen: Counter[int] = Counter()
+
+    @COMPUTE
+    def compute(call: int) -> int:
+        seen[Number.from_address(call).value] += 1
+        return 0
+
+    for turn in range(1, 5):
+        calls.share(compute, numbers(count))
+        assert seen == dict.fromkeys(range(count), turn)
+
+
+def test_calls_run_on_threads_of_their_own_which_take_no_signals() -> None:
+    """The two wait for each other, so they run at once."""
+    barrier, blocked = threading.Barrier(2), {}
+
+    @COMPUTE
+    def compute(call: int) -> int:
+        barrier.wait(60)
+        status = Path("/proc/thread-self/status").read_text()
+        blocked[Number.from_address(call).value] = next(s for s in status.splitlines() if s.startswith("SigBlk"))
+        return 0
+
+    for _ in range(3):
+        calls.share(compute, numbers(2))
+        assert int(blocked[0].split()[1], 16) == 0
+        assert int(blocked[1].split()[1], 16) & 0x3FFF == 0x3FFF & ~(1 << 8) & ~(1 << 18)  # but SIGKILL and SIGSTOP
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_share_without_memory_is_an_error_and_the_others_end(failing: int) -> None:
+    ended = []
+
+    @COMPUTE
+    def compute(call: int) -> int:
+        ended.append(Number.from_address(call).value)
+        return int(ended[-1] == failing)
+
+    with pytest.raises(MemoryError):
+        calls.share(compute, numbers(3))
+    assert sorted(ended) == [0, 1, 2]
+
+
+def solve(seed: int) -> Tensor:
+    """Return the sum of o, dq, dk and dv, on three threads.
+
+    The tensors are so small that torch uses none of its own threads, which would hang in a forked child.
+    """
+    q, k, v = (normal(1, 6, 70, 64, seed=3 * seed + n).requires_grad_() for n in range(3))
+    o = attention(q, k, v, causal=True)
+    dq, dk, dv = torch.autograd.grad(o, (q, k, v), o.detach())
+    return o.detach() + dq + dk + dv
+
+
+@pytest.fixture
+def three_threads() -> object:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_callers_at_once_get_their_own_answers(three_threads: None) -> None:
+    expected = [solve(seed) for seed in range(8)]
+    with ThreadPoolExecutor(8) as callers:
+        for seed, found in enumerate(callers.map(solve, [n % 8 for n in range(160)])):
+            assert torch.equal(found, expected[seed % 8]), seed
+
+
+FORKS = """
+import multiprocessing
+import torch
+from tests.kernels.test_native_threads import solve
+
+def child(expected):
+    assert all(torch.equal(solve(1), expected) for _ in range(3))
+
+torch.set_num_threads(3)
+expected = solve(1)
+for _ in range(4):
+    process = multiprocessing.get_context("fork").Process(target=child, args=(expected,))
+    process.start()
+    process.join(60)
+    assert process.exitcode == 0, process.exitcode
+    assert torch.equal(solve(1), expected)
+"""
+
+
+def test_a_forked_child_has_threads_of_its_own() -> None:
+    """In a process of its own: the threads of a test runner may hold locks when it forks."""
+    ran = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    assert ran.returncode == 0, ran.stderr

@@ -1,0 +1,63 @@
+"""The kernels for AMX with their tile instructions written out in C, for processors with AVX-512 but without AMX."""
+
+import ctypes
+import subprocess
+
+import pytest
+import torch
+
+from flashpoint_kernels import Options, attention, attention_backward, native, verify
+from flashpoint_kernels.native import build
+from tests.kernels.conftest import LEVELS
+from tests.support.kernels.solving import normal, qkv
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif("avx512" not in LEVELS, reason="tiles are vectors of AVX-512")]
+
+
+@pytest.fixture(scope="module")
+def in_c(tmp_path_factory: pytest.TempPathFactory) -> native.Library:
+    command = build.compiler()
+    assert command is not None
+    folder = tmp_path_factory.mktemp("tiles")
+    flags = [*build.FLAGS, *build.X86_64["avx512"].split(), "-Werror", "-O1"]
+    tiles_in_c = ["-DTILES_IN_C", "-DISA=tiles"]
+    # The gradient by tiles leaves products that may overflow to the kernel of AVX-512.
+    parts = {"forward": tiles_in_c, "backward": tiles_in_c, "large": ["-DISA=avx512"]}
+    for name, options in parts.items():
+        source = str(build.HERE / ("forward.c" if name == "forward" else "backward.c"))
+        compiled = [*command, *flags, *options, "-c", source, "-o", str(folder / f"{name}.o")]
+        ran = subprocess.run(compiled, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stderr
+    made = folder / "tiles.so"
+    objects = [str(folder / f"{name}.o") for name in parts]
+    subprocess.run([*command, "-shared", *objects, "-o", str(made), "-lm"], check=True, capture_output=True)
+    loaded = ctypes.CDLL(str(made))
+    names = native.Functions._fields[1:]
+    tiles = native.Functions("c-tiles", *(loaded[f"flashpoint_{name}_tiles"] for name in names))
+    return native.Library(tiles, tiles)
+
+
+@pytest.mark.parametrize(
+    "options", [{"causal": True}, {"softcap": 4.0}, {"dropout_p": 0.3, "dropout_seed": 1}], ids=str
+)
+def test_they_agree_with_float64(
+    in_c: native.Library, monkeypatch: pytest.MonkeyPatch, options: dict[str, object]
+) -> None:
+    monkeypatch.setattr(native, "library", lambda: in_c)
+    for q_len, kv_len, dim in ((1, 300, 64), (40, 270, 40), (66, 70, 128)):
+        t = qkv(1, 4, q_len, kv_len, dim, kv_heads=2, dtype=torch.bfloat16)
+        found = verify(t, Options(backend="torch", **options))  # type: ignore[arg-type]
+        assert found.ok, [e for e in found.tensors if not e.ok]
+
+
+@pytest.mark.skipif("amx" not in LEVELS, reason="the processor has no AMX to compare with")
+def test_they_have_the_bits_of_the_processors_tiles(in_c: native.Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    t = {name: x for name, x in qkv(2, 4, 130, 300, 72, kv_heads=2, dtype=torch.bfloat16).items() if name != "do"}
+    found = []
+    for own in (in_c, native.level("amx")):
+        monkeypatch.setattr(native, "library", lambda own=own: own)
+        o, lse = attention(**t, causal=True, return_lse=True, softcap=5.0)
+        do = normal(*o.shape, seed=8).to(torch.bfloat16)
+        found.append((o, lse, *attention_backward(do, **t, o=o, lse=lse, causal=True, softcap=5.0)))
+    for x, y in zip(*found, strict=True):
+        assert torch.equal(x, y)

@@ -1,0 +1,209 @@
+"""The route of a launch: a call that repeats another does nothing twice, and its answers are those of a first call."""
+
+import gc
+import sys
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashpoint_kernels import Options, Problem, attention
+from flashpoint_kernels.readings import Readings
+from flashpoint_kernels.triton_backend import launch, route
+from flashpoint_kernels.triton_backend.config import config_for
+from tests.conftest import DEVICE
+from tests.support.kernels.routes import forget
+from tests.support.kernels.solving import qkv
+
+# Functions that a call that repeats another must not enter; of classes, `__init__`.
+MADE = {"replace", "_planned", "Code.__init__", "Constants.__init__", "Route.__init__", "Options.__init__"}
+
+
+def made_by(call: Callable[[], Any]) -> Counter[str]:
+    """How often a call enters each Python function, by qualified name without the module."""
+    counts: Counter[str] = Counter()
+
+    def count(frame: Any, event: str, _: object) -> None:
+        # `Spec.with_keys` replaces two fields, and that is its work.
+        if event == "call" and frame.f_back.f_globals["__name__"].startswith("flashpoint_kernels."):
+            owner = frame.f_locals.get("self")
+            name = frame.f_code.co_name
+            counts[f"{type(owner).__name__}.{name}" if name == "__init__" else name] += 1
+
+    sys.setprofile(count)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return counts
+
+
+def decode(q_len: int = 1, kv_len: int = 150) -> dict[str, Tensor]:
+    return {name: t for name, t in qkv(1, 4, q_len, kv_len, 16, kv_heads=2).items() if name != "do"}
+
+
+def test_a_call_that_repeats_another_makes_nothing_but_tables_and_answers() -> None:
+    t = decode(kv_len=70)
+    leaves = {name: x.clone().requires_grad_() for name, x in t.items()}
+
+    def differentiated() -> None:
+        o = attention(**leaves, causal=True, backend="triton")
+        torch.autograd.grad(o.sum(), list(leaves.values()))
+
+    for call in (lambda: attention(**t, causal=True, backend="triton"), differentiated):
+        call()
+        again = made_by(call)
+        assert not MADE & again.keys()
+        assert again["_made_lists"] == again["_made_gradients"] == 0
+
+
+def test_a_loop_stays_on_the_route_whatever_its_lengths() -> None:
+    """One key more in each call, in a cache or in new memory, and `kv_lengths` that grow; up to the launch."""
+    keys = config_for(torch.device(DEVICE), "float32", 16, 16, 0).split_keys + 36  # enough to be split
+    t, lengths, options = decode(kv_len=keys + 50), torch.tensor([keys]), Options(causal=True)
+
+    def made(tensors: dict[str, Tensor]) -> list[Any]:
+        return [call.args() for call in launch.forward_calls([Problem.create(tensors, options)])]
+
+    def growing(n: int) -> list[Any]:
+        return made(t | {name: t[name][:, :, :n] for name in ("k", "v")})
+
+    def growing_anew(n: int) -> list[Any]:
+        return made(t | {name: t[name][:, :, :n].clone() for name in ("k", "v")})
+
+    def with_lengths(_: int) -> list[Any]:
+        return made(t | {"kv_lengths": lengths.add_(1)})
+
+    for call in (growing, growing_anew, with_lengths):
+        assert len(call(keys)) == 2, "the keys are split"
+        counts: Counter[str] = Counter()
+        for n in range(keys + 1, keys + 9):
+            counts += made_by(partial(call, n))
+        assert counts["_made_lists"] <= 1  # of 8 keys; it is made once in `least_keys`
+        assert not MADE & counts.keys() - ({"replace"} if counts["_made_lists"] else set())
+
+
+def test_no_call_of_a_launch_is_without_programs() -> None:
+    for q_len in (1, 30):
+        t = decode(q_len)
+        forward = Problem.create(t, Options(return_lse=True))
+        assert all(call.programs for call in launch.forward_calls([forward]))
+        launch.forward([forward])
+        gradient = Problem.create(t | forward.outputs | {"do": torch.ones_like(t["q"])}, Options(), "backward")
+        assert all(call.programs for call in launch.backward_calls([gradient], [{}]))
+
+
+def test_routes_are_bounded_and_hold_no_tensor() -> None:
+    t = decode()
+    attention(**t, backend="triton")
+    assert route._route.cache_info().maxsize == route._KEPT
+    problem = Problem.create(t, Options(return_lse=True, backend="triton"))
+    found = route.route_of(problem, True, False, None)
+    assert found is route.route_of(problem, True, False, None)
+    assert not any(torch.is_tensor(x) for x in vars(found).values())
+
+
+def test_threads_share_routes() -> None:
+    """First calls of several threads at once, of one route and of several, up to the launch."""
+    problems = [
+        Problem.create(decode(q_len, kv_len), Options(causal=True, window=window))
+        for q_len in (1, 9) for kv_len in (40, 150) for window in ((-1, -1), (5, 5))
+    ]  # fmt: skip
+
+    def made(problem: Problem) -> list[Any]:
+        found = list(launch.forward_calls([problem]))
+        return [(call.kernel.__name__, call.programs, call.tile, call.constants) for call in found]
+
+    expected = [made(problem) for problem in problems]
+    forget()
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(made, problems * 20))
+    assert found == expected * 20
+    assert len({id(call.code) for _ in range(3) for call in launch.forward_calls(problems[:1])}) == 1
+
+
+class Counted(Tensor):
+    """Counts how often its numbers are read."""
+
+    reads = 0
+
+    def tolist(self) -> Any:
+        Counted.reads += 1
+        return super().tolist()
+
+
+def index(*numbers: int) -> Tensor:
+    return torch.tensor(numbers).as_subclass(Counted)
+
+
+def reads(readings: Readings, t: Tensor, expected: list[int]) -> int:
+    """How often the numbers of `t` are read for its readings; they are right."""
+    before = Counted.reads
+    assert readings.kept(t) == expected
+    return Counted.reads - before
+
+
+def test_a_devices_numbers_are_read_once_for_each_tensor_and_version() -> None:
+    readings, t = Readings(), index(3, 4)
+    assert [reads(readings, t, [3, 4]) for _ in range(3)] == [1, 0, 0]
+    t.add_(1)
+    assert [reads(readings, t, [4, 5]) for _ in range(2)] == [1, 0]
+    t[:1].fill_(9)  # through a view
+    assert [reads(readings, t, [9, 5]) for _ in range(2)] == [1, 0]
+    other = index(9, 5)
+    assert reads(readings, other, [9, 5]) == 1
+    t.data = torch.tensor([1, 2])  # other memory, and no other version
+    assert reads(readings, t, [1, 2]) == 1
+
+
+def test_readings_end_with_their_tensors_and_are_bounded() -> None:
+    readings = Readings(most=3)
+    kept = [index(n) for n in range(5)]
+    for n, t in enumerate(kept):
+        readings.kept(t)
+        assert readings.kept(t) == [n]
+    assert len(readings._kept) == 3
+    for n in range(100):  # new tensors get the ids of those that have gone
+        assert readings.kept(index(n, n)) == [n, n]
+    del t
+    kept.clear()
+    gc.collect()
+    assert not readings._kept
+
+
+def test_numbers_on_the_host_and_of_inference_are_read_in_each_call() -> None:
+    """Memory on the host may be an array's; an inference tensor has no version."""
+    readings = Readings()
+    array = torch.tensor([1, 2]).numpy()
+    t = torch.from_numpy(array)
+    assert readings.numbers(t) == [1, 2]
+    array[0] = 7
+    assert readings.numbers(t) == [7, 2]
+    with torch.inference_mode():
+        made = torch.tensor([5])
+    assert readings.numbers(made) == [5]
+    assert not readings._kept
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
+def test_a_loop_with_lengths_on_the_device_does_not_wait_for_it() -> None:
+    """From the second call on. A change in place is seen."""
+    t = decode(kv_len=150)
+    lengths = torch.tensor([60], device=DEVICE)
+    for _ in range(2):
+        attention(**t, kv_lengths=lengths, backend="triton")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = attention(**t, kv_lengths=lengths, backend="triton")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    lengths.add_(30)
+    longer = attention(**t, kv_lengths=lengths, backend="triton")
+    assert not torch.equal(found, longer)
+    assert torch.equal(longer, attention(**t, kv_lengths=torch.tensor([90]), backend="triton"))

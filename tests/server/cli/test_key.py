@@ -1,0 +1,176 @@
+"""`flashpoint key`: a key file is added to and removed from without harm, by several writers, and never shows a key."""
+
+import os
+import re
+import stat
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from flashpoint import cli
+from flashpoint_server.config import key_edits, key_file
+
+FLASHPOINT = Path(sys.executable).parent / "flashpoint"
+DRAWN = re.compile(r"fp_[\w-]{43}")
+TEXT = f"""# Keys of the team
+
+# Alice's laptop
+[alice] # since May
+sha256 = "{"a" * 64}"
+rights = [
+  "info",
+  "attention",  # [not a header]
+]
+
+# Bob's [machine]
+["bob"]
+sha256 = "{"b" * 64}"
+rights = ["metrics"]
+concurrent = 3
+# the end"""
+
+
+@pytest.fixture
+def run(capsys):
+    def run(*arguments):
+        code = cli.main(["key", *map(str, arguments)])
+        return code, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "keys.toml"
+    path.write_text(TEXT)
+    return path
+
+
+def test_a_new_file_is_made_for_its_owner_alone(run, tmp_path):
+    path = tmp_path / "keys.toml"
+    old = os.umask(0)
+    try:
+        code, out, err = run("alice", "--file", path, "--rights", "info+metrics", "--concurrent", "2")
+    finally:
+        os.umask(old)
+    assert (code, out, stat.S_IMODE(path.stat().st_mode)) == (0, "", 0o600)
+    (drawn,) = DRAWN.findall(err)
+    entry = key_file.read(path)["alice"]
+    assert (entry.rights, entry.concurrent) == ({"info", "metrics"}, 2)
+    assert drawn not in path.read_text()
+    assert [each.name for each in tmp_path.iterdir()] == ["keys.toml"]
+
+
+def test_a_name_twice_changes_nothing(run, file):
+    for name in ("alice", "bob"):
+        code, out, err = run(name, "--file", file)
+        assert (code, out, DRAWN.search(err)) == (2, "", None)
+        assert f"has a key {name} already: use another name, or remove it first with --revoke" in err
+    assert file.read_text() == TEXT
+
+
+def test_comments_permissions_and_links_stay(run, file, tmp_path):
+    file.chmod(0o640)
+    link = tmp_path / "link.toml"
+    link.symlink_to(file)
+    assert run("carol", "--file", link)[0] == 0
+    assert link.is_symlink()
+    assert file.read_text().startswith(f"{TEXT}\n\n[carol]\n")
+    assert stat.S_IMODE(file.stat().st_mode) == 0o640
+    assert run("carol", "--revoke", "--file", link)[0] == 0
+    assert file.read_text().rstrip("\n") == TEXT
+
+
+@pytest.mark.parametrize("name", ["alice", "bob"])
+def test_a_revoked_key_is_gone_and_the_other_is_not(run, file, name):
+    other = {"alice": "bob", "bob": "alice"}[name]
+    before = tomllib.loads(TEXT)[other]
+    code, out, err = run(name, "--revoke", "--file", file)
+    assert (code, out, err) == (0, "", f"{name} is removed from {file}\n")
+    assert tomllib.loads(file.read_text()) == {other: before}
+    assert "# Keys of the team" in file.read_text()
+    assert ("# Bob's [machine]" in file.read_text()) == (name == "alice") or name == "bob"
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "said"),
+    [
+        (TEXT, ["dave", "--revoke"], "has no key dave; it has alice, bob"),
+        (f'[alice]\nsha256 = "{"a" * 64}"\nrights = ["info"]\n', ["alice", "--revoke"], "alice is the only key in"),
+        (
+            "".join(f'{name} = {{sha256 = "{"a" * 64}", rights = ["info"]}}\n' for name in ("alice", "bob")),
+            ["alice", "--revoke"],
+            "is not in lines of its own: remove it in an editor",
+        ),
+        ("[alice]\nsha256 = 3\n", ["bob"], "keys.toml: alice.sha256"),
+        ("= 3", ["bob"], "keys.toml is not TOML"),
+        (TEXT, ["alice", "--list"], "--list: shows all keys"),
+        ("", ["--list"], "contains no keys"),
+    ],
+)
+def test_what_cannot_be_done_changes_nothing(run, file, text, arguments, said):
+    file.write_text(text)
+    code, out, err = run(*arguments, "--file", file)
+    assert (code, out, said in err) == (2, "", True), err
+    assert file.read_text() == text
+
+
+def test_a_folder_that_is_not_there(run, tmp_path):
+    code, _, err = run("alice", "--file", tmp_path / "none" / "keys.toml")
+    assert (code, DRAWN.search(err)) == (2, None)
+    assert "cannot be written" in err
+    for option in ("--list", "--revoke"):
+        assert f"{option}: needs the key file\n  hint: name it with --file" in run(option)[2]
+
+
+def test_the_list_has_no_key_and_no_hash(run, file):
+    code, out, err = run("--list", "--file", file)
+    assert (code, err) == (0, "")
+    assert out == "alice  attention+info  no limits\nbob  metrics  concurrent 3\n"
+
+
+def test_a_write_that_fails_leaves_the_file(run, file, monkeypatch):
+    def full(_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(key_edits.os, "fsync", full)
+    code, _, err = run("carol", "--file", file)
+    assert (code, DRAWN.search(err)) == (2, None)
+    assert "cannot be written: No space left on device" in err
+    assert (file.read_text(), [each.name for each in file.parent.iterdir()]) == (TEXT, ["keys.toml"])
+
+
+def test_keys_appended_by_the_shell(tmp_path):
+    """`flashpoint key alice >> keys.toml` twice: the second one is refused, and the file stays valid."""
+    path = tmp_path / "keys.toml"
+
+    def append(name):
+        with path.open("a") as stdout:
+            return subprocess.run(
+                [FLASHPOINT, "key", name], stdout=stdout, stderr=subprocess.PIPE, text=True, check=False
+            )
+
+    assert append("alice").returncode == 0
+    path.write_text(path.read_text() + "# no end of line")
+    assert append("bob").returncode == 0
+    before = path.read_text()
+    again = append("alice")
+    assert (again.returncode, DRAWN.search(again.stderr)) == (2, None)
+    assert "the file has a key alice already" in again.stderr
+    assert path.read_text() == before
+    assert set(key_file.read(path)) == {"alice", "bob"}
+
+
+def test_writers_at_the_same_time_lose_nothing(tmp_path):
+    path = tmp_path / "keys.toml"
+    program = (
+        "import sys; from pathlib import Path; from flashpoint_server.config.key_edits import add\n"
+        "for n in range(20): add(Path(sys.argv[1]), f'{sys.argv[2]}{n}', "
+        "f'[{sys.argv[2]}{n}]\\nsha256 = \"' + 64 * '0' + '\"\\nrights = [\"info\"]\\n')"
+    )
+    writers = [subprocess.Popen([sys.executable, "-c", program, path, name]) for name in "abc"]
+    assert [each.wait(300) for each in writers] == [0, 0, 0]
+    assert len(key_file.read(path)) == 60

@@ -1,0 +1,327 @@
+"""A connection, byte by byte: requests in any encoding and any pieces, and whatever may happen while they arrive.
+
+Every request is valid, so none is answered with 400. Answers come in order, each is that of its own request, and memory
+that a request has released is not written.
+"""
+
+import contextlib
+import itertools
+import socket
+import time
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from flashpoint_server.http import body, protocol
+from flashpoint_server.http.body import NEARLY
+from flashpoint_server.refusal import STATUS
+from tests.support.connections import CALLBACKS, REFUSALS, RELEASED, Bench, answers, body_of, code_of
+
+PATIENCE = 60  # seconds; only there to end a hang
+GRACE = 0.001  # seconds, in the place of the server's, so that a deadline passes soon
+SIZES = (0, 1, 100, 40_000, 200_000, 1_500_000)
+PLANS = ("deadline", "memory", "fails", *REFUSALS)
+MOST = 8  # requests of a connection
+
+asked = st.fixed_dictionaries({
+    "size": st.sampled_from(SIZES),
+    "plan": st.just("answers") | st.sampled_from(PLANS),
+    "chunks": st.just(0) | st.sampled_from((5000, 33_000)),
+    "expects": st.booleans(),
+    "closes": st.integers(0, 9).map(lambda luck: luck == 9),
+})  # fmt: skip
+
+
+class Request:
+    """One request, as bytes, and what may be answered."""
+
+    def __init__(self, number, size, plan, chunks, expects, closes):
+        self.number = number
+        self.plan, self.chunks, self.closes = plan, chunks, closes
+        self.tensor = (b"%08d" % self.number * (size // 8 + 1))[:size]
+        sent = body_of(self.tensor)
+        fields = {"Host": "localhost", "X-Plan": plan, "X-Request-Id": f"r{self.number}"}
+        if plan == "deadline":
+            fields["X-Timeout-Ms"] = "1"
+        if expects:
+            fields["Expect"] = "100-continue"
+        if closes:
+            fields["Connection"] = "close"
+        if chunks:
+            fields["Transfer-Encoding"] = "chunked"
+            parts = [sent[at : at + chunks] for at in range(0, len(sent), chunks)]
+            sent = b"".join(b"%x;x=y\r\n%s\r\n" % (len(part), part) for part in parts) + b"0\r\nTrailer: x\r\n\r\n"
+        else:
+            fields["Content-Length"] = str(len(sent))
+        head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+        self.head = f"POST /attention HTTP/1.1\r\n{head}\r\n".encode()
+        self.text = self.head + sent
+        # The answer may end the connection. Requests that were sent behind this one would then be lost, with answers.
+        refused = plan in ("early", "staging", "memory") and (chunks or expects or size > NEARLY)
+        self.may_close = closes or refused or plan == "deadline"
+        self.cancelled = False
+
+    def check(self, status, fields, found, *, short):
+        """Raises AssertionError unless this may be the answer. `short`: memory was short while it arrived."""
+        if status == 200:
+            assert self.plan in ("answers", "deadline")
+            assert found == self.tensor
+            assert fields["x-request-id"] == f"r{self.number}"
+            return
+        codes = {"deadline": "deadline_exceeded", "memory": "out_of_memory", "fails": "internal_error", **REFUSALS}
+        allowed = {codes.get(self.plan)} | ({"out_of_memory"} if short else set())
+        if self.cancelled:
+            allowed |= {"draining", "Internal Server Error"}
+        code = code_of(found)
+        assert code in allowed, (status, fields, found)
+        assert status == STATUS.get(code, 500)
+        assert (status in (429, 503)) == ("retry-after" in fields)
+
+
+class Connection(RuleBasedStateMachine):
+    """A client's connection. It sends, reads, waits and leaves as the rules say."""
+
+    bench = None
+
+    def __init__(self):
+        super().__init__()
+        self.socket, self.server = self.bench.connect()
+        self.requests, self.outbox, self.received = [], bytearray(), bytearray()
+        self.reading, self.ended, self.half_closed = True, False, False
+
+    @initialize(several=st.lists(asked, min_size=1, max_size=4))
+    def ask_several(self, several):
+        for how in several:
+            self.ask(how)
+
+    @precondition(lambda self: not self.half_closed and len(self.requests) < MOST)
+    @rule(how=asked)
+    def ask(self, how):
+        """Put a request behind those that are not sent yet."""
+        if self.requests and self.requests[-1].may_close and (self.requests[-1].closes or not self._answered()):
+            return
+        self.requests.append(Request(len(self.requests), **how))
+        self.outbox += self.requests[-1].text
+
+    @precondition(lambda self: self.outbox)
+    @rule(size=st.integers(1, 300) | st.integers(20_000, 70_000) | st.just(1 << 21), turns=st.integers(0, 4))
+    def send(self, size, turns):
+        self._send(size)
+        self.bench.turn(turns)
+
+    @precondition(lambda self: self.outbox)
+    @rule(offset=st.integers(-2, 2))
+    def send_to_the_end_of_a_request(self, offset):
+        """Or of its head, give or take a byte."""
+        ends = list(itertools.accumulate(len(part) for r in self.requests for part in (r.head, r.text[len(r.head) :])))
+        sent = ends[-1] - len(self.outbox)
+        self._send(max(1, next(end for end in ends if end > sent) - sent + offset))
+
+    @rule()
+    def let_the_server_run(self):
+        self.bench.turn()
+
+    @rule()
+    def stop_the_server(self):
+        """Its deadlines pass meanwhile, and then it finds everything at once."""
+        time.sleep(3 * GRACE)
+
+    @rule()
+    def read(self):
+        self.reading = True
+        self._read()
+
+    @rule()
+    def stop_reading(self):
+        self.reading = False
+
+    @rule()
+    def answer(self):
+        self.bench.answer()
+
+    @rule(luck=st.integers(0, 5), callback=st.sampled_from(CALLBACKS))
+    def run_out_of_memory(self, luck, callback):
+        if not luck:  # rarely: it ends the connection
+            self.server.lacking = callback
+
+    @precondition(lambda self: not self.half_closed)
+    @rule(luck=st.integers(0, 5))
+    def end_sending(self, luck):
+        if luck:  # rarely: nothing can be sent afterwards
+            return
+        self.half_closed = True
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(socket.SHUT_WR)
+
+    def _send(self, size):
+        if self.half_closed:
+            return
+        try:
+            sent = self.socket.send(self.outbox[:size])
+        except BlockingIOError:
+            sent = 0
+        except OSError:  # the server has closed the connection
+            sent = len(self.outbox)
+        del self.outbox[:sent]
+
+    def _read(self):
+        """Read what has arrived, unless the client reads nothing."""
+        with contextlib.suppress(BlockingIOError):
+            while self.reading and not self.ended:
+                try:
+                    data = self.socket.recv(1 << 20)
+                except ConnectionResetError:
+                    data = b""
+                self.ended = not data
+                self.received += data
+
+    def teardown(self):
+        """Everything is sent, answered and read; then the answers are compared with the requests."""
+        try:
+            self.reading, end = True, time.monotonic() + PATIENCE
+            unsent = len(self.outbox) if self.half_closed else 0
+            while not self._over(unsent):
+                assert time.monotonic() < end, f"{len(self._answers())} answers to {len(self.requests)} requests"
+                self._send(1 << 20)
+                self.bench.turn()
+                self.bench.answer()
+                self._read()
+            self._compare(unsent)
+        finally:
+            self.socket.close()
+            self.bench.turn()
+            for task in list(self.bench.tasks):
+                task.cancel()
+            self.bench.turn()
+            released, self.bench.released[:] = list(self.bench.released), []
+        assert all(place.count(RELEASED) == len(place) for place in released)
+
+    def _answered(self):
+        return len(self._answers()) == len(self.requests) and not self.ended
+
+    def _answers(self):
+        return answers(bytes(self.received))[0]
+
+    def _over(self, unsent):
+        if self.ended:
+            return True
+        return (
+            not unsent
+            and not self.outbox
+            and len(self._answers()) == len(self.requests)
+            and (not self.requests or not self.requests[-1].closes)
+        )
+
+    def _compare(self, unsent):
+        found, rest = answers(bytes(self.received))
+        hit = self.server.hit
+        assert len(found) <= len(self.requests)
+        for number, (request, answer) in enumerate(zip(self.requests, found, strict=False)):
+            request.check(*answer, short=hit == number)
+            if answer[1].get("connection") == "close":
+                assert number == len(found) - 1
+                assert request.may_close or request.cancelled or hit == number or self.half_closed
+                return
+        if len(found) == len(self.requests):
+            return
+        # The connection ended without an answer to the next request.
+        left = len(found) >= self.server.begun if self.half_closed else False
+        lost = hit is not None and len(found) > hit  # the rest of an answered request's body was lost
+        assert left or lost or any(r.cancelled for r in self.requests), (len(found), hit, bytes(rest[:200]))
+
+
+@pytest.fixture(scope="module")
+def bench():
+    bench = Bench()
+    yield bench
+    bench.close()
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    for module in (body, protocol):
+        monkeypatch.setattr(module, "GRACE", GRACE)
+
+
+def explore(bench, examples):
+    machine = type("OnBench", (Connection,), {"bench": bench})
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples, stateful_step_count=30))
+
+
+def test_a_connection_answers_every_request_whatever_happens_while_it_arrives(bench):
+    explore(bench, 150)
+
+
+@pytest.mark.slow
+def test_more_connections_answer_every_request(bench):
+    explore(bench, 300)
+
+
+def exchanged(bench, connection, text, answered=1):
+    """Send a text. Return that many answers, or those until the connection ends."""
+    received, end = b"", time.monotonic() + PATIENCE
+    connection.sendall(text)
+    while len(answers(received)[0]) < answered:
+        assert time.monotonic() < end, received
+        bench.answer()
+        bench.turn()
+        with contextlib.suppress(BlockingIOError):
+            if not (data := connection.recv(1 << 20)):
+                break
+            received += data
+    return answers(received)[0]
+
+
+@pytest.mark.parametrize("callback", CALLBACKS)
+def test_a_request_that_arrives_while_memory_is_short_is_answered_503(bench, callback):
+    """Not 400: the request is valid, and the SDK sends it again."""
+    connection, server = bench.connect()
+    with connection:
+        server.lacking = callback
+        ((status, fields, found),) = exchanged(bench, connection, Request(0, 100, "answers", 0, False, False).text)
+        assert (status, code_of(found), fields["connection"]) == (503, "out_of_memory", "close")
+        assert fields["retry-after"] == "1"
+
+
+@pytest.mark.parametrize("wrong", [b"NO SUCH THING", b"POST /attention HTTP/1.1\r\nHost: a\r\nHost: b"])
+@pytest.mark.parametrize("complete", [True, False])
+def test_an_earlier_request_is_answered_before_the_one_that_cannot_be_read(bench, wrong, complete):
+    """The earlier one is computed, or has another behind it whose body breaks off in its chunks."""
+    connection, _ = bench.connect()
+    first, second = Request(0, 100, "answers", 0, False, False), Request(1, 100, "answers", 50, False, False)
+    text = first.text + (wrong + b"\r\n\r\n" if complete else second.text[: len(second.head) + 20] + b"\r\n" * 40)
+    with connection:
+        one, other = exchanged(bench, connection, text, answered=2)
+    first.check(*one, short=False)
+    assert (other[0], code_of(other[2])) == (400, "malformed_head" if complete else "malformed_body")
+
+
+def test_what_arrives_after_the_deadline_does_not_touch_released_memory(bench):
+    """The body is received directly when the deadline passes; its memory may then belong to another request."""
+    bench.released.clear()  # of earlier tests
+    connection, _ = bench.connect()
+    request = Request(0, 200_000, "deadline", 0, False, False)
+    with connection:
+        connection.sendall(request.text[:60_000])
+        end = time.monotonic() + PATIENCE
+        while not bench.released:
+            assert time.monotonic() < end
+            bench.turn()
+        ((status, _, found),) = exchanged(bench, connection, request.text[60_000:])
+        assert (status, code_of(found)) == (504, "deadline_exceeded")
+        bench.turn()
+    assert all(place.count(RELEASED) == len(place) for place in bench.released)
+    bench.released.clear()
+
+
+def test_a_bug_in_reading_a_request_is_500(bench, monkeypatch):
+    def fails(*_):
+        raise AttributeError("a bug")
+
+    monkeypatch.setattr(protocol, "wrong", fails)
+    connection, _ = bench.connect()
+    with connection:
+        ((status, _, found),) = exchanged(bench, connection, Request(0, 100, "answers", 0, False, False).text)
+    assert (status, code_of(found)) == (500, "internal_error")

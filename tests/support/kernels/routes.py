@@ -1,0 +1,14 @@
+"""The caches on the way of a call."""
+
+from flashpoint_contract import spec
+from flashpoint_kernels import functional, ops
+from flashpoint_kernels.triton_backend import route, schedule
+
+
+def forget() -> None:
+    """Empty every cache on the way of a call."""
+    for cached in (
+        route._route, route._config, schedule._of_steps, schedule._forward_lists, schedule._gradient_lists, spec._plan,
+        spec._planned, spec._features, spec._level, ops._remembered, ops._options_of, functional._remembered,
+    ):  # fmt: skip
+        getattr(cached, "cache_clear")()  # noqa: B009
