@@ -9,21 +9,19 @@ Goes to benchmarks/results/beside-<cpu>.json. Exits with 1 where a target is mis
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import threading
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from forms import SAFETENSORS, Case
 from load import drive
-from record import percentile, write
-from serving import ROOT, environment, service, target
+from record import percentile
+from runner import Option, run, target
+from serving import service
 
 import flashpoint
-from flashpoint.benchmark_schema import BenchmarkRow
+from flashpoint_contract.schemas.benchmark import BenchmarkRow
 
 CASE = Case(128, gradient=False)
 CONNECTIONS = 16
@@ -68,12 +66,7 @@ def beside(port: int, seed: int) -> tuple[list[float], list[BenchmarkRow]]:
     return latencies, found
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
-    parser.add_argument("--rounds", type=int, default=3)
-    asked = parser.parse_args()
-    made = environment()
+def measure(asked: argparse.Namespace) -> dict[str, Any]:
     quiet: list[float] = []
     loud: list[float] = []
     alone: list[list[BenchmarkRow]] = []
@@ -94,8 +87,7 @@ def main() -> int:
         table.append({"backend": row.backend, "q_len": row.q_len, "alone_ms": before, "beside_ms": after})
     moved = max(abs(row["beside_ms"] / row["alone_ms"] - 1) for row in table)
     rise = (percentile(loud, 99) - percentile(quiet, 99)) * 1e3
-    result: dict[str, Any] = {
-        "environment": made,
+    return {
         "requests_a_second": RATE,
         "requests": {"alone": len(quiet), "beside": len(loud)},
         "latency_ms": {
@@ -109,10 +101,7 @@ def main() -> int:
             target("a median of the benchmark beside traffic, moved by", moved, "of itself", most=MOVES),
         ],
     }
-    print(json.dumps(result, indent=1))
-    write(asked.out, "beside", result)
-    return 0 if all(row["met"] for row in result["targets"]) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(measure, "beside", rounds=Option(3))

@@ -8,19 +8,11 @@ times as fast as without. Goes to benchmarks/results/block-masks-<cpu>.json. Exi
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
-import sys
-import time
-from collections.abc import Callable
-from pathlib import Path
-from statistics import median
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from record import write
-from serving import MALLOC, ROOT, environment, target
+from runner import Option, pair, rows_of_child, run, target
 from torch import Tensor
 
 from flashpoint_kernels import attention, attention_backward, create_block_mask
@@ -53,54 +45,29 @@ def call_of(tensors: list[Tensor], mask: Tensor | None, gradient: bool) -> Calla
     return lambda: attention_backward(do, q, k, v, o, lse, **given)
 
 
-def seconds(call: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
-
-
-def measure(rounds: int) -> list[dict[str, Any]]:
-    """A row for each mask and direction: milliseconds with it and without, and the median of the ratio."""
+def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for each mask and direction: milliseconds with it and without, and the median of the ratio."""
     generator = torch.Generator().manual_seed(1)
     tensors = [torch.randn(SHAPE, generator=generator) for _ in range(4)]
-    rows = []
     for name, mask in masks().items():
         for gradient in (False, True):
-            ours, plain = (call_of(tensors, each, gradient) for each in (mask, None))
-            ours(), plain()
-            found = [(seconds(ours), seconds(plain)) for _ in range(rounds)]
-            with_mask, without = (median(pair[n] for pair in found) * 1e3 for n in (0, 1))
-            rows.append({
+            found = pair(*(call_of(tensors, each, gradient) for each in (mask, None)), asked.rounds)
+            yield {
                 "mask": name, "share": round(float(mask.float().mean()), 4),
                 "pass": "gradient" if gradient else "forward",
-                "ms": round(with_mask, 2), "without_ms": round(without, 2),
-                "times": round(median(b / a for a, b in found), 2),
-            })  # fmt: skip
-    return rows
+                "ms": found["ms"], "without_ms": found["other_ms"], "times": found["times"],
+            }  # fmt: skip
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--measure", action="store_true", help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.measure:
-        print(json.dumps(measure(asked.rounds)))
-        return 0
-    command = [sys.executable, __file__, "--rounds", str(asked.rounds), "--measure"]
-    done = subprocess.run(command, env={**os.environ, **MALLOC}, stdout=subprocess.PIPE, text=True, check=True)
-    rows = json.loads(done.stdout)
-    for row in rows:
-        print(row)
+def measure(asked: argparse.Namespace) -> dict[str, Any]:
+    found = list(rows_of_child("--rounds", str(asked.rounds), "--measure", "all"))
     targets = [
         target(f"{row['pass']} without / with {SPARSE}", row["times"], "times faster", least=FASTER)
-        for row in rows
+        for row in found
         if row["mask"] == SPARSE
     ]
-    write(asked.out, "block-masks", {"environment": environment(), "rows": rows, "targets": targets})
-    return 0 if all(each["met"] for each in targets) else 1
+    return {"rows": found, "targets": targets}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(measure, "block-masks", child=rows, rounds=Option(15))

@@ -12,19 +12,17 @@ import argparse
 import dataclasses
 import math
 import statistics
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from record import write
-from serving import ROOT, environment, service
+from runner import Option, run, seconds
+from serving import service
 
 import flashpoint
 from flashpoint import capacity
-from flashpoint.shape_schema import Shape
+from flashpoint_contract.schemas.shapes import Shape
 
 CALLERS = 4
 # None of them is a shape that the rates come from.
@@ -59,16 +57,6 @@ def call(client: flashpoint.Client, shape: Shape, side: capacity.Side, causal: b
     return lambda: client.attention_grad(do, q, k, v, o=o, lse=lse, causal=causal)
 
 
-def seconds(function: Any, calls: int) -> float:
-    """The median of `calls` calls; one before them does not count."""
-    found = []
-    for _ in range(calls + 1):
-        began = time.perf_counter()
-        function()
-        found.append(time.perf_counter() - began)
-    return statistics.median(found[1:])
-
-
 def together(function: Any, calls: int) -> float:
     """Calls a second of `CALLERS` callers, each with its next call once it has its answer."""
     with ThreadPoolExecutor(CALLERS) as pool:
@@ -88,7 +76,9 @@ def measured(client: flashpoint.Client, rounds: int, calls: int) -> dict[str, An
         rates.append(dataclasses.asdict(found))
         for name, (shape, side, causal) in ways.items():
             predicted = capacity.predict(capacity.need(shape, side=side, causal=causal), found)
-            took, a_second = seconds(functions[name], calls), together(functions[name], max(1, calls // 2))
+            functions[name]()
+            took = statistics.median(seconds(functions[name]) for _ in range(calls))
+            a_second = together(functions[name], max(1, calls // 2))
             rows[name].append({
                 "predicted_ms": predicted.seconds * 1e3, "measured_ms": took * 1e3, "ratio": took / predicted.seconds,
                 "predicted_rps": predicted.requests_per_second, "measured_rps": a_second,
@@ -105,22 +95,14 @@ def _middle(rows: list[dict[str, float]]) -> dict[str, float]:
     return {name: round(statistics.median(row[name] for row in rows), 3) for name in rows[0]}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--calls", type=int, default=5, help="of each case in a round")
-    asked = parser.parse_args()
-    made = environment()
+def measure(asked: argparse.Namespace) -> dict[str, Any]:
     with service() as (_, port, _), flashpoint.Client(f"http://127.0.0.1:{port}") as client:
-        result = {"environment": made, "rounds": asked.rounds, "calls": asked.calls, "callers": CALLERS}
-        result |= measured(client, asked.rounds, asked.calls)
-    for row in result["cases"]:
+        found = measured(client, asked.rounds, asked.calls)
+    for row in found["cases"]:
         print(f"{row['case']:<24}{row['predicted_ms']:>10.2f} ms predicted{row['measured_ms']:>10.2f} ms measured"
               f"{row['ratio']:>8.2f}{row['rps_ratio']:>8.2f}")  # fmt: skip
-    write(asked.out, "capacity", result)
-    return 0
+    return {"rounds": asked.rounds, "calls": asked.calls, "callers": CALLERS, **found}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(measure, "capacity", rounds=Option(9), calls=Option(5, "of each case in a round"))

@@ -21,12 +21,11 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
-from record import ROOT, environment, write
+from runner import Option, run
 
 import flashpoint
 from flashpoint_contract import wire
@@ -167,17 +166,11 @@ def rates(seconds: dict[str, float], size: int) -> dict[str, dict[str, float]]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
-    parser.add_argument("--mib", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=15)
-    asked = parser.parse_args()
+def run_all(asked: argparse.Namespace) -> dict[str, Any]:
     size = asked.mib * MIB
     big, small = np.zeros((1, size // 4), np.float32), np.zeros((1, 1024), np.float32)
     with peer_process(size) as (little, much):
         result = {
-            "environment": environment("httpx", "numpy"),
             "mib": asked.mib,
             "rounds": asked.rounds,
             "upload": rates(measure(little, big, 4096, asked.rounds, 1), size),
@@ -188,8 +181,8 @@ def main() -> None:
             },
         }
     print(json.dumps(result, indent=1))
-    write(asked.out, "client", result)
+    return result
 
 
 if __name__ == "__main__":
-    main()
+    run(run_all, "client", packages=("httpx", "numpy"), malloc=False, mib=Option(64), rounds=Option(15))

@@ -16,20 +16,17 @@ import argparse
 import contextlib
 import multiprocessing
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from load import Request, drive, rate, repeated
-from record import ROOT, write
-from serving import environment, environment_of_the_engine, process, service, target
+from runner import Option, run, target
+from serving import bare_uvicorn, environment_of_the_engine, service
 from throughput import undisturbed
 
 import flashpoint
@@ -167,15 +164,14 @@ def timed(rounds: int, calls: int) -> tuple[list[dict[str, float]], list[tuple[f
     """Tokens a second of each way in each round, the operator's at its ends, and `memory_of_forks`."""
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
-        bare = enter(process([sys.executable, str(ROOT / "benchmarks/peers/bare_uvicorn.py")], stdout=subprocess.PIPE))
-        assert bare.stdout is not None
+        bare = enter(bare_uvicorn())
         _, port, _ = enter(service())
         client = enter(flashpoint.Client(f"http://127.0.0.1:{port}"))
         caches = client.caches(CALLERS, kv_heads=HEADS, head_dim=DIM)
         for cache in caches:
             cache.append(draw(1, HEADS, KEYS, DIM), draw(1, HEADS, KEYS, DIM))
         forks = memory_of_forks(client, caches[0])
-        load = enter(child(loads, port, int(bare.stdout.readline()), [cache.id for cache in caches]))
+        load = enter(child(loads, port, bare, [cache.id for cache in caches]))
         operator = enter(child(operates))
         with environment_of_the_engine():
             apart = enter(child(operates))
@@ -225,40 +221,24 @@ def figures(rounds: Sequence[Mapping[str, float]], forks: float) -> dict[str, An
     }  # fmt: skip
 
 
-def print_table(result: Mapping[str, Any]) -> None:
-    for name, found in result["tokens_per_second"].items():
-        print(f"{name:<40} {found:>10.1f} tokens/s")
-    for row in result["targets"]:
-        bound = f"at least {row['at_least']}" if "at_least" in row else f"at most {row['at_most']}"
-        print(f"{row['what']:<70} {row['value']:>8} {bound:<14} {'met' if row['met'] else 'MISSED'}")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--calls", type=int, default=60, help="of each caller in a round")
-    parser.add_argument("--deviation", type=float, default=0.15, help="of the operator that a clean round may have")
-    asked = parser.parse_args()
-    made = environment()
+def measure(asked: argparse.Namespace) -> dict[str, Any] | None:
     every, steady, forks = timed(asked.rounds, asked.calls)
     rounds = [one for one, kept in zip(every, undisturbed(steady, asked.deviation), strict=True) if kept]
-    result = {
-        "environment": made,
-        "callers": CALLERS,
-        "keys": KEYS,
-        "calls": asked.calls,
-        "rounds": len(rounds),
-        "thrown_away": len(every) - len(rounds),
-    }
     if not rounds:
         print("not measured: somebody else used the machine in every round")
-        return 1
-    result |= figures(rounds, forks)
-    print_table(result)
-    write(asked.out, "cached-decode", result)
-    return 0 if all(row["met"] for row in result["targets"]) else 1
+        return None
+    found = figures(rounds, forks)
+    for name, tokens in found["tokens_per_second"].items():
+        print(f"{name:<40} {tokens:>10.1f} tokens/s")
+    counts = {"rounds": len(rounds), "thrown_away": len(every) - len(rounds)}
+    return {"callers": CALLERS, "keys": KEYS, "calls": asked.calls, **counts, **found}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(
+        measure,
+        "cached-decode",
+        rounds=Option(12),
+        calls=Option(60, "of each caller in a round"),
+        deviation=Option(0.15, "of the operator that a clean round may have"),
+    )

@@ -17,7 +17,6 @@ import json
 import multiprocessing
 import os
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -28,10 +27,11 @@ from typing import Any
 import grpc
 import numpy as np
 from protocol import PATH, infer
-from record import percentile, write
+from record import percentile
 from rpc import METHOD, free_port
 from rpc import message as rpc_message
-from serving import ROOT, SMALL, environment, message, service, target
+from runner import SERVICE, Option, run, target
+from serving import SMALL, message, service
 
 from flashpoint_contract import wire
 from flashpoint_server.oip.grpc import protos
@@ -208,14 +208,8 @@ def keys(path: Path) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
-    parser.add_argument("--calls", type=int, default=200, help="small requests of each row, at least")
-    parser.add_argument("--kinds", nargs="*", default=KINDS, choices=KINDS)
-    parser.add_argument("--protocols", nargs="*", default=PROTOCOLS, choices=PROTOCOLS)
-    asked = parser.parse_args()
-    about, rows = environment() | {"grpcio": grpc.__version__}, []
+def measure(asked: argparse.Namespace) -> dict[str, Any]:
+    rows = []
     with tempfile.TemporaryDirectory() as folder:
         keys(file := Path(folder) / "keys.toml")
         ports = {"grpc": free_port()}
@@ -231,13 +225,15 @@ def main() -> int:
     if "plain" in asked.kinds:
         plain = max(one["large_alone_seconds"] for one in rows if one["kind"] == "plain")
         targets.append(target(f"{COUNT} sequences of one token, plain", plain, "seconds", most=1.0))
-    result = {"environment": about, "small_shape": SMALL, "large_in_flight": LARGE, "targets": targets, "rows": rows}
-    for one in targets:
-        print(f"{one['what']:<50} {one['value']:>8} {one['unit']:<8} at most {one['at_most']:<8} "
-              f"{'met' if one['met'] else 'MISSED'}")  # fmt: skip
-    write(asked.out, "fairness", result)
-    return 0 if all(one["met"] for one in targets) else 1
+    return {"small_shape": SMALL, "large_in_flight": LARGE, "targets": targets, "rows": rows}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(
+        measure,
+        "fairness",
+        packages=(*SERVICE, "grpcio"),
+        calls=Option(200, "small requests of each row, at least"),
+        kinds=Option(KINDS, choices=KINDS, many=True),
+        protocols=Option(PROTOCOLS, choices=PROTOCOLS, many=True),
+    )

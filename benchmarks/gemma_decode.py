@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from record import ROOT, environment, write
-from serving import service, target
+from runner import ROOT, Option, run, target
+from serving import service
 from transformers import DynamicCache, Gemma3ForCausalLM
 
 sys.path.append(str(ROOT / "examples"))
@@ -146,12 +146,8 @@ def speed(model: Any, tokenizer: Any, remote: Callable[[], RemoteCache], relay: 
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, help="where the file of the weights is put together")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
-    arguments = parser.parse_args()
-    model, tokenizer = load(arguments.folder)
+def measure(asked: argparse.Namespace) -> dict[str, Any]:
+    model, tokenizer = load(asked.folder)
     with service() as (_, port, _), torch.no_grad():
         relay = Relay(port)
         with flashpoint.Client(f"http://127.0.0.1:{port}", timeout=600) as client:
@@ -161,7 +157,6 @@ def main() -> int:
                 return RemoteCache(client, model.config)
 
             print("timing", flush=True)
-            made = environment("torch", "transformers")
             found = speed(model, tokenizer, remote, relay)
             print(found, flush=True)
             modes = same(model, tokenizer, remote)
@@ -171,9 +166,9 @@ def main() -> int:
         target("tokens a second, of those at home with SDPA", found["ratio"], "rate", least=LEAST_RATIO),
         target("bytes of a token", found["bytes_per_token"], "bytes", most=MOST_BYTES),
     ]
-    write(arguments.out, "gemma", {"environment": made, "targets": targets, "modes": modes, "decode": found})
-    return 0 if all(one["met"] for one in targets) else 1
+    return {"targets": targets, "modes": modes, "decode": found}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    folder = Option(None, "where the file of the weights is put together", type=Path)
+    run(measure, "gemma", packages=("torch", "transformers"), folder=folder)

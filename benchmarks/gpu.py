@@ -2,6 +2,7 @@
 
     first    a smoke test of each kernel; then D 128, bfloat16, 4k and 16k beside torch's SDPA; under four minutes
     tests    the kernel tests on the device, in parallel: those of the path for Hopper first, then all backends
+    judge    the judge's verdict on our kernels, torch's, and those of other packages that are installed
     races    the tests of the path for Hopper under Triton's race detector
     sweep    other tiles than the table's, each proven against it; what is fastest is proposed
     table    every head dimension and length beside SDPA and what else is installed

@@ -317,6 +317,9 @@ def _sweep(found: Sequence[Row]) -> str:
     head = ("kernel", "D", "fastest tile", "ms", "times as fast as shipped", "registers", "spills", "programs a SM")
     wrong = [row for row in rows if "wrong_by" in row]
     said = f"{len(rows)} trials, {sum('refused' in row for row in rows)} refused, {len(wrong)} with wrong answers."
+    if unread := Counter(row["occupancy"] for row in rows if "occupancy" in row):
+        reasons = "; ".join(f"{reason} ({count})" for reason, count in unread.items())
+        said += f" Registers and spills could not be read in {unread.total()}: {reasons}."
     code = configuration(best)
     proposed = f"\n\nFor configurations.py:\n\n```python\n{code}\n```" if code else ""
     return f"## Sweep\n\n{said}\n\n{table(head, lines)}{proposed}"

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from record import ROOT, environment, write
+from runner import ROOT, run
 
 ASK = """
 import numpy as np, flashpoint
@@ -73,11 +73,7 @@ def asked(python: Path, url: str, folder: Path) -> float:
     return round(time.perf_counter() - began, 2)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    out: Path = parser.parse_args().out
-    about = environment("pip", "torch", "triton", "flashpoint")
+def measure(_: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="flashpoint-install-") as name:
         folder = Path(name)
         wheel, sdist = built(folder / "dist")
@@ -99,10 +95,10 @@ def main() -> None:
         for each in (server, sdk):
             each["total_s"] = round(each["environment_s"] + each["install_s"] + each["answer_s"], 2)
         sizes = {"wheel_mb": round(wheel.stat().st_size / MB, 2), "sdist_mb": round(sdist.stat().st_size / MB, 2)}
-    result = {"environment": about, **sizes, "server": server, "sdk": sdk}
-    print(json.dumps({name: value for name, value in result.items() if name != "environment"}, indent=1))
-    write(out, "install", result)
+    result = {**sizes, "server": server, "sdk": sdk}
+    print(json.dumps(result, indent=1))
+    return result
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, "install", packages=("pip", "torch", "triton", "flashpoint"), malloc=False)

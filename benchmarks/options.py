@@ -5,12 +5,13 @@ At (1,8,2048,64) in float32 on the CPU, `flashpoint_kernels.attention` with `aut
     forward, gradient   attention written out with its whole matrix, in plain torch operations and autograd
     flex                FlexAttention by torch.compile, where it has the option (options_peers.py); needs a C++ compiler
     decode              torch's fused operator, one query of 8 sequences over 4,096 keys, in pages too
-    short               torch's fused operator without options, at several lengths
+    plain               torch's fused operator without options: types, D, N, with and without the gradient
+    flex_attention      our `flex_attention` beside torch's and beside the formula (options_flex.py)
 
 `--only NAME` measures one of them, in at most 7 minutes, and leaves what the file has of the others. With `--runs N`
 the numbers are medians of N runs, and a row also has the ratio of every run. Wanted: of FlexAttention's speed 0.85 in
 the geometric mean and 0.7 at least; twice as fast as the formula, in a quarter of the memory that it holds beside its
-inputs and answers; decode as each row says; within 5% of torch's operator at N 2048.
+inputs and answers; decode as each row says; without options as options_plain.py says.
 
 Much of the formula's time is the system's, for memory that is new at each call: it is timed in a process as torch is,
 where the option is to be twice as fast, and again in one where torch asks for huge pages (THP_MEM_ALLOC_ENABLE=1): 1.2
@@ -23,31 +24,26 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import reduce
-from pathlib import Path
+from functools import partial, reduce
 from statistics import geometric_mean, median
 from typing import Any
 
+import options_flex
+import options_plain
 import torch
-from alternate import pair
-from record import file_name, write
-from serving import MALLOC, ROOT, environment, target
+from record import file_name
+from runner import SERVICE, Option, environment, pair, rows_of_child, run, target
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
 from flashpoint_kernels import attention
 from flashpoint_kernels.timing.clock import peak_bytes
 
 HEADS, LENGTH, DIM = 8, 2048, 64
-SHORTER = (128, 512, 1024, 2048)  # for torch's operator, which short calls are compared with
-FASTER, MEMORY, WITHIN = 2.0, 0.25, 1.05
+FASTER, MEMORY = 2.0, 0.25
 HUGE_PAGES = {"forward": 1.2, "with gradient": 1.0}  # times as fast as the formula there
 FLEX_MEAN, FLEX_LEAST = 0.85, 0.7
-SECTIONS = ("forward", "gradient", "flex", "decode", "short")
+SECTIONS = ("forward", "gradient", "flex", "decode", "plain", "flex_attention")
 # FlexAttention's time to compile is that of a first use: nothing is taken from a cache on disk.
 VARIABLES = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
 
@@ -170,47 +166,26 @@ def beside_formula(gradient: str, rounds: int) -> Iterator[dict[str, Any]]:
         yield row | {"mib": round(mine, 1), "other_mib": round(theirs, 1), "memory": round(mine / theirs, 3)}
 
 
-def short(rounds: int) -> Iterator[dict[str, Any]]:
-    for length in SHORTER:
-        q, k, v = (torch.randn(1, HEADS, length, DIM) for _ in range(3))
-        for causal in (False, True):
-            found = pair(
-                lambda q=q, k=k, v=v, c=causal: attention(q, k, v, causal=c),
-                lambda q=q, k=k, v=v, c=causal: scaled_dot_product_attention(q, k, v, is_causal=c),
-                rounds, 0.3,
-            )  # fmt: skip
-            yield {"length": length, "causal": causal, **found}
-
-
-def measure(section: str, rounds: int) -> None:
-    """Write each row of a section to standard output, a line of JSON."""
+def rows_here(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield each row of the section `asked.measure`."""
     import options_peers
 
-    rows = {
-        "forward": lambda: beside_formula("forward", rounds),
-        "gradient": lambda: beside_formula("with gradient", rounds),
-        "flex": lambda: options_peers.beside_flex(rounds),
-        "decode": lambda: options_peers.decode(rounds),
-        "short": lambda: short(rounds),
+    rows: dict[str, Callable[[int], Iterator[dict[str, Any]]]] = {
+        "forward": partial(beside_formula, "forward"),
+        "gradient": partial(beside_formula, "with gradient"),
+        "flex": options_peers.beside_flex,
+        "decode": options_peers.decode,
+        "plain": options_plain.rows,
+        "flex_attention": options_flex.rows,
     }
-    with torch.no_grad() if section in ("flex", "decode") else torch.enable_grad():
-        for row in rows[section]():
-            print(json.dumps(row), flush=True)
+    with torch.no_grad() if asked.measure in ("flex", "decode") else torch.enable_grad():
+        yield from rows[asked.measure](asked.rounds)
 
 
 def measured(section: str, rounds: int, huge_pages: bool = False) -> list[dict[str, Any]]:
-    """The rows of `measure` in a process of its own."""
-    variables = {**os.environ, **MALLOC, **VARIABLES, "THP_MEM_ALLOC_ENABLE": str(int(huge_pages))}
-    command = [sys.executable, __file__, "--rounds", str(rounds), "--measure", section]
-    rows = []
-    with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True) as child:
-        assert child.stdout is not None
-        for line in child.stdout:
-            print("huge pages" if huge_pages else "", line, end="", flush=True)
-            rows.append(json.loads(line))
-    if child.returncode:
-        raise SystemExit(child.returncode)
-    return rows
+    """Return the rows of a section from a process of its own."""
+    variables = {**VARIABLES, "THP_MEM_ALLOC_ENABLE": str(int(huge_pages))}
+    return list(rows_of_child("--rounds", str(rounds), "--measure", section, **variables))
 
 
 def rows_of(section: str, rounds: int, runs: int) -> list[dict[str, Any]]:
@@ -260,33 +235,26 @@ def targets(rows: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
         found.append(
             target(f"torch's operator's time / ours, {row['decode']}", row["times"], "time", least=row["least"])
         )
-    if own := [1 / row["times"] for row in rows.get("short", []) if row["length"] == LENGTH]:
-        found.append(target("time / torch's own operator's at N 2048, most", max(own), "time", most=WITHIN))
-    return found
+    return found + options_plain.targets(rows.get("plain", [])) + options_flex.targets(rows.get("flex_attention", []))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--runs", type=int, default=1, help="of which each number is the median")
-    parser.add_argument("--only", choices=SECTIONS, help="measure these rows alone")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--measure", choices=SECTIONS, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.measure:
-        measure(asked.measure, asked.rounds)
-        return 0
-    made = environment()
+def measure(asked: argparse.Namespace) -> dict[str, Any]:
+    made = environment(*SERVICE)
     file = asked.out / f"options-{file_name(made['device'])}.json"
     kept = json.loads(file.read_text()) if asked.only and file.exists() else {}
     rows, when = dict(kept.get("rows", {})), dict(kept.get("measured", {}))
     for section in (asked.only,) if asked.only else SECTIONS:
         when[section] = {name: environment()[name] for name in ("load_average", "commit", "date")}
         rows[section] = rows_of(section, asked.rounds, asked.runs)
-    wanted = targets(rows)
-    write(asked.out, "options", {"environment": made, "measured": when, "rows": rows, "targets": wanted})
-    return 0 if all(t["met"] for t in wanted) else 1
+    return {"measured": when, "rows": rows, "targets": targets(rows)}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(
+        measure,
+        "options",
+        child=rows_here,
+        rounds=Option(5),
+        runs=Option(1, "of which each number is the median"),
+        only=Option(None, "measure these rows alone", choices=SECTIONS),
+    )

@@ -12,28 +12,12 @@ import argparse
 import contextlib
 import json
 import os
-import subprocess
-import sys
 from multiprocessing import shared_memory
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from record import write
-from serving import (
-    MIB,
-    OPERATOR,
-    ROOT,
-    SMALL,
-    Connection,
-    Measured,
-    environment,
-    environment_of_the_engine,
-    message,
-    process,
-    service,
-    target,
-)
+from runner import Measured, Option, run, target
+from serving import MIB, SMALL, Connection, message, operator, service
 
 from flashpoint_server.oip.datatypes import DATATYPE_OF
 
@@ -77,7 +61,6 @@ def moves_nothing(ours: Connection, rounds: int, measured: Measured) -> None:
     """`LARGE` in shared memory, and the operator on memory of its own."""
     nbytes = 4 * int(np.prod(LARGE))
     memory = shared_memory.SharedMemory(create=True, size=4 * nbytes)
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with contextlib.ExitStack() as inside:
         inside.callback(memory.unlink)
         inside.callback(memory.close)
@@ -93,59 +76,36 @@ def moves_nothing(ours: Connection, rounds: int, measured: Measured) -> None:
 
         inputs = [{"name": n, "shape": LARGE, "datatype": "FP32", **place(i)} for i, n in enumerate("qkv")]
         body = json.dumps({"inputs": inputs, "outputs": [{"name": "o", **place(3)}]}).encode()
-        inside.enter_context(environment_of_the_engine())
-        operator = inside.enter_context(process([sys.executable, "-c", OPERATOR, json.dumps(LARGE), "cpu"], **pipes))
-        assert operator.stdin is not None
-        assert operator.stdout is not None
+        alone = inside.enter_context(operator(LARGE))
         for counts in range(rounds + 1):
-            call = ours.post(PATH, body, accept="*/*").whole
-            operator.stdin.write("1\n")
-            operator.stdin.flush()
-            seconds = json.loads(operator.stdout.readline())
+            call, seconds = ours.post(PATH, body, accept="*/*").whole, alone(1)
             if counts:
                 measured.add("shared memory", call)
                 measured.add("operator", *seconds)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
-    parser.add_argument("--rounds", type=int, default=15, help="of each comparison")
-    parser.add_argument("--calls", type=int, default=60, help="small calls of each way in a round")
-    asked = parser.parse_args()
+def measure(asked: argparse.Namespace) -> dict[str, Any]:
     measured = Measured()
-    about = environment()
     os.environ["FLASHPOINT_SHARED_MEMORY_BYTES"] = str(256 * MIB)
     with service() as (_, port, _), contextlib.closing(Connection(port)) as ours:
         encodings(ours, asked.rounds, asked.calls, measured)
         moves_nothing(ours, asked.rounds, measured)
-    median = measured.median
-    ways = [f"{name}, {way}" for name in SHAPES for way in ("safetensors", "protocol")] + ["shared memory", "operator"]
-    result = {
-        "environment": about,
+    pairs = {f"{n}: protocol / safetensors": (f"{n}, protocol", f"{n}, safetensors") for n in SHAPES}
+    pairs["shared memory / operator"] = ("shared memory", "operator")
+    microseconds = {name: round(measured.median(name) * 1e6) for pair in pairs.values() for name in reversed(pair)}
+    print(microseconds)
+    return {
         "rounds": asked.rounds,
         "calls": asked.calls,
         "shapes": {**SHAPES, "shared memory": LARGE},
         "targets": [
-            *(
-                target(
-                    f"{n}: protocol / safetensors",
-                    median(f"{n}, protocol") / median(f"{n}, safetensors"),
-                    "time",
-                    most=1.1,
-                )
-                for n in SHAPES
-            ),
-            target("shared memory / operator", median("shared memory") / median("operator"), "time", most=1.1),
+            target(what, measured.median(one) / measured.median(other), "time", most=1.1)
+            for what, (one, other) in pairs.items()
         ],
-        "median_microseconds": {name: round(median(name) * 1e6) for name in ways},
+        "median_microseconds": microseconds,
     }
-    for row in result["targets"]:
-        print(f"{row['what']:<40} {row['value']:>7} at most {row['at_most']} {'met' if row['met'] else 'MISSED'}")
-    print(result["median_microseconds"])
-    write(asked.out, "protocol", result)
-    return 0 if all(row["met"] for row in result["targets"]) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    calls = Option(60, "small calls of each way in a round")
+    run(measure, "protocol", rounds=Option(15, "of each comparison"), calls=calls)

@@ -15,12 +15,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.metadata import version
-from pathlib import Path
+from typing import Any
 
 import numpy as np
-from record import write
-from serving import MALLOC, MIB, ROOT, Connection, Measured, environment, message, process, ready, service, until
+from runner import MALLOC, ROOT, SERVICE, Measured, Option, run
+from serving import MIB, Connection, message, process, ready, service, until
 
 sys.path.append(str(ROOT))  # Ray is started as the tests do
 from tests.support.ray_cluster import deploy, free_port
@@ -70,13 +69,8 @@ def plain_uvicorn() -> Iterator[int]:
         yield port
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--calls", type=int, default=20, help="of a round, up to 1 MiB; a tenth of it above")
-    asked = parser.parse_args()
-    measured, about = Measured(), environment()
+def measure(asked: argparse.Namespace) -> dict[str, Any]:
+    measured = Measured()
     with contextlib.ExitStack() as inside:
         ports = [
             inside.enter_context(service())[1],
@@ -92,21 +86,16 @@ def main() -> int:
                         seconds = connections[way].post("/attention", body).whole
                         if counts:
                             measured.add(f"{direction}, {size}, {way}", seconds)
-    result = {
-        "environment": {**about, "ray": version("ray")},
-        "rounds": asked.rounds,
-        "calls": asked.calls,
-        "median_milliseconds": {
-            f"{direction}, {size}": {w: round(measured.median(f"{direction}, {size}, {w}") * 1e3, 2) for w in WAYS}
-            for direction in ("in", "out")
-            for size in SIZES
-        },
+    medians = {
+        f"{direction}, {size}": {w: round(measured.median(f"{direction}, {size}, {w}") * 1e3, 2) for w in WAYS}
+        for direction in ("in", "out")
+        for size in SIZES
     }
-    for what, ways in result["median_milliseconds"].items():
+    for what, ways in medians.items():
         print(f"{what:<12}", *(f"{way} {ms:>8}" for way, ms in ways.items()))
-    write(asked.out, "ray", result)
-    return 0
+    return {"rounds": asked.rounds, "calls": asked.calls, "median_milliseconds": medians}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    calls = Option(20, "of a round, up to 1 MiB; a tenth of it above")
+    run(measure, "ray", packages=(*SERVICE, "ray"), rounds=Option(9), calls=calls)

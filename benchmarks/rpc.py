@@ -11,29 +11,21 @@ import argparse
 import contextlib
 import os
 import socket
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 from protocol import PATH, infer
-from record import write
-from serving import MIB, ROOT, Connection, Measured, environment, service
+from runner import SERVICE, Measured, Option, run
+from serving import MIB, Connection, service
 
 from flashpoint_server.oip.datatypes import DATATYPE_OF
 from flashpoint_server.oip.grpc import protos
 
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
 DIM = 64
-SIZES = (
-    4096,
-    65536,
-    MIB,
-    16 * MIB,
-    64 * MIB,
-)  # bytes of a request that is carried in, or of an answer that is carried out
+SIZES = (4096, 65536, MIB, 16 * MIB, 64 * MIB)  # bytes of a request that is carried in, or of an answer carried out
 CALLS = {4096: 60, 65536: 60, MIB: 20}  # in a round; 2 of the larger ones
 
 
@@ -62,12 +54,8 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
-    parser.add_argument("--rounds", type=int, default=10, help="of all sizes; one more, the first, does not count")
-    asked = parser.parse_args()
-    measured, about, port = Measured(), environment() | {"grpcio": grpc.__version__}, free_port()
+def measure(asked: argparse.Namespace) -> dict[str, Any]:
+    measured, port = Measured(), free_port()
     os.environ["FLASHPOINT_GRPC_PORT"] = str(port)
     unlimited = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
     with contextlib.ExitStack() as inside:
@@ -87,23 +75,15 @@ def main() -> int:
                         if counts:
                             measured.add(f"{size} {way} http", over_http)
                             measured.add(f"{size} {way} grpc", over_grpc)
-    rows = [
-        {
-            "bytes": size,
-            "way": way,
-            **{
-                f"{kind}_microseconds": round(measured.median(f"{size} {way} {kind}") * 1e6)
-                for kind in ("http", "grpc")
-            },
-        }
-        for way in ("in", "out")
-        for size in SIZES
-    ]
-    for row in rows:
-        print(row)
-    write(asked.out, "rpc", {"environment": about, "rounds": asked.rounds, "medians": rows})
-    return 0
+    rows = []
+    for way in ("in", "out"):
+        for size in SIZES:
+            medians = {kind: round(measured.median(f"{size} {way} {kind}") * 1e6) for kind in ("http", "grpc")}
+            rows.append({"bytes": size, "way": way} | {f"{kind}_microseconds": us for kind, us in medians.items()})
+            print(rows[-1])
+    return {"rounds": asked.rounds, "medians": rows}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    rounds = Option(10, "of all sizes; one more, the first, does not count")
+    run(measure, "rpc", packages=(*SERVICE, "grpcio"), rounds=rounds)

@@ -13,29 +13,23 @@ import argparse
 import contextlib
 import http.client
 import json
-import math
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
-import record
-from record import ROOT, write
+from runner import MALLOC, ROOT, Measured, Option, in_turn, run, target
 
 from flashpoint_contract import wire
 
 MIB = 1 << 20
 BIG = 64 * MIB
 SMALL = (1, 8, 128, 64)  # q, k and v of the call whose latency is measured
-# Large buffers are kept by the allocator, not given back to the kernel at each free; 32 MiB is glibc's largest value.
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 * MIB), "MALLOC_TRIM_THRESHOLD_": str(1024 * MIB)}
 START_SECONDS = 60.0
 LARGE = 4  # rounds of large bodies for one of small calls: they take less time, and vary more
 
@@ -155,23 +149,6 @@ def ready(port: int) -> bool:
         return connection.getresponse().status == 200
 
 
-class Measured:
-    """The seconds that were seen, by name."""
-
-    def __init__(self) -> None:
-        self._seen: dict[str, list[float]] = {}
-
-    def add(self, name: str, *seconds: float) -> None:
-        self._seen.setdefault(name, []).extend(seconds)
-
-    def median(self, name: str) -> float:
-        return statistics.median(self._seen[name])
-
-    def ratio(self, name: str, other: str) -> float:
-        """The median of one over the other, round by round."""
-        return statistics.median(a / b for a, b in zip(self._seen[name], self._seen[other], strict=True))
-
-
 def large_bodies(ours: Connection, bare: Connection, rounds: int, measured: Measured) -> None:
     """64 MiB in with next to nothing to compute, and 64 MiB out, in turning order. The first round does not count."""
     keys = BIG // 2 // 256  # 64 float32 each, in k and in v; one of them is attended to
@@ -187,32 +164,21 @@ def large_bodies(ours: Connection, bare: Connection, rounds: int, measured: Meas
         "bare response": lambda: bare.post(f"/bytes/{BIG}", b"").answer,
         "answer": lambda: ours.post("/attention", download).answer,
     }
-    for counts in range(rounds + 1):
-        for name in sorted(ways, reverse=counts % 2 == 1):
-            seconds = ways[name]()
-            if counts:
-                measured.add(name, seconds)
+    in_turn(ways, rounds, measured)
 
 
 def small_calls(ours: Connection, bare: Connection, device: str, rounds: int, calls: int, measured: Measured) -> None:
     """One call after the other at `SMALL`, beside bare uvicorn with the same bytes, and the operator alone."""
     t = np.random.default_rng(0).random(SMALL, np.float32)
     body = message({"q": t, "k": t, "v": t})
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with contextlib.ExitStack() as inside:
-        inside.enter_context(environment_of_the_engine())
-        operator = inside.enter_context(process([sys.executable, "-c", OPERATOR, json.dumps(SMALL), device], **pipes))
-        assert operator.stdin is not None
-        assert operator.stdout is not None
+    with operator(SMALL, device) as alone:
         for counts in range(rounds + 1):
             seen = {
                 "bare echo": [bare.post("/echo", body).whole for _ in range(calls)],
                 "call": [ours.post("/attention", body).whole for _ in range(calls)],
                 "bare exchange": [bare.post(f"/bytes/{t.nbytes}", body).whole for _ in range(calls)],
+                "operator": alone(calls),
             }
-            operator.stdin.write(f"{calls}\n")
-            operator.stdin.flush()
-            seen["operator"] = json.loads(operator.stdout.readline())
             if counts:
                 for name, seconds in seen.items():
                     measured.add(name, *seconds)
@@ -254,15 +220,31 @@ def memory(ours: Connection, child: subprocess.Popen[str], early: int, late: int
     return found
 
 
-def environment(device: str = "cpu") -> dict[str, Any]:
-    made = record.environment("torch", "uvicorn", "uvloop", "httptools", "fastapi", device=device)
-    return {**made, "malloc": MALLOC}
+@contextlib.contextmanager
+def operator(shape: tuple[int, ...], device: str = "cpu") -> Iterator[Callable[[int], list[float]]]:
+    """The operator in a process of its own: a function that returns the seconds of so many calls."""
+    command = [sys.executable, "-c", OPERATOR, json.dumps(shape), device]
+    with environment_of_the_engine(), process(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        to, out = child.stdin, child.stdout
+        assert to is not None
+        assert out is not None
+
+        def calls(count: int) -> list[float]:
+            to.write(f"{count}\n")
+            to.flush()
+            found: list[float] = json.loads(out.readline())
+            return found
+
+        yield calls
 
 
-def target(what: str, value: float, unit: str, *, least: float = 0.0, most: float = math.inf) -> dict[str, Any]:
-    """A figure with what it was to reach."""
-    bound = {"at_least": least} if least else {"at_most": most}
-    return {"what": what, "value": round(value, 3), "unit": unit, **bound, "met": least <= value <= most}
+@contextlib.contextmanager
+def bare_uvicorn() -> Iterator[int]:
+    """The port of bare uvicorn, the ceiling of a Python service."""
+    command = [sys.executable, str(ROOT / "benchmarks/peers/bare_uvicorn.py")]
+    with process(command, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        yield int(child.stdout.readline())
 
 
 def report(measured: Measured, kept: dict[str, dict[str, float]], requests: int) -> dict[str, Any]:
@@ -286,44 +268,30 @@ def report(measured: Measured, kept: dict[str, dict[str, float]], requests: int)
     }
 
 
-def print_table(result: dict[str, Any]) -> None:
-    for row in result["targets"]:
-        bound = f"at least {row['at_least']}" if "at_least" in row else f"at most {row['at_most']}"
-        print(f"{row['what']:<50} {row['value']:>7} {row['unit']:<8} {bound:<14} {'met' if row['met'] else 'MISSED'}")
-    for name in ("mib_per_second", "median_microseconds", "resident_mib"):
-        print(f"{name}: {result[name]}")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
-    parser.add_argument("--device", default="cpu", help="of the service and of the operator")
-    parser.add_argument("--rounds", type=int, default=15, help="of each comparison")
-    parser.add_argument("--calls", type=int, default=60, help="small calls of each way in a round")
-    parser.add_argument("--starts", type=int, default=3, help="of the service, to time them")
-    parser.add_argument("--requests", type=int, default=10_000, help="before memory is looked at, and after a tenth")
-    asked = parser.parse_args()
-    result = {"environment": environment(asked.device), "rounds": asked.rounds, "calls": asked.calls}
+def measure(asked: argparse.Namespace) -> dict[str, Any]:
     measured = Measured()
     for _ in range(asked.starts - 1):
         with service(asked.device) as (_, _, seconds):
             measured.add("start", seconds)
-    bare_command = [sys.executable, str(ROOT / "benchmarks/peers/bare_uvicorn.py")]
-    with process(bare_command, stdout=subprocess.PIPE) as peer, service(asked.device) as (child, port, seconds):
+    with bare_uvicorn() as bare_port, service(asked.device) as (child, port, seconds):
         measured.add("start", seconds)
-        assert peer.stdout is not None
-        with (
-            contextlib.closing(Connection(port)) as ours,
-            contextlib.closing(Connection(int(peer.stdout.readline()))) as bare,
-        ):
+        with contextlib.closing(Connection(port)) as ours, contextlib.closing(Connection(bare_port)) as bare:
             small_calls(ours, bare, asked.device, asked.rounds, asked.calls, measured)
             kept = memory(ours, child, asked.requests // 10, asked.requests)
             large_bodies(ours, bare, LARGE * asked.rounds, measured)
-    result |= report(measured, kept, asked.requests)
-    print_table(result)
-    write(asked.out, "serving", result)
-    return 0 if all(row["met"] for row in result["targets"]) else 1
+    found = report(measured, kept, asked.requests)
+    for name in ("mib_per_second", "median_microseconds", "resident_mib"):
+        print(f"{name}: {found[name]}")
+    return {"rounds": asked.rounds, "calls": asked.calls, **found}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run(
+        measure,
+        "serving",
+        device=Option("cpu", "of the service and of the operator"),
+        rounds=Option(15, "of each comparison"),
+        calls=Option(60, "small calls of each way in a round"),
+        starts=Option(3, "of the service, to time them"),
+        requests=Option(10_000, "before memory is looked at, and after a tenth"),
+    )

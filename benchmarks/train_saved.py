@@ -13,12 +13,11 @@ import statistics
 import sys
 import time
 import urllib.request
-from pathlib import Path
 from typing import Any
 
 import torch
-from record import write
-from serving import ROOT, environment, service, target
+from runner import ROOT, Option, run, target
+from serving import service
 
 import flashpoint
 
@@ -74,12 +73,7 @@ def saving(client: flashpoint.Client, rounds: int) -> dict[str, float]:
     return {name: round(statistics.median(samples), 3) for name, samples in took.items()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Train with forwards that stay at the server")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmarks" / "results")
-    asked = parser.parse_args()
+def measure(asked: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     with service() as (_, port, _), flashpoint.Client(f"http://127.0.0.1:{port}") as client:
         train_gpt.train(train_gpt.way("saved", client, "torch"), steps=3)
@@ -90,10 +84,8 @@ def main() -> None:
         target("bytes a step with save / without", share, "ratio", most=MOST_BYTES),
         target("the same losses to the bit", float(found["same_losses"]), "yes", least=1.0),
     ]
-    result = {"environment": environment(), "targets": targets, "training": found, "forward_ms": forward}
-    write(asked.results, "train-saved", result)
-    sys.exit(not all(one["met"] for one in targets))
+    return {"targets": targets, "training": found, "forward_ms": forward}
 
 
 if __name__ == "__main__":
-    main()
+    run(measure, "train-saved", rounds=Option(5), steps=Option(40))

@@ -69,31 +69,35 @@ class Cuda:
                 return row
 
     def milliseconds(self, call: Callable[[], Any], repeats: int = 20) -> list[float]:
-        """Return the time of each of `repeats` calls."""
+        """Return the time of each of `repeats` calls. Raises CannotRunError where the host's time would be in it."""
         from flashpoint_kernels.timing.clock import clock_of
+        from flashpoint_kernels.timing.implementations import CannotRunError
 
-        return clock_of(self.name).time(call, repeats)
+        clock = clock_of(self.name)
+        taken = clock.time(call, repeats)
+        if clock.with_host:
+            raise CannotRunError("the call waits for the device, so that its time would have the host's in it")
+        return taken
 
     def occupancy(self, call: Any) -> Row:
         """Return what the compiler made of a call's kernel, and how many of its programs a multiprocessor holds."""
         import torch
 
-        from flashpoint_kernels.triton_backend.calls import compile_options
+        from flashpoint_kernels.triton_backend.sass import resources
 
-        options = {**call.constants, **compile_options(call.tile)}
-        compiled = call.kernel.warmup(*call.args(), grid=(call.programs,), **options)
-        compiled._init_handles()
+        compiled = call.warmup()
+        registers, spilled = resources(compiled.asm["cubin"])
         properties = torch.cuda.get_device_properties(self.name)
         threads = 32 * compiled.metadata.num_warps
         shared = compiled.metadata.shared
         fitting = [
-            REGISTERS // (max(compiled.n_regs, 1) * threads),
+            REGISTERS // (max(registers, 1) * threads),
             properties.shared_memory_per_multiprocessor // max(shared + 1024, 1),  # the system keeps 1 KiB a program
             properties.max_threads_per_multi_processor // threads,
         ]
         return {
-            "registers": compiled.n_regs,
-            "spills": compiled.n_spills,
+            "registers": registers,
+            "spills": spilled,
             "shared_bytes": shared,
             "programs_per_multiprocessor": min(fitting),
         }

@@ -60,6 +60,7 @@ class Sizes:
     sweep: int = 4096
     math: int = 4096  # beyond, the scores of SDPA's math alone would not fit
     smoke: tuple[int, int, int, int] = (200, 333, 4099, 128)  # queries, keys, keys that are split, head dimension
+    repeats: int = 50  # of the smoke tests that compare bits
     decode: tuple[tuple[int, int], ...] = ((1, 4096), (64, 4096), (8, 16384), (64, 16384), (1, 65536))  # batch, keys
     decode_heads: tuple[tuple[int, int], ...] = ((32, 8), (64, 8), (32, 32))  # of queries, of keys
     pages: tuple[int, ...] = (16, 256)
@@ -202,17 +203,29 @@ class Group(NamedTuple):
 
 
 class Suite(NamedTuple):
-    """Tests that run on the device: files of tests/kernels, and variables of their processes."""
+    """Tests that run on the device: files of tests/kernels, and variables of their processes.
+
+    `select` is an expression of pytest's -k. `seconds` is the limit of one test, kernels compiled within it.
+    """
 
     name: str
     patterns: tuple[str, ...]
     environment: dict[str, str]
+    select: str = ""
+    seconds: int = 120
 
 
 # The files of tests/kernels that run on FLASHPOINT_TEST_DEVICE; they import torch, triton, numpy and pytest alone.
 TRITON_TESTS = ("test_triton_*.py", "test_nano.py")
 BACKENDS_TESTS = tuple(
     f"test_{name}.py" for name in ("torch_fused", "edges", "extremes", "backends", "functional", "ops", "verification")
+)
+SERVING_TESTS = tuple(f"test_{name}.py" for name in ("wide_heads", "quantization", "pages", "block_masks"))
+# Those of the serving tests that run kernels; the others test refusals, prices and functions that make masks.
+KERNELS_OF_SERVING = (
+    "(answers or 8_bit_keys or first_columns or each_form or every_pair or one_head or stand_for or among_others or "
+    "not_read or without_a_block or neighbours or those_of_the_keys or share_a_call or runs_again or no_page) "
+    "and not in_tiles"
 )
 _HOPPER_FIRST = ("test_triton_hopper.py", *TRITON_TESTS)
 _CONSAN = {"FLASHPOINT_HOPPER": "1", "TRITON_INSTRUMENTATION_MODE": "consan"}
@@ -221,9 +234,19 @@ SUITES = {
     "tests": (
         Suite("hopper", _HOPPER_FIRST, {"FLASHPOINT_HOPPER": "1"}),
         Suite("general", TRITON_TESTS, {"FLASHPOINT_HOPPER": "0"}),
+        Suite("serving", SERVING_TESTS, {"FLASHPOINT_HOPPER": "0"}, KERNELS_OF_SERVING),
         Suite("backends", BACKENDS_TESTS, {"FLASHPOINT_HOPPER": "0"}),
     ),
-    "races": (Suite("hopper_races", ("test_triton_hopper.py",), _CONSAN),),
+    # flashpoint verify's judge: ours, torch's, and those of other packages that are installed.
+    "judge": (
+        Suite("judge", ("test_judged.py",), {"FLASHPOINT_HOPPER": "0"}, seconds=300),
+        Suite("judge_hopper", ("test_judged.py",), {"FLASHPOINT_HOPPER": "1"}, "ours or our_kernels", seconds=300),
+    ),
+    # The instrumented kernels compile for a minute and more at D 64 (46 s the forward, 60 and 22 the gradients).
+    "races": tuple(
+        Suite(f"hopper_races_{direction}", ("test_hopper_races.py",), _CONSAN, direction, seconds=300)
+        for direction in PASSES
+    ),
 }
 
 
@@ -316,7 +339,7 @@ TIMED_STAGES: dict[str, Callable[[Sizes, bool, Collection[str]], list[Group]]] =
     "decode": decode,
     "flex": flex,
 }
-STAGES = ("first", "tests", "races", "sweep", "table", "papers", "decode", "flex")  # in this order
+STAGES = ("first", "tests", "judge", "races", "sweep", "table", "papers", "decode", "flex")  # in this order
 
 
 def groups(stage: str, sizes: Sizes, environment: dict[str, Any]) -> list[Group]:

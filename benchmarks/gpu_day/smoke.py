@@ -36,10 +36,14 @@ class Check:
     mask: bool = False
     sinks: bool = False
     blocks: bool = False  # a block mask
+    dims: tuple[int, int] | None = None  # of keys and of values; None: the device's sizes
+    repeats: bool = False  # run again and again: each time the same bits
     dtype: str = "bfloat16"
     options: dict[str, Any] = field(default_factory=lambda: {"causal": True})
 
 
+_GRADIENTS = ("attention_delta", "attention_backward_kv", "attention_backward_q")
+_GRADS = ("dq", "dk", "dv")
 _LEVEL_1: dict[str, Any] = {"window": (100, 20), "softcap": 5.0}
 _BLOCKS: dict[str, Any] = {"causal": True, "block_size": (32, 32)}
 CHECKS = {
@@ -66,23 +70,37 @@ CHECKS = {
     "backward_q_blocks": Check(
         ("attention_delta", "list_key_tiles", "attention_backward_q"), ("dq",), blocks=True, options=_BLOCKS
     ),
+    "wide": Check(("attention_forward",), dims=(192, 128)),
+    "widest": Check(("attention_forward",), dims=(576, 512)),
+    "widest_split": Check(("attention_forward", "merge_parts"), dims=(576, 512), split=True),
+    "repeats_forward": Check(("attention_forward",), repeats=True),
+    "repeats_backward": Check(_GRADIENTS, _GRADS, repeats=True),
+    "repeats_forward_hopper": Check(("attention_forward_hopper",), hopper=True, repeats=True),
+    "repeats_backward_hopper": Check(
+        ("attention_delta", "attention_backward_kv_hopper", "attention_backward_q_hopper"),
+        _GRADS,
+        hopper=True,
+        repeats=True,
+    ),
     "float32": Check(("attention_forward",), dtype="float32"),
     "nano": Check(("nano_forward",)),
 }
 
 
 def smoke(device: Cuda, task: Smoke) -> dict[str, Any]:
-    """Return whether the check is `ok`, the kernels that ran, and each error with its bound."""
+    """Return whether the check is `ok`, the kernels that ran, each error with its bound, and which bits changed."""
     check = CHECKS[task.name]
     tensors = _tensors(device, check)
     with path_of_hopper(check.hopper):
         answers, ran, options = _nano(tensors) if task.name == "nano" else _launched(tensors, check)
+        changed = _changed(tensors, options, answers, device.sizes.repeats) if check.repeats else []
     found = verify(tensors, options, answers=answers)
     missing = [name for name in check.kernels if name not in ran]
     return {
-        "ok": found.ok and not missing,
+        "ok": found.ok and not missing and not changed,
         "kernels": ran,
         "missing": missing,
+        "changed": changed,
         "errors": {t.name: [t.max_abs, t.bound] for t in found.tensors},
     }
 
@@ -104,6 +122,7 @@ def _tensors(device: Cuda, check: Check) -> dict[str, Tensor]:
     """q, k, v and what else the check takes; with gradients also do, o and lse."""
     queries, keys, many, dim = device.sizes.smoke
     q_len, kv_len = (5, many) if check.split else (queries, keys)
+    dim, value_dim = check.dims or (dim, dim)
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -111,7 +130,7 @@ def _tensors(device: Cuda, check: Check) -> dict[str, Tensor]:
 
     kv_heads = 4 if "nano_forward" in check.kernels else 2
     tensors = {"q": normal(2, 4, q_len, dim), "k": normal(2, kv_heads, kv_len, dim)}
-    tensors["v"] = normal(2, kv_heads, kv_len, dim)
+    tensors["v"] = normal(2, kv_heads, kv_len, value_dim)
     if check.keys:
         for name in ("k", "v"):
             tensors[name], tensors[f"{name}_scale"] = quantize(tensors[name], DTYPES[check.keys])
@@ -127,7 +146,7 @@ def _tensors(device: Cuda, check: Check) -> dict[str, Tensor]:
     if check.grads:
         forward = Problem.create(tensors, Options(return_lse=True, **check.options))
         run([forward], "reference")
-        tensors |= {"do": normal(2, 4, q_len, dim), **forward.outputs}
+        tensors |= {"do": normal(2, 4, q_len, value_dim), **forward.outputs}
     return tensors
 
 
@@ -158,7 +177,8 @@ def _launched(tensors: dict[str, Tensor], check: Check) -> tuple[dict[str, Tenso
         options = replace(options, grads=check.grads)
         problem = Problem.create(tensors, options, "backward")
     else:
-        problem = Problem.create(tensors, replace(options, return_lse=True))
+        options = replace(options, return_lse=True)
+        problem = Problem.create(tensors, options)
     for t in problem.outputs.values():
         t.fill_(float("nan"))
     run([problem], "triton")
@@ -167,6 +187,18 @@ def _launched(tensors: dict[str, Tensor], check: Check) -> tuple[dict[str, Tenso
     else:
         calls = launch.forward_calls([problem])
     return problem.outputs, [call.kernel.__name__ for call in calls if call.programs], options
+
+
+def _changed(tensors: dict[str, Tensor], options: Options, first: dict[str, Tensor], repeats: int) -> list[str]:
+    """Return the answers whose bits changed when the problem ran again, that often."""
+    problem = Problem.create(tensors, options, "backward" if "do" in tensors else "forward")
+    changed: set[str] = set()
+    for _ in range(repeats):
+        for t in problem.outputs.values():
+            t.fill_(float("nan"))
+        run([problem], "triton")
+        changed |= {name for name, t in problem.outputs.items() if not torch.equal(t, first[name])}
+    return sorted(changed)
 
 
 def _nano(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], list[str], Options]:

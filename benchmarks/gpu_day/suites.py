@@ -16,7 +16,6 @@ from benchmarks.gpu_day.guard import die_with_parent
 from benchmarks.gpu_day.plan import Suite
 
 CUT_OFF = 124  # the exit code where time ran out
-TEST_SECONDS = 120  # of one test, kernels compiled within it
 
 
 def files(suite: Suite) -> list[str]:
@@ -45,7 +44,7 @@ def run(
             json.dumps(
                 {
                     "record": str(record), "suite": suite.name, "row": row, "known": known, "device": device,
-                    "limit": TEST_SECONDS,
+                    "limit": suite.seconds,
                 }
             )
         )  # fmt: skip
@@ -57,6 +56,7 @@ def run(
             environment["TRITON_CACHE_DIR"] = str(Path(folder) / "cache")  # not to be mixed up with the others
         plugins = ["-p", "xdist", "-p", "benchmarks.gpu_day.outcomes", "-p", "no:cacheprovider"]
         options = ["-n", str(processes), "-m", "not full", "-o", "filterwarnings=default", "-ra", "--tb=short", "-q"]
+        options += ["-k", suite.select] if suite.select else []
         command = [sys.executable, "-m", "pytest", *plugins, *options, *files(suite)]
         with log.open("ab") as output:
             output.write(f"\n== {suite.name}\n".encode())

@@ -21,7 +21,8 @@ from typing import NamedTuple
 
 import psutil
 from forms import LISTS, OIP_BINARY, OIP_JSON, RAW, SAFETENSORS, Case, Form
-from serving import MALLOC, START_SECONDS
+from runner import MALLOC
+from serving import START_SECONDS
 
 HERE = Path(__file__).resolve().parent
 CONSTRAINTS = HERE.parent.parent / "constraints.txt"

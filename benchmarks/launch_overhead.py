@@ -1,0 +1,127 @@
+"""The host's time of a call on a GPU, without a GPU: `python benchmarks/launch_overhead.py --beside CHECKOUT`.
+
+Everything that a call of `backend="triton"` does before the driver's launch, by the same code: Triton looks the
+compiled kernel up and stops there, and tensors are on the CPU. So the driver, the copy to the device and its pinned
+memory are not in these times, nor is the path for plain calls on the CPU. CHECKOUT is a checkout of another commit;
+both take turns (checkouts.py). Goes to benchmarks/results/launch-overhead-<cpu>.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from checkouts import Call, answer, in_turns
+
+ARCH = 90
+CALLS = 60  # of one case in one turn
+
+
+def cases() -> dict[str, Call]:
+    """The calls, in one process. A loop begins again before its keys would end."""
+    import torch
+
+    from flashpoint_kernels import Options, Problem, attention
+    from flashpoint_kernels.triton_backend import prepare
+
+    def tensors(batch: int, heads: int, kv_heads: int, q_len: int, kv_len: int) -> list[torch.Tensor]:
+        shapes = (batch, heads, q_len, 128), (batch, kv_heads, kv_len, 128), (batch, kv_heads, kv_len, 128)
+        return [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
+
+    def forward(*sizes: int) -> Call:
+        q, k, v = tensors(*sizes)
+        return lambda: attention(q, k, v, causal=True, backend="triton")
+
+    def growing(new: bool, *sizes: int) -> Call:
+        q, k, v = tensors(*sizes)
+        length = [sizes[-1] // 2]
+
+        def call() -> None:
+            length[0] = length[0] + 1 if length[0] < sizes[-1] else sizes[-1] // 2
+            k_now, v_now = k[:, :, : length[0]], v[:, :, : length[0]]
+            if new:
+                k_now, v_now = torch.empty(k_now.shape, dtype=k.dtype), torch.empty(v_now.shape, dtype=v.dtype)
+            attention(q, k_now, v_now, causal=True, backend="triton")
+
+        return call
+
+    def with_lengths(*sizes: int) -> Call:
+        q, k, v = tensors(*sizes)
+        lengths = torch.arange(sizes[0], dtype=torch.int32) + sizes[-1] // 2
+
+        def call() -> None:
+            lengths.copy_((lengths + 1) % sizes[-1])
+            attention(q, k, v, causal=True, kv_lengths=lengths, backend="triton")
+
+        return call
+
+    def with_gradients(backward: bool, *sizes: int) -> Call:
+        q, k, v = (t.requires_grad_() for t in tensors(*sizes))
+
+        def call() -> None:
+            o = attention(q, k, v, causal=True, backend="triton")
+            if backward:
+                torch.autograd.grad(o, (q, k, v), o.detach())
+
+        return call
+
+    def prepared(*sizes: int) -> Call:
+        q, k, v = tensors(*sizes)
+        return prepare([Problem.create({"q": q, "k": k, "v": v}, Options(causal=True))])
+
+    decode = 1, 32, 8, 1, 4096
+    return {
+        "decode, batch 1": forward(*decode),
+        "decode, batch 64": forward(64, 32, 8, 1, 512),
+        "prefill": forward(1, 16, 16, 4096, 4096),
+        "decode, one key more in each call": growing(False, *decode),
+        "decode, one key more in each call, in new memory": growing(True, *decode),
+        "decode with kv_lengths, batch 64": with_lengths(64, 32, 8, 1, 1024),
+        "forward with gradients, decode": with_gradients(False, *decode),
+        "forward with gradients, prefill": with_gradients(False, 1, 16, 16, 1024, 1024),
+        "forward and backward": with_gradients(True, 1, 16, 16, 1024, 1024),
+        "prepared, two kernels": prepared(*decode),
+        "prepared, one kernel": prepared(1, 16, 16, 4096, 4096),
+    }
+
+
+def work() -> None:
+    """Answer each name of a case on stdin with the microseconds of the fastest of `CALLS` calls."""
+    from flashpoint_kernels import dispatch, plain
+    from flashpoint_kernels.triton_backend.ahead import pretend
+
+    pretend(ARCH)
+    stop_before_the_driver()
+    dispatch._INTERPRETED = True  # `triton` is a backend of this CPU
+    plain.attention = lambda *_: None  # which answers plain calls on a CPU, and none on a GPU
+    answer(cases(), CALLS)
+
+
+def stop_before_the_driver() -> None:
+    """Let each launch end where Triton would call the driver."""
+    from triton.runtime.jit import JITFunction
+
+    run = JITFunction.run
+
+    def stopped(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return run(self, *args, grid=grid, warmup=True, **options)
+
+    JITFunction.run = stopped
+
+
+def measure(asked: argparse.Namespace) -> dict[str, Any]:
+    found = in_turns(__file__, asked.beside, asked.rounds, TRITON_INTERPRET="0")
+    found["environment"]["arch"] = f"sm_{ARCH}"
+    return {**found, "calls": CALLS}
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--work"]:
+        work()
+    else:
+        from runner import Option, run  # a checkout of another commit may have other packages
+
+        beside = Option(None, "a checkout of another commit", type=Path)
+        run(measure, "launch-overhead", packages=("torch", "triton"), malloc=False, beside=beside, rounds=Option(20))
