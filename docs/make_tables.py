@@ -1,9 +1,8 @@
 """Fill the tables of the documentation from the code and from what was measured, so that neither drifts from the other.
 
 `python docs/make_tables.py` writes them between their marks, `<!-- table: NAME -->` and `<!-- end -->`, and the
-settings of the Helm chart into its schema, and the parameters of the SDK's calls into their docstrings
-(`docstrings.py`); with `--check` it writes nothing and exits with 1 where a file is not as it would write it (`make
-lint`). The tables themselves are made in `docs/tables/`.
+settings of the Helm chart into its schema, and the schema of the judge's report; with `--check` it writes nothing and
+exits with 1 where a file is not as it would write it (`make lint`). The tables themselves are made in `docs/tables/`.
 """
 
 from __future__ import annotations
@@ -14,13 +13,14 @@ import re
 import sys
 from pathlib import Path
 
-import docstrings
+from flashpoint_contract import judging
 from flashpoint_server.config.settings import Settings
 from tables import TABLES
 
 DOCS = Path(__file__).resolve().parent
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 CHART_SCHEMA = DOCS.parent / "deploy/helm/flashpoint/values.schema.json"
+REPORT_SCHEMA = DOCS / "reference/judge-report.schema.json"
 # Settings that the chart decides, secrets, files that it does not mount, and shared memory, which ends with a pod.
 NOT_OF_THE_CHART = {
     "port",
@@ -58,18 +58,14 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a page has drifted")
     check = parser.parse_args().check
     drifted = []
-    for page in [*sorted(DOCS.rglob("*.md")), CHART_SCHEMA]:
+    made = {CHART_SCHEMA: with_settings, REPORT_SCHEMA: lambda _: json.dumps(judging.schema(), indent=2) + "\n"}
+    for page in [*sorted(DOCS.rglob("*.md")), *made]:
         before = page.read_text(encoding="utf-8")
-        after = with_settings(before) if page == CHART_SCHEMA else filled(before)
+        after = made.get(page, filled)(before)
         if after != before:
             drifted.append(page.name)
             if not check:
                 page.write_text(after, encoding="utf-8")
-    for path, before, after in docstrings.files():
-        if after != before:
-            drifted.append(path.name)
-            if not check:
-                path.write_text(after, encoding="utf-8")
     if check and drifted:
         print(f"{', '.join(drifted)}: not as the code is; run python docs/make_tables.py", file=sys.stderr)
         return 1

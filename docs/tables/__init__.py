@@ -21,7 +21,20 @@ from .code import (
     tensors,
 )
 from .decoding import break_even, gemma, lora
-from .kernels import benchmarks, compiled, compiled_all, decode, each_option, loops, loops_beside, reproduced
+from .judging import judge_corpus, judge_seeds
+from .kernels import (
+    benchmarks,
+    compiled,
+    compiled_all,
+    cpu_calls,
+    decode,
+    each_option,
+    launch_overhead,
+    loops,
+    loops_beside,
+    one_row,
+    reproduced,
+)
 from .markdown import targets_by_machine
 from .metrics import labels, metrics
 from .service import (
@@ -38,13 +51,15 @@ from .service import (
     train_saved,
 )
 from .settings import limits, settings
-from .trust import each_fault, faults, fuzz, install, load, load_steps, steady
+from .trust import each_fault, faults, fuzz, gpu_image, install, load, load_steps, steady
 
 TABLES: dict[str, Callable[[], str]] = {
     "algorithms": algorithms,
     "benchmarks": benchmarks,
     "beside": beside,
     "break-even": break_even,
+    "judge-corpus": judge_corpus,
+    "judge-seeds": judge_seeds,
     "calls": calls,
     "capacity": capacity,
     "capacity-ratio": capacity_ratio,
@@ -63,11 +78,15 @@ TABLES: dict[str, Callable[[], str]] = {
     "fields": fields,
     "fuzz": fuzz,
     "gemma": gemma,
+    "gpu-image": gpu_image,
     "headers": headers,
     "install": install,
     "load": load,
     "load-steps": load_steps,
     "labels": labels,
+    "cpu-calls": cpu_calls,
+    "launch-overhead": launch_overhead,
+    "one-row": one_row,
     "limits": limits,
     "loops": loops,
     "loops-beside": loops_beside,

@@ -13,10 +13,10 @@ from unittest import mock
 from flashpoint.commands import help_page
 from flashpoint.commands.app import load
 from flashpoint.commands.registry import COMMANDS
-from flashpoint.options import AttentionOptions
 from flashpoint_contract.caches import CACHE_OPTIONS, CacheOption
 from flashpoint_contract.options import BACKENDS, LAYOUTS
 from flashpoint_contract.saved import SAVED_OPTIONS
+from flashpoint_contract.schemas.options import AttentionOptions
 from flashpoint_contract.tensors import FLOATS, INPUT_TENSORS, TENSORS, Tensor
 from flashpoint_kernels import native
 from flashpoint_kernels.support import SUPPORT, said
@@ -110,7 +110,7 @@ def support() -> str:
     columns: dict[str, frozenset[str]] = {}
     for name in BACKENDS:
         if name == "torch":
-            columns |= {"torch, CPU": SUPPORT[name] | native.FEATURES, "torch, CUDA": SUPPORT[name]}
+            columns |= {"torch, CPU": native.SUPPORT, "torch, CUDA": SUPPORT[name]}
         elif name in SUPPORT:
             columns[name] = SUPPORT[name]
     rows = []

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from itertools import groupby, product
+from statistics import median
 from typing import Any
 
-from flashpoint.benchmark_schema import BenchmarkJob
 from flashpoint.commands.tables import columns, number, problem
+from flashpoint_contract.schemas.benchmark import BenchmarkJob
 from flashpoint_kernels.timing.device import SHEETS
 
 from .markdown import NOT_MEASURED, RESULTS, made_on, results, table, targets
@@ -36,6 +37,49 @@ def compiled(arch: int) -> str:
     made = f"triton {result['triton']}, {result['date'][:10]}, commits {commits}"
     said = f"\nsm_{arch}, {', '.join(f'`{i}`' for i in instructions)}; {len(result['kernels'])} variants; {made}:\n\n"
     return said + table(["dtype", "level", "D", *(f"`{name}`" for name in names)], rows)
+
+
+def launch_overhead() -> str:
+    """A row a call: the host's microseconds, and those of another commit, in turns."""
+    found = ""
+    for _, result in results("launch-overhead"):
+        made = result["environment"]
+        rows = [(row["call"], row["us"], row["us_beside"], row["ratio"]) for row in result["rows"]]
+        head = ("call", "µs", f"µs, commit {made['beside'][:10]}", "ratio")
+        found += f"\n{made_on(made, 'torch', 'triton')}; compiled for {made['arch']}, without the driver:\n\n"
+        found += table(head, rows)
+    return found or NOT_MEASURED
+
+
+def cpu_calls() -> str:
+    """Plain calls on the CPU beside another commit: for each pass and N, over types and D."""
+    text = ""
+    for _, result in results("cpu-calls"):
+        made: dict[str, str] = result["environment"]
+        kinds: dict[tuple[str, str], list[float]] = {}
+        for row in result["rows"]:
+            kind, _, _, length = row["call"].split(", ")
+            kinds.setdefault((kind, length), []).append(row["ratio"])
+        rows = [
+            (kind, length, f"{median(own):.2f}", f"{max(own):.2f}")
+            for (kind, length), own in sorted(kinds.items(), key=lambda item: (item[0][0], int(item[0][1][2:])))
+        ]
+        text += f"\n{made_on(made, 'torch')}, beside commit {made['beside'][:10]}; {result['rounds']} rounds:\n\n"
+        text += table(("pass", "N", "time / before, median", "most"), rows)
+    return text or NOT_MEASURED
+
+
+def one_row() -> str:
+    """How many rows have bits that depend on the call, and what the control finds."""
+    text = ""
+    for _, result in results("one-row"):
+        control = result["control"]
+        text += (
+            f"\n{made_on(result['environment'], 'torch')}: **{result['differing']:,} of {result['rows']:,}** rows of "
+            f"{result['problems']} drawn problems; torch's operator, the control: {control['differing']:,} of "
+            f"{control['rows']:,}.\n"
+        )
+    return text or NOT_MEASURED
 
 
 def compiled_all() -> str:
@@ -160,7 +204,7 @@ def benchmarks() -> str:
         )
         for title, group in groupby(job.rows, key=problem):
             rows = [row for row in group if row.skipped is None]
-            shown = columns(rows, wide=True)
+            shown = columns(rows)
             text += f"\n{title}\n\n"
             text += table(["", *shown], ([row.backend, *(write(row) for write in shown.values())] for row in rows))
     return text or NOT_MEASURED
@@ -199,16 +243,26 @@ def each_option() -> str:
             for r in rows.get("flex", [])
         ]
         decode = [(r["decode"], *map(number, (r["ms"], r["other_ms"], r["times"]))) for r in rows.get("decode", [])]
-        short = [
-            (r["length"], "yes" if r["causal"] else "no", *map(number, (r["ms"], r["other_ms"], 1 / r["times"])))
-            for r in rows.get("short", [])
-        ]
+        plain = [
+            (
+                r["pass"], r["dtype"], r["kernel"] or "not recorded", r["head_dim"], r["length"],
+                "yes" if r["causal"] else "no", *map(number, (r["ms"], r["other_ms"], r["times"])),
+            )
+            for r in rows.get("plain", [])
+        ]  # fmt: skip
+        flexed = [
+            (r["kind"], r["pass"], *map(number, (r["ms"], r["other_ms"], r["times"])),
+             f"{r['mib']} / {r['other_mib']}" if "mib" in r else "–")
+            for r in rows.get("flex_attention", [])
+        ]  # fmt: skip
         for head, own in (
             (["option", "pass", "ms", "written out, ms", "times faster", "memory / its",
               "huge pages: ms", "written out, ms", "times faster"], formula),
             (["option", "ms", "FlexAttention, ms", "times its speed", "its compilation, s"], flex),
             (["decode", "ms", "torch's operator, ms", "times its speed"], decode),
-            (["N", "causal", "auto, ms", "torch's operator, ms", "time / its"], short),
+            (["pass", "dtype", "kernel", "D", "N", "causal", "ms", "SDPA, ms", "SDPA's time / ours"], plain),
+            (["score_mod of `flex_attention`", "pass", "ms", "torch's forward, or the formula with gradient, ms",
+              "times faster", "MiB / its"], flexed),
         ):  # fmt: skip
             text += "\n" + table(head, own) if own else ""
     return text or NOT_MEASURED

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from prometheus_client import Metric
 
 from flashpoint_contract.options import BACKENDS
-from flashpoint_server.http.protocol import MALFORMED
+from flashpoint_server.http.ending import MALFORMED
 from flashpoint_server.observability.metrics import ENDS, STAGES, Metrics
 from flashpoint_server.oip.models import MODELS
 from flashpoint_server.oip.statistics import Statistics

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 from .markdown import NOT_MEASURED, RESULTS, made_on, results, table, verdicts
 
@@ -93,6 +94,40 @@ def install() -> str:
         sizes = f"the wheel has {result['wheel_mb']} MB, the source distribution {result['sdist_mb']} MB"
         text += f"\n{made_on(result['environment'], 'python', 'torch')}; {sizes}:\n\n"
         text += table(["", "wheel with `[server]`", "wheel alone: the SDK"], rows)
+    return text or NOT_MEASURED
+
+
+# The purpose of the packages of the image for GPUs, by their names; the first that matches counts.
+PARTS = {
+    "torch": r"torch ",
+    "Triton, with its compiler and NVIDIA's assembler": r"triton ",
+    "cuBLAS and cuDNN, which torch links": r"nvidia-cu(blas|dnn)",
+    "cuFFT, cuRAND, cuSOLVER, cuSPARSE and cuSPARSELt, which torch links": r"nvidia-cu(fft|rand|solver|sparse)",
+    "NCCL and NVSHMEM, which torch links, for several GPUs": r"nvidia-(nccl|nvshmem)",
+    "NVRTC, CUPTI, cuFile, nvJitLink and the runtime, which torch links": r"nvidia-|cuda-",
+}
+
+
+def gpu_image() -> str:
+    """Return the parts of the image for GPUs, and the steps of its build."""
+    text = ""
+    for _, result in results("gpu-image"):
+        left, rows = dict(result["packages"]), []
+        for part, pattern in PARTS.items():
+            own = [name for name in left if re.match(pattern, name)]
+            rows.append((part, f"{sum(left.pop(name) for name in own) / 1e9:.2f}"))
+        rows += [("the other packages", f"{sum(left.values()) / 1e9:.2f}")]
+        compiled, packages = result["compiled"], sum(result["packages"].values())
+        kernels = f"{sum(compiled['kernels'].values()):,} kernels, for {len(compiled['kernels'])} architectures"
+        rows += [(kernels, f"{compiled['bytes'] / 1e9:.2f}")]
+        rows += [("the base, Python and gcc", f"{(result['bytes'] - packages - compiled['bytes']) / 1e9:.2f}")]
+        rows += [("**all**", f"**{result['bytes'] / 1e9:.2f}**")]
+        torch = next(name for name in result["packages"] if name.startswith("torch "))
+        text += f"\n{made_on(result['environment'])}; {torch}; base: {result['base']}"
+        text += f"; {result['note']}:\n\n" if "note" in result else ":\n\n"
+        text += table(["", "GB"], rows) + "\n"
+        slow = [(f"`{step[:100]}`", round(s)) for step, s in result["steps"].items() if s >= 10]
+        text += table(["step of the build", "s"], [*slow, ("the whole run", result["build_s"])])
     return text or NOT_MEASURED
 
 

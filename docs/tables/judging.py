@@ -1,0 +1,57 @@
+"""The table of the judge's corpus, and right kernels in random cases, from benchmarks/results/judge-*.json."""
+
+from __future__ import annotations
+
+import json
+
+from .markdown import NOT_MEASURED, RESULTS, table
+
+
+def judge_corpus() -> str:
+    """Return what the judge and usual checks say of each kernel that was measured."""
+    path = RESULTS / "judge-corpus.json"
+    if not path.exists():
+        return NOT_MEASURED
+    found = json.loads(path.read_text())
+    rows, lines = found["rows"], []
+    wrong = [row for row in rows if row["wrong"]]
+    right = [row for row in rows if not row["wrong"]]
+    checks = ("allclose", "twice")
+
+    def passed(row: dict[str, object], check: str) -> str:
+        return "" if check not in row else "passes" if row[check] else "fails"
+
+    for row in [*wrong, *right]:
+        named = ", ".join(row["codes"]) or "nothing"
+        verdict = row["verdict"] if row["wrong"] else f"{row['verdict']} (a right kernel)"
+        seconds = f"{row['seconds']:.0f} / {row['judge_seconds']:.0f}"
+        lines.append((f"`{row['name']}`", verdict, named, seconds, *(passed(row, check) for check in checks)))
+    caught = sum(row["caught"] for row in wrong)
+    named_count = sum(row["named"] for row in wrong)
+    blamed = sum(row["caught"] for row in right)
+    others = ", ".join(
+        f"`{check}` fails {sum(not row.get(check, True) for row in wrong)} wrong and "
+        f"{sum(not row.get(check, True) for row in right)} right ones"
+        for check in checks
+    )
+    text = (
+        f"\n{found['cpu']}, 2 cores that others used too, {found['code']}. Rows here: {len(rows)} of "
+        f"{found['kernels']} kernels: {len(wrong)} wrong, {caught} of them caught and {named_count} named; "
+        f"{len(right)} right, {blamed} of them blamed; {others}. {found['note']}\n\n"
+    )
+    return text + table(("kernel", "verdict", "causes", "seconds, judge's own", *checks), lines)
+
+
+def judge_seeds() -> str:
+    """Return how often right kernels were blamed on random cases."""
+    path = RESULTS / "judge-seeds.json"
+    if not path.exists():
+        return NOT_MEASURED
+    found = json.loads(path.read_text())
+    verdicts = ", ".join(f"{number} {verdict}" for verdict, number in found["verdicts"].items())
+    blamed = ", ".join(sorted({f"`{each['name']}`" for each in found["blamed"]}))
+    return (
+        f"\n{found['cpu']}, torch {found['torch']}, commit {found['commit']}: {found['kernels']} right kernels in the "
+        f"cases of {found['seeds']} seeds from {found['first']} on: {verdicts}; {len(found['blamed'])} blamed"
+        f"{': ' + blamed if blamed else ''}. {found.get('note', '')}\n\n"
+    )

@@ -1,0 +1,72 @@
+"""Ring attention (Liu et al. 2023): each process has a part of the sequence, and keys travel from process to process.
+
+    .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/ring_attention.py
+
+Every process computes its queries' attention over all keys, one part after another, and the gradients likewise: those
+of the keys travel with them. It prints the largest difference from attention in one process.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from flashpoint_kernels import attention, attention_backward, merge
+
+
+# recipe: begin
+def pass_on(*tensors: Tensor) -> list[Tensor]:
+    """Send tensors to the next process of the ring; return those of the previous one."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    received = [torch.empty(t.shape, dtype=t.dtype) for t in tensors]
+    sent = [dist.P2POp(dist.isend, t.contiguous(), (rank + 1) % world) for t in tensors]
+    for request in dist.batch_isend_irecv([*sent, *(dist.P2POp(dist.irecv, t, (rank - 1) % world) for t in received)]):
+        request.wait()
+    return received
+
+
+class RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v):  # type: ignore[no-untyped-def]
+        parts, own, rank = [], (k, v), dist.get_rank()
+        for part in (*range(rank, -1, -1), *range(dist.get_world_size() - 1, rank, -1)):  # whose keys are here
+            if part <= rank:  # causal: later keys are not seen
+                parts.append(attention(q, k, v, causal=part == rank, return_lse=True))
+            k, v = pass_on(k, v)
+        o, lse = merge(*zip(*parts, strict=True))
+        ctx.save_for_backward(q, *own, o, lse)
+        return o
+
+    @staticmethod
+    def backward(ctx, do):  # type: ignore[no-untyped-def]
+        (q, k, v, o, lse), rank = ctx.saved_tensors, dist.get_rank()
+        sums = [torch.zeros_like(t) for t in (q, k, v)]
+        for part in (*range(rank, -1, -1), *range(dist.get_world_size() - 1, rank, -1)):
+            if part <= rank:  # o and lse are of all keys, so these are the shares of the gradients
+                found = attention_backward(do, q, k, v, o, lse, causal=part == rank)
+                sums = [t + more for t, more in zip(sums, found, strict=True)]
+            k, v, *sums[1:] = pass_on(k, v, *sums[1:])
+        return tuple(sums)
+
+
+# recipe: end
+
+
+def main() -> None:
+    dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)  # the same numbers everywhere; a process uses its part
+    whole = [torch.randn(1, heads, 256 * world, 64, requires_grad=True) for heads in (8, 2, 2)]
+    do = torch.randn(1, 8, 256 * world, 64)
+    expected = attention(*whole, causal=True)
+    expected.backward(do)
+    own = [t.detach().chunk(world, 2)[rank].requires_grad_() for t in whole]
+    o = RingAttention.apply(*own)
+    o.backward(do.chunk(world, 2)[rank])
+    pairs = [(o, expected), *((part.grad, t.grad) for part, t in zip(own, whole, strict=True))]
+    errors = [(found - truth.chunk(world, 2)[rank]).abs().max().item() for found, truth in pairs]
+    print(f"process {rank} of {world}: o, dq, dk, dv differ by at most {max(errors):.1e}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
