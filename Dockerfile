@@ -6,7 +6,7 @@ ARG DEVICE=gpu
 # The driver must be new enough for CUDA 13 (580 or later). `base` has no CUDA libraries but the runtime's own: torch of
 # the release that constraints.txt names, from pip's own index, brings all that it was built with, and Triton its tools.
 FROM nvidia/cuda:13.0.1-base-ubuntu24.04 AS base-gpu
-ENV TORCH_INDEX=""
+ENV DEVICE_TORCH_INDEX=""
 # Kernels are compiled for these architectures while the image is built.
 ENV ARCHITECTURES="80 86 89 90 100"
 # Triton compiles its driver module with gcc against Python's headers when a kernel first runs.
@@ -16,7 +16,7 @@ RUN apt-get update \
 
 FROM debian:12.12-slim AS base-cpu
 # Torch's own index has builds for the CPU alone, without CUDA's libraries.
-ENV TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ENV DEVICE_TORCH_INDEX=https://download.pytorch.org/whl/cpu
 ENV ARCHITECTURES=""
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends python3 python3-venv \
@@ -32,20 +32,27 @@ RUN apt-get update \
     && rm -rf /var/lib/apt/lists/*
 # torch first, in a layer of its own: it is gigabytes, and changes seldom.
 COPY constraints.txt ./
+# Another index for torch, for example that of a mirror; empty is pip's own.
+ARG TORCH_INDEX
 RUN python3 -m venv venv \
-    && venv/bin/pip install -c constraints.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch \
-    && venv/bin/pip install -c constraints.txt triton
-COPY pyproject.toml hatch_build.py README.md LICENSE ./
+    && index="${TORCH_INDEX-$DEVICE_TORCH_INDEX}" \
+    && venv/bin/pip install -c constraints.txt ${index:+--index-url "$index"} torch \
+    && venv/bin/pip install -c constraints.txt numpy triton
+# Kernels are compiled from the sources that they depend on, before others are copied: a change of the server compiles none.
 COPY contract contract
-COPY client client
 COPY kernels kernels
-COPY server server
-RUN venv/bin/pip install -c constraints.txt ".[grpc,otel,server]"
+# A kernel needs its code and its description to run; the other files that Triton keeps are removed.
 # hadolint ignore=SC2086
 RUN mkdir compiled \
     && if [ -n "$ARCHITECTURES" ]; then \
-        TRITON_CACHE_DIR=/opt/flashpoint/compiled venv/bin/python -m flashpoint_kernels.triton_backend.ahead --arch $ARCHITECTURES; \
-    fi
+        PYTHONPATH=contract:kernels TRITON_CACHE_DIR=/opt/flashpoint/compiled \
+        venv/bin/python -m flashpoint_kernels.triton_backend.ahead --arch $ARCHITECTURES; \
+    fi \
+    && find compiled -type f ! -name "*.cubin" ! -name "*.json" -delete
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
+COPY client client
+COPY server server
+RUN venv/bin/pip install -c constraints.txt ".[grpc,otel,server]"
 
 FROM base-${DEVICE} AS service
 ARG REVISION=unknown

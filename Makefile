@@ -6,7 +6,7 @@ PORT ?= 8000
 PYTEST := $(BIN)/python -m pytest
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: install serve test test-all test-full test-versions coverage test-cluster test-kserve test-kernels-full lint docs docs-serve format protos compile-all compat gpu gpu-serve gpu-wheels docker-steps charts audit dist lock loadtest chaos soak overload clean examples fuzz
+.PHONY: install serve test test-all test-full test-versions coverage test-cluster test-kserve test-kernels-full lint docs docs-serve format protos compile-all compat gpu gpu-serve gpu-wheels image-test gpu-image-test charts audit dist lock loadtest chaos soak overload clean examples fuzz
 
 # Changed sources of the CPU kernels are compiled again.
 NATIVE := hatch_build.py $(wildcard kernels/flashpoint_kernels/native/*.[ch]) kernels/flashpoint_kernels/native/build.py
@@ -36,13 +36,13 @@ WORKERS ?= 3
 export PYTHONDONTWRITEBYTECODE =
 SUITE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: $(VENV)/.dev
-	$(PYTEST) $(SUITE) -m "not gpu and not full and not slow" $(ARGS)
+	$(PYTEST) $(SUITE) -m "not gpu and not image and not full and not slow" $(ARGS)
 
 test-all: $(VENV)/.dev
-	$(PYTEST) $(SUITE) -m "not gpu and not full" $(ARGS)
+	$(PYTEST) $(SUITE) -m "not gpu and not image and not full" $(ARGS)
 
 test-full: $(VENV)/.dev
-	FLASHPOINT_TEST_EXPLORE=1 $(PYTEST) $(SUITE) -m "not gpu" $(ARGS)
+	FLASHPOINT_TEST_EXPLORE=1 $(PYTEST) $(SUITE) -m "not gpu and not image" $(ARGS)
 
 # Python 3.12 and 3.13 without torch, and the lowest versions of every library. Environments stay in build/versions.
 test-versions: $(VENV)/.dev
@@ -50,7 +50,7 @@ test-versions: $(VENV)/.dev
 
 # test-all, and which lines no test runs. Takes a third longer.
 coverage: $(VENV)/.dev
-	$(PYTEST) $(SUITE) -m "not gpu and not full" --cov --cov-report=term $(ARGS)
+	$(PYTEST) $(SUITE) -m "not gpu and not image and not full" --cov --cov-report=term $(ARGS)
 
 # Ray Serve for minutes: replicas that come and go under load.
 test-cluster: $(VENV)/.dev
@@ -106,9 +106,16 @@ STAGE ?= first
 gpu:
 	$(PYTHON) benchmarks/gpu.py $(STAGE) $(if $(OUT),--out $(OUT)) $(if $(RESUME),--resume $(RESUME)) $(if $(COMMIT),--commit $(COMMIT)) $(GPU)
 
-# The Dockerfile's steps, in clean roots and without Docker. As root, where debootstrap is installed.
-docker-steps: $(VENV)/.dev
-	$(BIN)/python tests/docker/steps.py
+# The image for the CPU, built and run by a Docker engine; as root, by one of its own where none is reachable. TORCH_INDEX=URL
+# is another index for torch. The engine ends with the tests, also where they are killed.
+IMAGE_TEST_SECONDS ?= 1200
+image-test: $(VENV)/.dev
+	timeout --signal=INT --kill-after=10 $(IMAGE_TEST_SECONDS) $(PYTEST) -m image -s -p no:randomly tests/docker/test_image.py $(ARGS)
+
+# The image for GPUs, built to its end and run without one: 30 GB of disk, and 20 minutes with 2 cores. RECORD=1 writes its
+# layers, packages and times into benchmarks/results/.
+gpu-image-test: $(VENV)/.dev
+	$(PYTEST) -m image -s -p no:randomly tests/docker/test_gpu_image.py $(ARGS)
 
 # The Helm chart with each file of deploy/helm/examples, rendered by Helm and held against Kubernetes' schemas.
 charts: $(VENV)/.dev
@@ -131,7 +138,7 @@ loadtest: $(VENV)/.dev
 FAULTS ?= 200
 SEED ?= 0
 chaos: $(VENV)/.dev
-	$(BIN)/python -m tests.chaos --faults $(FAULTS) --seed $(SEED)
+	$(BIN)/python -m chaos --faults $(FAULTS) --seed $(SEED)
 
 # Load for MINUTES, and what the service holds; ten times its capacity, and what is lost. LOAD as above.
 soak: MINUTES ?= 60
@@ -168,14 +175,18 @@ lock: $(VENV)/.dev
 	  --no-emit-index-url --quiet -o requirements.lock
 
 # The wheel and the source distribution, in dist/. RELEASING.md says what else belongs to a release.
+# auditwheel names the wheel by the oldest glibc that it runs with.
+DIST ?= dist
 dist: $(VENV)/.dev
-	rm -rf dist
-	$(BIN)/python -m hatchling build -d dist
-	@ls -l dist
+	rm -rf $(DIST)
+	$(BIN)/python -m hatchling build -d $(DIST)
+	for wheel in $(DIST)/*-linux_*.whl; do test ! -e $$wheel || { \
+	  PATH="$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir $(DIST) $$wheel && rm $$wheel; }; done
+	@ls -l $(DIST)
 
-# Known vulnerabilities of the pinned versions, and the page of licences. Needs access to PyPI's advisories.
+# Known vulnerabilities of the pinned versions, and the page of licences. Needs access to PyPI's advisories, and fails without it.
 audit: $(VENV)/.dev
-	$(BIN)/pip-audit --no-deps --disable-pip -r constraints.txt
+	$(BIN)/pip-audit --strict --no-deps --disable-pip -r constraints.txt
 	$(BIN)/python docs/make_licences.py --check
 
 clean:

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from flashpoint import jsonwire
 from flashpoint_contract import wire
+from flashpoint_contract.schemas import jsonwire
 
 Array = NDArray[Any]
 
