@@ -14,7 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashpoint.errors import invalid
-from flashpoint_contract.tensors import INDEX_TENSORS, SCALES
+from flashpoint_contract.options import is_integer
+from flashpoint_contract.tensors import INDEX_TENSORS, SCALES, TENSORS
 from flashpoint_contract.wire import ITEMSIZE, TensorSpec
 
 if TYPE_CHECKING:
@@ -44,9 +45,11 @@ def pack(name: str, value: Any) -> Packed:
     """Return `value` as bytes to send for tensor `name`. Raises InvalidInputError if it cannot be sent."""
     if is_torch(value):
         return _pack_torch(name, value)
-    if name in INDEX_TENSORS and isinstance(value, (list, tuple)):
+    number = name in TENSORS and TENSORS[name].may_be_number
+    listed = isinstance(value, (list, tuple))
+    if name in INDEX_TENSORS and (listed or (number and is_integer(value))):
         try:
-            value = np.array(value, None if value else np.int64)
+            value = np.array(value, np.int64 if listed and not value else None)
         except (TypeError, ValueError, OverflowError):
             raise invalid(name, "must be integers of 64 bits") from None
     if name in SCALES and isinstance(value, (int, float, np.floating)) and not isinstance(value, bool):
@@ -55,7 +58,7 @@ def pack(name: str, value: Any) -> Packed:
         kinds = (
             "a numpy array, a torch tensor or a list" if name in INDEX_TENSORS else "a numpy array or a torch tensor"
         )
-        kinds = f"a number, {kinds}" if name in SCALES else kinds
+        kinds = f"a number, {kinds}" if number else kinds
         raise invalid(name, f"must be {kinds}, not {type(value).__name__}")
     if value.dtype.name not in ITEMSIZE:
         raise invalid(name, f"dtype {value.dtype} cannot be sent")

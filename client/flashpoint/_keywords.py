@@ -64,6 +64,7 @@ class Problem(Settled, total=False):
     sinks: Array | None
     q_lengths: Array | Sequence[int] | None
     kv_lengths: Array | Sequence[int] | None
+    offset: Array | Sequence[int] | int | None
     cu_seqlens_q: Array | Sequence[int] | None
     cu_seqlens_k: Array | Sequence[int] | None
     dropout_seed: int | None
@@ -237,7 +238,7 @@ class Verify(Problem, Scales, total=False):
         seed: Seed of the drawn tensors, 0 to 2^63 − 1. Default: 0.
         direction: Judge o and lse (`forward`), the gradients (`backward`), or `both`. Default: "both".
         extras: Optional inputs that are drawn too: some of `bool_mask`, `float_mask`, `block_mask`, `alibi_slopes`,
-            `sinks`, `q_lengths`, `kv_lengths`. Default: none.
+            `sinks`, `q_lengths`, `kv_lengths`, `offset`. Default: none.
         grads: Gradients to judge: some of `dq`, `dk`, `dv`, `dattn_mask` and `dsinks`. Default: ("dq", "dk", "dv").
         progress: Called with each `VerifyProgress` that the server sends: some a second, the first when the
             verification begins. An exception that it raises ends the call and the verification. Default: None.

@@ -31,7 +31,7 @@ from flashpoint._keywords import Sending, Settled
 from flashpoint._vmapped import batch_shape, fold, single
 from flashpoint.errors import CacheError, all_invalid, invalid
 from flashpoint_contract.docstrings import documented
-from flashpoint_contract.options import GRADS
+from flashpoint_contract.options import GRADS, is_integer
 from flashpoint_contract.saved import ID_LENGTH
 from flashpoint_contract.schemas.options import AttentionOptions, Grad
 from flashpoint_contract.tensors import INDEX_TENSORS, REQUIRED, refusals
@@ -57,6 +57,7 @@ def attention(
     sinks: Array | None = None,
     q_lengths: Array | Sequence[int] | None = None,
     kv_lengths: Array | Sequence[int] | None = None,
+    offset: Array | Sequence[int] | int | None = None,
     cu_seqlens_q: Array | Sequence[int] | None = None,
     cu_seqlens_k: Array | Sequence[int] | None = None,
     dropout_seed: Array | int | None = None,
@@ -90,8 +91,8 @@ def attention(
     """
     given = {
         "q": q, "k": k, "v": v, "attn_mask": attn_mask, "block_mask": block_mask, "alibi_slopes": alibi_slopes,
-        "sinks": sinks,
-        "q_lengths": q_lengths, "kv_lengths": kv_lengths, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+        "sinks": sinks, "q_lengths": q_lengths, "kv_lengths": kv_lengths, "offset": offset,
+        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
     }  # fmt: skip
     tensors = {name: _array(name, t) for name, t in given.items() if t is not None or name in REQUIRED["forward"]}
     if unknown := sorted(options.keys() - Settled.__annotations__.keys()):
@@ -117,7 +118,8 @@ def attention(
 
 
 def _array(name: str, value: Any) -> jax.Array:
-    if not isinstance(value, (jax.Array, np.ndarray, *((list, tuple) if name in INDEX_TENSORS else ()))):
+    listed = isinstance(value, (list, tuple)) and name in INDEX_TENSORS
+    if not (isinstance(value, (jax.Array, np.ndarray)) or listed or (name == "offset" and is_integer(value))):
         raise invalid(name, f"must be a JAX or NumPy array, not {type(value).__name__}")
     try:
         return jnp.asarray(value, int if isinstance(value, (list, tuple)) and not value else None)

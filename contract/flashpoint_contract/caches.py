@@ -54,7 +54,8 @@ CACHE_OPTIONS: dict[str, CacheOption] = {
     )
 }
 DTYPES = ("float16", "bfloat16", "float32")  # of q and of new k and v, and of caches that are not 8-bit
-REFUSED = ("kv_lengths", "cu_seqlens_k", "block_table", "k_scale", "v_scale")  # tensors that caches replace
+# tensors that caches replace
+REFUSED = ("kv_lengths", "offset", "cu_seqlens_k", "block_table", "k_scale", "v_scale")
 
 
 class LayerShape(NamedTuple):
@@ -122,7 +123,8 @@ def plan_cached(tensors: Mapping[str, TensorInfo], options: Options, layer: Laye
 
     Raises ProblemError.
     """
-    errors = [(name, "cannot be combined with caches, which have their lengths") for name in REFUSED if name in tensors]
+    theirs = "cannot be combined with caches, which have their own lengths and positions"
+    errors = [(name, theirs) for name in REFUSED if name in tensors]
     if ("k" in tensors) != ("v" in tensors):
         errors.append(("v" if "k" in tensors else "k", "missing: send k and v of new tokens together"))
     if "q" not in tensors:

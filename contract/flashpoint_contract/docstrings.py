@@ -32,6 +32,9 @@ _TENSORS = """Optional tensors.
             their o is 0 and their lse −∞. Not in layout `thd`.
         kv_lengths: Number of valid keys of each padded sequence, int32 or int64, (B,). Rows beyond are not read. Not in
             layout `thd`.
+        offset: Key at which query 0 is: a number, or int32 or int64, (B,), from −2^29 to 2^29. Query i is at key i +
+            offset, for `causal`, `window` and `alibi_slopes`. By default `causal_alignment` says it. It is data, like
+            the lengths: another number needs no other kernel. In layout `thd` B is the number of sequences.
         cu_seqlens_q: Rows of q where the n sequences of layout `thd` start, and then Tq: int32 or int64, (n + 1,).
         cu_seqlens_k: Rows of k where the n sequences of layout `thd` start, and then Tk: int32 or int64, (n + 1,).
         k_scale: Scale of an 8-bit k, which stands for k·k_scale: a number, a float tensor (B, Hk) or (1, Hk), or one of

@@ -93,7 +93,7 @@ class Integer:
 
     def error(self, value: object) -> str | None:
         right = value is None and self.optional
-        right = right or (_is_integer(value) and self.least <= cast(int, value) <= self.most)
+        right = right or (is_integer(value) and self.least <= cast(int, value) <= self.most)
         return None if right else self.said
 
 
@@ -112,7 +112,7 @@ class Pair:
         return None if right and all(map(self._has, cast(Any, value))) else self.said
 
     def _has(self, value: Any) -> bool:
-        return _is_integer(value) and self.least <= value <= self.most and value % self.step == 0
+        return is_integer(value) and self.least <= value <= self.most and value % self.step == 0
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,8 @@ def number_of(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _is_integer(value: Any) -> bool:
+def is_integer(value: Any) -> bool:
+    """Return whether it is an integer, also one of NumPy; True and False are none."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
@@ -194,8 +195,8 @@ class Options:
         layout: `bhsd`: (B, H, S, D); `bshd`: (B, S, H, D); `thd`: (T, H, D), sequences one after another. Default:
             "bhsd".
         causal: Query i sees key j only if j <= i + offset. Default: False.
-        causal_alignment: Offset of the diagonal, also for `window` and `alibi_slopes`. `bottom_right`: Sk − Sq;
-            `top_left`: 0. Each sequence's own lengths count. Default: "bottom_right".
+        causal_alignment: Offset of the diagonal, also for `window` and `alibi_slopes`, where `offset` does not give
+            it. `bottom_right`: Sk − Sq; `top_left`: 0. Each sequence's own lengths count. Default: "bottom_right".
         window: [left, right]: query i sees key j only if i + offset − left <= j <= i + offset + right. −1 is no
             bound. Default: (-1, -1).
         block_size: (Mq, Mk): queries and keys of a block of `block_mask`, multiples of 16. Default: (128, 128).

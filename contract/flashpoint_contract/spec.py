@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from flashpoint_contract.hints import each_meant
 from flashpoint_contract.options import (
@@ -35,12 +35,15 @@ from flashpoint_contract.tensors import (
     TensorInfo,
 )
 
+FARTHEST_OFFSET = 1 << 29  # kernels add it to bounds of a window, up to UNBOUNDED, in int32
+
 
 class Row(NamedTuple):
     """One sequence of a request: the position of its rows in the canonical (N, H, S, D) views, and its valid lengths.
 
     `batch` indexes N (0 in `thd`); `index` is the sequence's number in its request, which dropout uses. Query row i of
-    the sequence is canonical row `q_start + i`. Rows from `q_len` to `q_rows` are padding; likewise for keys.
+    the sequence is canonical row `q_start + i`. Rows from `q_len` to `q_rows` are padding; likewise for keys. Query i
+    is at key i + `offset`, for `causal`, `window` and ALiBi.
 
     If k and v are pages, `kv_start` is 0 and there is no padding (`kv_rows` is `kv_len`): key j of the sequence is key
     j mod page_size of page `block_table[index, j div page_size]`.
@@ -54,6 +57,7 @@ class Row(NamedTuple):
     kv_start: int
     kv_len: int
     kv_rows: int
+    offset: int
 
 
 @dataclass(frozen=True)
@@ -109,8 +113,8 @@ class Spec:
         left, right = (UNBOUNDED if w < 0 else w for w in self.options.window)
         return left, min(right, 0) if self.options.causal else right
 
-    def offset(self, q_len: int, kv_len: int) -> int:
-        """Return the offset of the diagonal: query i is at key i + offset."""
+    def offset(self, q_len: Any, kv_len: Any) -> Any:
+        """Return `Row.offset` of sequences of these lengths, numbers or arrays, if the caller gives none."""
         return kv_len - q_len if self.options.causal_alignment == "bottom_right" else 0
 
     @property
@@ -189,9 +193,11 @@ class Spec:
     def causal_square(self) -> bool:
         """Whether at most half of all (query, key) pairs are visible.
 
-        False for packed queries with pages of keys: each query may see all keys that a sequence may have.
+        False for packed queries with pages of keys: each query may see all keys that a sequence may have; and with
+        `offset`, whose numbers a spec does not know.
         """
-        return self.options.causal and self.q_len == self.kv_len and not (self.ragged and self.paged)
+        square = self.options.causal and self.q_len == self.kv_len
+        return square and not (self.ragged and self.paged) and not self.has("offset")
 
     @cached_property
     def flops(self) -> int:
@@ -225,9 +231,9 @@ class Spec:
         tensors = [*self.tensors.values(), *self.outputs.values()]
         return sum(math.prod(max(n, 1) for n in t.shape) * ITEMSIZE[t.dtype] for t in tensors)
 
-    def rows(self, index: Mapping[str, Sequence[int]]) -> tuple[Row, ...]:
+    def rows(self, index: Mapping[str, Any]) -> tuple[Row, ...]:
         """Return the table of sequences from the values of the index tensors (`q_lengths`, `kv_lengths`,
-        `cu_seqlens_*`).
+        `cu_seqlens_*`, `offset`, which may be one number).
 
         Raises ProblemError if the values do not fit the shapes.
         """
@@ -238,7 +244,7 @@ class Spec:
         """The table of sequences without index tensors."""
         return self._rows_of({})
 
-    def _rows_of(self, index: Mapping[str, Sequence[int]]) -> tuple[Row, ...]:
+    def _rows_of(self, index: Mapping[str, Any]) -> tuple[Row, ...]:
         errors = []
         for name, total in (("cu_seqlens_q", self.q_len), ("cu_seqlens_k", self.kv_len)):
             if name in index and not _covers(index[name], total):
@@ -246,6 +252,12 @@ class Spec:
         for name, longest in (("q_lengths", self.q_len), ("kv_lengths", self.kv_len)):
             if name in index and any(not 0 <= n <= longest for n in index[name]):
                 errors.append((name, f"must be between 0 and {longest}"))
+        offset = index.get("offset")
+        if offset is not None:
+            offset = [offset] if isinstance(offset, int) else offset
+            offset = offset * self.batch if len(offset) == 1 else offset
+            if any(not -FARTHEST_OFFSET <= n <= FARTHEST_OFFSET for n in offset):
+                errors.append(("offset", f"must be between -{FARTHEST_OFFSET} and {FARTHEST_OFFSET}"))
         if errors:
             raise ProblemError(errors)
         zero, q_rows, kv_rows = (itertools.repeat(n) for n in (0, self.q_len, self.kv_len))
@@ -258,7 +270,9 @@ class Spec:
             k = zero, index["kv_lengths"], index["kv_lengths"]
         elif self.ragged:
             k = _between(index["cu_seqlens_k"])
-        return _rows(self.batch, batch, *q, *k)
+        if offset is None:
+            offset = map(self.offset, q[1], k[1])
+        return _rows(self.batch, batch, *q, *k, offset)
 
 
 @lru_cache(1024)  # lengths are not among its arguments: each call of a loop whose keys grow has another spec
@@ -343,7 +357,7 @@ def _grown(named: tuple[tuple[str, TensorInfo], ...], options: Options, directio
 
 # tensors whose shapes do not depend on the number of keys, and k and v
 _ANY_LENGTH = frozenset(
-    ("q", "k", "v", "alibi_slopes", "sinks", "q_lengths", "kv_lengths", "cu_seqlens_q", "cu_seqlens_k")
+    ("q", "k", "v", "alibi_slopes", "sinks", "q_lengths", "kv_lengths", "offset", "cu_seqlens_q", "cu_seqlens_k")
 )
 
 
@@ -503,6 +517,8 @@ def _allowed(spec: Spec, row: Tensor, full: tuple[int, ...]) -> list[tuple[int, 
     """Return the shapes that a tensor may have."""
     if row.scale_of:
         return list(dict.fromkeys([(), (1, spec.kv_heads), (spec.batch, spec.kv_heads), full]))
+    if row.may_be_number:
+        return list(dict.fromkeys([(), (1,), full]))
     return [full[1:], full] if row.shared else [full]
 
 
@@ -511,6 +527,8 @@ def _check_options(spec: Spec) -> Iterable[tuple[str, str]]:
     if ("o" in t) != ("lse" in t):
         missing = "lse" if "o" in t else "o"
         yield missing, "send o and lse together: with both, the forward is not run again"
+    if "offset" in t and o.causal_alignment != "bottom_right":
+        yield "offset", "cannot be combined with causal_alignment top_left, which is an offset of 0"
     if spec.direction == "backward":
         if o.dropout_p and o.dropout_seed is None:
             yield "dropout_seed", "is required: a gradient with dropout needs the forward's seed"

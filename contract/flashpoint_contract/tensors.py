@@ -78,8 +78,13 @@ class Tensor(NamedTuple):
 
     @property
     def is_index(self) -> bool:
-        """Whether it contains lengths or offsets of sequences, whose values define the problem's rows."""
+        """Whether it contains lengths or places of sequences, whose values define the problem's rows."""
         return self.dtypes == INTS
+
+    @property
+    def may_be_number(self) -> bool:
+        """Whether one number may stand for all."""
+        return bool(self.scale_of) or (self.is_index and self.shared)
 
     @property
     def has_columns(self) -> bool:
@@ -196,6 +201,10 @@ _ROWS = (
     ),
     Tensor(
         "kv_lengths", ("B",), "(B,): valid keys of padded sequences", dtypes=INTS, layouts=_DENSE, features=_LENGTHS
+    ),
+    Tensor(
+        "offset", ("B",), "a number or (B,): the key at which query 0 is, for causal, window and alibi_slopes",
+        dtypes=INTS, shared=True,
     ),
     Tensor(
         "cu_seqlens_q", ("B+1",), "(B+1,): where sequences begin in Tq, in layout thd", dtypes=INTS, layouts=("thd",)

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+from flashpoint_contract.options import UNBOUNDED
 from flashpoint_contract.spec import Row, Spec
 from flashpoint_contract.tensors import FEATURES, ITEMSIZE
 
@@ -69,7 +70,7 @@ def extent_of(spec: Spec, index: Mapping[str, Any] | None = None, *, hidden: boo
     """
     sequences, keys = spec.batch, spec.batch * spec.kv_len
     whole = hidden or not _is_band(spec)
-    if not (spec.ragged or spec.has("q_lengths") or spec.has("kv_lengths")):
+    if not (spec.ragged or any(map(spec.has, ("q_lengths", "kv_lengths", "offset")))):
         pairs = spec.q_len * spec.kv_len if hidden else pairs_of(spec, spec.q_len, spec.kv_len)
         return Extent(sequences, min(sequences, 1), sequences * pairs, keys)
     if index is None:
@@ -80,8 +81,9 @@ def extent_of(spec: Spec, index: Mapping[str, Any] | None = None, *, hidden: boo
                 pairs = min(pairs, most * (sum(spec.window) + 1 + 2 * TILE) * _counted(spec))
             return Extent(sequences, sequences, pairs, keys if spec.paged else spec.kv_len)
         choices = (spec.q_len + 1 if spec.has("q_lengths") else 1) * (spec.kv_len + 1 if spec.has("kv_lengths") else 1)
+        choices = sequences if spec.has("offset") else min(sequences, choices)
         pairs = spec.q_len * spec.kv_len if hidden else pairs_of(spec, spec.q_len, spec.kv_len)
-        return Extent(sequences, min(sequences, choices), sequences * pairs, keys)
+        return Extent(sequences, choices, sequences * pairs, keys)
     import numpy as np
 
     def lengths(name: str, starts: str, padded: int) -> np.ndarray[Any, Any]:
@@ -91,19 +93,32 @@ def extent_of(spec: Spec, index: Mapping[str, Any] | None = None, *, hidden: boo
 
     q = lengths("q_lengths", "cu_seqlens_q", spec.q_len).clip(0, spec.q_len)
     k = lengths("kv_lengths", "cu_seqlens_k", spec.kv_len).clip(0, spec.kv_len)
-    pairs = q * k if whole else np.minimum(_seen(spec, q, k, np.clip) * _counted(spec), q * k)
-    return Extent(sequences, len(np.unique(q * (spec.kv_len + 1) + k)), int(pairs.sum()), int(k.sum()))
+    offset: np.ndarray[Any, Any] = spec.offset(q, k)
+    different = len(np.unique(q * (spec.kv_len + 1) + k))
+    if spec.has("offset"):
+        offset = np.broadcast_to(np.asarray(index["offset"], np.int64), sequences)
+        different = len(set(zip(q.tolist(), k.tolist(), offset.tolist(), strict=True)))
+    pairs = q * k if whole else np.minimum(_seen(spec, q, k, offset, np.clip) * _counted(spec), q * k)
+    return Extent(sequences, different, int(pairs.sum()), int(k.sum()))
 
 
 def _is_band(spec: Spec) -> bool:
     """Return whether a window or the diagonal hides pairs, beyond the half of a causal square."""
-    (left, right), farthest = spec.window, spec.q_len + spec.kv_len
+    (left, right), farthest = spec.window, UNBOUNDED if spec.has("offset") else spec.q_len + spec.kv_len
     return left < farthest or (right < farthest and not (spec.causal_square and right == 0))
 
 
-def pairs_of(spec: Spec, q: int, k: int) -> int:
-    """Return the number of computed pairs in a sequence; for causal squares, twice that number (see `Extent`)."""
-    return min(_seen(spec, q, k) * _counted(spec), q * k) if _is_band(spec) else q * k
+def pairs_of(spec: Spec, q: int, k: int, offset: int | None = None) -> int:
+    """Return the number of computed pairs in a sequence; for causal squares, twice that number (see `Extent`).
+
+    `offset` is `Row.offset`. None is that of the lengths, or with a tensor `offset` the one with the most pairs.
+    """
+    if not _is_band(spec):
+        return q * k
+    if offset is None and spec.has("offset"):
+        return min(q * k, min(q, k) * (sum(spec.window) + 1 + 2 * TILE))
+    seen: int = _seen(spec, q, k, spec.offset(q, k) if offset is None else offset)
+    return min(seen * _counted(spec), q * k)
 
 
 def _counted(spec: Spec) -> int:
@@ -120,13 +135,12 @@ def _clip(x: int, least: int, most: int) -> int:
     return min(max(x, least), most)
 
 
-def _seen(spec: Spec, q: Any, k: Any, clip: Callable[[Any, Any, Any], Any] = _clip) -> Any:
+def _seen(spec: Spec, q: Any, k: Any, offset: Any, clip: Callable[[Any, Any, Any], Any] = _clip) -> Any:
     """Return the pairs in a sequence's band, with complete tiles at its edges. Works on numbers and on arrays.
 
-    It does not decrease when q or k increases. Query i sees keys [i + offset − left, i + offset + right].
+    Query i sees keys [i + offset − left, i + offset + right].
     """
     left, right = spec.window
-    offset = k - q if spec.options.causal_alignment == "bottom_right" else 0 * k
 
     def below(first: Any) -> Any:
         """Return the sum over i in [0, q) of `first` + i, with each term limited to 0 … k."""
@@ -154,7 +168,7 @@ def row_seconds(spec: Spec, rates: Rates, row: Row) -> float:
     """Return the predicted seconds of one sequence, without the operator call that it shares with others of its
     lengths.
     """
-    return _seconds(spec, rates, 1, pairs_of(spec, row.q_len, row.kv_len), row.kv_len)
+    return _seconds(spec, rates, 1, pairs_of(spec, row.q_len, row.kv_len, row.offset), row.kv_len)
 
 
 def _seconds(spec: Spec, rates: Rates, sequences: int, pairs: int, keys: int) -> float:

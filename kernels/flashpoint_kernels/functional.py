@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from flashpoint_contract.docstrings import documented
-from flashpoint_contract.options import Options, ProblemError, number_of
+from flashpoint_contract.options import Options, ProblemError, is_integer, number_of
 from flashpoint_contract.tensors import INDEX_TENSORS
 from flashpoint_kernels import ops, plain
 from flashpoint_kernels.torch_rules import autocast
@@ -35,6 +35,7 @@ class Keywords(TypedDict, total=False):
     sinks: Tensor | None
     q_lengths: Tensor | Sequence[Any] | None
     kv_lengths: Tensor | Sequence[Any] | None
+    offset: Tensor | Sequence[Any] | int | None
     cu_seqlens_q: Tensor | Sequence[Any] | None
     cu_seqlens_k: Tensor | Sequence[Any] | None
     block_table: Tensor | Sequence[Any] | None
@@ -84,6 +85,7 @@ def attention(
     sinks: Tensor | None = None,
     q_lengths: Tensor | Sequence[Any] | None = None,
     kv_lengths: Tensor | Sequence[Any] | None = None,
+    offset: Tensor | Sequence[Any] | int | None = None,
     cu_seqlens_q: Tensor | Sequence[Any] | None = None,
     cu_seqlens_k: Tensor | Sequence[Any] | None = None,
     block_table: Tensor | Sequence[Any] | None = None,
@@ -140,14 +142,15 @@ def attention(
         q, k, v = autocast(q, k, v)
     if (
         attn_mask is None and block_mask is None and alibi_slopes is None and sinks is None and q_lengths is None
-        and kv_lengths is None and cu_seqlens_q is None and cu_seqlens_k is None and block_table is None
-        and k_scale is None and v_scale is None and (answers := plain.attention(q, k, v, options)) is not None
+        and kv_lengths is None and offset is None and cu_seqlens_q is None and cu_seqlens_k is None
+        and block_table is None and k_scale is None and v_scale is None
+        and (answers := plain.attention(q, k, v, options)) is not None
     ):  # fmt: skip
         return answers if return_lse else answers[0]
     tensors = {
         "q": q, "k": k, "v": v, "attn_mask": attn_mask, "block_mask": block_mask, "alibi_slopes": alibi_slopes,
-        "sinks": sinks,
-        "q_lengths": q_lengths, "kv_lengths": kv_lengths, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+        "sinks": sinks, "q_lengths": q_lengths, "kv_lengths": kv_lengths, "offset": offset,
+        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
         "block_table": block_table, "k_scale": _scale(k_scale), "v_scale": _scale(v_scale),
     }  # fmt: skip
     o, lse = ops.attention(_checked(tensors), options)
@@ -171,6 +174,7 @@ def attention_backward(
     sinks: Tensor | None = None,
     q_lengths: Tensor | Sequence[Any] | None = None,
     kv_lengths: Tensor | Sequence[Any] | None = None,
+    offset: Tensor | Sequence[Any] | int | None = None,
     cu_seqlens_q: Tensor | Sequence[Any] | None = None,
     cu_seqlens_k: Tensor | Sequence[Any] | None = None,
     layout: str = "bhsd",
@@ -209,7 +213,8 @@ def attention_backward(
     tensors = {
         "q": q, "k": k, "v": v, "do": do, "o": o, "lse": lse, "dlse": dlse,
         "attn_mask": attn_mask, "block_mask": block_mask, "alibi_slopes": alibi_slopes, "sinks": sinks,
-        "q_lengths": q_lengths, "kv_lengths": kv_lengths, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+        "q_lengths": q_lengths, "kv_lengths": kv_lengths, "offset": offset,
+        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
     }  # fmt: skip
     options = Options(
         layout=layout, causal=causal, causal_alignment=causal_alignment, window=window,  # type: ignore[arg-type]
@@ -261,7 +266,8 @@ def _checked(tensors: Mapping[str, Any]) -> dict[str, Tensor | None]:
     for name, t in tensors.items():
         if t is None or (isinstance(t, Tensor) and name != "block_table"):
             continue
-        if not isinstance(t, Tensor) and name in _INTEGERS and (isinstance(t, (list, tuple)) or hasattr(t, "tolist")):
+        listed = isinstance(t, (list, tuple)) or hasattr(t, "tolist") or (name == "offset" and is_integer(t))
+        if not isinstance(t, Tensor) and name in _INTEGERS and listed:
             t = found[name] = _integers(name, t)
         if not isinstance(t, Tensor):
             raise ProblemError([(name, f"must be a torch tensor, not {type(t).__name__}")])
@@ -271,9 +277,13 @@ def _checked(tensors: Mapping[str, Any]) -> dict[str, Tensor | None]:
 
 
 def _integers(name: str, value: Any) -> Tensor:
-    """Return a list or an array as a tensor on the CPU. Raises ProblemError unless it has integers of 64 bits."""
+    """Return a number, a list or an array as a tensor on the CPU.
+
+    Raises ProblemError unless it has integers of 64 bits.
+    """
+    given = number_of(value)
     try:
-        found = torch.tensor(number_of(value)) if len(value) else torch.zeros(0, dtype=torch.int64)
+        found = torch.tensor(given, dtype=torch.int64 if isinstance(given, (list, tuple)) and not given else None)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         found = torch.zeros(0)
     if found.dtype != torch.int64:

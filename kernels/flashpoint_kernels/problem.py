@@ -189,7 +189,7 @@ class Problem:
         return empty_like(q, (*q.shape[:-1], spec.value_dim))
 
     def batches(self, most: Callable[[Row], int] | None = None) -> Iterator[tuple[tuple[Row, ...], dict[str, Tensor]]]:
-        """Yield sequences of equal lengths with views of their valid rows: q (n,Hq,sq,D), lse (n,Hq,sq)…
+        """Yield sequences of equal lengths and offsets with views of their valid rows: q (n,Hq,sq,D), lse (n,Hq,sq)…
 
         Inputs and outputs alike, by name, without masks and their gradients (see `mask_part`) and without gradients
         that all sequences add to; numbers per head are (Hq,) or (n,Hq). `most`(row) is how many sequences as long as
@@ -233,9 +233,9 @@ class Problem:
             if most(self.rows[0]):
                 yield self.rows
             return
-        alike: dict[tuple[int, int], list[Row]] = {}
+        alike: dict[tuple[int, ...], list[Row]] = {}
         for row in self.rows:
-            alike.setdefault((row[3], row[6]), []).append(row)  # by q_len and kv_len
+            alike.setdefault((row[3], row[6], row[8]), []).append(row)  # by q_len, kv_len and offset
         for same in alike.values():
             if not (count := most(same[0])):
                 continue

@@ -72,12 +72,12 @@ def _runs(problem: Problem, rates: Rates) -> list[tuple[int, int, float]]:
     """Cut the sequences of a problem into runs of at most about PART_SECONDS. Return first, end and seconds of each."""
     most = _part_seconds(problem) if _sums_no_sequences(problem) else float("inf")
     share = _share(problem)
-    costs: dict[tuple[int, int], float] = {}
+    costs: dict[tuple[int, ...], float] = {}
     runs: list[tuple[int, int, float]] = []
-    called: set[tuple[int, int]] = set()
+    called: set[tuple[int, ...]] = set()
     start, seconds = 0, 0.0
     for place, row in enumerate(problem.rows):
-        lengths = row[3], row[6]  # q_len and kv_len by index, which is fast: there may be 65,536 rows
+        lengths = row[3], row[6], row[8]  # with the offset; by index, which is fast: there may be 65,536 rows
         if (cost := costs.get(lengths)) is None:
             cost = costs[lengths] = row_seconds(problem.spec, rates, row) * share
         added = cost if lengths in called else cost + rates.call

@@ -1,4 +1,4 @@
-"""Where a sequence is cut: every pair that is seen is in one piece, which says so in the service's own options."""
+"""Where a sequence is cut: every pair that is seen is in one piece, with the offset of its diagonal."""
 
 import numpy as np
 import pytest
@@ -11,10 +11,7 @@ LENGTH = st.integers(0, 12)
 SIDE = st.one_of(st.just(UNBOUNDED), st.integers(0, 14))
 
 
-@st.composite
-def bands(draw):
-    q_len, kv_len = draw(LENGTH), draw(LENGTH)
-    return Band(q_len, kv_len, draw(st.sampled_from((0, kv_len - q_len))), draw(SIDE), draw(SIDE))
+OFFSET = st.integers(-20, 20)
 
 
 def seen(q_len, kv_len, offset, left, right):
@@ -23,36 +20,19 @@ def seen(q_len, kv_len, offset, left, right):
     return (j >= i + offset - left) & (j <= i + offset + right)
 
 
-def seen_by_the_service(q_len, kv_len, causal, causal_alignment, window):
-    left, right = (UNBOUNDED if side < 0 else side for side in window)
-    offset = {"top_left": 0, "bottom_right": kv_len - q_len}[causal_alignment]
-    return seen(q_len, kv_len, offset, left, min(right, 0) if causal else right)
-
-
-@settings(max_examples=80)
-@given(bands(), st.integers(1, 4), st.integers(1, 4), st.booleans())
-@example(Band(0, 5, 5, UNBOUNDED, 0), 2, 2, True)
-@example(Band(5, 0, -5, UNBOUNDED, 0), 2, 2, True)
-def test_every_pair_that_is_seen_is_in_one_piece(band, query_parts, key_parts, straight):
+@settings(max_examples=120)
+@given(st.builds(Band, LENGTH, LENGTH, OFFSET, SIDE, SIDE), st.integers(1, 4), st.integers(1, 4))
+@example(Band(0, 5, 5, UNBOUNDED, 0), 2, 2)
+@example(Band(5, 0, -5, UNBOUNDED, 0), 2, 2)
+def test_every_pair_that_is_seen_is_in_one_piece(band, query_parts, key_parts):
     found = np.zeros((band.q_len, band.kv_len), int)
-    for piece in band.pieces(query_parts, key_parts, straight=straight):
-        options = band.options(piece)
-        assert min(options["window"]) >= -1
-        own = seen_by_the_service(*piece.shape, **options)
+    for piece in band.pieces(query_parts, key_parts):
+        own = seen(*piece.shape, piece.offset, band.left, band.right)
         assert band.pairs(piece) == own.sum()
+        assert own[[0, -1]].any(1).all()
+        assert own[:, [0, -1]].any(0).all()
         found[slice(*piece.queries), slice(*piece.keys)] += own
-        if straight:
-            assert piece.aligned or piece.below or piece.above
     np.testing.assert_array_equal(found, seen(*band))
-
-
-@settings(max_examples=40)
-@given(LENGTH, LENGTH, st.booleans(), st.integers(1, 4), st.integers(1, 4))
-def test_causal_pieces_need_no_window(q_len, kv_len, top_left, query_parts, key_parts):
-    """So that a backend that knows causality alone computes them."""
-    band = Band(q_len, kv_len, 0 if top_left else kv_len - q_len, UNBOUNDED, 0)
-    for piece in band.pieces(query_parts, key_parts, straight=True):
-        assert band.options(piece)["window"] == (-1, -1)
 
 
 BANDS = [Band(999, 999, 0, UNBOUNDED, 0), Band(300, 2000, 1700, 64, 0), Band(7, 5000, 0, 9999, 9999)]
@@ -62,7 +42,7 @@ BANDS = [Band(999, 999, 0, UNBOUNDED, 0), Band(300, 2000, 1700, 64, 0), Band(7, 
 @pytest.mark.parametrize("parts", [(1, 3), (3, 1), (2, 2), (1, 7)])
 def test_the_work_is_shared_equally(band, parts):
     """To a row and a column, which are what a cut can be moved by."""
-    work = [band.pairs(piece) for piece in band.pieces(*parts, straight=False)]
+    work = [band.pairs(piece) for piece in band.pieces(*parts)]
     share = sum(work) / (parts[0] * parts[1])
     step = max(band.pairs(Piece((i, i + 1), (0, band.kv_len), band.offset + i)) for i in range(band.q_len))
     assert max(work) <= share + step + band.q_len

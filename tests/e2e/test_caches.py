@@ -251,6 +251,7 @@ def test_refusals_name_the_field(held):
         ({"q": q}, {"caches": [one, one]}, "caches"), (two, {"caches": [one, one]}, "caches"),
         ({"q": q, "k": k}, {"caches": [one]}, "v"), ({"q": q}, {"caches": [one], "at": [0]}, "at"),
         ({"q": q, "kv_lengths": torch.tensor([1])}, {"caches": [one]}, "kv_lengths"),
+        ({"q": q, "offset": torch.tensor([1])}, {"caches": [one]}, "offset"),
         ({"q": q.half(), "k": k.half(), "v": v.half()}, {"caches": [one]}, "q"),
         ({"q": two["q"]}, {"caches": [one, wide]}, "caches"),
         ({"q": q, "k": k, "v": v}, {"caches": [one], "at": [-1]}, "at"),

@@ -31,6 +31,9 @@ CASES = {
     "slopes": ((O, Q, K, V), (0, 0, 0, 0), {"mapped": {"alibi_slopes": np.arange(12.0).reshape(N, 4) / 8}}, 1),
     "slopes in common": ((O, Q, K, V), (0, 0, 0, 0), {"alibi_slopes": np.arange(8.0).reshape(2, 4)}, 1),
     "lengths": ((O, Q, K, V), (0, 0, 0, 0), {"mapped": {"kv_lengths": LENGTHS}}, 1),
+    "offsets": ((O, Q, K, V), (0,) * 4, {"mapped": {"offset": np.arange(2 * N).reshape(N, 2) - 3}, "causal": True}, 1),
+    "offsets, one each": ((O, Q, K, V), (0,) * 4, {"mapped": {"offset": np.arange(N)}, "window": (2, 1)}, 1),
+    "offset in common": ((O, Q, K, V), (0,) * 4, {"offset": -2, "causal": True}, 1),
     "sinks": ((O, Q, K, V, (4,)), (0, 0, 0, 0, 0), {"extra": "sinks", "q_lengths": [5, 2]}, 1),
     "sinks in common": ((O, Q, K, V, (4,)), (0, 0, 0, 0, None), {"extra": "sinks", "attn_mask": SEEN}, 1),
     "sinks and slopes": ((O, Q, K, V, (4,)), (0,) * 5, {"extra": "sinks", "alibi_slopes": np.arange(4.0)}, 1),
@@ -47,8 +50,8 @@ def mapped_shape(shape, axis):
 
 # The fast tier has each way of mapping once: of q, k, v, masks, slopes, lengths and sinks, and where there is no way.
 FAST = {
-    "other axes, and one in common", "one head", "a bias", "a mask in common", "slopes", "lengths", "sinks in common",
-    "ragged", "ragged, with sinks", "sinks and lengths", "dropout",
+    "other axes, and one in common", "one head", "a bias", "a mask in common", "slopes", "lengths", "offsets",
+    "sinks in common", "ragged", "ragged, with sinks", "sinks and lengths", "dropout",
 }  # fmt: skip
 
 

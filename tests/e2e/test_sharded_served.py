@@ -80,6 +80,10 @@ def problems(draw):
             shape = tuple(size if draw(st.booleans()) else 1 for size in full)[draw(st.integers(0, 2)) :]
             values = np.asarray(numbers.standard_normal(shape), np.float32)
             keywords["attn_mask"] = values if mask == "float" else np.asarray(values > -0.5)
+    if draw(st.booleans()):
+        del keywords["causal_alignment"]
+        each = st.integers(-10, 50)
+        keywords["offset"] = draw(each) if draw(st.booleans()) else [draw(each) for _ in range(batch)]
     keywords |= {"window": (pick(-1, 0, 3, 20), pick(-1, 0, 2, 30))} if draw(st.booleans()) else {}
     keywords |= {"softcap": 3.0} if draw(st.booleans()) else {}
     keywords |= {"scale": 0.3} if draw(st.booleans()) else {}

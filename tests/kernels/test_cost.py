@@ -16,11 +16,15 @@ from flashpoint_kernels.cost import NOMINAL, TILE, extent_of, flops_of, pairs_of
 TYPES = ("float32", "float16", "bfloat16")
 
 
-def spec_of(q_len: int, kv_len: int, *, batch: int = 1, lengths: bool = False, **options: Any) -> Spec:
+def spec_of(
+    q_len: int, kv_len: int, *, batch: int = 1, lengths: bool = False, offset: bool = False, **options: Any
+) -> Spec:
     q, k = (TensorInfo("float32", (batch, 2, n, 16)) for n in (q_len, kv_len))
     infos = {"q": q, "k": k, "v": k}
     if lengths:
         infos |= dict.fromkeys(("q_lengths", "kv_lengths"), TensorInfo("int64", (batch,)))
+    if offset:
+        infos["offset"] = TensorInfo("int64", ())
     return plan(infos, Options(**options), "forward")
 
 
@@ -36,11 +40,11 @@ alignments = st.sampled_from(["bottom_right", "top_left"])
 sizes = st.integers(0, 700)
 
 
-def counted(q: int, k: int, window: tuple[int, int], causal: bool, alignment: str) -> int:
+def counted(q: int, k: int, window: tuple[int, int], causal: bool, offset: int) -> int:
     """The pairs of the band with a tile at either edge, one by one."""
     left, right = (10**6 if w < 0 else w for w in window)
     right = min(right, 0) if causal else right
-    ahead = np.arange(k)[None] - (np.arange(q)[:, None] + (k - q if alignment == "bottom_right" else 0))
+    ahead = np.arange(k)[None] - (np.arange(q)[:, None] + offset)
     return int(((ahead >= -left - TILE) & (ahead <= right + TILE)).sum())
 
 
@@ -50,12 +54,23 @@ def test_pairs_are_those_of_the_band_and_the_tiles_at_its_edges(
     q: int, k: int, window: tuple[int, int], causal: bool, alignment: str
 ) -> None:
     spec = spec_of(q, k, window=window, causal=causal, causal_alignment=alignment)
-    expected = counted(q, k, window, causal, alignment)
+    expected = counted(q, k, window, causal, k - q if alignment == "bottom_right" else 0)
     if spec.causal_square:  # whose FLOPs are half of what is said
         expected = min(2 * expected, q * k)
     assert pairs_of(spec, q, k) == expected
     assert extent_of(spec).pairs == expected
     assert extent_of(spec, hidden=True).pairs == q * k
+
+
+@given(q=sizes, k=sizes, window=windows, causal=st.booleans(), offset=st.integers(-900, 900))
+@settings(max_examples=60, deadline=None)
+def test_pairs_follow_an_offset_once_it_is_known(
+    q: int, k: int, window: tuple[int, int], causal: bool, offset: int
+) -> None:
+    spec = spec_of(q, k, window=window, causal=causal, offset=True)
+    exact, most = extent_of(spec, {"offset": np.array(offset)}), extent_of(spec)
+    assert exact.pairs == pairs_of(spec, q, k, offset) == counted(q, k, window, causal, offset)
+    assert exact.pairs <= most.pairs <= extent_of(spec, hidden=True).pairs == q * k
 
 
 @given(

@@ -69,7 +69,7 @@ any_row = given(
     window=st.sampled_from([(-1, -1), (0, 0), (37, -1), (600, -1)]), softcap=st.sampled_from([0.0, 0.0, 3.0]),
     alibi=st.booleans(), sinks=st.booleans(), mask=st.sampled_from(["", "", "bool", "float", "blocks"]),
     place=st.floats(0, 1), count=st.sampled_from([1, 1, 2, 5, 17, 64, 400]),
-    way=st.sampled_from(["alone", "neighbours", "head", "bshd", "pages", "threads"]),
+    way=st.sampled_from(["alone", "neighbours", "head", "bshd", "pages", "threads", "offset"]),
     page=st.sampled_from([1, 16, 100]),
 )  # fmt: skip
 
@@ -114,6 +114,9 @@ def test_rows_have_the_bits_of_the_full_prefill(
         found = found_o.transpose(1, 2), found_lse
     elif way == "pages" and not mask and kind is None:
         found = answers(in_pages(own | {"kv_lengths": torch.tensor([stop])}, "bhsd", page), **options)
+    elif way == "offset" and "block_mask" not in t:  # over all keys, also those after the last query
+        masked = {"attn_mask": t["attn_mask"][..., start:stop, :]} if "attn_mask" in t else {}
+        found = answers(t | {"q": own["q"], "offset": start} | masked, **options)
     else:
         torch.set_num_threads(1 if way == "threads" else before)
         try:

@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from flashpoint import _calls
+from flashpoint._shards.cut import UNBOUNDED
 from flashpoint._shards.plan import Plan, Shard
 from flashpoint._shards.problem import Numbers, Problem
 from flashpoint.errors import invalid
@@ -31,7 +32,7 @@ _FORWARD = ("q", "k", "v", "attn_mask", *SCALES)
 # Infinite inputs, and results too large for float16, give no warning: the same as on a server.
 _QUIET = np.errstate(invalid="ignore", over="ignore")
 # Options that each shard's question sets, or that its server does not need.
-_OWN = {"layout", "causal", "causal_alignment", "window", "dropout_p", "dropout_seed", "return_lse", "grads"}
+_OWN = {"layout", "causal_alignment", "dropout_p", "dropout_seed", "return_lse", "grads"}
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def _merged(problem: Problem, plan: Plan, answers: list[list[Numbers]]) -> dict[
     parts = []
     for shard, (o, lse_s) in zip(plan.shards, answers, strict=True):
         at = (shard.rows.batch, slice(None), shard.queries)
-        lse_s = lse_s.astype(np.float64) + _row_bias(problem, shard)
+        lse_s = lse_s.astype(np.float64)
         parts.append((at, o, lse_s))
         lse[at] = np.logaddexp(lse[at], lse_s)
     if "sinks" in problem.tensors:
@@ -136,16 +137,14 @@ def _add(problem: Problem, shard: Shard, name: str, part: Numbers, whole: Number
 def _question(problem: Problem, shard: Shard, names: tuple[str, ...], more: dict[str, Any]) -> Question:
     tensors = {name: problem.tensors[name][_at(problem, shard, name)] for name in names if name in problem.tensors}
     options = problem.options.model_dump(exclude=_OWN, exclude_defaults=True)
-    options |= shard.rows.band.options(shard.piece) | more
+    options |= more
     options["layout"] = "bhsd" if problem.options.layout == "bhsd" else "bshd"  # the order of the rows in memory
+    band, (n, m) = shard.rows.band, shard.piece.shape
+    if shard.piece.offset != m - n and (min(band.left, band.right) < UNBOUNDED or "alibi_slopes" in problem.tensors):
+        tensors["offset"] = np.array(shard.piece.offset)
     if "alibi_slopes" in problem.tensors:
-        if shard.piece.aligned:
-            slopes = _slopes(problem, shard)
-            tensors["alibi_slopes"] = slopes if len(slopes) > 1 else slopes[0]
-        else:
-            tensors["attn_mask"] = _with_columns(tensors.get("attn_mask"), _column_bias(problem, shard))
-            if "lse" in tensors:
-                tensors["lse"] = (tensors["lse"] - _row_bias(problem, shard)).astype(np.float32)
+        slopes = problem.tensors["alibi_slopes"]
+        tensors["alibi_slopes"] = slopes[0] if len(slopes) == 1 else slopes[shard.rows.sequences]
     return Question(shard, tensors, options)
 
 
@@ -156,41 +155,6 @@ def _at(problem: Problem, shard: Shard, name: str) -> tuple[slice, ...]:
         of_mask = zip(problem.tensors[name].shape, (rows.batch, every, shard.queries, shard.keys), strict=True)
         return tuple(every if size == 1 else at for size, at in of_mask)
     return rows.batch, every, shard.keys if TENSORS[name].of_keys else shard.queries
-
-
-# ALiBi needs the distance to the diagonal of the whole sequence. A piece that is not aligned has another diagonal, but
-# all its keys are on one side of the whole's. There −slope·|i + offset − j| is a term of the key plus a term of the
-# query. The term of the key is sent as a mask of one row. The term of the query shifts all scores of a row equally: it
-# does not change o, and is added to lse here.
-
-
-def _slopes(problem: Problem, shard: Shard) -> Numbers:
-    slopes = problem.tensors["alibi_slopes"]
-    return slopes if len(slopes) == 1 else slopes[shard.rows.sequences]
-
-
-def _column_bias(problem: Problem, shard: Shard) -> Numbers:
-    """Return ALiBi's term of each key, (B or 1,Hq,1,keys); 0 at the key nearest to the diagonal."""
-    keys = np.arange(shard.piece.shape[1])
-    distance = keys[-1] - keys if shard.piece.below else keys
-    bias: Numbers = -_slopes(problem, shard).astype(np.float64)[:, :, None, None] * distance
-    return bias.astype(problem.sum_dtype)
-
-
-def _row_bias(problem: Problem, shard: Shard) -> Any:
-    """Return ALiBi's term of each query, (B or 1,Hq,queries); 0 if the server computes all of ALiBi."""
-    if "alibi_slopes" not in problem.tensors or shard.piece.aligned:
-        return 0.0
-    n, m = shard.piece.shape
-    at = np.arange(n) + shard.piece.offset
-    distance = at - (m - 1) if shard.piece.below else -at
-    return -_slopes(problem, shard).astype(np.float64)[:, :, None] * distance
-
-
-def _with_columns(mask: Numbers | None, columns: Numbers) -> Numbers:
-    if mask is None:
-        return columns
-    return np.where(mask, columns, -np.inf).astype(columns.dtype) if mask.dtype == np.bool_ else mask + columns
 
 
 @_QUIET

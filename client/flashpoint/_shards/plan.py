@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from flashpoint._shards.cut import UNBOUNDED, Band, Piece
+from flashpoint._shards.cut import Band, Piece
 from flashpoint._shards.problem import Problem, Rows
 from flashpoint.errors import invalid
 
@@ -39,7 +39,6 @@ def plan(problem: Problem, servers: int, parts: tuple[int, int] | None) -> Plan:
     if parts is not None and not (isinstance(parts, (tuple, list)) and len(parts) == 2 and all(map(_count, parts))):
         raise invalid("parts", f"must be two integers from 1 to {MOST_PARTS}: parts of the queries, and of the keys")
     heads = problem.tensors["q"].shape[1], problem.tensors["k"].shape[1]
-    slopes = "alibi_slopes" in problem.tensors
     works = [_pairs(rows) for rows in problem.rows]
     shards: list[Shard] = []
     merged = False
@@ -47,7 +46,7 @@ def plan(problem: Problem, servers: int, parts: tuple[int, int] | None) -> Plan:
         # A sequence gets servers in proportion to its work, so a short one among long ones is not cut.
         share = max(1, round(servers * work / max(1, sum(works))))
         ways = [parts] if parts is not None else list(_ways(share, whole_keys=problem.on_reference))
-        pieces = _best(rows.band, ways, heads, slopes)
+        pieces = _best(rows.band, ways, heads)
         shards += (_shard(rows, piece, heads[0]) for piece in pieces)
         merged |= _overlap(piece.queries for piece in pieces)
     return Plan(tuple(shards), merged)
@@ -64,9 +63,8 @@ def _ways(parts: int, *, whole_keys: bool) -> Iterator[tuple[int, int]]:
             yield parts // keys, keys
 
 
-def _best(band: Band, ways: Sequence[tuple[int, int]], heads: tuple[int, int], slopes: bool) -> list[Piece]:
-    straight = slopes or (band.right == 0 and band.left == UNBOUNDED)
-    cut = [band.pieces(*way, straight=straight) for way in ways]
+def _best(band: Band, ways: Sequence[tuple[int, int]], heads: tuple[int, int]) -> list[Piece]:
+    cut = [band.pieces(*way) for way in ways]
     longest = [max((band.pairs(piece) for piece in pieces), default=0) for pieces in cut]
 
     def sent(pieces: list[Piece]) -> int:

@@ -14,7 +14,7 @@ from flashpoint._shards.cut import UNBOUNDED, Band
 from flashpoint.errors import all_invalid
 from flashpoint_contract.options import OPTIONS, Direction, Option, Options, ProblemError
 from flashpoint_contract.schemas.options import AttentionOptions
-from flashpoint_contract.spec import Spec
+from flashpoint_contract.spec import Row, Spec
 from flashpoint_contract.spec import plan as check
 from flashpoint_contract.tensors import INDEX_TENSORS, REQUIRED, SCALES, TENSORS, Tensor, TensorInfo
 
@@ -22,7 +22,7 @@ Numbers = NDArray[Any]
 
 
 class Rows(NamedTuple):
-    """Sequences of equal lengths: their places in the batch and among the sequences, and their first rows."""
+    """Sequences of one length and offset: their places in the batch and among the sequences, and their first rows."""
 
     batch: slice
     sequences: slice
@@ -126,16 +126,17 @@ def _scales(name: str, t: Numbers, spec: Spec, index: Mapping[str, list[int]]) -
 
 
 def _rows(spec: Spec, index: Mapping[str, list[int]]) -> Iterator[Rows]:
-    """Yield the sequences of a problem: all together if they have equal lengths, otherwise one by one."""
+    """Yield the sequences of a problem: all together if they have one length and offset, otherwise one by one."""
     options = spec.options
     left, right = (UNBOUNDED if side < 0 else side for side in options.window)
 
-    def band(q_len: int, kv_len: int) -> Band:
-        return Band(q_len, kv_len, spec.offset(q_len, kv_len), left, min(right, 0) if options.causal else right)
+    def band(row: Row) -> Band:
+        return Band(row.q_len, row.kv_len, row.offset, left, min(right, 0) if options.causal else right)
 
-    if not index:
-        yield Rows(slice(0, spec.batch), slice(0, spec.batch), 0, 0, band(spec.q_len, spec.kv_len))
+    rows = spec.rows(index)
+    if rows and (not index or (index.keys() == {"offset"} and len({row.offset for row in rows}) == 1)):
+        yield Rows(slice(0, spec.batch), slice(0, spec.batch), 0, 0, band(rows[0]))
         return
-    for row in spec.rows(index):
+    for row in rows:
         at, sequence = slice(row.batch, row.batch + 1), slice(row.index, row.index + 1)
-        yield Rows(at, sequence, row.q_start, row.kv_start, band(row.q_len, row.kv_len))
+        yield Rows(at, sequence, row.q_start, row.kv_start, band(row))

@@ -20,7 +20,7 @@ import numpy as np
 from flashpoint._arrays import to_numpy
 from flashpoint._calls import checked
 from flashpoint._shards.cut import UNBOUNDED, Band, Piece, Range
-from flashpoint._shards.merge import _QUIET, _or_zero, _with_columns
+from flashpoint._shards.merge import _QUIET, _or_zero
 from flashpoint._shards.problem import Numbers
 from flashpoint.errors import all_invalid, invalid
 from flashpoint_contract.schemas.options import AttentionOptions
@@ -192,6 +192,12 @@ def merged(
         weight = np.exp(own - _or_zero(total[..., :rows])).astype(np.float32)
         whole[:, :, :rows] += weight[..., None] * o.astype(np.float32)
     return _turned(whole.astype(call.q.dtype, copy=False), call.options.layout), total.astype(np.float32)
+
+
+def _with_columns(mask: Numbers | None, columns: Numbers) -> Numbers:
+    if mask is None:
+        return columns
+    return np.where(mask, columns, -np.inf).astype(columns.dtype) if mask.dtype == np.bool_ else mask + columns
 
 
 def _tensor(name: str, t: Numbers, heads: int) -> Numbers:

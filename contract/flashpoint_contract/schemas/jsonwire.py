@@ -134,7 +134,7 @@ def array(name: str, flat: list[Any], target: np.dtype[Any]) -> NDArray[Any]:
 
 
 def elements(name: str, value: Any) -> tuple[tuple[int, ...], list[Any]]:
-    """Return the shape and the elements (row-major) of nested lists, or of {"shape": …, "data": …}."""
+    """Return the shape and the elements (row-major) of nested lists, of {"shape": …, "data": …}, or of a number."""
     if isinstance(value, dict):
         if value.keys() != {"shape", "data"}:
             raise FieldError(name, "an object must have shape and data")
@@ -148,8 +148,12 @@ def elements(name: str, value: Any) -> tuple[tuple[int, ...], list[Any]]:
         if not isinstance(data, list) or len(data) != math.prod(shape):
             raise FieldError(name, f"data must be a list of {math.prod(shape)} elements")
         return tuple(shape), data
+    may_be_number = name in TENSORS and TENSORS[name].may_be_number
+    if may_be_number and type(value) in (int, float):
+        return (), [value]
     if not isinstance(value, list):
-        raise FieldError(name, "must be nested lists, or an object of shape and data")
+        kinds = "a number, nested lists" if may_be_number else "nested lists"
+        raise FieldError(name, f"must be {kinds}, or an object of shape and data")
     sizes, level = [len(value)], value
     while level and isinstance(level[0], list):
         size = len(level[0])

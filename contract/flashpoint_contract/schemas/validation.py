@@ -13,6 +13,7 @@ from flashpoint_contract.caches import CACHE_OPTIONS
 from flashpoint_contract.hints import NAMES, each_meant
 from flashpoint_contract.options import FieldProblem
 from flashpoint_contract.saved import SAVED_OPTIONS
+from flashpoint_contract.tensors import TENSORS
 
 # Message by the type of the pydantic error, formatted with its context. Pydantic's messages name Python types.
 _SAID = {
@@ -48,6 +49,7 @@ def field_problems(error: ValidationError, known: Iterable[str] = ()) -> list[Fi
     elsewhere = dict(caches.refused(unknown) + saved.refused(dict.fromkeys(unknown, True)))
     near = each_meant(unknown, (*known, *_CALLS))
     hints = {name: f"unknown option or tensor{hint}" for name, hint in near} | elsewhere
+    hints |= {name: "is a tensor, not an option: send it with the tensors" for name in unknown if name in TENSORS}
     return [FieldProblem(_field(e), _say(e, hints)) for e in found if not _follows(e, found)]
 
 

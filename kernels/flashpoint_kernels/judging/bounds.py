@@ -95,9 +95,9 @@ def limits(
 
 def blocks(problem: Problem) -> int:
     """Return how often `limits` calls its `block`."""
-    heads, alike = problem.spec.q_heads, Counter((row.q_len, row.kv_len) for row in problem.rows)
+    heads, alike = problem.spec.q_heads, Counter((row.q_len, row.kv_len, row.offset) for row in problem.rows)
     total = 0
-    for (queries, keys), count in alike.items():
+    for (queries, keys, _), count in alike.items():
         together = max(1, CHUNK // max(1, heads * queries * keys))
         for n in (*(together,) * (count // together), count % together):
             total += -(-queries // max(1, CHUNK // max(1, n * heads * keys))) if n else 0
@@ -260,7 +260,7 @@ class _Chunk:
                 loose = strict
         place = torch.arange(own.keys, device=raw.device)
         rows = torch.arange(self.at.start, self.at.stop, device=raw.device)
-        ahead = place - rows[:, None] - self.offsets()
+        ahead = place - rows[:, None] - own.rows[0].offset
         bias = None
         if own.slopes is not None:
             bias = -own.slopes[:, :, None, None] * ahead.abs()
@@ -276,10 +276,6 @@ class _Chunk:
         s = s.masked_fill(~seen, -math.inf)
         self.magnitude = magnitude
         return s, seen, (strict, loose), derivative
-
-    def offsets(self) -> Tensor | int:
-        own = self.own
-        return own.problem.spec.offset(own.queries, own.keys)
 
     def prescaled(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
         """Return the largest error that a scale in the data type causes: of q, of k, or its root of both."""

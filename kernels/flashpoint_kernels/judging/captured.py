@@ -22,7 +22,7 @@ from flashpoint_kernels.reference_backend import formula
 
 _SMALL = 300_000  # scores of a problem with which mistakes are compared
 _MOST = 3  # causes that are named
-_UNLIKE = ("sinks", "block_mask", "dlse")  # no mistake is known of problems that have them
+_UNLIKE = ("sinks", "block_mask", "dlse", "offset")  # no mistake is known of problems that have them
 
 
 @dataclass(frozen=True, eq=False)

@@ -165,7 +165,7 @@ def attend(problem: Problem, row: Row, x: dict[str, Tensor], queries: range) -> 
         s = options.softcap * torch.tanh(s / options.softcap)
     i = torch.arange(queries.start, queries.stop, device=s.device)[:, None]
     j = torch.arange(row.kv_len, device=s.device)
-    ahead = j - i - spec.offset(row.q_len, row.kv_len)
+    ahead = j - i - row.offset
     if "alibi_slopes" in x:
         # Always in float64: float16 cannot count beyond 2048.
         s = s - (x["alibi_slopes"].double()[:, None, None] * ahead.abs()).to(s.dtype)

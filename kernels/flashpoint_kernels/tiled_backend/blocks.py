@@ -257,9 +257,8 @@ class Strips:
     def _ahead(self, strips: Numbers, keys: Numbers) -> Numbers:
         """Return j − (i + offset) for the first score of each cell."""
         _, of_queries, of_keys = self.cells.some.shape
-        offset = self.problem.spec.offset(self.row.q_len, self.row.kv_len)
-        ahead: Numbers = keys % of_keys * self.cells.size[1] - strips % of_queries * self.cells.size[0] - offset
-        return ahead
+        ahead: Numbers = keys % of_keys * self.cells.size[1] - strips % of_queries * self.cells.size[0]
+        return ahead - self.row.offset
 
     def _place(self, strip: int, key: int) -> tuple[int, slice, slice]:
         """Return a cell's query head, and its queries and keys without those beyond the last."""
@@ -280,8 +279,7 @@ class Strips:
         cells, (rows, columns) = self.cells, self.problem.spec.options.block_size
         place = i.start // cells.size[0], j.start // cells.size[1]
         if cells.edge[place]:
-            (left, right), ahead = self.problem.spec.window, j.start - i.start
-            ahead -= self.problem.spec.offset(self.row.q_len, self.row.kv_len)
+            (left, right), ahead = self.problem.spec.window, j.start - i.start - self.row.offset
             s.masked_fill_((self.apart < -left - ahead) | (self.apart > right - ahead), -INF)
             s[:, j.stop - j.start :] = -INF
         if cells.cut[(head if len(cells.cut) > 1 else 0, *place)]:

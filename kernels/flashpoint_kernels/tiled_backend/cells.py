@@ -102,7 +102,7 @@ def _blocks(length: int, cell: int, block: int) -> tuple[NDArray[Any], NDArray[A
 
 def _band(spec: Spec, row: Row, size: tuple[int, int]) -> tuple[Flags, Flags]:
     """Return two flags for each (cell of queries, cell of keys): whether the band leaves some of it, and all."""
-    offset, (left, right) = spec.offset(row.q_len, row.kv_len), spec.window
+    offset, (left, right) = row.offset, spec.window
     i, j = np.arange(0, row.q_len, size[0]), np.arange(0, row.kv_len, size[1])
     ends = [(i0, min(i0 + size[0], row.q_len) - 1) for i0 in i.tolist()]
     lo, hi = np.array([bounds.key_range(*each, offset, left, right, row.kv_len) for each in ends]).T[..., None]

@@ -237,7 +237,7 @@ class Tiles:
             sinks[:, None, None],
             x["alibi_slopes"].reshape(-1, 1, 1) if "alibi_slopes" in x else None,
             None if mask is None else problem.mask_part(mask, rows),
-            spec.offset(row.q_len, row.kv_len),
+            row.offset,
             x["k_scale"].flatten(0, 1) if spec.quantized else None,
             x["v_scale"].flatten(0, 1) if spec.quantized else None,
         )

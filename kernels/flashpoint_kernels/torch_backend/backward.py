@@ -106,7 +106,7 @@ def differentiate_dense(spec: Spec, t: Mapping[str, Tensor], threads: int) -> Re
 
 
 def _sequence(spec: Spec, row: Row) -> Sequence:
-    offset, (left, right) = spec.offset(row.q_len, row.kv_len), spec.window
+    offset, (left, right) = row.offset, spec.window
     return Sequence(
         row.batch,
         row.q_start,

@@ -135,7 +135,7 @@ def rows_of(
 
     The members of `row` may be arrays, of many sequences. Keys before `start` are not seen.
     """
-    offset, (left, right) = spec.offset(row.q_len, row.kv_len), spec.window
+    offset, (left, right) = row.offset, spec.window
     low, high = offset - left, offset + right + 1
     least, most = (np.minimum, np.maximum) if isinstance(row.kv_len, np.ndarray) else (min, max)
     start = least(most(low, start), row.kv_len)
@@ -194,7 +194,7 @@ def _scale(problem: Problem, name: str) -> Tensor:
 def _of_sequences(problem: Problem, rows: Sequence[Row], k: Tensor, v: Tensor, scales: Sequence[Tensor]) -> Spans:
     """Return one span for each sequence."""
     numbers = torch.zeros(len(rows), 8, dtype=torch.int64)
-    index, batch, *_, start, _, _ = map(torch.from_numpy, numbers_of(rows))
+    index, batch, *_, start, _, _, _ = map(torch.from_numpy, numbers_of(rows))
     for place, t in enumerate((k, v)):
         numbers[:, place] = t.data_ptr() + (batch * t.stride(0) + start * t.stride(2)) * t.itemsize
         numbers[:, 2 + place] = t.stride(1) * t.itemsize

@@ -131,7 +131,7 @@ class Prepared:
         spec, row = problem.spec, rows[0]
         mask = problem.tensors.get("attn_mask")
         bias = None if mask is None else added(problem.mask_part(mask, rows))
-        offset = spec.offset(row.q_len, row.kv_len)
+        offset = row.offset
         causal = spec.window[1] < row.kv_len - 1 - offset  # else the first query sees all keys
         if causal and (bias is not None or offset or row.q_len != row.kv_len):
             keys, queries = (torch.arange(n, device=x["q"].device) for n in (row.kv_len, row.q_len))

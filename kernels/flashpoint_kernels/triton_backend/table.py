@@ -92,7 +92,7 @@ class Table:
         if options.dropout_p and problem.seed is not None:
             signed = problem.seed - (1 << 64) if problem.seed >> 63 else problem.seed
             self._write(SEED.value, signed, math.ceil(options.dropout_p * 2**32))
-        lengths = rows.q_len, rows.q_rows, rows.kv_len, rows.kv_rows, spec.offset(rows.q_len, rows.kv_len)
+        lengths = rows.q_len, rows.q_rows, rows.kv_len, rows.kv_rows, rows.offset
         count = len(problem.rows)
         if count == 1:
             self._write(Q_LEN.value, *lengths)

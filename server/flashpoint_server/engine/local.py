@@ -255,6 +255,9 @@ def draw(request: VerifyRequest, device: str) -> dict[str, Tensor]:
     for name, length in (("q_lengths", shape.q_len), ("kv_lengths", shape.kv_len)):
         if name in extras:
             tensors[name] = _lengths(shape, length, generator)
+    if "offset" in extras:
+        ends = -shape.q_len, shape.kv_len + 1  # all keys or none for the sequences at the ends
+        tensors["offset"] = torch.randint(*ends, (shape.batch,), generator=generator)
     return tensors
 
 

@@ -203,8 +203,10 @@ def _tensors(names: tuple[str, ...]) -> dict[str, Any]:
             kinds = ["JsonBooleans"]
         elif "bool" in row.dtypes:
             kinds.append("JsonBooleans")
-        references = [{"$ref": f"#/components/schemas/{kind}"} for kind in kinds]
-        one: dict[str, Any] = references[0] if len(references) == 1 else {"anyOf": references}
+        references: list[dict[str, Any]] = [{"$ref": f"#/components/schemas/{kind}"} for kind in kinds]
+        if row.may_be_number:
+            references.append({"type": "integer"})
+        one = references[0] if len(references) == 1 else {"anyOf": references}
         found[name] = {**one, "description": row.text}
     return found
 

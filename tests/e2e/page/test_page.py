@@ -212,6 +212,7 @@ def test_caches_are_listed_and_deleted(page, server):
         large.append(k, k, layer=1)
         small.append(k[:, :, :5], k[:, :, :5])
         rows = page.locator("#caches tbody tr")
+        expect(rows.first).to_contain_text(f"{large.id[:9]}…0–1,500")  # the page may still show those of other tests
         expect(rows).to_have_count(2)
         first = rows.first.locator("th, td").all_inner_texts()
         assert first[:6] == [f"{large.id[:9]}…", "0–1,500", "2", "2", "8", "float32"]

@@ -15,7 +15,7 @@ from tests.conftest import DEVICE
 FACTORS: dict[str, tuple[Any, ...]] = {
     "dtype": ("float32", "float16", "bfloat16"),
     "layout": ("bhsd", "bshd", "thd"),
-    "band": ("full", "causal", "top_left", "window"),
+    "band": ("full", "causal", "top_left", "window", "offsets", "offset"),
     "softcap": (0.0, 3.0),
     "alibi": (False, True),
     "mask": (None, "bool", "full", "keys", "heads"),
@@ -34,6 +34,8 @@ BANDS: dict[str, dict[str, Any]] = {
     "causal": {"causal": True},
     "top_left": {"causal": True, "causal_alignment": "top_left"},
     "window": {"window": (20, 7)},
+    "offsets": {"causal": True},
+    "offset": {"window": (20, 7)},
 }
 
 
@@ -107,6 +109,11 @@ def tensors_of(
     if case["lengths"]:
         tensors["q_lengths"] = torch.tensor([q_len, q_len // 2])
         tensors["kv_lengths"] = torch.tensor([kv_len // 3, kv_len])
+    if case["band"] == "offsets":  # the first sequence has queries without keys, and the last may see all of its keys
+        sequences = len(tensors["cu_seqlens_q"]) - 1 if case["layout"] == "thd" else batch
+        tensors["offset"] = torch.linspace(-2, kv_len, sequences).long()
+    if case["band"] == "offset":
+        tensors["offset"] = torch.tensor(-3)
     if case["blocks"]:
         blocks = (-(-n // size) for n, size in zip((q_len, kv_len), BLOCK_SIZE, strict=True))
         shape = (batch, heads, *blocks) if case["blocks"] == "own" else (1, 1, *blocks)

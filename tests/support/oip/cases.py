@@ -25,10 +25,12 @@ TENSORS = {
     "mask": MASK,
     "sinks": SINKS,
     "lengths": torch.tensor([S]),
+    "offset": torch.tensor([2]),
     **{f"{n}.packed": t[0].transpose(0, 1).contiguous() for n, t in problem().items()},
     "starts": torch.tensor([0, S]),
 }
 OPTIONAL = {"attn_mask": ("mask", "BOOL"), "sinks": ("sinks", "FP32"), "kv_lengths": ("lengths", "INT32"),
+            "offset": ("offset", "INT64"),
             "cu_seqlens_q": ("starts", "INT64"), "cu_seqlens_k": ("starts", "INT32")}  # fmt: skip
 
 
@@ -72,6 +74,7 @@ CASES = [
     case("numbers", outputs=["o", "lse"], binary=False, causal=True),
     case("mask", optional=["attn_mask"]),
     case("lengths", optional=["kv_lengths"], causal=True),
+    case("offset", optional=["offset"], causal=True),
     case("packed", tensors=PACKED, optional=["cu_seqlens_q", "cu_seqlens_k"], layout="thd", causal=True),
     case("window", window_left=S, window_right=0),
     case("priority", causal=True, arguments={"priority": 1, "timeout": 60_000_000}),
@@ -123,7 +126,8 @@ def judge(report, answers, cases, refused=REFUSED):
         datatype = one["inputs"]["q"]["datatype"]
         tensors = problem(DATATYPES[datatype], GRAD)
         causal = bool(one["parameters"].get("causal")) or name == "window"
-        exact = truth(tensors, causal=causal, mask=FLOAT_MASK if name == "mask" else None)
+        mask, offset = FLOAT_MASK if name == "mask" else None, 2 if name == "offset" else 0
+        exact = truth(tensors, causal=causal, mask=mask, offset=offset)
         if name == "packed":
             exact["o"] = exact["o"][0].transpose(0, 1)
         names = one["outputs"] or one["parameters"].get("grads", "").split(",")

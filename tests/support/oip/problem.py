@@ -13,14 +13,14 @@ def problem(dtype=torch.float32, names="qkv", seed=0):
     return {n: tensors[n] for n in names}
 
 
-def truth(tensors, *, causal=False, mask=None):
+def truth(tensors, *, causal=False, mask=None, offset=0):
     """o, lse and the gradients, by autograd in float64."""
     q, k, v = (tensors[n].detach().double().requires_grad_() for n in "qkv")
     s = q @ k.transpose(-1, -2) / D**0.5
     if mask is not None:
         s = s + mask.double()
     if causal:
-        s = s.masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -torch.inf)
+        s = s.masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1 + offset), -torch.inf)
     o, lse = s.softmax(-1) @ v, s.logsumexp(-1)
     found = {"o": o, "lse": lse}
     if "do" in tensors:

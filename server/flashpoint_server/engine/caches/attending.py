@@ -162,7 +162,10 @@ class HeldCall(NamedTuple):
             Dropped.of(seed, dropout_p), 0, (call, each, spans, mask, blocks),
             NOWHERE if blocks is None else steps(blocks, 1), spec.options.block_size,
         )  # fmt: skip
-        rows = [row._replace(kv_len=track.length) for row, track in zip(call.rows, tracks, strict=True)]
+        rows = [
+            row._replace(kv_len=track.length, offset=spec.offset(row.q_len, track.length))
+            for row, track in zip(call.rows, tracks, strict=True)
+        ]
         for row, track, place, span in zip(rows, tracks, places, spans, strict=True):
             if not row.q_len:
                 continue
