@@ -30,7 +30,8 @@ class RingAttention(torch.autograd.Function):
         parts, own, rank = [], (k, v), dist.get_rank()
         for part in (*range(rank, -1, -1), *range(dist.get_world_size() - 1, rank, -1)):  # whose keys are here
             if part <= rank:  # causal: later keys are not seen
-                parts.append(attention(q, k, v, causal=part == rank, return_lse=True))
+                offset = (rank - part) * k.shape[2]  # query 0 is so many keys behind key 0 of the part
+                parts.append(attention(q, k, v, causal=True, offset=offset, return_lse=True))
             k, v = pass_on(k, v)
         o, lse = merge(*zip(*parts, strict=True))
         ctx.save_for_backward(q, *own, o, lse)
@@ -42,7 +43,8 @@ class RingAttention(torch.autograd.Function):
         sums = [torch.zeros_like(t) for t in (q, k, v)]
         for part in (*range(rank, -1, -1), *range(dist.get_world_size() - 1, rank, -1)):
             if part <= rank:  # o and lse are of all keys, so these are the shares of the gradients
-                found = attention_backward(do, q, k, v, o, lse, causal=part == rank)
+                offset = (rank - part) * k.shape[2]
+                found = attention_backward(do, q, k, v, o, lse, causal=True, offset=offset)
                 sums = [t + more for t, more in zip(sums, found, strict=True)]
             k, v, *sums[1:] = pass_on(k, v, *sums[1:])
         return tuple(sums)
