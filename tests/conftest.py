@@ -93,3 +93,13 @@ def gated(receiver, tmp_path_factory):
     gated = GatedServer(serve, tmp_path_factory.mktemp("gates"), interpret=True, environment=soon, **settings)
     yield gated
     gated.server.stop()
+
+
+# The files of tests that take longest. They begin first, so that no process has one of them left when the others end.
+LONG = ("test_corpus.py", "test_gpu_run.py", "test_native.py", "test_chaos.py", "test_tutorial.py", "test_artefacts.py")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """Keep the random order but for LONG."""
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
