@@ -26,8 +26,9 @@ from flashpoint_contract.judging import (
     Standing,
     Verdict,
 )
-from flashpoint_kernels.judging import cases, causes, relations, saving, shrink, signatures
+from flashpoint_kernels.judging import cases, relations, shrinking, signatures
 from flashpoint_kernels.judging.cases import TYPES, Case
+from flashpoint_kernels.judging.naming import causes
 from flashpoint_kernels.judging.process import EndedError, NotLoadedError, Worker, target_of
 from flashpoint_kernels.judging.signatures import Signature, UnusableError
 from flashpoint_kernels.judging.trial import OUTPUTS, Clock, Outcome, StopError, Trial, reseeded
@@ -184,9 +185,9 @@ class _Judgement:
             self.tell("the cause")
             found = causes.explain(trial, self.outcomes)
             self.tell("the smallest failing case")
-            smallest = shrink.smallest(trial, failed, 2.0 if self.quick else 6.0)
+            smallest = shrinking.smallest(trial, failed, 2.0 if self.quick else 6.0)
         if save is not None and smallest is not None:
-            saving.save(save, smallest)
+            shrinking.save(save, smallest)
         return self.report(found, smallest, save)
 
     def recognise(self) -> None:

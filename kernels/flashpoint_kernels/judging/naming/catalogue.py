@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from flashpoint_kernels.judging.cases import Case
-from flashpoint_kernels.judging.mutants import Mistake
+from flashpoint_kernels.judging.naming.mutants import Mistake
 
 TILES = (64, 32, 128, 16, 256)
 _LIMITS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65535, 65536)

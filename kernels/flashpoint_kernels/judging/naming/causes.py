@@ -13,10 +13,11 @@ from dataclasses import replace
 import torch
 
 from flashpoint_contract.judging import Cause
-from flashpoint_kernels.judging import places, values
+from flashpoint_kernels.judging import values
 from flashpoint_kernels.judging.cases import Case
-from flashpoint_kernels.judging.matching import WrongNumbers, causes_of, excess
-from flashpoint_kernels.judging.mutants import Mistake
+from flashpoint_kernels.judging.naming import places
+from flashpoint_kernels.judging.naming.matching import WrongNumbers, causes_of, excess
+from flashpoint_kernels.judging.naming.mutants import Mistake
 from flashpoint_kernels.judging.process import EndedError
 from flashpoint_kernels.judging.trial import OUTPUTS, Outcome, StopError, Trial
 
