@@ -86,7 +86,7 @@ class Problem:
     threads: int = 0
     # The calls of a backend that read and write in place. An engine runs a problem again, with other numbers in the
     # same memory, and need not make the views of a small call anew. Not shared with what `replace` makes of it.
-    calls: list[Callable[[], None]] = field(default_factory=list, init=False)
+    calls: list[Callable[[], object]] = field(default_factory=list, init=False)
 
     @classmethod
     def create(

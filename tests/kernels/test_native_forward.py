@@ -217,7 +217,9 @@ def test_many_short_sequences_have_the_bits_of_few_at_a_time(
     """Their tasks are made together; those of fewer sequences one after the other."""
     n, q_len, kv_len = (300, 18, 35) if more == "blocks" else (300, 3, 9)
     generator = torch.Generator().manual_seed(seed)
-    t = {name: x for name, x in qkv(n, 4, q_len, kv_len, 16, kv_heads=2, dtype=dtype).items() if name != "do"}
+    t = qkv(n, 4, q_len, kv_len, 16, kv_heads=2, dtype=dtype)
+    if pages:
+        del t["do"]
     if layout == "thd":
         t = {name: x.transpose(1, 2).flatten(0, 1) for name, x in t.items()}
         for name, length in (("cu_seqlens_q", q_len), ("cu_seqlens_k", kv_len)):
@@ -249,10 +251,23 @@ def test_many_short_sequences_have_the_bits_of_few_at_a_time(
         problem = problem_of(t, layout=layout, **options)
         problem.threads = threads
         run_part(problem, "torch")
-        return problem.outputs
+        if pages:
+            return problem.outputs
+        grads = [
+            "dq",
+            "dk",
+            "dv",
+            *(["dsinks"] if "sinks" in t else []),
+            *(["dattn_mask"] if more == "float" and "attn_mask" in t else []),
+        ]
+        given = Options(layout=layout, grads=tuple(grads), **options)
+        gradient = Problem.create(t | problem.outputs | {"dlse": problem.outputs["lse"]}, given, "backward")
+        gradient.threads = threads
+        run_part(gradient, "torch")
+        return problem.outputs | gradient.outputs
 
     together = answers()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native.forward, "_TOGETHER", n + 1)
+        patch.setattr(native.forward, "TOGETHER", n + 1)
         alone = answers()
     assert all(torch.equal(together[name], x) for name, x in alone.items())

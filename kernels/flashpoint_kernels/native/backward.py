@@ -8,14 +8,16 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import accumulate, chain, groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from flashpoint_kernels import native
-from flashpoint_kernels.native import calls
+from flashpoint_kernels.native import calls, forward
 from flashpoint_kernels.native.forward import OF_SCORES, TYPES, Dropped
 from flashpoint_kernels.reproducible import spread
 
@@ -48,8 +50,11 @@ class _Place(NamedTuple):
     def of(cls, t: Tensor | None) -> _Place:
         return cls() if t is None else cls(t.data_ptr(), *(step * t.itemsize for step in t.stride()[:3]))
 
-    def at(self, batch: int, row: int, head: int) -> tuple[int, int, int]:
-        """Return the address of a sequence's first row for a head, and the steps from head to head and row to row."""
+    def at(self, batch: Any, row: Any, head: int) -> tuple[Any, int, int]:
+        """Return the address of a sequence's first row for a head, and the steps from head to head and row to row.
+
+        For arrays of batch indices and rows, an array of addresses.
+        """
         if not self.address:
             return 0, 0, 0
         return self.address + batch * self.batch + row * self.row + head * self.head, self.head, self.row
@@ -71,11 +76,15 @@ class Sequence(NamedTuple):
     high: int
     offset: int
 
-    def pairs(self, first: int, count: int) -> int:
-        """Return about how many keys some queries see, at least one each."""
+    def pairs(self, first: int, count: Any) -> Any:
+        """Return about how many keys some queries see, at least one each.
+
+        Members may be arrays, of many sequences; then so is `count`.
+        """
+        least, most = (np.minimum, np.maximum) if isinstance(self.keys, np.ndarray) else (min, max)
         seen = 0
         for query in (first, first + count // 2, first + count - 1):
-            seen += max(1, min(query + self.high, self.keys) - max(query + self.low, 0))
+            seen += most(1, least(query + self.high, self.keys) - most(query + self.low, 0))
         return count * seen // 3
 
 
@@ -117,26 +126,52 @@ class Backward:
     keep: float  # 1 - dropout_p
     dropped: Dropped
     first_head: int  # of the request's query heads, for dropout
-    sequences: list[Sequence]
     adds: bool
     block_size: tuple[int, int] = (128, 128)  # queries and keys of a block of the block mask
     _places: dict[str, _Place] = field(init=False)
     _sums: dict[tuple[Sequence, int], list[Tensor]] = field(default_factory=dict, init=False)
-    _dsinks: list[Tensor] = field(default_factory=list, init=False)  # of each part
+    _dsinks: list[NDArray[np.float64]] = field(default_factory=list, init=False)  # of parts in order: (n, Hq)
     _dmask: Tensor | None = field(default=None, init=False)  # the sum over sequences, with dimensions of step 0 as 1
 
     def __post_init__(self) -> None:
         self._places = {name: _Place.of(self.t.get(name)) for name in (*_OF_QUERIES, *_OF_KEYS, *_OF_PAIRS)}
-        if self.adds and not self._places["dattn_mask"].batch and len(self.sequences) > 1:
-            self._dmask = torch.zeros_like(_once(self.t["dattn_mask"]))
 
-    def shares(self, threads: int) -> list[list[Step]]:
+    def takes_together(self, rows: int, queries: int) -> bool:
+        """Return whether `compute_together` takes `rows` sequences, of which the longest has this many queries."""
+        q_heads, kv_heads = (self.t[name].shape[1] for name in "qk")
+        return rows >= forward.TOGETHER and not self.adds and queries <= _ROWS * kv_heads // q_heads
+
+    def compute_together(self, own: Sequence, threads: int) -> list[list[Step]]:
+        """Compute many short sequences on at most `threads` threads; `finish` ends it. Return the shares.
+
+        `own` has arrays (n,). See `Forward.compute_together`.
+        """
+        pairs = own.pairs(0, own.queries)
+        tasks = np.empty((len(pairs), len(PART)), np.int64)
+        dsinks = self._memory_of_dsinks(len(tasks)) + 8 * self.t["q"].shape[1] * np.arange(len(tasks))
+        part = _Part(own, 0, self.t["k"].shape[1], 0, own.queries, pairs, cut=False)
+        for column, member in enumerate(self._task(part, 0, False, dsinks)):
+            tasks[:, column] = member
+        edges = pairs.cumsum()
+        workers = self._workers(threads, int(edges[-1]))
+        cuts = [0, *np.searchsorted(edges, edges[-1] * np.arange(1, workers) // workers), len(tasks)]
+        edges_of = [(first, last) for first, last in pairwise(cuts) if first < last]
+        shares = [[Step(array("q", tasks[first:last].tobytes()), None)] for first, last in edges_of]
+        self.run(shares)
+        return shares
+
+    def _workers(self, threads: int, pairs: int) -> int:
+        """Return the number of threads for this work, at most `threads`; each head has `pairs` scores."""
+        flops = 5 * pairs * self.t["q"].shape[1] * (self.t["q"].shape[3] + self.t["v"].shape[3])
+        return max(1, min(threads, flops // _LEAST_FLOPS))
+
+    def shares(self, sequences: list[Sequence], threads: int) -> list[list[Step]]:
         """Cut the work into about equal tasks for at most `threads` threads; `run` computes them, `finish` ends it."""
-        (_, heads, _, dim), (_, kv_heads, _, value_dim) = self.t["q"].shape, self.t["v"].shape
-        pairs = sum(own.pairs(0, own.queries) for own in self.sequences) * heads
-        workers = max(1, min(threads, 5 * pairs * (dim + value_dim) // _LEAST_FLOPS))
-        whole = workers == 1 or len(self.sequences) >= 4 * workers
-        groups = self._groups(kv_heads if whole else 1)
+        if self.adds and not self._places["dattn_mask"].batch and len(sequences) > 1:
+            self._dmask = torch.zeros_like(_once(self.t["dattn_mask"]))
+        workers = self._workers(threads, sum(own.pairs(0, own.queries) for own in sequences))
+        whole = workers == 1 or len(sequences) >= 4 * workers
+        groups = self._groups(sequences, self.t["k"].shape[1] if whole else 1)
         edges = [0, *accumulate(sum(part.pairs for part in group) for group in groups)]
         cuts = [bisect_left(edges, edges[-1] * n // workers) for n in range(workers)] + [len(groups)]
         return [self._share(groups[first:last]) for first, last in pairwise(cuts) if first < last]
@@ -160,12 +195,14 @@ class Backward:
     def replay(self, shares: list[list[Step]], tensors: Mapping[str, int]) -> calls.Replay | None:
         """Return the shares as a call of the tensors whose addresses now are in `tensors`: there are no others.
 
-        None if several parts add to the same numbers.
+        None if several parts add to the same numbers, or if it is too large to be kept.
         """
         if self._sums or self._dmask is not None or not shares:
             return None
         steps = [step.tasks for share in shares for step in share]
-        called, parts = calls.Table.of(list(map(self._call, steps))), calls.Table(chain(*steps), len(PART))
+        if 8 * sum(map(len, steps)) > calls.LARGEST:
+            return None
+        called, parts = calls.Table.of(list(map(self._call, steps))), calls.Table(np.concatenate(steps), len(PART))
         called.followed_by(-1, steps)
         for number, (name, address) in enumerate(tensors.items()):
             parts.of_tensor(PART.index(name), number, address)
@@ -201,26 +238,31 @@ class Backward:
                     self.t[name][sequence.batch, head].narrow(0, sequence.kv_start, sequence.keys).copy_(own)
         if "dsinks" not in self.t:
             return None
-        total = torch.zeros(self.t["q"].shape[1], dtype=torch.float64)
-        for own in self._dsinks:
-            total += own
-        return total
+        each = np.concatenate([np.zeros((1, self.t["q"].shape[1])), *self._dsinks])
+        return torch.from_numpy(np.add.accumulate(each)[-1])  # one after the other, in this order
 
-    def _groups(self, together: int) -> list[list[_Part]]:
+    def _memory_of_dsinks(self, count: int) -> int:
+        """Return the address of new memory for the dsinks of so many parts; 0 if they are not wanted."""
+        if "dsinks" not in self.t:
+            return 0
+        self._dsinks.append(np.zeros((count, self.t["q"].shape[1])))
+        return self._dsinks[-1].ctypes.data
+
+    def _groups(self, sequences: list[Sequence], together: int) -> list[list[_Part]]:
         """Return the parts of the work. Those that add to the same numbers of a mask's gradient are one group."""
         if not self.adds:
-            return [[part] for part in self._parts(together)]
+            return [[part] for part in self._parts(sequences, together)]
         groups: dict[tuple[int, int], list[_Part]] = {}
         place = self._places["dattn_mask"]
-        for part in self._parts(1):
+        for part in self._parts(sequences, 1):
             shared = part.sequence.batch if place.batch else 0, part.head if place.head else 0
             groups.setdefault(shared, []).append(part)
         return list(groups.values())
 
-    def _parts(self, together: int) -> Iterator[_Part]:
+    def _parts(self, sequences: list[Sequence], together: int) -> Iterator[_Part]:
         """Yield the parts: all queries of so many heads, or for a long sequence some queries of one head."""
         heads = self.t["k"].shape[1]
-        for sequence in self.sequences:
+        for sequence in sequences:
             queries = max(_ROWS * heads // self.t["q"].shape[1], -(-sequence.queries // _PARTS))
             queries += -queries % QUERIES
             chunks = [(n, min(queries, sequence.queries - n)) for n in range(0, sequence.queries, queries)]
@@ -257,28 +299,26 @@ class Backward:
                     if not adds:
                         sums.append(torch.empty(part.sequence.keys, sum(self.t[name].shape[3] for name in "kv")))
                     address = sums[-1].data_ptr()
-                tasks.extend(self._task(part, address, adds))
+                tasks.extend(self._task(part, address, adds, self._memory_of_dsinks(1)))
         return tasks
 
-    def _task(self, part: _Part, sums: int, adds: bool) -> list[int]:
-        """Return struct part of backward.c."""
+    def _task(self, part: _Part, sums: int, adds: bool, dsinks: Any) -> list[Any]:
+        """Return struct part of backward.c: the members of PART. `dsinks` is the address of head 0's, 0 without."""
         own, t = part.sequence, self.t
         query = part.head * t["q"].shape[1] // t["k"].shape[1]
-        numbers = [part.heads]
+        numbers: list[Any] = [part.heads]
         for name in _OF_QUERIES:
             numbers += self._places[name].at(own.batch, own.q_start, query)
         for name in _OF_KEYS:
             numbers += self._places[name].at(own.batch, own.kv_start, part.head)
-        slopes, sinks, dsinks = t.get("alibi_slopes"), t.get("sinks"), 0
+        slopes, sinks = t.get("alibi_slopes"), t.get("sinks")
         first_slope = query if slopes is None or slopes.ndim == 1 else query + own.number * slopes.shape[1]
-        if "dsinks" in t:
-            self._dsinks.append(torch.zeros(t["q"].shape[1], dtype=torch.float64))
-            dsinks = self._dsinks[-1].data_ptr() + 8 * query
         numbers += (
             sums, adds,
             0 if slopes is None else slopes.data_ptr() + 4 * first_slope,
             0 if sinks is None else sinks.data_ptr() + 4 * query,
-            dsinks, part.first, part.queries, own.keys, own.low, own.high, own.offset,
+            dsinks + 8 * query if "dsinks" in t else 0,
+            part.first, part.queries, own.keys, own.low, own.high, own.offset,
         )  # fmt: skip
         for name in _OF_PAIRS:
             numbers += self._places[name].at(own.batch, 0, query)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from flashpoint_kernels.native.build import HERE, LIBRARY
 
+LARGEST = 1 << 20  # bytes of tasks: larger calls are not kept, because each shape would keep as much memory
 _TENSORS = 9  # of a replay, at most: arguments of flashpoint_replay
 _ITSELF, _FIRST = 1, 2  # bases of integers: the replay's own memory, and the first tensor
 
@@ -48,8 +50,8 @@ def share(compute: Any, calls: Sequence[ctypes.Structure]) -> None:
 class Table:
     """Integers of a replay: rows of a C structure, whose members are 8 bytes each."""
 
-    def __init__(self, numbers: Iterable[int], width: int) -> None:
-        self.numbers = np.fromiter(numbers, np.int64).reshape(-1, width)
+    def __init__(self, numbers: ArrayLike, width: int) -> None:
+        self.numbers = np.array(numbers, np.int64).reshape(-1, width)
         self.bases = np.zeros(self.numbers.shape, np.uint8)
 
     @classmethod

@@ -7,7 +7,7 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ CHUNK = 1024  # keys of one softmax, see forward.c
 UNBOUNDED = 1 << 60
 TILE = 384  # rows of a key/value head that read the keys together: queries of its query heads
 _STEP = 96  # rows: tiles have a multiple of it
-_TOGETHER = 256  # sequences: from this number on their tasks are made together
+TOGETHER = 256  # sequences: from this number on their tasks are made together
 _LEAST_BYTES, _LEAST_FLOPS = 1 << 18, 1 << 21  # work of a thread: to wake one takes about half as long
 
 TYPES = {getattr(torch, name): number for number, name in enumerate(native.DTYPES)}
@@ -262,22 +262,24 @@ class Forward:
 
     def takes_together(self, rows: int, queries: int) -> bool:
         """Return whether `compute_together` takes `rows` sequences, of which the longest has this many queries."""
-        return rows >= _TOGETHER and queries * self.group <= TILE
+        return rows >= TOGETHER and queries * self.group <= TILE
 
-    def compute_together(self, rows: Rows, threads: int) -> None:
-        """Compute many short sequences on at most `threads` threads.
+    def compute_together(self, rows: Rows, threads: int) -> list[array[int]]:
+        """Compute many short sequences on at most `threads` threads; return the tasks of each thread.
 
         `rows` has an array (n,) in the place of each number that differs between them: Python would take longer to
         make their tasks one by one than the kernel to compute them.
         """
-        queries, keys = np.asarray(rows.queries), np.asarray(rows.stop - rows.start)
+        _, queries, keys = np.broadcast_arrays(rows.q, rows.queries, rows.stop - rows.start)
         tasks = np.empty((len(queries), len(TASK)), np.int64)
         for column, member in enumerate(self._task(rows, 0, self.heads, rows.start, rows.stop, 0)):
             tasks[:, column] = member
         workers = self._workers(threads, int(keys.sum()), int((queries * keys).sum()))
         edges = (queries * np.maximum(keys, 1)).cumsum()
         cuts = [0, *np.searchsorted(edges, edges[-1] * np.arange(1, workers) // workers), len(tasks)]
-        self._run([array("q", tasks[first:last].tobytes()) for first, last in pairwise(cuts) if first < last])
+        shares = [array("q", tasks[first:last].tobytes()) for first, last in pairwise(cuts) if first < last]
+        self._run(shares)
+        return shares
 
     def run(self, shares: Sequence[list[int]]) -> None:
         """Compute shares of the work, each in a thread of its own."""
@@ -291,12 +293,17 @@ class Forward:
         memory = array("q", [number for task, _ in tasks for number in task])
         calls.share(self._functions().merge, [self._call(memory)])
 
-    def replay(self, shares: Sequence[list[int]], spans: Spans, tensors: Mapping[str, int]) -> calls.Replay:
-        """Return the shares as a call of q, k, v, o and lse, whose addresses now are in `tensors`, in any order."""
+    def replay(self, shares: Sequence[Sequence[int]], spans: Spans, tensors: Mapping[str, int]) -> calls.Replay | None:
+        """Return the shares as a call of q, k, v, o and lse, whose addresses now are in `tensors`, in any order.
+
+        None if it is too large to be kept.
+        """
         number = {name: place for place, name in enumerate(tensors)}
         memory = [array("q", tasks) for tasks in shares]
+        if 8 * sum(map(len, memory)) > calls.LARGEST:
+            return None
         called = calls.Table.of([self._call(tasks) for tasks in memory])
-        tasks, keys = calls.Table(chain(*shares), len(TASK)), calls.Table(spans.numbers, 8)
+        tasks, keys = calls.Table(np.concatenate(memory), len(TASK)), calls.Table(spans.numbers, 8)
         at = called.followed_by(-1, memory)
         tasks.of_itself(TASK.index("spans"), spans.of_sequence(0) - at)
         for name in ("q", "o", "lse"):

@@ -19,7 +19,7 @@ from flashpoint_kernels.native.backward import Backward, Sequence
 from flashpoint_kernels.native.calls import Replay
 from flashpoint_kernels.native.forward import Dropped
 from flashpoint_kernels.problem import Problem
-from flashpoint_kernels.torch_backend.forward import in_rows, mask_of
+from flashpoint_kernels.torch_backend.forward import in_rows, mask_of, numbers_of
 
 _IN_ROWS = ("q", "k", "v", "o", "do")
 
@@ -79,26 +79,30 @@ def gradients(
     p = spec.options.dropout_p
     backward = Backward(
         {name: in_rows(x) if name in _IN_ROWS else x for name, x in t.items()}, spec.scale, spec.options.softcap,
-        1.0 - p, Dropped.of(seed, p), first_head, [_sequence(spec, row) for row in rows if row.q_len], adds,
-        spec.options.block_size,
+        1.0 - p, Dropped.of(seed, p), first_head, adds, spec.options.block_size,
     )  # fmt: skip
-    backward.run(backward.shares(threads))
+    own = [row for row in rows if row.q_len]
+    if backward.takes_together(len(own), max((row.q_len for row in own), default=0)):
+        backward.compute_together(_sequence(spec, Row(*numbers_of(own))), threads)
+    else:
+        backward.run(backward.shares([_sequence(spec, row) for row in own], threads))
     return backward.finish()
 
 
 def differentiate_dense(spec: Spec, t: Mapping[str, Tensor], threads: int) -> Replay | None:
     """Write dq, dk and dv of a plain problem, whose tensors `t` are q, k, v, do, o, lse, dq, dk and dv.
 
-    Return the same for other tensors of these strides, in the order of `t`; None if tensors were copied or the parts of
-    a sequence are summed.
+    Return the same for other tensors of these strides, in the order of `t`; None if tensors were copied, the parts of a
+    sequence are summed, or there are too many sequences.
     """
     in_place = {name: in_rows(x) if name in _IN_ROWS else x for name, x in t.items()}
-    backward = Backward(
-        in_place, spec.scale, spec.options.softcap, 1.0, Dropped(), 0,
-        [_sequence(spec, row) for row in spec.rows({}) if row.q_len], False,
-    )  # fmt: skip
-    shares = backward.shares(threads)
-    backward.run(shares)
+    backward = Backward(in_place, spec.scale, spec.options.softcap, 1.0, Dropped(), 0, False)
+    rows = spec.rows({})
+    if backward.takes_together(len(rows), spec.q_len):
+        shares = backward.compute_together(_sequence(spec, Row(*numbers_of(rows))), threads)
+    else:
+        shares = backward.shares([_sequence(spec, row) for row in rows], threads)
+        backward.run(shares)
     backward.finish()
     if any(in_place[name] is not x for name, x in t.items()):
         return None
@@ -106,6 +110,7 @@ def differentiate_dense(spec: Spec, t: Mapping[str, Tensor], threads: int) -> Re
 
 
 def _sequence(spec: Spec, row: Row) -> Sequence:
+    """Return a sequence, or many, if the members of `row` are arrays."""
     offset, (left, right) = row.offset, spec.window
     return Sequence(
         row.batch,

@@ -29,16 +29,18 @@ def attend_dense(
 ) -> Replay | None:
     """Write o and lse (B,Hq,Sq) of q, k and v (B,H,S,D), where all sequences are like `row`.
 
-    Return the same for other q, k, v, o and lse of these strides; None if tensors were copied or threads share a head.
+    Return the same for other q, k, v, o and lse of these strides; None if tensors were copied, threads share a head,
+    or there are too many sequences.
     """
     given = (q, k, v)
     q, k, v = map(in_rows, given)
     size, (k_step, v_step) = k.itemsize, (t.stride(0) * t.itemsize for t in (k, v))
     k_address, v_address, k_head, v_head = k.data_ptr(), v.data_ptr(), k.stride(1) * size, v.stride(1) * size
-    numbers = array("q")
-    for n in range(len(q)):
-        numbers.extend((k_address + n * k_step, v_address + n * v_step, k_head, v_head, 0, 0, 0, 0))
-    spans = Spans(numbers, row.kv_len)
+    each = np.arange(len(q))
+    numbers = np.zeros((len(q), 8), np.int64)
+    numbers[:, 0], numbers[:, 1] = k_address + k_step * each, v_address + v_step * each
+    numbers[:, 2:4] = k_head, v_head
+    spans = Spans(array("q", numbers.tobytes()), row.kv_len)
     one = rows_of(spec, row, q.data_ptr(), o.data_ptr(), lse.data_ptr(), spans.of_sequence(0), row.kv_len)
     q_step, o_step, lse_step = (t.stride(0) * t.itemsize for t in (q, o, lse))
     forward = Forward(
@@ -46,14 +48,21 @@ def attend_dense(
         spec.options.softcap, steps(q, 1), steps(o, 1), steps(lse, 1), k.stride(2) * size, v.stride(2) * size,
         held=[q, k, v, o, lse, spans],
     )  # fmt: skip
-    for n in range(len(q)):
-        forward.add(
-            one._replace(
-                q=one.q + n * q_step, o=one.o + n * o_step, lse=one.lse + n * lse_step, spans=spans.of_sequence(n)
-            )
+
+    def moved(n: Any) -> Rows:
+        return one._replace(
+            q=one.q + n * q_step, o=one.o + n * o_step, lse=one.lse + n * lse_step, spans=spans.of_sequence(n)
         )
-    shares, merged = forward.shares(forward.workers(threads))
-    _compute(forward, shares, merged)
+
+    shares: Sequence[Sequence[int]]
+    merged: list[tuple[list[int], Tensor]] = []
+    if forward.takes_together(len(q), row.q_len):
+        shares = forward.compute_together(moved(each), threads)
+    else:
+        for n in range(len(q)):
+            forward.add(moved(n))
+        shares, merged = forward.shares(forward.workers(threads))
+        _compute(forward, shares, merged)
     if merged or any(own is not t for own, t in zip((q, k, v), given, strict=True)):
         return None
     addresses = {name: t.data_ptr() for name, t in zip(("q", "k", "v", "o", "lse"), (q, k, v, o, lse), strict=True)}
@@ -64,13 +73,13 @@ def _all_units(forward: Forward, threads: int) -> None:
     _compute(forward, *forward.shares(forward.workers(threads)))
 
 
-def _compute(forward: Forward, shares: list[list[int]], merged: list[tuple[list[int], Tensor]]) -> None:
+def _compute(forward: Forward, shares: Sequence[list[int]], merged: list[tuple[list[int], Tensor]]) -> None:
     forward.run(shares)
     if merged:
         forward.merge(merged)
 
 
-def prepared(problem: Problem, rows: Sequence[Row]) -> Callable[[int], None]:
+def prepared(problem: Problem, rows: Sequence[Row]) -> Callable[[int], object]:
     """Return what computes `rows` of a forward on at most some threads. The kernels read and write tensors in place."""
     spec = problem.spec
     q, o = in_rows(problem.view("q")), problem.view("o")
