@@ -35,15 +35,17 @@ def messages(draw):
         "alibi_slopes": lambda: ("float32", rng.random(kv_heads * group)),
         "sinks": lambda: (dtype, rng.standard_normal(kv_heads * group)),
         "kv_lengths": lambda: ("int64", rng.integers(0, kv_len + 1, batch)),
+        "offset": lambda: ("int64", rng.integers(-3, 7, batch)),
     }
     for name in draw(st.sets(st.sampled_from([*optional]))):
         tensors[name] = optional[name]()
+    other = "bottom_right" if "offset" in tensors else "top_left"
     options = draw(
         st.fixed_dictionaries(
             {},
             optional={
                 "causal": st.sampled_from(["true", "false"]),
-                "causal_alignment": st.sampled_from(["top_left", '"bottom_right"']),
+                "causal_alignment": st.sampled_from([other, '"bottom_right"']),
                 "window": st.sampled_from(["[-1, -1]", "[0, 2]", "[1073741824, 0]"]),
                 "scale": st.floats(-4, 4).map(json.dumps),
                 "softcap": st.sampled_from(["0", "0.5", "30"]),
@@ -55,7 +57,7 @@ def messages(draw):
     )
     if "dropout_seed" in options:
         options["dropout_p"] = draw(st.sampled_from(["0", "0.5"]))
-    if draw(st.integers(0, 4)) == 4:
+    if draw(st.integers(0, 9)) == 9:
         name = draw(st.sampled_from([*MISSPELT]))
         options[name] = MISSPELT[name]
     return written(tensors, options)

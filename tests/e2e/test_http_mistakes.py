@@ -27,7 +27,7 @@ FIELDS = [
     ({"q": [[1, 0], [1]]}, "q: is ragged: its lists at depth 2 differ in length"),
     ({"q": "zeros"}, "q: must be nested lists, or an object of shape and data"),
     ({"attn_mask": [[True, False]]}, "attn_mask: shape [1, 2] does not broadcast to [1, 1]"),
-    ({"k_scale": 0.5}, "k_scale: must be nested lists, or an object of shape and data"),
+    ({"k_scale": 0.5}, "k_scale: is for 8-bit k and v, but JSON has one dtype"),
 ]
 REQUESTS = [
     ("GET", "/attention", "", {}, 405, "GET /attention is not served; send POST"),

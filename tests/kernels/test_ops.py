@@ -72,6 +72,7 @@ CASES: dict[str, tuple[Callable[[], dict[str, Tensor]], dict[str, Any]]] = {
     "sinks": (lambda: inputs() | {"sinks": normal(4)}, {"window": (0, 0)}),
     "alibi": (lambda: inputs() | {"alibi_slopes": normal(2, 4).abs()}, {}),
     "lengths": (lambda: inputs() | {"q_lengths": index(5, 2), "kv_lengths": index(0, 6)}, {"causal": True}),
+    "offset": (lambda: inputs() | {"offset": index(-1, 4)}, {"causal": True, "window": (3, 1)}),
     "no key": (lambda: inputs(2, 4, 5, 0, 8), {}),
     "tf32": (inputs, {"precision": "tf32", "backend": "tiled"}),
     "bfloat16": (lambda: inputs(dtype=torch.bfloat16), {"causal": True}),

@@ -157,7 +157,7 @@ def test_parts_for_the_gradient_of_a_mask_run_on_one_thread_each(monkeypatch: py
 def test_the_thread_count_is_a_function_of_the_sequences_own_shape() -> None:
     def count(batch: int, q_len: int, kv_len: int, heads: int = 1) -> int:
         tensors = {name: x for name, x in qkv(batch, heads, 4096, 4096, 8).items() if name != "do"}
-        return thread_count(Problem.create(tensors, Options()), Row(0, 0, 0, q_len, 4096, 0, kv_len, 4096))
+        return thread_count(Problem.create(tensors, Options()), Row(0, 0, 0, q_len, 4096, 0, kv_len, 4096, 0))
 
     assert count(1, 0, 5) == count(2, 1, 1) == 1
     assert count(1, 300, 400) == count(3, 300, 400)
@@ -168,7 +168,10 @@ def test_the_thread_count_is_a_function_of_the_sequences_own_shape() -> None:
 def test_threads_are_restored_after_an_error() -> None:
     tensors = {name: x for name, x in qkv(1, 1, 2, 2, 8).items() if name != "do"}
     before, seen = torch.get_num_threads(), []
-    with contextlib.suppress(ZeroDivisionError), threads(Problem.create(tensors, Options()), Row(*[0] * 8)):
+    with (
+        contextlib.suppress(ZeroDivisionError),
+        threads(Problem.create(tensors, Options()), Row(*[0] * len(Row._fields))),
+    ):
         seen.append(torch.get_num_threads())
         raise ZeroDivisionError
     assert seen == [1]

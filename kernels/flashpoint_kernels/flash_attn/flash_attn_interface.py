@@ -357,9 +357,8 @@ def _append(
     """Write new rows (B, S_new, Hk, D) behind the first `lengths` ones of each sequence. Raises FlashAttnError."""
     places = lengths[:, None].long() + torch.arange(k.shape[1], device=k.device)
     if not lengths.is_cuda and places.numel() and int(places.max()) >= capacity:
-        raise FlashAttnError(
-            f"k: {int(places.max()) + 1} keys do not fit into the cache, which has room for {capacity}"
-        )
+        of = "the cache" if pages is None else "the pages of block_table"
+        raise FlashAttnError(f"k: {int(places.max()) + 1} keys do not fit into {of}, with room for {capacity}")
     if pages is None:
         page, row = torch.arange(len(k), device=k.device)[:, None], places
     else:

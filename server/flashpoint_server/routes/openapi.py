@@ -17,6 +17,7 @@ from flashpoint_contract.schemas.benchmark import BenchmarkRequest
 from flashpoint_contract.schemas.options import AttentionOptions
 from flashpoint_contract.schemas.shapes import NUMBER_SCHEMA
 from flashpoint_contract.schemas.verify import ProblemEvent, ReportEvent, VerifyProgress, VerifyReport, VerifyRequest
+from flashpoint_contract.spec import FARTHEST_OFFSET
 from flashpoint_contract.sse import MEDIA_TYPE as EVENT_STREAM
 from flashpoint_contract.tensors import ALL_ANSWERS, ANSWERS, BACKWARD_TENSORS, FORWARD_TENSORS, REQUIRED, TENSORS
 from flashpoint_server.refusal import STATUS
@@ -205,7 +206,7 @@ def _tensors(names: tuple[str, ...]) -> dict[str, Any]:
             kinds.append("JsonBooleans")
         references: list[dict[str, Any]] = [{"$ref": f"#/components/schemas/{kind}"} for kind in kinds]
         if row.may_be_number:
-            references.append({"type": "integer"})
+            references.insert(0, {"type": "integer", "minimum": -FARTHEST_OFFSET, "maximum": FARTHEST_OFFSET})
         one = references[0] if len(references) == 1 else {"anyOf": references}
         found[name] = {**one, "description": row.text}
     return found

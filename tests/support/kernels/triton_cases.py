@@ -103,7 +103,7 @@ def tensors_of(
         shape = {"full": (batch, heads, q_len, kv_len), "keys": (batch, 1, 1, kv_len), "heads": (heads, q_len, 1)}
         tensors["attn_mask"] = normal(*shape[case["mask"]], dtype=dtype)
     if case["alibi"]:
-        tensors["alibi_slopes"] = torch.rand(heads, generator=g).to(DEVICE)
+        tensors["alibi_slopes"] = (torch.rand(heads, generator=g) / 2).to(DEVICE)  # for 8 heads ALiBi's begin with 1/2
     if case["sinks"]:
         tensors["sinks"] = normal(heads)
     if case["lengths"]:
