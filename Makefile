@@ -6,12 +6,16 @@ PORT ?= 8000
 PYTEST := $(BIN)/python -m pytest
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: install serve test test-all test-full test-versions coverage test-cluster test-kserve test-kernels-full lint docs docs-serve format protos compile-all compat gpu gpu-serve gpu-wheels image-test gpu-image-test charts audit dist lock loadtest chaos soak overload clean examples fuzz
+.PHONY: help install serve test test-all test-full test-versions coverage test-cluster test-kserve test-kernels-full lint docs docs-serve format protos compile-all compat gpu gpu-serve gpu-wheels image-test gpu-image-test charts audit dist lock loadtest chaos soak overload clean examples fuzz
 
 # Changed sources of the CPU kernels are compiled again.
 NATIVE := hatch_build.py $(wildcard kernels/flashpoint_kernels/native/*.[ch]) kernels/flashpoint_kernels/native/build.py
 
-install: $(VENV)/.server
+# A target's own line, behind ##, is its line here.
+help: ## this list
+	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/:.*## /\t/' | expand -t 20
+
+install: $(VENV)/.server ## the server into .venv
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 $(VENV)/.server: $(VENV)/bin/python pyproject.toml constraints.txt $(NATIVE)
@@ -23,7 +27,7 @@ $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt $(NATIVE)
 	$(PIP) -e '.[dev]'
 	@touch $(VENV)/.server $@
 
-serve: $(VENV)/.server
+serve: $(VENV)/.server ## the server, on http://localhost:PORT (8000)
 	$(BIN)/flashpoint serve --port $(PORT)
 
 # Three tiers, each in random order (the first line of the output has the seed; ARGS="-p randomly -p no:cacheprovider
@@ -35,35 +39,35 @@ WORKERS ?= 3
 # Tests start many processes: each would compile the sources anew.
 export PYTHONDONTWRITEBYTECODE =
 SUITE := -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-test: $(VENV)/.dev
+test: $(VENV)/.dev ## every feature, option and error once; 3 minutes
 	$(PYTEST) $(SUITE) -m "not gpu and not image and not full and not slow" $(ARGS)
 
-test-all: $(VENV)/.dev
+test-all: $(VENV)/.dev ## all tests but the wide sweeps; CI runs it
 	$(PYTEST) $(SUITE) -m "not gpu and not image and not full" $(ARGS)
 
-test-full: $(VENV)/.dev
+test-full: $(VENV)/.dev ## the wide sweeps, too
 	FLASHPOINT_TEST_EXPLORE=1 $(PYTEST) $(SUITE) -m "not gpu and not image" $(ARGS)
 
 # Python 3.12 and 3.13 without torch, and the lowest versions of every library. Environments stay in build/versions.
-test-versions: $(VENV)/.dev
+test-versions: $(VENV)/.dev ## Python 3.12 and 3.13, and the lowest versions of libraries
 	$(BIN)/python tests/versions.py
 
 # test-all, and which lines no test runs. Takes a third longer.
-coverage: $(VENV)/.dev
+coverage: $(VENV)/.dev ## test-all, with the lines that no test runs
 	$(PYTEST) $(SUITE) -m "not gpu and not image and not full" --cov --cov-report=term $(ARGS)
 
 # Ray Serve for minutes: replicas that come and go under load.
-test-cluster: $(VENV)/.dev
+test-cluster: $(VENV)/.dev ## Ray Serve under load
 	$(PYTEST) tests/ray
 
 # KServe's own client, installed into an environment that goes with the test.
-test-kserve: $(VENV)/.dev
+test-kserve: $(VENV)/.dev ## KServe's own client
 	$(PYTEST) tests/oip/test_oip_kserve.py
 
-test-kernels-full: $(VENV)/.dev
+test-kernels-full: $(VENV)/.dev ## the wide sweeps of the kernels
 	$(PYTEST) -m "not gpu" tests/kernels
 
-lint: $(VENV)/.dev
+lint: $(VENV)/.dev ## formats, types, imports, words
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -75,13 +79,13 @@ lint: $(VENV)/.dev
 
 # The documentation as a site, in build/site; every link must lead somewhere. docs-serve shows it while pages change.
 export NO_MKDOCS_2_WARNING = 1
-docs: $(VENV)/.dev
+docs: $(VENV)/.dev ## the documentation's site
 	$(BIN)/mkdocs build --strict
 
-docs-serve: $(VENV)/.dev
+docs-serve: $(VENV)/.dev ## the site, on http://127.0.0.1:8100
 	$(BIN)/mkdocs serve --strict --dev-addr 127.0.0.1:8100
 
-format: $(VENV)/.dev
+format: $(VENV)/.dev ## formats the sources
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -91,60 +95,60 @@ protos: $(VENV)/.dev
 
 # Every variant of the kernels, for GPUs that are not here, into benchmarks/results/ and the tables of docs/compiled.md.
 # BESIDE=FILE BESIDE_COMMIT=HASH: also the inner loops beside those of triton's python/tutorials/06-fused-attention.py.
-compile-all: $(VENV)/.dev
+compile-all: $(VENV)/.dev ## compiles every kernel for every GPU
 	$(BIN)/python benchmarks/compile.py
 	$(if $(BESIDE),$(BIN)/python benchmarks/compile.py --beside $(BESIDE) --beside-commit $(BESIDE_COMMIT))
 	$(BIN)/python docs/make_tables.py
 
 # The oldest Triton that is served, and the newest there is.
-compat: $(VENV)/.dev
+compat: $(VENV)/.dev ## the oldest Triton that is served, and the newest
 	$(BIN)/python benchmarks/compat.py
 
 # The kernels on a machine with a GPU, a stage at a time: docs/gpu-day.md. Needs torch, triton, numpy, pytest, pytest-xdist
 # and matplotlib alone. STAGE="tests races" for other stages; OUT=DIR for the record; RESUME=DIR to go on from another.
 STAGE ?= first
-gpu:
+gpu: ## tests and times the kernels on a GPU
 	$(PYTHON) benchmarks/gpu.py $(STAGE) $(if $(OUT),--out $(OUT)) $(if $(RESUME),--resume $(RESUME)) $(if $(COMMIT),--commit $(COMMIT)) $(GPU)
 
 # The image for the CPU, built and run by a Docker engine; as root, by one of its own where none is reachable. TORCH_INDEX=URL
 # is another index for torch. The engine ends with the tests, also where they are killed.
 IMAGE_TEST_SECONDS ?= 1200
-image-test: $(VENV)/.dev
+image-test: $(VENV)/.dev ## builds the image for the CPU and runs it
 	timeout --signal=INT --kill-after=10 $(IMAGE_TEST_SECONDS) $(PYTEST) -m image -s -p no:randomly tests/docker/test_image.py $(ARGS)
 
 # The image for GPUs, built to its end and run without one: 30 GB of disk, and 20 minutes with 2 cores. RECORD=1 writes its
 # layers, packages and times into benchmarks/results/.
-gpu-image-test: $(VENV)/.dev
+gpu-image-test: $(VENV)/.dev ## builds the image for GPUs and runs it without one
 	$(PYTEST) -m image -s -p no:randomly tests/docker/test_gpu_image.py $(ARGS)
 
 # The Helm chart with each file of deploy/helm/examples, rendered by Helm and held against Kubernetes' schemas.
-charts: $(VENV)/.dev
+charts: $(VENV)/.dev ## renders the Helm charts
 	$(BIN)/python tests/support/charts.py
 
 # The whole service on a GPU: its batches, its faults and its speed. WHEELS=DIR takes its packages from a folder, with no
 # network and nothing installed; gpu-wheels fills that folder, for WHEEL_PYTHON.
-gpu-serve: $(if $(WHEELS),,$(VENV)/.dev)
+gpu-serve: $(if $(WHEELS),,$(VENV)/.dev) ## tests the service on a GPU
 	$(if $(WHEELS),$(PYTHON),$(BIN)/python) benchmarks/gpu_serve.py $(if $(WHEELS),--wheels $(WHEELS)) $(if $(OUT),--out $(OUT))
 WHEEL_PYTHON ?= 3.12
 gpu-wheels: WHEELS ?= wheels
-gpu-wheels: $(VENV)/.dev
+gpu-wheels: $(VENV)/.dev ## fills WHEELS, the packages of gpu-serve
 	$(BIN)/python benchmarks/gpu_serve.py --download $(WHEELS) --python $(WHEEL_PYTHON)
 
 # A server of its own under load, in under four minutes. LOAD="--record" keeps the result for docs/loadtests.md.
-loadtest: $(VENV)/.dev
+loadtest: $(VENV)/.dev ## load from locust
 	$(BIN)/python loadtests/run.py $(LOAD)
 
 # Faults from a seed, under load: answers stay right, and nothing is left over. See docs/reliability.md.
 FAULTS ?= 200
 SEED ?= 0
-chaos: $(VENV)/.dev
+chaos: $(VENV)/.dev ## faults under load
 	$(BIN)/python -m chaos --faults $(FAULTS) --seed $(SEED)
 
 # Load for MINUTES, and what the service holds; ten times its capacity, and what is lost. LOAD as above.
 soak: MINUTES ?= 60
-soak: $(VENV)/.dev
+soak: $(VENV)/.dev ## load for MINUTES (60)
 	$(BIN)/python loadtests/soak.py --minutes $(MINUTES) $(LOAD)
-overload: $(VENV)/.dev
+overload: $(VENV)/.dev ## more load than the server takes
 	$(BIN)/python loadtests/overload.py $(LOAD)
 
 # Bytes that nobody should send, for MINUTES to each reader of them; ONLY="headers http" for some. Findings: .fuzz/
@@ -152,7 +156,7 @@ fuzz: MINUTES ?= 10
 $(VENV)/.fuzz: $(VENV)/.dev
 	$(PIP) -e '.[fuzz]'
 	@touch $@
-fuzz: $(VENV)/.fuzz
+fuzz: $(VENV)/.fuzz ## odd requests for MINUTES (10)
 	$(BIN)/python -m tests.fuzz.run --minutes $(MINUTES) $(if $(ONLY),--only $(ONLY)) $(FUZZ)
 
 # A real model at home, served, and with its KV cache on a server of its own; LoRA on it; a small GPT that is trained and
@@ -160,14 +164,14 @@ fuzz: $(VENV)/.fuzz
 $(VENV)/.examples: $(VENV)/bin/python pyproject.toml constraints.txt $(NATIVE)
 	$(PIP) -e '.[examples,server]'
 	@touch $(VENV)/.server $@
-examples: $(VENV)/.examples
+examples: $(VENV)/.examples ## runs the examples
 	$(BIN)/python examples/gemma.py
 	$(BIN)/python examples/lora.py
 	$(BIN)/python examples/train_gpt.py
 
 # requirements.lock: the tested version and the hashes of each package that a server needs besides torch and triton, which
 # each host takes from the index of its device.
-lock: $(VENV)/.dev
+lock: $(VENV)/.dev ## requirements.lock
 	@mkdir -p build
 	printf "torch; python_version < '3'\ntriton; python_version < '3'\n" > build/without-torch.txt
 	$(BIN)/uv pip compile pyproject.toml --extra server --extra grpc --extra otel -c constraints.txt --universal \
@@ -177,7 +181,7 @@ lock: $(VENV)/.dev
 # The wheel and the source distribution, in dist/. RELEASING.md says what else belongs to a release.
 # auditwheel names the wheel by the oldest glibc that it runs with.
 DIST ?= dist
-dist: $(VENV)/.dev
+dist: $(VENV)/.dev ## the wheel and the source archive
 	rm -rf $(DIST)
 	$(BIN)/python -m hatchling build -d $(DIST)
 	for wheel in $(DIST)/*-linux_*.whl; do test ! -e $$wheel || { \
@@ -185,9 +189,9 @@ dist: $(VENV)/.dev
 	@ls -l $(DIST)
 
 # Known vulnerabilities of the pinned versions, and the page of licences. Needs access to PyPI's advisories, and fails without it.
-audit: $(VENV)/.dev
+audit: $(VENV)/.dev ## known vulnerabilities of dependencies
 	$(BIN)/pip-audit --strict --no-deps --disable-pip -r constraints.txt
 	$(BIN)/python docs/make_licences.py --check
 
-clean:
+clean: ## removes what make has made
 	rm -rf .fuzz dist $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage*

@@ -347,8 +347,8 @@ def test_limits_hold_over_all_workers_and_a_dead_one_has_nothing_inside(start_se
 
 
 def workers_ready(server):
-    """How many HTTP processes have said that they take work; an engine says its title with it."""
-    return len([line for line in list(server.lines) if line["event"] == "ready" and "title" not in line])
+    """How many HTTP processes have said that they take work."""
+    return len([line for line in list(server.lines) if line["event"] == "ready"])
 
 
 def connected_to(pid, connection):

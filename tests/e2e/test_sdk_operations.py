@@ -1,6 +1,10 @@
 """The client and a server that starts late. Keys and refused bodies: test_security.py, whose server has both."""
 
+import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -46,3 +50,21 @@ def test_a_call_waits_for_a_server_that_is_still_starting(start_server):
             o, meta = call.result()
     assert o.shape == Q.shape
     assert meta.retries > 0
+
+
+def test_the_command_line_asks_the_server_of_the_variable(server):
+    """FLASHPOINT_URL in the place of --url, but not beside an option that --url excludes; an empty --url is local."""
+
+    def ran(*arguments):
+        command = [sys.executable, "-m", "flashpoint", *arguments]
+        environment = os.environ | {"FLASHPOINT_URL": server.url, "COLUMNS": "200"}
+        return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+    before = len(server.lines)
+    found = ran("verify", "--json", "-")
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout)["ok"]
+    assert [line["route"] for line in list(server.lines)[before:] if line["event"] == "request"] == ["/verify"]
+    assert ran("capacity", "--q-len", "8", "--head-dim", "8", "--tflops", "1", "--network-gbit", "1").returncode == 0
+    assert ran("info", "--url", "").returncode == 0
+    assert [line["route"] for line in list(server.lines)[before:] if line["event"] == "request"] == ["/verify"]

@@ -93,7 +93,7 @@ class Cluster:
     def ready(self):
         """How many replicas have been ready since the start, according to their log."""
         said = [line for line in self.lines if '"event":"ready"' in line and '"flashpoint.engine"' in line]
-        return len({re.search(r"pid=(\d+)", line)[1] for line in said if '"title"' not in line})
+        return len({re.search(r"pid=(\d+)", line)[1] for line in said})
 
     def get(self, path):
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:

@@ -27,6 +27,7 @@ from flashpoint.commands.running import (
     Theme,
     Timeout,
     Url,
+    asked_server,
     client,
     console,
     group,
@@ -63,6 +64,7 @@ EXAMPLES = """
 Kind = Literal["time", "tflops", "speedup", "memory", "roofline", "all"]
 _of_timing = group("Timing")
 _KERNEL = "Time your own function too, called as function(q, k, v, causal=…), of torch tensors (B, H, S, D)."
+_LENGTHS, _HEADS = (256, 512, 1024), 8  # where no sizes are given
 _CAUSAL = {"no": (False,), "yes": (True,), "both": (False, True)}
 
 
@@ -103,16 +105,18 @@ def benchmark(
 ) -> int:
     """Time attention over a grid, on every backend or those named, here or on a server's device, or your own kernel.
 
-    Lengths, dimensions, dtypes, directions and backends may be lists: 512,1024.
+    Lengths, dimensions, dtypes, directions and backends may be lists: 512,1024. Without sizes it times 8 heads of head
+    dimension 64 at 256, 512 and 1,024.
     """
     format = picture_format(json, plot)
+    if preset is None and (q_len, kv_len, head_dim) == (None, None, None):
+        q_len, head_dim, q_heads = _LENGTHS, (64,), q_heads if q_heads > 1 else _HEADS
     sizes = (q_len, kv_len, head_dim, value_dim, batch, q_heads, kv_heads)
     if preset is None and not (q_len and head_dim):
         raise typer.BadParameter("give both for a grid, or give a --preset", param_hint="--q-len, --head-dim")
     if preset is not None and sizes != (None, None, None, None, 1, 1, None):
         raise typer.BadParameter("has its own shapes: leave out the sizes", param_hint="--preset")
-    if kernel is not None and url is not None:
-        raise typer.BadParameter("is not taken with --url: the function runs on this machine", param_hint="--kernel")
+    url = asked_server(url, {"--kernel": kernel}, ": the function runs on this machine")
     function = None if kernel is None else load_kernel(kernel)
     grid: dict[str, Any] = {"shapes": _shapes(*sizes)}
     grid |= {"dtypes": dtype, "causal": _CAUSAL[causal], "directions": direction}

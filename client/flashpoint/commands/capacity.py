@@ -18,6 +18,7 @@ from flashpoint.commands.running import (
     Key,
     Timeout,
     Url,
+    asked_server,
     check_file,
     client,
     console,
@@ -89,9 +90,7 @@ def capacity(
     if cache_gb is not None and not cache_gb > 0:
         raise typer.BadParameter(f"must be above 0, not {cache_gb:g}", param_hint="--cache-gb")
     given["--call-ms"] = call_ms
-    if url is not None:
-        if measured := [flag for flag, value in given.items() if value is not None]:
-            raise typer.BadParameter("is not taken with --url, which measures it", param_hint=measured[0])
+    if (url := asked_server(url, given, ", which measures it")) is not None:
         with client(url, api_key, timeout) as server:
             rates = calculator.measure(server, dtype, shared=same_cores)
             if cached and cache_gb is None:

@@ -7,7 +7,18 @@ from typing import Any
 from rich.table import Table
 
 from flashpoint.commands.app import examples
-from flashpoint.commands.running import Json, Key, Timeout, Url, check_file, client, console, local, write_json
+from flashpoint.commands.running import (
+    Json,
+    Key,
+    Timeout,
+    Url,
+    asked_server,
+    check_file,
+    client,
+    console,
+    local,
+    write_json,
+)
 
 EXAMPLES = """
   flashpoint info
@@ -19,7 +30,7 @@ EXAMPLES = """
 def info(url: Url = None, api_key: Key = None, timeout: Timeout = 60.0, json: Json = None) -> int:
     """Show the device, the versions, and the backends with their options, here or at a server."""
     check_file("--json", json)
-    if url is None:
+    if (url := asked_server(url)) is None:
         found = local("info")()
     else:
         with client(url, api_key, timeout) as server:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -36,7 +37,11 @@ SERVER, OUTPUT, SHAPE, OPTIONS = "Server", "Output", "Problem", "Attention optio
 
 Url = Annotated[
     str | None,
-    typer.Option(help="A server, such as http://localhost:8000. Without it, this machine.", rich_help_panel=SERVER),
+    typer.Option(
+        envvar="FLASHPOINT_URL",
+        help="A server, such as http://localhost:8000. Without it, or if it is empty, this machine.",
+        rich_help_panel=SERVER,
+    ),
 ]
 Key = Annotated[
     str | None, typer.Option(envvar="FLASHPOINT_API_KEY", help="The server's API key.", rich_help_panel=SERVER)
@@ -85,6 +90,20 @@ INTS: Any = {"parser": _ints, "metavar": "INT,…"}  # keywords of an option tha
 def words(choices: Callable[[], Sequence[str]]) -> dict[str, Any]:
     """Return the keywords of an option that may be a list of names. A shell offers the choices."""
     return {"parser": _words, "metavar": "NAME,…", "autocompletion": completion.values(choices)}
+
+
+def asked_server(url: str | None, alone: Mapping[str, Any] = MappingProxyType({}), reason: str = "") -> str | None:
+    """Return the server to ask, None for this machine: --url, or FLASHPOINT_URL. An empty one is this machine.
+
+    `alone` has the values of options that --url excludes, for this reason: with one of them the variable does not
+    count. Raises BadParameter for --url beside one.
+    """
+    excluded = [flag for flag, value in alone.items() if value is not None]
+    if not url or not excluded:
+        return url or None
+    if url == os.environ.get("FLASHPOINT_URL"):
+        return None
+    raise typer.BadParameter(f"is not taken with --url{reason}", param_hint=excluded[0])
 
 
 def client(url: str, api_key: str | None, timeout: float) -> Client:

@@ -25,6 +25,7 @@ from flashpoint.commands.running import (
     Theme,
     Timeout,
     Url,
+    asked_server,
     client,
     console,
     group,
@@ -115,7 +116,8 @@ def verify(
 ) -> int:
     """Judge attention against float64, here or at a server: a backend's, or your own kernel's from a file.
 
-    Each tensor's largest error is held to a bound that comes from torch's own math in the same dtype.
+    Without sizes and without a FILE it draws 2 heads of 256 queries and keys, of head dimension 64. Each tensor's
+    largest error is held to a bound that comes from torch's own math in the same dtype.
     """
     format = picture_format(json, plot)
     sizes = {
@@ -128,10 +130,10 @@ def verify(
     }  # fmt: skip
     keywords = {name: value for name, value in asked.items() if value is not None} | dict(options)
     if kernel is not None:
-        if url is not None or file is not None:
+        asked_server(url, {"--kernel": kernel}, ": the function runs on this machine")
+        if file is not None:
             raise typer.BadParameter(
-                "is not taken with --url or FILE: the function runs on this machine, on drawn problems",
-                param_hint="--kernel",
+                "is not taken with FILE: the function runs on drawn problems", param_hint="--kernel"
             )
         if plot is not None:
             raise typer.BadParameter("draws one problem; --kernel has many", param_hint="--plot")
@@ -143,14 +145,16 @@ def verify(
         )  # fmt: skip
     if unused := [flag for flag, value in _of_kernels(quick, require, case, seconds, empty_rows, save) if value]:
         raise typer.BadParameter("is for --kernel", param_hint=unused[0])
-    if file is None and (q_len is None or head_dim is None):
+    if file is None and q_len is None and head_dim is None:
+        keywords["shape"] = {"q_len": 256, "head_dim": 64, "q_heads": 2} | keywords.get("shape", {})
+    elif file is None and (q_len is None or head_dim is None):
         raise typer.BadParameter("give both for a problem, or give a FILE", param_hint="--q-len, --head-dim")
     tensors: dict[str, Any] = {}
     if file is not None:
         tensors, of_file = read_case(file)
         keywords = of_file | keywords
     with working("judging against float64") as show_progress:
-        report = _report(tensors, keywords, url, api_key, timeout, show_progress)
+        report = _report(tensors, keywords, asked_server(url), api_key, timeout, show_progress)
     write_json(json, report.model_dump(mode="json"))
     show = console(json)
     _show(report, show, of_file=file is not None)

@@ -33,6 +33,7 @@ from flashpoint_server.http.half_closed import HalfClosed
 from flashpoint_server.http.protocol import HttpProtocol
 from flashpoint_server.ipc.client import State
 from flashpoint_server.ipc.parent import keep_what_is_there, raise_descriptor_limit
+from flashpoint_server.observability import logs
 from flashpoint_server.service import Service
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class _Server(uvicorn.Server):
         settings = service.settings
         self._certificate = Watch([settings.tls_cert, settings.tls_key], self._reload_certificate)
         self._watching: asyncio.Task[None] | None = None
+        self._inviting: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = loop = asyncio.get_running_loop()
@@ -74,10 +76,20 @@ class _Server(uvicorn.Server):
             host, port = listener.getsockname()[:2]
             url = f"{'https' if self.config.ssl else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
             log.info("listening", host=host, port=port, url=url)
+        settings = self._service.settings
+        if sockets and settings.workers == 1 and logs.for_people(settings.log_format):
+            self._inviting = asyncio.ensure_future(self._invite(url.replace("//127.0.0.1:", "//localhost:")))
+
+    async def _invite(self, url: str) -> None:
+        """Log, as the last line of the start, where a person finds the page."""
+        while not self._service.ready:  # noqa: ASYNC110 (it follows from the states of several processes)
+            await asyncio.sleep(0.05)
+        log.info(f"Open {url}")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
+        for task in (self._watching, self._inviting):
+            if task is not None:
+                task.cancel()
         HANGUP.listen(None)
         if self._grpc is not None:
             await self._grpc.stop(0 if self.forced else LAST_BYTES)

@@ -94,7 +94,6 @@ def main(start: Callable[[str], TorchDevice] | None = None) -> int:
         log.warning("torch is not available", reason=about.no_kernels)
     if about.no_gpu:
         log.warning("no GPU", reason=about.no_gpu)
-    log.info("ready", device=about.name, title=about.title, backends=about.backends, kernels=about.kernels)
     loop.run()
     return 0
 

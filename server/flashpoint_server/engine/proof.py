@@ -61,7 +61,7 @@ def calibrate(device: TorchDevice) -> None:
         for backend in info.backends
     }
     device.info = msgspec.structs.replace(info, rates=rates)
-    log.info("calibrated", rates={name: one._asdict() for name, one in rates.items()})
+    log.debug("calibrated", rates={name: one._asdict() for name, one in rates.items()})
 
 
 def _errors(device: str, backend: str, dtype: torch.dtype) -> dict[str, float]:

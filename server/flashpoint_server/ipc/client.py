@@ -251,7 +251,11 @@ class Engine:
                     case Hello():
                         self.device, self._pid, self.state = message.device, message.pid, State.READY
                         self.incarnation = message.incarnation
-                        log.info("ready", device=message.device.name, backends=message.device.backends)
+                        about = message.device
+                        log.info(
+                            "ready", device=about.name, title=about.title, backends=about.backends,
+                            kernels=about.kernels,
+                        )  # fmt: skip
                         self._ready()
                     case Broken():
                         self.state, self.failure = State.FAILED, message.reason

@@ -73,18 +73,22 @@ def _notice(processors: Sequence[Processor], dropped: int) -> bytes:
     return bytes(event)
 
 
+def for_people(style: Literal["auto", "json", "console"]) -> bool:
+    """Return whether lines are columns for a person."""
+    return style == "console" or (style == "auto" and os.isatty(STDERR))
+
+
 def configure(style: Literal["auto", "json", "console"], level: str) -> None:
     """Send every log line of the process to stderr, as one JSON object a line or as columns for a person.
 
     `auto` means columns if stderr is a terminal. NO_COLOR turns off their colours.
     """
-    terminal = os.isatty(STDERR)
+    terminal, as_json = os.isatty(STDERR), not for_people(style)
     shared: list[Processor] = [
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
-    as_json = style == "json" or (style == "auto" and not terminal)
     renderer: list[Processor] = (
         [structlog.processors.format_exc_info, _json]
         if as_json
