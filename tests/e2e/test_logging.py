@@ -4,6 +4,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -160,3 +161,19 @@ def test_probes_are_logged_at_debug_alone(server, gated):
     ask(server, "/info", x_request_id=last)
     assert server.wait_for_request(last)["level"] == "info"
     assert not [line for line in server.lines if line.get("request_id") in names]
+
+
+def test_a_start_that_a_person_reads_ends_with_where_the_page_is():
+    command = [sys.executable, *PROGRAM, "--port=0", f"--device={DEVICE}", "--log-format=console"]
+    lines = []
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            while not (lines and "Open " in lines[-1]):
+                lines.append(process.stderr.readline())
+                assert lines[-1], "the server has ended"
+        finally:
+            process.terminate()
+    (port,) = re.findall(r"port=(\d+)", "".join(lines))
+    assert re.search(rf"\] Open http://localhost:{port} ", lines[-1])
+    assert len([line for line in lines if "] ready " in line]) == 1
+    assert max(map(len, lines)) < 400
