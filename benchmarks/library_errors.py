@@ -300,30 +300,34 @@ def over(found: Sequence[Tensor], truth: Sequence[Tensor], least: float = 1e-3) 
 
 
 def measure(asked: argparse.Namespace) -> dict[str, Any]:
-    draw, rows, most = random.Random(asked.seed), [], dict.fromkeys(BOUNDS, 0.0)
+    draw, rows, functions = random.Random(asked.seed), [], []
     for name, (call, options) in FUNCTIONS.items():
-        of_option: dict[str, dict[str, Any]] = {one: {"cases": 0} for one in options}
+        shown = SHOWN | SHOWN_BY.get(name, {})
+        of_option: dict[str, dict[str, Any]] = {
+            one: {"function": name, "option": shown.get(one, one), "cases": 0} for one in options
+        }
+        whole: dict[str, Any] = {"function": name, "options": [row["option"] for row in of_option.values()], "cases": 0}
         for _ in range(asked.cases):
             made, chosen, names = drawn(draw, name, options)
-            for dtype in BOUNDS:
-                for what, error in errors(name, call, made, chosen, getattr(torch, dtype)).items():
-                    most[dtype] = max(most[dtype], error)
-                    for row in (of_option[one] for one in names if one in of_option):
-                        row[f"{what}, {dtype}"] = max(row.get(f"{what}, {dtype}", 0.0), error)
-                for one in names & of_option.keys():
-                    of_option[one]["cases"] += 1
-        shown = SHOWN | SHOWN_BY.get(name, {})
-        rows += [
-            {"function": name, "option": shown.get(one, one)}
-            | {key: float(f"{value:.2g}") for key, value in row.items()}
-            for one, row in of_option.items()
-        ]
-        print(name, *(f"{dtype} {value:.1e}" for dtype, value in most.items()))
+            found = {
+                f"{what}, {dtype}": error
+                for dtype in BOUNDS
+                for what, error in errors(name, call, made, chosen, getattr(torch, dtype)).items()
+            }
+            for row in (whole, *(row for one, row in of_option.items() if one in names)):
+                row["cases"] += len(BOUNDS)
+                row |= {key: max(row.get(key, 0.0), error) for key, error in found.items()}
+        functions.append(whole)
+        rows += of_option.values()
+        print(name, *(f"{key} {value:.1e}" for key, value in whole.items() if isinstance(value, float)))
+    most = {dtype: max(v for row in functions for key, v in row.items() if key.endswith(dtype)) for dtype in BOUNDS}
+    for row in (*functions, *rows):
+        row |= {key: float(f"{value:.2g}") for key, value in row.items() if isinstance(value, float)}
     targets = [
         target(f"largest error, {dtype}", most[dtype] * 1e6, "millionths", most=bound * 1e6)
         for dtype, bound in BOUNDS.items()
     ]
-    return {"seed": asked.seed, "rows": rows, "targets": targets}
+    return {"seed": asked.seed, "functions": functions, "rows": rows, "targets": targets}
 
 
 if __name__ == "__main__":
