@@ -195,7 +195,7 @@ FUNCTIONS: dict[str, tuple[Call, tuple[str, ...]]] = {
     "scaled_dot_product_attention": (sdpa, ("none", "causal", "top_left", "bool mask", "float mask", "scale", "heads")),
     "flex_attention": (flex, (*OF_ALL, "top_left", "float mask")),
 }
-# What an option is called there.
+# Names of options in these functions.
 SHOWN = {
     "alibi": "alibi_slopes", "window": "window_size", "scale": "softmax_scale", "heads": "fewer key heads",
     "append": "k, v", "leftpad": "cache_leftpad", "batch_idx": "cache_batch_idx", "pages": "block_table",

@@ -33,6 +33,8 @@ MASKS: dict[str, tuple[dict[str, Any], Tensor]] = {
     ),
     "FlashInfer window_left=2": ({"window": (2, -1)}, KEYS + 5 + 2 >= 9 + ROWS),
     "JAX local_window_size=(2, 1)": ({"window": (2, 1), **TOP_LEFT}, (KEYS >= ROWS - 2) & (KEYS <= ROWS + 1)),
+    "flash-attn 4 (None, -2)": ({"window": (-1, 0), "offset": 4 - 2}, KEYS <= ROWS + 4 - 2),
+    "flash-attn 4 (-2, None)": ({"window": (0, -1), "offset": 4 + 2}, KEYS >= ROWS + 4 + 2),
     "attention_chunk=3": ({"attn_mask": ROWS // 3 == KEYS // 3}, ROWS // 3 == KEYS // 3),
 }  # fmt: skip
 
