@@ -124,3 +124,10 @@ def test_8_bit_queries_and_mixed_keys_and_values_are_refused() -> None:
         attention(Q.to(low), K, V)
     with pytest.raises(ProblemError, match="v: dtype float32 must be k's"):
         attention(Q, K.to(low), V, k_scale=1.0)
+
+
+def test_qv_is_more_columns() -> None:
+    qv = normal(2, 4, 5, 16, seed=3)
+    k, v = (t.repeat_interleave(2, 1).double() for t in (K, V))
+    scores = (Q.double() @ k.mT + qv.double() @ v.mT) / math.sqrt(32)
+    same(attention(torch.cat([Q, qv], -1), torch.cat([K, V], -1), V), scores.softmax(-1) @ v)
