@@ -30,10 +30,14 @@ from .kernels import (
     decode,
     each_option,
     launch_overhead,
+    library_errors,
+    library_errors_each,
     loops,
     loops_beside,
     one_row,
     reproduced,
+    suites,
+    suites_reasons,
 )
 from .markdown import targets_by_machine
 from .metrics import labels, metrics
@@ -86,7 +90,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "labels": labels,
     "cpu-calls": cpu_calls,
     "launch-overhead": launch_overhead,
+    "library-errors": library_errors,
+    "library-errors-each": library_errors_each,
     "one-row": one_row,
+    "suites": suites,
+    "suites-reasons": suites_reasons,
     "limits": limits,
     "loops": loops,
     "loops-beside": loops_beside,

@@ -82,6 +82,68 @@ def one_row() -> str:
     return text or NOT_MEASURED
 
 
+_DTYPES = ("float32", "float16", "bfloat16")
+
+
+def library_errors() -> str:
+    """A row a function: the options that were tried, and the largest error of o and of the gradients."""
+    text = ""
+    for _, result in results("library-errors"):
+        rows = [
+            (f"`{row['function']}`", ", ".join(row["options"]), row["cases"], *_errors(row))
+            for row in result["functions"]
+        ]
+        text += f"\n{made_on(result['environment'], 'torch')}:\n\n"
+        text += table(
+            ("function", "options", "cases", *(f"o, {t}" for t in _DTYPES), *(f"gradients, {t}" for t in _DTYPES)), rows
+        )
+    return text or NOT_MEASURED
+
+
+def library_errors_each() -> str:
+    """A row an option of a function, over all calls in which it took part."""
+    text = ""
+    for _, result in results("library-errors"):
+        rows = [(f"`{row['function']}`", row["option"], row["cases"], *_errors(row)) for row in result["rows"]]
+        text += f"\n{made_on(result['environment'], 'torch')}:\n\n"
+        text += table(
+            ("function", "option", "cases", *(f"o, {t}" for t in _DTYPES), *(f"gradients, {t}" for t in _DTYPES)), rows
+        )
+    return text or NOT_MEASURED
+
+
+def _errors(row: dict[str, Any]) -> list[str]:
+    found = (row.get(f"{what}, {dtype}") for what in ("o", "gradients") for dtype in _DTYPES)
+    return ["–" if error is None else f"{error:.1e}" for error in found]
+
+
+def suites() -> str:
+    """A row a suite of another project: how many cases were drawn of it, and what came of them."""
+    text = ""
+    for _, result in results("suites"):
+        rows = [
+            (f"{one['name']} `{one['commit'][:10]}`", one["over"], f"{one['drawn']:,} of {one['of']:,}",
+             one["passed"], one["failed"], one["not_expressible"], one["skipped"])
+            for one in result["suites"]
+        ]  # fmt: skip
+        text += f"\n{made_on(result['environment'], 'torch')}:\n\n"
+        text += table(("suite", "over", "cases", "passed", "failed", "not expressible", "skipped by the suite"), rows)
+    return text or NOT_MEASURED
+
+
+def suites_reasons() -> str:
+    """A row a reason for which cases of other projects' suites failed or cannot be expressed."""
+    text = ""
+    for _, result in results("suites"):
+        rows = [
+            (one["name"], why["verdict"], why["cases"], why["why"])
+            for one in result["suites"]
+            for why in one["reasons"]
+        ]
+        text += "\n" + table(("suite", "", "cases", "reason"), rows)
+    return text or NOT_MEASURED
+
+
 def compiled_all() -> str:
     """A row an architecture: the number of variants, those that spill, shared memory and matrix instructions."""
     rows = []

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeGuard
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, ParamSpec, TypeGuard
 
 import torch
 from torch import Tensor
@@ -15,7 +16,29 @@ from flashpoint_kernels.functional import attention
 if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias  # imports torch._dynamo, which takes seconds
 
+P = ParamSpec("P")
+# Names of `attention`'s arguments in torch's signature.
+_NAMES = {"q": "query", "k": "key", "v": "value", "causal": "is_causal"}
 
+
+class SdpaError(ProblemError, RuntimeError):
+    """An argument is not valid. It is also a RuntimeError, which torch raises for most of them."""
+
+
+def _as_torch_raises(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
+    """Raise a type of error that code which was written for torch's function catches, with its names of arguments."""
+
+    @wraps(function)
+    def wrapped(*args: P.args, **kwargs: P.kwargs) -> Tensor:
+        try:
+            return function(*args, **kwargs)
+        except ProblemError as error:
+            raise SdpaError([(_NAMES.get(name, name), text) for name, text in error.errors]) from None
+
+    return wrapped
+
+
+@_as_torch_raises
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -50,7 +73,8 @@ def scaled_dot_product_attention(
         Differentiable once, in query, key, value and a float `attn_mask`.
 
     Raises:
-        ProblemError: a ValueError whose `errors` name what is not valid, also where torch raises RuntimeError.
+        SdpaError: a ProblemError, whose `errors` name what is not valid: both a ValueError and a RuntimeError, since
+            torch raises one or the other.
     """
     for name, t in (("query", query), ("key", key), ("value", value)):
         if not isinstance(t, Tensor) or t.ndim < 2:
@@ -70,6 +94,8 @@ def scaled_dot_product_attention(
         q, k, v = (_in_one_batch(t, lead) for t in (q, k, v))
         if attn_mask is not None and attn_mask.ndim > 3:
             attn_mask = _in_one_batch(attn_mask, () if math.prod(attn_mask.shape[:-3]) == 1 else lead)
+    if not q.shape[-3]:  # `attention` needs a head; without one o is empty, and these products have its shape and graph
+        return q @ k.mT @ v
     o = attention(
         q, k, v, attn_mask=attn_mask, causal=bool(is_causal), causal_alignment=alignment, scale=scale,
         dropout_p=0.0 if dropout_p == 1 else float(dropout_p),

@@ -33,6 +33,8 @@ MASKS: dict[str, tuple[dict[str, Any], Tensor]] = {
     ),
     "FlashInfer window_left=2": ({"window": (2, -1)}, KEYS + 5 + 2 >= 9 + ROWS),
     "JAX local_window_size=(2, 1)": ({"window": (2, 1), **TOP_LEFT}, (KEYS >= ROWS - 2) & (KEYS <= ROWS + 1)),
+    "flash-attn 4 (None, -2)": ({"window": (-1, 0), "offset": 4 - 2}, KEYS <= ROWS + 4 - 2),
+    "flash-attn 4 (-2, None)": ({"window": (0, -1), "offset": 4 + 2}, KEYS >= ROWS + 4 + 2),
     "attention_chunk=3": ({"attn_mask": ROWS // 3 == KEYS // 3}, ROWS // 3 == KEYS // 3),
 }  # fmt: skip
 
@@ -122,3 +124,10 @@ def test_8_bit_queries_and_mixed_keys_and_values_are_refused() -> None:
         attention(Q.to(low), K, V)
     with pytest.raises(ProblemError, match="v: dtype float32 must be k's"):
         attention(Q, K.to(low), V, k_scale=1.0)
+
+
+def test_qv_is_more_columns() -> None:
+    qv = normal(2, 4, 5, 16, seed=3)
+    k, v = (t.repeat_interleave(2, 1).double() for t in (K, V))
+    scores = (Q.double() @ k.mT + qv.double() @ v.mT) / math.sqrt(32)
+    same(attention(torch.cat([Q, qv], -1), torch.cat([K, V], -1), V), scores.softmax(-1) @ v)

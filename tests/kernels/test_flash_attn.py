@@ -271,6 +271,11 @@ Q = normal(2, 3, 2, 16)
 CACHE = normal(2, 8, 2, 16)
 
 
+def paged(**given: Any) -> Any:
+    pages = torch.tensor([[1, 0]], dtype=torch.int32, device=Q.device)
+    return flash_attn.flash_attn_with_kvcache(Q[:1], CACHE.clone(), CACHE.clone(), block_table=pages, **given)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -280,6 +285,8 @@ CACHE = normal(2, 8, 2, 16)
         (lambda: flash_attn.flash_attn_with_kvcache(Q, CACHE, CACHE, k=Q, cache_seqlens=1), "v: must be given with k"),
         (lambda: flash_attn.flash_attn_with_kvcache(Q, CACHE, CACHE, Q, Q), "cache_seqlens: must be given with k"),
         (lambda: flash_attn.flash_attn_with_kvcache(Q, CACHE, CACHE, Q, Q, cache_seqlens=6), "k: 9 keys do not fit"),
+        (lambda: paged(cache_seqlens=17), "block_table: its 2 pages of 8 keys have no room for 17"),
+        (lambda: paged(k=Q[:1], v=Q[:1], cache_seqlens=14), "block_table: its 2 pages of 8 keys have no room for 17"),
         (lambda: flash_attn.flash_attn_with_kvcache(Q[:1], CACHE, CACHE), "k_cache: has 2 sequences"),
         (lambda: flash_attn.flash_attn_with_kvcache(Q, CACHE, CACHE, rotary_cos=Q), "rotary_sin: must be given"),
     ],

@@ -47,6 +47,8 @@ SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
     "a mask for all five dimensions": ((2, 3, 2, 5, 8), (2, 3, 2, 7, 8), (2, 3, 2, 7, 8), (1, 1, 2, 5, 7)),
     "no query": ((2, 4, 0, 8), (2, 4, 7, 8), (2, 4, 7, 8)),
     "no sequence": ((0, 4, 5, 8), (0, 4, 7, 8), (0, 4, 7, 8)),
+    "no head": ((2, 0, 5, 8), (2, 0, 7, 8), (2, 0, 7, 16)),
+    "nothing at all": ((0, 0, 0, 0), (0, 0, 0, 0), (0, 0, 0, 4)),
     "no sequence of five dimensions": ((0, 3, 4, 5, 8), (0, 3, 4, 7, 8), (0, 3, 4, 7, 8)),
 }  # fmt: skip
 
@@ -185,10 +187,12 @@ def test_autocast_holds_as_for_torchs() -> None:
     ],
     ids=str,
 )
-def test_what_is_not_valid_raises_a_value_error(change: dict[str, Any], message: str) -> None:
+def test_what_is_not_valid_raises_a_value_error_and_torchs_runtime_error(change: dict[str, Any], message: str) -> None:
     given = {"query": torch.zeros(1, 4, 5, 8), "key": torch.zeros(1, 4, 7, 8), "value": torch.zeros(1, 4, 7, 8)}
-    with pytest.raises(ProblemError, match=message):
+    with pytest.raises(ProblemError, match=message) as raised:
         scaled_dot_product_attention(**given | change)
+    assert isinstance(raised.value, RuntimeError)
+    assert not {error.field for error in raised.value.errors} & {"q", "k", "v"}
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the samples are made on the CPU")

@@ -305,6 +305,11 @@ def flash_attn_with_kvcache(
     lengths = torch.full((batch,), capacity, dtype=torch.int32, device=q.device)
     if cache_seqlens is not None:
         lengths = (lengths * 0 + cache_seqlens).to(torch.int32)
+    if block_table is not None and not lengths.is_cuda and batch:
+        longest = int(lengths.max()) + (0 if k is None else k.shape[1])
+        if longest > capacity:
+            room = f"{block_table.shape[1]} pages of {k_cache.shape[1]} keys"
+            raise FlashAttnError(f"block_table: its {room} have no room for {longest}: pass more pages for a sequence")
     if rotary_cos is not None and rotary_sin is not None and k is not None:
         turned = partial(
             apply_rotary_emb, cos=rotary_cos, sin=rotary_sin, interleaved=rotary_interleaved, seqlen_offsets=lengths

@@ -1,0 +1,335 @@
+"""Errors of the functions in other libraries' languages: `python benchmarks/library_errors.py`, about a minute.
+
+flash_attn's functions, `scaled_dot_product_attention` and `flex_attention`, on calls that are drawn: each option alone
+and with others, in float32, float16 and bfloat16, with gradients where the function has them. The truth is the formula
+in float64 over the same numbers, written out here. An error is divided by the largest value of o, or of dq, dk and dv
+together. A row counts all cases in which its option takes part. Wanted: 4e-6 in float32, 4e-3 in float16 and 0.03 in
+bfloat16. Goes to benchmarks/results/library-errors-<cpu>.json. Exits with 1 where a target is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from runner import Option, run, target
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.flex_attention import create_block_mask
+
+from flashpoint_kernels import flash_attn, flex_attention, scaled_dot_product_attention
+
+BOUNDS = {"float32": 4e-6, "float16": 4e-3, "bfloat16": 0.03}
+SIZES = (1, 2, 3, 7, 16, 33, 64, 130, 200)
+PAGE = 16
+FAR = 1 << 30
+Sequences = list[Tensor]  # of each sequence: (rows, heads, D)
+Chosen = Mapping[str, Any]  # options by name, with their values
+Call = Callable[[Sequences, Sequences, Sequences, Chosen], Sequences]
+
+
+def formula(q: Tensor, k: Tensor, v: Tensor, chosen: Chosen, b: int) -> Tensor:
+    """Return o (Sq, H, D) of sequence b in float64. A query that sees no key has 0."""
+    q, k, v = (t.transpose(0, 1) for t in (q, k, v))
+    k, v = (t.repeat_interleave(len(q) // len(t), 0) for t in (k, v))
+    s = q @ k.mT * chosen.get("scale", 1 / math.sqrt(q.shape[2]))
+    shift = 0 if chosen.get("top_left") else k.shape[1] - q.shape[1]
+    ahead = torch.arange(k.shape[1]) - torch.arange(q.shape[1])[:, None] - shift
+    if "softcap" in chosen:
+        s = chosen["softcap"] * (s / chosen["softcap"]).tanh()
+    if "alibi" in chosen:
+        s = s - chosen["alibi"].double()[:, None, None] * ahead.abs()
+    left, right = chosen.get("window", (-1, -1))
+    right = 0 if "causal" in chosen else right
+    hidden = (ahead > (right if right >= 0 else FAR)) | (ahead < -(left if left >= 0 else FAR))
+    if "leftpad" in chosen:
+        hidden = hidden | (torch.arange(k.shape[1]) < chosen["leftpad"][b])
+    if (mask := chosen.get("mask")) is not None:
+        mask = mask[b]
+        hidden, s = (hidden | ~mask, s) if mask.dtype == torch.bool else (hidden, s + mask.double())
+    s = s.masked_fill(hidden, -torch.inf)
+    seen = ~hidden.expand_as(s).all(-1, keepdim=True)
+    return (s.masked_fill(~seen, 0).softmax(-1) * seen @ v).transpose(0, 1)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, start: int, interleaved: bool) -> Tensor:
+    """Return rows (S, H, D), turned by the positions from `start` on, in float64."""
+    half = cos.shape[1]
+    cos, sin = (t[start : start + len(x), None].double() for t in (cos, sin))
+    pairs = x[..., : 2 * half]
+    first, second = (pairs[..., ::2], pairs[..., 1::2]) if interleaved else pairs.chunk(2, -1)
+    parts = (first * cos - second * sin, first * sin + second * cos)
+    rotated = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+    return torch.cat([rotated, x[..., 2 * half :]], -1)
+
+
+def of_flash_attn(chosen: Chosen) -> dict[str, Any]:
+    names = {"scale": "softmax_scale", "window": "window_size", "alibi": "alibi_slopes", "softcap": "softcap"}
+    return {names[name]: value for name, value in chosen.items() if name in names} | {"causal": "causal" in chosen}
+
+
+def batched(packed: int) -> Call:
+    """Return the call of flash_attn_func or of its packed forms."""
+
+    def call(q: Sequences, k: Sequences, v: Sequences, chosen: Chosen) -> Sequences:
+        given, options = [torch.stack(t) for t in (q, k, v)], of_flash_attn(chosen)
+        if packed == 3:
+            o = flash_attn.flash_attn_qkvpacked_func(torch.stack(given, 2), **options)
+        elif packed == 2:
+            o = flash_attn.flash_attn_kvpacked_func(given[0], torch.stack(given[1:], 2), **options)
+        else:
+            o = flash_attn.flash_attn_func(*given, **options)
+        assert isinstance(o, Tensor)
+        return list(o)
+
+    return call
+
+
+def starts(rows: Sequences) -> Tensor:
+    return torch.tensor([0, *(len(t) for t in rows)]).cumsum(0).int()
+
+
+def ragged(packed: int) -> Call:
+    """Return the call of flash_attn_varlen_func or of its packed forms."""
+
+    def call(q: Sequences, k: Sequences, v: Sequences, chosen: Chosen) -> Sequences:
+        given, options = [torch.cat(t) for t in (q, k, v)], of_flash_attn(chosen)
+        of_q, of_k = starts(q), starts(k)
+        most = max(map(len, q)), max(map(len, k))
+        if packed == 3:
+            o = flash_attn.flash_attn_varlen_qkvpacked_func(torch.stack(given, 1), of_q, most[0], **options)
+        elif packed == 2:
+            kv = torch.stack(given[1:], 1)
+            o = flash_attn.flash_attn_varlen_kvpacked_func(given[0], kv, of_q, of_k, *most, **options)
+        else:
+            o = flash_attn.flash_attn_varlen_func(*given, of_q, of_k, *most, **options)
+        assert isinstance(o, Tensor)
+        return [o[a:b] for a, b in pairwise(of_q.tolist())]
+
+    return call
+
+
+def cached(q: Sequences, k: Sequences, v: Sequences, chosen: Chosen) -> Sequences:
+    """Call flash_attn_with_kvcache: k and v are in rows or pages of a cache, the last of them are appended."""
+    appended, lengths = chosen.get("append", 0), [len(t) - chosen.get("append", 0) for t in k]
+    rows = -(-max(map(len, k)) // PAGE) * PAGE
+    place = list(range(len(q)))[::-1] if "batch_idx" in chosen else list(range(len(q)))
+    caches = []
+    for each in (k, v):
+        cache = each[0].new_full((len(q), rows, *each[0].shape[1:]), torch.nan)
+        for b, (t, n) in enumerate(zip(each, lengths, strict=True)):
+            cache[place[b], :n] = t[:n]
+        caches.append(cache)
+    options: dict[str, Any] = of_flash_attn(chosen)
+    if "batch_idx" in chosen:
+        options["cache_batch_idx"] = torch.tensor(place, dtype=torch.int32)
+    if "pages" in chosen:
+        order = torch.randperm(len(q) * rows // PAGE, generator=torch.Generator().manual_seed(0))
+        table = order.argsort().int().view(len(q), -1)
+        caches = [t.flatten(0, 1).unflatten(0, (-1, PAGE))[order] for t in caches]
+        options["block_table"] = table
+    if appended:
+        options |= {"k": torch.stack([t[-appended:] for t in k]), "v": torch.stack([t[-appended:] for t in v])}
+    if "rotary" in chosen:
+        cos, sin, interleaved = chosen["rotary"]
+        options |= {"rotary_cos": cos.to(q[0]), "rotary_sin": sin.to(q[0]), "rotary_interleaved": interleaved}
+    if "leftpad" in chosen:
+        options["cache_leftpad"] = torch.tensor(chosen["leftpad"], dtype=torch.int32)
+    filled = torch.tensor(lengths, dtype=torch.int32)
+    o = flash_attn.flash_attn_with_kvcache(torch.stack(q), *caches, cache_seqlens=filled, **options)
+    assert isinstance(o, Tensor)
+    return list(o)
+
+
+def sdpa(q: Sequences, k: Sequences, v: Sequences, chosen: Chosen) -> Sequences:
+    given = [torch.stack(t).transpose(1, 2) for t in (q, k, v)]
+    mask: Any = chosen.get("mask")
+    if "causal" in chosen and not chosen.get("top_left"):
+        with warnings.catch_warnings(action="ignore"):  # more queries than keys: torch's own answer would be NaN
+            mask = causal_lower_right(len(q[0]), len(k[0]))
+    o = scaled_dot_product_attention(
+        *given, mask, is_causal=bool(chosen.get("top_left")), scale=chosen.get("scale"), enable_gqa="heads" in chosen,
+    )  # fmt: skip
+    return list(o.transpose(1, 2))
+
+
+def flex(q: Sequences, k: Sequences, v: Sequences, chosen: Chosen) -> Sequences:
+    given = [torch.stack(t).transpose(1, 2) for t in (q, k, v)]
+    shift, (left, right) = 0 if chosen.get("top_left") else len(k[0]) - len(q[0]), chosen.get("window", (-1, -1))
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if "softcap" in chosen:
+            s = chosen["softcap"] * torch.tanh(s / chosen["softcap"])
+        if "alibi" in chosen:
+            s = s - chosen["alibi"][h] * (i + shift - j).abs()
+        return s + chosen["mask"][b, h, i, j] if "mask" in chosen else s
+
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        seen = j <= i + shift if "causal" in chosen else j >= 0
+        seen = seen & (j >= i + shift - left) if left >= 0 else seen
+        return seen & (j <= i + shift + right) if right >= 0 else seen
+
+    hides = chosen.keys() & {"causal", "window"}
+    blocks = create_block_mask(mask_mod, None, None, len(q[0]), len(k[0]), "cpu") if hides else None
+    changes = score_mod if chosen.keys() & {"softcap", "alibi", "mask"} else None
+    o = flex_attention(*given, changes, blocks, chosen.get("scale"), "heads" in chosen)
+    assert isinstance(o, Tensor)
+    return list(o.transpose(1, 2))
+
+
+OF_ALL = ("none", "causal", "window", "softcap", "alibi", "scale", "heads")
+FUNCTIONS: dict[str, tuple[Call, tuple[str, ...]]] = {
+    "flash_attn_func": (batched(1), OF_ALL),
+    "flash_attn_kvpacked_func": (batched(2), OF_ALL),
+    "flash_attn_qkvpacked_func": (batched(3), OF_ALL[:-1]),
+    "flash_attn_varlen_func": (ragged(1), OF_ALL),
+    "flash_attn_varlen_kvpacked_func": (ragged(2), OF_ALL),
+    "flash_attn_varlen_qkvpacked_func": (ragged(3), OF_ALL[:-1]),
+    "flash_attn_with_kvcache": (cached, (*OF_ALL, "append", "rotary", "leftpad", "batch_idx", "pages")),
+    "scaled_dot_product_attention": (sdpa, ("none", "causal", "top_left", "bool mask", "float mask", "scale", "heads")),
+    "flex_attention": (flex, (*OF_ALL, "top_left", "float mask")),
+}
+# Names of options in these functions.
+SHOWN = {
+    "alibi": "alibi_slopes", "window": "window_size", "scale": "softmax_scale", "heads": "fewer key heads",
+    "append": "k, v", "leftpad": "cache_leftpad", "batch_idx": "cache_batch_idx", "pages": "block_table",
+    "rotary": "rotary_cos, rotary_sin", "bool mask": "attn_mask, bool", "float mask": "attn_mask, float",
+}  # fmt: skip
+SHOWN_BY = {
+    "scaled_dot_product_attention": {
+        "causal": "causal_lower_right", "top_left": "is_causal", "heads": "enable_gqa", "scale": "scale",
+    },
+    "flex_attention": {
+        "causal": "mask_mod: causal", "top_left": "mask_mod: the first key", "window": "mask_mod: a window",
+        "softcap": "score_mod: softcap", "alibi": "score_mod: ALiBi", "float mask": "score_mod: captured bias",
+        "heads": "enable_gqa", "scale": "scale",
+    },
+}  # fmt: skip
+
+
+def possible(function: str, names: set[str]) -> bool:
+    """Return whether these options go together."""
+    masks, diagonals = names & {"bool mask", "float mask"}, names & {"causal", "top_left"}
+    both = function == "scaled_dot_product_attention" and masks and diagonals
+    pages = "pages" in names and names & {"leftpad", "batch_idx"}
+    return not (both or pages or len(masks) > 1 or len(diagonals) > 1)
+
+
+def drawn(draw: random.Random, name: str, options: Sequence[str]) -> tuple[list[Sequences], dict[str, Any], set[str]]:
+    """Return q, k and v of the sequences, the options with their values, and the options' names."""
+    names = {draw.choice(options)}
+    for more in draw.sample(options, draw.randint(0, 2)):
+        if possible(name, names | {more}):
+            names.add(more)
+    names = names - {"none"} or {"none"}
+    if "rotary" in names:
+        names |= {"append", "causal"}
+    numbers = torch.Generator().manual_seed(draw.getrandbits(32))
+    one_length, batch, heads = "varlen" not in name, draw.randint(1, 3), draw.choice((1, 2, 4))
+    of_keys, dim = 1 if "heads" in names else heads, draw.choice((16, 32, 40, 64, 128))
+    lengths = [(draw.choice(SIZES), draw.choice(SIZES)) for _ in range(batch)]
+    lengths = [lengths[0]] * batch if one_length else lengths
+    if "qkvpacked" in name:
+        lengths = [(keys, keys) for _, keys in lengths]
+    if name == "flash_attn_with_kvcache":
+        lengths = [(min(queries, 5), keys + 8) for queries, keys in lengths]
+    made = [[torch.randn(queries, heads, dim, generator=numbers) for queries, _ in lengths]]
+    made += [[torch.randn(keys, of_keys, dim, generator=numbers) for _, keys in lengths] for _ in range(2)]
+    queries, keys = lengths[0]
+    masks = {
+        "bool mask": lambda: torch.rand(batch, heads, queries, keys, generator=numbers) > 0.3,
+        "float mask": lambda: torch.randn(batch, heads, queries, keys, generator=numbers),
+    }
+    makers: dict[str, Callable[[], Any]] = {
+        "causal": lambda: True, "top_left": lambda: True, "heads": lambda: True, "batch_idx": lambda: True,
+        "pages": lambda: True, "window": lambda: (draw.randint(0, 40), draw.choice((-1, 0, 9))),
+        "softcap": lambda: draw.choice((2.0, 30.0)), "scale": lambda: draw.choice((0.05, 0.3)),
+        "alibi": lambda: torch.rand(heads, generator=numbers) / 4, "append": lambda: lengths[0][0],
+        "leftpad": lambda: [draw.randint(0, 3) for _ in range(batch)],
+        "rotary": lambda: (*rotary(dim, keys + 8, numbers), draw.random() < 0.5),
+    }  # fmt: skip
+    chosen = {one: makers[one]() for one in sorted(names - {"none"} - masks.keys())}
+    if "top_left" in chosen:
+        chosen["causal"] = True
+    for one in names & masks.keys():
+        chosen["mask"] = masks[one]()
+    return made, chosen, names
+
+
+def rotary(dim: int, positions: int, numbers: torch.Generator) -> tuple[Tensor, Tensor]:
+    angle = torch.rand(positions, dim // 4, generator=numbers) * 2 * math.pi
+    return angle.cos(), angle.sin()
+
+
+def errors(name: str, call: Call, made: list[Sequences], chosen: Chosen, dtype: torch.dtype) -> dict[str, float]:
+    """Return the largest errors of o and of the gradients, over the largest values."""
+    differentiates = name != "flash_attn_with_kvcache"
+    leaves = [[t.to(dtype).requires_grad_(differentiates) for t in each] for each in made]
+    exact = [[t.detach().double().requires_grad_(differentiates) for t in each] for each in leaves]
+    if "rotary" in chosen:
+        cos, sin, style = chosen["rotary"]
+        cos, sin, new = cos.to(dtype), sin.to(dtype), chosen["append"]
+        used = [[], [], exact[2]]
+        for q, k in zip(exact[0], exact[1], strict=True):
+            used[0].append(turned(q, cos, sin, len(k) - new, style))
+            used[1].append(torch.cat([k[:-new], turned(k[-new:], cos, sin, len(k) - new, style)]))
+    else:
+        used = exact
+    truth = [formula(q, k, v, chosen, b) for b, (q, k, v) in enumerate(zip(*used, strict=True))]
+    found = call(*leaves, chosen)
+    seen = {"o": over(found, truth)}
+    if differentiates:
+        do = [torch.randn(t.shape, generator=torch.Generator().manual_seed(1)).to(dtype) for t in found]
+        ours = torch.autograd.grad([*found], [t for each in leaves for t in each], do)
+        right = torch.autograd.grad(truth, [t for each in exact for t in each], [t.double() for t in do])
+        seen["gradients"] = over(ours, right)  # one of them may be 0 but for rounding: over the largest of all
+    return seen
+
+
+def over(found: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
+    """Return the largest error over the largest value."""
+    wrong = max(float((a.double() - b).detach().abs().max()) for a, b in zip(found, truth, strict=True))
+    return wrong / max(1e-3, *(float(t.detach().abs().max()) for t in truth))
+
+
+def measure(asked: argparse.Namespace) -> dict[str, Any]:
+    draw, rows, functions = random.Random(asked.seed), [], []
+    for name, (call, options) in FUNCTIONS.items():
+        shown = SHOWN | SHOWN_BY.get(name, {})
+        of_option: dict[str, dict[str, Any]] = {
+            one: {"function": name, "option": shown.get(one, one), "cases": 0} for one in options
+        }
+        whole: dict[str, Any] = {"function": name, "options": [row["option"] for row in of_option.values()], "cases": 0}
+        for _ in range(asked.cases):
+            made, chosen, names = drawn(draw, name, options)
+            found = {
+                f"{what}, {dtype}": error
+                for dtype in BOUNDS
+                for what, error in errors(name, call, made, chosen, getattr(torch, dtype)).items()
+            }
+            for row in (whole, *(row for one, row in of_option.items() if one in names)):
+                row["cases"] += len(BOUNDS)
+                row |= {key: max(row.get(key, 0.0), error) for key, error in found.items()}
+        functions.append(whole)
+        rows += of_option.values()
+        print(name, *(f"{key} {value:.1e}" for key, value in whole.items() if isinstance(value, float)))
+    most = {
+        dtype: max(v for row in functions for key, v in row.items() if key.endswith(f", {dtype}")) for dtype in BOUNDS
+    }
+    for row in (*functions, *rows):
+        row |= {key: float(f"{value:.2g}") for key, value in row.items() if isinstance(value, float)}
+    targets = [
+        target(f"largest error, {dtype}", most[dtype] * 1e6, "millionths", most=bound * 1e6)
+        for dtype, bound in BOUNDS.items()
+    ]
+    return {"seed": asked.seed, "functions": functions, "rows": rows, "targets": targets}
+
+
+if __name__ == "__main__":
+    run(measure, "library-errors", packages=("torch",), cases=Option(150, "of each function"), seed=Option(0))
