@@ -34,7 +34,8 @@ from flashpoint_contract.options import GRADS, Direction, Options, ProblemError
 from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import ALL_ANSWERS, INPUT_TENSORS, TAKEN
 from flashpoint_kernels.dispatch import available_backends, run
-from flashpoint_kernels.judging import bounds, captured
+from flashpoint_kernels.judging import captured
+from flashpoint_kernels.judging.exact import bounds
 from flashpoint_kernels.problem import DTYPES, Problem
 from flashpoint_kernels.reference_backend import formula
 from flashpoint_kernels.support import choose_backend

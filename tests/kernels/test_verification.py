@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from flashpoint_kernels import Options, ProblemError, verify
-from flashpoint_kernels.judging import bounds
+from flashpoint_kernels.judging.exact import bounds
 from flashpoint_kernels.reference_backend import formula
 from flashpoint_kernels.verification import Progress, Verification
 from tests.conftest import DEVICE

@@ -12,11 +12,10 @@ from flashpoint_contract.judging import Cause
 from flashpoint_contract.options import ProblemError
 from flashpoint_contract.spec import Row
 from flashpoint_contract.tensors import TENSORS
-from flashpoint_kernels.judging import bounds
-from flashpoint_kernels.judging.bounds import Limits
-from flashpoint_kernels.judging.cases import Case
-from flashpoint_kernels.judging.naming import places
-from flashpoint_kernels.judging.naming.matching import LEFT, OUTPUTS, WrongNumbers, causes_of
+from flashpoint_kernels.judging.cases import OUTPUTS, Case
+from flashpoint_kernels.judging.exact import bounds, places
+from flashpoint_kernels.judging.exact.bounds import Limits
+from flashpoint_kernels.judging.naming.matching import LEFT, WrongNumbers, causes_of
 from flashpoint_kernels.problem import Problem
 from flashpoint_kernels.quantization import scaled
 from flashpoint_kernels.reference_backend import formula

@@ -14,6 +14,9 @@ HALF = ("bfloat16", "float16")
 TYPES = ("float32", *HALF)
 
 
+OUTPUTS = ("o", "lse", "dq", "dk", "dv")
+
+
 @dataclass(frozen=True)
 class Case:
     """One problem: sizes, data type, options, values, and the seed that they are drawn from.

@@ -27,11 +27,11 @@ from flashpoint_contract.judging import (
     Verdict,
 )
 from flashpoint_kernels.judging import cases, relations, shrinking, signatures
-from flashpoint_kernels.judging.cases import TYPES, Case
+from flashpoint_kernels.judging.cases import OUTPUTS, TYPES, Case
 from flashpoint_kernels.judging.naming import causes
 from flashpoint_kernels.judging.process import EndedError, NotLoadedError, Worker, target_of
 from flashpoint_kernels.judging.signatures import Signature, UnusableError
-from flashpoint_kernels.judging.trial import OUTPUTS, Clock, Outcome, StopError, Trial, reseeded
+from flashpoint_kernels.judging.trial import Clock, Outcome, StopError, Trial, reseeded
 
 MOST = 40  # failures and imprecise cases in a report; the smallest ones
 QUICK_SECONDS, SECONDS = 120.0, 600.0  # of all, with the function's own time

@@ -10,8 +10,8 @@ import torch
 
 from flashpoint_contract.judging import Property
 from flashpoint_kernels.judging import values
-from flashpoint_kernels.judging.bounds import Limits
 from flashpoint_kernels.judging.cases import BASE, Case
+from flashpoint_kernels.judging.exact.bounds import Limits
 from flashpoint_kernels.judging.trial import Outcome, Trial, reseeded
 
 VIEWS = ("transposed", "rows", "strided", "offset", "misaligned", "columns")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from flashpoint_contract import wire
 from flashpoint_contract.options import OPTIONS
-from flashpoint_kernels.judging.cases import Case
-from flashpoint_kernels.judging.trial import OUTPUTS, Outcome, StopError, Trial
+from flashpoint_kernels.judging.cases import OUTPUTS, Case
+from flashpoint_kernels.judging.trial import Outcome, StopError, Trial
 from flashpoint_kernels.problem import DTYPE_NAMES
 
 _LENGTHS = (1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1024, 1025, 4096, 4097)

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from flashpoint_contract.judging import Failure
-from flashpoint_kernels.judging import bounds, values
-from flashpoint_kernels.judging.bounds import Limits
-from flashpoint_kernels.judging.cases import Case
-from flashpoint_kernels.judging.naming import places
-from flashpoint_kernels.judging.naming.matching import OUTPUTS as OUTPUTS
+from flashpoint_kernels.judging import values
+from flashpoint_kernels.judging.cases import OUTPUTS, Case
+from flashpoint_kernels.judging.exact import bounds, places
+from flashpoint_kernels.judging.exact.bounds import Limits
 from flashpoint_kernels.judging.process import EndedError, Worker
 from flashpoint_kernels.judging.signatures import Call, Signature, call_of
 

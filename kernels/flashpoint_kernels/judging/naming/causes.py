@@ -14,12 +14,12 @@ import torch
 
 from flashpoint_contract.judging import Cause
 from flashpoint_kernels.judging import values
-from flashpoint_kernels.judging.cases import Case
-from flashpoint_kernels.judging.naming import places
+from flashpoint_kernels.judging.cases import OUTPUTS, Case
+from flashpoint_kernels.judging.exact import places
 from flashpoint_kernels.judging.naming.matching import WrongNumbers, causes_of, excess
 from flashpoint_kernels.judging.naming.mutants import Mistake
 from flashpoint_kernels.judging.process import EndedError
-from flashpoint_kernels.judging.trial import OUTPUTS, Outcome, StopError, Trial
+from flashpoint_kernels.judging.trial import Outcome, StopError, Trial
 
 _TRIED = 6  # failures with which mistakes are compared
 _SMALL = 300_000  # scores of a case in which mistakes are made

@@ -8,14 +8,13 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from flashpoint_kernels.judging.bounds import Limits
-from flashpoint_kernels.judging.cases import Case
+from flashpoint_kernels.judging.cases import OUTPUTS, Case
+from flashpoint_kernels.judging.exact.bounds import Limits
 from flashpoint_kernels.judging.naming import mutants
 from flashpoint_kernels.judging.naming.catalogue import TILES, known, of_gradients
 from flashpoint_kernels.judging.naming.mutants import Mistake
 
 LEFT = 0.08  # part of the error that a mistake may leave
-OUTPUTS = ("o", "lse", "dq", "dk", "dv")
 
 
 @dataclass(frozen=True, eq=False)
