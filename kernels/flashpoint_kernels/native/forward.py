@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from flashpoint_kernels import native
 from flashpoint_kernels.dropout import drop_below
@@ -89,9 +90,9 @@ class Spans:
 
     __slots__ = ("_address", "_count", "numbers", "tokens")
 
-    def __init__(self, numbers: array[int] | torch.Tensor, tokens: int, count: int = 1) -> None:
-        self.numbers = numbers
-        self._address = numbers.data_ptr() if isinstance(numbers, torch.Tensor) else numbers.buffer_info()[0]
+    def __init__(self, numbers: array[int] | NDArray[np.int64], tokens: int, count: int = 1) -> None:
+        self.numbers = np.asarray(numbers)  # no copy
+        self._address = self.numbers.ctypes.data
         self._count = count
         self.tokens = tokens
 

@@ -7,7 +7,6 @@ do not depend on the place of its keys, on other rows, or on the number of threa
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
@@ -40,7 +39,7 @@ def attend_dense(
     numbers = np.zeros((len(q), 8), np.int64)
     numbers[:, 0], numbers[:, 1] = k_address + k_step * each, v_address + v_step * each
     numbers[:, 2:4] = k_head, v_head
-    spans = Spans(array("q", numbers.tobytes()), row.kv_len)
+    spans = Spans(numbers, row.kv_len)
     one = rows_of(spec, row, q.data_ptr(), o.data_ptr(), lse.data_ptr(), spans.of_sequence(0), row.kv_len)
     q_step, o_step, lse_step = (t.stride(0) * t.itemsize for t in (q, o, lse))
     forward = Forward(
@@ -202,8 +201,8 @@ def _scale(problem: Problem, name: str) -> Tensor:
 
 def _of_sequences(problem: Problem, rows: Sequence[Row], k: Tensor, v: Tensor, scales: Sequence[Tensor]) -> Spans:
     """Return one span for each sequence."""
-    numbers = torch.zeros(len(rows), 8, dtype=torch.int64)
-    index, batch, *_, start, _, _, _ = map(torch.from_numpy, numbers_of(rows))
+    numbers = np.zeros((len(rows), 8), np.int64)
+    index, batch, *_, start, _, _, _ = numbers_of(rows)
     for place, t in enumerate((k, v)):
         numbers[:, place] = t.data_ptr() + (batch * t.stride(0) + start * t.stride(2)) * t.itemsize
         numbers[:, 2 + place] = t.stride(1) * t.itemsize
@@ -228,4 +227,4 @@ def _of_pages(problem: Problem, rows: Sequence[Row], k: Tensor, v: Tensor, scale
         own = table if spec.per_row(name) else (index if len(t) > 1 else 0 * index)[:, None]
         numbers[:, :, 4 + place] = t.data_ptr() + own * (t.stride(0) * 4)
         numbers[:, :, 6 + place] = t.stride(1) * 4
-    return Spans(numbers, spec.page_size, pages)
+    return Spans(numbers.numpy(), spec.page_size, pages)
