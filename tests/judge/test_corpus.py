@@ -86,7 +86,7 @@ def test_a_random_case_finds_a_wrong_kernel() -> None:
 
 
 # Wrong beside other calls alone: they refuse what they take elsewhere, add to or repeat an earlier answer, or race.
-BESIDE_OTHERS = {"raises_at_some", "added_gradients", "replay", "gradient_race"}
+BESIDE_OTHERS = {"raises_at_some", "added_gradients", "replay", "gradient_race", "race"}
 
 
 @pytest.mark.slow
@@ -95,11 +95,14 @@ BESIDE_OTHERS = {"raises_at_some", "added_gradients", "replay", "gradient_race"}
     [
         name
         for name, row in _rows().items()
-        if row["wrong"] and row["relation"] == "accuracy" and name not in BESIDE_OTHERS
+        if row["wrong"] and row["relation"] == "accuracy" and name not in BESIDE_OTHERS and not name.endswith("_half")
     ],
 )
 def test_each_measured_case_fails_again(name):
-    """The smallest failing case of the record is wrong by itself, as `--case` runs it."""
+    """The smallest failing case of the record is wrong by itself, as `--case` runs it.
+
+    Without the kernels that are wrong in 16 bits alone, of which each is like another.
+    """
     report = flashpoint_kernels.judge(WRONG[name].function, quick=True, only=_rows()[name]["case"])
     assert report.verdict == "wrong", report.lines()
 

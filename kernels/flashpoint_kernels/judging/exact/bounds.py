@@ -243,7 +243,11 @@ class _Chunk:
             strict = strict + abs(scale) * self.by_keys(q.abs(), (k.to(unit.to).double() - k).abs())
         loose = strict
         if unit.half:
-            loose = strict + (rounded(raw, unit.to) - raw).abs() + self.prescaled(q, k, scale)
+            off = (rounded(raw, unit.to) - raw).abs()
+            if scale:  # the product may be rounded before it is scaled, and then again; it may not overflow
+                twice = rounded(rounded(raw / scale, unit.to) * scale, unit.to)
+                off = torch.where(twice.isfinite(), torch.maximum(off, (twice - raw).abs()), off)
+            loose = strict + off + self.prescaled(q, k, scale)
         derivative = torch.ones((), dtype=torch.float64, device=raw.device)
         s = raw
         if options.softcap:
