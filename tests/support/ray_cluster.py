@@ -57,6 +57,7 @@ class Cluster:
                 **{k: v for k, v in os.environ.items() if not k.startswith(OTHERS)},
                 "RAY_USAGE_STATS_ENABLED": "0",
                 "RAY_AUTH_MODE": "disabled",
+                "RAY_DEDUP_LOGS": "0",  # else the last of two replicas' equal lines waits for the next line
                 "RAY_raylet_start_wait_time_s": str(START_SECONDS),
                 "RAY_worker_niceness": "0",  # else a busy machine leaves a replica no time to start
                 # Else Ray would replace a proxy that is slow because the machine is busy.
