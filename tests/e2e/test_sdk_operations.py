@@ -14,6 +14,7 @@ import pytest
 
 import flashpoint
 from flashpoint._http.transport import Transport
+from tests.support.servers import wait_for
 
 Q = np.random.default_rng(0).standard_normal((1, 2, 8, 16)).astype(np.float32)
 
@@ -52,19 +53,25 @@ def test_a_call_waits_for_a_server_that_is_still_starting(start_server):
     assert meta.retries > 0
 
 
-def test_the_command_line_asks_the_server_of_the_variable(server):
+def test_the_command_line_asks_the_server_of_the_variable(start_server):
     """FLASHPOINT_URL in the place of --url, but not beside an option that --url excludes; an empty --url is local."""
+    server = start_server()
 
     def ran(*arguments):
         command = [sys.executable, "-m", "flashpoint", *arguments]
         environment = os.environ | {"FLASHPOINT_URL": server.url, "COLUMNS": "200"}
         return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
-    before = len(server.lines)
+    def asked():
+        routes = {line["route"] for line in list(server.lines) if line["event"] == "request"}
+        return routes & {"/verify", "/info"}
+
     found = ran("verify", "--json", "-")
     assert found.returncode == 0, found.stderr
     assert json.loads(found.stdout)["ok"]
-    assert [line["route"] for line in list(server.lines)[before:] if line["event"] == "request"] == ["/verify"]
+    wait_for(lambda: asked() == {"/verify"}, lambda: list(server.lines))
     assert ran("capacity", "--q-len", "8", "--head-dim", "8", "--tflops", "1", "--network-gbit", "1").returncode == 0
     assert ran("info", "--url", "").returncode == 0
-    assert [line["route"] for line in list(server.lines)[before:] if line["event"] == "request"] == ["/verify"]
+    assert asked() == {"/verify"}
+    assert ran("info").returncode == 0
+    wait_for(lambda: asked() == {"/verify", "/info"}, lambda: list(server.lines))
