@@ -95,14 +95,11 @@ BESIDE_OTHERS = {"raises_at_some", "added_gradients", "replay", "gradient_race",
     [
         name
         for name, row in _rows().items()
-        if row["wrong"] and row["relation"] == "accuracy" and name not in BESIDE_OTHERS and not name.endswith("_half")
+        if row["wrong"] and row["relation"] == "accuracy" and name not in BESIDE_OTHERS
     ],
 )
 def test_each_measured_case_fails_again(name):
-    """The smallest failing case of the record is wrong by itself, as `--case` runs it.
-
-    Without the kernels that are wrong in 16 bits alone, of which each is like another.
-    """
+    """The smallest failing case of the record is wrong by itself, as `--case` runs it."""
     report = flashpoint_kernels.judge(WRONG[name].function, quick=True, only=_rows()[name]["case"])
     assert report.verdict == "wrong", report.lines()
 
