@@ -30,7 +30,7 @@ class RingAttention(torch.autograd.Function):
         parts, own, rank = [], (k, v), dist.get_rank()
         for part in (*range(rank, -1, -1), *range(dist.get_world_size() - 1, rank, -1)):  # whose keys are here
             if part <= rank:  # causal: later keys are not seen
-                offset = (rank - part) * k.shape[2]  # query 0 is so many keys behind key 0 of the part
+                offset = (rank - part) * k.shape[2]  # query 0 stands at this key, counted from the part's first
                 parts.append(attention(q, k, v, causal=True, offset=offset, return_lse=True))
             k, v = pass_on(k, v)
         o, lse = merge(*zip(*parts, strict=True))

@@ -58,7 +58,8 @@ def pack(name: str, value: Any) -> Packed:
         kinds = (
             "a numpy array, a torch tensor or a list" if name in INDEX_TENSORS else "a numpy array or a torch tensor"
         )
-        kinds = f"a number, {kinds}" if number else kinds
+        if number:
+            kinds = f"{'an integer' if name in INDEX_TENSORS else 'a number'}, {kinds}"
         raise invalid(name, f"must be {kinds}, not {type(value).__name__}")
     if value.dtype.name not in ITEMSIZE:
         raise invalid(name, f"dtype {value.dtype} cannot be sent")

@@ -34,7 +34,7 @@ from flashpoint_contract.docstrings import documented
 from flashpoint_contract.options import GRADS, is_integer
 from flashpoint_contract.saved import ID_LENGTH
 from flashpoint_contract.schemas.options import AttentionOptions, Grad
-from flashpoint_contract.tensors import INDEX_TENSORS, REQUIRED, refusals
+from flashpoint_contract.tensors import INDEX_TENSORS, REQUIRED, TENSORS, refusals
 
 Array: TypeAlias = jax.Array | NDArray[Any]
 Arrays: TypeAlias = dict[str, jax.Array]
@@ -119,8 +119,10 @@ def attention(
 
 def _array(name: str, value: Any) -> jax.Array:
     listed = isinstance(value, (list, tuple)) and name in INDEX_TENSORS
-    if not (isinstance(value, (jax.Array, np.ndarray)) or listed or (name == "offset" and is_integer(value))):
-        raise invalid(name, f"must be a JAX or NumPy array, not {type(value).__name__}")
+    number = name in INDEX_TENSORS and TENSORS[name].may_be_number
+    if not (isinstance(value, (jax.Array, np.ndarray)) or listed or (number and is_integer(value))):
+        kinds = f"{'an integer, ' if number else ''}{'a list, ' if name in INDEX_TENSORS else ''}"
+        raise invalid(name, f"must be {kinds}a JAX or NumPy array, not {type(value).__name__}")
     try:
         return jnp.asarray(value, int if isinstance(value, (list, tuple)) and not value else None)
     except (TypeError, ValueError, OverflowError) as error:

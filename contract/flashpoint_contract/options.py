@@ -23,6 +23,7 @@ Grad = Literal["dq", "dk", "dv", "dattn_mask", "dsinks"]
 LAYOUTS: tuple[Layout, ...] = ("bhsd", "bshd", "thd")
 BACKENDS = ("triton", "torch", "tiled", "reference")
 UNBOUNDED = 1 << 30  # means "no bound" in a window: larger than any length, and its sums fit into int32
+FARTHEST_OFFSET = 1 << 29  # of `offset`, of either sign: its sum with a bound of a window fits into int32
 LARGEST_FLOAT32, LEAST_NORMAL_FLOAT32 = 3.4028234663852886e38, 1.1754943508222875e-38
 
 

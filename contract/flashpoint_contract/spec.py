@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from flashpoint_contract.hints import each_meant
 from flashpoint_contract.options import (
+    FARTHEST_OFFSET,
     LEAST_NORMAL_FLOAT32,
     OPTIONS,
     UNBOUNDED,
@@ -22,20 +23,19 @@ from flashpoint_contract.options import (
     ProblemError,
 )
 from flashpoint_contract.tensors import (
-    EIGHT_BIT,
     FEATURES,
     FORWARD_TENSORS,
     ITEMSIZE,
     MAX_HEAD_DIM,
     MAX_WIDE_HEAD_DIM,
-    SCALES,
     TAKEN,
     TENSORS,
     Tensor,
     TensorInfo,
+    check_dtypes,
+    needed,
+    why_not,
 )
-
-FARTHEST_OFFSET = 1 << 29  # kernels add it to bounds of a window, up to UNBOUNDED, in int32
 
 
 class Row(NamedTuple):
@@ -232,8 +232,8 @@ class Spec:
         return sum(math.prod(max(n, 1) for n in t.shape) * ITEMSIZE[t.dtype] for t in tensors)
 
     def rows(self, index: Mapping[str, Any]) -> tuple[Row, ...]:
-        """Return the table of sequences from the values of the index tensors (`q_lengths`, `kv_lengths`,
-        `cu_seqlens_*`, `offset`, which may be one number).
+        """Return the table of sequences from the values of the index tensors: `q_lengths`, `kv_lengths`, `cu_seqlens_*`
+        and `offset`, which may be one number.
 
         Raises ProblemError if the values do not fit the shapes.
         """
@@ -370,63 +370,15 @@ def _planned(named: tuple[tuple[str, TensorInfo], ...], options: Options, direct
     tensors = dict(named)
     known = TAKEN[direction]
     if refused := [name for name in tensors if name not in known]:
-        raise ProblemError((name, _why_not(name, known, hint)) for name, hint in each_meant(refused, known))
+        raise ProblemError((name, why_not(name, known, hint)) for name, hint in each_meant(refused, known))
     if missing := [name for name in needed(options.layout, direction, "block_table" in tensors) if name not in tensors]:
         raise ProblemError((name, "missing") for name in missing)
-    _check_dtypes(tensors, direction)
+    check_dtypes(tensors, direction)
     spec = _sizes(tensors, options, direction)
     errors = [*_check_shapes(spec), *_check_options(spec)]
     if errors:
         raise ProblemError(errors)
     return spec
-
-
-def _why_not(name: str, known: Sequence[str], hint: str) -> str:
-    """Return why a call does not accept a tensor; `known` are those that it accepts."""
-    if name in TENSORS and TENSORS[name].forward_only:
-        return "is only for the forward: pages and 8-bit keys have no gradient"
-    return f"unknown tensor{hint or '; known are ' + ', '.join(known)}"
-
-
-def needed(layout: str, direction: Direction, paged: bool = False) -> list[str]:
-    """Return the required tensors of a call."""
-    names = [name for name in TAKEN[direction] if TENSORS[name].required or TENSORS[name].layouts == (layout,)]
-    return [*(name for name in names if name != "cu_seqlens_k"), "kv_lengths"] if paged else names
-
-
-def _check_dtypes(tensors: Mapping[str, TensorInfo], direction: Direction) -> None:
-    errors = []
-    dtype, forward = tensors["q"].dtype, direction == "forward"
-    for name, info in tensors.items():
-        row = TENSORS[name]
-        if row.like_q and name != "q":
-            if info.dtype != dtype and not (forward and info.dtype in row.quantized):
-                errors.append((name, f"dtype {info.dtype} must be q's, {dtype}"))
-        elif info.dtype not in row.dtypes:
-            errors.append((name, f"dtype {info.dtype} must be {_or(row)}"))
-        if any(n < 0 for n in info.shape):
-            errors.append((name, f"shape {list(info.shape)} has a negative dimension"))
-    if errors := errors or [*_check_scales(tensors)]:
-        raise ProblemError(errors)
-
-
-def _check_scales(tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, str]]:
-    """Yield errors if 8-bit k and v have different dtypes, or if scales are missing or not needed."""
-    k, v = tensors["k"].dtype, tensors["v"].dtype
-    if v != k and not {k, v}.isdisjoint(EIGHT_BIT):
-        yield "v", f"dtype {v} must be k's, {k}"
-    for name in SCALES:
-        of, dtype = TENSORS[name].scale_of, tensors[TENSORS[name].scale_of].dtype
-        if dtype in EIGHT_BIT and name not in tensors:
-            yield name, f"missing: {of} is {dtype} and needs a scale"
-        elif dtype not in EIGHT_BIT and name in tensors:
-            yield name, f"is only for {of} in {' or '.join(EIGHT_BIT)}, not in {dtype}"
-
-
-def _or(row: Tensor) -> str:
-    """Return the dtypes of a row for an error message."""
-    *others, last = row.dtypes
-    return f"{', '.join(others)} or {last}" if others else last
 
 
 def _sizes(tensors: Mapping[str, TensorInfo], options: Options, direction: Direction) -> Spec:

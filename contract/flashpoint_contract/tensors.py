@@ -14,11 +14,11 @@ and "k_blocks" along Sk.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
-from flashpoint_contract.options import GRADS, LAYOUTS, OPTIONS, Direction, Feature
+from flashpoint_contract.options import GRADS, LAYOUTS, OPTIONS, Direction, Feature, ProblemError
 
 ITEMSIZE = {
     "bool": 1, "int8": 1, "float8_e4m3fn": 1, "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8,
@@ -304,3 +304,52 @@ def refusals(surface: str, names: Iterable[str]) -> list[tuple[str, str]]:
     """Return (tensor, reason) for each tensor that a surface refuses. Unknown names are ignored."""
     rows = [TENSORS[name] for name in names if name in TENSORS]
     return [(row.name, row.refused[surface]) for row in rows if surface in row.refused]
+
+
+def why_not(name: str, known: Sequence[str], hint: str) -> str:
+    """Return why a call does not take the tensor `name`; `known` are those that it takes."""
+    if name in TENSORS and TENSORS[name].forward_only:
+        return "is only for the forward: pages and 8-bit keys have no gradient"
+    return f"unknown tensor{hint or '; known are ' + ', '.join(known)}"
+
+
+def needed(layout: str, direction: Direction, paged: bool = False) -> list[str]:
+    """Return the required tensors of a call."""
+    names = [name for name in TAKEN[direction] if TENSORS[name].required or TENSORS[name].layouts == (layout,)]
+    return [*(name for name in names if name != "cu_seqlens_k"), "kv_lengths"] if paged else names
+
+
+def check_dtypes(tensors: Mapping[str, TensorInfo], direction: Direction) -> None:
+    """Raise ProblemError for dtypes that tensors of a call may not have, and for missing or needless scales."""
+    errors = []
+    dtype, forward = tensors["q"].dtype, direction == "forward"
+    for name, info in tensors.items():
+        row = TENSORS[name]
+        if row.like_q and name != "q":
+            if info.dtype != dtype and not (forward and info.dtype in row.quantized):
+                errors.append((name, f"dtype {info.dtype} must be q's, {dtype}"))
+        elif info.dtype not in row.dtypes:
+            errors.append((name, f"dtype {info.dtype} must be {_or(row)}"))
+        if any(n < 0 for n in info.shape):
+            errors.append((name, f"shape {list(info.shape)} has a negative dimension"))
+    if errors := errors or [*_check_scales(tensors)]:
+        raise ProblemError(errors)
+
+
+def _check_scales(tensors: Mapping[str, TensorInfo]) -> Iterable[tuple[str, str]]:
+    """Yield errors if 8-bit k and v have different dtypes, or if scales are missing or not needed."""
+    k, v = tensors["k"].dtype, tensors["v"].dtype
+    if v != k and not {k, v}.isdisjoint(EIGHT_BIT):
+        yield "v", f"dtype {v} must be k's, {k}"
+    for name in SCALES:
+        of, dtype = TENSORS[name].scale_of, tensors[TENSORS[name].scale_of].dtype
+        if dtype in EIGHT_BIT and name not in tensors:
+            yield name, f"missing: {of} is {dtype} and needs a scale"
+        elif dtype not in EIGHT_BIT and name in tensors:
+            yield name, f"is only for {of} in {' or '.join(EIGHT_BIT)}, not in {dtype}"
+
+
+def _or(row: Tensor) -> str:
+    """Return the dtypes of a row for an error message."""
+    *others, last = row.dtypes
+    return f"{', '.join(others)} or {last}" if others else last

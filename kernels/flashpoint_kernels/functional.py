@@ -12,7 +12,7 @@ from torch import Tensor
 
 from flashpoint_contract.docstrings import documented
 from flashpoint_contract.options import Options, ProblemError, is_integer, number_of
-from flashpoint_contract.tensors import INDEX_TENSORS
+from flashpoint_contract.tensors import INDEX_TENSORS, TENSORS
 from flashpoint_kernels import ops, plain
 from flashpoint_kernels.torch_rules import autocast
 
@@ -266,11 +266,13 @@ def _checked(tensors: Mapping[str, Any]) -> dict[str, Tensor | None]:
     for name, t in tensors.items():
         if t is None or (isinstance(t, Tensor) and name != "block_table"):
             continue
-        listed = isinstance(t, (list, tuple)) or hasattr(t, "tolist") or (name == "offset" and is_integer(t))
+        number = name in _INTEGERS and TENSORS[name].may_be_number
+        listed = isinstance(t, (list, tuple)) or hasattr(t, "tolist") or (number and is_integer(t))
         if not isinstance(t, Tensor) and name in _INTEGERS and listed:
             t = found[name] = _integers(name, t)
         if not isinstance(t, Tensor):
-            raise ProblemError([(name, f"must be a torch tensor, not {type(t).__name__}")])
+            kinds = f"{'an integer, ' if number else ''}a list, an array or " if name in _INTEGERS else ""
+            raise ProblemError([(name, f"must be {kinds}a torch tensor, not {type(t).__name__}")])
         if name == "block_table" and t.dtype == torch.int64:
             found[name] = t.clamp(-1, 2**31 - 1).int()  # a number beyond int32 stays one beyond the pool
     return found

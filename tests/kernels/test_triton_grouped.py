@@ -35,6 +35,9 @@ def _request(rng: random.Random, seed: int, options: dict[str, object], *, dim: 
         lengths = (
             {"kv_lengths": torch.tensor([rng.randint(0, kv_len) for _ in range(batch)])} if rng.random() < 0.3 else {}
         )
+    if seed % 2:
+        sequences = 3 if options["layout"] == "thd" else batch
+        lengths["offset"] = torch.linspace(-2, kv_len, sequences).long()
     return {"q": q, "k": k, "v": v, **lengths}
 
 

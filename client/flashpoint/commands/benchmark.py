@@ -76,7 +76,7 @@ def benchmark(
     head_dim: Annotated[Any, of_shape("Head dimension of q and k.", **INTS)] = None,
     value_dim: Annotated[int | None, of_shape("Head dimension of v.", show_default="that of q")] = None,
     batch: Annotated[int, of_shape("Number of sequences.")] = 1,
-    q_heads: Annotated[int, of_shape("Number of query heads.")] = 1,
+    q_heads: Annotated[int | None, of_shape("Number of query heads.", show_default="1; 8 without sizes")] = None,
     kv_heads: Annotated[int | None, of_shape("Number of key/value heads.", show_default="as query heads")] = None,
     dtype: Annotated[
         Any, of_shape("Data types: float32, bfloat16, float16.", **words(lambda: get_args(TimedDtype)))
@@ -110,11 +110,11 @@ def benchmark(
     """
     format = picture_format(json, plot)
     if preset is None and (q_len, kv_len, head_dim) == (None, None, None):
-        q_len, head_dim, q_heads = _LENGTHS, (64,), q_heads if q_heads > 1 else _HEADS
+        q_len, head_dim, q_heads = _LENGTHS, (64,), _HEADS if q_heads is None else q_heads
     sizes = (q_len, kv_len, head_dim, value_dim, batch, q_heads, kv_heads)
     if preset is None and not (q_len and head_dim):
         raise typer.BadParameter("give both for a grid, or give a --preset", param_hint="--q-len, --head-dim")
-    if preset is not None and sizes != (None, None, None, None, 1, 1, None):
+    if preset is not None and sizes != (None, None, None, None, 1, None, None):
         raise typer.BadParameter("has its own shapes: leave out the sizes", param_hint="--preset")
     url = asked_server(url, {"--kernel": kernel}, ": the function runs on this machine")
     function = None if kernel is None else load_kernel(kernel)
@@ -152,7 +152,7 @@ def benchmark(
 
 
 def _shapes(
-    q_len: Any, kv_len: Any, head_dim: Any, value_dim: Any, batch: int, q_heads: int, kv_heads: int | None
+    q_len: Any, kv_len: Any, head_dim: Any, value_dim: Any, batch: int, q_heads: int | None, kv_heads: int | None
 ) -> list[dict[str, int]]:
     """Return shapes of every length with every dimension. Sizes that are not given get their default in the schema."""
     shapes = [

@@ -152,7 +152,8 @@ def elements(name: str, value: Any) -> tuple[tuple[int, ...], list[Any]]:
     if may_be_number and type(value) in (int, float):
         return (), [value]
     if not isinstance(value, list):
-        kinds = "a number, nested lists" if may_be_number else "nested lists"
+        number = "an integer, " if name in TENSORS and TENSORS[name].is_index else "a number, "
+        kinds = f"{number if may_be_number else ''}nested lists"
         raise FieldError(name, f"must be {kinds}, or an object of shape and data")
     sizes, level = [len(value)], value
     while level and isinstance(level[0], list):

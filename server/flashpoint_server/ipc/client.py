@@ -251,11 +251,7 @@ class Engine:
                     case Hello():
                         self.device, self._pid, self.state = message.device, message.pid, State.READY
                         self.incarnation = message.incarnation
-                        about = message.device
-                        log.info(
-                            "ready", device=about.name, title=about.title, backends=about.backends,
-                            kernels=about.kernels,
-                        )  # fmt: skip
+                        log.info("ready", **message.device.logged)
                         self._ready()
                     case Broken():
                         self.state, self.failure = State.FAILED, message.reason

@@ -257,6 +257,11 @@ class DeviceInfo(msgspec.Struct, frozen=True):
         """Return the backends as `choose_backend` takes them."""
         return Backends(self.backends, self.name.partition(":")[0], self.no_triton)
 
+    @property
+    def logged(self) -> dict[str, object]:
+        """Return what the log says of it when its engine is ready."""
+        return {"device": self.name, "title": self.title, "backends": self.backends, "kernels": self.kernels}
+
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
     """From the engine, first: it is ready. Contains its device, its process id, and a number unique to this engine."""

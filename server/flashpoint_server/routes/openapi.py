@@ -10,14 +10,13 @@ from pydantic import BaseModel
 
 from flashpoint_contract import wire
 from flashpoint_contract.caches import CACHE_OPTIONS, MOST_CACHES
-from flashpoint_contract.options import Direction
+from flashpoint_contract.options import FARTHEST_OFFSET, Direction
 from flashpoint_contract.saved import SAVED_OPTIONS, TAKEN_BESIDE
 from flashpoint_contract.schemas import jsonwire
 from flashpoint_contract.schemas.benchmark import BenchmarkRequest
 from flashpoint_contract.schemas.options import AttentionOptions
 from flashpoint_contract.schemas.shapes import NUMBER_SCHEMA
 from flashpoint_contract.schemas.verify import ProblemEvent, ReportEvent, VerifyProgress, VerifyReport, VerifyRequest
-from flashpoint_contract.spec import FARTHEST_OFFSET
 from flashpoint_contract.sse import MEDIA_TYPE as EVENT_STREAM
 from flashpoint_contract.tensors import ALL_ANSWERS, ANSWERS, BACKWARD_TENSORS, FORWARD_TENSORS, REQUIRED, TENSORS
 from flashpoint_server.refusal import STATUS
