@@ -54,7 +54,8 @@ class Service:
         self.keys = Keyring(settings, shared)
         self.cache_ids = CacheIds(settings, shared)
         self.saved_ids = SavedIds(self.cache_ids)
-        self.cache_lengths: OrderedDict[int, int] = OrderedDict()  # of caches used in this process, by number
+        # by number, of caches used in this process: their length, and the keys that the last call read for them
+        self.cache_lengths: OrderedDict[int, tuple[int, int]] = OrderedDict()
         self.sites = Sites(settings.allowed_hosts, settings.cors_origins)
         self.admission = Admission(settings, self.counts)
         self.draining = False

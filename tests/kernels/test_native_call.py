@@ -38,6 +38,7 @@ def integers(names: tuple[str, ...]) -> dict[str, int]:
     [
         ("forward.h", "call", places(forward._Call)),
         ("forward.h", "task", integers(forward.TASK)),
+        ("forward.h", "reader", integers(forward.READER)),
         ("forward.h", "span", integers(SPAN)),
         ("backward.h", "call", places(backward._Call)),
         ("backward.h", "part", integers(tuple(map(in_c, backward.PART)))),

@@ -9,6 +9,7 @@ import torch
 from flashpoint_kernels import Options, attention, attention_backward, native, verify
 from flashpoint_kernels.native import build
 from tests.kernels.conftest import LEVELS
+from tests.support.kernels.shared_pages import check
 from tests.support.kernels.solving import normal, qkv
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif("avx512" not in LEVELS, reason="tiles are vectors of AVX-512")]
@@ -48,6 +49,11 @@ def test_they_agree_with_float64(
         t = qkv(1, 4, q_len, kv_len, dim, kv_heads=2, dtype=torch.bfloat16)
         found = verify(t, Options(backend="torch", **options))  # type: ignore[arg-type]
         assert found.ok, [e for e in found.tensors if not e.ok]
+
+
+def test_they_read_shared_pages_together(in_c: native.Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: in_c)
+    check([0, 2048, 2100, 1024], [2500, 3, 1, 40], 64, 5, 3, torch.bfloat16, None)
 
 
 @pytest.mark.skipif("amx" not in LEVELS, reason="the processor has no AMX to compare with")

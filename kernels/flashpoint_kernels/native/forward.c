@@ -67,9 +67,42 @@ INLINE void finish(const struct call *call, const struct task *task, const struc
     }
 }
 
-/* Numbers of the state of one chunk of one head: for each row the largest score, the sum, and o. */
-INLINE int64_t state_size(const struct call *call, const struct task *task) {
-    return call->group * task->queries * (2 + padded(call->value_dim));
+/* Numbers of the state of one row: the largest score, the sum, and o. */
+INLINE int64_t state_size(const struct call *call) { return 2 + padded(call->value_dim); }
+
+INLINE void load_state(struct row *row, float *o, const float *state, int64_t width) {
+    memcpy(row, state, sizeof *row);
+    memcpy(o, state + 2, sizeof(float) * width);
+}
+
+INLINE void store_state(float *state, struct row row, const float *o, int64_t width) {
+    memcpy(state, &row, sizeof row);
+    memcpy(state + 2, o, sizeof(float) * width);
+}
+
+/* Begin with the states of all rows, where there are some. */
+INLINE void load_states(const struct call *call, const struct task *task, struct row *merged, float *total, int64_t head) {
+    const int64_t rows = call->group * task->own.queries, width = padded(call->value_dim);
+    const struct row empty = {-__builtin_inff(), 0};
+    memset(total, 0, sizeof(float) * rows * width);
+    for (int64_t r = 0; r < rows; r++) merged[r] = empty;
+    const struct reader *reader = first_row(task).reader;
+    for (int64_t r = 0; r < rows; reader++) {
+        const float *state = reader->state;
+        for (int64_t i = 0; i < call->group * reader->queries; i++, r++)
+            if (state)
+                load_state(merged + r, total + r * width, state + head * reader->state_head + i * state_size(call), width);
+    }
+}
+
+INLINE void store_states(const struct call *call, const struct task *task, const struct row *merged, const float *total,
+                         int64_t head) {
+    const int64_t width = padded(call->value_dim);
+    for (int64_t n = 0; n < task->reader_count; n++) {
+        float *state = task->readers[n].state + head * task->readers[n].state_head;
+        for (int64_t i = 0; i < call->group * task->readers[n].queries; i++, merged++, total += width)
+            store_state(state + i * state_size(call), *merged, total, width);
+    }
 }
 
 INLINE int64_t chunks_of(const struct task *task) {
@@ -78,14 +111,12 @@ INLINE int64_t chunks_of(const struct task *task) {
 
 INLINE void attend(const struct call *call, const struct task *task, struct scratch *own, struct row *merged, float *total,
                    int64_t head) {
-    const int64_t rows = call->group * task->queries, width = padded(call->value_dim);
+    const int64_t rows = call->group * task->own.queries, width = padded(call->value_dim);
     const struct units units = units_of(call, task);
-    const struct row empty = {-__builtin_inff(), 0};
     float *part = task->parts;
-    if (part) part += head * chunks_of(task) * state_size(call, task);
+    if (part) part += head * chunks_of(task) * rows * state_size(call);
     load_queries(call, task, own, head);
-    for (int64_t r = 0; r < rows; r++) merged[r] = empty;
-    memset(total, 0, sizeof(float) * rows * width);
+    load_states(call, task, merged, total, head);
     struct keys *keys = own->keys, *next = own->keys + 1;
     locate(keys, call, task, head, task->start);
     while (keys->from < keys->to) {
@@ -103,24 +134,25 @@ INLINE void attend(const struct call *call, const struct task *task, struct scra
             const struct row row = {own->most[r], own->sum[r]};
             const float *o = own->o + r * width;
             if (part) {
-                memcpy(part, &row, sizeof row);
-                memcpy(part + 2, o, sizeof(float) * width);
-                part += 2 + width;
+                store_state(part, row, o, width);
+                part += state_size(call);
             } else {
                 merge(merged + r, total + r * width, row, o, width, units.factor);
             }
         }
     }
-    if (!part)
+    if (task->readers)
+        store_states(call, task, merged, total, head);
+    else if (!part)
         for (int64_t r = 0; r < rows; r++)
-            finish(call, task, &units, merged[r], total + r * width, r % task->queries,
-                   head * call->group + r / task->queries);
+            finish(call, task, &units, merged[r], total + r * width, r % task->own.queries,
+                   head * call->group + r / task->own.queries);
 }
 
 INLINE int64_t most_rows(const struct call *call) {
     int64_t rows = 0;
     for (int64_t n = 0; n < call->count; n++) {
-        const int64_t own = call->group * call->tasks[n].queries;
+        const int64_t own = call->group * call->tasks[n].own.queries;
         if (own > rows) rows = own;
     }
     return rows;
@@ -149,13 +181,13 @@ int PASTE(flashpoint_forward_, ISA)(const struct call *call) {
 
 /* Merge the states of all chunks, which calls with `parts` have written, in order; write o and lse. Return as above. */
 int PASTE(flashpoint_merge_, ISA)(const struct call *call) {
-    const int64_t width = padded(call->value_dim), size = 2 + width;
+    const int64_t width = padded(call->value_dim), size = state_size(call);
     float *total = aligned_alloc(64, sizeof(float) * width);
     if (!total) return 1;
     for (int64_t n = 0; n < call->count; n++) {
         const struct task *task = call->tasks + n;
         const struct units units = units_of(call, task);
-        const int64_t rows = call->group * task->queries, chunks = chunks_of(task);
+        const int64_t rows = call->group * task->own.queries, chunks = chunks_of(task);
         for (int64_t head = 0; head < task->heads; head++)
             for (int64_t r = 0; r < rows; r++) {
                 struct row merged = {-__builtin_inff(), 0}, row;
@@ -165,7 +197,7 @@ int PASTE(flashpoint_merge_, ISA)(const struct call *call) {
                     memcpy(&row, part, sizeof row);
                     merge(&merged, total, row, part + 2, width, units.factor);
                 }
-                finish(call, task, &units, merged, total, r % task->queries, head * call->group + r / task->queries);
+                finish(call, task, &units, merged, total, r % task->own.queries, head * call->group + r / task->own.queries);
             }
     }
     free(total);

@@ -19,10 +19,21 @@ struct span {
     int64_t k_scale_head, v_scale_head;
 };
 
-/* Some heads of one sequence. Query i sees the keys [i + low, i + high), among [start, stop). Steps are in bytes. */
-struct task {
+/* Queries of one sequence. `state` is null, or their softmax over earlier keys, with which they begin: see `state_size`. */
+struct reader {
     const char *q;
-    int64_t q_head, q_row;
+    int64_t q_head, q_row; /* steps in bytes */
+    int64_t queries;
+    float *state;
+    int64_t state_head; /* numbers from head to head */
+};
+
+/* Some heads of one sequence. Query i sees the keys [i + low, i + high), among [start, stop). Steps are in bytes.
+
+   A task with `readers` has queries of several sequences that see all of its keys. It writes their states, and neither o
+   nor lse; `own.queries` is then the sum of theirs. */
+struct task {
+    struct reader own;
     char *o;
     int64_t o_head, o_row;
     char *lse; /* null if not wanted */
@@ -32,13 +43,15 @@ struct task {
     int64_t mask_head, mask_row;
     const char *blocks; /* of the block mask: of the sequence's query 0 and key 0; null for none */
     int64_t blocks_head, blocks_row;
-    int64_t queries, heads, first_head; /* of k and v: heads [first_head, first_head + heads) of the spans */
+    int64_t heads, first_head; /* of k and v: heads [first_head, first_head + heads) of the spans */
     int64_t start, stop, low, high;
     int64_t offset; /* ALiBi's distance of query i and key j is |i + offset - j| */
     const struct span *spans;
     int64_t first, tokens; /* position of the first span's first key; keys of a span */
     float *parts;          /* null: write o and lse. Else write the state of each chunk, see `state_size` */
     int64_t sequence, query_head, first_query; /* of the task's first query: for dropout and the block mask */
+    const struct reader *readers; /* null: none but `own` */
+    int64_t reader_count;
 };
 
 struct call {
@@ -54,7 +67,25 @@ struct call {
     const struct task *tasks;
 };
 
-/* ---- scratch ---- */
+/* ---- queries ---- */
+
+/* The next row of a task: the rows of its readers follow each other, and each reader's by query head. */
+struct cursor {
+    const struct reader *reader;
+    int64_t row;
+};
+
+INLINE struct cursor first_row(const struct task *task) {
+    return (struct cursor){task->readers ? task->readers : &task->own, 0};
+}
+
+/* Return the address of the next row's query, for a head of the task. */
+INLINE const char *next_query(const struct call *call, struct cursor *cursor, int64_t head) {
+    while (cursor->row == call->group * cursor->reader->queries) *cursor = (struct cursor){cursor->reader + 1, 0};
+    const struct reader *reader = cursor->reader;
+    const int64_t row = cursor->row++;
+    return reader->q + (head * call->group + row / reader->queries) * reader->q_head + row % reader->queries * reader->q_row;
+}
 
 /* ---- keys ---- */
 
@@ -133,12 +164,12 @@ struct sight {
 
 /* Return whether any query of the task sees keys of the block, but for masks. */
 INLINE int some_seen(const struct task *task, const struct keys *keys) {
-    return task->queries - 1 + task->high > keys->position + keys->from && task->low < keys->position + keys->to;
+    return task->own.queries - 1 + task->high > keys->position + keys->from && task->low < keys->position + keys->to;
 }
 
 /* Return whether all queries see all keys of the block, but for the caller's mask. */
 INLINE int all_seen(const struct task *task, const struct keys *keys) {
-    return !task->blocks && task->queries - 1 + task->low <= keys->position + keys->from &&
+    return !task->blocks && task->own.queries - 1 + task->low <= keys->position + keys->from &&
            task->high >= keys->position + keys->to;
 }
 
@@ -157,10 +188,10 @@ INLINE int look(const struct call *call, const struct task *task, const struct k
     int some = 0;
     const char *known = 0;
     for (int64_t r = 0; r < rows; r++) {
-        const int64_t query = r % task->queries, at = query - keys->position;
+        const int64_t query = r % task->own.queries, at = query - keys->position;
         int64_t low = greater(keys->from, at + task->low), high = lesser(keys->to, at + task->high);
         if (task->blocks) {
-            const char *row = task->blocks + (head * call->group + r / task->queries) * task->blocks_head +
+            const char *row = task->blocks + (head * call->group + r / task->own.queries) * task->blocks_head +
                               (task->first_query + query) / call->block_queries * task->blocks_row;
             if (row != known) groups = groups_of(call, keys, row);
             known = row;

@@ -5,23 +5,20 @@ from __future__ import annotations
 import ctypes
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from flashpoint_kernels import native
 from flashpoint_kernels.dropout import drop_below
 from flashpoint_kernels.native import calls
+from flashpoint_kernels.native.prefix import SharedPrefix, together
+from flashpoint_kernels.native.rows import CHUNK, NOWHERE, TILE, UNBOUNDED, Rows, Spans, Steps
 
-CHUNK = 1024  # keys of one softmax, see forward.c
-UNBOUNDED = 1 << 60
-TILE = 384  # rows of a key/value head that read the keys together: queries of its query heads
-_STEP = 96  # rows: tiles have a multiple of it
 TOGETHER = 256  # sequences: from this number on their tasks are made together
 _LEAST_BYTES, _LEAST_FLOPS = 1 << 18, 1 << 21  # work of a thread: to wake one takes about half as long
 
@@ -52,12 +49,13 @@ OF_SCORES = (
 )
 
 
-# Members of struct task of forward.h: 8 bytes each.
+# Members of struct reader and of struct task of forward.h: 8 bytes each.
+READER = ("q", "q_head", "q_row", "queries", "state", "state_head")
 TASK = (
-    "q", "q_head", "q_row", "o", "o_head", "o_row", "lse", "lse_head", "lse_row", "slopes", "sinks",
-    "mask", "mask_head", "mask_row", "blocks", "blocks_head", "blocks_row", "queries", "heads", "first_head",
+    *(f"own.{name}" for name in READER), "o", "o_head", "o_row", "lse", "lse_head", "lse_row",
+    "slopes", "sinks", "mask", "mask_head", "mask_row", "blocks", "blocks_head", "blocks_row", "heads", "first_head",
     "start", "stop", "low", "high", "offset", "spans", "first", "tokens", "parts", "sequence", "query_head",
-    "first_query",
+    "first_query", "readers", "reader_count",
 )  # fmt: skip
 
 
@@ -72,95 +70,11 @@ class _Call(ctypes.Structure):
     )
 
 
-class Steps(NamedTuple):
-    """Steps in bytes from one head to the next, and from one row to the next."""
-
-    head: int
-    row: int
-
-
-NOWHERE = Steps(0, 0)  # of an lse that is not wanted, or a mask that is not there
-
-
-class Spans:
-    """Addresses of keys: for each span, k and v of head 0, their steps from head to head, and the same of their scales.
-
-    Each span has `tokens` keys, and each sequence `count` spans. `numbers` are 8 integers for each span, int64.
-    """
-
-    __slots__ = ("_address", "_count", "numbers", "tokens")
-
-    def __init__(self, numbers: array[int] | NDArray[np.int64], tokens: int, count: int = 1) -> None:
-        self.numbers = np.asarray(numbers)  # no copy
-        self._address = self.numbers.ctypes.data
-        self._count = count
-        self.tokens = tokens
-
-    def of_sequence(self, number: Any) -> Any:
-        """Return the address of the first span of a sequence, or those of an array of sequences."""
-        return self._address + 64 * self._count * number
-
-
-class Rows(NamedTuple):
-    """The queries of one sequence and their keys.
-
-    `q`, `o`, `lse`, `slopes`, `mask` and `blocks` are addresses (`lse`: 0 if not wanted; the others: 0 without one).
-    Query i sees the keys [i + low, i + high) among [start, stop). `spans` is an address in a `Spans`, whose first key
-    has position `first`. `mask` and `blocks`, the block mask, are of query 0 and key 0 of the sequence.
-    """
-
-    q: int
-    o: int
-    lse: int
-    queries: int
-    start: int
-    stop: int
-    spans: int
-    tokens: int
-    first: int = 0
-    low: int = -UNBOUNDED
-    high: int = UNBOUNDED
-    offset: int = 0
-    slopes: int = 0
-    mask: int = 0
-    blocks: int = 0
-    sequence: int = 0  # for dropout, and the number of the first query
-    query: int = 0
-
-    @property
-    def chunks(self) -> int:
-        return max(1, -(-self.stop // CHUNK) - self.start // CHUNK)
-
-    def tiles(self, forward: Forward) -> Iterator[Rows]:
-        """Yield the queries in tiles of at most TILE rows. Each tile reads its keys once."""
-        count = -(-self.queries * forward.group // TILE)
-        if count < 2:
-            yield self
-            return
-        height = max(1, -(-(self.queries * forward.group) // (count * _STEP)) * _STEP // forward.group)
-        for first in range(0, self.queries, height):
-            count, low, high = min(height, self.queries - first), self.low + first, self.high + first
-            start = min(max(self.start, low), self.stop)
-            yield self._replace(
-                q=self.q + first * forward.q.row,
-                o=self.o + first * forward.o.row,
-                lse=self.lse and self.lse + first * forward.lse.row,
-                queries=count,
-                start=start,
-                stop=max(start, min(self.stop, high + count - 1)),
-                low=low,
-                high=high,
-                offset=self.offset + first,
-                mask=self.mask and self.mask + first * forward.mask.row,
-                query=self.query + first,
-            )
-
-
 @dataclass(eq=False, slots=True)
 class Forward:
     """Attention of several tiles of queries with `heads` key/value heads each, of `group` query heads.
 
-    A unit is one key/value head of a tile. `held` keeps alive what the addresses point to.
+    A unit is one key/value head of a tile, or of a shared prefix. `held` keeps alive what the addresses point to.
     """
 
     q_dtype: torch.dtype  # also o's
@@ -171,12 +85,8 @@ class Forward:
     group: int
     scale: float
     softcap: float
-    q: Steps
-    o: Steps
-    lse: Steps
     k_row: int
     v_row: int
-    sinks: int = 0  # address
     mask: Steps = NOWHERE
     mask_dtype: torch.dtype = torch.bool
     mask_step: int = 0  # from key to key, in bytes; 0 for one number for all keys
@@ -186,11 +96,24 @@ class Forward:
     held: object = None
     blocks: Steps = NOWHERE
     block_size: tuple[int, int] = (1, 1)
-    rows: list[Rows] = field(default_factory=list)
+    rows: list[Rows | SharedPrefix] = field(default_factory=list)
+    memory: list[object] = field(default_factory=list)  # of states, which tasks point to
 
     def add(self, rows: Rows) -> None:
         """Add queries of a sequence."""
-        self.rows += rows.tiles(self)
+        self.rows += rows.tiles(self.group, self.mask.row)
+
+    def join(self, other: Forward) -> None:
+        """Add the queries of another forward of the same sizes, types and options, whose memory is kept alive."""
+        self.rows += other.rows
+        self.memory.append(other.held)
+
+    def share_prefixes(self, workers: int) -> None:
+        """Let sequences that begin with the same chunks of keys read these together, on about `workers` threads."""
+        alone = [row for row in self.rows if isinstance(row, Rows)]
+        if len(alone) > 1 and not self.dropped.on:
+            shared = [row for row in self.rows if isinstance(row, SharedPrefix)]
+            self.rows = [*shared, *together(alone, self.group, -(-workers // self.heads))]
 
     @property
     def units(self) -> int:
@@ -199,15 +122,14 @@ class Forward:
     @property
     def nbytes(self) -> int:
         """Return the bytes of keys and values that are read."""
-        return self._nbytes(sum(row.stop - row.start for row in self.rows))
+        return self._nbytes(sum(row.keys for row in self.rows))
 
     def _nbytes(self, keys: int) -> int:
         return keys * self.heads * (self.head_dim + self.value_dim) * self.k_dtype.itemsize
 
     def workers(self, most: int) -> int:
         """Return the number of threads for this work, at most `most`."""
-        keys = sum(row.stop - row.start for row in self.rows)
-        return self._workers(most, keys, sum(row.queries * (row.stop - row.start) for row in self.rows))
+        return self._workers(most, sum(row.keys for row in self.rows), sum(row.pairs for row in self.rows))
 
     def _workers(self, most: int, keys: int, pairs: int) -> int:
         flops = 2 * pairs * self.heads * self.group * (self.head_dim + self.value_dim)
@@ -224,16 +146,22 @@ class Forward:
         """
         if workers < 2:
             return [self._whole(0, self.units)], []
-        if self.units >= 4 * workers:
-            weights = (row.queries * max(1, row.stop - row.start) for row in self.rows for _ in range(self.heads))
-            edges = [0, *accumulate(weights)]
-            cuts = [bisect_left(edges, edges[-1] * number // workers) for number in range(workers + 1)]
-            return [self._whole(first, last) for first, last in pairwise(cuts) if first < last], []
-        return self._shared(workers)
+        rows = [row for row in self.rows if isinstance(row, Rows)]
+        if self.units >= 4 * workers or len(rows) < len(self.rows):
+            return [self._whole(first, last) for first, last in self.cuts(workers)], []
+        return self._between_chunks(rows, workers)
 
-    def _shared(self, workers: int) -> tuple[list[list[int]], list[tuple[list[int], torch.Tensor]]]:
+    def cuts(self, count: int) -> list[tuple[int, int]]:
+        """Return ranges of units of about equal work, at most `count`."""
+        edges = [0, *accumulate(row.pairs for row in self.rows for _ in range(self.heads))]
+        cuts = [bisect_left(edges, edges[-1] * number // count) for number in range(count + 1)]
+        return [(first, last) for first, last in pairwise(cuts) if first < last]
+
+    def _between_chunks(
+        self, rows: Sequence[Rows], workers: int
+    ) -> tuple[list[list[int]], list[tuple[list[int], torch.Tensor]]]:
         edges = [0]
-        for row in self.rows:
+        for row in rows:
             edges += [edges[-1] + row.chunks * (head + 1) for head in range(self.heads)]
         total, unit = edges[-1], 0
         shares: list[list[int]] = []
@@ -250,16 +178,15 @@ class Forward:
                     start = edges[last]
                     continue
                 end = min(stop, edges[unit + 1])
+                row, head = rows[unit // self.heads], unit % self.heads
                 if unit not in merged:
-                    row = self.rows[unit // self.heads]
-                    merged[unit] = torch.empty(
-                        row.chunks, self.group * row.queries * (2 + -(-self.value_dim // native.VECTOR) * native.VECTOR)
-                    )
-                tasks += self._part(unit, start - edges[unit], end - edges[unit], merged[unit])
+                    merged[unit] = torch.empty(row.chunks, self.group * row.queries * self._state_size)
+                tasks += self._part(row, head, start - edges[unit], end - edges[unit], merged[unit])
                 start = end
             if tasks:
                 shares.append(tasks)
-        return shares, [(self._part(unit, None, None, t), t) for unit, t in merged.items()]
+        whole = [(rows[unit // self.heads], unit % self.heads, t) for unit, t in merged.items()]
+        return shares, [(self._task(row, head, 1, row.start, row.stop, t.data_ptr()), t) for row, head, t in whole]
 
     def takes_together(self, rows: int, queries: int) -> bool:
         """Return whether `compute_together` takes `rows` sequences, of which the longest has this many queries."""
@@ -273,7 +200,7 @@ class Forward:
         """
         _, queries, keys = np.broadcast_arrays(rows.q, rows.queries, rows.stop - rows.start)
         tasks = np.empty((len(queries), len(TASK)), np.int64)
-        for column, member in enumerate(self._task(rows, 0, self.heads, rows.start, rows.stop, 0)):
+        for column, member in enumerate(self._task(rows, 0, self.heads, rows.start, rows.stop)):
             tasks[:, column] = member
         workers = self._workers(threads, int(keys.sum()), int((queries * keys).sum()))
         edges = (queries * np.maximum(keys, 1)).cumsum()
@@ -307,8 +234,8 @@ class Forward:
         tasks, keys = calls.Table(np.concatenate(memory), len(TASK)), calls.Table(spans.numbers, 8)
         at = called.followed_by(-1, memory)
         tasks.of_itself(TASK.index("spans"), spans.of_sequence(0) - at)
-        for name in ("q", "o", "lse"):
-            tasks.of_tensor(TASK.index(name), number[name], tensors[name])
+        for member, name in (("own.q", "q"), ("o", "o"), ("lse", "lse")):
+            tasks.of_tensor(TASK.index(member), number[name], tensors[name])
         for column, name in enumerate("kv"):
             keys.of_tensor(column, number[name], tensors[name])
         return calls.Replay(self._functions().forward, called, tasks, keys)
@@ -319,35 +246,62 @@ class Forward:
             number, head = divmod(first, self.heads)
             count = min(self.heads - head, last - first)
             row = self.rows[number]
-            tasks += self._task(row, head, count, row.start, row.stop, 0)
+            if isinstance(row, Rows):
+                tasks += self._task(row, head, count, row.start, row.stop)
+            else:
+                tasks += self._prefix(row, head, count)
             first += count
         return tasks
 
-    def _part(self, unit: int, first: int | None, last: int | None, states: torch.Tensor) -> list[int]:
-        """Return the task for chunks [first, last) of a unit, or for all, with the memory of all its chunks' states."""
-        number, head = divmod(unit, self.heads)
-        row, address = self.rows[number], states.data_ptr()
-        start, stop = row.start, row.stop
-        if first is not None and last is not None:
-            edge = row.start // CHUNK
-            start, stop = max(row.start, (edge + first) * CHUNK), min(row.stop, (edge + last) * CHUNK)
-            address += first * states.stride(0) * 4
-        return self._task(row, head, 1, start, stop, address)
+    def _part(self, row: Rows, head: int, first: int, last: int, states: torch.Tensor) -> list[int]:
+        """Return the task for chunks [first, last) of a head, with the memory of all its chunks' states."""
+        edge = row.start // CHUNK
+        start, stop = max(row.start, (edge + first) * CHUNK), min(row.stop, (edge + last) * CHUNK)
+        return self._task(row, head, 1, start, stop, states.data_ptr() + first * states.stride(0) * 4)
 
-    def _task(self, row: Rows, head: int, heads: int, start: int, stop: int, states: int) -> list[int]:
+    @property
+    def _state_size(self) -> int:
+        """Return `state_size` of forward.c."""
+        return 2 + -(-self.value_dim // native.VECTOR) * native.VECTOR
+
+    def _prefix(self, prefix: SharedPrefix, head: int, heads: int) -> list[int]:
+        """Return the tasks of a shared prefix, in the order in which one thread must compute them."""
+        edges = [self.group * queries for queries in accumulate((row.queries for row in prefix.rows), initial=0)]
+        states = np.zeros((heads, edges[-1], self._state_size), np.float32)
+        states[:, :, 0] = -np.inf
+        step = states[0].size
+        rows = [
+            row._replace(state=states[0, edge:].ctypes.data, state_head=step)
+            for row, edge in zip(prefix.rows, edges, strict=False)
+        ]
+        readers = array("q", [n for row in rows for n in self._task(row, head, heads, 0, 0)[: len(READER)]])
+        self.memory += states, readers
+        tasks = []
+        for run in prefix.runs:
+            together = rows[run.first]._replace(
+                lse=0, sinks=0, queries=(edges[run.last] - edges[run.first]) // self.group, low=-UNBOUNDED,
+                high=UNBOUNDED, state=0, readers=readers.buffer_info()[0] + run.first * len(READER) * readers.itemsize,
+                reader_count=run.last - run.first,
+            )  # fmt: skip
+            tasks += self._task(together, head, heads, run.start, run.stop)
+        for row, tail in zip(rows, prefix.tails, strict=True):
+            tasks += self._task(row, head, heads, tail, row.stop)
+        return tasks
+
+    def _task(self, row: Rows, head: int, heads: int, start: int, stop: int, parts: int = 0) -> list[int]:
         """Return struct task of forward.h: the members of TASK, in their order."""
-        query = head * self.group
+        query, (q, o, lse) = head * self.group, row.steps
         return [
-            row.q + query * self.q.head, *self.q,
-            row.o + query * self.o.head, *self.o,
-            _moved(row.lse, query * self.lse.head), *self.lse,
-            _moved(row.slopes, 4 * query), _moved(self.sinks, 4 * query),
+            row.q + query * q.head, *q, row.queries, row.state, row.state_head,
+            row.o + query * o.head, *o,
+            _moved(row.lse, query * lse.head), *lse,
+            _moved(row.slopes, 4 * query), _moved(row.sinks, 4 * query),
             _moved(row.mask, query * self.mask.head), *self.mask,
             _moved(row.blocks, query * self.blocks.head), *self.blocks,
-            row.queries, heads, head,
-            start, stop, row.low, row.high, row.offset,
+            heads, head, start, stop, row.low, row.high, row.offset,
             row.spans, row.first, row.tokens,
-            states, row.sequence, self.first_head + query, row.query,
+            parts, row.sequence, self.first_head + query, row.query,
+            row.readers, row.reader_count,
         ]  # fmt: skip
 
     def _functions(self) -> native.Functions:

@@ -146,15 +146,14 @@ INLINE float peak_of(__m512i bits) {
 }
 
 INLINE void load_queries(const struct call *call, const struct task *task, struct scratch *own, int64_t head) {
-    const int64_t rows = call->group * task->queries, bytes = own->dim * 2;
+    const int64_t rows = call->group * task->own.queries, bytes = own->dim * 2;
     __m512i peak = _mm512_setzero_si512();
+    struct cursor cursor = first_row(task);
     own->tiles_of_queries = tiles_of(rows);
     for (int64_t first = 0; first < own->tiles_of_queries * QUERIES; first += QUERIES) {
         memset(own->k_rows, 0, QUERIES * bytes); /* as memory, which has no use yet */
         for (int64_t r = first; r < lesser(first + QUERIES, rows); r++)
-            memcpy(own->k_rows + (r - first) * bytes,
-                   task->q + (head * call->group + r / task->queries) * task->q_head + r % task->queries * task->q_row,
-                   call->dim * 2);
+            memcpy(own->k_rows + (r - first) * bytes, next_query(call, &cursor, head), call->dim * 2);
         for (int64_t r = 0; r < QUERIES; r++) peak = peak_of_row(peak, own->k_rows + r * bytes, own->dim);
         columns_of_rows(own->q + first * bytes, own->k_rows, bytes, own->dim);
     }
@@ -291,7 +290,7 @@ NOINLINE void add_infinite(const struct call *call, const struct task *task, str
                            int64_t head, int64_t row, const char *p, const int tiles) {
     const int64_t tile = row / QUERIES, lane = row % QUERIES;
     for (int64_t j = own->sights[row].low; j < own->sights[row].high; j++) {
-        if (!sees(call, task, keys, own->sights[row], row % task->queries, head * call->group + row / task->queries, j))
+        if (!sees(call, task, keys, own->sights[row], row % task->own.queries, head * call->group + row / task->own.queries, j))
             continue;
         const float weight = bfloat16_at(p + j / STEP * TILE_BYTES + j % STEP / 2 * 64 + lane * 4 + j % 2 * 2);
         for (int64_t d = 0; d < call->value_dim; d++) {
@@ -312,12 +311,12 @@ struct lanes {
 /* Make scores of the products of a tile of queries, which are in `s` from the tile's first key on: query by query. */
 NOINLINE void adjust_tile(const struct call *call, const struct task *task, struct scratch *own, const struct keys *keys,
                           int64_t head, float *s, int64_t tile, struct hull hull, const int tiles) {
-    const int64_t rows = call->group * task->queries;
+    const int64_t rows = call->group * task->own.queries;
     for (int64_t t = hull.low * 2; t < hull.high * 2; t++)
         transpose_rows((char *)(own->by_query + t * 16), BLOCK * 4, (const char *)(s + t * tiles * 256), 64);
     for (int64_t r = tile * QUERIES; r < lesser((tile + 1) * QUERIES, rows); r++)
-        adjust(call, task, keys, own->by_query + r % QUERIES * BLOCK, r % task->queries,
-               head * call->group + r / task->queries, greater(hull.low * STEP, keys->from),
+        adjust(call, task, keys, own->by_query + r % QUERIES * BLOCK, r % task->own.queries,
+               head * call->group + r / task->own.queries, greater(hull.low * STEP, keys->from),
                lesser(hull.high * STEP, keys->to));
     for (int64_t t = hull.low * 2; t < hull.high * 2; t++)
         transpose_rows((char *)(s + t * tiles * 256), 64, (const char *)(own->by_query + t * 16), BLOCK * 4);
@@ -326,10 +325,10 @@ NOINLINE void adjust_tile(const struct call *call, const struct task *task, stru
 /* Write the words of dropout for a tile of queries: (BLOCK, 16). */
 NOINLINE void draw_tile(const struct call *call, const struct task *task, struct scratch *own, const struct keys *keys,
                         int64_t head, int64_t tile, uint32_t *to) {
-    const int64_t rows = call->group * task->queries;
+    const int64_t rows = call->group * task->own.queries;
     for (int64_t r = tile * QUERIES; r < lesser((tile + 1) * QUERIES, rows); r++)
         draw(&call->dropout, own->room + r % QUERIES * BLOCK, task->sequence,
-             task->query_head + head * call->group + r / task->queries, task->first_query + r % task->queries,
+             task->query_head + head * call->group + r / task->own.queries, task->first_query + r % task->own.queries,
              keys->position, keys->to);
     for (int64_t t = 0; t * 16 < keys->to; t++)
         transpose_rows((char *)(to + t * 256), 64, (const char *)(own->room + t * 16), BLOCK * 4);

@@ -60,10 +60,9 @@ INLINE ints peak_of_row(ints peak, const float *row, int64_t width) {
 INLINE void load_queries(const struct call *call, const struct task *task, struct scratch *own, int64_t head) {
     const int64_t width = padded(call->dim);
     ints peak = {0};
-    for (int64_t r = 0; r < call->group * task->queries; r++) {
-        const char *from =
-            task->q + (head * call->group + r / task->queries) * task->q_head + r % task->queries * task->q_row;
-        read_row(own->q + r * width, from, (enum type)call->q_type, call->dim);
+    struct cursor cursor = first_row(task);
+    for (int64_t r = 0; r < call->group * task->own.queries; r++) {
+        read_row(own->q + r * width, next_query(call, &cursor, head), (enum type)call->q_type, call->dim);
         peak = peak_of_row(peak, own->q + r * width, width);
     }
     own->q_peak = peak_of(peak);
@@ -221,7 +220,7 @@ NOINLINE void add_infinite(const struct call *call, const struct task *task, con
     const int64_t width = padded(call->value_dim);
     float *o = own->o + row * width;
     for (int64_t j = own->sights[row].low; j < own->sights[row].high; j++) {
-        if (!sees(call, task, keys, own->sights[row], row % task->queries, head * call->group + row / task->queries, j))
+        if (!sees(call, task, keys, own->sights[row], row % task->own.queries, head * call->group + row / task->own.queries, j))
             continue;
         for (int64_t d = 0; d < call->value_dim; d++)
             if (!is_finite(own->infinite[j * width + d])) o[d] += p[j] * own->infinite[j * width + d];
@@ -296,7 +295,7 @@ NOINLINE void soften(const struct call *call, const struct task *task, const str
         memcpy(own->alpha + first + r, &exact, count);
     }
     for (int64_t r = 0; r < rows; r++) {
-        const int64_t query = (first + r) % task->queries, own_head = head * call->group + (first + r) / task->queries;
+        const int64_t query = (first + r) % task->own.queries, own_head = head * call->group + (first + r) / task->own.queries;
         const uint32_t *drawn = 0;
         if (call->dropout.on)
             drawn = draw(&call->dropout, own->room, task->sequence, task->query_head + own_head,
@@ -373,8 +372,8 @@ INLINE void take_block(const struct call *call, const struct task *task, const s
         for (int64_t r = 0; r < count && !in_range; r++)
             put_right(own, call, own->s + r * BLOCK, first + r, hulls[r / TALL].low, hulls[r / TALL].high);
         for (int64_t r = 0; r < count && units->adjusts; r++)
-            adjust(call, task, keys, own->s + r * BLOCK, (first + r) % task->queries,
-                   head * call->group + (first + r) / task->queries, hulls[r / TALL].low, hulls[r / TALL].high);
+            adjust(call, task, keys, own->s + r * BLOCK, (first + r) % task->own.queries,
+                   head * call->group + (first + r) / task->own.queries, hulls[r / TALL].low, hulls[r / TALL].high);
         soften(call, task, units, own, keys, head, first, count, hulls);
         if (in_place) {
             add_values_in_place(own, keys, few ? next : 0, width, rows);

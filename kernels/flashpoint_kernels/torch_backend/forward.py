@@ -19,7 +19,8 @@ from torch import Tensor
 from flashpoint_contract.spec import Row, Spec
 from flashpoint_contract.tensors import SCALES
 from flashpoint_kernels.native.calls import Replay
-from flashpoint_kernels.native.forward import NOWHERE, Dropped, Forward, Rows, Spans, Steps
+from flashpoint_kernels.native.forward import Dropped, Forward
+from flashpoint_kernels.native.rows import NOWHERE, QuerySteps, Rows, Spans, Steps
 from flashpoint_kernels.problem import Problem, narrowed
 
 
@@ -40,12 +41,12 @@ def attend_dense(
     numbers[:, 0], numbers[:, 1] = k_address + k_step * each, v_address + v_step * each
     numbers[:, 2:4] = k_head, v_head
     spans = Spans(numbers, row.kv_len)
-    one = rows_of(spec, row, q.data_ptr(), o.data_ptr(), lse.data_ptr(), spans.of_sequence(0), row.kv_len)
+    at = QuerySteps(steps(q, 1), steps(o, 1), steps(lse, 1))
+    one = rows_of(spec, row, q.data_ptr(), o.data_ptr(), lse.data_ptr(), at, spans.of_sequence(0), row.kv_len)
     q_step, o_step, lse_step = (t.stride(0) * t.itemsize for t in (q, o, lse))
     forward = Forward(
         q.dtype, k.dtype, spec.head_dim, spec.value_dim, spec.kv_heads, spec.q_heads // spec.kv_heads, spec.scale,
-        spec.options.softcap, steps(q, 1), steps(o, 1), steps(lse, 1), k.stride(2) * size, v.stride(2) * size,
-        held=[q, k, v, o, lse, spans],
+        spec.options.softcap, k.stride(2) * size, v.stride(2) * size, held=[q, k, v, o, lse, spans],
     )  # fmt: skip
 
     def moved(n: Any) -> Rows:
@@ -69,6 +70,7 @@ def attend_dense(
 
 
 def _all_units(forward: Forward, threads: int) -> None:
+    forward.share_prefixes(forward.workers(threads))
     _compute(forward, *forward.shares(forward.workers(threads)))
 
 
@@ -92,13 +94,14 @@ def prepared(problem: Problem, rows: Sequence[Row]) -> Callable[[int], object]:
     blocks = in_rows(problem.view("block_mask")) if spec.has("block_mask") else None
     forward = Forward(
         q.dtype, k.dtype, spec.head_dim, spec.value_dim, spec.kv_heads, spec.q_heads // spec.kv_heads, spec.scale,
-        spec.options.softcap, steps(q, 1), steps(o, 1), NOWHERE if lse is None else steps(lse, 1),
-        k.stride(2) * k.itemsize, v.stride(2) * v.itemsize, 0 if sinks is None else sinks.data_ptr(),
+        spec.options.softcap, k.stride(2) * k.itemsize, v.stride(2) * v.itemsize,
         NOWHERE if mask is None else steps(mask, 1), torch.bool if mask is None else mask.dtype,
         0 if mask is None else mask.stride(3) * mask.itemsize, 1.0 - p, Dropped.of(problem.seed, p),
         problem.first_head, (q, o, lse, k, v, scales, spans, slopes, sinks, mask, blocks),
         NOWHERE if blocks is None else steps(blocks, 1), spec.options.block_size,
     )  # fmt: skip
+
+    at = QuerySteps(steps(q, 1), steps(o, 1), NOWHERE if lse is None else steps(lse, 1))
 
     def place(row: Row, span: int) -> Rows:
         return rows_of(
@@ -107,9 +110,11 @@ def prepared(problem: Problem, rows: Sequence[Row]) -> Callable[[int], object]:
             address(q, row.batch, row.q_start),
             address(o, row.batch, row.q_start),
             0 if lse is None else address(lse, row.batch, row.q_start),
+            at,
             span,
             spans.tokens,
-            0 if slopes is None else slopes.data_ptr() + (4 * spec.q_heads * row.index if slopes.ndim == 2 else 0),
+            slopes=0 if slopes is None else slopes.data_ptr() + 4 * spec.q_heads * row.index * (slopes.ndim == 2),
+            sinks=0 if sinks is None else sinks.data_ptr(),
             mask=0 if mask is None else address(mask, row.batch, 0),
             blocks=0 if blocks is None else address(blocks, row.batch, 0),
         )
@@ -136,8 +141,8 @@ def repeats(problem: Problem) -> bool:
 
 
 def rows_of(
-    spec: Spec, row: Row, q: int, o: int, lse: int, spans: int, tokens: int, slopes: int = 0, first: int = 0,
-    start: int = 0, mask: int = 0, blocks: int = 0,
+    spec: Spec, row: Row, q: int, o: int, lse: int, at: QuerySteps, spans: int, tokens: int, first: int = 0,
+    start: int = 0, slopes: int = 0, sinks: int = 0, mask: int = 0, blocks: int = 0,
 ) -> Rows:  # fmt: skip
     """Return the queries of a sequence, whose keys [first, row.kv_len) are in `spans`. Addresses as in `Rows`.
 
@@ -149,7 +154,8 @@ def rows_of(
     start = least(most(low, start), row.kv_len)
     stop = most(least(row.kv_len, row.q_len - 1 + high), start)
     return Rows(
-        q, o, lse, row.q_len, start, stop, spans, tokens, first, low, high, offset, slopes, mask, blocks, row.index
+        q, o, lse, at, row.q_len, start, stop, spans, tokens, first, low, high, offset, slopes, sinks, mask, blocks,
+        row.index,
     )  # fmt: skip
 
 

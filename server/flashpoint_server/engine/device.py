@@ -7,7 +7,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -31,7 +31,8 @@ from flashpoint_kernels.reproducible import CORES, split
 from flashpoint_kernels.timing.device import device_name, is_lost
 from flashpoint_server.engine import local
 from flashpoint_server.engine.caches.attending import CallTensors, HeldCall
-from flashpoint_server.engine.caches.parts import CachedPart
+from flashpoint_server.engine.caches.cache import StoredCache
+from flashpoint_server.engine.caches.parts import CachedPart, Sequences, attend, shares
 from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.engine.entry import OutOfMemoryError, Placed
 from flashpoint_server.engine.ledger import Ledger
@@ -220,15 +221,30 @@ class TorchDevice:
         there = {name: t if name in INDEX_TENSORS else t.to(self.info.name) for name, t in given.items()}
         return CallTensors.of(job.spec, there, {})
 
-    def write(self, call: HeldCall) -> None:
-        """Write the new tokens of a call over caches, after all checks. Raises Refusal."""
-        with self._told_apart, self.in_order():
-            call.write(self.caches)
+    def kin(self, job: Placed) -> Hashable | None:
+        """Return what calls over caches on the CPU have in common that may read their first keys together, or None."""
+        held, spec = job.submit.held, job.spec
+        assert held is not None
+        if not self.is_cpu or job.submit.backend != "torch" or not shares(spec):
+            return None
+        chunk = self.caches.shared_chunk(held.owner, held.caches, held.layer)
+        options = spec.dtype, spec.q_heads, spec.scale, spec.options.softcap
+        return None if chunk is None else (chunk, *options)
 
-    def attend(self, call: HeldCall, backend: str, cores: int) -> Sequence[Problem | CachedPart]:
-        """Write like `write`, and return parts for `cores` cores to compute in parallel. Raises Refusal."""
+    def write(self, call: HeldCall) -> Sequence[StoredCache]:
+        """Write the new tokens of a call over caches, after all checks, and return its caches. Raises Refusal."""
+        with self._told_apart, self.in_order():
+            return call.write(self.caches)
+
+    def attend(
+        self, calls: Sequence[tuple[HeldCall, Sequence[StoredCache]]], backend: str, cores: int
+    ) -> tuple[list[Sequences], Sequence[Problem | CachedPart]]:
+        """Return the sequences and the seed of each call whose tokens have been written, and parts for `cores` cores.
+
+        Only calls of equal `kin` have parts together. Raises Refusal.
+        """
         with self._told_apart:
-            return call.parts(call.write(self.caches), backend, cores)
+            return attend(calls, backend, cores)
 
     def run(self, part: Problem | CachedPart, backend: str) -> None:
         """Compute a part. Raises OutOfMemoryError."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import mul
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import structlog
 
@@ -135,7 +135,7 @@ class Peer:
     channel: Channel[ToEngine]
     pinning: Pinning
     segments: dict[int, mmap.mmap] = field(default_factory=dict)
-    running: int = 0  # requests in running tasks, which compute in the peer's memory
+    running: int = 0  # requests in running tasks, and requests that are cut: both compute in the peer's memory
     planned: dict[Hashable, PlannedProblem] = field(default_factory=dict)  # cached plans
     deaf: bool = False  # it does not read its answers
 
@@ -218,7 +218,10 @@ def accept(listener: socket.socket) -> socket.socket | None:
 
 @dataclass(eq=False)
 class Entry:
-    """A request. Requests with equal `key` may share a launch; None means that it is cut into parts."""
+    """A request. Requests with equal `key` may share a launch; None means that it is cut into parts.
+
+    Requests over caches with equal `kin` begin with the same keys, and are cut together if they wait at the same time.
+    """
 
     submit: Submit | Prove | AskCaches
     peer: Peer
@@ -229,9 +232,9 @@ class Entry:
     lengths: Lengths = NO_LENGTHS
     seed: int | None = None
     call: HeldCall | None = None  # a call over caches whose tokens have been written
-    parts: deque[Problem] = field(default_factory=deque)  # parts that no lane has taken
-    part_seconds: float = 0.0  # predicted seconds of one part
-    left: int = 0  # number of parts that have not ended
+    kin: Hashable | None = None
+    parts: Sequence[Problem] = ()  # from a cut that takes no time
+    reads: list[int] | None = None  # of each cache: the keys read for it, if caches share some
     kept: SavedForward | None = None  # where its tensors will be saved
     computed: bool = False  # all parts have ended; its tensors must still be saved
     failure: Exception | None = None
@@ -263,13 +266,7 @@ class Entry:
 
     @property
     def rank(self) -> float:
-        """`Submit.rank`, which counts all predicted seconds, minus those of the parts already taken.
-
-        So a longer request does not overtake the last parts of this one. The rank changes only while the request is not
-        in the queue.
-        """
-        taken = self.submit.seconds - self.part_seconds * len(self.parts) if self.part_seconds else 0.0
-        return self.submit.rank - PASSED * taken
+        return self.submit.rank
 
     @property
     def flops(self) -> int:
@@ -320,34 +317,27 @@ class Entry:
         submit = self.submit
         return not isinstance(submit, AskCaches) or submit.what not in ("look", "export", "look_saved")
 
-    def cut_held(self, parts: Sequence[Any], *, computed: bool) -> None:
-        """Store the parts of a call over caches. If they have been `computed`, none is left to run."""
-        self.lengths = Lengths.of([row for part in parts if not part.first_head for row in part.rows])
-        self.seed = parts[0].seed
-        if not computed:
-            self.parts.extend(parts)
-            self.left = len(parts)
-            self.part_seconds = self.submit.seconds / len(parts)
-
-    def cut(self, parts_of: Callable[[Placed], list[Problem]]) -> None:
-        """Make the request's parts, or take them from the cached plan. Raises Refusal 422."""
+    def cut(self, parts_of: Callable[[Placed], list[Problem]]) -> list[Problem]:
+        """Return the request's parts, new or from the cached plan. Raises Refusal 422."""
         planned = self.planned
         assert planned is not None
         if not (parts := planned.parts):
             parts = parts_of(self.placed)
-            self.lengths = Lengths.of([row for part in parts if not part.first_head for row in part.rows])
+            self.of_rows([row for part in parts if not part.first_head for row in part.rows], parts[0].seed)
             if not (planned.by_value or self.many):
                 planned.parts, planned.lengths = parts, self.lengths
         else:
-            self.lengths = planned.lengths
-        self.parts.extend(parts)
-        self.left, self.seed = len(parts), parts[0].seed
-        self.part_seconds = self.submit.seconds / len(parts)
+            self.lengths, self.seed = planned.lengths, parts[0].seed
+        return parts
+
+    def of_rows(self, rows: Sequence[Row], seed: int | None) -> None:
+        """Record the request's sequences, and its seed of dropout."""
+        self.lengths, self.seed = Lengths.of(rows), seed
 
     @property
     def long(self) -> bool:
-        """Whether a part (or the uncut request) takes longer than other requests may have to wait."""
-        return (self.part_seconds if self.left else self.submit.seconds) > LONG_SECONDS
+        """Whether the request takes longer, in one piece, than other requests may have to wait."""
+        return self.submit.seconds > LONG_SECONDS
 
     @property
     def many(self) -> bool:
@@ -385,6 +375,65 @@ class Entry:
         spec = self.spec
         priced = spec.q_len * spec.kv_len * (1 if spec.ragged else spec.batch)  # the pairs that its FLOPs count
         return self.lengths.pairs, spec.flops / max(priced, 1)
+
+
+@dataclass(eq=False)
+class Group:
+    """The parts of a request, or of requests that are cut together. It waits in the queue while it has parts."""
+
+    entries: Sequence[Entry]
+    parts: deque[Problem] = field(default_factory=deque)  # parts that no lane has taken
+    left: int = 0  # number of parts that have not ended
+    part_seconds: float = 0.0  # predicted seconds of one part
+    key: ClassVar[None] = None  # each part runs alone
+
+    def add(self, parts: Sequence[Any]) -> None:
+        """Add the parts, after cutting."""
+        self.parts.extend(parts)
+        self.left = len(parts)
+        self.part_seconds = self.seconds / max(len(parts), 1)
+
+    @property
+    def seconds(self) -> float:
+        """The predicted seconds of all parts together."""
+        return sum(entry.submit.seconds for entry in self.entries)
+
+    @property
+    def rank(self) -> float:
+        """The least `Submit.rank`, which counts all predicted seconds, minus those of the parts already taken.
+
+        So a longer request does not overtake the last parts of this one. The rank changes only while the group is not
+        in the queue.
+        """
+        taken = self.seconds - self.part_seconds * len(self.parts)
+        return min(entry.rank for entry in self.entries) - PASSED * taken
+
+    @property
+    def arrived(self) -> float:
+        return min(entry.arrived for entry in self.entries)
+
+    @property
+    def flops(self) -> int:
+        return sum(entry.flops for entry in self.entries)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries)
+
+    @property
+    def long(self) -> bool:
+        """Whether a part takes longer than other requests may have to wait."""
+        return self.part_seconds > LONG_SECONDS
+
+    @property
+    def unwanted(self) -> bool:
+        """Whether all its requests have failed, are late or cancelled."""
+        return all(entry.failure is not None for entry in self.entries)
+
+    def drop_parts(self) -> None:
+        """Drop the parts that no lane has taken."""
+        self.left -= len(self.parts)
+        self.parts.clear()
 
 
 def account(batch: Sequence[Entry], budget: Budget, splits: int) -> Batch:

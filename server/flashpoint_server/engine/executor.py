@@ -16,6 +16,7 @@ from flashpoint_contract.schemas.verify import VerifyProgress
 from flashpoint_kernels import Problem
 from flashpoint_server.engine.caches.asking import asked_of_caches
 from flashpoint_server.engine.caches.attending import HeldCall
+from flashpoint_server.engine.caches.cache import StoredCache
 from flashpoint_server.engine.caches.parts import CachedPart
 from flashpoint_server.engine.device import NO_COPIES, DeviceLostError, Stages, TorchDevice
 from flashpoint_server.engine.entry import Entry, OutOfMemoryError, account
@@ -58,7 +59,7 @@ class Executor:
         if isinstance(task, Compute):
             return self._compute(task.entries[0], task.problem)
         if isinstance(task, Cut):
-            return self._cut(task.entries[0], task.cores)
+            return self._cut(task)
         if isinstance(task, Keep):
             return self._keep(task.entries[0])
         if isinstance(task, Ask):
@@ -99,24 +100,45 @@ class Executor:
             self.device.empty_cache()
             self.device.run(problem, backend)
 
-    def _cut(self, entry: Entry, cores: int) -> Exception | None:
+    def _cut(self, task: Cut) -> Exception | None:
+        entry = task.entries[0]
         try:
-            if entry.over_caches:
-                with self._watchdog.watched():
-                    backend = entry.placed.submit.backend
-                    parts = self.device.attend(self._call(entry), backend, cores)
-                    if alone := len(parts) == 1 and entry.failure is None:
-                        run = partial(self._run_part, parts[0], backend)
-                        if cores > 1 or entry.long:
-                            run()
-                        else:  # other requests need the cores, too
-                            self._kernels.run(run)
-                    entry.cut_held(parts, computed=alone)
-            else:
-                entry.cut(self.device.parts)
+            if not entry.over_caches:
+                task.group.add(entry.cut(self.device.parts))
+                return None
+            with self._watchdog.watched():
+                parts = self._cut_calls(task.entries, task.cores)
+                if len(parts) == 1 and not task.group.unwanted:
+                    run = partial(self._run_part, parts[0], entry.placed.submit.backend)
+                    if task.cores > 1 or task.long:
+                        run()
+                    else:  # other requests need the cores, too
+                        self._kernels.run(run)
+                    parts = ()
+                task.group.add(parts)
         except Exception as error:
             return error
         return None
+
+    def _cut_calls(self, entries: Sequence[Entry], cores: int) -> Sequence[Problem | CachedPart]:
+        """Write the tokens of calls over caches. Return the parts of all calls; one that fails has none."""
+        ready: list[tuple[Entry, HeldCall, Sequence[StoredCache]]] = []
+        for entry in entries:
+            try:
+                call = self._call(entry)
+                ready.append((entry, call, self.device.write(call)))
+            except Exception as error:
+                if len(entries) == 1:
+                    raise
+                entry.failure = entry.failure or error
+        if not ready:
+            return ()
+        backend = ready[0][0].placed.submit.backend
+        sequences, parts = self.device.attend([(call, caches) for _, call, caches in ready], backend, cores)
+        for (entry, call, caches), (rows, seed) in zip(ready, sequences, strict=True):
+            entry.of_rows(rows, seed)
+            entry.reads = self.device.caches.reads(caches, call.held.layer)
+        return parts
 
     def _call(self, entry: Entry) -> HeldCall:
         """Return the call over caches of an entry. Raises Refusal 422."""
@@ -243,6 +265,8 @@ class Executor:
         if submit.held is not None:
             held = submit.held
             metadata["lengths"] = self.device.caches.lengths(held.owner, held.caches, held.layer)
+            if entry.reads is not None:
+                metadata["reads"] = entry.reads
         if entry.kept is not None:
             metadata["saved"] = entry.kept.serial
         ended, memory, dropped = time.perf_counter(), self.device.memory(), LINES.dropped()

@@ -27,7 +27,7 @@ import structlog
 
 from flashpoint_contract.spec import Row
 from flashpoint_kernels import Problem
-from flashpoint_server.engine.entry import Entry, Lengths, OutOfMemoryError, Peer, Placed
+from flashpoint_server.engine.entry import Entry, Group, Lengths, OutOfMemoryError, Peer, Placed
 from flashpoint_server.engine.saved import SavedForward
 from flashpoint_server.engine.tasks import Ask, Compute, Cut, Keep, Launch, Plugin, Slice, Task
 from flashpoint_server.engine.turns import Turns
@@ -42,6 +42,8 @@ BRIEF_SECONDS = 0.004  # predicted
 BRIEF_BYTES = 1 << 24
 UNCUT_SECONDS = 0.0005  # predicted: a shorter call over caches is one part
 HOLD_SECONDS = 0.05  # maximum time for which no task starts because a slice waits for running ones
+TOGETHER = 64  # maximum of requests that are cut together
+LONGER = 2.0  # a request that is cut with another takes at most this many times its predicted seconds
 
 
 class Resources(Protocol):
@@ -54,6 +56,7 @@ class Resources(Protocol):
     def cuts(self, backend: str) -> bool: ...
     def rows(self, job: Placed) -> tuple[Row, ...]: ...
     def parts(self, job: Placed) -> list[Problem]: ...
+    def kin(self, job: Placed) -> Hashable | None: ...
     def compile(self, job: Placed) -> Future[None] | None: ...
     def reserve(self, asked: Save) -> SavedForward: ...
     def drop(self, kept: SavedForward) -> None: ...
@@ -91,7 +94,7 @@ class Scheduler:
         self._wake = wake
         self._holder = holder
         self._turns: Turns[Entry] = Turns()
-        self._waiting: Waiting[Entry] = Waiting(budget)
+        self._waiting: Waiting[Entry | Group] = Waiting(budget)
         self._compiled: set[Hashable] = set()  # launch keys
         self._held: dict[Hashable, list[Entry]] = {}  # requests that wait for the compilation of their launch key
         self._stoppable: list[Entry] = []  # requests in tasks that can end early: cuts and verifications
@@ -119,6 +122,8 @@ class Scheduler:
     def _queue(self, entry: Entry) -> None:
         """Put a request into the queue, or hold it until its kernel is compiled."""
         key, submit = entry.key, entry.submit
+        if entry.over_caches and key is None:
+            entry.kin = self._device.kin(entry.placed)  # no other call changes its caches from now on
         compiled = not isinstance(submit, Submit) or submit.backend != "triton" or entry.over_caches
         if compiled or key is None or key in self._compiled:
             self._waiting.put(entry)
@@ -160,9 +165,8 @@ class Scheduler:
             return entry.peer is peer and entry.submit.id == number
 
         for entry in self._remove(asked):
-            self._drop_parts(entry, out_of_time())
-        for entry in filter(asked, self._stoppable):
-            entry.failure = out_of_time()
+            self._fail(entry, out_of_time())
+        self._stop(asked)
 
     def forget(self, peer: Peer) -> None:
         """Drop all requests of an HTTP process that has disconnected."""
@@ -170,28 +174,46 @@ class Scheduler:
         # others wait for their end, or for their memory
         awaited = [entry for entry in found if entry.caches or entry.kept is not None]
         for entry in awaited:  # all fail before the first ends, so that it does not queue the next
-            entry.failure = entry.failure or out_of_time()
+            entry.failure = out_of_time()
         for entry in awaited:
-            self._drop_parts(entry, out_of_time())
-        for entry in self._stoppable:
-            if entry.peer is peer:
-                entry.failure = out_of_time()
+            self._answer(entry)
+        self._stop(lambda entry: entry.peer is peer)
+
+    def _stop(self, unwanted: Callable[[Entry], bool]) -> None:
+        """Let started requests that are `unwanted` end early: they have failed, and parts only for them are dropped."""
+        cut = [item for item in self._waiting if isinstance(item, Group)]
+        for entry in filter(unwanted, [*self._stoppable, *(entry for group in cut for entry in group.entries)]):
+            entry.failure = entry.failure or out_of_time()
+        for group in cut:
+            if group.unwanted:
+                self._waiting.remove(lambda item, group=group: item is group)  # type: ignore[misc]
+                self._drop_parts(group)
 
     def _remove(self, unwanted: Callable[[Entry], bool]) -> list[Entry]:
         """Remove the requests that are `unwanted` from the queue and from the waiting lists."""
-        found = [*self._waiting.remove(unwanted), *self._turns.waiting(unwanted)]
+        items = self._waiting.remove(lambda item: isinstance(item, Entry) and unwanted(item))
+        found = [*(item for item in items if isinstance(item, Entry)), *self._turns.waiting(unwanted)]
         for key, held in self._held.items():
             found += [entry for entry in held if unwanted(entry)]
             self._held[key] = [entry for entry in held if not unwanted(entry)]
         return found
 
-    def _drop_parts(self, entry: Entry, error: Exception) -> None:
-        """Drop the parts of a request that have not started. It is answered when its running parts have ended."""
-        entry.failure = entry.failure or error
-        entry.left -= len(entry.parts)
-        entry.parts.clear()
-        if not entry.left:
-            self._answer(entry)
+    def _drop_parts(self, group: Group) -> None:
+        """Drop the parts that have not started. The requests are answered when the running parts have ended."""
+        group.drop_parts()
+        if not group.left:
+            self._end(group)
+
+    def _end(self, group: Group) -> None:
+        """Answer the requests of a group that has no parts left any more, or let their tensors be saved."""
+        for entry in group.entries:
+            entry.peer.running -= 1
+            if entry.kept is None or entry.failure is not None:
+                self._answer(entry)
+            else:
+                entry.computed = True
+                self._waiting.put(entry)
+                self._wake()
 
     def _fail(self, entry: Entry, error: Exception) -> None:
         entry.failure = error
@@ -231,9 +253,31 @@ class Scheduler:
             found = self._waiting.take(now, groups=self._may_launch, may=self._has_lane)
             if not found:
                 return None
-            if batch := [entry for entry in found if self._begins(entry)]:
+            if isinstance(group := found[0], Group):
+                if self._goes_on(group):
+                    return self._begin(self._part(group))
+                continue
+            entries = [item for item in found if isinstance(item, Entry)]
+            if entries[0].kin is not None:
+                entries += self._kindred(entries[0])
+            if batch := [entry for entry in entries if self._begins(entry)]:
                 return self._begin(self._task(batch))
         return None
+
+    def _kindred(self, first: Entry) -> list[Entry]:
+        """Remove and return waiting requests to be cut together with one of equal `kin`."""
+        some: list[Entry] = []
+
+        def joins(item: Entry | Group) -> bool:
+            if not isinstance(item, Entry) or item.kin != first.kin or len(some) >= TOGETHER - 1:
+                return False
+            if item.submit.seconds > LONGER * first.submit.seconds:
+                return False
+            some.append(item)
+            return True
+
+        self._waiting.remove(joins)
+        return some
 
     def next_look(self) -> float | None:
         """Return the time at which `take` may return a task without an event, in `time.monotonic` seconds."""
@@ -255,9 +299,9 @@ class Scheduler:
         for entry in task.entries:
             entry.peer.running -= 1
         if isinstance(task, Compute):
-            self._part_ended(task.entries[0], failure)
+            self._part_ended(task.group, failure)
         elif isinstance(task, Cut):
-            return self._cut_ended(task.entries[0], failure)
+            return self._cut_ended(task.group, failure)
         elif isinstance(task, Keep):
             entry = task.entries[0]
             entry.failure = failure
@@ -290,7 +334,7 @@ class Scheduler:
         return Slice(plugin)
 
     def _task(self, batch: list[Entry]) -> Task:
-        """Return the task for requests that run together: one request, unless they share a launch."""
+        """Return the task for requests that run together: one, unless they share a launch or the first keys."""
         entry = batch[0]
         if isinstance(entry.submit, AskCaches):
             return Ask((entry,))
@@ -301,21 +345,25 @@ class Scheduler:
             return Launch(batch)
         if entry.computed:
             return Keep((entry,))
-        if not entry.left:
-            self._stoppable.append(entry)
+        group = Group(batch)
+        for entry in batch:
+            entry.peer.running += 1
+        if entry.many:
+            self._stoppable += batch
             cores = max(1, self._device.cores - self._running - len(self._waiting))
-            brief = bool(entry.caches) and entry.submit.seconds <= UNCUT_SECONDS and not self._waiting
-            return Cut((entry,), entry.long, brief, cores)
-        return self._part(entry)
+            brief = bool(entry.caches) and group.seconds <= UNCUT_SECONDS and not self._waiting
+            return Cut(batch, group, entry.long, brief, cores)
+        group.add(entry.parts)
+        return self._part(group)
 
-    def _part(self, entry: Entry) -> Compute:
-        """Return the task of a request's next part."""
-        problem = entry.parts.popleft()
-        if entry.parts:
-            self._waiting.put(entry)
+    def _part(self, group: Group) -> Compute:
+        """Return the task of the next part."""
+        problem = group.parts.popleft()
+        if group.parts:
+            self._waiting.put(group)
             self._wake()
-        small = entry.submit.seconds <= BRIEF_SECONDS and entry.nbytes <= BRIEF_BYTES
-        return Compute((entry,), problem, entry.long, small and not self._waiting)
+        small = group.seconds <= BRIEF_SECONDS and group.nbytes <= BRIEF_BYTES
+        return Compute(group.entries, group, problem, group.long, small and not self._waiting)
 
     @property
     def _may_launch(self) -> bool:
@@ -323,7 +371,7 @@ class Scheduler:
         free = self._running < self._device.cores or not self._device.is_cpu
         return free and self._launches < self._device.launches
 
-    def _has_lane(self, entry: Entry) -> bool:
+    def _has_lane(self, item: Entry | Group) -> bool:
         """Return whether a part of the request may start: on a free core, or on the additional lane.
 
         The additional lane takes a short part if it is the first in the queue, or if all cores run long parts. So a
@@ -331,22 +379,19 @@ class Scheduler:
         """
         if self._running < self._device.cores:
             return True
-        if entry.long or self._running > self._device.cores:
+        if item.long or self._running > self._device.cores:
             return False
-        return self._waiting.first is entry or self._running == self._long
+        return self._waiting.first is item or self._running == self._long
 
     def _begins(self, entry: Entry) -> bool:
         """Start a request that has not started. Return False if it failed or is late, and was answered."""
-        late = entry.submit.deadline is not None and time.monotonic() >= entry.submit.deadline
-        if entry.began:
-            if late:
-                self._drop_parts(entry, out_of_time())
-            return not late
         try:
             if not entry.mapped:
                 raise OutOfMemoryError
-            if late:
+            if _late(entry):
                 raise out_of_time()
+            if entry.computed:
+                return True
             entry.begin()
             self._log.debug("begin", request_id=entry.submit.request_id, kind=type(entry.submit).__name__)
             if isinstance(entry.submit, AskCaches):
@@ -355,7 +400,7 @@ class Scheduler:
                 entry.kept = self._device.reserve(saves)
             if entry.key is None:
                 if not entry.many:
-                    entry.cut(self._device.parts)
+                    entry.parts = entry.cut(self._device.parts)
             elif isinstance(entry.submit, Submit) and entry.submit.held is None:
                 entry.lengths = Lengths.of(self._device.rows(entry.placed))
         except Exception as error:
@@ -363,27 +408,39 @@ class Scheduler:
             return False
         return True
 
-    def _part_ended(self, entry: Entry, failure: Exception | None) -> None:
-        entry.left -= 1
-        if failure is not None:
-            self._waiting.remove(lambda other: other is entry)
-            self._drop_parts(entry, failure)
-        elif not entry.left:
-            if entry.kept is None or entry.failure is not None:
-                self._answer(entry)
-            else:
-                entry.computed = True
-                self._waiting.put(entry)
-                self._wake()
+    def _goes_on(self, group: Group) -> bool:
+        """Return whether some request of the group is still in time. If not, its parts are dropped."""
+        for entry in group.entries:
+            if _late(entry):
+                entry.failure = entry.failure or out_of_time()
+        if group.unwanted:
+            self._drop_parts(group)
+        return not group.unwanted
 
-    def _cut_ended(self, entry: Entry, failure: Exception | None) -> Task | None:
-        self._stoppable.remove(entry)
+    def _part_ended(self, group: Group, failure: Exception | None) -> None:
+        group.left -= 1
         if failure is not None:
-            self._fail(entry, failure)
-        elif entry.failure is not None:  # cancelled while it was cut
-            self._drop_parts(entry, entry.failure)
-        elif not entry.left:
-            self._answer(entry)
+            self._waiting.remove(lambda item: item is group)
+            self._fail_all(group, failure)
+        elif not group.left:
+            self._end(group)
+
+    def _cut_ended(self, group: Group, failure: Exception | None) -> Task | None:
+        for entry in group.entries:
+            self._stoppable.remove(entry)
+        if failure is not None:
+            self._fail_all(group, failure)
+        elif group.unwanted or not group.left:  # cancelled while they were cut, or computed
+            self._drop_parts(group)
         else:
-            return self._begin(self._part(entry))
+            return self._begin(self._part(group))
         return None
+
+    def _fail_all(self, group: Group, failure: Exception) -> None:
+        for entry in group.entries:
+            entry.failure = entry.failure or failure
+        self._drop_parts(group)
+
+
+def _late(entry: Entry) -> bool:
+    return entry.submit.deadline is not None and time.monotonic() >= entry.submit.deadline

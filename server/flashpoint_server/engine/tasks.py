@@ -10,12 +10,12 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from flashpoint_kernels import Problem
-from flashpoint_server.engine.entry import Entry
+from flashpoint_server.engine.entry import Entry, Group
 from flashpoint_server.ipc.messages import FromEngine, StopJob, Time
 
 
 class Plugin(Protocol):
-    """Work beside the requests. It runs in slices, one at a time, while nothing else runs on the device.
+    """Group beside the requests. It runs in slices, one at a time, while nothing else runs on the device.
 
     A slice is `begin`, `step` and `conclude`. All calls except `step` are made under the scheduler's lock. The messages
     that `hear`, `history` and `conclude` return go to every HTTP process.
@@ -34,9 +34,10 @@ class Plugin(Protocol):
 
 
 class Compute(NamedTuple):
-    """Compute one part of a request."""
+    """Compute one part of a request, or of requests that were cut together."""
 
-    entries: tuple[Entry]
+    entries: Sequence[Entry]
+    group: Group
     problem: Problem
     long: bool
     brief: bool
@@ -45,10 +46,12 @@ class Compute(NamedTuple):
 class Cut(NamedTuple):
     """Cut a request into parts, if this takes a while or writes tokens. The first part runs directly afterwards.
 
-    A call over caches with only one part is computed here, too. `cores` is the number of free cores for the parts.
+    Calls over caches with equal first keys are cut together. Calls with only one part are computed here, too. `cores`
+    is the number of free cores for the parts.
     """
 
-    entries: tuple[Entry]
+    entries: Sequence[Entry]
+    group: Group
     long: bool
     brief: bool
     cores: int

@@ -12,7 +12,7 @@ once.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -58,6 +58,9 @@ class Waiting(Generic[W]):
 
     def __len__(self) -> int:
         return len(self._queue)
+
+    def __iter__(self) -> Iterator[W]:
+        return iter(self._queue)
 
     @property
     def first(self) -> W:

@@ -68,8 +68,9 @@ async def compute_cached(
     permit = request.permit or admit(request, plan.layout.nbytes)
     if text:
         permit.grow(text_bytes(text))
-    known = [service.cache_lengths.get(one.serial, 0) for one in ids]
-    permit.charge(plan.rates.price(known), body.deadline, service.engine.pace)
+    known = [service.cache_lengths.get(one.serial, (0, 0)) for one in ids]
+    price = plan.rates.price([length for length, _ in known], sum(read for _, read in known))
+    permit.charge(price, body.deadline, service.engine.pace)
     staging = stage(request, plan.layout)
     await message.receive(body, staging.views(staging.inputs))
     request.exchange.facts.update(backend=plan.backend, shapes=plan.layout.shapes)
@@ -88,12 +89,13 @@ async def compute_cached(
     job = make_job(request, kind, staging, permit.price)
     answer = await submit(request, job)
     lengths: list[int] = answer.metadata["lengths"]
-    for one, length in zip(ids, lengths, strict=True):
-        service.cache_lengths[one.serial] = length
+    reads: list[int] = answer.metadata.pop("reads", lengths)
+    for one, length, read in zip(ids, lengths, reads, strict=True):
+        service.cache_lengths[one.serial] = length, read
         service.cache_lengths.move_to_end(one.serial)
     while len(service.cache_lengths) > REMEMBERED:
         service.cache_lengths.popitem(last=False)
-    permit.settle(plan.rates.price(lengths))
+    permit.settle(plan.rates.price(lengths, sum(reads)))
     return job, answer
 
 
@@ -143,11 +145,13 @@ class _Rates(NamedTuple):
         key = READ_SECONDS * row if device.name == "cpu" else 0.0
         return cls(spec, queries, spec.batch, call, (seconds(_MANY) - call) / _MANY, key)
 
-    def price(self, lengths: Sequence[int]) -> Price:
-        """Return the price over caches of these lengths: its products, and the keys and values that it reads."""
-        keys = sum(lengths)
-        pairs = self.queries * (keys + self.batch * self.queries)
-        seconds = self.call + self.pair * pairs + self.key * keys
+    def price(self, lengths: Sequence[int], reads: int) -> Price:
+        """Return the price over caches of these lengths: its products, and the `reads` keys that it reads.
+
+        Keys that caches share are read once.
+        """
+        pairs = self.queries * (sum(lengths) + self.batch * self.queries)
+        seconds = self.call + self.pair * pairs + self.key * reads
         return Price(min(flops_of(self.spec, pairs), MOST_FLOPS), seconds)
 
 

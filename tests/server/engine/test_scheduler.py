@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
 pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
@@ -18,7 +19,7 @@ from flashpoint_server.engine.ledger import Ledger
 from flashpoint_server.engine.scheduler import Scheduler
 from flashpoint_server.engine.tasks import Ask, Compute, Cut, Launch, Slice
 from flashpoint_server.engine.waiting import Budget
-from flashpoint_server.ipc.messages import AskCaches, CacheShape, PlacedTensor, Prove, Submit, pack_options
+from flashpoint_server.ipc.messages import AskCaches, CacheShape, Held, PlacedTensor, Prove, Submit, pack_options
 from flashpoint_server.ipc.price import PASSED
 
 NUMBERS = itertools.count()
@@ -27,7 +28,7 @@ SHORT, LONG = 0.001, 1.0  # predicted seconds of a request
 
 
 class Resources:
-    """Two cores; each sequence is a part."""
+    """Two cores; each sequence is a part. Calls over caches have the `kin` of their one cache's number."""
 
     is_cpu = True
     cores = 2
@@ -47,6 +48,9 @@ class Resources:
 
     def compile(self, job):
         return self.compiling
+
+    def kin(self, job):
+        return job.submit.held.caches[0] % 10 or None
 
 
 class Plugin:
@@ -113,7 +117,7 @@ def test_cores_share_the_parts_of_a_request_and_its_last_part_answers_it(bench):
     number = bench.admit(sequences=3, seconds=3 * LONG)
     first, second = bench.take(), bench.take()
     assert bench.scheduler.take() is None  # both cores are taken
-    assert bench.peer.running == 2
+    assert bench.peer.running == 3  # two parts, and their request
     bench.finish(first)
     third = bench.take()
     bench.finish(second)
@@ -222,11 +226,11 @@ def test_many_sequences_are_cut_in_a_task_of_its_own(bench):
     cuts = [bench.take(Cut), bench.take(Cut)]
     bench.scheduler.cancel(bench.peer, cancelled)
     for cut in cuts:
-        cut.entries[0].cut(bench.device.parts)
+        cut.group.add(cut.entries[0].cut(bench.device.parts))
     none, first = bench.finish(*cuts)
     assert (none, bench.answered) == (None, [(cancelled, "deadline_exceeded")])
     assert isinstance(first, Compute)  # which runs on at once
-    assert (first.entries[0].submit.id, bench.peer.running) == (number, 1)
+    assert (first.entries[0].submit.id, bench.peer.running) == (number, 2)
 
 
 def test_requests_that_share_a_key_share_a_launch(bench):
@@ -253,12 +257,95 @@ def test_a_request_waits_aside_for_its_kernels(bench):
 
 
 def test_the_requests_of_a_process_that_is_gone_are_dropped(bench):
-    bench.admit(sequences=4, seconds=4 * LONG)
+    number = bench.admit(sequences=4, seconds=4 * LONG)
+    bench.admit()
     running = bench.take()
     bench.scheduler.forget(bench.peer)
     assert bench.scheduler.take() is None
     bench.finish(running)
-    assert (bench.answered, bench.peer.running) == ([], 0)
+    assert (bench.answered, bench.peer.running) == ([(number, "deadline_exceeded")], 0)
+
+
+class Calls(Bench):
+    """A scheduler of calls over caches, each with a cache of its own, of two HTTP processes."""
+
+    def __init__(self):
+        super().__init__()
+        self.scheduler = Scheduler(
+            self.device, Budget(1 << 60, 1 << 60, 0.0), self.answer, self.wake, holder=SimpleNamespace(
+                enter=lambda serials: None, leave=lambda serials, used: None, next_look=lambda: None
+            )
+        )  # fmt: skip
+        self.peers = [self.peer, Peer(channel=None, pinning=None, segments={0: mmap.mmap(-1, 4096)})]
+
+    def call(self, kin, *, peer=0, seconds=SHORT, deadline=None):
+        number = next(NUMBERS)
+        q, o = (PlacedTensor(name, "float32", (1, 1, 1, 8), 0, 64) for name in "qo")
+        held = Held("alice", (10 * number + kin,), (1, 8, 8, "float32"), 0, None, "", None, -1)
+        submit = Submit(
+            number, f"r{number}", "forward", OPTIONS, "torch", 0, [q], [o], 0, 1, seconds, seconds, deadline,
+            held,
+        )  # fmt: skip
+        self.scheduler.admit(submit, self.peers[peer])
+        return number
+
+
+def test_calls_with_the_same_first_keys_are_cut_together_if_they_wait_at_the_same_time():
+    bench = Calls()
+    numbers = [bench.call(1), bench.call(2), bench.call(1, peer=1), bench.call(0), bench.call(0), bench.call(1)]
+    much_longer = bench.call(1, seconds=3 * SHORT)
+    cut = bench.take(Cut)
+    assert [entry.submit.id for entry in cut.entries] == [numbers[0], numbers[2], numbers[5]]
+    late = bench.call(1)
+    others = []
+    while bench.scheduler._waiting:
+        another = bench.take(Cut)
+        others.append([entry.submit.id for entry in another.entries])
+        another.group.add([object()])
+        bench.finish(bench.finish(another)[0])
+    assert others == [[numbers[1]], [numbers[3]], [numbers[4]], [late], [much_longer]]
+    bench.answered.clear()
+    cut.group.add([object(), object()])
+    first = bench.finish(cut)[0]
+    second = bench.take()
+    bench.finish(second)
+    assert bench.answered == []
+    bench.finish(first)
+    assert bench.answered == [(numbers[n], None) for n in (0, 2, 5)]
+    assert [peer.running for peer in bench.peers] == [0, 0]
+
+
+@pytest.mark.parametrize("ends", ["cancelled", "gone", "late"])
+def test_a_call_that_ends_early_does_not_end_those_that_were_cut_with_it(ends):
+    bench = Calls()
+    first = bench.call(1, deadline=2.0**62)
+    second = bench.call(1, peer=1)
+    cut = bench.take(Cut)
+    cut.group.add([object(), object()])
+    part = bench.finish(cut)[0]
+    if ends == "cancelled":
+        bench.scheduler.cancel(bench.peer, first)
+    elif ends == "gone":
+        bench.scheduler.forget(bench.peer)
+        assert bench.peer.running > 0  # the parts still compute in its memory
+    else:
+        cut.entries[0].submit = replace(cut.entries[0].submit, deadline=0.0)
+    bench.finish(part, bench.take())
+    assert bench.answered == [(first, "deadline_exceeded"), (second, None)]
+    assert [peer.running for peer in bench.peers] == [0, 0]
+
+
+def test_parts_for_calls_that_have_all_ended_early_are_dropped():
+    bench = Calls()
+    numbers = [bench.call(1), bench.call(1)]
+    cut = bench.take(Cut)
+    cut.group.add([object(), object()])
+    part = bench.finish(cut)[0]
+    for number in numbers:
+        bench.scheduler.cancel(bench.peer, number)
+    assert bench.scheduler.take() is None
+    bench.finish(part)
+    assert bench.answered == [(number, "deadline_exceeded") for number in numbers]
 
 
 def test_calls_on_a_cache_of_a_process_that_is_gone_are_dropped_once():

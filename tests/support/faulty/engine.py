@@ -40,9 +40,9 @@ import torch
 from flashpoint_kernels.cost import NOMINAL
 from flashpoint_server.engine import executor, ledger, loop, process, proof, scheduler
 from flashpoint_server.engine.caches import store
-from flashpoint_server.engine.caches.attending import CachedPart
+from flashpoint_server.engine.caches.parts import CachedPart
 from flashpoint_server.engine.device import DeviceLostError, TorchDevice
-from flashpoint_server.engine.entry import OutOfMemoryError
+from flashpoint_server.engine.entry import Group, OutOfMemoryError
 from flashpoint_server.engine.tasks import Compute
 from flashpoint_server.ipc.messages import Channel, Done
 from flashpoint_server.observability.lines import ROOM
@@ -196,16 +196,22 @@ class TellingScheduler(scheduler.Scheduler):
             self.taken[task.entries[0].submit.request_id] += 1
         return task
 
-    def _has_lane(self, entry):
-        name = entry.submit.request_id
+    def _has_lane(self, item):
+        name = (item.entries[0] if isinstance(item, Group) else item).submit.request_id
         held = name.startswith("step-") and self.taken[name] >= 2 and not gate("step").exists()
-        return not held and super()._has_lane(entry)
+        return not held and super()._has_lane(item)
 
     def _remove(self, unwanted):
         removed = super()._remove(unwanted)
         for entry in removed:
             log.debug("dropped", request_id=entry.submit.request_id)
         return removed
+
+    def _drop_parts(self, group):
+        if group.parts:
+            for entry in group.entries:
+                log.debug("dropped", request_id=entry.submit.request_id)
+        super()._drop_parts(group)
 
 
 class FaultyStore(store.CacheStore):

@@ -21,15 +21,13 @@ from flashpoint_contract.caches import CHUNK, SMALLEST_CHUNK
 from flashpoint_contract.options import ProblemError
 from flashpoint_contract.spec import Row, Spec
 from flashpoint_kernels import Problem
-from flashpoint_kernels.native import supports
-from flashpoint_kernels.native.forward import NOWHERE, Dropped, Forward, Steps
+from flashpoint_kernels.native.forward import Dropped, Forward
+from flashpoint_kernels.native.rows import NOWHERE, QuerySteps, Steps
 from flashpoint_kernels.problem import drawn_seed
-from flashpoint_kernels.reproducible import split
 from flashpoint_kernels.torch_backend.forward import address, readable_mask, rows_of, steps
 from flashpoint_server.engine.caches.cache import StoredCache, Terms
 from flashpoint_server.engine.caches.chunks import Track
 from flashpoint_server.engine.caches.pages import PagePool
-from flashpoint_server.engine.caches.parts import CachedPart, cut
 from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.ipc.messages import Held
 from flashpoint_server.refusal import invalid
@@ -91,6 +89,14 @@ class CallTensors:
         return Problem(self.spec, self.rows, None, self.tensors["q"].device, dict(tensors), dict(self.outputs))
 
 
+class Reading(NamedTuple):
+    """What the kernels in C read for a call over caches; its sequences, and its seed of dropout."""
+
+    forward: Forward
+    rows: Sequence[Row]
+    seed: int | None
+
+
 class HeldCall(NamedTuple):
     """A call over caches: its tensors and its caches."""
 
@@ -137,26 +143,22 @@ class HeldCall(NamedTuple):
             said = f"has {blocks.shape[-1]} blocks of {size} keys, but a cache has {length} tokens"
             raise invalid([("block_mask", said)])
 
-    def parts(self, caches: Sequence[StoredCache], backend: str, cores: int) -> Sequence[Problem | CachedPart]:
-        """Return parts that `cores` cores of the CPU can compute in parallel, after the tokens are written."""
+    def reading(self, caches: Sequence[StoredCache]) -> Reading:
+        """Return the work of the kernels in C, after the tokens are written."""
         call, spec = self.of, self.of.spec
         tracks = [cache.tracks[self.held.layer] for cache in caches]
         size, q = tracks[0].size, call.tensors["q"]
-        if backend != "torch" or not supports(spec):
-            return split(self.problem(caches), backend)
         call.clear_outputs()
         step, places = call.places
         shell, each = call.shell({n: t for n, t in call.tensors.items() if n in _OF_HEADS}), {}
         for name in shell.tensors:
             each[name] = shell.view(name).contiguous()
         slopes, spans = each.get("alibi_slopes"), [track.spans() for track in tracks]
-        itemsize, mask, seed = size.dtype.itemsize, self._mask("attn_mask"), drawn_seed(spec.options)
-        blocks = self._mask("block_mask")
-        dropout_p = spec.options.dropout_p
+        itemsize, mask, blocks = size.dtype.itemsize, self._mask("attn_mask"), self._mask("block_mask")
+        seed, dropout_p = drawn_seed(spec.options), spec.options.dropout_p
         forward = Forward(
             q.dtype, size.dtype, size.head_dim, size.value_dim, size.heads, spec.q_heads // size.heads, spec.scale,
-            spec.options.softcap, step["q"], step["o"], step.get("lse", NOWHERE), size.head_dim * itemsize,
-            size.value_dim * itemsize, each["sinks"].data_ptr() if "sinks" in each else 0,
+            spec.options.softcap, size.head_dim * itemsize, size.value_dim * itemsize,
             NOWHERE if mask is None else steps(mask, 1), torch.bool if mask is None else mask.dtype,
             0 if mask is None or mask.shape[3] == 1 else mask.itemsize, 1.0 - dropout_p,
             Dropped.of(seed, dropout_p), 0, (call, each, spans, mask, blocks),
@@ -166,16 +168,22 @@ class HeldCall(NamedTuple):
             row._replace(kv_len=track.length, offset=spec.offset(row.q_len, track.length))
             for row, track in zip(call.rows, tracks, strict=True)
         ]
+        at = QuerySteps(step["q"], step["o"], step.get("lse", NOWHERE))
         for row, track, place, span in zip(rows, tracks, places, spans, strict=True):
             if not row.q_len:
                 continue
-            own = 0 if slopes is None else slopes[row.index if slopes.ndim == 2 else ...].data_ptr()
-            first, start = track.first // CHUNK * CHUNK, max(self.lowest(row.q_len, track.length), track.first)
             addresses = place["q"], place["o"], place.get("lse", 0)
-            masked, skipped = (0 if t is None else address(t, row.batch, 0) for t in (mask, blocks))
-            places_of_keys = span.of_sequence(0), span.tokens
-            forward.add(rows_of(spec, row, *addresses, *places_of_keys, own, first, start, masked, skipped))
-        return cut(spec, forward, rows, cores, seed)
+            forward.add(
+                rows_of(
+                    spec, row, *addresses, at, span.of_sequence(0), span.tokens,
+                    first=track.first // CHUNK * CHUNK, start=max(self.lowest(row.q_len, track.length), track.first),
+                    slopes=0 if slopes is None else slopes[row.index if slopes.ndim == 2 else ...].data_ptr(),
+                    sinks=each["sinks"].data_ptr() if "sinks" in each else 0,
+                    mask=0 if mask is None else address(mask, row.batch, 0),
+                    blocks=0 if blocks is None else address(blocks, row.batch, 0),
+                )
+            )  # fmt: skip
+        return Reading(forward, rows, seed)
 
     def problem(self, caches: Sequence[StoredCache]) -> Problem:
         """Return the problem with the caches' keys as pages. Raises Refusal 422."""

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from typing import NamedTuple
 
 from flashpoint_contract.spec import Row, Spec
+from flashpoint_kernels import Problem
 from flashpoint_kernels.cost import NOMINAL, row_seconds
+from flashpoint_kernels.native import supports
 from flashpoint_kernels.native.forward import Forward
-from flashpoint_kernels.reproducible import PART_SECONDS
+from flashpoint_kernels.reproducible import PART_SECONDS, split
+from flashpoint_server.engine.caches.attending import HeldCall
+from flashpoint_server.engine.caches.cache import StoredCache
 
 # Bytes of keys and values. A smaller part takes less time than a part costs; a larger one uses a core for milliseconds.
 LEAST_BYTES, MOST_BYTES = 1 << 21, 1 << 26
@@ -42,6 +46,44 @@ class CachedPart:
         self.forward.compute(self.first, self.last)
 
 
+class Sequences(NamedTuple):
+    """The sequences of a call over caches, and its seed of dropout."""
+
+    rows: Sequence[Row]
+    seed: int | None
+
+
+def shares(spec: Spec) -> bool:
+    """Return whether calls like this one may read the first keys of forks together: no option depends on positions."""
+    positions = spec.has("attn_mask") or spec.has("block_mask") or spec.has("alibi_slopes") or spec.options.dropout_p
+    return supports(spec) and not positions
+
+
+def attend(
+    calls: Sequence[tuple[HeldCall, Sequence[StoredCache]]], backend: str, cores: int
+) -> tuple[list[Sequences], Sequence[Problem | CachedPart]]:
+    """Return the sequences of calls whose tokens have been written, and parts that `cores` cores of the CPU can compute
+    in parallel. Raises Refusal 422.
+
+    Several calls have equal sizes, scale and softcap, and options for which `shares` is true.
+    """
+    spec = calls[0][0].of.spec
+    if backend != "torch" or not supports(spec):
+        ((call, caches),) = calls
+        parts = split(call.problem(caches), backend)
+        rows = [row for part in parts if not part.first_head for row in part.rows]
+        return [Sequences(rows, parts[0].seed)], parts
+    readings = [call.reading(caches) for call, caches in calls]
+    forward = readings[0].forward
+    for other in readings[1:]:
+        forward.join(other.forward)
+    if shares(spec):
+        forward.share_prefixes(cores)
+    rows = [row for reading in readings for row in reading.rows]
+    every = [Sequences(reading.rows, reading.seed) for reading in readings]
+    return every, cut(spec, forward, rows, cores, readings[0].seed)
+
+
 def cut(spec: Spec, forward: Forward, every: Sequence[Row], cores: int, seed: int | None = None) -> list[CachedPart]:
     """Cut a call into parts of about equal work, between tiles of queries and between key/value heads.
 
@@ -54,6 +96,5 @@ def cut(spec: Spec, forward: Forward, every: Sequence[Row], cores: int, seed: in
     if spec.q_len > 1 or spec.q_heads > spec.kv_heads:  # otherwise most of the time is for reading keys
         seconds = sum(row_seconds(spec, NOMINAL["torch"], row) for row in rows)
     wanted = max(min(cores, total // LEAST_BYTES), total // MOST_BYTES, int(seconds / PART_SECONDS), 1)
-    count = min(wanted, forward.units)
-    edges = [n * forward.units // count for n in range(count + 1)]
-    return [CachedPart(forward, start, stop, () if start else rows, seed) for start, stop in pairwise(edges)]
+    cuts = forward.cuts(min(wanted, forward.units))
+    return [CachedPart(forward, start, stop, () if start else rows, seed) for start, stop in cuts]

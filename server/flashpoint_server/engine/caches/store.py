@@ -7,6 +7,7 @@ calls on different caches may run at the same time. This module uses no sockets,
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from weakref import WeakValueDictionary
@@ -168,6 +169,33 @@ class CacheStore:
         """Return the lengths of existing caches that a call uses."""
         with self._lock:
             return [cache.tracks[layer].length for cache in self._find(owner, serials)]
+
+    def shared_chunk(self, owner: str, serials: Sequence[int], layer: int) -> Chunk | None:
+        """Return the first whole chunk of the first of these caches, if another cache holds it, too."""
+        with self._lock:
+            cache = self._ledger.find(StoredCache, owner, serials[0])
+            if isinstance(cache, tuple):
+                return None
+            track = cache.tracks[layer]
+            if track.length < CHUNK + track.first:
+                return None
+            chunk = track.chunks[track.first // CHUNK]
+            return chunk if chunk is not None and chunk.holders > 1 else None
+
+    @staticmethod
+    def reads(caches: Sequence[StoredCache], layer: int) -> list[int] | None:
+        """Return the keys that a call reads for each cache, where those of a common chunk are divided among its
+        caches; None if no chunk is common.
+        """
+        tracks = [cache.tracks[layer] for cache in caches]
+        whole = [[c for c in track.chunks[: track.length // CHUNK] if c and c.holders > 1] for track in tracks]
+        readers = Counter(itertools.chain(*whole))
+        if readers.total() == len(readers):
+            return None
+        return [
+            track.length - sum(CHUNK - CHUNK // readers[chunk] for chunk in chunks)
+            for track, chunks in zip(tracks, whole, strict=True)
+        ]
 
     def record(self, cache: StoredCache) -> CacheRecord:
         """Return a description of a cache in its present state."""

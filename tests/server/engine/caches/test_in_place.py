@@ -19,7 +19,7 @@ from flashpoint_kernels import Problem, attention, native, quantize
 from flashpoint_kernels.dispatch import run_part
 from flashpoint_server.engine.caches.attending import CallTensors, HeldCall
 from flashpoint_server.engine.caches.cache import Terms
-from flashpoint_server.engine.caches.parts import CachedPart
+from flashpoint_server.engine.caches.parts import CachedPart, attend
 from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.engine.ledger import Ledger
 from flashpoint_server.ipc.messages import CacheShape, Held
@@ -64,13 +64,13 @@ class Caches:
         o, lse = q.new_full((*q.shape[:-1], layer.value_dim), torch.nan), torch.full(spec.lse_shape, torch.nan)
         held = Held("alice", tuple(self.serials[n] for n in which), self.shape, 0, None, "", None, -1)
         call = HeldCall(CallTensors.of(spec, tensors, {"o": o, "lse": lse}), held)
-        parts = list(call.parts(call.write(self.store), backend, cores))
+        _, parts = attend([(call, call.write(self.store))], backend, cores)
         for part in parts:
             if isinstance(part, CachedPart):
                 part.compute()
             else:
                 run_part(part, backend)
-        return o, lse, parts
+        return o, lse, list(parts)
 
     def expected(self, number: int, tensors: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
         """o (Hq, sq, Dv) and lse of one sequence, by the formula in float64."""
