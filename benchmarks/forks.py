@@ -16,6 +16,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 from decode import CALLERS, DIM, HEADS, draw, message, post
@@ -71,6 +72,11 @@ def ids_of(caches: list[flashpoint.Cache]) -> list[str]:
     return [cache.id for cache in caches]
 
 
+def cut(caches: list[flashpoint.Cache], keys: int) -> None:
+    for cache in caches:
+        cache.truncate(keys)
+
+
 def rounds_of(ways: Mapping[str, Way], rounds: int, calls: int, after: Callable[[], None]) -> list[dict[str, float]]:
     """Return what each way takes in each round; the first round does not count."""
     found = []
@@ -104,12 +110,8 @@ def ratios(client: flashpoint.Client, port: int, rounds: int, calls: int) -> Ite
     for keys, least in ((KEYS, 2.0), (LONG, 2.5)):
         apart, (root, forks) = filled(client, CALLERS, keys), forked(client, keys, CALLERS)
 
-        def cut(caches: list[flashpoint.Cache] = [*apart, *forks], keys: int = keys) -> None:
-            for cache in caches:
-                cache.truncate(keys)
-
         ways = {"forks": decoding(port, ids_of(forks)), "apart": decoding(port, ids_of(apart))}
-        found = rounds_of(ways, rounds, calls, cut)
+        found = rounds_of(ways, rounds, calls, partial(cut, [*apart, *forks], keys))
         name = f"tokens of {CALLERS} callers, forks of {keys} keys beside caches apart"
         yield name, [one["forks"] / one["apart"] for one in found], {"least": least}
         client.delete_caches([root, *forks, *apart])

@@ -153,7 +153,7 @@ class Forward:
 
     def cuts(self, count: int) -> list[tuple[int, int]]:
         """Return ranges of units of about equal work, at most `count`."""
-        edges = [0, *accumulate(row.pairs for row in self.rows for _ in range(self.heads))]
+        edges = [0, *accumulate(pairs for row in self.rows for pairs in [row.pairs] * self.heads)]
         cuts = [bisect_left(edges, edges[-1] * number // count) for number in range(count + 1)]
         return [(first, last) for first, last in pairwise(cuts) if first < last]
 
@@ -274,7 +274,9 @@ class Forward:
             row._replace(state=states[0, edge:].ctypes.data, state_head=step)
             for row, edge in zip(prefix.rows, edges, strict=False)
         ]
-        readers = array("q", [n for row in rows for n in self._task(row, head, heads, 0, 0)[: len(READER)]])
+        readers = array("q")
+        for row in rows:
+            readers.extend(self._reader(row, head))
         self.memory += states, readers
         tasks = []
         for run in prefix.runs:
@@ -290,9 +292,9 @@ class Forward:
 
     def _task(self, row: Rows, head: int, heads: int, start: int, stop: int, parts: int = 0) -> list[int]:
         """Return struct task of forward.h: the members of TASK, in their order."""
-        query, (q, o, lse) = head * self.group, row.steps
+        query, (_, o, lse) = head * self.group, row.steps
         return [
-            row.q + query * q.head, *q, row.queries, row.state, row.state_head,
+            *self._reader(row, head),
             row.o + query * o.head, *o,
             _moved(row.lse, query * lse.head), *lse,
             _moved(row.slopes, 4 * query), _moved(row.sinks, 4 * query),
@@ -303,6 +305,11 @@ class Forward:
             parts, row.sequence, self.first_head + query, row.query,
             row.readers, row.reader_count,
         ]  # fmt: skip
+
+    def _reader(self, row: Rows, head: int) -> tuple[int, ...]:
+        """Return struct reader of forward.h: the members of READER, in their order."""
+        step = row.steps.q
+        return row.q + head * self.group * step.head, *step, row.queries, row.state, row.state_head
 
     def _functions(self) -> native.Functions:
         library = native.library()
