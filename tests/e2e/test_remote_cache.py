@@ -134,7 +134,7 @@ def test_a_mask_of_four_dimensions_is_served(client, models):
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
-def test_only_copies_of_beams_are_forked(client, models, server):
+def test_sequences_share_a_cache_until_their_tokens_differ(client, models, server):
     model, held = models("llama"), held_since(server)
     with remote(client, model) as cache, torch.no_grad():
         model(TOKENS, past_key_values=cache)
@@ -144,13 +144,47 @@ def test_only_copies_of_beams_are_forked(client, models, server):
         assert [one.id for one in rows] == [before[2], before[0], before[1]]
         cache.reorder_cache(torch.tensor([1, 1, 0]))
         (rows,) = cache._caches.values()
+        assert [one.id for one in rows] == [before[0], before[0], before[2]]
+        assert held() == {before[0], before[2]}
+        model(torch.tensor([[5], [5], [6]]), past_key_values=cache)
+        assert held() == {before[0], before[2]}
+        model(torch.tensor([[5], [7], [6]]), past_key_values=cache)
+        (rows,) = cache._caches.values()
         assert [rows[0].id, rows[2].id] == [before[0], before[2]]
         assert rows[1].id not in before
         assert held() == {one.id for one in rows}
         cache.batch_select_indices(torch.tensor([False, False, True]))
         assert (held(), cache.batch_size) == ({before[2]}, 1)
         cache.batch_repeat_interleave(2)
-        assert (len(held()), cache.batch_size) == (2, 2)
+        assert (len(held()), cache.batch_size) == (1, 2)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+@pytest.mark.parametrize("mode", [{"num_return_sequences": 4, "do_sample": True}, {"num_beams": 3}], ids=["n", "beams"])
+def test_answers_to_one_prompt_are_forks_of_one_prefill(client, models, kind, mode):
+    """Each of two prompts is sent once, and the tokens are those at home."""
+    model = models(kind)
+    sizes = {"max_new_tokens": 6, "min_new_tokens": 6, **mode}
+    prompts = TOKENS[:2].repeat(1, 3)
+    counts = []
+    with remote(client, model) as cache:
+        made = client.attention
+
+        def counted(q, k, v, **options):
+            counts.append(len(q))
+            return made(q, k, v, **options)
+
+        client.attention = counted
+        try:
+            torch.manual_seed(0)
+            found = model.generate(input_ids=prompts, past_key_values=cache, pad_token_id=0, **sizes)
+        finally:
+            del client.attention
+    model.set_attn_implementation("eager")
+    torch.manual_seed(0)
+    assert torch.equal(found, model.generate(input_ids=prompts, pad_token_id=0, **sizes))
+    assert set(counts[: model.config.num_hidden_layers]) == {2}
+    assert counts[-1] > 2
 
 
 @pytest.mark.slow

@@ -41,16 +41,19 @@ class Histories(RuleBasedStateMachine):
     def rows(self):
         return len(self.tokens)
 
-    @rule(count=st.integers(1, 5), rows=st.integers(1, 3), data=st.data())
-    def forward(self, count, rows, data):
+    @rule(count=st.integers(1, 5), rows=st.integers(1, 3), equal=st.booleans(), data=st.data())
+    def forward(self, count, rows, equal, data):
+        """With `equal`, all sequences get the same tokens: those with equal tokens so far share a cache."""
         if not self.rows:
             self.tokens = self.mask = torch.zeros(rows, 0, dtype=torch.int64)
         padding = data.draw(st.lists(st.integers(0, count), min_size=self.rows, max_size=self.rows))
+        padding = padding[:1] * self.rows if equal else padding
         right = data.draw(st.booleans())
         valid = torch.stack([(torch.arange(count) >= n).long() for n in padding])
         valid = valid.flip(1) if right else valid
         self.seed += 1
-        new = torch.randint(1, 50, (self.rows, count), generator=torch.Generator().manual_seed(self.seed)) * valid
+        new = torch.randint(1, 50, (self.rows, count), generator=torch.Generator().manual_seed(self.seed))
+        new = (new[:1].expand(self.rows, -1) if equal else new) * valid
         self.last = max(self.last, self.tokens.shape[1])
         self.tokens, self.mask = torch.cat((self.tokens, new), 1), torch.cat((self.mask, valid), 1)
         with torch.no_grad():

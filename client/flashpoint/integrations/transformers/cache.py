@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from typing import Any, Self, TypeGuard
 
@@ -27,7 +27,9 @@ class RemoteCache(Cache):
 
     The model's attention must be that of `register`. Every mode of `generate` works: greedy, sampling, beams, batches
     with padding on the left, assisted decoding, prefill in chunks, and a conversation that goes on with the same cache.
-    The server has a cache for each sequence; they are made at the first forward, for its batch and its dtype.
+    The server has a cache for each sequence; they are made at the first forward, for its batch and its dtype. Sequences
+    with equal tokens, such as the beams of a prompt, share a cache until their tokens differ: then it is forked. Forks
+    share the memory of their common tokens, and the server reads these once for all of them.
 
     Use it in a `with`, or call `close`, to free the server's memory at once. When the server has lost it, CacheError is
     raised, and the cache is empty: call `generate` again with all tokens.
@@ -55,7 +57,8 @@ class RemoteCache(Cache):
 
     def _forget(self) -> None:
         self.history = History()
-        # By (heads, key dimension, value dimension) of the layers: a cache for each sequence, all on one engine.
+        # By (heads, key dimension, value dimension) of the layers: the cache of each sequence, all on one engine.
+        # Sequences with equal tokens have the same cache.
         self._caches: dict[tuple[int, int, int], list[ServerCache]] = {}
         self._last_start = 0  # highest position at which a forward began; the server counts `keep` back from it
         self.drop_forward()
@@ -103,10 +106,14 @@ class RemoteCache(Cache):
 
     def reset(self) -> None:
         """Forget all tokens, and free the server's memory."""
-        caches = [cache for rows in self._caches.values() for cache in rows]
+        caches = self._distinct()
         self._forget()
         if caches:
             self.client.delete_caches(caches)
+
+    def _distinct(self) -> list[ServerCache]:
+        """Return each of the server's caches once."""
+        return list(dict.fromkeys(cache for rows in self._caches.values() for cache in rows))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Continue each sequence from another: number `beam_idx[n]` for sequence n. `beam_idx` is (B,), int64."""
@@ -128,8 +135,9 @@ class RemoteCache(Cache):
         other = RemoteCache(self.client, self.config, ttl_s=self.ttl_s, rewind=self.rewind)
         memo[id(self)] = other
         if self._caches:
-            copies = iter(self._fork([cache for rows in self._caches.values() for cache in rows], []))
-            other._caches = {sizes: [next(copies) for _ in rows] for sizes, rows in self._caches.items()}
+            caches = self._distinct()
+            copies = dict(zip(caches, self._fork(caches), strict=True))
+            other._caches = {sizes: [copies[cache] for cache in rows] for sizes, rows in self._caches.items()}
         other.history, other._last_start = self.history, self._last_start
         return other
 
@@ -145,25 +153,17 @@ class RemoteCache(Cache):
             self.close()
 
     def _take(self, sources: Sequence[int]) -> None:
-        """Let each sequence n continue sequence sources[n]. The first to continue one takes its caches, others copy."""
-        unused = sorted(set(range(self.batch_size)) - set(sources))
-        again = [place for place, source in enumerate(sources) if source in sources[:place]]
-        free = [rows[row] for rows in self._caches.values() for row in unused]
-        copies: Iterator[ServerCache] = iter(())
-        if again and self._caches:
-            copies = iter(self._fork([rows[sources[place]] for rows in self._caches.values() for place in again], free))
-        elif free:
+        """Let each sequence n continue sequence sources[n]. Those that continue the same one share its caches."""
+        before = self._distinct()
+        self._caches = {sizes: [rows[source] for source in sources] for sizes, rows in self._caches.items()}
+        kept = set(self._distinct())
+        if free := [cache for cache in before if cache not in kept]:
             self.client.delete_caches(free)
-        for sizes, rows in self._caches.items():
-            taken = [rows[source] for source in sources]
-            for place in again:
-                taken[place] = next(copies)
-            self._caches[sizes] = taken
         self.history = self.history.take(sources)
 
-    def _fork(self, caches: list[ServerCache], free: list[ServerCache]) -> list[ServerCache]:
+    def _fork(self, caches: list[ServerCache]) -> list[ServerCache]:
         try:
-            return self.client.fork_caches(caches, free=free)
+            return self.client.fork_caches(caches)
         except CacheError as error:
             if _is_lost(error):
                 raise self._lost(error) from error
@@ -262,26 +262,69 @@ class RemoteCache(Cache):
         if step.lengths is not None:
             options["q_lengths"] = step.lengths
         (q,) = autocast(q)
-        caches = self._caches_of(update)
-        o: Tensor = self.client.attention(_packed(q, step), k, v, caches=caches, layer=update.layer, **options)
+        call = {"q": _packed(q, step), "k": k, "v": v, **options}
+        numbers, count = self._told_apart(update, call)
+        caches = self._caches[_sizes(update)]
+        if count < len(numbers):
+            some = [numbers.index(n) for n in range(count)]
+            caches = [caches[n] for n in some]
+            call |= {name: _selected(t, some) for name, t in call.items() if _per_sequence(name, t, len(numbers))}
+        o: Tensor = self.client.attention(caches=caches, layer=update.layer, **call)
+        if count < len(numbers):
+            o = o[numbers]
         if step.order is None:
             return o
         whole = o.new_zeros(*q.shape[:3], o.shape[3])
         return whole.scatter_(2, _spread(step.order, o), o)
 
-    def _caches_of(self, update: Update) -> list[ServerCache]:
-        """Return the caches for the sizes of a layer. Make them for the first layer with these sizes."""
-        k, v = update.k, update.v
-        sizes = k.shape[1], k.shape[3], v.shape[3]
+    def _told_apart(self, update: Update, call: dict[str, Any]) -> tuple[list[int], int]:
+        """Return the number of each sequence among the different ones, and how many there are.
+
+        Sequences are equal if they have the same cache, and the same values in all tensors of the call. Where a call
+        writes different tokens to a cache, the cache is forked first. The first call makes the caches.
+        """
+        sizes, batch = _sizes(update), len(update.k)
+        rows: Sequence[ServerCache | None] | None = self._caches.get(sizes) or next(iter(self._caches.values()), None)
+        tensors = [value for name, value in call.items() if _per_sequence(name, value, batch)]
+        firsts: list[int] = []  # the first sequence of each number
+        numbers: list[int] = []
+        by_cache: dict[ServerCache | None, list[int]] = {}  # numbers
+        for n, cache in enumerate(rows or [None] * batch):
+            own = by_cache.setdefault(cache, [])
+            alike = (i for i in own if all(_equal(t[n], t[firsts[i]]) for t in tensors))
+            number = next(alike, len(firsts))
+            if number == len(firsts):
+                firsts.append(n)
+                own.append(number)
+            numbers.append(number)
+        if call["k"] is not None and rows is not None:
+            self._part(numbers, firsts)
         if sizes not in self._caches:
-            windows = [layer.window if isinstance(layer, RemoteLayer) else None for layer in self.layers]
-            keep = [None if window is None else max(1, window - 1 + self.rewind) for window in windows]
-            beside = next((rows[0] for rows in self._caches.values()), None)
-            self._caches[sizes] = self.client.caches(
-                len(k), layers=len(keep), kv_heads=sizes[0], head_dim=sizes[1], value_dim=sizes[2], keep=keep,
-                dtype=str(k.dtype).removeprefix("torch."), ttl_s=self.ttl_s, beside=beside,
-            )  # fmt: skip
-        return self._caches[sizes]
+            made = self._made(update, len(firsts))
+            self._caches[sizes] = [made[number] for number in numbers]
+        return numbers, len(firsts)
+
+    def _part(self, numbers: Sequence[int], firsts: Sequence[int]) -> None:
+        """Fork caches that different sequences have, so that each number has its own."""
+        rows = next(iter(self._caches.values()))
+        shared = [n for place, n in enumerate(firsts) if rows[n] in [rows[other] for other in firsts[:place]]]
+        if not shared:
+            return
+        copies = iter(self._fork([rows[n] for rows in self._caches.values() for n in shared]))
+        for sizes, rows in self._caches.items():
+            own = {numbers[n]: next(copies) for n in shared}
+            self._caches[sizes] = [own.get(number, cache) for number, cache in zip(numbers, rows, strict=True)]
+
+    def _made(self, update: Update, count: int) -> list[ServerCache]:
+        """Make caches for the sizes of a layer."""
+        kv_heads, head_dim, value_dim = _sizes(update)
+        windows = [layer.window if isinstance(layer, RemoteLayer) else None for layer in self.layers]
+        keep = [None if window is None else max(1, window - 1 + self.rewind) for window in windows]
+        beside = next((rows[0] for rows in self._caches.values()), None)
+        return self.client.caches(
+            count, layers=len(keep), kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, keep=keep,
+            dtype=str(update.k.dtype).removeprefix("torch."), ttl_s=self.ttl_s, beside=beside,
+        )  # fmt: skip
 
     def _lost(self, error: CacheError) -> CacheError:
         """Empty this cache after the server has lost its caches, and return the error to raise."""
@@ -295,6 +338,26 @@ class RemoteCache(Cache):
 
 def _is_lost(error: BaseException) -> TypeGuard[CacheError]:
     return isinstance(error, CacheError) and error.code in ("cache_lost", "cache_not_found")
+
+
+def _sizes(update: Update) -> tuple[int, int, int]:
+    """Return the heads, the key dimension and the value dimension of a layer."""
+    return update.k.shape[1], update.k.shape[3], update.v.shape[3]
+
+
+def _per_sequence(name: str, value: Any, batch: int) -> bool:
+    """Return whether an argument of `Client.attention` has values for each sequence of a batch."""
+    if name == "attn_mask":
+        return len(value) == batch
+    return name in ("q", "k", "v", "at", "q_lengths") and value is not None
+
+
+def _selected(value: Any, some: list[int]) -> Any:
+    return value[some] if isinstance(value, Tensor) else [value[n] for n in some]
+
+
+def _equal(a: Any, b: Any) -> bool:
+    return torch.equal(a, b) if isinstance(a, Tensor) else bool(a == b)
 
 
 def _packed(t: Tensor, step: Step) -> Tensor:
