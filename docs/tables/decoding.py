@@ -32,7 +32,28 @@ def gemma() -> str:
             *((f"the tokens of eager attention: {mode}", "yes" if same else "no") for mode, same in modes.items()),
         ]
         text += table([f"after {found['prompt_tokens']:,} tokens", ""], rows)
+        if many := result.get("answers"):
+            text += "\n" + _answers(many) + "\n" + _stages(result["call_ms"])
     return text or NOT_MEASURED
+
+
+def _answers(many: dict[str, Any]) -> str:
+    """Answers to one prompt, at home and with the cache on the server."""
+    seconds, tokens = many["prompt_seconds"], many["tokens_per_second"]
+    rows = [
+        ("seconds for the prompt", *map(number, seconds.values())),
+        ("tokens a second afterwards", *map(number, tokens.values())),
+        ("MB sent and received", "0", number(many["bytes"] / 1e6)),
+    ]
+    head = [f"{many['answers']} answers to {many['prompt_tokens']:,} tokens", "at home, SDPA", "cache on the server"]
+    return table(head, rows) + f"\n{many['same_answers']} of {many['answers']} answers are the same.\n"
+
+
+def _stages(calls: dict[str, dict[str, float]]) -> str:
+    """The milliseconds of a layer's call: what the client waits, and the stages in the server."""
+    names = list(dict.fromkeys(name for stages in calls.values() for name in stages))
+    rows = [(name, *(f"{stages.get(name, 0.0):.2f}" for stages in calls.values())) for name in names]
+    return table(["a layer's call, ms", *(f"{count} sequences" for count in calls)], rows)
 
 
 def lora() -> str:

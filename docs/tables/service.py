@@ -78,6 +78,14 @@ def cached_decode() -> str:
     return text or NOT_MEASURED
 
 
+def forks() -> str:
+    """Calls over forks of one cache: what was to be reached."""
+    text = ""
+    for _, result in results("forks"):
+        text += f"\n{made_on(result['environment'], 'python', 'torch', 'uvicorn')}:\n\n{targets(result)}"
+    return text or NOT_MEASURED
+
+
 def train_saved() -> str:
     """A training step with forwards that stay at the server, beside one that sends everything."""
     text = ""
