@@ -20,7 +20,7 @@ from flashpoint_kernels.native.prefix import SharedPrefix, together
 from flashpoint_kernels.native.rows import CHUNK, NOWHERE, TILE, UNBOUNDED, Rows, Spans, Steps
 
 TOGETHER = 256  # sequences: from this number on their tasks are made together
-_LEAST_BYTES, _LEAST_FLOPS = 1 << 18, 1 << 21  # work of a thread: to wake one takes about half as long
+_LEAST_BYTES, _LEAST_FLOPS = 1 << 18, 1 << 20  # work of a thread: to wake one takes about half as long
 
 TYPES = {getattr(torch, name): number for number, name in enumerate(native.DTYPES)}
 
