@@ -41,7 +41,7 @@ from flashpoint_server.formats.message import make_spec, read_model, read_text
 from flashpoint_server.formats.negotiation import SERVED, answer_format, request_format
 from flashpoint_server.formats.safetensors import SafetensorsMessage
 from flashpoint_server.http.body import RequestBody
-from flashpoint_server.ipc.messages import pack_options, read_options
+from flashpoint_server.ipc.bodies import pack_options, read_options
 from flashpoint_server.oip import head as oip_head
 from flashpoint_server.oip.datatypes import DATATYPE_OF
 from flashpoint_server.oip.inflated import InflatedBody

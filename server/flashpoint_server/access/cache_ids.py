@@ -25,8 +25,8 @@ import msgspec
 
 from flashpoint_contract.caches import ID_LENGTH, LayerShape
 from flashpoint_server.config.settings import Settings
+from flashpoint_server.ipc.bodies import CacheShape
 from flashpoint_server.ipc.counts import WorkerGroup
-from flashpoint_server.ipc.messages import CacheShape
 
 MOST_LAYERS = 512
 READ_AGAIN = 1024  # number of decoded ids in the LRU cache, each at most ID_LENGTH characters

@@ -34,11 +34,12 @@ from flashpoint_server.engine.caches.attending import CallTensors, HeldCall
 from flashpoint_server.engine.caches.cache import StoredCache
 from flashpoint_server.engine.caches.parts import CachedPart, Sequences, attend, shares
 from flashpoint_server.engine.caches.store import CacheStore
-from flashpoint_server.engine.entry import OutOfMemoryError, Placed
+from flashpoint_server.engine.entry import Entry, OutOfMemoryError
 from flashpoint_server.engine.ledger import Ledger
 from flashpoint_server.engine.memory import bytes_in, tensor_in
 from flashpoint_server.engine.saved import SavedForward, SavedStore
-from flashpoint_server.ipc.messages import DeviceInfo, PlacedTensor, Prove, Recall, Save
+from flashpoint_server.ipc.bodies import PlacedTensor, Save
+from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.refusal import invalid
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
@@ -179,7 +180,7 @@ class TorchDevice:
         """Return whether a request on `backend` is cut into `parts` for several lanes; otherwise it is one launch."""
         return self.is_cpu and backend != "triton"
 
-    def compile(self, job: Placed) -> Future[None] | None:
+    def compile(self, job: Entry) -> Future[None] | None:
         """Compile a Triton job's kernels in the background, and return the future; None if they are compiled.
 
         This reads the shapes of the tensors, not their values. `rows` has checked the values of index tensors.
@@ -196,7 +197,7 @@ class TorchDevice:
             problem = replace(problem, device=torch.device(self.info.name))
             return None if triton_backend.compiled([problem]) else triton_backend.compile_ahead([problem])
 
-    def rows(self, job: Placed) -> tuple[Row, ...]:
+    def rows(self, job: Entry) -> tuple[Row, ...]:
         """Return the sequences of a job. Raises Refusal 422 if values of its tensors are not valid."""
         index = {t.name: tensor_in(job.memory, t).tolist() for t in job.submit.inputs if t.name in INDEX_TENSORS}
         index |= {name: t.tolist() for name, t in self._recalled(job).items() if name in INDEX_TENSORS}
@@ -206,11 +207,11 @@ class TorchDevice:
         except ProblemError as error:
             raise invalid(error.errors) from None
 
-    def parts(self, job: Placed) -> list[Problem]:
+    def parts(self, job: Entry) -> list[Problem]:
         """Cut a job into parts that compute in its shared memory. Raises Refusal 422."""
-        return split(self._in_place(job), job.submit.backend)
+        return split(self._in_place(job), job.attention.backend)
 
-    def call_tensors(self, job: Placed) -> CallTensors:
+    def call_tensors(self, job: Entry) -> CallTensors:
         """Return the tensors of a job over caches: on the CPU in shared memory, on a GPU as copies.
 
         Raises Refusal 422.
@@ -221,11 +222,11 @@ class TorchDevice:
         there = {name: t if name in INDEX_TENSORS else t.to(self.info.name) for name, t in given.items()}
         return CallTensors.of(job.spec, there, {})
 
-    def kin(self, job: Placed) -> Hashable | None:
+    def kin(self, job: Entry) -> Hashable | None:
         """Return what calls over caches on the CPU have in common that may read their first keys together, or None."""
-        held, spec = job.submit.held, job.spec
+        held, spec = job.attention.held, job.spec
         assert held is not None
-        if not self.is_cpu or job.submit.backend != "torch" or not shares(spec):
+        if not self.is_cpu or job.attention.backend != "torch" or not shares(spec):
             return None
         chunk = self.caches.shared_chunk(held.owner, held.caches, held.layer)
         options = spec.dtype, spec.q_heads, spec.scale, spec.options.softcap
@@ -254,13 +255,13 @@ class TorchDevice:
             else:
                 run_part(part, backend)
 
-    def launch(self, jobs: Sequence[Placed]) -> tuple[list[int | None], Stages]:
+    def launch(self, jobs: Sequence[Entry]) -> tuple[list[int | None], Stages]:
         """Compute jobs of one launch key in their memory. Return the seed of each, and the times of the copies.
 
         On a GPU, copies and kernels run on the lane's own stream, with one wait at the end. So one lane copies while
         another computes. Raises OutOfMemoryError and DeviceLostError.
         """
-        backend = jobs[0].submit.backend
+        backend = jobs[0].attention.backend
         if self.is_cpu:
             with self._told_apart:
                 problems = [self._held_problem(job.call) if job.call else self._in_place(job) for job in jobs]
@@ -290,7 +291,7 @@ class TorchDevice:
         """Return the problem of a call over caches whose tokens have been written. Raises Refusal 422."""
         return call.problem(self.caches.find(call.terms, call.held.caches))
 
-    def _copied(self, job: Placed) -> Problem:
+    def _copied(self, job: Entry) -> Problem:
         """Return the job's problem with its tensors on the GPU; the copies may still run."""
 
         def there(t: PlacedTensor) -> Tensor:
@@ -300,7 +301,7 @@ class TorchDevice:
         return self._problem(job, there)
 
     def _problem(
-        self, job: Placed, there: Callable[[PlacedTensor], Tensor],
+        self, job: Entry, there: Callable[[PlacedTensor], Tensor],
         recalled: Callable[[str, Tensor], Tensor] = lambda _, t: t,
     ) -> Problem:  # fmt: skip
         """Return the job's problem. Index tensors are read here; `there` makes the other tensors.
@@ -332,12 +333,12 @@ class TorchDevice:
         """Free the memory of a forward that has failed."""
         self.saved.drop(kept.serial)
 
-    def keep(self, job: Placed) -> None:
+    def keep(self, job: Entry) -> None:
         """Save a forward on the CPU after all its parts have run. Raises OutOfMemoryError."""
         with self._told_apart:
             self._keep(job, None)
 
-    def _keep(self, job: Placed, problem: Problem | None) -> None:
+    def _keep(self, job: Entry, problem: Problem | None) -> None:
         """Save a forward, if the job asks for it. On a GPU its tensors stay where they are.
 
         On the CPU they are copied out of staging memory, which an HTTP process reuses. The copy takes 1/30 of the
@@ -355,12 +356,12 @@ class TorchDevice:
             tensors |= {name: t.clone() for name, t in tensors.items() if name in INDEX_TENSORS}
         self.saved.keep(job.kept, tensors)
 
-    def _recalled(self, job: Placed) -> Mapping[str, Tensor]:
+    def _recalled(self, job: Entry) -> Mapping[str, Tensor]:
         """Return the tensors of the saved forward that a job uses. Raises Refusal 404 and 410."""
-        recall = job.submit.saved
-        return self.saved.tensors(recall.owner, recall.serial) if isinstance(recall, Recall) else {}
+        recall = job.attention.recall
+        return {} if recall is None else self.saved.tensors(recall.owner, recall.serial)
 
-    def _in_place(self, job: Placed) -> Problem:
+    def _in_place(self, job: Entry) -> Problem:
         """Return the job's problem in its own memory. Raises Refusal 422 like `rows`, and 404 and 410."""
         spec, memory = job.spec, job.memory
         given = {t.name: tensor_in(memory, t) for t in job.submit.inputs} | dict(self._recalled(job))
@@ -377,19 +378,20 @@ class TorchDevice:
         stream: torch.cuda.Stream = self._streams.stream
         return stream
 
-    def verify(self, asked: Prove, memory: Mapping[int, mmap.mmap], progress: local.Tell) -> bytes:
+    def verify(self, job: Entry, progress: local.Tell) -> bytes:
         """Return the VerifyReport of a verification, in JSON. Raises Refusal 422, OutOfMemoryError and DeviceLostError.
 
         `progress` is called before each block of work. If it raises, the verification ends.
         """
+        asked, inputs = job.verification.request, job.submit.inputs
         with self._told_apart:
             try:
-                if not asked.inputs:
-                    drawn = VerifyRequest.model_validate_json(asked.request)
+                if not inputs:
+                    drawn = VerifyRequest.model_validate_json(asked)
                     return local.verify(drawn, self.info.name, progress).model_dump_json().encode()
-                given = {t.name: tensor_in(memory, t) for t in asked.inputs}
+                given = {t.name: tensor_in(job.memory, t) for t in inputs}
                 given = {name: t if name in INDEX_TENSORS else t.to(self.info.name) for name, t in given.items()}
-                options = Options(**AttentionOptions.model_validate_json(asked.request).model_dump())
+                options = Options(**AttentionOptions.model_validate_json(asked).model_dump())
                 return local.judge_given(given, options, self.info.name, progress).model_dump_json().encode()
             except ProblemError as error:
                 raise invalid(error.errors) from None

@@ -25,19 +25,9 @@ from flashpoint_kernels import Problem
 from flashpoint_kernels.problem import launch_key
 from flashpoint_server.engine.saved import SavedForward
 from flashpoint_server.engine.waiting import Budget
+from flashpoint_server.ipc.bodies import AttentionCall, VerifyCall, read_options
 from flashpoint_server.ipc.memory import LARGEST
-from flashpoint_server.ipc.messages import (
-    AskCaches,
-    Batch,
-    Channel,
-    FromEngine,
-    Prove,
-    Recall,
-    Save,
-    Submit,
-    ToEngine,
-    read_options,
-)
+from flashpoint_server.ipc.messages import Batch, Channel, FromEngine, Submit, ToEngine
 from flashpoint_server.ipc.price import PASSED
 
 if TYPE_CHECKING:
@@ -58,25 +48,15 @@ class OutOfMemoryError(Exception):
     """The device has not enough memory for this request now."""
 
 
-class Placed(NamedTuple):
-    """A job: its message, its problem, the shared memory of its tensors, and the forward to save."""
-
-    submit: Submit
-    spec: Spec
-    memory: Mapping[int, mmap.mmap]
-    call: HeldCall | None = None  # for a job over caches, after its tokens have been written
-    kept: SavedForward | None = None
-
-
-def spec_of(submit: Submit) -> Spec:
+def spec_of(submit: Submit, body: AttentionCall) -> Spec:
     """Return the problem of a message. Raises ProblemError if it is not valid."""
     infos = {t.name: TensorInfo(t.dtype, t.shape) for t in submit.inputs}
-    options = read_options(submit.options)
-    if (held := submit.held) is not None:
+    options = read_options(body.options)
+    if (held := body.held) is not None:
         return plan_cached(infos, options, LayerShape(*held.shape), len(held.caches))
-    if isinstance(submit.saved, Recall):
-        infos |= {name: TensorInfo(dtype, shape) for name, dtype, shape in submit.saved.tensors}
-    return plan(infos, options, submit.direction)
+    if body.recall is not None:
+        infos |= {name: TensorInfo(dtype, shape) for name, dtype, shape in body.recall.tensors}
+    return plan(infos, options, body.direction)
 
 
 class Lengths(NamedTuple):
@@ -98,7 +78,7 @@ NO_LENGTHS = Lengths(0, 0, 0, 0)
 
 @dataclass(eq=False)
 class PlannedProblem:
-    """The problem of a Submit, and its parts with views of its memory once they are made.
+    """The problem of a request, and its parts with views of its memory once they are made.
 
     Plans are cached, because a model repeats a few shapes and slots are reused: to plan a small forward again and to
     make its views takes 0.05 ms (2 cores).
@@ -159,17 +139,17 @@ class Peer:
         with contextlib.suppress(BufferError):  # a tensor that is still in use keeps the mapping alive
             memory.close()
 
-    def plan(self, submit: Submit) -> PlannedProblem:
+    def plan(self, submit: Submit, body: AttentionCall) -> PlannedProblem:
         """Return the plan of a message, from the cache or new. Raises ProblemError if the problem is not valid."""
-        key: Hashable = (submit.direction, bytes(submit.options), tuple(submit.inputs), tuple(submit.outputs))
-        if (held := submit.held) is not None:
+        key: Hashable = (body.direction, bytes(body.options), tuple(submit.inputs), tuple(submit.outputs))
+        if (held := body.held) is not None:
             key = key, held.shape, len(held.caches)
-        if recalls := isinstance(submit.saved, Recall):
-            key = key, tuple(submit.saved.tensors)
+        if (recall := body.recall) is not None:
+            key = key, tuple(recall.tensors)
         if (planned := self.planned.get(key)) is None:
             if len(self.planned) == KEPT:
                 self.planned.clear()
-            planned = self.planned[key] = PlannedProblem(spec_of(submit), recalls=recalls)
+            planned = self.planned[key] = PlannedProblem(spec_of(submit, body), recalls=recall is not None)
         return planned
 
     def send(self, reply: FromEngine) -> None:
@@ -223,9 +203,9 @@ class Entry:
     Requests over caches with equal `kin` begin with the same keys, and are cut together if they wait at the same time.
     """
 
-    submit: Submit | Prove | AskCaches
+    submit: Submit
     peer: Peer
-    planned: PlannedProblem | None  # only for a Submit
+    planned: PlannedProblem | None  # only of attention
     key: Hashable | None
     arrived: float
     began: float = 0.0  # in `time.perf_counter` seconds; 0 until it starts
@@ -240,27 +220,28 @@ class Entry:
     failure: Exception | None = None
 
     @classmethod
-    def of(cls, submit: Submit | Prove | AskCaches, peer: Peer, cuts: Callable[[str], bool]) -> Entry:
+    def of(cls, submit: Submit, peer: Peer, cuts: Callable[[str], bool]) -> Entry:
         """Return the entry of a message that has just arrived. Raises ProblemError if the problem is not valid.
 
         `cuts` says whether requests on a backend are cut into parts.
         """
-        if isinstance(submit, Prove):
-            return cls(submit, peer, None, object(), time.monotonic())
-        if isinstance(submit, AskCaches):
-            return cls(submit, peer, None, None, time.monotonic())
-        planned = peer.plan(submit)
+        planned: PlannedProblem | None = None
         key: Hashable | None = None
-        if submit.backend == "triton":
-            cached = None if submit.held is None else LayerShape(*submit.held.shape).dtype
-            key = launch_key(planned.spec, "triton", cached)
-        elif not cuts(submit.backend):
-            key = object()  # a unique key: no common launch, which would not help these backends
+        match submit.body:
+            case AttentionCall() as body:
+                planned = peer.plan(submit, body)
+                if body.backend == "triton":
+                    cached = None if body.held is None else LayerShape(*body.held.shape).dtype
+                    key = launch_key(planned.spec, "triton", cached)
+                elif not cuts(body.backend):
+                    key = object()  # a unique key: no common launch, which would not help these backends
+            case VerifyCall():
+                key = object()
         return cls(submit, peer, planned, key, time.monotonic())
 
     @property
     def spec(self) -> Spec:
-        """The problem of a Submit."""
+        """The problem of attention."""
         assert self.planned is not None
         return self.planned.spec
 
@@ -277,52 +258,46 @@ class Entry:
         return self.spec.input_bytes + self.spec.output_bytes if self.planned is not None else 0
 
     @property
-    def placed(self) -> Placed:
-        assert isinstance(self.submit, Submit)
-        return Placed(self.submit, self.spec, self.peer.segments, self.call, self.kept)
+    def attention(self) -> AttentionCall:
+        """The body of attention."""
+        body = self.submit.body
+        assert isinstance(body, AttentionCall)
+        return body
+
+    @property
+    def verification(self) -> VerifyCall:
+        """The body of a verification."""
+        body = self.submit.body
+        assert isinstance(body, VerifyCall)
+        return body
+
+    @property
+    def memory(self) -> Mapping[int, mmap.mmap]:
+        """The shared memory of its tensors, by segment."""
+        return self.peer.segments
 
     @property
     def mapped(self) -> bool:
         """Whether all memory of the request is mapped."""
         submit, segments = self.submit, self.peer.segments
-        tensors = submit.inputs if isinstance(submit, Prove) else [*submit.inputs, *submit.outputs]
-        return submit.segment in segments and all(t.segment in segments for t in tensors)
+        return submit.segment in segments and all(t.segment in segments for t in (*submit.inputs, *submit.outputs))
 
     @cached_property
     def caches(self) -> tuple[int, ...]:
         """The serials of the caches, or of the saved forward, that the request uses, each once."""
-        submit = self.submit
-        if isinstance(submit, AskCaches):
-            return tuple(dict.fromkeys(submit.caches))
-        if not isinstance(submit, Submit):
-            return ()
-        if isinstance(submit.saved, Recall):
-            return (submit.saved.serial,)
-        return () if submit.held is None else tuple(dict.fromkeys(submit.held.caches))
+        return tuple(dict.fromkeys(self.submit.body.serials))
 
     @property
     def over_caches(self) -> bool:
         """Whether the request is attention over caches."""
-        return isinstance(self.submit, Submit) and self.submit.held is not None
+        return self.planned is not None and self.attention.held is not None
 
-    @property
-    def saves(self) -> Save | None:
-        """The forward that the request saves, if it does."""
-        saved = self.submit.saved if isinstance(self.submit, Submit) else None
-        return saved if isinstance(saved, Save) else None
-
-    @property
-    def uses(self) -> bool:
-        """Whether the end of the request restarts the time to live of its caches."""
-        submit = self.submit
-        return not isinstance(submit, AskCaches) or submit.what not in ("look", "export", "look_saved")
-
-    def cut(self, parts_of: Callable[[Placed], list[Problem]]) -> list[Problem]:
+    def cut(self, parts_of: Callable[[Entry], list[Problem]]) -> list[Problem]:
         """Return the request's parts, new or from the cached plan. Raises Refusal 422."""
         planned = self.planned
         assert planned is not None
         if not (parts := planned.parts):
-            parts = parts_of(self.placed)
+            parts = parts_of(self)
             self.of_rows([row for part in parts if not part.first_head for row in part.rows], parts[0].seed)
             if not (planned.by_value or self.many):
                 planned.parts, planned.lengths = parts, self.lengths
@@ -346,12 +321,12 @@ class Entry:
             return False
         return self.planned.spec.batch > FEW_SEQUENCES or self.over_caches
 
-    def tensors(self, of: Callable[[Placed], CallTensors]) -> CallTensors:
+    def tensors(self, of: Callable[[Entry], CallTensors]) -> CallTensors:
         """Return the tensors of a call over caches in place, from the cached plan or new. Raises Refusal 422."""
         planned = self.planned
         assert planned is not None
         if (tensors := planned.tensors) is None:
-            tensors = of(self.placed)
+            tensors = of(self)
             if not planned.by_value and planned.spec.batch <= FEW_SEQUENCES:
                 planned.tensors = tensors
         return tensors

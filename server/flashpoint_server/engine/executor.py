@@ -14,25 +14,25 @@ import structlog
 
 from flashpoint_contract.schemas.verify import VerifyProgress
 from flashpoint_kernels import Problem
-from flashpoint_server.engine.caches.asking import asked_of_caches
 from flashpoint_server.engine.caches.attending import HeldCall
 from flashpoint_server.engine.caches.cache import StoredCache
+from flashpoint_server.engine.caches.cache_calls import execute
 from flashpoint_server.engine.caches.parts import CachedPart
 from flashpoint_server.engine.device import NO_COPIES, DeviceLostError, Stages, TorchDevice
 from flashpoint_server.engine.entry import Entry, OutOfMemoryError, account
 from flashpoint_server.engine.kernel_threads import KernelThreads
-from flashpoint_server.engine.tasks import Ask, Compute, Cut, Keep, Launch, Task
+from flashpoint_server.engine.tasks import Ask, Compute, Cut, Keep, Launch, Slice, Task
 from flashpoint_server.engine.waiting import Budget
+from flashpoint_server.ipc.bodies import CacheCall, SavedCall
 from flashpoint_server.ipc.messages import (
     MOST_ERRORS,
-    AskCaches,
     Batch,
+    CacheRecord,
     Done,
     Failed,
-    Prove,
     Proven,
     Proving,
-    Submit,
+    SavedRecord,
     Told,
 )
 from flashpoint_server.ipc.parent import Watchdog
@@ -56,19 +56,20 @@ class Executor:
 
     def run(self, task: Task) -> Exception | None:
         """Run a task. Return the error of a part or of cutting; the requests of a launch are answered here."""
-        if isinstance(task, Compute):
-            return self._compute(task.entries[0], task.problem)
-        if isinstance(task, Cut):
-            return self._cut(task)
-        if isinstance(task, Keep):
-            return self._keep(task.entries[0])
-        if isinstance(task, Ask):
-            self._ask(task.entries[0])
-        elif isinstance(task, Launch):
-            self._launch(task.entries)
-        else:
-            with self._watchdog.watched():
-                task.plugin.step()
+        match task:
+            case Compute():
+                return self._compute(task.entries[0], task.problem)
+            case Cut():
+                return self._cut(task)
+            case Keep():
+                return self._keep(task.entries[0])
+            case Ask():
+                self._ask(task.entries[0])
+            case Launch():
+                self._launch(task.entries)
+            case Slice():
+                with self._watchdog.watched():
+                    task.plugin.step()
         return None
 
     def answer(self, entry: Entry) -> None:
@@ -84,11 +85,9 @@ class Executor:
             _lost(by=by)
 
     def _compute(self, entry: Entry, problem: Problem) -> Exception | None:
-        assert isinstance(entry.submit, Submit)
-        backend = entry.submit.backend
         try:
             with self._watchdog.watched():
-                self._run_part(problem, backend)
+                self._run_part(problem, entry.attention.backend)
         except Exception as error:
             return error
         return None
@@ -109,7 +108,7 @@ class Executor:
             with self._watchdog.watched():
                 parts = self._cut_calls(task.entries, task.cores)
                 if len(parts) == 1 and not task.group.unwanted:
-                    run = partial(self._run_part, parts[0], entry.placed.submit.backend)
+                    run = partial(self._run_part, parts[0], entry.attention.backend)
                     if task.cores > 1 or task.long:
                         run()
                     else:  # other requests need the cores, too
@@ -133,7 +132,7 @@ class Executor:
                 entry.failure = entry.failure or error
         if not ready:
             return ()
-        backend = ready[0][0].placed.submit.backend
+        backend = ready[0][0].attention.backend
         sequences, parts = self.device.attend([(call, caches) for _, call, caches in ready], backend, cores)
         for (entry, call, caches), (rows, seed) in zip(ready, sequences, strict=True):
             entry.of_rows(rows, seed)
@@ -142,39 +141,39 @@ class Executor:
 
     def _call(self, entry: Entry) -> HeldCall:
         """Return the call over caches of an entry. Raises Refusal 422."""
-        device, held = self.device, entry.placed.submit.held
+        device, held = self.device, entry.attention.held
         assert held is not None
         of = device.call_tensors
-        return HeldCall(entry.tensors(of) if device.is_cpu else of(entry.placed), held)
+        return HeldCall(entry.tensors(of) if device.is_cpu else of(entry), held)
 
     def _keep(self, entry: Entry) -> Exception | None:
         try:
             with self._watchdog.watched():
-                self.device.keep(entry.placed)
+                self.device.keep(entry)
         except Exception as error:
             return error
         return None
 
     def _ask(self, entry: Entry) -> None:
         """Execute a call about caches or saved forwards, and answer it."""
-        submit = entry.submit
-        assert isinstance(submit, AskCaches)
-        caches, saved = [], []
+        caches: list[CacheRecord] = []
+        saved: list[SavedRecord] = []
         try:
             with self._watchdog.watched(), self.device.in_order():
-                if submit.what.endswith("_saved"):
-                    saved = self.device.saved.asked(submit)
-                else:
-                    caches = asked_of_caches(self.device.caches, submit, entry.peer.segments)
+                match entry.submit.body:
+                    case CacheCall() as call:
+                        caches = execute(self.device.caches, call, entry.submit, entry.memory)
+                    case SavedCall() as about:
+                        saved = self.device.saved.execute(about)
         except Exception as error:
             self._fail([entry], OutOfMemoryError() if isinstance(error, MemoryError) else error)
         else:
-            for told in Told.parts(submit.id, caches, saved, entry.began, time.perf_counter()):
+            for told in Told.parts(entry.submit.id, caches, saved, entry.began, time.perf_counter()):
                 entry.peer.send(told)
 
     def _launch(self, batch: Sequence[Entry]) -> None:
-        if isinstance(asked := batch[0].submit, Prove):
-            self._prove(batch[0], asked)
+        if batch[0].planned is None:
+            self._prove(batch[0])
         elif written := [entry for entry in batch if self._writes(entry)]:
             self._solve(written, splits=0, tries=2)
 
@@ -192,16 +191,16 @@ class Executor:
                 return False
         return True
 
-    def _prove(self, entry: Entry, asked: Prove) -> None:
+    def _prove(self, entry: Entry) -> None:
         try:
             with self._watchdog.watched():
-                report = self.device.verify(asked, entry.peer.segments, self._telling(entry, asked))
+                report = self.device.verify(entry, self._telling(entry))
         except Exception as error:
             self._fail([entry], error)
         else:
-            entry.peer.send(Proven(asked.id, report, entry.began, time.perf_counter()))
+            entry.peer.send(Proven(entry.submit.id, report, entry.began, time.perf_counter()))
 
-    def _telling(self, entry: Entry, asked: Prove) -> Callable[[VerifyProgress], None]:
+    def _telling(self, entry: Entry) -> Callable[[VerifyProgress], None]:
         """Return a function that ends a verification when nobody waits for it, and sends its progress if asked."""
         last = -TOLD_SECONDS
 
@@ -209,9 +208,9 @@ class Executor:
             nonlocal last
             if entry.failure is not None:  # set by the scheduler
                 raise entry.failure
-            if asked.told and (now := time.monotonic()) >= last + TOLD_SECONDS:
+            if entry.verification.wants_progress and (now := time.monotonic()) >= last + TOLD_SECONDS:
                 last = now
-                entry.peer.send(Proving(asked.id, progress.model_dump_json().encode()))
+                entry.peer.send(Proving(entry.submit.id, progress.model_dump_json().encode()))
 
         return tell
 
@@ -220,7 +219,7 @@ class Executor:
         failure: Exception | None = None
         try:
             with self._watchdog.watched():
-                seeds, stages = self.device.launch([entry.placed for entry in batch])
+                seeds, stages = self.device.launch(batch)
         except Exception as error:
             failure = error
         if failure is None:
@@ -256,21 +255,22 @@ class Executor:
 
         It ran in launch `number` with `size` requests. `about` describes the launch in the answer of one of them.
         """
-        submit, spec = entry.placed.submit, entry.spec
-        metadata: dict[str, Any] = {"backend": submit.backend}
-        if submit.backend == "torch" and (kernel := self.device.info.kernels.get(spec.dtype)):
+        body, spec = entry.attention, entry.spec
+        metadata: dict[str, Any] = {"backend": body.backend}
+        if body.backend == "torch" and (kernel := self.device.info.kernels.get(spec.dtype)):
             metadata["kernel"] = kernel
         if spec.options.dropout_p:
             metadata["dropout_seed"] = entry.seed
-        if submit.held is not None:
-            held = submit.held
+        if (held := body.held) is not None:
             metadata["lengths"] = self.device.caches.lengths(held.owner, held.caches, held.layer)
             if entry.reads is not None:
                 metadata["reads"] = entry.reads
         if entry.kept is not None:
             metadata["saved"] = entry.kept.serial
         ended, memory, dropped = time.perf_counter(), self.device.memory(), LINES.dropped()
-        entry.peer.send(Done(submit.id, metadata, entry.began, ended, size, *stages, memory, number, about, dropped))
+        entry.peer.send(
+            Done(entry.submit.id, metadata, entry.began, ended, size, *stages, memory, number, about, dropped)
+        )
 
 
 def _failed(entry: Entry) -> Failed:

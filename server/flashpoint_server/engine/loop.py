@@ -32,7 +32,6 @@ from flashpoint_server.engine.scheduler import Scheduler
 from flashpoint_server.engine.tasks import Slice, Task
 from flashpoint_server.ipc import heap
 from flashpoint_server.ipc.messages import (
-    AskCaches,
     Attach,
     Cancel,
     Channel,
@@ -42,7 +41,6 @@ from flashpoint_server.ipc.messages import (
     Hello,
     Holding,
     KeepOwners,
-    Prove,
     Submit,
     ToEngine,
     Unmapped,
@@ -262,7 +260,7 @@ class EngineLoop:
 
     def _take_in(self, peer: Peer, message: ToEngine, descriptors: Sequence[int]) -> None:
         match message:
-            case Submit() | Prove() | AskCaches():
+            case Submit():
                 self._scheduler.admit(message, peer)
             case KeepOwners():
                 self._executor.device.ledger.keep_owners(message.names)

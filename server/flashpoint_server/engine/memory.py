@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from flashpoint_kernels.problem import DTYPES
-from flashpoint_server.ipc.messages import PlacedTensor
+from flashpoint_server.ipc.bodies import PlacedTensor
 
 
 def tensor_in(segments: Mapping[int, mmap.mmap], t: PlacedTensor) -> Tensor:

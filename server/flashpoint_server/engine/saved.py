@@ -13,7 +13,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from flashpoint_server.engine.ledger import Ledger, Owned
-from flashpoint_server.ipc.messages import MOST_LISTED, AskCaches, Save, SavedRecord
+from flashpoint_server.ipc.bodies import Save, SavedCall
+from flashpoint_server.ipc.messages import MOST_LISTED, SavedRecord
 from flashpoint_server.refusal import Refusal
 
 
@@ -69,16 +70,15 @@ class SavedStore:
         with self._ledger.lock:
             return self._find(owner, serial).tensors
 
-    def asked(self, asked: AskCaches) -> list[SavedRecord]:
+    def execute(self, call: SavedCall) -> list[SavedRecord]:
         """Describe or delete forwards. Raises Refusal 404 and 410."""
         with self._ledger.lock:
-            if asked.what == "list_saved":
-                after = asked.arguments["after"]
-                own = self._ledger.listed(SavedForward, asked.owner)
-                kept = [self._record(one) for one in own if one.tensors and one.serial > after]
+            if call.operation == "list":
+                own = self._ledger.listed(SavedForward, call.owner)
+                kept = [self._record(one) for one in own if one.tensors and one.serial > call.after]
                 return kept[:MOST_LISTED]
-            found = [self._find(asked.owner, serial) for serial in asked.caches]
-            if asked.what == "delete_saved":
+            found = [self._find(call.owner, serial) for serial in call.forwards]
+            if call.operation == "delete":
                 for saved in found:
                     self._ledger.end(saved)
                 return []

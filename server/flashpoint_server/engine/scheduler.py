@@ -27,12 +27,13 @@ import structlog
 
 from flashpoint_contract.spec import Row
 from flashpoint_kernels import Problem
-from flashpoint_server.engine.entry import Entry, Group, Lengths, OutOfMemoryError, Peer, Placed
+from flashpoint_server.engine.entry import Entry, Group, Lengths, OutOfMemoryError, Peer
 from flashpoint_server.engine.saved import SavedForward
 from flashpoint_server.engine.tasks import Ask, Compute, Cut, Keep, Launch, Plugin, Slice, Task
 from flashpoint_server.engine.turns import Turns
 from flashpoint_server.engine.waiting import Budget, Waiting
-from flashpoint_server.ipc.messages import AskCaches, Prove, Save, Submit
+from flashpoint_server.ipc.bodies import Save
+from flashpoint_server.ipc.messages import Submit
 from flashpoint_server.refusal import out_of_time
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
@@ -54,10 +55,10 @@ class Resources(Protocol):
     launches: int
 
     def cuts(self, backend: str) -> bool: ...
-    def rows(self, job: Placed) -> tuple[Row, ...]: ...
-    def parts(self, job: Placed) -> list[Problem]: ...
-    def kin(self, job: Placed) -> Hashable | None: ...
-    def compile(self, job: Placed) -> Future[None] | None: ...
+    def rows(self, job: Entry) -> tuple[Row, ...]: ...
+    def parts(self, job: Entry) -> list[Problem]: ...
+    def kin(self, job: Entry) -> Hashable | None: ...
+    def compile(self, job: Entry) -> Future[None] | None: ...
     def reserve(self, asked: Save) -> SavedForward: ...
     def drop(self, kept: SavedForward) -> None: ...
 
@@ -106,7 +107,7 @@ class Scheduler:
 
     # Requests
 
-    def admit(self, message: Submit | Prove | AskCaches, peer: Peer) -> None:
+    def admit(self, message: Submit, peer: Peer) -> None:
         """Put a request into the queue. Raises ProblemError if its problem is not valid.
 
         A request whose kernel must be compiled waits outside the queue, and does not delay other requests.
@@ -121,10 +122,10 @@ class Scheduler:
 
     def _queue(self, entry: Entry) -> None:
         """Put a request into the queue, or hold it until its kernel is compiled."""
-        key, submit = entry.key, entry.submit
+        key = entry.key
         if entry.over_caches and key is None:
-            entry.kin = self._device.kin(entry.placed)  # no other call changes its caches from now on
-        compiled = not isinstance(submit, Submit) or submit.backend != "triton" or entry.over_caches
+            entry.kin = self._device.kin(entry)  # no other call changes its caches from now on
+        compiled = entry.planned is None or entry.attention.backend != "triton" or entry.over_caches
         if compiled or key is None or key in self._compiled:
             self._waiting.put(entry)
         elif key in self._held:
@@ -136,8 +137,8 @@ class Scheduler:
 
     def _compile(self, entry: Entry, key: Hashable) -> None:
         try:
-            self._device.rows(entry.placed)
-            compiling = self._device.compile(entry.placed)
+            self._device.rows(entry)
+            compiling = self._device.compile(entry)
         except OutOfMemoryError:
             self._waiting.put(entry)  # compiled when there is memory to run it
         except Exception as error:  # an error of one request must not affect its peer
@@ -229,7 +230,7 @@ class Scheduler:
             self._device.drop(entry.kept)
         if entry.caches:
             assert self._holder is not None
-            self._holder.leave(entry.caches, used=entry.uses and entry.failure is None)
+            self._holder.leave(entry.caches, used=entry.submit.body.uses and entry.failure is None)
             for other in self._turns.leave(entry):
                 if other.failure is None:  # else `forget` is about to drop it
                     self._queue(other)
@@ -298,26 +299,27 @@ class Scheduler:
         self._long -= task.long
         for entry in task.entries:
             entry.peer.running -= 1
-        if isinstance(task, Compute):
-            self._part_ended(task.group, failure)
-        elif isinstance(task, Cut):
-            return self._cut_ended(task.group, failure)
-        elif isinstance(task, Keep):
-            entry = task.entries[0]
-            entry.failure = failure
-            self._answer(entry)
-        elif isinstance(task, Ask):
-            self._end_turn(task.entries[0])
-        elif isinstance(task, Launch):
-            for entry in task.entries:
-                if isinstance(entry.submit, Prove):
-                    self._stoppable.remove(entry)
-                self._end_turn(entry)
-            self._launches -= 1
-            self._wake()  # the next one may have to wait until a batch closes
-        else:
-            self._alone = False
-            self._wake()
+        match task:
+            case Compute():
+                self._part_ended(task.group, failure)
+            case Cut():
+                return self._cut_ended(task.group, failure)
+            case Keep():
+                entry = task.entries[0]
+                entry.failure = failure
+                self._answer(entry)
+            case Ask():
+                self._end_turn(task.entries[0])
+            case Launch():
+                for entry in task.entries:
+                    if entry.planned is None:  # a verification
+                        self._stoppable.remove(entry)
+                    self._end_turn(entry)
+                self._launches -= 1
+                self._wake()  # the next one may have to wait until a batch closes
+            case Slice():
+                self._alone = False
+                self._wake()
         return None
 
     def _begin(self, task: Task) -> Task:
@@ -336,13 +338,13 @@ class Scheduler:
     def _task(self, batch: list[Entry]) -> Task:
         """Return the task for requests that run together: one, unless they share a launch or the first keys."""
         entry = batch[0]
-        if isinstance(entry.submit, AskCaches):
-            return Ask((entry,))
         if entry.key is not None:
             self._launches += 1
-            if isinstance(entry.submit, Prove):
+            if entry.planned is None:  # a verification
                 self._stoppable.append(entry)
             return Launch(batch)
+        if entry.planned is None:
+            return Ask((entry,))
         if entry.computed:
             return Keep((entry,))
         group = Group(batch)
@@ -393,16 +395,16 @@ class Scheduler:
             if entry.computed:
                 return True
             entry.begin()
-            self._log.debug("begin", request_id=entry.submit.request_id, kind=type(entry.submit).__name__)
-            if isinstance(entry.submit, AskCaches):
+            self._log.debug("begin", request_id=entry.submit.request_id, kind=type(entry.submit.body).__name__)
+            if entry.planned is None:
                 return True
-            if (saves := entry.saves) is not None:
-                entry.kept = self._device.reserve(saves)
+            if (save := entry.attention.save) is not None:
+                entry.kept = self._device.reserve(save)
             if entry.key is None:
                 if not entry.many:
                     entry.parts = entry.cut(self._device.parts)
-            elif isinstance(entry.submit, Submit) and entry.submit.held is None:
-                entry.lengths = Lengths.of(self._device.rows(entry.placed))
+            elif not entry.over_caches:
+                entry.lengths = Lengths.of(self._device.rows(entry))
         except Exception as error:
             self._fail(entry, error)
             return False

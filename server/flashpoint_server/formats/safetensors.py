@@ -145,7 +145,7 @@ class Safetensors(Format):
         tensors = tuple((name, place.dtype, place.shape) for name, place in places.items())
         views = job.staging.views(places).values()
         said = tuple((name, tuple(one) if isinstance(one, list) else one) for name, one in answer.metadata.items())
-        make = _head if job.saved is None else _head.__wrapped__  # each saved forward has a new id
+        make = _head if job.body.saved is None else _head.__wrapped__  # each saved forward has a new id
         return [make(tensors, said), *(view for view in views if len(view))]
 
 

@@ -19,11 +19,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import structlog
 
-from flashpoint_server.ipc.job import Job, JobResult, ProofJob
+from flashpoint_server.ipc.bodies import encode
+from flashpoint_server.ipc.job import Job, JobResult
 from flashpoint_server.ipc.messages import (
     Attach,
     Broken,
@@ -50,7 +52,6 @@ from flashpoint_server.ipc.messages import (
     ToEngine,
     Told,
     Unmapped,
-    encode,
 )
 from flashpoint_server.ipc.pace import Pace
 from flashpoint_server.ipc.price import PASSED
@@ -77,7 +78,7 @@ class Sent:
     `number`: its id on an engine's channel.
     """
 
-    job: Job
+    job: Job[Any]
     future: asyncio.Future[JobResult]
     since: float
     number: int = -1
@@ -269,38 +270,38 @@ class Engine:
 
     def _proceeds(self, message: Proving) -> None:
         sent = self._sent[message.id]
-        assert isinstance(sent.job, ProofJob)
         if sent.job.progress is not None and not sent.future.done():
             sent.job.progress(message.progress)
 
     def _settle(self, message: Done | Failed | Proven | Told) -> None:
-        if isinstance(message, Told):
-            self._sent[message.id].told += message.caches
-            if message.more:
+        match message:
+            case Told(more=True):
+                self._sent[message.id].told += message.caches
                 return
+            case Told():
+                self._sent[message.id].told += message.caches
         sent = self._sent.pop(message.id)
         self._let_go(sent)
-        if isinstance(message, Done):
-            self.pace.did(sent.job.price.seconds, time.monotonic())
-            sent.future.get_loop().call_soon(self._computed, message)  # after the callbacks of the waiting caller
-        if sent.future.done():
-            if isinstance(message, Done) and (saved := message.metadata.get("saved")) is not None:
-                self.tell(Forget(saved))  # the caller has disconnected
-            return
-        if isinstance(message, Failed):
-            sent.future.set_exception(Refusal(message.code, message.detail, errors=message.errors))
-        else:
-            timings = sent.job.timings
-            timings.compute, timings.encode = message.began, message.ended
-            if isinstance(message, Proven):
-                sent.future.set_result(JobResult({}, 1, report=message.report))
+        future, result = sent.future, JobResult({}, 1)
+        match message:
+            case Failed():
+                if not future.done():
+                    future.set_exception(Refusal(message.code, message.detail, errors=message.errors))
                 return
-            if isinstance(message, Told):
-                sent.future.set_result(JobResult({}, 1, caches=tuple(sent.told), saved=tuple(message.saved)))
-                return
-            timings.copy_in, timings.copy_out = message.copy_in, message.copy_out
-            result = JobResult(message.metadata, message.batch_size, message.launch, incarnation=self.incarnation)
-            sent.future.set_result(result)
+            case Done():
+                self.pace.did(sent.job.price.seconds, time.monotonic())
+                future.get_loop().call_soon(self._computed, message)  # after the waiting caller's callbacks
+                if future.done() and (saved := message.metadata.get("saved")) is not None:
+                    self.tell(Forget(saved))  # the caller has disconnected
+                sent.job.timings.copy_in, sent.job.timings.copy_out = message.copy_in, message.copy_out
+                result = JobResult(message.metadata, message.batch_size, message.launch, incarnation=self.incarnation)
+            case Proven():
+                result = JobResult({}, 1, report=message.report)
+            case Told():
+                result = JobResult({}, 1, caches=tuple(sent.told), saved=tuple(message.saved))
+        if not future.done():
+            sent.job.timings.compute, sent.job.timings.encode = message.began, message.ended
+            future.set_result(result)
 
     def _computed(self, done: Done) -> None:
         for listener in self._listeners:
@@ -411,7 +412,7 @@ class Engines:
     def _ready(self) -> list[Engine]:
         return [engine for engine in self._engines if engine.state is State.READY]
 
-    def submit(self, job: Job) -> asyncio.Future[JobResult]:
+    def submit(self, job: Job[Any]) -> asyncio.Future[JobResult]:
         """Submit a job, and return the future of its answer; the tensors will be in the job's staging memory.
 
         If the caller cancels the future or sets it, the job is dropped. The future or this call raises Refusal.
@@ -470,7 +471,7 @@ class Engines:
         wanted = sent.job.incarnation
         able = [engine for engine in self._ready() if not wanted or engine.incarnation == wanted]
         if not able:
-            if sent.job.needs_held:
+            if sent.job.body.serials:
                 refusal = Refusal(sent.job.lost, "the engine that held it restarted")
             else:
                 refusal = Refusal("engine_lost", "the engine died before it started this request; retry")

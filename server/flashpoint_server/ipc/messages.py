@@ -10,14 +10,13 @@ from __future__ import annotations
 import socket
 from array import array
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from flashpoint_contract.options import Direction, Options
 from flashpoint_kernels.cost import Rates
 from flashpoint_kernels.support import Backends
+from flashpoint_server.ipc.bodies import Body, CacheShape, PlacedTensor, encode
 
 LARGEST_MESSAGE = 1 << 17
 MOST_LISTED = 64  # maximum saved forwards in one message, each with a head of up to 1 KiB
@@ -25,16 +24,6 @@ MOST_ERRORS = 512  # maximum errors in a Failed, so that the message fits
 _RECORD, _RECORD_LAYER = 256, 32  # maximum bytes of a CacheRecord, and of each layer in it
 _CUT = int(socket.MSG_TRUNC)  # as an int, because comparing enum flags takes 10% of a message's time
 _ROOM = socket.CMSG_SPACE(4 * array("i").itemsize)  # for the descriptors of a message; `Attach` has one
-
-
-class PlacedTensor(msgspec.Struct, frozen=True, array_like=True):
-    """A tensor in a segment, in row-major order from `offset`."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    segment: int
-    offset: int
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
@@ -48,22 +37,6 @@ class Detach(msgspec.Struct, frozen=True, tag=True):
     """To the engine: unmap this segment. No later message refers to it."""
 
     segment: int
-
-
-class CacheShape(msgspec.Struct, frozen=True, array_like=True):
-    """The sizes of a cache, one number for each layer, and its dtype."""
-
-    kv_heads: tuple[int, ...]
-    head_dim: tuple[int, ...]
-    value_dim: tuple[int, ...]
-    dtype: str
-
-    @property
-    def layers(self) -> int:
-        return len(self.kv_heads)
-
-
-LayerSizes = tuple[int, int, int, str]  # flashpoint_contract.caches.LayerShape
 
 
 class CacheRecord(msgspec.Struct, frozen=True):
@@ -80,40 +53,6 @@ class CacheRecord(msgspec.Struct, frozen=True):
     expires_in: float
 
 
-class Held(msgspec.Struct, frozen=True, array_like=True):
-    """The caches of `owner` for a Submit. It writes its k and v at their ends, or at the positions `at`.
-
-    `key` is the idempotency key, or "". `quota` is the maximum number of bytes for the owner; None means no limit.
-    `left` is the number of earlier keys that a single query sees, if the options do not contain it; −1 means all.
-    """
-
-    owner: str
-    caches: tuple[int, ...]
-    shape: LayerSizes
-    layer: int
-    at: tuple[int, ...] | None
-    key: str
-    quota: int | None
-    left: int
-
-
-class Save(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Save a forward of `nbytes`. `quota` is as in `Held`; `head` describes the forward (access/saved_ids.py)."""
-
-    owner: str
-    quota: int | None
-    nbytes: int
-    head: bytes
-
-
-class Recall(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A saved forward of `owner`, for its gradients. `tensors`: name, dtype and shape of each of its tensors."""
-
-    owner: str
-    serial: int
-    tensors: list[tuple[str, str, tuple[int, ...]]]
-
-
 class SavedRecord(msgspec.Struct, frozen=True):
     """The state of a saved forward, with its head. Times are in seconds."""
 
@@ -125,7 +64,7 @@ class SavedRecord(msgspec.Struct, frozen=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: compute attention or gradients.
+    """To the engine: do the work `body`, with tensors in shared memory.
 
     `rank` and `deadline` are in `time.monotonic` seconds, a clock that all processes share. Before the engine starts
     the job, it writes 1 at offset `mark` of `segment`. If the engine dies, jobs without this mark are sent to another
@@ -134,62 +73,13 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
     id: int
     request_id: str
-    direction: Direction
-    options: msgspec.Raw  # packed Options; equal ones are decoded once: see `read_options`
-    backend: str
+    body: Body
     segment: int
     inputs: list[PlacedTensor]
     outputs: list[PlacedTensor]
     mark: int
     flops: int
     seconds: float  # predicted, on one core
-    rank: float
-    deadline: float | None
-    held: Held | None = None
-    saved: Save | Recall | None = None
-
-
-class Prove(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: run a verification. With `inputs`, `request` is their options in JSON; without, it is a
-    VerifyRequest in JSON. With `told`, the engine reports progress. The rest is as in `Submit`.
-    """
-
-    id: int
-    request_id: str
-    request: bytes
-    segment: int
-    inputs: list[PlacedTensor]
-    mark: int
-    flops: int
-    seconds: float
-    rank: float
-    deadline: float | None
-    told: bool = False
-
-
-class AskCaches(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: a call about caches or saved forwards that computes nothing. Other fields are as in `Submit` and
-    `Held`.
-
-    `what` is create, look, list, append, fork, truncate, renew, export or delete; `arguments` are its arguments.
-    `inputs` are the k and v of an append; `outputs` are those of an export. For saved forwards, `what` is look_saved,
-    list_saved or delete_saved, and `caches` contains their numbers.
-    """
-
-    id: int
-    request_id: str
-    what: str
-    owner: str
-    caches: tuple[int, ...]
-    arguments: dict[str, Any]
-    key: str
-    quota: int | None
-    segment: int
-    inputs: list[PlacedTensor]
-    outputs: list[PlacedTensor]
-    mark: int
-    flops: int
-    seconds: float
     rank: float
     deadline: float | None
 
@@ -344,7 +234,7 @@ class Proven(msgspec.Struct, frozen=True, tag=True):
 
 
 class Told(msgspec.Struct, frozen=True, tag=True):
-    """From the engine: the answer to AskCaches. Times are as in `Done`.
+    """From the engine: the answer to a CacheCall or a SavedCall. Times are as in `Done`.
 
     After a message with `more`, another one follows.
     """
@@ -406,25 +296,10 @@ class JobDropped(msgspec.Struct, frozen=True, tag=True):
 
 
 JobNews = JobOpened | JobEvent | JobDropped
-ToEngine = Attach | Detach | Submit | Prove | AskCaches | KeepOwners | Forget | Time | StopJob | Cancel
+ToEngine = Attach | Detach | Submit | KeepOwners | Forget | Time | StopJob | Cancel
 FromEngine = Hello | Broken | Done | Failed | Unmapped | Proving | Proven | Told | Holding | JobNews
 
 Incoming = TypeVar("Incoming")
-
-encode = msgspec.msgpack.Encoder().encode
-
-
-def pack_options(options: Options) -> msgspec.Raw:
-    return msgspec.Raw(encode(options))
-
-
-def read_options(packed: msgspec.Raw) -> Options:
-    return _read_options(bytes(packed))
-
-
-@lru_cache(1024)  # decoding includes checking, which takes as long as the rest of a message
-def _read_options(packed: bytes) -> Options:
-    return msgspec.msgpack.decode(packed, type=Options)
 
 
 class Channel(Generic[Incoming]):

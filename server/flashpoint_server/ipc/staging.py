@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from flashpoint_contract.tensors import INDEX_TENSORS, ITEMSIZE, TensorInfo
+from flashpoint_server.ipc.bodies import PlacedTensor
 from flashpoint_server.ipc.memory import Pool, PoolFullError, Segment, Slot, aligned, size_class
-from flashpoint_server.ipc.messages import PlacedTensor
 from flashpoint_server.ipc.regions import Region
 from flashpoint_server.refusal import Refusal
 

@@ -22,7 +22,7 @@ from flashpoint_kernels.timing.case import standard_flops
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.engine.cases import cases_of
 from flashpoint_server.ipc.client import Engine, Engines, Listener
-from flashpoint_server.ipc.messages import DeviceInfo, JobDropped, JobNews, JobOpened, StopJob, Time
+from flashpoint_server.ipc.messages import DeviceInfo, JobDropped, JobEvent, JobNews, JobOpened, StopJob, Time
 from flashpoint_server.refusal import Refusal, invalid
 
 # a case's tensors may use 1/8 of the device's memory; gradients, copies and other requests need the rest
@@ -150,16 +150,17 @@ class Benchmarks(Listener):
         benchmark.engine.tell(StopJob(benchmark.job.id))
 
     def heard(self, engine: Engine, said: JobNews) -> None:
-        if isinstance(said, JobOpened):
-            benchmark = self._known[said.job] = KnownBenchmark(engine, said)
-            if said.job in self._opening and not self._opening[said.job].done.done():
-                self._opening[said.job].done.set_result(benchmark)
-            self._heard.set()
-            self._heard = asyncio.Event()
-        elif isinstance(said, JobDropped):
-            self._known.pop(said.job, None)
-        elif said.job in self._known:
-            self._known[said.job].add(EVENT.validate_json(said.event))
+        match said:
+            case JobOpened():
+                benchmark = self._known[said.job] = KnownBenchmark(engine, said)
+                if said.job in self._opening and not self._opening[said.job].done.done():
+                    self._opening[said.job].done.set_result(benchmark)
+                self._heard.set()
+                self._heard = asyncio.Event()
+            case JobDropped():
+                self._known.pop(said.job, None)
+            case JobEvent() if said.job in self._known:
+                self._known[said.job].add(EVENT.validate_json(said.event))
 
     def _drop_old(self) -> None:
         """Remove old benchmarks. A dead engine cannot report that its benchmarks were dropped."""

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NamedTuple, cast
 
 from pydantic import ValidationError
@@ -22,13 +22,14 @@ from flashpoint_kernels.support import Backends, choose_backend
 from flashpoint_server.access.admission import check_size
 from flashpoint_server.access.cache_ids import CacheId
 from flashpoint_server.config.settings import REPLICA
-from flashpoint_server.formats.message import TensorMessage, read_options, text_bytes
+from flashpoint_server.formats.message import RequestPlan, TensorMessage, read_options
+from flashpoint_server.ipc.bodies import Held
 from flashpoint_server.ipc.job import AttentionJob, JobResult
-from flashpoint_server.ipc.messages import DeviceInfo, Held
+from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import MOST_FLOPS, Price
 from flashpoint_server.ipc.staging import Layout
 from flashpoint_server.refusal import Refusal, invalid
-from flashpoint_server.routes.pipeline import RouteRequest, admit, make_job, stage, submit
+from flashpoint_server.routes.pipeline import RouteRequest, carry_out
 
 # seconds a byte of keys or values that one core reads; 8-bit values count as float32, because they are converted
 READ_SECONDS = 1e-10
@@ -43,7 +44,7 @@ async def compute_cached(
     request: RouteRequest, message: TensorMessage, numbers: Callable[[Spec], list[TensorInfo]]
 ) -> tuple[AttentionJob, JobResult]:
     """Plan, admit, stage and submit attention over caches. Raises Refusal and ClientGoneError."""
-    service, body, device = request.service, request.body, request.device
+    service, device = request.service, request.device
     assert device is not None
     lead_here(request)
     asked, options = call = _call(message)
@@ -60,20 +61,8 @@ async def compute_cached(
     plan = _plan(message, call, layer, device)
     spec = plan.spec
     check_size(spec, device.memory, service.settings.sequence_limit)
-    text = numbers(spec)
-    if (size := sum(info.nbytes for info in text)) > (most := service.settings.json_limit):
-        raise Refusal(
-            "work_too_large", f"a JSON answer of {size} bytes exceeds the limit of {most}: request a binary answer"
-        )
-    permit = request.permit or admit(request, plan.layout.nbytes)
-    if text:
-        permit.grow(text_bytes(text))
     known = [service.cache_lengths.get(one.serial, (0, 0)) for one in ids]
     price = plan.rates.price([length for length, _ in known], sum(read for _, read in known))
-    permit.charge(price, body.deadline, service.engine.pace)
-    staging = stage(request, plan.layout)
-    await message.receive(body, staging.views(staging.inputs))
-    request.exchange.facts.update(backend=plan.backend, shapes=plan.layout.shapes)
     assert request.caller is not None
     held = Held(
         owner=request.caller.name,
@@ -85,9 +74,10 @@ async def compute_cached(
         quota=cache_quota(request),
         left=plan.left,
     )
-    kind = partial(AttentionJob, spec=spec, backend=plan.backend, held=held, incarnation=ids[0].incarnation)
-    job = make_job(request, kind, staging, permit.price)
-    answer = await submit(request, job)
+    planned = RequestPlan(spec, plan.backend, price, device, plan.layout)
+    job, answer = await carry_out(
+        request, message, planned, numbers(spec), plan.layout.nbytes, held=held, incarnation=ids[0].incarnation
+    )
     lengths: list[int] = answer.metadata["lengths"]
     reads: list[int] = answer.metadata.pop("reads", lengths)
     for one, length, read in zip(ids, lengths, reads, strict=True):
@@ -95,7 +85,8 @@ async def compute_cached(
         service.cache_lengths.move_to_end(one.serial)
     while len(service.cache_lengths) > REMEMBERED:
         service.cache_lengths.popitem(last=False)
-    permit.settle(plan.rates.price(lengths, sum(reads)))
+    assert request.permit is not None  # from `carry_out`
+    request.permit.settle(plan.rates.price(lengths, sum(reads)))
     return job, answer
 
 

@@ -20,10 +20,24 @@ from flashpoint_server.access.cache_ids import MOST_SIZES, CacheId
 from flashpoint_server.formats.json import JSON
 from flashpoint_server.formats.message import read_model
 from flashpoint_server.formats.negotiation import binary_format, request_format
-from flashpoint_server.ipc.job import CacheJob, JobResult
+from flashpoint_server.ipc.bodies import (
+    AppendTokens,
+    CacheCall,
+    CacheOperation,
+    CacheShape,
+    CreateCaches,
+    DeleteCaches,
+    ExportTokens,
+    ForkCaches,
+    ListCaches,
+    LookAtCaches,
+    RenewCaches,
+    TruncateCache,
+)
+from flashpoint_server.ipc.job import Job, JobResult
 from flashpoint_server.ipc.messages import CacheRecord
 from flashpoint_server.ipc.price import Price
-from flashpoint_server.ipc.staging import Layout
+from flashpoint_server.ipc.staging import Layout, Staging
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes.cache_schema import (
     CacheRequest,
@@ -97,14 +111,12 @@ async def create(request: RouteRequest) -> None:
     _check_made("count", n * asked.count)
     if len(set(zip(kv_heads, head_dim, value_dim, strict=True))) > MOST_SIZES:
         raise invalid([("layers", f"may have at most {MOST_SIZES} different sizes")])
-    arguments = {
-        "kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim, "dtype": asked.dtype, "count": asked.count,
-        "max_length": asked.max_length, "keep": _each("keep", asked.keep, n), "ttl": asked.ttl_s,
-    }  # fmt: skip
+    shape = CacheShape(tuple(kv_heads), tuple(head_dim), tuple(value_dim), asked.dtype)
+    made = CreateCaches(shape, asked.count, asked.max_length, _each("keep", asked.keep, n), asked.ttl_s)
     incarnation = (
         found(request, [asked.beside], ["beside"])[0].incarnation if asked.beside is not None else _engine_for(request)
     )
-    answer = await _ask(request, incarnation, "create", arguments=arguments)
+    answer = await _ask(request, incarnation, made)
     await send_json(request, 201, {"caches": _described(request, incarnation, answer.caches)})
 
 
@@ -112,7 +124,7 @@ async def listed(request: RouteRequest) -> None:
     """List the caller's caches: 200."""
     every = []
     for incarnation in request.service.engine.incarnations():
-        answer = await _ask(request, incarnation, "list")
+        answer = await _ask(request, incarnation, ListCaches())
         every += _described(request, incarnation, answer.caches)
     await send_json(request, 200, {"caches": every})
 
@@ -120,7 +132,7 @@ async def listed(request: RouteRequest) -> None:
 async def look(request: RouteRequest) -> None:
     """Describe a cache: 200."""
     one = _named(request)
-    answer = await _ask(request, one.incarnation, "look", [one])
+    answer = await _ask(request, one.incarnation, LookAtCaches(), [one])
     await send_json(request, 200, _described(request, one.incarnation, answer.caches)[0])
 
 
@@ -135,11 +147,9 @@ async def fork(request: RouteRequest) -> None:
     serials = [one.serial for one in ids]
     unique = list(dict.fromkeys(serials))
     places = {serial: place for place, serial in enumerate(unique)}
-    arguments = {
-        "order": [places[serial] for serial in serials], "forked": len(asked.caches), "lengths": asked.lengths
-    }  # fmt: skip
+    copies = ForkCaches([places[serial] for serial in serials], len(asked.caches), asked.lengths)
     incarnation = ids[0].incarnation
-    answer = await _ask(request, incarnation, "fork", list({one.serial: one for one in ids}.values()), arguments)
+    answer = await _ask(request, incarnation, copies, list({one.serial: one for one in ids}.values()))
     await send_json(request, 201, {"caches": _described(request, incarnation, answer.caches)})
 
 
@@ -152,7 +162,7 @@ def _check_made(field: str, layers: int) -> None:
 async def delete(request: RouteRequest) -> None:
     """Delete a cache: 204."""
     one = _named(request)
-    await _ask(request, one.incarnation, "delete", [one])
+    await _ask(request, one.incarnation, DeleteCaches(), [one])
     await send_json(request, 204)
 
 
@@ -160,7 +170,7 @@ async def delete_many(request: RouteRequest) -> None:
     """Delete all of the caches, or none: 204."""
     asked = await _read(request, DeleteRequest)
     ids = found(request, asked.caches)
-    await _ask(request, ids[0].incarnation, "delete", ids)
+    await _ask(request, ids[0].incarnation, DeleteCaches(), ids)
     await send_json(request, 204)
 
 
@@ -168,14 +178,14 @@ async def truncate(request: RouteRequest) -> None:
     """Truncate a cache: 200."""
     one = _named(request)
     asked = await _read(request, TruncateRequest)
-    answer = await _ask(request, one.incarnation, "truncate", [one], {"length": asked.length})
+    answer = await _ask(request, one.incarnation, TruncateCache(asked.length), [one])
     await send_json(request, 200, _described(request, one.incarnation, answer.caches)[0])
 
 
 async def renew(request: RouteRequest) -> None:
     """Restart a cache's time to live: 200."""
     one = _named(request)
-    answer = await _ask(request, one.incarnation, "renew", [one])
+    answer = await _ask(request, one.incarnation, RenewCaches(), [one])
     document = _described(request, one.incarnation, answer.caches)[0]
     await send_json(request, 200, document | {"expires_in_s": document["ttl_s"]})
 
@@ -205,12 +215,7 @@ async def append(request: RouteRequest) -> None:
     await message.receive(request.body, staging.views(staging.inputs))
     # without a batch dimension of 1
     staging.inputs = {name: staging.inputs[name]._replace(shape=shapes[name]) for name in ("k", "v")}
-    kind = partial(
-        CacheJob, what="append", owner=_owner(request), caches=(one.serial,), incarnation=one.incarnation,
-        arguments={"layout": layout, "layer": layer, "at": at}, key=idempotency_key(request),
-        quota=cache_quota(request),
-    )  # fmt: skip
-    answer = await submit(request, make_job(request, kind, staging, LITTLE))
+    answer = await _submit(request, one.incarnation, AppendTokens(layout, layer, at), [one.serial], staging)
     await send_json(request, 200, {"length": answer.caches[0].lengths[layer]})
 
 
@@ -241,7 +246,7 @@ async def tensors(request: RouteRequest) -> None:
     one = _named(request)
     layer = _layer(request, one)
     answers = binary_format(request.headers)
-    (record,) = (await _ask(request, one.incarnation, "look", [one])).caches
+    (record,) = (await _ask(request, one.incarnation, LookAtCaches(), [one])).caches
     first, length, sizes = record.firsts[layer], record.lengths[layer], one.layer(layer)
     count, dtype = length - first, "float32" if sizes.quantized else sizes.dtype
     outputs = {
@@ -253,11 +258,7 @@ async def tensors(request: RouteRequest) -> None:
     assert request.permit is not None  # `_ask` has admitted the request, before the tensors' size was known
     request.permit.hold(sum(info.nbytes for info in outputs.values()))
     staging = stage(request, Layout.of([], outputs))
-    kind = partial(
-        CacheJob, what="export", owner=_owner(request), caches=(one.serial,), incarnation=one.incarnation,
-        arguments={"layer": layer, "first": first, "length": length},
-    )  # fmt: skip
-    await submit(request, make_job(request, kind, staging, LITTLE))
+    await _submit(request, one.incarnation, ExportTokens(layer, first, length), [one.serial], staging)
     listed_ = [(name, info.dtype, (1, *info.shape)) for name, info in outputs.items()]
     said = wire.encode_options({"first": first, "length": length})
     views = [view for view in staging.views(staging.outputs).values() if len(view)]
@@ -302,17 +303,21 @@ def _engine_for(request: RouteRequest) -> int:
 
 
 async def _ask(
-    request: RouteRequest, incarnation: int, what: str, ids: Sequence[CacheId] = (),
-    arguments: Mapping[str, Any] | None = None,
-) -> JobResult:  # fmt: skip
-    """Send a job to an engine, and return its answer. Raises Refusal and ClientGoneError."""
+    request: RouteRequest, incarnation: int, operation: CacheOperation, ids: Sequence[CacheId] = ()
+) -> JobResult:
+    """Send a call without tensors to an engine, and return its answer. Raises Refusal and ClientGoneError."""
     if request.permit is None:
         admit(request, 0)
-    kind = partial(
-        CacheJob, what=what, owner=_owner(request), caches=tuple(one.serial for one in ids), incarnation=incarnation,
-        arguments=dict(arguments or {}), key=idempotency_key(request), quota=cache_quota(request),
-    )  # fmt: skip
-    return await submit(request, make_job(request, kind, stage(request, Layout.of([], {})), LITTLE))
+    return await _submit(
+        request, incarnation, operation, [one.serial for one in ids], stage(request, Layout.of([], {}))
+    )
+
+
+async def _submit(
+    request: RouteRequest, incarnation: int, operation: CacheOperation, serials: Sequence[int], staging: Staging
+) -> JobResult:
+    call = CacheCall(_owner(request), operation, tuple(serials), idempotency_key(request), cache_quota(request))
+    return await submit(request, make_job(request, call, staging, LITTLE, partial(Job, incarnation=incarnation)))
 
 
 def _described(request: RouteRequest, incarnation: int, records: Sequence[CacheRecord]) -> list[dict[str, Any]]:

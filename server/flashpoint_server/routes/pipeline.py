@@ -29,6 +29,7 @@ from flashpoint_server.formats.message import Format, RequestPlan, TensorMessage
 from flashpoint_server.http.body import ClientGoneError, RequestBody
 from flashpoint_server.http.envelope import REPLICA_FIELD, send_refusal
 from flashpoint_server.http.places import Part
+from flashpoint_server.ipc.bodies import AttentionCall, Held, Recall, Save, pack_options
 from flashpoint_server.ipc.job import AttentionJob, Job, JobResult
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import Price, price_of
@@ -36,7 +37,7 @@ from flashpoint_server.ipc.staging import Layout, Staging
 from flashpoint_server.refusal import Refusal, invalid, out_of_time
 from flashpoint_server.service import Service
 
-J = TypeVar("J", bound=Job)
+J = TypeVar("J", bound=Job[Any])
 
 _DIGITS = 15  # maximum digits of milliseconds: 30,000 years, more than any setting
 
@@ -200,7 +201,7 @@ async def compute(
     """Plan, admit, stage and submit attention or its gradients. `numbers` returns the outputs to send as text."""
     assert request.device is not None
     plan = message.plan(direction, request.device, partial(choose, request.service.settings))
-    return await carry_out(request, message, plan, numbers(plan.spec), plan.spec.input_bytes)
+    return await carry_out(request, message, plan, numbers(plan.spec), plan.spec.input_bytes + plan.spec.output_bytes)
 
 
 def choose(settings: Settings, spec: Spec, device: DeviceInfo) -> str:
@@ -218,13 +219,17 @@ async def carry_out(
     message: TensorMessage,
     plan: RequestPlan,
     text: list[TensorInfo],
-    input_bytes: int,
-    kind: Callable[[Mapping[str, Any]], Callable[..., AttentionJob]] = lambda _: AttentionJob,
+    nbytes: int,
+    *,
+    held: Held | None = None,
+    saved: Callable[[Mapping[str, Any]], Save | Recall | None] = lambda _: None,
+    **engine: Any,
 ) -> tuple[AttentionJob, JobResult]:
     """Admit, stage and submit a planned problem.
 
-    `text` are the outputs to send as text. `input_bytes` is the size of the tensors in the body. `kind` makes the job
-    from the values of the index tensors. Raises Refusal and ClientGoneError.
+    `text` are the outputs to send as text. `nbytes` is the size of all tensors that are staged. `held` are the caches
+    of a call over caches. `saved` makes `AttentionCall.saved` from the values of the index tensors. `engine` are the
+    fields of `Job` that say which engine must compute it. Raises Refusal and ClientGoneError.
     """
     service, body = request.service, request.body
     spec, backend, price, device, _ = plan
@@ -232,24 +237,27 @@ async def carry_out(
         raise Refusal(
             "work_too_large", f"a JSON answer of {size} bytes exceeds the limit of {most}: request a binary answer"
         )
-    permit = request.permit or admit(request, input_bytes + spec.output_bytes)
+    permit = request.permit or admit(request, nbytes)
     if text:
         permit.grow(text_bytes(text))
     permit.charge(price, body.deadline, service.engine.pace)
     layout = plan.layout or Layout.of(message.inputs, spec.outputs, message.elsewhere(spec))
     staging = stage(request, layout)
     await message.receive(body, staging.views(staging.inputs))
-    if index := staging.index():  # the body contained the lengths
+    index = staging.index()
+    if index and held is None:  # the body contained the lengths
         permit.correct(price_of(spec, backend, device, index))
     request.exchange.facts.update(backend=backend, shapes=layout.shapes)
-    job = make_job(request, partial(kind(index), spec=spec, backend=backend), staging, permit.price)
+    asked = AttentionCall(spec.direction, pack_options(spec.options), backend, held, saved(index))
+    job = make_job(request, asked, staging, permit.price, partial(AttentionJob, spec=spec, **engine))
     return job, await submit(request, job)
 
 
-def make_job(request: RouteRequest, kind: Callable[..., J], staging: Staging, price: Price) -> J:
+def make_job(request: RouteRequest, body: Any, staging: Staging, price: Price, kind: Callable[..., J]) -> J:
     """Return the job of a request; `kind` makes it from the arguments that all jobs have."""
     return kind(
         id=request.exchange.request_id,
+        body=body,
         staging=staging,
         timings=Timings(request.exchange.arrived),
         price=price,
@@ -258,7 +266,7 @@ def make_job(request: RouteRequest, kind: Callable[..., J], staging: Staging, pr
     )
 
 
-async def submit(request: RouteRequest, job: Job) -> JobResult:
+async def submit(request: RouteRequest, job: Job[Any]) -> JobResult:
     """Return the engine's answer. If the deadline passes or the client disconnects first, drop the job and raise."""
     direct = request.body.direct
     answer = request.service.engine.submit(job)
@@ -298,10 +306,10 @@ async def write(
     for name, ms in durations.items():
         exchange.facts[f"{name}_ms"] = ms
     exchange.facts["batch_size"] = answer.batch_size
-    exchange.way = Way(job.backend, answer.batch_size, answer.launch, timings)
+    exchange.way = Way(job.body.backend, answer.batch_size, answer.launch, timings)
     said = {
         **fields,
-        "x-backend": job.backend,
+        "x-backend": job.body.backend,
         **({"x-kernel": kernel} if (kernel := answer.metadata.get("kernel")) else {}),
         "x-batch-size": str(answer.batch_size),
         "server-timing": ", ".join([f"{name};dur={ms}" for name, ms in durations.items()]),

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 from starlette.routing import Route as StarletteRoute
 
 from flashpoint_contract.saved import saved_tensors
 from flashpoint_server.access.saved_ids import SavedIds
-from flashpoint_server.ipc.job import CacheJob
+from flashpoint_server.ipc.bodies import SavedCall
+from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.messages import MOST_LISTED, SavedRecord
 from flashpoint_server.ipc.staging import Layout
 from flashpoint_server.routes.caches import LITTLE, send_json, served
@@ -51,7 +51,7 @@ async def listed(request: RouteRequest) -> None:
     for incarnation in request.service.engine.incarnations():
         after, more = 0, True
         while more:
-            records = await _ask(request, incarnation, "list_saved", arguments={"after": after})
+            records = await _ask(request, incarnation, "list", after=after)
             every += [_described(request, incarnation, one) for one in records]
             more = len(records) == MOST_LISTED
             after = records[-1].serial if records else 0
@@ -61,29 +61,27 @@ async def listed(request: RouteRequest) -> None:
 async def look(request: RouteRequest) -> None:
     """Describe a saved forward: 200."""
     one = found_saved(request, request.exchange.path.split("/")[2])
-    (record,) = await _ask(request, one.incarnation, "look_saved", one.serial)
+    (record,) = await _ask(request, one.incarnation, "look", one.serial)
     await send_json(request, 200, _described(request, one.incarnation, record))
 
 
 async def delete(request: RouteRequest) -> None:
     """Delete a saved forward: 204."""
     one = found_saved(request, request.exchange.path.split("/")[2])
-    await _ask(request, one.incarnation, "delete_saved", one.serial)
+    await _ask(request, one.incarnation, "delete", one.serial)
     await send_json(request, 204)
 
 
 async def _ask(
-    request: RouteRequest, incarnation: int, what: str, *serials: int, arguments: Mapping[str, Any] | None = None
+    request: RouteRequest, incarnation: int, operation: Literal["list", "look", "delete"], *serials: int, after: int = 0
 ) -> tuple[SavedRecord, ...]:
     """Send a job to an engine, and return its answer. Raises Refusal and ClientGoneError."""
     assert request.caller is not None
     if request.permit is None:
         admit(request, 0)
-    kind = partial(
-        CacheJob, what=what, owner=request.caller.name, caches=serials, incarnation=incarnation,
-        arguments=dict(arguments or {}), lost="saved_lost",
-    )  # fmt: skip
-    answer = await submit(request, make_job(request, kind, stage(request, Layout.of([], {})), LITTLE))
+    call = SavedCall(request.caller.name, operation, serials, after)
+    kind = partial(Job, incarnation=incarnation, lost="saved_lost")
+    answer = await submit(request, make_job(request, call, stage(request, Layout.of([], {})), LITTLE, kind))
     return answer.saved
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from pydantic import ValidationError
@@ -27,8 +26,9 @@ from flashpoint_contract.tensors import TensorInfo
 from flashpoint_kernels.cost import extent_of, flops_of, seconds_of
 from flashpoint_server.access.saved_ids import SavedId, SavedIds
 from flashpoint_server.formats.message import RequestPlan, TensorMessage, read_options
+from flashpoint_server.ipc.bodies import Recall, Save
 from flashpoint_server.ipc.job import AttentionJob, JobResult
-from flashpoint_server.ipc.messages import DeviceInfo, Recall, Save
+from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import MOST_FLOPS, Price, price_of
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes.cached_attention import cache_quota, lead_here
@@ -57,13 +57,14 @@ async def compute_saving(
     _check_memory(request, size := saved_bytes(spec), quota)
     head = b""
 
-    def kind(index: Mapping[str, Any]) -> Callable[..., AttentionJob]:
+    def save(index: Mapping[str, Any]) -> Save:
         nonlocal head
         head = SavedIds.head(spec, extent_of(spec, index) if index else None)
-        return partial(AttentionJob, saved=Save(owner, quota, size, head))
+        return Save(owner, quota, size, head)
 
     planned = RequestPlan(spec, backend, price_of(spec, backend, device), device)
-    job, answer = await carry_out(request, message, planned, numbers(told), spec.input_bytes, kind)
+    nbytes = spec.input_bytes + spec.output_bytes
+    job, answer = await carry_out(request, message, planned, numbers(told), nbytes, saved=save)
     job.staging.outputs = {name: job.staging.outputs[name] for name in told.outputs}
     engine, serial = answer.incarnation, answer.metadata["saved"]
 
@@ -124,10 +125,12 @@ async def compute_recalled(
     backend = choose(service.settings, spec, device)
     tensors = [(name, info.dtype, info.shape) for name, info in saved_tensors(one.forward).items()]
     recall = Recall(_owner(request), one.serial, tensors)
-    kind = partial(AttentionJob, saved=recall, incarnation=one.incarnation, lost="saved_lost")
     planned = RequestPlan(spec, backend, _price(one, spec, backend, device), device)
-    sent = sum(info.nbytes for info in infos.values())
-    return await carry_out(request, message, planned, numbers(spec), sent, lambda _: kind)
+    nbytes = sum(info.nbytes for info in infos.values()) + spec.output_bytes
+    return await carry_out(
+        request, message, planned, numbers(spec), nbytes, saved=lambda _: recall, incarnation=one.incarnation,
+        lost="saved_lost",
+    )  # fmt: skip
 
 
 def _price(one: SavedId, spec: Spec, backend: str, device: DeviceInfo) -> Price:

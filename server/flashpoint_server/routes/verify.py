@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from functools import partial
 
 from pydantic import ValidationError
 
@@ -24,7 +23,8 @@ from flashpoint_server.formats.json import JSON, JsonMessage
 from flashpoint_server.formats.message import TensorMessage, read_text
 from flashpoint_server.formats.negotiation import HEARTBEAT_SECONDS, request_format, takes_events
 from flashpoint_server.http.body import ClientGoneError
-from flashpoint_server.ipc.job import ProofJob
+from flashpoint_server.ipc.bodies import VerifyCall
+from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import Price, proof_price
 from flashpoint_server.ipc.staging import Layout
@@ -75,14 +75,15 @@ async def verify(request: RouteRequest) -> None:
     staging = stage(request, Layout.of(inputs, {}))
     if message is not None:
         await message.receive(body, staging.views(staging.inputs))
-    job = make_job(request, partial(ProofJob, request=asked), staging, price)
-    if takes_events(request.headers):
+    events = takes_events(request.headers)
+    job = make_job(request, VerifyCall(asked, events), staging, price, Job[VerifyCall])
+    if events:
         await _stream(request, job)
     else:
         await reply(request, [(await submit(request, job)).report], {"content-type": jsonwire.MEDIA_TYPE})
 
 
-async def _stream(request: RouteRequest, job: ProofJob) -> None:
+async def _stream(request: RouteRequest, job: Job[VerifyCall]) -> None:
     """Send each VerifyProgress as an event, then the report. The answer starts with the first event.
 
     While there is no news, it sends a comment every HEARTBEAT_SECONDS. The system answers it with a reset if the client

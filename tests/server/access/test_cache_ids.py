@@ -5,8 +5,8 @@ import pytest
 from flashpoint_contract.caches import ID_LENGTH
 from flashpoint_server.access.cache_ids import CacheIds
 from flashpoint_server.config.settings import Settings
+from flashpoint_server.ipc.bodies import CacheShape
 from flashpoint_server.ipc.counts import WorkerGroup
-from flashpoint_server.ipc.messages import CacheShape
 
 SECRET, OTHER = ("one secret, as long as it has to be, or longer", "and another one, which is no shorter")
 SHAPE = CacheShape((8, 2), (64, 128), (64, 64), "bfloat16")

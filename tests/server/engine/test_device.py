@@ -16,8 +16,9 @@ import torch
 from flashpoint_contract.options import Options
 from flashpoint_server.engine import local
 from flashpoint_server.engine.device import NO_COPIES, DeviceLostError, TorchDevice
-from flashpoint_server.engine.entry import OutOfMemoryError, Placed, spec_of
-from flashpoint_server.ipc.messages import DeviceInfo, PlacedTensor, Submit, pack_options
+from flashpoint_server.engine.entry import Entry, OutOfMemoryError, Peer
+from flashpoint_server.ipc.bodies import AttentionCall, PlacedTensor, pack_options
+from flashpoint_server.ipc.messages import DeviceInfo, Submit
 from flashpoint_server.refusal import Refusal
 
 
@@ -42,8 +43,9 @@ def submit(inputs, outputs, room=1 << 16, **options):
         made.append(PlacedTensor(name, "float32", shape, 0, at))
         at += 4 * int(np.prod(shape))
     packed = pack_options(Options(**options))
-    job = Submit(0, "an-id", "forward", packed, "tiled", 0, placed, made, 0, 0, 0.0, 0.0, None)
-    return Placed(job, spec_of(job), {0: memory})
+    body = AttentionCall("forward", packed, "tiled")
+    job = Submit(0, "an-id", body, 0, placed, made, 0, 0, 0.0, 0.0, None)
+    return Entry.of(job, Peer(channel=None, pinning=None, segments={0: memory}), lambda _: True)
 
 
 def test_a_gpu_that_is_not_there_is_named(monkeypatch):
@@ -131,7 +133,8 @@ device = TorchDevice(DeviceInfo("cpu", "an sm_90 for who compiles", 0, ("triton"
 device.is_cpu = False
 shapes = {"q": (1, 2, 9, 16), "k": (1, 1, 9, 16), "v": (1, 1, 9, 16)}
 tensors = {n: np.zeros(s, np.float32) for n, s in shapes.items()}
-job = submit(tensors, {"o": shapes["q"]}, room=1 << 20)._replace(memory={})
+job = submit(tensors, {"o": shapes["q"]}, room=1 << 20)
+job.peer.segments.clear()
 found = device.compile(job)
 assert found is not None
 found.result()

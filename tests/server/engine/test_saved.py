@@ -13,7 +13,8 @@ from flashpoint_server.engine.caches.cache import Terms, base_bytes
 from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.engine.ledger import Ledger
 from flashpoint_server.engine.saved import SavedForward, SavedStore
-from flashpoint_server.ipc.messages import MOST_LISTED, AskCaches, CacheShape, Save
+from flashpoint_server.ipc.bodies import CacheShape, Save, SavedCall
+from flashpoint_server.ipc.messages import MOST_LISTED
 from flashpoint_server.refusal import Refusal
 
 LIMIT, QUOTA, TTL = 20_000, 9_000, 100.0
@@ -29,8 +30,8 @@ class Clock:
         return self.now
 
 
-def ask(what, owner="alice", caches=(), **arguments):
-    return AskCaches(0, "", what, owner, tuple(caches), arguments, "", None, 0, [], [], 0, 0, 0.0, 0.0, None)
+def ask(operation, owner="alice", forwards=(), after=0):
+    return SavedCall(owner, operation, tuple(forwards), after)
 
 
 def code(call, *given):
@@ -112,14 +113,14 @@ class Holding(RuleBasedStateMachine):
                 held[serial] = (*held[serial][:2], self.clock.now + TTL)
         if expected is None:
             assert self.saved.tensors(owner, serial)["q"].item() == serial
-            assert self.saved.asked(ask("look_saved", owner, [serial]))[0].expires_in == TTL
+            assert self.saved.execute(ask("look", owner, [serial]))[0].expires_in == TTL
 
     @rule(data=st.data(), owner=st.sampled_from(OWNERS))
     def delete(self, data, owner):
         self.expire()
         serial = self.any(data)
         expected = self.code(owner, serial)
-        assert code(self.saved.asked, ask("delete_saved", owner, [serial])) == expected
+        assert code(self.saved.execute, ask("delete", owner, [serial])) == expected
         if expected is None:
             del self.there[serial]
             self.gone[serial] = owner
@@ -165,7 +166,7 @@ class Holding(RuleBasedStateMachine):
         sizes = [size for _, size, *_ in (*self.running.values(), *self.there.values())]
         assert self.ledger.held(SavedForward) == (len(sizes), sum(sizes))
         for owner in OWNERS:
-            listed = [one.serial for one in self.saved.asked(ask("list_saved", owner, after=0))]
+            listed = [one.serial for one in self.saved.execute(ask("list", owner, after=0))]
             assert listed == [one for one, (name, *_) in sorted(self.there.items()) if name == owner]
 
 
@@ -180,8 +181,8 @@ def test_a_list_goes_on_behind_the_last_of_the_one_before():
         saved = store.reserve(Save("alice", None, 100, b""))
         store.keep(saved, {"q": torch.zeros(1)})
         serials.append(saved.serial)
-    first = [one.serial for one in store.asked(ask("list_saved", after=0))]
-    assert first + [one.serial for one in store.asked(ask("list_saved", after=first[-1]))] == serials
+    first = [one.serial for one in store.execute(ask("list", after=0))]
+    assert first + [one.serial for one in store.execute(ask("list", after=first[-1]))] == serials
 
 
 def test_a_gradient_that_runs_keeps_the_tensors_of_a_forward_that_is_freed():

@@ -19,7 +19,17 @@ from flashpoint_server.engine.ledger import Ledger
 from flashpoint_server.engine.scheduler import Scheduler
 from flashpoint_server.engine.tasks import Ask, Compute, Cut, Launch, Slice
 from flashpoint_server.engine.waiting import Budget
-from flashpoint_server.ipc.messages import AskCaches, CacheShape, Held, PlacedTensor, Prove, Submit, pack_options
+from flashpoint_server.ipc.bodies import (
+    AttentionCall,
+    CacheCall,
+    CacheShape,
+    Held,
+    LookAtCaches,
+    PlacedTensor,
+    VerifyCall,
+    pack_options,
+)
+from flashpoint_server.ipc.messages import Submit
 from flashpoint_server.ipc.price import PASSED
 
 NUMBERS = itertools.count()
@@ -50,7 +60,7 @@ class Resources:
         return self.compiling
 
     def kin(self, job):
-        return job.submit.held.caches[0] % 10 or None
+        return job.attention.held.caches[0] % 10 or None
 
 
 class Plugin:
@@ -93,7 +103,17 @@ class Bench:
         outputs = [PlacedTensor("o", "float32", shape, 0, 64)]
         self.scheduler.admit(
             Submit(
-                number, f"r{number}", "forward", OPTIONS, backend, 0, inputs, outputs, 0, 1, seconds, rank, deadline
+                number,
+                f"r{number}",
+                AttentionCall("forward", OPTIONS, backend),
+                0,
+                inputs,
+                outputs,
+                0,
+                1,
+                seconds,
+                rank,
+                deadline,
             ),
             self.peer,
         )
@@ -191,7 +211,7 @@ def test_a_request_that_is_cancelled_ends_between_two_parts(bench):
 def test_a_verification_that_runs_is_told_that_nobody_waits(bench):
     """The executor looks at `failure` between blocks."""
     cancelled, gone = [
-        Prove(next(NUMBERS), "r", b"{}", 0, [], 0, 1, LONG, 0.0, None) for _ in range(2)
+        Submit(next(NUMBERS), "r", VerifyCall(b"{}"), 0, [], [], 0, 1, LONG, 0.0, None) for _ in range(2)
     ]  # fmt: skip
     bench.scheduler.admit(cancelled, bench.peer)
     launch = bench.take(Launch)
@@ -282,10 +302,8 @@ class Calls(Bench):
         number = next(NUMBERS)
         q, o = (PlacedTensor(name, "float32", (1, 1, 1, 8), 0, 64) for name in "qo")
         held = Held("alice", (10 * number + kin,), (1, 8, 8, "float32"), 0, None, "", None, -1)
-        submit = Submit(
-            number, f"r{number}", "forward", OPTIONS, "torch", 0, [q], [o], 0, 1, seconds, seconds, deadline,
-            held,
-        )  # fmt: skip
+        body = AttentionCall("forward", OPTIONS, "torch", held)
+        submit = Submit(number, f"r{number}", body, 0, [q], [o], 0, 1, seconds, seconds, deadline)
         self.scheduler.admit(submit, self.peers[peer])
         return number
 
@@ -360,9 +378,8 @@ def test_calls_on_a_cache_of_a_process_that_is_gone_are_dropped_once():
     numbers = []
     for peer, caches in ((bench.peer, (one,)), (bench.peer, (one, two)), (bench.peer, (two,)), (other, (one, two))):
         numbers.append(next(NUMBERS))
-        asked = AskCaches(
-            numbers[-1], f"r{numbers[-1]}", "look", "alice", caches, {}, "", None, 0, [], [], 0, 0, SHORT, 0.0, None
-        )
+        look = CacheCall("alice", LookAtCaches(), caches)
+        asked = Submit(numbers[-1], f"r{numbers[-1]}", look, 0, [], [], 0, 0, SHORT, 0.0, None)
         bench.scheduler.admit(asked, peer)
     bench.scheduler.forget(bench.peer)
     assert sorted(bench.answered) == [(number, "deadline_exceeded") for number in numbers[:3]]

@@ -22,10 +22,11 @@ from flashpoint_server.access.admission import FREE
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Timings
 from flashpoint_server.ipc import client as engine
+from flashpoint_server.ipc.bodies import AttentionCall, PlacedTensor, pack_options
 from flashpoint_server.ipc.client import Engines, State
 from flashpoint_server.ipc.job import AttentionJob
 from flashpoint_server.ipc.memory import Pool
-from flashpoint_server.ipc.messages import PlacedTensor, Submit, pack_options
+from flashpoint_server.ipc.messages import Submit
 from flashpoint_server.ipc.processes import running_engines
 from flashpoint_server.ipc.staging import Layout, Staging
 from flashpoint_server.observability.metrics import Metrics
@@ -64,7 +65,13 @@ class Bench:
         for view in staging.views(staging.inputs).values():
             view[:] = data.reshape(-1).view(np.uint8).data
         return AttentionJob(
-            id=name, spec=spec, backend="reference", staging=staging, timings=Timings(0.0), price=FREE, **how
+            id=name,
+            spec=spec,
+            body=AttentionCall("forward", pack_options(Options()), "reference"),
+            staging=staging,
+            timings=Timings(0.0),
+            price=FREE,
+            **how,
         )
 
     async def answer(self, job):
@@ -205,9 +212,9 @@ def test_a_peer_that_reads_nothing_holds_up_the_others_for_a_while_only():
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as deaf:
                 deaf.connect(address)
                 tensors = [PlacedTensor(name, "float32", (1, 1), 7, 0) for name in "qkv"]
-                options = pack_options(Options())
+                body = AttentionCall("forward", pack_options(Options()), "reference")
                 # A late one, which is answered at once.
-                late = Submit(0, "deaf", "forward", options, "reference", 7, tensors, [], 0, 0, 0.0, 0.0, 0.0)
+                late = Submit(0, "deaf", body, 7, tensors, [], 0, 0, 0.0, 0.0, 0.0)
                 message = msgspec.msgpack.encode(late)
                 deaf.settimeout(PATIENCE)
 

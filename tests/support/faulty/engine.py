@@ -121,15 +121,17 @@ class FaultyDevice(TorchDevice):
         self.short.append(weakref.ref(held))
         raise OutOfMemoryError
 
-    def verify(self, asked, memory, progress):
+    def verify(self, job, progress):
+        name = job.submit.request_id
+
         def block(at):
             progress(at)
-            log.debug("block", request_id=asked.request_id, number=at.done)
-            if asked.request_id.startswith("step-") and at.done == 2:
-                log.debug("held", request_id=asked.request_id)
+            log.debug("block", request_id=name, number=at.done)
+            if name.startswith("step-") and at.done == 2:
+                log.debug("held", request_id=name)
                 self.wait("step")
 
-        return super().verify(asked, memory, block)
+        return super().verify(job, block)
 
     def run(self, part, backend):
         super().run(part, backend)

@@ -29,7 +29,7 @@ from flashpoint_server.engine.caches.cache import StoredCache, Terms
 from flashpoint_server.engine.caches.chunks import Track
 from flashpoint_server.engine.caches.pages import PagePool
 from flashpoint_server.engine.caches.store import CacheStore
-from flashpoint_server.ipc.messages import Held
+from flashpoint_server.ipc.bodies import Held
 from flashpoint_server.refusal import invalid
 
 _OF_HEADS = frozenset({"alibi_slopes", "sinks"})

@@ -34,7 +34,8 @@ from flashpoint_server.engine.caches.chunks import Chunk, TokenSize, Track
 from flashpoint_server.engine.caches.pages import Block, PagePool
 from flashpoint_server.engine.ledger import Ledger
 from flashpoint_server.engine.remembered import Remembered
-from flashpoint_server.ipc.messages import CacheRecord, CacheShape
+from flashpoint_server.ipc.bodies import CacheShape
+from flashpoint_server.ipc.messages import CacheRecord
 from flashpoint_server.refusal import Refusal
 
 SPARE = 16  # a block of pages is larger by a 16th than the limit, because free pieces between chunks may be too small

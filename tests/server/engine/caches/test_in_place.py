@@ -22,7 +22,7 @@ from flashpoint_server.engine.caches.cache import Terms
 from flashpoint_server.engine.caches.parts import CachedPart, attend
 from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.engine.ledger import Ledger
-from flashpoint_server.ipc.messages import CacheShape, Held
+from flashpoint_server.ipc.bodies import CacheShape, Held
 
 ALICE = Terms("alice")
 HK, D, DV = 2, 32, 32

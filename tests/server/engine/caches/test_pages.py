@@ -20,7 +20,7 @@ from flashpoint_server.engine.caches.cache import Terms
 from flashpoint_server.engine.caches.pages import Block
 from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.engine.ledger import Ledger
-from flashpoint_server.ipc.messages import CacheShape, Held
+from flashpoint_server.ipc.bodies import CacheShape, Held
 from flashpoint_server.refusal import Refusal
 
 ALICE = Terms("alice")

@@ -25,7 +25,7 @@ from flashpoint_server.engine.caches.cache import StoredCache, Terms
 from flashpoint_server.engine.caches.parts import CachedPart, attend, shares
 from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.engine.ledger import Ledger
-from flashpoint_server.ipc.messages import CacheShape, Held
+from flashpoint_server.ipc.bodies import CacheShape, Held
 
 ALICE = Terms("alice")
 TYPES = ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"]

@@ -14,7 +14,7 @@ from flashpoint_server.engine.caches.cache import Terms
 from flashpoint_server.engine.caches.slabs import MOST_CHUNKS, Slab
 from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.engine.ledger import Ledger
-from flashpoint_server.ipc.messages import CacheShape
+from flashpoint_server.ipc.bodies import CacheShape
 
 HEADS, D, DV = 2, 16, 16
 ALICE = Terms("alice")

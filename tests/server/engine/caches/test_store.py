@@ -17,7 +17,7 @@ from flashpoint_server.engine.caches.chunks import TokenSize, Track
 from flashpoint_server.engine.caches.slabs import HUGE
 from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.engine.ledger import Ledger
-from flashpoint_server.ipc.messages import CacheShape
+from flashpoint_server.ipc.bodies import CacheShape
 from flashpoint_server.refusal import Refusal
 
 HEADS, D, DV, LAYERS = 2, 4, 3, 2

@@ -1,0 +1,70 @@
+"""The calls on caches other than attention: create, list, append, fork, truncate, renew, export and delete."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Mapping
+
+from flashpoint_server.engine.caches.cache import Terms
+from flashpoint_server.engine.caches.store import CacheStore
+from flashpoint_server.engine.memory import tensor_in
+from flashpoint_server.ipc.bodies import (
+    AppendTokens,
+    CacheCall,
+    CreateCaches,
+    DeleteCaches,
+    ExportTokens,
+    ForkCaches,
+    ListCaches,
+    TruncateCache,
+)
+from flashpoint_server.ipc.messages import CacheRecord, Submit
+from flashpoint_server.refusal import Refusal
+
+
+def execute(store: CacheStore, call: CacheCall, submit: Submit, memory: Mapping[int, mmap.mmap]) -> list[CacheRecord]:
+    """Execute a call, and return the caches that it is about. Raises Refusal, and MemoryError.
+
+    `submit` places its tensors in the shared `memory`.
+    """
+    terms, ids = Terms(call.owner, call.quota, call.key), call.caches
+    match call.operation:
+        case CreateCaches() as made:
+            return store.create(terms, made.shape, made.count, made.max_length, made.keep, made.ttl)
+        case ListCaches():
+            return store.listed(terms)
+        case ForkCaches() as fork:
+            order = [ids[n] for n in fork.order]
+            return store.fork(terms, order[: fork.forked], fork.lengths, order[fork.forked :])
+        case AppendTokens() as tokens:
+            k, v = (tensor_in(memory, t) for t in submit.inputs)
+            if tokens.layout != "bhsd":
+                k, v = k.transpose(0, 1), v.transpose(0, 1)
+            store.write(terms, ids, tokens.layer, None if tokens.at is None else [tokens.at], [(k, v)])
+        case TruncateCache(length):
+            return [store.truncate(terms, ids[0], length)]
+        case ExportTokens() as asked:
+            _export(store, terms, ids, asked, submit, memory)
+        case DeleteCaches():
+            store.delete(terms, ids)
+            return []
+    return store.look(terms, ids)
+
+
+def _export(
+    store: CacheStore, terms: Terms, ids: tuple[int, ...], asked: ExportTokens, submit: Submit,
+    memory: Mapping[int, mmap.mmap],
+) -> None:  # fmt: skip
+    """Copy a layer's tokens to the outputs. Raises Refusal 409 if they are not the requested ones."""
+    (cache,) = store.find(terms, ids)
+    track = cache.tracks[asked.layer]
+    k, v, *scales = (tensor_in(memory, t) for t in submit.outputs)
+    if (track.first, track.length) != (asked.first, asked.length):
+        raise Refusal("cache_position", "the cache's length changed while it was read: send the request again")
+    for piece in track.pieces(track.first, track.length):
+        inside = slice(piece.start - track.first, piece.start - track.first + piece.k.shape[2])
+        k[:, inside], v[:, inside] = piece.k[0], piece.v[0]
+    if scales:
+        for run in track.scales(track.first, track.length):
+            inside = slice(run.start - track.first, run.start - track.first + run.k.shape[2])
+            scales[0][:, inside], scales[1][:, inside] = run.k[0], run.v[0]

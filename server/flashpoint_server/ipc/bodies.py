@@ -1,0 +1,247 @@
+"""What a job asks of an engine: attention, a verification, or a call about caches or saved forwards.
+
+A body crosses to the engine inside a `Submit` (messages.py), and is dispatched by its type.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Literal
+
+import msgspec
+
+from flashpoint_contract.options import Direction, Options
+
+encode = msgspec.msgpack.Encoder().encode
+
+
+class PlacedTensor(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor in a segment, in row-major order from `offset`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    segment: int
+    offset: int
+
+
+class CacheShape(msgspec.Struct, frozen=True, array_like=True):
+    """The sizes of a cache, one number for each layer, and its dtype."""
+
+    kv_heads: tuple[int, ...]
+    head_dim: tuple[int, ...]
+    value_dim: tuple[int, ...]
+    dtype: str
+
+    @property
+    def layers(self) -> int:
+        return len(self.kv_heads)
+
+
+LayerSizes = tuple[int, int, int, str]  # flashpoint_contract.caches.LayerShape
+
+
+class Held(msgspec.Struct, frozen=True, array_like=True):
+    """The caches of `owner` for a Submit. It writes its k and v at their ends, or at the positions `at`.
+
+    `key` is the idempotency key, or "". `quota` is the maximum number of bytes for the owner; None means no limit.
+    `left` is the number of earlier keys that a single query sees, if the options do not contain it; −1 means all.
+    """
+
+    owner: str
+    caches: tuple[int, ...]
+    shape: LayerSizes
+    layer: int
+    at: tuple[int, ...] | None
+    key: str
+    quota: int | None
+    left: int
+
+
+class Save(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Save a forward of `nbytes`. `quota` is as in `Held`; `head` describes the forward (access/saved_ids.py)."""
+
+    owner: str
+    quota: int | None
+    nbytes: int
+    head: bytes
+
+
+class Recall(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """A saved forward of `owner`, for its gradients. `tensors`: name, dtype and shape of each of its tensors."""
+
+    owner: str
+    serial: int
+    tensors: list[tuple[str, str, tuple[int, ...]]]
+
+
+class AttentionCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Compute attention or its gradients on `backend`; with `held`, over caches.
+
+    `saved` is set if the forward is to be saved, or if the gradients are those of a saved forward.
+    """
+
+    direction: Direction
+    options: msgspec.Raw  # packed Options; equal ones are decoded once: see `read_options`
+    backend: str
+    held: Held | None = None
+    saved: Save | Recall | None = None
+
+    @property
+    def recall(self) -> Recall | None:
+        """The saved forward of which these are the gradients."""
+        return self.saved if isinstance(self.saved, Recall) else None
+
+    @property
+    def save(self) -> Save | None:
+        """How to save the forward."""
+        return self.saved if isinstance(self.saved, Save) else None
+
+    @property
+    def serials(self) -> tuple[int, ...]:
+        """The caches, or the saved forward, that the job uses."""
+        if self.held is not None:
+            return self.held.caches
+        return () if self.recall is None else (self.recall.serial,)
+
+    @property
+    def uses(self) -> bool:
+        """Whether the end of the job restarts their time to live."""
+        return True
+
+
+class VerifyCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Run a verification of the inputs, whose options in JSON are `request`; without inputs, `request` is a
+    VerifyRequest in JSON. With `wants_progress`, the engine reports progress.
+    """
+
+    request: bytes
+    wants_progress: bool = False
+
+    @property
+    def serials(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def uses(self) -> bool:
+        return False
+
+
+class CreateCaches(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Create `count` caches. `keep` is for each layer; `ttl` is in seconds."""
+
+    shape: CacheShape
+    count: int
+    max_length: int | None
+    keep: list[int | None]
+    ttl: float | None
+
+
+class ListCaches(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Describe all caches of the owner."""
+
+
+class LookAtCaches(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Describe the caches."""
+
+
+class RenewCaches(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Restart the caches' time to live."""
+
+
+class AppendTokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Write the inputs k and v, of one sequence, to a layer of the cache: at its end, or `at` a position."""
+
+    layout: str
+    layer: int
+    at: int | None
+
+
+class ForkCaches(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Copy the caches at the first `forked` places of `order`, up to `lengths`, and delete those at the others."""
+
+    order: list[int]
+    forked: int
+    lengths: list[int] | None
+
+
+class TruncateCache(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Drop the tokens of all layers from `length` on."""
+
+    length: int
+
+
+class ExportTokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Copy the tokens [first, length) of a layer to the outputs. They must still be all that it holds."""
+
+    layer: int
+    first: int
+    length: int
+
+
+class DeleteCaches(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Delete the caches, all or none."""
+
+
+CacheOperation = (
+    CreateCaches
+    | ListCaches
+    | LookAtCaches
+    | RenewCaches
+    | AppendTokens
+    | ForkCaches
+    | TruncateCache
+    | ExportTokens
+    | DeleteCaches
+)
+
+
+class CacheCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Do something with caches that computes nothing. The other fields are as in `Held`; each cache is named once."""
+
+    owner: str
+    operation: CacheOperation
+    caches: tuple[int, ...] = ()
+    key: str = ""
+    quota: int | None = None
+
+    @property
+    def serials(self) -> tuple[int, ...]:
+        return self.caches
+
+    @property
+    def uses(self) -> bool:
+        return not isinstance(self.operation, LookAtCaches | ExportTokens)
+
+
+class SavedCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Describe or delete saved forwards; `list` describes the owner's next ones after the number `after`."""
+
+    owner: str
+    operation: Literal["list", "look", "delete"]
+    forwards: tuple[int, ...] = ()
+    after: int = 0
+
+    @property
+    def serials(self) -> tuple[int, ...]:
+        return self.forwards
+
+    @property
+    def uses(self) -> bool:
+        return self.operation != "look"
+
+
+Body = AttentionCall | VerifyCall | CacheCall | SavedCall
+
+
+def pack_options(options: Options) -> msgspec.Raw:
+    return msgspec.Raw(encode(options))
+
+
+def read_options(packed: msgspec.Raw) -> Options:
+    return _read_options(bytes(packed))
+
+
+@lru_cache(1024)  # decoding includes checking, which takes as long as the rest of a message
+def _read_options(packed: bytes) -> Options:
+    return msgspec.msgpack.decode(packed, type=Options)
