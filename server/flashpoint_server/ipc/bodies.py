@@ -1,4 +1,4 @@
-"""What a job asks of an engine: attention, a verification, or a call about caches or saved forwards.
+"""The bodies of jobs for an engine: attention, a verification, or a call about caches or saved forwards.
 
 A body crosses to the engine inside a `Submit` (messages.py), and is dispatched by its type.
 """
