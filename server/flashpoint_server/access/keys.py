@@ -62,7 +62,7 @@ class Keyring:
     @property
     def names(self) -> list[str]:
         """The names of all keys; '' if no key is needed."""
-        return [caller.name for _, caller in self._callers] or [ANYONE.name]
+        return list(dict.fromkeys(caller.name for _, caller in self._callers)) or [ANYONE.name]
 
     def reload(self) -> None:
         """Read the file again. If it is not valid, keep the present keys and log the error."""
@@ -99,12 +99,14 @@ class Keyring:
                 if name in entries:
                     raise ValueError(f"{self._path}: the key name {name} is already in use outside this file")
                 entries[name] = entry
-        if len({entry.sha256 for entry in entries.values()}) != len(entries):
+        hashes = [one for entry in entries.values() for one in entry.hashes]
+        if len(set(hashes)) != len(hashes):
             raise ValueError("two entries have the same key; remove one of them")
-        self._callers = [(bytes.fromhex(entry.sha256), self._caller(name, entry)) for name, entry in entries.items()]
+        callers = [(self._caller(name, entry), entry.hashes) for name, entry in entries.items()]
+        self._callers = [(bytes.fromhex(one), caller) for caller, own in callers for one in own]
 
     def _caller(self, name: str, entry: KeyEntry) -> Caller:
-        if not entry.model_dump(exclude={"sha256", "rights"}, exclude_none=True):
+        if not entry.limits:
             return Caller(name, entry.rights)
         if name not in self._spent:  # a change of the limits keeps what the key has spent
             self._spent[name] = Spent(name, self._shared)

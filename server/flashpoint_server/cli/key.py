@@ -1,4 +1,4 @@
-"""`flashpoint key`: draw an API key, and add its entry to a key file; list the keys of a file; revoke one.
+"""`flashpoint key`: draw an API key, and add its entry to a key file; list the keys of a file; rotate or revoke one.
 
 The key itself goes to stderr, once. It is not stored.
 """
@@ -11,6 +11,7 @@ import os
 import secrets
 import stat
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +29,8 @@ EXAMPLES = """
   flashpoint key alice --file keys.toml
   flashpoint key bob --file keys.toml --rights attention+info --requests-per-second 50
   flashpoint key --list --file keys.toml
+  flashpoint key alice --rotate --file keys.toml
+  flashpoint key alice --retire --file keys.toml
   flashpoint key alice --revoke --file keys.toml
 """
 
@@ -45,6 +48,10 @@ def key(
         Path | None, typer.Option(metavar="FILE", help="Add the entry to this key file. Without it: to stdout.")
     ] = None,
     list: Annotated[bool, typer.Option("--list", help="Show the keys of FILE with their rights and limits.")] = False,
+    rotate: Annotated[
+        bool, typer.Option("--rotate", help="Draw a new key for NAME; the present one stays valid until --retire.")
+    ] = False,
+    retire: Annotated[bool, typer.Option("--retire", help="End the key that --rotate has replaced.")] = False,
     revoke: Annotated[bool, typer.Option("--revoke", help="Remove the key from FILE.")] = False,
     rights: Annotated[
         str,
@@ -75,15 +82,28 @@ def key(
 
     The file is replaced at once, its comments stay, and a running server reads it again within two seconds.
     """
-    if (list or revoke) and file is None:
-        raise CommandError(f"--{'list' if list else 'revoke'}: needs the key file", "name it with --file")
+    flags = {"list": list, "rotate": rotate, "retire": retire, "revoke": revoke}
+    asked_for = [f"--{flag}" for flag, given in flags.items() if given]
+    if asked_for and file is None:
+        raise CommandError(f"{asked_for[0]}: needs the key file", "name it with --file")
     if list:
-        return _list(file, name, revoke)
+        return _list(file, name, asked_for[1:])
+    if len(asked_for) > 1:
+        raise CommandError(f"{asked_for[1]}: is not taken with {asked_for[0]}")
     if name is None:
         raise CommandError("NAME: is missing", "flashpoint key --help shows examples")
     if revoke:
         _edited(key_edits.remove, file, name)
         print(f"{name} is removed from {file}", file=sys.stderr)
+        return RIGHT
+    if retire:
+        _edited(key_edits.retire, file, name)
+        print(f"the previous key of {name} is removed from {file}", file=sys.stderr)
+        return RIGHT
+    if rotate:
+        drawn, digest = _drawn()
+        _edited(key_edits.rotate, file, name, digest)
+        print(f"the new key of {name}, which is not stored: {drawn}", file=sys.stderr)
         return RIGHT
     asked = rights.split("+")
     if unknown := [right for right in asked if right not in RIGHTS]:
@@ -107,8 +127,7 @@ def key(
         if not 0 < value < float("inf"):
             raise CommandError(f"--{limit.replace('_', '-')}: must be above 0, not {value:g}")
 
-    drawn = f"fp_{secrets.token_urlsafe(32)}"
-    digest = hashlib.sha256(drawn.encode()).hexdigest()
+    drawn, digest = _drawn()
     entry = {"sha256": digest, "rights": asked, **limits}
     text = "\n".join([f"[{name}]", *(f"{field} = {json.dumps(value)}" for field, value in entry.items()), ""])
     if file is not None:
@@ -119,6 +138,12 @@ def key(
     return RIGHT
 
 
+def _drawn() -> tuple[str, str]:
+    """Return a new key, and its SHA-256 in hexadecimal."""
+    key = f"fp_{secrets.token_urlsafe(32)}"
+    return key, hashlib.sha256(key.encode()).hexdigest()
+
+
 def _edited(edit: Any, file: Path | None, *arguments: str) -> None:
     try:
         edit(file, *arguments)
@@ -126,10 +151,10 @@ def _edited(edit: Any, file: Path | None, *arguments: str) -> None:
         raise CommandError(f"--file: {error}") from None
 
 
-def _list(file: Path | None, name: str | None, revoke: bool) -> int:
+def _list(file: Path | None, name: str | None, others: Sequence[str]) -> int:
     """Print the names, rights and limits of the keys in a file: no key, and no hash."""
-    if name is not None or revoke:
-        raise CommandError("--list: shows all keys, and is not taken with NAME or --revoke")
+    if name is not None or others:
+        raise CommandError(f"--list: shows all keys, and is not taken with {others[0] if others else 'NAME'}")
     assert file is not None
     try:
         entries = key_file.read(file)
@@ -137,8 +162,8 @@ def _list(file: Path | None, name: str | None, revoke: bool) -> int:
         raise CommandError(f"--file: {error}") from None
     show = console()
     for name, entry in entries.items():
-        limits = entry.model_dump(exclude={"sha256", "rights"}, exclude_none=True)
-        said = [f"{field} {number(value)}" for field, value in limits.items()]
+        said = [f"{field} {number(value)}" for field, value in entry.limits.items()]
+        said += ["its previous key is valid, too"] if entry.previous_sha256 else []
         rights = "+".join(right for right in RIGHTS if right in entry.rights)
         show.print(f"{name}  {rights}  {', '.join(said) or 'no limits'}", markup=False, soft_wrap=True)
     return RIGHT

@@ -1,4 +1,4 @@
-"""Add keys to a key file and remove them: atomically, one writer at a time, and with the comments of the file."""
+"""Add, rotate and remove keys of a key file: atomically, one writer at a time, and with the comments of the file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from flashpoint_server.config.key_file import parse, text_of
+from flashpoint_server.config.key_file import KeyEntry, parse, text_of
 
 MODE = 0o600  # of a new file: it has no keys, but their hashes and rights
 _HEADER = re.compile(r"\s*\[")
@@ -35,12 +35,8 @@ def add(path: Path, name: str, entry: str) -> None:
 
 def remove(path: Path, name: str) -> None:
     """Remove the table of a key. Raises ValueError, as `add` does, if the file has no such key, or no other."""
-    with _alone(path) as real:
-        before = text_of(real)
-        entries = parse(before, path)
-        if name not in entries:
-            raise ValueError(f"{path} has no key {name}; it has {', '.join(sorted(entries)) or 'none'}")
-        if len(entries) == 1:
+    with _table(path, name) as (real, before, _):
+        if len(tomllib.loads(before)) == 1:
             raise ValueError(f"{name} is the only key in {path}: add another first, because a server needs one")
         after = _without(before, name)
         tables = tomllib.loads(before)
@@ -54,15 +50,77 @@ def remove(path: Path, name: str) -> None:
         _replace(real, after)
 
 
+def rotate(path: Path, name: str, digest: str) -> None:
+    """Give a key a new hash; the present one becomes `previous_sha256`.
+
+    Raises ValueError, as `remove` does, and if the key has a previous one already.
+    """
+    with _table(path, name) as (real, before, entry):
+        if entry.previous_sha256 is not None:
+            raise ValueError(f"{name} has a previous key in {path}: end it first with --retire")
+        line = f'sha256 = "{digest}"\nprevious_sha256 = "{entry.sha256}"'
+        after = _changed(before, name, "sha256", line)
+        _check(path, name, before, after, {"sha256": digest, "previous_sha256": entry.sha256})
+        _replace(real, after)
+
+
+def retire(path: Path, name: str) -> None:
+    """Remove the previous hash of a key. Raises ValueError, as `remove` does, and if the key has none."""
+    with _table(path, name) as (real, before, entry):
+        if entry.previous_sha256 is None:
+            raise ValueError(f"{name} has no previous key in {path}: draw a new one first with --rotate")
+        after = _changed(before, name, "previous_sha256", None)
+        _check(path, name, before, after, {"previous_sha256": None})
+        _replace(real, after)
+
+
+@contextmanager
+def _table(path: Path, name: str) -> Iterator[tuple[Path, str, KeyEntry]]:
+    """Hold the file's lock, and yield the file behind links, its text, and the entry of a key."""
+    with _alone(path) as real:
+        before = text_of(real)
+        entries = parse(before, path)
+        if name not in entries:
+            raise ValueError(f"{path} has no key {name}; it has {', '.join(sorted(entries)) or 'none'}")
+        yield real, before, entries[name]
+
+
+def _changed(text: str, name: str, field: str, line: str | None) -> str:
+    """Return the text with another line for a field of a table, or without it. Its comment goes."""
+    lines = text.splitlines(keepends=True)
+    first, end = _span(lines, name)
+    for number in range(first, end):
+        if re.match(rf"""\s*(["']?){field}\1\s*=""", lines[number]):
+            lines[number] = "" if line is None else f"{line}\n"
+    return "".join(lines)
+
+
+def _check(path: Path, name: str, before: str, after: str, fields: dict[str, str | None]) -> None:
+    """Raise ValueError if a change of text is not a change of these fields alone."""
+    tables = tomllib.loads(before)
+    tables[name] = {field: value for field, value in {**tables[name], **fields}.items() if value is not None}
+    try:
+        right = tomllib.loads(after) == tables
+    except tomllib.TOMLDecodeError:
+        right = False
+    if not right:
+        raise ValueError(f"the table of {name} in {path} is not in lines of its own: change it in an editor")
+
+
 def _without(text: str, name: str) -> str:
     """Return the text without the lines of a table. Comments above the next table stay."""
     lines = text.splitlines(keepends=True)
-    header = re.compile(rf"""\s*\[\s*(["']?){re.escape(name)}\1\s*\]""")
-    first = next((n for n, line in enumerate(lines) if header.match(line)), len(lines))
-    end = next((n for n in range(first + 1, len(lines)) if _HEADER.match(lines[n])), len(lines))
+    first, end = _span(lines, name)
     while end > first + 1 and end < len(lines) and _LOOSE.fullmatch(lines[end - 1].rstrip("\r\n")):
         end -= 1
     return "".join(lines[:first] + lines[end:])
+
+
+def _span(lines: list[str], name: str) -> tuple[int, int]:
+    """Return where a table begins, and where the next one does."""
+    header = re.compile(rf"""\s*\[\s*(["']?){re.escape(name)}\1\s*\]""")
+    first = next((n for n, line in enumerate(lines) if header.match(line)), len(lines))
+    return first, next((n for n in range(first + 1, len(lines)) if _HEADER.match(lines[n])), len(lines))
 
 
 @contextmanager

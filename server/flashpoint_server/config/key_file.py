@@ -25,12 +25,14 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")  # used unchanged in logs,
 
 
 class KeyEntry(BaseModel):
-    """One key. A missing limit means that there is no limit."""
+    """One key, and while it is rotated its predecessor. A missing limit means that there is no limit."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
     """SHA-256 of the key, in hexadecimal"""
+    previous_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
+    """SHA-256 of the key that this one replaces: it is valid, too, until this line is removed"""
     rights: Annotated[frozenset[Right], Field(min_length=1)]
     """calls that the key may make"""
     requests_per_second: Rate | None = None
@@ -45,6 +47,16 @@ class KeyEntry(BaseModel):
     """maximum number of compute requests at the same time"""
     cache_bytes: Annotated[int, Field(ge=0, strict=True)] | None = None
     """maximum bytes of caches and saved forwards in each engine; memory shared by forks counts for each fork"""
+
+    @property
+    def hashes(self) -> tuple[str, ...]:
+        """The hashes of the valid keys, the newest first."""
+        return (self.sha256,) if self.previous_sha256 is None else (self.sha256, self.previous_sha256)
+
+    @property
+    def limits(self) -> dict[str, float]:
+        """The limits that are set."""
+        return self.model_dump(exclude={"sha256", "previous_sha256", "rights"}, exclude_none=True)
 
 
 def check_name(name: str) -> str:

@@ -1,5 +1,6 @@
 """`flashpoint key`: a key file is added to and removed from without harm, by several writers, and never shows a key."""
 
+import hashlib
 import os
 import re
 import stat
@@ -95,9 +96,38 @@ def test_a_revoked_key_is_gone_and_the_other_is_not(run, file, name):
     assert ("# Bob's [machine]" in file.read_text()) == (name == "alice") or name == "bob"
 
 
+@pytest.mark.parametrize("name", ["alice", "bob"])
+def test_a_rotated_key_and_its_predecessor_are_valid_until_it_is_retired(run, file, name):
+    before = tomllib.loads(TEXT)
+    code, out, err = run(name, "--rotate", "--file", file)
+    (drawn,) = DRAWN.findall(err)
+    digest = hashlib.sha256(drawn.encode()).hexdigest()
+    assert (code, out, err) == (0, "", f"the new key of {name}, which is not stored: {drawn}\n")
+    old = before[name]["sha256"]
+    both = {**before[name], "sha256": digest, "previous_sha256": old}
+    assert tomllib.loads(file.read_text()) == {**before, name: both}
+    assert key_file.read(file)[name].hashes == (digest, old)
+    assert "its previous key is valid, too" in run("--list", "--file", file)[1]
+    code, _, err = run(name, "--rotate", "--file", file)
+    assert (code, f"{name} has a previous key" in err, DRAWN.search(err)) == (2, True, None)
+    assert run(name, "--retire", "--file", file) == (0, "", f"the previous key of {name} is removed from {file}\n")
+    assert tomllib.loads(file.read_text()) == {**before, name: {**before[name], "sha256": digest}}
+    for comment in ("# Keys of the team", "# since May", "# [not a header]", "# Bob's [machine]", "# the end"):
+        assert comment in file.read_text()
+    assert f"{name} has no previous key" in run(name, "--retire", "--file", file)[2]
+
+
 @pytest.mark.parametrize(
     ("text", "arguments", "said"),
     [
+        (TEXT, ["dave", "--rotate"], "has no key dave; it has alice, bob"),
+        (TEXT, ["alice", "--rotate", "--revoke"], "--revoke: is not taken with --rotate"),
+        (TEXT, ["--list", "--retire"], "is not taken with --retire"),
+        (
+            f'alice = {{sha256 = "{"a" * 64}", rights = ["info"]}}\n',
+            ["alice", "--rotate"],
+            "is not in lines of its own: change it in an editor",
+        ),
         (TEXT, ["dave", "--revoke"], "has no key dave; it has alice, bob"),
         (f'[alice]\nsha256 = "{"a" * 64}"\nrights = ["info"]\n', ["alice", "--revoke"], "alice is the only key in"),
         (
@@ -122,7 +152,7 @@ def test_a_folder_that_is_not_there(run, tmp_path):
     code, _, err = run("alice", "--file", tmp_path / "none" / "keys.toml")
     assert (code, DRAWN.search(err)) == (2, None)
     assert "cannot be written" in err
-    for option in ("--list", "--revoke"):
+    for option in ("--list", "--revoke", "--rotate", "--retire"):
         assert f"{option}: needs the key file\n  hint: name it with --file" in run(option)[2]
 
 
