@@ -76,6 +76,7 @@ _DETAILS = {
         "work_too_large": "the verification needs 2.36e+14 FLOPs, over the limit of 2.75e+11",
     },
 }  # examples of an operation that differ from DETAILS
+MOST_DIMENSIONS = 4  # of a tensor in JSON
 _KEYS: list[dict[str, list[str]]] = [{}, {"bearer": []}]  # a key is needed only if the server has keys
 
 
@@ -112,11 +113,16 @@ def _without_the_frameworks_own(responses: dict[str, Any]) -> None:
         del responses["422"]
 
 
+def _nested(element: dict[str, Any], depth: int) -> dict[str, Any]:
+    """Return the schema of nested lists. It does not refer to itself, which many generators of clients refuse."""
+    return {"type": "array", "items": element if depth == 1 else {"anyOf": [element, _nested(element, depth - 1)]}}
+
+
 def _add_schemas(schemas: dict[str, Any]) -> None:
     integer = {"type": "integer", "minimum": -(1 << 63), "maximum": (1 << 63) - 1}
     for kind, element in (("Tensor", NUMBER_SCHEMA), ("Booleans", {"type": "boolean"}), ("Integers", integer)):
         rows = {"$ref": f"#/components/schemas/{kind}Rows"}
-        schemas[f"{kind}Rows"] = {"type": "array", "items": {"anyOf": [element, rows]}}
+        schemas[f"{kind}Rows"] = _nested(element, MOST_DIMENSIONS)
         schemas[f"Json{kind}"] = _json_tensor(element, rows)
     options = AttentionOptions.model_json_schema()["properties"]
     dtype = {"enum": list(jsonwire.DTYPES), "default": "float32", "description": "Data type of q, k, v, do and o."}

@@ -1,0 +1,83 @@
+// Types of attention.mjs, for TypeScript.
+
+/** Element types of safetensors. Halves (F16, BF16) are their bits, as Uint16Array. */
+export type DType = "F32" | "F64" | "F16" | "BF16" | "I32" | "I64" | "BOOL";
+
+/** Numbers of a shape, row-major. */
+export interface Tensor {
+  dtype: DType;
+  shape: number[];
+  data: ArrayBufferView<ArrayBuffer>;
+}
+
+export type Tensors = Record<string, Tensor>;
+
+/** The options of docs/reference/options.md. */
+export interface Options {
+  layout?: "bhsd" | "bshd" | "thd";
+  causal?: boolean;
+  causal_alignment?: "bottom_right" | "top_left";
+  /** Keys before and after the diagonal that a query sees; -1 is no bound. */
+  window?: [left: number, right: number];
+  /** Queries and keys of a block of `block_mask`, multiples of 16. */
+  block_size?: [queries: number, keys: number];
+  scale?: number | null;
+  softcap?: number;
+  dropout_p?: number;
+  /** From 0 to 2^53 - 1. */
+  dropout_seed?: number | null;
+  precision?: "ieee" | "tf32";
+  deterministic?: boolean;
+  backend?: "auto" | "triton" | "torch" | "tiled" | "reference";
+}
+
+export interface ForwardOptions extends Options {
+  return_lse?: boolean;
+  /** Ids of KV caches, one for each sequence of q; they replace k and v. */
+  caches?: string[];
+  layer?: number;
+  /** Positions, one for each sequence, where k and v are written. */
+  at?: number[] | null;
+  /** Save this forward on the server; the answer's options have its id, `saved`. */
+  save?: boolean;
+}
+
+export interface GradOptions extends Options {
+  grads?: ("dq" | "dk" | "dv" | "dattn_mask" | "dsinks")[];
+  /** Id of a saved forward. */
+  saved?: string | null;
+}
+
+/** Tensors by name, and options; of an answer, its metadata in JSON texts. */
+export interface Message<O = Record<string, string>> {
+  tensors: Tensors;
+  options: O;
+}
+
+/** Return the bytes of a message: 8 bytes of length, that many of JSON, then the numbers. */
+export function encode(message: Message<object>): Blob;
+
+/** Return the message in the bytes of an answer. */
+export function decode(buffer: ArrayBuffer): Message;
+
+/** An error of the server: RFC 9457. */
+export class Problem extends Error {
+  readonly status: number;
+  readonly about: {
+    code?: string;
+    detail?: string;
+    errors?: { loc: (string | number)[]; msg: string }[];
+    request_id?: string;
+  };
+}
+
+export class Flashpoint {
+  /** `timeout` is that of a whole call, in milliseconds. */
+  constructor(url: string, how?: { key?: string; timeout?: number; retries?: number });
+
+  /** Return `o`, and `lse` with `return_lse`, of q, k, v, … Throws Problem. */
+  attention(tensors: Tensors, options?: ForwardOptions): Promise<Message>;
+
+  /** Return the gradients that `grads` names, of do, q, k, v, … Throws Problem. */
+  attentionGrad(tensors: Tensors, options?: GradOptions): Promise<Message>;
+}
