@@ -1,4 +1,4 @@
-"""Verification, benchmark and describe in this process, without a server: the command line uses it without `--url`.
+"""Verify, benchmark and describe in this process, without a server: the command line uses it without `--url`.
 
 The functions take the same requests and return the same answers as a server. The command line finds them as entry
 points of `flashpoint.local`. Needs torch.
