@@ -90,7 +90,7 @@ class CallTensors:
 
 
 class Reading(NamedTuple):
-    """What the kernels in C read for a call over caches; its sequences, and its seed of dropout."""
+    """The tensors that the kernels in C read for a call over caches, its sequences, and its seed of dropout."""
 
     forward: Forward
     rows: Sequence[Row]
