@@ -138,18 +138,18 @@ def ordered(backends: Iterable[str]) -> list[str]:
 
 def panels(
     title: str, subtitle: str, count: int, legend: Sequence[Artist] = (), *, columns: int | None = None,
-    panel: tuple[float, float] | None = None,
+    panel: tuple[float, float] | None = None, keys: int | None = None,
 ) -> tuple[Figure, list[Axes]]:  # fmt: skip
     """Return a figure with `count` axes in rows, with its title above and its legend below; and the axes.
 
-    `panel`: width and height of an axes with its labels, in inches.
+    `panel`: width and height of an axes with its labels, in inches. `keys`: entries in a row of the legend.
     """
     columns = columns or {1: 1, 2: 2, 4: 2, 6: 2}.get(count, 4 if count % 4 == 0 else 3)
     rows = math.ceil(count / columns)
     wide, high = panel or ({1: 6.4, 2: 4.8}.get(columns, 4.0), _PANEL_INCHES)
     width = wide * columns
     said = textwrap.wrap(subtitle, int(width * 13.8))  # about 13.8 characters of 9 points in an inch
-    keys = max(1, int(width / 2.0))  # about two inches for an entry of the legend
+    keys = keys or max(1, int(width / 2.0))  # about two inches for an entry of the legend
     above, below = 0.43 + _LINE_INCHES * len(said), _KEY_INCHES * math.ceil(len(legend) / keys)
     height = high * rows + above + below
     figure = Figure(figsize=(width, height))
