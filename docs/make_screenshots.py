@@ -31,8 +31,6 @@ def traffic(url: str, over: threading.Event) -> None:
 def prepared(page: Page) -> None:
     """With a playground, a verification, a benchmark, and half a minute of traffic on it."""
     playground = page.locator("#playground")
-    for name, value in {"sink": "1", "left": "10"}.items():
-        playground.locator(f"[name={name}]").fill(value)
     page.locator("#verify form").get_by_role("button", name="Verify").click()
     expect(page.locator("#verify .said")).to_contain_text("Right", timeout=PATIENCE)
     page.locator("#benchmark [name=backends]").fill("naive, tiled, torch, sdpa_flash")

@@ -1,8 +1,9 @@
 """Fill the tables of the documentation from the code and from what was measured, so that neither drifts from the other.
 
 `python docs/make_tables.py` writes them between their marks, `<!-- table: NAME -->` and `<!-- end -->`, and the
-settings of the Helm chart into its schema, and the schema of the judge's report; with `--check` it writes nothing and
-exits with 1 where a file is not as it would write it (`make lint`). The tables themselves are made in `docs/tables/`.
+settings of the Helm chart into its schema, the schema of the judge's report, and the tutorial for the server's page;
+with `--check` it writes nothing and exits with 1 where a file is not as it would write it (`make lint`). The tables
+themselves are made in `docs/tables/`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import re
 import sys
 from pathlib import Path
 
+from markdown import markdown
+
 from flashpoint_contract import judging
 from flashpoint_server.config.settings import Settings
 from tables import TABLES
@@ -21,6 +24,7 @@ DOCS = Path(__file__).resolve().parent
 MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 CHART_SCHEMA = DOCS.parent / "deploy/helm/flashpoint/values.schema.json"
 REPORT_SCHEMA = DOCS / "reference/judge-report.schema.json"
+TUTORIAL = DOCS.parent / "server/flashpoint_server/page/templates/tutorial.html"
 # Settings that the chart decides, secrets, files that it does not mount, and shared memory, which ends with a pod.
 NOT_OF_THE_CHART = {
     "port",
@@ -53,12 +57,23 @@ def with_settings(text: str) -> str:
     return json.dumps(schema, indent=2) + "\n"
 
 
+def tutorial(_: str) -> str:
+    """The tutorial as HTML, for the server's page. A block of code can be scrolled with the keyboard."""
+    html = markdown((DOCS / "tutorial.md").read_text(encoding="utf-8"), extensions=["fenced_code", "sane_lists"])
+    parts = html.split("<pre>")
+    regions = (f'<pre tabindex="0" role="region" aria-label="Code {n}">{part}' for n, part in enumerate(parts[1:], 1))
+    return parts[0] + "".join(regions) + "\n"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 where a page has drifted")
     check = parser.parse_args().check
     drifted = []
-    made = {CHART_SCHEMA: with_settings, REPORT_SCHEMA: lambda _: json.dumps(judging.schema(), indent=2) + "\n"}
+    made = {
+        CHART_SCHEMA: with_settings, REPORT_SCHEMA: lambda _: json.dumps(judging.schema(), indent=2) + "\n",
+        TUTORIAL: tutorial,
+    }  # fmt: skip
     for page in [*sorted(DOCS.rglob("*.md")), *made]:
         before = page.read_text(encoding="utf-8")
         after = made.get(page, filled)(before)

@@ -20,14 +20,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib.pyplot as plt
 import torch
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import flashpoint
 import flashpoint.torch
-from flashpoint.plots.style import BLACK, RULE, SKY, VERMILION
+from flashpoint.plots.style import BLACK, RULE, SKY, VERMILION, panels, saved
 from flashpoint_kernels import attention
 from flashpoint_kernels.modules import Block
 from flashpoint_kernels.timing.device import describe
@@ -116,9 +117,8 @@ def train(
     return Trained(losses, model, alphabet, context)
 
 
-def draw(curves: dict[str, list[float]], path: str) -> None:
-    """The curves above; below, how far each is from the first."""
-    figure, (above, below) = plt.subplots(2, 1, sharex=True, figsize=(8, 6), height_ratios=(3, 2), layout="constrained")
+def draw(curves: dict[str, list[float]], about: str) -> Figure:
+    """Return the curves above; below, how far each is from the first."""
     first, *others = curves
     # Each later curve is thinner than the one it covers.
     styles = {
@@ -127,21 +127,25 @@ def draw(curves: dict[str, list[float]], path: str) -> None:
         "served": (SKY, "--", 1.5),
         "saved": (RULE, ":", 1.0),
     }
+    key = [Line2D([], [], label=name, color=styles[name][0], linestyle=styles[name][1], linewidth=styles[name][2])
+           for name in curves]  # fmt: skip
+    marks = dict(zip(others, "xo+", strict=False))
+    key += [Line2D([], [], label=f"{name} from {first}", color=styles[name][0], marker=mark, linestyle="none")
+            for name, mark in marks.items()]  # fmt: skip
+    figure, axes = panels(
+        "A small GPT trained from one seed", about, 1 + bool(others), key, columns=1, panel=(8.0, 2.8), keys=len(curves)
+    )
     for name, losses in curves.items():
         colour, line, width = styles[name]
-        above.plot(losses, color=colour, linestyle=line, linewidth=width, label=name)
-    for name in others:
+        axes[0].plot(losses, color=colour, linestyle=line, linewidth=width)
+    for name, mark in marks.items():
         apart = [abs(a - b) for a, b in zip(curves[name], curves[first], strict=True)]
-        below.plot(apart, ".", color=styles[name][0], markersize=4, label=f"{name} from {first}")
-    above.set(ylabel="loss, nats a character")
-    below.set(xlabel="step", ylabel="difference of loss")
-    below.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-    for axes in (above, below) if others else (above,):
-        axes.grid(color=RULE, linewidth=0.6)
-        axes.legend(frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1.0, 1.0), borderaxespad=0.0)
-    figure.suptitle("A small GPT trained from one seed", x=0.01, ha="left")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+        axes[-1].plot(apart, mark, color=styles[name][0], markersize=4)
+        axes[-1].ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+        axes[-1].set_ylabel("difference of loss", fontsize=9)
+    axes[0].set_ylabel("loss, nats a character", fontsize=9)
+    axes[-1].set_xlabel("step", fontsize=9)
+    return figure
 
 
 def environment() -> dict[str, Any]:
@@ -161,7 +165,9 @@ def main() -> None:
     parser.add_argument("--backend", default="tiled", help="of local, served and saved (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plot", default="train-gpt.png", help="the picture; none if empty (default: %(default)s)")
+    parser.add_argument(
+        "--plot", default="train-gpt.svg", help="the picture, SVG or PNG; none if empty (default: %(default)s)"
+    )
     parser.add_argument("--write", type=int, default=200, help="characters at the end (default: %(default)s)")
     parser.add_argument("--json", help="the curves and the environment as JSON")
     given = parser.parse_args()
@@ -178,7 +184,8 @@ def main() -> None:
         print(f"{name} is at most {apart:.1e} from {first}")
     print(f"\n{first} writes:\n{text}")
     if given.plot:
-        draw(curves, given.plot)
+        kind = "png" if given.plot.endswith(".png") else "svg"
+        Path(given.plot).write_bytes(saved(lambda: draw(curves, describe("cpu")["device"]), kind))
     if given.json:
         found = {"environment": environment(), "seed": given.seed, "backend": given.backend, "curves": curves}
         found["text"] = text

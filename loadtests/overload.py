@@ -22,8 +22,9 @@ from load import Call, Load, Step
 from locustfile import KINDS, Caller
 from scenarios import REFUSED, Verdict
 
+from benchmarks import figures
 from benchmarks.record import percentile
-from flashpoint.plots.style import BLUE, GREY
+from flashpoint.plots import style
 from server import Server
 
 HERE = Path(__file__).resolve().parent
@@ -67,7 +68,7 @@ def main() -> int:
     verdicts = judged(best, steps[-1], after, code)
     found = {"environment": made, "verdicts": [asdict(verdict) for verdict in verdicts], "steps": rows}
     (asked.out / "overload.json").write_text(json.dumps(found, indent=1) + "\n")
-    plot(steps, best, asked.out / "overload.svg")
+    (asked.out / "overload.svg").write_bytes(style.saved(lambda: figures.overload(found), "svg"))
     for verdict in verdicts:
         print(f"{'yes' if verdict.met else 'NO '}  {verdict.question}  {verdict.found} ({verdict.wanted})")
     if asked.record:
@@ -101,22 +102,6 @@ def judged(best: float, worst: Step, after: Step, code: int) -> list[Verdict]:
                 recovery <= MOST_RECOVERY),
         Verdict("Did it end well?", f"exit code {code}", "0", code == 0),
     ]  # fmt: skip
-
-
-def plot(steps: list[Step], best: float, path: Path) -> None:
-    """Plot the rate of calls answered in time against the offered rate."""
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    offered = [step.offered or 0.0 for step in steps]
-    axes.plot(offered, [step.rate for step in steps], "o-", color=BLUE, label="answered in time")
-    axes.axhline(best, color=GREY, linestyle=":", label="the most")
-    axes.set(xlabel="calls offered a second", ylabel="calls a second", xlim=(0, None), ylim=(0, None))
-    axes.set_title("Answered against offered, to ten times the capacity")
-    axes.grid(visible=True, alpha=0.25)
-    axes.legend(frameon=False)
-    figure.savefig(path)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -11,15 +11,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-from scenarios import Report, Step
+from scenarios import Report
 
-from benchmarks import record
+from benchmarks import figures, record
 from benchmarks.record import ROOT
-from flashpoint.plots.style import BLUE, GREY, ORANGE, VERMILION
-
-mpl.use("svg")
-PERCENTILES = {50: BLUE, 95: ORANGE, 99: VERMILION}  # and their colours
+from flashpoint.plots import style
 
 STYLE = """body{font:15px/1.5 system-ui,sans-serif;max-width:72em;margin:2em auto;padding:0 1em}
 table{border-collapse:collapse;margin:1em 0}td,th{padding:.2em .7em;border-bottom:1px solid #ccc;text-align:left}
@@ -57,28 +53,11 @@ def write(report: Report, made: dict[str, Any], folder: Path) -> None:
         writer.writerows(found["steps"])
     for scenario, page in report.pages.items():
         (folder / f"{scenario}.html").write_text(page)
-    curve = [step for step in report.steps if step.scenario == "saturation"]
+    curve = any(step.scenario == "saturation" for step in report.steps)
     if curve:
-        plot(curve, report.capacity, folder / "latency.svg")
+        (folder / "latency.svg").write_bytes(style.saved(lambda: figures.latency(found), "svg"))
     picture = (folder / "latency.svg").read_text().partition("<svg")[2] if curve else ""
     (folder / "report.html").write_text(_page(found, list(report.pages), picture))
-
-
-def plot(curve: Sequence[Step], capacity: float, path: Path) -> None:
-    """Latency against the rate that is offered, whatever becomes of it."""
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
-    offered = [step.offered or 0.0 for step in curve]  # where nothing was answered, matplotlib leaves a gap
-    for part, colour in PERCENTILES.items():
-        axes.plot(offered, [step.percentile(part) for step in curve], "o-", color=colour, label=f"p{part}")
-    axes.axvline(capacity, color=GREY, linestyle=":", label="capacity")
-    axes.set(xlabel="calls offered a second", ylabel="milliseconds to the answer", yscale="log", xlim=(0, None))
-    axes.set_title("Latency against the offered rate, a mix of calls in an open loop")
-    axes.grid(visible=True, which="both", alpha=0.25)
-    axes.legend(frameon=False)
-    figure.savefig(path)
-    plt.close(figure)
 
 
 def _page(found: dict[str, Any], scenarios: Iterable[str], picture: str) -> str:

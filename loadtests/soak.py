@@ -25,7 +25,8 @@ import report
 from load import Load
 from scenarios import REFUSED, SOAK_LOAD, Verdict
 
-from flashpoint.plots.style import BLUE
+from benchmarks import figures
+from flashpoint.plots import style
 from server import Server
 
 HERE = Path(__file__).resolve().parent
@@ -74,7 +75,7 @@ def main() -> int:
         server.stop()
     found["verdicts"] = [asdict(verdict) for verdict in verdicts]
     (asked.out / "soak.json").write_text(json.dumps(found, indent=1) + "\n")
-    plot(found, asked.out / "soak.svg")
+    (asked.out / "soak.svg").write_bytes(style.saved(lambda: figures.soak(found), "svg"))
     for verdict in found["verdicts"]:
         print(f"{'yes' if verdict['met'] else 'NO '}  {verdict['question']}  {verdict['found']} ({verdict['wanted']})")
     if asked.record:
@@ -134,29 +135,6 @@ def judged(windows: Sequence[dict[str, Any]]) -> list[Verdict]:
 
 def ended(code: int) -> Verdict:
     return Verdict("Did it end well?", f"exit code {code}", "0", code == 0)
-
-
-def plot(found: dict[str, Any], path: Path) -> None:
-    """Plot the resources and the latency against time."""
-    from matplotlib import pyplot as plt
-
-    windows = found["windows"]
-    minutes = [w["minutes"] for w in windows]
-    rows = (("resident_mib", "resident, MiB"), ("private_mib", "private, MiB"), ("shared_mib", "shared, MiB"),
-            ("descriptors", "descriptors"), ("threads", "threads"))  # fmt: skip
-    figure, axes = plt.subplots(len(rows) + 1, 1, figsize=(7, 10), sharex=True, layout="constrained")
-    for axis, (name, label) in zip(axes, rows, strict=False):
-        axis.plot(minutes, [w[name] for w in windows], color=BLUE)
-        axis.set(ylabel=label, ylim=(0, 1.25 * max(w[name] for w in windows)))
-    for part, colour in report.PERCENTILES.items():
-        axes[-1].plot(minutes, [w[f"p{part}_ms"] or float("nan") for w in windows], color=colour, label=f"p{part}")
-    axes[-1].set(ylabel="milliseconds", yscale="log", xlabel="minutes of load")
-    axes[-1].legend(frameon=False, ncols=3)
-    axes[0].set_title(f"A mix of calls at {found['offered']:g} a second, 70% of the capacity")
-    for axis in axes:
-        axis.grid(visible=True, alpha=0.25)
-    figure.savefig(path)
-    plt.close(figure)
 
 
 if __name__ == "__main__":

@@ -280,7 +280,7 @@ def reproduced() -> str:
         text += f"\n{made_on(result['environment'], 'python', 'torch', 'triton')}:\n\n"
         text += table(["", "claim", "measured", "verdict"], rows)
         for kind in ("time", "roofline") if result["rows"] else ():
-            text += f"\n![{kind} on this machine](images/{stem}-{kind}.svg)\n"
+            text += f"\n![The {kind} of each case on this machine](images/{stem}-{kind}.svg)\n"
     return text or NOT_MEASURED
 
 

@@ -34,11 +34,17 @@ def load_steps() -> str:
     return text or NOT_MEASURED
 
 
+_SHOWN = {
+    "soak": "Memory, descriptors, threads and latency, minute by minute",
+    "overload": "Calls answered in time against calls offered",
+}
+
+
 def steady(what: str) -> str:
     """Return the questions of a soak or an overload, and its picture."""
     text = ""
     for stem, result in results(what):
-        text += f"\n{made_on(result['environment'], 'python', 'torch')}:\n\n![{what}](images/{stem}.svg)\n\n"
+        text += f"\n{made_on(result['environment'], 'python', 'torch')}:\n\n![{_SHOWN[what]}](images/{stem}.svg)\n\n"
         text += verdicts(result)
     return text or NOT_MEASURED
 

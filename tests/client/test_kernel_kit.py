@@ -246,7 +246,9 @@ def timed(run, tmp_path, kernel, *flags):
     """The exit code, both outputs, and the rows of the function and of others."""
     flags = (*SMALL, *TIMED, *flags, "--backend", "naive", "--json", tmp_path / "rows.json")
     code, out, err = run("benchmark", "--kernel", f"my_kernels:{kernel}", *flags)
-    rows = flashpoint.BenchmarkJob.model_validate_json((tmp_path / "rows.json").read_text()).rows
+    job = flashpoint.BenchmarkJob.model_validate_json((tmp_path / "rows.json").read_text())
+    assert job.environment["kernel"] == f"my_kernels:{kernel}"  # pictures name it
+    rows = job.rows
     assert {row.backend for row in rows} == {"naive", "kernel"}
     return code, out, err, [row for row in rows if row.backend == "kernel"]
 
@@ -258,6 +260,7 @@ def test_a_function_is_timed_beside_the_backends(run, kernels, tmp_path):
     assert len(rows) == 4
     assert all(row.ms > 0 and row.speedup_over_naive > 0 and row.skipped is None for row in rows)
     assert "`flashpoint verify --kernel my_kernels:plain` judges its answers" in out
+    assert "naive writes the matrix of scores, so its limit is low" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(

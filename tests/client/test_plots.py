@@ -1,17 +1,20 @@
-"""The pictures: what is drawn of each row, where, and that nothing covers or leaves anything."""
+"""The pictures: what is drawn of each row, where, and that nothing covers or leaves anything; and their pixels."""
 
 import itertools
 import threading
+from functools import partial
 
 import pytest
 
 pytest.importorskip("matplotlib")
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.text import Text
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 
 from flashpoint import BenchmarkJob, VerifyReport
 from flashpoint.plots import KINDS, benchmark_figure, plot_benchmark, plot_verification, style
 from flashpoint.plots.errors import histograms
+from tests.support.pictures import check, laid_out, painted, pixels, written
 from tests.support.proof_answers import FIGURES, ROW
 
 PEAKS = {
@@ -32,10 +35,12 @@ def row(backend, n, direction="forward", **more):
     }  # fmt: skip
 
 
-def job(rows):
+def job(rows, **environment):
     about = {"id": "j", "created": "2026-01-01T00:00:00Z", "request": {"preset": "papers"}}
     device = "Chip & Co, whose name is as long as the names of some processors are, 2 cores at 3.4 GHz"
-    return BenchmarkJob.model_validate({**about, "device": device, "rows": rows, "environment": {"peaks": PEAKS}})
+    return BenchmarkJob.model_validate(
+        {**about, "device": device, "rows": rows, "environment": {"peaks": PEAKS, **environment}}
+    )
 
 
 # Three families with one length, four with several: lines and bars in one picture.
@@ -48,52 +53,6 @@ ROWS = [
     *(row("tiled", n, head_dim=128, batch=b) for n in (1024, 2048) for b in (1, 4)),
 ]  # fmt: skip
 SKIPPED = ROW | {"backend": "flex", "head_dim": 256, "skipped": "no compiler"}
-
-
-def laid_out(draw, theme="light"):
-    with style.themed(theme):
-        figure = draw()
-        FigureCanvasAgg(figure)
-        figure.draw_without_rendering()
-    return figure
-
-
-def written(figure):
-    """Each text that is seen, and what it covers."""
-    texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]
-    # An axis makes ticks beyond its limits, too, which are not drawn.
-    hidden = set()
-    for axis in (axis for ax in figure.axes for axis in (ax.xaxis, ax.yaxis)):
-        low, high = sorted(axis.get_view_interval())
-        ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
-        hidden |= {label for t in ticks if not low <= t.get_loc() <= high for label in (t.label1, t.label2)}
-    return [(text.get_text(), text.get_window_extent()) for text in texts if text not in hidden]
-
-
-def check(figure):
-    """Every panel has data within its axes; no text is cut off or covers another."""
-    for ax in figure.axes:
-        points = [line.get_xydata() for line in ax.lines if line.get_marker() not in ("None", "")]
-        assert any(len(p) for p in points) or ax.patches, ax.get_title(loc="left")
-        assert ax.get_xlim()[0] != ax.get_xlim()[1]
-        for x, y in (at for p in points for at in ax.transData.transform(p)):
-            assert ax.bbox.x0 - 0.5 <= x <= ax.bbox.x1 + 0.5, ax.get_title(loc="left")
-            assert ax.bbox.y0 - 0.5 <= y <= ax.bbox.y1 + 0.5, ax.get_title(loc="left")
-        for bar in ax.patches:
-            box = bar.get_window_extent()
-            assert (box.x0, box.y0) >= (ax.bbox.x0 - 1, ax.bbox.y0 - 1)
-            assert box.x1 <= ax.bbox.x1 + 1
-            assert box.y1 <= ax.bbox.y1 + 1
-    texts = written(figure)
-    for text, box in texts:
-        assert figure.bbox.x0 <= box.x0, text
-        assert box.x1 <= figure.bbox.x1, text
-        assert figure.bbox.y0 <= box.y0, text
-        assert box.y1 <= figure.bbox.y1, text
-    for (a, left), (b, right) in itertools.combinations(texts, 2):
-        assert not left.padded(-1).overlaps(right.padded(-1)), (a, b)
-    for legend in figure.legends:
-        assert not any(legend.get_window_extent().overlaps(ax.bbox) for ax in figure.axes)
 
 
 def titles(figure):
@@ -140,6 +99,56 @@ def test_every_backend_beside_every_other_in_one_panel():
         check(laid_out(lambda kind=kind, some=some: benchmark_figure(job(some), kind)))
 
 
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("kind", ["time", "tflops", "roofline"])
+def test_the_callers_kernel_is_the_boldest_line_under_its_functions_name(kind, theme):
+    others = ["naive", "torch", "sdpa_flash", "flex"]
+    each = {name: 1 + i for i, name in enumerate([*others, "kernel"])}
+    rows = [
+        row("naive", n, ms=n / i, ms_p20=None, ms_p80=None, tflops=0.06 * i, tflops_standard=0.06 * i)
+        | {"backend": name, "arithmetic_intensity": n / 4.0}
+        for name, i in each.items()
+        for n in (128, 16384)
+    ]
+    figure = laid_out(lambda: benchmark_figure(job(rows, kernel="mine.kernels:my_attention"), kind), theme)
+    check(figure)
+    assert "my_attention" in {text for text, _ in written(figure)}
+    with style.themed(theme):
+        area = {name: painted(figure, figure.axes[0], style.look(name).colour) for name in each}
+    assert min(area.values()) > 0
+    if kind == "roofline":
+        del area["naive"]  # it has the colour of the roofs
+    assert area.pop("kernel") > 1.5 * max(area.values()), area
+
+
+def test_a_kernel_called_like_a_backend_has_its_module_beside_it():
+    rows = [row("naive", 64), row("naive", 64) | {"backend": "kernel"}]
+    bars = laid_out(lambda: benchmark_figure(job(rows, kernel="mine:torch"), "time"))
+    assert {"naive", "mine:torch"} <= {text for text, _ in written(bars)}
+
+
+def test_backends_can_be_told_apart_in_grey_print():
+    """The key and the bar of each backend, drawn alone and printed in grey: no two are nearly equal."""
+
+    def printed(artists):
+        with style.themed("light"):
+            figure = Figure(figsize=(0.9, 0.4))
+            FigureCanvasAgg(figure)
+            artists(figure)
+            return pixels(figure) @ (0.299, 0.587, 0.114)
+
+    def key(figure, name):
+        figure.legend([style.key(name)], [""], handlelength=5, loc="center")
+
+    def bar(figure, name):
+        figure.add_artist(Rectangle(xy=(0, 0), width=1, height=1, **style.bar(name)))
+
+    for draw in (key, bar):
+        drawn = {name: printed(partial(draw, name=name)) for name in style.LOOKS}
+        for (a, left), (b, right) in itertools.combinations(drawn.items(), 2):
+            assert (abs(left - right) > 0.1).sum() > 30, (draw.__name__, a, b)
+
+
 def test_lengths_close_to_each_other_are_not_overprinted():
     rows = [row(b, n) for b in ("naive", "tiled") for n in (1000, 1010, 1100, 4096, 4100, 16384, 131072)]
     for kind in ("time", "speedup", "roofline"):
@@ -166,6 +175,31 @@ def test_a_benchmark_without_figures_has_no_picture(kind):
             plot_benchmark(job(rows), kind)
 
 
+@pytest.mark.parametrize("lengths", [(512,), (512, 1024)])
+def test_speedups_have_a_line_at_1_above_the_bars(lengths):
+    rows = [row(b, n) for b in ("naive", "tiled", "sdpa_flash") for n in lengths]
+    figure = laid_out(lambda: benchmark_figure(job(rows), "speedup"))
+    check(figure)
+    (ax,) = figure.axes
+    assert "1: as fast as naive" in {text for text, _ in written(figure)}
+    picture = pixels(figure)
+    x, y = ax.transData.transform((1, 1)).round().astype(int)
+    (x0, y0), (x1, y1) = ax.bbox.min.round().astype(int), ax.bbox.max.round().astype(int)
+    line = picture[y0:y1, x - 1 : x + 1] if len(lengths) == 1 else picture[y - 1 : y + 1, x0:x1].swapaxes(0, 1)
+    assert ((line < 0.45).all(axis=2).any(axis=1)).mean() > 0.5  # of the panel: it is dashed
+
+
+def test_a_roofline_says_why_naive_has_a_high_share():
+    def said(*backends):
+        figure = laid_out(lambda: benchmark_figure(job([row(name, 512) for name in backends]), "roofline"))
+        return " ".join(" ".join(text for text, _ in written(figure)).split())
+
+    with_naive, without = said("naive", "tiled"), said("tiled")
+    assert "% of roofline: the rate of a point over the roof above it" in with_naive
+    assert "naive writes the matrix of scores, so its roof is lower" in with_naive
+    assert "naive" not in without
+
+
 def test_a_speedup_needs_more_than_naive_and_a_roofline_its_peaks():
     single = row("naive", 512, dtype="bfloat16")
     with pytest.raises(ValueError, match="nothing to plot"):
@@ -186,16 +220,20 @@ def test_a_verification_shows_the_errors_of_each_tensor_and_its_bound(theme):
         "max_abs": "Infinity",
         "histogram": [*histogram, {"exponent": 309, "count": 2}],
     }
+    tight = good | {"name": "dk", "bound": 3e-12}  # far below all errors
     exact = good | {"name": "lse", "max_abs": 0.0, "bound": 0.0, "histogram": histogram[:1]}
     empty = exact | {"name": "dv", "histogram": []}
     about = {"backend": "tiled", "device": "cpu", "dtype": "float32", "seconds": 1, "ok": False}
-    report = VerifyReport.model_validate({**about, "tensors": [good, bad, exact, empty]})
+    report = VerifyReport.model_validate({**about, "tensors": [good, bad, tight, exact, empty]})
     figure = laid_out(lambda: histograms(report), theme)
     check(figure)
     found = [text for text, _ in written(figure)]
     assert "Errors: NOT all within their bounds" in found
     assert "o: within its bound\nlargest 1.0e-07" in found
     assert "dq: NOT within its bound\nlargest inf" in found
-    assert found.count("bound 2.0e-06") == 2
+    assert [found.count(f"bound {bound}") for bound in ("2.0e-06", "3.0e-12", "0")] == [2, 1, 2]
+    for ax in figure.axes:
+        (bound,), zero = ax.lines, min(ax.patches, key=lambda bar: bar.get_x())
+        assert zero.get_x() + zero.get_width() <= bound.get_xdata()[0] <= ax.get_xlim()[1]
     assert found.count("∞") == 1
     assert plot_verification(report, theme=theme).startswith(b"<?xml")

@@ -37,7 +37,7 @@ from flashpoint.commands.running import (
     words,
     write_json,
 )  # fmt: skip
-from flashpoint.commands.tables import benchmark_tables, machine, problem
+from flashpoint.commands.tables import OF_NAIVE, benchmark_tables, machine, problem
 from flashpoint.commands.verify_kernel import load_kernel
 from flashpoint.errors import FlashpointError
 from flashpoint_contract.schemas.benchmark import (
@@ -125,6 +125,8 @@ def benchmark(
     if url is None:
         job = BenchmarkJob(id="local", created=datetime.datetime.now(datetime.UTC), request=request)
         job, interrupted = _watched(job, local("benchmark")(request, function))
+        if kernel is not None:
+            job = job.model_copy(update={"environment": {**job.environment, "kernel": kernel}})
     else:
         with client(url, api_key, timeout) as server:
             started = server.benchmark(**dict(request), timeout=timeout)
@@ -135,6 +137,8 @@ def benchmark(
     for table in benchmark_tables(job.rows, show.width):
         show.print(table)
         show.print()
+    if any(row.backend.startswith("naive") and row.roofline_percent is not None for row in job.rows):
+        show.print(OF_NAIVE, style="dim")
     if plot is not None:
         _draw(job, plot, kind, format, theme, show)
     if kernel is not None:

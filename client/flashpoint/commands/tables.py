@@ -21,7 +21,7 @@ MARKS = {
     "<": "< memory below what the algorithm must hold: the process reused memory that it already had",
     "!": "! above the measured roof: its data stayed in caches, or something else ran while the peaks were measured",
 }
-
+OF_NAIVE = "% roof: of each algorithm's own limit: naive writes the matrix of scores, so its limit is low. Compare ms."
 
 # The columns that a narrow terminal does not show: the first ones go first.
 _LEAST = (

@@ -34,8 +34,9 @@ def plot_benchmark(job: BenchmarkJob, kind: Kind, format: Format = "svg", theme:
     - `speedup`: bars, the speed-up over the plain formula.
     - `roofline`: the rows under the roofs of the measured peaks.
 
-    Rows that differ in more than their length, such as forward and backward, have separate panels. Raises ValueError if
-    no row has the figures of the picture.
+    The caller's own kernel is the boldest line, with the name of its function, `environment["kernel"]`. Rows that
+    differ in more than their length, such as forward and backward, have separate panels. Raises ValueError if no
+    row has the figures of the picture.
     """
     return style.saved(lambda: benchmark_figure(job, kind), format, theme)
 
@@ -51,7 +52,16 @@ def benchmark_figure(job: BenchmarkJob, kind: Kind) -> Figure:
     if not rows:
         raise ValueError(f"there is nothing to plot yet: no row has {_NEEDS[kind]}")
     subtitle = job.device or rows[0].device
-    return roofline(rows, peaks, subtitle) if kind == "roofline" else quantity(QUANTITIES[kind], rows, subtitle)
+    own = _own_name(job.environment.get("kernel"))
+    if kind == "roofline":
+        return roofline(rows, peaks, subtitle, own)
+    return quantity(QUANTITIES[kind], rows, subtitle, own)
+
+
+def _own_name(kernel: str | None) -> str:
+    """Return the name of the function in MODULE:FUNCTION; all of it if the function is called like a backend."""
+    function = (kernel or style.OWN).rpartition(":")[2]
+    return kernel if kernel and function in style.LOOKS and function != style.OWN else function
 
 
 def plot_verification(report: VerifyReport, format: Format = "svg", theme: Theme = "light") -> bytes:

@@ -29,13 +29,16 @@ def _panel(ax: Axes, judged: Judgement) -> None:
     decades = {d.exponent: d.count for d in judged.histogram}
     exact, infinite = decades.pop(None, 0), decades.pop(_INFINITE, 0)
     exponents = sorted(e for e in decades if e is not None)
-    low, high = (exponents[0], exponents[-1]) if exponents else (-16, -1)
-    if math.isfinite(judged.bound) and judged.bound > 0:
-        high = max(high, math.floor(math.log10(judged.bound)))
-        ax.axvline(math.log10(judged.bound), color=style.VERMILION, linewidth=1.6)
-        right = math.log10(judged.bound) < (low + high) / 2  # put the label on the side with more room
+    low, high = (exponents[0], exponents[-1]) if exponents else (-8, -1)
+    if math.isfinite(judged.bound) and judged.bound >= 0:
+        decade = math.floor(math.log10(judged.bound)) if judged.bound else low
+        low, high = min(low, decade), max(high, decade)
+        place = math.log10(judged.bound) if judged.bound else low - 0.33  # right of the exact elements
+        ax.axvline(place, color=style.VERMILION, linewidth=1.6)
+        right = place < (low + high) / 2  # put the label on the side with more room
         ax.annotate(
-            f"bound {judged.bound:.1e}", (math.log10(judged.bound), 0.97), xycoords=("data", "axes fraction"),
+            f"bound {judged.bound:.1e}" if judged.bound else "bound 0", (place, 0.97),
+            xycoords=("data", "axes fraction"),
             xytext=(4 if right else -4, 0), textcoords="offset points", fontsize=8, color=style.VERMILION,
             ha="left" if right else "right", va="top",
         )  # fmt: skip

@@ -34,29 +34,39 @@ class Quantity:
     baseline: float | None = None
 
 
-def quantity(what: Quantity, rows: Rows, subtitle: str) -> Figure:
-    """Return a figure of `what` for all rows. A panel with a single length has one bar for each backend."""
+def quantity(what: Quantity, rows: Rows, subtitle: str, own: str = style.OWN) -> Figure:
+    """Return a figure of `what` for all rows. A panel with a single length has one bar for each backend.
+
+    `own` is the name of the caller's kernel.
+    """
     found = families(rows)
     over_lengths = [row for family, members in found.items() if not family.length for row in members]
     figure, axes = style.panels(
-        what.title, " · ".join(filter(None, (subtitle, what.about))), len(found), _legend(what, rows, over_lengths)
+        what.title,
+        " · ".join(filter(None, (subtitle, what.about))),
+        len(found),
+        _legend(what, rows, over_lengths, own),
     )
     for ax, (family, members) in zip(axes, found.items(), strict=True):
         style.name(ax, str(family))
         if family.length:
-            _one_length(ax, what, members)
+            _one_length(ax, what, members, own)
         else:
             what.draw(ax, what, members)
             ax.set_ylabel(what.unit, fontsize=9)
     return figure
 
 
-def _legend(what: Quantity, rows: Rows, over_lengths: Rows) -> list[Artist]:
-    """Return the legend: the backends, unless all panels name them, and the meaning of the mark of noisy rows."""
+def _legend(what: Quantity, rows: Rows, over_lengths: Rows, own: str) -> list[Artist]:
+    """Return the legend: the backends, unless all panels name them, the line at 1, and the meaning of marks."""
     backends = style.ordered(row.backend for row in over_lengths)
     entries: list[Artist] = [
-        Patch(label=backend, **_bar(backend)) if what.draw is _grouped else style.key(backend) for backend in backends
+        Patch(label=named, **style.bar(backend)) if what.draw is _grouped else style.key(backend, named)
+        for backend in backends
+        for named in [style.named(backend, own)]
     ]
+    if what.baseline is not None:
+        entries.append(Line2D([], [], label=f"{what.baseline:g}: as fast as naive", **_baseline()))
     found = "".join(_marks(what, row) for row in rows)
     hollow = "" if what.draw is _grouped or not over_lengths else "hollow, "
     for mark, meaning in style.MARKS.items():
@@ -70,7 +80,7 @@ def _marks(what: Quantity, row: BenchmarkRow) -> str:
     return row.marks if what.timed else "<" if row.peak_bytes_low else ""
 
 
-def _one_length(ax: Axes, what: Quantity, rows: Rows) -> None:
+def _one_length(ax: Axes, what: Quantity, rows: Rows, own: str) -> None:
     """Draw a horizontal bar for each backend, with its name, and its value at the end."""
     by_backend = {row.backend: row for row in rows}
     backends = style.ordered(by_backend)
@@ -78,7 +88,7 @@ def _one_length(ax: Axes, what: Quantity, rows: Rows) -> None:
     for place, backend in enumerate(backends):
         row = by_backend[backend]
         value = what.of(row)
-        ax.barh(place, value, 0.7, **_bar(backend))
+        ax.barh(place, value, 0.7, **style.bar(backend))
         end = value
         if what.spread and row.ms_p20 is not None and row.ms_p80 is not None:
             ax.plot([row.ms_p20, row.ms_p80], [place, place], color=style.grey(), linewidth=2.4, solid_capstyle="butt")
@@ -90,9 +100,11 @@ def _one_length(ax: Axes, what: Quantity, rows: Rows) -> None:
             bbox={"facecolor": style.paper(), "edgecolor": "none", "pad": 1},
         )  # fmt: skip
     if what.baseline is not None:
-        ax.axvline(what.baseline, color=style.ink(), linewidth=1)
+        ax.axvline(what.baseline, **_baseline())
         ends.append(what.baseline)
-    ax.set_yticks(range(len(backends)), backends)
+    ax.set_yticks(range(len(backends)), [style.named(backend, own) for backend in backends])
+    for label, backend in zip(ax.get_yticklabels(), backends, strict=True):
+        label.set_fontweight("bold" if style.look(backend).bold else "normal")
     ax.set_ylim(len(backends) - 0.4, -0.6)
     ax.set_xlim(0, max(ends) * 1.3)  # room for the values
     binary = what.say is _binary
@@ -109,11 +121,9 @@ def _lines(ax: Axes, what: Quantity, rows: Rows) -> None:
     for backend in style.ordered(row.backend for row in rows):
         line = sorted((row for row in rows if row.backend == backend), key=lambda row: row.kv_len)
         x, y = [row.kv_len for row in line], [what.of(row) for row in line]
-        ax.plot(x, y, linewidth=1.7, markersize=5.5, markeredgecolor=style.paper(), markeredgewidth=0.6,
-                **style.line(backend))  # fmt: skip
+        ax.plot(x, y, **style.line(backend))
         marked = [(row.kv_len, what.of(row)) for row in line if _marks(what, row)]
-        hollow = {**style.line(backend), "linestyle": "none", "markerfacecolor": style.paper()}
-        ax.plot([n for n, _ in marked], [value for _, value in marked], markersize=5.5, **hollow)
+        ax.plot([n for n, _ in marked], [value for _, value in marked], **style.hollow(backend))
         if what.spread:
             spread = [[max(0, v - (r.ms_p20 or v)) for v, r in zip(y, line, strict=True)],
                       [max(0, (r.ms_p80 or v) - v) for v, r in zip(y, line, strict=True)]]  # fmt: skip
@@ -146,11 +156,11 @@ def _grouped(ax: Axes, what: Quantity, rows: Rows) -> None:
     width = 0.84 / len(backends)
     for row in rows:
         x = lengths.index(row.kv_len) + (backends.index(row.backend) - (len(backends) - 1) / 2) * width
-        ax.bar(x, what.of(row), width * 0.92, **_bar(row.backend))
+        ax.bar(x, what.of(row), width * 0.92, **style.bar(row.backend))
         if mark := _marks(what, row):
             ax.annotate(mark, (x, what.of(row)), xytext=(0, 1), textcoords="offset points", fontsize=9, ha="center")
     if what.baseline is not None:
-        ax.axhline(what.baseline, color=style.ink(), linewidth=1)
+        ax.axhline(what.baseline, **_baseline())
     ax.set_ylim(0, 1.12 * max(*map(what.of, rows), what.baseline or 0))
     every = -(-len(lengths) // 8)
     ax.set_xticks(range(0, len(lengths), every), [style.short_length(n) for n in lengths[::every]])
@@ -158,9 +168,8 @@ def _grouped(ax: Axes, what: Quantity, rows: Rows) -> None:
     ax.set_xlabel("sequence length", fontsize=9)
 
 
-def _bar(backend: str) -> dict[str, Any]:
-    look = style.look(backend)
-    return {"facecolor": look.colour, "hatch": look.hatch, "edgecolor": style.paper()}
+def _baseline() -> dict[str, Any]:
+    return {"color": style.ink(), "linewidth": 1.4, "linestyle": (0, (4, 2)), "zorder": 2.6}
 
 
 def _guides(ax: Axes, what: Quantity, rows: Rows) -> None:

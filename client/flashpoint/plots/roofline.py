@@ -19,6 +19,8 @@ from flashpoint.plots.families import Rows, families
 from flashpoint_contract.schemas.benchmark import BenchmarkRow
 
 Peaks = Mapping[str, Mapping[str, Any]]
+SHARE = "% of roofline: the rate of a point over the roof above it"
+OF_NAIVE = "naive writes the matrix of scores, so its roof is lower: a high % does not mean fast, compare times"
 _POINTS = 6.5  # size of a marker in points
 # Places of a label around its point: (right, up, distance in points). 1 is right or up, −1 is left or down.
 _PLACES = ((0, 1, 5), (0, -1, 5), (1, 1, 4), (1, -1, 4), (-1, 1, 4), (-1, -1, 4), (1, 0, 6), (-1, 0, 6))
@@ -28,19 +30,22 @@ _STACKED = {-1: "top", 0: "center", 1: "bottom"}
 Boxes = NDArray[np.float64]  # rows of (left, bottom, right, top) in pixels
 
 
-def roofline(rows: Rows, peaks: Peaks, subtitle: str) -> Figure:
+def roofline(rows: Rows, peaks: Peaks, subtitle: str, own: str = style.OWN) -> Figure:
     """Return a figure with a panel for each family, and in it a line for each backend through its lengths.
 
     The points have labels with their lengths if there are several. `peaks`, by dtype: the measured `tflops` and
-    `gb_per_s`, and `sheet_tflops` and `sheet_gb_per_s` if a data sheet is known.
+    `gb_per_s`, and `sheet_tflops` and `sheet_gb_per_s` if a data sheet is known. `own` is the name of the caller's
+    kernel.
     """
     found = families(rows)
-    legend = [_key(backend) for backend in style.ordered(row.backend for row in rows)]
+    legend = [style.key(backend, style.named(backend, own)) for backend in style.ordered(row.backend for row in rows)]
     for mark in sorted(set("".join(row.marks for row in rows))):
         legend.append(Line2D([], [], linestyle="none", label=f"hollow: {style.MARKS[mark]}"))
     if any(row.above_roof for row in rows):
         legend.append(Line2D([], [], label="ringed: above the measured roof", **_ring()))
-    about = [subtitle, "each algorithm by its own count of operations", *_roofs(rows, peaks)]
+    about = [subtitle, *_roofs(rows, peaks), "each algorithm by its own operations and bytes", SHARE]
+    if any(row.backend.startswith("naive") for row in rows):
+        about.append(OF_NAIVE)
     figure, axes = style.panels("Roofline", " · ".join(about), len(found), legend)
     for ax, (family, members) in zip(axes, found.items(), strict=True):
         _panel(ax, members, peaks[family.dtype])
@@ -80,10 +85,10 @@ def _panel(ax: Axes, rows: Rows, peak: Mapping[str, Any]) -> None:
     for backend in style.ordered(row.backend for row in rows):
         of_it = sorted((row for row in rows if row.backend == backend), key=lambda row: row.kv_len)
         at = [(row.arithmetic_intensity or 1, row.tflops or 1) for row in of_it]
-        ax.plot(*zip(*at, strict=True), linewidth=0.8, alpha=0.9, **_mark(backend))
+        ax.plot(*zip(*at, strict=True), **style.line(backend, 0.8, _POINTS))
         for row, (intensity, tflops) in zip(of_it, at, strict=True):
             if row.marks:
-                ax.plot(intensity, tflops, **_hollow(backend))
+                ax.plot(intensity, tflops, **style.hollow(backend, _POINTS))
             if row.above_roof:
                 ax.plot(intensity, tflops, **_ring())
     ax.set_xlabel("FLOP a byte", fontsize=9)
@@ -121,13 +126,13 @@ def _pixels(ax: Axes) -> float:
 
 
 def _ends_first(rows: Rows) -> list[BenchmarkRow]:
-    """Sort rows: the shortest and the longest of each backend come first."""
+    """Sort rows: the caller's kernel comes first, then the shortest and the longest of each other backend."""
     ends = {
         backend: (min(lengths), max(lengths))
         for backend in style.ordered(row.backend for row in rows)
         if (lengths := [row.kv_len for row in rows if row.backend == backend])
     }
-    return sorted(rows, key=lambda row: row.kv_len not in ends[row.backend])
+    return sorted(rows, key=lambda row: row.backend != style.OWN and row.kv_len not in ends[row.backend])
 
 
 def _place(
@@ -158,27 +163,8 @@ def _ridge(peak: Mapping[str, Any]) -> float:
     return float(peak["tflops"] * 1000 / peak["gb_per_s"])
 
 
-def _mark(backend: str) -> dict[str, Any]:
-    look = style.look(backend)
-    return {
-        "color": look.colour, "marker": look.marker, "markersize": _POINTS, "markeredgewidth": 0.6,
-        "markeredgecolor": style.paper(),
-    }  # fmt: skip
-
-
-def _hollow(backend: str) -> dict[str, Any]:
-    return _mark(backend) | {
-        "linestyle": "none", "markerfacecolor": style.paper(), "markeredgecolor": style.look(backend).colour,
-        "markeredgewidth": 1.2,
-    }  # fmt: skip
-
-
 def _ring() -> dict[str, Any]:
     return {
         "color": style.VERMILION, "marker": "o", "markersize": 11, "markerfacecolor": "none", "linestyle": "none",
         "markeredgewidth": 1.2,
     }  # fmt: skip
-
-
-def _key(backend: str) -> Line2D:
-    return Line2D([], [], label=backend, linestyle="none", **_mark(backend))

@@ -1,7 +1,7 @@
-"""The style of all pictures: light and dark themes, and a colour and a marker for each backend.
+"""The style of all pictures: light and dark themes, and a colour, a marker and a line for each backend.
 
 The colours can be distinguished with colour blindness: Okabe and Ito (Color Universal Design, 2008), without yellow,
-which is hard to see on white.
+which is hard to see on white. Markers, dashes and hatches differ, too, for print without colours.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Literal, NamedTuple
 
 import matplotlib
@@ -26,6 +27,7 @@ from flashpoint_contract.timing import NOISY
 
 Format = Literal["svg", "png"]
 INK, GREY, RULE = "#1a1a1a", "#6b6b6b", "#dcdcdc"
+CRIMSON = "#ad1457"  # the caller's kernel alone
 BLACK, ORANGE, SKY, GREEN, BLUE, VERMILION, PURPLE = (
     "#000000", "#e69f00", "#56b4e9", "#009e73", "#0072b2", "#d55e00", "#cc79a7",
 )  # fmt: skip
@@ -45,89 +47,111 @@ class _Colours(NamedTuple):
     grey: str
     rule: str
     blue: str
+    crimson: str
 
 
 _THEMES: dict[PlotTheme, _Colours] = {
-    "light": _Colours("#ffffff", INK, GREY, RULE, BLUE),
-    "dark": _Colours("#14181f", "#e8eaed", "#a3acb8", "#39414d", "#3d8fd1"),
+    "light": _Colours("#ffffff", INK, GREY, RULE, BLUE, CRIMSON),
+    "dark": _Colours("#14181f", "#e8eaed", "#a3acb8", "#39414d", "#3d8fd1", "#ff6fa5"),
 }
+_COLOURS: ContextVar[_Colours] = ContextVar("colours", default=_THEMES["light"])
 
 
 class Look(NamedTuple):
     colour: str
-    marker: str
-    line: str = "-"
+    marker: Any  # filled, because hollow markers have a meaning
+    dashes: tuple[float, ...] = ()  # lengths of dashes and gaps, in widths of the line; () is a solid line
     hatch: str = ""
+    bold: bool = False
+
+    @property
+    def line(self) -> Any:
+        return (0, self.dashes) if self.dashes else "-"
 
 
+OWN = "kernel"  # the backend of rows of the caller's own function
 # The plain formula has the colour of the text. Lines of our backends are solid, those of other libraries are dashed.
-_LOOKS = {
+LOOKS = {
     "naive": Look(INK, "o"),
-    "naive_explicit": Look(GREY, "s", ":", "...."),
-    "reference": Look(GREY, "X"),
+    "naive_explicit": Look(GREY, "s", (1, 1.4), "...."),
+    "reference": Look(GREY, "X", (1, 4), "oo"),
     "triton": Look(VERMILION, "D"),
     "torch": Look(BLUE, "^"),
-    "tiled": Look(GREEN, "v"),
-    "sdpa_flash": Look(SKY, "P", "--", "///"),
-    "sdpa_cudnn": Look(ORANGE, "h", "--", "///"),
-    "sdpa_efficient": Look(PURPLE, "<", "--", "///"),
-    "sdpa_math": Look(GREY, ">", "--", "///"),
-    "flex": Look(ORANGE, "*", "-.", "xxx"),
-    "flash_attn": Look(SKY, "p", "-.", "xxx"),
-    "flash_attn_3": Look(BLUE, "d", "-.", "xxx"),
-    "flashinfer": Look(GREEN, "8", "-.", "xxx"),
-    "xformers": Look(PURPLE, "H", "-.", "xxx"),
+    "tiled": Look(GREEN, "v", (), ".."),
+    "sdpa_flash": Look(SKY, "P", (5, 2), "///"),
+    "sdpa_cudnn": Look(ORANGE, "h", (6, 2, 1, 2), "\\\\\\"),
+    "sdpa_efficient": Look(PURPLE, "<", (2.5, 1.2), "|||"),
+    "sdpa_math": Look(GREY, ">", (5, 1.5, 1, 1.5, 1, 1.5), "---"),
+    "flex": Look(ORANGE, (4, 1, 0), (11, 2.5), "xxx"),
+    "flash_attn": Look(SKY, "p", (1.2, 2.6), "++"),
+    "flash_attn_3": Look(BLUE, "d", (9, 2, 3, 2), "xx"),
+    "flashinfer": Look(GREEN, (6, 1, 0), (2, 5), "**"),
+    "xformers": Look(PURPLE, (3, 1, 0), (9, 2, 1, 2, 1, 2), "OO"),
+    OWN: Look(CRIMSON, "*", bold=True),
 }
-_OTHER = Look(GREY, "+", "-.")
+_OTHER = Look(GREY, (5, 0, 180), (4, 4), "//")
 
 
 @contextmanager
 def themed(theme: PlotTheme) -> Iterator[None]:
     """Apply the settings of `theme` to matplotlib, for one thread at a time. All figures are made inside it."""
-    paper, ink, grey, rule, blue = _THEMES[theme]
+    chosen = _THEMES[theme]
+    paper, ink, grey, rule, *_ = chosen
     settings: Any = {
         "svg.hashsalt": "flashpoint", "svg.fonttype": "none", "hatch.linewidth": 0.6,
         "figure.facecolor": paper, "axes.facecolor": paper, "text.color": ink, "axes.labelcolor": ink,
-        "xtick.color": ink, "ytick.color": ink, "axes.edgecolor": grey, "grid.color": rule, "lines.color": blue,
+        "xtick.color": ink, "ytick.color": ink, "axes.edgecolor": grey, "grid.color": rule,
     }  # fmt: skip
-    with _DRAWING, matplotlib.rc_context(settings):
-        yield
+    before = _COLOURS.set(chosen)
+    try:
+        with _DRAWING, matplotlib.rc_context(settings):
+            yield
+    finally:
+        _COLOURS.reset(before)
 
 
 def paper() -> str:
-    return str(matplotlib.rcParams["figure.facecolor"])
+    return _COLOURS.get().paper
 
 
 def ink() -> str:
-    return str(matplotlib.rcParams["text.color"])
+    return _COLOURS.get().ink
 
 
 def grey() -> str:
-    return str(matplotlib.rcParams["axes.edgecolor"])
+    return _COLOURS.get().grey
 
 
 def look(backend: str) -> Look:
     """Return the look of a backend in the current theme."""
-    found = _LOOKS.get(backend, _OTHER)
-    themed = {INK: ink(), GREY: grey(), BLUE: str(matplotlib.rcParams["lines.color"])}
+    found = LOOKS.get(backend, _OTHER)
+    now = _COLOURS.get()
+    themed = {INK: now.ink, GREY: now.grey, BLUE: now.blue, CRIMSON: now.crimson}
     return found._replace(colour=themed.get(found.colour, found.colour))
 
 
 def ordered(backends: Iterable[str]) -> list[str]:
     """Return each backend once, in the order that all pictures use."""
-    known = list(_LOOKS)
+    known = list(LOOKS)
     return sorted(set(backends), key=lambda name: (known.index(name) if name in known else len(known), name))
 
 
-def panels(title: str, subtitle: str, count: int, legend: Sequence[Artist]) -> tuple[Figure, list[Axes]]:
-    """Return a figure with `count` axes in rows, with its title above and its legend below; and the axes."""
-    columns = {1: 1, 2: 2, 4: 2, 6: 2}.get(count, 4 if count % 4 == 0 else 3)
+def panels(
+    title: str, subtitle: str, count: int, legend: Sequence[Artist] = (), *, columns: int | None = None,
+    panel: tuple[float, float] | None = None, keys: int | None = None,
+) -> tuple[Figure, list[Axes]]:  # fmt: skip
+    """Return a figure with `count` axes in rows, with its title above and its legend below; and the axes.
+
+    `panel`: width and height of an axes with its labels, in inches. `keys`: entries in a row of the legend.
+    """
+    columns = columns or {1: 1, 2: 2, 4: 2, 6: 2}.get(count, 4 if count % 4 == 0 else 3)
     rows = math.ceil(count / columns)
-    width = {1: 6.4, 2: 9.6, 3: 12.0, 4: 16.0}[columns]
+    wide, high = panel or ({1: 6.4, 2: 4.8}.get(columns, 4.0), _PANEL_INCHES)
+    width = wide * columns
     said = textwrap.wrap(subtitle, int(width * 13.8))  # about 13.8 characters of 9 points in an inch
-    keys = {1: 3, 2: 5, 3: 6, 4: 8}[columns]
+    keys = keys or max(1, int(width / 2.0))  # about two inches for an entry of the legend
     above, below = 0.43 + _LINE_INCHES * len(said), _KEY_INCHES * math.ceil(len(legend) / keys)
-    height = _PANEL_INCHES * rows + above + below
+    height = high * rows + above + below
     figure = Figure(figsize=(width, height))
     figure.set_layout_engine("constrained", rect=(0, below / height, 1, 1 - (above + below) / height))
     figure.text(0.012, 1 - 0.12 / height, title, ha="left", va="top", fontsize=13, fontweight="bold")
@@ -142,7 +166,8 @@ def panels(title: str, subtitle: str, count: int, legend: Sequence[Artist]) -> t
         ax.grid(True, axis="y", linewidth=0.7)
         ax.set_axisbelow(True)
     if legend:
-        figure.legend(handles=list(legend), loc="lower center", ncols=keys, frameon=False, fontsize=9)
+        figure.legend(handles=list(legend), loc="lower center", ncols=keys, frameon=False, fontsize=9, handlelength=2.8,
+                      columnspacing=1.2)  # fmt: skip
     return figure, axes[:count]
 
 
@@ -150,14 +175,38 @@ def name(ax: Axes, title: str) -> None:
     ax.set_title(title, loc="left", fontsize=9.5)
 
 
-def key(backend: str) -> Line2D:
-    """Return the entry of a backend in the legend."""
-    return Line2D([], [], label=backend, markersize=6, **line(backend))
+def named(backend: str, own: str) -> str:
+    """Return the name of a backend in a picture; `own` is that of the caller's kernel."""
+    return own if backend == OWN else backend
 
 
-def line(backend: str) -> dict[str, Any]:
+def key(backend: str, label: str | None = None) -> Line2D:
+    """Return the entry of a backend in the legend. The line is long enough for its dashes."""
+    return Line2D([], [], label=label or backend, **line(backend))
+
+
+def line(backend: str, width: float = 1.7, size: float = 5.5) -> dict[str, Any]:
+    """Return the line of a backend; the caller's kernel is the boldest, and lies above the others."""
     style = look(backend)
-    return {"color": style.colour, "marker": style.marker, "linestyle": style.line}
+    return {
+        "color": style.colour, "marker": style.marker, "linestyle": style.line,
+        "linewidth": width + 2 if style.bold else width, "markersize": 2 * size if style.bold else size,
+        "markeredgecolor": paper(), "markeredgewidth": 0.6, "zorder": 2.5 if style.bold else 2.0,
+    }  # fmt: skip
+
+
+def hollow(backend: str, size: float = 5.5) -> dict[str, Any]:
+    """Return the hollow marker of a backend, without a line."""
+    found = line(backend, size=size)
+    return found | {"linestyle": "none", "markerfacecolor": paper(), "markeredgecolor": found["color"],
+                    "markeredgewidth": 1.2}  # fmt: skip
+
+
+def bar(backend: str) -> dict[str, Any]:
+    """Return the bar of a backend; the caller's kernel has a thick edge."""
+    style = look(backend)
+    edge = {"edgecolor": ink(), "linewidth": 1.6} if style.bold else {"edgecolor": paper()}
+    return {"facecolor": style.colour, "hatch": style.hatch, **edge}
 
 
 def plain_lengths(ax: Axes, lengths: Iterable[int]) -> None:

@@ -141,6 +141,8 @@ class Settings(BaseSettings):
     shutdown_timeout: Seconds = 30.0
     """shutdown timeout in seconds: admitted requests have this time to finish after SIGTERM"""
 
+    docs_url: Annotated[str, Field(pattern="^https?://")] | None = None
+    """address of the documentation's site, which the page links to; the tutorial is in the server"""
     otlp_endpoint: Annotated[str, Field(pattern="^https?://")] | None = None
     """URL for spans, by OTLP over HTTP, such as http://localhost:4318/v1/traces. Needs the extra `otel`"""
     log_format: Literal["auto", "json", "console"] = "auto"

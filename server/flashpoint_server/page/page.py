@@ -1,4 +1,4 @@
-"""GET /, GET /docs, GET /docs/errors and GET /static/…: the page, Swagger UI and the list of errors, rendered at start.
+"""The page, Swagger UI, the list of errors and the tutorial, rendered at start: GET /, /docs, /docs/… and /static/….
 
 They contain no secrets. The page gets its data from the API, with the key that the user enters.
 """
@@ -40,7 +40,10 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
 }
 HTML = "text/html; charset=utf-8"
-TYPES = {"css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8", "svg": "image/svg+xml"}
+TYPES = {
+    "css": "text/css; charset=utf-8", "js": "text/javascript; charset=utf-8", "json": "application/json",
+    "svg": "image/svg+xml",
+}  # fmt: skip
 CASES: dict[Preset, str] = {"papers": "papers: three small tables", "h100": "h100: FlashAttention’s own grid"}
 PLOTS: dict[PlotKind, str] = {
     "time": "Time", "tflops": "TFLOP/s", "speedup": "Speed-up", "memory": "Memory", "roofline": "Roofline",
@@ -49,8 +52,10 @@ PLOTS: dict[PlotKind, str] = {
 
 def router(service: Service) -> APIRouter:
     routes = APIRouter(include_in_schema=False)
-    page = _File(_render(locked=service.keys.locked), HTML)
+    docs_url = service.settings.docs_url
+    page = _File(_render(locked=service.keys.locked, docs_url=docs_url), HTML)
     errors = _File(_errors(), HTML)
+    tutorial = _File(_tutorial(docs_url), HTML)
     docs = _File(files(__package__).joinpath("templates", "docs.html").read_bytes(), HTML, DOCS_POLICY)
     swagger = files("fastapi_swagger.resources")
     uplot = files(__package__).joinpath("vendor", "uplot")
@@ -74,6 +79,10 @@ def router(service: Service) -> APIRouter:
     @routes.get("/docs/errors")
     async def documentation_of_errors(request: Request) -> Response:
         return errors.answer(request)
+
+    @routes.get("/docs/tutorial")
+    async def documentation_of_first_call(request: Request) -> Response:
+        return tutorial.answer(request)
 
     @routes.get("/static/{name}")
     async def file(name: str, request: Request) -> Response:
@@ -119,12 +128,21 @@ def _errors() -> bytes:
     return _templates().get_template("errors.html").render(errors=rows).encode()
 
 
-def _render(*, locked: bool) -> bytes:
+def _tutorial(docs_url: str | None) -> bytes:
+    """Return docs/tutorial.md as a page. Its links to other pages lead to `docs_url`, or become plain text."""
+    text = files(__package__).joinpath("templates", "tutorial.html").read_text(encoding="utf-8")
+    there = rf'<a href="{docs_url.rstrip("/")}/\1.html\2">\3</a>' if docs_url else r"\3"
+    body = Markup(re.sub(r'<a href="([\w./-]+)\.md(#[\w-]+)?">(.*?)</a>', there, text))
+    return _templates().get_template("page.html").render(body=body).encode()
+
+
+def _render(*, locked: bool, docs_url: str | None) -> bytes:
     text = (
         _templates()
         .get_template("index.html")
         .render(
             locked=locked,
+            docs_url=docs_url,
             version=version("flashpoint"),
             defaults=_defaults(VerifyRequest) | _defaults(BenchmarkRequest) | _defaults(Shape),
             dtypes=get_args(Dtype),

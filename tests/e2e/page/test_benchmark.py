@@ -6,6 +6,17 @@ from playwright.sync_api import expect
 from tests.support.browser import cells, drawn, enter, fill, never_known, said, start_benchmark
 from tests.support.messages import ask
 
+# The share of a chart's width that has the text's colour at a value.
+LEVEL = """async (value) => {
+    const { charts } = await import("/static/chart.js");
+    const { plot } = charts.get(document.querySelector("#benchmark .charts > div"));
+    const { left, width } = plot.bbox;
+    const y = Math.round(plot.valToPos(value, "y", true));
+    const { data } = plot.ctx.getImageData(left, y - 1, width, 2);
+    const dark = (at) => data[4 * at + 3] > 128 && data[4 * at] < 80;
+    return [...Array(width).keys()].filter((x) => dark(x) || dark(x + width)).length / width;
+}"""
+
 
 @pytest.mark.slow
 def test_a_benchmark_is_started_watched_to_its_end_and_drawn(page, server):
@@ -25,6 +36,9 @@ def test_a_benchmark_is_started_watched_to_its_end_and_drawn(page, server):
         for backend in ("naive", "torch"):
             of_rows = [row[field] for row in job["rows"] if row["backend"] == backend]
             assert chart["lines"][backend] == [figure or None for figure in of_rows]
+    page.get_by_label("Speed-up", exact=True).check()
+    assert page.evaluate(LEVEL, 1) > 0.5  # a dashed line at 1
+    assert page.evaluate(LEVEL, 0.5) == 0
     page.get_by_label("Roofline", exact=True).check()
     (chart,) = drawn(page, "#benchmark .charts > div")
     assert (chart["title"], chart["lost"]) == ("Roofline: forward · float32", [])

@@ -12,7 +12,7 @@ from playwright.sync_api import expect
 import flashpoint
 from flashpoint_server.page.errors import ERRORS
 from flashpoint_server.refusal import STATUS
-from tests.support.browser import PATIENCE_MS, drawn, enter, never_known, run_shown_code, said, start_benchmark
+from tests.support.browser import PATIENCE_MS, drawn, enter, fill, never_known, run_shown_code, said, start_benchmark
 from tests.support.messages import ask, message, normal, post
 
 
@@ -220,7 +220,16 @@ def test_caches_are_listed_and_deleted(page, server):
         expect(page.locator("#caches .said")).to_have_text(
             re.compile(r"^Yours: 2\. On the server: 2 and 0 saved forwards, with [\d.]+ KiB of 4 GiB\.$")
         )
-        page.get_by_role("button", name=f"Delete the cache {large.id[:9]}…").click()
+        delete = page.get_by_role("button", name=f"Delete the cache {large.id[:9]}…")
+        delete.click()
+        question = page.get_by_role("dialog")
+        expect(question).to_contain_text(f"Delete the cache {large.id[:9]}…? Its 0–1,500 tokens (")
+        page.keyboard.press("Enter")  # the focus is on Keep
+        expect(question).to_be_hidden()
+        expect(delete).to_be_focused()
+        large.refresh()
+        delete.click()
+        question.get_by_role("button", name="Delete").click()
         expect(rows).to_have_count(1)
         with pytest.raises(flashpoint.CacheError):
             large.refresh()
@@ -231,24 +240,72 @@ def test_caches_are_listed_and_deleted(page, server):
     assert json.loads(run_shown_code(page, "caches", "curl")) == {"caches": []}
 
 
+SCREENS = [(scheme, width) for scheme in ("light", "dark") for width in (1280, 390)]
+
+
+def violations(page):
+    """Return the rules that axe finds broken, contrast among them."""
+    found = Axe().run(page).response["violations"]
+    return [(v["id"], v["impact"], [n["target"] for n in v["nodes"]]) for v in found]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("scheme", "width"), [("light", 360), ("dark", 1280)])
+@pytest.mark.parametrize(("scheme", "width"), SCREENS)
 def test_it_fits_and_is_accessible(open_page, server, scheme, width):
-    page = open_page(server, color_scheme=scheme, viewport={"width": width, "height": 800})
-    page.locator("#verify summary").click()
-    page.locator("#verify form").get_by_role("button", name="Verify").click()
-    start_benchmark(page, lengths="32")
-    expect(said(page, "verify")).to_contain_text("Right")
-    expect(said(page, "benchmark")).to_contain_text("Done")
-    expect(page.locator("#playground .outcome")).not_to_have_attribute("aria-busy", "true")
-    for charts in (drawn(page, ".charts > div"), drawn(page, ".decades .plot"), drawn(page, "[data-part=lse]")):
-        assert charts
-        assert all(chart["lost"] == [] for chart in charts)
-    assert page.evaluate("document.documentElement.scrollWidth") == width
-    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert (sum(map(int, re.findall(r"\d+", ground))) < 3 * 64) == (scheme == "dark")
-    violations = Axe().run(page).response["violations"]
-    assert [(v["id"], v["impact"], [n["target"] for n in v["nodes"]]) for v in violations] == []
+    with flashpoint.Client(server.url) as client, client.cache(kv_heads=2, head_dim=8) as cache:
+        page = open_page(server, color_scheme=scheme, viewport={"width": width, "height": 800})
+        page.locator("#verify summary").click()
+        page.locator("#verify form").get_by_role("button", name="Verify").click()
+        start_benchmark(page, lengths="32")
+        expect(said(page, "verify")).to_contain_text("Right")
+        expect(said(page, "benchmark")).to_contain_text("Done")
+        expect(page.locator("#playground .outcome")).not_to_have_attribute("aria-busy", "true")
+        for charts in (drawn(page, ".charts > div"), drawn(page, ".decades .plot"), drawn(page, "[data-part=lse]")):
+            assert charts
+            assert all(chart["lost"] == [] for chart in charts)
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, re.findall(r"\d+", ground))) < 3 * 64) == (scheme == "dark")
+        delete = page.get_by_role("button", name=f"Delete the cache {cache.id[:9]}…")
+        expect(delete).to_be_visible()
+        fill(page.locator("#verify form"), shape__q_len=77)  # the result is older than the form
+        assert violations(page) == []
+        delete.click()
+        assert violations(page) == []
+        page.get_by_role("button", name="Keep").click()
+        # On a phone, rows are cards with the names of their columns: nothing is scrolled sideways.
+        label = "cell => getComputedStyle(cell, '::before').content"
+        cell = page.locator("#verify tbody tr").first.locator("td").nth(1)
+        assert cell.evaluate(label) == ('"Max error"' if width == 390 else "none")
+        if width == 390:
+            wide = "tables => tables.filter(table => table.parentElement.scrollWidth > table.parentElement.clientWidth)"
+            tables = page.locator("main table.cards")
+            assert tables.count() == 4
+            assert tables.evaluate_all(f"tables => ({wide})(tables).length") == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("scheme", "width"), SCREENS)
+def test_its_other_pages_fit_and_are_accessible(open_page, server, scheme, width):
+    """Not Swagger UI at /docs, which is another project's."""
+    for path in ("/docs/errors", "/docs/tutorial"):
+        page = open_page(server, path, color_scheme=scheme, viewport={"width": width, "height": 800})
+        assert page.evaluate("document.documentElement.scrollWidth") == width
+        assert violations(page) == []
+
+
+def test_it_says_what_it_is_and_leads_to_the_tutorial(open_page, server, start_server):
+    page = open_page(server)
+    about = page.get_by_role("region", name="About")
+    expect(about).to_contain_text("send Q, K and V, and get exact attention, or its gradients")
+    expect(about.get_by_role("link")).to_have_text(["Tutorial", "API", "Errors"])
+    about.get_by_role("link", name="Tutorial").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("First call")
+    assert page.locator("main a").evaluate_all("links => links.filter(link => link.href.includes('.md')).length") == 0
+    documented = start_server(docs_url="https://docs.example/flashpoint/")
+    found = ask(documented, "/").body.decode()
+    assert '<a href="https://docs.example/flashpoint/">Documentation</a>' in found
+    assert 'href="https://docs.example/flashpoint/install.html#' in ask(documented, "/docs/tutorial").body.decode()
 
 
 @pytest.mark.slow

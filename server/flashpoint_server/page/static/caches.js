@@ -4,13 +4,14 @@ import { call } from "./api.js";
 import { code, curl, python } from "./code.js";
 import { say } from "./form.js";
 import { total } from "./metrics.js";
-import { bytes, duration, number, tableRow } from "./text.js";
+import { bytes, duration, fill, number, tableRow } from "./text.js";
 
 const MOST_ROWS = 100;
 
 const panel = document.getElementById("caches");
 const said = panel.querySelector(".said");
 const body = panel.querySelector("tbody");
+const dialog = panel.querySelector("dialog");
 let allowed = true;
 
 document.addEventListener("locked", () => {
@@ -27,7 +28,7 @@ export const showCode = code("caches", () => ({
       "        o = cache.attention(q, k, v)  # writes k and v, then attends over all tokens of the cache",
       "    print(o.shape, cache.length)",
     ],
-    { library: "numpy" },
+    { library: ["numpy"] },
   ),
 }));
 
@@ -60,7 +61,8 @@ function show(caches) {
   const focused = document.activeElement?.closest?.("[data-id]")?.dataset.id;
   const rows = caches.slice(0, MOST_ROWS).map(row);
   if (caches.length > MOST_ROWS) rows.push(tableRow(`and ${number(caches.length - MOST_ROWS)} smaller ones`, []));
-  body.replaceChildren(...rows);
+  body.replaceChildren();
+  fill(body.closest("table"), rows);
   if (focused) body.querySelector(`[data-id="${CSS.escape(focused)}"] button`)?.focus();
 }
 
@@ -75,18 +77,29 @@ function row(cache) {
   const button = Object.assign(document.createElement("button"), { type: "button", textContent: "Delete" });
   button.className = "quiet small";
   button.setAttribute("aria-label", `Delete the cache ${name}`);
-  button.addEventListener("click", () => remove(cache.id, button));
+  button.addEventListener("click", () => confirm(cache, name));
   line.cells[line.cells.length - 1].append(button);
   return line;
 }
 
-async function remove(id, button) {
-  button.disabled = true;
+// Ask before a cache is deleted: its keys and values are nowhere else.
+function confirm(cache, name) {
+  const text = `Delete the cache ${name}? Its ${range(cache.lengths)} tokens (${bytes(cache.bytes)}) are lost.`;
+  dialog.querySelector("p").textContent = text;
+  dialog.returnValue = "";
+  dialog.addEventListener("close", () => {
+    if (dialog.returnValue === "delete") remove(cache.id);
+    else body.querySelector(`[data-id="${CSS.escape(cache.id)}"] button`)?.focus();
+  }, { once: true });
+  dialog.showModal();
+}
+
+async function remove(id) {
+  const row = () => body.querySelector(`[data-id="${CSS.escape(id)}"]`); // it is made again every few seconds
   try {
     await call(`caches/${encodeURIComponent(id)}`, { method: "DELETE" });
-    button.closest("tr").remove();
+    row()?.remove();
   } catch (problem) {
-    button.disabled = false;
     say(panel, problem.message);
   }
 }

@@ -25,10 +25,14 @@ export function curl(path, body, flags = "-s") {
   return parts.join(" \\\n  ");
 }
 
-// A program with a client: `lines` are the body of its `with`, `before` comes first; it also imports `library`.
-export function python(lines, { library, before = [] } = {}) {
-  const others = [...(key.get() ? ["import os", ""] : []), ...(library ? [`import ${library}`, ""] : [])];
-  const imports = [...others, "import flashpoint"];
+// A program with a client: `lines` are the body of its `with`, `before` comes first; it also imports `library`, in which
+// "" separates the standard library from others.
+export function python(lines, { library = [], before = [] } = {}) {
+  const split = library.indexOf("");
+  const standard = [...library.slice(0, Math.max(split, 0)), ...(key.get() ? ["os"] : [])].sort();
+  const others = library.slice(split + 1);
+  const imported = (names) => (names.length ? [...names.map((name) => `import ${name}`), ""] : []);
+  const imports = [...imported(standard), ...imported(others), "import flashpoint"];
   const secret = key.get() ? `, api_key=os.environ["${KEY}"]` : "";
   const body = lines.map((line) => `    ${line}`);
   const made = before.length ? ["", "", ...before] : [];

@@ -30,7 +30,8 @@ function chart({ name, histogram, bound }, axis) {
   const words = new Map([[null, "0"], [INFINITE, "∞"]]);
   const names = axis.map((exponent) => words.get(exponent) ?? `1e${exponent}`.replace("-", "−"));
   const decade = Math.log10(bound);
-  const at = axis.indexOf(Math.floor(decade)) - 0.5 + decade - Math.floor(decade); // a bar is from one power to the next
+  // A bar is from one power to the next. A bound of 0 is at the end of the exact elements.
+  const at = bound === 0 ? axis.indexOf(null) + 0.5 : axis.indexOf(Math.floor(decade)) - 0.5 + decade - Math.floor(decade);
   return {
     title: `Errors of ${name}`, heading: false, height: 150, data: axis.map((_, i) => i),
     x: { label: "error", kind: "names", names },

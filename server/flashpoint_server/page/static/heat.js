@@ -2,6 +2,8 @@
 
 const LEFT = 44; // room for the numbers of the rows
 const BELOW = 38; // room for the numbers of the columns
+const LEFT_OF_TEXTS = 76; // room for words instead
+const BELOW_TEXTS = 80;
 const TALLEST = 440; // CSS pixels of the cells
 const WIDEST_CELL = 34;
 
@@ -22,7 +24,8 @@ export class HeatMap {
   }
 
   // `picture`: rows, columns, value(i, j), hidden(i, j) and low, high: the values at the ends of the colours; 0 is in
-  // the middle where low is negative. `extra`: {name, value(i)}, one more column, set apart.
+  // the middle where low is negative. `extra`: {name, value(i)}, one more column, set apart. `rowTexts` and `columnTexts`
+  // are words instead of numbers.
   show(picture) {
     this.picture = picture;
     if (this.cell && !(this.cell[0] < picture.rows && this.cell[1] < this.columns)) this.cell = null;
@@ -51,7 +54,7 @@ export class HeatMap {
 
   at({ offsetX, offsetY }) {
     if (!this.picture) return null;
-    const [i, j] = [Math.floor(offsetY / this.size), this.columnAt(offsetX - LEFT)];
+    const [i, j] = [Math.floor(offsetY / this.size), this.columnAt(offsetX - this.left)];
     return i >= 0 && i < this.picture.rows && j >= 0 && j < this.columns ? [i, j] : null;
   }
 
@@ -63,16 +66,17 @@ export class HeatMap {
   }
 
   xOf(column) {
-    return LEFT + (column + (column >= this.picture.columns ? 0.5 : 0)) * this.size;
+    return this.left + (column + (column >= this.picture.columns ? 0.5 : 0)) * this.size;
   }
 
   draw() {
     const width = this.canvas.parentElement.clientWidth;
     if (!this.picture || !width) return; // hidden: it is drawn when it becomes visible
-    const { rows, extra } = this.picture;
+    const { rows, extra, rowTexts, columnTexts } = this.picture;
     const across = this.columns + (extra ? 0.5 : 0);
-    this.size = Math.max(3, Math.min((width - LEFT - 2) / across, TALLEST / rows, WIDEST_CELL));
-    const [w, h] = [LEFT + across * this.size + 2, rows * this.size + BELOW];
+    this.left = rowTexts ? LEFT_OF_TEXTS : LEFT;
+    this.size = Math.max(3, Math.min((width - this.left - 2) / across, TALLEST / rows, WIDEST_CELL));
+    const [w, h] = [this.left + across * this.size + 2, rows * this.size + (columnTexts ? BELOW_TEXTS : BELOW)];
     const dense = devicePixelRatio || 1;
     Object.assign(this.canvas, { width: Math.ceil(w * dense), height: Math.ceil(h * dense) });
     Object.assign(this.canvas.style, { width: `${w}px`, height: `${h}px` });
@@ -101,17 +105,21 @@ export class HeatMap {
   }
 
   drawAxes(context, colours) {
-    const { rows, columns, extra } = this.picture;
+    const { rows, columns, extra, rowTexts, columnTexts } = this.picture;
     context.fillStyle = colours.soft;
     context.font = `11px ${getComputedStyle(document.body).fontFamily}`;
     const bottom = rows * this.size;
     context.textAlign = "center";
     const half = this.size / 2;
-    for (const j of ticks(columns, this.size, 22)) context.fillText(j, this.xOf(j) + half, bottom + 14);
+    for (const j of ticks(columns, this.size, columnTexts ? 13 : 22)) {
+      if (columnTexts) upwards(context, columnTexts[j], this.xOf(j) + half + 4, bottom + 6);
+      else context.fillText(j, this.xOf(j) + half, bottom + 14);
+    }
     if (extra) context.fillText(extra.name, Math.min(this.xOf(columns) + half, this.xOf(columns) + this.size - 8), bottom + 14);
-    context.fillText(this.names[1], LEFT + (columns * this.size) / 2, bottom + 31);
+    const below = columnTexts ? BELOW_TEXTS - 7 : 31;
+    context.fillText(this.names[1], this.left + (columns * this.size) / 2, bottom + below);
     context.textAlign = "right";
-    for (const i of ticks(rows, this.size, 13)) context.fillText(i, LEFT - 5, i * this.size + half + 4);
+    for (const i of ticks(rows, this.size, 13)) context.fillText(rowTexts?.[i] ?? i, this.left - 5, i * this.size + half + 4);
     context.translate(10, bottom / 2);
     context.rotate(-Math.PI / 2);
     context.textAlign = "center";
@@ -126,6 +134,16 @@ export class HeatMap {
     context.lineWidth = 2;
     context.strokeRect(this.xOf(j) - 0.5, i * this.size - 0.5 + 1, this.size, this.size - 1);
   }
+}
+
+// Write a text that ends at a point, from below.
+function upwards(context, text, x, y) {
+  context.save();
+  context.translate(x, y);
+  context.rotate(-Math.PI / 2);
+  context.textAlign = "right";
+  context.fillText(text, 0, 0);
+  context.restore();
 }
 
 function clamp(x, count) {

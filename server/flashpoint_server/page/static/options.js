@@ -1,6 +1,6 @@
 // The features of each backend, by groups, and the server's limits with their units.
 
-import { bytes, duration, number, si, tableRow } from "./text.js";
+import { bytes, duration, fill, number, si, tableRow } from "./text.js";
 
 // Names in /info → labels on the page. A feature without a group is shown as Other.
 const GROUPS = {
@@ -30,7 +30,8 @@ export function capabilities(table, { backends, options: able }) {
   table.tHead.replaceChildren(head);
   const every = new Set(backends.flatMap((backend) => able[backend]));
   const rows = Object.entries(grouped(every)).map(([name, features]) => row(name, features, backends, able));
-  table.tBodies[0].replaceChildren(...rows);
+  table.tBodies[0].replaceChildren();
+  fill(table, rows);
 }
 
 function grouped(every) {

@@ -1,7 +1,7 @@
 // The playground: a small problem that the page makes, the server's answer, and the weights from q, k and lse alone.
 
-import { head, pythonTensors, range, slopes, tensors } from "./attention.js";
-import { call } from "./api.js";
+import { head, pythonTensors, range, sentence, sizesOf, slopes, tensors } from "./attention.js";
+import { base, call } from "./api.js";
 import { draw } from "./chart.js";
 import { code, curl, keywords, python } from "./code.js";
 import { clear, read, refused, valid } from "./form.js";
@@ -11,6 +11,7 @@ import { number } from "./text.js";
 const WAIT_MS = 150; // behind the last change of the form
 const CLOSE = 1e-3; // a larger error is shown as wrong; those of float32 are far below
 const ROUNDING = 2 ** -24; // of float32, relative
+const FIRST_WORDS = ["it", "cat"].map((word) => sentence.tokens.indexOf(word));
 
 const section = document.getElementById("playground");
 const form = section.querySelector("form");
@@ -33,7 +34,8 @@ let retry = false; // whether the last call may succeed if it is made again
 
 // The form: what the tensors are made from, and the options of the call.
 function asked() {
-  const { pattern, mask, sink, slope, left, right, softcap, scale, ...sizes } = read(form);
+  const { pattern, mask, sink, slope, left, right, softcap, scale, ...typed } = read(form);
+  const sizes = { ...typed, ...sizesOf(pattern) };
   const made = { kv_heads: sizes.q_heads, kv_len: sizes.q_len, ...sizes, pattern, seed };
   const options = {
     ...(mask && { causal: true }), ...(mask === "top_left" && { causal_alignment: mask }),
@@ -53,7 +55,7 @@ function request({ made, options, removed, sinks, alibi_slopes }) {
   const attn_mask = removed.length ? range(made.q_len).map(() => Array(made.kv_len).fill(true)) : undefined;
   for (const [i, j] of removed) attn_mask[i][j] = false;
   const added = { ...(sinks && { sinks }), ...(alibi_slopes && { alibi_slopes }) };
-  return { q: [q], k: [k], v: [v], ...added, ...(attn_mask && { attn_mask }), ...options };
+  return { ...options, ...added, q: [q], k: [k], v: [v], ...(attn_mask && { attn_mask }) }; // the long ones come last
 }
 
 export const showCode = code("playground", () => {
@@ -64,7 +66,7 @@ export const showCode = code("playground", () => {
     "q", "k", "v", ...(sinks ? ["sinks=sinks"] : []), ...(slope === undefined ? [] : ["alibi_slopes=slopes"]),
     ...(removed.length ? ["attn_mask=mask"] : []),
   ];
-  const before = [...pythonTensors(made)];
+  const before = [...pythonTensors(made, base)];
   if (sinks) before.push(`sinks = np.full(${made.q_heads}, ${sinks[0]}, np.float32)`);
   if (slope !== undefined) before.push(`slopes = ${slope} ** np.arange(1, ${made.q_heads + 1}, dtype=np.float32)`);
   if (removed.length) {
@@ -75,12 +77,15 @@ export const showCode = code("playground", () => {
     curl: curl("attention", request(now)),
     python: python(
       [`o, lse = client.attention(${given.join(", ")}, ${keywords(options)})`, "print(lse.round(3))", "print(o.round(3))"],
-      { library: "numpy as np", before },
+      { library: made.pattern === "words" ? ["json", "urllib.request", "", "numpy as np"] : ["numpy as np"], before },
     ),
   };
 });
 
-form.addEventListener("input", () => soon(WAIT_MS));
+form.addEventListener("input", () => {
+  fit();
+  soon(WAIT_MS);
+});
 form.addEventListener("submit", (event) => {
   event.preventDefault();
   soon(0);
@@ -101,6 +106,16 @@ document.addEventListener("locked", () => {
   asking = new AbortController();
   fail("Waiting for the server."); // another key asks for itself
 });
+
+// Show the fields that the chosen tensors leave open.
+function fit() {
+  const words = form.elements.pattern.value === "words";
+  for (const part of form.querySelectorAll("[data-sizes]")) [part.hidden, part.disabled] = [words, words];
+  form.querySelector("[data-words]").hidden = !words;
+}
+form.querySelector("[data-words]").textContent =
+  `“${sentence.sentence}” Real q, k and v of four heads of ${sentence.model}, rounded to two decimals.`;
+fit();
 
 // Ask for what the form holds, if nothing is on screen, or if what failed may succeed now.
 export function look() {
@@ -128,9 +143,9 @@ async function ask(signal) {
     if (signal.aborted) return undefined;
     const [q, k, v] = [body.q[0], body.k[0], body.v[0]];
     const options = { ...now.options, sinks: now.sinks, alibi_slopes: now.alibi_slopes, attn_mask: body.attn_mask };
-    answered = { problem: { q, k, v }, options, lse: lse[0].map((row) => row.map(value)), o: o[0].map((rows) => rows.map((row) => row.map(value))), backend };
+    answered = { words: now.made.pattern === "words", problem: { q, k, v }, options, lse: lse[0].map((row) => row.map(value)), o: o[0].map((rows) => rows.map((row) => row.map(value))), backend };
     clear(form);
-    showHeads(q.length);
+    showHeads(q.length, answered.words);
     render();
   } catch (problem) {
     if (signal.aborted) return undefined;
@@ -153,14 +168,17 @@ function value(x) {
   return typeof x === "string" ? { Infinity, "-Infinity": -Infinity }[x] ?? NaN : x;
 }
 
-function showHeads(count) {
+function showHeads(count, words) {
   const chosen = Math.min(Number(heads.querySelector("input:checked")?.value ?? 0), count - 1);
-  if (heads.querySelectorAll("input").length !== count) {
+  const shape = `${count}${words}`;
+  if (heads.dataset.shape !== shape) {
+    heads.dataset.shape = shape;
     heads.querySelectorAll("label").forEach((label) => label.remove());
     for (const number_ of range(count)) {
       const input = Object.assign(document.createElement("input"), { type: "radio", name: "head", value: number_ });
       const label = document.createElement("label");
-      label.append(input, ` Head ${number_}`);
+      label.append(input, words ? ` ${sentence.heads[number_].name}` : ` Head ${number_}`);
+      if (words) label.title = `Layer ${sentence.heads[number_].layer}, head ${sentence.heads[number_].head} of ${sentence.model}`;
       heads.append(label);
     }
   }
@@ -188,9 +206,10 @@ function render() {
   const most = Math.max(0, ...cells, ...(sink ? range(one.rows).map(one.sink).filter(finite) : []));
   const low = scores ? Math.min(0, ...cells) : 0;
   const { rows, columns } = one;
-  weights.show({ rows, columns, value: shown, hidden: (i, j) => !one.seen(i, j), low, high: most, extra: sink });
+  const texts = answered.words ? { rowTexts: sentence.tokens, columnTexts: sentence.tokens } : {};
+  weights.show({ rows, columns, value: shown, hidden: (i, j) => !one.seen(i, j), low, high: most, extra: sink, ...texts });
   const size = Math.max(0, ...o.flat().map(Math.abs).filter(finite));
-  outputs.show({ rows: o.length, columns: o[0].length, value: (i, d) => o[i][d], hidden: () => false, low: -size, high: size });
+  outputs.show({ rows: o.length, columns: o[0].length, value: (i, d) => o[i][d], hidden: () => false, low: -size, high: size, rowTexts: texts.rowTexts });
   scaleOf("weights", low, most);
   scaleOf("o", -size, size);
   draw(part("lse"), {
@@ -200,7 +219,7 @@ function render() {
     series: [{ name: "lse", colour: "accent", gaps: true, values: lse.map((x) => (Number.isFinite(x) ? x : null)) }],
   });
   check(one, o, lse);
-  weights.cell ??= [one.rows - 1, one.columns - 1];
+  weights.cell ??= answered.words ? FIRST_WORDS : [one.rows - 1, one.columns - 1];
   weights.draw();
   tell(...weights.cell);
 }
@@ -241,14 +260,14 @@ function tell(i, j) {
   let lines;
   if (j >= one.columns) {
     const logit = number(answered.options.sinks[0], 4); // every head has the same
-    lines = [`Query ${i}, the sink`, `weight = exp(sink − lse) = exp(${logit} − ${l}) = ${number(one.sink(i), 4)}`,
+    lines = [`${queryName(i)}, the sink`, `weight = exp(sink − lse) = exp(${logit} − ${l}) = ${number(one.sink(i), 4)}`,
       "The sink takes this part of the row, and adds nothing to o."];
   } else if (!one.seen(i, j)) {
-    lines = [`Query ${i}, key ${j}`, "The mask hides this key: its weight is 0.", `lse = ${l}`];
+    lines = [`${queryName(i)}, ${keyName(j)}`, "The mask hides this key: its weight is 0.", `lse = ${l}`];
   } else {
     const how = answered.options.softcap ? "softcap · tanh(scale · q·k / softcap)" : "scale · q·k";
     const less = slope === undefined ? "" : ` − ${number(slope)} · ${one.distance(i, j)}`; // ALiBi
-    lines = [`Query ${i}, key ${j}`, `score = ${how}${less} = ${number(one.score(i, j), 4)}`,
+    lines = [`${queryName(i)}, ${keyName(j)}`, `score = ${how}${less} = ${number(one.score(i, j), 4)}`,
       `weight = exp(score − lse) = exp(${number(one.score(i, j), 4)} − ${l}) = ${number(one.weight(i, j), 4)}`];
   }
   say(lines);
@@ -256,9 +275,13 @@ function tell(i, j) {
 
 function tellOutput(i, d) {
   const { one, o } = current();
-  say([`Query ${i}, value dimension ${d}`, `o of the server = ${number(o[i][d], 6)}`,
+  say([`${queryName(i)}, value dimension ${d}`, `o of the server = ${number(o[i][d], 6)}`,
     `sum of weight · v = ${number(one.o(i)[d], 6)}`]);
 }
+
+const word = (at) => (answered.words ? ` “${sentence.tokens[at]}”` : "");
+const queryName = (i) => `Query ${i}${word(i)}`;
+const keyName = (j) => `key ${j}${word(j)}`;
 
 function say(lines) {
   readout.replaceChildren(...lines.map((text) => Object.assign(document.createElement("p"), { textContent: text })));

@@ -3,18 +3,18 @@
 import { draw, erase } from "./chart.js";
 import { bytes, number } from "./text.js";
 
-// A backend's colour, one for all charts and of the pictures of the command line; other libraries' lines are dashed.
+// A backend's colour and dashes, one for all charts and those of the pictures of the command line.
 const LOOKS = {
-  naive: ["text"], naive_explicit: ["soft", [2, 3]], reference: ["soft"], triton: ["c-vermilion"], torch: ["c-blue"],
-  tiled: ["c-green"], sdpa_flash: ["c-sky", [6, 4]], sdpa_cudnn: ["c-orange", [6, 4]], sdpa_efficient: ["c-purple", [6, 4]],
-  sdpa_math: ["soft", [6, 4]], flex: ["c-orange", [8, 3, 2, 3]], flash_attn: ["c-sky", [8, 3, 2, 3]],
-  flash_attn_3: ["c-blue", [8, 3, 2, 3]], flashinfer: ["c-green", [8, 3, 2, 3]], xformers: ["c-purple", [8, 3, 2, 3]],
+  naive: ["text"], naive_explicit: ["soft", [2, 3]], reference: ["soft", [2, 7]], triton: ["c-vermilion"], torch: ["c-blue"],
+  tiled: ["c-green"], sdpa_flash: ["c-sky", [9, 4]], sdpa_cudnn: ["c-orange", [10, 4, 2, 4]], sdpa_efficient: ["c-purple", [4, 2]],
+  sdpa_math: ["soft", [9, 3, 2, 3, 2, 3]], flex: ["c-orange", [18, 4]], flash_attn: ["c-sky", [2, 5]],
+  flash_attn_3: ["c-blue", [15, 4, 5, 4]], flashinfer: ["c-green", [4, 9]], xformers: ["c-purple", [15, 4, 2, 4, 2, 4]],
 };
 const FAMILY = ["dtype", "head_dim", "value_dim", "q_heads", "kv_heads", "causal", "direction"];
 const KINDS = {
   time: { title: "Time of a call", label: "milliseconds", kind: "log10", spreads: true, of: (row) => row.ms },
   tflops: { title: "Throughput", label: "TFLOP/s", of: (row) => row.tflops_standard },
-  speedup: { title: "Speed-up", label: "× as fast as naive", of: (row) => row.speedup_over_naive },
+  speedup: { title: "Speed-up", label: "× as fast as naive", of: (row) => row.speedup_over_naive, least: 1 },
   memory: {
     title: "Memory of a call", label: "peak, a sequence", kind: "log2", of: (row) => row.peak_bytes / row.batch, format: bytes,
   },
@@ -61,17 +61,21 @@ function ordered(rows) {
 }
 
 // Against sequence length; with one length alone, a bar for each backend.
-function lengths(rows, { title, label, kind, of, format, spreads = false }) {
+// `least`: a value at which all charts have a line.
+function lengths(rows, { title, label, kind, of, format, spreads = false, least }) {
   const found = [...new Set(rows.map(({ kv_len }) => kv_len))].sort((a, b) => a - b);
   const backends = ordered(rows);
   const at = (backend, length) => rows.find((row) => row.backend === backend && row.kv_len === length);
   const figure = (row) => (row && of(row) > 0 ? of(row) : null);
   const family = `${title}: ${nameOf(rows[0])}`;
+  const range = (_, low, high) => fromZero(low, Math.max(high, least ?? 0));
+  const across = (chart, context, colour) => least !== undefined && level(chart, context, colour, least);
   if (found.length === 1) {
     return {
       title: `${family} · S ${found[0]}`, legend: false, data: backends.map((_, i) => i),
       x: { label: "backend", kind: "names", names: backends },
-      y: { label, format, range: fromZero },
+      y: { label, format, range },
+      marked: across,
       series: backends.map((backend, own) => ({
         ...look(backend), marks: "bars", values: backends.map((_, i) => (i === own ? figure(at(backend, found[0])) : null)),
       })),
@@ -80,16 +84,30 @@ function lengths(rows, { title, label, kind, of, format, spreads = false }) {
   return {
     title: family, data: found,
     x: { label: "sequence length", kind: "log2", splits: found, range: (_, low, high) => [low / 1.15, high * 1.15], format: short },
-    y: { label, kind, format, ...(spreads && { range: () => spread(rows) }), ...(!kind && { range: fromZero }) },
+    y: { label, kind, format, ...(spreads && { range: () => spread(rows) }), ...(!kind && { range }) },
     series: backends.map((backend) => ({ ...look(backend), values: found.map((length) => figure(at(backend, length))) })),
     marked(chart, context, colour) {
+      across(chart, context, colour);
       if (spreads) for (const row of rows) whisker(chart, context, colour(look(row.backend).colour), row);
     },
   };
 }
 
-function fromZero(_, low, high) {
+function fromZero(low, high) {
   return [0, high > 0 ? high * 1.08 : 1];
+}
+
+// Draw a line across the chart at a value.
+function level(chart, context, colour, value) {
+  const { left, width } = chart.bbox;
+  const y = chart.valToPos(value, "y", true);
+  Object.assign(context, { strokeStyle: colour("text"), lineWidth: 1.5 * devicePixelRatio });
+  context.setLineDash([6 * devicePixelRatio, 3 * devicePixelRatio]);
+  context.beginPath();
+  context.moveTo(left, y);
+  context.lineTo(left + width, y);
+  context.stroke();
+  context.setLineDash([]);
 }
 
 // Draw the times with their whiskers.

@@ -42,6 +42,15 @@ export function problem(row) {
   return `${sizes} D${pair(row.head_dim, row.value_dim)} ${row.dtype} ${row.direction}${row.causal ? " causal" : ""}`;
 }
 
+// Put rows into a table. On a narrow screen each is a card, whose cells have the names of their columns.
+export function fill(table, rows) {
+  const names = [...table.tHead.rows[0].cells].map((cell) => cell.textContent);
+  for (const row of rows) {
+    [...row.cells].forEach((cell, at) => (cell.dataset.label = names[at] ?? ""));
+  }
+  table.tBodies[0].append(...rows);
+}
+
 // A row of a table: cells are text, or [text, class].
 export function tableRow(head, cells) {
   const row = document.createElement("tr");

@@ -4,7 +4,7 @@ import { Problem, told } from "./api.js";
 import { code, curl, keywords, python } from "./code.js";
 import { decades } from "./decades.js";
 import { aging, clear, read, refused, valid } from "./form.js";
-import { duration, number, tableRow } from "./text.js";
+import { duration, fill, number, tableRow } from "./text.js";
 
 const TICK_MS = 500;
 const STAGES = {
@@ -100,7 +100,8 @@ function show(report) {
   const wrong = report.tensors.filter(({ ok }) => !ok).map(({ name }) => name);
   const verdict = report.ok ? "Right: every tensor is within its bound" : `Wrong: beyond its bound: ${wrong.join(", ")}`;
   say(`${verdict} · ${report.backend} on ${report.device} · ${number(report.seconds)} s`, report.ok ? "good" : "bad");
-  result.querySelector("tbody").replaceChildren(...report.tensors.map(judged));
+  result.querySelector("tbody").replaceChildren();
+  fill(result.querySelector("table"), report.tensors.map(judged));
   const rules = [...new Set(report.tensors.map(({ rule }) => rule))];
   result.querySelector(".rule").textContent = `Bound: ${rules.join("; ")}.`;
   result.hidden = false;

@@ -1,0 +1,48 @@
+"""The figures of the documentation that come from results or from a script, by their file names without ending."""
+
+from __future__ import annotations
+
+import json
+import runpy
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from benchmarks import figures
+from flashpoint.plots import benchmark_figure
+from flashpoint_contract.schemas.benchmark import BenchmarkJob
+
+from . import capacity, tiles
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS, EXAMPLES = ROOT / "benchmarks" / "results", ROOT / "examples"
+_MADE: dict[str, Callable[[Any], Figure]] = {
+    "load": figures.latency, "overload": figures.overload, "soak": figures.soak, "capacity": capacity.held_against,
+}  # fmt: skip
+
+
+def every() -> dict[str, Callable[[], Figure]]:
+    """Return the function that draws each figure. It must be called inside `style.themed`."""
+    found: dict[str, Callable[[], Figure]] = {
+        "capacity-regimes": capacity.regimes, "capacity-break-even": capacity.break_even, "tiles": tiles.tiles,
+    }  # fmt: skip
+    for kind, draw in _MADE.items():
+        for path in sorted(RESULTS.glob(f"{kind}-*.json")):
+            found[path.stem] = partial(draw, json.loads(path.read_text()))
+    for path in sorted(RESULTS.glob("reproduce-*.json")):
+        result = json.loads(path.read_text())
+        for kind in ("time", "roofline") if result["rows"] else ():
+            found[f"{path.stem}-{kind}"] = partial(benchmark_figure, _job(result), kind)
+    training = json.loads((RESULTS / "train-gpt.json").read_text())
+    draw = runpy.run_path(str(EXAMPLES / "train_gpt.py"))["draw"]
+    found["train-gpt"] = partial(draw, training["curves"], figures.about(training))
+    return found
+
+
+def _job(result: dict[str, Any]) -> BenchmarkJob:
+    made = result["environment"]
+    about = {"id": "local", "created": made["date"], "request": {"preset": "papers"}, "device": made["device"]}
+    return BenchmarkJob.model_validate({**about, "rows": result["rows"], "environment": made})
