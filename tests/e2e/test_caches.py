@@ -196,6 +196,33 @@ def test_bits_do_not_depend_on_how_a_cache_was_filled_forked_or_cut_nor_on_neigh
     posted(held, "/caches/delete", {"caches": [whole, pieces, forked]})
 
 
+def test_forks_that_are_asked_together_or_at_the_same_time_have_the_bits_of_a_call_without_a_cache(held):
+    """One call over all forks, and calls of many threads, which meet in the engine."""
+    k, v = (normal(1, HK, 1030, D, seed=seed) for seed in (1, 2))
+    q, own_k, own_v = (normal(8, heads, 2, D, seed=3 + heads) for heads in (HQ, HK, HK))
+    expected = []
+    with client(held) as alice:
+        for n in range(8):
+            all_k, all_v = (np.concatenate(pair, 2) for pair in ((k, own_k[n : n + 1]), (v, own_v[n : n + 1])))
+            expected.append(alice.attention(q[n : n + 1], all_k, all_v, causal=True))
+        with alice.cache(kv_heads=HK, head_dim=D) as root:
+            root.append(k, v)
+            forks = alice.fork_caches([root] * 8)
+            o, meta = alice.attention(q, own_k, own_v, caches=forks, causal=True, with_meta=True)
+            assert (o == np.concatenate(expected)).all()
+            assert meta.lengths == (1032,) * 8
+            with concurrent.futures.ThreadPoolExecutor(8) as pool:
+
+                def again(n):
+                    own = slice(n, n + 1)
+                    return forks[n].attention(q[own], own_k[own], own_v[own], at=1030, causal=True)
+
+                for _ in range(5):
+                    for found, right in zip(pool.map(again, range(8)), expected, strict=True):
+                        assert (found == right).all()
+            alice.delete_caches(forks)
+
+
 def test_ids_of_others_and_guessed_ones_are_not_found(held):
     (one,) = created(held)
     other = one[:-3] + ("AAA" if one[-3:] != "AAA" else "BBB")
