@@ -90,8 +90,9 @@ def meant(name: str, known: Iterable[str] = NAMES) -> str | None:
     names, lower = list(known), name.lower().replace("-", "_")
     if (ours := _ELSEWHERE.get(lower)) in names:
         return ours
-    near = get_close_matches(lower, names, 1, _ALIKE)
-    return near[0] if near else None
+    alike = {known.lower().replace("-", "_"): known for known in names}
+    near = get_close_matches(lower, alike, 1, _ALIKE)
+    return alike[near[0]] if near else None
 
 
 def did_you_mean(name: str, known: Iterable[str] = NAMES) -> str:

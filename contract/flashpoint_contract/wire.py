@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flashpoint_contract import strictjson
+from flashpoint_contract.hints import did_you_mean
 
 MEDIA_TYPE = "application/vnd.safetensors"
 HEAD_LIMIT = 1 << 20  # bytes; the largest head of our own messages is under 4 KiB
@@ -119,7 +120,8 @@ def _tensor(name: str, entry: Any) -> TensorSpec:
         raise WireError(f"{name!r} must be an object of dtype, shape and data_offsets")
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(code, str) or code not in _DTYPES:
-        raise WireError(f"{name!r} has unknown dtype {code!r}")
+        near = did_you_mean(code, _DTYPES) if isinstance(code, str) else ""
+        raise WireError(f"{name!r} has unknown dtype {code!r}; use {', '.join(_DTYPES)}{near}")
     if not isinstance(shape, list) or not all(map(_is_size, shape)):
         raise WireError(f"{name!r} has a shape that is not a list of sizes")
     if len(shape) > RANK_LIMIT:

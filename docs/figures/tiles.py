@@ -46,8 +46,8 @@ def tiles() -> Figure:
         Patch(facecolor=SKIPPED, edgecolor=style.GREY, hatch="xxx", label="hidden by the causal mask, skipped"),
     ]
     figure, axes = style.panels(
-        "One tile of S at a time", "each program holds one block and loops over the other side; S is never stored",
-        len(PROGRAMS), legend, panel=(3.9, 3.3), keys=3,
+        "One tile of S at a time", "each program holds one block and loops over the other side", len(PROGRAMS), legend,
+        columns=1, panel=(4.4, 2.75), keys=1,  # narrow: it can be read on a phone
     )  # fmt: skip
     for ax, program in zip(axes, PROGRAMS, strict=True):
         _draw(ax, program)
@@ -72,7 +72,7 @@ def _draw(ax: Axes, program: Program) -> None:
     for tile in range(TILES):
         mine = tile == (program.at if over_keys else program.own)
         _box(ax, tile, -1.4, (NOW if over_keys else HELD) if mine else "white")
-    _text(ax, -0.9, BLOCKS + 0.35, "Q" if program.title.startswith("forward") else "Q, dO, L")
+    _text(ax, -1.15, BLOCKS + 0.35, "Q" if program.title.startswith("forward") else "Q, dO, L")
     _text(ax, TILES + 0.65, -0.9, "K, V")
     start, end = ((0.0, 0.0), (0.0, 0.0))
     if over_keys:

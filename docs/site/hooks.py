@@ -1,4 +1,8 @@
-"""The site's changes to the pages: the README is its front page, and mathematics is MathML."""
+"""The site's changes to the pages.
+
+The README is its front page, mathematics is MathML, paths of code are links into the repository, and every part has a
+name for a screen reader.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,10 @@ from typing import Any
 
 from latex2mathml.converter import convert
 
+ROOT = Path(__file__).resolve().parents[2]
+# Search ranks pages that say how to do something above those that say why.
+_BOOST = {"Tutorials": 3, "How-to": 3, "Explanation": 0.5, "Engineering": 0.5}
+_EMPTY = re.compile(r"<th([^>]*)></th>")
 _UPWARDS = re.compile(r"\[([^\[\]]*)\]\((\.\./[^)#]*)(#[^)]*)?\)")
 _INTO_DOCS = re.compile(r"\]\(docs/")
 _BESIDE = re.compile(r"\]\((?!https?:|docs/|#|mailto:)([^)]*)\)")
@@ -18,17 +26,22 @@ _MATHS = re.compile(r'<(span|div) class="arithmatex">\s*(?:\\\(|\\\[)(.*?)(?:\\\
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
-    """Return the page's Markdown. A link to a file that is not documentation becomes the file's name."""
+    """Return the page's Markdown.
+
+    A link to a file that is not documentation leads into `repo_url`; without one it becomes the file's name.
+    """
     place = page.file.src_uri
+    tab = page.ancestors[-1].title if page.ancestors else ""
+    page.meta.setdefault("search", {"boost": _BOOST.get(tab, 1)})
     if place == "README.md":
         front = Path(config.config_file_path).with_name("README.md").read_text(encoding="utf-8")
         front = _INTO_DOCS.sub("](", _BESIDE.sub(r"](../\1)", front))
         markdown = front + "\n" + markdown.replace("# All pages", "## All pages", 1)
-    return _UPWARDS.sub(partial(_name, posixpath.dirname(place)), markdown)
+    return _UPWARDS.sub(partial(_name, posixpath.dirname(place), (config.repo_url or "").rstrip("/")), markdown)
 
 
-def _name(folder: str, link: re.Match[str]) -> str:
-    """Return `link` itself where it leads to a page, and else its text with the file's name.
+def _name(folder: str, repository: str, link: re.Match[str]) -> str:
+    """Return `link` itself where it leads to a page; else a link into the repository, or its text with the file's name.
 
     A link to a test shows the test's name where the reader points: a page has dozens of them.
     """
@@ -36,16 +49,28 @@ def _name(folder: str, link: re.Match[str]) -> str:
     if not path.startswith("../"):
         return link[0]
     path, text = path.removeprefix("../"), link[1]
+    if repository:
+        kind = "tree" if (ROOT / path).is_dir() else "blob"
+        shown = path + (f"::{link[3][1:]}" if link[3] else "")
+        return f'[{text}]({repository}/{kind}/main/{path} "{shown}")'
     if text == "test" and link[3]:
         return f'<abbr title="{path}::{link[3][1:]}">{text}</abbr>'
     return text if path.endswith(text.strip("`")) else f"{text} (`{path}`)"
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Return the page's HTML with each formula as MathML, which browsers draw without a script."""
-    return _MATHS.sub(_mathml, content)
+    """Return the page's HTML with each formula as MathML, and without empty headings of columns."""
+    return _EMPTY.sub(r"<td\1></td>", _MATHS.sub(_mathml, content))
+
+
+def on_post_page(output: str, **_: Any) -> str:
+    """Return the page with a name for the theme's search."""
+    dialog = 'data-md-component="search" role="dialog"'
+    return output.replace(dialog, f'{dialog} aria-label="Search"')
 
 
 def _mathml(found: re.Match[str]) -> str:
-    display = "block" if found[1] == "div" else "inline"
-    return convert(html.unescape(found[2]), display=display)
+    """Return a formula. One of its own line can be scrolled where it is wider than the screen."""
+    if found[1] == "div":
+        return f'<div class="formula" tabindex="0">{convert(html.unescape(found[2]), display="block")}</div>'
+    return convert(html.unescape(found[2]), display="inline")

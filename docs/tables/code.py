@@ -18,6 +18,7 @@ from flashpoint_contract.options import BACKENDS, LAYOUTS
 from flashpoint_contract.saved import SAVED_OPTIONS
 from flashpoint_contract.schemas.options import AttentionOptions
 from flashpoint_contract.tensors import FLOATS, INPUT_TENSORS, TENSORS, Tensor
+from flashpoint_kernels import nano as smallest
 from flashpoint_kernels import native
 from flashpoint_kernels.support import SUPPORT, said
 from flashpoint_kernels.timing.case import ALGORITHMS
@@ -27,6 +28,11 @@ from flashpoint_server.page.errors import ERRORS
 from flashpoint_server.refusal import STATUS, Refusal
 
 from .markdown import ROOT, table
+
+
+def nano() -> str:
+    """The smallest kernel. A space before the language keeps the block out of those that tests run in order."""
+    return f"\n``` python\n{smallest.source()}\n```\n\n"
 
 
 def errors() -> str:

@@ -15,6 +15,7 @@ import inspect
 import io
 import math
 import os
+import re
 import sys
 
 import torch
@@ -114,6 +115,13 @@ def nano_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tup
     return o, lse
 
 
+def source() -> str:
+    """Return the source of the kernel without the marks for linters, as the documentation shows it."""
+    return re.sub(
+        r"  # (noqa: \w+|fmt: \w+)(?=$|  #)", "", inspect.getsource(nano_forward.fn).rstrip(), flags=re.MULTILINE
+    )
+
+
 def tried(device: str) -> list[tuple[str, Verification]]:
     """Run the kernel on some problems on `device`: each in words, and its errors against float64 beside torch's own."""
     found = []
@@ -132,10 +140,10 @@ def main() -> int:
     if not torch.cuda.is_available() and not INTERPRETED:  # Triton reads the variable at its import
         command = [sys.executable, "-m", "flashpoint_kernels.nano"]
         os.execve(sys.executable, command, os.environ | {"TRITON_INTERPRET": "1"})
-    source = inspect.getsource(nano_forward.fn).rstrip()
+    shown = source()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # the source has letters that not every terminal can show
-    print(f"{source}\n\n{len(source.splitlines())} lines.\n")
+    print(f"{shown}\n\n{len(shown.splitlines())} lines.\n")
     device, where = ("cpu", "Triton's interpreter") if INTERPRETED else ("cuda", torch.cuda.get_device_name())
     known = {} if INTERPRETED else {where: chip_of(torch.device(device)).shared_kib}
     known |= {f"sm_{arch}": kib for arch, kib in SHARED_KIB.items()}

@@ -4,6 +4,7 @@ import inspect
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -119,6 +120,9 @@ def test_it_shows_itself_and_its_errors_from_the_command_line() -> None:
     said = next(int(line.split()[0]) for line in lines if line.endswith(" lines."))
     assert said == len(inspect.getsource(nano_forward.fn).splitlines()) == lines.index("")
     assert lines[0] == "@triton.jit"
+    assert not re.search("noqa|fmt:", run.stdout)
+    shown = "\n".join(lines[: lines.index("")])
+    assert f"``` python\n{shown}\n```" in (Path(__file__).parents[2] / "docs" / "algorithm.md").read_text()
     assert any(line.split() == ["sm_90", "227", "KiB", "128", "64", "64"] for line in lines), run.stdout
     errors = [line for line in lines if "float32 " in line and " o " in line]
     assert len(errors) == 2

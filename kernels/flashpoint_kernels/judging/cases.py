@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from flashpoint_contract.hints import did_you_mean
 from flashpoint_kernels.judging.values import EXACT, KINDS
 
 HALF = ("bfloat16", "float16")
@@ -96,7 +97,8 @@ class Case:
         if case.values not in KINDS:
             raise ValueError(f"values must be one of {', '.join(KINDS)}, not {case.values!r}")
         if case.dtype not in TYPES:
-            raise ValueError(f"dtype must be one of {', '.join(TYPES)}, not {case.dtype!r}")
+            near = did_you_mean(str(case.dtype), TYPES)
+            raise ValueError(f"dtype must be one of {', '.join(TYPES)}, not {case.dtype!r}{near}")
         return case
 
     def __str__(self) -> str:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor
 
+from flashpoint_contract.hints import did_you_mean
 from flashpoint_contract.options import Options
 from flashpoint_kernels.reproduction import NAMES, errors
 from flashpoint_kernels.reproduction.bench import (
@@ -52,7 +53,8 @@ def reproduce(only: Collection[str] = (), device: str | None = None) -> Iterator
     Raises ValueError for an unknown name.
     """
     if unknown := [name for name in only if name not in {claim.name for claim in CLAIMS}]:
-        raise ValueError(f"claim {unknown[0]!r} does not exist; use {', '.join(claim.name for claim in CLAIMS)}")
+        near = did_you_mean(unknown[0], NAMES)
+        raise ValueError(f"claim {unknown[0]!r} does not exist; use {', '.join(NAMES)}{near}")
     return _reproduced([claim for claim in CLAIMS if not only or claim.name in only], device)
 
 

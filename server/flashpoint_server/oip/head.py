@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 
 from flashpoint_contract import strictjson
+from flashpoint_contract.hints import did_you_mean
 from flashpoint_contract.options import OPTIONS, Direction, Names, Pair
 from flashpoint_contract.schemas import jsonwire
 from flashpoint_contract.schemas.jsonwire import FieldError
@@ -201,7 +202,8 @@ def tensor_info(name: str, shape: Any, datatype: Any) -> TensorInfo:
     if len(shape) > RANK_LIMIT:
         raise FieldError(name, f"has {len(shape)} dimensions, over the limit of {RANK_LIMIT}")
     if not isinstance(datatype, str) or datatype not in DTYPE_OF:
-        raise FieldError(name, f"datatype {datatype!r} is not one of {', '.join(DTYPE_OF)}")
+        near = did_you_mean(datatype, DTYPE_OF) if isinstance(datatype, str) else ""
+        raise FieldError(name, f"datatype {datatype!r} is not one of {', '.join(DTYPE_OF)}{near}")
     dtype = DTYPE_OF[datatype]
     # Sizes of 0 do not count here: the product of the others must still fit array libraries.
     if math.prod(max(n, 1) for n in shape) * ITEMSIZE[dtype] > _SIZE_LIMIT:

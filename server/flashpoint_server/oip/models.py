@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
+from flashpoint_contract.hints import did_you_mean
 from flashpoint_contract.options import OPTIONS, Direction, Names
 from flashpoint_contract.tensors import ANSWERS, REQUIRED, TAKEN, TENSORS
 from flashpoint_server.oip.datatypes import DATATYPE_OF
@@ -43,9 +44,12 @@ MODELS = {
 def find(name: str, version: str = "") -> Model:
     """Return the model of this name and version; an empty version means any. Raises Refusal 404."""
     if name not in MODELS:
-        raise Refusal("not_found", f"model {name!r} does not exist; use {' or '.join(MODELS)}")
+        raise Refusal(
+            "not_found", f"model {name!r} does not exist; use {' or '.join(MODELS)}{did_you_mean(name, MODELS)}"
+        )
     if version not in ("", VERSION):
-        raise Refusal("not_found", f"model {name!r} has only version {VERSION}, not {version!r}")
+        near = did_you_mean(version, [VERSION])
+        raise Refusal("not_found", f"model {name!r} has only version {VERSION}, not {version!r}{near}")
     return MODELS[name]
 
 

@@ -1,0 +1,129 @@
+"""The site of the documentation in a real browser: it fits a phone, axe finds nothing, and search finds its way."""
+
+import functools
+import http.server
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import expect
+
+from tests.support.browser import PATIENCE_MS
+
+ROOT = Path(__file__).resolve().parents[3]
+REPOSITORY = "https://example.com/flashpoint"
+SCREENS = [(scheme, width) for scheme in ("light", "dark") for width in (1280, 390)]
+# Each has parts that others lack: tables, formulas, pictures, an API.
+PAGES = ("index", "algorithm", "page", "reproduce", "reference/api", "reference/settings", "security")
+
+
+class Site(NamedTuple):
+    folder: Path
+    url: str
+
+    @property
+    def pages(self):
+        return sorted(str(path.relative_to(self.folder)) for path in self.folder.rglob("*.html"))
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site, built for a repository that has an address, on a server of its own."""
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
+    environment = os.environ | {"FLASHPOINT_REPOSITORY": REPOSITORY, "NO_MKDOCS_2_WARNING": "1"}
+    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+
+    class Files(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Files, directory=folder)) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield Site(folder, f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def opened(chromium):
+    """A factory of empty browser pages of a colour scheme and a width."""
+    contexts = []
+
+    def new(scheme="light", width=1280):
+        context = chromium.new_context(
+            color_scheme=scheme, viewport={"width": width, "height": 900}, reduced_motion="reduce"
+        )
+        context.set_default_timeout(PATIENCE_MS)
+        contexts.append(context)
+        return context.new_page()
+
+    yield new
+    for context in contexts:
+        context.close()
+
+
+def broken(page, url):
+    """Return what axe finds on a page of the site."""
+    page.goto(url)
+    page.wait_for_function(
+        "document.querySelectorAll('pre > code').length === 0 || document.querySelector('.md-code__nav')"
+    )
+    found = Axe().run(page).response["violations"]
+    return [(v["id"], [n["target"] for n in v["nodes"]][:3]) for v in found]
+
+
+@pytest.mark.parametrize(("scheme", "width"), SCREENS)
+def test_axe_finds_nothing(site, opened, scheme, width):
+    page = opened(scheme, width)
+    found = {name: broken(page, f"{site.url}/{name}.html") for name in PAGES}
+    assert found == {name: [] for name in PAGES}
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (sum(map(int, re.findall(r"\d+", ground)[:3])) < 3 * 64) == (scheme == "dark")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("scheme", "width"), SCREENS)
+def test_axe_finds_nothing_on_any_page(site, opened, scheme, width):
+    page = opened(scheme, width)
+    found = {name: broken(page, f"{site.url}/{name}") for name in site.pages}
+    assert found == {name: [] for name in site.pages}
+
+
+def test_no_page_is_wider_than_a_phone(site, opened):
+    page = opened(width=390)
+    wide = {}
+    for name in site.pages:
+        page.goto(f"{site.url}/{name}")
+        wide[name] = page.evaluate("document.documentElement.scrollWidth")
+    assert len(wide) > 50
+    assert {name: width for name, width in wide.items() if width > 390} == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "heading"), [("rotate a key", "Rotate a key"), ("upgrade", "Upgrade"), ("nano", "The smallest kernel")]
+)
+def test_search_finds(site, opened, words, heading):
+    page = opened()
+    page.goto(f"{site.url}/index.html")
+    page.get_by_role("textbox", name="Search").first.click()
+    page.keyboard.type(words)
+    first = page.locator(".md-search-result__item").first
+    expect(first).to_contain_text(heading)
+
+
+def test_paths_of_code_and_the_notebook_lead_into_the_repository(site):
+    algorithm = (site.folder / "algorithm.html").read_text()
+    linked = set(re.findall(rf'href="{REPOSITORY}/((?:blob|tree)/main/[^"]+)"', algorithm))
+    assert {"blob/main/examples/attention.ipynb", "blob/main/kernels/flashpoint_kernels/nano.py"} <= linked
+    every = "".join((site.folder / name).read_text() for name in site.pages)
+    for kind, path in set(re.findall(rf'href="{REPOSITORY}/(blob|tree)/main/([^"#]+)"', every)):
+        assert (ROOT / path).is_dir() == (kind == "tree"), path
+        assert (ROOT / path).exists(), path
