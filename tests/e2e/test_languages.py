@@ -216,5 +216,5 @@ def test_javascript_does_not_wait_beyond_its_timeout(javascript, front):
 
 
 def test_the_page_links_to_the_files():
-    linked = re.findall(r"^The whole client: \[(\S+)\]\(\.\./\1\)\.$", PAGE, re.M)
+    linked = re.findall(r"^(?:The whole client|Its types for TypeScript): \[(\S+)\]\(\.\./\1\)\.", PAGE, re.M)
     assert sorted(linked) == sorted(f"examples/clients/{path.name}" for path in CLIENTS.iterdir())
