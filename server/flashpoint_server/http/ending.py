@@ -35,14 +35,14 @@ class Config(uvicorn.Config):
 
 
 class EndingProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol, whose clients receive the last answer."""
+    """uvicorn's HTTP protocol, whose clients receive the last answer. `HttpProtocol.__init__` sets its state."""
 
     config: Config
-    wrong: Refusal | None = None  # of a head that is not valid, but that the parser accepts
-    last_words = b""  # the last answer of a connection whose input cannot be read any further
-    over = False  # nothing more is answered
-    _discarded = 0  # bytes
-    running: RequestResponseCycle | None = None  # the request that is being answered, or the last one
+    wrong: Refusal | None  # of a head that is not valid, but that the parser accepts
+    last_words: bytes  # the last answer of a connection whose input cannot be read any further
+    over: bool  # nothing more is answered
+    discarded: int  # bytes
+    running: RequestResponseCycle | None  # the request that is being answered, or the last one
 
     @property
     def secure(self) -> bool:
@@ -121,8 +121,8 @@ class EndingProtocol(HttpToolsProtocol):
 
     def discard(self, nbytes: int) -> None:
         """Count bytes that arrive and are not read."""
-        self._discarded += nbytes
-        if self._discarded > DISCARDED:
+        self.discarded += nbytes
+        if self.discarded > DISCARDED:
             self.transport.close()
 
     def forget_last(self, running: RequestResponseCycle) -> None:

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import httptools
 from uvicorn._types import ASGI3Application
@@ -25,6 +26,7 @@ from flashpoint_server.http.ending import Closing, EndingProtocol
 from flashpoint_server.http.heads import HEAD_BYTES, too_large, with_host_of, wrong
 from flashpoint_server.http.persistence import answering, persistence
 from flashpoint_server.http.places import Part, Places, pieces
+from flashpoint_server.refusal import Refusal
 
 EXTENSION = "flashpoint.direct"
 
@@ -39,9 +41,32 @@ class HttpProtocol(EndingProtocol):
     """uvicorn's protocol; `set_write_buffer_limits(high=0)` pauses the writer while the transport holds any byte.
 
     So the memory of an answer can be reused when the writer resumes: uvloop keeps views, not copies, of unsent data.
-    `barren` counts the bytes that the parser has read since it last found the end of a head, or bytes of a body: parts
+    `unparsed_bytes` counts the bytes that the parser has read since the last end of a head, or bytes of a body: parts
     of a head, chunk extensions, trailers and blank lines. Their number is limited, and so is the time for a head.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+        # Per-connection state
+        self.parsing = _Parsing(self)
+        self.half_closed = False
+        self.over = False
+        self.last_words = b""
+        self.discarded = 0
+        self.running: RequestResponseCycle | None = None
+        self.closing: Closing  # made with the transport
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._idle_since: float | None = None  # in the loop's seconds; None while a request arrives or is answered
+        # The head of the last request and its fields: most requests of a connection have the same head.
+        self._head: tuple[str, bytes, list[tuple[bytes, bytes]]] | None = None
+        self._fields: Mapping[str, str] = {}
+
+        # Per-request state; `scope`, `url`, `headers` and `cycle` are uvicorn's
+        self.unparsed_bytes = 0
+        self.wrong: Refusal | None = None
+        self.watcher: Callable[[], None] | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -49,41 +74,32 @@ class HttpProtocol(EndingProtocol):
         patience = int(1000 * self.config.answer_timeout)
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience)
         transport.set_write_buffer_limits(high=int(self.secure))  # TLS pauses at `high`, plain TCP above it
-        self.barren = 0
-        self._head: tuple[str, bytes, list[tuple[bytes, bytes]]] | None = None  # of the last request, and its fields
-        self._fields: Mapping[str, str] = {}
-        self._late: asyncio.TimerHandle | None = None
-        self._idle: asyncio.TimerHandle | None = None
-        self._idle_since: float | None = None  # in the loop's seconds; None while a request arrives or is answered
-        self._await_head()
-        self.parsing = _Parsing(self)
-        self.watcher: Callable[[], None] | None = None
-        self.half_closed = False
         self.closing = Closing(self)
+        self._await_head()
         _switch(self, self.parsing)
 
-    def looked_at(self) -> None:
+    def check_limits(self) -> None:
         """Check the limits after a read that gave neither the end of a head nor bytes of a body."""
         if self.transport.is_closing():
             return
-        if self.barren > HEAD_BYTES:
+        if self.unparsed_bytes > HEAD_BYTES:
             self.wrong = too_large()
             self.refuse_input(ValueError("the head has no end"))
         elif self.cycle is None or self.cycle.response_complete:
             self._await_head()
 
     def _await_head(self) -> None:
-        if self._late is None:
-            self._late = self.loop.call_later(self.config.header_timeout, self._look_once_more)
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self.config.header_timeout, self._look_once_more)
 
     def _look_once_more(self) -> None:
-        self._late = self.loop.call_later(GRACE, self.transport.abort)
+        self._head_timer = self.loop.call_later(GRACE, self.transport.abort)
 
     def _head_is_there(self) -> None:
-        self.barren = 0
-        if self._late is not None:
-            self._late.cancel()
-            self._late = None
+        self.unparsed_bytes = 0
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
     def data_received(self, data: bytes | memoryview) -> None:
         self._unset_keepalive_if_required()
@@ -125,7 +141,7 @@ class HttpProtocol(EndingProtocol):
         if not self.url.startswith(b"/"):
             self.headers[:] = with_host_of(self.url, self.headers)
         head = version, self.url, self.headers
-        if head != self._head:  # most requests of a connection have the same head
+        if head != self._head:
             if refusal := wrong(version, self.url, self.headers):
                 self.wrong = refusal
                 raise ValueError(refusal.code)  # the parser turns it into its own error
@@ -155,8 +171,8 @@ class HttpProtocol(EndingProtocol):
             self._send_last_words()
         else:
             self._idle_since = self.loop.time()
-            if self._idle is None:
-                self._idle = self.loop.call_later(self.timeout_keep_alive, self._look_whether_idle)
+            if self._idle_timer is None:
+                self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._look_whether_idle)
         if self.pipeline:
             self.flow.pause_reading()  # answer pipelined requests before more is read; otherwise they accumulate here
 
@@ -165,16 +181,16 @@ class HttpProtocol(EndingProtocol):
         self._idle_since = None
 
     def _look_whether_idle(self) -> None:
-        self._idle = None
+        self._idle_timer = None
         if self._idle_since is not None and not self.transport.is_closing():
             if (left := self._idle_since + self.timeout_keep_alive - self.loop.time()) > 0:
-                self._idle = self.loop.call_later(left, self._look_whether_idle)
+                self._idle_timer = self.loop.call_later(left, self._look_whether_idle)
             else:
                 self.transport.close()
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
-        self.barren = 0
+        self.unparsed_bytes = 0
         if self.cycle.response_complete:
             self._await_head()  # no route reads the rest
 
@@ -216,9 +232,9 @@ class HttpProtocol(EndingProtocol):
             self.running.disconnected = True  # uvicorn marks only the last request, which may wait behind this one
         super().connection_lost(exc)
         self._head_is_there()
-        if self._idle is not None:
-            self._idle.cancel()
-            self._idle = None
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
         if self.watcher is not None:
             self.watcher()
 
@@ -363,10 +379,10 @@ class _Parsing(_State):
 
     def buffer_updated(self, nbytes: int) -> None:
         http = self._http
-        http.barren += nbytes
+        http.unparsed_bytes += nbytes
         http.data_received(_SCRATCH[:nbytes])
-        if http.barren and not (http.over or http.last_words):
-            http.looked_at()
+        if http.unparsed_bytes and not (http.over or http.last_words):
+            http.check_limits()
 
 
 class _Receiver(_State):
