@@ -33,6 +33,7 @@ class Constants:
       the sum of two powers of two, BLOCK_D and BLOCK_REST; otherwise BLOCK_REST is 0 (see config.parts_of).
     - EVEN: the head dimensions need no padding.
     - STAGES is the number of tiles of a tensor in shared memory at a time.
+    - CARRY_FLOAT32: the loop of a kernel for Hopper carries P, or in dQ dS, in float32 (see config.carries_float32).
     - PACKED: the rows of a block are the queries of all heads that share a key/value head (see Block).
     - PAGED: keys and values are pages.
     - KEYS says how 8-bit keys and values are widened (see tiles.widened); None if they have DTYPE.
@@ -52,6 +53,7 @@ class Constants:
     BLOCK_DV: int | None = None
     EVEN: bool | None = None
     STAGES: int | None = None
+    CARRY_FLOAT32: bool | None = None
     PACKED: bool | None = None
     PAGED: bool | None = None
     KEYS: int | None = None

@@ -19,7 +19,7 @@ from flashpoint_kernels.triton_backend import table as columns
 from flashpoint_kernels.triton_backend.backward import attention_backward_kv, attention_backward_q, attention_delta
 from flashpoint_kernels.triton_backend.backward_inputs import attention_backward_mask, attention_backward_sinks
 from flashpoint_kernels.triton_backend.calls import Call, Code, run_calls, start_compiling
-from flashpoint_kernels.triton_backend.config import exact, parts_of, takes_hopper
+from flashpoint_kernels.triton_backend.config import carries_float32, exact, parts_of, takes_hopper
 from flashpoint_kernels.triton_backend.configurations import Config, Tile
 from flashpoint_kernels.triton_backend.forward import attention_forward, merge_parts
 from flashpoint_kernels.triton_backend.route import ALL, FORWARD, OF_HOPPER, TYPES, VALUES, Route, config_of, route_of
@@ -254,7 +254,8 @@ def _code_of_hopper(route: Route, kernel: Any, name: str) -> Code:
 
     def make() -> tuple[Tile, dict[str, Any]]:
         tile: Tile = getattr(route.config, name)
-        return tile, route.shared(*OF_HOPPER) | {"BLOCK_N": tile.block_n, "STAGES": tile.num_stages}
+        own = {"BLOCK_N": tile.block_n, "STAGES": tile.num_stages}
+        return tile, route.shared(*OF_HOPPER) | own | {"CARRY_FLOAT32": carries_float32(name, *route.block_dims)}
 
     return route.code(kernel, name, make)
 

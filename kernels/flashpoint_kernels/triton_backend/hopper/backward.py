@@ -121,7 +121,7 @@ def query_consumer(pipes, work, seq, head_dim, HALF: tl.constexpr, C: tl.constex
     lse, delta = gl.load(p_stats + o_m, mask=m_stats), gl.load(p_stats + half + o_m, mask=m_stats)
     rows = QueryRows(o_m=o_m, lse=lse, delta=delta)
     dq = gl.full([ROWS, C.BLOCK_D], 0.0, gl.float32, DQ)
-    ds = carried(gl.full([ROWS, C.BLOCK_N], 0.0, gl.float32, S), DS, C.BLOCK_D == 128, C)
+    ds = carried(gl.full([ROWS, C.BLOCK_N], 0.0, gl.float32, S), DS, C)
     mbarrier.wait(pipes.q.full.index(0), 0, pred=work.end > 0)
     mbarrier.wait(pipes.v.full.index(0), 0, pred=work.end > 0)
     for n in range(0, work.cut):
@@ -130,7 +130,7 @@ def query_consumer(pipes, work, seq, head_dim, HALF: tl.constexpr, C: tl.constex
         dq, ds = add_keys(dq, ds, rows, pipes, work, seq, n, False, HALF, S, DS, C)
     if work.end > 0:
         last = pipes.k.tiles.index((work.end - 1) % C.STAGES)
-        b_ds = operand(ds, DS, C.BLOCK_D == 128, C)
+        b_ds = operand(ds, DS, C)
         dq, _b_ds = wgmma_wait(0, [wgmma(b_ds, last, dq, use_acc=work.end > 1, is_async=True), b_ds])
     q_rows = gl.load(t + col.Q_ROWS)
     store_rows(dq * seq.scale, t, col.DQ, head, i0, seq.band.q_len, q_rows, head_dim, ROWS, C.BLOCK_D, C)
@@ -155,7 +155,7 @@ def add_keys(
     scores = wgmma(b_q, k.tiles.index(at).permute((1, 0)), zeros, use_acc=False, is_async=True)  # (M / 2, N)
     b_do = pipes.do.index(0).slice(HALF * ROWS, ROWS)
     slopes = wgmma(b_do, v.tiles.index(at).permute((1, 0)), zeros, use_acc=False, is_async=True)  # (M / 2, N)
-    b_ds = operand(ds, DS, C.BLOCK_D == 128, C)
+    b_ds = operand(ds, DS, C)
     dq = wgmma(b_ds, k.tiles.index(before), dq, use_acc=n > 1, is_async=True)
     s = wgmma_wait(2, [scores])
     p = probabilities(s * (seq.scale * LOG2E), rows.lse[:, None])
@@ -170,7 +170,7 @@ def add_keys(
     ds = p * (dp - rows.delta[:, None])
     dq, _b_ds = wgmma_wait(0, [dq, b_ds])
     mbarrier.arrive(k.empty.index(before), count=1, pred=n > 0)
-    return dq, carried(ds, DS, C.BLOCK_D == 128, C)
+    return dq, carried(ds, DS, C)
 
 
 class KeyPipes(NamedTuple):

@@ -159,14 +159,14 @@ def attend(pipes, work, seq, seeing, value_dim, HALF: tl.constexpr, C: tl.conste
         wait_full(pipes.k, first, C)
         s = wgmma_wait(0, [issue_scores(pipes, first, HALF, S, C)])
         p, m, denom, _shrink = softmax(s, m, denom, o_m, pipes.k, work, seq, first, True, S, C)
-        p = carried(p, P, C.BLOCK_DV <= 128, C)
+        p = carried(p, P, C)
         for n in range(first + 1, work.cut):
             p, m, denom, acc = step(p, m, denom, acc, o_m, pipes, work, seq, n, seeing, True, HALF, S, O, P, C)
         for n in range(gl.maximum(work.cut, first + 1), work.end):
             p, m, denom, acc = step(p, m, denom, acc, o_m, pipes, work, seq, n, seeing, False, HALF, S, O, P, C)
         mbarrier.arrive(pipes.q.empty.index(0), count=1)
         wait_full(pipes.v, last, C)
-        b_p = operand(p, P, C.BLOCK_DV <= 128, C)
+        b_p = operand(p, P, C)
         acc, _b_p = wgmma_wait(0, [wgmma(b_p, pipes.v.tiles.index(last % C.STAGES), acc, is_async=True), b_p])
         release(pipes.v, last, C)
 
@@ -192,7 +192,7 @@ def step(
     needs a visibility test. All tiles take turns but the first of each block; `seeing` is the number of blocks before.
     """
     before = n - 1
-    b_p = operand(p, P, C.BLOCK_DV <= 128, C)
+    b_p = operand(p, P, C)
     mbarrier.wait(pipes.turns.index(HALF), ((before - seeing) & 1) ^ (1 - HALF))  # the first group has the first turn
     scores = issue_scores(pipes, n, HALF, S, C)
     wait_full(pipes.v, before, C)
@@ -202,7 +202,7 @@ def step(
     p, m, denom, shrink = softmax(s, m, denom, o_m, pipes.k, work, seq, n, CUT, S, C)
     acc, _b_p = wgmma_wait(0, [values, b_p])
     release(pipes.v, before, C)
-    p = carried(p, P, C.BLOCK_DV <= 128, C)
+    p = carried(p, P, C)
     return p, m, denom, acc * gl.convert_layout(shrink, gl.SliceLayout(1, O))[:, None]
 
 

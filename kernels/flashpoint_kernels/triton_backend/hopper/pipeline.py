@@ -139,21 +139,19 @@ def release(pipe, n, C: tl.constexpr, pred=True):
 
 
 @jit
-def carried(x, OPERAND: tl.constexpr, FLOAT: tl.constexpr, C: tl.constexpr):
-    """Return a product's first operand in the form that a loop carries: float32 with FLOAT, otherwise the operand
-    itself.
-
-    If a loop carries pairs of 16 bits, ptxas unpacks and packs them again; float32 takes twice the registers.
+def carried(x, OPERAND: tl.constexpr, C: tl.constexpr):
+    """Return a product's first operand in the form that a loop carries: float32 with CARRY_FLOAT32, otherwise the
+    operand itself.
     """
-    if not FLOAT:
+    if not C.CARRY_FLOAT32:
         x = gl.convert_layout(cast(x, C.DTYPE), OPERAND)
     return x
 
 
 @jit
-def operand(x, OPERAND: tl.constexpr, FLOAT: tl.constexpr, C: tl.constexpr):
+def operand(x, OPERAND: tl.constexpr, C: tl.constexpr):
     """Return the product's operand, from the result of `carried`."""
-    if FLOAT:
+    if C.CARRY_FLOAT32:
         x = gl.convert_layout(cast(x, C.DTYPE), OPERAND)
     return x
 
