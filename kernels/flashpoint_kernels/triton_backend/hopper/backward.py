@@ -32,14 +32,7 @@ from flashpoint_kernels.triton_backend.hopper.pipeline import (
 )
 from flashpoint_kernels.triton_backend.interpret import cast
 from flashpoint_kernels.triton_backend.scores import LOG2E, probabilities, visible, visible_to
-from flashpoint_kernels.triton_backend.tiles import load_sequence, locate_vector
-
-
-class Descriptors(NamedTuple):
-    q: Any
-    do: Any
-    k: Any
-    v: Any
+from flashpoint_kernels.triton_backend.tiles import load_sequence, locate_vector, rows_of
 
 
 class QueryPipes(NamedTuple):
@@ -66,12 +59,6 @@ class QueryRows(NamedTuple):
 def attention_backward_q_hopper(table, floats, items, heads, head_dim, value_dim, C: tl.constexpr):
     """Store dq of a block of queries of one head, as `attention_backward_q` does."""
     seq, work = find_queries(table, floats, items, heads, gl.program_id(0), 0, ITEM, C)
-    t, head, band = seq.row, seq.head, seq.band
-    kv_head = head // gl.load(t + col.GROUP).to(gl.int32)
-    q_rows = descriptor(t, col.Q, head, band.q_len, head_dim, C.BLOCK_M, C.BLOCK_D, C)
-    do_rows = descriptor(t, col.DO, head, band.q_len, value_dim, C.BLOCK_M, C.BLOCK_DV, C)
-    k_rows = descriptor(t, col.K, kv_head, band.kv_len, head_dim, C.BLOCK_N, C.BLOCK_D, C)
-    v_rows = descriptor(t, col.V, kv_head, band.kv_len, value_dim, C.BLOCK_N, C.BLOCK_DV, C)
     q, do = stages(1, C.BLOCK_M, C.BLOCK_D, C), stages(1, C.BLOCK_M, C.BLOCK_DV, C)
     k, v = stages(C.STAGES, C.BLOCK_N, C.BLOCK_D, C), stages(C.STAGES, C.BLOCK_N, C.BLOCK_DV, C)
     q_full, k_full, v_full = barriers(1, 1), barriers(C.STAGES, 1), barriers(C.STAGES, 1)
@@ -82,13 +69,12 @@ def attention_backward_q_hopper(table, floats, items, heads, head_dim, value_dim
         k=Pipe(tiles=k, full=k_full, empty=k_empty),
         v=Pipe(tiles=v, full=v_full, empty=v_empty),
     )
-    descriptors = Descriptors(q=q_rows, do=do_rows, k=k_rows, v=v_rows)
     hopper.fence_async_shared()
     gl.warp_specialize(
         [
             (query_consumer, (pipes, work, seq, head_dim, 0, C)),
             (query_consumer, (pipes, work, seq, head_dim, 1, C)),
-            (query_producer, (pipes, work, descriptors, C)),
+            (query_producer, (pipes, work, seq, head_dim, value_dim, C)),
         ],
         [4, 1],
         [240, 24],
@@ -96,14 +82,21 @@ def attention_backward_q_hopper(table, floats, items, heads, head_dim, value_dim
 
 
 @jit
-def query_producer(pipes, work, descriptors, C: tl.constexpr):
+def query_producer(pipes, work, seq, head_dim, value_dim, C: tl.constexpr):
     """Run the loading warp of dQ: load q and do, then for each tile its values and its keys."""
+    t, head, band = seq.row, seq.head, seq.band
     if work.end > 0:
+        kv_head = head // gl.load(t + col.GROUP).to(gl.int32)
+        # Finish each descriptor before the next address: the warp has 24 registers.
+        q = descriptor(rows_of(t, col.Q, head, band.q_len, head_dim, C), C.BLOCK_M, C.BLOCK_D, C)
+        do = descriptor(rows_of(t, col.DO, head, band.q_len, value_dim, C), C.BLOCK_M, C.BLOCK_DV, C)
+        k = descriptor(rows_of(t, col.K, kv_head, band.kv_len, head_dim, C), C.BLOCK_N, C.BLOCK_D, C)
+        v = descriptor(rows_of(t, col.V, kv_head, band.kv_len, value_dim, C), C.BLOCK_N, C.BLOCK_DV, C)
         full = pipes.q.full.index(0)
-        mbarrier.expect(full, descriptors.q.block_type.nbytes + descriptors.do.block_type.nbytes)
-        tma_load(descriptors.q, [work.i0, 0], full, pipes.q.tiles.index(0))
-        tma_load(descriptors.do, [work.i0, 0], full, pipes.do.index(0))
-    load_keys(descriptors.v, pipes.v, descriptors.k, pipes.k, work, C)
+        mbarrier.expect(full, q.block_type.nbytes + do.block_type.nbytes)
+        tma_load(q, [work.i0, 0], full, pipes.q.tiles.index(0))
+        tma_load(do, [work.i0, 0], full, pipes.do.index(0))
+        load_keys(v, pipes.v, k, pipes.k, work, C)
 
 
 @jit
@@ -133,7 +126,7 @@ def query_consumer(pipes, work, seq, head_dim, HALF: tl.constexpr, C: tl.constex
         b_ds = operand(ds, DS, C)
         dq, _b_ds = wgmma_wait(0, [wgmma(b_ds, last, dq, use_acc=work.end > 1, is_async=True), b_ds])
     q_rows = gl.load(t + col.Q_ROWS)
-    store_rows(dq * seq.scale, t, col.DQ, head, i0, seq.band.q_len, q_rows, head_dim, ROWS, C.BLOCK_D, C)
+    store_rows(dq * seq.scale, rows_of(t, col.DQ, head, q_rows, head_dim, C), i0, seq.band.q_len, C)
 
 
 @jit
@@ -204,11 +197,6 @@ class KeyWork(NamedTuple):
 def attention_backward_kv_hopper(table, floats, items, heads, head_dim, value_dim, C: tl.constexpr):
     """Store dk and dv of a block of keys, as `attention_backward_kv` does."""
     seq, work = find_keys(table, floats, items, heads, C)
-    t, kv_head, band, group = seq.row, seq.head, seq.band, work.group
-    k_rows = descriptor(t, col.K, kv_head, band.kv_len, head_dim, C.BLOCK_N, C.BLOCK_D, C)
-    v_rows = descriptor(t, col.V, kv_head, band.kv_len, value_dim, C.BLOCK_N, C.BLOCK_DV, C)
-    q_rows = group_descriptor(t, col.Q, kv_head * group, group, band.q_len, head_dim, C.BLOCK_M, C.BLOCK_D, C)
-    do_rows = group_descriptor(t, col.DO, kv_head * group, group, band.q_len, value_dim, C.BLOCK_M, C.BLOCK_DV, C)
     k, v = stages(1, C.BLOCK_N, C.BLOCK_D, C), stages(1, C.BLOCK_N, C.BLOCK_DV, C)
     q, do = group_stages(C.STAGES, C.BLOCK_M, C.BLOCK_D, C), group_stages(C.STAGES, C.BLOCK_M, C.BLOCK_DV, C)
     k_full, q_full, do_full = barriers(1, 1), barriers(C.STAGES, 1), barriers(C.STAGES, 1)
@@ -219,13 +207,12 @@ def attention_backward_kv_hopper(table, floats, items, heads, head_dim, value_di
         q=Pipe(tiles=q, full=q_full, empty=empty),
         do=Pipe(tiles=do, full=do_full, empty=None),
     )
-    descriptors = Descriptors(q=q_rows, do=do_rows, k=k_rows, v=v_rows)
     hopper.fence_async_shared()
     gl.warp_specialize(
         [
             (key_consumer, (pipes, work, seq, head_dim, value_dim, 0, C)),
             (key_consumer, (pipes, work, seq, head_dim, value_dim, 1, C)),
-            (key_producer, (pipes, work, descriptors, C)),
+            (key_producer, (pipes, work, seq, head_dim, value_dim, C)),
         ],
         [4, 1],
         [240, 24],
@@ -257,19 +244,27 @@ def find_keys(table, floats, items, heads, C: tl.constexpr):
 
 
 @jit
-def key_producer(pipes, work, descriptors, C: tl.constexpr):
+def key_producer(pipes, work, seq, head_dim, value_dim, C: tl.constexpr):
     """Run the loading warp of dK and dV: load k and v, then q and do block by block, for each head of the group."""
+    t, kv_head, band, heads = seq.row, seq.head, seq.band, work.group
     if work.blocks > 0:
+        # As in query_producer, finish each descriptor before the next address.
+        k = descriptor(rows_of(t, col.K, kv_head, band.kv_len, head_dim, C), C.BLOCK_N, C.BLOCK_D, C)
+        v = descriptor(rows_of(t, col.V, kv_head, band.kv_len, value_dim, C), C.BLOCK_N, C.BLOCK_DV, C)
+        q_rows = rows_of(t, col.Q, kv_head * heads, band.q_len, head_dim, C)
+        q = group_descriptor(q_rows, heads, C.BLOCK_M, C.BLOCK_D, C)
+        do_rows = rows_of(t, col.DO, kv_head * heads, band.q_len, value_dim, C)
+        do = group_descriptor(do_rows, heads, C.BLOCK_M, C.BLOCK_DV, C)
         full = pipes.k.full.index(0)
-        mbarrier.expect(full, descriptors.k.block_type.nbytes + descriptors.v.block_type.nbytes)
-        tma_load(descriptors.k, [work.j0, 0], full, pipes.k.tiles.index(0))
-        tma_load(descriptors.v, [work.j0, 0], full, pipes.v.index(0))
-    for n in range(work.group * work.blocks):
-        at = n % C.STAGES
-        nth, i0 = n // work.blocks, work.lo + n % work.blocks * C.BLOCK_M
-        wait_empty(pipes.q, n, C)
-        load_tile(descriptors.q, pipes.q.tiles.index(at), [nth, i0, 0], pipes.q.full.index(at))
-        load_tile(descriptors.do, pipes.do.tiles.index(at), [nth, i0, 0], pipes.do.full.index(at))
+        mbarrier.expect(full, k.block_type.nbytes + v.block_type.nbytes)
+        tma_load(k, [work.j0, 0], full, pipes.k.tiles.index(0))
+        tma_load(v, [work.j0, 0], full, pipes.v.index(0))
+        for n in range(heads * work.blocks):
+            at = n % C.STAGES
+            nth, i0 = n // work.blocks, work.lo + n % work.blocks * C.BLOCK_M
+            wait_empty(pipes.q, n, C)
+            load_tile(q, pipes.q.tiles.index(at), [nth, i0, 0], pipes.q.full.index(at))
+            load_tile(do, pipes.do.tiles.index(at), [nth, i0, 0], pipes.do.full.index(at))
 
 
 @jit
@@ -292,10 +287,10 @@ def key_consumer(pipes, work, seq, head_dim, value_dim, HALF: tl.constexpr, C: t
         for nth_block in range(work.cut, work.blocks):
             dk, dv = add_queries(dk, dv, o_n, pipes, work, seq, nth, nth_block, False, HALF, S, DK, DV, C)
     kv_len, kv_rows = seq.band.kv_len, gl.load(t + col.KV_ROWS)
-    dv_rows = gl.where(gl.load(t + col.DV) != 0, kv_rows, 0)
-    dk_rows = gl.where(gl.load(t + col.DK) != 0, kv_rows, 0)
-    store_rows(dv, t, col.DV, kv_head, j0, kv_len, dv_rows, value_dim, ROWS, C.BLOCK_DV, C)
-    store_rows(dk * seq.scale, t, col.DK, kv_head, j0, kv_len, dk_rows, head_dim, ROWS, C.BLOCK_D, C)
+    dv_length = gl.where(gl.load(t + col.DV) != 0, kv_rows, 0)
+    dk_length = gl.where(gl.load(t + col.DK) != 0, kv_rows, 0)
+    store_rows(dv, rows_of(t, col.DV, kv_head, dv_length, value_dim, C), j0, kv_len, C)
+    store_rows(dk * seq.scale, rows_of(t, col.DK, kv_head, dk_length, head_dim, C), j0, kv_len, C)
 
 
 @jit

@@ -29,7 +29,7 @@ from flashpoint_kernels.triton_backend.hopper.pipeline import (
     wait_full,
 )
 from flashpoint_kernels.triton_backend.scores import LN2, LOG2E, visible
-from flashpoint_kernels.triton_backend.tiles import locate_vector
+from flashpoint_kernels.triton_backend.tiles import locate_vector, rows_of
 
 
 class Pipes(NamedTuple):
@@ -117,12 +117,12 @@ def producer(pipes, launched, C: tl.constexpr):
                 wait_full(pipes.v, n, C)
             mbarrier.wait(pipes.q.full.index(0), (seeing - 1) & 1, pred=seeing > 0)
             kv_head = head // gl.load(t + col.GROUP).to(gl.int32)
-            q_rows = descriptor(t, col.Q, head, band.q_len, launched.head_dim, C.BLOCK_M, C.BLOCK_D, C)
-            k_rows = descriptor(t, col.K, kv_head, band.kv_len, launched.head_dim, C.BLOCK_N, C.BLOCK_D, C)
-            v_rows = descriptor(t, col.V, kv_head, band.kv_len, launched.value_dim, C.BLOCK_N, C.BLOCK_DV, C)
+            q = descriptor(rows_of(t, col.Q, head, band.q_len, launched.head_dim, C), C.BLOCK_M, C.BLOCK_D, C)
+            k = descriptor(rows_of(t, col.K, kv_head, band.kv_len, launched.head_dim, C), C.BLOCK_N, C.BLOCK_D, C)
+            v = descriptor(rows_of(t, col.V, kv_head, band.kv_len, launched.value_dim, C), C.BLOCK_N, C.BLOCK_DV, C)
             mbarrier.wait(pipes.q.empty.index(0), (seeing & 1) ^ 1)
-            load_tile(q_rows, pipes.q.tiles.index(0), [work.i0, 0], pipes.q.full.index(0))
-            load_keys(k_rows, pipes.k, v_rows, pipes.v, work, C)
+            load_tile(q, pipes.q.tiles.index(0), [work.i0, 0], pipes.q.full.index(0))
+            load_keys(k, pipes.k, v, pipes.v, work, C)
             tiles = work.end
             seeing += 1
 
@@ -177,7 +177,7 @@ def attend(pipes, work, seq, seeing, value_dim, HALF: tl.constexpr, C: tl.conste
     wanted_rows = gl.where(gl.load(t + col.LSE) != 0, q_rows, 0)
     gl.store(p_lse + head * lse_head + o_m, lse, mask=o_m < wanted_rows)
     o = acc / gl.convert_layout(denom, gl.SliceLayout(1, O))[:, None]
-    store_rows(o, t, col.O, head, i0, q_len, q_rows, value_dim, ROWS, C.BLOCK_DV, C)
+    store_rows(o, rows_of(t, col.O, head, q_rows, value_dim, C), i0, q_len, C)
 
 
 @jit

@@ -11,7 +11,7 @@ import triton.language as tl
 from flashpoint_kernels.triton_backend import table as col
 from flashpoint_kernels.triton_backend.hopper.gluon import gl, jit, mbarrier, tma, tma_load
 from flashpoint_kernels.triton_backend.interpret import cast
-from flashpoint_kernels.triton_backend.tiles import key_stretches, load_sequence, locate, rows_of
+from flashpoint_kernels.triton_backend.tiles import key_stretches, load_sequence
 
 
 class Pipe(NamedTuple):
@@ -65,29 +65,25 @@ def first_key(n, work, C: tl.constexpr):
 
 
 @jit
-def descriptor(t, TENSOR: tl.constexpr, head, length, dim, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr):
-    """Return a descriptor of a head's `length` rows of `dim` numbers, for tiles of (ROWS, BLOCK_D); loads beyond give
-    0.
+def descriptor(rows, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr):
+    """Return a descriptor of the Rows of a head, for tiles of (ROWS, BLOCK_D); loads beyond them give 0.
 
     The copy engine reads through it, so loads need no registers and no address computation. Some tensors cannot be
     described: see `Table.describable`.
     """
     LAYOUT: tl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], C.DTYPE)
-    base, head_stride, stride = locate(t, TENSOR, C.DTYPE, C)
-    base += head * head_stride
-    return tma.make_tensor_descriptor(base, [gl.maximum(length, 1), dim], [stride, 1], [ROWS, BLOCK_D], LAYOUT)
+    shape = [gl.maximum(rows.length, 1), rows.dim]
+    return tma.make_tensor_descriptor(rows.base, shape, [rows.stride, 1], [ROWS, BLOCK_D], LAYOUT)
 
 
 @jit
-def group_descriptor(
-    t, TENSOR: tl.constexpr, head, heads, length, dim, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr
-):
-    """Return a descriptor of `length` rows of each of `heads` heads from `head` on, for tiles of (1, ROWS, BLOCK_D)."""
+def group_descriptor(rows, heads, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr):
+    """Return a descriptor of the Rows of `heads` heads from this one on, for tiles of (1, ROWS, BLOCK_D)."""
     LAYOUT: tl.constexpr = gl.NVMMASharedLayout.get_default_for([1, ROWS, BLOCK_D], C.DTYPE)
-    base, head_stride, stride = locate(t, TENSOR, C.DTYPE, C)
-    base += head * head_stride
-    shape = [heads, gl.maximum(length, 1), dim]
-    return tma.make_tensor_descriptor(base, shape, [head_stride, stride, 1], [1, ROWS, BLOCK_D], LAYOUT)
+    shape = [heads, gl.maximum(rows.length, 1), rows.dim]
+    return tma.make_tensor_descriptor(
+        rows.base, shape, [rows.head_stride, rows.stride, 1], [1, ROWS, BLOCK_D], LAYOUT
+    )  # fmt: skip
 
 
 @jit
@@ -168,19 +164,15 @@ def load_keys(first_rows, first, second_rows, second, work, C: tl.constexpr):
 
 
 @jit
-def store_rows(
-    x, t, TENSOR: tl.constexpr, head, first, valid, length, dim, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
-    C: tl.constexpr,
-):  # fmt: skip
-    """Store x (ROWS, BLOCK_D) to a head's rows from `first` on, below `length`; rows from `valid` on are padding and
-    get 0.
-    """
+def store_rows(x, rows, first, valid, C: tl.constexpr):
+    """Store x to the Rows of a head from `first` on; rows from `valid` on are padding and get 0."""
+    ROWS: tl.constexpr = x.shape[0]
+    BLOCK_D: tl.constexpr = x.shape[1]
     W: tl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])  # 16 bytes a thread
     x = gl.convert_layout(cast(x, C.DTYPE), W)
     o_m = first + gl.arange(0, ROWS, gl.SliceLayout(1, W))
     o_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, W))
     x = gl.where((o_m < valid)[:, None], x, 0.0)
-    rows = rows_of(t, TENSOR, head, length, dim, C)
     m_rows = (o_m < rows.length)[:, None]
     if not C.EVEN:
         m_rows = m_rows & (o_d < rows.dim)[None, :]
