@@ -2,7 +2,9 @@
 
 Triton handles a NamedTuple as a tuple with named fields, from 3.6 on. Create one by keyword: then the kernel's source,
 which is part of the key in Triton's disk cache, names each field, whatever their order. Fields cannot be named `type`
-or `values`, because Triton's tuples have attributes with these names.
+or `values`, because Triton's tuples have attributes with these names. A loop carries a NamedTuple like a tensor. A
+number in a NamedTuple becomes a tensor when it is assigned, so constants of shapes and slices are arguments of their
+own.
 
 All constants are attributes of one constant. Triton 3.6 accepts numbers, booleans and dtypes of it as arguments of
 other functions, but no strings.

@@ -1,4 +1,5 @@
-"""Tiles in shared memory: descriptors, stages and their barriers, loads by the copy engine (TMA), and stores.
+"""Parts of the kernels for Hopper: blocks, layouts, descriptors, stages and their barriers, loads by the copy engine
+(TMA), and stores.
 
 Notation as in ../forward.py. A tensor's tiles use the stages of its Pipe in turn: tile n is in stage n mod STAGES. A
 barrier's phase alternates between 0 and 1 at each use of its stage.
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 import triton.language as tl
 
 from flashpoint_kernels.triton_backend import table as col
-from flashpoint_kernels.triton_backend.hopper.gluon import gl, jit, mbarrier, tma, tma_load
+from flashpoint_kernels.triton_backend.hopper.gluon import constexpr_function, gl, jit, mbarrier, tma, tma_load
 from flashpoint_kernels.triton_backend.interpret import cast
 from flashpoint_kernels.triton_backend.tiles import key_stretches, load_sequence
 
@@ -26,6 +27,17 @@ class Pipe(NamedTuple):
     empty: Any
 
 
+class Launched(NamedTuple):
+    """Arguments of a launch: see `attention_forward`."""
+
+    table: Any
+    floats: Any
+    items: Any
+    heads: Any
+    head_dim: Any
+    value_dim: Any
+
+
 class QueryWork(NamedTuple):
     """A block of queries, and the tiles of keys that it uses, from the last to the first.
 
@@ -40,17 +52,29 @@ class QueryWork(NamedTuple):
     end: Any
 
 
+@constexpr_function
+def product_layout(columns):
+    """Return the layout of a group's product: each of the four warps has 16 of 64 rows, and all columns."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@constexpr_function
+def operand_layout(columns):
+    """Return the layout of the first operand, in registers, of a product with so many columns."""
+    return gl.DotOperandLayout(0, product_layout(columns), 2)
+
+
 @jit
-def find_queries(table, floats, items, heads, nth, first, ITEM: tl.constexpr, C: tl.constexpr):
+def find_queries(launched, nth, first, ITEM: tl.constexpr, C: tl.constexpr):
     """Return (Sequence, QueryWork) of the nth block of queries of a launch, whose first tile has the number `first`.
 
     If the sequence has no such head, the block is beyond the last query: it sees no key, and nothing is stored.
     """
-    item = items + (nth // heads) * ITEM
-    head = nth % heads
+    item = launched.items + (nth // launched.heads) * ITEM
+    head = nth % launched.heads
     row = gl.load(item).to(gl.int64)
-    t = table + row * col.WIDTH
-    seq = load_sequence(t, floats + row * col.SCALARS, head)
+    t = launched.table + row * col.WIDTH
+    seq = load_sequence(t, launched.floats + row * col.SCALARS, head)
     i0 = gl.where(head < gl.load(t + col.HEADS), gl.load(item + 1), gl.load(t + col.Q_ROWS).to(gl.int32))
     lo, _full_lo, full_hi, hi = key_stretches(i0, i0 + C.BLOCK_M - 1, seq.band, 0, seq.band.kv_len, C)
     count = (hi - lo + C.BLOCK_N - 1) // C.BLOCK_N
