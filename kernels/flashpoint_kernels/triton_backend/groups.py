@@ -158,6 +158,25 @@ class Softmax(NamedTuple):
     acc: Any
 
 
+class Queries(NamedTuple):
+    """A block of queries in the forward: the queries (M,) and q (M, D); with BLOCK_REST, its last columns in `rest`."""
+
+    queries: Any
+    q: Any
+    rest: Any
+
+
+class KeyTiles(NamedTuple):
+    """The keys and values that a block of queries reads: as Keys, or in the backward as Rows.
+
+    With a block mask `listed` is the block's list of tiles (see blocks.py), otherwise 0.
+    """
+
+    k: Any
+    v: Any
+    listed: Any
+
+
 class QueryBlock(NamedTuple):
     """A block of queries in the backward: the queries (M,); q (M, D) and do (M, Dv); lse in base 2 and delta, (M,)."""
 
