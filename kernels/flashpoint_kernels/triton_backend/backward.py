@@ -38,10 +38,9 @@ ITEM = tl.constexpr(2)
 
 @triton.jit
 def load_stats(p_stats, half, o_m):
-    """Return (lse in base 2, delta) of a whole block of queries, as stored by `attention_delta` (see
-    Launch.place_stats).
+    """Return (lse in base 2, delta) of a whole block of queries, as stored by `attention_delta`.
 
-    Rows without a query have +inf and 0, so no mask is needed: a mask is expensive in a loop.
+    Rows without a query have +inf and 0 (see grouped.py), so no mask is needed: a mask is expensive in a loop.
     """
     return tl.load(p_stats + o_m), tl.load(p_stats + half + o_m)
 
