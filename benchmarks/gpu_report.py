@@ -84,7 +84,7 @@ def point(row: Row) -> tuple[Any, ...]:
 
 
 def name_of(row: Row) -> str:
-    """A peer that ran deterministically is a peer of its own, and so are we on the path of hopper.py."""
+    """A peer that ran deterministically is a peer of its own, and so are we on the path for Hopper."""
     more = [name for name in ("deterministic", "hopper") if row.get(name)]
     return " ".join([row["backend"], *more])
 

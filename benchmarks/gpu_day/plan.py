@@ -26,7 +26,7 @@ PEERS = (
 )
 DECODERS = ("triton", "sdpa_flash", "sdpa_cudnn", "flash_attn", "flash_attn_3")
 PAGED = ("triton", "flashinfer", "flash_attn", "flash_attn_3")
-WIDEST_HOPPER_BACKWARD = 128  # above, hopper_backward.py has no kernels
+WIDEST_HOPPER_BACKWARD = 128  # above, the path for Hopper has no gradients
 FLEX_SECONDS = 150.0  # it compiles for up to a minute
 
 # Candidates of the sweep, queries × keys of a tile; warps and stages are tried with each.
@@ -84,7 +84,7 @@ class Smoke:
 
 @dataclass(frozen=True)
 class Timed:
-    """A case of the timing package, with torch asked to be `deterministic`, or ours to take the path of hopper.py."""
+    """A case of the timing package, with torch asked to be `deterministic`, or ours to take the path for Hopper."""
 
     case: Case
     deterministic: bool = False
@@ -368,7 +368,7 @@ def _case(
 
 
 def _ours(case: Case, hopper: bool) -> list[Timed]:
-    """Our kernels by the general path and, where there is one for the case, by that of hopper.py."""
+    """Our kernels by the general path, and by the path for Hopper if the case has one."""
     has_path = case.dtype != "float32" and (case.direction == "forward" or case.head_dim <= WIDEST_HOPPER_BACKWARD)
     return [Timed(case), *([Timed(case, hopper=True)] if hopper and has_path else [])]
 

@@ -107,7 +107,7 @@ def smoke(device: Cuda, task: Smoke) -> dict[str, Any]:
 
 @contextmanager
 def path_of_hopper(asked: bool) -> Iterator[None]:
-    """Ask our Triton backend for the path of hopper.py, or for the general one."""
+    """Have our Triton backend take the path for Hopper, or the general one."""
     before = os.environ.get("FLASHPOINT_HOPPER")
     os.environ["FLASHPOINT_HOPPER"] = str(int(asked))
     try:

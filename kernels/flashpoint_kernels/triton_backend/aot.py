@@ -28,7 +28,7 @@ from flashpoint_kernels.triton_backend.backward import attention_backward_kv, at
 from flashpoint_kernels.triton_backend.backward_inputs import attention_backward_mask, attention_backward_sinks
 from flashpoint_kernels.triton_backend.blocks import list_key_tiles, list_query_tiles
 from flashpoint_kernels.triton_backend.calls import compile_options
-from flashpoint_kernels.triton_backend.config import exact, keys_kind, padded, parts_of, tiles
+from flashpoint_kernels.triton_backend.config import carries_float32, exact, keys_kind, padded, parts_of, tiles
 from flashpoint_kernels.triton_backend.configurations import SHARED_KIB, Tile
 from flashpoint_kernels.triton_backend.forward import attention_forward, merge_parts
 from flashpoint_kernels.triton_backend.groups import Constants
@@ -159,7 +159,7 @@ def build(variant: Variant, tile: Tile) -> Any:
     _, arch, dtype, dim, level, mask, precision, paged, keys, value_dim = variant
     value_dim = value_dim or dim
     kernel, rows = kernel_of(variant)
-    function = KERNELS[kernel]
+    function, hopper = KERNELS[kernel], kernel.endswith("_hopper")
     block_d, block_rest = parts_of(dim) if kernel == "forward" else (padded(dim), 0)
     even = exact(dim, value_dim) if kernel == "forward" else (padded(dim), padded(value_dim)) == (dim, value_dim)
     constants = Constants(
@@ -167,6 +167,7 @@ def build(variant: Variant, tile: Tile) -> Any:
         TF32=precision == "tf32",
         ALIGNED=True, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_D=block_d, BLOCK_REST=block_rest,
         BLOCK_DV=padded(value_dim), EVEN=even, STAGES=tile.num_stages, PACKED=rows > 0,
+        CARRY_FLOAT32=carries_float32(kernel.removesuffix("_hopper"), block_d, padded(value_dim)) if hopper else None,
         PAGED=paged, KEYS=None if keys is None else keys_kind(arch, keys), BLOCKS=variant.kernel.endswith("_blocks"),
     )  # fmt: skip
     names = function.arg_names

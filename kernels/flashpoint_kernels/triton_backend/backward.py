@@ -16,7 +16,7 @@ import triton.language as tl
 from flashpoint_kernels.triton_backend import table as col
 from flashpoint_kernels.triton_backend.blocks import key_tile, list_at, listed_stretches, query_tile, unskipped
 from flashpoint_kernels.triton_backend.bounds import query_range
-from flashpoint_kernels.triton_backend.groups import QueryBlock, Sequence
+from flashpoint_kernels.triton_backend.groups import KeyTiles, QueryBlock, Sequence
 from flashpoint_kernels.triton_backend.interpret import cast, dot
 from flashpoint_kernels.triton_backend.scores import LOG2E, keep, modify, probabilities, visible, visible_to
 from flashpoint_kernels.triton_backend.tiles import (
@@ -38,10 +38,9 @@ ITEM = tl.constexpr(2)
 
 @triton.jit
 def load_stats(p_stats, half, o_m):
-    """Return (lse in base 2, delta) of a whole block of queries, as stored by `attention_delta` (see
-    Launch.place_stats).
+    """Return (lse in base 2, delta) of a whole block of queries, as stored by `attention_delta`.
 
-    Rows without a query have +inf and 0, so no mask is needed: a mask is expensive in a loop.
+    Rows without a query have +inf and 0 (see grouped.py), so no mask is needed: a mask is expensive in a loop.
     """
     return tl.load(p_stats + o_m), tl.load(p_stats + half + o_m)
 
@@ -180,17 +179,17 @@ def attention_backward_kv(table, floats, items, lists, heads, head_dim, value_di
 
 
 @triton.jit
-def gather_keys(dq, block, lo, hi, tiles, seq, k_rows, v_rows, FULL: tl.constexpr, C: tl.constexpr):
-    """Add the contribution of keys [lo, hi) to dq (M, D) of a QueryBlock, one tile of BLOCK_N at a time; see
+def gather_keys(dq, block, tiles, seq, lo, hi, FULL: tl.constexpr, C: tl.constexpr):
+    """Return dq (M, D) of a QueryBlock with the contribution of keys [lo, hi), one tile of BLOCK_N at a time; see
     attend_keys.
     """
     o_m = block.queries
     within = tl.arange(0, C.BLOCK_N)
     for at in range(lo, hi, C.BLOCK_N):
-        j0, cut = key_tile(at, tiles, C)
+        j0, cut = key_tile(at, tiles.listed, C)
         o_n = j0 + within
-        b_k = load(k_rows, o_n, C.BLOCK_D, FULL, C.EVEN)  # (N, D)
-        b_v = load(v_rows, o_n, C.BLOCK_DV, FULL, C.EVEN)  # (N, Dv)
+        b_k = load(tiles.k, o_n, C.BLOCK_D, FULL, C.EVEN)  # (N, D)
+        b_v = load(tiles.v, o_n, C.BLOCK_DV, FULL, C.EVEN)  # (N, Dv)
         s = dot(block.q, tl.trans(b_k), tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32), C.TF32)  # (M, N)
         s, slope = modify(s, o_m[:, None], o_n[None, :], seq, C)
         p = probabilities(s, block.lse[:, None])
@@ -240,16 +239,17 @@ def attention_backward_q(table, floats, items, lists, heads, head_dim, value_dim
     block = QueryBlock(queries=o_m, q=b_q, do=b_do, lse=lse, delta=delta)
     dq = tl.full([C.BLOCK_M, C.BLOCK_D], 0.0, tl.float32)
 
-    tiles = 0
+    listed = 0
     if C.BLOCKS:
-        tiles = list_at(lists, tl.load(item + ITEM), tl.cdiv(kv_len, C.BLOCK_N), nth, t)
-        lo, full_lo, full_hi, hi = listed_stretches(tiles, C)
+        listed = list_at(lists, tl.load(item + ITEM), tl.cdiv(kv_len, C.BLOCK_N), nth, t)
+        lo, full_lo, full_hi, hi = listed_stretches(listed, C)
     else:
         lo, full_lo, full_hi, hi = key_stretches(at.first, at.last, seq.band, 0, kv_len, C)
+    tiles = KeyTiles(k=k_rows, v=v_rows, listed=listed)
     if C.LEVEL >= 1 and not C.BLOCKS:
-        dq = gather_keys(dq, block, lo, full_lo, tiles, seq, k_rows, v_rows, False, C)
-    dq = gather_keys(dq, block, full_lo, full_hi, tiles, seq, k_rows, v_rows, True, C)
-    dq = gather_keys(dq, block, full_hi, hi, tiles, seq, k_rows, v_rows, False, C)
+        dq = gather_keys(dq, block, tiles, seq, lo, full_lo, False, C)
+    dq = gather_keys(dq, block, tiles, seq, full_lo, full_hi, True, C)
+    dq = gather_keys(dq, block, tiles, seq, full_hi, hi, False, C)
 
     dq = tl.where(o_m[:, None] < q_len, dq * seq.scale, 0.0)
     dq_rows = rows_of(t, col.DQ, seq.head, tl.load(t + col.Q_ROWS), head_dim, C)

@@ -6,6 +6,8 @@ the number of all tiles, and one word per tile, untested tiles first. A word is 
 mask cuts the tile. Heads that share a block mask share the lists.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -76,23 +78,29 @@ def unskipped(seen, i, j, cut, seq, C: tl.constexpr):
     return seen
 
 
-@triton.jit
-def _seen_of(t, head, heads, r0, r1, c0, c1, steps_r, steps_c, wanted):
-    """Return (some, every), each 0 or 1: whether any or all of the blocks r0…r1 × c0…c1 are true, in `heads` heads from
-    `head`.
+class _Span(NamedTuple):
+    """Rows or columns of blocks, from `first` to `last`: numbers or (_CHUNK,). None has more than `steps`."""
 
-    `r0`, `r1`, `c0` and `c1` are scalars or (_CHUNK,). `steps_r` and `steps_c` are the largest numbers of rows and
-    columns of blocks. `wanted` is true where there is a tile.
+    first: Any
+    last: Any
+    steps: Any
+
+
+@triton.jit
+def _seen_of(t, head, heads, rows, columns, wanted):
+    """Return (some, every), each 0 or 1: whether any or all blocks in the spans `rows` and `columns` are true, in
+    `heads` heads from `head`. `wanted` is true where there is a tile.
     """
     p = tl.load(t + col.BLOCKS).to(tl.pointer_type(tl.int8))
     stride, row, column = tl.load(t + col.BLOCKS + 1), tl.load(t + col.BLOCKS + 2), tl.load(t + col.BLOCKS + 3)
     some = tl.full([_CHUNK], 0, tl.int32)
     every = tl.full([_CHUNK], 1, tl.int32)
     for h in range(0, heads):
-        for r in range(0, steps_r):
-            for c in range(0, steps_c):
-                valid = wanted & (r0 + r <= r1) & (c0 + c <= c1)
-                bits = tl.load(p + ((head + h) * stride + (r0 + r) * row + (c0 + c) * column), mask=valid, other=0)
+        for r in range(0, rows.steps):
+            for c in range(0, columns.steps):
+                i, j = rows.first + r, columns.first + c
+                valid = wanted & (i <= rows.last) & (j <= columns.last)
+                bits = tl.load(p + ((head + h) * stride + i * row + j * column), mask=valid, other=0)
                 some = tl.where(bits != 0, 1, some)
                 every = tl.where(valid & (bits == 0), 0, every)
     return some, every
@@ -102,11 +110,13 @@ def _seen_of(t, head, heads, r0, r1, c0, c1, steps_r, steps_c, wanted):
 def tile_is_seen(i0, j0, seq, C: tl.constexpr):
     """Return whether the block mask leaves a score in the tile at query i0 and key j0."""
     t, band = seq.row, seq.band
-    rows, columns = tl.load(t + col.BLOCK_SIZE).to(tl.int32), tl.load(t + col.BLOCK_SIZE + 1).to(tl.int32)
-    r0, r1 = i0 // rows, (tl.minimum(i0 + C.BLOCK_M, band.q_len) - 1) // rows
-    c0, c1 = j0 // columns, (tl.minimum(j0 + C.BLOCK_N, band.kv_len) - 1) // columns
+    height, width = tl.load(t + col.BLOCK_SIZE).to(tl.int32), tl.load(t + col.BLOCK_SIZE + 1).to(tl.int32)
+    r0, r1 = i0 // height, (tl.minimum(i0 + C.BLOCK_M, band.q_len) - 1) // height
+    c0, c1 = j0 // width, (tl.minimum(j0 + C.BLOCK_N, band.kv_len) - 1) // width
     none = tl.full([_CHUNK], 0, tl.int32)
-    some, _ = _seen_of(t, seq.head, 1, r0, r1, none + c0, c1, r1 - r0 + 1, c1 - c0 + 1, none == 0)
+    rows = _Span(first=r0, last=r1, steps=r1 - r0 + 1)
+    columns = _Span(first=none + c0, last=c1, steps=c1 - c0 + 1)
+    some, _ = _seen_of(t, seq.head, 1, rows, columns, none == 0)
     return tl.max(some, 0) != 0
 
 
@@ -125,8 +135,9 @@ def list_key_tiles(table, items, lists, heads, C: tl.constexpr):
     block = block_at(tl.load(item + 1), nth, group, C)
     band = load_sequence(t, t, 0).band
     lo, full_lo, full_hi, hi = key_stretches(block.first, block.last, band, part_lo, part_hi, C)
-    rows, columns = tl.load(t + col.BLOCK_SIZE).to(tl.int32), tl.load(t + col.BLOCK_SIZE + 1).to(tl.int32)
-    r0, r1 = block.first // rows, tl.minimum(block.last, band.q_len - 1) // rows
+    height, width = tl.load(t + col.BLOCK_SIZE).to(tl.int32), tl.load(t + col.BLOCK_SIZE + 1).to(tl.int32)
+    r0, r1 = block.first // height, tl.minimum(block.last, band.q_len - 1) // height
+    rows = _Span(first=r0, last=r1, steps=r1 - r0 + 1)
     head, several = nth, 1
     if C.PACKED:
         head, several = nth * group, tl.where(own, group, 1)
@@ -136,10 +147,8 @@ def list_key_tiles(table, items, lists, heads, C: tl.constexpr):
             tile = first + tl.arange(0, _CHUNK)
             j0 = tile * C.BLOCK_N
             j_last = tl.minimum(j0 + C.BLOCK_N, hi) - 1
-            some, every = _seen_of(
-                t, head, several, r0, r1, j0 // columns, j_last // columns,
-                r1 - r0 + 1, tl.cdiv(C.BLOCK_N, columns) + 1, j0 < hi,
-            )  # fmt: skip
+            columns = _Span(first=j0 // width, last=j_last // width, steps=tl.cdiv(C.BLOCK_N, width) + 1)
+            some, every = _seen_of(t, head, several, rows, columns, j0 < hi)
             full = (every != 0) & (j0 >= full_lo) & (j0 + C.BLOCK_N <= full_hi)
             chosen = ((some != 0) & ((full == 0) if cut_too else full)).to(tl.int32)
             place = count + tl.cumsum(chosen, 0) - 1
@@ -168,18 +177,17 @@ def list_query_tiles(table, items, lists, heads, C: tl.constexpr):
     j_last = tl.minimum(j0 + C.BLOCK_N, band.kv_len) - 1
     lo, hi = query_range(j0, j_last, band.offset, band.left, band.right, band.q_len)
     hi = tl.where(j0 < band.kv_len, hi, lo)
-    rows, columns = tl.load(t + col.BLOCK_SIZE).to(tl.int32), tl.load(t + col.BLOCK_SIZE + 1).to(tl.int32)
-    c0, c1 = j0 // columns, j_last // columns
+    height, width = tl.load(t + col.BLOCK_SIZE).to(tl.int32), tl.load(t + col.BLOCK_SIZE + 1).to(tl.int32)
+    c0, c1 = j0 // width, j_last // width
+    columns = _Span(first=c0, last=c1, steps=c1 - c0 + 1)
     count = 0
     for h in range(0, several):
         for first in range(lo // C.BLOCK_M, tl.cdiv(hi, C.BLOCK_M), _CHUNK):
             tile = first + tl.arange(0, _CHUNK)
             i0 = tile * C.BLOCK_M
             i_last = tl.minimum(i0 + C.BLOCK_M, hi) - 1
-            some, every = _seen_of(
-                t, nth * several + h, 1, i0 // rows, i_last // rows, c0, c1,
-                tl.cdiv(C.BLOCK_M, rows) + 1, c1 - c0 + 1, i0 < hi,
-            )  # fmt: skip
+            rows = _Span(first=i0 // height, last=i_last // height, steps=tl.cdiv(C.BLOCK_M, height) + 1)
+            some, every = _seen_of(t, nth * several + h, 1, rows, columns, i0 < hi)
             place = count + tl.cumsum(some, 0) - 1
             tl.store(p + HEADER + place, (tile * several + h) * 2 + (1 - every), mask=some != 0)
             count += tl.sum(some, 0)

@@ -138,6 +138,15 @@ def hopper_tiles(head_dim: int, value_dim: int) -> dict[str, Tile]:
     return HOPPER[next(dim for dim in HOPPER if widest <= dim)]
 
 
+def carries_float32(name: str, block_d: int, block_dv: int) -> bool:
+    """Return Constants.CARRY_FLOAT32 of a kernel for Hopper, by the name of its tile in `Config`.
+
+    P or dS of a tile is an operand of the next step. If a loop carries pairs of 16 bits, ptxas unpacks and packs them
+    again; float32 takes twice the registers, which wider heads do not have. dK and dV carry neither.
+    """
+    return (name == "forward" and block_dv <= 128) or (name == "backward_q" and block_d == 128)
+
+
 # replaces every device in a process that compiles for a GPU that is not present (ahead.py)
 stand_in: Chip | None = None
 

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from flashpoint_kernels.triton_backend import table as col
 from flashpoint_kernels.triton_backend.blocks import key_tile, list_at, listed_stretches, unskipped
-from flashpoint_kernels.triton_backend.groups import Keys, Softmax
+from flashpoint_kernels.triton_backend.groups import Keys, KeyTiles, Queries, Softmax
 from flashpoint_kernels.triton_backend.interpret import cast, dot
 from flashpoint_kernels.triton_backend.scores import LN2, LOG2E, keep, modify, visible
 from flashpoint_kernels.triton_backend.tiles import (
@@ -56,16 +56,15 @@ def online_softmax(s, unit, m, denom):
 
 
 @triton.jit
-def attend_keys(softmax, b_q, b_rest, o_m, lo, hi, tiles, seq, keys, values, FULL: tl.constexpr, C: tl.constexpr):
-    """Return the Softmax after keys [lo, hi), one tile of BLOCK_N at a time; lo is a multiple of BLOCK_N.
+def attend_keys(softmax, block, tiles, seq, lo, hi, FULL: tl.constexpr, C: tl.constexpr):
+    """Return the Softmax of Queries after keys [lo, hi), one tile of BLOCK_N at a time; lo is a multiple of BLOCK_N.
 
-    b_q (M, D) holds the queries o_m (M,); b_rest holds their last columns if BLOCK_REST is not 0. FULL: every query may
-    see every key. With a block mask, lo and hi are places in the list `tiles`.
+    FULL: every query may see every key. With a block mask, lo and hi are places in the list of the KeyTiles.
     """
-    m, denom, acc = softmax.m, softmax.denom, softmax.acc
+    o_m, keys, values = block.queries, tiles.k, tiles.v
     within = tl.arange(0, C.BLOCK_N)
     for at in range(lo, hi, C.BLOCK_N):
-        j0, cut = key_tile(at, tiles, C)
+        j0, cut = key_tile(at, tiles.listed, C)
         o_n = j0 + within
         places = places_of(j0, seq, C)
         b_k = load_keys(keys, places, C.BLOCK_D, FULL, C)  # (N, D)
@@ -75,7 +74,7 @@ def attend_keys(softmax, b_q, b_rest, o_m, lo, hi, tiles, seq, keys, values, FUL
             b_v = load_keys(values, places, C.BLOCK_DV, FULL, C)  # (N, Dv)
         if C.KEYS is not None:
             b_k = cast(widened(b_k, C), C.DTYPE)  # exact: 8 bits have no more digits than a bfloat16
-        s = dot(b_q, tl.trans(b_k), tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32), C.TF32)  # (M, N)
+        s = dot(block.q, tl.trans(b_k), tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32), C.TF32)  # (M, N)
         if C.BLOCK_REST:
             rest = Keys(
                 rows=columns_from(keys.rows, C.BLOCK_D), page=keys.page, p_scale=keys.p_scale,
@@ -84,7 +83,7 @@ def attend_keys(softmax, b_q, b_rest, o_m, lo, hi, tiles, seq, keys, values, FUL
             b_k_rest = load_keys(rest, places, C.BLOCK_REST, FULL, C)
             if C.KEYS is not None:
                 b_k_rest = cast(widened(b_k_rest, C), C.DTYPE)
-            s = dot(b_rest, tl.trans(b_k_rest), s, C.TF32)
+            s = dot(block.rest, tl.trans(b_k_rest), s, C.TF32)
         if C.KEYS is not None:
             s *= load_scales(keys, places, FULL, C)[None, :]
         unit = seq.scale * LOG2E
@@ -94,8 +93,8 @@ def attend_keys(softmax, b_q, b_rest, o_m, lo, hi, tiles, seq, keys, values, FUL
         if not FULL:
             seen = visible(o_m[:, None], j0, within[None, :], seq.band, C)
             s = tl.where(unskipped(seen, o_m[:, None], o_n[None, :], cut, seq, C), s, float("-inf"))
-        p, m, denom, shrink = online_softmax(s, unit, m, denom)
-        acc *= shrink[:, None]
+        p, m, denom, shrink = online_softmax(s, unit, softmax.m, softmax.denom)
+        acc = softmax.acc * shrink[:, None]
         if C.LEVEL == 2:
             if tl.load(seq.row + col.DROP_BELOW) > 0:
                 p = tl.where(keep(o_m, j0, seq, C), p, 0.0)
@@ -104,7 +103,8 @@ def attend_keys(softmax, b_q, b_rest, o_m, lo, hi, tiles, seq, keys, values, FUL
         if C.KEYS is not None:
             b_v = cast(widened(b_v, C) * load_scales(values, places, FULL, C)[:, None], C.DTYPE)
         acc = dot(cast(p, C.DTYPE), b_v, acc, C.TF32)  # (M, Dv)
-    return Softmax(m=m, denom=denom, acc=acc)
+        softmax = Softmax(m=m, denom=denom, acc=acc)
+    return softmax
 
 
 @triton.jit(do_not_specialize=["heads", "head_dim", "value_dim"])
@@ -149,16 +149,18 @@ def attention_forward(table, floats, items, lists, part_o, part_lse, heads, head
         denom = tl.where(has_sink & (o_m >= 0), 1.0, denom)
     softmax = Softmax(m=m, denom=denom, acc=tl.full([C.BLOCK_M, C.BLOCK_DV], 0.0, tl.float32))
 
-    tiles = 0
+    listed = 0
     if C.BLOCKS:
-        tiles = list_at(lists, tl.load(item + ITEM), tl.cdiv(part_hi - part_lo, C.BLOCK_N), nth, t)
-        lo, full_lo, full_hi, hi = listed_stretches(tiles, C)
+        listed = list_at(lists, tl.load(item + ITEM), tl.cdiv(part_hi - part_lo, C.BLOCK_N), nth, t)
+        lo, full_lo, full_hi, hi = listed_stretches(listed, C)
     else:
         lo, full_lo, full_hi, hi = key_stretches(block.first, block.last, seq.band, part_lo, part_hi, C)
+    queries = Queries(queries=o_m, q=b_q, rest=b_rest)
+    tiles = KeyTiles(k=keys, v=values, listed=listed)
     if C.LEVEL >= 1 and not C.BLOCKS:
-        softmax = attend_keys(softmax, b_q, b_rest, o_m, lo, full_lo, tiles, seq, keys, values, False, C)
-    softmax = attend_keys(softmax, b_q, b_rest, o_m, full_lo, full_hi, tiles, seq, keys, values, True, C)
-    softmax = attend_keys(softmax, b_q, b_rest, o_m, full_hi, hi, tiles, seq, keys, values, False, C)
+        softmax = attend_keys(softmax, queries, tiles, seq, lo, full_lo, False, C)
+    softmax = attend_keys(softmax, queries, tiles, seq, full_lo, full_hi, True, C)
+    softmax = attend_keys(softmax, queries, tiles, seq, full_hi, hi, False, C)
 
     o, lse = normalised(softmax)
     if C.LEVEL == 2:
@@ -211,16 +213,15 @@ def merge_parts(table, items, part_o, part_lse, heads, value_dim, C: tl.constexp
     o_d = tl.arange(0, C.BLOCK_DV)
     m = tl.full([C.BLOCK_M], float("-inf"), tl.float32)
     denom = tl.full([C.BLOCK_M], 0.0, tl.float32)
-    acc = tl.full([C.BLOCK_M, C.BLOCK_DV], 0.0, tl.float32)
+    softmax = Softmax(m=m, denom=denom, acc=tl.full([C.BLOCK_M, C.BLOCK_DV], 0.0, tl.float32))
     for n in range(0, parts):
         part = (first + n) * heads + nth
         lse = tl.load(part_lse + part * C.BLOCK_M + within)
         o = tl.load(part_o + part * (C.BLOCK_M * C.BLOCK_DV) + within[:, None] * C.BLOCK_DV + o_d[None, :])
-        m_new = tl.maximum(m, lse)
-        shift = finite(m_new)
-        weight, shrink = tl.exp2(lse - shift), tl.exp2(m - shift)
-        acc = acc * shrink[:, None] + o * weight[:, None]
-        denom = denom * shrink + weight
-        m = m_new
-    o, lse = normalised(Softmax(m=m, denom=denom, acc=acc))
+        m = tl.maximum(softmax.m, lse)
+        shift = finite(m)
+        weight, shrink = tl.exp2(lse - shift), tl.exp2(softmax.m - shift)
+        acc = softmax.acc * shrink[:, None] + o * weight[:, None]
+        softmax = Softmax(m=m, denom=softmax.denom * shrink + weight, acc=acc)
+    o, lse = normalised(softmax)
     store_answer(o, lse, t, block_at(tl.load(item + 1), nth, group, C), tl.load(t + col.Q_LEN), value_dim, C)

@@ -2,7 +2,9 @@
 
 Triton handles a NamedTuple as a tuple with named fields, from 3.6 on. Create one by keyword: then the kernel's source,
 which is part of the key in Triton's disk cache, names each field, whatever their order. Fields cannot be named `type`
-or `values`, because Triton's tuples have attributes with these names.
+or `values`, because Triton's tuples have attributes with these names. A loop carries a NamedTuple like a tensor. A
+number in a NamedTuple becomes a tensor when it is assigned, so constants of shapes and slices are arguments of their
+own.
 
 All constants are attributes of one constant. Triton 3.6 accepts numbers, booleans and dtypes of it as arguments of
 other functions, but no strings.
@@ -33,6 +35,7 @@ class Constants:
       the sum of two powers of two, BLOCK_D and BLOCK_REST; otherwise BLOCK_REST is 0 (see config.parts_of).
     - EVEN: the head dimensions need no padding.
     - STAGES is the number of tiles of a tensor in shared memory at a time.
+    - CARRY_FLOAT32: the loop of a kernel for Hopper carries P, or in dQ dS, in float32 (see config.carries_float32).
     - PACKED: the rows of a block are the queries of all heads that share a key/value head (see Block).
     - PAGED: keys and values are pages.
     - KEYS says how 8-bit keys and values are widened (see tiles.widened); None if they have DTYPE.
@@ -52,6 +55,7 @@ class Constants:
     BLOCK_DV: int | None = None
     EVEN: bool | None = None
     STAGES: int | None = None
+    CARRY_FLOAT32: bool | None = None
     PACKED: bool | None = None
     PAGED: bool | None = None
     KEYS: int | None = None
@@ -152,6 +156,25 @@ class Softmax(NamedTuple):
     m: Any
     denom: Any
     acc: Any
+
+
+class Queries(NamedTuple):
+    """A block of queries in the forward: the queries (M,) and q (M, D); with BLOCK_REST, its last columns in `rest`."""
+
+    queries: Any
+    q: Any
+    rest: Any
+
+
+class KeyTiles(NamedTuple):
+    """The keys and values that a block of queries reads: as Keys, or in the backward as Rows.
+
+    With a block mask `listed` is the block's list of tiles (see blocks.py), otherwise 0.
+    """
+
+    k: Any
+    v: Any
+    listed: Any
 
 
 class QueryBlock(NamedTuple):

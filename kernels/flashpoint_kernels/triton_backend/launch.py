@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import cached_property, partial
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -15,95 +14,21 @@ from torch import Tensor
 
 from flashpoint_kernels.problem import Problem, with_forwards
 from flashpoint_kernels.triton_backend import lists
-from flashpoint_kernels.triton_backend import table as columns
 from flashpoint_kernels.triton_backend.backward import attention_backward_kv, attention_backward_q, attention_delta
 from flashpoint_kernels.triton_backend.backward_inputs import attention_backward_mask, attention_backward_sinks
 from flashpoint_kernels.triton_backend.calls import Call, Code, run_calls, start_compiling
-from flashpoint_kernels.triton_backend.config import exact, parts_of, takes_hopper
+from flashpoint_kernels.triton_backend.config import carries_float32, exact, parts_of, takes_hopper
 from flashpoint_kernels.triton_backend.configurations import Config, Tile
 from flashpoint_kernels.triton_backend.forward import attention_forward, merge_parts
+from flashpoint_kernels.triton_backend.grouped import Launch
 from flashpoint_kernels.triton_backend.route import ALL, FORWARD, OF_HOPPER, TYPES, VALUES, Route, config_of, route_of
 from flashpoint_kernels.triton_backend.schedule import ForwardList, forward_lists, gradient_lists, mask_parts
 from flashpoint_kernels.triton_backend.table import SHAPE, Table
-from flashpoint_kernels.triton_backend.upload import Upload
 
 # A program keeps its descriptors at an offset of 512 bytes times its number; Triton before 3.9 computes it in int32.
 PROGRAMS_OF_HOPPER = 2**31 // 512
 
 _NO_ITEMS = np.empty((0, 2), np.int32)
-
-
-class Launch:
-    """Problems that run together: their route, their joint table, and what their kernels read.
-
-    With `every`, it also yields the calls without programs: other problems of the launch key have some.
-    """
-
-    def __init__(self, route: Route, problems: list[Problem], tables: list[Table], every: bool) -> None:
-        self.route, self.problems, self.every = route, problems, every
-        self.device, self.dims, self.config = route.device, route.dims, route.config
-        self.ints = tables[0].ints if len(tables) == 1 else np.concatenate([t.ints for t in tables])
-        self.shapes = self.ints[:, SHAPE]
-        self._alive = tables
-        self.first_row = [0, *accumulate(len(t.ints) for t in tables)]
-        self.heads = max([p.spec.q_heads for p in problems])
-        self.kv_heads = max([p.spec.kv_heads for p in problems])
-        self.upload = Upload(self.device)
-
-    @cached_property
-    def _tables(self) -> tuple[int, int]:
-        """Return the numbers in the upload of the joint table's integers and floats."""
-        if self.problems[0].spec.direction == "backward":
-            self.stats = self.place_stats(self.ints)
-        floats = [t.floats for t in self._alive]
-        return self.upload.add(self.ints), self.upload.add(floats[0] if len(floats) == 1 else np.concatenate(floats))
-
-    def column(self, column: Any, after: int = 0) -> np.ndarray:
-        """Return a column of the joint table, or the column at `after` places behind it."""
-        found: np.ndarray = self.ints[:, column.value + after]
-        return found
-
-    @property
-    def table(self) -> Tensor:
-        return self.upload.view(self._tables[0])
-
-    @property
-    def floats(self) -> Tensor:
-        return self.upload.view(self._tables[1])
-
-    def items(self, number: int) -> Tensor:
-        """Return a work list on the device. The table is added to the upload first, so one copy transfers both."""
-        _ = self._tables
-        return self.upload.view(number)
-
-    def place_stats(self, ints: np.ndarray) -> Tensor:
-        """Allocate memory for the output of `attention_delta`, two rows per head, and write its addresses into the
-        table.
-
-        In every layout a sequence has its own whole blocks of queries, so a block is loaded and stored without a mask.
-        """
-        block = self.config.delta.block_m
-        rows = -(-ints[:, columns.Q_ROWS.value] // block) * block
-        sizes = 2 * rows * ints[:, columns.HEADS.value]
-        ends = np.cumsum(sizes)
-        stats = self.scratch(int(ends[-1]))
-        ints[:, columns.STATS.value] = stats.data_ptr() + stats.element_size() * (ends - sizes)
-        ints[:, columns.STATS.value + 1] = 2 * rows
-        return stats
-
-    def scratch(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.float32, device=self.device)
-
-    def call(
-        self, code: Code, items: np.ndarray, heads: int, args: Callable[[Tensor], tuple[Any, ...]],
-        most: int | None = None,
-    ) -> Call:  # fmt: skip
-        """Return a call with one program per item and head, at most `most`. `args` makes the arguments from the
-        device's items.
-        """
-        number = self.upload.add(items)
-        programs = len(items) * heads
-        return Call(code, programs if most is None else min(programs, most), lambda: args(self.items(number)))
 
 
 def forward(problems: Sequence[Problem]) -> None:
@@ -203,35 +128,45 @@ class _Parts:
 
 
 def _forward_blocks(launch: Launch, found: ForwardList) -> Iterator[Call]:
-    """Yield the forward's calls for sequences with packed blocks, or with blocks of one head."""
-    route, rows, dims = launch.route, found.rows, launch.dims
+    """Yield the forward's calls for blocks of one kind: their lists of tiles, the blocks, and the merge of parts."""
+    rows, items, route = found.rows, found.items, launch.route
     heads = launch.kv_heads if rows else launch.heads
-
-    def make() -> tuple[Tile, dict[str, Any]]:
-        tile, (block_d, rest) = launch.config.forward_of(rows), parts_of(dims[0])
-        own = {"BLOCK_N": tile.block_n, "BLOCK_D": block_d, "BLOCK_REST": rest, "EVEN": exact(*dims)}
-        return tile, route.shared(*FORWARD) | own | {"PACKED": rows > 0}
-
-    code = route.code(attention_forward, rows, make)
-    items, listed = found.items, None
+    code, listed = _forward_code(route, rows), None
     if route.blocks:
         listed = lists.of_queries(launch, items, code.tile, rows > 0, items[:, 2:4])
-        items = listed.items
         yield listed.call
     parts = _Parts(launch, found.slots * heads, code.tile.block_m)
     yield launch.call(
-        code, items, heads,
+        code, listed.items if listed else items, heads,
         lambda items: (
-            launch.table, launch.floats, items, listed and listed.memory(), *parts.memory, heads, *dims
+            launch.table, launch.floats, items, listed and listed.memory(), *parts.memory, heads, *launch.dims
         ),
     )  # fmt: skip
     if found.slots or launch.every:
-        merge = route.code(
-            merge_parts, rows, lambda: (launch.config.merge_of(rows), route.shared(*VALUES) | {"PACKED": rows > 0})
-        )
         yield launch.call(
-            merge, found.merges, heads, lambda merges: (launch.table, merges, *parts.memory, heads, dims[1])
-        )
+            _merge_code(route, rows), found.merges, heads,
+            lambda merges: (launch.table, merges, *parts.memory, heads, launch.dims[1]),
+        )  # fmt: skip
+
+
+def _forward_code(route: Route, rows: int) -> Code:
+    """Return the forward's code for packed blocks of `rows` rows, or with 0, for blocks of one head."""
+
+    def make() -> tuple[Tile, dict[str, Any]]:
+        tile, (block_d, rest) = route.config.forward_of(rows), parts_of(route.dims[0])
+        own = {"BLOCK_N": tile.block_n, "BLOCK_D": block_d, "BLOCK_REST": rest, "EVEN": exact(*route.dims)}
+        return tile, route.shared(*FORWARD) | own | {"PACKED": rows > 0}
+
+    return route.code(attention_forward, rows, make)
+
+
+def _merge_code(route: Route, rows: int) -> Code:
+    """Return the code that merges the parts of these blocks."""
+
+    def make() -> tuple[Tile, dict[str, Any]]:
+        return route.config.merge_of(rows), route.shared(*VALUES) | {"PACKED": rows > 0}
+
+    return route.code(merge_parts, rows, make)
 
 
 def _forward_hopper(launch: Launch, items: np.ndarray) -> Call:
@@ -254,7 +189,8 @@ def _code_of_hopper(route: Route, kernel: Any, name: str) -> Code:
 
     def make() -> tuple[Tile, dict[str, Any]]:
         tile: Tile = getattr(route.config, name)
-        return tile, route.shared(*OF_HOPPER) | {"BLOCK_N": tile.block_n, "STAGES": tile.num_stages}
+        own = {"BLOCK_N": tile.block_n, "STAGES": tile.num_stages}
+        return tile, route.shared(*OF_HOPPER) | own | {"CARRY_FLOAT32": carries_float32(name, *route.block_dims)}
 
     return route.code(kernel, name, make)
 

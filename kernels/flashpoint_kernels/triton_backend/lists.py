@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,20 +12,9 @@ from torch import Tensor
 
 from flashpoint_kernels.triton_backend import table as columns
 from flashpoint_kernels.triton_backend.blocks import HEADER, UNIT, list_key_tiles, list_query_tiles
-from flashpoint_kernels.triton_backend.calls import Call, Code
+from flashpoint_kernels.triton_backend.calls import Call
 from flashpoint_kernels.triton_backend.configurations import Tile
-from flashpoint_kernels.triton_backend.route import Route
-
-
-class Launch(Protocol):
-    """The parts of a launch that lists need: see launch.py."""
-
-    route: Route
-
-    @property
-    def table(self) -> Tensor: ...
-    def column(self, column: Any, after: int = 0) -> np.ndarray: ...
-    def call(self, code: Code, items: np.ndarray, heads: int, args: Callable[[Tensor], tuple[Any, ...]]) -> Call: ...
+from flashpoint_kernels.triton_backend.grouped import Launch
 
 
 @dataclass(frozen=True, eq=False)

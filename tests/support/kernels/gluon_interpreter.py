@@ -44,6 +44,11 @@ def jit(do_not_specialize: Any = None) -> Any:
     return triton.jit(do_not_specialize) if callable(do_not_specialize) else triton.jit
 
 
+def constexpr_function(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`gluon.constexpr_function`: everything is constant here."""
+    return fn
+
+
 def __getattr__(name: str) -> Any:
     """The rest is as in Triton's language, as the interpreter has it at the time."""
     return getattr(tl, name)

@@ -11,9 +11,12 @@ import triton.language as tl
 from flashpoint_kernels.triton_backend import table as col
 from flashpoint_kernels.triton_backend.backward import ITEM
 from flashpoint_kernels.triton_backend.bounds import full_query_range, query_range
+from flashpoint_kernels.triton_backend.groups import Sequence
 from flashpoint_kernels.triton_backend.hopper.gluon import gl, hopper, jit, mbarrier, tma_load, wgmma, wgmma_wait
 from flashpoint_kernels.triton_backend.hopper.pipeline import (
+    Launched,
     Pipe,
+    QueryWork,
     barriers,
     carried,
     descriptor,
@@ -24,6 +27,8 @@ from flashpoint_kernels.triton_backend.hopper.pipeline import (
     load_keys,
     load_tile,
     operand,
+    operand_layout,
+    product_layout,
     release,
     stages,
     store_rows,
@@ -32,14 +37,7 @@ from flashpoint_kernels.triton_backend.hopper.pipeline import (
 )
 from flashpoint_kernels.triton_backend.interpret import cast
 from flashpoint_kernels.triton_backend.scores import LOG2E, probabilities, visible, visible_to
-from flashpoint_kernels.triton_backend.tiles import load_sequence, locate_vector
-
-
-class Descriptors(NamedTuple):
-    q: Any
-    do: Any
-    k: Any
-    v: Any
+from flashpoint_kernels.triton_backend.tiles import load_sequence, locate_vector, rows_of
 
 
 class QueryPipes(NamedTuple):
@@ -54,24 +52,36 @@ class QueryPipes(NamedTuple):
     v: Pipe
 
 
-class QueryRows(NamedTuple):
-    """The queries of a group of warps: their indices, lse in base 2, and delta. (M / 2,)."""
+class QueryGroup(NamedTuple):
+    """A group of warps that multiplies half of a block of queries.
+
+    o_m, lse in base 2, and delta are (M / 2,). q and do are in shared memory.
+    """
 
     o_m: Any
     lse: Any
     delta: Any
+    q: Any
+    do: Any
+    pipes: QueryPipes
+    work: QueryWork
+    seq: Sequence
+
+
+class QueryGradient(NamedTuple):
+    """The state of a block of dQ between two tiles: dq without the last tile, and dS of that tile, from `carried`."""
+
+    dq: Any
+    ds: Any
 
 
 @jit(do_not_specialize=["heads", "head_dim", "value_dim"])
 def attention_backward_q_hopper(table, floats, items, heads, head_dim, value_dim, C: tl.constexpr):
     """Store dq of a block of queries of one head, as `attention_backward_q` does."""
-    seq, work = find_queries(table, floats, items, heads, gl.program_id(0), 0, ITEM, C)
-    t, head, band = seq.row, seq.head, seq.band
-    kv_head = head // gl.load(t + col.GROUP).to(gl.int32)
-    q_rows = descriptor(t, col.Q, head, band.q_len, head_dim, C.BLOCK_M, C.BLOCK_D, C)
-    do_rows = descriptor(t, col.DO, head, band.q_len, value_dim, C.BLOCK_M, C.BLOCK_DV, C)
-    k_rows = descriptor(t, col.K, kv_head, band.kv_len, head_dim, C.BLOCK_N, C.BLOCK_D, C)
-    v_rows = descriptor(t, col.V, kv_head, band.kv_len, value_dim, C.BLOCK_N, C.BLOCK_DV, C)
+    launched = Launched(
+        table=table, floats=floats, items=items, heads=heads, head_dim=head_dim, value_dim=value_dim
+    )  # fmt: skip
+    seq, work = find_queries(launched, gl.program_id(0), 0, ITEM, C)
     q, do = stages(1, C.BLOCK_M, C.BLOCK_D, C), stages(1, C.BLOCK_M, C.BLOCK_DV, C)
     k, v = stages(C.STAGES, C.BLOCK_N, C.BLOCK_D, C), stages(C.STAGES, C.BLOCK_N, C.BLOCK_DV, C)
     q_full, k_full, v_full = barriers(1, 1), barriers(C.STAGES, 1), barriers(C.STAGES, 1)
@@ -82,13 +92,12 @@ def attention_backward_q_hopper(table, floats, items, heads, head_dim, value_dim
         k=Pipe(tiles=k, full=k_full, empty=k_empty),
         v=Pipe(tiles=v, full=v_full, empty=v_empty),
     )
-    descriptors = Descriptors(q=q_rows, do=do_rows, k=k_rows, v=v_rows)
     hopper.fence_async_shared()
     gl.warp_specialize(
         [
             (query_consumer, (pipes, work, seq, head_dim, 0, C)),
             (query_consumer, (pipes, work, seq, head_dim, 1, C)),
-            (query_producer, (pipes, work, descriptors, C)),
+            (query_producer, (pipes, work, seq, head_dim, value_dim, C)),
         ],
         [4, 1],
         [240, 24],
@@ -96,81 +105,88 @@ def attention_backward_q_hopper(table, floats, items, heads, head_dim, value_dim
 
 
 @jit
-def query_producer(pipes, work, descriptors, C: tl.constexpr):
+def query_producer(pipes, work, seq, head_dim, value_dim, C: tl.constexpr):
     """Run the loading warp of dQ: load q and do, then for each tile its values and its keys."""
+    t, head, band = seq.row, seq.head, seq.band
     if work.end > 0:
+        kv_head = head // gl.load(t + col.GROUP).to(gl.int32)
+        # Finish each descriptor before the next address: the warp has 24 registers.
+        q = descriptor(rows_of(t, col.Q, head, band.q_len, head_dim, C), C.BLOCK_M, C.BLOCK_D, C)
+        do = descriptor(rows_of(t, col.DO, head, band.q_len, value_dim, C), C.BLOCK_M, C.BLOCK_DV, C)
+        k = descriptor(rows_of(t, col.K, kv_head, band.kv_len, head_dim, C), C.BLOCK_N, C.BLOCK_D, C)
+        v = descriptor(rows_of(t, col.V, kv_head, band.kv_len, value_dim, C), C.BLOCK_N, C.BLOCK_DV, C)
         full = pipes.q.full.index(0)
-        mbarrier.expect(full, descriptors.q.block_type.nbytes + descriptors.do.block_type.nbytes)
-        tma_load(descriptors.q, [work.i0, 0], full, pipes.q.tiles.index(0))
-        tma_load(descriptors.do, [work.i0, 0], full, pipes.do.index(0))
-    load_keys(descriptors.v, pipes.v, descriptors.k, pipes.k, work, C)
+        mbarrier.expect(full, q.block_type.nbytes + do.block_type.nbytes)
+        tma_load(q, [work.i0, 0], full, pipes.q.tiles.index(0))
+        tma_load(do, [work.i0, 0], full, pipes.do.index(0))
+        load_keys(v, pipes.v, k, pipes.k, work, C)
 
 
 @jit
 def query_consumer(pipes, work, seq, head_dim, HALF: tl.constexpr, C: tl.constexpr):
     """Run a group of warps that multiplies: compute dq of half of the block's queries."""
     ROWS: tl.constexpr = C.BLOCK_M // 2
-    S: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_N, 16])
-    DQ: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
-    DS: tl.constexpr = gl.DotOperandLayout(0, DQ, 2)
+    S: tl.constexpr = product_layout(C.BLOCK_N)
+    DS: tl.constexpr = operand_layout(C.BLOCK_D)
     t, head = seq.row, seq.head
     i0 = work.i0 + HALF * ROWS
     o_m = i0 + gl.arange(0, ROWS, gl.SliceLayout(1, S))
     p_stats, half = locate_stats(t, head)
     m_stats = o_m < gl.where(work.end > 0, i0 + ROWS, 0)  # a head that does not exist has no stats
     lse, delta = gl.load(p_stats + o_m, mask=m_stats), gl.load(p_stats + half + o_m, mask=m_stats)
-    rows = QueryRows(o_m=o_m, lse=lse, delta=delta)
-    dq = gl.full([ROWS, C.BLOCK_D], 0.0, gl.float32, DQ)
-    ds = carried(gl.full([ROWS, C.BLOCK_N], 0.0, gl.float32, S), DS, C.BLOCK_D == 128, C)
+    q, do = pipes.q.tiles.index(0).slice(HALF * ROWS, ROWS), pipes.do.index(0).slice(HALF * ROWS, ROWS)
+    group = QueryGroup(o_m=o_m, lse=lse, delta=delta, q=q, do=do, pipes=pipes, work=work, seq=seq)
+    dq = gl.full([ROWS, C.BLOCK_D], 0.0, gl.float32, product_layout(C.BLOCK_D))
+    ds = carried(gl.full([ROWS, C.BLOCK_N], 0.0, gl.float32, S), DS, C)
+    running = QueryGradient(dq=dq, ds=ds)
     mbarrier.wait(pipes.q.full.index(0), 0, pred=work.end > 0)
     mbarrier.wait(pipes.v.full.index(0), 0, pred=work.end > 0)
     for n in range(0, work.cut):
-        dq, ds = add_keys(dq, ds, rows, pipes, work, seq, n, True, HALF, S, DS, C)
+        running = add_keys(running, group, n, True, C)
     for n in range(work.cut, work.end):
-        dq, ds = add_keys(dq, ds, rows, pipes, work, seq, n, False, HALF, S, DS, C)
+        running = add_keys(running, group, n, False, C)
+    dq = running.dq
     if work.end > 0:
         last = pipes.k.tiles.index((work.end - 1) % C.STAGES)
-        b_ds = operand(ds, DS, C.BLOCK_D == 128, C)
+        b_ds = operand(running.ds, DS, C)
         dq, _b_ds = wgmma_wait(0, [wgmma(b_ds, last, dq, use_acc=work.end > 1, is_async=True), b_ds])
     q_rows = gl.load(t + col.Q_ROWS)
-    store_rows(dq * seq.scale, t, col.DQ, head, i0, seq.band.q_len, q_rows, head_dim, ROWS, C.BLOCK_D, C)
+    store_rows(dq * seq.scale, rows_of(t, col.DQ, head, q_rows, head_dim, C), i0, seq.band.q_len, C)
 
 
 @jit
-def add_keys(
-    dq, ds, rows, pipes, work, seq, n,
-    CUT: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr, DS: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """Return dq with tile n − 1 of the keys, whose dS is `ds`, and the dS of tile n, whose values have arrived.
+def add_keys(running, group, n, CUT: tl.constexpr, C: tl.constexpr):
+    """Return QueryGradient: dq with tile n − 1 of the keys, and the dS of tile n, whose values have arrived.
 
     At the first tile there is no tile before: the product of zeros with this tile, which has arrived, is replaced by
     the next product (use_acc).
     """
     ROWS: tl.constexpr = C.BLOCK_M // 2
+    S: tl.constexpr = product_layout(C.BLOCK_N)
+    DS: tl.constexpr = operand_layout(C.BLOCK_D)
+    pipes, work, seq = group.pipes, group.work, group.seq
     k, v = pipes.k, pipes.v
     at, before = n % C.STAGES, gl.maximum(n - 1, 0) % C.STAGES
     zeros = gl.full([ROWS, C.BLOCK_N], 0.0, gl.float32, S)
-    b_q = pipes.q.tiles.index(0).slice(HALF * ROWS, ROWS)
     wait_full(k, n, C)
-    scores = wgmma(b_q, k.tiles.index(at).permute((1, 0)), zeros, use_acc=False, is_async=True)  # (M / 2, N)
-    b_do = pipes.do.index(0).slice(HALF * ROWS, ROWS)
-    slopes = wgmma(b_do, v.tiles.index(at).permute((1, 0)), zeros, use_acc=False, is_async=True)  # (M / 2, N)
-    b_ds = operand(ds, DS, C.BLOCK_D == 128, C)
-    dq = wgmma(b_ds, k.tiles.index(before), dq, use_acc=n > 1, is_async=True)
+    scores = wgmma(group.q, k.tiles.index(at).permute((1, 0)), zeros, use_acc=False, is_async=True)  # (M / 2, N)
+    slopes = wgmma(group.do, v.tiles.index(at).permute((1, 0)), zeros, use_acc=False, is_async=True)  # (M / 2, N)
+    b_ds = operand(running.ds, DS, C)
+    dq = wgmma(b_ds, k.tiles.index(before), running.dq, use_acc=n > 1, is_async=True)
     s = wgmma_wait(2, [scores])
-    p = probabilities(s * (seq.scale * LOG2E), rows.lse[:, None])
+    p = probabilities(s * (seq.scale * LOG2E), group.lse[:, None])
     if CUT:
         within = gl.arange(0, C.BLOCK_N, gl.SliceLayout(0, S))
         j0 = first_key(n, work, C)
-        p = gl.where(visible(rows.o_m[:, None], j0, within[None, :], seq.band, C), p, 0.0)
-    # Wait here, not before the scores: see forward.softmax.
+        p = gl.where(visible(group.o_m[:, None], j0, within[None, :], seq.band, C), p, 0.0)
+    # Wait here, not before the scores: see forward.tile_softmax.
     wait_full(v, n + 1, C, pred=n + 1 < work.end)
     dp = wgmma_wait(1, [slopes])
     release(v, n, C)
-    ds = p * (dp - rows.delta[:, None])
+    ds = p * (dp - group.delta[:, None])
     dq, _b_ds = wgmma_wait(0, [dq, b_ds])
     mbarrier.arrive(k.empty.index(before), count=1, pred=n > 0)
-    return dq, carried(ds, DS, C.BLOCK_D == 128, C)
+    return QueryGradient(dq=dq, ds=carried(ds, DS, C))
 
 
 class KeyPipes(NamedTuple):
@@ -200,15 +216,31 @@ class KeyWork(NamedTuple):
     group: Any
 
 
+class KeyGroup(NamedTuple):
+    """A group of warps that multiplies half of a block of keys o_n (N / 2,); k and v are in shared memory."""
+
+    o_n: Any
+    k: Any
+    v: Any
+    pipes: KeyPipes
+    work: KeyWork
+    seq: Sequence
+
+
+class KeyGradients(NamedTuple):
+    """The sums of dK and dV over the blocks of queries so far."""
+
+    dk: Any
+    dv: Any
+
+
 @jit(do_not_specialize=["heads", "head_dim", "value_dim"])
 def attention_backward_kv_hopper(table, floats, items, heads, head_dim, value_dim, C: tl.constexpr):
     """Store dk and dv of a block of keys, as `attention_backward_kv` does."""
-    seq, work = find_keys(table, floats, items, heads, C)
-    t, kv_head, band, group = seq.row, seq.head, seq.band, work.group
-    k_rows = descriptor(t, col.K, kv_head, band.kv_len, head_dim, C.BLOCK_N, C.BLOCK_D, C)
-    v_rows = descriptor(t, col.V, kv_head, band.kv_len, value_dim, C.BLOCK_N, C.BLOCK_DV, C)
-    q_rows = group_descriptor(t, col.Q, kv_head * group, group, band.q_len, head_dim, C.BLOCK_M, C.BLOCK_D, C)
-    do_rows = group_descriptor(t, col.DO, kv_head * group, group, band.q_len, value_dim, C.BLOCK_M, C.BLOCK_DV, C)
+    launched = Launched(
+        table=table, floats=floats, items=items, heads=heads, head_dim=head_dim, value_dim=value_dim
+    )  # fmt: skip
+    seq, work = find_keys(launched, C)
     k, v = stages(1, C.BLOCK_N, C.BLOCK_D, C), stages(1, C.BLOCK_N, C.BLOCK_DV, C)
     q, do = group_stages(C.STAGES, C.BLOCK_M, C.BLOCK_D, C), group_stages(C.STAGES, C.BLOCK_M, C.BLOCK_DV, C)
     k_full, q_full, do_full = barriers(1, 1), barriers(C.STAGES, 1), barriers(C.STAGES, 1)
@@ -219,13 +251,12 @@ def attention_backward_kv_hopper(table, floats, items, heads, head_dim, value_di
         q=Pipe(tiles=q, full=q_full, empty=empty),
         do=Pipe(tiles=do, full=do_full, empty=None),
     )
-    descriptors = Descriptors(q=q_rows, do=do_rows, k=k_rows, v=v_rows)
     hopper.fence_async_shared()
     gl.warp_specialize(
         [
             (key_consumer, (pipes, work, seq, head_dim, value_dim, 0, C)),
             (key_consumer, (pipes, work, seq, head_dim, value_dim, 1, C)),
-            (key_producer, (pipes, work, descriptors, C)),
+            (key_producer, (pipes, work, seq, head_dim, value_dim, C)),
         ],
         [4, 1],
         [240, 24],
@@ -233,17 +264,17 @@ def attention_backward_kv_hopper(table, floats, items, heads, head_dim, value_di
 
 
 @jit
-def find_keys(table, floats, items, heads, C: tl.constexpr):
+def find_keys(launched, C: tl.constexpr):
     """Return (Sequence of a key/value head, KeyWork) of a program.
 
     If the sequence has no such head, the block is beyond the last key, as in find_queries.
     """
-    item = items + (gl.program_id(0) // heads) * ITEM
-    kv_head = gl.program_id(0) % heads
+    item = launched.items + (gl.program_id(0) // launched.heads) * ITEM
+    kv_head = gl.program_id(0) % launched.heads
     row = gl.load(item).to(gl.int64)
-    t = table + row * col.WIDTH
+    t = launched.table + row * col.WIDTH
     group = gl.load(t + col.GROUP).to(gl.int32)
-    seq = load_sequence(t, floats + row * col.SCALARS, kv_head)
+    seq = load_sequence(t, launched.floats + row * col.SCALARS, kv_head)
     band = seq.band
     none = kv_head * group >= gl.load(t + col.HEADS)
     j0 = gl.where(none, gl.load(t + col.KV_ROWS).to(gl.int32), gl.load(item + 1))
@@ -257,54 +288,61 @@ def find_keys(table, floats, items, heads, C: tl.constexpr):
 
 
 @jit
-def key_producer(pipes, work, descriptors, C: tl.constexpr):
+def key_producer(pipes, work, seq, head_dim, value_dim, C: tl.constexpr):
     """Run the loading warp of dK and dV: load k and v, then q and do block by block, for each head of the group."""
+    t, kv_head, band, heads = seq.row, seq.head, seq.band, work.group
     if work.blocks > 0:
+        # As in query_producer, finish each descriptor before the next address.
+        k = descriptor(rows_of(t, col.K, kv_head, band.kv_len, head_dim, C), C.BLOCK_N, C.BLOCK_D, C)
+        v = descriptor(rows_of(t, col.V, kv_head, band.kv_len, value_dim, C), C.BLOCK_N, C.BLOCK_DV, C)
+        q_rows = rows_of(t, col.Q, kv_head * heads, band.q_len, head_dim, C)
+        q = group_descriptor(q_rows, heads, C.BLOCK_M, C.BLOCK_D, C)
+        do_rows = rows_of(t, col.DO, kv_head * heads, band.q_len, value_dim, C)
+        do = group_descriptor(do_rows, heads, C.BLOCK_M, C.BLOCK_DV, C)
         full = pipes.k.full.index(0)
-        mbarrier.expect(full, descriptors.k.block_type.nbytes + descriptors.v.block_type.nbytes)
-        tma_load(descriptors.k, [work.j0, 0], full, pipes.k.tiles.index(0))
-        tma_load(descriptors.v, [work.j0, 0], full, pipes.v.index(0))
-    for n in range(work.group * work.blocks):
-        at = n % C.STAGES
-        nth, i0 = n // work.blocks, work.lo + n % work.blocks * C.BLOCK_M
-        wait_empty(pipes.q, n, C)
-        load_tile(descriptors.q, pipes.q.tiles.index(at), [nth, i0, 0], pipes.q.full.index(at))
-        load_tile(descriptors.do, pipes.do.tiles.index(at), [nth, i0, 0], pipes.do.full.index(at))
+        mbarrier.expect(full, k.block_type.nbytes + v.block_type.nbytes)
+        tma_load(k, [work.j0, 0], full, pipes.k.tiles.index(0))
+        tma_load(v, [work.j0, 0], full, pipes.v.index(0))
+        for n in range(heads * work.blocks):
+            at = n % C.STAGES
+            nth, i0 = n // work.blocks, work.lo + n % work.blocks * C.BLOCK_M
+            wait_empty(pipes.q, n, C)
+            load_tile(q, pipes.q.tiles.index(at), [nth, i0, 0], pipes.q.full.index(at))
+            load_tile(do, pipes.do.tiles.index(at), [nth, i0, 0], pipes.do.full.index(at))
 
 
 @jit
 def key_consumer(pipes, work, seq, head_dim, value_dim, HALF: tl.constexpr, C: tl.constexpr):
     """Run a group of warps that multiplies: compute dk and dv of half of the block's keys."""
     ROWS: tl.constexpr = C.BLOCK_N // 2
-    S: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_M, 16])
-    DK: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_D, 16])
-    DV: tl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.BLOCK_DV, 16])
     t, kv_head = seq.row, seq.head
     j0 = work.j0 + HALF * ROWS
-    o_n = j0 + gl.arange(0, ROWS, gl.SliceLayout(1, S))
-    dk = gl.full([ROWS, C.BLOCK_D], 0.0, gl.float32, DK)
-    dv = gl.full([ROWS, C.BLOCK_DV], 0.0, gl.float32, DV)
+    o_n = j0 + gl.arange(0, ROWS, gl.SliceLayout(1, product_layout(C.BLOCK_M)))
+    k, v = pipes.k.tiles.index(0).slice(HALF * ROWS, ROWS), pipes.v.index(0).slice(HALF * ROWS, ROWS)
+    group = KeyGroup(o_n=o_n, k=k, v=v, pipes=pipes, work=work, seq=seq)
+    dk = gl.full([ROWS, C.BLOCK_D], 0.0, gl.float32, product_layout(C.BLOCK_D))
+    dv = gl.full([ROWS, C.BLOCK_DV], 0.0, gl.float32, product_layout(C.BLOCK_DV))
+    sums = KeyGradients(dk=dk, dv=dv)
     mbarrier.wait(pipes.k.full.index(0), 0, pred=work.blocks > 0)
     mbarrier.wait(pipes.q.full.index(0), 0, pred=work.blocks > 0)
     for nth in range(work.group):
         for nth_block in range(0, work.cut):
-            dk, dv = add_queries(dk, dv, o_n, pipes, work, seq, nth, nth_block, True, HALF, S, DK, DV, C)
+            sums = add_queries(sums, group, nth, nth_block, True, C)
         for nth_block in range(work.cut, work.blocks):
-            dk, dv = add_queries(dk, dv, o_n, pipes, work, seq, nth, nth_block, False, HALF, S, DK, DV, C)
+            sums = add_queries(sums, group, nth, nth_block, False, C)
     kv_len, kv_rows = seq.band.kv_len, gl.load(t + col.KV_ROWS)
-    dv_rows = gl.where(gl.load(t + col.DV) != 0, kv_rows, 0)
-    dk_rows = gl.where(gl.load(t + col.DK) != 0, kv_rows, 0)
-    store_rows(dv, t, col.DV, kv_head, j0, kv_len, dv_rows, value_dim, ROWS, C.BLOCK_DV, C)
-    store_rows(dk * seq.scale, t, col.DK, kv_head, j0, kv_len, dk_rows, head_dim, ROWS, C.BLOCK_D, C)
+    dv_length = gl.where(gl.load(t + col.DV) != 0, kv_rows, 0)
+    dk_length = gl.where(gl.load(t + col.DK) != 0, kv_rows, 0)
+    store_rows(sums.dv, rows_of(t, col.DV, kv_head, dv_length, value_dim, C), j0, kv_len, C)
+    store_rows(sums.dk * seq.scale, rows_of(t, col.DK, kv_head, dk_length, head_dim, C), j0, kv_len, C)
 
 
 @jit
-def add_queries(
-    dk, dv, o_n, pipes, work, seq, nth, nth_block,
-    CUT: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """Return dk and dv with the contribution of a block of queries, whose q has arrived."""
+def add_queries(sums, group, nth, nth_block, CUT: tl.constexpr, C: tl.constexpr):
+    """Return KeyGradients with the contribution of a block of queries, whose q has arrived."""
     ROWS: tl.constexpr = C.BLOCK_N // 2
+    S: tl.constexpr = product_layout(C.BLOCK_M)
+    pipes, work, seq = group.pipes, group.work, group.seq
     n = nth * work.blocks + nth_block
     i0 = work.lo + nth_block * C.BLOCK_M
     at = n % C.STAGES
@@ -314,28 +352,26 @@ def add_queries(
     within = gl.arange(0, C.BLOCK_M, gl.SliceLayout(0, S))
     p_stats, half = locate_stats(seq.row, seq.head * work.group + nth)
     zeros = gl.full([ROWS, C.BLOCK_M], 0.0, gl.float32, S)
-    b_k = pipes.k.tiles.index(0).slice(HALF * ROWS, ROWS)
-    scores = wgmma(b_k, b_q.permute((1, 0)), zeros, use_acc=False, is_async=True)  # (N / 2, M)
+    scores = wgmma(group.k, b_q.permute((1, 0)), zeros, use_acc=False, is_async=True)  # (N / 2, M)
     wait_full(pipes.do, n, C)
-    b_v = pipes.v.index(0).slice(HALF * ROWS, ROWS)
-    slopes = wgmma(b_v, b_do.permute((1, 0)), zeros, use_acc=False, is_async=True)  # (N / 2, M)
+    slopes = wgmma(group.v, b_do.permute((1, 0)), zeros, use_acc=False, is_async=True)  # (N / 2, M)
     lse = gl.load(p_stats + i0 + within)
     s = wgmma_wait(1, [scores])
     # As in ../backward.py, keys beyond the last and queries are not tested.
     weights = probabilities(s * (seq.scale * LOG2E), lse[None, :])
     if CUT:
-        weights = gl.where(visible_to(o_n[:, None], i0, within[None, :], seq.band, C), weights, 0.0)
+        weights = gl.where(visible_to(group.o_n[:, None], i0, within[None, :], seq.band, C), weights, 0.0)
     delta = gl.load(p_stats + half + i0 + within)
-    p = gl.convert_layout(cast(weights, C.DTYPE), gl.DotOperandLayout(0, DV, 2))
-    # Wait here, not before the scores: see forward.softmax.
+    p = gl.convert_layout(cast(weights, C.DTYPE), operand_layout(C.BLOCK_DV))
+    # Wait here, not before the scores: see forward.tile_softmax.
     wait_full(pipes.q, n + 1, C, pred=n + 1 < work.group * work.blocks)
-    dv = wgmma(p, b_do, dv, is_async=True)
+    dv = wgmma(p, b_do, sums.dv, is_async=True)
     dp = wgmma_wait(1, [slopes])
-    ds = gl.convert_layout(cast(weights * (dp - delta[None, :]), C.DTYPE), gl.DotOperandLayout(0, DK, 2))
-    dk = wgmma(ds, b_q, dk, is_async=True)
+    ds = gl.convert_layout(cast(weights * (dp - delta[None, :]), C.DTYPE), operand_layout(C.BLOCK_D))
+    dk = wgmma(ds, b_q, sums.dk, is_async=True)
     dk, dv, ds, p = wgmma_wait(0, [dk, dv, ds, p])
     release(pipes.q, n, C)
-    return dk, dv
+    return KeyGradients(dk=dk, dv=dv)
 
 
 @jit

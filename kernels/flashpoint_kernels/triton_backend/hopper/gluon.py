@@ -13,6 +13,7 @@ if INTERPRETED:
 
 gl: Any = import_module("triton.experimental.gluon.language")
 hopper: Any = import_module("triton.experimental.gluon.language.nvidia.hopper")
+constexpr_function: Any = import_module("triton.experimental.gluon").constexpr_function
 jit: Any = import_module("triton.experimental.gluon").jit
 mbarrier: Any = hopper.mbarrier
 tma: Any = hopper.tma

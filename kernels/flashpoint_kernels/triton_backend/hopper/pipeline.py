@@ -1,4 +1,5 @@
-"""Tiles in shared memory: descriptors, stages and their barriers, loads by the copy engine (TMA), and stores.
+"""Parts of the kernels for Hopper: blocks, layouts, descriptors, stages and their barriers, loads by the copy engine
+(TMA), and stores.
 
 Notation as in ../forward.py. A tensor's tiles use the stages of its Pipe in turn: tile n is in stage n mod STAGES. A
 barrier's phase alternates between 0 and 1 at each use of its stage.
@@ -9,9 +10,9 @@ from typing import Any, NamedTuple
 import triton.language as tl
 
 from flashpoint_kernels.triton_backend import table as col
-from flashpoint_kernels.triton_backend.hopper.gluon import gl, jit, mbarrier, tma, tma_load
+from flashpoint_kernels.triton_backend.hopper.gluon import constexpr_function, gl, jit, mbarrier, tma, tma_load
 from flashpoint_kernels.triton_backend.interpret import cast
-from flashpoint_kernels.triton_backend.tiles import key_stretches, load_sequence, locate, rows_of
+from flashpoint_kernels.triton_backend.tiles import key_stretches, load_sequence
 
 
 class Pipe(NamedTuple):
@@ -24,6 +25,17 @@ class Pipe(NamedTuple):
     tiles: Any
     full: Any
     empty: Any
+
+
+class Launched(NamedTuple):
+    """Arguments of a launch: see `attention_forward`."""
+
+    table: Any
+    floats: Any
+    items: Any
+    heads: Any
+    head_dim: Any
+    value_dim: Any
 
 
 class QueryWork(NamedTuple):
@@ -40,17 +52,29 @@ class QueryWork(NamedTuple):
     end: Any
 
 
+@constexpr_function
+def product_layout(columns):
+    """Return the layout of a group's product: each of the four warps has 16 of 64 rows, and all columns."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@constexpr_function
+def operand_layout(columns):
+    """Return the layout of the first operand, in registers, of a product with so many columns."""
+    return gl.DotOperandLayout(0, product_layout(columns), 2)
+
+
 @jit
-def find_queries(table, floats, items, heads, nth, first, ITEM: tl.constexpr, C: tl.constexpr):
+def find_queries(launched, nth, first, ITEM: tl.constexpr, C: tl.constexpr):
     """Return (Sequence, QueryWork) of the nth block of queries of a launch, whose first tile has the number `first`.
 
     If the sequence has no such head, the block is beyond the last query: it sees no key, and nothing is stored.
     """
-    item = items + (nth // heads) * ITEM
-    head = nth % heads
+    item = launched.items + (nth // launched.heads) * ITEM
+    head = nth % launched.heads
     row = gl.load(item).to(gl.int64)
-    t = table + row * col.WIDTH
-    seq = load_sequence(t, floats + row * col.SCALARS, head)
+    t = launched.table + row * col.WIDTH
+    seq = load_sequence(t, launched.floats + row * col.SCALARS, head)
     i0 = gl.where(head < gl.load(t + col.HEADS), gl.load(item + 1), gl.load(t + col.Q_ROWS).to(gl.int32))
     lo, _full_lo, full_hi, hi = key_stretches(i0, i0 + C.BLOCK_M - 1, seq.band, 0, seq.band.kv_len, C)
     count = (hi - lo + C.BLOCK_N - 1) // C.BLOCK_N
@@ -65,29 +89,25 @@ def first_key(n, work, C: tl.constexpr):
 
 
 @jit
-def descriptor(t, TENSOR: tl.constexpr, head, length, dim, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr):
-    """Return a descriptor of a head's `length` rows of `dim` numbers, for tiles of (ROWS, BLOCK_D); loads beyond give
-    0.
+def descriptor(rows, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr):
+    """Return a descriptor of the Rows of a head, for tiles of (ROWS, BLOCK_D); loads beyond them give 0.
 
     The copy engine reads through it, so loads need no registers and no address computation. Some tensors cannot be
     described: see `Table.describable`.
     """
     LAYOUT: tl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_D], C.DTYPE)
-    base, head_stride, stride = locate(t, TENSOR, C.DTYPE, C)
-    base += head * head_stride
-    return tma.make_tensor_descriptor(base, [gl.maximum(length, 1), dim], [stride, 1], [ROWS, BLOCK_D], LAYOUT)
+    shape = [gl.maximum(rows.length, 1), rows.dim]
+    return tma.make_tensor_descriptor(rows.base, shape, [rows.stride, 1], [ROWS, BLOCK_D], LAYOUT)
 
 
 @jit
-def group_descriptor(
-    t, TENSOR: tl.constexpr, head, heads, length, dim, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr
-):
-    """Return a descriptor of `length` rows of each of `heads` heads from `head` on, for tiles of (1, ROWS, BLOCK_D)."""
+def group_descriptor(rows, heads, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, C: tl.constexpr):
+    """Return a descriptor of the Rows of `heads` heads from this one on, for tiles of (1, ROWS, BLOCK_D)."""
     LAYOUT: tl.constexpr = gl.NVMMASharedLayout.get_default_for([1, ROWS, BLOCK_D], C.DTYPE)
-    base, head_stride, stride = locate(t, TENSOR, C.DTYPE, C)
-    base += head * head_stride
-    shape = [heads, gl.maximum(length, 1), dim]
-    return tma.make_tensor_descriptor(base, shape, [head_stride, stride, 1], [1, ROWS, BLOCK_D], LAYOUT)
+    shape = [heads, gl.maximum(rows.length, 1), rows.dim]
+    return tma.make_tensor_descriptor(
+        rows.base, shape, [rows.head_stride, rows.stride, 1], [1, ROWS, BLOCK_D], LAYOUT
+    )  # fmt: skip
 
 
 @jit
@@ -139,21 +159,19 @@ def release(pipe, n, C: tl.constexpr, pred=True):
 
 
 @jit
-def carried(x, OPERAND: tl.constexpr, FLOAT: tl.constexpr, C: tl.constexpr):
-    """Return a product's first operand in the form that a loop carries: float32 with FLOAT, otherwise the operand
-    itself.
-
-    If a loop carries pairs of 16 bits, ptxas unpacks and packs them again; float32 takes twice the registers.
+def carried(x, OPERAND: tl.constexpr, C: tl.constexpr):
+    """Return a product's first operand in the form that a loop carries: float32 with CARRY_FLOAT32, otherwise the
+    operand itself.
     """
-    if not FLOAT:
+    if not C.CARRY_FLOAT32:
         x = gl.convert_layout(cast(x, C.DTYPE), OPERAND)
     return x
 
 
 @jit
-def operand(x, OPERAND: tl.constexpr, FLOAT: tl.constexpr, C: tl.constexpr):
+def operand(x, OPERAND: tl.constexpr, C: tl.constexpr):
     """Return the product's operand, from the result of `carried`."""
-    if FLOAT:
+    if C.CARRY_FLOAT32:
         x = gl.convert_layout(cast(x, C.DTYPE), OPERAND)
     return x
 
@@ -170,19 +188,15 @@ def load_keys(first_rows, first, second_rows, second, work, C: tl.constexpr):
 
 
 @jit
-def store_rows(
-    x, t, TENSOR: tl.constexpr, head, first, valid, length, dim, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
-    C: tl.constexpr,
-):  # fmt: skip
-    """Store x (ROWS, BLOCK_D) to a head's rows from `first` on, below `length`; rows from `valid` on are padding and
-    get 0.
-    """
+def store_rows(x, rows, first, valid, C: tl.constexpr):
+    """Store x to the Rows of a head from `first` on; rows from `valid` on are padding and get 0."""
+    ROWS: tl.constexpr = x.shape[0]
+    BLOCK_D: tl.constexpr = x.shape[1]
     W: tl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])  # 16 bytes a thread
     x = gl.convert_layout(cast(x, C.DTYPE), W)
     o_m = first + gl.arange(0, ROWS, gl.SliceLayout(1, W))
     o_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, W))
     x = gl.where((o_m < valid)[:, None], x, 0.0)
-    rows = rows_of(t, TENSOR, head, length, dim, C)
     m_rows = (o_m < rows.length)[:, None]
     if not C.EVEN:
         m_rows = m_rows & (o_d < rows.dim)[None, :]
