@@ -226,11 +226,12 @@ class TorchDevice:
         """Return what calls over caches on the CPU have in common that may read their first keys together, or None."""
         held, spec = job.attention.held, job.spec
         assert held is not None
-        if not self.is_cpu or job.attention.backend != "torch" or not shares(spec):
+        if not self.is_cpu or job.attention.backend != "torch":
             return None
         chunk = self.caches.shared_chunk(held.owner, held.caches, held.layer)
-        options = spec.dtype, spec.q_heads, spec.scale, spec.options.softcap
-        return None if chunk is None else (chunk, *options)
+        if chunk is None or not shares(spec):
+            return None
+        return chunk, spec.dtype, spec.q_heads, spec.scale, spec.options.softcap
 
     def write(self, call: HeldCall) -> Sequence[StoredCache]:
         """Write the new tokens of a call over caches, after all checks, and return its caches. Raises Refusal."""

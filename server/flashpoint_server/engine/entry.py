@@ -257,7 +257,7 @@ class Entry:
     def nbytes(self) -> int:
         return self.spec.input_bytes + self.spec.output_bytes if self.planned is not None else 0
 
-    @property
+    @cached_property
     def attention(self) -> AttentionCall:
         """The body of attention."""
         body = self.submit.body

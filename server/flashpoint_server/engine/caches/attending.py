@@ -214,7 +214,7 @@ class HeldCall(NamedTuple):
         options = spec.options if spec.rank == 4 or spec.ragged else replace(spec.options, layout="bhsd")
         outputs = {name: self._heads(t, name != "lse") for name, t in self.of.outputs.items()}
         try:
-            return Problem.create(given, options, outputs=outputs, trusted=True)
+            return Problem.create(given, options, outputs=outputs, trusted=True, fixed_pages=True)
         except ProblemError as error:
             raise invalid(error.errors) from None
 

@@ -77,7 +77,7 @@ def attend(
     forward = readings[0].forward
     for other in readings[1:]:
         forward.join(other.forward)
-    if shares(spec):
+    if len(forward.rows) > 1 and shares(spec):
         forward.share_prefixes(cores)
     rows = [row for reading in readings for row in reading.rows]
     every = [Sequences(reading.rows, reading.seed) for reading in readings]
@@ -96,5 +96,6 @@ def cut(spec: Spec, forward: Forward, every: Sequence[Row], cores: int, seed: in
     if spec.q_len > 1 or spec.q_heads > spec.kv_heads:  # otherwise most of the time is for reading keys
         seconds = sum(row_seconds(spec, NOMINAL["torch"], row) for row in rows)
     wanted = max(min(cores, total // LEAST_BYTES), total // MOST_BYTES, int(seconds / PART_SECONDS), 1)
-    cuts = forward.cuts(min(wanted, forward.units))
+    count = min(wanted, forward.units)
+    cuts = forward.cuts(count) if count > 1 else [(0, forward.units)]
     return [CachedPart(forward, start, stop, () if start else rows, seed) for start, stop in cuts]

@@ -188,6 +188,8 @@ class CacheStore:
         """Return the keys that a call reads for each cache, where those of a common chunk are divided among its
         caches; None if no chunk is common.
         """
+        if len(caches) < 2:
+            return None
         tracks = [cache.tracks[layer] for cache in caches]
         whole = [[c for c in track.chunks[: track.length // CHUNK] if c and c.holders > 1] for track in tracks]
         readers = Counter(itertools.chain(*whole))
