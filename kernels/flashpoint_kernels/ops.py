@@ -160,7 +160,7 @@ def _solve(
     tensors: dict[str, Tensor], options: Options, seed: Tensor | None, direction: Direction
 ) -> dict[str, Tensor]:
     number = None if seed is None else int(seed) & _SEED_BITS
-    problem = Problem.create(tensors, options, direction, seed=number)
+    problem = Problem.create(tensors, options, direction, fixed_pages=True, seed=number)
     run([problem], choose_backend(problem.spec, available_backends(str(problem.device))))
     return problem.outputs
 

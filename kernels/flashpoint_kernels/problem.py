@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -73,6 +74,8 @@ class Problem:
         cut_of: Key/value heads of the request that this is a part of, see `heads`; 0 for a whole one.
         first_head: Query head of that request that is this part's first.
         threads: Threads that the kernels in C may have, which do not change its bits; 0 for one.
+        pages: The numbers of `block_table`, (B, pages) int32, if they are known and do not change while the problem is
+            used. Triton's kernels read a page that several sequences have once; None for never.
     """
 
     spec: Spec
@@ -84,6 +87,7 @@ class Problem:
     cut_of: int = 0
     first_head: int = 0
     threads: int = 0
+    pages: np.ndarray | None = None
     # The calls of a backend that read and write in place. An engine runs a problem again, with other numbers in the
     # same memory, and need not make the views of a small call anew. Not shared with what `replace` makes of it.
     calls: list[Callable[[], object]] = field(default_factory=list, init=False)
@@ -98,6 +102,7 @@ class Problem:
         spec: Spec | None = None,
         outputs: Mapping[str, Tensor] | None = None,
         trusted: bool = False,
+        fixed_pages: bool = False,
         seed: int | None = None,
     ) -> Problem:
         """Check tensors against the contract, read the index tensors, and allocate the answers.
@@ -110,6 +115,8 @@ class Problem:
             outputs: Buffers to write into, contiguous, of the shapes and dtypes of `Spec.outputs`. None allocates them,
                 in the stride order of their inputs.
             trusted: Do not check the values of `block_table`, `k_scale` and `v_scale`.
+            fixed_pages: The numbers of `block_table` do not change while the problem is used. If it is on the CPU,
+                Triton's kernels read a page that several sequences have once.
             seed: Seed of dropout, in place of the options': calls that differ in their seeds alone share one `spec`.
 
         Raises:
@@ -128,7 +135,11 @@ class Problem:
             name: places[name] if name in places else _memory(name, info, tensors)
             for name, info in spec.outputs.items()
         }
-        return cls(spec, rows, drawn_seed(options) if seed is None else seed, device, given, made)
+        known = spec.paged and fixed_pages and tensors["block_table"].device.type == "cpu"
+        return cls(
+            spec, rows, drawn_seed(options) if seed is None else seed, device, given, made,
+            pages=tensors["block_table"].numpy() if known else None,
+        )  # fmt: skip
 
     def view(self, name: str) -> Tensor:
         """Return the canonical view of the input or output `name` (see the module)."""

@@ -43,6 +43,20 @@ for variant in json.loads(sys.argv[1]):
     print(json.dumps({**asdict(report), "faults": faults(report)}))
 """
 
+FLOATS = """
+import json, sys
+from collections import Counter
+from flashpoint_kernels.triton_backend.aot import build, tile_of
+from flashpoint_kernels.triton_backend.sass import Code
+from flashpoint_kernels.triton_backend.shipped import Variant
+
+names = ("FFMA", "FMUL", "FADD", "FMNMX", "MUFU", "HMMA", "F2FP", "I2F", "HADD2")
+for variant in (Variant(*variant) for variant in json.loads(sys.argv[1])):
+    loop = Code(build(variant, tile_of(variant)).asm["cubin"]).shortest_loop()
+    words = Counter(word.partition(".")[0] for instruction in loop for word in instruction.split()[:2])
+    print(json.dumps({name: words[name] for name in names}))
+"""
+
 
 def one_of_each() -> list[Variant]:
     """Return the first representative variant of each architecture and of each kernel that `ONE` is not."""
@@ -163,6 +177,19 @@ def test_before_triton_3_7_1_no_product_of_sm_90_reads_an_asynchronous_copy(
     assert tile_of(Variant("forward_packed16", 90, "bfloat16", 128)).num_stages == 3
     assert tile_of(Variant("forward", 90, "bfloat16", 128)).num_stages == (1 if old else 3)
     assert tile_of(Variant("backward_q_hopper", 90, "bfloat16", 128)).num_stages == 3
+
+
+@pytest.mark.slow
+def test_a_part_for_several_sequences_has_the_arithmetic_of_one_alone() -> None:
+    """The loops of both kernels contain the same floating-point instructions: on a GPU they round alike."""
+    kinds = [("bfloat16", 0, None), ("float16", 1, None), ("bfloat16", 0, "int8")]
+    alone, shared = (
+        compiled("-c", FLOATS, json.dumps([Variant(kernel, 90, dtype, 128, level, paged=True, keys=keys)
+                                           for dtype, level, keys in kinds]))
+        for kernel in ("forward_packed16", "cascade_packed16")
+    )  # fmt: skip
+    assert shared == alone
+    assert all(loop["HMMA"] and loop["FFMA"] for loop in alone)
 
 
 def test_every_problem_has_tiles() -> None:

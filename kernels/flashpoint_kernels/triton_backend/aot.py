@@ -28,6 +28,7 @@ from flashpoint_kernels.triton_backend.backward import attention_backward_kv, at
 from flashpoint_kernels.triton_backend.backward_inputs import attention_backward_mask, attention_backward_sinks
 from flashpoint_kernels.triton_backend.blocks import list_key_tiles, list_query_tiles
 from flashpoint_kernels.triton_backend.calls import compile_options
+from flashpoint_kernels.triton_backend.cascade import attention_cascade
 from flashpoint_kernels.triton_backend.config import carries_float32, exact, keys_kind, padded, parts_of, tiles
 from flashpoint_kernels.triton_backend.configurations import SHARED_KIB, Tile
 from flashpoint_kernels.triton_backend.forward import attention_forward, merge_parts
@@ -41,6 +42,7 @@ from flashpoint_kernels.triton_backend.shipped import Variant, all_of, represent
 
 KERNELS = {
     "forward": attention_forward,
+    "cascade": attention_cascade,
     "forward_hopper": attention_forward_hopper,
     "merge": merge_parts,
     "delta": attention_delta,
@@ -58,11 +60,13 @@ _POINTERS = {
     "floats": "*fp32",
     "items": "*i32",
     "lists": "*i32",
+    "members": "*i32",
     "part_o": "*fp32",
     "part_lse": "*fp32",
 }
 MATRIX = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
-_PRODUCTS = ("forward", "backward_kv", "backward_q")
+_FORWARDS = ("forward", "cascade")
+_PRODUCTS = (*_FORWARDS, "backward_kv", "backward_q")
 # The stages of a tensor that a step of a kernel for Hopper uses at a time; the others are loaded, for two tensors. dQ
 # multiplies two tiles of keys in one step.
 HELD = {"forward_hopper": 1, "backward_kv_hopper": 1, "backward_q_hopper": 2}
@@ -119,7 +123,10 @@ def tile_of(variant: Variant) -> Tile:
     config = tiles(
         arch, variant.dtype, dim, variant.value_dim or dim, variant.level, "hopper" in kernel, paged, quantized, blocks
     )
-    of_blocks = {"forward": config.forward_of, "backward_q": config.backward_q_of, "merge": config.merge_of}
+    of_blocks = {
+        "forward": config.forward_of, "cascade": config.forward_of, "backward_q": config.backward_q_of,
+        "merge": config.merge_of,
+    }  # fmt: skip
     if kernel in of_blocks:
         return of_blocks[kernel](rows)
     if kernel.startswith("list"):
@@ -160,8 +167,8 @@ def build(variant: Variant, tile: Tile) -> Any:
     value_dim = value_dim or dim
     kernel, rows = kernel_of(variant)
     function, hopper = KERNELS[kernel], kernel.endswith("_hopper")
-    block_d, block_rest = parts_of(dim) if kernel == "forward" else (padded(dim), 0)
-    even = exact(dim, value_dim) if kernel == "forward" else (padded(dim), padded(value_dim)) == (dim, value_dim)
+    block_d, block_rest = parts_of(dim) if kernel in _FORWARDS else (padded(dim), 0)
+    even = exact(dim, value_dim) if kernel in _FORWARDS else (padded(dim), padded(value_dim)) == (dim, value_dim)
     constants = Constants(
         LEVEL=level, DTYPE=TYPES[dtype], MASK_DTYPE=mask and TYPES[mask], DMASK_DTYPE=tl.float32,
         TF32=precision == "tf32",

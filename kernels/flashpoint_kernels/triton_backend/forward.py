@@ -56,6 +56,23 @@ def online_softmax(s, unit, m, denom):
 
 
 @triton.jit
+def begun(t, heads, wanted, C: tl.constexpr):
+    """Return the Softmax before the first key. A sink is a key without a value: it starts the denominator.
+
+    `wanted` is true for the first part of a sequence's keys, so that its sink counts once. `heads`, `wanted` and the
+    rows `t` of the table are those of each row (M,), or a number.
+    """
+    m = tl.full([C.BLOCK_M], float("-inf"), tl.float32)
+    denom = tl.full([C.BLOCK_M], 0.0, tl.float32)
+    if C.LEVEL >= 1:
+        has_sink = (tl.load(t + col.SINKS) != 0) & wanted & (heads >= 0)
+        p_sinks = tl.load(t + col.SINKS).to(tl.pointer_type(tl.float32)) + heads
+        m = tl.full([C.BLOCK_M], 0.0, tl.float32) + tl.load(p_sinks, mask=has_sink, other=float("-inf")) * LOG2E
+        denom = tl.where(has_sink & (tl.arange(0, C.BLOCK_M) >= 0), 1.0, denom)
+    return Softmax(m=m, denom=denom, acc=tl.full([C.BLOCK_M, C.BLOCK_DV], 0.0, tl.float32))
+
+
+@triton.jit
 def attend_keys(softmax, block, tiles, seq, lo, hi, FULL: tl.constexpr, C: tl.constexpr):
     """Return the Softmax of Queries after keys [lo, hi), one tile of BLOCK_N at a time; lo is a multiple of BLOCK_N.
 
@@ -138,17 +155,7 @@ def attention_forward(table, floats, items, lists, part_o, part_lse, heads, head
     if C.BLOCK_REST:
         b_rest = load(columns_from(q_rows, C.BLOCK_D), o_m, C.BLOCK_REST, False, C.EVEN)
 
-    # A sink is a key without a value: it starts the denominator, but only in the first part of a split problem.
-    m = tl.full([C.BLOCK_M], float("-inf"), tl.float32)
-    denom = tl.full([C.BLOCK_M], 0.0, tl.float32)
-    if C.LEVEL >= 1:
-        has_sink = (tl.load(t + col.SINKS) != 0) & (part_lo == 0)
-        p_sinks = tl.load(t + col.SINKS).to(tl.pointer_type(tl.float32)) + block.heads
-        m_sinks = has_sink & (o_m >= 0) if C.PACKED else has_sink
-        m = tl.full([C.BLOCK_M], 0.0, tl.float32) + tl.load(p_sinks, mask=m_sinks, other=float("-inf")) * LOG2E
-        denom = tl.where(has_sink & (o_m >= 0), 1.0, denom)
-    softmax = Softmax(m=m, denom=denom, acc=tl.full([C.BLOCK_M, C.BLOCK_DV], 0.0, tl.float32))
-
+    softmax = begun(t, block.heads, part_lo == 0, C)
     listed = 0
     if C.BLOCKS:
         listed = list_at(lists, tl.load(item + ITEM), tl.cdiv(part_hi - part_lo, C.BLOCK_N), nth, t)

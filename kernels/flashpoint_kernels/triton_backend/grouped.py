@@ -41,8 +41,13 @@ class Launch:
         """Return the numbers in the upload of the joint table's integers and floats."""
         if self.problems[0].spec.direction == "backward":
             self.stats = self.place_stats(self.ints)
+        return self.upload.add(self.ints), self.upload.add(self.scalars)
+
+    @property
+    def scalars(self) -> np.ndarray:
+        """Return the joint table's floats."""
         floats = [t.floats for t in self._alive]
-        return self.upload.add(self.ints), self.upload.add(floats[0] if len(floats) == 1 else np.concatenate(floats))
+        return floats[0] if len(floats) == 1 else np.concatenate(floats)
 
     def column(self, column: Any, after: int = 0) -> np.ndarray:
         """Return a column of the joint table, or the column at `after` places behind it."""

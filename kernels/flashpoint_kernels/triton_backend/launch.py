@@ -17,6 +17,7 @@ from flashpoint_kernels.triton_backend import lists
 from flashpoint_kernels.triton_backend.backward import attention_backward_kv, attention_backward_q, attention_delta
 from flashpoint_kernels.triton_backend.backward_inputs import attention_backward_mask, attention_backward_sinks
 from flashpoint_kernels.triton_backend.calls import Call, Code, run_calls, start_compiling
+from flashpoint_kernels.triton_backend.cascade import attention_cascade, shared_parts
 from flashpoint_kernels.triton_backend.config import carries_float32, exact, parts_of, takes_hopper
 from flashpoint_kernels.triton_backend.configurations import Config, Tile
 from flashpoint_kernels.triton_backend.forward import attention_forward, merge_parts
@@ -136,6 +137,17 @@ def _forward_blocks(launch: Launch, found: ForwardList) -> Iterator[Call]:
         listed = lists.of_queries(launch, items, code.tile, rows > 0, items[:, 2:4])
         yield listed.call
     parts = _Parts(launch, found.slots * heads, code.tile.block_m)
+    if _may_share(launch, found):
+        cascade = shared_parts(launch.problems, launch.ints, launch.scalars, found)
+        if len(cascade.items) or launch.every:
+            items = cascade.alone
+            members = launch.upload.add(cascade.members)
+            yield launch.call(
+                _forward_code(route, rows, attention_cascade), cascade.items, heads,
+                lambda items: (
+                    launch.table, launch.floats, items, launch.items(members), *parts.memory, heads, *launch.dims
+                ),
+            )  # fmt: skip
     yield launch.call(
         code, listed.items if listed else items, heads,
         lambda items: (
@@ -149,15 +161,23 @@ def _forward_blocks(launch: Launch, found: ForwardList) -> Iterator[Call]:
         )  # fmt: skip
 
 
-def _forward_code(route: Route, rows: int) -> Code:
-    """Return the forward's code for packed blocks of `rows` rows, or with 0, for blocks of one head."""
+def _may_share(launch: Launch, found: ForwardList) -> bool:
+    """Return whether sequences may read keys together: in parts of packed blocks, without masks and dropout."""
+    shared = launch.route.shared("PAGED", "LEVEL")
+    if not found.rows or not shared["PAGED"] or shared["LEVEL"] > 1 or launch.route.blocks:
+        return False
+    return launch.every or (found.slots > 0 and any(problem.pages is not None for problem in launch.problems))
+
+
+def _forward_code(route: Route, rows: int, kernel: Any = attention_forward) -> Code:
+    """Return the code of a forward's kernel for packed blocks of `rows` rows, or with 0, for blocks of one head."""
 
     def make() -> tuple[Tile, dict[str, Any]]:
         tile, (block_d, rest) = route.config.forward_of(rows), parts_of(route.dims[0])
         own = {"BLOCK_N": tile.block_n, "BLOCK_D": block_d, "BLOCK_REST": rest, "EVEN": exact(*route.dims)}
         return tile, route.shared(*FORWARD) | own | {"PACKED": rows > 0}
 
-    return route.code(attention_forward, rows, make)
+    return route.code(kernel, rows, make)
 
 
 def _merge_code(route: Route, rows: int) -> Code:

@@ -63,6 +63,7 @@ def all_of(arch: int, dtypes: Sequence[str] = DTYPES) -> list[Variant]:
             found += [Variant(kernel, arch, dtype, 576, value_dim=512) for kernel in wide]
             kinds = product(("forward", "forward_packed16"), OTHER_KEYS)
             found += [Variant(kernel, arch, dtype, 128, paged=paged, keys=keys) for kernel, (paged, keys) in kinds]
+            found += [Variant("cascade_packed16", arch, dtype, 128, paged=True, keys=keys) for keys in (None, "int8")]
         if arch == 90 and dtype != "float32":
             dims = (*HEAD_DIMS, *OTHER_HEAD_DIMS)
             found += [Variant(f"{k}_hopper", arch, dtype, dim) for dim in dims for k in hopper_tiles(dim, dim)]
@@ -91,6 +92,7 @@ def representative() -> list[Variant]:
         dims = (64, 128) if arch in (80, 90) else (128,)
         found += [Variant(f"{kernel}_packed16", arch, "bfloat16", 128) for kernel in ("forward", "backward_q", "merge")]
         found.append(Variant("forward_packed16", arch, "bfloat16", 128, paged=True, keys="float8_e4m3fn"))
+        found.append(Variant("cascade_packed16", arch, "bfloat16", 128, paged=True))
         for dim, kernel in product(dims, _PRODUCTS):
             found.append(Variant(kernel, arch, "bfloat16", dim))
         of_blocks = ("forward_blocks", "forward_packed16_blocks", "backward_kv_blocks", "backward_q_blocks")

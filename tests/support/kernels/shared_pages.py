@@ -30,7 +30,8 @@ def tree(shared: list[int], own: list[int], page: int, seed: int) -> tuple[Tenso
 
 
 def check(shared: list[int], own: list[int], page: int, q_len: int, group: int, dtype: torch.dtype,
-          kind: torch.dtype | None, **options: Any) -> None:  # fmt: skip
+          kind: torch.dtype | None, backend: str = "torch", **options: Any) -> None:  # fmt: skip
+    """Check that `backend` gives each sequence of a tree the bits that it has alone, close to float64's."""
     table, lengths, count = tree(shared, own, page, seed=len(own))
     q = normal(len(own), 2 * group, q_len, 32, seed=1).to(dtype)
     t = {name: normal(count, 2, page, 32, seed=n).to(dtype) for n, name in enumerate("kv")}
@@ -38,10 +39,10 @@ def check(shared: list[int], own: list[int], page: int, q_len: int, group: int, 
         for name in "kv":
             t[name], t[f"{name}_scale"] = quantize(t[name], kind)
     options |= {"causal": True, "return_lse": True}
-    o, lse = attention(q, **t, block_table=table, kv_lengths=lengths, backend="torch", **options)
+    o, lse = attention(q, **t, block_table=table, kv_lengths=lengths, backend=backend, **options)
     for n in range(len(own)):
         one = {"block_table": table[n : n + 1], "kv_lengths": lengths[n : n + 1]} | options
-        alone = attention(q[n : n + 1], **t, **one, backend="torch")
+        alone = attention(q[n : n + 1], **t, **one, backend=backend)
         assert torch.equal(o[n : n + 1], alone[0])
         assert torch.equal(lse[n : n + 1], alone[1])
         right = attention(q[n : n + 1], **t, **one, backend="reference")
