@@ -1,7 +1,6 @@
-"""Calls on KV caches that wait and run while deadlines pass, clients go, caches expire, keys are removed, servers stop.
+"""Calls on KV caches end correctly when deadlines pass, clients leave, caches expire, keys go, or servers stop.
 
-The engine waits on demand (tests/support/faulty): a call named gate-… has written its tokens and waits until the gate
-opens.
+The engine waits on demand (tests/support/faulty): a call named gate-… writes its tokens and waits until the gate opens.
 """
 
 import concurrent.futures
@@ -18,7 +17,7 @@ from tests.support.messages import JSON, ask, message, normal, post, problem
 from tests.support.servers import wait_for
 from tests.support.sockets import send
 
-pytestmark = pytest.mark.slow  # a server of its own
+pytestmark = pytest.mark.slow  # a separate server
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +33,7 @@ def pool():
 
 @pytest.fixture
 def one(slow):
-    """A cache, which is deleted at the end where it is still there."""
+    """Create a cache, and delete it at the end if it still exists."""
     one = created(slow.server)
     yield one
     ask(slow.server, f"/caches/{one}", "DELETE")
@@ -52,7 +51,7 @@ def tokens(count, *names):
 
 
 def writing(one, count=1):
-    """Attention that writes so many tokens; one such call runs at a time."""
+    """Return a request that writes `count` tokens; such calls run one at a time."""
     return message(tokens(count, "q", "k", "v"), caches=[one], backend="reference")
 
 
@@ -80,7 +79,7 @@ def test_a_call_that_runs_beyond_its_deadline_has_written_all(slow, pool, one):
     slow.gate("gate").unlink(missing_ok=True)
     with contextlib.ExitStack() as inside:
         inside.callback(slow.gate("gate").touch)
-        for patience in (500, 2000, 8000, 32000, 128000):  # milliseconds in which it must have begun
+        for patience in (500, 2000, 8000, 32000, 128000):  # milliseconds until it must have started
             running = slow.post(pool, "gate", writing(one, 2), x_timeout_ms=patience)
             wait_for(lambda own=running: slow.begun(own.name) or own.done(), lambda: "it neither runs nor ends")
             problem(running.result(), 504, "deadline_exceeded")
@@ -131,7 +130,7 @@ def test_calls_on_one_cache_keep_their_order_whatever_their_priority(slow, pool,
         high = slow.post(pool, "high", writing(one, 4), x_priority=9)
         cut = slow.post(pool, "cut", json.dumps({"length": 5}).encode(), f"/caches/{one}/truncate", media=JSON)
         elsewhere = slow.post(pool, "other", written(1), f"/caches/{other}/append")
-        assert elsewhere.result().json == {"length": 1}  # nobody waits for the calls of another cache
+        assert elsewhere.result().json == {"length": 1}  # calls on other caches do not wait
         assert not any(call.done() for call in (low, high, cut))
     assert [lengths(call.result()) for call in (running, low, high)] == [[2], [3], [7]]
     assert cut.result().json["lengths"] == [5]

@@ -1,4 +1,4 @@
-"""KV caches over HTTP, against a model in numpy and the kernel library; keys, quotas, lost engines."""
+"""KV caches over HTTP equal a model in numpy and the kernel library; keys, quotas and lost engines."""
 
 import asyncio
 import concurrent.futures
@@ -38,13 +38,13 @@ from tests.support.servers import wait_for
 
 @pytest.fixture(scope="module")
 def held(start_server, tmp_path_factory):
-    """A server that tests share: delete the caches that you made."""
+    """Return a server that tests share; a test deletes its caches."""
     return started(start_server, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def hurt(start_server, tmp_path_factory):
-    """A server whose engine is killed, and whose keys change."""
+    """Start a server whose engine is killed and whose keys change."""
     return started(start_server, tmp_path_factory)
 
 
@@ -110,7 +110,7 @@ def test_8_bit_caches_take_and_give_the_dtype_of_q(held, dtype):
     torch.testing.assert_close(answer.tensors["o"].float(), attention(q, **stands), rtol=2e-2, atol=2e-2)
     text = {"q": q[0].tolist(), "caches": [one], "dtype": "float16"}
     assert posted(held, "/attention", {**text, "q": [q[0].tolist()]}).status == 200
-    assert attended(held, {"q": q, **rest}, caches=[one], at=[1000]).status == 200  # as they were before bfloat16
+    assert attended(held, {"q": q, **rest}, caches=[one], at=[1000]).status == 200  # as before bfloat16
     moved = ask(held, f"/caches/{one}/tensors", **bearer("alice")).tensors
     for name in ("k", "v"):
         assert torch.equal(moved[name], dequantize(stands[name], stands[f"{name}_scale"]))
@@ -154,7 +154,7 @@ def test_masks_slopes_sinks_and_lengths_count_positions_in_the_cache(held):
 
 @pytest.mark.parametrize("shape", [(2, HQ, 1, 11), (2, 1, 1, 20)])
 def test_a_block_masks_blocks_count_from_the_caches_first_token(held, shape):
-    """Columns beyond the length are ignored; fewer than it has are refused by name."""
+    """Columns after the length are ignored; too few columns are refused by name."""
     k, v = kv(700, 5, 2)
     ids, q = created(held, count=2), normal(2, HQ, 1, D, seed=6)
     for n, one in enumerate(ids):
@@ -197,7 +197,7 @@ def test_bits_do_not_depend_on_how_a_cache_was_filled_forked_or_cut_nor_on_neigh
 
 
 def test_forks_that_are_asked_together_or_at_the_same_time_have_the_bits_of_a_call_without_a_cache(held):
-    """One call over all forks, and calls of many threads, which meet in the engine."""
+    """This holds for one call over all forks, and for calls of many threads that meet in the engine."""
     k, v = (normal(1, HK, 1030, D, seed=seed) for seed in (1, 2))
     q, own_k, own_v = (normal(8, heads, 2, D, seed=3 + heads) for heads in (HQ, HK, HK))
     expected = []
@@ -307,7 +307,7 @@ def test_refusals_name_the_field(held):
 
 
 def test_a_head_that_was_seen_before_means_the_same_only_to_its_owner(held):
-    """The server keeps what follows from a head: neither another key nor other options or lengths get it."""
+    """The server caches the result of reading a head; other keys, options or lengths do not get it."""
     (one,), (k, v), q = created(held), kv(3, 0), normal(1, HQ, 3, D, seed=1)
     body = message({"q": q, "k": k, "v": v}, caches=[one], causal=True)
     for length in (3, 6):
@@ -316,7 +316,7 @@ def test_a_head_that_was_seen_before_means_the_same_only_to_its_owner(held):
     problem(post(held, "/attention", body, **bearer("bob")), 404, "cache_not_found")
     keys, values = (torch.cat([tensor, tensor], 2) for tensor in (k, v))
     for query, options in ((q, {}), (q[:, :, :1], {}), (q, {"causal": True}), (q[:, :, :1], {"scale": 0.5})):
-        for _ in range(2):  # the second time with what was kept
+        for _ in range(2):  # the second time from the cache
             answer = post(held, "/attention", message({"q": query}, caches=[one], **options), **bearer("alice"))
             expected = attention(query, keys, values, **options)
             torch.testing.assert_close(answer.tensors["o"], expected, rtol=1e-4, atol=1e-5)
@@ -325,7 +325,7 @@ def test_a_head_that_was_seen_before_means_the_same_only_to_its_owner(held):
 
 @pytest.mark.slow
 def test_tensors_are_read_as_one_request(start_server, tmp_path):
-    """Where the key and the queue have room for only one. The key pays for the bytes."""
+    """The key and the queue have room for only one request. The key pays for the bytes."""
     limits = {"rights": ["attention"], "concurrent": 1, "bytes_per_second": 200_000}
     digest = hashlib.sha256(KEYS["alice"].encode()).hexdigest()
     file = tmp_path / "keys.toml"
@@ -340,7 +340,7 @@ def test_tensors_are_read_as_one_request(start_server, tmp_path):
         answers.append(ask(server, f"/caches/{one}/tensors", **bearer("alice")))
         return answers[-1].status == 200
 
-    wait_for(read, lambda: answers[-1], seconds=10)  # the key has to pay for the tokens first
+    wait_for(read, lambda: answers[-1], seconds=10)  # the key must pay for the tokens first
     assert "bytes a second" in problem(ask(server, f"/caches/{one}", **bearer("alice")), 429, "key_limit")["detail"]
 
 
@@ -360,7 +360,7 @@ def test_calls_on_one_cache_keep_their_order_and_the_sdk_its_lengths(held):
             done = [pool.submit(cache.append, k[0, :, n : n + 1], v[0, :, n : n + 1], layer=1) for n in range(64)]
             lengths = [one.result() for one in done]
         assert sorted(lengths) == list(range(1, 65))
-        cache.refresh()  # the threads heard their answers in any order
+        cache.refresh()  # the threads got their answers in any order
         o, meta = cache.attention(q[:, :, :9], k[:, :, :9], v[:, :, :9], causal=True, with_meta=True)
         torch.testing.assert_close(
             o, attention(q[:, :, :9], k[:, :, :9], v[:, :, :9], causal=True), rtol=1e-4, atol=1e-5
@@ -456,7 +456,7 @@ def test_a_cache_of_an_engine_that_died_is_lost_and_one_of_no_engine_never_was(h
     os.kill(pid, signal.SIGKILL)
 
     def lost():
-        answers = [ask(hurt, f"/caches/{one}", **bearer("alice")) for _ in range(6)]  # of both HTTP processes
+        answers = [ask(hurt, f"/caches/{one}", **bearer("alice")) for _ in range(6)]  # from both HTTP processes
         with contextlib.suppress(KeyError):
             return all(answer.json["code"] == "cache_lost" for answer in answers)
 
@@ -483,7 +483,7 @@ def test_a_sequence_without_queries_may_have_a_cache_cut_to_its_first_kept_token
 
 
 def test_a_repeated_write_has_the_seed_of_the_first(held):
-    """Other keys, layers and caches have other seeds."""
+    """Other keys, layers and caches get other seeds."""
     (one, two), (k, v), seeds = created(held, count=2), kv(3, 0), []
     for key, cache, layer in (("a", one, 0), ("a", one, 0), ("b", one, 0), ("a", two, 0), ("c", two, 0), ("c", one, 1)):
         tensors = {"q": normal(1, HQ, 3, D), "k": k, "v": v}

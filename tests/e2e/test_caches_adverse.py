@@ -1,4 +1,4 @@
-"""KV caches and hostile callers: other keys' ids, thousands of caches, absurd sizes, quotas, memory of others."""
+"""KV caches resist hostile callers: foreign ids, thousands of caches, absurd sizes, quotas, reused memory."""
 
 import concurrent.futures
 import os
@@ -12,14 +12,14 @@ from tests.support.dense_attention import dense
 from tests.support.messages import JSON, ask, message, normal, post, problem, read_metrics
 from tests.support.servers import wait_for
 
-pytestmark = pytest.mark.slow  # a server of its own
+pytestmark = pytest.mark.slow  # a separate server
 
-MANY = 2000  # caches, of which the engine's answer takes several messages
+MANY = 2000  # caches: the engine's answer takes several messages
 
 
 @pytest.fixture(scope="module")
 def held(start_server, tmp_path_factory):
-    """A server that tests share: delete the caches that you made."""
+    """Return a server that tests share; a test deletes its caches."""
     return started(start_server, tmp_path_factory)
 
 
@@ -92,7 +92,7 @@ def test_absurd_sizes_are_refused_before_memory_is_taken(held, asked, status, fi
     document = problem(answer, status, "work_too_large" if status == 413 else "invalid_request")
     if field is not None:
         assert document["errors"][0]["loc"][0].partition(".")[0] == field, document
-    wait_for(lambda: read_held(held) == (0, 0), lambda: read_held(held))  # others' caches may have ended just now
+    wait_for(lambda: read_held(held) == (0, 0), lambda: read_held(held))  # other tests' caches may be ending
 
 
 def test_a_fork_of_too_many_layers_is_refused(held):
@@ -129,7 +129,7 @@ def test_a_key_that_uses_up_its_quota_is_refused_alone(held):
 @pytest.mark.parametrize("backend", ["torch", "tiled", "reference"])
 @pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
 def test_memory_that_had_another_owner_tells_nothing(held, backend, masked):
-    """NaN is seen wherever a number that was not written is read."""
+    """Freed memory holds NaN, which would show if an unwritten number were read."""
     (one,) = created(held)
     for layer in range(SHAPE["layers"]):
         assert appended(held, one, *(torch.full_like(t, torch.nan) for t in kv(3000, 1)), layer=layer).status == 200
@@ -159,20 +159,24 @@ def test_a_call_that_is_refused_for_its_mask_has_written_nothing(held):
     (one,) = created(held)
     appended(held, one, *kv(5, 1))
     q, (k, v) = normal(1, HQ, 2, D), kv(2, 2)
-    mask = torch.zeros(1, 1, 2, 6)  # of 7 columns
+    mask = torch.zeros(1, 1, 2, 6)  # of 7 columns needed
     answer = attended(held, {"q": q, "k": k, "v": v, "attn_mask": mask}, caches=[one])
     assert problem(answer, 422, "invalid_request")["errors"][0]["loc"] == ["attn_mask"]
     assert lengths(held, one) == [5, 0]
     (other,) = created(held)
     two = {name: t.repeat(2, 1, 1, 1) for name, t in {"q": q, "k": k, "v": v}.items()}
-    short = {**two, "attn_mask": mask[..., :4], "q_lengths": torch.tensor([0, 2])}  # too short for a cache not asked
+    short = {
+        **two,
+        "attn_mask": mask[..., :4],
+        "q_lengths": torch.tensor([0, 2]),
+    }  # too short for a cache without queries
     assert attended(held, short, caches=[one, other]).status == 200
     assert (lengths(held, one), lengths(held, other)) == ([5, 0], [2, 0])
     posted(held, "/caches/delete", {"caches": [one, other]})
 
 
 def test_a_creation_that_its_engine_had_not_begun_may_be_sent_again(start_server):
-    """It names no cache that could be lost, and neither does a list."""
+    """A creation and a list name no cache that could be lost."""
     server = start_server()
     os.kill(server.engine_pid, signal.SIGSTOP)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:

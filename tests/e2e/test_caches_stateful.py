@@ -1,4 +1,4 @@
-"""Calls on KV caches in any order, over HTTP: each does what it does to a model in numpy."""
+"""Calls on KV caches over HTTP, in any order, have the effect that they have on a model in numpy."""
 
 import itertools
 import json
@@ -27,12 +27,12 @@ def held(start_server, tmp_path_factory):
 
 
 class Model:
-    """A cache as it should be: its owner, tokens (2, n, Hk, D) of each layer, and the writes to it that had a key."""
+    """The expected cache: its owner, tokens (2, n, Hk, D) of each layer, and the writes that had an idempotency key."""
 
     def __init__(self, owner, tokens=None):
         self.owner = owner
         self.layers = tokens or [np.zeros((2, 0, HK, D), np.float32) for _ in range(LAYERS)]
-        self.writes = []  # (key, call that sends it again), the latest last
+        self.writes = []  # (key, call that repeats it), latest last
         self.last = None  # the key of the last write
 
     @property
@@ -50,7 +50,7 @@ class Model:
 
 
 class Calls(RuleBasedStateMachine):
-    """Clients of two keys, each call on a connection of its own and so at either HTTP process."""
+    """Clients of two keys; each call has a new connection and so reaches either HTTP process."""
 
     server = None
     keys = itertools.count()
@@ -71,9 +71,9 @@ class Calls(RuleBasedStateMachine):
         return data.draw(st.sampled_from([*self.there, *self.lost, *self.gone] or ["c" + "A" * 60]))
 
     def problem(self, name, *ids):
-        """(code, the indices that errors name) of a call with these caches, or None.
+        """Return (code, the indices that errors name) of a call with these caches, or None.
 
-        Ids that are not that key's are seen before its engine is asked.
+        Ids of other keys are refused before the engine gets the call.
         """
         never = [n for n, one in enumerate(ids) if self.owners.get(one) != name]
         if never:
@@ -83,7 +83,7 @@ class Calls(RuleBasedStateMachine):
         return (next(iter(ended.values())), list(ended)) if ended else None
 
     def refused(self, answer, problem, caches=None):
-        """The ids behind the first `caches` ones are those of `free`."""
+        """Check a refusal. The ids after the first `caches` ones are those of `free`."""
         code, named = problem
         assert answer.json["code"] == code, answer
         fields = [f"caches.{n}" if caches is None or n < caches else f"free.{n - caches}" for n in named]
@@ -226,7 +226,7 @@ class Calls(RuleBasedStateMachine):
     @precondition(lambda self: any(model.writes for model in self.there.values()))
     @rule(data=st.data())
     def copy_comes_late(self, data):
-        """A copy of the last write gets its answer, one of an earlier write 409; neither writes anything."""
+        """A copy of the last write gets its answer, and a copy of an earlier write gets 409; none writes anything."""
         model = data.draw(st.sampled_from([model for model in self.there.values() if model.writes]))
         key, send = data.draw(st.sampled_from(model.writes))
         if send is None:

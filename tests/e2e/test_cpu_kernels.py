@@ -1,4 +1,4 @@
-"""The kernels in C, served: their names in answers, equal bits of one row in all calls, and a machine without them."""
+"""The served kernels in C: their names in answers, equal bits of a row in all calls, and a machine without them."""
 
 import json
 import shutil
@@ -48,7 +48,7 @@ def test_an_answer_of_another_backend_names_no_kernel(server):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_prefill_decode_verification_and_forks_give_a_row_the_same_bits(server, dtype):
-    """Over HTTP: the prefill by a call without caches is the oracle of every call over a cache."""
+    """Over HTTP, every call over a cache has the bits of a prefill without caches."""
     length, start = 300, 280
     q = normal(1, 4, length, 64, seed=1).to(dtype)
     k, v = (normal(1, 2, length, 64, seed=seed).to(dtype) for seed in (2, 3))
@@ -86,7 +86,7 @@ def test_float32_can_be_forced_for_all_types(start_server):
 
 @pytest.mark.slow
 def test_a_machine_without_the_kernels_says_what_to_install(start_server, tmp_path):
-    """The package without its library, as an installation without a C compiler leaves it."""
+    """The package has no library, as after an installation without a C compiler."""
     own = Path(flashpoint_kernels.__file__).parent
     shutil.copytree(own, tmp_path / own.name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     without = start_server(environment={"PYTHONPATH": str(tmp_path)})

@@ -1,4 +1,4 @@
-"""Forward and gradients over HTTP against float64 autograd: every option that a backend claims, in both encodings."""
+"""Forward and gradients over HTTP equal float64 autograd, for every claimed option, in both encodings."""
 
 import functools
 import itertools
@@ -19,7 +19,7 @@ CPU_BACKENDS = ("torch", "tiled", "reference")
 
 
 def philox_keep(seed, p, shape):
-    """The contract's dropout mask for (B,H,Sq,Sk), written from its words alone, in numpy."""
+    """Return the contract's dropout mask for (B,H,Sq,Sk), written in numpy from the contract's text alone."""
     batch, heads, sq, sk = shape
     i = [
         np.arange(-(-sk // 4)),
@@ -40,7 +40,7 @@ def philox_keep(seed, p, shape):
 
 def dense(t, dtype, *, causal=False, causal_alignment="bottom_right", window=(-1, -1), scale=None, softcap=0.0,
           dropout_p=0.0, dropout_seed=0, **_):  # fmt: skip
-    """(o, lse) by definition, in `dtype`, for bhsd of rank 4 with at least one visible key in every row."""
+    """Return (o, lse) by definition, in `dtype`, for bhsd of rank 4 with at least one visible key in every row."""
     q, k, v = (t[name].to(dtype) for name in "qkv")
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -74,7 +74,7 @@ SOURCES = {"dq": "q", "dk": "k", "dv": "v", "dattn_mask": "attn_mask", "dsinks":
 
 
 def truth(t, options, dtype=torch.float64):
-    """o, lse and the gradients that `options` ask for, by autograd in `dtype`."""
+    """Return o, lse and the gradients that `options` request, by autograd in `dtype`."""
     grads = options.get("grads", ["dq", "dk", "dv"])
     leaves = {SOURCES[g]: t[SOURCES[g]].to(dtype).requires_grad_() for g in grads}
     o, lse = dense({**t, **leaves}, dtype, **options)
@@ -84,7 +84,7 @@ def truth(t, options, dtype=torch.float64):
 
 
 def case(extra=None, heads=4, kv_heads=4, value_dim=32, batch=1, length=512, dtype=torch.float32, **options):
-    """Tensors and options of one problem; q, k, v, do normal."""
+    """Return tensors and options of one problem; q, k, v and do are normal."""
     shapes = {
         "q": (batch, heads, length, 32), "k": (batch, kv_heads, length, 32),
         "v": (batch, kv_heads, length, value_dim), "do": (batch, heads, length, value_dim),
@@ -94,7 +94,7 @@ def case(extra=None, heads=4, kv_heads=4, value_dim=32, batch=1, length=512, dty
 
 
 def problems(length):
-    """Each option that the tensors and options of a call can ask for."""
+    """Return a problem for each tensor and each option of a call."""
     diagonal = torch.eye(length, dtype=torch.bool)  # every row sees something
 
     def made(extra=None, **how):
@@ -126,7 +126,7 @@ def problems(length):
 
 
 OPTIONS = problems(512)
-SHORT = problems(96)  # half types: torch's own half arithmetic is slow on a CPU
+SHORT = problems(96)  # half types: torch's half arithmetic is slow on a CPU
 
 
 def spec_of(tensors, options, direction):
@@ -154,7 +154,7 @@ def test_the_list_of_claims_is_worth_testing():
 
 
 def ask(server, tensors, options, backend, **headers):
-    """Forward and gradients over HTTP, the gradients with the forward's answer for o and lse; both replies."""
+    """Request the forward, then the gradients with its o and lse, over HTTP; return both answers."""
     forward = {n: t for n, t in tensors.items() if n in FORWARD_TENSORS}
     one = post(server, "/attention", message(forward, **options, backend=backend, return_lse=True), **headers)
     assert one.status == 200, one.body
@@ -170,13 +170,13 @@ def error(found, expected):
 
 @functools.cache
 def gold(name, length):
-    """The float64 truth of a problem, for every backend that is held against it."""
+    """Return the float64 solution of a problem, for the comparison with every backend."""
     return truth(*{512: OPTIONS, 96: SHORT}[length][name])
 
 
 @pytest.mark.parametrize(("backend", "name"), CLAIMED)
 def test_float32_is_within_2e_6_of_float64(server, backend, name):
-    # The reference is the same formula as the truth, so a short problem shows its path through the service.
+    # The reference uses the formula of the float64 solution, so a short problem is enough to test its path.
     length = 96 if backend == "reference" else 512
     tensors, options = {512: OPTIONS, 96: SHORT}[length][name]
     expected = gold(name, length)
@@ -186,13 +186,13 @@ def test_float32_is_within_2e_6_of_float64(server, backend, name):
     assert found.keys() == expected.keys()
     for tensor in expected:
         assert found[tensor].dtype == torch.float32
-        # Twice the usual scores make the softmax sharp: the reference rule's "elsewhere".
+        # Doubled scores make the softmax sharp: the case "elsewhere" of the reference rule.
         bound = (5e-6 if name == "large scale" else 2e-6) * expected[tensor].abs().max().item()
         assert error(found[tensor], expected[tensor]) <= bound, tensor
 
 
 def half_cases():
-    """Each problem in both half types, one of them in the fast tier."""
+    """Yield each problem in both half types; one of them is in the fast tier."""
     cases = [(backend, name) for backend, name in CLAIMED if backend != "reference"]
     cases = [(backend, name) for backend, name in cases if claims(backend, name, torch.float16)]
     for (n, (backend, name)), (i, dtype) in itertools.product(enumerate(cases), enumerate(HALVES)):
@@ -202,7 +202,7 @@ def half_cases():
 
 @pytest.mark.parametrize(("backend", "name", "dtype"), [*half_cases()])
 def test_half_types_are_as_near_as_torchs_own_arithmetic(server, backend, name, dtype):
-    """max|out − gold| ≤ 2 × max|same-dtype arithmetic − gold| + 1e-5; gradients 3 ×."""
+    """max|out − gold| ≤ 2 × max|same-dtype arithmetic − gold| + 1e-5; for gradients 3 ×."""
     tensors, options = SHORT[name]
     tensors = {n: t.to(dtype) if n in ("q", "k", "v", "do") else t for n, t in tensors.items()}
     exact, plain = truth(tensors, options), truth(tensors, options, dtype)
@@ -316,7 +316,7 @@ def test_empty_dimensions(server, backend, batch, sq, sk):
 
 
 def test_nan_and_infinity_are_answered(server):
-    """In the rows of the request that has them: they are no error, and reach no other batch element."""
+    """They appear in their request's rows, are no error, and reach no other batch element."""
     t = {n: normal(2, 1, 4, 8, seed=i) for i, n in enumerate("qkv")}
     clean = post(server, "/attention", message(t, backend="tiled")).tensors["o"]
     t["q"][0, 0, 1, 0] = math.nan
@@ -384,7 +384,7 @@ TRITON = {
 
 @pytest.fixture(scope="module")
 def interpreted(start_server):
-    """Our Triton kernels on the CPU, under Triton's interpreter."""
+    """Start a server with our Triton kernels on the CPU, under Triton's interpreter."""
     return start_server(interpret=True)
 
 

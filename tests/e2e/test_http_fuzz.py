@@ -1,6 +1,6 @@
-"""Bytes that no client should send, on raw sockets to a real server, which afterwards is as it was before.
+"""Invalid bytes on raw sockets leave a real server unchanged.
 
-The cases are those of `make fuzz`, with one seed and fewer that are drawn.
+The cases are those of `make fuzz`, with one seed and fewer drawn cases.
 """
 
 import asyncio
@@ -28,23 +28,23 @@ def test_whatever_is_sent_the_server_answers_as_before(start_server):
 
 
 def test_requests_that_come_faster_than_their_answers_do_not_heap_up(server):
-    """A client sends without end and reads nothing: beyond a bound, the server leaves its requests in the sockets.
+    """If a client sends endlessly and reads nothing, the server stops reading its requests at a bound.
 
-    It has stopped to read when it leaves the client's bytes where they are for as long as it answers 50 other requests.
+    It has stopped if it reads none of the client's bytes while it answers 50 other requests.
     """
     body = forward()
     right, flood = post(server, "/attention", body).body, memoryview((head(body) + body) * 100)
     process = psutil.Process(server.pid)
     before = process.memory_info().rss
     sent = idle = 0
-    with connect(server) as connection, contextlib.suppress(ConnectionError):  # where the server closes it, it is well
+    with connect(server) as connection, contextlib.suppress(ConnectionError):  # the server may close it
         connection.setblocking(False)
         while idle < 50:
             idle += 1
             with contextlib.suppress(BlockingIOError):
                 while taken := connection.send(flood[sent % len(flood) :]):
                     sent, idle = sent + taken, 0
-                    assert sent < 256 << 20, "the server goes on taking requests whose answers nobody reads"
+                    assert sent < 256 << 20, "the server still reads requests of a client that reads no answers"
             assert server.get("/health/live")[0] == 200
         assert process.memory_info().rss - before < 48 << 20
     assert post(server, "/attention", body).body == right

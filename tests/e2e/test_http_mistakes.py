@@ -1,4 +1,4 @@
-"""Mistakes of a caller who writes JSON by hand: each is refused with its status, and a message that says what to do."""
+"""Mistakes in handwritten JSON are refused with the right status and a message that says what to do."""
 
 import json
 
@@ -56,7 +56,7 @@ REQUESTS = [
 
 
 def text(answer):
-    """The detail of a problem, and its errors as `field: message`."""
+    """Return the detail of a problem, and its errors as `field: message`."""
     document = answer.json()
     assert document["detail"]
     return "\n".join([document["detail"], *(f"{e['loc'][-1]}: {e['msg']}" for e in document.get("errors") or ())])

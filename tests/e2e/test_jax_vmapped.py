@@ -1,4 +1,4 @@
-"""`jax.vmap` of `flashpoint.jax.attention`: one request where the shapes have room, with the bits of one for each."""
+"""`jax.vmap` of `flashpoint.jax.attention` sends one request if shapes allow, with the bits of separate requests."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ RAGGED = (12, 4, D), (12, 4, D), (9, 2, D), (9, 2, D)
 STARTING = {"layout": "thd", "cu_seqlens_q": [0, 3, 12], "cu_seqlens_k": [0, 4, 9]}
 STARTS = np.array([[0, 3, 12], [0, 0, 12], [0, 5, 12]])
 
-# name: shapes of do, q, k, v and what else has a gradient; its axes that are mapped; options; requests of a direction.
+# name: shapes of do, q, k, v and other inputs with a gradient; their mapped axes; options; requests per direction.
 CASES = {
     "all": ((O, Q, K, V), (0, 0, 0, 0), {}, 1),
     "other axes, and one in common": ((O, Q, K, V), (0, 2, None, 4), {"causal": True}, 1),
@@ -48,7 +48,7 @@ def mapped_shape(shape, axis):
     return shape if axis is None else (*shape[:axis], N, *shape[axis:])
 
 
-# The fast tier has each way of mapping once: of q, k, v, masks, slopes, lengths and sinks, and where there is no way.
+# The fast tier has each way of mapping once: q, k, v, masks, slopes, lengths, sinks, and a case without a way.
 FAST = {
     "other axes, and one in common", "one head", "a bias", "a mask in common", "slopes", "lengths", "offsets",
     "sinks in common", "ragged", "ragged, with sinks", "sinks and lengths", "dropout",
@@ -92,7 +92,7 @@ def test_maps_within_maps_are_one_request(jax_client):
 
 
 def test_gradients_of_a_loss_over_a_map(jax_client):
-    """An input that is not mapped gets the sum of the examples' gradients, in one request."""
+    """An unmapped input gets the sum of the examples' gradients, in one request."""
     q, k, v, sinks = tensors((N, *Q), (N, *K), V, (4,))
 
     def loss(each):
@@ -117,6 +117,6 @@ def test_ragged_sequences_with_a_gap_are_refused(jax_client):
     def ragged(q, k, v, starts):
         return attention(q, k, v, client=jax_client, layout="thd", cu_seqlens_q=starts, cu_seqlens_k=starts)
 
-    starts = jnp.asarray(STARTS).at[1, 2].set(11)  # laid behind one another, it would not show
+    starts = jnp.asarray(STARTS).at[1, 2].set(11)  # concatenation would hide it
     with pytest.raises(RuntimeError, match="cu_seqlens_q"):
         jax.vmap(ragged)(q, k, v, starts)

@@ -1,4 +1,4 @@
-"""A real model on real sentences, with its attention served by a real server. Slow: test_sdk_transformers is not."""
+"""A real model on real sentences works with served attention. Slow; test_sdk_transformers is fast."""
 
 import importlib.util
 import re
@@ -25,7 +25,7 @@ def minilm():
 
 @pytest.fixture(scope="module")
 def models(minilm, server):
-    from flashpoint.integrations.transformers import NAME, register  # seconds: not whenever tests are collected
+    from flashpoint.integrations.transformers import NAME, register  # takes seconds: not at collection
 
     with flashpoint.Client(server.url) as client:
         register(client)
@@ -66,7 +66,7 @@ def test_a_loss_gives_the_same_parameter_gradients(minilm, models):
     expected, found = gradients(minilm, own), gradients(minilm, served)
     assert found.keys() == expected.keys()
     assert any("query" in name and grad.abs().max() > 1e-3 for name, grad in expected.items())
-    # Relative to the largest gradient: that of a key's bias is zero in theory, so that its own scale is noise.
+    # Relative to the largest gradient: the gradient of a key's bias is zero in theory, so its scale is noise.
     largest = max(grad.abs().max() for grad in expected.values())
     worst = {name: ((found[name] - grad).abs().max() / largest).item() for name, grad in expected.items()}
     assert max(worst.values()) < 1e-4, max(worst, key=worst.get)

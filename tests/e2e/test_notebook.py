@@ -1,4 +1,4 @@
-"""examples/attention.ipynb runs from its first cell to the served call, and prints what it has printed before."""
+"""examples/attention.ipynb runs from its first cell to the served call, and prints its stored outputs."""
 
 import importlib.util
 import json
@@ -26,7 +26,7 @@ def outputs(notebook):
 
 
 def test_it_runs_to_the_served_call_and_prints_what_it_did(runner, server, monkeypatch):
-    monkeypatch.setitem(os.environ, "FLASHPOINT_URL", "")  # which the run sets
+    monkeypatch.setitem(os.environ, "FLASHPOINT_URL", "")  # the run sets it
     kept = json.loads(runner.NOTEBOOK.read_text(encoding="utf-8"))
     random = torch.random.get_rng_state()
     found = runner.executed(kept, server.url)

@@ -1,4 +1,4 @@
-"""Numbers of NumPy and torch as options, and lists as lengths: in the library, the clients and `flashpoint.torch`."""
+"""The library, the clients and `flashpoint.torch` take NumPy and torch numbers as options, and lists as lengths."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""`RemoteCache`: each mode of `generate` with the keys on a real server, beside the model's own eager attention."""
+"""`RemoteCache` keeps the keys on a real server; each mode of `generate` gives the tokens of eager attention."""
 
 import copy
 import os
@@ -29,19 +29,19 @@ MODES = {
     "assisted": {"input_ids": TOKENS[:1]},
 }
 SLOW, FULL = pytest.mark.slow, pytest.mark.full
-# Each model and each mode once; of the rest, each mode is for the slow tier with one of three models.
+# The fast tier has each model and each mode once. The slow tier adds each mode with one of three models.
 PAIRS = [
     pytest.param(model, mode, marks=() if "gemma3" in model or mode == "padded" else FULL if (m + n) % 3 else SLOW)
     for m, model in enumerate(MODELS)
     for n, mode in enumerate(MODES)
-    if (model, mode) != ("gemma4", "assisted")  # transformers cannot: its layers share keys that `crop` does not cut
+    if (model, mode) != ("gemma4", "assisted")  # transformers fails: its layers share keys that `crop` does not cut
 ]
 NAME = "remote_attention_with_cache"
 
 
 @pytest.fixture(scope="module")
 def client(server):
-    from flashpoint.integrations.transformers import register  # seconds: not whenever tests are collected
+    from flashpoint.integrations.transformers import register  # takes seconds: not at collection
 
     with flashpoint.Client(server.url, timeout=240) as client:
         register(client, NAME)
@@ -64,7 +64,7 @@ def remote(client, model, **how):
 
 
 def generated(model, cache=None, **asked):
-    """Tokens, and the logits of each step, with eager attention where there is no cache."""
+    """Return the tokens and the logits of each step; without a cache, with eager attention."""
     if cache is None:
         model.set_attn_implementation("eager")
     else:
@@ -89,12 +89,12 @@ def test_each_mode_gives_the_models_own_tokens(client, models, name, mode):
     expected = generated(model, **asked)
     with remote(client, model) as cache:
         agree(generated(model, cache, **asked), expected)
-        assert cache.get_seq_length() == expected[0].shape[1] - 1  # the last token has been through no layer
+        assert cache.get_seq_length() == expected[0].shape[1] - 1  # no layer has processed the last token
 
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_conversation_goes_on_with_the_same_cache(client, models, padded):
-    """The second turn's padding lies between tokens: windows count positions that the server does not hold."""
+    """The second turn's padding is between tokens: windows count positions that the server does not store."""
     model = models("gemma3")
     rows = 3 if padded else 1
     turn = {"input_ids": TOKENS[:rows], "attention_mask": MASK[:rows]}
@@ -162,7 +162,7 @@ def test_sequences_share_a_cache_until_their_tokens_differ(client, models, serve
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 @pytest.mark.parametrize("mode", [{"num_return_sequences": 4, "do_sample": True}, {"num_beams": 3}], ids=["n", "beams"])
 def test_answers_to_one_prompt_are_forks_of_one_prefill(client, models, kind, mode):
-    """Each of two prompts is sent once, and the tokens are those at home."""
+    """Each of two prompts is sent once, and the tokens equal those of local attention."""
     model = models(kind)
     sizes = {"max_new_tokens": 6, "min_new_tokens": 6, **mode}
     prompts = TOKENS[:2].repeat(1, 3)
@@ -290,7 +290,7 @@ def test_a_forward_that_stopped_does_not_count(client, models):
 
 
 def lost(client, model, cache, code):
-    """A cache that the server has lost says so, and is empty."""
+    """Check that the forward over a lost cache raises `code` and empties the cache."""
     with pytest.raises(flashpoint.CacheError, match="Call generate again with all tokens") as error:
         generated(model, cache, input_ids=TOKENS.repeat(1, 3))
     assert (error.value.code, cache.get_seq_length()) == (code, 0)

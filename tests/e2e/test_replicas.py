@@ -1,4 +1,4 @@
-"""KV caches at several servers: behind balancers that route by X-Flashpoint-Replica, and moved from one to another."""
+"""KV caches work at several servers behind balancers that route by X-Flashpoint-Replica, and can be moved."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ def replicas(start_server):
 
 @pytest.fixture(scope="module", params=["ours", "nginx", "haproxy"])
 def balanced(replicas, request, tmp_path_factory):
-    """A balancer that routes by name."""
+    """Start a balancer that routes by name."""
     if request.param == "ours":
         with balancer(by_name(replicas)) as found:
             yield found
@@ -64,7 +64,7 @@ def saved(server):
 
 
 def every_call(server, one):
-    """The answers of every call that names a cache."""
+    """Return the answers of every call that names a cache."""
     q, (k, v) = normal(1, 2, 1, 16), kv(1, 1)
     return [
         ask(server, f"/caches/{one}"), ask(server, f"/caches/{one}/tensors"),
@@ -94,7 +94,7 @@ def test_every_answer_about_caches_says_what_leads_to_the_replica(replicas):
     assert ask(b, "/caches").headers[NAME] == "b"
     q = message({name: normal(2, 3) for name in "qkv"})
     assert NAME not in post(b, "/attention", q).headers
-    # A balancer may have other names for replicas: what has led here leads here again.
+    # A balancer may have other names for replicas: a name that led here is returned and leads here again.
     assert ask(b, "/caches", x_flashpoint_replica="MTAuMC4wLjE6ODAwMA==").headers[NAME] == "MTAuMC4wLjE6ODAwMA=="
     assert ask(b, "/caches", x_flashpoint_replica="no name").headers[NAME] == "b"
     for cache in held(b):
@@ -121,7 +121,7 @@ def test_a_replica_names_the_one_that_holds_a_saved_forward(replicas):
 
 @pytest.mark.parametrize("name", ["", "a", "b"])
 def test_the_sdk_reaches_the_replica_that_holds_a_saved_forward(replicas, name):
-    """With what the forward was answered, or with its id alone; also where the client has a name of its own to send."""
+    """It needs the forward's answer or its id alone, also if the client itself sends another name."""
     q, k, v = (normal(1, 2, 7, 16, seed=seed).numpy() for seed in range(3))
     with client(replicas["a"]) as direct:
         expected = direct.attention_grad(q, q, k, v)
@@ -210,7 +210,7 @@ def test_the_sdk_reaches_each_cache_through_a_balancer(replicas, balanced):
             neighbour.delete()
             cache.refresh()
             assert torch.equal(cache.tensors(like=q)[0], k)
-        with client(balanced) as other:  # which has but the ids
+        with client(balanced) as other:  # it has only the ids
             for cache in caches * 2:
                 assert torch.equal(other.attention(q[:, :, 6:], caches=[cache.id]), o)
         for cache in caches:
@@ -259,7 +259,7 @@ def test_a_balancer_that_does_not_route_by_name_is_told_of(replicas):
 
 
 def test_a_deletion_that_does_not_reach_the_cache_is_told_of(replicas):
-    """The cache is still there, and takes memory."""
+    """The cache still exists and takes memory."""
     lead = ["a"]
     with balancer(lambda _: replicas[lead[0]]) as turning, client(turning) as through:
         cache = through.cache(**SHAPE)
@@ -303,7 +303,7 @@ def test_a_value_that_cannot_be_a_header_is_refused(name):
 
 
 def test_numpy_is_as_torch(replicas):
-    """A cache that was made by one client and is used by another, by id and by what leads to it."""
+    """One client makes the cache, and another uses it by its id and its replica name."""
     k, v = (t.numpy() for t in kv(3, 2))
     with client(replicas["a"]) as one, one.cache(**SHAPE) as cache, client(replicas["a"], replica=cache.replica) as two:
         cache.append(k, v)

@@ -1,4 +1,4 @@
-"""Forwards that a server saves, and their gradients over HTTP: bits, options, owners, memory, lost engines."""
+"""A server saves forwards and computes their gradients over HTTP: bits, options, owners, memory, lost engines."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def started_small(start_server, tmp_path_factory, **settings):
 
 @pytest.fixture(scope="module")
 def held(start_server, tmp_path_factory):
-    """A server that tests share: delete what you have saved."""
+    """Return a server that tests share; a test deletes its saved forwards."""
     return started_small(start_server, tmp_path_factory)
 
 
@@ -49,7 +49,7 @@ def qkv(seed=0, batch=2, length=S):
 
 
 def packed(tensors):
-    """Tensors of layout thd."""
+    """Return the tensors in layout thd."""
     return {name: t.transpose(1, 2).flatten(0, 1).contiguous() for name, t in tensors.items()}
 
 
@@ -84,7 +84,7 @@ def test_gradients_have_the_bits_of_the_call_that_sends_everything(held, case):
     grads = [name for name in GRADS if name[1:] in "qkv" or float_mask]
     whole = gradient(held, tensors | {"do": do, "dlse": dlse, "o": o, "lse": lse}, grads=grads, **options)
     assert whole.status == 200, whole
-    for _ in range(2):  # reading does not consume
+    for _ in range(2):  # reading does not delete
         found = gradient(held, {"do": do, "dlse": dlse}, saved=one, grads=grads)
         assert found.status == 200, found
         assert found.metadata == whole.metadata
@@ -127,7 +127,7 @@ def test_json_saves_and_recalls(held):
     tensors = qkv(batch=1, length=3)
     body = {name: t.tolist() for name, t in tensors.items()}
     said = post(held, "/attention", json.dumps({**body, "save": True}).encode(), JSON, **bearer("alice")).json
-    assert said.keys() == {"o", "dtype", "backend", "kernel", "saved"}  # lse was not asked for
+    assert said.keys() == {"o", "dtype", "backend", "kernel", "saved"}  # lse was not requested
     do = normal(1, HQ, 3, D, seed=2)
     asked = {"do": do.tolist(), "saved": said["saved"], "grads": ["dv"]}
     found = post(held, "/attention/grad", json.dumps(asked).encode(), JSON, **bearer("alice")).json
@@ -239,14 +239,14 @@ def test_memory_is_the_callers_with_that_of_caches(held):
     refusal = problem(answer, 429, "cache_memory")
     assert answer.headers["retry-after"] == "1", refusal
     do = {"do": normal(2, HQ, 200, D)}
-    assert gradient(held, do, saved=ids[0]).status == 200  # what is alive is never evicted
+    assert gradient(held, do, saved=ids[0]).status == 200  # live forwards are never evicted
     for one in ids:
         delete(held, one)
     wait_for(lambda: forward_and_delete(held), lambda: "there was no memory again")
 
 
 def forward_and_delete(server):
-    """Whether there is memory again, as this HTTP process has heard."""
+    """Return whether this HTTP process knows that memory is free again."""
     answer = forward(server, qkv(length=200), save=True)
     return answer.status == 200 and delete(server, saved_of(answer)).status == 204
 
@@ -281,7 +281,7 @@ def test_what_an_engine_held_is_lost_with_it_and_with_its_owner(start_server, tm
     os.kill(server.engine_pid, signal.SIGKILL)
 
     def lost():
-        answers = [gradient(server, do, saved=one) for _ in range(6)]  # of both HTTP processes
+        answers = [gradient(server, do, saved=one) for _ in range(6)]  # from both HTTP processes
         return all(answer.status == 410 for answer in answers)
 
     wait_for(lost, lambda: "it is not lost")

@@ -1,4 +1,4 @@
-"""Saved forwards in the SDK, in torch and in JAX: what is sent, what falls back, and what is freed."""
+"""Saved forwards in the SDK, torch and JAX: what is sent, the fallback without memory, and what is freed."""
 
 import asyncio
 import gc
@@ -18,9 +18,9 @@ SHAPES = {"q": (1, 4, 24, 16), "k": (1, 2, 24, 16), "v": (1, 2, 24, 16)}
 
 
 class Counted(flashpoint.Client):
-    """A client that notes each call's path, whether it saves or recalls, and its bytes.
+    """A client that records each call's path, whether it saves or recalls, and its bytes.
 
-    `held` returns the ids of the forwards that were saved since it was made.
+    `held` returns the ids of the forwards that were saved since the client was made.
     """
 
     def __init__(self, server):
@@ -34,7 +34,7 @@ class Counted(flashpoint.Client):
         return super()._call(call)
 
     def asked(self):
-        """Return the path and the field `save` or `saved` of each POST since the last time."""
+        """Return the path and the field `save` or `saved` of each POST since the last call."""
         found = [call[1:3] for call in self.calls if call[0] == "POST"]
         self.calls = []
         return found
@@ -49,7 +49,7 @@ def client(server):
 
 @pytest.fixture(scope="module")
 def little(start_server):
-    """A server that has memory for one small forward."""
+    """Start a server with memory for one small forward."""
     return start_server(cache_bytes=30_000)
 
 
@@ -115,7 +115,7 @@ def test_without_memory_a_forward_runs_unsaved_at_once(full):
     second, meta = full.attention(q, k, v, save=True, return_lse=True, with_meta=True)
     assert (second.saved, meta.saved, meta.retries) == (None, None, 0)
     assert torch.equal(first.o, second.o)
-    large = full.attention(*(t.repeat(8, 1, 1, 1) for t in (q, k, v)), save=True)  # it never fits
+    large = full.attention(*(t.repeat(8, 1, 1, 1) for t in (q, k, v)), save=True)  # too large to ever fit
     assert large.saved is None
     full.delete_saved(first.saved)
 
@@ -154,14 +154,14 @@ def test_torch_sends_do_alone_and_frees_the_forward(client):
     q, k, v = qkv()
     assert torch.is_tensor(
         flashpoint.torch.attention(q, k, v, client=client, save=True)
-    )  # no gradient: nothing is saved
+    )  # no gradient, so nothing is saved
     assert client.asked() == [("/attention", "")]
     found = gradients(client, save=True, dropout_p=0.3, dropout_seed=3)
     assert all(map(torch.equal, found, gradients(client, dropout_p=0.3, dropout_seed=3)))
 
 
 def test_a_client_that_is_closed_after_the_backward_leaves_no_forward_behind(client, server):
-    """`close` waits for what is being freed: its thread has the client's connections."""
+    """`close` waits until forwards are freed: their thread uses the client's connections."""
     with flashpoint.Client(server.url, timeout=240) as other:
         for _ in range(5):
             inputs = qkv(grad=True)
@@ -228,7 +228,7 @@ def test_jax_sends_do_alone_in_every_transformation_but_vmap(client):
         assert all(map(np.array_equal, found, expected))
         assert client.asked() == [("/attention", "save"), ("/attention/grad", "saved")]
     attention(q, k, v, client=client, save=True)
-    assert client.asked() == [("/attention", "")]  # not differentiated: nothing is saved
+    assert client.asked() == [("/attention", "")]  # no gradient, so nothing is saved
     many = jax.vmap(saving)(*(t[None].repeat(2, 0) for t in (q, k, v)))
     assert client.asked() == [("/attention", ""), ("/attention/grad", "")]
     for one, whole in zip(many, expected, strict=True):
@@ -239,7 +239,7 @@ def test_jax_sends_do_alone_in_every_transformation_but_vmap(client):
     first = back(do)
     assert_freed(client)
     client.asked()
-    assert all(map(np.array_equal, back(do), first))  # it was freed: all is sent
+    assert all(map(np.array_equal, back(do), first))  # it was freed, so everything is sent
     assert client.asked()[-1] == ("/attention/grad", "")
     with pytest.raises(Exception, match="second-order"):
         jax.grad(lambda q: jax.grad(lambda q: loss(q, k, v, save=True))(q).sum())(q)

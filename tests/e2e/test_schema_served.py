@@ -1,4 +1,4 @@
-"""A server does what its /openapi.json says: schemathesis sends requests that the document allows, and others."""
+"""A server follows its /openapi.json: schemathesis sends requests that the document allows, and others."""
 
 import json
 import os
@@ -18,7 +18,7 @@ SCHEMATHESIS = Path(sys.executable).parent / "schemathesis"
 
 @pytest.fixture(scope="module")
 def bounded(start_server):
-    """A server whose benchmarks and verifications are short."""
+    """Start a server whose benchmarks and verifications are short."""
     return start_server(benchmark_seconds=2, verify_flops=10**8)
 
 
@@ -67,7 +67,7 @@ def test_infinite_values_of_a_report_fit_the_schema(server):
     ],
 )
 def test_every_example_is_answered(server, path):
-    """/docs shows them, to be sent with one click."""
+    """/docs shows them, and a reader can send them with one click."""
     document = ask(server, "/openapi.json").json
     examples = document["paths"][path]["post"]["requestBody"]["content"][JSON]["examples"]
     assert examples
@@ -78,7 +78,7 @@ def test_every_example_is_answered(server, path):
             ask(server, answer.headers["location"], "DELETE")
 
 
-WRONG = {  # requests that get an operation's example: code, method, path, body, header fields
+WRONG = {  # requests that get an operation's example: code, method, path, body, headers
     "an option": ("invalid_request", "POST", "/attention", b'{"q":[[1]],"k":[[1]],"v":[[1]],"casual":true}', {}),
     "a tensor": ("invalid_request", "POST", "/attention/grad", b'{"q":[[1]],"k":[[1]],"v":[[1]],"dout":[[1]]}', {}),
     "a shape": ("invalid_request", "POST", "/verify", b'{"shape":{"q_len":64}}', {}),

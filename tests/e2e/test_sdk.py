@@ -1,4 +1,4 @@
-"""Every public call of the client against a real server process."""
+"""Every public call of the client works with a real server process."""
 
 import asyncio
 
@@ -147,11 +147,11 @@ def test_the_asynchronous_twin(server):
 
 
 def test_a_large_answer_arrives_whole(client):
-    """Over many reads of a socket, in one buffer."""
+    """Many socket reads fill one buffer."""
     q = tensors(1, 4, 1, 64, n=1)[0].expand(1, 4, 16384, 64)
     k, v = tensors(1, 4, 1, 64, n=2, seed=1)
     o = client.attention(q, k, v)
-    assert torch.equal(o, v.expand_as(o))  # one key: the value itself
+    assert torch.equal(o, v.expand_as(o))  # one key: o is its value
 
 
 @pytest.mark.parametrize("caches", [5, None, "x"], ids=str)

@@ -1,4 +1,4 @@
-"""`flashpoint.torch.attention`: derivatives through a real server process, against float64 autograd."""
+"""`flashpoint.torch.attention` has derivatives from a real server process that equal float64 autograd."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_lse_alone_can_be_derived(client):
 
 
 def test_dropout_keeps_the_forwards_seed(client):
-    """o is linear in v, so do·o = dv·v when, and only when, both calls drop the same."""
+    """o is linear in v, so do·o = dv·v if and only if both calls drop the same weights."""
     q, k, v, do = tensors(1, 2, 33, 8)
     v.requires_grad_()
     o, meta = attention(q, k, v, client=client, dropout_p=0.5, with_meta=True)

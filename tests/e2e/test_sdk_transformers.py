@@ -1,4 +1,4 @@
-"""`register` on a decoder: grouped heads, causal masks, padding, a key/value cache, and errors that callers see."""
+"""`register` works for a decoder: grouped heads, causal masks, padding, a key/value cache, and errors."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ SIZES = {
 
 
 def register(*arguments):
-    from flashpoint.integrations.transformers import register  # seconds: not whenever tests are collected
+    from flashpoint.integrations.transformers import register  # takes seconds: not at collection
 
     register(*arguments)
 
@@ -69,7 +69,7 @@ def test_a_decoders_gradients_agree_with_eager(models):
 
 @pytest.mark.parametrize("kind", ["gemma3", "gemma3_with_softcap", "gpt_oss", "t5"])
 def test_answers_and_gradients_of_other_families_agree_with_eager(client, kind):
-    """Windows, softcap, sinks, and the position bias of T5 with its gradient; one row is padded."""
+    """The families have windows, softcap, sinks, or the position bias of T5 with a gradient; one row is padded."""
     name, _, softcap = kind.partition("_with_")
     model = getattr(small_models, name)(**({"attn_logit_softcapping": 5.0} if softcap else {})).train()
     mask = torch.ones_like(TOKENS)
@@ -81,7 +81,7 @@ def test_answers_and_gradients_of_other_families_agree_with_eager(client, kind):
         model.zero_grad()
         out = model(TOKENS, attention_mask=mask, labels=TOKENS.masked_fill(mask == 0, -100))
         out.loss.backward()
-        kept = out.logits if name == "t5" else out.logits[mask.bool()]  # rows of padding have no meaning
+        kept = out.logits if name == "t5" else out.logits[mask.bool()]  # padding rows have no meaning
         found[attention] = kept.detach(), {each: p.grad for each, p in model.named_parameters() if p.grad is not None}
     (own, own_grads), (served, grads) = found.values()
     assert (served - own).abs().max() <= 1e-5 * own.abs().max()
@@ -91,7 +91,7 @@ def test_answers_and_gradients_of_other_families_agree_with_eager(client, kind):
     for each, grad in own_grads.items():
         error, largest = (grads[each] - grad).abs().max(), grad.abs().max()
         assert error <= 1e-5, each
-        assert error <= 5e-5 * largest, each  # float32 cancels in small sums, at home as well
+        assert error <= 5e-5 * largest, each  # float32 cancels in small sums, also locally
 
 
 @torch.no_grad()

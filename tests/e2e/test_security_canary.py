@@ -1,4 +1,4 @@
-"""Memory is used again from request to request. An answer holds nothing of what an earlier request left there."""
+"""Requests reuse memory, and an answer contains no bytes of an earlier request."""
 
 import json
 
@@ -14,7 +14,7 @@ B, H, S, D = 2, 4, 512, 64
 
 
 def filled(*shape):
-    """A tensor of canaries alone."""
+    """Return a tensor full of canaries."""
     return torch.from_numpy(np.resize(CANARY, shape).astype(np.float32))
 
 
@@ -27,7 +27,7 @@ def zeros(names="qkv", **more):
 
 
 def held(answer):
-    """The answer, which must have succeeded and hold no canary."""
+    """Assert that the answer succeeded and has no canary; return it."""
     assert answer.status == 200, answer.body
     assert b"CANARY" not in answer.body
     return answer
@@ -35,22 +35,22 @@ def held(answer):
 
 @pytest.fixture(autouse=True)
 def left_behind(server):
-    """Fill every memory slot that a test gets with canaries, by requests that end in different ways."""
+    """Fill every memory slot that a test can get with canaries, by requests that end in different ways."""
     body = canaries()
     for cut in (len(body) // 3, len(body) - 1):
         with send(server, body[:cut], length=len(body)):
-            pass  # the client leaves within its body
+            pass  # the client leaves during its body
     with send(server, body):
         pass  # the client leaves before its answer
     refused = message({name: filled(B, H, S, D) for name in "qkv"} | {"kv_lengths": torch.tensor([1, S + 1])})
-    assert post(server, "/attention", refused).status == 422  # refused for what its body holds
+    assert post(server, "/attention", refused).status == 422  # refused for its body's content
     assert post(server, "/attention", body).status == 200
     assert post(server, "/attention/grad", canaries(("q", "k", "v", "do"))).status == 200
     nothing_inside(server)
 
 
 def test_rows_that_nobody_computes_are_zero(server):
-    """Padding, sequences without keys and masks that hide all keys: no kernel writes those rows."""
+    """No kernel writes rows of padding, of sequences without keys, and of masks that hide all keys."""
     lengths = {"q_lengths": torch.tensor([1, S]), "kv_lengths": torch.tensor([S, 0])}
     answer = held(post(server, "/attention", message(zeros(**lengths), return_lse=True)))
     assert not answer.tensors["o"].any()

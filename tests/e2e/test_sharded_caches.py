@@ -1,6 +1,6 @@
-"""`flashpoint.sharded.cache` against float64: a cache in spans at several servers, which may fail.
+"""`flashpoint.sharded.cache`, a cache in spans at several servers that may fail, equals float64.
 
-Three clients of one real server have the place of three servers: the calls and their parts are the same.
+Three clients of one real server replace three servers: the calls and their parts are the same.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ def normal(*shape, seed=0, dtype=np.float32):
 
 
 def expected(q, k, v, **options):
-    """o and lse of the whole, in float64."""
+    """Return o and lse over all keys in float64."""
     tensors = (torch.from_numpy(np.asarray(t, np.float64)) for t in (q, k, v))
     given = {name: torch.from_numpy(t) if isinstance(t, np.ndarray) else t for name, t in options.items()}
     o, lse = attention(*tensors, backend="reference", return_lse=True, **given)
@@ -66,7 +66,7 @@ def near(found, wanted, bound):
 
 @st.composite
 def problems(draw):
-    """(span, how the tokens come, queries of a last call that only reads, dtype, keywords)."""
+    """Draw (span, how the tokens arrive, queries of a last call that only reads, dtype, keywords)."""
     pick = lambda *values: draw(st.sampled_from(values))  # noqa: E731
     pieces = draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
     total, count = sum(pieces), draw(st.integers(1, 12))
@@ -92,7 +92,7 @@ def turned(t, layout):
 @settings(max_examples=40, deadline=None)
 @given(problems(), st.integers(0, 100))
 def test_any_problem_is_as_float64_solves_it_over_the_whole(clients, problem, seed):
-    """Tokens come with their queries, in pieces that cross spans or not; then more queries read them all."""
+    """Tokens arrive with their queries, in pieces that may cross spans; then more queries read all of them."""
     span, pieces, count, dtype, keywords = problem
     layout, total = keywords["layout"], sum(pieces)
     q = normal(1, HQ, total, D, seed=seed, dtype=dtype)
@@ -193,7 +193,7 @@ def test_torch_tensors_come_back_as_torch_tensors(clients):
         o = cache.attention(q, k, v, causal=True)
         assert o.dtype == torch.bfloat16
         torch.testing.assert_close(o, attention(q, k, v, causal=True, backend="tiled"), rtol=2**-6, atol=2**-6)
-        assert cache.append(k[:, :, :1], v[:, :, :1], at=1) == 2  # and cuts the later spans
+        assert cache.append(k[:, :, :1], v[:, :, :1], at=1) == 2  # this also cuts the later spans
         assert cache.attention(q[:, :, :1], with_meta=True)[1][0].keys == (0, 2)
 
 
@@ -220,7 +220,7 @@ def test_a_server_that_fails_is_named_and_what_it_left_is_mended(server, left):
             with pytest.raises(flashpoint.ConnectionFailedError, match=failing.url):
                 call()
         assert cache.length == 3  # the tokens before the place of the last write
-        assert len(left()) == 2  # no fork is left behind
+        assert len(left()) == 2  # no fork remains
         up["up"] = True
         whole(cache, [t[:, :, :3] for t in made])
         cache.append(*(t[:, :, 3:] for t in made))

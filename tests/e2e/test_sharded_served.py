@@ -1,7 +1,7 @@
-"""`flashpoint.sharded` against float64 and against one server, forward and gradients.
+"""`flashpoint.sharded` equals float64 and one server, in the forward and the gradients.
 
-Three clients of one real server have the place of three servers in most tests: the calls and their parts are the same.
-The slow tests have three servers. tests/client has what becomes of a part whose server fails.
+In most tests three clients of one real server replace three servers: the calls and their parts are the same. The slow
+tests have three servers. tests/client tests the parts of a server that fails.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ def normal(*shape, dtype=np.float32, seed=0):
 
 
 def near(found, expected, bound):
-    """Check that they differ by at most `bound` times the largest number, and that infinities are the same."""
+    """Check that they differ by at most `bound` times the largest number, and that infinities are equal."""
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
     found, expected = found.astype(np.float64), expected.astype(np.float64)
     finite = np.isfinite(expected)
@@ -56,7 +56,7 @@ SIZES = st.sampled_from((0, 1, 5, 17, 40))
 
 @st.composite
 def problems(draw):
-    """(q, k, v, do, keywords, grads) with any layout, rank, dtype and option that can be sharded."""
+    """Draw (q, k, v, do, keywords, grads) with any layout, rank, dtype and option that can be sharded."""
     pick = lambda *values: draw(st.sampled_from(values))  # noqa: E731
     numbers = np.random.default_rng(draw(st.integers(0, 1000)))
     layout, dtype = pick("bhsd", "bshd", "thd"), pick(np.float32, np.float32, np.float32, np.float16, BFLOAT16)
@@ -105,8 +105,8 @@ def problems(draw):
     return q, k, v, do, keywords, grads
 
 
-# Relative to the largest number in the answer: the bound of one server's own answers; for half types twice their unit,
-# because a part is rounded before it is merged.
+# Relative to the largest number in the answer: the bound of one server; for half types twice their unit, because a part
+# is rounded before the merge.
 BOUNDS = {np.dtype(np.float32): 4e-6, np.dtype(np.float16): 2**-9, np.dtype(BFLOAT16): 2**-6}
 
 
@@ -130,7 +130,7 @@ def test_any_problem_is_as_one_server_in_float64_solves_it(clients, problem, par
 
 @pytest.mark.parametrize(("dtype", "unit"), [(np.float16, 2**-11), (BFLOAT16, 2**-8)])
 def test_half_answers_err_by_two_roundings_and_no_more(clients, dtype, unit):
-    """|o − o₆₄| ≤ u·Σ p|v| for the parts, whose weights add up to 1, + u·|o| for the whole; and a little of float32."""
+    """|o − o₆₄| ≤ u·Σ p|v| for the parts, whose weights add up to 1, + u·|o| for the merge + float32 rounding."""
     q, k, v = (normal(1, 4, 64, 32, dtype=dtype, seed=seed) for seed in range(3))
     wide = [t.astype(np.float64) for t in (q, k, v)]
     o = clients[0].attention(*wide)
@@ -138,11 +138,11 @@ def test_half_answers_err_by_two_roundings_and_no_more(clients, dtype, unit):
     found = sharded.attention(clients, q, k, v, parts=(1, 3)).astype(np.float64)
     assert (np.abs(found - o) <= unit * (size + np.abs(o)) + 1e-5).all()
     once = sharded.attention(clients, *(t.astype(np.float32) for t in (q, k, v)), parts=(1, 3))
-    assert np.abs(once - o).max() < 1e-5  # sent as float32, nothing is rounded to half
+    assert np.abs(once - o).max() < 1e-5  # sent as float32, without rounding to half
 
 
 def check_causal_work(clients):
-    """It is cut into equal parts. Which server answers which part is a race."""
+    """Check that the work is cut into equal parts. A race decides which server answers which part."""
     q, k, v, do = (normal(1, 2, 600, 16, seed=seed) for seed in range(4))
     for parts in ((1, 3), (3, 1), None):
         o, found = sharded.attention(clients, q, k, v, causal=True, parts=parts, with_meta=True)
@@ -176,7 +176,7 @@ def test_one_query_over_many_keys_cuts_the_keys(clients):
 
 
 def test_float64_is_not_merged(clients):
-    """Its keys are not cut: merging needs the lse, which is float32 and would round the answer."""
+    """Its keys are not cut: a merge needs the lse, which is float32 and would round the answer."""
     q, k, v, do = (normal(2, 4, 90, 16, dtype=np.float64, seed=seed) for seed in range(4))
     o, parts = sharded.attention(clients, q, k, v, causal=True, with_meta=True)
     near(o, clients[0].attention(q, k, v, causal=True), 1e-14)
@@ -187,7 +187,7 @@ def test_float64_is_not_merged(clients):
 
 
 def test_answers_are_the_same_bits_every_time(clients):
-    """Parts are merged in their own order, in whatever order they are answered."""
+    """Parts are merged in a fixed order, whatever the order of their answers."""
     q, k, v, do = (normal(1, 2, 200, 16, seed=seed) for seed in range(4))
     runs = [sharded.attention_grad(clients, do, q, k, v, parts=(2, 4), causal=True) for _ in range(3)]
     for run in runs[1:]:
@@ -246,7 +246,7 @@ def survivor(start_server, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_the_part_of_a_killed_server_is_answered_by_another(server, survivor, start_server, tmp_path, direction):
-    """The gates hold both servers until each has a part; one is killed, the other answers both parts."""
+    """Gates block both servers until each has a part; one is killed, and the other answers both parts."""
     victim = GatedServer(start_server, tmp_path, interpret=True)
     survivor.gate("gate").unlink(missing_ok=True)
     q, k, v, do = (normal(1, 2, 40, 16, seed=seed) for seed in range(4))

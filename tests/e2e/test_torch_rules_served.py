@@ -1,4 +1,4 @@
-"""Derivatives that there are not, transforms, NestedTensors and autocast, in `flashpoint.torch.attention`."""
+"""`flashpoint.torch.attention` raises for missing derivatives, transforms and NestedTensors, and has autocast."""
 
 from functools import partial
 
@@ -49,7 +49,7 @@ def test_a_second_derivative_raises_whatever_it_is_taken_of(attention):
 
 
 def test_a_gradient_penalty_raises(attention):
-    """The penalty depends on the weight through do alone."""
+    """The penalty depends on the weight only through do."""
     q, weight = leaf(), leaf()
     (dq,) = torch.autograd.grad((attention(q, X, X) * weight).sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match=SECOND):
@@ -164,7 +164,9 @@ def test_autocast_for_another_device_changes_nothing(client):
         assert flashpoint.torch.attention(X, X, X, client=client).dtype == torch.float32
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own, of any break
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # Dynamo warns at any graph break
 @pytest.mark.parametrize("save", [False, True])
 def test_a_compiled_program_calls_between_two_graphs(client, save):
     def call(q):

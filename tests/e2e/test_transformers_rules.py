@@ -1,4 +1,4 @@
-"""Models of transformers on a server: gradient checkpointing, second derivatives, autocast, and MLA with a cache."""
+"""Models of transformers on a server: checkpointing, second derivatives, autocast, and MLA with a cache."""
 
 import pytest
 import torch
@@ -83,7 +83,7 @@ def test_a_remote_cache_under_autocast(client):
 
 @torch.no_grad()
 def test_mla_is_served_without_a_remote_cache_and_says_so_with_one(client):
-    """DeepSeek caches latent vectors, and computes keys from them: the attention of `register` is not to blame."""
+    """DeepSeek caches latent vectors and computes keys from them, so the error does not blame `register`."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     from flashpoint.integrations.transformers import RemoteCache

@@ -1,4 +1,4 @@
-"""Pages in a real browser, Chromium without a window, at a real server."""
+"""Fixtures for pages of a real server in headless Chromium."""
 
 import shutil
 
@@ -23,14 +23,14 @@ def chromium():
         browser = playwright.chromium.launch(executable_path=CHROMIUM, timeout=PATIENCE_MS)
         yield browser
         browser.close()
-    expect.set_options(timeout=5000)  # its default
+    expect.set_options(timeout=5000)  # the default of Playwright
 
 
 @pytest.fixture
 def open_page(chromium):
-    """A factory of pages at a server; each must ask that server alone, and no script of it may fail.
+    """Return a factory of pages; a page must send requests to its server only, and its scripts must not fail.
 
-    `prepare` is called with the page before it is loaded.
+    `prepare` is called with the page before it loads.
     """
     opened = []
 
