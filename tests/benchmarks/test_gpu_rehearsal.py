@@ -81,17 +81,17 @@ class Rehearsal:
 
 def test_the_bare_environment_has_no_package_more(python: Path) -> None:
     code = f"import importlib.util as u; print([n for n in {ABSENT!r} if u.find_spec(n)])"
-    found = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
+    process = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "[]"
 
 
 def test_the_tests_of_a_device_can_be_read_on_a_bare_machine(python: Path) -> None:
     files = dict.fromkeys(name for stage in plan.SUITES.values() for suite in stage for name in suites.files(suite))
     command = [python, "-m", "pytest", "--collect-only", "-q", "-p", "xdist", "-p", "no:cacheprovider", *files]
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": python_path(), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    found = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stdout
-    assert "test_torch_fused.py" in found.stdout
+    process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout
+    assert "test_torch_fused.py" in process.stdout
 
 
 @pytest.mark.full  # in test_gpu_run.py a call goes on from the rows of another, without a kill

@@ -120,14 +120,14 @@ def test_the_command_computes_from_rates_that_are_given(capsys):
     code = cli.main(["capacity", *flags, "--load", "50", "--json", "-"])
     out, err = capsys.readouterr()
     assert code == 0
-    found = json.loads(out)
+    document = json.loads(out)
     shape = flashpoint.Shape(q_heads=4, q_len=1024, head_dim=64)
     rates = Rates(call=0.0016, upload=1e9, download=1e9, flops=2e12, grad_flops=2e12)
     prediction = predict(need(shape), rates)
-    assert found["seconds"] == pytest.approx(prediction.seconds)
-    assert found["requests_per_second"] == pytest.approx(prediction.requests_per_second)
-    assert found["for_load"] == prediction.for_load(50)
-    assert found["rates"]["pcie"] is None
+    assert document["seconds"] == pytest.approx(prediction.seconds)
+    assert document["requests_per_second"] == pytest.approx(prediction.requests_per_second)
+    assert document["for_load"] == prediction.for_load(50)
+    assert document["rates"]["pcie"] is None
     assert "bound by: upload" in err
     assert "http process × 1" in err
 
@@ -138,10 +138,10 @@ def test_the_command_says_what_caches_take(capsys):
     flags += ["--kv-heads", "2", "--head-dim", "64", "--cached", "--layers", "6", "--cache-gb", "1", "--json", "-"]
     assert cli.main(["capacity", *flags]) == 0
     out, err = capsys.readouterr()
-    found = json.loads(out)
+    document = json.loads(out)
     nbytes = capacity.cache_bytes(shape, layers=6)
-    assert (found["cache"]["bytes"], found["cache"]["that_fit"]) == (nbytes, 10**9 // nbytes)
-    assert found["cache"]["seconds_of_a_step"] == pytest.approx(6 * found["seconds"])
+    assert (document["cache"]["bytes"], document["cache"]["that_fit"]) == (nbytes, 10**9 // nbytes)
+    assert document["cache"]["seconds_of_a_step"] == pytest.approx(6 * document["seconds"])
     assert f"{nbytes / 1e6:.3g} MB; {10**9 // nbytes} fit" in err
     assert "a step through 6 layers" in err
 

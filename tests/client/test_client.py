@@ -71,16 +71,16 @@ def test_empty_tensors_and_every_rank_travel(scripted, connect, shape):
 def test_a_tensor_behind_one_of_smaller_elements_is_aligned(scripted, connect):
     o, lse = np.ones(3, np.float16), np.array([1.5, 2.5], np.float32)
     scripted.script.append(lambda h: h.answer(body=message({"o": o, "lse": lse})))
-    found = connect(scripted.url).attention(Q, Q, Q, return_lse=True)
-    assert [t.tolist() for t in found] == [o.tolist(), lse.tolist()]
-    assert all(t.flags.aligned for t in found)
+    actual = connect(scripted.url).attention(Q, Q, Q, return_lse=True)
+    assert [t.tolist() for t in actual] == [o.tolist(), lse.tolist()]
+    assert all(t.flags.aligned for t in actual)
 
 
 def test_gradients_come_in_the_order_that_was_asked(scripted, connect):
     answer = {"dk": Q + 1, "dsinks": Q[0, 0, 0], "dq": Q}
     scripted.script.append(lambda h: h.answer(body=message(answer)))
-    found = connect(scripted.url).attention_grad(Q, Q, Q, Q, o=Q, lse=Q[..., 0], grads=["dq", "dsinks", "dk"])
-    assert [t.tolist() for t in found] == [answer[n].tolist() for n in ("dq", "dsinks", "dk")]
+    actual = connect(scripted.url).attention_grad(Q, Q, Q, Q, o=Q, lse=Q[..., 0], grads=["dq", "dsinks", "dk"])
+    assert [t.tolist() for t in actual] == [answer[n].tolist() for n in ("dq", "dsinks", "dk")]
     tensors, options = sent(scripted)
     assert tensors.keys() == {"q", "k", "v", "do", "o", "lse"}
     assert options == {"grads": ["dq", "dsinks", "dk"]}
@@ -455,14 +455,14 @@ def test_a_client_reads_its_server_and_its_key_from_the_environment(kind, monkey
 
 def methods(kind):
     """The public methods of a class, each with its parameters: names, kinds and defaults."""
-    found = {}
+    results = {}
     for name, function in inspect.getmembers(kind, inspect.isfunction):
         if not name.startswith("_"):
             parameters = inspect.signature(function).parameters.values()
-            found[name.removeprefix("a") if name == "aclose" else name] = [
+            results[name.removeprefix("a") if name == "aclose" else name] = [
                 (p.name, p.kind, p.default) for p in parameters
             ]
-    return found
+    return results
 
 
 @pytest.mark.parametrize(
@@ -486,7 +486,7 @@ def test_a_deadline_that_passes_before_a_retry_tells_the_last_failure(monkeypatc
         attempts.request(http)
         assert attempts.failed(httpx.ConnectError("refused")) < 1
         clock[0] = 2.0  # a busy machine slept longer than it was asked
-        with pytest.raises(flashpoint.ConnectionFailedError, match="refused") as found:
+        with pytest.raises(flashpoint.ConnectionFailedError, match="refused") as error:
             attempts.request(http)
         with pytest.raises(flashpoint.ConnectionFailedError, match="refused"):
-            attempts.failed(found.value)
+            attempts.failed(error.value)

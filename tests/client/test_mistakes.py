@@ -270,13 +270,13 @@ CLIENTS = [
 
 @pytest.mark.parametrize(("keywords", "said"), CALLS, ids=[" ".join(row[0]) for row in CALLS])
 def test_a_mistake_in_a_call_is_refused_before_anything_is_sent(keywords, said):
-    with flashpoint.Client("http://127.0.0.1:9") as client, pytest.raises(flashpoint.InvalidInputError) as found:
+    with flashpoint.Client("http://127.0.0.1:9") as client, pytest.raises(flashpoint.InvalidInputError) as error:
         client.attention(Q, Q, Q, **keywords)
-    assert said in str(found.value)
+    assert said in str(error.value)
 
 
 @pytest.mark.parametrize(("keywords", "said"), CLIENTS, ids=[" ".join(row[0]) for row in CLIENTS])
 def test_a_client_that_cannot_be_made_says_why(keywords, said):
-    with pytest.raises(flashpoint.InvalidInputError) as found:
+    with pytest.raises(flashpoint.InvalidInputError) as error:
         flashpoint.Client(**keywords)
-    assert said in str(found.value)
+    assert said in str(error.value)

@@ -109,10 +109,10 @@ def test_a_verification_tells_its_progress_as_it_comes(scripted, reach, transpor
     if transport:
         is_async = not isinstance(reach(scripted.url), flashpoint.Client)
         settings = {"transport": httpx.AsyncHTTPTransport() if is_async else httpx.HTTPTransport()}
-    found = []
+    results = []
 
     def hear(at):
-        found.append((at.done, at.total, at.stage, at.direction))
+        results.append((at.done, at.total, at.stage, at.direction))
         seen.release()
 
     def step(handler):
@@ -125,7 +125,7 @@ def test_a_verification_tells_its_progress_as_it_comes(scripted, reach, transpor
 
     scripted.script.append(step)
     report = reach(scripted.url, **settings).verify(shape={"q_len": 4, "head_dim": 4}, progress=hear)
-    assert (report, found) == (
+    assert (report, results) == (
         flashpoint.VerifyReport.model_validate(REPORT), [(n, 9, "float64", "forward") for n in range(2)]
     )  # fmt: skip
     assert scripted.requests[0][2]["Accept"] == "text/event-stream"
@@ -142,11 +142,11 @@ def test_a_verification_whose_events_break_is_asked_again(scripted, reach):
             streams([AT | {"done": 0}, {"kind": "report", "report": REPORT}]),
         ]
     )
-    found = []
+    results = []
     report = reach(scripted.url, retries=3).verify(
-        shape={"q_len": 4, "head_dim": 4}, progress=lambda at: found.append(at.done)
+        shape={"q_len": 4, "head_dim": 4}, progress=lambda at: results.append(at.done)
     )
-    assert (report.ok, found) == (True, [1, 0, 0, 0])
+    assert (report.ok, results) == (True, [1, 0, 0, 0])
 
 
 def test_a_verification_that_fails_behind_its_events_raises(scripted, reach):
@@ -211,11 +211,11 @@ def test_events_come_as_they_are_sent(scripted):
 
     scripted.script.append(step)
     with flashpoint.Client(scripted.url) as client:
-        found = []
+        results = []
         for event in client.benchmark_run("j1").events():
-            found.append(event)
+            results.append(event)
             seen.release()
-        assert found == [EVENT.validate_python(e) for e in EVENTS]
+        assert results == [EVENT.validate_python(e) for e in EVENTS]
         assert over.wait(PATIENCE)
 
 

@@ -118,8 +118,8 @@ def test_numbers_that_json_lacks_travel_as_words():
     text = json.dumps(report.model_dump(mode="json"), allow_nan=False)
     assert '"max_abs": "Infinity"' in text
     assert '"worst_value": "-Infinity"' in text
-    found = VerifyReport.model_validate_json(text).tensors[0]
-    assert (found.max_abs, math.isnan(found.cosine), found.rms) == (math.inf, True, 1e-7)
+    actual = VerifyReport.model_validate_json(text).tensors[0]
+    assert (actual.max_abs, math.isnan(actual.cosine), actual.rms) == (math.inf, True, 1e-7)
     with pytest.raises(ValidationError):
         VerifyReport.model_validate_json(text.replace("-Infinity", "minus infinity"))
 

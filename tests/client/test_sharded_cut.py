@@ -25,14 +25,14 @@ def seen(q_len, kv_len, offset, left, right):
 @example(Band(0, 5, 5, UNBOUNDED, 0), 2, 2)
 @example(Band(5, 0, -5, UNBOUNDED, 0), 2, 2)
 def test_every_pair_that_is_seen_is_in_one_piece(band, query_parts, key_parts):
-    found = np.zeros((band.q_len, band.kv_len), int)
+    actual = np.zeros((band.q_len, band.kv_len), int)
     for piece in band.pieces(query_parts, key_parts):
         own = seen(*piece.shape, piece.offset, band.left, band.right)
         assert band.pairs(piece) == own.sum()
         assert own[[0, -1]].any(1).all()
         assert own[:, [0, -1]].any(0).all()
-        found[slice(*piece.queries), slice(*piece.keys)] += own
-    np.testing.assert_array_equal(found, seen(*band))
+        actual[slice(*piece.queries), slice(*piece.keys)] += own
+    np.testing.assert_array_equal(actual, seen(*band))
 
 
 BANDS = [Band(999, 999, 0, UNBOUNDED, 0), Band(300, 2000, 1700, 64, 0), Band(7, 5000, 0, 9999, 9999)]

@@ -37,9 +37,9 @@ def test_infinities_and_nan_are_answered_without_a_warning():
     for lse in (np.inf, -np.inf, np.nan):
         whole = problem(given, AttentionOptions(return_lse=True), "forward")
         answer = [ANSWER, np.full((1, 1, 4), lse, np.float32)]
-        found = merged([answer, answer], merge.forward(whole, plan(whole, 2, (1, 2))))
-        assert np.isnan(found["o"]).all()
-        assert np.isnan(found["lse"]).all()
+        actual = merged([answer, answer], merge.forward(whole, plan(whole, 2, (1, 2))))
+        assert np.isnan(actual["o"]).all()
+        assert np.isnan(actual["lse"]).all()
 
 
 def test_a_sum_beyond_float16_is_infinite_as_a_servers():
@@ -47,7 +47,7 @@ def test_a_sum_beyond_float16_is_infinite_as_a_servers():
     half = {name: t.astype(np.float16) for name, t in given.items()} | {"lse": np.zeros((1, 1, 4), np.float32)}
     whole = problem(half, AttentionOptions(grads=("dq",)), "backward")
     parts = np.full((1, 1, 4, 8), 6e4, np.float16)
-    found = merged([[parts], [parts]], merge.backward(whole, plan(whole, 2, (1, 2))))
-    answer = whole.answer("dq", found["dq"])
+    actual = merged([[parts], [parts]], merge.backward(whole, plan(whole, 2, (1, 2))))
+    answer = whole.answer("dq", actual["dq"])
     assert answer.dtype == np.float16
     assert np.isposinf(answer).all()

@@ -41,7 +41,7 @@ def solve(handler):
 def servers():
     """Three servers that solve what they are asked, unless their script begins with something else."""
     with contextlib.ExitStack() as stack:
-        found = []
+        results = []
         for _ in range(3):
             server = stack.enter_context(ScriptedServer())
             server.script = deque([solve] * 100)
@@ -49,8 +49,8 @@ def servers():
             thread.start()
             stack.callback(thread.join)
             stack.callback(server.shutdown)
-            found.append(server)
-        yield found
+            results.append(server)
+        yield results
 
 
 @pytest.fixture(params=["threads", "asyncio"])
@@ -104,13 +104,13 @@ def nobody():
 
 @pytest.mark.parametrize("parts", [(1, 3), (3, 1), (2, 4)])
 def test_the_parts_are_merged_to_the_whole(attention, servers, parts):
-    (o, lse), found = attention([s.url for s in servers], parts=parts, return_lse=True, with_meta=True)
+    (o, lse), actual = attention([s.url for s in servers], parts=parts, return_lse=True, with_meta=True)
     expected = solved(Q, K, V)
     np.testing.assert_allclose(o, expected[0], rtol=2e-6, atol=2e-6)
     np.testing.assert_allclose(lse, expected[1], rtol=2e-6, atol=2e-6)
-    assert len(found) == parts[0] * parts[1]
-    assert sum(part.pairs for part in found) == 2 * 12 * 12
-    assert sum(len(server.requests) for server in servers) == len(found)
+    assert len(actual) == parts[0] * parts[1]
+    assert sum(part.pairs for part in actual) == 2 * 12 * 12
+    assert sum(len(server.requests) for server in servers) == len(actual)
 
 
 @pytest.mark.parametrize("failing", [busy, full, gone])
@@ -198,10 +198,10 @@ def test_a_silent_servers_shard_is_asked_of_another_at_half_time(attention, serv
         solve(handler)
 
     servers[0].script.extendleft([until_shortly_before_half_time, solve])
-    o, found = attention([quiet.url, servers[0].url], parts=(1, 3), timeout=600, with_meta=True)
+    o, actual = attention([quiet.url, servers[0].url], parts=(1, 3), timeout=600, with_meta=True)
     np.testing.assert_allclose(o, solved(Q, K, V)[0], rtol=2e-6, atol=2e-6)
-    assert {part.url for part in found} == {servers[0].url}
-    assert len(servers[0].requests) == len(found)  # and none of them twice
+    assert {part.url for part in actual} == {servers[0].url}
+    assert len(servers[0].requests) == len(actual)  # and none of them twice
     closed(quiet)
 
 
@@ -235,9 +235,9 @@ def test_a_late_error_about_a_shard_that_is_answered_ends_nothing(attention, ser
     servers[0].script = deque([late])
     servers[1].script = deque([late])
     servers[2].script = deque([first, second, last])
-    o, found = attention([s.url for s in servers], parts=(1, 3), timeout=600, with_meta=True)
+    o, actual = attention([s.url for s in servers], parts=(1, 3), timeout=600, with_meta=True)
     np.testing.assert_allclose(o, solved(Q, K, V)[0], rtol=2e-6, atol=2e-6)
-    assert len(found) == 3
+    assert len(actual) == 3
 
 
 def test_the_deadline_ends_a_rest_too(attention, servers, clock):

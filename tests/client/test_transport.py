@@ -273,14 +273,14 @@ def test_a_client_closed_under_a_call_lets_it_end_and_keeps_nothing(raw):
 
     server = raw(talk)
     client = flashpoint.Client(server.url, retries=0)
-    found = []
-    thread = threading.Thread(target=lambda: found.append(client.attention(Q, Q, Q)))
+    results = []
+    thread = threading.Thread(target=lambda: results.append(client.attention(Q, Q, Q)))
     thread.start()
     wait_for(lambda: server.opened == 1, lambda: "nobody connects")
     client.close()
     closed.set()
     thread.join()
-    assert np.array_equal(found[0], Q)
+    assert np.array_equal(results[0], Q)
     wait_for(lambda: server.closed == 1, lambda: "the connection stays open")
 
 
@@ -341,8 +341,8 @@ def test_the_async_client_runs_in_uvloop(scripted):
     async def run():
         async with flashpoint.AsyncClient(scripted.url) as client:
             big = BIG[:, : 1 << 20] + 1
-            found = await asyncio.gather(*(client.attention(big + i, TINY, TINY) for i in range(4)))
-            assert all(np.array_equal(o, big + i) for i, o in enumerate(found))
+            actual = await asyncio.gather(*(client.attention(big + i, TINY, TINY) for i in range(4)))
+            assert all(np.array_equal(o, big + i) for i, o in enumerate(actual))
             scripted.script.append(lambda h: done.wait(PATIENCE))
             with pytest.raises(flashpoint.DeadlineExceededError):
                 await client.attention(Q, Q, Q, timeout=0.1)

@@ -125,13 +125,13 @@ def by_safetensors(services, tensors, options, direction):
 
 def parameters(options):
     """Options as the Open Inference Protocol has them."""
-    found = {}
+    results = {}
     for name, given in options.items():
         if name in OPTIONS and isinstance(OPTIONS[name].kind, Pair):
-            found |= {f"{name}_{side}": n for side, n in zip(OPTIONS[name].kind.sides, given, strict=True)}
+            results |= {f"{name}_{side}": n for side, n in zip(OPTIONS[name].kind.sides, given, strict=True)}
         else:
-            found[name] = ",".join(given) if isinstance(given, tuple) else given
-    return found
+            results[name] = ",".join(given) if isinstance(given, tuple) else given
+    return results
 
 
 def by_oip(services, tensors, options, direction):
@@ -159,13 +159,13 @@ def called(forward, backward, tensors, options, direction):
     first = ("q", "k", "v") if direction == "forward" else ("do", "q", "k", "v")
     keywords = {n: t for n, t in tensors.items() if n not in first} | options
     try:
-        found = (forward if direction == "forward" else backward)(*(tensors[n] for n in first), **keywords)
+        actual = (forward if direction == "forward" else backward)(*(tensors[n] for n in first), **keywords)
     except (flashpoint.InvalidInputError, ValueError, TypeError) as error:
         raise RefusedError(str(error)) from None
     names = options.get("grads", OPTIONS["grads"].default)
     if direction == "forward":
         names = ANSWERS["forward"] if options.get("return_lse") else ("o",)
-    return dict(zip(names, found if isinstance(found, tuple) else (found,), strict=True))
+    return dict(zip(names, actual if isinstance(actual, tuple) else (actual,), strict=True))
 
 
 def by_sdk(services, *asked):
@@ -394,10 +394,10 @@ def test_scales_are_cut_among_servers_with_their_keys(services, layout):
         tensors |= {n: tensors[n].mul(20).to(torch.int8) for n in "kv"} | scales(form, layout)
         held = {n: t if torch.is_tensor(t) else torch.tensor(t) for n, t in tensors.items()}
         q, k, v = (tensors.pop(n) for n in "qkv")
-        found = sharded.attention(services.clients, q, k, v, layout=layout, causal=True, parts=(2, 3), **tensors)
+        actual = sharded.attention(services.clients, q, k, v, layout=layout, causal=True, parts=(2, 3), **tensors)
         expected = solve(held, {"layout": layout, "causal": True}, "forward")["o"]
         # Values reach 200: float32 rounds sums of them, whose terms cancel each other, relative to their size.
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("surface", ["oip", "grpc"])
@@ -415,9 +415,9 @@ def test_a_gradient_refuses_pages_and_8_bits_by_name(services, surface):
     tensors["do"] = normal(2, 4, 6, 16)
     if surface == "torch":  # its forward has an answer
         tensors.pop("do")
-        found = SURFACES[surface](services, tensors | {"q": tensors["q"].requires_grad_()}, options, "forward")
+        actual = SURFACES[surface](services, tensors | {"q": tensors["q"].requires_grad_()}, options, "forward")
         with pytest.raises(flashpoint.InvalidInputError, match=r"\bk_scale\b"):
-            found["o"].sum().backward()
+            actual["o"].sum().backward()
         return
     with pytest.raises(RefusedError, match=r"\bk_scale\b"):
         SURFACES[surface](services, tensors, options, "backward")

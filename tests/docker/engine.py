@@ -228,8 +228,8 @@ def _when_ready(keeper: subprocess.Popen[bytes], folder: Path) -> Engine:
 
 
 def _available_memory() -> int:
-    found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    return int(found[1]) * 1024 if found else 0
+    match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    return int(match[1]) * 1024 if match else 0
 
 
 def _free_network() -> int:
@@ -241,10 +241,10 @@ def _free_network() -> int:
 
 def _mtu() -> int:
     """Return the least MTU of this machine's interfaces: a container behind a larger one loses long packets."""
-    found = [
+    mtus = [
         int((one / "mtu").read_text()) for one in Path("/sys/class/net").iterdir() if one.name.startswith(("e", "w"))
     ]
-    return min([1500, *found])
+    return min([1500, *mtus])
 
 
 def _debian(root: Path, brought: Sequence[Path]) -> None:

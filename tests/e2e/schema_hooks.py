@@ -18,7 +18,7 @@ MISSPELT = {"casual": "true", "window_left": "3"}
 def messages(draw):
     """Draw a message, with or without `do`; it is valid, or has an unknown option."""
     dtype = draw(st.sampled_from(["float16", "bfloat16", "float32", "float64"]))
-    batch, q_len, kv_len, dim, value_dim = (draw(st.integers(least, 5)) for least in (1, 0, 1, 1, 1))
+    batch, q_len, kv_len, dim, value_dim = (draw(st.integers(minimum, 5)) for minimum in (1, 0, 1, 1, 1))
     kv_heads, group = draw(st.integers(1, 2)), draw(st.integers(1, 3))
     rng = np.random.default_rng(draw(st.integers(0, 99)))
     sizes = {
@@ -108,8 +108,8 @@ def messages_get_what_they_ask(ctx, response, case):
         wrong = {"do"} - head.keys()
     if wrong:
         assert response.status_code == 422, response.status_code
-        found = {error["loc"][0] for error in response.json()["errors"]}
-        assert wrong <= found, (wrong, found)
+        fields = {error["loc"][0] for error in response.json()["errors"]}
+        assert wrong <= fields, (wrong, fields)
         return
     assert response.status_code == 200, response.text
     if case.path != "/verify":

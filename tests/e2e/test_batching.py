@@ -55,13 +55,13 @@ def test_eight_mixed_requests_run_in_one_launch_and_each_has_the_bits_it_has_alo
     alone = [post(gated.server, path, body) for body in bodies]
     assert {answer.headers["x-batch-size"] for answer in alone} == {"1"}
     before = read_metrics(gated.server)
-    with gated.busy(pool, HELD) as held:
+    with gated.busy(pool, HELD) as blocked:
         queued = [gated.post(pool, "mate", body, path) for body in bodies]
-    together = [answer.result() for answer in queued]
-    assert held.result().status == 200
-    assert {answer.headers["x-batch-size"] for answer in together} == {"8"}
-    assert {answer.headers["x-backend"] for answer in together} == {"triton"}
-    assert [answer.body for answer in together] == [answer.body for answer in alone]
+    batched = [answer.result() for answer in queued]
+    assert blocked.result().status == 200
+    assert {answer.headers["x-batch-size"] for answer in batched} == {"8"}
+    assert {answer.headers["x-backend"] for answer in batched} == {"triton"}
+    assert [answer.body for answer in batched] == [answer.body for answer in alone]
     after = read_metrics(gated.server)
     grown = {name: after[name] - before.get(name, 0.0) for name in after}
     assert grown["flashpoint_batch_size_count"] == 2.0  # the blocked launch and this one
@@ -73,13 +73,13 @@ def test_eight_mixed_requests_run_in_one_launch_and_each_has_the_bits_it_has_alo
 def test_the_triton_kernels_agree_with_the_reference(gated):
     """They are interpreted on the CPU; test_http_exact.py compares them with float64 in more cases."""
     tensors = {"q": normal(1, 4, 37, 16, seed=1), "k": normal(1, 2, 53, 16, seed=2), "v": normal(1, 2, 53, 16, seed=3)}
-    for path, asked in (("/attention", tensors), ("/attention/grad", {**tensors, "do": normal(1, 4, 37, 16, seed=4)})):
-        found, expected = (
-            post(gated.server, path, message(asked, causal=True, backend=backend)).tensors
+    for path, sent in (("/attention", tensors), ("/attention/grad", {**tensors, "do": normal(1, 4, 37, 16, seed=4)})):
+        actual, expected = (
+            post(gated.server, path, message(sent, causal=True, backend=backend)).tensors
             for backend in ("triton", "reference")
         )
         for name, tensor in expected.items():
-            assert (found[name] - tensor).abs().max() <= 5e-6 * tensor.abs().max(), name
+            assert (actual[name] - tensor).abs().max() <= 5e-6 * tensor.abs().max(), name
 
 
 def test_who_leaves_or_is_late_is_not_in_the_batch_and_its_mates_are(gated, pool):
@@ -173,20 +173,20 @@ def test_the_culprit_alone_pays(gated, pool, name, status, code):
 def test_only_those_wait_whose_kernel_is_being_compiled(gated, pool):
     narrow = {name: normal(1, 1, 3, 8, seed=seed) for seed, name in enumerate("qkv")}
     late = message(narrow, backend="triton", window=[1, 1])  # no other test here has this launch key
-    held = [gated.post(pool, "late", late) for _ in range(2)]
+    waiting = [gated.post(pool, "late", late) for _ in range(2)]
     with gated.client(late) as left:
         pass
     gated.wait_dropped(left)
     assert post(gated.server, "/attention", forward(1)).status == 200
-    assert not any(answer.done() for answer in held)
+    assert not any(answer.done() for answer in waiting)
     gated.gate("compiled").touch()
-    assert {answer.result().headers["x-batch-size"] for answer in held} == {"2"}
+    assert {answer.result().headers["x-batch-size"] for answer in waiting} == {"2"}
     assert post(gated.server, "/attention", late, x_request_id="late-known").status == 200
 
 
 def test_what_fails_on_its_way_into_the_queue_fails_alone(gated):
     """It fails before the compute, at the look-up of its kernels; its HTTP process stays connected to the engine."""
-    engine, said, t = gated.server.engine_pid, len(gated.server.lines), normal(5, 2, 24)
+    engine, line_count, t = gated.server.engine_pid, len(gated.server.lines), normal(5, 2, 24)
     unfit = message({name: normal(1, 1, 4, 40) for name in "qkv"}, backend="triton")
     problem(post(gated.server, "/attention", unfit, x_request_id="unfit-1"), 500, "internal_error")
     ends = torch.tensor([0, 9, 5], dtype=torch.int32)  # they decrease
@@ -196,7 +196,7 @@ def test_what_fails_on_its_way_into_the_queue_fails_alone(gated):
     assert document["errors"][0]["loc"] == ["cu_seqlens_q"]
     assert post(gated.server, "/attention", forward(1)).status == 200
     assert gated.server.engine_pid == engine
-    assert not [line for line in gated.server.lines[said:] if line["event"] in ("peer dropped", "engine lost")]
+    assert not [line for line in gated.server.lines[line_count:] if line["event"] in ("peer dropped", "engine lost")]
 
 
 def test_the_books_balance_when_nothing_is_inside(gated, pool):
@@ -255,7 +255,7 @@ def test_a_full_queue_and_sigterm_under_load_lose_no_answer(mortal, pool):
         assert why in problem(answer, 429, "queue_full")["detail"]
         assert int(answer.headers["retry-after"]) >= 1
 
-    with faulty.busy(pool, forward(99, 40)) as held:
+    with faulty.busy(pool, forward(99, 40)) as blocked:
         waiting = [faulty.post(pool, "waits", forward(1))]
         refused(many_bytes, "bytes")
         refused(many_flops, "FLOPs")
@@ -271,8 +271,8 @@ def test_a_full_queue_and_sigterm_under_load_lose_no_answer(mortal, pool):
         problem(answer, 503, "draining")
         assert answer.headers["retry-after"]
         refused_by_protocol(server)
-        assert not any(answer.done() for answer in (held, *waiting))
-    assert held.result().status == 200
+        assert not any(answer.done() for answer in (blocked, *waiting))
+    assert blocked.result().status == 200
     assert {answer.result().body for answer in waiting} == {expected}
     assert server.wait_exit() == 0
 
@@ -283,12 +283,12 @@ def test_an_engine_killed_in_the_middle_of_a_batch_with_32_waiting(gated, pool):
     server, engine = gated.server, gated.server.engine_pid
     restarts = read_metrics(server)["flashpoint_engine_restarts_total"]
     expected = [post(server, "/attention", forward(seed)).body for seed in range(4)]
-    with gated.busy(pool, HELD) as held:
+    with gated.busy(pool, HELD) as blocked:
         waiting = [gated.post(pool, "waits", forward(n % 4)) for n in range(32)]
         gated.gate("closed").touch()
         os.kill(engine, signal.SIGKILL)
-        problem(held.result(), 503, "engine_lost")
-        assert held.result().headers["retry-after"]
+        problem(blocked.result(), 503, "engine_lost")
+        assert blocked.result().headers["retry-after"]
         wait_for(lambda: server.get("/health/ready")[0] == 503, lambda: "ready without an engine")
         problem(post(server, "/attention", forward(1)), 503, "not_ready")
         gated.gate("closed").unlink()
@@ -328,5 +328,5 @@ def test_an_engine_is_started_again_with_too_little_memory_and_not_with_another_
     (tmp_path / "open.moved").touch()
     os.kill(faulty.server.engine_pid, signal.SIGKILL)
     assert faulty.server.wait_exit() == 1
-    (said,) = [line for line in faulty.server.lines if line["event"] == "failed"]
-    assert "from cpu to cuda:7" in said["reason"]
+    (failure,) = [line for line in faulty.server.lines if line["event"] == "failed"]
+    assert "from cpu to cuda:7" in failure["reason"]

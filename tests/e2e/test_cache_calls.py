@@ -39,8 +39,8 @@ def one(slow):
     ask(slow.server, f"/caches/{one}", "DELETE")
 
 
-def created(server, headers=(), **asked):
-    document = {"kv_heads": 1, "head_dim": 8, **asked}
+def created(server, headers=(), **options):
+    document = {"kv_heads": 1, "head_dim": 8, **options}
     answer = post(server, "/caches", json.dumps(document).encode(), JSON, **dict(headers))
     assert answer.status == 201, answer
     return answer.json["caches"][0]["id"]
@@ -81,7 +81,7 @@ def test_a_call_that_runs_beyond_its_deadline_has_written_all(slow, pool, one):
         inside.callback(slow.gate("gate").touch)
         for patience in (500, 2000, 8000, 32000, 128000):  # milliseconds until it must have started
             running = slow.post(pool, "gate", writing(one, 2), x_timeout_ms=patience)
-            wait_for(lambda own=running: slow.begun(own.name) or own.done(), lambda: "it neither runs nor ends")
+            wait_for(lambda call=running: slow.begun(call.name) or call.done(), lambda: "it neither runs nor ends")
             problem(running.result(), 504, "deadline_exceeded")
             if slow.begun(running.name):
                 break
@@ -207,26 +207,26 @@ def test_the_caches_of_a_removed_key_are_freed_behind_the_calls_that_run(start_s
     server = locked.server
     alice, bob = ({"Authorization": f"Bearer {key}"} for key in KEYS.values())
 
-    def held():
+    def cache_count():
         return ask(server, "/info", **alice).json["caches"]["caches"]
 
     used, idle = created(server, bob), created(server, bob)
-    own = created(server, alice)
-    wait_for(lambda: held() == 3, lambda: "they are not there")
+    alices = created(server, alice)
+    wait_for(lambda: cache_count() == 3, lambda: "they are not there")
     locked.gate("gate").unlink(missing_ok=True)
     try:
         running = locked.post(pool, "gate", writing(used, 2), **bob)
         locked.wait_begun(running.name)
         behind = locked.post(pool, "behind", writing(used), **bob)
         write_keys(file, "alice")
-        wait_for(lambda: held() == 2, lambda: "the idle cache is still there")
+        wait_for(lambda: cache_count() == 2, lambda: "the idle cache is still there")
     finally:
         locked.gate("gate").touch()
     assert [lengths(call.result()) for call in (running, behind)] == [[2], [3]]
-    wait_for(lambda: held() == 1, lambda: "the used cache is still there")
+    wait_for(lambda: cache_count() == 1, lambda: "the used cache is still there")
     problem(ask(server, f"/caches/{used}", **bob), 401, "unauthorized")
     write_keys(file, *KEYS)
     wait_for(lambda: ask(server, "/caches", **bob).status == 200, lambda: "the key is not back")
     for gone in (used, idle):
         problem(ask(server, f"/caches/{gone}", **bob), 410, "cache_lost")
-    assert ask(server, f"/caches/{own}", **alice).status == 200
+    assert ask(server, f"/caches/{alices}", **alice).status == 200

@@ -40,8 +40,8 @@ def test_8_bit_tokens_are_read_with_their_scales(gated, dtype):
         client.cache(kv_heads=1, head_dim=16, dtype=name) as cache,
     ):
         cache.append(k[:, :, :38], v[:, :, :38])
-        found = cache.attention(q, k[:, :, 38:], v[:, :, 38:], causal=True, backend="triton")
-        torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+        actual = cache.attention(q, k[:, :, 38:], v[:, :, 38:], causal=True, backend="triton")
+        torch.testing.assert_close(actual, expected, rtol=0, atol=2e-6)
         moved, _ = cache.tensors(0, like=q)
         assert torch.equal(moved, k_values.float() * k_scale[..., None])
 
@@ -57,9 +57,9 @@ def test_calls_over_caches_of_one_dtype_share_a_launch(gated):
             cache.append(tokens["k"], tokens["v"])
         bodies = [message({"q": q}, backend="triton", caches=[cache.id]) for cache in caches]
         bodies.append(message(blocks, backend="triton"))
-        with gated.busy(pool, message({"q": q, "k": q, "v": q}, backend="triton")) as held:
+        with gated.busy(pool, message({"q": q, "k": q, "v": q}, backend="triton")) as blocked:
             queued = [gated.post(pool, "mate", body, "/attention") for body in bodies]
-        assert held.result().status == 200
+        assert blocked.result().status == 200
         answers = [one.result() for one in queued]
         for cache in caches:
             cache.delete()

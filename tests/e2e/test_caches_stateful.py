@@ -22,7 +22,7 @@ OPTIONS = [{}, {"causal": True}, {"causal": True, "window": [7, 0]}, {"softcap":
 
 
 @pytest.fixture(scope="module")
-def held(start_server, tmp_path_factory):
+def shared_server(start_server, tmp_path_factory):
     return started(start_server, tmp_path_factory, 64 << 20)
 
 
@@ -111,9 +111,9 @@ class Calls(RuleBasedStateMachine):
     def fork(self, data, name, end, free, twice):
         ids = [self.some(data) for _ in range(data.draw(st.integers(1, 2)))]
         freed = [self.some(data)] if free else []
-        asked = {"caches": ids, "lengths": None if end is None else [end] * len(ids), "free": freed}
+        request = {"caches": ids, "lengths": None if end is None else [end] * len(ids), "free": freed}
         headers = self.headers(self.key(twice))
-        answers = [posted(self.server, "/caches/fork", asked, name, **headers) for _ in range(1 + twice)]
+        answers = [posted(self.server, "/caches/fork", request, name, **headers) for _ in range(1 + twice)]
         problem = self.problem(name, *ids, *freed)
         if problem is None and end is not None:
             far = [n for n, one in enumerate(ids) if end > self.there[one].longest]
@@ -163,8 +163,8 @@ class Calls(RuleBasedStateMachine):
         self.seed += 1
         q = normal(len(ids), HQ, new or 2, D, seed=self.seed)
         options, tensors, problem = {"caches": ids, "layer": layer, **option}, {"q": q}, self.problem(name, *ids)
-        held = [0 if problem else self.there[one].layers[layer].shape[1] for one in ids]
-        places = [length if back is None or not new else max(0, length - back) for length in held]
+        lengths = [0 if problem else self.there[one].layers[layer].shape[1] for one in ids]
+        places = [length if back is None or not new else max(0, length - back) for length in lengths]
         if new:
             k, v = kv(new, self.seed, len(ids))
             tensors |= {"k": k, "v": v}
@@ -173,7 +173,7 @@ class Calls(RuleBasedStateMachine):
             if len(set(ids)) < len(ids):
                 assert attended(self.server, tensors, name, **options).status in (404, 422)
                 return
-        if problem is None and (far := [n for n, place in enumerate(places) if place > held[n]]):
+        if problem is None and (far := [n for n, place in enumerate(places) if place > lengths[n]]):
             problem = "cache_position", far
         key = self.key(keyed and new)
 
@@ -287,8 +287,8 @@ class Calls(RuleBasedStateMachine):
 
 
 @pytest.mark.slow
-def test_every_call_does_what_the_model_does(held):
-    Calls.server = held
+def test_every_call_does_what_the_model_does(shared_server):
+    Calls.server = shared_server
     run_state_machine_as_test(Calls, settings=settings(max_examples=8, stateful_step_count=25, deadline=None))
     for name in NAMES:
-        assert ask(held, "/caches", **bearer(name)).json == {"caches": []}
+        assert ask(shared_server, "/caches", **bearer(name)).json == {"caches": []}

@@ -55,13 +55,13 @@ def test_prefill_decode_verification_and_forks_give_a_row_the_same_bits(server, 
     options = {"causal": True, "softcap": 20.0, "return_lse": True}
     with Client(server.url) as client:
 
-        def check(found, first, stop):
-            for x, y in zip(found, whole, strict=True):
+        def check(actual, first, stop):
+            for x, y in zip(actual, whole, strict=True):
                 assert torch.equal(x, y[:, :, first:stop]), (first, stop)
 
         whole = client.attention(q, k, v, **options)
-        own = {"kv_heads": 2, "head_dim": 64, "dtype": str(dtype).removeprefix("torch.")}
-        with client.cache(**own) as cache:
+        shape = {"kv_heads": 2, "head_dim": 64, "dtype": str(dtype).removeprefix("torch.")}
+        with client.cache(**shape) as cache:
             first = 0
             for stop in (1, 130, start):  # a chunked prefill
                 check(cache.attention(*(t[:, :, first:stop] for t in (q, k, v)), **options), first, stop)
@@ -87,8 +87,8 @@ def test_float32_can_be_forced_for_all_types(start_server):
 @pytest.mark.slow
 def test_a_machine_without_the_kernels_says_what_to_install(start_server, tmp_path):
     """The package has no library, as after an installation without a C compiler."""
-    own = Path(flashpoint_kernels.__file__).parent
-    shutil.copytree(own, tmp_path / own.name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    package = Path(flashpoint_kernels.__file__).parent
+    shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     without = start_server(environment={"PYTHONPATH": str(tmp_path)})
     info = without.get("/info")[1]
     assert info["backends"] == ["tiled", "reference"]

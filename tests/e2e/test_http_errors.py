@@ -323,8 +323,8 @@ def test_a_body_that_comes_too_slowly_408(strict):
     start = (
         f"POST /attention HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer all\r\nContent-Type: {SAFETENSORS}\r\n"
     )
-    with contextlib.ExitStack() as held:
-        connections = [held.enter_context(connect(strict)) for _ in range(3)]
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(connect(strict)) for _ in range(3)]
         for connection, sent in zip(connections, (b"", GOOD[:5], GOOD[:-1]), strict=True):
             connection.sendall(start.encode() + f"Content-Length: {len(GOOD)}\r\n\r\n".encode() + sent)
         for connection in connections:
@@ -366,8 +366,8 @@ def test_a_chunk_that_is_none_is_400_and_the_connection_ends(server):
             assert response.will_close
             assert problem(reply(response), 400, "malformed_body")["request_id"] == name
             assert not connection.recv(1)
-        said = server.wait_for_request(name)
-        assert (said["status"], said["code"]) == (400, "malformed_body")
+        line = server.wait_for_request(name)
+        assert (line["status"], line["code"]) == (400, "malformed_body")
 
 
 @pytest.mark.parametrize("path", ["/attention", "/verify", "/benchmark", "/v2/models/attention/infer"])
@@ -435,18 +435,18 @@ def test_an_early_refusal_is_read_by_every_client(strict, client, body, key, sta
 def test_a_body_that_is_refused_before_it_has_come_costs_no_connection_where_it_is_short(server):
     """After its answer the server discards the rest of the body, and reads the next request."""
     refused = message({"q": SMALL["q"], "x": torch.zeros(100_000)})
-    asked = "POST /attention HTTP/1.1\r\nHost: localhost\r\n"
+    head = "POST /attention HTTP/1.1\r\nHost: localhost\r\n"
     with connect(server) as connection:
         for _ in range(2):
             fields = f"Content-Type: {SAFETENSORS}\r\nContent-Length: {len(refused)}\r\n\r\n"
-            connection.sendall((asked + fields).encode() + refused[:1000])
+            connection.sendall((head + fields).encode() + refused[:1000])
             response = http.client.HTTPResponse(connection)
             response.begin()
             assert not response.will_close
             problem(reply(response), 422, "invalid_request")
             connection.sendall(refused[1000:])
             connection.sendall(
-                f"{asked}Content-Type: {SAFETENSORS}\r\nContent-Length: {len(GOOD)}\r\n\r\n".encode() + GOOD
+                f"{head}Content-Type: {SAFETENSORS}\r\nContent-Length: {len(GOOD)}\r\n\r\n".encode() + GOOD
             )
             response = http.client.HTTPResponse(connection)
             response.begin()
@@ -471,15 +471,15 @@ def test_expect_100_continue_is_answered_before_the_body_is_sent(strict, key, st
             f"POST /attention HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n"
             f"Content-Type: {SAFETENSORS}\r\nContent-Length: {len(GOOD)}\r\nExpect: 100-continue\r\n\r\n".encode()
         )
-        found = []
+        results = []
         with connection.makefile("rb") as lines:
-            while len(found) < len(statuses):
-                found.append(int(lines.readline().split()[1]))
-                if found[-1] == 100:
+            while len(results) < len(statuses):
+                results.append(int(lines.readline().split()[1]))
+                if results[-1] == 100:
                     assert lines.readline() == b"\r\n"
                     connection.sendall(GOOD)
             fields = b"".join(iter(lines.readline, b"\r\n"))
-        assert found == statuses
+        assert results == statuses
         # Without 100 Continue the client may or may not send the body: the next bytes are ambiguous.
         assert (b"connection: close" in fields) == (statuses == [401])
 

@@ -79,8 +79,8 @@ def truth(t, options, dtype=torch.float64):
     leaves = {SOURCES[g]: t[SOURCES[g]].to(dtype).requires_grad_() for g in grads}
     o, lse = dense({**t, **leaves}, dtype, **options)
     dlse = t["dlse"].to(dtype) if "dlse" in t else torch.zeros_like(lse)
-    found = torch.autograd.grad([o, lse], list(leaves.values()), [t["do"].to(dtype), dlse])
-    return {"o": o.detach(), "lse": lse.detach(), **dict(zip(grads, found, strict=True))}
+    actual = torch.autograd.grad([o, lse], list(leaves.values()), [t["do"].to(dtype), dlse])
+    return {"o": o.detach(), "lse": lse.detach(), **dict(zip(grads, actual, strict=True))}
 
 
 def case(extra=None, heads=4, kv_heads=4, value_dim=32, batch=1, length=512, dtype=torch.float32, **options):
@@ -163,9 +163,9 @@ def ask(server, tensors, options, backend, **headers):
     return one, two
 
 
-def error(found, expected):
-    assert found.shape == expected.shape
-    return (found.double() - expected.double()).abs().max().item()
+def error(actual, expected):
+    assert actual.shape == expected.shape
+    return (actual.double() - expected.double()).abs().max().item()
 
 
 @functools.cache
@@ -182,13 +182,13 @@ def test_float32_is_within_2e_6_of_float64(server, backend, name):
     expected = gold(name, length)
     one, two = ask(server, tensors, options, backend)
     assert one.headers["x-backend"] == two.headers["x-backend"] == backend
-    found = {**one.tensors, **two.tensors}
-    assert found.keys() == expected.keys()
+    actual = {**one.tensors, **two.tensors}
+    assert actual.keys() == expected.keys()
     for tensor in expected:
-        assert found[tensor].dtype == torch.float32
+        assert actual[tensor].dtype == torch.float32
         # Doubled scores make the softmax sharp: the case "elsewhere" of the reference rule.
         bound = (5e-6 if name == "large scale" else 2e-6) * expected[tensor].abs().max().item()
-        assert error(found[tensor], expected[tensor]) <= bound, tensor
+        assert error(actual[tensor], expected[tensor]) <= bound, tensor
 
 
 def half_cases():
@@ -207,18 +207,18 @@ def test_half_types_are_as_near_as_torchs_own_arithmetic(server, backend, name, 
     tensors = {n: t.to(dtype) if n in ("q", "k", "v", "do") else t for n, t in tensors.items()}
     exact, plain = truth(tensors, options), truth(tensors, options, dtype)
     one, two = ask(server, tensors, options, backend)
-    found = {**one.tensors, **two.tensors}
+    actual = {**one.tensors, **two.tensors}
     for tensor in exact:
         allowed = (2 if tensor in ("o", "lse") else 3) * error(plain[tensor], exact[tensor]) + 1e-5
-        assert error(found[tensor], exact[tensor]) <= allowed, tensor
+        assert error(actual[tensor], exact[tensor]) <= allowed, tensor
 
 
 @pytest.mark.parametrize("backend", ["torch", "tiled"])
 def test_layouts_and_ranks_are_the_same_problem(server, backend):
     tensors, options = case(batch=2, length=40, causal=True)
     expected = truth(tensors, options)
-    turned = {n: t.transpose(1, 2) for n, t in tensors.items()}
-    one, two = ask(server, turned, {**options, "layout": "bshd"}, backend)
+    transposed = {n: t.transpose(1, 2) for n, t in tensors.items()}
+    one, two = ask(server, transposed, {**options, "layout": "bshd"}, backend)
     for name, t in {**one.tensors, **two.tensors}.items():
         assert error(t if name == "lse" else t.transpose(1, 2), expected[name]) <= 5e-6 * expected[name].abs().max()
     for index, shape in (((0, 0), (40,)), ((slice(None), 0), (2, 40))):
@@ -288,8 +288,8 @@ def test_rows_without_a_key_are_0_and_never_nan(server, backend):
             assert (o[b, :, i] == 0).all()
             assert (lse[b, :, i] == -math.inf).all()
             assert (dq[b, :, i] == 0).all()
-        for name, found in {**one.tensors, **two.tensors}.items():
-            assert not found.isnan().any(), name
+        for name, actual in {**one.tensors, **two.tensors}.items():
+            assert not actual.isnan().any(), name
         assert (two.tensors["dk"][1] == 0).all()
         assert (two.tensors["dv"][1] == 0).all()
 
@@ -340,9 +340,9 @@ def test_json_gives_the_same_bits_as_safetensors(server):
         assert torch.equal(torch.tensor(as_json.json[name]), t)
     crossed = post(server, "/attention", body, JSON, accept=SAFETENSORS)
     assert torch.equal(crossed.tensors["o"], binary["o"])
-    turned = post(server, "/attention", message({"q": q, "k": k, "v": v}, **options), accept=JSON)
-    assert turned.headers["content-type"] == JSON
-    assert turned.json == as_json.json
+    to_json = post(server, "/attention", message({"q": q, "k": k, "v": v}, **options), accept=JSON)
+    assert to_json.headers["content-type"] == JSON
+    assert to_json.json == as_json.json
     grad = {**{n: t.tolist() for n, t in tensors.items()}, "dtype": "bfloat16", "causal": True}
     answer = post(server, "/attention/grad", json.dumps(grad).encode(), JSON).json
     assert answer["dtype"] == "bfloat16"
@@ -396,5 +396,5 @@ def test_the_triton_kernels_answer_exactly_under_the_interpreter(interpreted, na
     expected = truth(t, options)
     one, two = ask(interpreted, t, options, "triton")
     assert one.headers["x-backend"] == two.headers["x-backend"] == "triton"
-    for tensor, found in {**one.tensors, **two.tensors}.items():
-        assert error(found, expected[tensor]) <= 5e-6 * expected[tensor].abs().max().item(), tensor
+    for tensor, actual in {**one.tensors, **two.tensors}.items():
+        assert error(actual, expected[tensor]) <= 5e-6 * expected[tensor].abs().max().item(), tensor

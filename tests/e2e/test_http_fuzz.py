@@ -51,7 +51,7 @@ def test_requests_that_come_faster_than_their_answers_do_not_heap_up(server):
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [
         (b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 0\r\n\r\n", "500"),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nwrong", "0 of 1 right"),
@@ -62,7 +62,7 @@ def test_requests_that_come_faster_than_their_answers_do_not_heap_up(server):
         (b"", "0 of 1 right"),
     ],
 )
-def test_an_answer_that_is_wrong_is_seen(answer, said):
+def test_an_answer_that_is_wrong_is_seen(answer, message):
     async def answers(reader, writer):
         await reader.readuntil(b"\r\n\r\n")
         writer.write(answer)
@@ -74,4 +74,4 @@ def test_an_answer_that_is_wrong_is_seen(answer, said):
             return await attack(port, [Case("one", (head(b""),), exact=1)], b"right")
 
     report = asyncio.run(run())
-    assert any(said in line for line in report.wrong), report.wrong
+    assert any(message in line for line in report.wrong), report.wrong

@@ -185,8 +185,8 @@ def test_a_variable_that_is_nearly_a_setting_is_warned_of(server):
     ended = start("--port", str(server.port), **variables)
     assert (ended.returncode, ended.stdout) == (1, "")
     *warned, last = map(json.loads, ended.stderr.splitlines())
-    said = [(line["variable"], line["perhaps"]) for line in warned if line["event"] == "unknown setting"]
-    assert said == [("FLASHPOINT_QEUE_LIMIT", "FLASHPOINT_QUEUE_LIMIT")]
+    warnings = [(line["variable"], line["perhaps"]) for line in warned if line["event"] == "unknown setting"]
+    assert warnings == [("FLASHPOINT_QEUE_LIMIT", "FLASHPOINT_QUEUE_LIMIT")]
     assert last["event"] == "cannot listen"
 
 

@@ -24,9 +24,9 @@ CLOSE = "Connection: close"
 KEEP = "Connection: keep-alive"
 
 
-def one(found):
+def one(received):
     """Return the only answer."""
-    (answer,) = answers(found)
+    (answer,) = answers(received)
     return answer
 
 
@@ -44,9 +44,9 @@ HOSTS = {
 
 @pytest.mark.parametrize("what", HOSTS)
 def test_a_request_has_one_valid_host(server, what):
-    found = one(talk(server, get("/health", host=HOSTS[what])))
-    assert "Host" in problem(found, 400, "malformed_head")["detail"]
-    assert found.headers["connection"] == "close"
+    answer = one(talk(server, get("/health", host=HOSTS[what])))
+    assert "Host" in problem(answer, 400, "malformed_head")["detail"]
+    assert answer.headers["connection"] == "close"
 
 
 def test_trailers_are_no_part_of_a_head_that_is_repeated(server):
@@ -63,8 +63,8 @@ def test_trailers_are_no_part_of_a_head_that_is_repeated(server):
 
 def test_a_head_that_differs_from_the_last_one_is_read_anew(server):
     heads = [post("/attention", GOOD, SAFETENSORS, f"X-Priority: {n}") for n in (1, 1, 10, 2)]
-    found = answers(talk(server, b"".join(heads) + post("/attention", GOOD, SAFETENSORS, CLOSE)))
-    assert [answer.status for answer in found] == [200, 200, 422, 200, 200]
+    replies = answers(talk(server, b"".join(heads) + post("/attention", GOOD, SAFETENSORS, CLOSE)))
+    assert [answer.status for answer in replies] == [200, 200, 422, 200, 200]
 
 
 def test_a_request_of_http_1_0_has_one_host_at_most(server):
@@ -78,14 +78,14 @@ def test_a_name_that_leads_here_is_not_ours(server, host):
     """DNS rebinding makes a browser take this server for the page's origin. A server on loopback without keys answers
     only to loopback names."""
     before = read_metrics(server)["flashpoint_accepted_total"]
-    own = f"Origin: http://{host}", "Sec-Fetch-Site: same-origin", CLOSE
-    for sent in (get("/info", *own, host=f"Host: {host}"), get(f"http://{host}/info", *own)):
+    fields = f"Origin: http://{host}", "Sec-Fetch-Site: same-origin", CLOSE
+    for sent in (get("/info", *fields, host=f"Host: {host}"), get(f"http://{host}/info", *fields)):
         detail = problem(one(talk(server, sent)), 421, "host_not_allowed")["detail"]
         assert repr(host.partition(":")[0]) in detail
         assert "--allowed-hosts" in detail
-    head = post("/attention", GOOD, SAFETENSORS, *own).replace(b"Host: localhost", f"Host: {host}".encode())
+    head = post("/attention", GOOD, SAFETENSORS, *fields).replace(b"Host: localhost", f"Host: {host}".encode())
     problem(one(talk(server, head)), 421, "host_not_allowed")
-    refused = one(talk(server, get("/v2/models/attention", *own, host=f"Host: {host}")))
+    refused = one(talk(server, get("/v2/models/attention", *fields, host=f"Host: {host}")))
     assert (refused.status, list(refused.json)) == (421, ["error"])
     assert read_metrics(server)["flashpoint_accepted_total"] == before
 
@@ -149,8 +149,8 @@ def test_pages_of_allowed_origins_call(named):
 @pytest.mark.parametrize("coding", ["gzip, chunked", "gzip", "identity", "x\r\nTransfer-Encoding: chunked"])
 def test_another_transfer_coding_is_501_and_the_connection_ends(server, coding):
     head = f"POST /attention HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: {coding}\r\n\r\n"
-    found = one(talk(server, head.encode() + b"0\r\n\r\n" + get("/health")))
-    assert "Transfer-Encoding" in problem(found, 501, "transfer_encoding")["detail"]
+    answer = one(talk(server, head.encode() + b"0\r\n\r\n" + get("/health")))
+    assert "Transfer-Encoding" in problem(answer, 501, "transfer_encoding")["detail"]
 
 
 def test_chunks_within_chunks_are_400(server):
@@ -173,11 +173,11 @@ def test_a_head_over_64_kib_is_431(server, path, fields):
         connection.sendall(get(path, *fields))
         response = http.client.HTTPResponse(connection)
         response.begin()  # at once: the connection may be reset after the answer
-        found = reply(response)
+        answer = reply(response)
     if path == "/info" and not fields:
-        assert found.status == 200
+        assert answer.status == 200
     else:
-        problem(found, 431, "head_too_large")
+        problem(answer, 431, "head_too_large")
 
 
 def test_a_malformed_head_is_counted_and_logged_with_its_peer(server):
@@ -187,26 +187,26 @@ def test_a_malformed_head_is_counted_and_logged_with_its_peer(server):
         peer = "{}:{}".format(*connection.getsockname())
         connection.sendall(b"\x16\x03\x01 this is TLS\r\n\r\n")
         document = problem(one(read_to_end(connection)), 400, "malformed_head")
-    said = server.wait_for_line(lambda line: line["event"] == "malformed request" and line["peer"] == peer)
-    assert (said["request_id"], said["status"], said["code"]) == (document["request_id"], 400, "malformed_head")
+    logged = server.wait_for_line(lambda line: line["event"] == "malformed request" and line["peer"] == peer)
+    assert (logged["request_id"], logged["status"], logged["code"]) == (document["request_id"], 400, "malformed_head")
     assert read_metrics(server)[counted] == before + 1
 
 
 def test_http_1_0_is_kept_alive_where_it_asks(server):
     """The requests get JSON, an answer read directly into its buffer, an error, and a last answer."""
-    asked = [get("/health", KEEP, version="1.0"), post("/attention", GOOD, SAFETENSORS, KEEP, version="1.0")]
-    asked += [get("/nothing", KEEP, version="1.0"), get("/info", version="1.0")]
-    found = answers(talk(server, b"".join(asked)))
-    assert [answer.status for answer in found] == [200, 200, 404, 200]
-    assert [answer.headers["connection"] for answer in found] == ["keep-alive"] * 3 + ["close"]
-    assert found[1].body == post_to(server, "/attention", GOOD).body
+    requests = [get("/health", KEEP, version="1.0"), post("/attention", GOOD, SAFETENSORS, KEEP, version="1.0")]
+    requests += [get("/nothing", KEEP, version="1.0"), get("/info", version="1.0")]
+    replies = answers(talk(server, b"".join(requests)))
+    assert [answer.status for answer in replies] == [200, 200, 404, 200]
+    assert [answer.headers["connection"] for answer in replies] == ["keep-alive"] * 3 + ["close"]
+    assert replies[1].body == post_to(server, "/attention", GOOD).body
 
 
 @pytest.fixture(scope="module")
 def job(server):
     """Return the address of a finished benchmark."""
-    asked = {"shapes": [{"q_len": 16, "head_dim": 16}], "max_seconds": 0.01, "backends": ["torch"]}
-    path = post_to(server, "/benchmark", json.dumps(asked).encode(), JSON).headers["location"]
+    grid = {"shapes": [{"q_len": 16, "head_dim": 16}], "max_seconds": 0.01, "backends": ["torch"]}
+    path = post_to(server, "/benchmark", json.dumps(grid).encode(), JSON).headers["location"]
     wait_for(lambda: ask(server, path).json["state"] == "done", lambda: "the benchmark goes on")
     return path
 
@@ -214,9 +214,9 @@ def job(server):
 def test_a_stream_without_length_ends_with_its_connection_in_http_1_0(server, job):
     whole = ask(server, f"{job}/events").body
     for fields in ((), (KEEP,)):
-        found = one(talk(server, get(f"{job}/events", *fields, version="1.0")))
-        assert "transfer-encoding" not in found.headers
-        assert (found.headers["connection"], found.body) == ("close", whole)
+        answer = one(talk(server, get(f"{job}/events", *fields, version="1.0")))
+        assert "transfer-encoding" not in answer.headers
+        assert (answer.headers["connection"], answer.body) == ("close", whole)
 
 
 def test_half_a_connection_gets_its_answers(server, job):
@@ -226,10 +226,10 @@ def test_half_a_connection_gets_its_answers(server, job):
         get("/info"), get(f"{job}/events"), get("/health", version="1.0"), post("/attention", GOOD, SAFETENSORS),
         post("/attention", GOOD, SAFETENSORS, version="1.0"), post("/attention", large, SAFETENSORS),
     ):  # fmt: skip
-        found = one(talk(server, sent, half=True))
-        assert found.status == 200
+        answer = one(talk(server, sent, half=True))
+        assert answer.status == 200
         if sent.endswith(large):
-            assert found.body == post_to(server, "/attention", large).body
+            assert answer.body == post_to(server, "/attention", large).body
     pipelined = post("/attention", GOOD, SAFETENSORS) * 3
     assert [a.status for a in answers(talk(server, pipelined, half=True))] == [200] * 3
     assert [a.status for a in answers(talk(server, pipelined[:-9], half=True))] == [200] * 2
@@ -245,9 +245,9 @@ def test_a_slow_reader_of_half_a_connection_gets_all(server):
         connection.shutdown(socket.SHUT_WR)
         connection.recv(1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
-        found = one(b"H" + read_to_end(connection))
-    assert found.tensors["o"].numel() == 8 * 16384 * 64
-    assert bool((found.tensors["o"] == 1).all())
+        answer = one(b"H" + read_to_end(connection))
+    assert answer.tensors["o"].numel() == 8 * 16384 * 64
+    assert bool((answer.tensors["o"] == 1).all())
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])

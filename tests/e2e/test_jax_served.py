@@ -65,17 +65,17 @@ CASES = {
 def test_value_and_gradients_are_those_of_jax(jax_client, case, wrap):
     served, own = CASES[case]
     given = tensors(DO, *QKV)
-    found = wrap(derived(lambda *x: attention(*x, client=jax_client, layout="bshd", **served)))(*given)
-    close(found, exact(lambda *x: jax.nn.dot_product_attention(*x, **own), *given))
+    actual = wrap(derived(lambda *x: attention(*x, client=jax_client, layout="bshd", **served)))(*given)
+    close(actual, exact(lambda *x: jax.nn.dot_product_attention(*x, **own), *given))
     assert jax_client.asked == ("o", ("dk", "dq", "dv"))
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float16", marks=pytest.mark.slow), "bfloat16"])
 def test_half_types_have_half_gradients(jax_client, dtype):
     given = tensors(DO, *QKV, dtype=dtype)
-    found = jax.jit(derived(lambda *x: attention(*x, client=jax_client, layout="bshd")))(*given)
-    assert {t.dtype.name for t in found} == {dtype}
-    close(found, exact(jax.nn.dot_product_attention, *given))
+    actual = jax.jit(derived(lambda *x: attention(*x, client=jax_client, layout="bshd")))(*given)
+    assert {t.dtype.name for t in actual} == {dtype}
+    close(actual, exact(jax.nn.dot_product_attention, *given))
 
 
 def test_gradients_of_a_mask_and_through_grad_and_jit(jax_client):
@@ -90,11 +90,11 @@ def test_gradients_of_a_mask_and_through_grad_and_jit(jax_client):
 
     inputs = tensors(*QKV, (1, 4, 13, 17))
     every = (1, 2, 3, 4)
-    found = jax.jit(jax.value_and_grad(loss, every), static_argnums=0)(served, *inputs)
+    actual = jax.jit(jax.value_and_grad(loss, every), static_argnums=0)(served, *inputs)
     with jax.enable_x64(True):
         graded = jax.jit(jax.value_and_grad(loss, every), static_argnums=0)
         expected = graded(own, *(np.asarray(t, np.float64) for t in inputs))
-    close(found, expected)
+    close(actual, expected)
     close(jax.grad(loss, 4)(served, *inputs), expected[1][3])
     assert jax_client.asked[-1] == ("dattn_mask",)  # only needed gradients are requested
 
@@ -120,10 +120,10 @@ def test_gradients_of_sinks_and_through_lse(jax_client):
 
         return value
 
-    found = jax.jit(jax.grad(scalar(served), (2, 3, 4, 5)))(do, dlse, *inputs)
+    actual = jax.jit(jax.grad(scalar(served), (2, 3, 4, 5)))(do, dlse, *inputs)
     with jax.enable_x64(True):
         wide = [np.asarray(t, np.float64) for t in (do, dlse, *inputs)]
-        close(found, jax.jit(jax.grad(scalar(dense), (2, 3, 4, 5)))(*wide))
+        close(actual, jax.jit(jax.grad(scalar(dense), (2, 3, 4, 5)))(*wide))
         lse_alone = jax.jit(jax.grad(lambda q: dense(q, *wide[3:])[1].sum()))(wide[2])
     close(jax.grad(lambda q: served(q, *inputs[1:])[1].sum())(inputs[0]), lse_alone)
 
@@ -132,9 +132,9 @@ def test_float64_is_exact(jax_client):
     """It is compared with the definition, because JAX's attention has its softmax in float32."""
     with jax.enable_x64(True):
         given = tensors((1, 2, 9, 5), (1, 2, 9, 8), (1, 2, 11, 8), (1, 2, 11, 5), (2,), dtype="float64")
-        found = jax.jit(derived(lambda q, k, v, sinks: attention(q, k, v, client=jax_client, sinks=sinks)))(*given)
-        assert {t.dtype.name for t in found} == {"float64"}
-        close(found, jax.jit(derived(lambda *x: dense(*x)[0]))(*given))
+        actual = jax.jit(derived(lambda q, k, v, sinks: attention(q, k, v, client=jax_client, sinks=sinks)))(*given)
+        assert {t.dtype.name for t in actual} == {"float64"}
+        close(actual, jax.jit(derived(lambda *x: dense(*x)[0]))(*given))
 
 
 def test_ragged_sequences(jax_client):

@@ -70,13 +70,13 @@ def test_it_is_what_one_after_another_is(jax_client, case):
 
         return derived(call)(do, *inputs)
 
-    found = jax.block_until_ready(jax.jit(jax.vmap(both, (0, *axes)))(more, *inputs))
+    actual = jax.block_until_ready(jax.jit(jax.vmap(both, (0, *axes)))(more, *inputs))
     assert len(jax_client.asked) == 2 * requests
     rows = []
     for n in range(N):
         one = [t if axis is None else np.take(np.asarray(t), n, axis) for t, axis in zip(inputs, axes, strict=True)]
         rows.append(both({name: t[n] for name, t in more.items()}, *one))
-    same(found, jax.tree.map(lambda *t: np.stack(t), *rows))
+    same(actual, jax.tree.map(lambda *t: np.stack(t), *rows))
 
 
 def test_maps_within_maps_are_one_request(jax_client):
@@ -85,10 +85,10 @@ def test_maps_within_maps_are_one_request(jax_client):
     def one(q, k, v):
         return attention(q, k, v, client=jax_client, return_lse=True)
 
-    found = jax.block_until_ready(jax.vmap(jax.vmap(one, (0, 0, None)), (0, None, 0))(q, k, v))
+    actual = jax.block_until_ready(jax.vmap(jax.vmap(one, (0, 0, None)), (0, None, 0))(q, k, v))
     assert jax_client.asked == ("o",)
     rows = [[one(q[i, j], k[j], v[i]) for j in range(3)] for i in range(2)]
-    same(found, jax.tree.map(lambda *t: np.stack(t).reshape(2, 3, *t[0].shape), *[o for row in rows for o in row]))
+    same(actual, jax.tree.map(lambda *t: np.stack(t).reshape(2, 3, *t[0].shape), *[o for row in rows for o in row]))
 
 
 def test_gradients_of_a_loss_over_a_map(jax_client):
@@ -103,11 +103,11 @@ def test_gradients_of_a_loss_over_a_map(jax_client):
 
     every = (0, 1, 2, 3)
     mapped = loss(lambda one: jax.vmap(one, (0, 0, None, None)))
-    found = jax.block_until_ready(jax.jit(jax.grad(mapped, every))(q, k, v, sinks))
+    actual = jax.block_until_ready(jax.jit(jax.grad(mapped, every))(q, k, v, sinks))
     assert len(jax_client.asked) == 2
     summed = loss(lambda one: lambda q, k, v, sinks: sum(one(a, b, v, sinks) for a, b in zip(q, k, strict=True)))
     expected = jax.jit(jax.grad(summed, every))(q, k, v, sinks)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 

@@ -44,23 +44,23 @@ def test_every_kind_of_caller_gets_right_answers(ran):
 def test_the_server_drains_under_load(ran):
     _, out = ran
     verdicts = json.loads((out / "result.json").read_text())["verdicts"]
-    found = {verdict["question"]: verdict for verdict in verdicts}
-    answered = found["Who asked before SIGTERM, and was answered?"]["found"]
+    by_question = {verdict["question"]: verdict for verdict in verdicts}
+    answered = by_question["Who asked before SIGTERM, and was answered?"]["found"]
     assert "; 0 of the others had been read" in answered
-    assert found["Did it end well?"]["met"], found["Did it end well?"]
+    assert by_question["Did it end well?"]["met"], by_question["Did it end well?"]
 
 
 def test_the_report_is_whole_and_the_exit_code_follows_it(ran):
     process, out = ran
-    found = json.loads((out / "result.json").read_text())
-    assert process.returncode == (0 if all(verdict["met"] for verdict in found["verdicts"]) else 1), process.stdout
-    assert len(list(csv.DictReader((out / "steps.csv").read_text().splitlines()))) == len(found["steps"])
+    document = json.loads((out / "result.json").read_text())
+    assert process.returncode == (0 if all(verdict["met"] for verdict in document["verdicts"]) else 1), process.stdout
+    assert len(list(csv.DictReader((out / "steps.csv").read_text().splitlines()))) == len(document["steps"])
     page = (out / "report.html").read_text()
     assert page.count("<svg") == 1
-    assert all(step["step"] in page for step in found["steps"])
+    assert all(step["step"] in page for step in document["steps"])
     assert (out / "latency.svg").read_text().lstrip().startswith("<?xml")
     assert all("Locust" in (out / f"{name}.html").read_text() for name in ("capacity", "saturation", "drain"))
-    assert found["environment"]["commit"]
+    assert document["environment"]["commit"]
 
 
 WRONG = """

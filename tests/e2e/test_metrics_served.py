@@ -48,15 +48,15 @@ def test_build_info_says_what_info_says(server):
 def test_each_process_has_its_time_memory_and_descriptors(server):
     assert post(server, "/attention", AS_JSON, JSON).status == 200  # starts the process that reads JSON
     (codec,) = server.children("formats.codec_process")
-    found = read_metrics(server)
+    metrics = read_metrics(server)
     for name, pid in {"http-0": server.pid, "engine-cpu": server.engine_pid, "json-0": codec}.items():
-        assert found[f'flashpoint_process_id{{process="{name}"}}'] == pid
-        used = {what: found[f'process_{what}{{process="{name}"}}'] for what in (
+        assert metrics[f'flashpoint_process_id{{process="{name}"}}'] == pid
+        used = {what: metrics[f'process_{what}{{process="{name}"}}'] for what in (
             "cpu_seconds_total", "resident_memory_bytes", "virtual_memory_bytes", "open_fds", "max_fds",
             "start_time_seconds",
         )}  # fmt: skip
         assert all(value > 0 for value in used.values()), used
-    engine, own = (found[f'process_resident_memory_bytes{{process="{name}"}}'] for name in ("engine-cpu", "http-0"))
+    engine, own = (metrics[f'process_resident_memory_bytes{{process="{name}"}}'] for name in ("engine-cpu", "http-0"))
     assert engine > own  # it has torch
 
 

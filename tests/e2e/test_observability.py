@@ -50,9 +50,9 @@ def test_promtool_accepts_what_is_deployed(command):
 
 def test_the_alerts_fire_when_they_should_and_at_no_other_time():
     tests = yaml.safe_load((PROMETHEUS / "alerts_test.yaml").read_text())["tests"]
-    asked = {test["alertname"]: bool(test.get("exp_alerts")) for group in tests for test in group["alert_rule_test"]}
+    expected = {test["alertname"]: bool(test.get("exp_alerts")) for group in tests for test in group["alert_rule_test"]}
     rules = yaml.safe_load((PROMETHEUS / "alerts.yaml").read_text())["groups"][0]["rules"]
-    assert set(asked) == {rule["alert"] for rule in rules}
+    assert set(expected) == {rule["alert"] for rule in rules}
     command = ["promtool", "test", "rules", "alerts_test.yaml"]
     ran = subprocess.run(command, cwd=PROMETHEUS, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -146,13 +146,13 @@ def loaded(start_server, tmp_path_factory):
         assert post(server, "/verify", given).status == 200
         assert post(server, "/attention", message(small, casual=True)).status == 422
 
-    held = post(server, "/caches", json.dumps({"kv_heads": 2, "head_dim": 8}).encode(), JSON).json["caches"][0]["id"]
+    cache = post(server, "/caches", json.dumps({"kv_heads": 2, "head_dim": 8}).encode(), JSON).json["caches"][0]["id"]
 
     def caches():
         document = json.dumps({"length": 0}).encode()
-        assert post(server, f"/caches/{held}/truncate", document, JSON).status == 200
+        assert post(server, f"/caches/{cache}/truncate", document, JSON).status == 200
         document = json.dumps({"length": 1}).encode()  # after the end
-        assert post(server, f"/caches/{held}/truncate", document, JSON).status == 409
+        assert post(server, f"/caches/{cache}/truncate", document, JSON).status == 409
 
     threads = [threading.Thread(target=ask, args=(kind,)) for kind in (launches, longer_launches, others, caches)]
     for thread in threads:
@@ -172,9 +172,9 @@ def prometheus(loaded, tmp_path_factory):
 
 @pytest.mark.slow
 def test_every_panel_of_the_dashboard_has_something_to_show(prometheus):
-    asked = list(expressions())
-    assert len(asked) > 20
-    missing = {expression: title for title, expression in asked}
+    targets = list(expressions())
+    assert len(targets) > 20
+    missing = {expression: title for title, expression in targets}
 
     def all_there():
         for expression in list(missing):
@@ -196,8 +196,8 @@ def test_the_panels_show_what_was_asked(prometheus):
         data = prometheus.get("query", query=expression)
         return {value for series in data["result"] for value in series["metric"].values()} if data else set()
 
-    asked = {"/attention", "/attention/grad", "/verify", "/caches/*/truncate", "other"}
-    wait_for(lambda: asked <= labels(routes), lambda: labels(routes))
+    sent = {"/attention", "/attention/grad", "/verify", "/caches/*/truncate", "other"}
+    wait_for(lambda: sent <= labels(routes), lambda: labels(routes))
     (why,) = by_title["Why not answered"]
     wait_for(lambda: "invalid_request" in labels(why), lambda: labels(why))
     (share,) = by_title["Not answered"]

@@ -81,9 +81,9 @@ def test_canary_slow_readers_and_reused_memory_show_nobody_elses_bytes(patient):
 @pytest.mark.slow
 def test_a_client_that_never_reads_holds_up_nobody(patient):
     server = patient
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         for value in range(8):
-            held.enter_context(send(server, constant(value)))
+            stack.enter_context(send(server, constant(value)))
         wait_for(lambda: server.get("/info")[1]["load"]["requests"] >= 8, lambda: "they never got in")
         assert shows_only(post(server, "/attention", constant(77)), 77)
     nothing_inside(server)
@@ -334,12 +334,12 @@ def test_limits_hold_over_all_workers_and_a_dead_one_has_nothing_inside(start_se
     """An unsent body takes the only place from both workers, until the worker that has it dies."""
     server = start_server(workers=2, queue_limit=1)
     wait_for(lambda: workers_ready(server) == 2, lambda: f"{workers_ready(server)} of two workers are ready")
-    with send(server, SMALL[:-1], length=len(SMALL)) as held:
+    with send(server, SMALL[:-1], length=len(SMALL)) as unsent:
         wait_for(lambda: server.get("/info")[1]["load"]["requests"] == 1, lambda: "it never comes inside")
         for _ in range(16):
             answer = post(server, "/attention", SMALL)
             assert problem(answer, 429, "queue_full")["detail"].startswith("the queue is full: it has 1 requests")
-        (victim,) = [pid for pid in server.children("cli.worker") if connected_to(pid, held)]
+        (victim,) = [pid for pid in server.children("cli.worker") if connected_to(pid, unsent)]
         os.kill(victim, signal.SIGKILL)
         server.wait_for_line(lambda line: line["event"] == "lost" and line["pid"] == victim)
         wait_for(lambda: server.get("/info")[1]["load"] == {"requests": 0, "bytes": 0}, lambda: "it stays inside")

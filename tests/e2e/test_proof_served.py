@@ -24,8 +24,8 @@ def client(server):
         yield client
 
 
-def grid(server, **asked):
-    return post(server, "/benchmark", json.dumps(GRID | asked).encode(), JSON)
+def grid(server, **fields):
+    return post(server, "/benchmark", json.dumps(GRID | fields).encode(), JSON)
 
 
 @pytest.mark.parametrize("backend", ["torch", "tiled", "reference"])
@@ -40,12 +40,12 @@ def test_a_drawn_problem_is_judged(client, backend):
 
 
 def test_a_verification_tells_how_far_it_is(client):
-    found = []
-    report = client.verify(shape=SHAPE, seed=3, progress=found.append)
+    results = []
+    report = client.verify(shape=SHAPE, seed=3, progress=results.append)
     assert report.tensors == client.verify(shape=SHAPE, seed=3).tensors
-    assert (found[0].done, found[0].stage, found[0].direction) == (0, "backend", "forward")
-    assert {at.total for at in found} == {6}  # two backend calls; float64 and torch, forward and backward
-    assert all(a.done < b.done for a, b in itertools.pairwise(found))
+    assert (results[0].done, results[0].stage, results[0].direction) == (0, "backend", "forward")
+    assert {at.total for at in results} == {6}  # two backend calls; float64 and torch, forward and backward
+    assert all(a.done < b.done for a, b in itertools.pairwise(results))
 
 
 def test_the_events_of_a_verification_are_asked_for_by_name(server, tensors):
@@ -222,8 +222,8 @@ def test_traffic_goes_on_beside_a_benchmark_which_can_be_cancelled(server, clien
 
 
 def test_a_job_that_asks_too_much_is_told_the_bound(server):
-    def refused(**asked):
-        return problem(grid(server, **asked), 422, "invalid_request")["detail"]
+    def refused(**fields):
+        return problem(grid(server, **fields), 422, "invalid_request")["detail"]
 
     assert "over the limit of 2" in refused(shapes=[{"q_heads": 64, "q_len": 16384, "head_dim": 64}])
     assert "the limit of 512 cases" in refused(shapes=GRID["shapes"] * 600)

@@ -27,9 +27,9 @@ RUN_EACH = f"import runpy, sys\nfor path in sys.argv[1:]: runpy.run_path(path); 
 
 def examples(page, language):
     """Return (code, kind of output, output) for each example of a page."""
-    found = EXAMPLE.findall((ROOT / page).read_text())
+    blocks = EXAMPLE.findall((ROOT / page).read_text())
     # The gRPC example needs another port: tests/oip/test_oip_grpc.py runs it.
-    here = [each for each in found if "tritonclient.grpc" not in each[1]]
+    here = [each for each in blocks if "tritonclient.grpc" not in each[1]]
     return [(code, kind, output) for lang, code, kind, output in here if lang == language]
 
 
@@ -56,10 +56,10 @@ def test_a_shell_example_prints_what_the_page_says(server, page, number):
 
 @pytest.mark.parametrize("pages", PYTHON)
 def test_the_python_examples_print_what_the_page_says(server, pages, tmp_path):
-    found = [example for page in pages for example in examples(page, "python")]
-    for number, (code, _, _) in enumerate(found):
+    blocks = [example for page in pages for example in examples(page, "python")]
+    for number, (code, _, _) in enumerate(blocks):
         (tmp_path / f"{number}.py").write_text(code.replace("http://localhost:8000", server.url))
-    paths = [str(tmp_path / f"{number}.py") for number in range(len(found))]
+    paths = [str(tmp_path / f"{number}.py") for number in range(len(blocks))]
     ran = subprocess.run(
         [sys.executable, "-W", "error", "-c", RUN_EACH, *paths],
         capture_output=True,
@@ -68,7 +68,7 @@ def test_the_python_examples_print_what_the_page_says(server, pages, tmp_path):
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.split(END + "\n") == [*(output for _, _, output in found), ""]
+    assert ran.stdout.split(END + "\n") == [*(output for _, _, output in blocks), ""]
 
 
 def test_the_readme_has_its_examples():

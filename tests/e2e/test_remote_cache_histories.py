@@ -58,10 +58,10 @@ class Histories(RuleBasedStateMachine):
         self.tokens, self.mask = torch.cat((self.tokens, new), 1), torch.cat((self.mask, valid), 1)
         with torch.no_grad():
             self.model.set_attn_implementation(NAME)
-            found = self.model(new, attention_mask=self.mask, past_key_values=self.cache).logits
+            actual = self.model(new, attention_mask=self.mask, past_key_values=self.cache).logits
             self.model.set_attn_implementation("eager")
             expected = self.model(self.tokens, attention_mask=self.mask, use_cache=False).logits[:, -count:]
-        torch.testing.assert_close(found[valid.bool()], expected[valid.bool()], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(actual[valid.bool()], expected[valid.bool()], rtol=1e-3, atol=1e-3)
         assert self.cache.get_seq_length() == self.tokens.shape[1]
 
     @precondition(lambda self: self.rows)

@@ -28,8 +28,8 @@ def key(*arguments):
     """Run `flashpoint key`; return the key that it shows, if any."""
     ran = subprocess.run([FLASHPOINT, "key", *arguments], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
-    found = re.search(r"fp_[\w-]{43}", ran.stderr)
-    return found and found[0]
+    match = re.search(r"fp_[\w-]{43}", ran.stderr)
+    return match and match[0]
 
 
 def test_a_key_is_rotated_without_losing_its_caches(start_server, tmp_path):
@@ -44,20 +44,20 @@ def test_a_key_is_rotated_without_losing_its_caches(start_server, tmp_path):
         wait_for(lambda: len([line for line in server.lines if line["event"] == "keys loaded"]) > seen, lambda: file)
         return drawn
 
-    def held(given):
+    def cache_ids(given):
         """Return the ids of the key's caches, or the status if the key is refused."""
         answer = ask(server, "/caches", authorization=f"Bearer {given}")
         return [one["id"] for one in answer.json["caches"]] if answer.status == 200 else answer.status
 
     with flashpoint.Client(server.url, api_key=old) as client:
-        own = [client.cache(**SHAPE).id]
+        expected = [client.cache(**SHAPE).id]
     new = reread("alice", "--rotate")
-    assert held(new) == held(old) == own
+    assert cache_ids(new) == cache_ids(old) == expected
     reread("alice", "--retire")
-    assert (held(new), held(old), held(other)) == (own, 401, [])
+    assert (cache_ids(new), cache_ids(old), cache_ids(other)) == (expected, 401, [])
     reread("alice", "--revoke")
-    assert held(new) == 401
-    assert held(reread("alice")) == []
+    assert cache_ids(new) == 401
+    assert cache_ids(reread("alice")) == []
 
 
 def test_the_unit_of_systemd_starts_reloads_and_stops_the_server(tmp_path):
@@ -93,12 +93,12 @@ def test_the_unit_of_systemd_starts_reloads_and_stops_the_server(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("retries", "least", "most"), re.findall(r"^\| (\d+)[^|]*\| ([\d.]+) to ([\d.]+) \|", RUNBOOKS, re.M)
+    ("retries", "minimum", "maximum"), re.findall(r"^\| (\d+)[^|]*\| ([\d.]+) to ([\d.]+) \|", RUNBOOKS, re.M)
 )
-def test_the_gap_that_retries_bridge(retries, least, most):
+def test_the_gap_that_retries_bridge(retries, minimum, maximum):
     longest = [min(exchange.FIRST_DELAY * 2.0**n, exchange.LONGEST_DELAY) for n in range(int(retries))]
-    assert sum(longest) == pytest.approx(float(most), abs=0.06)
-    assert sum(longest) / 2 == pytest.approx(float(least), abs=0.06)
+    assert sum(longest) == pytest.approx(float(maximum), abs=0.06)
+    assert sum(longest) / 2 == pytest.approx(float(minimum), abs=0.06)
     assert all(delay / 2 <= exchange.backoff(n) <= delay for n, delay in enumerate(longest))
 
 

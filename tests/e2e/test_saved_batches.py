@@ -45,9 +45,9 @@ def test_forwards_that_are_saved_and_their_gradients_share_launches_with_others(
     with gated.busy(pool, HELD):
         queued = [gated.post(pool, "mate", forward(seed, return_lse=True, save=True)) for seed in seeds]
         queued.append(gated.post(pool, "mate", forward(4)))
-    *found, other = (future.result() for future in queued)
-    assert {answer.headers["x-batch-size"] for answer in (*found, other)} == {"4"}
-    for one, expected in zip(found, alone, strict=True):
+    *actual, other = (future.result() for future in queued)
+    assert {answer.headers["x-batch-size"] for answer in (*actual, other)} == {"4"}
+    for one, expected in zip(actual, alone, strict=True):
         assert all(torch.equal(one.tensors[name], expected.tensors[name]) for name in ("o", "lse"))
     whole = [tensors(seed, 3 + seed) | answer.tensors for seed, answer in zip(seeds, alone, strict=True)]
     dos = [{"do": normal(1, 2, 3 + seed, 16, seed=50 + seed)} for seed in seeds]
@@ -55,7 +55,7 @@ def test_forwards_that_are_saved_and_their_gradients_share_launches_with_others(
         post(gated.server, "/attention/grad", message(given | do, backend="triton"))
         for given, do in zip(whole, dos, strict=True)
     ]
-    recalls = [message(do, saved=one.metadata["saved"]) for do, one in zip(dos, found, strict=True)]
+    recalls = [message(do, saved=one.metadata["saved"]) for do, one in zip(dos, actual, strict=True)]
     with gated.busy(pool, HELD):
         queued = [gated.post(pool, "mate", body, "/attention/grad") for body in recalls]
         queued.append(gated.post(pool, "mate", message(whole[0] | dos[0], backend="triton"), "/attention/grad"))

@@ -35,9 +35,9 @@ class Counted(flashpoint.Client):
 
     def asked(self):
         """Return the path and the field `save` or `saved` of each POST since the last call."""
-        found = [call[1:3] for call in self.calls if call[0] == "POST"]
+        posts = [call[1:3] for call in self.calls if call[0] == "POST"]
         self.calls = []
-        return found
+        return posts
 
 
 @pytest.fixture
@@ -66,8 +66,8 @@ def assert_freed(client):
 
 
 def qkv(seed=0, grad=False):
-    found = [normal(*shape, seed=seed + n) for n, shape in enumerate(SHAPES.values())]
-    return [t.requires_grad_() for t in found] if grad else found
+    tensors = [normal(*shape, seed=seed + n) for n, shape in enumerate(SHAPES.values())]
+    return [t.requires_grad_() for t in tensors] if grad else tensors
 
 
 def test_a_forward_is_saved_recalled_and_deleted(client):
@@ -78,8 +78,8 @@ def test_a_forward_is_saved_recalled_and_deleted(client):
     assert result.lse is None
     do = normal(*o.shape, seed=9)
     expected = client.attention_grad(do, q, k, v, causal=True, o=o, lse=lse)
-    found, meta = client.attention_grad(do, saved=result.saved, with_meta=True)
-    assert all(map(torch.equal, found, expected))
+    actual, meta = client.attention_grad(do, saved=result.saved, with_meta=True)
+    assert all(map(torch.equal, actual, expected))
     assert meta.backend == "torch"
     (dk,) = client.attention_grad(do.numpy(), saved=result.saved, grads=("dk",), deterministic=True)
     assert np.array_equal(dk, expected[1].numpy())
@@ -156,8 +156,8 @@ def test_torch_sends_do_alone_and_frees_the_forward(client):
         flashpoint.torch.attention(q, k, v, client=client, save=True)
     )  # no gradient, so nothing is saved
     assert client.asked() == [("/attention", "")]
-    found = gradients(client, save=True, dropout_p=0.3, dropout_seed=3)
-    assert all(map(torch.equal, found, gradients(client, dropout_p=0.3, dropout_seed=3)))
+    actual = gradients(client, save=True, dropout_p=0.3, dropout_seed=3)
+    assert all(map(torch.equal, actual, gradients(client, dropout_p=0.3, dropout_seed=3)))
 
 
 def test_a_client_that_is_closed_after_the_backward_leaves_no_forward_behind(client, server):
@@ -194,19 +194,19 @@ def test_torch_sends_everything_where_the_forward_was_lost(client):
     inputs = qkv(5, grad=True)
     o, lse = flashpoint.torch.attention(*inputs, client=client, return_lse=True, causal=True, save=True)
     client.delete_saved(*client.held())
-    found = torch.autograd.grad((o * o).sum() + lse.sum(), inputs)
-    assert all(map(torch.equal, found, expected))
+    actual = torch.autograd.grad((o * o).sum() + lse.sum(), inputs)
+    assert all(map(torch.equal, actual, expected))
     assert client.asked() == [("/attention", "save"), ("/attention/grad", "saved"), ("/attention/grad", "")]
 
 
 @pytest.mark.slow
 def test_torch_sends_everything_where_there_is_no_memory(full):
     expected = gradients(full)
-    kept = full.attention(*qkv(), save=True)
+    saved = full.attention(*qkv(), save=True)
     full.asked()
     assert all(map(torch.equal, gradients(full, save=True), expected))
     assert full.asked() == [("/attention", "save"), ("/attention/grad", "")]
-    full.delete_saved(kept.saved)
+    full.delete_saved(saved.saved)
 
 
 @pytest.mark.slow
@@ -224,8 +224,8 @@ def test_jax_sends_do_alone_in_every_transformation_but_vmap(client):
     client.asked()
     saving = jax.grad(lambda *t: loss(*t, save=True), (0, 1, 2))
     for function in (saving, jax.jit(saving)):
-        found = function(q, k, v)
-        assert all(map(np.array_equal, found, expected))
+        actual = function(q, k, v)
+        assert all(map(np.array_equal, actual, expected))
         assert client.asked() == [("/attention", "save"), ("/attention/grad", "saved")]
     attention(q, k, v, client=client, save=True)
     assert client.asked() == [("/attention", "")]  # no gradient, so nothing is saved

@@ -38,11 +38,11 @@ def test_schemathesis_finds_nothing(bounded, tmp_path):
         check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    found = json.loads(report.read_text())
-    assert found["complete"]
-    assert found["operations"]["tested"] == found["operations"]["total"] == OPERATIONS
-    assert {phase["status"] for phase in found["phases"].values()} == {"success"}
-    assert not any(found["warnings"].values())
+    document = json.loads(report.read_text())
+    assert document["complete"]
+    assert document["operations"]["tested"] == document["operations"]["total"] == OPERATIONS
+    assert {phase["status"] for phase in document["phases"].values()} == {"success"}
+    assert not any(document["warnings"].values())
     assert not [line for line in bounded.lines if line.get("event") == "failed"]
 
 
@@ -104,9 +104,9 @@ def test_an_error_is_answered_as_its_example(server, name):
     contents = [response.get("content", {}) for response in operation["responses"].values()]
     problems = [content["application/problem+json"] for content in contents if "application/problem+json" in content]
     examples = {each: example["value"] for one in problems for each, example in one["examples"].items()}
-    asked = path.replace("{id}", "none").replace("{format}", "svg")
+    address = path.replace("{id}", "none").replace("{format}", "svg")
     rest = {field: text for field, text in fields.items() if field != "content_type"}
     media = fields.get("content_type", JSON)
-    answer = ask(server, asked, method, **rest) if body is None else post(server, asked, body, media, **rest)
+    answer = ask(server, address, method, **rest) if body is None else post(server, address, body, media, **rest)
     assert answer.json | {"request_id": ""} == examples[code] | {"request_id": ""}
     assert answer.status == examples[code]["status"]

@@ -66,9 +66,9 @@ def test_the_command_line_asks_the_server_of_the_variable(start_server):
         routes = {line["route"] for line in list(server.lines) if line["event"] == "request"}
         return routes & {"/verify", "/info"}
 
-    found = ran("verify", "--json", "-")
-    assert found.returncode == 0, found.stderr
-    assert json.loads(found.stdout)["ok"]
+    process = ran("verify", "--json", "-")
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout)["ok"]
     wait_for(lambda: asked() == {"/verify"}, lambda: list(server.lines))
     assert ran("capacity", "--q-len", "8", "--head-dim", "8", "--tflops", "1", "--network-gbit", "1").returncode == 0
     assert ran("info", "--url", "").returncode == 0

@@ -169,8 +169,8 @@ def test_a_key_is_named_in_logs_and_metrics(locked):
 
 
 def test_a_benchmark_is_its_keys_own_and_an_administrators(locked):
-    asked = {"shapes": [{"q_len": 16, "head_dim": 16}], "max_seconds": 0.01, "backends": ["torch"]}
-    started = post(locked, "/benchmark", json.dumps(asked).encode(), JSON, **bearer("alice"))
+    grid = {"shapes": [{"q_len": 16, "head_dim": 16}], "max_seconds": 0.01, "backends": ["torch"]}
+    started = post(locked, "/benchmark", json.dumps(grid).encode(), JSON, **bearer("alice"))
     assert started.status == 202, started.body
     path = started.headers["location"]
     for method, end in (("GET", ""), ("GET", "/events"), ("GET", "/plot.svg"), ("DELETE", "")):
@@ -189,8 +189,10 @@ def test_a_right_of_its_own_registers_shared_memory(locked):
 
 def test_only_pages_of_named_origins_may_call(locked):
     wanted = {"origin": ORIGIN, "access_control_request_method": "POST"}
-    asked = ask(locked, "OPTIONS", "/attention", **wanted, access_control_request_headers="authorization,content-type")
-    assert (asked.status, asked.headers["access-control-allow-origin"]) == (200, ORIGIN)
+    preflight = ask(
+        locked, "OPTIONS", "/attention", **wanted, access_control_request_headers="authorization,content-type"
+    )
+    assert (preflight.status, preflight.headers["access-control-allow-origin"]) == (200, ORIGIN)
     plain = post(locked, "/attention", GOOD, **bearer("alice"))
     answer = post(locked, "/attention", GOOD, origin=ORIGIN, **bearer("alice"))
     assert answer.headers["access-control-allow-origin"] == ORIGIN
@@ -203,11 +205,11 @@ def test_only_pages_of_named_origins_may_call(locked):
 
 def closed(connection):
     """Return the bytes received until the server closes or resets the connection."""
-    found = b""
+    received = b""
     with contextlib.suppress(ConnectionError):
         while piece := connection.recv(1 << 16):
-            found += piece
-    return found
+            received += piece
+    return received
 
 
 HEAD = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n"
@@ -245,9 +247,9 @@ def test_a_large_head_is_taken_and_one_too_large_is_431(locked):
         with socket.create_connection(("127.0.0.1", locked.port), timeout=60) as connection:
             with contextlib.suppress(ConnectionError):
                 connection.sendall(HEAD + b"Connection: close\r\n" + fields + b"\r\n")
-            found = closed(connection)
-        assert found.startswith(b"HTTP/1.1 %d " % status), (size, count, found[:100])
-        assert (b'"code": "head_too_large"' in found) == (status == 431)
+            received = closed(connection)
+        assert received.startswith(b"HTTP/1.1 %d " % status), (size, count, received[:100])
+        assert (b'"code": "head_too_large"' in received) == (status == 431)
 
 
 SLOW = [b"", HEAD[:10], HEAD, b"\r\n", HEAD + b"\r\n" + HEAD, HEAD + b"Content-Length: 99\r\n\r\n"]
@@ -355,7 +357,7 @@ def test_the_client_reads_the_refusal_of_a_body_that_it_still_sends(locked):
 
 
 @pytest.mark.parametrize(
-    ("host", "found"),
+    ("host", "expected"),
     [
         ("127.0.0.1", None),
         ("127.3.2.1", None),
@@ -368,13 +370,13 @@ def test_the_client_reads_the_refusal_of_a_body_that_it_still_sends(locked):
         ("192.0.2.1", "192.0.2.1"),
     ],
 )
-def test_an_address_that_others_reach_is_known_as_one(host, found, tmp_path):
+def test_an_address_that_others_reach_is_known_as_one(host, expected, tmp_path):
     """`192.0.2.1` is a documentation address, which no machine has. Keys or client certificates protect it."""
     settings = Settings(host=host)
-    assert open_to_all(settings) == found
+    assert open_to_all(settings) == expected
     assert open_to_all(settings.model_copy(update={"tls_client_ca": tmp_path})) is None
     assert open_to_all(Settings(host=host, api_keys="k")) is None
-    assert open_to_all(Settings(host=host, insecure=True)) == found  # the log warns of it
+    assert open_to_all(Settings(host=host, insecure=True)) == expected  # the log warns of it
     assert Settings().host == "127.0.0.1"
 
 
@@ -386,10 +388,10 @@ def test_without_keys_others_are_served_by_choice_alone(capsys, monkeypatch):
     """The refusal comes before a socket is opened, and names both remedies. No machine has this test's address."""
     host = ["--host", "192.0.2.1", "--port", "0"]
     assert serve(host) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("flashpoint serve: --host: other machines can reach 192.0.2.1")
+    errors = capsys.readouterr().err
+    assert errors.startswith("flashpoint serve: --host: other machines can reach 192.0.2.1")
     for way in ("--api-keys-file", "--tls-client-ca", "--insecure", "FLASHPOINT_INSECURE=true", "--host 127.0.0.1"):
-        assert way in said
+        assert way in errors
     chosen = []
     monkeypatch.setattr("flashpoint_server.cli.serve.run", lambda settings: chosen.append(settings.insecure) or 0)
     monkeypatch.setattr("flashpoint_server.observability.logs.configure", lambda *_: None)

@@ -26,7 +26,7 @@ def zeros(names="qkv", **more):
     return {name: torch.zeros(B, H, S, D) for name in names} | more
 
 
-def held(answer):
+def checked(answer):
     """Assert that the answer succeeded and has no canary; return it."""
     assert answer.status == 200, answer.body
     assert b"CANARY" not in answer.body
@@ -52,22 +52,22 @@ def left_behind(server):
 def test_rows_that_nobody_computes_are_zero(server):
     """No kernel writes rows of padding, of sequences without keys, and of masks that hide all keys."""
     lengths = {"q_lengths": torch.tensor([1, S]), "kv_lengths": torch.tensor([S, 0])}
-    answer = held(post(server, "/attention", message(zeros(**lengths), return_lse=True)))
+    answer = checked(post(server, "/attention", message(zeros(**lengths), return_lse=True)))
     assert not answer.tensors["o"].any()
     assert torch.isneginf(answer.tensors["lse"][1]).all()
     hidden = zeros(attn_mask=torch.zeros(S, S, dtype=torch.bool))
-    assert not held(post(server, "/attention", message(hidden))).tensors["o"].any()
+    assert not checked(post(server, "/attention", message(hidden))).tensors["o"].any()
     empty = {"q": torch.zeros(B, H, S, D), "k": torch.zeros(B, H, 0, D), "v": torch.zeros(B, H, 0, D)}
-    assert not held(post(server, "/attention", message(empty))).tensors["o"].any()
+    assert not checked(post(server, "/attention", message(empty))).tensors["o"].any()
 
 
 def test_gradients_of_what_nobody_sees_are_zero(server):
     lengths = {"q_lengths": torch.tensor([1, S]), "kv_lengths": torch.tensor([1, 0])}
-    answer = held(post(server, "/attention/grad", message(zeros(("q", "k", "v", "do"), **lengths))))
+    answer = checked(post(server, "/attention/grad", message(zeros(("q", "k", "v", "do"), **lengths))))
     for name in ("dq", "dk", "dv"):
         assert not answer.tensors[name].any()
     windowed = message(zeros(("q", "k", "v", "do")), window=[0, 0], causal=True)
-    for tensor in held(post(server, "/attention/grad", windowed)).tensors.values():
+    for tensor in checked(post(server, "/attention/grad", windowed)).tensors.values():
         assert not tensor.any()
 
 
@@ -76,11 +76,11 @@ def test_every_backend_writes_all_of_its_answer(server, backend):
     for dtype in (torch.float32, torch.bfloat16):
         tensors = {name: tensor.to(dtype) for name, tensor in zeros().items()}
         lengths = {"q_lengths": torch.tensor([3, 0]), "kv_lengths": torch.tensor([S, 7])}
-        assert not held(post(server, "/attention", message(tensors | lengths, backend=backend))).tensors["o"].any()
+        assert not checked(post(server, "/attention", message(tensors | lengths, backend=backend))).tensors["o"].any()
 
 
 def test_small_answers_in_json_hold_no_more_than_they_say(server):
-    asked = {"q": [[0.0, 0.0]] * 3, "k": [[0.0, 0.0]], "v": [[0.0, 0.0]], "return_lse": True}
-    answer = held(post(server, "/attention", json.dumps(asked).encode(), JSON))
+    request = {"q": [[0.0, 0.0]] * 3, "k": [[0.0, 0.0]], "v": [[0.0, 0.0]], "return_lse": True}
+    answer = checked(post(server, "/attention", json.dumps(request).encode(), JSON))
     assert answer.json["o"] == [[0.0, 0.0]] * 3
     assert "12.8909" not in answer.body.decode()

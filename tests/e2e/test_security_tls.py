@@ -187,11 +187,11 @@ def test_its_health_is_asked_for_through_tls(server, authority, capsys, start_se
     assert main(["health", f"--port={server.port}", *files]) == 0
     assert "handshake" in capsys.readouterr().out
     assert main(["health", f"--port={server.port}"]) == 1  # it speaks no plain HTTP
-    own = start_server(ready=False, tls_cert=cert, tls_key=key)
-    assert main(["health", f"--port={own.port}", *files[:2]]) == 0
+    starting = start_server(ready=False, tls_cert=cert, tls_key=key)
+    assert main(["health", f"--port={starting.port}", *files[:2]]) == 0
     assert "/health/live is 200" in capsys.readouterr().out
-    own.stop()
-    assert main(["health", f"--port={own.port}", *files]) == 1
+    starting.stop()
+    assert main(["health", f"--port={starting.port}", *files]) == 1
     assert "no answer" in capsys.readouterr().err
 
 
@@ -248,15 +248,15 @@ def test_a_new_certificate_is_shown_after_sighup(server, authority):
         """Return the certificate over HTTP, after a check that gRPC shows the same."""
         with connected(server, trusting(authority)) as connection:
             connection.connect()
-            found = connection.sock.getpeercert()["serialNumber"]
+            serial = connection.sock.getpeercert()["serialNumber"]
         context = trusting(authority)
         context.set_alpn_protocols(["h2"])
         with (
             socket.create_connection(("localhost", grpc_port(server)), timeout=60) as plain,
             context.wrap_socket(plain, server_hostname="localhost") as encrypted,
         ):
-            assert encrypted.getpeercert()["serialNumber"] == found
-        return found
+            assert encrypted.getpeercert()["serialNumber"] == serial
+        return serial
 
     before = shown()
     cert, _ = authority.give("another")

@@ -54,12 +54,12 @@ def expected(q, k, v, **options):
     return o.numpy(), lse.numpy()
 
 
-def near(found, wanted, bound):
-    assert found.shape == wanted.shape
-    found, wanted = found.astype(np.float64), wanted.astype(np.float64)
+def near(actual, wanted, bound):
+    assert actual.shape == wanted.shape
+    actual, wanted = actual.astype(np.float64), wanted.astype(np.float64)
     finite = np.isfinite(wanted)
-    assert np.array_equal(found[~finite], wanted[~finite])
-    assert np.abs(found[finite] - wanted[finite]).max(initial=0) <= bound * max(
+    assert np.array_equal(actual[~finite], wanted[~finite])
+    assert np.abs(actual[finite] - wanted[finite]).max(initial=0) <= bound * max(
         1, np.abs(wanted[finite]).max(initial=0)
     )
 
@@ -84,7 +84,7 @@ def problems(draw):
     return pick(3, 7, 100), pieces, count, dtype, keywords
 
 
-def turned(t, layout):
+def in_layout(t, layout):
     return t.swapaxes(1, 2) if layout == "bshd" else t
 
 
@@ -102,21 +102,21 @@ def test_any_problem_is_as_float64_solves_it_over_the_whole(clients, problem, se
         given_ = {**plain, "layout": layout} | {name: keywords[name] for name in ("backend",) if name in keywords}
         first = 0
         for piece in pieces:
-            new = [turned(t[:, :, first : first + piece], layout) for t in (q, k, v)]
+            new = [in_layout(t[:, :, first : first + piece], layout) for t in (q, k, v)]
             first += piece
             o, lse = cache.attention(*new, **given_, return_lse=True)
             wanted = expected(q[:, :, first - piece : first], k[:, :, :first], v[:, :, :first], **plain)
-            near(turned(o, layout), wanted[0], BOUNDS[o.dtype])
+            near(in_layout(o, layout), wanted[0], BOUNDS[o.dtype])
             near(lse, wanted[1], 4e-6)
         assert cache.lengths == [total]
         q = normal(1, HQ, count, D, seed=seed + 3, dtype=dtype)
-        (o, lse), parts = cache.attention(turned(q, layout), return_lse=True, with_meta=True, **keywords)
+        (o, lse), parts = cache.attention(in_layout(q, layout), return_lse=True, with_meta=True, **keywords)
         mask = {"attn_mask": keywords["attn_mask"][..., :total]} if "attn_mask" in keywords else {}
         wanted = expected(q, k, v, **plain, **mask)
-        near(turned(o, layout), wanted[0], BOUNDS[o.dtype])
+        near(in_layout(o, layout), wanted[0], BOUNDS[o.dtype])
         near(lse, wanted[1], 4e-6)
         assert all(0 <= a < b <= min(a + span, total) and a % span == 0 for a, b in (part.keys for part in parts))
-        near(o, cache.attention(turned(q, layout), **keywords), 0)
+        near(o, cache.attention(in_layout(q, layout), **keywords), 0)
 
 
 def whole(cache, numbers, layer=0):

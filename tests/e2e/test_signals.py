@@ -66,9 +66,9 @@ def test_several_processes_outlast_sighup_and_leave_no_files_behind(start_server
     assert all(post(server, "/attention", SMALL).status == 200 for _ in range(4))
     assert not [line for line in server.lines if line["event"] == "lost"]
 
-    (own,) = content(tmp_path) - before
+    (directory,) = content(tmp_path) - before
     start_another(tmp_path)
-    assert content(tmp_path) == {*before, own}
+    assert content(tmp_path) == {*before, directory}
     server.process.kill()
     assert server.wait_exit() == -signal.SIGKILL
     wait_for(lambda: not any(map(psutil.pid_exists, family)), lambda: f"left behind: {family}")

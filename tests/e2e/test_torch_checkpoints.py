@@ -94,13 +94,13 @@ WAYS = {
 
 @pytest.mark.parametrize("save", [False, True])
 def test_every_way_of_saving_gives_the_gradients_of_a_plain_call(server, client, save):
-    held = held_since(server, "saved")
+    saved_count = held_since(server, "saved")
     expected = gradients(partial(layers, client, False))
     for name, way in WAYS.items():
-        found = gradients(partial(way, partial(layers, client, save)))
-        assert all(map(torch.equal, found, expected)), name
+        actual = gradients(partial(way, partial(layers, client, save)))
+        assert all(map(torch.equal, actual, expected)), name
     gc.collect()
-    wait_for(lambda: not held(), held)
+    wait_for(lambda: not saved_count(), saved_count)
 
 
 @pytest.mark.parametrize("save", [False, True])
@@ -128,8 +128,8 @@ def test_a_graph_that_is_kept_has_the_same_gradients_again(client, way, save):
         assert all(map(torch.equal, first, second))
         return second
 
-    found = gradients(partial(way, partial(layers, client, save)), backward=twice)
-    assert all(map(torch.equal, found, gradients(partial(layers, client, False))))
+    actual = gradients(partial(way, partial(layers, client, save)), backward=twice)
+    assert all(map(torch.equal, actual, gradients(partial(layers, client, False))))
 
 
 def test_the_seed_is_torchs(client):
@@ -179,9 +179,9 @@ def test_what_the_caller_changes_after_the_forward_is_not_used(client):
     for given in (lengths.numpy().copy(), lengths.tolist()):
         o = attention(q, k, v, client=client, kv_lengths=given)
         given[0] = 12
-        found = torch.autograd.grad(o.sum(), v)
+        actual = torch.autograd.grad(o.sum(), v)
         expected = torch.autograd.grad(attention(q, k, v, client=client, kv_lengths=lengths).sum(), v)
-        assert torch.equal(*found, *expected)
+        assert torch.equal(*actual, *expected)
     o = attention(q, k, v, client=client, kv_lengths=lengths)
     lengths[0] = 12
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -34,10 +34,10 @@ def test_a_request_and_the_parts_of_its_way_are_in_the_callers_trace(server, rec
     trace, above = f"{caller.get_span_context().trace_id:032x}", f"{caller.get_span_context().span_id:016x}"
     (span,) = receiver.wait("POST /attention", trace)
     assert (span.parent_span_id.hex(), span.kind) == (above, Span.SPAN_KIND_SERVER)
-    said = attributes(span)
-    assert said["flashpoint.request_id"] == "traced"
-    assert said["flashpoint.backend"] == "torch"
-    assert (said["http.response.status_code"], said["http.route"]) == (200, "/attention")
+    values = attributes(span)
+    assert values["flashpoint.request_id"] == "traced"
+    assert values["flashpoint.backend"] == "torch"
+    assert (values["http.response.status_code"], values["http.route"]) == (200, "/attention")
     parts = [receiver.wait(name, trace)[0] for name in PARTS]
     assert {part.parent_span_id for part in parts} == {span.span_id}
     edges = [span.start_time_unix_nano]
@@ -83,8 +83,8 @@ def test_what_its_caller_did_not_choose_is_not_told_and_what_is_refused_is(serve
     receiver.wait("encode", last)  # spans arrive in the order of their ends
     assert [s.name for s in receiver.spans if s.trace_id.hex() == unchosen] == []
     assert [s.name for s in receiver.spans if s.trace_id.hex() == refused] == ["POST /attention/grad"]
-    (own,) = [s for s in receiver.spans if attributes(s).get("flashpoint.request_id") == name]
-    assert not own.parent_span_id
+    (untraced,) = [s for s in receiver.spans if attributes(s).get("flashpoint.request_id") == name]
+    assert not untraced.parent_span_id
     assert [s.name for s in receiver.spans if s.trace_id.hex() == watched] == []
 
 

@@ -87,8 +87,8 @@ def test_the_bound_finds_attention_that_is_a_little_wrong(example, curves, wrong
     def call(*args, window, **options):
         return example.attention(*args, **options | wrong)
 
-    found = example.train(call, **TINY).losses
-    assert apart(found, curves["sdpa"]) > EPSILON * curves["sdpa"][0]
+    losses = example.train(call, **TINY).losses
+    assert apart(losses, curves["sdpa"]) > EPSILON * curves["sdpa"][0]
 
 
 def test_the_same_seed_gives_the_same_curve(example, curves):
@@ -115,17 +115,17 @@ def test_the_example_prints_and_draws(server, tmp_path):
     assert float(re.search(r"served is at most (\S+) from local", printed)[1]) < 2e-5
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert record.stat().st_size
-    found = json.loads(record.read_text())
-    assert found["environment"]["torch"] == torch.__version__
-    assert printed.endswith(f"local writes:\n{found['text']}\n")
+    document = json.loads(record.read_text())
+    assert document["environment"]["torch"] == torch.__version__
+    assert printed.endswith(f"local writes:\n{document['text']}\n")
 
 
 def test_the_page_says_what_was_measured():
-    found = json.loads((ROOT / "benchmarks" / "results" / "train-gpt.json").read_text())
-    curves = found["curves"]
+    document = json.loads((ROOT / "benchmarks" / "results" / "train-gpt.json").read_text())
+    curves = document["curves"]
     page = " ".join((ROOT / "docs" / "torch.md").read_text().split())
     worst = float(re.search(r"was at most (\S+) from ours in 300 steps", page)[1])
     assert worst == float(f"{apart(curves['local'], curves['sdpa']):.1e}")
     assert [len(losses) for losses in curves.values()] == [300] * 3
     assert curves["served"] == curves["local"]  # "the same to the bit"
-    assert found["backend"] == "tiled"
+    assert document["backend"] == "tiled"

@@ -57,12 +57,12 @@ def small(configuration):
 
 
 def refused(folder, file):
-    found = 0
+    count = 0
     for configuration, kind in classes(folder, file):
         with torch.device("meta"), pytest.raises(flashpoint.InvalidInputError, match=r"computes .* itself"):
             pytest.fail(f"{kind._from_config(small(configuration()), attn_implementation=NAME)}")
-        found += 1
-    return found
+        count += 1
+    return count
 
 
 def test_models_without_the_interface_are_refused_when_they_are_made(client):
@@ -83,8 +83,8 @@ def test_a_model_is_refused_by_every_way_to_make_it(client, tmp_path):
     def sizes(**more):
         return BloomConfig(vocab_size=50, hidden_size=16, n_layer=1, n_head=2, **more)
 
-    own = BloomForCausalLM(sizes()).eval()
-    own.save_pretrained(tmp_path)
+    model = BloomForCausalLM(sizes()).eval()
+    model.save_pretrained(tmp_path)
     for make in (
         lambda: AutoModelForCausalLM.from_config(sizes(), attn_implementation=NAME),
         lambda: AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=NAME),
@@ -93,10 +93,10 @@ def test_a_model_is_refused_by_every_way_to_make_it(client, tmp_path):
         with pytest.raises(flashpoint.InvalidInputError, match="BloomModel computes BloomAttention itself"):
             make()
     tokens = torch.tensor([[1, 2, 3]])
-    before = own(tokens).logits
-    own.set_attn_implementation(NAME)  # transformers warns and changes nothing
-    assert own.config._attn_implementation != NAME
-    assert torch.equal(own(tokens).logits, before)
+    before = model(tokens).logits
+    model.set_attn_implementation(NAME)  # transformers warns and changes nothing
+    assert model.config._attn_implementation != NAME
+    assert torch.equal(model(tokens).logits, before)
 
 
 def vision_and_text():

@@ -22,8 +22,8 @@ STEP = re.compile(rf"^```(sh|python)\n{BLOCK}```\n\n```(text|json)\n{BLOCK}```$"
 def steps_of(page):
     """Return (position, language, code, kind of output, output) for each block and for each named file."""
     text = (DOCS / f"{page}.md").read_text()
-    files = [(found.start(), "file", found[2], "", found[1]) for found in FILE.finditer(text)]
-    return sorted([*files, *((found.start(), *found.groups()) for found in STEP.finditer(text))])
+    files = [(match.start(), "file", match[2], "", match[1]) for match in FILE.finditer(text)]
+    return sorted([*files, *((match.start(), *match.groups()) for match in STEP.finditer(text))])
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -59,16 +59,16 @@ def test_every_step_prints_what_the_page_says(readers, page, tmp_path, monkeypat
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):
                 exec(code.replace("http://localhost:8000", server.url), session)
-            found = printed.getvalue()
+            printed_text = printed.getvalue()
         else:
             code = code.replace("localhost:8000", f"127.0.0.1:{server.port}")
             ran = subprocess.run(["bash", "-e"], input=code, capture_output=True, text=True, timeout=600, check=False)
             assert ran.returncode == 0, ran.stderr
-            found = ran.stdout
+            printed_text = ran.stdout
         if kind == "json":
-            assert same(json.loads(found), json.loads(output)), code
+            assert same(json.loads(printed_text), json.loads(output)), code
         else:
-            assert found == output, code
+            assert printed_text == output, code
 
 
 MISTAKES = """\

@@ -30,16 +30,16 @@ _FLOAT32_ALONE = ("scores_in_bfloat16", "sum_in_bfloat16", "products_in_bfloat16
 
 
 def _wrong() -> dict[str, Wrong]:
-    found = {}
+    results = {}
     for name, (steps, codes) in STEPS.items():
         text = (steps.__doc__ or "").strip()
-        found[name] = Wrong(kernel(steps), text, codes)
+        results[name] = Wrong(kernel(steps), text, codes)
         if name not in _FLOAT32_ALONE:
-            found[f"{name}_half"] = Wrong(kernel(steps, "half"), f"In 16-bit types alone: {text}", codes)
+            results[f"{name}_half"] = Wrong(kernel(steps, "half"), f"In 16-bit types alone: {text}", codes)
     for name, (steps, codes) in siblings.STEPS.items():
-        found[name] = Wrong(kernel(steps), (steps.__doc__ or "").strip(), codes)
+        results[name] = Wrong(kernel(steps), (steps.__doc__ or "").strip(), codes)
     calls = CALLS | siblings.CALLS
-    return found | {n: Wrong(each, (each.__doc__ or "").strip(), codes) for n, (each, codes) in calls.items()}
+    return results | {n: Wrong(each, (each.__doc__ or "").strip(), codes) for n, (each, codes) in calls.items()}
 
 
 WRONG = _wrong()

@@ -268,8 +268,8 @@ class _Added(torch.autograd.Function):
 def unwritten_tail(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
     """Rows of the last, partial tile are left as torch.empty made them, if there is more than one tile."""
     o = _right(q, k, v, causal)
-    found, whole = torch.empty_like(o), o.shape[2] // 64 * 64
-    return torch.where(torch.arange(o.shape[2])[:, None] < (whole or o.shape[2]), o, found)
+    actual, whole = torch.empty_like(o), o.shape[2] // 64 * 64
+    return torch.where(torch.arange(o.shape[2])[:, None] < (whole or o.shape[2]), o, actual)
 
 
 @wrong("race", "nondeterministic")

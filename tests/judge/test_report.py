@@ -39,11 +39,11 @@ def test_the_published_schema_is_that_of_the_class() -> None:
 @pytest.mark.parametrize("name", ["no_maximum", "formula_in_float32"])
 def test_a_report_is_valid_by_the_schema(name: str) -> None:
     function = WRONG[name].function if name in WRONG else formula_in_float32
-    found = json.loads(json.dumps(judged(function).to_dict(), allow_nan=False))
-    jsonschema.validate(found, schema())
-    assert found["ok"] == (name not in WRONG)
+    document = json.loads(json.dumps(judged(function).to_dict(), allow_nan=False))
+    jsonschema.validate(document, schema())
+    assert document["ok"] == (name not in WRONG)
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(found | {"verdict": "perhaps"}, schema())
+        jsonschema.validate(document | {"verdict": "perhaps"}, schema())
 
 
 def late(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -31,11 +31,11 @@ def flash_attn_func(
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     assert dropout_p == 0
-    found = attention(
+    actual = attention(
         q, k, v, layout="bshd", scale=softmax_scale, causal=causal, window=window_size, softcap=softcap,
         alibi_slopes=alibi_slopes, return_lse=return_attn_probs,
     )  # fmt: skip
-    return (*found, None) if return_attn_probs else found
+    return (*actual, None) if return_attn_probs else actual
 
 
 def flash_attn_qkvpacked_func(qkv: Tensor, softmax_scale: float | None = None, causal: bool = False) -> Tensor:

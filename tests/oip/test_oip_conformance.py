@@ -165,11 +165,11 @@ def test_which_gradients_come(url, parameters, outputs, names):
 
 def test_options_change_the_answer(url):
     asked = {"window_left": 3, "window_right": 0, "scale": 0.5, "softcap": 2.0, "binary_data_output": True}
-    found = infer(url, "attention", SMALL, parameters=asked).tensors["o"]
+    actual = infer(url, "attention", SMALL, parameters=asked).tensors["o"]
     q, k, v = (SMALL[n].double() for n in "qkv")
     distance = torch.arange(S)[:, None] - torch.arange(S)
     s = 2 * torch.tanh(0.5 * q @ k.transpose(-1, -2) / 2)
-    near(found, s.masked_fill((distance > 3) | (distance < 0), -torch.inf).softmax(-1) @ v, 5e-6)
+    near(actual, s.masked_fill((distance > 3) | (distance < 0), -torch.inf).softmax(-1) @ v, 5e-6)
 
 
 def test_every_kind_of_optional_input(url):
@@ -195,9 +195,9 @@ def test_empty_tensors(url):
     none = {**SMALL, "k": SMALL["k"][:, :, :0], "v": SMALL["v"][:, :, :0]}
     asked = {"binary_data_output": True, "return_lse": True}
     for how in ({"parameters": asked}, {"numbers": "qkv", "parameters": {"return_lse": True}}):
-        found = infer(url, "attention", none, **how).tensors
-        assert (found["o"] == 0).all()
-        assert (found["lse"] == -torch.inf).all()
+        actual = infer(url, "attention", none, **how).tensors
+        assert (actual["o"] == 0).all()
+        assert (actual["lse"] == -torch.inf).all()
     nobody = infer(url, "attention", {**SMALL, "q": SMALL["q"][:, :, :0]}, parameters=asked).tensors
     assert nobody["o"].shape == (B, H, 0, D)
 
@@ -268,9 +268,9 @@ def test_a_deadline_and_a_priority(url):
 
 def test_statistics_count_what_is_served(url):
     def stats():
-        (found,) = call(url, "GET", "/v2/models/attention_grad/stats").head["model_stats"]
-        assert (found["name"], found["version"]) == ("attention_grad", "1")
-        return found
+        (statistics,) = call(url, "GET", "/v2/models/attention_grad/stats").head["model_stats"]
+        assert (statistics["name"], statistics["version"]) == ("attention_grad", "1")
+        return statistics
 
     before = stats()
     for _ in range(3):

@@ -231,8 +231,8 @@ def test_a_request_that_runs_keeps_its_region(held):
         assert not asked.done()
         held.gate("gate").touch()
         assert asked.result().status == 200
-        found = torch.frombuffer(bytearray(block.buf[len(block.buf) // 4 * 3 :]), dtype=torch.float32)
-        near(found[: expected.numel()].view(expected.shape), expected, 2e-6)
+        actual = torch.frombuffer(bytearray(block.buf[len(block.buf) // 4 * 3 :]), dtype=torch.float32)
+        near(actual[: expected.numel()].view(expected.shape), expected, 2e-6)
         maps = Path(f"/proc/{held.server.engine_pid}/maps")
         wait_for(lambda: key not in maps.read_text(), lambda: "still mapped")
 

@@ -181,8 +181,8 @@ def test_what_is_off_has_no_regions_and_unregisters_nothing(server, kind):
 
 
 def test_each_request_has_its_log_line(locked):
-    found = infer(locked.url, "attention", SMALL, headers={**KEY, "x-request-id": "one-of-v2"})
-    assert found.headers["x-request-id"] == "one-of-v2"
+    actual = infer(locked.url, "attention", SMALL, headers={**KEY, "x-request-id": "one-of-v2"})
+    assert actual.headers["x-request-id"] == "one-of-v2"
     line = locked.wait_for_request("one-of-v2")
     assert line["route"] == PATH
     assert line["status"] == 200

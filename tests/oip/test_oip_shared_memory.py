@@ -139,8 +139,8 @@ def test_a_region_may_go_while_it_is_used_and_come_again(server, memory):
         assert register(server, "again", key).status == 200
         block.buf[4 * NBYTES :][:NBYTES] = bytes(NBYTES)
         assert ask(server, inputs, output).status == 200
-        found = torch.frombuffer(bytearray(block.buf[4 * NBYTES : 5 * NBYTES]), dtype=torch.float32)
-        near(found.view(B, H, S, D), truth(tensors)["o"], 2e-6)
+        actual = torch.frombuffer(bytearray(block.buf[4 * NBYTES : 5 * NBYTES]), dtype=torch.float32)
+        near(actual.view(B, H, S, D), truth(tensors)["o"], 2e-6)
         assert call(server.url, "POST", "/v2/systemsharedmemory/region/again/unregister", b"").status == 200
         refused = ask(server, inputs, output)
         assert refused.status == 422

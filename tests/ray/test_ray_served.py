@@ -56,9 +56,9 @@ def test_answers_are_exact_in_every_encoding(cluster):
     o, lse = dense(*leaves, causal=True)
     expected = torch.autograd.grad(o, leaves, do.double())
     with flashpoint.Client(cluster.url) as client:
-        found, meta = client.attention(q, k, v, causal=True, return_lse=True, request_id="mine", with_meta=True)
-        close(found[0], o)
-        close(found[1], lse)
+        actual, meta = client.attention(q, k, v, causal=True, return_lse=True, request_id="mine", with_meta=True)
+        close(actual[0], o)
+        close(actual[1], lse)
         assert meta.request_id == "mine"
         for gradient, truth in zip(client.attention_grad(do, q, k, v, causal=True), expected, strict=True):
             close(gradient, truth)

@@ -168,7 +168,7 @@ def body_of(tensor):
 
 def answers(received):
     """(status, fields, body) of each whole answer, and what is left. Interim answers are skipped."""
-    found = []
+    results = []
     while b"\r\n\r\n" in received:
         head, _, rest = received.partition(b"\r\n\r\n")
         line, *fields = head.decode().split("\r\n")
@@ -179,9 +179,9 @@ def answers(received):
             continue
         if len(rest) < (length := int(fields["content-length"])):
             break
-        found.append((status, fields, rest[:length]))
+        results.append((status, fields, rest[:length]))
         received = rest[length:]
-    return found, received
+    return results, received
 
 
 def code_of(body):

@@ -24,7 +24,7 @@ def dense(q, k, v, *, mask=None, sinks=None, causal=False):
     return p[..., : v.shape[-2]] @ v, s.logsumexp(-1)
 
 
-def close(found, expected, bound=2e-6):
-    found, expected = torch.as_tensor(found).double(), expected.detach().double()
-    assert found.shape == expected.shape
-    assert (found - expected).abs().max() <= bound * expected.abs().max()
+def close(actual, expected, bound=2e-6):
+    actual, expected = torch.as_tensor(actual).double(), expected.detach().double()
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max() <= bound * expected.abs().max()

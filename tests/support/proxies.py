@@ -77,12 +77,12 @@ class ProxyServer(RawServer):
 
 
 def _exactly(connection, size):
-    found = b""
-    while len(found) < size:
-        if not (more := connection.recv(size - len(found))):
+    received = b""
+    while len(received) < size:
+        if not (more := connection.recv(size - len(received))):
             raise OSError("closed")
-        found += more
-    return found
+        received += more
+    return received
 
 
 def _both_ways(client, server):

@@ -77,14 +77,14 @@ class Cluster:
 
     def below(self, name):
         """The processes below it whose command line begins with `name`, or runs that module."""
-        found = []
+        results = []
         self._below |= set(psutil.Process(self.process.pid).children(recursive=True))
         for process in self._below:
             with contextlib.suppress(psutil.NoSuchProcess):
                 command = process.cmdline()
                 if command and (command[0].startswith(name) or name in command):
-                    found.append(process)
-        return found
+                    results.append(process)
+        return results
 
     @property
     def replicas(self):

@@ -38,20 +38,20 @@ def open_page(chromium):
         context = chromium.new_context(reduced_motion="reduce", **{"viewport": {"width": 1280, "height": 900}, **how})
         context.set_default_timeout(PATIENCE_MS)
         page = context.new_page()
-        complaints, asked = [], []
+        complaints, requests = [], []
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("console", lambda line: complaints.append(line.text) if "Security Policy" in line.text else None)
-        page.on("request", lambda request: asked.append(request.url))
-        opened.append((context, server.url, complaints, asked))
+        page.on("request", lambda request: requests.append(request.url))
+        opened.append((context, server.url, complaints, requests))
         prepare(page)
         page.goto(f"{server.url}{path}")
         return page
 
     yield open_at
-    for context, url, complaints, asked in opened:
+    for context, url, complaints, requests in opened:
         context.close()
         assert complaints == []
-        assert [one for one in asked if not one.startswith((f"{url}/", "blob:"))] == []
+        assert [one for one in requests if not one.startswith((f"{url}/", "blob:"))] == []
 
 
 @pytest.fixture

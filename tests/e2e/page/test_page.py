@@ -245,8 +245,8 @@ SCREENS = [(scheme, width) for scheme in ("light", "dark") for width in (1280, 3
 
 def violations(page):
     """Return the rules that axe finds broken, including contrast."""
-    found = Axe().run(page).response["violations"]
-    return [(v["id"], v["impact"], [n["target"] for n in v["nodes"]]) for v in found]
+    violations = Axe().run(page).response["violations"]
+    return [(v["id"], v["impact"], [n["target"] for n in v["nodes"]]) for v in violations]
 
 
 @pytest.mark.slow
@@ -303,8 +303,8 @@ def test_it_says_what_it_is_and_leads_to_the_tutorial(open_page, server, start_s
     expect(page.get_by_role("heading", level=1)).to_have_text("First call")
     assert page.locator("main a").evaluate_all("links => links.filter(link => link.href.includes('.md')).length") == 0
     documented = start_server(docs_url="https://docs.example/flashpoint/")
-    found = ask(documented, "/").body.decode()
-    assert '<a href="https://docs.example/flashpoint/">Documentation</a>' in found
+    answer = ask(documented, "/").body.decode()
+    assert '<a href="https://docs.example/flashpoint/">Documentation</a>' in answer
     assert 'href="https://docs.example/flashpoint/install.html#' in ask(documented, "/docs/tutorial").body.decode()
 
 
@@ -351,9 +351,9 @@ def test_the_documentation_is_drawn_from_this_server_alone(open_page, server):
 
 
 def test_it_is_served_with_a_strict_policy_and_asked_for_again_in_vain(server):
-    found = ask(server, "/")
-    assert found.headers["content-type"] == "text/html; charset=utf-8"
-    text = found.body.decode()
+    page = ask(server, "/")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    text = page.body.decode()
     linked = re.findall(r'(?:href|src)="(static/[^"]+)"', text)
     assert len(linked) == 4
     for path in ("", *linked, "static/uPlot.esm.js"):
@@ -374,11 +374,11 @@ def test_it_is_served_with_a_strict_policy_and_asked_for_again_in_vain(server):
 def test_every_error_has_its_line_under_the_type_of_its_problem(server):
     refused = ask(server, "/nowhere").json
     page, _, anchor = refused["type"].partition("#")
-    found = ask(server, page)
-    assert (found.status, found.headers["content-type"]) == (200, "text/html; charset=utf-8")
-    assert "unsafe" not in found.headers["content-security-policy"]
+    answer = ask(server, page)
+    assert (answer.status, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert "unsafe" not in answer.headers["content-security-policy"]
     assert ERRORS.keys() == STATUS.keys()
-    text = found.body.decode()
+    text = answer.body.decode()
     assert f'<section id="{anchor}">' in text
     assert re.findall(r'<section id="([^"]+)">', text) == list(STATUS)
     assert not re.search(r"https?://", text)

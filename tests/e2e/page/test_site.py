@@ -76,15 +76,15 @@ def broken(page, url):
     page.wait_for_function(
         "document.querySelectorAll('pre > code').length === 0 || document.querySelector('.md-code__nav')"
     )
-    found = Axe().run(page).response["violations"]
-    return [(v["id"], [n["target"] for n in v["nodes"]][:3]) for v in found]
+    violations = Axe().run(page).response["violations"]
+    return [(v["id"], [n["target"] for n in v["nodes"]][:3]) for v in violations]
 
 
 @pytest.mark.parametrize(("scheme", "width"), SCREENS)
 def test_axe_finds_nothing(site, opened, scheme, width):
     page = opened(scheme, width)
-    found = {name: broken(page, f"{site.url}/{name}.html") for name in PAGES}
-    assert found == {name: [] for name in PAGES}
+    violations = {name: broken(page, f"{site.url}/{name}.html") for name in PAGES}
+    assert violations == {name: [] for name in PAGES}
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, re.findall(r"\d+", ground)[:3])) < 3 * 64) == (scheme == "dark")
 
@@ -93,8 +93,8 @@ def test_axe_finds_nothing(site, opened, scheme, width):
 @pytest.mark.parametrize(("scheme", "width"), SCREENS)
 def test_axe_finds_nothing_on_any_page(site, opened, scheme, width):
     page = opened(scheme, width)
-    found = {name: broken(page, f"{site.url}/{name}") for name in site.pages}
-    assert found == {name: [] for name in site.pages}
+    violations = {name: broken(page, f"{site.url}/{name}") for name in site.pages}
+    assert violations == {name: [] for name in site.pages}
 
 
 def test_no_page_is_wider_than_a_phone(site, opened):

@@ -130,8 +130,8 @@ def test_a_verification_is_cancelled_while_it_waits(open_page, gated):
     name = f"cancelled-{uuid.uuid4().hex}"
     page.route("**/verify", lambda route: route.continue_(headers={**route.request.headers, "x-request-id": name}))
     form, outcome = page.locator("#verify form"), page.locator("#verify .outcome")
-    held = message({n: normal(2, 4, seed=seed) for seed, n in enumerate("qkv")}, backend="reference")
-    with ThreadPoolExecutor(1) as pool, gated.busy(pool, held):
+    blocker = message({n: normal(2, 4, seed=seed) for seed, n in enumerate("qkv")}, backend="reference")
+    with ThreadPoolExecutor(1) as pool, gated.busy(pool, blocker):
         form.get_by_role("button", name="Verify").click()
         gated.wait_queued(name)
         expect(outcome.locator(".waiting progress")).to_be_visible()

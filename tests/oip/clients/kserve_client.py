@@ -47,8 +47,8 @@ async def ask(url, cases, tensors, answers):
                 report[case["name"]] = [str(error.response.status_code), str(error)]
                 continue
             for output in answer.outputs:
-                found = np.array(output.data, np.float64) if output.datatype == "BF16" else output.as_numpy()
-                answers[f"{case['name']}/{output.name}"] = found.astype(np.float64).reshape(output.shape)
+                actual = np.array(output.data, np.float64) if output.datatype == "BF16" else output.as_numpy()
+                answers[f"{case['name']}/{output.name}"] = actual.astype(np.float64).reshape(output.shape)
             report[case["name"]] = answer.id
     return report
 

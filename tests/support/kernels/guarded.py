@@ -79,9 +79,9 @@ def main() -> None:
     calls = 0
     for (tensors, options, has_gradient), at_end in product(problems(), (True, False)):
         asked = Options(**options, return_lse=True, backend="torch")
-        found = solve(tensors, asked, "forward", at_end)
+        actual = solve(tensors, asked, "forward", at_end)
         if has_gradient:
-            solve(tensors | found | {"do": torch.ones_like(found["o"])}, asked, "backward", at_end)
+            solve(tensors | actual | {"do": torch.ones_like(actual["o"])}, asked, "backward", at_end)
         calls += 1 + has_gradient
         HELD.clear()
     print(calls)

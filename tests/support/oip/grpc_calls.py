@@ -58,11 +58,11 @@ class Answer:
     def numbers(self):
         """The numbers of each output of an answer without raw bytes."""
         assert not self.message.raw_output_contents
-        found = {}
+        results = {}
         for output in self.message.outputs:
             ((_, numbers),) = output.contents.ListFields()
-            found[output.name] = list(numbers)
-        return found
+            results[output.name] = list(numbers)
+        return results
 
 
 class Caller:
@@ -94,13 +94,13 @@ class Caller:
 @contextlib.contextmanager
 def refused(status, *words):
     """The call made inside must fail with this status and with these words."""
-    found = []
+    results = []
     try:
-        yield found
+        yield results
     except grpc.RpcError as error:
-        found.append(error)
-    assert found, f"no {status}"
-    (error,) = found
+        results.append(error)
+    assert results, f"no {status}"
+    (error,) = results
     assert error.code() is grpc.StatusCode[status], (error.code(), error.details())
     for word in words:
         assert word in error.details()
