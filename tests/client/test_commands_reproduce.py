@@ -1,4 +1,4 @@
-"""`flashpoint reproduce`: it measures claims on this machine; here those that take seconds at most."""
+"""`flashpoint reproduce` measures claims on this machine; the tests use claims that take seconds at most."""
 
 import json
 
@@ -46,17 +46,17 @@ def test_a_claim_that_fails_ends_with_1(run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--only", "equations,best"), "claim 'best' does not exist; use precision, table"),
         (("--plots", __file__), "is no folder"),
         (("--plots", f"{__file__}/below"), "is no folder"),
     ],
 )
-def test_what_is_called_wrongly_ends_with_2(run, arguments, said):
+def test_what_is_called_wrongly_ends_with_2(run, arguments, message):
     code, out, err = run("reproduce", *arguments)
     assert (code, out) == (2, "")
-    assert said in err
+    assert message in err
 
 
 def test_an_example_that_is_not_there_or_ends_badly(run, monkeypatch, tmp_path):

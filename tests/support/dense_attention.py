@@ -9,7 +9,7 @@ def tensors(*shape, dtype=torch.float32, n=4, seed=0):
 
 
 def dense(q, k, v, *, mask=None, sinks=None, causal=False):
-    """Attention by its definition, in float64: (o, lse). q (B,Hq,Sq,D), k and v (B,Hk,Sk,D)."""
+    """Return (o, lse) of attention by its definition, in float64. q (B,Hq,Sq,D), k and v (B,Hk,Sk,D)."""
     q, k, v = q.double(), k.double(), v.double()
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
