@@ -1,6 +1,6 @@
-"""The artefacts of `make dist`: the wheel, installed into its own environment, serves and answers.
+"""The wheel of `make dist`, installed into a new environment, serves and answers.
 
-The environment sees the packages of this one, but for Flashpoint, which comes from the wheel.
+The environment sees the packages of this one, except Flashpoint, which comes from the wheel.
 """
 
 import email
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 pytest.importorskip("hatchling", reason="make test installs it")
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT = 2 << 20  # bytes of a file: more would be data that nobody meant to ship
+LIMIT = 2 << 20  # bytes of a file: a larger one would contain unintended data
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def built(tmp_path_factory):
 
 
 def environment(home, wheel):
-    """Return the Python and the site-packages of a new environment that has the wheel alone."""
+    """Return the Python and the site-packages of a new environment that has only the wheel."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True)
     python = home / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check"]
@@ -52,7 +52,7 @@ def environment(home, wheel):
 
 @pytest.fixture(scope="module")
 def installed(built, tmp_path_factory):
-    """The Python of an environment that has the wheel."""
+    """Return the Python of an environment that has the wheel."""
     python, packages = environment(tmp_path_factory.mktemp("venv"), built[0])
     theirs = [path for path in sys.path if path.endswith("site-packages")]
     (packages / "dependencies.pth").write_text("\n".join(theirs) + "\n")
@@ -79,7 +79,7 @@ def needed(wheel, extras, **system):
 
 @pytest.fixture(scope="module")
 def alone(built, tmp_path_factory):
-    """A function: the Python of an environment with the wheel and what these extras need, and nothing else."""
+    """Return a function that returns the Python of an environment with only the wheel and its given extras."""
 
     @cache
     def made(*extras):
@@ -128,7 +128,7 @@ def test_the_lock_file_has_every_package_of_a_server_but_torch_in_its_tested_ver
     for entry in (ROOT / "requirements.lock").read_text().replace("\\\n", "").splitlines():
         requirement, *hashes = entry.split("--hash=")
         assert hashes, entry
-        assert all(re.fullmatch("sha256:[0-9a-f]{64} *", each) for each in hashes)  # and no address
+        assert all(re.fullmatch("sha256:[0-9a-f]{64} *", each) for each in hashes)  # without an address
         parsed = Requirement(requirement)
         locked[canonicalize_name(parsed.name)] = parsed
     tested = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
@@ -138,7 +138,7 @@ def test_the_lock_file_has_every_package_of_a_server_but_torch_in_its_tested_ver
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = ("cli", "plot", "server", "grpc", "otel")
     asked = [*project["dependencies"], *(each for extra in extras for each in project["optional-dependencies"][extra])]
-    needed = {"flashpoint", "torch", "triton"}  # not in the file, and what torch needs comes with it
+    needed = {"flashpoint", "torch", "triton"}  # not in the file; torch brings its dependencies
     while asked:
         each = Requirement(asked.pop())
         name = canonicalize_name(each.name)
@@ -199,8 +199,8 @@ print(sorted(name for name in sys.argv[1:] if importlib.util.find_spec(name)))
 
 
 def test_the_library_is_installed_alone(built, alone, tmp_path):
-    """`pip install flashpoint[torch]`: attention, gradients and `judge`, and none of the server's packages."""
-    # torch itself has jinja2, on each system
+    """`pip install flashpoint[torch]` has attention, gradients and `judge`, and no package of the server."""
+    # torch requires jinja2 on each system.
     assert needed(built[0], ["torch"]) & (SERVER | {"typer", "rich", "matplotlib"}) <= {"jinja2"}
     asked = ("fastapi", "uvicorn", "structlog", "typer", "rich", "matplotlib")
     assert said(alone("torch"), "-c", LIBRARY, *asked, cwd=tmp_path).stdout == "[]\n"
@@ -216,7 +216,7 @@ def test_the_library_is_installed_alone(built, alone, tmp_path):
 
 
 def test_the_library_and_the_command_line_judge(alone, tmp_path):
-    """`pip install flashpoint[torch,cli]`: the judge as a command; a server is refused with what to install."""
+    """`pip install flashpoint[torch,cli]` has the judge as a command, and says what to install for a server."""
     python = alone("torch", "cli")
     judge = ["verify", "--kernel", "flashpoint_kernels:attention", "--quick", "--dtype", "float32"]
     assert "PASS" in said(python, "-m", "flashpoint", *judge, cwd=tmp_path).stdout

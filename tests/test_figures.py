@@ -1,4 +1,4 @@
-"""The figures of the documentation: each is drawn from its results as it is in docs/images, and can be read."""
+"""The figures in docs/images are those drawn from their results, and can be read."""
 
 import re
 from html import unescape
@@ -32,6 +32,6 @@ def test_every_picture_of_a_page_is_there_and_has_a_text_for_those_who_do_not_se
         for text, path in re.findall(r"!\[([^\]]*)\]\((?!https?:)([^)]+)\)", page.read_text()):
             assert len(text.split()) >= 3, (page.name, path)
             shown[(page.parent / path).resolve()] = text
-    kept = {path for path in (DOCS / "images").iterdir() if path.name != "overview.svg"}  # of the README
+    kept = {path for path in (DOCS / "images").iterdir() if path.name != "overview.svg"}  # the README has this one
     assert set(shown) == kept
     assert {path.stem for path in kept if path.suffix == ".svg"} == set(DRAWN)

@@ -1,4 +1,4 @@
-"""The words of `make lint`: each rule finds its places, and leaves the others."""
+"""The check of words in `make lint` finds each sentence against a rule, and no others."""
 
 import pytest
 

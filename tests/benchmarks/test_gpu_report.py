@@ -1,4 +1,4 @@
-"""The report of `make gpu`, whole or partial, on figures that no device has given."""
+"""The report of `make gpu` is right for whole and partial records, with made-up figures."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ HERE = {
 
 
 def made_up(ms: float | None, **more: Any) -> dict[str, Any]:
-    """A flat row of a timing."""
+    """Return a flat row of a timing."""
     row = {
         "direction": "forward", "dtype": "bfloat16", "head_dim": 128, "causal": False, "q_heads": 16, "kv_heads": 16,
         "batch": 32, "q_len": 512, "backend": "triton", "deterministic": False,
@@ -71,7 +71,7 @@ def test_the_fastest_tile_is_proposed_beside_the_shipped_one() -> None:
         f"64: Config({tile}, {tile}, {tile}),",
         f'64: {{"forward": {tile}, "backward_kv": {tile}, "backward_q": {tile}}},',
     ]
-    assert report.configuration(best) == "\n".join(lines), "of 128 one kernel alone was timed"
+    assert report.configuration(best) == "\n".join(lines), "for 128 only one kernel was timed"
     del best["backward_q_hopper"]
     assert report.configuration(best).endswith(f'64: {{"forward": {tile}, "backward_kv": {tile}}},')
 
@@ -85,7 +85,7 @@ def test_what_could_not_be_read_of_a_trial_is_said() -> None:
 
 
 def rows_of(stage: str) -> list[dict[str, Any]]:
-    """A row for every task of a stage, as the record has them."""
+    """Return a row for every task of a stage, in the form of the record."""
     results = []
     for group in plan.groups(stage, plan.Sizes(), HERE):
         for n, task in enumerate(group.tasks):
@@ -134,7 +134,7 @@ def test_a_whole_record_makes_every_section(tmp_path: Path) -> None:
 
 
 def test_a_partial_record_says_what_is_there(tmp_path: Path) -> None:
-    """The newest environment counts; an older row of other sources does not, and a row of a peer still does."""
+    """The newest environment counts; older rows of other sources do not count, but rows of peers do."""
     rows = rows_of("first")
     ours = [row for row in rows if row["key"].endswith(" triton")]
     peers = [row for row in rows if row["key"].endswith(" sdpa_cudnn")]

@@ -1,4 +1,4 @@
-"""`make gpu` from its command line, on a device that is not there: order, time, failures, what is measured again."""
+"""`make gpu` from its command line on a fake device: order, time limit, failures, and repeated measurements."""
 
 import os
 import sys
@@ -65,7 +65,7 @@ def test_a_wrong_command_is_refused(arguments: list[str], said: str, capsys: pyt
 
 @pytest.mark.slow
 def test_time_that_is_over_ends_a_call_and_the_next_goes_on(tmp_path: Path, command: Callable[..., int]) -> None:
-    """The clock says that time is over once three rows are there. Stages come in their order, however asked for."""
+    """The clock passes the limit after three rows. Stages run in their order, however they are given."""
 
     def clock() -> float:
         return 0.0 if len(keys(tmp_path)) < 3 else 1e9
@@ -84,7 +84,7 @@ def test_time_that_is_over_ends_a_call_and_the_next_goes_on(tmp_path: Path, comm
     assert rows[-1]["clocks"]["sm_mhz"] == [1980, 1980]
 
 
-@pytest.mark.full  # test_gpu_plan.py has the plan that leaves them out
+@pytest.mark.full  # test_gpu_plan.py tests the plan that omits them
 def test_kernels_that_fail_their_smoke_test_are_not_timed(tmp_path: Path, command: Callable[..., int]) -> None:
     command("papers", clock=lambda: 0.0 if not keys(tmp_path) else 1e9)
     record = Record(tmp_path / "out" / "rows.jsonl")
@@ -114,7 +114,7 @@ def test_what_goes_wrong_costs_its_own_row_and_is_measured_again_where_asked(
     assert "illegal memory access" in rows[1]["failed"]
     assert rows[2]["failed"] == "the process ended: SIGSEGV"
     assert command("papers", device=unruly) == gpu.FAILED
-    assert len(keys(tmp_path)) == 4, "what failed is not tried again by itself"
+    assert len(keys(tmp_path)) == 4, "failed tasks are not retried by default"
     assert command("papers", "--again", device=healed) == gpu.DONE
     assert keys(tmp_path)[4:] == planned[1:3]
 

@@ -1,4 +1,4 @@
-"""`make gpu-serve` from a folder of wheels: what it needs, and that this is enough on a bare machine."""
+"""`make gpu-serve` runs from a folder of wheels, which is enough on a bare machine."""
 
 import os
 import subprocess
@@ -49,7 +49,7 @@ def test_a_folder_of_wheels_is_installed_without_a_network(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_the_service_runs_on_a_bare_machine_with_those_wheels(tmp_path: Path) -> None:
-    """And its tests for a GPU can be read there."""
+    """pytest can also collect its GPU tests there."""
     wanted = tuple(name for name in gpu_serve.needed(gpu_serve.WANTED, "3.12") if name != "flashpoint")
     python = bare.make(tmp_path / "bare", (*gpu_serve.THERE, *wanted))
     path = python_path(pretend_installed(tmp_path / "described", "0"))

@@ -1,4 +1,4 @@
-"""The work of a guarded process for a task of `make gpu`, with the real kernels under Triton's interpreter."""
+"""A guarded process does the task of `make gpu` correctly, with real kernels under Triton's interpreter."""
 
 import json
 import math
@@ -21,7 +21,7 @@ from flashpoint_kernels.timing.implementations import CannotRunError
 from flashpoint_kernels.triton_backend.aot import KERNELS
 from tests.support.gpu_stand_in import StandIn
 
-SHAPE = (1, 1, 20, 16)  # too many queries for packed blocks, which have tiles of their own
+SHAPE = (1, 1, 20, 16)  # too many queries for packed blocks, which have other tiles
 SLOW_CHECKS = {
     "merge", "packed_backward_q", "int8", "pages", "pages_many", "options", "mask", "backward_mask", "backward_sinks",
     "float32", "forward_hopper", "wide", "widest", "widest_split", "repeats_backward", "repeats_forward_hopper",
@@ -103,7 +103,7 @@ def test_a_tile_that_does_not_fit_is_refused_and_the_shipped_one_fails(
 def test_what_a_trial_leaves_unwritten_is_no_answer(
     unwritten: int, device: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """New memory may hold the right answers of the trial before."""
+    """New memory may contain the right answers of the previous trial."""
     right = [torch.ones(4), torch.ones(4)]
     left = [t.clone() for t in right]
     call = SimpleNamespace(args=tuple, run=lambda: left[1 - unwritten].copy_(right[0]))
@@ -136,7 +136,7 @@ print(json.dumps(Cuda().occupancy(call)))
 
 @pytest.mark.slow
 def test_what_the_compiler_made_of_a_call_is_read_from_its_code(tmp_path: Path) -> None:
-    """Compiled for an absent sm_90; the only figures that are made up are those of the device."""
+    """The call is compiled for an absent sm_90; only the figures of the device are made up."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, "-c", OCCUPANCY], env=env | {"TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True,
@@ -199,7 +199,7 @@ def test_decoding_is_timed_where_it_is_right_and_says_what_is_not_there(
 
 
 class Counted(torch.Tensor):
-    """Counts how often its numbers are read."""
+    """A tensor that counts how often its numbers are read."""
 
     reads = 0
 
@@ -209,7 +209,7 @@ class Counted(torch.Tensor):
 
 
 def test_a_timed_call_over_pages_reads_no_lengths_from_the_device(device: StandIn) -> None:
-    """To read them it would wait for the device, and its time would be the host's."""
+    """A read would wait for the device, and the time would include the host's."""
     task = Decode("triton", 2, 4, 2, 40, 16, page=16)
     cache = decode.make_cache(device, task)
     call = decode._ours(task, replace(cache, lengths=cache.lengths.as_subclass(Counted)))

@@ -1,4 +1,4 @@
-"""Errors about unknown versions, claims and data types name what was probably meant."""
+"""Errors about unknown versions, claims and data types suggest the probable name."""
 
 import json
 

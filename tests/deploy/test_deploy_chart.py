@@ -1,5 +1,5 @@
-"""The Helm chart, rendered by Helm itself: what comes out is valid, fits the server and the image, and bad values are
-refused. `make charts` writes deploy/helm/validated.txt anew."""
+"""The Helm chart, rendered by Helm, is valid, fits the server and the image, and refuses bad values. `make charts`
+rewrites deploy/helm/validated.txt."""
 
 import copy
 import inspect
@@ -32,7 +32,7 @@ KEDA = {"autoscaling": EXAMPLES["keda"]["autoscaling"]}
 
 
 def render(values=None, *how, **named):
-    """The chart with `values`, where nobody is asked for a key unless they say so."""
+    """Render the chart with `values`; they need no key unless they say so."""
     return charts.render({"insecure": True, **(values or {})}, *how, **named)
 
 
@@ -50,7 +50,7 @@ def container(values=None):
 
 
 def exported():
-    """Every name that /metrics has samples of."""
+    """Return every metric name with samples in /metrics."""
     suffixes = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
     metrics = Metrics()
     Statistics(metrics.registry)
@@ -140,7 +140,7 @@ MIB = 1 << 20
     ],
 )
 def test_a_pods_memory_has_room_for_all_that_its_settings_allow(given, processes):
-    """The formula of docs/kubernetes.md, with 2 GiB for the engine."""
+    """The room follows the formula of docs/kubernetes.md, with 2 GiB for the engine."""
     resources = container({"settings": given, "memory": {"processesMiB": 2048}})["resources"]
     assert resources["requests"]["memory"] == resources["limits"]["memory"]
     memory = int(resources["limits"]["memory"].removesuffix("Mi"))
@@ -152,7 +152,7 @@ def test_a_pods_memory_has_room_for_all_that_its_settings_allow(given, processes
 def test_without_keys_everybody_is_served_by_choice_alone():
     assert of_kind(render(), "ConfigMap")["data"]["FLASHPOINT_INSECURE"] == "true"
     locked = charts.render(EXAMPLES["keys"])
-    assert of_kind(locked, "ConfigMap")["data"]["FLASHPOINT_INSECURE"] == "false"  # the image says true
+    assert of_kind(locked, "ConfigMap")["data"]["FLASHPOINT_INSECURE"] == "false"  # the image sets true
     for name, values in EXAMPLES.items():
         assert charts.render(values), name
 
@@ -191,7 +191,7 @@ def test_it_runs_as_the_image_is_made():
     assert one["ports"][0] == {"name": "http", "containerPort": int(port)}
     assert one["securityContext"]["readOnlyRootFilesystem"] is True
     assert {mount["mountPath"] for mount in one["volumeMounts"]} == {"/tmp", cache}
-    assert "command" not in one  # the image's entry point links the kernels that it has compiled
+    assert "command" not in one  # the image's entry point links its compiled kernels
     assert spec["enableServiceLinks"] is False
     assert spec["automountServiceAccountToken"] is False
 
@@ -271,7 +271,7 @@ def test_its_parts_find_each_other(release):
     assert all(selector.items() <= labels for selector in selectors)
     monitor = of_kind(manifests, "ServiceMonitor")["spec"]
     assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
-    assert service["metadata"]["labels"][monitor["jobLabel"]] == "flashpoint"  # the job that FlashpointDown knows
+    assert service["metadata"]["labels"][monitor["jobLabel"]] == "flashpoint"  # the job name in FlashpointDown
     assert (
         of_kind(manifests, "HorizontalPodAutoscaler")["spec"]["scaleTargetRef"]["name"]
         == deployment["metadata"]["name"]
@@ -321,7 +321,7 @@ def test_prometheus_can_read_what_keda_asks_it(tmp_path):
 
 
 def test_a_package_of_the_chart_has_all_that_the_folder_has(tmp_path):
-    """The alerts and the dashboard are links out of the folder, which a package must not have."""
+    """The folder links to the alerts and the dashboard outside it, and a package must not have such links."""
     packed = charts.helm_python.package(CHART, destination=tmp_path)
     charts.helm_python.expand(tmp_path, packed)
     assert not [path for path in (tmp_path / "flashpoint").rglob("*") if path.is_symlink()]

@@ -1,6 +1,6 @@
-"""Take what `make fuzz` has found into the corpus: `python -m tests.fuzz.keep`.
+"""Add the inputs that `make fuzz` has found to the corpus: `python -m tests.fuzz.keep`.
 
-Smallest first, an input is kept where it goes a way from line to line of ours that no smaller one has gone.
+Smallest first, an input is kept if it takes a step between two lines of our code that no smaller one has taken.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OURS = tuple(str(Path(package.__file__).parent) for package in (flashpoint, flas
 
 
 def ways(target: Callable[[bytes], None], data: bytes) -> set[tuple[str, int, int]]:
-    """(file, line, next line) of all that `target` runs of ours."""
+    """Return (file, line, next line) of all steps in our code that `target` takes."""
     names: set[tuple[str, int, int]] = set()
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:

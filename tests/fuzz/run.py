@@ -1,9 +1,9 @@
-"""`make fuzz`: each target in turn, for MINUTES, with what it finds kept in .fuzz; then raw HTTP against a server.
+"""`make fuzz`: run each target in turn for MINUTES and keep its inputs in .fuzz; then send raw HTTP to a server.
 
     python -m tests.fuzz.run [--minutes 10] [--only TARGET …] [--record]
 
-Exits with 1 where an input broke a target: the input lies in .fuzz then, and the target says why. `--record` writes
-what was run into benchmarks/results/fuzz.json, beside what that has of other targets.
+Exits with 1 if an input broke a target: then the input is in .fuzz, and the target prints the reason. `--record` writes
+the results to benchmarks/results/fuzz.json, and keeps the results of other targets there.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from tests.support.servers import serve
 CORPUS, FOUND = Path(__file__).parent / "corpus", ROOT / ".fuzz"
 RESULT = ROOT / "benchmarks" / "results" / "fuzz.json"
 HTTP = "http"
-MUTATED = 1000  # cases of a round, beside those that are the same each time
+MUTATED = 1000  # cases of a round, beside the fixed ones
 
 
 def fuzz(target: str, seconds: int) -> dict[str, Any]:
-    """Fuzz a target and return libFuzzer's counts. `failed`: it stopped at an input, which it has named on stderr."""
+    """Fuzz a target and return libFuzzer's counts. `failed`: it stopped at an input, and named it on stderr."""
     folder = FOUND / target
     folder.mkdir(parents=True, exist_ok=True)
     command = [
@@ -59,7 +59,7 @@ def fuzz(target: str, seconds: int) -> dict[str, Any]:
 
 
 def fuzz_http(seconds: int) -> dict[str, Any]:
-    """Rounds of the raw-socket fuzzer, each with a seed of its own, against one server."""
+    """Run rounds of the raw-socket fuzzer, each with another seed, against one server."""
     server = serve(**SETTINGS)
     try:
         attacked = Attacked(server)

@@ -1,4 +1,4 @@
-"""The corpus: wrong kernels with the codes that name them, their 16-bit-only variants, and right kernels.
+"""The corpus: wrong kernels with the codes of their mistakes, their 16-bit-only variants, and right kernels.
 
 All are functions of this module, so that `flashpoint verify --kernel tests.judge.corpus:NAME` finds them.
 """
@@ -18,14 +18,14 @@ from tests.judge.wrong_calls import CALLS
 
 @dataclass(frozen=True)
 class Wrong:
-    """A wrong kernel: its function, its mistake in words, and the codes of causes that name it."""
+    """A wrong kernel: its function, its mistake in words, and the codes of matching causes."""
 
     function: Callable[..., Any]
     text: str
     codes: tuple[str, ...]
 
 
-# In float32 alone can they be seen: 16-bit types allow such rounding, or have no such case.
+# Only float32 shows these: 16-bit types allow such rounding, or have no such case.
 _FLOAT32_ALONE = ("scores_in_bfloat16", "sum_in_bfloat16", "products_in_bfloat16")
 
 

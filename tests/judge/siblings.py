@@ -1,4 +1,4 @@
-"""More wrong kernels and right ones, written after the judge: relatives of the faults and arithmetic of the corpus.
+"""More wrong and right kernels, written after the judge: variants of the corpus's faults and arithmetic.
 
 `python -m tests.judge.measure` judges them like the rest of the corpus.
 """

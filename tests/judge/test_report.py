@@ -1,4 +1,4 @@
-"""The report: its published schema, its text, its files, and the workflow that makes one."""
+"""The judge's report fits its published schema; its text, its files and the workflow that makes one are right."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_progress_names_the_stage_and_may_end_the_judgement() -> None:
 
 
 def test_the_workflow_calls_commands_that_there_are() -> None:
-    """A workflow that a kernel project copies: its flags are known, and it keeps the report."""
+    """Kernel projects copy this workflow: its flags exist, and it keeps the report."""
     text = (ROOT / "examples/workflows/judge-attention.yml").read_text()
     workflow = yaml.safe_load(text)
     assert set(workflow[True]) == {"push", "pull_request"}  # YAML 1.1 reads `on` as true

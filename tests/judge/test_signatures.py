@@ -1,4 +1,4 @@
-"""Signatures and layouts that the judge recognises: flash-attn's, SDPA's, FlashInfer's, ours, and plain ones."""
+"""The judge recognises the signatures and layouts of flash-attn, SDPA, FlashInfer, ours, and plain ones."""
 
 from __future__ import annotations
 
@@ -86,19 +86,19 @@ def by_name(*, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tens
 
 
 def sequence_first(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """(length, batch, heads, D), as Megatron has it."""
+    """Take (length, batch, heads, D), as Megatron does."""
     own = [t.permute(1, 2, 0, 3) for t in (q, k, v)]
     return attention(*own, causal=causal).permute(2, 0, 1, 3)  # type: ignore[no-any-return]
 
 
 def without_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """(batch, length, D)."""
+    """Take (batch, length, D)."""
     assert q.ndim == 3
     return attention(q[:, None], k[:, None], v[:, None])[:, 0]  # type: ignore[no-any-return]
 
 
 def one_matrix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """(length, D)."""
+    """Take (length, D)."""
     if q.ndim != 2:
         raise ValueError("q must be a matrix")
     return attention(q[None, None], k[None, None], v[None, None])[0, 0]  # type: ignore[no-any-return]
@@ -143,9 +143,9 @@ def judged(function: Any, **only: Any) -> Report:
 
 
 def sizes_of(name: str) -> dict[str, int]:
-    """Return sizes that the function's form has."""
+    """Return sizes that fit the function's form."""
     if name in ("without_heads", "one_matrix"):
-        heads = 3 if name == "without_heads" else 1  # a batch of one head is one sequence of many
+        heads = 3 if name == "without_heads" else 1  # a batch of one head equals one sequence of many heads
         return SIZES | {"batch": 1, "q_heads": heads, "kv_heads": heads, "value_dim": 16}
     if name == "flash_attn_qkvpacked_func":
         return SIZES | {"kv_heads": 4, "kv_len": 9, "value_dim": 16}
@@ -195,7 +195,7 @@ def test_lse_is_judged_in_the_form_and_base_that_the_function_has() -> None:
 
 
 def test_causal_is_aligned_as_the_signature_says() -> None:
-    """SDPA's is_causal is aligned top left, and others bottom right; causal_alignment says otherwise."""
+    """SDPA's is_causal is aligned top left, others bottom right; causal_alignment overrides both."""
     sizes = SIZES | {"value_dim": 16, "causal": True}
     assert judged(sdpa, **sizes).verdict == "right"
     only = {"values": "normal", "seed": 3, **sizes}

@@ -1,6 +1,6 @@
-"""The Open Inference Protocol's requirements on a server with the models `attention` and `attention_grad`.
+"""A server with the models `attention` and `attention_grad` meets the Open Inference Protocol's requirements.
 
-FLASHPOINT_OIP_URL=http://host:port names the server to test; without it the suite starts one of ours.
+FLASHPOINT_OIP_URL=http://host:port names the server to test; without it the suite starts our server.
 """
 
 import json
@@ -104,7 +104,7 @@ def test_inputs_in_numbers_and_in_bytes_may_be_mixed(url, numbers):
 
 
 def test_numbers_that_are_not_finite(url):
-    """Python's json writes them as literals that JSON does not have."""
+    """Python's json writes them as literals that JSON lacks."""
     mask = torch.zeros(S, S).masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -torch.inf)
     tensors = {**SMALL, "attn_mask": mask}
     head, data = request(tensors, numbers=["attn_mask"], parameters={"binary_data_output": True})
@@ -278,7 +278,7 @@ def test_statistics_count_what_is_served(url):
     assert infer(url, "attention_grad", SMALL).status == 422
 
     def counted():
-        """The statistics, once they include the last call: a server may count it after its answer is sent."""
+        """Return the statistics when they include the last call: a server may count it after it sends the answer."""
         now = stats()
         both = now["inference_stats"], before["inference_stats"]
         more = [now["fail"]["count"] + now["success"]["count"] for now in both]

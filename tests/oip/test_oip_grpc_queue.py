@@ -1,6 +1,6 @@
-"""The queue over gRPC: a caller that leaves or is late does not disturb the others, and a call without a key, or to a
-full queue, is refused before its message is read. The kernels run under Triton's interpreter, and launches wait at
-gates (tests/support/faulty/engine.py)."""
+"""In the queue over gRPC, a caller that leaves or is late does not disturb the others, and a call without a key or to a
+full queue is refused before its message is read. Triton's kernels are interpreted, and launches wait at gates
+(tests/support/faulty/engine.py)."""
 
 import contextlib
 import json
@@ -39,7 +39,7 @@ def test_a_cancelled_call_and_a_late_one_are_not_in_the_batch_and_the_others_are
     held.wait_inside(0)
     before = held.metrics()
     with held.busy() as first:
-        # With the gated call and the late one these are FEW, which admission lets in whatever the measured pace is.
+        # With the gated call and the late one these are FEW, which admission accepts at any measured pace.
         mates = [held.queue("stays") for _ in range(FEW - 2)]
         leaver = held.queue("leaves")
         leaver.cancel()
@@ -108,7 +108,7 @@ def test_a_call_without_a_key_or_its_right_is_refused_before_its_message_is_read
 
 @contextlib.contextmanager
 def silent_call(caller, metadata=(), method=METHOD):
-    """A call without a deadline that sends no message until the end."""
+    """Start a call without a deadline that sends no message until the end."""
     never = threading.Event()
 
     def messages():
@@ -123,7 +123,7 @@ def silent_call(caller, metadata=(), method=METHOD):
 
 @contextlib.contextmanager
 def unsent_message(held, metadata):
-    """A silent call that the server has ended."""
+    """Start a silent call, and return it after the server has ended it."""
     with silent_call(held.caller, metadata) as call:
         assert call.exception(HANG) is not None
         yield call
@@ -131,7 +131,7 @@ def unsent_message(held, metadata):
 
 @pytest.fixture
 def own(tmp_path):
-    """A factory of servers that serve one test, which may stop them or kill their engine."""
+    """Return a factory of servers for one test, which may stop them or kill their engine."""
     with contextlib.ExitStack() as stack:
 
         def start(**settings):
@@ -144,11 +144,11 @@ def own(tmp_path):
 
 @pytest.mark.slow
 def test_silent_calls_make_way(own):
-    """A silent call loses its place to a later one. And the same server, told to stop, answers what is inside."""
+    """A silent call loses its place to a later one, and a stopping server answers all admitted calls."""
     own = own(queue_limit=2, body_timeout=0.5)
 
     def answered():
-        """False while the server has both silent calls and neither counts as slow."""
+        """Return False while the server has both silent calls and neither counts as slow."""
         try:
             return bool(own.caller.infer(own.question).bits)
         except grpc.RpcError as error:
@@ -156,7 +156,7 @@ def test_silent_calls_make_way(own):
                 raise
             return False
 
-    with silent_call(own.caller, method=f"/{HEALTH}/Check") as probe:  # which needs no key
+    with silent_call(own.caller, method=f"/{HEALTH}/Check") as probe:  # it needs no key
         assert probe.exception(HANG).code() is grpc.StatusCode.DEADLINE_EXCEEDED
     with silent_call(own.caller) as first, silent_call(own.caller) as second:
         calls = (first, second)
@@ -166,7 +166,7 @@ def test_silent_calls_make_way(own):
         assert "too slowly" in gone.details()
 
     def drains():
-        """False while it is ready, or has taken the message of this call for one that came too slowly."""
+        """Return False while the server is ready, or after it took this call's message for a slow one."""
         try:
             return not own.caller.ask("ServerReady").ready
         except grpc.RpcError as error:
@@ -185,7 +185,7 @@ def test_silent_calls_make_way(own):
 
 @contextlib.contextmanager
 def running(held):
-    """A request that computes in shared memory of the client until the end.
+    """Run a request in shared memory of the client until the block ends.
 
     Yields the memory, its key, the name of its region, the future of the answer, and the expected output.
     """
@@ -225,7 +225,7 @@ def running(held):
 
 
 def test_a_request_that_runs_keeps_its_region(held):
-    """It is unregistered meanwhile: the answer is written all the same, and then the engine unmaps the region."""
+    """The region is unregistered during the run: the answer is still written, and then the engine unmaps it."""
     with running(held) as (block, key, path, asked, expected):
         assert http(held.server.url, "POST", f"{path}/unregister", b"", **KEY).status == 200
         assert not asked.done()
@@ -239,7 +239,7 @@ def test_a_request_that_runs_keeps_its_region(held):
 
 @pytest.mark.slow
 def test_a_client_that_truncates_its_region_costs_an_engine_and_no_more(held):
-    """The server has a new engine at the end, and is otherwise as it was."""
+    """The server has a new engine at the end, and is otherwise unchanged."""
     before = held.server.engine_pid
     with running(held) as (_, key, _, asked, _):
         os.truncate(f"/dev/shm/{key}", 0)

@@ -1,4 +1,4 @@
-"""/v2 has the same bits, keys, limits and counts as the other routes of the server."""
+"""The routes of /v2 have the same bits, keys, limits and counts as the server's other routes."""
 
 import contextlib
 import gzip
@@ -22,7 +22,7 @@ PATH = "/v2/models/attention/infer"
 
 @pytest.fixture(scope="module")
 def locked(held):
-    """With keys and small limits."""
+    """Return a server with keys and small limits."""
     return held.server
 
 
@@ -58,11 +58,11 @@ def test_a_key_is_needed_and_its_right(locked):
 
 
 LARGE = {name: torch.zeros(1, 1, 512, 256) for name in "qkv"}  # 1.5 MiB
-WIDE = {name: torch.zeros(1, 1, 64, 256) for name in "qkv"}  # 64 KiB of answer, and a little
+WIDE = {name: torch.zeros(1, 1, 64, 256) for name in "qkv"}  # an answer of slightly over 64 KiB
 
 
 def bomb(coding):
-    """A head and tensors within the limit, and bytes after them that exceed it."""
+    """Return a head and tensors within the limit, and following bytes that exceed it."""
     head, _ = request(LARGE)
     packed = zlib.compressobj(9, wbits=31 if coding == "gzip" else 15)
     return packed.compress(head + bytes(8 * MIB)) + packed.flush(), {LENGTH: len(head), "content-encoding": coding}
@@ -102,7 +102,7 @@ def test_a_head_before_bytes_has_its_limit(locked):
 
 
 def test_a_request_is_refused_from_its_head(locked):
-    """The answer comes although the client sends nothing after the head."""
+    """The answer arrives although the client sends nothing after the head."""
     head, data = request(SMALL, parameters={"casual": True})
     fields = {LENGTH: len(head), "content-length": len(head + data), "host": "there", **KEY}
     text = f"POST {PATH} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in fields.items())
@@ -172,7 +172,7 @@ def test_shared_memory_is_off_by_default(server):
 
 @pytest.mark.parametrize("kind", ["system", "cuda"])
 def test_what_is_off_has_no_regions_and_unregisters_nothing(server, kind):
-    """Triton's clients begin so, whatever the server has."""
+    """Triton's clients start with these calls on any server."""
     path = f"/v2/{kind}sharedmemory"
     assert call(server.url, "GET", f"{path}/status").head == []
     for of in ("", "/region/any"):

@@ -1,4 +1,4 @@
-"""The cases of a directory through KServe's client: `kserve_client.py HOST:PORT DIRECTORY`."""
+"""Send the cases of a directory through KServe's client: `kserve_client.py HOST:PORT DIRECTORY`."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ NUMPY = {"FP16": np.float16, "FP32": np.float32, "FP64": np.float64, "BOOL": boo
 
 
 def asked(case, tensors):
-    """KServe's client knows no BF16: such tensors travel as numbers, both ways."""
+    """Return the request. KServe's client lacks BF16: such tensors travel as numbers, both ways."""
     inputs, binary = [], case["binary"] and all(i["datatype"] in NUMPY for i in case["inputs"].values())
     for name, given in case["inputs"].items():
         array, datatype = tensors[given["tensor"]], given["datatype"]

@@ -1,4 +1,4 @@
-"""The cases of a directory through KServe's gRPC client: `kserve_grpc_client.py ADDRESS DIRECTORY`."""
+"""Send the cases of a directory through KServe's gRPC client: `kserve_grpc_client.py ADDRESS DIRECTORY`."""
 
 import asyncio
 import json

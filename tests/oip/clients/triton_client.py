@@ -1,4 +1,4 @@
-"""The cases of a directory through NVIDIA's tritonclient: `triton_client.py sync|asyncio HOST:PORT DIRECTORY`."""
+"""Send the cases of a directory through NVIDIA's tritonclient: `triton_client.py sync|asyncio HOST:PORT DIRECTORY`."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
 
 def asked(case, tensors):
-    """The arguments of a client's `infer`."""
+    """Return the arguments of a client's `infer`."""
     inputs = []
     for name, given in case["inputs"].items():
         array = tensors[given["tensor"]].astype(triton_to_np_dtype(given["datatype"]))

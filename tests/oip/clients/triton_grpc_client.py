@@ -1,4 +1,4 @@
-"""As triton_client.py, over gRPC: `triton_grpc_client.py sync|asyncio HOST:PORT DIRECTORY`."""
+"""Do the same as triton_client.py over gRPC: `triton_grpc_client.py sync|asyncio HOST:PORT DIRECTORY`."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
 
 def asked(case, tensors):
-    """The arguments of a client's `infer`."""
+    """Return the arguments of a client's `infer`."""
     inputs = []
     for name, given in case["inputs"].items():
         array = tensors[given["tensor"]].astype(triton_to_np_dtype(given["datatype"]))
@@ -42,7 +42,7 @@ def refused(error):
 
 
 def in_the_background(client, case, tensors):
-    """The same by `async_infer`, whose answer comes to a callback."""
+    """Call `async_infer`, whose answer goes to a callback."""
     came = queue.Queue()
     client.async_infer(callback=lambda result, error: came.put((result, error)), **asked(case, tensors))
     return came

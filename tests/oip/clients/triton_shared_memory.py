@@ -1,4 +1,4 @@
-"""Attention and its gradients in shared memory: `triton_shared_memory.py HOST:PORT`; prints a report."""
+"""Run attention and its gradients in shared memory and print a report: `triton_shared_memory.py HOST:PORT`."""
 
 import json
 import os
