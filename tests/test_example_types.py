@@ -64,11 +64,11 @@ def checked(command, folder):
     return ran.stdout
 
 
-def ours(folder, found):
-    """Return the errors without those from other packages' types. `found` has (file, line, message) of each error."""
+def ours(folder, errors):
+    """Return the errors without those from other packages' types. An error is (file, line, message)."""
     return [
         (file, line, message)
-        for file, line, message in found
+        for file, line, message in errors
         if not THEIRS.search((folder / file).read_text().splitlines()[line - 1])
     ]
 
@@ -77,10 +77,10 @@ def test_mypy_finds_no_error_in_the_examples(examples, tmp_path):
     (tmp_path / "mypy.ini").write_text(MYPY.format(path=":".join(SOURCES)))
     files = sorted(path.name for path in examples.iterdir())
     command = [sys.executable, "-m", "mypy", "--config-file", tmp_path / "mypy.ini", "--cache-dir", tmp_path, *files]
-    said = checked(command, examples)
-    found = re.findall(r"^(.+?):(\d+): error: (.*)$", said, re.MULTILINE)
-    assert "source files" in said or "source file" in said
-    assert not ours(examples, [(file, int(line), message) for file, line, message in found])
+    output = checked(command, examples)
+    errors = re.findall(r"^(.+?):(\d+): error: (.*)$", output, re.MULTILINE)
+    assert "source files" in output or "source file" in output
+    assert not ours(examples, [(file, int(line), message) for file, line, message in errors])
 
 
 def test_pyright_finds_no_error_in_the_examples(examples, tmp_path):
@@ -94,11 +94,11 @@ def test_pyright_finds_no_error_in_the_examples(examples, tmp_path):
     }
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
     command = [sys.executable, "-m", "basedpyright", "-p", tmp_path, "--pythonpath", sys.executable, "--outputjson"]
-    said = json.loads(checked(command, examples))
-    assert said["summary"]["filesAnalyzed"] > 30
-    found = [
+    report = json.loads(checked(command, examples))
+    assert report["summary"]["filesAnalyzed"] > 30
+    errors = [
         (Path(each["file"]).name, each["range"]["start"]["line"] + 1, each["message"])
-        for each in said["generalDiagnostics"]
+        for each in report["generalDiagnostics"]
         if each["severity"] == "error"
     ]
-    assert not ours(examples, found)
+    assert not ours(examples, errors)

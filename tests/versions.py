@@ -57,24 +57,24 @@ def newer(version: str) -> str:
 def lowest() -> str:
     """Test the service with the lowest versions. The test tools keep their versions: no user installs them."""
     pins = {name_of(line): line for line in (ROOT / "constraints.txt").read_text().splitlines()}
-    kept = [pins[name] for name in ("torch", "triton", *map(name_of, TOOLS))]
+    pinned = [pins[name] for name in ("torch", "triton", *map(name_of, TOOLS))]
     wanted = [line for line in requirements(EXTRAS) if name_of(line) not in ("torch", "triton")]
     floors = [re.sub(r">=([^,]+).*", r"==\1", line) for line in wanted]
     # Old libraries use functions that the newest versions of their dependencies deprecate.
     more = ("-W", "ignore::DeprecationWarning")
-    return run_tests(sys.executable, "lowest", [*floors, "torch", "triton", *TOOLS], "\n".join(kept), SERVICE, more)
+    return run_tests(sys.executable, "lowest", [*floors, "torch", "triton", *TOOLS], "\n".join(pinned), SERVICE, more)
 
 
 def requirements(extras: tuple[str, ...]) -> list[str]:
     """Return the requirements of the project with these extras, including extras that they name."""
-    found, todo = list(PROJECT["dependencies"]), list(extras)
+    resolved, todo = list(PROJECT["dependencies"]), list(extras)
     while todo:
         for line in PROJECT["optional-dependencies"][todo.pop()]:
             if own := re.fullmatch(r"flashpoint\[(.*)\]", line):
                 todo += own[1].split(",")
             else:
-                found.append(line)
-    return sorted(set(found))
+                resolved.append(line)
+    return sorted(set(resolved))
 
 
 def name_of(requirement: str) -> str:

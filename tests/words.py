@@ -26,7 +26,7 @@ QUOTED = re.compile(r'(?<!")"(?:Of|What|Who|That which|one[’\']s|whoever|such 
 CODE = re.compile(r"(`+)[^\n]+?\1")
 
 
-def found(text: str, markdown: bool) -> Iterator[tuple[int, str]]:
+def violations(text: str, markdown: bool) -> Iterator[tuple[int, str]]:
     """Yield the line and the words of each place that breaks a rule."""
     for quoted in [QUOTED, *([CODE] if markdown else [])]:
         text = quoted.sub(lambda match: "`" * len(match[0]), text)
@@ -48,7 +48,7 @@ def main() -> int:
     places = [
         f"{path.relative_to(ROOT)}:{line}: {words}"
         for path in files
-        for line, words in found(path.read_text(encoding="utf-8"), path.suffix == ".md")
+        for line, words in violations(path.read_text(encoding="utf-8"), path.suffix == ".md")
     ]
     print("\n".join(places), end="\n" if places else "")
     if places:

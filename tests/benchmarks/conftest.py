@@ -10,7 +10,7 @@ if DEVICE == "cpu":
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Ignore JAX's warnings: guarded processes are forks, and JAX, once imported by another test, warns of each fork."""
+    """Ignore JAX's warnings: guarded processes are forks, and JAX, if another test imported it, warns of each fork."""
     for item in items:
         if "tests/benchmarks/" in item.path.as_posix():
             item.add_marker(pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning"))

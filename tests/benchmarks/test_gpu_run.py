@@ -20,7 +20,7 @@ PAPERS = [task.key for group in plan.papers(StandIn.sizes, True, []) for task in
 
 
 @pytest.fixture(autouse=True)
-def _kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _restore_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Restore the environment that the command sets for its child processes."""
     before = dict(os.environ)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -53,14 +53,14 @@ def test_without_a_gpu_it_says_so_has_a_code_of_its_own_and_writes_nothing(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [(["second"], "no stage: second; the stages are first, tests"), (["--resume", "nowhere"], "has no rows.jsonl")],
 )
-def test_a_wrong_command_is_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         gpu.main(arguments)
     assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -154,13 +154,13 @@ def test_each_test_is_a_row_when_it_ends_and_what_is_known_is_not_run_again(
         return suites.run(suite, record, shared, known, "cpu", 1, seconds, tmp_path / "tests.log")
 
     assert run([]) == 1
-    found = {row["key"].rpartition("::")[2]: row["result"] for row in read(record)}
-    assert {name: each["outcome"] for name, each in found.items()} == {
+    results = {row["key"].rpartition("::")[2]: row["result"] for row in read(record)}
+    assert {name: each["outcome"] for name, each in results.items()} == {
         "test_passes": "passed", "test_fails": "failed", "test_skips": "skipped", "test_crashes": "failed",
         "test_hangs": "failed", "test_warns": "passed",
     }  # fmt: skip
-    assert "as it must" in found["test_fails"]["message"]
-    assert "crashed while running" in found["test_hangs"]["message"]
+    assert "as it must" in results["test_fails"]["message"]
+    assert "crashed while running" in results["test_hangs"]["message"]
     assert all(row["of"] == shared["of"] for row in read(record))
     known = [row["key"].removeprefix("test sample ") for row in read(record) if "test_skips" not in row["key"]]
     assert run(known) in (0, 5)

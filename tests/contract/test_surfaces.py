@@ -71,8 +71,8 @@ def problem(entry):
     layout = options.get("layout", "bhsd")
     if entry in rows and layout not in rows[entry].layouts:
         layout = options["layout"] = rows[entry].layouts[0]
-    asked = [entry, *BESIDE_TENSORS.get(entry, [])]
-    names = [n for n in TAKEN[direction] if rows[n].required or n in asked or rows[n].layouts == (layout,)]
+    entries = [entry, *BESIDE_TENSORS.get(entry, [])]
+    names = [n for n in TAKEN[direction] if rows[n].required or n in entries or rows[n].layouts == (layout,)]
     tensors = {name: value(name, layout, entry) for name in names}
     if entry in SCALES:
         tensors |= eight_bit(tensors, torch.int8)
@@ -135,8 +135,8 @@ def parameters(options):
 
 
 def by_oip(services, tensors, options, direction):
-    said = {**parameters(options), "binary_data_output": True}
-    answer = infer(services.server.url, MODELS[direction], tensors, parameters=said)
+    settings = {**parameters(options), "binary_data_output": True}
+    answer = infer(services.server.url, MODELS[direction], tensors, parameters=settings)
     if answer.status != 200:
         raise RefusedError(answer.error)
     return answer.tensors
@@ -168,11 +168,11 @@ def called(forward, backward, tensors, options, direction):
     return dict(zip(names, actual if isinstance(actual, tuple) else (actual,), strict=True))
 
 
-def by_sdk(services, *asked):
-    return called(services.client.attention, services.client.attention_grad, *asked)
+def by_sdk(services, *request):
+    return called(services.client.attention, services.client.attention_grad, *request)
 
 
-def by_async_sdk(services, *asked):
+def by_async_sdk(services, *request):
     def wait(name):
         async def call(*tensors, **keywords):
             async with flashpoint.AsyncClient(services.server.url) as client:
@@ -180,20 +180,20 @@ def by_async_sdk(services, *asked):
 
         return lambda *tensors, **keywords: asyncio.run(call(*tensors, **keywords))
 
-    return called(wait("attention"), wait("attention_grad"), *asked)
+    return called(wait("attention"), wait("attention_grad"), *request)
 
 
-def by_kernels(services, *asked):
+def by_kernels(services, *request):
     from flashpoint_kernels import attention, attention_backward
 
-    return called(attention, attention_backward, *asked)
+    return called(attention, attention_backward, *request)
 
 
-def by_shards(services, *asked):
+def by_shards(services, *request):
     clients = services.clients
     return called(
         lambda *t, **k: sharded.attention(clients, *t, **k), lambda *t, **k: sharded.attention_grad(clients, *t, **k),
-        *asked,
+        *request,
     )  # fmt: skip
 
 
@@ -210,9 +210,9 @@ def by_jax(services, tensors, options, direction):
     def call(*given, **keywords):
         arrays = [jax.numpy.asarray(t.numpy()) for t in given]
         named = {n: jax.numpy.asarray(x.numpy()) if torch.is_tensor(x) else x for n, x in keywords.items()}
-        found = attention(*arrays, client=services.client, **named)
-        found = found if isinstance(found, tuple) else (found,)
-        return tuple(torch.from_numpy(np.array(t)) for t in found)
+        actual = attention(*arrays, client=services.client, **named)
+        actual = actual if isinstance(actual, tuple) else (actual,)
+        return tuple(torch.from_numpy(np.array(t)) for t in actual)
 
     return called(call, None, tensors, options, direction)
 
@@ -248,11 +248,11 @@ def test_an_entry_goes_through_a_surface_or_is_refused_by_name(services, surface
         with pytest.raises(RefusedError, match=rf"\b{entry}\b"):
             SURFACES[surface](services, tensors, options, direction)
         return
-    found = SURFACES[surface](services, tensors, options, direction)
+    actual = SURFACES[surface](services, tensors, options, direction)
     expected = solve(tensors, options, direction)
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name, t in expected.items():
-        torch.testing.assert_close(found[name], t, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(actual[name], t, rtol=1e-4, atol=1e-5)
 
 
 def judged(entry):
@@ -287,12 +287,12 @@ def test_the_command_line_takes_an_entry(tmp_path, capsys, entry):
     (tmp_path / "case").write_bytes(message(tensors))
     flags = [word for name, given in options.items() for word in flag_of(name, given)]
     code = cli.main(["verify", *flags, str(tmp_path / "case")])
-    said = capsys.readouterr()
+    captured = capsys.readouterr()
     if refused:
         assert code == 2
-        assert (flag_of(entry, True)[0] if entry in OPTIONS else entry) in said.err
+        assert (flag_of(entry, True)[0] if entry in OPTIONS else entry) in captured.err
     else:
-        assert code == 0, said
+        assert code == 0, captured
 
 
 def test_openapi_and_the_documentation_name_every_entry(server):
@@ -343,8 +343,8 @@ def test_saving_is_refused_by_name_where_it_is_not_taken(services, surface, entr
         with pytest.raises(RefusedError, match="part of the saved forward"):
             SURFACES[surface](services, tensors, {entry: given}, direction)
     elif surface not in ("sdk", "async"):  # their answer differs then
-        found = SURFACES[surface](services, tensors, {entry: given}, direction)
-        torch.testing.assert_close(found["o"], solve(tensors, {}, direction)["o"], rtol=1e-4, atol=1e-5)
+        actual = SURFACES[surface](services, tensors, {entry: given}, direction)
+        torch.testing.assert_close(actual["o"], solve(tensors, {}, direction)["o"], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("entry", SAVED_OPTIONS)
@@ -380,9 +380,9 @@ def test_float8_goes_through_a_surface_with_scales_of_every_form(services, surfa
             options = {"layout": layout}
         tensors |= {n: tensors[n].float().clamp(-8, 8).to(torch.float8_e4m3fn) for n in "kv"}
         tensors |= {n: t.contiguous() if torch.is_tensor(t) else t for n, t in scales(form, layout).items()}
-        held = {n: t if torch.is_tensor(t) else torch.tensor(t) for n, t in tensors.items()}
-        found = SURFACES[surface](services, held if surface == "safetensors" else tensors, options, direction)
-        torch.testing.assert_close(found["o"], solve(held, options, direction)["o"], rtol=1e-4, atol=1e-5)
+        as_tensors = {n: t if torch.is_tensor(t) else torch.tensor(t) for n, t in tensors.items()}
+        actual = SURFACES[surface](services, as_tensors if surface == "safetensors" else tensors, options, direction)
+        torch.testing.assert_close(actual["o"], solve(as_tensors, options, direction)["o"], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
@@ -392,10 +392,10 @@ def test_scales_are_cut_among_servers_with_their_keys(services, layout):
         if layout == "bshd":
             tensors |= {n: tensors[n].transpose(1, 2).contiguous() for n in "qkv"}
         tensors |= {n: tensors[n].mul(20).to(torch.int8) for n in "kv"} | scales(form, layout)
-        held = {n: t if torch.is_tensor(t) else torch.tensor(t) for n, t in tensors.items()}
+        as_tensors = {n: t if torch.is_tensor(t) else torch.tensor(t) for n, t in tensors.items()}
         q, k, v = (tensors.pop(n) for n in "qkv")
         actual = sharded.attention(services.clients, q, k, v, layout=layout, causal=True, parts=(2, 3), **tensors)
-        expected = solve(held, {"layout": layout, "causal": True}, "forward")["o"]
+        expected = solve(as_tensors, {"layout": layout, "causal": True}, "forward")["o"]
         # Values reach 200: float32 rounds their sums, whose terms cancel, relative to the size of the terms.
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
 

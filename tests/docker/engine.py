@@ -155,8 +155,8 @@ def engine(size: int = 8 << 30) -> Iterator[Engine]:
         if shutil.which(program, path=os.environ["PATH"] + ":/usr/sbin") is None
     ]
     if os.geteuid() != 0 or missing:
-        said = f"install {', '.join(missing)}" if missing else "run as root"
-        raise UnavailableError(f"no Docker engine is reachable, and none can be started: {said}")
+        remedy = f"install {', '.join(missing)}" if missing else "run as root"
+        raise UnavailableError(f"no Docker engine is reachable, and none can be started: {remedy}")
     in_memory = _available_memory() > 2 * size
     if not in_memory and shutil.disk_usage(tempfile.gettempdir()).free < size:
         raise UnavailableError(f"the images need {size >> 30} GiB in {tempfile.gettempdir()}")
@@ -215,10 +215,10 @@ def _start(folder: Path, *, in_memory: bool) -> subprocess.Popen[bytes]:
 
 
 def _when_ready(keeper: subprocess.Popen[bytes], folder: Path) -> Engine:
-    found = Engine(f"unix://{folder / 'socket'}", own=True)
+    docker_engine = Engine(f"unix://{folder / 'socket'}", own=True)
     log, end = (folder / "log").open(errors="replace"), time.monotonic() + START_SECONDS
     with log:
-        while found.docker("version", check=False).returncode:
+        while docker_engine.docker("version", check=False).returncode:
             if keeper.poll() is not None or time.monotonic() > end:
                 last = "\n".join(log.read().splitlines()[-5:])
                 raise UnavailableError(
@@ -226,7 +226,7 @@ def _when_ready(keeper: subprocess.Popen[bytes], folder: Path) -> Engine:
                     f"iptables in the kernel):\n{last}"
                 )
             time.sleep(0.2)  # between two polls
-    return found
+    return docker_engine
 
 
 def _available_memory() -> int:
@@ -256,23 +256,23 @@ def _debian(root: Path, brought: Sequence[Path]) -> None:
         raise UnavailableError("a stand-in for the base images needs a machine with Debian")
     targets = ["apt-get", "indextargets", "--format", "$(SITE)", "Created-By: Packages", f"Codename: {release[1]}"]
     mirror = subprocess.run(targets, capture_output=True, text=True, check=True).stdout.split()[0]
-    kept = Path.home() / f".cache/flashpoint/debian-{release[1]}.tar"
-    if not kept.exists() or time.time() - kept.stat().st_mtime > KEPT_SECONDS:
-        kept.parent.mkdir(parents=True, exist_ok=True)
+    archive = Path.home() / f".cache/flashpoint/debian-{release[1]}.tar"
+    if not archive.exists() or time.time() - archive.stat().st_mtime > KEPT_SECONDS:
+        archive.parent.mkdir(parents=True, exist_ok=True)
         command = ["debootstrap", "--variant=minbase", "--include=ca-certificates", release[1], str(root), mirror]
         made = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600)
         if made.returncode:
             raise UnavailableError(f"debootstrap failed: {made.stdout[-500:]}{made.stderr[-500:]}")
-        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as partial_file:
+        with tempfile.NamedTemporaryFile(dir=archive.parent, delete=False) as partial_file:
             subprocess.run(
                 ["tar", "-C", root, "--exclude=./var/cache/apt/archives/*.deb", "-c", "."],
                 stdout=partial_file,
                 check=True,
             )
-        os.replace(partial_file.name, kept)
+        os.replace(partial_file.name, archive)
         shutil.rmtree(root)
     root.mkdir(parents=True)
-    subprocess.run(["tar", "-C", root, "-xf", kept], check=True, timeout=300)
+    subprocess.run(["tar", "-C", root, "-xf", archive], check=True, timeout=300)
     for path in {*map(Path, BROUGHT), *brought}:
         if path.exists():
             target = root / path.relative_to("/")

@@ -31,13 +31,13 @@ INSTRUCTIONS = instructions((ROOT / "Dockerfile").read_text())
 
 def every(word, stage=None):
     """Return the rest of each instruction `word`, everywhere or in one stage."""
-    found, now = [], None
+    arguments, now = [], None
     for name, rest in INSTRUCTIONS:
         if name == "FROM":
             now = rest.partition(" AS ")[2]
         if name == word and stage in (None, now):
-            found.append(rest)
-    return found
+            arguments.append(rest)
+    return arguments
 
 
 def ignored(path):

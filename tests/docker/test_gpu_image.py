@@ -50,20 +50,22 @@ def docker():
     """Return an engine that has the image."""
     with contextlib.ExitStack() as stack:
         try:
-            found = stack.enter_context(engine(SIZE))
-            base = found.provide(BASE, wheels=False)
+            docker_engine = stack.enter_context(engine(SIZE))
+            base = docker_engine.provide(BASE, wheels=False)
         except UnavailableError as error:
             pytest.skip(str(error))
-        took = found.build(IMAGE, seconds=BUILD_SECONDS)
-        layers = [{"size": size, "made_by": by.removeprefix("/bin/sh -c #(nop) ")} for size, by in found.layers(IMAGE)]
-        packages = json.loads(inside(found, PACKAGES))
-        compiled, compiled_bytes = json.loads(inside(found, COMPILED))
+        took = docker_engine.build(IMAGE, seconds=BUILD_SECONDS)
+        layers = [
+            {"size": size, "made_by": by.removeprefix("/bin/sh -c #(nop) ")} for size, by in docker_engine.layers(IMAGE)
+        ]
+        packages = json.loads(inside(docker_engine, PACKAGES))
+        compiled, compiled_bytes = json.loads(inside(docker_engine, COMPILED))
         result = {
             "environment": record.environment(),
             "base": base,
             "build_s": round(took.seconds),
             "steps": took.steps,
-            "bytes": found.size(IMAGE),
+            "bytes": docker_engine.size(IMAGE),
             "layers": layers,
             "compiled": {"kernels": Counter(arch for arch, _ in compiled), "bytes": compiled_bytes},
             "packages": dict(sorted(packages.items(), key=lambda one: -one[1])),
@@ -71,7 +73,7 @@ def docker():
         print(json.dumps(result, indent=1))
         if os.environ.get("RECORD"):
             record.write(ROOT / "benchmarks/results", "gpu-image", result)
-        yield found
+        yield docker_engine
 
 
 def inside(docker, code, *flags):
@@ -129,10 +131,12 @@ def test_without_a_gpu_it_serves_on_the_cpu_and_says_what_is_missing(served):
         np.testing.assert_allclose(client.attention(Q, Q, Q), expected(Q), atol=1e-6)
         info = client.info()
     assert info["device"]["name"] == "cpu"
-    (said,) = info["missing"]
-    assert re.fullmatch(r"torch is built for CUDA [\d.]+ but finds no GPU, so the CPU computes: .*--gpus all.*", said)
+    (message,) = info["missing"]
+    assert re.fullmatch(
+        r"torch is built for CUDA [\d.]+ but finds no GPU, so the CPU computes: .*--gpus all.*", message
+    )
     logged = [json.loads(line) for line in served.logs().splitlines() if line.startswith("{")]
-    assert [(line["level"], line["reason"]) for line in logged if line["event"] == "no GPU"] == [("warning", said)]
+    assert [(line["level"], line["reason"]) for line in logged if line["event"] == "no GPU"] == [("warning", message)]
 
 
 def test_a_gpu_that_is_asked_for_and_missing_ends_the_start_with_a_sentence(docker):

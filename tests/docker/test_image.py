@@ -35,10 +35,10 @@ READ_ONLY = (
 Q = np.random.default_rng(0).standard_normal((1, 2, 5, 8), np.float32)
 
 
-def wait(found, said):
+def wait(condition, message):
     end = time.monotonic() + PATIENCE
-    while not found():
-        assert time.monotonic() < end, said()
+    while not condition():
+        assert time.monotonic() < end, message()
         time.sleep(0.1)  # between two polls
 
 
@@ -47,26 +47,28 @@ def docker():
     """Return an engine that has the image."""
     with contextlib.ExitStack() as stack:
         try:
-            found = stack.enter_context(engine())
-            base = found.provide(BASE, wheels=True)
+            daemon = stack.enter_context(engine())
+            base = daemon.provide(BASE, wheels=True)
         except UnavailableError as error:
             pytest.skip(str(error))
         index = os.environ.get("TORCH_INDEX", "" if "Debian" in base else None)  # a stand-in uses this machine's index
         argument = [] if index is None else ["--build-arg", f"TORCH_INDEX={index}"]
         try:
-            took = found.build(IMAGE, "--build-arg", "DEVICE=cpu", *argument, seconds=BUILD_SECONDS)
+            took = daemon.build(IMAGE, "--build-arg", "DEVICE=cpu", *argument, seconds=BUILD_SECONDS)
         except subprocess.TimeoutExpired:
             pytest.skip(f"the image is not built after {BUILD_SECONDS} s: IMAGE_BUILD_SECONDS sets another limit")
         except RuntimeError:
             try:
-                found.check_registries(BASE)
+                daemon.check_registries(BASE)
             except UnavailableError as error:
                 pytest.skip(str(error))
             raise
-        print(f"\nbase image: {base}; built in {took.seconds:.0f} s; {found.size(IMAGE) / 1e9:.2f} GB in these layers:")
-        for size, instruction in found.layers(IMAGE):
+        print(
+            f"\nbase image: {base}; built in {took.seconds:.0f} s; {daemon.size(IMAGE) / 1e9:.2f} GB in these layers:"
+        )
+        for size, instruction in daemon.layers(IMAGE):
             print(f"  {size:>8}  {instruction[:100]}")
-        yield found
+        yield daemon
 
 
 class Container:
@@ -268,10 +270,10 @@ def test_compose_runs_the_service_and_prometheus_scrapes_it(docker, tmp_path):
         with flashpoint.Client(f"http://127.0.0.1:{ports[8000]}") as client:
             wait(client.ready, lambda: "not ready")
             client.attention(Q, Q, Q)
-        asked = f"http://127.0.0.1:{ports[9090]}/api/v1/query?query=up"
+        query = f"http://127.0.0.1:{ports[9090]}/api/v1/query?query=up"
 
         def scraped():
-            with contextlib.suppress(OSError), urllib.request.urlopen(asked, timeout=10) as answer:
+            with contextlib.suppress(OSError), urllib.request.urlopen(query, timeout=10) as answer:
                 return [one["value"][1] for one in json.load(answer)["data"]["result"]] == ["1"]
 
         wait(scraped, lambda: docker.docker("ps", "-a").stdout)

@@ -81,8 +81,10 @@ def lengths(body: bytes) -> Iterator[Case]:
         str(1 << 64),
         "18446744073709551616",
     ):
-        said = value.encode().decode("latin-1")
-        yield Case(f"length {value}", (head(body, f"Content-Length: {said}", length=False) + body + inner,), wrong)
+        length_text = value.encode().decode("latin-1")
+        yield Case(
+            f"length {value}", (head(body, f"Content-Length: {length_text}", length=False) + body + inner,), wrong
+        )
     yield Case("a length twice", (head(body, f"Content-Length: {len(body)}") + body + inner,), wrong)
     yield Case("two lengths", (head(body, "Content-Length: 5") + body + inner,), wrong)
     yield Case("both lengths", (head(body, "Transfer-Encoding: chunked") + chunked(body, 9) + inner,), wrong)

@@ -98,13 +98,13 @@ def _method(case: Case) -> str:
 
 
 def _judge(case: Case, answers: list[Answer], ended: bool, expected: bytes, report: Report) -> None:
-    found = [answer.status for answer in answers]
-    report.statuses.update(found or ([GONE] if ended else []))
+    statuses = [answer.status for answer in answers]
+    report.statuses.update(statuses or ([GONE] if ended else []))
     if case.exact:
         right = [a for a in answers if a.status == 200 and a.body == expected]
         if len(right) != case.exact:
-            report.wrong.append(f"{case.name}: {found}, {len(right)} of {case.exact} right")
-    elif bad := [status for status in found if status not in case.allowed]:
-        report.wrong.append(f"{case.name}: {bad} of {found}, where {sorted(case.allowed)} may come")
-    elif case.ends == "waits" and GONE not in case.allowed and not found:
+            report.wrong.append(f"{case.name}: {statuses}, {len(right)} of {case.exact} right")
+    elif bad := [status for status in statuses if status not in case.allowed]:
+        report.wrong.append(f"{case.name}: {bad} of {statuses}, where {sorted(case.allowed)} may come")
+    elif case.ends == "waits" and GONE not in case.allowed and not statuses:
         report.wrong.append(f"{case.name}: no answer, where {sorted(case.allowed)} may come")

@@ -28,7 +28,7 @@ def main() -> None:
 
 
 def _try(target: Callable[[bytes], None], data: bytes) -> None:
-    """Run a target. Counting memory takes four times as long, so only one of sixteen inputs does it, always the same."""
+    """Run a target. Counting memory takes four times as long, so one of sixteen inputs does it, always the same."""
     if zlib.crc32(data) % 16:
         target(data)  # libFuzzer checks its time
     else:

@@ -51,17 +51,17 @@ def main() -> None:
         paths = [p for folder in (CORPUS / name, FOUND / name) if folder.exists() for p in folder.iterdir()]
         inputs = sorted({path.read_bytes() for path in paths}, key=lambda data: (len(data), data))
         seen: set[tuple[str, int, int]] = set()
-        kept = []
+        kept_inputs = []
         for data in inputs:
             gone = ways(target, data)
             if not gone <= seen:
                 seen |= gone
-                kept.append(data)
+                kept_inputs.append(data)
         for path in (CORPUS / name).iterdir():
             path.unlink()
-        for data in kept:
+        for data in kept_inputs:
             (CORPUS / name / hashlib.sha1(data).hexdigest()[:12]).write_bytes(data)
-        print(f"{name}: {len(kept)} of {len(inputs)} inputs, {sum(map(len, kept))} bytes")
+        print(f"{name}: {len(kept_inputs)} of {len(inputs)} inputs, {sum(map(len, kept_inputs))} bytes")
 
 
 if __name__ == "__main__":

@@ -82,10 +82,12 @@ def fuzz_http(seconds: int) -> dict[str, Any]:
     }
 
 
-def record(found: dict[str, dict[str, Any]]) -> None:
+def record(results: dict[str, dict[str, Any]]) -> None:
     about = environment("atheris")
-    kept = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    RESULT.write_text(json.dumps({**kept, **{name: {**about, **one} for name, one in found.items()}}, indent=1) + "\n")
+    recorded = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    RESULT.write_text(
+        json.dumps({**recorded, **{name: {**about, **one} for name, one in results.items()}}, indent=1) + "\n"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,15 +95,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="of each; default: %(default)s")
     parser.add_argument("--only", nargs="+", choices=[*TARGETS, HTTP], default=[*TARGETS, HTTP])
     parser.add_argument("--record", action="store_true")
-    asked = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     failed = False
-    for name in asked.only:
-        seconds = round(asked.minutes * 60)
-        found = fuzz_http(seconds) if name == HTTP else fuzz(name, seconds)
-        print(name, json.dumps(found), flush=True)
-        failed |= found["failed"]
-        if asked.record:
-            record({name: found})
+    for name in arguments.only:
+        seconds = round(arguments.minutes * 60)
+        result = fuzz_http(seconds) if name == HTTP else fuzz(name, seconds)
+        print(name, json.dumps(result), flush=True)
+        failed |= result["failed"]
+        if arguments.record:
+            record({name: result})
     return int(failed)
 
 

@@ -98,8 +98,8 @@ def read(function: Callable[[bytes], T], data: bytes) -> T | None:
     try:
         return crossed(function(data))
     except (wire.WireError, jsonwire.FieldError) as error:
-        said = error
-    assert str(crossed(said)) == str(said)
+        caught = error
+    assert str(crossed(caught)) == str(caught)
     return None
 
 
@@ -121,8 +121,8 @@ def body_of(data: bytes, kind: Callable[..., RequestBody] = RequestBody, *more: 
 
 def crossed(value: T) -> T:
     """Return the value as the process that reads JSON would return it."""
-    found: T = pickle.loads(pickle.dumps(value))
-    return found
+    copy: T = pickle.loads(pickle.dumps(value))
+    return copy
 
 
 def same_tensors(a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
@@ -203,9 +203,9 @@ async def _received(data: bytes, direction: Direction) -> None:
 
 def json_message(data: bytes) -> None:
     """Read a JSON message of tensors and options."""
-    if (found := read(jsonwire.decode, data)) is None:
+    if (message := read(jsonwire.decode, data)) is None:
         return
-    tensors, options = found
+    tensors, options = message
     infos = {name: TensorInfo(array.dtype.name, array.shape) for name, array in tensors.items()}
     for direction in DIRECTIONS:
         spec = refused(partial(make_spec, infos, options, direction, "json"))
@@ -282,9 +282,9 @@ _NUMBERS = ("scale", "softcap", "dropout_p")  # JSON may have integers for them
 def documents(data: bytes) -> None:
     """Read the JSON documents of /verify, /benchmark and shared memory, and the options, which two places check."""
     for model in (VerifyRequest, BenchmarkRequest, Registration):
-        found = served(read_model(body_of(data), model, SETTINGS.json_limit))
-        if found is not None:
-            assert model.model_validate_json(found.model_dump_json()) == found
+        model_value = served(read_model(body_of(data), model, SETTINGS.json_limit))
+        if model_value is not None:
+            assert model.model_validate_json(model_value.model_dump_json()) == model_value
     try:
         options = strictjson.loads(data)
     except ValueError:
@@ -296,13 +296,15 @@ def documents(data: bytes) -> None:
     except ValidationError:
         checked = None
     try:
-        own = Options(**options)
+        options_value = Options(**options)
     except (ProblemError, TypeError):  # TypeError: for an unknown name
-        own = None
-    assert (checked is None) == (own is None), (checked, own)
-    if checked is not None and own is not None:
-        numbers = {name: float(value) for name, value in vars(own).items() if name in _NUMBERS and value is not None}
-        assert Options(**checked.model_dump()) == replace(own, **numbers)
+        options_value = None
+    assert (checked is None) == (options_value is None), (checked, options_value)
+    if checked is not None and options_value is not None:
+        numbers = {
+            name: float(value) for name, value in vars(options_value).items() if name in _NUMBERS and value is not None
+        }
+        assert Options(**checked.model_dump()) == replace(options_value, **numbers)
         tensor = TensorInfo("float32", (2, 3))
         infos = dict.fromkeys(("q", "k", "v"), tensor)
         travelled = wire.decode_options(wire.encode_options(checked.model_dump(mode="json")))

@@ -65,10 +65,10 @@ def gates(name: str) -> dict[str, bool]:
                 own = [t.clone().requires_grad_() for t in leaves[:3]]
                 o = call(*own, causal)
                 o = o[0] if isinstance(o, tuple) else o
-                found = [o.detach()]
+                answer = [o.detach()]
                 if o.requires_grad:
-                    found += torch.autograd.grad(o, own, leaves[3].to(o.dtype))
-                return [t.double() for t in found]
+                    answer += torch.autograd.grad(o, own, leaves[3].to(o.dtype))
+                return [t.double() for t in answer]
 
             exact = answers(_formula, *(t.double() for t in (q, k, v, do)))
             usual = answers(_formula, q, k, v, do)

@@ -83,11 +83,11 @@ def main() -> None:
         if time.monotonic() - start > 60 * given.minutes:
             break
         seeds = range(first, min(first + BLOCK, given.first + given.seeds))
-        for name, verdict, found in verdicts_of(names, seeds):
+        for name, verdict, failure in verdicts_of(names, seeds):
             verdicts[name, verdict] += 1
-            if found is not None:
-                wrong.append(found)
-                print(json.dumps(found), flush=True)
+            if failure is not None:
+                wrong.append(failure)
+                print(json.dumps(failure), flush=True)
         done += len(seeds)
         print(f"{done} seeds, {(time.monotonic() - start) / 60:.1f} minutes", flush=True)
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)

@@ -26,9 +26,9 @@ def _rows() -> dict[str, dict[str, Any]]:
 def _caught(name: str, **arguments: Any) -> None:
     wrong = WRONG[name]
     report = flashpoint_kernels.judge(wrong.function, quick=True, **arguments)
-    found = [cause.code for cause in report.causes]
+    codes = [cause.code for cause in report.causes]
     assert report.verdict == "wrong", f"{name} ({wrong.text}) was not caught: {report.lines()}"
-    assert set(found) & set(wrong.codes), f"{name} was named {found}, not {wrong.codes}"
+    assert set(codes) & set(wrong.codes), f"{name} was named {codes}, not {wrong.codes}"
 
 
 def test_the_corpus_is_as_large_as_the_page_says():
@@ -75,8 +75,8 @@ def test_each_right_kernel_is_not_blamed(name):
 @pytest.mark.parametrize("first", range(0, 50, 10))
 def test_no_right_kernel_is_blamed_on_random_cases(first: int) -> None:
     """Each gets the random cases of ten seeds; `python -m tests.judge.seeds` takes 500 seeds."""
-    found = [failure for _, _, failure in verdicts_of(list(RIGHT), range(first, first + 10))]
-    assert [each for each in found if each is not None] == []
+    failures = [failure for _, _, failure in verdicts_of(list(RIGHT), range(first, first + 10))]
+    assert [each for each in failures if each is not None] == []
 
 
 def test_a_random_case_finds_a_wrong_kernel() -> None:

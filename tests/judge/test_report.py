@@ -61,8 +61,8 @@ def test_the_saved_case_and_the_command_repeat_the_failure(tmp_path: Path) -> No
     tensors, options = read_case(tmp_path / "case.safetensors")
     problem = {n: torch.from_numpy(t) for n, t in tensors.items()}
     answers = {n: problem.pop(n) for n in ("o", "dq", "dk", "dv") if n in problem}
-    found = flashpoint_kernels.verify(problem, flashpoint_kernels.Options(**options), answers=answers)
-    assert not found.ok
+    verification = flashpoint_kernels.verify(problem, flashpoint_kernels.Options(**options), answers=answers)
+    assert not verification.ok
     assert report.command is not None
     words = shlex.split(report.command)
     case = json.loads(words[words.index("--case") + 1])
@@ -112,6 +112,6 @@ def test_the_workflow_calls_commands_that_there_are() -> None:
         words = shlex.split(steps[0]["run"])
         assert words[:4] == ["flashpoint", "verify", "--kernel", "$KERNEL"]
         assert {word for word in words if word.startswith("--")} <= flags
-        kept = next(step["with"]["path"] for step in job["steps"] if "upload-artifact" in step.get("uses", ""))
-        assert {words[words.index(flag) + 1] for flag in ("--json", "--save")} == set(kept.split())
+        report_path = next(step["with"]["path"] for step in job["steps"] if "upload-artifact" in step.get("uses", ""))
+        assert {words[words.index(flag) + 1] for flag in ("--json", "--save")} == set(report_path.split())
     assert set(REQUIREMENTS) >= {"accurate", "deterministic"}

@@ -40,7 +40,7 @@ def test_no_function_ends_the_judge(name: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("target", "said"),
+    ("target", "message"),
     [
         ("tests.judge.rude:no_such", "tests.judge.rude has no no_such"),
         ("no_such_module:f", "there is no module no_such_module"),
@@ -48,8 +48,8 @@ def test_no_function_ends_the_judge(name: str, monkeypatch: pytest.MonkeyPatch) 
         ("os:getcwd", "getcwd has 0 parameters"),
     ],
 )
-def test_what_is_no_kernel_is_refused(target: str, said: str) -> None:
-    with pytest.raises(UnusableError, match=said):
+def test_what_is_no_kernel_is_refused(target: str, message: str) -> None:
+    with pytest.raises(UnusableError, match=message):
         flashpoint_kernels.judge(target, quick=True, only=SMALL)
 
 

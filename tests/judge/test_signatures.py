@@ -87,8 +87,8 @@ def by_name(*, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tens
 
 def sequence_first(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
     """Take (length, batch, heads, D), as Megatron does."""
-    own = [t.permute(1, 2, 0, 3) for t in (q, k, v)]
-    return attention(*own, causal=causal).permute(2, 0, 1, 3)  # type: ignore[no-any-return]
+    in_bhsd = [t.permute(1, 2, 0, 3) for t in (q, k, v)]
+    return attention(*in_bhsd, causal=causal).permute(2, 0, 1, 3)  # type: ignore[no-any-return]
 
 
 def without_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -155,8 +155,8 @@ def sizes_of(name: str) -> dict[str, int]:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_signatures_and_layouts_are_recognised(name: str) -> None:
     function, style, layout, options = FUNCTIONS[name]
-    found = signature_of(described(function))
-    assert (found.style, found.options >= options) == (style, True), found
+    signature = signature_of(described(function))
+    assert (signature.style, signature.options >= options) == (style, True), signature
     report = judged(function, **sizes_of(name))
     assert report.verdict == "right", report.lines()
     assert report.layout == layout
@@ -217,19 +217,19 @@ def half_by_name(q: Tensor, *, k: Tensor, v: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "message"),
     [(needs_more, "needs a parameter 'rope'"), (half_by_name, "some of q, k and v by name alone"),
      (lambda q, k: q, "has 2 parameters")],
 )  # fmt: skip
-def test_a_signature_that_cannot_be_called_is_refused(function: Any, said: str) -> None:
-    with pytest.raises(UnusableError, match=said):
+def test_a_signature_that_cannot_be_called_is_refused(function: Any, message: str) -> None:
+    with pytest.raises(UnusableError, match=message):
         signature_of(described(function))
 
 
 def test_one_number_for_a_window_is_ambiguous_and_not_used() -> None:
-    found = signature_of(described(numbered_window))
-    assert "window" not in found.options
-    assert found.ambiguous == ("window: one number may count keys with or without the query's own",)
+    signature = signature_of(described(numbered_window))
+    assert "window" not in signature.options
+    assert signature.ambiguous == ("window: one number may count keys with or without the query's own",)
 
 
 def test_a_call_has_the_functions_own_arguments() -> None:
@@ -241,7 +241,7 @@ def test_a_call_has_the_functions_own_arguments() -> None:
         "softmax_scale": 0.5, "causal": True, "window_size": [2, 1], "return_attn_probs": True,
     }  # fmt: skip
     assert call.tensors["q"].shape == (2, 3, 2, 16)
-    own = call_of(signature_of(described(by_name)), Case(causal=True), draw(Case()))
-    assert own.asked["kwargs"] == {
+    described_call = call_of(signature_of(described(by_name)), Case(causal=True), draw(Case()))
+    assert described_call.asked["kwargs"] == {
         "q": {"tensor": "q"}, "k": {"tensor": "k"}, "v": {"tensor": "v"}, "is_causal": True,
     }  # fmt: skip

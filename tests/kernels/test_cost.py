@@ -114,7 +114,7 @@ def test_a_window_lowers_the_price_by_what_it_hides(backend: str) -> None:
 
 
 def test_one_query_costs_what_its_keys_take_to_read() -> None:
-    """67 MFLOP over 134 MB take as long as the memory reads, and twice as long if keys are twice as wide."""
+    """67 MFLOP over 134 MB take as long as the reads of memory, and twice as long if keys are twice as wide."""
     infos = {"q": TensorInfo("float32", (8, 8, 1, 64)), "k": TensorInfo("float32", (8, 8, 4096, 64))}
     spec = plan(infos | {"v": infos["k"]}, Options(), "forward")
     rates = NOMINAL["torch"]

@@ -128,11 +128,11 @@ def test_numbers_are_taken_and_given_and_are_the_same_as_bytes(caller, dtype):
     }
     outputs = ("lse", "o")
     expected = caller.infer(request(tensors, outputs=outputs)).bits
-    found = caller.infer(request(tensors, typed=True, outputs=outputs)).numbers
+    numbers = caller.infer(request(tensors, typed=True, outputs=outputs)).numbers
     dtypes = {"o": dtype, "lse": torch.float32}
-    assert {name: raw(torch.tensor(found[name], dtype=dtypes[name])) for name in outputs} == expected
+    assert {name: raw(torch.tensor(numbers[name], dtype=dtypes[name])) for name in outputs} == expected
     assert caller.infer(request(tensors, typed=True, outputs=outputs, binary_data_output=True)).bits == expected
-    assert caller.infer(request(tensors, outputs=outputs, binary_data_output=False)).numbers == found
+    assert caller.infer(request(tensors, outputs=outputs, binary_data_output=False)).numbers == numbers
 
 
 def test_what_clients_say_of_bytes_is_taken(caller):
@@ -155,8 +155,8 @@ def test_cuda_shared_memory_is_off(caller):
 def test_long_numbers_are_read_and_written_too(caller):
     tensors = {name: torch.linspace(0, 1, 4 * 128 * 32).reshape(4, 128, 32) for name in "qkv"}
     expected = caller.infer(request(tensors)).bits["o"]
-    found = caller.infer(request(tensors, typed=True)).numbers["o"]
-    assert raw(torch.tensor(found)) == expected
+    numbers = caller.infer(request(tensors, typed=True)).numbers["o"]
+    assert raw(torch.tensor(numbers)) == expected
 
 
 def test_empty_tensors_have_empty_answers(caller):
@@ -309,10 +309,10 @@ WRONG = {
 @pytest.mark.parametrize("what", WRONG)
 def test_what_is_wrong_is_refused_and_named(server, caller, what):
     make, status, words = WRONG[what]
-    with refused(status, words) as found:
+    with refused(status, words) as error:
         caller.infer(make())
     if what != "message too long":
-        assert "x-request-id" in dict(found[0].trailing_metadata())
+        assert "x-request-id" in dict(error[0].trailing_metadata())
     assert caller.infer(request(SMALL, causal=True)).bits  # the server goes on
 
 

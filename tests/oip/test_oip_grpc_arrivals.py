@@ -122,11 +122,11 @@ def test_a_key_has_half_of_the_memory_at_most(monkeypatch):
 
 async def two_that_hold_all(calls):
     """Start calls that leave no room, and deliver their messages."""
-    held = await calls.begin(), await calls.begin()
-    for call in held:
+    pair = await calls.begin(), await calls.begin()
+    for call in pair:
         call.message.set_result(bytes(LARGEST))
     await calls.settle()
-    return held
+    return pair
 
 
 def test_no_more_calls_are_awaited_than_the_queue_admits(monkeypatch):

@@ -86,17 +86,17 @@ class Watched:
 
 def private(process):
     """Return the private bytes of a process."""
-    found = process.memory_info()
-    return found.rss - found.shared
+    memory = process.memory_info()
+    return memory.rss - memory.shared
 
 
 def of_all(server):
     """Return the bytes of all its processes; shared bytes (staging, files) count once, at the process with the most."""
-    own, shared = 0, 0
+    private_bytes, shared = 0, 0
     for process in (family := psutil.Process(server.pid)), *family.children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            own, shared = own + private(process), max(shared, process.memory_info().shared)
-    return own + shared
+            private_bytes, shared = private_bytes + private(process), max(shared, process.memory_info().shared)
+    return private_bytes + shared
 
 
 @pytest.mark.slow
@@ -108,11 +108,11 @@ def test_messages_that_wait_and_messages_that_were_read_hold_no_more_than_the_li
     http = psutil.Process(server.pid)
     idle = private(http)
     with Watched(lambda: private(http)) as watched, concurrent.futures.ThreadPoolExecutor(3 * CLIENTS) as pool:
-        found = Counter(pool.map(lambda _: call(), range(6 * CLIENTS)))
-    assert set(found) <= {"OK", "RESOURCE_EXHAUSTED"}
-    assert found["OK"]
+        statuses = Counter(pool.map(lambda _: call(), range(6 * CLIENTS)))
+    assert set(statuses) <= {"OK", "RESOURCE_EXHAUSTED"}
+    assert statuses["OK"]
     others = 32 + 3 * CLIENTS  # heaps, and up to 1 MiB per connection; without the limit: 280 MiB in all
-    assert watched.bytes - idle <= (64 + others) * MIB, found
+    assert watched.bytes - idle <= (64 + others) * MIB, statuses
     assert call() == "OK"
 
 
@@ -124,10 +124,10 @@ def test_ten_clients_with_300_mib_each_leave_a_server_of_2_5_gib_alive(start_ser
     )
     call, small = way(server, 300 * MIB), way(server, MIB)
     with Watched(lambda: of_all(server)) as watched, concurrent.futures.ThreadPoolExecutor(CLIENTS) as pool:
-        found = Counter(pool.map(lambda _: call(), range(CLIENTS)))
+        statuses = Counter(pool.map(lambda _: call(), range(CLIENTS)))
     # On a busy machine a message of 300 MiB may be slower than the minimum rate; a refused one may still be arriving
     # when the server stops discarding it (docs/http.md, Errors).
-    assert set(found) <= {"OK", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "RESET"}
+    assert set(statuses) <= {"OK", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "RESET"}
     assert watched.bytes <= 2560 * MIB
     wait_for(lambda: ask(server, "/info").json["load"] == {"requests": 0, "bytes": 0}, lambda: "requests that stay")
     assert small() == "OK"

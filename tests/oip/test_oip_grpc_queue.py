@@ -130,35 +130,35 @@ def unsent_message(held, metadata):
 
 
 @pytest.fixture
-def own(tmp_path):
+def private_server(tmp_path):
     """Return a factory of servers for one test, which may stop them or kill their engine."""
     with contextlib.ExitStack() as stack:
 
         def start(**settings):
-            own = HeldServer(tmp_path, **settings)
-            stack.callback(own.stop)
-            return own
+            private_server = HeldServer(tmp_path, **settings)
+            stack.callback(private_server.stop)
+            return private_server
 
         yield start
 
 
 @pytest.mark.slow
-def test_silent_calls_make_way(own):
+def test_silent_calls_make_way(private_server):
     """A silent call loses its place to a later one, and a stopping server answers all admitted calls."""
-    own = own(queue_limit=2, body_timeout=0.5)
+    private_server = private_server(queue_limit=2, body_timeout=0.5)
 
     def answered():
         """Return False while the server has both silent calls and neither counts as slow."""
         try:
-            return bool(own.caller.infer(own.question).bits)
+            return bool(private_server.caller.infer(private_server.question).bits)
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                 raise
             return False
 
-    with silent_call(own.caller, method=f"/{HEALTH}/Check") as probe:  # it needs no key
+    with silent_call(private_server.caller, method=f"/{HEALTH}/Check") as probe:  # it needs no key
         assert probe.exception(HANG).code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    with silent_call(own.caller) as first, silent_call(own.caller) as second:
+    with silent_call(private_server.caller) as first, silent_call(private_server.caller) as second:
         calls = (first, second)
         wait_for(lambda: answered() and any(call.done() for call in calls), lambda: "the silent calls stay")
         (gone,) = (call for call in calls if call.done())
@@ -168,19 +168,19 @@ def test_silent_calls_make_way(own):
     def drains():
         """Return False while the server is ready, or after it took this call's message for a slow one."""
         try:
-            return not own.caller.ask("ServerReady").ready
+            return not private_server.caller.ask("ServerReady").ready
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise
             return False
 
-    with own.busy() as inside:
-        own.server.process.send_signal(signal.SIGTERM)
+    with private_server.busy() as inside:
+        private_server.server.process.send_signal(signal.SIGTERM)
         wait_for(drains, lambda: "it never drains")
         with refused("UNAVAILABLE", "shutting down"):
-            own.caller.infer(own.question)
+            private_server.caller.infer(private_server.question)
     assert inside.result(HANG)
-    assert own.server.wait_exit() == 0
+    assert private_server.server.wait_exit() == 0
 
 
 @contextlib.contextmanager
@@ -210,15 +210,15 @@ def running(held):
                 "outputs": [{"name": "o", "parameters": places[3]}],
                 "parameters": {"backend": "reference"},
             }
-            asked = pool.submit(
+            future = pool.submit(
                 http, held.server.url, "POST", "/v2/models/attention/infer", json.dumps(document).encode(),
                 **KEY, x_request_id=name,
             )  # fmt: skip
             held.wait_begun(name)
-            yield block, key, path, asked, truth(tensors)["o"]
+            yield block, key, path, future, truth(tensors)["o"]
         finally:
             held.gate("gate").touch()
-            asked.result()
+            future.result()
             http(held.server.url, "POST", "/v2/systemsharedmemory/unregister", b"", **KEY)
             block.close()
             block.unlink()
@@ -226,11 +226,11 @@ def running(held):
 
 def test_a_request_that_runs_keeps_its_region(held):
     """The region is unregistered during the run: the answer is still written, and then the engine unmaps it."""
-    with running(held) as (block, key, path, asked, expected):
+    with running(held) as (block, key, path, future, expected):
         assert http(held.server.url, "POST", f"{path}/unregister", b"", **KEY).status == 200
-        assert not asked.done()
+        assert not future.done()
         held.gate("gate").touch()
-        assert asked.result().status == 200
+        assert future.result().status == 200
         actual = torch.frombuffer(bytearray(block.buf[len(block.buf) // 4 * 3 :]), dtype=torch.float32)
         near(actual[: expected.numel()].view(expected.shape), expected, 2e-6)
         maps = Path(f"/proc/{held.server.engine_pid}/maps")
@@ -241,32 +241,32 @@ def test_a_request_that_runs_keeps_its_region(held):
 def test_a_client_that_truncates_its_region_costs_an_engine_and_no_more(held):
     """The server has a new engine at the end, and is otherwise unchanged."""
     before = held.server.engine_pid
-    with running(held) as (_, key, _, asked, _):
+    with running(held) as (_, key, _, future, _):
         os.truncate(f"/dev/shm/{key}", 0)
         held.gate("gate").touch()
-        assert asked.result().status == 503
+        assert future.result().status == 503
     held.server.wait_ready()
     assert held.server.engine_pid != before
     assert infer(held.server.url, "attention", problem(), headers=KEY).status == 200
 
 
 @pytest.mark.slow
-def test_an_engine_that_dies_is_unavailable_until_the_next_is_there(own):
-    own = own()
+def test_an_engine_that_dies_is_unavailable_until_the_next_is_there(private_server):
+    private_server = private_server()
 
     def ready():
-        return own.caller.ask("ServerReady").ready
+        return private_server.caller.ask("ServerReady").ready
 
-    with own.busy() as first:
-        own.gate("closed").touch()  # the next engine waits at its start
-        os.kill(own.server.engine_pid, signal.SIGKILL)
+    with private_server.busy() as first:
+        private_server.gate("closed").touch()  # the next engine waits at its start
+        os.kill(private_server.server.engine_pid, signal.SIGKILL)
         assert first.code() is grpc.StatusCode.UNAVAILABLE
         assert "engine died" in first.details()
         assert not ready()
-        assert not own.caller.ask("ModelReady", name="attention").ready
-        assert own.caller.ask("Check", HEALTH).status == 2  # NOT_SERVING
+        assert not private_server.caller.ask("ModelReady", name="attention").ready
+        assert private_server.caller.ask("Check", HEALTH).status == 2  # NOT_SERVING
         with refused("UNAVAILABLE"):
-            own.caller.infer(own.question)
-    own.gate("closed").unlink()
+            private_server.caller.infer(private_server.question)
+    private_server.gate("closed").unlink()
     wait_for(ready, lambda: "never ready again")
-    assert own.queue("after").result(HANG)
+    assert private_server.queue("after").result(HANG)

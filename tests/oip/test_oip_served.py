@@ -35,8 +35,8 @@ def test_an_answer_is_bit_for_bit_that_of_the_other_encoding(locked, path, model
     body = message(tensors, causal=True, window=[7, -1])
     ours = call(locked.url, "POST", "/attention" + path, body, content_type="application/vnd.safetensors", **KEY)
     assert ours.status == 200, ours.body
-    asked = {"causal": True, "window_left": 7, "binary_data_output": True}
-    theirs = infer(locked.url, model, tensors, parameters=asked, headers=KEY)
+    parameters = {"causal": True, "window_left": 7, "binary_data_output": True}
+    theirs = infer(locked.url, model, tensors, parameters=parameters, headers=KEY)
     data = b"".join(raw(t) for t in theirs.tensors.values())
     assert ours.body.endswith(data)
     assert theirs.headers["x-backend"] == theirs.head["parameters"]["backend"] == ours.headers["x-backend"]
@@ -91,8 +91,8 @@ def test_a_body_over_the_limit_is_413(locked, how):
 def test_an_answer_in_numbers_has_a_limit_and_one_in_bytes_has_none(locked):
     wide = {**WIDE, "q": torch.zeros(1, 1, 65, 256)}
     assert infer(locked.url, "attention", wide, headers=KEY).status == 413
-    asked = [wanted("o", binary_data=True), wanted("lse", binary_data=False)]
-    assert infer(locked.url, "attention", wide, headers=KEY, outputs=asked).status == 200
+    outputs = [wanted("o", binary_data=True), wanted("lse", binary_data=False)]
+    assert infer(locked.url, "attention", wide, headers=KEY, outputs=outputs).status == 200
 
 
 def test_a_head_before_bytes_has_its_limit(locked):
@@ -120,8 +120,8 @@ def test_a_request_is_refused_from_its_head(locked):
 def test_the_sooner_deadline_counts(held, ms, us):
     with held.shut() as name:
         headers = {**KEY, "x-request-id": name, "x-timeout-ms": ms}
-        asked = {"timeout": us, "backend": "reference"}
-        late = infer(held.server.url, "attention", SMALL, headers=headers, parameters=asked)
+        parameters = {"timeout": us, "backend": "reference"}
+        late = infer(held.server.url, "attention", SMALL, headers=headers, parameters=parameters)
     assert late.status == 504
     assert "deadline" in late.error
 

@@ -167,11 +167,11 @@ def test_a_place_that_is_wrong_is_refused(server, memory, name):
     assert register(server, "all", key).status == 200
     tensors = problem()
     inputs = [lying(n, t, "all", i * NBYTES) for i, (n, t) in enumerate(tensors.items())]
-    changes, said = WRONG[name]
+    changes, message = WRONG[name]
     parameters = {k: v for k, v in {**place("all", NBYTES, 4 * NBYTES), **changes}.items() if v is not None}
     reply = ask(server, inputs, [wanted("o", **parameters)])
     assert reply.status == 422, reply.body
-    assert said in reply.error
+    assert message in reply.error
     assert ask(server, inputs, [wanted("o", **place("all", NBYTES, 4 * NBYTES))]).status == 200
 
 

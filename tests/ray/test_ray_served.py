@@ -94,11 +94,11 @@ def test_each_replica_has_the_device_that_ray_gave_it(cluster):
 def test_overload_is_refused_by_us_and_callers_that_wait_are_answered(cluster, problem):
     tensors, expected = problem
     body = message(tensors)
-    count, most = 5 * QUEUE_LIMIT, 2 * QUEUE_LIMIT  # more than twice the admission of both replicas
+    count, max_inside = 5 * QUEUE_LIMIT, 2 * QUEUE_LIMIT  # more than twice the admission of both replicas
     with ThreadPoolExecutor(count) as threads:
         with stopped(cluster.below(ENGINE)):
             calls = [threads.submit(post, cluster, "/attention", body) for _ in range(count)]
-            wait_for(lambda: sum(call.done() for call in calls) >= count - most, lambda: "too many were let in")
+            wait_for(lambda: sum(call.done() for call in calls) >= count - max_inside, lambda: "too many were let in")
         replies = [call.result() for call in calls]
     refused = {reply.body for reply in replies if reply.status not in (200, 429)}
     assert {reply.status for reply in replies} == {200, 429}, refused

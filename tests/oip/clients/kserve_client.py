@@ -13,7 +13,7 @@ from kserve.protocol.infer_type import RequestedOutput
 NUMPY = {"FP16": np.float16, "FP32": np.float32, "FP64": np.float64, "BOOL": bool, "INT32": np.int32, "INT64": np.int64}
 
 
-def asked(case, tensors):
+def request_of(case, tensors):
     """Return the request. KServe's client lacks BF16: such tensors travel as numbers, both ways."""
     inputs, binary = [], case["binary"] and all(i["datatype"] in NUMPY for i in case["inputs"].values())
     for name, given in case["inputs"].items():
@@ -42,7 +42,7 @@ async def ask(url, cases, tensors, answers):
         ]
         for case in cases:
             try:
-                answer = await client.infer(base, asked(case, tensors), model_name=case["model"])
+                answer = await client.infer(base, request_of(case, tensors), model_name=case["model"])
             except httpx.HTTPStatusError as error:
                 report[case["name"]] = [str(error.response.status_code), str(error)]
                 continue

@@ -21,8 +21,8 @@ def truth(q, k, v, do):
     return p @ v, ds @ k / SHAPE[-1] ** 0.5
 
 
-def worst(found, expected):
-    return float(abs(found - expected).max() / abs(expected).max())
+def worst(actual, expected):
+    return float(abs(actual - expected).max() / abs(expected).max())
 
 
 def main(url):
