@@ -41,7 +41,7 @@ def test_a_task_that_goes_wrong_ends_its_process_alone(tmp_path: Path) -> None:
         guard.close()
 
 
-@pytest.mark.full  # in test_gpu_run.py a command has such a pool
+@pytest.mark.full  # a command in test_gpu_run.py uses such a pool
 def test_tasks_side_by_side_have_a_process_each_where_that_is_asked(tmp_path: Path) -> None:
     pool = Pool(Unruly(tmp_path / "notes"), 2)
     lengths = (16, Unruly.CRASHES, 32)

@@ -14,7 +14,7 @@ from tests.support.servers import wait_for
 
 pytestmark = pytest.mark.slow
 
-BUGS = {  # in this order: leaked or lost resources stay held
+BUGS = {  # in this order: leaked or lost resources are not released
     "swap": r"wrong, another caller's answer",
     "twice": r"caches: wrong, (lengths?: |POST \S+ was answered, and not refused)",
     "hoard": r"left over: flashpoint_cache_bytes\{.* is [1-9]",

@@ -33,7 +33,7 @@ MADE = re.compile("(Async)?(Sharded)?(Cache|BenchmarkRun)")
 
 
 def public(module):
-    """Return the functions and classes in a module's `__all__`, or else those that it defines."""
+    """Yield the functions and classes in a module's `__all__`, or else those that it defines."""
     names = getattr(module, "__all__", None) or [
         name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__
     ]
@@ -44,7 +44,7 @@ def public(module):
 
 
 def parameters(function):
-    """Return the names of a function's parameters, including the TypedDict that its keywords unpack."""
+    """Yield the names of a function's parameters, including the TypedDict that its keywords unpack."""
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             unpacked = re.search(r"Unpack\[(?:\w+\.)*(\w+)\]", str(parameter.annotation))

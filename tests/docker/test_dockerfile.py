@@ -19,7 +19,7 @@ from tests.docker.engine import ROOT, steps
 
 
 def instructions(dockerfile):
-    """Yield (word, rest) of each instruction, with joined lines and without comments."""
+    """Return (word, rest) of each instruction, with joined lines and without comments."""
     text = "\n".join(line for line in dockerfile.splitlines() if not line.lstrip().startswith("#"))
     lines = text.replace("\\\n", " ").splitlines()
     return [(word, rest) for word, _, rest in (line.strip().partition(" ") for line in lines) if word]

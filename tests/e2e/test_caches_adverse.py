@@ -108,8 +108,8 @@ def test_a_fork_of_too_many_layers_is_refused(shared_server):
 
 
 def read_held(server):
-    answer = ask(server, "/info", **bearer("alice")).json["caches"]
-    return answer["caches"], answer["bytes"]
+    usage = ask(server, "/info", **bearer("alice")).json["caches"]
+    return usage["caches"], usage["bytes"]
 
 
 def test_a_key_that_uses_up_its_quota_is_refused_alone(shared_server):

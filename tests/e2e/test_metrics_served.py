@@ -109,7 +109,9 @@ def asking(server, body, name):
 
 def peers(server):
     """Return the ports of the clients that are connected to the server."""
-    return {found.raddr.port for found in psutil.Process(server.pid).net_connections("tcp") if found.raddr}
+    return {
+        connection.raddr.port for connection in psutil.Process(server.pid).net_connections("tcp") if connection.raddr
+    }
 
 
 def client_gone(server):

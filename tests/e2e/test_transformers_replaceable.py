@@ -36,7 +36,7 @@ def kinds():
 
 
 def classes(folder, file):
-    """Return (configuration, model) for the models of a file that `AutoModel` knows."""
+    """Yield (configuration, model) for the models of a file that `AutoModel` knows."""
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
     module = importlib.import_module(f"transformers.models.{folder}.{file}")

@@ -23,7 +23,7 @@ OURS = tuple(str(Path(package.__file__).parent) for package in (flashpoint, flas
 
 def ways(target: Callable[[bytes], None], data: bytes) -> set[tuple[str, int, int]]:
     """Return (file, line, next line) of all steps in our code that `target` takes."""
-    names: set[tuple[str, int, int]] = set()
+    steps_taken: set[tuple[str, int, int]] = set()
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         file, before = frame.f_code.co_filename, 0
@@ -32,7 +32,7 @@ def ways(target: Callable[[bytes], None], data: bytes) -> set[tuple[str, int, in
 
         def line(frame: FrameType, event: str, _: Any) -> Any:
             nonlocal before
-            names.add((file, before, frame.f_lineno))
+            steps_taken.add((file, before, frame.f_lineno))
             before = frame.f_lineno
             return line
 
@@ -43,7 +43,7 @@ def ways(target: Callable[[bytes], None], data: bytes) -> set[tuple[str, int, in
         target(data)
     finally:
         sys.settrace(None)
-    return names
+    return steps_taken
 
 
 def main() -> None:

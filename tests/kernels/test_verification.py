@@ -174,7 +174,7 @@ def test_half_types_have_twice_and_thrice_torchs_error(dtype: torch.dtype) -> No
     errors = {e.name: e for e in verify(qkv(2, 4, 100, 128, 64, dtype=dtype), Options(backend="tiled")).tensors}
     assert errors["o"].bound == 2 * errors["o"].torch.max_abs + 1e-5
     assert errors["dv"].bound == 3 * errors["dv"].torch.max_abs + 1e-5
-    assert errors["lse"].max_abs < 1e-5  # float32 whatever the inputs
+    assert errors["lse"].max_abs < 1e-5  # always float32
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
@@ -183,7 +183,7 @@ def test_float64_has_a_bound_of_its_own_but_for_lse(backend: str) -> None:
     report = verify(t, Options(backend=backend))
     assert report.ok
     rules = {e.name: e.rule for e in report.tensors}
-    assert rules.pop("lse") == "2e-06 of the largest value"  # float32 whatever the inputs
+    assert rules.pop("lse") == "2e-06 of the largest value"  # always float32
     assert rules == dict.fromkeys(["o", "dq", "dk", "dv"], "1e-12 of the largest value")
     o = forward("reference", t)["o"]
     o[0, 1, 7, 3] += 1e-9

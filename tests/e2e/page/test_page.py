@@ -303,8 +303,8 @@ def test_it_says_what_it_is_and_leads_to_the_tutorial(open_page, server, start_s
     expect(page.get_by_role("heading", level=1)).to_have_text("First call")
     assert page.locator("main a").evaluate_all("links => links.filter(link => link.href.includes('.md')).length") == 0
     documented = start_server(docs_url="https://docs.example/flashpoint/")
-    answer = ask(documented, "/").body.decode()
-    assert '<a href="https://docs.example/flashpoint/">Documentation</a>' in answer
+    html = ask(documented, "/").body.decode()
+    assert '<a href="https://docs.example/flashpoint/">Documentation</a>' in html
     assert 'href="https://docs.example/flashpoint/install.html#' in ask(documented, "/docs/tutorial").body.decode()
 
 

@@ -404,7 +404,7 @@ def test_a_slice_of_a_plugin_runs_alone(monkeypatch):
     assert (part.entries[0].submit.id, bench.woken) == (number, 1)
     plugin.wanted = True
     bench.admit()
-    assert bench.scheduler.take() is None  # held back, so that the slice soon runs alone
+    assert bench.scheduler.take() is None  # postponed, so that the slice soon runs alone
     monkeypatch.setattr(module, "HOLD_SECONDS", 0.0)
     bench.take()  # the running parts take too long to wait for
     assert plugin.calls == ["begin", "postpone"]
