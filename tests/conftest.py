@@ -1,7 +1,7 @@
-"""Where kernels run in tests: under Triton's interpreter, or on a GPU when FLASHPOINT_TEST_DEVICE=cuda (`make gpu`).
+"""Choose where kernels run: under Triton's interpreter, or on a GPU with FLASHPOINT_TEST_DEVICE=cuda (`make gpu`).
 
-With FLASHPOINT_TEST_ARCH=90 nothing runs: tests/support/kernels/resolved.py resolves launches as for a GPU of sm_90.
-Set before anything imports triton, which decides when a kernel is decorated.
+With FLASHPOINT_TEST_ARCH=90 nothing runs: tests/support/kernels/resolved.py resolves launches as for an sm_90. The
+choice is made before any import of triton, which reads it when a kernel is decorated.
 """
 
 import contextlib
@@ -14,12 +14,12 @@ INTERPRETING = DEVICE == "cpu" and not os.environ.get("FLASHPOINT_TEST_ARCH")
 if INTERPRETING:
     os.environ["TRITON_INTERPRET"] = "1"
 
-# torch's threads sleep while they wait, as those of an engine do. Beside other work on two cores, spinning made the
-# 12 s of processor time that some tests of the kernels take 99. Set before anything imports torch.
+# torch's threads sleep while they wait, as in an engine. Beside other work on two cores, spinning raised the processor
+# time of some kernel tests from 12 s to 99 s. Set before any import of torch.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# Nobody's example is wrong for taking long on a machine with much else to do. Examples are the same in every run, and
-# none begins with those that another has left; `make test-full` draws others. `make gpu` does without hypothesis.
+# A busy machine must not fail an example for its time. Examples are the same in every run, without stored ones of
+# earlier runs; `make test-full` draws others. `make gpu` runs without hypothesis.
 with contextlib.suppress(ImportError):
     import hypothesis
 
@@ -35,7 +35,7 @@ with contextlib.suppress(ImportError):
 
 @pytest.fixture(scope="session")
 def server():
-    """A server with default settings, which all tests of a pytest process share: leave it as you found it."""
+    """Start a server with default settings; all tests of a pytest process share it and must leave it unchanged."""
     from tests.support.servers import serve
 
     server = serve()
@@ -45,7 +45,7 @@ def server():
 
 @pytest.fixture(scope="session")
 def rpc_server():
-    """A server with gRPC, shared memory and small limits; a test must leave it as it found it."""
+    """Start a server with gRPC, shared memory and small limits; a test must leave it unchanged."""
     from tests.support.servers import serve
 
     server = serve(grpc_port=0, shared_memory_bytes=1 << 20, body_limit=4 << 20, json_limit=1 << 20, log_level="debug")
@@ -55,7 +55,7 @@ def rpc_server():
 
 @pytest.fixture(scope="module")
 def start_server():
-    """A factory: `start_server(ready=True, interpret=False, **settings)`; what it starts ends with the module."""
+    """Return `start_server(ready=True, interpret=False, **settings)`; its servers end with the module."""
     from tests.support.servers import serve
 
     with contextlib.ExitStack() as stack:
@@ -70,7 +70,7 @@ def start_server():
 
 @pytest.fixture(scope="session")
 def receiver():
-    """A receiver of the spans that `gated` sends."""
+    """Start a receiver of the spans that `gated` sends."""
     from tests.support.otlp import Receiver
 
     receiver = Receiver()
@@ -80,10 +80,10 @@ def receiver():
 
 @pytest.fixture(scope="session")
 def gated(receiver, tmp_path_factory):
-    """A server with Triton's kernels under its interpreter, whose engine waits and fails on demand.
+    """Start a server with interpreted Triton kernels, whose engine waits and fails on demand.
 
-    All tests of a pytest process share it: open its gates again, and leave an engine that is ready. It has little
-    shared memory, and gives up a body, or the reading of an answer, that pauses for two seconds.
+    All tests of a pytest process share it: a test opens its gates again and leaves a ready engine. It has little
+    shared memory, and gives up a body or an answer that pauses for two seconds.
     """
     from tests.support.gated import GatedServer
     from tests.support.servers import serve
@@ -95,11 +95,11 @@ def gated(receiver, tmp_path_factory):
     gated.server.stop()
 
 
-# The files of tests that take longest. They begin first, so that no process has one of them left when the others end.
+# The slowest test files. They start first, so that no process still runs one of them when the others have ended.
 LONG = ("test_corpus.py", "test_gpu_run.py", "test_native.py", "test_chaos.py", "test_tutorial.py", "test_artefacts.py")
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    """Keep the random order but for LONG."""
+    """Move the files in LONG to the front, and keep the random order otherwise."""
     items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))

@@ -1,6 +1,6 @@
-"""The artefacts of `make dist`: the wheel, installed into its own environment, serves and answers.
+"""The wheel of `make dist`, installed into a new environment, serves and answers.
 
-The environment sees the packages of this one, but for Flashpoint, which comes from the wheel.
+The environment sees the packages of this one, except Flashpoint, which comes from the wheel.
 """
 
 import email
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 pytest.importorskip("hatchling", reason="make test installs it")
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT = 2 << 20  # bytes of a file: more would be data that nobody meant to ship
+LIMIT = 2 << 20  # bytes of a file: a larger one would contain unintended data
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def built(tmp_path_factory):
 
 
 def environment(home, wheel):
-    """Return the Python and the site-packages of a new environment that has the wheel alone."""
+    """Return the Python and the site-packages of a new environment that has only the wheel."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True)
     python = home / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check"]
@@ -52,7 +52,7 @@ def environment(home, wheel):
 
 @pytest.fixture(scope="module")
 def installed(built, tmp_path_factory):
-    """The Python of an environment that has the wheel."""
+    """Return the Python of an environment that has the wheel."""
     python, packages = environment(tmp_path_factory.mktemp("venv"), built[0])
     theirs = [path for path in sys.path if path.endswith("site-packages")]
     (packages / "dependencies.pth").write_text("\n".join(theirs) + "\n")
@@ -64,22 +64,22 @@ def needed(wheel, extras, **system):
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = email.message_from_bytes(archive.read(name))
-    found, todo = {"flashpoint": set()}, [("flashpoint", extra) for extra in ("", *extras)]
+    names, todo = {"flashpoint": set()}, [("flashpoint", extra) for extra in ("", *extras)]
     while todo:
         name, extra = todo.pop()
-        if extra in found.setdefault(name, set()):
+        if extra in names.setdefault(name, set()):
             continue
-        found[name].add(extra)
-        own = metadata.get_all("Requires-Dist") if name == "flashpoint" else importlib.metadata.requires(name)
-        for each in map(Requirement, own or ()):
+        names[name].add(extra)
+        requirements = metadata.get_all("Requires-Dist") if name == "flashpoint" else importlib.metadata.requires(name)
+        for each in map(Requirement, requirements or ()):
             if each.marker is None or each.marker.evaluate({"extra": extra, **system}):
                 todo += [(canonicalize_name(each.name), more) for more in ("", *each.extras)]
-    return set(found) - {"flashpoint"}
+    return set(names) - {"flashpoint"}
 
 
 @pytest.fixture(scope="module")
 def alone(built, tmp_path_factory):
-    """A function: the Python of an environment with the wheel and what these extras need, and nothing else."""
+    """Return a function that returns the Python of an environment with only the wheel and its given extras."""
 
     @cache
     def made(*extras):
@@ -98,7 +98,7 @@ def clean(**variables):
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
 
 
-def said(python, *arguments, cwd, check=True, **variables):
+def output_of(python, *arguments, cwd, check=True, **variables):
     done = subprocess.run([python, *arguments], capture_output=True, text=True, cwd=cwd, env=clean(**variables))
     assert not check or done.returncode == 0, done.stderr
     return done
@@ -128,7 +128,7 @@ def test_the_lock_file_has_every_package_of_a_server_but_torch_in_its_tested_ver
     for entry in (ROOT / "requirements.lock").read_text().replace("\\\n", "").splitlines():
         requirement, *hashes = entry.split("--hash=")
         assert hashes, entry
-        assert all(re.fullmatch("sha256:[0-9a-f]{64} *", each) for each in hashes)  # and no address
+        assert all(re.fullmatch("sha256:[0-9a-f]{64} *", each) for each in hashes)  # without an address
         parsed = Requirement(requirement)
         locked[canonicalize_name(parsed.name)] = parsed
     tested = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
@@ -138,7 +138,7 @@ def test_the_lock_file_has_every_package_of_a_server_but_torch_in_its_tested_ver
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = ("cli", "plot", "server", "grpc", "otel")
     asked = [*project["dependencies"], *(each for extra in extras for each in project["optional-dependencies"][extra])]
-    needed = {"flashpoint", "torch", "triton"}  # not in the file, and what torch needs comes with it
+    needed = {"flashpoint", "torch", "triton"}  # not in the file; torch brings its dependencies
     while asked:
         each = Requirement(asked.pop())
         name = canonicalize_name(each.name)
@@ -149,10 +149,12 @@ def test_the_lock_file_has_every_package_of_a_server_but_torch_in_its_tested_ver
 
 
 def test_the_wheel_serves_and_is_asked(installed, tmp_path):
-    version = said(installed, "-m", "flashpoint", "--version", cwd=tmp_path).stdout
+    version = output_of(installed, "-m", "flashpoint", "--version", cwd=tmp_path).stdout
     assert version.split()[1] in next(iter(Path(installed).parents[1].glob("lib/*/site-packages/flashpoint-*"))).name
-    assert said(installed.parent / "flashpoint", "--version", cwd=tmp_path).stdout == version
-    where = said(installed, "-c", "import flashpoint_server; print(flashpoint_server.__file__)", cwd=tmp_path).stdout
+    assert output_of(installed.parent / "flashpoint", "--version", cwd=tmp_path).stdout == version
+    where = output_of(
+        installed, "-c", "import flashpoint_server; print(flashpoint_server.__file__)", cwd=tmp_path
+    ).stdout
     assert where.startswith(str(installed.parents[1]))
     command = [installed, "-m", "flashpoint", "serve", "--port=0", "--device=cpu"]
     server = ServerProcess(list(map(str, command)), clean())
@@ -170,16 +172,18 @@ def test_the_wheel_serves_and_is_asked(installed, tmp_path):
 def test_the_sdk_alone_needs_none_of_the_extras(installed, tmp_path):
     absent = ("torch", "triton", "fastapi", "typer", "rich", "matplotlib", "pytest")
     program = f"import sys; sys.modules.update(dict.fromkeys({absent})); import flashpoint; "
-    assert said(installed, "-c", program + "print(flashpoint.Client().url)", cwd=tmp_path).stdout.startswith("http")
+    assert output_of(installed, "-c", program + "print(flashpoint.Client().url)", cwd=tmp_path).stdout.startswith(
+        "http"
+    )
     run = program + "from flashpoint.cli import main; sys.exit(main(['info']))"
-    refused = said(installed, "-c", run, cwd=tmp_path, check=False)
+    refused = output_of(installed, "-c", run, cwd=tmp_path, check=False)
     assert (refused.returncode, "needs typer, which is not installed" in refused.stderr) == (2, True)
 
 
 def test_pytest_finds_the_fixture(installed, tmp_path):
     (tmp_path / "test_it.py").write_text("def test_it(judge_attention):\n    assert callable(judge_attention)\n")
     flags = ["-q", "-p", "no:cacheprovider", "-p", "no:schemathesis", "-p", "no:cloudcoil"]
-    assert "1 passed" in said(installed, "-m", "pytest", *flags, cwd=tmp_path).stdout
+    assert "1 passed" in output_of(installed, "-m", "pytest", *flags, cwd=tmp_path).stdout
 
 
 SERVER = {"fastapi", "starlette", "uvicorn", "pydantic-settings", "structlog", "msgspec", "prometheus-client", "jinja2"}
@@ -199,28 +203,28 @@ print(sorted(name for name in sys.argv[1:] if importlib.util.find_spec(name)))
 
 
 def test_the_library_is_installed_alone(built, alone, tmp_path):
-    """`pip install flashpoint[torch]`: attention, gradients and `judge`, and none of the server's packages."""
-    # torch itself has jinja2, on each system
+    """`pip install flashpoint[torch]` has attention, gradients and `judge`, and no package of the server."""
+    # torch requires jinja2 on each system.
     assert needed(built[0], ["torch"]) & (SERVER | {"typer", "rich", "matplotlib"}) <= {"jinja2"}
-    asked = ("fastapi", "uvicorn", "structlog", "typer", "rich", "matplotlib")
-    assert said(alone("torch"), "-c", LIBRARY, *asked, cwd=tmp_path).stdout == "[]\n"
+    packages = ("fastapi", "uvicorn", "structlog", "typer", "rich", "matplotlib")
+    assert output_of(alone("torch"), "-c", LIBRARY, *packages, cwd=tmp_path).stdout == "[]\n"
     without_triton = "import sys; sys.modules['triton'] = None\n" + LIBRARY  # as on other systems
-    assert said(alone("torch"), "-c", without_triton, *asked, cwd=tmp_path).stdout == "[]\n"
+    assert output_of(alone("torch"), "-c", without_triton, *packages, cwd=tmp_path).stdout == "[]\n"
     program = (
         "from flashpoint_kernels import attention, judge\n"
         "if __name__ == '__main__':\n"
         "    print(judge(attention, quick=True, dtypes=['float32']).verdict)\n"
     )
     (tmp_path / "judged.py").write_text(program)
-    assert said(alone("torch"), "judged.py", cwd=tmp_path).stdout == "right\n"
+    assert output_of(alone("torch"), "judged.py", cwd=tmp_path).stdout == "right\n"
 
 
 def test_the_library_and_the_command_line_judge(alone, tmp_path):
-    """`pip install flashpoint[torch,cli]`: the judge as a command; a server is refused with what to install."""
+    """`pip install flashpoint[torch,cli]` has the judge as a command, and says what to install for a server."""
     python = alone("torch", "cli")
     judge = ["verify", "--kernel", "flashpoint_kernels:attention", "--quick", "--dtype", "float32"]
-    assert "PASS" in said(python, "-m", "flashpoint", *judge, cwd=tmp_path).stdout
-    refused = said(python, "-m", "flashpoint", "serve", cwd=tmp_path, check=False)
+    assert "PASS" in output_of(python, "-m", "flashpoint", *judge, cwd=tmp_path).stdout
+    refused = output_of(python, "-m", "flashpoint", "serve", cwd=tmp_path, check=False)
     assert refused.returncode == 2
     assert re.search(r"needs structlog, which is not installed\n.*pip install .*\[server\]", refused.stderr)
 

@@ -1,7 +1,7 @@
-"""The Python examples of the README and of docs/ as a type checker reads them: mypy and pyright find no error.
+"""mypy and pyright find no error in the Python examples of the README and of docs/.
 
-An example keeps the line numbers of its page. The blocks of a tutorial follow each other in one file, as a reader runs
-them; every other block is a file of its own.
+An example keeps the line numbers of its page. The blocks of a tutorial form one file, as a reader runs them; every
+other block is a separate file.
 """
 
 import json
@@ -14,18 +14,17 @@ import pytest
 
 from tests.support.documents import BLOCK
 
-pytestmark = pytest.mark.full  # and `make lint`
+pytestmark = pytest.mark.full  # `make lint` runs it, too
 pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = [str(ROOT / name) for name in ("contract", "client", "kernels", "server")]
 ONE_SESSION = {"tutorial", "train-a-layer", "judge-my-kernel", "decoding", "algorithm"}
 PYTHON = re.compile(rf'^```python(?: title="([\w.]+)")?\n{BLOCK}```$', re.MULTILINE)
-# The names that a fragment leaves to the reader.
+# The names that a fragment does not define.
 GIVEN = {"balancers": "import flashpoint; there = flashpoint.Client(); old = there.cache()"}
-# Types of other packages, whose checkers would not pass them: what torch's `grad` may be before a backward, what
-# tritonclient's outputs may be where there is none of that name, a protocol of transformers' own, and a module that
-# `install` puts in its place when the example runs.
+# Errors from types of other packages: torch's `grad` before a backward, tritonclient's outputs under an unknown name, a
+# protocol of transformers, and a module that `install` provides when the example runs.
 THEIRS = re.compile(r"\.grad\.|\.as_numpy\(|get_response\(|\.generate\b|^from flash_attn\b")
 MYPY = """\
 [mypy]
@@ -39,13 +38,13 @@ follow_imports = silent
 
 @pytest.fixture(scope="module")
 def examples(tmp_path_factory):
-    """A folder with the examples of all pages."""
+    """Return a folder with the examples of all pages."""
     folder = tmp_path_factory.mktemp("examples")
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         lines, text = [], page.read_text(encoding="utf-8")
-        for found in PYTHON.finditer(text):
-            name, code = found.groups()
-            line = text.count("\n", 0, found.start()) + 1  # of the fence: the code begins on the next
+        for match in PYTHON.finditer(text):
+            name, code = match.groups()
+            line = text.count("\n", 0, match.start()) + 1  # line of the fence: the code begins on the next
             if name:
                 (folder / name).write_text(code)
             elif page.stem in ONE_SESSION:
@@ -65,11 +64,11 @@ def checked(command, folder):
     return ran.stdout
 
 
-def ours(folder, found):
-    """Leave out what other packages' types cause. `found` has (file, line, message) of each error."""
+def ours(folder, errors):
+    """Return the errors without those from other packages' types. An error is (file, line, message)."""
     return [
         (file, line, message)
-        for file, line, message in found
+        for file, line, message in errors
         if not THEIRS.search((folder / file).read_text().splitlines()[line - 1])
     ]
 
@@ -78,10 +77,10 @@ def test_mypy_finds_no_error_in_the_examples(examples, tmp_path):
     (tmp_path / "mypy.ini").write_text(MYPY.format(path=":".join(SOURCES)))
     files = sorted(path.name for path in examples.iterdir())
     command = [sys.executable, "-m", "mypy", "--config-file", tmp_path / "mypy.ini", "--cache-dir", tmp_path, *files]
-    said = checked(command, examples)
-    found = re.findall(r"^(.+?):(\d+): error: (.*)$", said, re.MULTILINE)
-    assert "source files" in said or "source file" in said
-    assert not ours(examples, [(file, int(line), message) for file, line, message in found])
+    output = checked(command, examples)
+    errors = re.findall(r"^(.+?):(\d+): error: (.*)$", output, re.MULTILINE)
+    assert "source files" in output or "source file" in output
+    assert not ours(examples, [(file, int(line), message) for file, line, message in errors])
 
 
 def test_pyright_finds_no_error_in_the_examples(examples, tmp_path):
@@ -91,15 +90,15 @@ def test_pyright_finds_no_error_in_the_examples(examples, tmp_path):
         "extraPaths": [str(examples), *SOURCES],
         "typeCheckingMode": "standard",
         "reportMissingModuleSource": False,
-        "reportPossiblyUnboundVariable": False,  # a session's next block uses what a `with` or a loop has set
+        "reportPossiblyUnboundVariable": False,  # later blocks of a session use names set in a `with` or a loop
     }
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
     command = [sys.executable, "-m", "basedpyright", "-p", tmp_path, "--pythonpath", sys.executable, "--outputjson"]
-    said = json.loads(checked(command, examples))
-    assert said["summary"]["filesAnalyzed"] > 30
-    found = [
+    report = json.loads(checked(command, examples))
+    assert report["summary"]["filesAnalyzed"] > 30
+    errors = [
         (Path(each["file"]).name, each["range"]["start"]["line"] + 1, each["message"])
-        for each in said["generalDiagnostics"]
+        for each in report["generalDiagnostics"]
         if each["severity"] == "error"
     ]
-    assert not ours(examples, found)
+    assert not ours(examples, errors)

@@ -1,4 +1,4 @@
-"""The figures of the documentation: each is drawn from its results as it is in docs/images, and can be read."""
+"""The figures in docs/images are those drawn from their results, and can be read."""
 
 import re
 from html import unescape
@@ -22,8 +22,8 @@ def texts(picture):
 @pytest.mark.parametrize("name", DRAWN)
 def test_a_figure_is_that_of_its_results_and_can_be_read(name):
     check(laid_out(DRAWN[name]))
-    kept = (DOCS / "images" / f"{name}.svg").read_text()
-    assert texts(kept) == texts(style.saved(DRAWN[name], "svg").decode()), "run python -m docs.make_figures"
+    stored = (DOCS / "images" / f"{name}.svg").read_text()
+    assert texts(stored) == texts(style.saved(DRAWN[name], "svg").decode()), "run python -m docs.make_figures"
 
 
 def test_every_picture_of_a_page_is_there_and_has_a_text_for_those_who_do_not_see_it():
@@ -32,6 +32,6 @@ def test_every_picture_of_a_page_is_there_and_has_a_text_for_those_who_do_not_se
         for text, path in re.findall(r"!\[([^\]]*)\]\((?!https?:)([^)]+)\)", page.read_text()):
             assert len(text.split()) >= 3, (page.name, path)
             shown[(page.parent / path).resolve()] = text
-    kept = {path for path in (DOCS / "images").iterdir() if path.name != "overview.svg"}  # of the README
-    assert set(shown) == kept
-    assert {path.stem for path in kept if path.suffix == ".svg"} == set(DRAWN)
+    stored = {path for path in (DOCS / "images").iterdir() if path.name != "overview.svg"}  # the README has this one
+    assert set(shown) == stored
+    assert {path.stem for path in stored if path.suffix == ".svg"} == set(DRAWN)

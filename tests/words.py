@@ -1,8 +1,8 @@
-"""Find words that this project does not use, in its documentation and its sources: `python tests/words.py [FILES]`.
+"""Find words that this project does not use in its documentation and sources: `python tests/words.py [FILES]`.
 
 docs/contributing.md has the rules, with examples. A sentence does not open with "Of", "What", "Who" or "That which",
-unless it is a question with its mark. Files are read as text: docstrings, comments, strings, help and YAML follow one
-rule, and a capital letter shows where a sentence opens. Words in quotation marks or backquotes may be anything.
+unless it is a question with its mark. Files are read as text: docstrings, comments, strings, help and YAML have the
+same rules, and a capital letter marks the start of a sentence. Words in quotation marks or backquotes are free.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 READ = {".conf", ".css", ".html", ".js", ".md", ".proto", ".py", ".sh", ".toml", ".tpl", ".yaml", ".yml"}
 READ_NAMES = {"Dockerfile", "Makefile"}
-# Between two words: spaces, and at the end of a line the marks of a comment, or of a string that goes on.
+# Between two words: spaces, and at the end of a line the marks of a comment or of a continued string.
 GAP = r"""(?:\s|#|//|["']\s*\n\s*f?["'])+"""
 OPENING = re.compile(rf"(?<![\w`\[])(?:Of|What|Who|That{GAP}which)(?=\s)(?!\s*=)")
-# A question reaches its mark before another sentence, paragraph or string begins.
+# A question reaches its mark before another sentence, paragraph or string starts.
 QUESTION = re.compile(r"""(?:(?!\n\s*\n|[.!:;]\s)[^?"|])*\?""")
 PHRASE = re.compile(rf"(?<![\w`])(?:one[’']s|whoever|such{GAP}as{GAP}would|is{GAP}said{GAP}to)\b", re.IGNORECASE)
 QUOTED = re.compile(r'(?<!")"(?:Of|What|Who|That which|one[’\']s|whoever|such as would|is said to)"(?!")')
 CODE = re.compile(r"(`+)[^\n]+?\1")
 
 
-def found(text: str, markdown: bool) -> Iterator[tuple[int, str]]:
+def violations(text: str, markdown: bool) -> Iterator[tuple[int, str]]:
     """Yield the line and the words of each place that breaks a rule."""
     for quoted in [QUOTED, *([CODE] if markdown else [])]:
         text = quoted.sub(lambda match: "`" * len(match[0]), text)
@@ -40,7 +40,7 @@ def sources() -> list[Path]:
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     paths = [ROOT / line for line in listed.splitlines()]
     shown = [path for path in paths if (path.suffix in READ or path.name in READ_NAMES) and path.is_file()]
-    return [path for path in shown if path.stem not in ("words", "test_words")]  # they have the words themselves
+    return [path for path in shown if path.stem not in ("words", "test_words")]  # they contain the words
 
 
 def main() -> int:
@@ -48,7 +48,7 @@ def main() -> int:
     places = [
         f"{path.relative_to(ROOT)}:{line}: {words}"
         for path in files
-        for line, words in found(path.read_text(encoding="utf-8"), path.suffix == ".md")
+        for line, words in violations(path.read_text(encoding="utf-8"), path.suffix == ".md")
     ]
     print("\n".join(places), end="\n" if places else "")
     if places:

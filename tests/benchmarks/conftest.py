@@ -1,4 +1,4 @@
-"""The kernels for Hopper run here, too: install the interpreter of Gluon."""
+"""Install the interpreter of Gluon, so that the kernels for Hopper run here, too."""
 
 import pytest
 
@@ -10,7 +10,7 @@ if DEVICE == "cpu":
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A process that ends with its parent is forked; JAX, where a test before has imported it, warns of every fork."""
+    """Ignore JAX's warnings: guarded processes are forks, and JAX, if another test imported it, warns of each fork."""
     for item in items:
         if "tests/benchmarks/" in item.path.as_posix():
             item.add_marker(pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning"))

@@ -1,4 +1,4 @@
-"""The compile cache of `make gpu`: packed into a few files, and used where it is unpacked."""
+"""The compile cache of `make gpu` is packed into a few files, and works where it is unpacked."""
 
 import gzip
 import json
@@ -19,7 +19,7 @@ fill(Wanted(90, "bfloat16", 64, 0, "forward"))
 
 
 def entry(folder: Path, name: str, size: int = 10, at: float = 1000.0) -> Path:
-    """A folder as Triton makes it."""
+    """Make a cache folder as Triton does, and return it."""
     made = folder / name
     made.mkdir(parents=True)
     names = ("kernel.cubin", "kernel.ptx", "kernel.ttir", "kernel.json")
@@ -47,7 +47,7 @@ def test_an_entry_leads_to_its_own_files_wherever_it_is_unpacked(tmp_path: Path)
     assert (there / "kernel.cubin").read_bytes() == (made / "kernel.cubin").read_bytes()
     group = json.loads((there / "__grp__kernel.json").read_text())["child_paths"]
     assert group["kernel.cubin"] == str(there / "kernel.cubin")
-    assert cache.unpack(tmp_path / "out", tmp_path / "b") == 0, "what is there stays"
+    assert cache.unpack(tmp_path / "out", tmp_path / "b") == 0, "existing entries stay"
 
 
 def test_the_oldest_entries_are_left_out_and_files_are_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ def test_a_part_that_is_cut_off_or_leads_elsewhere_harms_nothing(tmp_path: Path)
 
 @pytest.mark.slow
 def test_triton_compiles_nothing_that_was_brought_along(tmp_path: Path) -> None:
-    """A kernel is compiled for a GPU that is not here, packed, unpacked elsewhere, and asked for again."""
+    """A kernel is compiled for an absent GPU, packed, unpacked elsewhere, and requested again."""
 
     def fill(folder: Path) -> None:
         env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -93,4 +93,4 @@ def test_triton_compiles_nothing_that_was_brought_along(tmp_path: Path) -> None:
     packed, _ = cache.pack(tmp_path / "a", tmp_path / "out", 40)
     assert cache.unpack(tmp_path / "out", tmp_path / "b") == packed > 0
     fill(tmp_path / "b")
-    assert not list((tmp_path / "b").rglob("*.ttir")), "what is compiled leaves this form behind, too"
+    assert not list((tmp_path / "b").rglob("*.ttir")), "a compilation would leave this form, too"

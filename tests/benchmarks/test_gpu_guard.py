@@ -1,4 +1,4 @@
-"""Guarded processes: what crashes, hangs or loses the device costs its own row."""
+"""In guarded processes, a task that crashes, hangs or loses the device loses only its row."""
 
 import os
 import subprocess
@@ -41,7 +41,7 @@ def test_a_task_that_goes_wrong_ends_its_process_alone(tmp_path: Path) -> None:
         guard.close()
 
 
-@pytest.mark.full  # in test_gpu_run.py a command has such a pool
+@pytest.mark.full  # a command in test_gpu_run.py uses such a pool
 def test_tasks_side_by_side_have_a_process_each_where_that_is_asked(tmp_path: Path) -> None:
     pool = Pool(Unruly(tmp_path / "notes"), 2)
     lengths = (16, Unruly.CRASHES, 32)
@@ -49,7 +49,7 @@ def test_tasks_side_by_side_have_a_process_each_where_that_is_asked(tmp_path: Pa
         answers = dict(pool.ask_all("perform", [of_length(n) for n in lengths], lambda _: 300, apart=True))
         assert all(answer.fresh for answer in answers.values())
         assert [answers[of_length(n)].failed for n in lengths] == [None, "the process ended: SIGSEGV", None]
-        assert list(pool.ask_all("perform", [Smoke("forward")], lambda _: 0, apart=False)) == [], "there is no time"
+        assert list(pool.ask_all("perform", [Smoke("forward")], lambda _: 0, apart=False)) == [], "no time is left"
     finally:
         pool.close()
 
@@ -70,7 +70,7 @@ guard.ask("perform", of_length(Unruly.HANGS), 3600)
 
 @pytest.mark.slow
 def test_a_guarded_process_ends_with_the_one_that_asks(tmp_path: Path) -> None:
-    """Whatever ends it: the system kills the child even while it computes."""
+    """However the parent ends, the system kills the child, even while it computes."""
     command = [sys.executable, "-c", ASKS, str(tmp_path / "notes")]
     asking = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": python_path()}, stdout=subprocess.PIPE)
     assert asking.stdout is not None

@@ -1,4 +1,4 @@
-"""The plan of `make gpu`: the points of each stage, and their order."""
+"""The plan of `make gpu` has the right points in each stage, in the right order."""
 
 from collections import Counter
 from typing import Any
@@ -75,7 +75,7 @@ def test_the_sweep_tries_two_programs_a_multiprocessor_and_large_blocks_of_keys(
     assert ("backward_kv_hopper", 128, (64, 128, 4, 2)) in tiles
     assert not any(kernel.startswith("backward") and kernel.endswith("hopper") and d > 128 for kernel, d, _ in tiles)
     for group in plan.groups("sweep", SIZES, HERE):
-        assert group.tasks[0].tile is None, "the shipped tile, which proves the others, comes first"
+        assert group.tasks[0].tile is None, "the shipped tile comes first, as the reference for the others"
 
 
 def test_the_papers_tables_have_their_shapes() -> None:
@@ -124,4 +124,4 @@ def test_tests_of_the_path_for_hopper_run_first_and_under_the_race_detector() ->
     for direction, races in zip(plan.PASSES, plan.SUITES["races"], strict=True):
         assert races.environment["TRITON_INSTRUMENTATION_MODE"] == "consan"
         assert suites.files(races) == ["tests/kernels/test_hopper_races.py"]
-        assert (races.select, races.seconds) == (direction, 300)  # it compiles for a minute and more
+        assert (races.select, races.seconds) == (direction, 300)  # it compiles for over a minute

@@ -1,4 +1,4 @@
-"""The record of `make gpu`: whatever ends a process or a machine, the rows before it are there."""
+"""The record of `make gpu` keeps all earlier rows, however a process or machine ends."""
 
 import json
 import os
@@ -39,12 +39,12 @@ def test_a_line_that_was_cut_off_is_skipped_and_the_next_row_begins_a_line(tmp_p
     record = Record(path)
     record.append(row("c"))
     assert [r["key"] for r in read(path)] == ["a", "c"]
-    assert path.read_bytes().startswith(json.dumps(row("a")).encode() + b"\n" + tail + b"\n"), "nothing is changed"
+    assert path.read_bytes().startswith(json.dumps(row("a")).encode() + b"\n" + tail + b"\n"), "existing bytes stay"
     record.close()
 
 
 def test_two_writers_share_a_record(tmp_path: Path) -> None:
-    """As gpu.py and the pytest that it starts do."""
+    """gpu.py and the pytest that it starts do so."""
     one, other = Record(tmp_path / "rows.jsonl"), Record(tmp_path / "rows.jsonl")
     one.append(row("a"))
     other.append(row("b"))

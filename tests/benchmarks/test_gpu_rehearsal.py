@@ -1,7 +1,7 @@
-"""`make gpu` rehearsed: a bare environment, a device that is not there, and a kill at any moment.
+"""Rehearsals of `make gpu` pass in a bare environment, with a fake device and kills at any moment.
 
-The stand-in for a device notes every measurement that began or ended, even if its process died. The record must have
-all of them.
+The fake device records every measurement that began or ended, even if its process died. The record of `make gpu` must
+have all of them.
 """
 
 import json
@@ -27,12 +27,12 @@ ABSENT = ("pydantic", "httpx", "fastapi", "hypothesis", "ml_dtypes", "psutil", "
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of a bare machine."""
+    """Return the Python of a bare machine."""
     return bare.make(tmp_path_factory.mktemp("bare"))
 
 
 class Rehearsal:
-    """Calls of the command, one after the other, and what they leave."""
+    """Calls of the command, one after another, and their results."""
 
     def __init__(self, python: Path, folder: Path) -> None:
         self.python, self.folder = python, folder
@@ -40,7 +40,7 @@ class Rehearsal:
         self.outs = [folder / "out-0"]
 
     def start(self, *stages: str) -> subprocess.Popen[bytes]:
-        """Begin a call: the first, or one that goes on with what the one before it has left, elsewhere."""
+        """Start a call: the first, or one that continues from the previous call's results in another folder."""
         command = [str(self.python), "-m", "tests.support.gpu_stand_in", str(self.notes), *stages]
         command += ["--out", str(self.outs[-1]), "--cache", str(self.folder / "cache"), "--commit", "abc"]
         if len(self.outs) > 1 and (self.outs[-2] / "rows.jsonl").exists():
@@ -53,7 +53,7 @@ class Rehearsal:
             log.close()
 
     def kill(self, process: subprocess.Popen[bytes], events: int) -> None:
-        """Kill a call once there are so many rows and notes, if it has not ended before."""
+        """Kill a call when it has this number of rows and notes, unless it has ended."""
         try:
             wait_for(lambda: self.events >= events or process.poll() is not None, self.log)
         finally:
@@ -67,7 +67,7 @@ class Rehearsal:
 
     @property
     def noted(self) -> list[tuple[str, str]]:
-        """("begin" or "end", key) of every measurement there was."""
+        """Return ("begin" or "end", key) of every measurement."""
         lines = self.notes.read_text().splitlines() if self.notes.exists() else []
         return [(what, key) for what, _, key in (line.partition(" ") for line in lines)]
 
@@ -81,17 +81,17 @@ class Rehearsal:
 
 def test_the_bare_environment_has_no_package_more(python: Path) -> None:
     code = f"import importlib.util as u; print([n for n in {ABSENT!r} if u.find_spec(n)])"
-    found = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
+    process = subprocess.run([python, "-I", "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "[]"
 
 
 def test_the_tests_of_a_device_can_be_read_on_a_bare_machine(python: Path) -> None:
     files = dict.fromkeys(name for stage in plan.SUITES.values() for suite in stage for name in suites.files(suite))
     command = [python, "-m", "pytest", "--collect-only", "-q", "-p", "xdist", "-p", "no:cacheprovider", *files]
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": python_path(), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    found = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stdout
-    assert "test_torch_fused.py" in found.stdout
+    process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout
+    assert "test_torch_fused.py" in process.stdout
 
 
 @pytest.mark.full  # in test_gpu_run.py a call goes on from the rows of another, without a kill
@@ -99,11 +99,11 @@ def test_the_tests_of_a_device_can_be_read_on_a_bare_machine(python: Path) -> No
 def test_no_measured_row_is_lost_whenever_the_command_is_killed(
     python: Path, tmp_path: Path, kills: int, stages: tuple[str, ...]
 ) -> None:
-    """Killed at moments from a seed, each time going on in another folder, as on another machine."""
+    """The command is killed at moments from a seed, and continues in another folder each time, as on a new machine."""
     seed = random.randrange(1 << 30)
     moments = random.Random(seed)
     rehearsal = Rehearsal(python, tmp_path)
-    in_flight: Counter[str] = Counter()  # measured, and killed before its row was written
+    in_flight: Counter[str] = Counter()  # measured but killed before the row was written
     for number in range(kills):
         before = rehearsal.rows
         until = rehearsal.events + len(before) * bool(number % 2) + moments.randint(1, 12)
@@ -112,7 +112,7 @@ def test_no_measured_row_is_lost_whenever_the_command_is_killed(
         process = rehearsal.start(*stages)
         rehearsal.kill(process, until)
         rows = [json.dumps(row) for row in rehearsal.rows]
-        if len(rows) >= len(before):  # else: killed before it had brought them all from the folder before
+        if len(rows) >= len(before):  # else it was killed before it had copied all earlier rows
             assert [json.dumps(row) for row in before] == rows[: len(before)], f"seed {seed}"
         else:
             rehearsal.outs.pop()
@@ -120,11 +120,11 @@ def test_no_measured_row_is_lost_whenever_the_command_is_killed(
     process = rehearsal.start(*stages)
     assert process.wait() == 0, f"seed {seed}: {rehearsal.log()}"
     keys = Counter(row["key"] for row in rehearsal.rows)
-    assert set(keys.values()) == {1}, f"seed {seed}: a row was there, and measured again"
+    assert set(keys.values()) == {1}, f"seed {seed}: an existing row was measured again"
     measured = Counter(key for what, key in rehearsal.noted if what == "end")
     assert set(measured) <= set(keys)
     more = {key: count for key, count in measured.items() if count > 1 + in_flight[key]}
-    assert not more, f"seed {seed}: measured again without need"
+    assert not more, f"seed {seed}: measured again without a reason"
     environment = rehearsal.rows[-1]["environment"]
     for stage in set(stages) - {"tests"}:
         planned = {t.key for group in plan.groups(stage, StandIn.sizes, environment) for t in group.tasks}
@@ -135,7 +135,7 @@ def test_no_measured_row_is_lost_whenever_the_command_is_killed(
 
 
 def unrecorded(rehearsal: Rehearsal, seed: int) -> Counter[str]:
-    """Measurements that ended without a row: at most the last one of each call, for the next begins after its row."""
+    """Count measurements that ended without a row: at most the last of each call, as the next begins after its row."""
     recorded = {row["key"] for row in rehearsal.rows}
     noted = rehearsal.noted
     missing = Counter(key for what, key in noted if what == "end" and key not in recorded)
@@ -147,7 +147,7 @@ def unrecorded(rehearsal: Rehearsal, seed: int) -> Counter[str]:
 
 @pytest.mark.full
 def test_the_whole_procedure_runs_on_a_bare_machine(python: Path, tmp_path: Path) -> None:
-    """Every stage, in the calls of docs/gpu-day.md, each on another machine, which gives back few files."""
+    """Every stage runs in the calls of docs/gpu-day.md, each on another machine, which returns few files."""
     rehearsal = Rehearsal(python, tmp_path)
     calls = (("first",), ("tests", "judge", "races"), ("sweep",), ("table", "papers", "decode", "flex"))
     for number, stages in enumerate(calls):

@@ -1,4 +1,4 @@
-"""The report of `make gpu`, whole or partial, on figures that no device has given."""
+"""The report of `make gpu` is right for whole and partial records, with made-up figures."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ HERE = {
 
 
 def made_up(ms: float | None, **more: Any) -> dict[str, Any]:
-    """A flat row of a timing."""
+    """Return a flat row of a timing."""
     row = {
         "direction": "forward", "dtype": "bfloat16", "head_dim": 128, "causal": False, "q_heads": 16, "kv_heads": 16,
         "batch": 32, "q_len": 512, "backend": "triton", "deterministic": False,
@@ -42,16 +42,16 @@ def test_ratios_compare_the_same_point_alone_and_levels_follow_from_them() -> No
         made_up(0.95, backend="sdpa_cudnn"), made_up(9.0, backend="sdpa_cudnn", causal=True),
         made_up(9.0, backend="sdpa_cudnn", batch=1), made_up(None, backend="flex"),  # could not run
     ]  # fmt: skip
-    found = report.ratios(rows)
-    assert found == {
+    ratios = report.ratios(rows)
+    assert ratios == {
         "forward sdpa_cudnn": {"mean": pytest.approx(0.95), "worst": 0.95, "points": 1},
         "forward sdpa_flash": {"mean": pytest.approx(3**0.5), "worst": 1.5, "points": 2},
     }
-    assert report.levels(found) == {"forward": "goal", "backward": "not measured"}
-    assert report.levels({**found, "forward flash_attn_3": {"mean": 0.7}})["forward"] == "goal"
-    assert report.levels({**found, "forward sdpa_cudnn": {"mean": 1.1}})["forward"] == "stretch"
-    assert report.levels({**found, "forward sdpa_cudnn": {"mean": 0.8}})["forward"] == "floor"
-    assert report.levels({**found, "forward sdpa_flash": {"worst": 0.99}})["forward"] == "none"
+    assert report.levels(ratios) == {"forward": "goal", "backward": "not measured"}
+    assert report.levels({**ratios, "forward flash_attn_3": {"mean": 0.7}})["forward"] == "goal"
+    assert report.levels({**ratios, "forward sdpa_cudnn": {"mean": 1.1}})["forward"] == "stretch"
+    assert report.levels({**ratios, "forward sdpa_cudnn": {"mean": 0.8}})["forward"] == "floor"
+    assert report.levels({**ratios, "forward sdpa_flash": {"worst": 0.99}})["forward"] == "none"
     slow = [made_up(1.0, direction="backward"), made_up(0.8, direction="backward", backend="sdpa_cudnn")]
     slow.append(made_up(1.2, direction="backward", backend="sdpa_flash", deterministic=True))
     assert report.levels(report.ratios(slow))["backward"] == "goal"
@@ -71,7 +71,7 @@ def test_the_fastest_tile_is_proposed_beside_the_shipped_one() -> None:
         f"64: Config({tile}, {tile}, {tile}),",
         f'64: {{"forward": {tile}, "backward_kv": {tile}, "backward_q": {tile}}},',
     ]
-    assert report.configuration(best) == "\n".join(lines), "of 128 one kernel alone was timed"
+    assert report.configuration(best) == "\n".join(lines), "for 128 only one kernel was timed"
     del best["backward_q_hopper"]
     assert report.configuration(best).endswith(f'64: {{"forward": {tile}, "backward_kv": {tile}}},')
 
@@ -85,8 +85,8 @@ def test_what_could_not_be_read_of_a_trial_is_said() -> None:
 
 
 def rows_of(stage: str) -> list[dict[str, Any]]:
-    """A row for every task of a stage, as the record has them."""
-    found = []
+    """Return a row for every task of a stage, in the form of the record."""
+    results = []
     for group in plan.groups(stage, plan.Sizes(), HERE):
         for n, task in enumerate(group.tasks):
             result: dict[str, Any] = {"ms": 1.0 + n / 100, "tflops_standard": 400.0, "gb_per_s": 4000.0}
@@ -96,14 +96,14 @@ def rows_of(stage: str) -> list[dict[str, Any]]:
                 result |= {"shipped": task.tile is None, "registers": 255, "spills": 0}
                 result |= dict(zip(TILE, task.tile or (128, 64, 8, 2), strict=True))
             names = plan.OF_OURS if task.ours else plan.OF_PEERS
-            found.append(
+            results.append(
                 {
                     "key": task.key, "stage": stage, "at": "2026-01-01T00:00:00+00:00", "seconds": 1.0,
                     "clocks": {"sm_mhz": [1900, 1980]}, "of": {name: HERE[name] for name in names},
                     "environment": HERE, "task": plan.parameters(task), "result": result,
                 }
             )  # fmt: skip
-    return found
+    return results
 
 
 TILE = ("block_m", "block_n", "num_warps", "num_stages")
@@ -134,7 +134,7 @@ def test_a_whole_record_makes_every_section(tmp_path: Path) -> None:
 
 
 def test_a_partial_record_says_what_is_there(tmp_path: Path) -> None:
-    """The newest environment counts; an older row of other sources does not, and a row of a peer still does."""
+    """The newest environment counts; older rows of other sources do not count, but rows of peers do."""
     rows = rows_of("first")
     ours = [row for row in rows if row["key"].endswith(" triton")]
     peers = [row for row in rows if row["key"].endswith(" sdpa_cudnn")]

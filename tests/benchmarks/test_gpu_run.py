@@ -1,4 +1,4 @@
-"""`make gpu` from its command line, on a device that is not there: order, time, failures, what is measured again."""
+"""`make gpu` from its command line on a fake device: order, time limit, failures, and repeated measurements."""
 
 import os
 import sys
@@ -20,7 +20,7 @@ PAPERS = [task.key for group in plan.papers(StandIn.sizes, True, []) for task in
 
 
 @pytest.fixture(autouse=True)
-def _kept(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _restore_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Restore the environment that the command sets for its child processes."""
     before = dict(os.environ)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -53,19 +53,19 @@ def test_without_a_gpu_it_says_so_has_a_code_of_its_own_and_writes_nothing(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [(["second"], "no stage: second; the stages are first, tests"), (["--resume", "nowhere"], "has no rows.jsonl")],
 )
-def test_a_wrong_command_is_refused(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_command_is_refused(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         gpu.main(arguments)
     assert ended.value.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_time_that_is_over_ends_a_call_and_the_next_goes_on(tmp_path: Path, command: Callable[..., int]) -> None:
-    """The clock says that time is over once three rows are there. Stages come in their order, however asked for."""
+    """The clock passes the limit after three rows. Stages run in their order, however they are given."""
 
     def clock() -> float:
         return 0.0 if len(keys(tmp_path)) < 3 else 1e9
@@ -84,7 +84,7 @@ def test_time_that_is_over_ends_a_call_and_the_next_goes_on(tmp_path: Path, comm
     assert rows[-1]["clocks"]["sm_mhz"] == [1980, 1980]
 
 
-@pytest.mark.full  # test_gpu_plan.py has the plan that leaves them out
+@pytest.mark.full  # test_gpu_plan.py tests the plan that omits them
 def test_kernels_that_fail_their_smoke_test_are_not_timed(tmp_path: Path, command: Callable[..., int]) -> None:
     command("papers", clock=lambda: 0.0 if not keys(tmp_path) else 1e9)
     record = Record(tmp_path / "out" / "rows.jsonl")
@@ -114,7 +114,7 @@ def test_what_goes_wrong_costs_its_own_row_and_is_measured_again_where_asked(
     assert "illegal memory access" in rows[1]["failed"]
     assert rows[2]["failed"] == "the process ended: SIGSEGV"
     assert command("papers", device=unruly) == gpu.FAILED
-    assert len(keys(tmp_path)) == 4, "what failed is not tried again by itself"
+    assert len(keys(tmp_path)) == 4, "failed tasks are not retried by default"
     assert command("papers", "--again", device=healed) == gpu.DONE
     assert keys(tmp_path)[4:] == planned[1:3]
 
@@ -154,13 +154,13 @@ def test_each_test_is_a_row_when_it_ends_and_what_is_known_is_not_run_again(
         return suites.run(suite, record, shared, known, "cpu", 1, seconds, tmp_path / "tests.log")
 
     assert run([]) == 1
-    found = {row["key"].rpartition("::")[2]: row["result"] for row in read(record)}
-    assert {name: each["outcome"] for name, each in found.items()} == {
+    results = {row["key"].rpartition("::")[2]: row["result"] for row in read(record)}
+    assert {name: each["outcome"] for name, each in results.items()} == {
         "test_passes": "passed", "test_fails": "failed", "test_skips": "skipped", "test_crashes": "failed",
         "test_hangs": "failed", "test_warns": "passed",
     }  # fmt: skip
-    assert "as it must" in found["test_fails"]["message"]
-    assert "crashed while running" in found["test_hangs"]["message"]
+    assert "as it must" in results["test_fails"]["message"]
+    assert "crashed while running" in results["test_hangs"]["message"]
     assert all(row["of"] == shared["of"] for row in read(record))
     known = [row["key"].removeprefix("test sample ") for row in read(record) if "test_skips" not in row["key"]]
     assert run(known) in (0, 5)

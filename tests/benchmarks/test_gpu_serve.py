@@ -1,4 +1,4 @@
-"""`make gpu-serve` from a folder of wheels: what it needs, and that this is enough on a bare machine."""
+"""`make gpu-serve` runs from a folder of wheels, which is enough on a bare machine."""
 
 import os
 import subprocess
@@ -43,20 +43,20 @@ def test_a_folder_of_wheels_is_installed_without_a_network(tmp_path: Path) -> No
         wheel.writestr("madeup-1.0.dist-info/RECORD", "")
     variables = gpu_serve.environment(tmp_path / "wheels", tmp_path / "installed")
     code = "import madeup, flashpoint_server; from importlib.metadata import version; print(version('madeup'))"
-    found = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
-    assert found.stdout == "1.0\n"
+    process = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
+    assert process.stdout == "1.0\n"
 
 
 @pytest.mark.slow
 def test_the_service_runs_on_a_bare_machine_with_those_wheels(tmp_path: Path) -> None:
-    """And its tests for a GPU can be read there."""
+    """pytest can also collect its GPU tests there."""
     wanted = tuple(name for name in gpu_serve.needed(gpu_serve.WANTED, "3.12") if name != "flashpoint")
     python = bare.make(tmp_path / "bare", (*gpu_serve.THERE, *wanted))
     path = python_path(pretend_installed(tmp_path / "described", "0"))
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [python, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *gpu_serve.TESTS]
-    found = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stdout
+    process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stdout
     server = ServerProcess([str(python), "-m", "flashpoint_server.cli.serve", "--port=0", "--device=cpu"], env)
     try:
         server.wait_ready()

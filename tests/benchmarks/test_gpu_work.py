@@ -1,4 +1,4 @@
-"""The work of a guarded process for a task of `make gpu`, with the real kernels under Triton's interpreter."""
+"""A guarded process does the task of `make gpu` correctly, with real kernels under Triton's interpreter."""
 
 import json
 import math
@@ -21,7 +21,7 @@ from flashpoint_kernels.timing.implementations import CannotRunError
 from flashpoint_kernels.triton_backend.aot import KERNELS
 from tests.support.gpu_stand_in import StandIn
 
-SHAPE = (1, 1, 20, 16)  # too many queries for packed blocks, which have tiles of their own
+SHAPE = (1, 1, 20, 16)  # too many queries for packed blocks, which have other tiles
 SLOW_CHECKS = {
     "merge", "packed_backward_q", "int8", "pages", "pages_many", "options", "mask", "backward_mask", "backward_sinks",
     "float32", "forward_hopper", "wide", "widest", "widest_split", "repeats_backward", "repeats_forward_hopper",
@@ -45,9 +45,9 @@ def test_every_kernel_has_a_smoke_test() -> None:
     [pytest.param(name, marks=pytest.mark.slow if name in SLOW_CHECKS else []) for name in smoke.CHECKS],
 )
 def test_a_smoke_test_runs_its_kernels_and_agrees_with_float64(name: str, device: StandIn) -> None:
-    found = work.perform(device, Smoke(name))
-    assert found["ok"], found
-    assert set(smoke.CHECKS[name].kernels) <= set(found["kernels"])
+    result = work.perform(device, Smoke(name))
+    assert result["ok"], result
+    assert set(smoke.CHECKS[name].kernels) <= set(result["kernels"])
 
 
 def test_a_smoke_test_fails_where_another_kernel_ran_or_an_answer_is_wrong(
@@ -56,8 +56,8 @@ def test_a_smoke_test_fails_where_another_kernel_ran_or_an_answer_is_wrong(
     monkeypatch.setitem(
         smoke.CHECKS, "forward", replace(smoke.CHECKS["forward"], kernels=("attention_forward_hopper",))
     )
-    found = work.perform(device, Smoke("forward"))
-    assert (found["ok"], found["missing"]) == (False, ["attention_forward_hopper"])
+    result = work.perform(device, Smoke("forward"))
+    assert (result["ok"], result["missing"]) == (False, ["attention_forward_hopper"])
     monkeypatch.setattr(smoke, "nano_attention", lambda q, k, v, causal: (torch.zeros_like(q), q[..., 0].float()))
     assert not work.perform(device, Smoke("nano"))["ok"]
 
@@ -72,8 +72,8 @@ def test_a_trial_runs_its_kernel_with_its_tile_and_a_wrong_answer_is_no_time(
     ran = [call for call in work._calls_of(device, tried)[0] if call.programs]
     assert {call.constants.BLOCK_M for call in ran} == {16}
     assert [call.kernel.__name__ for call in ran] == [f"attention_{kernel}"]
-    found = work.perform(device, tried)
-    assert (found["ms"], found["shipped"], found["block_m"], found["spills"]) == (1.0, False, 16, 0)
+    result = work.perform(device, tried)
+    assert (result["ms"], result["shipped"], result["block_m"], result["spills"]) == (1.0, False, 16, 0)
     truth = work._truth(device, replace(tried, tile=None))
     monkeypatch.setattr(work, "_truth", lambda *_: [t + 1 for t in truth])
     wrong = work.perform(device, tried)
@@ -90,8 +90,8 @@ def test_a_tile_that_does_not_fit_is_refused_and_the_shipped_one_fails(
         raise RuntimeError("out of resource: shared memory\nand more")
 
     monkeypatch.setattr(work, "_time", refuse)
-    found = work.perform(device, replace(shipped, tile=(16, 32, 4, 2)))
-    assert (found["ms"], found["refused"]) == (None, "RuntimeError: out of resource: shared memory")
+    result = work.perform(device, replace(shipped, tile=(16, 32, 4, 2)))
+    assert (result["ms"], result["refused"]) == (None, "RuntimeError: out of resource: shared memory")
     with pytest.raises(RuntimeError, match="out of resource"):
         work.perform(device, shipped)
     monkeypatch.setattr(StandIn, "is_lost", lambda self: True)
@@ -103,7 +103,7 @@ def test_a_tile_that_does_not_fit_is_refused_and_the_shipped_one_fails(
 def test_what_a_trial_leaves_unwritten_is_no_answer(
     unwritten: int, device: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """New memory may hold the right answers of the trial before."""
+    """New memory may contain the right answers of the previous trial."""
     right = [torch.ones(4), torch.ones(4)]
     left = [t.clone() for t in right]
     call = SimpleNamespace(args=tuple, run=lambda: left[1 - unwritten].copy_(right[0]))
@@ -136,18 +136,18 @@ print(json.dumps(Cuda().occupancy(call)))
 
 @pytest.mark.slow
 def test_what_the_compiler_made_of_a_call_is_read_from_its_code(tmp_path: Path) -> None:
-    """Compiled for an absent sm_90; the only figures that are made up are those of the device."""
+    """The call is compiled for an absent sm_90; only the figures of the device are made up."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, "-c", OCCUPANCY], env=env | {"TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True,
         text=True, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
-    found = json.loads(run.stdout)
-    assert 16 <= found["registers"] <= 255
-    assert found["spills"] == 0
-    assert found["shared_bytes"] > 0
-    assert 1 <= found["programs_per_multiprocessor"] <= 2048 // 128
+    document = json.loads(run.stdout)
+    assert 16 <= document["registers"] <= 255
+    assert document["spills"] == 0
+    assert document["shared_bytes"] > 0
+    assert 1 <= document["programs_per_multiprocessor"] <= 2048 // 128
 
 
 def test_what_the_compiler_made_cannot_be_read_and_the_time_stays(
@@ -157,8 +157,8 @@ def test_what_the_compiler_made_cannot_be_read_and_the_time_stays(
         raise AttributeError("n_regs")
 
     monkeypatch.setattr(StandIn, "occupancy", gone)
-    found = work.perform(device, Trial("forward", SHAPE, (16, 32, 4, 2)))
-    assert (found["ms"], found["occupancy"]) == (1.0, "AttributeError: n_regs")
+    result = work.perform(device, Trial("forward", SHAPE, (16, 32, 4, 2)))
+    assert (result["ms"], result["occupancy"]) == (1.0, "AttributeError: n_regs")
 
 
 @pytest.mark.parametrize("before", [None, "1"])
@@ -190,8 +190,8 @@ def test_decoding_is_timed_where_it_is_right_and_says_what_is_not_there(
     device: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = Decode("triton", 2, 4, 2, 40, 16)
-    found = work.perform(device, whole)
-    assert (found["ms"], found["bytes"]) == (1.0, 2 * 2 * 2 * 40 * 2 * 16)
+    result = work.perform(device, whole)
+    assert (result["ms"], result["bytes"]) == (1.0, 2 * 2 * 2 * 40 * 2 * 16)
     assert work.perform(device, replace(whole, backend="flashinfer", page=16))["skipped"].startswith("flashinfer")
     monkeypatch.setitem(decode._MAKERS, "triton", lambda task, cache: lambda: torch.zeros_like(cache.q[:, 0]))
     wrong = work.perform(device, whole)
@@ -199,7 +199,7 @@ def test_decoding_is_timed_where_it_is_right_and_says_what_is_not_there(
 
 
 class Counted(torch.Tensor):
-    """Counts how often its numbers are read."""
+    """A tensor that counts how often its numbers are read."""
 
     reads = 0
 
@@ -209,7 +209,7 @@ class Counted(torch.Tensor):
 
 
 def test_a_timed_call_over_pages_reads_no_lengths_from_the_device(device: StandIn) -> None:
-    """To read them it would wait for the device, and its time would be the host's."""
+    """A read would wait for the device, and the time would include the host's."""
     task = Decode("triton", 2, 4, 2, 40, 16, page=16)
     cache = decode.make_cache(device, task)
     call = decode._ours(task, replace(cache, lengths=cache.lengths.as_subclass(Counted)))

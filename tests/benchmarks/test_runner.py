@@ -1,4 +1,4 @@
-"""The runner of the benchmarks: options, the record, exit codes."""
+"""The runner of the benchmarks handles options, writes the record, and returns the right exit codes."""
 
 import json
 import subprocess

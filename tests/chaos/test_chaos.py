@@ -1,4 +1,4 @@
-"""The service under faults, and that the checks of chaos/ see the bugs that they are there to see."""
+"""The service survives faults, and the checks of chaos/ detect the seeded bugs."""
 
 import re
 import signal
@@ -14,7 +14,7 @@ from tests.support.servers import wait_for
 
 pytestmark = pytest.mark.slow
 
-BUGS = {  # in this order: what has leaked, or is lost, stays held
+BUGS = {  # in this order: leaked or lost resources are not released
     "swap": r"wrong, another caller's answer",
     "twice": r"caches: wrong, (lengths?: |POST \S+ was answered, and not refused)",
     "hoard": r"left over: flashpoint_cache_bytes\{.* is [1-9]",
@@ -26,7 +26,7 @@ SEED = 11
 
 @pytest.fixture
 def faulty(tmp_path):
-    """A service that has the bug that the file names; without one the checks find nothing."""
+    """Return a service with the bug that the file names; without a bug the checks find nothing."""
     file = tmp_path / "bug"
     file.write_text("")
     program = ("-m", "tests.support.faulty.server")
@@ -39,12 +39,12 @@ def faulty(tmp_path):
 
 def test_a_seeded_bug_is_seen(faulty):
     chaos, file = faulty
-    chaos.quiet = 1.0  # seconds; what has leaked stays, so that a longer look sees no more
+    chaos.quiet = 1.0  # seconds; a leak stays, so a longer check sees no more
     for bug, wanted in BUGS.items():
         if bug == "lose":
-            chaos.load.patience = 3.0  # a lost answer never comes; another that is late counts as lost, too
+            chaos.load.patience = 3.0  # a lost answer never comes; a late one counts as lost, too
         file.write_text(bug)
-        # Callers draw their questions: with two equal ones in turn, a swap shows only in a later look.
+        # Callers draw their requests: after two equal ones, a swap shows only in a later check.
         wait_for(
             lambda wanted=wanted: any(re.search(wanted, what) for what in chaos.look_under_load().violations),
             lambda bug=bug: f"{bug} is not seen",
@@ -53,7 +53,7 @@ def test_a_seeded_bug_is_seen(faulty):
 
 
 def test_no_fault_costs_a_caller_more_than_the_documentation_says():
-    """Each kind of fault once, except those that need several HTTP processes; two starts of an engine."""
+    """Each kind of fault occurs once, except those that need several HTTP processes; an engine starts twice."""
     apart = (kill_engine, restart, kill_service, kill_http, stop_supervisor)
     light = [fault for fault in FAULTS if fault not in apart]
     order = np.random.default_rng(SEED).permutation(len(light))
@@ -61,9 +61,9 @@ def test_no_fault_costs_a_caller_more_than_the_documentation_says():
     chaos = Chaos(Service(1, contained=can_contain()), SEED)
     try:
         for faults in ([*(light[n] for n in order[:half]), kill_engine], [restart, *(light[n] for n in order[half:])]):
-            found = chaos.round(faults)
-            assert not found.violations, (found.faults, found.violations)
-            assert len(found.faults) > half // 2, found.faults
+            report = chaos.round(faults)
+            assert not report.violations, (report.faults, report.violations)
+            assert len(report.faults) > half // 2, report.faults
     finally:
         code = chaos.stop()
     assert code == 0

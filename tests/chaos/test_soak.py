@@ -1,4 +1,4 @@
-"""`make soak` for some seconds: what the service holds stays within bounds. Times are not checked."""
+"""`make soak` runs for some seconds: the service's memory and descriptors stay bounded. Times are not checked."""
 
 import json
 import subprocess
@@ -12,8 +12,8 @@ from chaos.service import MIB
 
 LOADTESTS = Path(__file__).resolve().parents[2] / "loadtests"
 TIMES = ("How many calls were refused or late?", "Flat: p50_ms")
-# These grow with the most requests at a time, which are more on a busy machine. Private memory has the wider bound of
-# tests/chaos instead.
+# These grow with the maximum of concurrent requests, which is larger on a busy machine. tests/chaos bounds private
+# memory more widely.
 GROWS = ("Flat: shared_mib", "Flat: resident_mib", "Flat: private_mib", "Flat: descriptors")
 
 
@@ -22,12 +22,12 @@ def test_what_the_service_holds_stays_as_it_is(tmp_path):
     command = [sys.executable, LOADTESTS / "soak.py", "--minutes", "0.1", "--window", "1.5", "--out", tmp_path]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=1800, check=False)
     assert "Traceback" not in ran.stderr, ran.stderr
-    found = json.loads((tmp_path / "soak.json").read_text())
-    verdicts = {verdict["question"]: verdict for verdict in found["verdicts"]}
+    report = json.loads((tmp_path / "soak.json").read_text())
+    verdicts = {verdict["question"]: verdict for verdict in report["verdicts"]}
     broken = [v for question, v in verdicts.items() if question not in (*TIMES, *GROWS) and not v["met"]]
     assert not broken
     assert {*TIMES, *GROWS, "Flat: threads", "Did it end well?"} <= verdicts.keys()
-    _, first, *_, last = found["windows"]  # the first of all warms up
+    _, first, *_, last = report["windows"]  # the first one warms up
     assert last["private_mib"] <= first["private_mib"] * PRIVATE[0] + PRIVATE[1] / MIB
     assert (tmp_path / "soak.svg").read_text().lstrip().startswith("<?xml")
     assert ran.returncode == (0 if all(verdict["met"] for verdict in verdicts.values()) else 1)

@@ -17,32 +17,32 @@ from tests.support.scripted_server import ScriptedServer
 
 @pytest.fixture(autouse=True)
 def kept_connections(monkeypatch):
-    """A client keeps its idle connections, however long a busy machine takes from one call to the next."""
+    """Make clients keep idle connections, however much time a busy machine puts between two calls."""
     monkeypatch.setattr(transport, "IDLE_SECONDS", 3600.0)
 
 
 @pytest.fixture
 def delays(monkeypatch):
-    """The seconds that the clients wait before each retry, in order. They do not wait in fact."""
-    asked = []
+    """Record the seconds that the clients would wait before each retry, in order, without waiting."""
+    waits = []
 
     async def sleep(delay):
-        asked.append(delay)
+        waits.append(delay)
 
-    monkeypatch.setattr(_client, "time", SimpleNamespace(sleep=asked.append))
+    monkeypatch.setattr(_client, "time", SimpleNamespace(sleep=waits.append))
     monkeypatch.setattr(_async_client, "asyncio", SimpleNamespace(sleep=sleep))
-    return asked
+    return waits
 
 
 @pytest.fixture(autouse=True)
 def default_width(monkeypatch):
-    """Tables have their own width: no test of another file may set it."""
+    """Give tables their default width, whatever a test of another file has set."""
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
 @pytest.fixture
 def run(capsys):
-    """Runs a command; its exit code, stdout and stderr."""
+    """Return a function that runs a command and returns its exit code, stdout and stderr."""
 
     def run(*arguments):
         code = cli.main([str(a) for a in arguments])
@@ -52,7 +52,7 @@ def run(capsys):
 
 
 class Clock:
-    """Stands in for the module `time`: the real time, and what a test adds to it."""
+    """A stand-in for the module `time`: the real time plus what a test adds."""
 
     time = staticmethod(time.time)
 
@@ -68,7 +68,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """`clock(*modules)` is the `Clock` of these modules of the client."""
+    """Return `clock(*modules)`, which installs one `Clock` in these client modules and returns it."""
 
     def install(*modules):
         clock = Clock()
@@ -81,7 +81,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def timed_waits(monkeypatch):
-    """A call exceeds its timeout only while it waits for a socket, however long the machine takes in between."""
+    """Count only the time that a call waits for a socket, so that a slow machine does not exceed a timeout."""
     began = []
 
     def monotonic():
@@ -103,7 +103,7 @@ def scripted():
 
 
 class Twin:
-    """`AsyncClient` driven from a test that is not async, so that each test runs with both clients."""
+    """An `AsyncClient` for synchronous tests, so that each test runs with both clients."""
 
     def __init__(self, *args, **settings):
         self._client = flashpoint.AsyncClient(*args, **settings)
@@ -136,14 +136,14 @@ def connect(request):
 
 @pytest.fixture
 def raw():
-    """A factory of `RawServer`s, which end with the test."""
+    """Return a factory of `RawServer`s, which end with the test."""
     with contextlib.ExitStack() as stack:
         yield lambda talk, **how: stack.enter_context(RawServer(talk, **how))
 
 
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory):
-    """The file of a self-signed certificate of `localhost`, with its key."""
+    """Return the file of a self-signed certificate of `localhost`, with its key."""
     path = tmp_path_factory.mktemp("tls") / "localhost.pem"
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
     where = ["-addext", "subjectAltName=DNS:localhost", "-keyout", path, "-out", f"{path}.crt"]
@@ -159,7 +159,7 @@ def trusted(certificate, monkeypatch):
 
 @pytest.fixture
 def tls_server(certificate, trusted):
-    """The TLS settings of a server whose certificate the clients trust."""
+    """Return the TLS settings of a server whose certificate the clients trust."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
     return context

@@ -1,4 +1,4 @@
-"""How a client finds the addresses of a server and chooses one (Happy Eyeballs, RFC 8305), also behind proxies."""
+"""A client finds a server's addresses and chooses one (Happy Eyeballs, RFC 8305), also behind proxies."""
 
 import contextlib
 import os
@@ -34,7 +34,7 @@ def no_environment(monkeypatch):
 
 @pytest.fixture
 def silent():
-    """Makes addresses that accept no connection and refuse none, because their queue is full."""
+    """Return a factory of addresses that neither accept nor refuse a connection, because their queue is full."""
     with contextlib.ExitStack() as stack:
 
         def make():
@@ -58,17 +58,18 @@ def refusing():
 
 @pytest.fixture
 def names(monkeypatch):
-    """`names(host=[(address, port), …])`: what the resolver answers for a host."""
+    """Return `names(host=[(address, port), …])`, which sets the resolver's answer for a host."""
     known, real = {}, socket.getaddrinfo
 
     def getaddrinfo(host, port, *args, **keywords):
         if host not in known:
             return real(host, port, *args, **keywords)
-        found = known[host]
-        if callable(found):
-            return found()
+        addresses = known[host]
+        if callable(addresses):
+            return addresses()
         return [
-            (socket.AF_INET6 if ":" in each[0] else socket.AF_INET, socket.SOCK_STREAM, 6, "", each) for each in found
+            (socket.AF_INET6 if ":" in each[0] else socket.AF_INET, socket.SOCK_STREAM, 6, "", each)
+            for each in addresses
         ]
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
@@ -144,10 +145,10 @@ def test_all_silent_meets_the_timeout(connect, names, silent):
 
 
 def test_a_resolver_that_is_silent_meets_the_timeout_and_calls_share_its_thread(connect, names):
-    asked, over = [], threading.Event()
+    lookups, over = [], threading.Event()
 
     def never():
-        asked.append(1)
+        lookups.append(1)
         over.wait(60)
         raise socket.gaierror(-2, "no such name")
 
@@ -157,7 +158,7 @@ def test_a_resolver_that_is_silent_meets_the_timeout_and_calls_share_its_thread(
         for _ in range(3):
             with pytest.raises(flashpoint.ConnectionFailedError, match="deadline passed before there was a connection"):
                 client.attention(Q, Q, Q, timeout=0.1)
-        assert asked == [1]
+        assert lookups == [1]
     finally:
         over.set()
 
@@ -173,8 +174,8 @@ def test_a_name_without_an_address_is_a_failed_connection(connect, names, host):
 
 
 def test_families_take_turns():
-    found = [dial.Address(family, 1, 6, "", number) for number, family in enumerate([10, 10, 10, 2, 2])]
-    assert [each.address for each in dial._interleaved(found)] == [0, 3, 1, 4, 2]
+    addresses = [dial.Address(family, 1, 6, "", number) for number, family in enumerate([10, 10, 10, 2, 2])]
+    assert [each.address for each in dial._interleaved(addresses)] == [0, 3, 1, 4, 2]
 
 
 # Proxies
@@ -200,7 +201,7 @@ def test_large_tensors_go_through_every_proxy(raw, connect, monkeypatch, tls_ser
         client = connect(server.url)
         for _ in range(2):
             assert np.array_equal(client.attention(big, big[..., :1, :], big[..., :1, :]), big)
-        assert len(proxy.asked) == 1  # the connection is kept
+        assert len(proxy.asked) == 1  # the connection is reused
         assert server.opened == 1
 
 

@@ -1,4 +1,4 @@
-"""The calculator's arithmetic, against counts by the definition, and what its command says."""
+"""The calculator's results equal counts by the definition, and its command prints them."""
 
 import json
 import math
@@ -36,8 +36,8 @@ def test_bytes_are_those_of_the_tensors(dtype):
 def test_a_call_over_caches_sends_its_own_tokens_and_reads_all():
     q, k, v, o, _ = tensors("float32")
     decode = need(SHAPE, cached=True)
-    own = (k.nbytes + v.nbytes) * 30 // 50
-    assert (decode.upload, decode.download, decode.keys) == (q.nbytes + own, o.nbytes, k.nbytes + v.nbytes)
+    token_bytes = (k.nbytes + v.nbytes) * 30 // 50
+    assert (decode.upload, decode.download, decode.keys) == (q.nbytes + token_bytes, o.nbytes, k.nbytes + v.nbytes)
     assert decode.flops == need(SHAPE).flops
 
 
@@ -48,12 +48,12 @@ def test_a_cache_takes_whole_chunks_and_the_last_by_doubling(tokens, taken):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [({"side": "backward"}, "cached"), ({"parts": (1, 2)}, "cached"), ({"shape": {"kv_len": 4}}, "kv_len")],
 )
-def test_what_caches_do_not_go_with(wrong, said):
+def test_what_caches_do_not_go_with(wrong, message):
     shape = flashpoint.Shape(**{"q_len": 8, "kv_len": 16, "head_dim": 8} | wrong.pop("shape", {}))
-    with pytest.raises(flashpoint.InvalidInputError, match=said):
+    with pytest.raises(flashpoint.InvalidInputError, match=message):
         need(shape, cached=True, **wrong)
 
 
@@ -69,26 +69,26 @@ def test_operations_are_those_of_the_pairs_that_are_seen(causal):
 
 
 def test_a_request_takes_the_sum_and_a_server_gives_what_the_slowest_stage_lets_pass():
-    asked = need(SHAPE)
-    found = predict(asked, RATES)
-    assert found.stages == {
+    request = need(SHAPE)
+    prediction = predict(request, RATES)
+    assert prediction.stages == {
         "round trip": 0.25,
         "call": 0.5,
-        "upload": asked.upload / 1e4,
-        "to device": asked.upload / 1e6,
-        "compute": asked.flops / 1e6,
-        "from device": asked.download / 1e6,
-        "download": asked.download / 1e5,
+        "upload": request.upload / 1e4,
+        "to device": request.upload / 1e6,
+        "compute": request.flops / 1e6,
+        "from device": request.download / 1e6,
+        "download": request.download / 1e5,
     }
-    assert found.seconds == pytest.approx(sum(found.stages.values()))
-    assert found.bottleneck == "upload"
-    assert found.requests_per_second == pytest.approx(1e4 / asked.upload)
-    assert found.for_load(1) == {
+    assert prediction.seconds == pytest.approx(sum(prediction.stages.values()))
+    assert prediction.bottleneck == "upload"
+    assert prediction.requests_per_second == pytest.approx(1e4 / request.upload)
+    assert prediction.for_load(1) == {
         "http process": 1,
-        "link": math.ceil(asked.upload / 1e4),
-        "device": math.ceil(asked.flops / 1e6),
+        "link": math.ceil(request.upload / 1e4),
+        "device": math.ceil(request.flops / 1e6),
     }
-    same_cores = predict(asked, Rates(call=0.5, upload=1e4, download=1e5, flops=1e6, grad_flops=5e5, shared=True))
+    same_cores = predict(request, Rates(call=0.5, upload=1e4, download=1e5, flops=1e6, grad_flops=5e5, shared=True))
     assert same_cores.requests_per_second == pytest.approx(1 / same_cores.seconds)
 
 
@@ -109,8 +109,8 @@ def test_a_round_trip_delays_a_request_and_stops_no_other():
 
 
 def test_servers_share_the_device_and_not_the_link():
-    asked = need(SHAPE)
-    one, four = predict(asked, RATES), predict(asked, RATES, servers=4)
+    request = need(SHAPE)
+    one, four = predict(request, RATES), predict(request, RATES, servers=4)
     assert four.stages["compute"] == one.stages["compute"] / 4
     assert four.stages["upload"] == one.stages["upload"]
 
@@ -120,14 +120,14 @@ def test_the_command_computes_from_rates_that_are_given(capsys):
     code = cli.main(["capacity", *flags, "--load", "50", "--json", "-"])
     out, err = capsys.readouterr()
     assert code == 0
-    found = json.loads(out)
+    document = json.loads(out)
     shape = flashpoint.Shape(q_heads=4, q_len=1024, head_dim=64)
     rates = Rates(call=0.0016, upload=1e9, download=1e9, flops=2e12, grad_flops=2e12)
     prediction = predict(need(shape), rates)
-    assert found["seconds"] == pytest.approx(prediction.seconds)
-    assert found["requests_per_second"] == pytest.approx(prediction.requests_per_second)
-    assert found["for_load"] == prediction.for_load(50)
-    assert found["rates"]["pcie"] is None
+    assert document["seconds"] == pytest.approx(prediction.seconds)
+    assert document["requests_per_second"] == pytest.approx(prediction.requests_per_second)
+    assert document["for_load"] == prediction.for_load(50)
+    assert document["rates"]["pcie"] is None
     assert "bound by: upload" in err
     assert "http process × 1" in err
 
@@ -138,16 +138,16 @@ def test_the_command_says_what_caches_take(capsys):
     flags += ["--kv-heads", "2", "--head-dim", "64", "--cached", "--layers", "6", "--cache-gb", "1", "--json", "-"]
     assert cli.main(["capacity", *flags]) == 0
     out, err = capsys.readouterr()
-    found = json.loads(out)
+    document = json.loads(out)
     nbytes = capacity.cache_bytes(shape, layers=6)
-    assert (found["cache"]["bytes"], found["cache"]["that_fit"]) == (nbytes, 10**9 // nbytes)
-    assert found["cache"]["seconds_of_a_step"] == pytest.approx(6 * found["seconds"])
+    assert (document["cache"]["bytes"], document["cache"]["that_fit"]) == (nbytes, 10**9 // nbytes)
+    assert document["cache"]["seconds_of_a_step"] == pytest.approx(6 * document["seconds"])
     assert f"{nbytes / 1e6:.3g} MB; {10**9 // nbytes} fit" in err
     assert "a step through 6 layers" in err
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (["--tflops", "1", "--network-gbit", "1", "--q-len", "8", "--head-dim", "8", "--layers", "2"], "--layers"),
         (["--tflops", "1", "--network-gbit", "1", "--q-len", "8", "--head-dim", "8", "--cache-gb", "2"], "--cache-gb"),
@@ -164,9 +164,9 @@ def test_the_command_says_what_caches_take(capsys):
         (["--url", "http://localhost:1", "--call-ms", "1", "--q-len", "8", "--head-dim", "8"], "--call-ms"),
     ],
 )
-def test_the_command_names_what_is_wrong(capsys, flags, said):
+def test_the_command_names_what_is_wrong(capsys, flags, message):
     assert cli.main(["capacity", *flags]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_side_is_one_of_two():
@@ -175,8 +175,8 @@ def test_a_side_is_one_of_two():
 
 
 def test_a_way_too_fast_to_be_measured_takes_no_time():
-    """As where other work took more of the small calls that large ones are compared with."""
+    """This occurs if other work slowed the small calls that the large ones are compared with."""
     assert capacity._rate(1 << 20, -0.001) == math.inf
-    found = predict(need(SHAPE), replace(RATES, upload=math.inf, download=math.inf))
-    assert found.stages["upload"] == found.stages["download"] == 0
-    assert math.isfinite(found.seconds)
+    prediction = predict(need(SHAPE), replace(RATES, upload=math.inf, download=math.inf))
+    assert prediction.stages["upload"] == prediction.stages["download"] == 0
+    assert math.isfinite(prediction.seconds)

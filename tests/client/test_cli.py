@@ -1,4 +1,4 @@
-"""`flashpoint COMMAND`: its commands, their help, and what it says where something cannot be run."""
+"""`flashpoint COMMAND` has the right commands, help, and messages for a command that cannot run."""
 
 import importlib
 import os
@@ -62,17 +62,17 @@ def test_a_command_that_lacks_a_package_says_what_to_install(run, monkeypatch):
     monkeypatch.setattr(app.importlib, "import_module", missing)
     code, out, err = run("serve")
     assert (code, out) == (2, "")
-    said, hint = err.splitlines()
-    assert said == "flashpoint serve: needs fastapi, which is not installed"
+    message, hint = err.splitlines()
+    assert message == "flashpoint serve: needs fastapi, which is not installed"
     assert hint.startswith("  hint: install it with: pip install '.[server]' in a checkout")
 
 
 def test_without_typer_the_command_says_what_to_install_and_its_version_is_there():
     program = "import sys; sys.modules['typer'] = None; from flashpoint.cli import main; sys.exit(main())"
-    asked = [subprocess.run([sys.executable, "-c", program, name], capture_output=True, text=True, check=False)
+    runs = [subprocess.run([sys.executable, "-c", program, name], capture_output=True, text=True, check=False)
              for name in ("info", "--version")]  # fmt: skip
-    assert [each.returncode for each in asked] == [2, 0]
-    assert asked[0].stderr.startswith(
+    assert [each.returncode for each in runs] == [2, 0]
+    assert runs[0].stderr.startswith(
         "flashpoint info: needs typer, which is not installed\n  hint: install it with: pip"
     )
 

@@ -1,4 +1,4 @@
-"""Both clients over a socket, against a server that follows a script."""
+"""Both clients work over a socket with a scripted server."""
 
 import asyncio
 import inspect
@@ -20,11 +20,11 @@ from flashpoint_contract.wire import MEDIA_TYPE, decode_options, head_size, pars
 from tests.support.scripted_server import message
 
 Q = np.arange(24, dtype=np.float32).reshape(1, 2, 3, 4)
-PATIENCE = 60  # seconds; only there to end a hang
+PATIENCE = 60  # seconds; only ends a hang
 
 
 def sent(server, index=-1):
-    """(tensor name → (dtype, shape, bytes), options) of a request that the server received."""
+    """Return (tensor name → (dtype, shape, bytes), options) of a request that the server received."""
     body = server.requests[index][3]
     head = parse_head(body[: head_size(body[:8])])
     tensors = {t.name: (t.dtype, t.shape, body[head.size + t.start : head.size + t.stop]) for t in head.tensors}
@@ -71,16 +71,16 @@ def test_empty_tensors_and_every_rank_travel(scripted, connect, shape):
 def test_a_tensor_behind_one_of_smaller_elements_is_aligned(scripted, connect):
     o, lse = np.ones(3, np.float16), np.array([1.5, 2.5], np.float32)
     scripted.script.append(lambda h: h.answer(body=message({"o": o, "lse": lse})))
-    found = connect(scripted.url).attention(Q, Q, Q, return_lse=True)
-    assert [t.tolist() for t in found] == [o.tolist(), lse.tolist()]
-    assert all(t.flags.aligned for t in found)
+    actual = connect(scripted.url).attention(Q, Q, Q, return_lse=True)
+    assert [t.tolist() for t in actual] == [o.tolist(), lse.tolist()]
+    assert all(t.flags.aligned for t in actual)
 
 
 def test_gradients_come_in_the_order_that_was_asked(scripted, connect):
     answer = {"dk": Q + 1, "dsinks": Q[0, 0, 0], "dq": Q}
     scripted.script.append(lambda h: h.answer(body=message(answer)))
-    found = connect(scripted.url).attention_grad(Q, Q, Q, Q, o=Q, lse=Q[..., 0], grads=["dq", "dsinks", "dk"])
-    assert [t.tolist() for t in found] == [answer[n].tolist() for n in ("dq", "dsinks", "dk")]
+    actual = connect(scripted.url).attention_grad(Q, Q, Q, Q, o=Q, lse=Q[..., 0], grads=["dq", "dsinks", "dk"])
+    assert [t.tolist() for t in actual] == [answer[n].tolist() for n in ("dq", "dsinks", "dk")]
     tensors, options = sent(scripted)
     assert tensors.keys() == {"q", "k", "v", "do", "o", "lse"}
     assert options == {"grads": ["dq", "dsinks", "dk"]}
@@ -166,8 +166,8 @@ def test_retry_after_may_be_a_date(monkeypatch):
      ("Mon, 99 Foo 99999999999999999999 00:00:00 GMT", None), ("Sun, 06 Nov 1994 08:49:37 -9999", None)],
 )  # fmt: skip
 def test_a_retry_after_of_any_text_is_a_wait_that_can_be_slept_or_none(value, seconds):
-    found = exchange._retry_after({"retry-after": value})
-    assert found == seconds or (value.startswith(("Mon, 01", "Sun, 06")) and found in (0.0, None))
+    wait = exchange._retry_after({"retry-after": value})
+    assert wait == seconds or (value.startswith(("Mon, 01", "Sun, 06")) and wait in (0.0, None))
 
 
 def test_the_delay_of_any_retry_is_bounded():
@@ -233,7 +233,7 @@ def test_no_server_is_a_connection_error_after_the_retries(connect, delays):
 
 @pytest.fixture
 def connected(scripted, connect):
-    """A client that has a connection: the timeout of its next call passes behind that."""
+    """Return a client with a connection, so that the timeout of its next call expires after the connect."""
     client = connect(scripted.url, retries=0)
     client.attention(Q, Q, Q)
     return client
@@ -249,7 +249,7 @@ def test_a_server_that_never_answers_meets_the_timeout(scripted, connected):
 
 
 def test_a_server_that_trickles_meets_the_timeout_too(scripted, connected):
-    """The bytes that arrive do not renew it: they arrive until the client has gone."""
+    """Arriving bytes do not renew the timeout: they arrive until the client has left."""
     stop = threading.Event()
 
     def trickle(handler):
@@ -264,7 +264,7 @@ def test_a_server_that_trickles_meets_the_timeout_too(scripted, connected):
 
 
 def test_time_spent_sending_is_not_given_again_to_the_wait(scripted, connect, monkeypatch):
-    """To connect, to send, to wait and to receive have one deadline, that of the call."""
+    """Connecting, sending, waiting and receiving share the deadline of the call."""
     deadlines = []
     now, run, run_async = time.monotonic(), transport.run, transport.run_async
 
@@ -350,7 +350,7 @@ def test_the_longest_timeout_is_taken(scripted, connect):
 def test_a_connection_that_takes_too_long_says_that_the_deadline_passed(connect, timed_waits):
     with socket.socket() as full, socket.socket() as first:
         full.bind(("127.0.0.1", 0))
-        full.listen(0)  # one connection is kept, and the others wait
+        full.listen(0)  # one connection is queued, and the others wait
         first.connect(full.getsockname())
         url = f"http://127.0.0.1:{full.getsockname()[1]}"
         with pytest.raises(flashpoint.ConnectionFailedError) as info:
@@ -454,15 +454,15 @@ def test_a_client_reads_its_server_and_its_key_from_the_environment(kind, monkey
 
 
 def methods(kind):
-    """The public methods of a class, each with its parameters: names, kinds and defaults."""
-    found = {}
+    """Return the public methods of a class, each with the names, kinds and defaults of its parameters."""
+    results = {}
     for name, function in inspect.getmembers(kind, inspect.isfunction):
         if not name.startswith("_"):
             parameters = inspect.signature(function).parameters.values()
-            found[name.removeprefix("a") if name == "aclose" else name] = [
+            results[name.removeprefix("a") if name == "aclose" else name] = [
                 (p.name, p.kind, p.default) for p in parameters
             ]
-    return found
+    return results
 
 
 @pytest.mark.parametrize(
@@ -485,8 +485,8 @@ def test_a_deadline_that_passes_before_a_retry_tells_the_last_failure(monkeypatc
     with httpx.Client(base_url="http://127.0.0.1:9") as http:
         attempts.request(http)
         assert attempts.failed(httpx.ConnectError("refused")) < 1
-        clock[0] = 2.0  # a busy machine slept longer than it was asked
-        with pytest.raises(flashpoint.ConnectionFailedError, match="refused") as found:
+        clock[0] = 2.0  # a busy machine slept longer than requested
+        with pytest.raises(flashpoint.ConnectionFailedError, match="refused") as error:
             attempts.request(http)
         with pytest.raises(flashpoint.ConnectionFailedError, match="refused"):
-            attempts.failed(found.value)
+            attempts.failed(error.value)

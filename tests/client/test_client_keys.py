@@ -1,4 +1,4 @@
-"""API keys are checked when a client is made, and no text ever shows one."""
+"""API keys are checked when a client is made, and no text shows a key."""
 
 import traceback
 

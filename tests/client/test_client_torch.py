@@ -1,4 +1,4 @@
-"""Both clients with torch tensors, against a server that follows a script."""
+"""Both clients work with torch tensors and a scripted server."""
 
 import ml_dtypes
 import numpy as np

@@ -1,4 +1,4 @@
-"""`flashpoint verify`, `benchmark` and `info`: what they send to a server, show and write, and their exit codes."""
+"""`flashpoint verify`, `benchmark` and `info` send, show and write the right data and return the right exit codes."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def test_every_command_helps_with_examples(run):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("benchmark", "--q-len", "64"), "--q-len, --head-dim: give both for a grid, or give a --preset"),
         (("benchmark", "--q-len", "x", "--head-dim", "16"), "--q-len: must be integers, with a comma between two"),
@@ -50,10 +50,10 @@ def test_every_command_helps_with_examples(run):
         (("verify", "no-such-file"), "no-such-file"),
     ],
 )
-def test_what_is_called_wrongly_ends_with_2(run, arguments, said):
+def test_what_is_called_wrongly_ends_with_2(run, arguments, message):
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")
-    assert said in err
+    assert message in err
 
 
 @pytest.mark.parametrize("option", ["--json", "--plot"])
@@ -61,7 +61,7 @@ def test_what_is_called_wrongly_ends_with_2(run, arguments, said):
 @pytest.mark.parametrize("path", ["missing/a.svg", "file/a.svg", "folder.svg"])
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(run, tmp_path, monkeypatch, option, command, path):
     def work(*_):
-        raise AssertionError("the work has begun")
+        raise AssertionError("the work has started")
 
     monkeypatch.setattr(f"flashpoint.commands.{command}.local", lambda _: work)
     (tmp_path / "file").touch()
@@ -163,8 +163,8 @@ def test_json_alone_on_stdout(run, scripted):
 
 
 def test_info_says_what_caches_hold(run, scripted):
-    held = {"caches": 12, "bytes": 3 << 29, "limit_bytes": 4 << 30}
-    scripted.script.append(says({"version": "1", "device": None, "versions": {}, "options": {}, "caches": held}))
+    usage = {"caches": 12, "bytes": 3 << 29, "limit_bytes": 4 << 30}
+    scripted.script.append(says({"version": "1", "device": None, "versions": {}, "options": {}, "caches": usage}))
     code, out, _ = run("info", "--url", scripted.url)
     assert code == 0
     assert "12, 1.5 GiB; at most 4 GiB in each engine" in out

@@ -13,7 +13,7 @@ GRID = ("--q-len", "64", "--head-dim", "16")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("benchmark", *GRID, "--backend", "nope"), "'nope' is not one of naive"),
         (("verify", "--q-len", "8", "--head-dim", "600", "--backend", "tiled"), "head dimension above 576"),
@@ -21,10 +21,10 @@ GRID = ("--q-len", "64", "--head-dim", "16")
         (("verify", "--q-len", "8", "--head-dim", "4", "--window", "1"), "window"),
     ],
 )
-def test_what_the_kernels_refuse_ends_with_2(run, arguments, said):
+def test_what_the_kernels_refuse_ends_with_2(run, arguments, message):
     code, out, err = run(*arguments)
     assert (code, out) == (2, "")
-    assert said in err
+    assert message in err
 
 
 def test_a_benchmark_here_times_real_kernels(run, tmp_path):
@@ -54,7 +54,7 @@ def saved(path, tensors, options):
 
 
 def problem(dtype):
-    """q, k, v and causal attention of them, computed in float64."""
+    """Return q, k, v and their causal attention, computed in float64."""
     q, k, v = (t.astype(dtype).astype(np.float64) for t in np.random.default_rng(0).standard_normal((3, 2, 9, 16)))
     s = np.where(np.tri(9, dtype=bool), q @ k.swapaxes(-1, -2) / 4, -np.inf)
     p = np.exp(s) / np.exp(s).sum(-1, keepdims=True)
@@ -74,7 +74,7 @@ def test_a_kernel_of_the_callers_own_is_judged_from_a_file(run, tmp_path, dtype)
     assert "1,4,7" in out
     report = flashpoint.VerifyReport.model_validate_json((tmp_path / "report.json").read_text())
     assert (report.backend, report.ok, report.tensors[0].worst_index) == ("given", False, (1, 4, 7))
-    assert run("verify", wrong, "--no-causal")[0] == 1  # a flag goes before the file
+    assert run("verify", wrong, "--no-causal")[0] == 1  # a flag overrides the file
 
 
 def test_a_files_inputs_alone_are_run_on_a_backend(run, tmp_path):
@@ -147,5 +147,5 @@ def test_a_problem_is_drawn_and_judged_here(run, tmp_path, flags, judged):
     assert (report.seed, report.backend) == (5, "reference" if "float64" in flags else "tiled")
     run("verify", *shape, *flags, "--seed", "5", "--json", tmp_path / "again.json")
     again = flashpoint.VerifyReport.model_validate_json((tmp_path / "again.json").read_text())
-    if "--dropout-p" not in flags:  # whose seed is drawn anew
+    if "--dropout-p" not in flags:  # dropout draws a new seed
         assert again.tensors == report.tensors

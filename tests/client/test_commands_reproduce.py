@@ -1,4 +1,4 @@
-"""`flashpoint reproduce`: it measures claims on this machine; here those that take seconds at most."""
+"""`flashpoint reproduce` measures claims on this machine; the tests use claims that take seconds at most."""
 
 import json
 
@@ -20,20 +20,20 @@ def test_claims_are_measured_shown_written_and_drawn(run, tmp_path):
     assert code == 0
     assert err.startswith("1/3 table\n2/3 flash-attn\n3/3 equations\n")
     assert "block products, online softmax" in out
-    found = json.loads((tmp_path / "all.json").read_text())
-    by_name = {claim["name"]: claim for claim in found["claims"]}
-    marked = any(row["busy"] for row in found["rows"] if row["skipped"] is None)
+    document = json.loads((tmp_path / "all.json").read_text())
+    by_name = {claim["name"]: claim for claim in document["claims"]}
+    marked = any(row["busy"] for row in document["rows"] if row["skipped"] is None)
     assert by_name["table"]["verdict"] == ("needs a quiet machine" if marked else "PASS")
     assert by_name["equations"]["verdict"] == "PASS"
     assert "forward: naive" in by_name["table"]["measured"]
     if not torch.cuda.is_available():
         assert by_name["flash-attn"]["verdict"] == "needs a GPU"
-    assert all(claim["seconds"] >= 0 and claim["source"] and claim["claim"] for claim in found["claims"])
-    rows = [row for row in found["rows"] if row["skipped"] is None]
+    assert all(claim["seconds"] >= 0 and claim["source"] and claim["claim"] for claim in document["claims"])
+    rows = [row for row in document["rows"] if row["skipped"] is None]
     assert {row["direction"] for row in rows} == {"forward", "backward"}
     assert all(row["flops"] and row["bytes"] and row["arithmetic_intensity"] for row in rows)
     assert {row["speedup_over_naive"] is None for row in rows if row["backend"] != "naive"} == {False}
-    assert found["environment"]["peaks"]["float32"]["tflops"] > 0
+    assert document["environment"]["peaks"]["float32"]["tflops"] > 0
     names = {path.name for path in (tmp_path / "new" / "folder").glob("*.svg")}
     assert {"time.svg", "time-dark.svg", "roofline.svg", "speedup.svg"} <= names
 
@@ -46,17 +46,17 @@ def test_a_claim_that_fails_ends_with_1(run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--only", "equations,best"), "claim 'best' does not exist; use precision, table"),
         (("--plots", __file__), "is no folder"),
         (("--plots", f"{__file__}/below"), "is no folder"),
     ],
 )
-def test_what_is_called_wrongly_ends_with_2(run, arguments, said):
+def test_what_is_called_wrongly_ends_with_2(run, arguments, message):
     code, out, err = run("reproduce", *arguments)
     assert (code, out) == (2, "")
-    assert said in err
+    assert message in err
 
 
 def test_an_example_that_is_not_there_or_ends_badly(run, monkeypatch, tmp_path):

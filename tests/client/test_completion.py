@@ -1,4 +1,4 @@
-"""Shell completion, as the shells ask for it: with the variable, and without an argument."""
+"""Shell completion works as shells request it: by the variable, without an argument."""
 
 import os
 import pty
@@ -75,7 +75,7 @@ def test_words_that_bash_splits_are_joined(monkeypatch, words, at, joined):
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_a_real_bash_completes_what_is_typed(tmp_path):
-    """Types into an interactive bash, with the script that `--show-completion` prints, and reads the terminal."""
+    """An interactive bash with the script of `--show-completion` shows the completions on its terminal."""
     folder = Path(sys.executable).parent
     environment = os.environ | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "PS1": "$ ", "TERM": "dumb"}
     environment["HOME"] = str(tmp_path)
@@ -97,7 +97,7 @@ def test_a_real_bash_completes_what_is_typed(tmp_path):
 
 
 def type_into(terminal, text, wanted):
-    """Type, and wait until the terminal shows `wanted`; the limit is for a hang."""
+    """Type, and wait until the terminal shows `wanted`; the timeout only ends a hang."""
     os.write(terminal, text.encode())
     seen, end = "", time.monotonic() + 120
     while wanted not in seen:

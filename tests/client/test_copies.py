@@ -1,4 +1,4 @@
-"""Copies of clients, and of what holds a client: deep copies, pickles, torch.save and AveragedModel."""
+"""Clients, and objects that hold a client, can be copied: deep copies, pickles, torch.save and AveragedModel."""
 
 import copy
 import io
@@ -27,8 +27,8 @@ def test_a_copy_has_the_settings_and_connections_of_its_own(kind):
         assert type(other) is kind
         assert other._http is not client._http
         assert other._own is not client._own
-        found = other.url, other._timeout, other._retries, other._replica
-        assert found == ("http://host.example:81/below", 7.0, 2, "r1")
+        copied = other.url, other._timeout, other._retries, other._replica
+        assert copied == ("http://host.example:81/below", 7.0, 2, "r1")
 
 
 def test_a_copy_calls_and_outlives_the_original(scripted):
@@ -101,7 +101,7 @@ def test_modules_with_clients_are_saved_and_averaged():
 
 
 def test_a_lease_without_init_ends_quietly(recwarn):
-    """torch.compile makes such leases."""
+    """torch.compile makes leases without `__init__`."""
     del_ = Lease.__new__(Lease)
     assert del_.saved is None
     del_.__del__()

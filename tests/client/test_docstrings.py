@@ -1,4 +1,4 @@
-"""Every public callable of the SDK and of the attention library says what each of its parameters is."""
+"""Every public callable of the SDK and of the attention library documents each of its parameters."""
 
 import ast
 import dataclasses
@@ -28,12 +28,12 @@ MODULES = (
 )
 OPTIONAL = ("flashpoint.jax", "flashpoint.integrations.transformers", "flashpoint_kernels.transformers")
 OURS = ("flashpoint", "flashpoint_contract", "flashpoint_kernels")
-# Made by a client, a cache or a function, never by a caller.
+# Only a client, a cache or a function makes these, never a caller.
 MADE = re.compile("(Async)?(Sharded)?(Cache|BenchmarkRun)")
 
 
 def public(module):
-    """The functions and classes of a module: those of `__all__`, or those that it defines."""
+    """Yield the functions and classes in a module's `__all__`, or else those that it defines."""
     names = getattr(module, "__all__", None) or [
         name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__
     ]
@@ -44,7 +44,7 @@ def public(module):
 
 
 def parameters(function):
-    """The names of a function's parameters, with those of the TypedDict that its keywords unpack."""
+    """Yield the names of a function's parameters, including the TypedDict that its keywords unpack."""
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             unpacked = re.search(r"Unpack\[(?:\w+\.)*(\w+)\]", str(parameter.annotation))
@@ -71,7 +71,7 @@ def undocumented(name, text, names):
 
 
 def of_class(name, cls):
-    said = inspect.getdoc(cls) or ""
+    text = inspect.getdoc(cls) or ""
     if issubclass(cls, pydantic.BaseModel):
         fields = [field for field, info in cls.model_fields.items() if not info.description]
     elif dataclasses.is_dataclass(cls):
@@ -79,11 +79,11 @@ def of_class(name, cls):
     elif hasattr(cls, "_fields"):
         fields = cls._fields
     elif "__init__" in vars(cls) and not MADE.fullmatch(cls.__name__):
-        said += "\n" + (inspect.getdoc(cls.__init__) or "")
+        text += "\n" + (inspect.getdoc(cls.__init__) or "")
         fields = parameters(cls.__init__)
     else:
         fields = ()
-    return [*([] if said else [f"{name}: no docstring"]), *undocumented(name, said, fields)]
+    return [*([] if text else [f"{name}: no docstring"]), *undocumented(name, text, fields)]
 
 
 def findings(module):
@@ -93,9 +93,9 @@ def findings(module):
             yield from of_class(name, value)
             functions = [(f"{name}.{method}", each) for method, each in methods(value)]
         for full, function in functions:
-            said = inspect.getdoc(function) or ""
-            yield from [] if said else [f"{full}: no docstring"]
-            yield from undocumented(full, said, parameters(function))
+            text = inspect.getdoc(function) or ""
+            yield from [] if text else [f"{full}: no docstring"]
+            yield from undocumented(full, text, parameters(function))
 
 
 @pytest.mark.parametrize("name", [*MODULES, *(pytest.param(name, marks=pytest.mark.slow) for name in OPTIONAL)])
@@ -110,22 +110,22 @@ def test_keywords_have_their_shapes_where_help_shows_them():
     from flashpoint_kernels import attention
 
     for call in (flashpoint.Client.attention, flashpoint.AsyncClient.attention, attention):
-        said = inspect.getdoc(call)
-        assert "causal: Query i sees key j only if" in said
-        assert "q: Queries, (B, Hq, Sq, D)" in said
-        assert re.search(r"kv_lengths: .*int32 or int64, \(B,\)", said)
+        text = inspect.getdoc(call)
+        assert "causal: Query i sees key j only if" in text
+        assert "q: Queries, (B, Hq, Sq, D)" in text
+        assert re.search(r"kv_lengths: .*int32 or int64, \(B,\)", text)
     assert inspect.getdoc(flashpoint.Client.verify) == inspect.getdoc(flashpoint.AsyncClient.verify)
 
 
 def test_the_fixture_documents_what_its_function_takes():
     from flashpoint import pytest_plugin
 
-    said = inspect.getdoc(pytest_plugin.judge_attention)
-    assert not undocumented("judge", said, ("kernel", "shape", "options"))
+    text = inspect.getdoc(pytest_plugin.judge_attention)
+    assert not undocumented("judge", text, ("kernel", "shape", "options"))
 
 
 def twins():
-    """Each asyncio method or function, its owner and its name, with the one that it is a twin of."""
+    """Yield each asyncio method or function, its owner, its name, and its synchronous twin."""
     import flashpoint
     from flashpoint import sharded
     from flashpoint._attending import AsyncAttending, Attending
@@ -138,14 +138,14 @@ def twins():
             sync = asynchronous.__name__.removeprefix("Async")
             home = sharded if "Sharded" in sync else flashpoint
             like = getattr(Attending if sync == "Attending" else getattr(home, sync), name, None)
-            if like is not None:  # `aclose` is `close`
+            if like is not None:  # `aclose` pairs with `close`
                 yield asynchronous, name, function, like
     for name in ("attention", "attention_grad", "cache"):
         yield sharded, name, getattr(sharded, f"async_{name}"), getattr(sharded, name)
 
 
 def first_line_in_source(twin, name):
-    """The first line that an editor shows: of a function's docstring, or of the text below `name = asynchronous(…)`."""
+    """Return the first line that an editor shows: of the docstring, or of the text below `name = asynchronous(…)`."""
     if not inspect.isclass(twin):
         source = ast.parse(textwrap.dedent(inspect.getsource(twin))).body[0]
         return ast.get_docstring(source).split("\n")[0]
@@ -166,11 +166,11 @@ def test_twins_say_the_same_and_an_editor_shows_their_first_line():
 
 
 def test_each_description_stands_once_in_the_sources():
-    """A description that calls get at import has no copy, which would go its own way."""
+    """A description that is added to calls at import has no copy, because copies would diverge."""
     root = Path(__file__).resolve().parents[2]
     sources = [path for package in ("client", "contract", "kernels") for path in (root / package).rglob("*.py")]
-    for said in ("tanh(s/softcap), before mask and bias (Gemma 2)", "Seconds for the whole call, retries included"):
-        assert len([path.name for path in sources if said in path.read_text(encoding="utf-8")]) == 1, said
+    for text in ("tanh(s/softcap), before mask and bias (Gemma 2)", "Seconds for the whole call, retries included"):
+        assert len([path.name for path in sources if text in path.read_text(encoding="utf-8")]) == 1, text
 
 
 def test_without_docstrings_calls_still_work():
@@ -189,8 +189,8 @@ def test_the_site_shows_what_help_shows():
     for owner, name in (("_client.Client", "verify"), ("_async_client.AsyncClient", "verify")):
         shown = package[f"{owner}.{name}"].docstring.value
         assert shown == inspect.getdoc(flashpoint.Client.verify)
-    asked = [parameter.name for parameter in package["_async_client.AsyncClient.verify"].parameters]
-    assert asked == ["self", "q", "k", "v", "keywords"]
+    shown_names = [parameter.name for parameter in package["_async_client.AsyncClient.verify"].parameters]
+    assert shown_names == ["self", "q", "k", "v", "keywords"]
     assert len(package["_attending.AsyncAttending.attention"].overloads) == 6
     contract = griffe.load("flashpoint_contract", search_paths=[root / "contract"], extensions=extensions)
     assert "softcap" in contract["schemas.options.AttentionOptions"].docstring.value

@@ -1,4 +1,4 @@
-"""A client in a forked process has connections, threads and locks of its own."""
+"""A client in a forked process has separate connections, threads and locks."""
 
 import asyncio
 import multiprocessing
@@ -30,13 +30,13 @@ def tensor(number):
 
 
 def wrong(client, first):
-    """The number of `CALLS` calls whose answer belongs to another call: the server sends q back."""
+    """Return how many of `CALLS` calls get the answer of another call; the server sends q back."""
     return sum(not np.array_equal(client.attention(q := tensor(first + i), q, q), q) for i in range(CALLS))
 
 
 def all_wrong(client):
-    """The wrong answers of this process and of three children that call at the same time."""
-    client.attention(*[tensor(-1)] * 3)  # now there is an idle connection, which a fork copies
+    """Return the wrong answers of this process and of three children that call at the same time."""
+    client.attention(*[tensor(-1)] * 3)  # leaves an idle connection, which a fork copies
     children = [Child(lambda n=n: wrong(client, 1000 * n)) for n in (1, 2, 3)]
     return wrong(client, 0) + sum(child.result() for child in children)
 
@@ -74,7 +74,7 @@ def echo(connection):
 
 
 def test_so_they_do_over_tls_and_the_parent_keeps_its_connection(raw, connect, tls_server):
-    """A child that ended TLS on its copy of the connection would send a farewell in the parent's name."""
+    """A child that closed TLS on its copy of the connection would send a close message for the parent."""
     server = raw(echo, tls=tls_server)
     client = connect(server.url)
     assert all_wrong(client) == 0
@@ -96,17 +96,17 @@ def test_nested_forks(scripted, connect):
 
 
 def test_a_child_closes_the_copies_of_connections_at_once(raw, connect):
-    """Otherwise the server sees the end of a connection only when all children have ended."""
+    """Otherwise the server would see the end of a connection only after all children have ended."""
     seen = threading.Event()
 
     def talk(connection):
-        echo(connection)  # until the client has closed it
+        echo(connection)  # until the client closes it
         seen.set()
 
     client = connect(raw(talk).url)
     client.attention(*[tensor(1)] * 3)
     ours, theirs = os.pipe()
-    child = Child(lambda: os.read(ours, 1))  # lives on, and does not call
+    child = Child(lambda: os.read(ours, 1))  # stays alive without calls
     client.close()
     assert seen.wait(60)
     os.write(theirs, b"\0")
@@ -128,7 +128,7 @@ def test_a_call_that_another_thread_makes_during_the_fork_is_unharmed(raw, async
                 answered.wait(60)
             connection.sendall(answer(message({"o": q})))
 
-    server, found = raw(talk), []
+    server, answers = raw(talk), []
 
     def call():
         if asynchronous:
@@ -136,11 +136,11 @@ def test_a_call_that_another_thread_makes_during_the_fork_is_unharmed(raw, async
             async def run():
                 async with flashpoint.AsyncClient(server.url) as client:
                     clients.append(client)
-                    found.append(await client.attention(slow, slow, slow))
+                    answers.append(await client.attention(slow, slow, slow))
 
             asyncio.run(run())
         else:
-            found.append(clients[0].attention(slow, slow, slow))
+            answers.append(clients[0].attention(slow, slow, slow))
 
     clients = [] if asynchronous else [flashpoint.Client(server.url)]
     thread = threading.Thread(target=call)
@@ -159,7 +159,7 @@ def test_a_call_that_another_thread_makes_during_the_fork_is_unharmed(raw, async
     assert in_child(child) == 0
     answered.set()
     thread.join()
-    assert np.array_equal(found[0], slow)
+    assert np.array_equal(answers[0], slow)
     if not asynchronous:
         clients[0].close()
 
@@ -167,7 +167,7 @@ def test_a_call_that_another_thread_makes_during_the_fork_is_unharmed(raw, async
 def test_locks_that_are_held_during_the_fork_do_not_stop_the_child(scripted, connect):
     client = connect(scripted.url)
     threads = Threads([])
-    threads._pool.submit(int).result()  # it has a thread, which the child does not have
+    threads._pool.submit(int).result()  # starts a thread, which the child lacks
     with dial._lookups._lock, threads._lock:
         assert in_child(lambda: (wrong(client, 0), threads._pool.submit(int).result(60))) == (0, 0)
         assert in_child(lambda: threads._lock.acquire(timeout=0))

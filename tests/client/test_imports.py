@@ -1,4 +1,4 @@
-"""The modules that an import of the SDK loads, in its own process: torch and JAX only where they are needed."""
+"""An import of the SDK loads torch and JAX only if they are needed; each test runs a separate process."""
 
 import importlib.util
 import subprocess
@@ -12,7 +12,7 @@ HEAVY = ("fastapi", "flashpoint_server", "jax", "matplotlib", "torch", "transfor
 
 
 def imported(program):
-    """The modules of HEAVY that `program` has imported."""
+    """Return the modules of HEAVY that `program` has imported."""
     program += f"\nimport sys\nprint([name for name in {HEAVY} if name in sys.modules])"
     command = [sys.executable, "-W", "error", "-c", program]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

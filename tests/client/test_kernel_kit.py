@@ -1,4 +1,4 @@
-"""The kernel judge's kit: cases in files, functions of the caller's own, known mistakes, and the pytest fixture."""
+"""The kernel judge's kit works: cases in files, a caller's functions, known mistakes, and the pytest fixture."""
 
 import json
 import math
@@ -111,10 +111,10 @@ def test_lse_in_base_two_is_recognised():
 
 
 def causes(tensors, options, **answers):
-    """Return codes and texts of the causes that these wrong answers have."""
-    found = verification.verify(tensors, options, answers=answers)
-    assert not found.ok
-    return " | ".join(f"{cause.code}: {cause.text}" for cause in found.causes)
+    """Return codes and texts of the causes of these wrong answers."""
+    report = verification.verify(tensors, options, answers=answers)
+    assert not report.ok
+    return " | ".join(f"{cause.code}: {cause.text}" for cause in report.causes)
 
 
 def tensors(q_heads=4, kv_heads=2, q_len=20, kv_len=28, dtype=torch.float32):
@@ -124,7 +124,7 @@ def tensors(q_heads=4, kv_heads=2, q_len=20, kv_len=28, dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("asked", "done", "said"),
+    ("requested", "applied", "message"),
     [
         ({"causal": True}, {"window": (-1, 1)}, "shifted by one: a query sees one key too many"),
         ({"causal": True}, {}, "the causal mask is missing"),
@@ -140,16 +140,16 @@ def tensors(q_heads=4, kv_heads=2, q_len=20, kv_len=28, dtype=torch.float32):
         ({"window": (4, 0)}, {"window": (-1, 0)}, "window"),
     ],
 )
-def test_an_option_that_was_mistaken_is_recognised(asked, done, said, dtype):
+def test_an_option_that_was_mistaken_is_recognised(requested, applied, message, dtype):
     problem = tensors(dtype=dtype)
-    assert said in causes(problem, Options(**asked), o=attention(**problem, **done))
+    assert message in causes(problem, Options(**requested), o=attention(**problem, **applied))
 
 
 def test_a_query_that_does_not_see_its_own_key_is_recognised():
     problem = tensors()
     seen = torch.ones(20, 28, dtype=torch.bool).tril(7)
-    said = causes(problem, Options(causal=True), o=attention(**problem, attn_mask=seen))
-    assert "a query does not see its own key" in said
+    texts = causes(problem, Options(causal=True), o=attention(**problem, attn_mask=seen))
+    assert "a query does not see its own key" in texts
 
 
 def test_heads_in_another_order_are_recognised():
@@ -157,8 +157,8 @@ def test_heads_in_another_order_are_recognised():
     right = attention(**problem)
     transposed = right.transpose(1, 2).contiguous().view(right.shape)
     assert "heads and rows are transposed in memory" in causes(problem, Options(), o=transposed)
-    turned = {**problem, **{name: problem[name][:, [0, 1, 0, 1]] for name in "kv"}}
-    assert "h % " in causes(problem, Options(), o=attention(**turned))
+    reordered = {**problem, **{name: problem[name][:, [0, 1, 0, 1]] for name in "kv"}}
+    assert "h % " in causes(problem, Options(), o=attention(**reordered))
 
 
 def test_what_was_done_to_a_mask_is_recognised():
@@ -168,8 +168,8 @@ def test_what_was_done_to_a_mask_is_recognised():
     assert "inverted" in causes(masked, Options(), o=attention(**problem, attn_mask=~mask))
     assert "attn_mask is ignored" in causes(masked, Options(), o=attention(**problem))
     slopes = problem | {"alibi_slopes": torch.rand(4)}
-    turned = attention(**problem, alibi_slopes=-slopes["alibi_slopes"])
-    assert "is added" in causes(slopes, Options(), o=turned)
+    negated = attention(**problem, alibi_slopes=-slopes["alibi_slopes"])
+    assert "is added" in causes(slopes, Options(), o=negated)
     lengths = problem | {"kv_lengths": torch.tensor([28, 11])}
     assert causes(lengths, Options(), o=attention(**problem)) == "input-ignored: kv_lengths is ignored"
 
@@ -198,7 +198,7 @@ def test_a_wrong_function_fails_with_its_cause_and_a_case_to_repeat(run, kernels
 
 
 @pytest.mark.parametrize(
-    ("kernel", "said"),
+    ("kernel", "message"),
     [
         ("my_kernels", "must be MODULE:FUNCTION, not 'my_kernels'"),
         ("no_such:f", "there is no module no_such"),
@@ -206,10 +206,10 @@ def test_a_wrong_function_fails_with_its_cause_and_a_case_to_repeat(run, kernels
         ("my_kernels:number", "my_kernels:number must be a function, not int"),
     ],
 )
-def test_a_function_that_is_not_there_is_named(run, kernels, kernel, said):
+def test_a_function_that_is_not_there_is_named(run, kernels, kernel, message):
     code, out, err = run("verify", "--kernel", kernel)
     assert (code, out) == (2, "")
-    assert said in err
+    assert message in err
 
 
 def test_a_function_without_a_gradient_is_judged_by_its_forward_alone_and_says_so(run, kernels):
@@ -243,7 +243,7 @@ TIMED = ("--max-seconds", "0.01", "--warmup-ms", "0")
 
 
 def timed(run, tmp_path, kernel, *flags):
-    """The exit code, both outputs, and the rows of the function and of others."""
+    """Return the exit code, both outputs, and the rows of the function and of the others."""
     flags = (*SMALL, *TIMED, *flags, "--backend", "naive", "--json", tmp_path / "rows.json")
     code, out, err = run("benchmark", "--kernel", f"my_kernels:{kernel}", *flags)
     job = flashpoint.BenchmarkJob.model_validate_json((tmp_path / "rows.json").read_text())
@@ -264,7 +264,7 @@ def test_a_function_is_timed_beside_the_backends(run, kernels, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("kernel", "flags", "said"),
+    ("kernel", "flags", "message"),
     [
         ("forward_alone", ("--direction", "backward"), "has no gradient: autograd finds none on its o"),
         ("constant", (), "not yet"),
@@ -274,10 +274,10 @@ def test_a_function_is_timed_beside_the_backends(run, kernels, tmp_path):
         ("plain", ("--causal", "yes", "--kv-len", "24"), "its causal mask is aligned top left, and the lengths differ"),
     ],
 )
-def test_a_function_that_cannot_be_timed_says_why(run, kernels, tmp_path, kernel, flags, said):
+def test_a_function_that_cannot_be_timed_says_why(run, kernels, tmp_path, kernel, flags, message):
     code, out, err, rows = timed(run, tmp_path, kernel, *flags)
-    assert (code, [row.skipped for row in rows]) == (1, [said])
-    assert f"kernel skipped: {said}" in " ".join(out.split())
+    assert (code, [row.skipped for row in rows]) == (1, [message])
+    assert f"kernel skipped: {message}" in " ".join(out.split())
     assert f"my_kernels:{kernel} ran no case; the table has the reasons" in err
 
 

@@ -1,6 +1,6 @@
-"""About a hundred typing mistakes of a new user: each is refused with its exit code, a message and a hint.
+"""About a hundred typing mistakes are refused with the right exit code, a message and a hint.
 
-A row: the arguments, the environment's variables, the exit code, and a text of stderr.
+A row has the arguments, the environment variables, the exit code, and a text of stderr.
 """
 
 import os
@@ -15,7 +15,7 @@ pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
 SIZES = ("--q-len", "8", "--head-dim", "4")
 RATES = ("--tflops", "1", "--network-gbit", "1")
-DEAD = "http://127.0.0.1:{free}"  # where nobody listens
+DEAD = "http://127.0.0.1:{free}"  # nobody listens there
 
 COMMANDS = [
     ("", "usage: flashpoint COMMAND"),
@@ -182,23 +182,23 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Files that are wrong, each in its way."""
-    found = tmp_path_factory.mktemp("mistakes")
-    (found / "bad.toml").write_text("port is 3")
-    (found / "prot.toml").write_text("prot = 3")
-    (found / "port.toml").write_text('port = "abc"')
-    (found / "bad.env").write_text("FLASHPOINT_PORT=abc")
-    (found / "text.txt").write_text("Flash attention as an endpoint, and no tensors.")
+    """Return a folder of wrong files, each with another fault."""
+    folder_path = tmp_path_factory.mktemp("mistakes")
+    (folder_path / "bad.toml").write_text("port is 3")
+    (folder_path / "prot.toml").write_text("prot = 3")
+    (folder_path / "port.toml").write_text('port = "abc"')
+    (folder_path / "bad.env").write_text("FLASHPOINT_PORT=abc")
+    (folder_path / "text.txt").write_text("Flash attention as an endpoint, and no tensors.")
     x = np.zeros((2, 4), np.float32)
-    case = flashpoint.save_case(found / "case", q=x, k=x, v=x, o=x, scale=1.0).read_bytes()
-    renamed = case.replace(b'"scale":', b'"softmax_scale":')  # which is longer than the head says
-    (found / "flash.safetensors").write_bytes(_headed(renamed, len(renamed) - len(case)))
+    case = flashpoint.save_case(folder_path / "case", q=x, k=x, v=x, o=x, scale=1.0).read_bytes()
+    renamed = case.replace(b'"scale":', b'"softmax_scale":')  # longer than the head says
+    (folder_path / "flash.safetensors").write_bytes(_headed(renamed, len(renamed) - len(case)))
     longer = case.replace(b'"o":', b'"out":')
-    (found / "named.safetensors").write_bytes(_headed(longer, 2))
+    (folder_path / "named.safetensors").write_bytes(_headed(longer, 2))
     theirs = case.replace(b'"q":', b'"query":').replace(b'"k":', b'"key":').replace(b'"v":', b'"value":')
     theirs = theirs.replace(b'"o":', b'"out":')
-    (found / "torch.safetensors").write_bytes(_headed(theirs, len(theirs) - len(case)))
-    return found
+    (folder_path / "torch.safetensors").write_bytes(_headed(theirs, len(theirs) - len(case)))
+    return folder_path
 
 
 def _headed(case, more):
@@ -208,14 +208,14 @@ def _headed(case, more):
 
 @pytest.fixture(scope="module")
 def free():
-    """A port that nobody listens on, and nobody else takes."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        yield held.getsockname()[1]
+    """Return a port on which nobody listens and which nobody else takes."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
 
 
-@pytest.mark.parametrize(("arguments", "variables", "code", "said"), ROWS, ids=[row[0] or "none" for row in ROWS])
-def test_a_mistake_is_refused_with_what_to_do(run, folder, free, monkeypatch, arguments, variables, code, said):
+@pytest.mark.parametrize(("arguments", "variables", "code", "message"), ROWS, ids=[row[0] or "none" for row in ROWS])
+def test_a_mistake_is_refused_with_what_to_do(run, folder, free, monkeypatch, arguments, variables, code, message):
     monkeypatch.chdir(folder)
     for name in [name for name in os.environ if name.startswith("FLASHPOINT_")]:
         monkeypatch.delenv(name)
@@ -223,9 +223,9 @@ def test_a_mistake_is_refused_with_what_to_do(run, folder, free, monkeypatch, ar
         monkeypatch.setenv(name, value)
     dead = DEAD.format(free=free)
     words = {"sizes": " ".join(SIZES), "rates": " ".join(RATES), "dead": dead, "free": free}
-    found, out, err = run(*arguments.format(**words).split())
-    assert (found, out) == (code, ""), err
-    assert said.format(**words) in err
+    status, out, err = run(*arguments.format(**words).split())
+    assert (status, out) == (code, ""), err
+    assert message.format(**words) in err
     assert "Traceback" not in err
     lines = err.splitlines()
     assert lines[0].startswith(("flashpoint", "usage: flashpoint"))
@@ -233,7 +233,7 @@ def test_a_mistake_is_refused_with_what_to_do(run, folder, free, monkeypatch, ar
 
 
 Q = np.zeros((1, 2, 4, 8), np.float32)
-# Keywords of `Client.attention`, and the message; nothing is sent.
+# Keywords of `Client.attention` and the message; nothing is sent.
 CALLS = [
     ({"is_causal": True}, "is_causal: unknown option or tensor; did you mean causal?"),
     ({"casual": True}, "casual: unknown option or tensor; did you mean causal?"),
@@ -268,15 +268,15 @@ CLIENTS = [
 ]
 
 
-@pytest.mark.parametrize(("keywords", "said"), CALLS, ids=[" ".join(row[0]) for row in CALLS])
-def test_a_mistake_in_a_call_is_refused_before_anything_is_sent(keywords, said):
-    with flashpoint.Client("http://127.0.0.1:9") as client, pytest.raises(flashpoint.InvalidInputError) as found:
+@pytest.mark.parametrize(("keywords", "message"), CALLS, ids=[" ".join(row[0]) for row in CALLS])
+def test_a_mistake_in_a_call_is_refused_before_anything_is_sent(keywords, message):
+    with flashpoint.Client("http://127.0.0.1:9") as client, pytest.raises(flashpoint.InvalidInputError) as error:
         client.attention(Q, Q, Q, **keywords)
-    assert said in str(found.value)
+    assert message in str(error.value)
 
 
-@pytest.mark.parametrize(("keywords", "said"), CLIENTS, ids=[" ".join(row[0]) for row in CLIENTS])
-def test_a_client_that_cannot_be_made_says_why(keywords, said):
-    with pytest.raises(flashpoint.InvalidInputError) as found:
+@pytest.mark.parametrize(("keywords", "message"), CLIENTS, ids=[" ".join(row[0]) for row in CLIENTS])
+def test_a_client_that_cannot_be_made_says_why(keywords, message):
+    with pytest.raises(flashpoint.InvalidInputError) as error:
         flashpoint.Client(**keywords)
-    assert said in str(found.value)
+    assert message in str(error.value)

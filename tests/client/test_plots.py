@@ -1,4 +1,4 @@
-"""The pictures: what is drawn of each row, where, and that nothing covers or leaves anything; and their pixels."""
+"""Pictures draw each row at its place, without overlaps or cuts, with the right pixels."""
 
 import itertools
 import threading
@@ -66,12 +66,16 @@ DRAWN = [pytest.param(kind, marks=pytest.mark.slow if kind in ("tflops", "memory
 def test_each_family_has_a_panel_with_its_data_and_no_label_covers_another(kind):
     figure = laid_out(lambda: benchmark_figure(job([*ROWS, SKIPPED]), kind))
     check(figure)
-    found = titles(figure)
-    assert {"forward · float32\nH 2/1 D 64".replace("H", "B 1 H"), "backward · float32\nB 1 H 2/1 D 64"} <= set(found)
-    assert {"forward · float32\nB 1 H 2/1 N 512 D 32", "forward · float32\nB 1 H 2/1 N 1/… D 64"} <= set(found)
-    assert "forward, causal · float16\nB 1 H 2/1 N 2048 D 64" in found
-    assert {f"forward · float32\nB {b} H 2/1 D 128/64" for b in (1, 4)} <= set(found)  # not one zigzag line
-    assert len(found) == len(set(found)) == 8
+    panel_titles = titles(figure)
+    assert {"forward · float32\nH 2/1 D 64".replace("H", "B 1 H"), "backward · float32\nB 1 H 2/1 D 64"} <= set(
+        panel_titles
+    )
+    assert {"forward · float32\nB 1 H 2/1 N 512 D 32", "forward · float32\nB 1 H 2/1 N 1/… D 64"} <= set(panel_titles)
+    assert "forward, causal · float16\nB 1 H 2/1 N 2048 D 64" in panel_titles
+    assert {f"forward · float32\nB {b} H 2/1 D 128/64" for b in (1, 4)} <= set(
+        panel_titles
+    )  # not one zigzag line for both
+    assert len(panel_titles) == len(set(panel_titles)) == 8
     words = {text for text, _ in written(figure)}
     assert {"tiled", "sdpa_flash", "its_own"} <= words
     assert "flex" not in words
@@ -117,7 +121,7 @@ def test_the_callers_kernel_is_the_boldest_line_under_its_functions_name(kind, t
         area = {name: painted(figure, figure.axes[0], style.look(name).colour) for name in each}
     assert min(area.values()) > 0
     if kind == "roofline":
-        del area["naive"]  # it has the colour of the roofs
+        del area["naive"]  # the roofs have its colour
     assert area.pop("kernel") > 1.5 * max(area.values()), area
 
 
@@ -128,7 +132,7 @@ def test_a_kernel_called_like_a_backend_has_its_module_beside_it():
 
 
 def test_backends_can_be_told_apart_in_grey_print():
-    """The key and the bar of each backend, drawn alone and printed in grey: no two are nearly equal."""
+    """No two legend keys and no two bars of backends look nearly equal in grey."""
 
     def printed(artists):
         with style.themed("light"):
@@ -186,15 +190,15 @@ def test_speedups_have_a_line_at_1_above_the_bars(lengths):
     x, y = ax.transData.transform((1, 1)).round().astype(int)
     (x0, y0), (x1, y1) = ax.bbox.min.round().astype(int), ax.bbox.max.round().astype(int)
     line = picture[y0:y1, x - 1 : x + 1] if len(lengths) == 1 else picture[y - 1 : y + 1, x0:x1].swapaxes(0, 1)
-    assert ((line < 0.45).all(axis=2).any(axis=1)).mean() > 0.5  # of the panel: it is dashed
+    assert ((line < 0.45).all(axis=2).any(axis=1)).mean() > 0.5  # of the panel, because it is dashed
 
 
 def test_a_roofline_says_why_naive_has_a_high_share():
-    def said(*backends):
+    def texts_of(*backends):
         figure = laid_out(lambda: benchmark_figure(job([row(name, 512) for name in backends]), "roofline"))
         return " ".join(" ".join(text for text, _ in written(figure)).split())
 
-    with_naive, without = said("naive", "tiled"), said("tiled")
+    with_naive, without = texts_of("naive", "tiled"), texts_of("tiled")
     assert "% of roofline: the rate of a point over the roof above it" in with_naive
     assert "naive writes the matrix of scores, so its roof is lower" in with_naive
     assert "naive" not in without
@@ -220,20 +224,20 @@ def test_a_verification_shows_the_errors_of_each_tensor_and_its_bound(theme):
         "max_abs": "Infinity",
         "histogram": [*histogram, {"exponent": 309, "count": 2}],
     }
-    tight = good | {"name": "dk", "bound": 3e-12}  # far below all errors
+    tight = good | {"name": "dk", "bound": 3e-12}  # smaller than all errors
     exact = good | {"name": "lse", "max_abs": 0.0, "bound": 0.0, "histogram": histogram[:1]}
     empty = exact | {"name": "dv", "histogram": []}
     about = {"backend": "tiled", "device": "cpu", "dtype": "float32", "seconds": 1, "ok": False}
     report = VerifyReport.model_validate({**about, "tensors": [good, bad, tight, exact, empty]})
     figure = laid_out(lambda: histograms(report), theme)
     check(figure)
-    found = [text for text, _ in written(figure)]
-    assert "Errors: NOT all within their bounds" in found
-    assert "o: within its bound\nlargest 1.0e-07" in found
-    assert "dq: NOT within its bound\nlargest inf" in found
-    assert [found.count(f"bound {bound}") for bound in ("2.0e-06", "3.0e-12", "0")] == [2, 1, 2]
+    texts = [text for text, _ in written(figure)]
+    assert "Errors: NOT all within their bounds" in texts
+    assert "o: within its bound\nlargest 1.0e-07" in texts
+    assert "dq: NOT within its bound\nlargest inf" in texts
+    assert [texts.count(f"bound {bound}") for bound in ("2.0e-06", "3.0e-12", "0")] == [2, 1, 2]
     for ax in figure.axes:
         (bound,), zero = ax.lines, min(ax.patches, key=lambda bar: bar.get_x())
         assert zero.get_x() + zero.get_width() <= bound.get_xdata()[0] <= ax.get_xlim()[1]
-    assert found.count("∞") == 1
+    assert texts.count("∞") == 1
     assert plot_verification(report, theme=theme).startswith(b"<?xml")

@@ -1,4 +1,4 @@
-"""verify and benchmark of both clients, against a server that follows a script."""
+"""verify and benchmark of both clients work with a scripted server."""
 
 import threading
 
@@ -14,17 +14,17 @@ from tests.support.proof_answers import AT, EVENTS, JOB, REPORT, ROW, SHAPES, fr
 
 JSON = "application/json"
 Q = np.arange(24, dtype=np.float32).reshape(1, 2, 3, 4)
-PATIENCE = 60  # seconds; only there to end a hang
+PATIENCE = 60  # seconds; only ends a hang
 
 pytestmark = pytest.mark.usefixtures("delays")
 
 
 def heard(client, *arguments, seen=lambda event: None):
-    """The ids of the events of job j1, of either client; `seen` is told each event as it comes."""
-    run, found = client.benchmark_run("j1"), []
+    """Return the ids of the events of job j1 from either client; call `seen` with each event as it arrives."""
+    run, ids = client.benchmark_run("j1"), []
 
     def take(event):
-        found.append(event.id)
+        ids.append(event.id)
         seen(event)
 
     async def listen():
@@ -36,16 +36,16 @@ def heard(client, *arguments, seen=lambda event: None):
             take(event)
     else:
         client._loop.run_until_complete(listen())
-    return found
+    return ids
 
 
-def awaited(client, found):
-    return found if isinstance(client, flashpoint.Client) else client._loop.run_until_complete(found)
+def awaited(client, value):
+    return value if isinstance(client, flashpoint.Client) else client._loop.run_until_complete(value)
 
 
 @pytest.fixture
 def reach(connect):
-    """A client of either kind; `benchmark_run` is not awaited."""
+    """Return a factory of clients of either kind; `benchmark_run` needs no await."""
 
     def reach(*args, **settings):
         client = connect(*args, **settings)
@@ -104,15 +104,15 @@ def test_an_answer_of_another_shape_is_no_report(scripted, reach):
 
 @pytest.mark.parametrize("transport", [None, httpx.HTTPTransport], ids=["own", "httpx"])
 def test_a_verification_tells_its_progress_as_it_comes(scripted, reach, transport):
-    """The server goes on only once the caller has heard of the block before."""
+    """The server continues only after the caller has received the previous block."""
     settings, seen = {}, threading.Semaphore(0)
     if transport:
         is_async = not isinstance(reach(scripted.url), flashpoint.Client)
         settings = {"transport": httpx.AsyncHTTPTransport() if is_async else httpx.HTTPTransport()}
-    found = []
+    results = []
 
     def hear(at):
-        found.append((at.done, at.total, at.stage, at.direction))
+        results.append((at.done, at.total, at.stage, at.direction))
         seen.release()
 
     def step(handler):
@@ -125,14 +125,14 @@ def test_a_verification_tells_its_progress_as_it_comes(scripted, reach, transpor
 
     scripted.script.append(step)
     report = reach(scripted.url, **settings).verify(shape={"q_len": 4, "head_dim": 4}, progress=hear)
-    assert (report, found) == (
+    assert (report, results) == (
         flashpoint.VerifyReport.model_validate(REPORT), [(n, 9, "float64", "forward") for n in range(2)]
     )  # fmt: skip
     assert scripted.requests[0][2]["Accept"] == "text/event-stream"
 
 
 def test_a_verification_whose_events_break_is_asked_again(scripted, reach):
-    """It has no effect but its answer; a refusal behind its events is retried as any other."""
+    """It has no side effect; a refusal after its events is retried like any other."""
     full = {"status": 503, "code": "out_of_memory", "detail": "d"}
     scripted.script.extend(
         [
@@ -142,11 +142,11 @@ def test_a_verification_whose_events_break_is_asked_again(scripted, reach):
             streams([AT | {"done": 0}, {"kind": "report", "report": REPORT}]),
         ]
     )
-    found = []
+    results = []
     report = reach(scripted.url, retries=3).verify(
-        shape={"q_len": 4, "head_dim": 4}, progress=lambda at: found.append(at.done)
+        shape={"q_len": 4, "head_dim": 4}, progress=lambda at: results.append(at.done)
     )
-    assert (report.ok, found) == (True, [1, 0, 0, 0])
+    assert (report.ok, results) == (True, [1, 0, 0, 0])
 
 
 def test_a_verification_that_fails_behind_its_events_raises(scripted, reach):
@@ -199,7 +199,7 @@ def test_a_benchmark_is_cancelled(scripted, reach):
 
 
 def test_events_come_as_they_are_sent(scripted):
-    """The server sends the next event only once the client has the one before it, and ends no answer."""
+    """The server sends the next event only after the client has the previous one, and ends no answer."""
     seen, over = threading.Semaphore(0), threading.Event()
 
     def step(handler):
@@ -211,11 +211,11 @@ def test_events_come_as_they_are_sent(scripted):
 
     scripted.script.append(step)
     with flashpoint.Client(scripted.url) as client:
-        found = []
+        results = []
         for event in client.benchmark_run("j1").events():
-            found.append(event)
+            results.append(event)
             seen.release()
-        assert found == [EVENT.validate_python(e) for e in EVENTS]
+        assert results == [EVENT.validate_python(e) for e in EVENTS]
         assert over.wait(PATIENCE)
 
 
@@ -236,7 +236,7 @@ def test_a_reader_that_stops_early_ends_the_connection(scripted):
 
 @pytest.mark.parametrize("transport", [None, httpx.HTTPTransport], ids=["own", "httpx"])
 def test_events_go_on_where_a_connection_broke(scripted, reach, transport):
-    """Cut off, ended early, refused for a while: no event is lost, and one that is sent twice counts once."""
+    """After breaks, early ends and refusals, no event is lost, and a repeated event counts once."""
     settings = {}
     if transport:
         is_async = not isinstance(reach(scripted.url), flashpoint.Client)
@@ -255,7 +255,7 @@ def test_events_go_on_where_a_connection_broke(scripted, reach, transport):
 
 
 def test_a_connection_whose_time_is_over_is_followed_by_another(scripted, reach, clock):
-    """The timeout is for the beginning of an answer: a benchmark may take longer. It passes behind event 2."""
+    """The timeout applies to the start of an answer: a benchmark may take longer. It expires after event 2."""
     time, release = clock(drive, exchange, listening), threading.Event()
     scripted.script.extend([streams(EVENTS[:2], end=lambda h: release.wait(PATIENCE)), streams(EVENTS[2:])])
     client = reach(scripted.url, retries=0, timeout=300)
@@ -295,7 +295,7 @@ def test_malformed_events_raise_at_once(scripted, reach, step, family):
 
 
 def test_a_benchmark_is_not_started_twice(scripted, reach):
-    """A server that was full did nothing. One that vanished may have started it."""
+    """A full server did nothing. A server that vanished may have started it."""
     scripted.script.extend([lambda h: h.problem(429), lambda h: h.vanish()])
     with pytest.raises(flashpoint.ConnectionFailedError):
         reach(scripted.url).benchmark(preset="papers")

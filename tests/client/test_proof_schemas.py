@@ -1,4 +1,4 @@
-"""The schemas of /verify and /benchmark: what they take, what they refuse, and that they survive the wire."""
+"""The schemas of /verify and /benchmark accept and refuse the right documents, and survive the wire."""
 
 import json
 import math
@@ -39,7 +39,7 @@ ONE_OF = "must be 'dq', 'dk', 'dv', 'dattn_mask' or 'dsinks'"
 
 
 @pytest.mark.parametrize(
-    ("model", "change", "said"),
+    ("model", "change", "message"),
     [
         (VerifyRequest, {"window": 5}, [("window", "must be a list")]),
         (VerifyRequest, {"window": [1]}, [("window", "item 2 is missing")]),
@@ -73,11 +73,11 @@ ONE_OF = "must be 'dq', 'dk', 'dv', 'dattn_mask' or 'dsinks'"
     ],
 )
 @pytest.mark.parametrize("as_json", [False, True])
-def test_what_is_refused_is_said_in_words_of_the_contract(model, change, said, as_json):
+def test_what_is_refused_is_said_in_words_of_the_contract(model, change, message, as_json):
     document = {**(DRAWN if model is VerifyRequest else GRID), **change}
     with pytest.raises(ValidationError) as info:
         model.model_validate_json(json.dumps(document)) if as_json else model.model_validate(document)
-    assert field_problems(info.value) == said
+    assert field_problems(info.value) == message
 
 
 def test_a_verification_takes_the_options_of_every_call():
@@ -118,8 +118,8 @@ def test_numbers_that_json_lacks_travel_as_words():
     text = json.dumps(report.model_dump(mode="json"), allow_nan=False)
     assert '"max_abs": "Infinity"' in text
     assert '"worst_value": "-Infinity"' in text
-    found = VerifyReport.model_validate_json(text).tensors[0]
-    assert (found.max_abs, math.isnan(found.cosine), found.rms) == (math.inf, True, 1e-7)
+    actual = VerifyReport.model_validate_json(text).tensors[0]
+    assert (actual.max_abs, math.isnan(actual.cosine), actual.rms) == (math.inf, True, 1e-7)
     with pytest.raises(ValidationError):
         VerifyReport.model_validate_json(text.replace("-Infinity", "minus infinity"))
 

@@ -1,4 +1,4 @@
-"""Where a sequence is cut: every pair that is seen is in one piece, with the offset of its diagonal."""
+"""A sequence is cut so that every visible pair is in one piece, with the right offset of the diagonal."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ OFFSET = st.integers(-20, 20)
 
 
 def seen(q_len, kv_len, offset, left, right):
-    """The pairs of a sequence, as the contract says it."""
+    """Return the visible pairs of a sequence by the contract."""
     i, j = np.arange(q_len)[:, None], np.arange(kv_len)
     return (j >= i + offset - left) & (j <= i + offset + right)
 
@@ -25,14 +25,14 @@ def seen(q_len, kv_len, offset, left, right):
 @example(Band(0, 5, 5, UNBOUNDED, 0), 2, 2)
 @example(Band(5, 0, -5, UNBOUNDED, 0), 2, 2)
 def test_every_pair_that_is_seen_is_in_one_piece(band, query_parts, key_parts):
-    found = np.zeros((band.q_len, band.kv_len), int)
+    actual = np.zeros((band.q_len, band.kv_len), int)
     for piece in band.pieces(query_parts, key_parts):
-        own = seen(*piece.shape, piece.offset, band.left, band.right)
-        assert band.pairs(piece) == own.sum()
-        assert own[[0, -1]].any(1).all()
-        assert own[:, [0, -1]].any(0).all()
-        found[slice(*piece.queries), slice(*piece.keys)] += own
-    np.testing.assert_array_equal(found, seen(*band))
+        pairs = seen(*piece.shape, piece.offset, band.left, band.right)
+        assert band.pairs(piece) == pairs.sum()
+        assert pairs[[0, -1]].any(1).all()
+        assert pairs[:, [0, -1]].any(0).all()
+        actual[slice(*piece.queries), slice(*piece.keys)] += pairs
+    np.testing.assert_array_equal(actual, seen(*band))
 
 
 BANDS = [Band(999, 999, 0, UNBOUNDED, 0), Band(300, 2000, 1700, 64, 0), Band(7, 5000, 0, 9999, 9999)]
@@ -41,7 +41,7 @@ BANDS = [Band(999, 999, 0, UNBOUNDED, 0), Band(300, 2000, 1700, 64, 0), Band(7, 
 @pytest.mark.parametrize("band", BANDS)
 @pytest.mark.parametrize("parts", [(1, 3), (3, 1), (2, 2), (1, 7)])
 def test_the_work_is_shared_equally(band, parts):
-    """To a row and a column, which are what a cut can be moved by."""
+    """The shares are equal up to one row and one column, the smallest steps of a cut."""
     work = [band.pairs(piece) for piece in band.pieces(*parts)]
     share = sum(work) / (parts[0] * parts[1])
     step = max(band.pairs(Piece((i, i + 1), (0, band.kv_len), band.offset + i)) for i in range(band.q_len))

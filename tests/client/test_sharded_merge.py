@@ -1,4 +1,4 @@
-"""How the answers of shards become one where they are not numbers, or nothing is seen: without a server."""
+"""Answers of shards with NaN, infinities or no visible key are merged correctly; no server runs."""
 
 import numpy as np
 
@@ -12,19 +12,19 @@ ANSWER = np.ones((1, 1, 4, 8), np.float32)
 
 
 def merged(answers, steps):
-    """Return the result of `steps` with `answers`, one for each question."""
+    """Return the result of the generator `steps`, with one of `answers` for each question."""
     try:
         questions = next(steps)
         assert len(questions) == len(answers)
         steps.send(answers)
     except StopIteration as end:
         return end.value
-    raise AssertionError("more was asked")
+    raise AssertionError("there were more questions")
 
 
 def test_a_query_without_a_key_and_with_a_sink_of_minus_infinity_has_no_gradient_there():
     keys = np.zeros((1, 1, 0, 8), np.float32)
-    lse = np.full((1, 1, 4), -np.inf, np.float32)  # of no key and no sink
+    lse = np.full((1, 1, 4), -np.inf, np.float32)  # neither key nor sink
     given = {"do": ANSWER, "q": ZEROS, "k": keys, "v": keys, "o": ZEROS, "lse": lse}
     whole = problem(
         {**given, "sinks": np.full(1, -np.inf, np.float32)}, AttentionOptions(grads=("dsinks",)), "backward"
@@ -37,9 +37,9 @@ def test_infinities_and_nan_are_answered_without_a_warning():
     for lse in (np.inf, -np.inf, np.nan):
         whole = problem(given, AttentionOptions(return_lse=True), "forward")
         answer = [ANSWER, np.full((1, 1, 4), lse, np.float32)]
-        found = merged([answer, answer], merge.forward(whole, plan(whole, 2, (1, 2))))
-        assert np.isnan(found["o"]).all()
-        assert np.isnan(found["lse"]).all()
+        actual = merged([answer, answer], merge.forward(whole, plan(whole, 2, (1, 2))))
+        assert np.isnan(actual["o"]).all()
+        assert np.isnan(actual["lse"]).all()
 
 
 def test_a_sum_beyond_float16_is_infinite_as_a_servers():
@@ -47,7 +47,7 @@ def test_a_sum_beyond_float16_is_infinite_as_a_servers():
     half = {name: t.astype(np.float16) for name, t in given.items()} | {"lse": np.zeros((1, 1, 4), np.float32)}
     whole = problem(half, AttentionOptions(grads=("dq",)), "backward")
     parts = np.full((1, 1, 4, 8), 6e4, np.float16)
-    found = merged([[parts], [parts]], merge.backward(whole, plan(whole, 2, (1, 2))))
-    answer = whole.answer("dq", found["dq"])
+    actual = merged([[parts], [parts]], merge.backward(whole, plan(whole, 2, (1, 2))))
+    answer = whole.answer("dq", actual["dq"])
     assert answer.dtype == np.float16
     assert np.isposinf(answer).all()

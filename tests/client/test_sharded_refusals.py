@@ -1,4 +1,4 @@
-"""Calls that cannot be sharded, or are not valid, fail before anything is sent, and name the field."""
+"""Calls that cannot be sharded or are invalid fail before anything is sent, and the error names the field."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ CU = [0, 2, 6]
 
 @pytest.fixture
 def clients():
-    """Two clients of a server that does not run."""
+    """Return two clients of a server that does not run."""
     with flashpoint.Client("http://127.0.0.1:9") as client:
         yield [client, client]
 

@@ -1,4 +1,4 @@
-"""A shard whose server is full, gone, silent or wrong, and the other shards of the call."""
+"""A sharded call succeeds or fails correctly if a shard's server is full, gone, silent or wrong."""
 
 import asyncio
 import contextlib
@@ -22,14 +22,14 @@ Q, K, V = np.random.default_rng(0).standard_normal((3, 1, 2, 12, 4), dtype=np.fl
 
 
 def solved(q, k, v):
-    """o and lse of attention with no options."""
+    """Return o and lse of attention without options."""
     s = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
     lse = np.logaddexp.reduce(s, axis=-1)
     return np.exp(s - lse[..., None]) @ v, lse
 
 
 def solve(handler):
-    """Answer as the service would."""
+    """Answer like the service."""
     head = parse_head(handler.body[: head_size(handler.body[:8])])
     data = np.frombuffer(handler.body, np.uint8)[head.size :]
     q, k, v = (data[t.start : t.stop].view(np.float32).reshape(t.shape) for t in head.tensors)
@@ -39,9 +39,9 @@ def solve(handler):
 
 @pytest.fixture
 def servers():
-    """Three servers that solve what they are asked, unless their script begins with something else."""
+    """Start three servers that solve each request, unless their script has other steps first."""
     with contextlib.ExitStack() as stack:
-        found = []
+        results = []
         for _ in range(3):
             server = stack.enter_context(ScriptedServer())
             server.script = deque([solve] * 100)
@@ -49,13 +49,13 @@ def servers():
             thread.start()
             stack.callback(thread.join)
             stack.callback(server.shutdown)
-            found.append(server)
-        yield found
+            results.append(server)
+        yield results
 
 
 @pytest.fixture(params=["threads", "asyncio"])
 def attention(request):
-    """`attention(urls, **keywords)` of Q, K and V, with either kind of client."""
+    """Return `attention(urls, **keywords)` of Q, K and V, with either kind of client."""
 
     def in_threads(urls, retries=4, **keywords):
         with contextlib.ExitStack() as stack:
@@ -84,7 +84,7 @@ def gone(handler):
     handler.vanish()
 
 
-def asked(*servers):
+def wait_for_requests(*servers):
     """Wait until each of these servers has a request."""
     wait_for(lambda: all(server.requests for server in servers), lambda: "a server is not asked")
 
@@ -96,29 +96,29 @@ def closed(*servers):
 
 @pytest.fixture
 def nobody():
-    """A URL where no server listens."""
+    """Return a URL where no server listens."""
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and no listen: connections are refused
+        taken.bind(("127.0.0.1", 0))  # without listen: connections are refused
         yield f"http://127.0.0.1:{taken.getsockname()[1]}"
 
 
 @pytest.mark.parametrize("parts", [(1, 3), (3, 1), (2, 4)])
 def test_the_parts_are_merged_to_the_whole(attention, servers, parts):
-    (o, lse), found = attention([s.url for s in servers], parts=parts, return_lse=True, with_meta=True)
+    (o, lse), actual = attention([s.url for s in servers], parts=parts, return_lse=True, with_meta=True)
     expected = solved(Q, K, V)
     np.testing.assert_allclose(o, expected[0], rtol=2e-6, atol=2e-6)
     np.testing.assert_allclose(lse, expected[1], rtol=2e-6, atol=2e-6)
-    assert len(found) == parts[0] * parts[1]
-    assert sum(part.pairs for part in found) == 2 * 12 * 12
-    assert sum(len(server.requests) for server in servers) == len(found)
+    assert len(actual) == parts[0] * parts[1]
+    assert sum(part.pairs for part in actual) == 2 * 12 * 12
+    assert sum(len(server.requests) for server in servers) == len(actual)
 
 
 @pytest.mark.parametrize("failing", [busy, full, gone])
 def test_a_failed_shard_goes_to_another_server(attention, servers, failing):
-    """Nothing waits for the server that asks for 900 s: the call has 600."""
+    """Nothing waits for the server that requests a delay of 900 s: the call has 600 s."""
 
     def behind_it(handler):
-        asked(servers[0])
+        wait_for_requests(servers[0])
         solve(handler)
 
     servers[0].script = deque([failing] * 100)
@@ -154,7 +154,7 @@ def test_there_is_an_error_and_no_part_of_an_answer_when_all_fail(attention, ser
 
 
 def silent(raw):
-    """A server that reads everything and sends nothing, and counts the connections that were opened and closed."""
+    """Return a server that reads everything, sends nothing, and counts opened and closed connections."""
     return raw(until_closed)
 
 
@@ -189,7 +189,7 @@ def test_the_deadline_holds_for_all(attention, servers, raw):
 
 
 def test_a_silent_servers_shard_is_asked_of_another_at_half_time(attention, servers, raw, clock):
-    """An idle server waits until then: for 0.2 s, once it has answered the other shards."""
+    """An idle server waits until half time, 0.2 s after it has answered the other shards."""
     quiet, time = silent(raw), clock(work)
 
     def until_shortly_before_half_time(handler):
@@ -198,15 +198,15 @@ def test_a_silent_servers_shard_is_asked_of_another_at_half_time(attention, serv
         solve(handler)
 
     servers[0].script.extendleft([until_shortly_before_half_time, solve])
-    o, found = attention([quiet.url, servers[0].url], parts=(1, 3), timeout=600, with_meta=True)
+    o, actual = attention([quiet.url, servers[0].url], parts=(1, 3), timeout=600, with_meta=True)
     np.testing.assert_allclose(o, solved(Q, K, V)[0], rtol=2e-6, atol=2e-6)
-    assert {part.url for part in found} == {servers[0].url}
-    assert len(servers[0].requests) == len(found)  # and none of them twice
+    assert {part.url for part in actual} == {servers[0].url}
+    assert len(servers[0].requests) == len(actual)  # none of them twice
     closed(quiet)
 
 
 def test_a_late_error_about_a_shard_that_is_answered_ends_nothing(attention, servers, clock):
-    """Two servers are late. One fails its shard when the third server has answered it, while a shard is still open."""
+    """Two servers are late. One fails a shard that the third server has answered, while another shard is open."""
     answered, refused, time = threading.Event(), threading.Event(), clock(work)
     bodies = []
 
@@ -219,7 +219,7 @@ def test_a_late_error_about_a_shard_that_is_answered_ends_nothing(attention, ser
             last(handler)
 
     def first(handler):
-        asked(*servers[:2])
+        wait_for_requests(*servers[:2])
         time.advance(300)  # half time
         solve(handler)
 
@@ -235,9 +235,9 @@ def test_a_late_error_about_a_shard_that_is_answered_ends_nothing(attention, ser
     servers[0].script = deque([late])
     servers[1].script = deque([late])
     servers[2].script = deque([first, second, last])
-    o, found = attention([s.url for s in servers], parts=(1, 3), timeout=600, with_meta=True)
+    o, actual = attention([s.url for s in servers], parts=(1, 3), timeout=600, with_meta=True)
     np.testing.assert_allclose(o, solved(Q, K, V)[0], rtol=2e-6, atol=2e-6)
-    assert len(found) == 3
+    assert len(actual) == 3
 
 
 def test_the_deadline_ends_a_rest_too(attention, servers, clock):
@@ -271,7 +271,7 @@ def test_cancelling_it_cancels_every_shard(raw):
 
 
 def test_an_interrupt_ends_every_thread(raw):
-    """SIGINT reaches the main thread, which waits for the others, also where a shell has it ignored."""
+    """SIGINT reaches the main thread, which waits for the others, even if a shell ignores SIGINT."""
     quiet = [silent(raw) for _ in range(2)]
     before_test = signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,4 +1,4 @@
-"""Which server is asked which question next, without a server."""
+"""Questions go to servers in the right order; no server runs."""
 
 from types import SimpleNamespace
 
@@ -21,8 +21,8 @@ def stopped_clock(monkeypatch):
 
 
 def work(questions=1, servers=2, retries=1, seconds=60.0):
-    asked = [SimpleNamespace(shard=SimpleNamespace(pairs=pairs)) for pairs in range(questions)]
-    return Work(asked, servers, retries, None if seconds is None else NOW + seconds)
+    items = [SimpleNamespace(shard=SimpleNamespace(pairs=pairs)) for pairs in range(questions)]
+    return Work(items, servers, retries, None if seconds is None else NOW + seconds)
 
 
 def half_time_is_over(item):
@@ -94,12 +94,12 @@ def test_a_question_that_another_still_has_does_not_wait_as_well():
     one.failed(1, item, FULL)
     assert one.take(1) is None
     half_time_is_over(item)
-    assert one.take(1) is item  # whose other server is as silent as it was
+    assert one.take(1) is item  # its other server is still silent
     one.failed(1, item, FULL)
     one.failed(0, item, FULL)
     assert one.take(0) is item
     with pytest.raises(OverloadedError):
-        one.failed(0, item, FULL)  # the fourth of two at two servers
+        one.failed(0, item, FULL)  # the fourth failure: two at each of two servers
 
 
 def test_the_deadline_ends_the_waiting():

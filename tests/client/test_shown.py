@@ -1,4 +1,4 @@
-"""How results show themselves in a notebook."""
+"""Results display as tables and pictures in a notebook."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Commands in terminals of any encoding and width, and without one: no traceback, no broken word, no cut number."""
+"""Commands print no traceback, broken word or cut number, in any terminal encoding or width or without a terminal."""
 
 import io
 import json
@@ -32,17 +32,17 @@ FIGURES = {
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """Runs a command whose stdout and stderr have an encoding; its exit code and what they got."""
+    """Return a function that runs a command with an encoding of stdout and stderr; it returns exit code and outputs."""
 
     def terminal(encoding, *arguments):
-        found = [io.TextIOWrapper(io.BytesIO(), encoding=encoding) for _ in range(2)]
+        streams = [io.TextIOWrapper(io.BytesIO(), encoding=encoding) for _ in range(2)]
         with monkeypatch.context() as m:
-            m.setattr(sys, "stdout", found[0])
-            m.setattr(sys, "stderr", found[1])
+            m.setattr(sys, "stdout", streams[0])
+            m.setattr(sys, "stderr", streams[1])
             code = cli.main([str(each) for each in arguments])
-        for each in found:
+        for each in streams:
             each.flush()
-        return code, *(each.buffer.getvalue().decode(encoding) for each in found)
+        return code, *(each.buffer.getvalue().decode(encoding) for each in streams)
 
     return terminal
 
@@ -152,8 +152,10 @@ def test_claims_break_between_words(width):
     reproduce._show(claims, console)
     text = console.file.getvalue()
     assert max(map(len, text.splitlines())) <= width
-    asked = {word for claim in claims for name in ("name", "claim", "measured", "how") for word in claim[name].split()}
-    assert asked <= words(text)
+    expected = {
+        word for claim in claims for name in ("name", "claim", "measured", "how") for word in claim[name].split()
+    }
+    assert expected <= words(text)
 
 
 def test_a_pipe_has_the_width_that_columns_names(run, scripted, monkeypatch):

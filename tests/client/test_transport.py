@@ -1,4 +1,4 @@
-"""The clients' own transports over real sockets: framings, early answers, broken and idle connections, deadlines."""
+"""The clients' transports handle framings, early answers, broken and idle connections, and deadlines."""
 
 import asyncio
 import os
@@ -21,7 +21,7 @@ from tests.support.servers import wait_for
 
 Q = np.arange(24, dtype=np.float32).reshape(1, 2, 3, 4)
 TINY = np.zeros((1, 4), np.float32)
-BIG = np.zeros((1, 4 << 20), np.float32)  # 16 MiB: more than the buffers hold between a client and a SMALL receiver
+BIG = np.zeros((1, 4 << 20), np.float32)  # 16 MiB: more than the buffers from a client to a SMALL receiver
 SMALL = 1 << 16  # bytes of a server's receive buffer
 GOOD = message({"o": Q})
 TYPE = f"Content-Type: {MEDIA_TYPE}\r\n".encode()
@@ -61,13 +61,13 @@ FRAMED = {
 @pytest.mark.parametrize("framed", FRAMED.values(), ids=FRAMED)
 @pytest.mark.parametrize("at_once", [True, False], ids=["at once", "byte by byte"])
 def test_an_answer_is_read_however_it_is_framed(raw, connect, framed, at_once):
-    data, kept = framed
+    data, reusable = framed
 
     def talk(connection):
         while read_request(connection) is not None:
             for piece in [data] if at_once else [data[i : i + 1] for i in range(len(data))]:
                 connection.sendall(piece)
-            if not kept:
+            if not reusable:
                 return
 
     server = raw(talk)
@@ -76,7 +76,7 @@ def test_an_answer_is_read_however_it_is_framed(raw, connect, framed, at_once):
         o = client.attention(Q, Q, Q)
         assert np.array_equal(o, Q)
         assert o.flags.writeable
-    assert server.opened == (1 if kept else 2)
+    assert server.opened == (1 if reusable else 2)
 
 
 @pytest.mark.parametrize("framed", ["length", "chunked"])
@@ -145,7 +145,7 @@ def test_tensors_go_and_come_without_a_copy(raw, connect):
 
 
 def test_bytes_keep_their_order_through_small_buffers(raw, connect):
-    """Odd sizes in pieces: every partial send and receive continues where the one before it stopped."""
+    """With odd sizes in pieces, every partial send and receive continues where the previous one stopped."""
     rng = np.random.default_rng(0)
     tensors = [rng.integers(0, 256, (1, n), np.uint8) for n in (1_000_001, 70_001, 5)]
 
@@ -273,14 +273,14 @@ def test_a_client_closed_under_a_call_lets_it_end_and_keeps_nothing(raw):
 
     server = raw(talk)
     client = flashpoint.Client(server.url, retries=0)
-    found = []
-    thread = threading.Thread(target=lambda: found.append(client.attention(Q, Q, Q)))
+    results = []
+    thread = threading.Thread(target=lambda: results.append(client.attention(Q, Q, Q)))
     thread.start()
     wait_for(lambda: server.opened == 1, lambda: "nobody connects")
     client.close()
     closed.set()
     thread.join()
-    assert np.array_equal(found[0], Q)
+    assert np.array_equal(results[0], Q)
     wait_for(lambda: server.closed == 1, lambda: "the connection stays open")
 
 
@@ -296,7 +296,7 @@ def test_a_server_that_falls_silent_meets_the_timeout(raw, connect, where):
 
     over = threading.Event()
     client = connect(raw(talk, receive_buffer=SMALL).url, retries=0)
-    client.attention(Q, Q, Q)  # the timeout of the next call passes behind the connection
+    client.attention(Q, Q, Q)  # the next call's timeout expires after the connect
     with pytest.raises(flashpoint.DeadlineExceededError):
         client.attention(BIG if where == "within the request" else Q, TINY, TINY, timeout=0.2)
     over.set()
@@ -341,8 +341,8 @@ def test_the_async_client_runs_in_uvloop(scripted):
     async def run():
         async with flashpoint.AsyncClient(scripted.url) as client:
             big = BIG[:, : 1 << 20] + 1
-            found = await asyncio.gather(*(client.attention(big + i, TINY, TINY) for i in range(4)))
-            assert all(np.array_equal(o, big + i) for i, o in enumerate(found))
+            actual = await asyncio.gather(*(client.attention(big + i, TINY, TINY) for i in range(4)))
+            assert all(np.array_equal(o, big + i) for i, o in enumerate(actual))
             scripted.script.append(lambda h: done.wait(PATIENCE))
             with pytest.raises(flashpoint.DeadlineExceededError):
                 await client.attention(Q, Q, Q, timeout=0.1)
@@ -356,13 +356,13 @@ def test_a_proxy_of_the_environment_is_asked_unless_it_is_excepted(raw, scripted
     for name in list(os.environ):
         if name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)
-    asked = []
+    requests = []
 
     def talk(connection):
         head, body, size = read_head(connection)
         while len(body) < size:
             body += connection.recv(1 << 16)
-        asked.append(head.split(b" ")[1].decode())
+        requests.append(head.split(b" ")[1].decode())
         connection.sendall(refusal(b"403 Forbidden"))
 
     monkeypatch.setenv("http_proxy", raw(talk).url)
@@ -373,4 +373,4 @@ def test_a_proxy_of_the_environment_is_asked_unless_it_is_excepted(raw, scripted
     else:
         with pytest.raises(flashpoint.AuthenticationError):
             client.attention(Q, Q, Q)
-    assert asked == ([] if no_proxy else [f"{scripted.url}/attention"])
+    assert requests == ([] if no_proxy else [f"{scripted.url}/attention"])

@@ -1,4 +1,4 @@
-"""The clients' own transports over TLS, with a certificate made for the test."""
+"""The clients' transports work over TLS, with a certificate made for the test."""
 
 import ssl
 
@@ -33,7 +33,7 @@ def tls(request, certificate):
 
 
 def echo(connection):
-    """q comes back as o: the first tensor of the body, which the two TINY ones follow."""
+    """Send q back as o: it is the first tensor of the body, before the two TINY ones."""
     while (body := read_request(connection)) is not None:
         size = 8 + int.from_bytes(body[:8], "little")
         connection.sendall(answer(message({"o": np.frombuffer(body, np.float32, offset=size)[:-8]})))
@@ -90,7 +90,7 @@ def test_a_handshake_that_never_ends_meets_the_timeout(raw, connect, timed_waits
 
 def test_a_certificate_that_is_not_trusted_is_named_with_what_to_do(raw, connect, tls):
     def talk(connection):
-        raise AssertionError("it is never asked")
+        raise AssertionError("the server got a request")
 
     server = raw(talk, tls=tls)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""The types of the client's results for each way to call it (typed_calls.py), as mypy --strict reads them."""
+"""The client's results have the right types for each way to call it (typed_calls.py), by mypy --strict."""
 
 import subprocess
 import sys

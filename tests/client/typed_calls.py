@@ -1,4 +1,4 @@
-"""The types that users of the client see: read by a type checker, never run."""
+"""Calls for a type checker, which shows the types that users see; this file never runs."""
 
 from typing import Any, assert_type
 

@@ -1,4 +1,4 @@
-"""Errors about unknown versions, claims and data types name what was probably meant."""
+"""Errors about unknown versions, claims and data types suggest the probable name."""
 
 import json
 
@@ -23,7 +23,7 @@ def infer(datatype):
 
 
 @pytest.mark.parametrize(
-    ("call", "wrong", "said"),
+    ("call", "wrong", "message"),
     [
         (safetensors, "F23", "'q' has unknown dtype 'F23'; use .*; did you mean F32[?]"),
         (safetensors, "float32", "did you mean F32[?]"),
@@ -39,8 +39,8 @@ def infer(datatype):
         (lambda dtype: Case.from_dict({"dtype": dtype}), "flaot16", "not 'flaot16'; did you mean float16[?]"),
     ],
 )
-def test_the_probable_name_is_suggested(call, wrong, said):
-    with pytest.raises((ValueError, WireError, Refusal), match=said):
+def test_the_probable_name_is_suggested(call, wrong, message):
+    with pytest.raises((ValueError, WireError, Refusal), match=message):
         call(wrong)
 
 

@@ -90,7 +90,7 @@ def test_an_answer_is_written_with_short_numbers_and_words():
 
 
 def arrays(dtype):
-    """Arrays of any bits; bfloat16, which hypothesis does not know, is the upper half of a float32."""
+    """Return a strategy of arrays with any bits; hypothesis lacks bfloat16, so it is the upper half of a float32."""
     shapes = hnp.array_shapes(min_dims=1, max_dims=4, min_side=0, max_side=3)
     if dtype != "bfloat16":
         return hnp.arrays(DTYPES[dtype], shapes)

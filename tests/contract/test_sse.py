@@ -5,8 +5,8 @@ from flashpoint_contract import sse
 STREAM = (
     ": the server is there\n\n"
     "id: 1\nevent: row\ndata: {\ndata:  é}\n\n"
-    "data\n\n"  # a field with no colon: an empty line of data
-    "retry: 3\nid: 2\n\n"  # no data: no event
+    "data\n\n"  # a field without colon: an empty line of data
+    "retry: 3\nid: 2\n\n"  # no data, so no event
     "data: x:y\r\n\r\ndata: z\r\rdata: cut off\n"
 )
 EVENTS = ["{\n é}", "", "x:y", "z"]

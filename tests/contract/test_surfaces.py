@@ -1,8 +1,8 @@
-"""Every tensor and option of the contract's table, through every surface that can carry it.
+"""Every tensor and option of the contract's table works through every surface that can carry it.
 
-Each surface is asked for the same small problem with the entry, and must answer as the kernel library does in process.
-A surface that a row names in `refused` must refuse the entry by its name. The entries come from the table, so a new row
-is tested here without a new line.
+Each surface gets the same small problem with the entry, and must answer like the kernel library in this process. A
+surface that a row names in `refused` must refuse the entry by name. The entries come from the table, so a new row is
+tested without new code.
 """
 
 import asyncio
@@ -32,10 +32,10 @@ from tests.support.oip.message import DATATYPES, NAMES, infer
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = {"B": 2, "B+1": 3, "Hq": 4, "Hk": 2, "Sq": 6, "Sk": 8, "D": 16, "Dv": 16}
 PACKED = SIZES | {"Sq": 12, "Sk": 16}
-BLOCKS = SIZES | {"Sq": 20, "Sk": 40, "q_blocks": 2, "k_blocks": 2}  # of the example of block_size
+BLOCKS = SIZES | {"Sq": 20, "Sk": 40, "q_blocks": 2, "k_blocks": 2}  # for the example of block_size
 PAGED = SIZES | {"pool": 5, "pages": 2, "page_size": 4}
 TABLE = torch.tensor([[4, 1], [0, 4]], dtype=torch.int32)
-# Options that an entry has an effect with.
+# Options that an entry needs to have an effect.
 BESIDE = {
     "causal_alignment": {"causal": True}, "dropout_seed": {"dropout_p": 0.5}, "dropout_p": {"dropout_seed": 3},
     "block_mask": {"block_size": OPTIONS["block_size"].example},
@@ -45,7 +45,7 @@ BESIDE_TENSORS = {"block_table": ["kv_lengths"], "block_size": ["block_mask"], *
 
 
 def value(name, layout, entry):
-    """A tensor that is valid for its row, and other than what its absence stands for."""
+    """Return a tensor that is valid for its row and differs from the default."""
     row = TENSORS[name]
     if name == "block_table":
         return TABLE
@@ -63,7 +63,7 @@ def value(name, layout, entry):
 
 
 def problem(entry):
-    """(tensors, options, direction) of a problem that has the entry."""
+    """Return (tensors, options, direction) of a problem with the entry."""
     rows, options = TENSORS, dict(BESIDE.get(entry, {}))
     direction = (OPTIONS[entry].direction if entry in OPTIONS else rows[entry].direction) or "forward"
     if entry in OPTIONS:
@@ -71,24 +71,24 @@ def problem(entry):
     layout = options.get("layout", "bhsd")
     if entry in rows and layout not in rows[entry].layouts:
         layout = options["layout"] = rows[entry].layouts[0]
-    asked = [entry, *BESIDE_TENSORS.get(entry, [])]
-    names = [n for n in TAKEN[direction] if rows[n].required or n in asked or rows[n].layouts == (layout,)]
+    entries = [entry, *BESIDE_TENSORS.get(entry, [])]
+    names = [n for n in TAKEN[direction] if rows[n].required or n in entries or rows[n].layouts == (layout,)]
     tensors = {name: value(name, layout, entry) for name in names}
     if entry in SCALES:
         tensors |= eight_bit(tensors, torch.int8)
-    if entry in ANSWERS["forward"]:  # `o` and `lse` of a gradient come together, and are the forward's
+    if entry in ANSWERS["forward"]:  # a gradient takes `o` and `lse` together, from the forward
         tensors |= solve({n: tensors[n] for n in "qkv"}, {**options, "return_lse": True}, "forward")
     return tensors, options, direction
 
 
 def eight_bit(tensors, dtype):
-    """k and v of 8 bits, and their scales for each row."""
+    """Return 8-bit k and v, and their scales for each row."""
     (k, k_scale), (v, v_scale) = (quantize(tensors[name], dtype) for name in "kv")
     return {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
 
 
 def solve(tensors, options, direction):
-    """The answers of the kernel library, by name."""
+    """Return the answers of the kernel library, by name."""
     backend = options.get("backend", "tiled")
     made = Problem.create(tensors, Options(**{**options, "backend": backend}), direction)
     run([made], backend)
@@ -104,7 +104,7 @@ def services(rpc_server):
 
 
 class RefusedError(Exception):
-    """A surface refused what it was asked for; the text is what it said."""
+    """A surface refused the request; the text is its message."""
 
 
 def by_json(services, tensors, options, direction):
@@ -124,19 +124,19 @@ def by_safetensors(services, tensors, options, direction):
 
 
 def parameters(options):
-    """Options as the Open Inference Protocol has them."""
-    found = {}
+    """Return options in the form of the Open Inference Protocol."""
+    results = {}
     for name, given in options.items():
         if name in OPTIONS and isinstance(OPTIONS[name].kind, Pair):
-            found |= {f"{name}_{side}": n for side, n in zip(OPTIONS[name].kind.sides, given, strict=True)}
+            results |= {f"{name}_{side}": n for side, n in zip(OPTIONS[name].kind.sides, given, strict=True)}
         else:
-            found[name] = ",".join(given) if isinstance(given, tuple) else given
-    return found
+            results[name] = ",".join(given) if isinstance(given, tuple) else given
+    return results
 
 
 def by_oip(services, tensors, options, direction):
-    said = {**parameters(options), "binary_data_output": True}
-    answer = infer(services.server.url, MODELS[direction], tensors, parameters=said)
+    settings = {**parameters(options), "binary_data_output": True}
+    answer = infer(services.server.url, MODELS[direction], tensors, parameters=settings)
     if answer.status != 200:
         raise RefusedError(answer.error)
     return answer.tensors
@@ -155,24 +155,24 @@ def by_grpc(services, tensors, options, direction):
 
 
 def called(forward, backward, tensors, options, direction):
-    """The answers of calls with keywords, by name."""
+    """Return the answers of calls with keywords, by name."""
     first = ("q", "k", "v") if direction == "forward" else ("do", "q", "k", "v")
     keywords = {n: t for n, t in tensors.items() if n not in first} | options
     try:
-        found = (forward if direction == "forward" else backward)(*(tensors[n] for n in first), **keywords)
+        actual = (forward if direction == "forward" else backward)(*(tensors[n] for n in first), **keywords)
     except (flashpoint.InvalidInputError, ValueError, TypeError) as error:
         raise RefusedError(str(error)) from None
     names = options.get("grads", OPTIONS["grads"].default)
     if direction == "forward":
         names = ANSWERS["forward"] if options.get("return_lse") else ("o",)
-    return dict(zip(names, found if isinstance(found, tuple) else (found,), strict=True))
+    return dict(zip(names, actual if isinstance(actual, tuple) else (actual,), strict=True))
 
 
-def by_sdk(services, *asked):
-    return called(services.client.attention, services.client.attention_grad, *asked)
+def by_sdk(services, *request):
+    return called(services.client.attention, services.client.attention_grad, *request)
 
 
-def by_async_sdk(services, *asked):
+def by_async_sdk(services, *request):
     def wait(name):
         async def call(*tensors, **keywords):
             async with flashpoint.AsyncClient(services.server.url) as client:
@@ -180,20 +180,20 @@ def by_async_sdk(services, *asked):
 
         return lambda *tensors, **keywords: asyncio.run(call(*tensors, **keywords))
 
-    return called(wait("attention"), wait("attention_grad"), *asked)
+    return called(wait("attention"), wait("attention_grad"), *request)
 
 
-def by_kernels(services, *asked):
+def by_kernels(services, *request):
     from flashpoint_kernels import attention, attention_backward
 
-    return called(attention, attention_backward, *asked)
+    return called(attention, attention_backward, *request)
 
 
-def by_shards(services, *asked):
+def by_shards(services, *request):
     clients = services.clients
     return called(
         lambda *t, **k: sharded.attention(clients, *t, **k), lambda *t, **k: sharded.attention_grad(clients, *t, **k),
-        *asked,
+        *request,
     )  # fmt: skip
 
 
@@ -210,9 +210,9 @@ def by_jax(services, tensors, options, direction):
     def call(*given, **keywords):
         arrays = [jax.numpy.asarray(t.numpy()) for t in given]
         named = {n: jax.numpy.asarray(x.numpy()) if torch.is_tensor(x) else x for n, x in keywords.items()}
-        found = attention(*arrays, client=services.client, **named)
-        found = found if isinstance(found, tuple) else (found,)
-        return tuple(torch.from_numpy(np.array(t)) for t in found)
+        actual = attention(*arrays, client=services.client, **named)
+        actual = actual if isinstance(actual, tuple) else (actual,)
+        return tuple(torch.from_numpy(np.array(t)) for t in actual)
 
     return called(call, None, tensors, options, direction)
 
@@ -233,7 +233,7 @@ SURFACES = {
 }
 
 
-AUTOGRAD = ("torch", "jax")  # their gradient call is autograd's, which passes what belongs to it
+AUTOGRAD = ("torch", "jax")  # autograd makes their gradient call, and passes its arguments
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -248,15 +248,15 @@ def test_an_entry_goes_through_a_surface_or_is_refused_by_name(services, surface
         with pytest.raises(RefusedError, match=rf"\b{entry}\b"):
             SURFACES[surface](services, tensors, options, direction)
         return
-    found = SURFACES[surface](services, tensors, options, direction)
+    actual = SURFACES[surface](services, tensors, options, direction)
     expected = solve(tensors, options, direction)
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name, t in expected.items():
-        torch.testing.assert_close(found[name], t, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(actual[name], t, rtol=1e-4, atol=1e-5)
 
 
 def judged(entry):
-    """(tensors with answers that are right for the entry alone, options) of a verification."""
+    """Return (tensors, with answers that are right only for the entry; options) of a verification."""
     tensors, options, direction = problem(entry)
     return {**tensors, **solve(tensors, options, direction)}, options
 
@@ -287,12 +287,12 @@ def test_the_command_line_takes_an_entry(tmp_path, capsys, entry):
     (tmp_path / "case").write_bytes(message(tensors))
     flags = [word for name, given in options.items() for word in flag_of(name, given)]
     code = cli.main(["verify", *flags, str(tmp_path / "case")])
-    said = capsys.readouterr()
+    captured = capsys.readouterr()
     if refused:
         assert code == 2
-        assert (flag_of(entry, True)[0] if entry in OPTIONS else entry) in said.err
+        assert (flag_of(entry, True)[0] if entry in OPTIONS else entry) in captured.err
     else:
-        assert code == 0, said
+        assert code == 0, captured
 
 
 def test_openapi_and_the_documentation_name_every_entry(server):
@@ -342,9 +342,9 @@ def test_saving_is_refused_by_name_where_it_is_not_taken(services, surface, entr
     elif entry == "saved":
         with pytest.raises(RefusedError, match="part of the saved forward"):
             SURFACES[surface](services, tensors, {entry: given}, direction)
-    elif surface not in ("sdk", "async"):  # whose answer is then another one
-        found = SURFACES[surface](services, tensors, {entry: given}, direction)
-        torch.testing.assert_close(found["o"], solve(tensors, {}, direction)["o"], rtol=1e-4, atol=1e-5)
+    elif surface not in ("sdk", "async"):  # their answer differs then
+        actual = SURFACES[surface](services, tensors, {entry: given}, direction)
+        torch.testing.assert_close(actual["o"], solve(tensors, {}, direction)["o"], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("entry", SAVED_OPTIONS)
@@ -380,9 +380,9 @@ def test_float8_goes_through_a_surface_with_scales_of_every_form(services, surfa
             options = {"layout": layout}
         tensors |= {n: tensors[n].float().clamp(-8, 8).to(torch.float8_e4m3fn) for n in "kv"}
         tensors |= {n: t.contiguous() if torch.is_tensor(t) else t for n, t in scales(form, layout).items()}
-        held = {n: t if torch.is_tensor(t) else torch.tensor(t) for n, t in tensors.items()}
-        found = SURFACES[surface](services, held if surface == "safetensors" else tensors, options, direction)
-        torch.testing.assert_close(found["o"], solve(held, options, direction)["o"], rtol=1e-4, atol=1e-5)
+        as_tensors = {n: t if torch.is_tensor(t) else torch.tensor(t) for n, t in tensors.items()}
+        actual = SURFACES[surface](services, as_tensors if surface == "safetensors" else tensors, options, direction)
+        torch.testing.assert_close(actual["o"], solve(as_tensors, options, direction)["o"], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
@@ -392,12 +392,12 @@ def test_scales_are_cut_among_servers_with_their_keys(services, layout):
         if layout == "bshd":
             tensors |= {n: tensors[n].transpose(1, 2).contiguous() for n in "qkv"}
         tensors |= {n: tensors[n].mul(20).to(torch.int8) for n in "kv"} | scales(form, layout)
-        held = {n: t if torch.is_tensor(t) else torch.tensor(t) for n, t in tensors.items()}
+        as_tensors = {n: t if torch.is_tensor(t) else torch.tensor(t) for n, t in tensors.items()}
         q, k, v = (tensors.pop(n) for n in "qkv")
-        found = sharded.attention(services.clients, q, k, v, layout=layout, causal=True, parts=(2, 3), **tensors)
-        expected = solve(held, {"layout": layout, "causal": True}, "forward")["o"]
-        # Values reach 200: float32 rounds sums of them, whose terms cancel each other, relative to their size.
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
+        actual = sharded.attention(services.clients, q, k, v, layout=layout, causal=True, parts=(2, 3), **tensors)
+        expected = solve(as_tensors, {"layout": layout, "causal": True}, "forward")["o"]
+        # Values reach 200: float32 rounds their sums, whose terms cancel, relative to the size of the terms.
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("surface", ["oip", "grpc"])
@@ -413,18 +413,18 @@ def test_a_protocol_without_float8_refuses_it_by_name(services, surface, monkeyp
 def test_a_gradient_refuses_pages_and_8_bits_by_name(services, surface):
     tensors, options, _ = problem("k_scale")
     tensors["do"] = normal(2, 4, 6, 16)
-    if surface == "torch":  # its forward has an answer
+    if surface == "torch":  # its forward works
         tensors.pop("do")
-        found = SURFACES[surface](services, tensors | {"q": tensors["q"].requires_grad_()}, options, "forward")
+        actual = SURFACES[surface](services, tensors | {"q": tensors["q"].requires_grad_()}, options, "forward")
         with pytest.raises(flashpoint.InvalidInputError, match=r"\bk_scale\b"):
-            found["o"].sum().backward()
+            actual["o"].sum().backward()
         return
     with pytest.raises(RefusedError, match=r"\bk_scale\b"):
         SURFACES[surface](services, tensors, options, "backward")
 
 
 def test_a_scale_that_is_not_finite_is_refused_by_name_each_time(services):
-    """An engine keeps the problems of few sequences: values are checked when one comes again, too."""
+    """An engine caches problems of few sequences: it also checks the values of a repeated problem."""
     tensors, options, direction = problem("k_scale")
     for bad in (torch.nan, torch.inf, None, -torch.inf):
         given = tensors | ({"v_scale": tensors["v_scale"].clone()})

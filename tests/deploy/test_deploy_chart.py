@@ -1,5 +1,5 @@
-"""The Helm chart, rendered by Helm itself: what comes out is valid, fits the server and the image, and bad values are
-refused. `make charts` writes deploy/helm/validated.txt anew."""
+"""The Helm chart, rendered by Helm, is valid, fits the server and the image, and refuses bad values. `make charts`
+rewrites deploy/helm/validated.txt."""
 
 import copy
 import inspect
@@ -32,7 +32,7 @@ KEDA = {"autoscaling": EXAMPLES["keda"]["autoscaling"]}
 
 
 def render(values=None, *how, **named):
-    """The chart with `values`, where nobody is asked for a key unless they say so."""
+    """Render the chart with `values`; they need no key unless they say so."""
     return charts.render({"insecure": True, **(values or {})}, *how, **named)
 
 
@@ -50,7 +50,7 @@ def container(values=None):
 
 
 def exported():
-    """Every name that /metrics has samples of."""
+    """Return every metric name with samples in /metrics."""
     suffixes = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
     metrics = Metrics()
     Statistics(metrics.registry)
@@ -74,7 +74,7 @@ def test_what_helm_renders_is_valid_and_a_misspelt_field_would_be_seen():
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "message"),
     [
         ({"settings": {"queue_limt": 3}}, "queue_limt"),
         ({"settings": {"queue_limit": 0}}, "/settings/queue_limit"),
@@ -110,8 +110,8 @@ def test_what_helm_renders_is_valid_and_a_misspelt_field_would_be_seen():
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )
-def test_values_that_cannot_work_are_refused_by_name(values, said):
-    with pytest.raises(charts.helm_python.HelmError, match=re.escape(said)):
+def test_values_that_cannot_work_are_refused_by_name(values, message):
+    with pytest.raises(charts.helm_python.HelmError, match=re.escape(message)):
         render(values)
 
 
@@ -140,7 +140,7 @@ MIB = 1 << 20
     ],
 )
 def test_a_pods_memory_has_room_for_all_that_its_settings_allow(given, processes):
-    """The formula of docs/kubernetes.md, with 2 GiB for the engine."""
+    """The room follows the formula of docs/kubernetes.md, with 2 GiB for the engine."""
     resources = container({"settings": given, "memory": {"processesMiB": 2048}})["resources"]
     assert resources["requests"]["memory"] == resources["limits"]["memory"]
     memory = int(resources["limits"]["memory"].removesuffix("Mi"))
@@ -152,7 +152,7 @@ def test_a_pods_memory_has_room_for_all_that_its_settings_allow(given, processes
 def test_without_keys_everybody_is_served_by_choice_alone():
     assert of_kind(render(), "ConfigMap")["data"]["FLASHPOINT_INSECURE"] == "true"
     locked = charts.render(EXAMPLES["keys"])
-    assert of_kind(locked, "ConfigMap")["data"]["FLASHPOINT_INSECURE"] == "false"  # the image says true
+    assert of_kind(locked, "ConfigMap")["data"]["FLASHPOINT_INSECURE"] == "false"  # the image sets true
     for name, values in EXAMPLES.items():
         assert charts.render(values), name
 
@@ -175,9 +175,9 @@ def test_the_server_reads_the_settings_as_they_were_given(name, monkeypatch):
 
 
 def test_the_settings_that_the_chart_says_are_the_servers_own_defaults():
-    said = yaml.safe_load((CHART / "values.yaml").read_text())["settings"]
-    assert said.pop("host") == "0.0.0.0"
-    assert said == {name: Settings.model_fields[name].default for name in said}
+    chart_settings = yaml.safe_load((CHART / "values.yaml").read_text())["settings"]
+    assert chart_settings.pop("host") == "0.0.0.0"
+    assert chart_settings == {name: Settings.model_fields[name].default for name in chart_settings}
 
 
 def test_it_runs_as_the_image_is_made():
@@ -191,7 +191,7 @@ def test_it_runs_as_the_image_is_made():
     assert one["ports"][0] == {"name": "http", "containerPort": int(port)}
     assert one["securityContext"]["readOnlyRootFilesystem"] is True
     assert {mount["mountPath"] for mount in one["volumeMounts"]} == {"/tmp", cache}
-    assert "command" not in one  # the image's entry point links the kernels that it has compiled
+    assert "command" not in one  # the image's entry point links its compiled kernels
     assert spec["enableServiceLinks"] is False
     assert spec["automountServiceAccountToken"] is False
 
@@ -206,8 +206,8 @@ def test_a_gpu_is_asked_for_and_tolerated():
 def test_keys_come_from_a_secret_and_prometheus_has_its_own():
     manifests = render(EXAMPLES["keys"])
     assert not [manifest for manifest in manifests if manifest["kind"] == "Secret"]
-    own, key = of_kind(manifests, "Deployment")["spec"]["template"]["spec"]["containers"][0]["env"]
-    assert own["name"] == "FLASHPOINT_REPLICA"
+    server_key, key = of_kind(manifests, "Deployment")["spec"]["template"]["spec"]["containers"][0]["env"]
+    assert server_key["name"] == "FLASHPOINT_REPLICA"
     source = {"name": "flashpoint-keys", "key": "api-keys"}
     assert key == {"name": "FLASHPOINT_API_KEYS", "valueFrom": {"secretKeyRef": source}}
     (endpoint,) = of_kind(manifests, "ServiceMonitor")["spec"]["endpoints"]
@@ -227,8 +227,8 @@ def test_keys_with_limits_come_in_a_file_of_the_secret():
 
 
 def test_pods_have_names_and_share_the_secret_of_their_caches():
-    (own,) = container()["env"]
-    assert own == {"name": "FLASHPOINT_REPLICA", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
+    (pod_name,) = container()["env"]
+    assert pod_name == {"name": "FLASHPOINT_REPLICA", "valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}
     _, secret = container({"caches": {"secret": "flashpoint-caches"}})["env"]
     source = {"name": "flashpoint-caches", "key": "cache-secret"}
     assert secret == {"name": "FLASHPOINT_CACHE_SECRET", "valueFrom": {"secretKeyRef": source}}
@@ -251,10 +251,10 @@ def test_grpc_has_a_port_wherever_http_has_one():
 
 
 def test_the_image_has_the_extras_that_settings_ask_for():
-    asked = set(re.findall(r"how_to_install\(.(\w+).\)", inspect.getsource(settings)))
+    extras = set(re.findall(r"how_to_install\(.(\w+).\)", inspect.getsource(settings)))
     (installed,) = re.findall(r'"\.\[([\w,]+)\]"', (ROOT / "Dockerfile").read_text())
-    assert asked
-    assert asked <= set(installed.split(","))
+    assert extras
+    assert extras <= set(installed.split(","))
 
 
 @pytest.mark.parametrize("release", ["flashpoint", "prod", "a-flashpoint-of-another-name", "x" * 53])
@@ -271,7 +271,7 @@ def test_its_parts_find_each_other(release):
     assert all(selector.items() <= labels for selector in selectors)
     monitor = of_kind(manifests, "ServiceMonitor")["spec"]
     assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
-    assert service["metadata"]["labels"][monitor["jobLabel"]] == "flashpoint"  # the job that FlashpointDown knows
+    assert service["metadata"]["labels"][monitor["jobLabel"]] == "flashpoint"  # the job name in FlashpointDown
     assert (
         of_kind(manifests, "HorizontalPodAutoscaler")["spec"]["scaleTargetRef"]["name"]
         == deployment["metadata"]["name"]
@@ -285,15 +285,15 @@ def test_its_parts_find_each_other(release):
 
 def test_what_scales_it_is_exported():
     hpa = of_kind(render(EXAMPLES["hpa"]), "HorizontalPodAutoscaler")
-    asked = {metric["pods"]["metric"]["name"] for metric in hpa["spec"]["metrics"]}
+    metrics = {metric["pods"]["metric"]["name"] for metric in hpa["spec"]["metrics"]}
     triggers = of_kind(render(KEDA), "ScaledObject")["spec"]["triggers"]
-    assert asked == {
+    assert metrics == {
         name for trigger in triggers for name in re.findall(r"flashpoint_\w+", trigger["metadata"]["query"])
     }
-    assert asked <= exported()
+    assert metrics <= exported()
     (rule,) = yaml.safe_load((DEPLOY / "helm/prometheus-adapter.yaml").read_text())["rules"]["custom"]
     (pattern,) = re.findall(r'__name__=~"([^"]+)"', rule["seriesQuery"])
-    assert {name for name in exported() if re.fullmatch(pattern, name)} == asked
+    assert {name for name in exported() if re.fullmatch(pattern, name)} == metrics
 
 
 def test_alerts_and_dashboard_are_those_of_this_repository():
@@ -321,7 +321,7 @@ def test_prometheus_can_read_what_keda_asks_it(tmp_path):
 
 
 def test_a_package_of_the_chart_has_all_that_the_folder_has(tmp_path):
-    """The alerts and the dashboard are links out of the folder, which a package must not have."""
+    """The folder links to the alerts and the dashboard outside it, and a package must not have such links."""
     packed = charts.helm_python.package(CHART, destination=tmp_path)
     charts.helm_python.expand(tmp_path, packed)
     assert not [path for path in (tmp_path / "flashpoint").rglob("*") if path.is_symlink()]

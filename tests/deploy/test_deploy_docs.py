@@ -1,4 +1,4 @@
-"""docs/kubernetes.md and deploy/kubernetes/: their manifests are valid, and what the page names is there."""
+"""The manifests of docs/kubernetes.md and deploy/kubernetes/ are valid, and the files that the page names exist."""
 
 import json
 import re

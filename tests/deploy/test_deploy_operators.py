@@ -1,7 +1,7 @@
-"""The examples for KubeRay and KServe.
+"""The examples for KubeRay and KServe are valid.
 
-No package ships the schemas of their kinds. They are written here from the operators' API types, and as strict as those
-of Kubernetes, which the pods are held against; one test holds them against KServe's own models.
+No package ships the schemas of their kinds. This file has schemas from the operators' API types, as strict as those of
+Kubernetes, which validate the pods; one test compares them with KServe's models.
 """
 
 import ast
@@ -28,13 +28,13 @@ USER = re.compile(r"^USER (\d+)$", re.MULTILINE)
 
 
 def of(required, **fields):
-    """A schema of an object with these fields and no other."""
+    """Return a schema of an object with only these fields."""
     return {"type": "object", "properties": fields, "required": required, "additionalProperties": False}
 
 
 COUNT = {"type": "integer", "minimum": 0}
 WORDS = {"type": "object", "additionalProperties": {"type": "string"}}
-POD = {"type": "object"}  # held against Kubernetes' schema by itself
+POD = {"type": "object"}  # validated separately by Kubernetes' schema
 META = of(["name"], name={"type": "string"}, namespace={"type": "string"}, labels=WORDS, annotations=WORDS)
 HEAD = of(["rayStartParams", "template"], rayStartParams=WORDS, template=POD, serviceType={"type": "string"})
 WORKERS = of(
@@ -67,7 +67,7 @@ RAY_SERVICE = of(
         ),
     ),
 )
-# The fields of a predictor beside those of a pod.
+# The fields of a predictor, without those of a pod.
 COMPONENT = {
     "minReplicas": COUNT,
     "maxReplicas": COUNT,
@@ -125,7 +125,7 @@ def test_the_example_is_valid_and_a_misspelt_field_would_be_seen(manifest, check
 
 
 def test_it_serves_as_a_cluster_of_ray_without_kubernetes_does():
-    """tests/ray holds that file against Ray's own schema."""
+    """tests/ray validates that file with Ray's schema."""
     assert yaml.safe_load(RAY["spec"]["serveConfigV2"]) == yaml.safe_load((DEPLOY / "ray/cluster.yaml").read_text())
 
 
@@ -158,7 +158,7 @@ def test_every_pod_is_the_images_user_and_reads_no_services_port():
 
 @pytest.mark.full
 def test_kserve_has_the_fields_that_the_schema_says(tmp_path):
-    """From the models of KServe's own package, which is read and not installed: its pins are not ours."""
+    """The models are read from KServe's package without an installation, because its pins conflict with ours."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", tmp_path, "kserve==0.21.0"]
     subprocess.run(command, check=True)
     (wheel,) = tmp_path.glob("kserve-*.whl")

@@ -1,7 +1,7 @@
-"""Kubernetes' demands on a pod, with real servers: the probes, and a rolling update in which no call is lost.
+"""Real servers meet Kubernetes' requirements on a pod: the probes, and a rolling update that loses no call.
 
-In the update, a balancer of connections acts as the Service: once the new pod is ready, the old one leaves the Service
-and gets SIGTERM.
+In the update, a connection balancer acts as the Service: when the new pod is ready, the old pod leaves the Service and
+gets SIGTERM.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ BACKWARD = message(TENSORS, backend="reference")
 
 
 class Service:
-    """New connections go to `target`; open ones stay where they are, as with kube-proxy."""
+    """A balancer that sends new connections to `target` and keeps open ones, like kube-proxy."""
 
     def __init__(self, target):
         self.target = target
@@ -58,7 +58,7 @@ class Service:
                 await writer.drain()
         except ConnectionError:
             pass
-        finally:  # also when it is cancelled: what stays open would fail another test
+        finally:  # also after cancellation: an open connection would fail another test
             writer.close()
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
@@ -109,7 +109,7 @@ def test_no_call_is_lost_when_a_pod_is_replaced(start_server, tmp_path, service_
             service.target = new.port
             old.process.send_signal(signal.SIGTERM)
             old.wait_for_line(lambda line: line["event"] == "draining")
-            # A caller that keeps its connection is told to make another, or it would use up its retries here.
+            # The server tells a caller with an open connection to reconnect, or its retries would run out here.
             refused = post(old, "/attention", FORWARD)
             assert (refused.status, refused.json["code"]) == (503, "draining")
             assert refused.headers["connection"] == "close"
@@ -146,4 +146,4 @@ def test_probes_and_prometheus_ask_what_the_server_answers(server):
     (monitor,) = [m for m in rendered if m["kind"] == "ServiceMonitor"]
     (endpoint,) = monitor["spec"]["endpoints"]
     assert httpx.get(f"{server.url}{endpoint['path']}", timeout=60).text.startswith("# HELP flashpoint_")
-    assert server.get("/v2/models/attention")[1]["name"] == "attention"  # as KServe's protocol v2 has it
+    assert server.get("/v2/models/attention")[1]["name"] == "attention"  # by KServe's protocol v2

@@ -1,7 +1,7 @@
-"""A Docker engine for tests: one that is reachable, or one of our own, whose socket, data and folder end with it.
+"""A Docker engine for tests: a reachable one, or a new one, whose socket, data and folder end with it.
 
 Its base images are pulled if a registry can be reached. If not, a minimal Debian made by debootstrap takes their names,
-in an engine of our own alone.
+but only in a new engine.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NEEDED = {
 CLIENT = "/usr/bin:/usr/local/bin:/usr/sbin"  # the distribution's client first: it fits its engine
 START_SECONDS = 60
 STOP_SECONDS = 60
-KEPT_SECONDS = 7 * 86400  # a minimal Debian of that age is made again
+KEPT_SECONDS = 7 * 86400  # an older minimal Debian is made again
 PULL_SECONDS = 30
 INSTALLS = """
 apt-get -qq update -o APT::Update::Error-Mode=any
@@ -38,7 +38,7 @@ apt-get -qq install --yes --no-install-recommends python3-venv >/dev/null
 python3 -m venv /venv
 /venv/bin/pip download --quiet --no-deps --dest /tmp h11
 """
-# How this machine reaches its package registries: brought into a stand-in, for the steps that install.
+# The files by which this machine reaches its package registries; a stand-in needs copies for its installs.
 BROUGHT = ("/etc/apt", "/etc/resolv.conf", "/etc/pip.conf", "/etc/ssl", "/usr/local/share/ca-certificates")
 SETTINGS = re.compile(r"PIP_|SSL_CERT|REQUESTS_CA|CURL_CA")
 
@@ -62,7 +62,7 @@ class UnavailableError(Exception):
 
 
 class Engine:
-    """An engine at the address `host`; None is the client's default. `own`: it was started here."""
+    """An engine at the address `host`; None is the client's default. `own`: this module started it."""
 
     def __init__(self, host: str | None, *, own: bool) -> None:
         self.own = own
@@ -73,7 +73,7 @@ class Engine:
         self.environment = {**os.environ, "DOCKER_BUILDKIT": "1", **({"DOCKER_HOST": host} if host else {})}
 
     def docker(self, *words: object, seconds: float = 120, check: bool = True) -> subprocess.CompletedProcess[str]:
-        """Run the client. Raises RuntimeError with what it wrote if it fails."""
+        """Run the client. Raises RuntimeError with its output if it fails."""
         command = [self.client, *map(str, words)]
         run = subprocess.run(
             command, env=self.environment, capture_output=True, text=True, timeout=seconds, check=False
@@ -103,12 +103,12 @@ class Engine:
         return int(self.docker("image", "inspect", "-f", "{{.Size}}", image).stdout)
 
     def layers(self, image: str) -> list[tuple[str, str]]:
-        """Return (size, instruction) of each layer that has a size, the first one first."""
+        """Return (size, instruction) of each layer that has a size, in build order."""
         lines = self.docker("history", "--no-trunc", "--format", "{{.Size}}\t{{.CreatedBy}}", image).stdout.splitlines()
         return [(size, by) for size, _, by in (line.partition("\t") for line in reversed(lines)) if size != "0B"]
 
     def pulls(self, name: str) -> bool:
-        """Pull an image. Return False if that fails, or takes long."""
+        """Pull an image. Return False if the pull fails or takes long."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.docker("pull", "-q", name, seconds=PULL_SECONDS, check=False).returncode == 0
         return False
@@ -116,13 +116,13 @@ class Engine:
     def provide(self, name: str, *, wheels: bool) -> str:
         """Make a base image available, and return how. Raises UnavailableError.
 
-        With `wheels`, a stand-in has the folder of packages that pip on this machine also looks into (PIP_FIND_LINKS).
+        With `wheels`, a stand-in has the package folder that pip on this machine also searches (PIP_FIND_LINKS).
         """
         if self.docker("image", "inspect", name, check=False).returncode == 0:
             return "there"
         if self.pulls(name):
             return "pulled"
-        if not self.own:  # a stand-in must not take an image's name where others use it
+        if not self.own:  # others may use the image's real name
             raise UnavailableError(f"the base image {name} cannot be pulled")
         variables = {key: value for key, value in os.environ.items() if SETTINGS.match(key)}
         if not wheels:
@@ -142,7 +142,7 @@ class Engine:
 def engine(size: int = 8 << 30) -> Iterator[Engine]:
     """Yield an engine. Raises UnavailableError.
 
-    `size`: the bytes that its images will take; they are in memory where twice as much is available.
+    `size`: the bytes that its images will take; they are in memory if twice as much is available.
     """
     with contextlib.suppress(UnavailableError, subprocess.TimeoutExpired):
         there = Engine(None, own=False)
@@ -155,8 +155,8 @@ def engine(size: int = 8 << 30) -> Iterator[Engine]:
         if shutil.which(program, path=os.environ["PATH"] + ":/usr/sbin") is None
     ]
     if os.geteuid() != 0 or missing:
-        said = f"install {', '.join(missing)}" if missing else "run as root"
-        raise UnavailableError(f"no Docker engine is reachable, and none can be started: {said}")
+        remedy = f"install {', '.join(missing)}" if missing else "run as root"
+        raise UnavailableError(f"no Docker engine is reachable, and none can be started: {remedy}")
     in_memory = _available_memory() > 2 * size
     if not in_memory and shutil.disk_usage(tempfile.gettempdir()).free < size:
         raise UnavailableError(f"the images need {size >> 30} GiB in {tempfile.gettempdir()}")
@@ -166,12 +166,14 @@ def engine(size: int = 8 << 30) -> Iterator[Engine]:
         yield _when_ready(keeper, folder)
     finally:
         keeper.stdin.close()  # type: ignore[union-attr]  # a pipe
-        keeper.wait(2 * STOP_SECONDS)  # the removal of the folder, which may take minutes on a disk, goes on by itself
+        keeper.wait(
+            2 * STOP_SECONDS
+        )  # the removal of the folder may take minutes on a disk, and continues in the background
 
 
-# The engine and all that it starts are in namespaces of processes and mounts that end with it. It ends when the pipe
-# from this process closes, so nothing outlives a killed test run. Its bridge and its rules of iptables are its own: two
-# engines would give containers on docker0 the same addresses, and delete each other's rules.
+# The engine and its processes are in process and mount namespaces that end with it. It ends when the pipe from this
+# process closes, so nothing outlives a killed test run. It has a separate bridge and separate iptables rules: otherwise
+# two engines would give containers on docker0 the same addresses and delete each other's rules.
 # $1: folder; $2: size of data in memory, if any; $3: bridge; $4: n of its addresses, 10.n.0.0/16.
 KEEPER = f"""
 folder=$1 size=$2 bridge=$3 network=10.$4.0.0/16 address=10.$4.0.1/24; shift 4
@@ -213,23 +215,23 @@ def _start(folder: Path, *, in_memory: bool) -> subprocess.Popen[bytes]:
 
 
 def _when_ready(keeper: subprocess.Popen[bytes], folder: Path) -> Engine:
-    found = Engine(f"unix://{folder / 'socket'}", own=True)
+    docker_engine = Engine(f"unix://{folder / 'socket'}", own=True)
     log, end = (folder / "log").open(errors="replace"), time.monotonic() + START_SECONDS
     with log:
-        while found.docker("version", check=False).returncode:
+        while docker_engine.docker("version", check=False).returncode:
             if keeper.poll() is not None or time.monotonic() > end:
                 last = "\n".join(log.read().splitlines()[-5:])
                 raise UnavailableError(
                     "dockerd does not start (it needs CAP_SYS_ADMIN, and namespaces, cgroups, overlay, bridges and "
                     f"iptables in the kernel):\n{last}"
                 )
-            time.sleep(0.2)  # between two looks
-    return found
+            time.sleep(0.2)  # between two polls
+    return docker_engine
 
 
 def _available_memory() -> int:
-    found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    return int(found[1]) * 1024 if found else 0
+    match = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    return int(match[1]) * 1024 if match else 0
 
 
 def _free_network() -> int:
@@ -240,43 +242,43 @@ def _free_network() -> int:
 
 
 def _mtu() -> int:
-    """Return the least MTU of this machine's interfaces: a container behind a larger one loses long packets."""
-    found = [
+    """Return the smallest MTU of this machine's interfaces: a container with a larger MTU loses long packets."""
+    mtus = [
         int((one / "mtu").read_text()) for one in Path("/sys/class/net").iterdir() if one.name.startswith(("e", "w"))
     ]
-    return min([1500, *found])
+    return min([1500, *mtus])
 
 
 def _debian(root: Path, brought: Sequence[Path]) -> None:
-    """Make a minimal Debian of this machine's release, from the mirror of its apt, with `brought` and BROUGHT."""
+    """Make a minimal Debian of this machine's release from its apt mirror, with `brought` and BROUGHT."""
     release = re.search(r"VERSION_CODENAME=(\w+)", Path("/etc/os-release").read_text())
     if release is None:
         raise UnavailableError("a stand-in for the base images needs a machine with Debian")
     targets = ["apt-get", "indextargets", "--format", "$(SITE)", "Created-By: Packages", f"Codename: {release[1]}"]
     mirror = subprocess.run(targets, capture_output=True, text=True, check=True).stdout.split()[0]
-    kept = Path.home() / f".cache/flashpoint/debian-{release[1]}.tar"
-    if not kept.exists() or time.time() - kept.stat().st_mtime > KEPT_SECONDS:
-        kept.parent.mkdir(parents=True, exist_ok=True)
+    archive = Path.home() / f".cache/flashpoint/debian-{release[1]}.tar"
+    if not archive.exists() or time.time() - archive.stat().st_mtime > KEPT_SECONDS:
+        archive.parent.mkdir(parents=True, exist_ok=True)
         command = ["debootstrap", "--variant=minbase", "--include=ca-certificates", release[1], str(root), mirror]
         made = subprocess.run(command, check=False, capture_output=True, text=True, timeout=600)
         if made.returncode:
             raise UnavailableError(f"debootstrap failed: {made.stdout[-500:]}{made.stderr[-500:]}")
-        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as partial_file:
+        with tempfile.NamedTemporaryFile(dir=archive.parent, delete=False) as partial_file:
             subprocess.run(
                 ["tar", "-C", root, "--exclude=./var/cache/apt/archives/*.deb", "-c", "."],
                 stdout=partial_file,
                 check=True,
             )
-        os.replace(partial_file.name, kept)
+        os.replace(partial_file.name, archive)
         shutil.rmtree(root)
     root.mkdir(parents=True)
-    subprocess.run(["tar", "-C", root, "-xf", kept], check=True, timeout=300)
+    subprocess.run(["tar", "-C", root, "-xf", archive], check=True, timeout=300)
     for path in {*map(Path, BROUGHT), *brought}:
         if path.exists():
             target = root / path.relative_to("/")
             target.parent.mkdir(parents=True, exist_ok=True)
             subprocess.run(["cp", "-a", "--no-target-directory", path.resolve(), target], check=True)
-    # apt keeps neither packages nor lists beside those of the mirror
+    # Keep neither packages nor lists other than those of the mirror.
     for other in (root / "etc/apt/sources.list.d").glob("*"):
         if "debian" not in other.name:
             other.unlink()

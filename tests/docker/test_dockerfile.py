@@ -19,7 +19,7 @@ from tests.docker.engine import ROOT, steps
 
 
 def instructions(dockerfile):
-    """(word, rest) of each instruction, continued lines joined, comments dropped."""
+    """Return (word, rest) of each instruction, with joined lines and without comments."""
     text = "\n".join(line for line in dockerfile.splitlines() if not line.lstrip().startswith("#"))
     lines = text.replace("\\\n", " ").splitlines()
     return [(word, rest) for word, _, rest in (line.strip().partition(" ") for line in lines) if word]
@@ -31,17 +31,17 @@ INSTRUCTIONS = instructions((ROOT / "Dockerfile").read_text())
 
 def every(word, stage=None):
     """Return the rest of each instruction `word`, everywhere or in one stage."""
-    found, now = [], None
+    arguments, now = [], None
     for name, rest in INSTRUCTIONS:
         if name == "FROM":
             now = rest.partition(" AS ")[2]
         if name == word and stage in (None, now):
-            found.append(rest)
-    return found
+            arguments.append(rest)
+    return arguments
 
 
 def ignored(path):
-    """Whether .dockerignore keeps `path` out: the last pattern that matches decides."""
+    """Return whether .dockerignore excludes `path`: the last matching pattern decides."""
     out = False
     for line in (ROOT / ".dockerignore").read_text().split():
         pattern = line.removeprefix("!")
@@ -66,7 +66,7 @@ def test_the_bases_are_of_exact_releases():
 
 def test_torch_is_pinned_and_in_a_layer_before_the_code():
     (install,) = [rest for rest in every("RUN", "build") if "torch" in rest and "ahead" not in rest]
-    assert 'index="${TORCH_INDEX-$DEVICE_TORCH_INDEX}"' in install  # an empty argument is pip's own index
+    assert 'index="${TORCH_INDEX-$DEVICE_TORCH_INDEX}"' in install  # an empty argument means pip's default index
     assert '-c constraints.txt ${index:+--index-url "$index"} torch' in install
     build = INSTRUCTIONS[INSTRUCTIONS.index(("FROM", "base-${DEVICE} AS build")) :]
     assert build.index(("RUN", install)) < build.index(("COPY", "kernels kernels"))
@@ -119,7 +119,7 @@ def test_kernels_are_compiled_into_what_the_entry_point_links():
 
 
 def test_the_entry_point_links_what_is_compiled_and_runs_the_command(tmp_path):
-    """Existing files are kept, and a link does not break the next start. The paths are the test's own."""
+    """Existing files are kept, and a link does not break the next start. The test uses its own paths."""
     compiled, cache = tmp_path / "compiled", tmp_path / "cache"
     (compiled / "key").mkdir(parents=True)
     (compiled / "key" / "kernel.cubin").write_text("the image's")
@@ -135,7 +135,7 @@ def test_the_entry_point_links_what_is_compiled_and_runs_the_command(tmp_path):
 
 
 def test_the_health_check_asks_the_port_that_is_served():
-    """Its command reads the same variables. tests/server/config/test_settings.py and test_security_tls.py run it."""
+    """The command reads the same variables. tests/server/config/test_settings.py and test_security_tls.py run it."""
     (check,) = every("HEALTHCHECK")
     assert json.loads(check[check.index("[") :]) == ["flashpoint", "health"]
     assert "health" in COMMANDS
@@ -164,7 +164,7 @@ def test_labels_are_those_of_the_project():
 
 
 class Compose(yaml.SafeLoader):
-    """YAML with compose's own tag."""
+    """A YAML loader with the tag of compose."""
 
 
 Compose.add_constructor("!reset", lambda loader, node: None)

@@ -1,7 +1,7 @@
-"""The image for GPUs, built to its end by a Docker engine and run without a GPU: `make gpu-image-test`.
+"""The image for GPUs, fully built by a Docker engine, runs without a GPU: `make gpu-image-test`.
 
-Where the CUDA base cannot be pulled, a minimal Debian takes its place, without CUDA's own files; torch is pip's CUDA
-build of the release in constraints.txt. RECORD=1 writes layers, packages and times into benchmarks/results/.
+If the CUDA base cannot be pulled, a minimal Debian without CUDA's files replaces it; torch is pip's CUDA build of the
+release in constraints.txt. RECORD=1 writes layers, packages and times to benchmarks/results/.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.image
 IMAGE = "flashpoint:gpu"
 BASE = every("FROM")[0].partition(" AS ")[0]
 ARCHITECTURES = [int(word) for word in re.search(r'ARCHITECTURES="([\d ]+)"', every("ENV", "base-gpu")[1])[1].split()]
-SIZE = 30 << 30  # bytes of the image, of the stage that builds it, and of what was downloaded
+SIZE = 30 << 30  # bytes of the image, its build stage, and the downloads
 BUILD_SECONDS = int(os.environ.get("IMAGE_BUILD_SECONDS", "3600"))
 # Bytes of each installed package: the files of its RECORD.
 PACKAGES = """
@@ -47,23 +47,25 @@ print(json.dumps([[[f['target']['arch'], f['name']] for f in found if 'target' i
 
 @pytest.fixture(scope="module")
 def docker():
-    """An engine that has the image."""
+    """Return an engine that has the image."""
     with contextlib.ExitStack() as stack:
         try:
-            found = stack.enter_context(engine(SIZE))
-            base = found.provide(BASE, wheels=False)
+            docker_engine = stack.enter_context(engine(SIZE))
+            base = docker_engine.provide(BASE, wheels=False)
         except UnavailableError as error:
             pytest.skip(str(error))
-        took = found.build(IMAGE, seconds=BUILD_SECONDS)
-        layers = [{"size": size, "made_by": by.removeprefix("/bin/sh -c #(nop) ")} for size, by in found.layers(IMAGE)]
-        packages = json.loads(inside(found, PACKAGES))
-        compiled, compiled_bytes = json.loads(inside(found, COMPILED))
+        took = docker_engine.build(IMAGE, seconds=BUILD_SECONDS)
+        layers = [
+            {"size": size, "made_by": by.removeprefix("/bin/sh -c #(nop) ")} for size, by in docker_engine.layers(IMAGE)
+        ]
+        packages = json.loads(inside(docker_engine, PACKAGES))
+        compiled, compiled_bytes = json.loads(inside(docker_engine, COMPILED))
         result = {
             "environment": record.environment(),
             "base": base,
             "build_s": round(took.seconds),
             "steps": took.steps,
-            "bytes": found.size(IMAGE),
+            "bytes": docker_engine.size(IMAGE),
             "layers": layers,
             "compiled": {"kernels": Counter(arch for arch, _ in compiled), "bytes": compiled_bytes},
             "packages": dict(sorted(packages.items(), key=lambda one: -one[1])),
@@ -71,7 +73,7 @@ def docker():
         print(json.dumps(result, indent=1))
         if os.environ.get("RECORD"):
             record.write(ROOT / "benchmarks/results", "gpu-image", result)
-        yield found
+        yield docker_engine
 
 
 def inside(docker, code, *flags):
@@ -96,7 +98,7 @@ def test_torch_is_the_cuda_build_of_the_pinned_release(docker):
 
 
 def test_kernels_are_there_for_every_architecture(docker):
-    """Each architecture has the kernels of each launch, and code compiled for it."""
+    """Each architecture has the kernels of each launch, with code compiled for it."""
     compiled, _ = json.loads(inside(docker, COMPILED))
     assert {arch for arch, _ in compiled} == set(ARCHITECTURES)
     names = [{name for one, name in compiled if one == arch} for arch in ARCHITECTURES]
@@ -109,7 +111,7 @@ def test_kernels_are_there_for_every_architecture(docker):
 
 
 def test_a_launch_that_was_compiled_ahead_is_not_compiled_again(docker):
-    """The kernels' keys are those of the installed package: with what the image has, this compiles nothing."""
+    """The kernels' keys fit the installed package: with the image's kernels, this compiles nothing."""
     words = "--arch 100 --dtypes bfloat16 --head-dims 128 --levels 1"
     ahead = f"python -m flashpoint_kernels.triton_backend.ahead {words} --processes 1"
     code = "find -L $TRITON_CACHE_DIR/ -name '*.cubin' | wc -l"
@@ -129,10 +131,12 @@ def test_without_a_gpu_it_serves_on_the_cpu_and_says_what_is_missing(served):
         np.testing.assert_allclose(client.attention(Q, Q, Q), expected(Q), atol=1e-6)
         info = client.info()
     assert info["device"]["name"] == "cpu"
-    (said,) = info["missing"]
-    assert re.fullmatch(r"torch is built for CUDA [\d.]+ but finds no GPU, so the CPU computes: .*--gpus all.*", said)
+    (message,) = info["missing"]
+    assert re.fullmatch(
+        r"torch is built for CUDA [\d.]+ but finds no GPU, so the CPU computes: .*--gpus all.*", message
+    )
     logged = [json.loads(line) for line in served.logs().splitlines() if line.startswith("{")]
-    assert [(line["level"], line["reason"]) for line in logged if line["event"] == "no GPU"] == [("warning", said)]
+    assert [(line["level"], line["reason"]) for line in logged if line["event"] == "no GPU"] == [("warning", message)]
 
 
 def test_a_gpu_that_is_asked_for_and_missing_ends_the_start_with_a_sentence(docker):
@@ -147,7 +151,7 @@ def test_a_gpu_that_is_asked_for_and_missing_ends_the_start_with_a_sentence(dock
 
 
 def test_a_gpu_that_the_engine_lacks_is_refused_by_the_engine(docker):
-    """`docker run --gpus all` on a machine without NVIDIA's container toolkit."""
+    """`docker run --gpus all` fails on a machine without NVIDIA's container toolkit."""
     run = subprocess.run(
         [docker.client, "run", "--rm", "--gpus", "all", IMAGE], env=docker.environment, capture_output=True, text=True
     )

@@ -1,6 +1,6 @@
-"""The image for the CPU, built and run by a Docker engine: `make image-test`. Skipped where there is none.
+"""The image for the CPU, built and run by a Docker engine, works: `make image-test`. Skipped without an engine.
 
-The engine is one that is reachable or one of our own (engine.py). Requests come over the published port.
+The engine is a reachable or a new one (engine.py). Requests use the published port.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.image
 IMAGE = "flashpoint:cpu"
 BASE = "debian:12.12-slim"
 BUILD_SECONDS = int(os.environ.get("IMAGE_BUILD_SECONDS", "420"))
-PATIENCE = 180  # seconds; only there to end a hang
+PATIENCE = 180  # seconds; only ends a hang
 READ_ONLY = (
     "--read-only", "--tmpfs=/tmp", "--tmpfs=/var/cache/triton:exec,uid=10001", "--cap-drop=ALL",
     "--security-opt=no-new-privileges",
@@ -35,38 +35,40 @@ READ_ONLY = (
 Q = np.random.default_rng(0).standard_normal((1, 2, 5, 8), np.float32)
 
 
-def wait(found, said):
+def wait(condition, message):
     end = time.monotonic() + PATIENCE
-    while not found():
-        assert time.monotonic() < end, said()
-        time.sleep(0.1)  # between two looks
+    while not condition():
+        assert time.monotonic() < end, message()
+        time.sleep(0.1)  # between two polls
 
 
 @pytest.fixture(scope="module")
 def docker():
-    """An engine that has the image."""
+    """Return an engine that has the image."""
     with contextlib.ExitStack() as stack:
         try:
-            found = stack.enter_context(engine())
-            base = found.provide(BASE, wheels=True)
+            daemon = stack.enter_context(engine())
+            base = daemon.provide(BASE, wheels=True)
         except UnavailableError as error:
             pytest.skip(str(error))
-        index = os.environ.get("TORCH_INDEX", "" if "Debian" in base else None)  # a stand-in has this machine's index
+        index = os.environ.get("TORCH_INDEX", "" if "Debian" in base else None)  # a stand-in uses this machine's index
         argument = [] if index is None else ["--build-arg", f"TORCH_INDEX={index}"]
         try:
-            took = found.build(IMAGE, "--build-arg", "DEVICE=cpu", *argument, seconds=BUILD_SECONDS)
+            took = daemon.build(IMAGE, "--build-arg", "DEVICE=cpu", *argument, seconds=BUILD_SECONDS)
         except subprocess.TimeoutExpired:
             pytest.skip(f"the image is not built after {BUILD_SECONDS} s: IMAGE_BUILD_SECONDS sets another limit")
         except RuntimeError:
             try:
-                found.check_registries(BASE)
+                daemon.check_registries(BASE)
             except UnavailableError as error:
                 pytest.skip(str(error))
             raise
-        print(f"\nbase image: {base}; built in {took.seconds:.0f} s; {found.size(IMAGE) / 1e9:.2f} GB in these layers:")
-        for size, instruction in found.layers(IMAGE):
+        print(
+            f"\nbase image: {base}; built in {took.seconds:.0f} s; {daemon.size(IMAGE) / 1e9:.2f} GB in these layers:"
+        )
+        for size, instruction in daemon.layers(IMAGE):
             print(f"  {size:>8}  {instruction[:100]}")
-        yield found
+        yield daemon
 
 
 class Container:
@@ -109,7 +111,7 @@ class Container:
 
 @pytest.fixture
 def run(docker):
-    """A function that starts a container with these flags; they end with the test."""
+    """Return a function that starts a container with flags; its containers end with the test."""
     with contextlib.ExitStack() as stack:
 
         def start(*flags):
@@ -126,7 +128,7 @@ def expected(q):
 
 
 def keys(folder, **named):
-    """Replace the key file, as an operator does: by a rename in the folder that is mounted."""
+    """Replace the key file as an operator does, by a rename in the mounted folder."""
     text = "".join(
         f'[{name}]\nsha256 = "{hashlib.sha256(key.encode()).hexdigest()}"\nrights = ["attention", "info"]\n'
         for name, key in named.items()
@@ -138,7 +140,7 @@ def keys(folder, **named):
 
 @pytest.fixture
 def readable(tmp_path):
-    """A folder that user 10001 of a container can read."""
+    """Return a folder that user 10001 of a container can read."""
     folder = tmp_path / "keys"
     folder.mkdir()
     for parent in (folder, *folder.parents):
@@ -202,7 +204,7 @@ def test_variables_are_settings_and_two_containers_share_nothing(run):
 
 
 def test_a_memory_limit_refuses_work_and_kills_nothing(run):
-    """Requests that need more than the container may use are refused or answered; others are served afterwards."""
+    """Requests over the container's memory are refused or answered, and later requests are served."""
     container = run("-m", "2g", "--memory-swap", "2g").ready()
     large = np.zeros((1, 1, 1 << 21, 64), np.float32)  # 512 MiB each way
     started = container.state(".State.StartedAt")
@@ -237,7 +239,7 @@ def test_a_killed_engine_and_a_killed_server_start_again(run):
 
 
 def test_compose_runs_the_service_and_prometheus_scrapes_it(docker, tmp_path):
-    """compose.yaml with the file for the CPU, without Grafana. Prometheus is Debian's where the base is a stand-in."""
+    """compose.yaml runs with the CPU file and without Grafana. With a stand-in base, Prometheus is Debian's."""
     compose = shutil.which("docker-compose")
     if compose is None:
         pytest.skip("no docker-compose: install docker-compose")
@@ -268,10 +270,10 @@ def test_compose_runs_the_service_and_prometheus_scrapes_it(docker, tmp_path):
         with flashpoint.Client(f"http://127.0.0.1:{ports[8000]}") as client:
             wait(client.ready, lambda: "not ready")
             client.attention(Q, Q, Q)
-        asked = f"http://127.0.0.1:{ports[9090]}/api/v1/query?query=up"
+        query = f"http://127.0.0.1:{ports[9090]}/api/v1/query?query=up"
 
         def scraped():
-            with contextlib.suppress(OSError), urllib.request.urlopen(asked, timeout=10) as answer:
+            with contextlib.suppress(OSError), urllib.request.urlopen(query, timeout=10) as answer:
                 return [one["value"][1] for one in json.load(answer)["data"]["result"]] == ["1"]
 
         wait(scraped, lambda: docker.docker("ps", "-a").stdout)

@@ -1,4 +1,4 @@
-"""Clients that several files share."""
+"""Clients that several test files share."""
 
 import pytest
 
@@ -13,6 +13,6 @@ def connected(server):
 
 @pytest.fixture
 def jax_client(connected):
-    """A client that counts its calls; none so far."""
+    """Return a client that records its calls, with an empty record."""
     connected.asked = ()
     return connected

@@ -1,6 +1,6 @@
-"""Hooks of schemathesis: how it draws a safetensors message, and what the server must answer.
+"""Hooks of schemathesis: they draw safetensors messages and check the server's answers.
 
-Loaded by `schemathesis` in a process of its own, as schemathesis.toml says.
+`schemathesis` loads this file in a separate process, as schemathesis.toml says.
 """
 
 import json
@@ -16,9 +16,9 @@ MISSPELT = {"casual": "true", "window_left": "3"}
 
 @st.composite
 def messages(draw):
-    """A message that is valid, but for an unknown option at times; with `do`, or without."""
+    """Draw a message, with or without `do`; it is valid, or has an unknown option."""
     dtype = draw(st.sampled_from(["float16", "bfloat16", "float32", "float64"]))
-    batch, q_len, kv_len, dim, value_dim = (draw(st.integers(least, 5)) for least in (1, 0, 1, 1, 1))
+    batch, q_len, kv_len, dim, value_dim = (draw(st.integers(minimum, 5)) for minimum in (1, 0, 1, 1, 1))
     kv_heads, group = draw(st.integers(1, 2)), draw(st.integers(1, 3))
     rng = np.random.default_rng(draw(st.integers(0, 99)))
     sizes = {
@@ -95,10 +95,10 @@ def filter_case(context, case):
 
 @schemathesis.check
 def messages_get_what_they_ask(ctx, response, case):
-    """A safetensors message is answered where it fits the call, and else refused for what is wrong with it."""
+    """A safetensors message that fits the call is answered; any other is refused for its real fault."""
     if not (isinstance(case.body, bytes) and case.meta.generation.mode.is_positive) or response.status_code == 504:
         return
-    if case.path.startswith("/caches/"):  # whose ids nobody can draw: test_caches.py has them
+    if case.path.startswith("/caches/"):  # ids cannot be drawn: see test_caches.py
         return
     head = head_of(case.body)
     wrong = {name for name in MISSPELT if name in head["__metadata__"]}
@@ -108,8 +108,8 @@ def messages_get_what_they_ask(ctx, response, case):
         wrong = {"do"} - head.keys()
     if wrong:
         assert response.status_code == 422, response.status_code
-        found = {error["loc"][0] for error in response.json()["errors"]}
-        assert wrong <= found, (wrong, found)
+        fields = {error["loc"][0] for error in response.json()["errors"]}
+        assert wrong <= fields, (wrong, fields)
         return
     assert response.status_code == 200, response.text
     if case.path != "/verify":
@@ -123,7 +123,7 @@ def messages_get_what_they_ask(ctx, response, case):
 
 @schemathesis.check
 def a_refusal_names_its_fields(ctx, response, case):
-    """Every 422 says which field it means."""
+    """Every 422 names the wrong field."""
     if response.status_code == 422 and case.path.startswith("/v2/"):
         assert response.json()["error"].partition(":")[0], response.text
     elif response.status_code == 422:
@@ -134,7 +134,7 @@ def a_refusal_names_its_fields(ctx, response, case):
 
 @schemathesis.check
 class EveryCallIsReached:
-    """Both encodings of every call were answered at least once, but for calls whose cache nobody can draw."""
+    """Check that both encodings of every call were answered, except calls that need a cache id."""
 
     def __init__(self):
         self.asked, self.answered = set(), set()

@@ -1,4 +1,4 @@
-"""Batches and survival: real processes, Triton's kernels under its interpreter, faults on demand."""
+"""Batches are right and survive faults on demand, with real processes and interpreted Triton kernels."""
 
 import concurrent.futures
 import contextlib
@@ -39,7 +39,7 @@ HELD = forward(99)  # computed while a gate is closed
 
 @pytest.fixture
 def mortal(start_server, tmp_path):
-    """A server of its own for a test that ends it or its engine."""
+    """Start a separate server for a test that ends it or its engine."""
     return lambda **settings: GatedServer(start_server, tmp_path, interpret=True, **settings)
 
 
@@ -55,37 +55,37 @@ def test_eight_mixed_requests_run_in_one_launch_and_each_has_the_bits_it_has_alo
     alone = [post(gated.server, path, body) for body in bodies]
     assert {answer.headers["x-batch-size"] for answer in alone} == {"1"}
     before = read_metrics(gated.server)
-    with gated.busy(pool, HELD) as held:
+    with gated.busy(pool, HELD) as blocked:
         queued = [gated.post(pool, "mate", body, path) for body in bodies]
-    together = [answer.result() for answer in queued]
-    assert held.result().status == 200
-    assert {answer.headers["x-batch-size"] for answer in together} == {"8"}
-    assert {answer.headers["x-backend"] for answer in together} == {"triton"}
-    assert [answer.body for answer in together] == [answer.body for answer in alone]
+    batched = [answer.result() for answer in queued]
+    assert blocked.result().status == 200
+    assert {answer.headers["x-batch-size"] for answer in batched} == {"8"}
+    assert {answer.headers["x-backend"] for answer in batched} == {"triton"}
+    assert [answer.body for answer in batched] == [answer.body for answer in alone]
     after = read_metrics(gated.server)
     grown = {name: after[name] - before.get(name, 0.0) for name in after}
-    assert grown["flashpoint_batch_size_count"] == 2.0  # the launch that was held, and this one
+    assert grown["flashpoint_batch_size_count"] == 2.0  # the blocked launch and this one
     assert grown["flashpoint_batch_size_sum"] == 9.0
     assert grown["flashpoint_padding_saved_flops_total"] > 0
     assert after["flashpoint_kernel_tflops"] > 0
 
 
 def test_the_triton_kernels_agree_with_the_reference(gated):
-    """Under the interpreter, on the CPU; test_http_exact.py compares them with float64 in more cases."""
+    """They are interpreted on the CPU; test_http_exact.py compares them with float64 in more cases."""
     tensors = {"q": normal(1, 4, 37, 16, seed=1), "k": normal(1, 2, 53, 16, seed=2), "v": normal(1, 2, 53, 16, seed=3)}
-    for path, asked in (("/attention", tensors), ("/attention/grad", {**tensors, "do": normal(1, 4, 37, 16, seed=4)})):
-        found, expected = (
-            post(gated.server, path, message(asked, causal=True, backend=backend)).tensors
+    for path, sent in (("/attention", tensors), ("/attention/grad", {**tensors, "do": normal(1, 4, 37, 16, seed=4)})):
+        actual, expected = (
+            post(gated.server, path, message(sent, causal=True, backend=backend)).tensors
             for backend in ("triton", "reference")
         )
         for name, tensor in expected.items():
-            assert (found[name] - tensor).abs().max() <= 5e-6 * tensor.abs().max(), name
+            assert (actual[name] - tensor).abs().max() <= 5e-6 * tensor.abs().max(), name
 
 
 def test_who_leaves_or_is_late_is_not_in_the_batch_and_its_mates_are(gated, pool):
     expected = post(gated.server, "/attention", forward(1)).body
     with gated.busy(pool, HELD):
-        # With the held and the late one, these are as many as the server admits whatever its pace was.
+        # With the blocked and the late request, these are as many as the server admits at any pace.
         mates = [gated.post(pool, "stays", forward(1)) for _ in range(FEW - 2)]
         late = gated.post(pool, "late", forward(1), x_timeout_ms=50)
         problem(late.result(), 504, "deadline_exceeded")
@@ -124,7 +124,7 @@ def test_who_leaves_a_running_batch_costs_its_mates_nothing(gated, pool):
 
 
 def test_sequences_that_meet_nobody_are_answered(gated):
-    """Packed so that no query has a key: no pair, and padding that would be astronomical."""
+    """No packed query has a key: there are no pairs, and padding would need extreme memory."""
     q = torch.zeros(16384, 1, 64, dtype=torch.float16)
     ends = {"cu_seqlens_q": torch.tensor([0, 16384, 16384]), "cu_seqlens_k": torch.tensor([0, 0, 16384])}
     answer = post(gated.server, "/attention", message({"q": q, "k": q, "v": q, **ends}, layout="thd", backend="torch"))
@@ -132,7 +132,7 @@ def test_sequences_that_meet_nobody_are_answered(gated):
 
 
 def test_poison_harms_nobody_else(gated, pool):
-    """NaN in one request of a launch."""
+    """NaN in one request of a launch does not reach the others."""
     poison = {name: torch.full((1, 2, 5, 16), float("nan")) for name in "qkv"}
     expected = [post(gated.server, "/attention", forward(seed)).body for seed in range(3)]
     with gated.busy(pool, HELD):
@@ -153,7 +153,7 @@ CULPRITS = [
 
 @pytest.mark.parametrize(("name", "status", "code"), CULPRITS)
 def test_the_culprit_alone_pays(gated, pool, name, status, code):
-    """No memory for one of a batch: the batch is cut in two, tried again, and only that one is refused."""
+    """If one request of a batch finds no memory, the batch is halved and retried, and only that one is refused."""
     expected = [post(gated.server, "/attention", forward(seed)).body for seed in range(4)]
     splits = read_metrics(gated.server)["flashpoint_out_of_memory_splits_total"]
     with gated.busy(pool, HELD):
@@ -173,34 +173,34 @@ def test_the_culprit_alone_pays(gated, pool, name, status, code):
 def test_only_those_wait_whose_kernel_is_being_compiled(gated, pool):
     narrow = {name: normal(1, 1, 3, 8, seed=seed) for seed, name in enumerate("qkv")}
     late = message(narrow, backend="triton", window=[1, 1])  # no other test here has this launch key
-    held = [gated.post(pool, "late", late) for _ in range(2)]
+    waiting = [gated.post(pool, "late", late) for _ in range(2)]
     with gated.client(late) as left:
         pass
     gated.wait_dropped(left)
     assert post(gated.server, "/attention", forward(1)).status == 200
-    assert not any(answer.done() for answer in held)
+    assert not any(answer.done() for answer in waiting)
     gated.gate("compiled").touch()
-    assert {answer.result().headers["x-batch-size"] for answer in held} == {"2"}
+    assert {answer.result().headers["x-batch-size"] for answer in waiting} == {"2"}
     assert post(gated.server, "/attention", late, x_request_id="late-known").status == 200
 
 
 def test_what_fails_on_its_way_into_the_queue_fails_alone(gated):
-    """Before anything of it is computed, while its kernels are looked for: its HTTP process keeps its engine."""
-    engine, said, t = gated.server.engine_pid, len(gated.server.lines), normal(5, 2, 24)
+    """It fails before the compute, at the look-up of its kernels; its HTTP process stays connected to the engine."""
+    engine, line_count, t = gated.server.engine_pid, len(gated.server.lines), normal(5, 2, 24)
     unfit = message({name: normal(1, 1, 4, 40) for name in "qkv"}, backend="triton")
     problem(post(gated.server, "/attention", unfit, x_request_id="unfit-1"), 500, "internal_error")
-    ends = torch.tensor([0, 9, 5], dtype=torch.int32)  # that fall
+    ends = torch.tensor([0, 9, 5], dtype=torch.int32)  # they decrease
     ragged = {"q": t, "k": t, "v": t, "cu_seqlens_q": ends, "cu_seqlens_k": ends}
     body = message(ragged, layout="thd", backend="triton")
     document = problem(post(gated.server, "/attention", body, x_request_id="late-ends"), 422, "invalid_request")
     assert document["errors"][0]["loc"] == ["cu_seqlens_q"]
     assert post(gated.server, "/attention", forward(1)).status == 200
     assert gated.server.engine_pid == engine
-    assert not [line for line in gated.server.lines[said:] if line["event"] in ("peer dropped", "engine lost")]
+    assert not [line for line in gated.server.lines[line_count:] if line["event"] in ("peer dropped", "engine lost")]
 
 
 def test_the_books_balance_when_nothing_is_inside(gated, pool):
-    """After answers, a refusal and a client that has left: all that was accepted has ended, and nothing is held."""
+    """After answers, a refusal and a client that left, all accepted requests have ended and all memory is free."""
     server = gated.server
     nothing_inside(server)
     before = read_metrics(server)
@@ -234,9 +234,9 @@ def flops(tensors):
 
 @pytest.mark.slow
 def test_a_full_queue_and_sigterm_under_load_lose_no_answer(mortal, pool):
-    """Full by count, by bytes and by FLOPs: what is inside is answered, then and when the server ends.
+    """A queue full by count, bytes or FLOPs answers all admitted requests, also when the server stops.
 
-    With this delay and this budget a launch starts with two requests, or with one that is as large.
+    With this delay and budget a launch starts with two requests, or with one of the same total size.
     """
     queue = {"queue_limit": 17, "queue_bytes": 128 << 10, "queue_flops": 1 << 20}
     batch = {"max_queue_delay": 60, "batch_flops": 2 * flops(forward_tensors(1))}
@@ -255,7 +255,7 @@ def test_a_full_queue_and_sigterm_under_load_lose_no_answer(mortal, pool):
         assert why in problem(answer, 429, "queue_full")["detail"]
         assert int(answer.headers["retry-after"]) >= 1
 
-    with faulty.busy(pool, forward(99, 40)) as held:
+    with faulty.busy(pool, forward(99, 40)) as blocked:
         waiting = [faulty.post(pool, "waits", forward(1))]
         refused(many_bytes, "bytes")
         refused(many_flops, "FLOPs")
@@ -271,24 +271,24 @@ def test_a_full_queue_and_sigterm_under_load_lose_no_answer(mortal, pool):
         problem(answer, 503, "draining")
         assert answer.headers["retry-after"]
         refused_by_protocol(server)
-        assert not any(answer.done() for answer in (held, *waiting))
-    assert held.result().status == 200
+        assert not any(answer.done() for answer in (blocked, *waiting))
+    assert blocked.result().status == 200
     assert {answer.result().body for answer in waiting} == {expected}
     assert server.wait_exit() == 0
 
 
 @pytest.mark.slow
 def test_an_engine_killed_in_the_middle_of_a_batch_with_32_waiting(gated, pool):
-    """The running launch is refused; the other requests wait for the next engine, and are answered."""
+    """The running launch is refused; the other requests wait for the next engine and are answered."""
     server, engine = gated.server, gated.server.engine_pid
     restarts = read_metrics(server)["flashpoint_engine_restarts_total"]
     expected = [post(server, "/attention", forward(seed)).body for seed in range(4)]
-    with gated.busy(pool, HELD) as held:
+    with gated.busy(pool, HELD) as blocked:
         waiting = [gated.post(pool, "waits", forward(n % 4)) for n in range(32)]
         gated.gate("closed").touch()
         os.kill(engine, signal.SIGKILL)
-        problem(held.result(), 503, "engine_lost")
-        assert held.result().headers["retry-after"]
+        problem(blocked.result(), 503, "engine_lost")
+        assert blocked.result().headers["retry-after"]
         wait_for(lambda: server.get("/health/ready")[0] == 503, lambda: "ready without an engine")
         problem(post(server, "/attention", forward(1)), 503, "not_ready")
         gated.gate("closed").unlink()
@@ -309,15 +309,15 @@ def test_a_lost_device_and_a_hang_end_the_engine_and_nothing_else(request, morta
     wait_for(lambda: not psutil.pid_exists(engine), lambda: "the engine that lost its device goes on")
     server.wait_ready()
     assert server.engine_pid != engine
-    if name == "gone":  # with the short timeout, a launch on a busy machine would count as hung
+    if name == "gone":  # a short timeout would take a launch on a busy machine for a hang
         assert post(server, "/attention", forward(1)).status == 200
 
 
 @pytest.mark.slow
 def test_an_engine_is_started_again_with_too_little_memory_and_not_with_another_device(mortal, tmp_path):
-    """With another device, `--device auto` would serve from the CPU, and the loss of its GPU would go unnoticed.
+    """With another device, `--device auto` would serve from the CPU and hide the loss of the GPU.
 
-    And a lone request is computed when its delay is over.
+    A lone request is computed after its delay.
     """
     (tmp_path / "open.short").touch()
     faulty = mortal(max_queue_delay=0.2)
@@ -328,5 +328,5 @@ def test_an_engine_is_started_again_with_too_little_memory_and_not_with_another_
     (tmp_path / "open.moved").touch()
     os.kill(faulty.server.engine_pid, signal.SIGKILL)
     assert faulty.server.wait_exit() == 1
-    (said,) = [line for line in faulty.server.lines if line["event"] == "failed"]
-    assert "from cpu to cuda:7" in said["reason"]
+    (failure,) = [line for line in faulty.server.lines if line["event"] == "failed"]
+    assert "from cpu to cuda:7" in failure["reason"]

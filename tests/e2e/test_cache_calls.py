@@ -1,7 +1,6 @@
-"""Calls on KV caches that wait and run while deadlines pass, clients go, caches expire, keys are removed, servers stop.
+"""Calls on KV caches end correctly when deadlines pass, clients leave, caches expire, keys go, or servers stop.
 
-The engine waits on demand (tests/support/faulty): a call named gate-… has written its tokens and waits until the gate
-opens.
+The engine waits on demand (tests/support/faulty): a call named gate-… writes its tokens and waits until the gate opens.
 """
 
 import concurrent.futures
@@ -18,7 +17,7 @@ from tests.support.messages import JSON, ask, message, normal, post, problem
 from tests.support.servers import wait_for
 from tests.support.sockets import send
 
-pytestmark = pytest.mark.slow  # a server of its own
+pytestmark = pytest.mark.slow  # a separate server
 
 
 @pytest.fixture(scope="module")
@@ -34,14 +33,14 @@ def pool():
 
 @pytest.fixture
 def one(slow):
-    """A cache, which is deleted at the end where it is still there."""
+    """Create a cache, and delete it at the end if it still exists."""
     one = created(slow.server)
     yield one
     ask(slow.server, f"/caches/{one}", "DELETE")
 
 
-def created(server, headers=(), **asked):
-    document = {"kv_heads": 1, "head_dim": 8, **asked}
+def created(server, headers=(), **options):
+    document = {"kv_heads": 1, "head_dim": 8, **options}
     answer = post(server, "/caches", json.dumps(document).encode(), JSON, **dict(headers))
     assert answer.status == 201, answer
     return answer.json["caches"][0]["id"]
@@ -52,7 +51,7 @@ def tokens(count, *names):
 
 
 def writing(one, count=1):
-    """Attention that writes so many tokens; one such call runs at a time."""
+    """Return a request that writes `count` tokens; such calls run one at a time."""
     return message(tokens(count, "q", "k", "v"), caches=[one], backend="reference")
 
 
@@ -80,9 +79,9 @@ def test_a_call_that_runs_beyond_its_deadline_has_written_all(slow, pool, one):
     slow.gate("gate").unlink(missing_ok=True)
     with contextlib.ExitStack() as inside:
         inside.callback(slow.gate("gate").touch)
-        for patience in (500, 2000, 8000, 32000, 128000):  # milliseconds in which it must have begun
+        for patience in (500, 2000, 8000, 32000, 128000):  # milliseconds until it must have started
             running = slow.post(pool, "gate", writing(one, 2), x_timeout_ms=patience)
-            wait_for(lambda own=running: slow.begun(own.name) or own.done(), lambda: "it neither runs nor ends")
+            wait_for(lambda call=running: slow.begun(call.name) or call.done(), lambda: "it neither runs nor ends")
             problem(running.result(), 504, "deadline_exceeded")
             if slow.begun(running.name):
                 break
@@ -131,7 +130,7 @@ def test_calls_on_one_cache_keep_their_order_whatever_their_priority(slow, pool,
         high = slow.post(pool, "high", writing(one, 4), x_priority=9)
         cut = slow.post(pool, "cut", json.dumps({"length": 5}).encode(), f"/caches/{one}/truncate", media=JSON)
         elsewhere = slow.post(pool, "other", written(1), f"/caches/{other}/append")
-        assert elsewhere.result().json == {"length": 1}  # nobody waits for the calls of another cache
+        assert elsewhere.result().json == {"length": 1}  # calls on other caches do not wait
         assert not any(call.done() for call in (low, high, cut))
     assert [lengths(call.result()) for call in (running, low, high)] == [[2], [3], [7]]
     assert cut.result().json["lengths"] == [5]
@@ -208,26 +207,26 @@ def test_the_caches_of_a_removed_key_are_freed_behind_the_calls_that_run(start_s
     server = locked.server
     alice, bob = ({"Authorization": f"Bearer {key}"} for key in KEYS.values())
 
-    def held():
+    def cache_count():
         return ask(server, "/info", **alice).json["caches"]["caches"]
 
     used, idle = created(server, bob), created(server, bob)
-    own = created(server, alice)
-    wait_for(lambda: held() == 3, lambda: "they are not there")
+    alices = created(server, alice)
+    wait_for(lambda: cache_count() == 3, lambda: "they are not there")
     locked.gate("gate").unlink(missing_ok=True)
     try:
         running = locked.post(pool, "gate", writing(used, 2), **bob)
         locked.wait_begun(running.name)
         behind = locked.post(pool, "behind", writing(used), **bob)
         write_keys(file, "alice")
-        wait_for(lambda: held() == 2, lambda: "the idle cache is still there")
+        wait_for(lambda: cache_count() == 2, lambda: "the idle cache is still there")
     finally:
         locked.gate("gate").touch()
     assert [lengths(call.result()) for call in (running, behind)] == [[2], [3]]
-    wait_for(lambda: held() == 1, lambda: "the used cache is still there")
+    wait_for(lambda: cache_count() == 1, lambda: "the used cache is still there")
     problem(ask(server, f"/caches/{used}", **bob), 401, "unauthorized")
     write_keys(file, *KEYS)
     wait_for(lambda: ask(server, "/caches", **bob).status == 200, lambda: "the key is not back")
     for gone in (used, idle):
         problem(ask(server, f"/caches/{gone}", **bob), 410, "cache_lost")
-    assert ask(server, f"/caches/{own}", **alice).status == 200
+    assert ask(server, f"/caches/{alices}", **alice).status == 200

@@ -1,4 +1,4 @@
-"""KV caches over HTTP, against a model in numpy and the kernel library; keys, quotas, lost engines."""
+"""KV caches over HTTP equal a model in numpy and the kernel library; keys, quotas and lost engines."""
 
 import asyncio
 import concurrent.futures
@@ -37,14 +37,14 @@ from tests.support.servers import wait_for
 
 
 @pytest.fixture(scope="module")
-def held(start_server, tmp_path_factory):
-    """A server that tests share: delete the caches that you made."""
+def shared_server(start_server, tmp_path_factory):
+    """Return a server that tests share; a test deletes its caches."""
     return started(start_server, tmp_path_factory)
 
 
 @pytest.fixture(scope="module")
 def hurt(start_server, tmp_path_factory):
-    """A server whose engine is killed, and whose keys change."""
+    """Start a server whose engine is killed and whose keys change."""
     return started(start_server, tmp_path_factory)
 
 
@@ -57,14 +57,16 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("layout", ["bhsd", "bshd", "thd"])
-def test_options_mean_over_caches_what_they_mean_over_tensors(held, layout, options):
+def test_options_mean_over_caches_what_they_mean_over_tensors(shared_server, layout, options):
     old, new, batch = 1100, 5, 2
     k, v = kv(old + new, 3, batch)
     q = normal(batch, HQ, new, D, seed=4)
-    ids = created(held, count=batch)
+    ids = created(shared_server, count=batch)
     assert (
         attended(
-            held, {"q": k[:, :1, :old].expand(-1, HQ, -1, -1), "k": k[:, :, :old], "v": v[:, :, :old]}, caches=ids
+            shared_server,
+            {"q": k[:, :1, :old].expand(-1, HQ, -1, -1), "k": k[:, :, :old], "v": v[:, :, :old]},
+            caches=ids,
         ).status
         == 200
     )
@@ -75,7 +77,7 @@ def test_options_mean_over_caches_what_they_mean_over_tensors(held, layout, opti
     if layout == "thd":
         tensors = {name: t.transpose(1, 2).flatten(0, 1) for name, t in tensors.items()}
         tensors["cu_seqlens_q"] = torch.tensor([0, new, 2 * new])
-    answer = attended(held, tensors, caches=ids, layout=layout, **named)
+    answer = attended(shared_server, tensors, caches=ids, layout=layout, **named)
     assert answer.status == 200, answer
     o = answer.tensors["o"]
     if layout == "bshd":
@@ -84,16 +86,16 @@ def test_options_mean_over_caches_what_they_mean_over_tensors(held, layout, opti
         o = o.view(batch, new, HQ, D).transpose(1, 2)
     expected = attention(q, k, v, **{"backend": "tiled", **options})
     torch.testing.assert_close(o, expected[0] if options.get("return_lse") else expected, rtol=1e-4, atol=1e-5)
-    posted(held, "/caches/delete", {"caches": ids})
+    posted(shared_server, "/caches/delete", {"caches": ids})
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_8_bit_caches_take_and_give_the_dtype_of_q(held, dtype):
+def test_8_bit_caches_take_and_give_the_dtype_of_q(shared_server, dtype):
     (k, v), q = kv(1030, 21), normal(1, HQ, 2, D, seed=22)
-    (one,) = created(held, dtype=str(dtype).removeprefix("torch."), layers=1)
+    (one,) = created(shared_server, dtype=str(dtype).removeprefix("torch."), layers=1)
     body = message({"k": k[0, :, :1000].half(), "v": v[0, :, :1000].half()})
-    assert post(held, f"/caches/{one}/append", body, **bearer("alice")).json == {"length": 1000}
-    (described,) = ask(held, "/caches", **bearer("alice")).json["caches"]
+    assert post(shared_server, f"/caches/{one}/append", body, **bearer("alice")).json == {"length": 1000}
+    (described,) = ask(shared_server, "/caches", **bearer("alice")).json["caches"]
     assert described["bytes"] == 1024 + 512 + 1024 * HK * (D + D + 8)
     rest = {"k": k[:, :, 1000:1002], "v": v[:, :, 1000:1002]}
     stands = {}
@@ -101,42 +103,42 @@ def test_8_bit_caches_take_and_give_the_dtype_of_q(held, dtype):
         values, scale = quantize(torch.cat((t[:, :, :1000].half().float(), t[:, :, 1000:1002]), 2), dtype)
         stands |= {name: values, f"{name}_scale": scale}
     for options in ({"causal": True}, {"softcap": 5.0, "causal": True}):  # read in chunks, and as pages
-        answer = attended(held, {"q": q, **rest}, caches=[one], at=[1000], **options)
+        answer = attended(shared_server, {"q": q, **rest}, caches=[one], at=[1000], **options)
         expected = attention(q, **stands, **options)
         torch.testing.assert_close(answer.tensors["o"], expected, rtol=1e-4, atol=1e-5)
     half = {name: t.bfloat16() for name, t in {"q": q, **rest}.items()}
-    answer = attended(held, half, caches=[one], at=[1000])
+    answer = attended(shared_server, half, caches=[one], at=[1000])
     assert answer.tensors["o"].dtype == torch.bfloat16
     torch.testing.assert_close(answer.tensors["o"].float(), attention(q, **stands), rtol=2e-2, atol=2e-2)
     text = {"q": q[0].tolist(), "caches": [one], "dtype": "float16"}
-    assert posted(held, "/attention", {**text, "q": [q[0].tolist()]}).status == 200
-    assert attended(held, {"q": q, **rest}, caches=[one], at=[1000]).status == 200  # as they were before bfloat16
-    moved = ask(held, f"/caches/{one}/tensors", **bearer("alice")).tensors
+    assert posted(shared_server, "/attention", {**text, "q": [q[0].tolist()]}).status == 200
+    assert attended(shared_server, {"q": q, **rest}, caches=[one], at=[1000]).status == 200  # as before bfloat16
+    moved = ask(shared_server, f"/caches/{one}/tensors", **bearer("alice")).tensors
     for name in ("k", "v"):
         assert torch.equal(moved[name], dequantize(stands[name], stands[f"{name}_scale"]))
         assert torch.equal(moved[f"{name}_scale"], stands[f"{name}_scale"])
-    refused = attended(held, {name: t.double() for name, t in {"q": q, **rest}.items()}, caches=[one])
+    refused = attended(shared_server, {name: t.double() for name, t in {"q": q, **rest}.items()}, caches=[one])
     assert problem(refused, 422, "invalid_request")["errors"][0]["loc"] == ["q"]
-    with client(held) as alice, alice.cache(**SHAPE, dtype="int8") as cache:
-        found = cache.attention(q, *(t[:, :, :2] for t in (k, v)))
-        assert found.dtype == q.dtype
+    with client(shared_server) as alice, alice.cache(**SHAPE, dtype="int8") as cache:
+        actual = cache.attention(q, *(t[:, :, :2] for t in (k, v)))
+        assert actual.dtype == q.dtype
         assert cache.tensors(0, like=q)[0].dtype == torch.float32
-    posted(held, "/caches/delete", {"caches": [one]})
+    posted(shared_server, "/caches/delete", {"caches": [one]})
 
 
-def test_masks_slopes_sinks_and_lengths_count_positions_in_the_cache(held):
+def test_masks_slopes_sinks_and_lengths_count_positions_in_the_cache(shared_server):
     lengths, batch = [700, 3], 2
     k, v = kv(702, 5, batch)
-    ids = created(held, count=batch)
+    ids = created(shared_server, count=batch)
     for one, length, n in zip(ids, lengths, range(batch), strict=True):
         body = message({"k": k[n, :, :length], "v": v[n, :, :length]})
-        assert post(held, f"/caches/{one}/append", body, **bearer("alice")).json == {"length": length}
+        assert post(shared_server, f"/caches/{one}/append", body, **bearer("alice")).json == {"length": length}
     q, new = normal(batch, HQ, 2, D, seed=6), [t[:, :, :2] for t in kv(2, 7, batch)]
     extra = {
         "attn_mask": normal(batch, 1, 2, 710, seed=8), "alibi_slopes": normal(HQ, seed=9).abs(),
         "sinks": normal(HQ, seed=10), "q_lengths": torch.tensor([2, 0]),
     }  # fmt: skip
-    answer = attended(held, {"q": q, "k": new[0], "v": new[1], **extra}, caches=ids, causal=True)
+    answer = attended(shared_server, {"q": q, "k": new[0], "v": new[1], **extra}, caches=ids, causal=True)
     assert json.loads(answer.metadata["lengths"]) == [702, 3]
     whole = [torch.cat((t[:1, :, :700], own[:1]), 2) for t, own in zip((k, v), new, strict=True)]
     own = {
@@ -147,61 +149,61 @@ def test_masks_slopes_sinks_and_lengths_count_positions_in_the_cache(held):
     expected = attention(q[:1], *whole, causal=True, backend="tiled", **own)
     torch.testing.assert_close(answer.tensors["o"][:1], expected, rtol=1e-4, atol=1e-5)
     assert not answer.tensors["o"][1].any()
-    short = attended(held, {"q": q, "attn_mask": extra["attn_mask"][..., :650]}, caches=ids)
+    short = attended(shared_server, {"q": q, "attn_mask": extra["attn_mask"][..., :650]}, caches=ids)
     problem(short, 422, "invalid_request")
-    posted(held, "/caches/delete", {"caches": ids})
+    posted(shared_server, "/caches/delete", {"caches": ids})
 
 
 @pytest.mark.parametrize("shape", [(2, HQ, 1, 11), (2, 1, 1, 20)])
-def test_a_block_masks_blocks_count_from_the_caches_first_token(held, shape):
-    """Columns beyond the length are ignored; fewer than it has are refused by name."""
+def test_a_block_masks_blocks_count_from_the_caches_first_token(shared_server, shape):
+    """Columns after the length are ignored; too few columns are refused by name."""
     k, v = kv(700, 5, 2)
-    ids, q = created(held, count=2), normal(2, HQ, 1, D, seed=6)
+    ids, q = created(shared_server, count=2), normal(2, HQ, 1, D, seed=6)
     for n, one in enumerate(ids):
         body = message({"k": k[n], "v": v[n]})
-        assert post(held, f"/caches/{one}/append", body, **bearer("alice")).json == {"length": 700}
+        assert post(shared_server, f"/caches/{one}/append", body, **bearer("alice")).json == {"length": 700}
     blocks = normal(*shape, seed=7) > 0
     options = {"causal": True, "window": (500, 0), "block_size": (16, 64)}
-    answer = attended(held, {"q": q, "block_mask": blocks}, caches=ids, **options)
+    answer = attended(shared_server, {"q": q, "block_mask": blocks}, caches=ids, **options)
     expected = attention(q, k, v, block_mask=blocks[..., :11], backend="tiled", **options)
     torch.testing.assert_close(answer.tensors["o"], expected, rtol=1e-4, atol=1e-5)
-    short = attended(held, {"q": q, "block_mask": blocks[..., :10]}, caches=ids, **options)
+    short = attended(shared_server, {"q": q, "block_mask": blocks[..., :10]}, caches=ids, **options)
     assert problem(short, 422, "invalid_request")["errors"][0]["loc"] == ["block_mask"]
-    posted(held, "/caches/delete", {"caches": ids})
+    posted(shared_server, "/caches/delete", {"caches": ids})
 
 
-def test_bits_do_not_depend_on_how_a_cache_was_filled_forked_or_cut_nor_on_neighbours(held):
+def test_bits_do_not_depend_on_how_a_cache_was_filled_forked_or_cut_nor_on_neighbours(shared_server):
     count = 1500
     k, v = kv(count, 11)
     q = normal(1, HQ, 1, D, seed=12)
-    whole, pieces = created(held, count=2)
+    whole, pieces = created(shared_server, count=2)
 
     def append(one, start, stop, **options):
         body = message({"k": k[0, :, start:stop], "v": v[0, :, start:stop]}, **options)
-        assert post(held, f"/caches/{one}/append", body, **bearer("alice")).status == 200
+        assert post(shared_server, f"/caches/{one}/append", body, **bearer("alice")).status == 200
 
     append(whole, 0, count)
     for start, stop in ((0, 7), (7, 900), (900, 1300)):
         append(pieces, start, stop)
     append(pieces, 5, 40)  # and cut again
-    posted(held, f"/caches/{pieces}/truncate", {"length": 1300})
+    posted(shared_server, f"/caches/{pieces}/truncate", {"length": 1300})
     append(pieces, 1300, count, at=1300)
-    (forked,) = (c["id"] for c in posted(held, "/caches/fork", {"caches": [pieces]}).json["caches"])
+    (forked,) = (c["id"] for c in posted(shared_server, "/caches/fork", {"caches": [pieces]}).json["caches"])
     append(pieces, 0, 3)
-    alone = attended(held, {"q": q}, caches=[whole]).tensors["o"]
-    assert torch.equal(attended(held, {"q": q}, caches=[forked]).tensors["o"], alone)
-    beside = attended(held, {"q": q.repeat(3, 1, 1, 1)}, caches=[pieces, forked, whole]).tensors["o"]
+    alone = attended(shared_server, {"q": q}, caches=[whole]).tensors["o"]
+    assert torch.equal(attended(shared_server, {"q": q}, caches=[forked]).tensors["o"], alone)
+    beside = attended(shared_server, {"q": q.repeat(3, 1, 1, 1)}, caches=[pieces, forked, whole]).tensors["o"]
     assert torch.equal(beside[1:2], alone)
     assert torch.equal(beside[2:], alone)
-    posted(held, "/caches/delete", {"caches": [whole, pieces, forked]})
+    posted(shared_server, "/caches/delete", {"caches": [whole, pieces, forked]})
 
 
-def test_forks_that_are_asked_together_or_at_the_same_time_have_the_bits_of_a_call_without_a_cache(held):
-    """One call over all forks, and calls of many threads, which meet in the engine."""
+def test_forks_that_are_asked_together_or_at_the_same_time_have_the_bits_of_a_call_without_a_cache(shared_server):
+    """This holds for one call over all forks, and for calls of many threads that meet in the engine."""
     k, v = (normal(1, HK, 1030, D, seed=seed) for seed in (1, 2))
     q, own_k, own_v = (normal(8, heads, 2, D, seed=3 + heads) for heads in (HQ, HK, HK))
     expected = []
-    with client(held) as alice:
+    with client(shared_server) as alice:
         for n in range(8):
             all_k, all_v = (np.concatenate(pair, 2) for pair in ((k, own_k[n : n + 1]), (v, own_v[n : n + 1])))
             expected.append(alice.attention(q[n : n + 1], all_k, all_v, causal=True))
@@ -218,38 +220,41 @@ def test_forks_that_are_asked_together_or_at_the_same_time_have_the_bits_of_a_ca
                     return forks[n].attention(q[own], own_k[own], own_v[own], at=1030, causal=True)
 
                 for _ in range(5):
-                    for found, right in zip(pool.map(again, range(8)), expected, strict=True):
-                        assert (found == right).all()
+                    for actual, right in zip(pool.map(again, range(8)), expected, strict=True):
+                        assert (actual == right).all()
             alice.delete_caches(forks)
 
 
-def test_ids_of_others_and_guessed_ones_are_not_found(held):
-    (one,) = created(held)
+def test_ids_of_others_and_guessed_ones_are_not_found(shared_server):
+    (one,) = created(shared_server)
     other = one[:-3] + ("AAA" if one[-3:] != "AAA" else "BBB")
     for name, guess in (("bob", one), ("alice", other), ("alice", "c"), ("alice", "x" * 5000), ("alice", one + "A")):
-        found = [
-            ask(held, f"/caches/{guess}", **bearer(name)), ask(held, f"/caches/{guess}", "DELETE", **bearer(name)),
-            posted(held, f"/caches/{guess}/truncate", {"length": 0}, name),
-            posted(held, f"/caches/{guess}/renew", {}, name),
-            posted(held, "/caches/fork", {"caches": [guess]}, name),
-            posted(held, "/caches", {**SHAPE, "beside": guess}, name),
-            attended(held, {"q": normal(1, HQ, 1, D)}, name, caches=[guess]),
-            ask(held, f"/caches/{guess}/tensors", **bearer(name)),
+        actual = [
+            ask(shared_server, f"/caches/{guess}", **bearer(name)),
+            ask(shared_server, f"/caches/{guess}", "DELETE", **bearer(name)),
+            posted(shared_server, f"/caches/{guess}/truncate", {"length": 0}, name),
+            posted(shared_server, f"/caches/{guess}/renew", {}, name),
+            posted(shared_server, "/caches/fork", {"caches": [guess]}, name),
+            posted(shared_server, "/caches", {**SHAPE, "beside": guess}, name),
+            attended(shared_server, {"q": normal(1, HQ, 1, D)}, name, caches=[guess]),
+            ask(shared_server, f"/caches/{guess}/tensors", **bearer(name)),
         ]  # fmt: skip
-        assert [(answer.status, answer.json["code"]) for answer in found] == [(404, "cache_not_found")] * len(found)
-    assert ask(held, "/caches", **bearer("bob")).json == {"caches": []}
-    assert ask(held, f"/caches/{one}", **bearer("alice")).status == 200
-    posted(held, "/caches/delete", {"caches": [one]})
+        assert [(answer.status, answer.json["code"]) for answer in actual] == [(404, "cache_not_found")] * len(actual)
+    assert ask(shared_server, "/caches", **bearer("bob")).json == {"caches": []}
+    assert ask(shared_server, f"/caches/{one}", **bearer("alice")).status == 200
+    posted(shared_server, "/caches/delete", {"caches": [one]})
 
 
-def test_a_key_is_held_to_its_quota_and_all_keys_to_the_memory(held):
-    (one,) = created(held, "carol")
+def test_a_key_is_held_to_its_quota_and_all_keys_to_the_memory(shared_server):
+    (one,) = created(shared_server, "carol")
     k, v = kv(8000, 13)
-    problem(post(held, f"/caches/{one}/append", message({"k": k, "v": v}), **bearer("carol")), 429, "key_limit")
-    (two,) = created(held)
+    problem(
+        post(shared_server, f"/caches/{one}/append", message({"k": k, "v": v}), **bearer("carol")), 429, "key_limit"
+    )
+    (two,) = created(shared_server)
     problem(
         post(
-            held,
+            shared_server,
             f"/caches/{two}/append",
             message({"k": k.repeat(1, 1, 5, 1), "v": v.repeat(1, 1, 5, 1)}),
             **bearer("alice"),
@@ -257,20 +262,20 @@ def test_a_key_is_held_to_its_quota_and_all_keys_to_the_memory(held):
         413,
         "work_too_large",
     )
-    assert post(held, f"/caches/{two}/append", message({"k": k, "v": v}), **bearer("alice")).status == 200
+    assert post(shared_server, f"/caches/{two}/append", message({"k": k, "v": v}), **bearer("alice")).status == 200
     filled, answer = [], None
     for _ in range(9):
-        answer = posted(held, "/caches", {**SHAPE, "layers": 1, "max_length": 8000})
+        answer = posted(shared_server, "/caches", {**SHAPE, "layers": 1, "max_length": 8000})
         filled += [cache["id"] for cache in answer.json.get("caches", [])]
     problem(answer, 429, "cache_memory")
-    posted(held, "/caches/delete", {"caches": [two, *filled]})
-    posted(held, "/caches/delete", {"caches": [one]}, "carol")
-    info = ask(held, "/info", **bearer("alice")).json["caches"]
+    posted(shared_server, "/caches/delete", {"caches": [two, *filled]})
+    posted(shared_server, "/caches/delete", {"caches": [one]}, "carol")
+    info = ask(shared_server, "/info", **bearer("alice")).json["caches"]
     assert info["limit_bytes"] == 8 << 20
 
 
-def test_refusals_name_the_field(held):
-    (one,), (wide,) = created(held), created(held, kv_heads=HK + 1)
+def test_refusals_name_the_field(shared_server):
+    (one,), (wide,) = created(shared_server), created(shared_server, kv_heads=HK + 1)
     q, (k, v) = normal(1, HQ, 1, D), kv(1, 1)
     two = {name: t.repeat(2, 1, 1, 1) for name, t in {"q": q, "k": k, "v": v}.items()}
     cases = [
@@ -286,46 +291,48 @@ def test_refusals_name_the_field(held):
         ({"q": q}, {"caches": [one], "cazual": True}, "cazual"),
     ]  # fmt: skip
     for tensors, options, field in cases:
-        answer = attended(held, tensors, **options)
+        answer = attended(shared_server, tensors, **options)
         errors = problem(answer, 422, "invalid_request")["errors"]
         assert errors[0]["loc"] == [field], (options, errors)
     do = {"do": q, "q": q, "k": k, "v": v}
     for options in ({"at": -1}, {"at": 1 << 31}, {"at": 10**30}, {"layer": 10**30}):
-        answer = post(held, f"/caches/{one}/append", message({"k": k, "v": v}, **options), **bearer("alice"))
+        answer = post(shared_server, f"/caches/{one}/append", message({"k": k, "v": v}, **options), **bearer("alice"))
         assert problem(answer, 422, "invalid_request")["errors"][0]["loc"] == list(options), options
     for query, field in (("layr=0", "layr"), ("layer=", "layer"), ("layer=9", "layer")):
-        answer = ask(held, f"/caches/{one}/tensors?{query}", **bearer("alice"))
+        answer = ask(shared_server, f"/caches/{one}/tensors?{query}", **bearer("alice"))
         assert problem(answer, 422, "invalid_request")["errors"][0]["loc"] == [field], query
-    answer = ask(held, f"/caches/{one}/tensors", accept="application/json", **bearer("alice"))
+    answer = ask(shared_server, f"/caches/{one}/tensors", accept="application/json", **bearer("alice"))
     assert "application/vnd.safetensors" in problem(answer, 406, "not_acceptable")["detail"]
-    answer = ask(held, f"/caches/{one}/tensors", accept="application/json, */*;q=0.1", **bearer("alice"))
+    answer = ask(shared_server, f"/caches/{one}/tensors", accept="application/json, */*;q=0.1", **bearer("alice"))
     assert set(answer.tensors) == {"k", "v"}
     for path in ("/attention/grad", "/verify"):
-        answer = post(held, path, message(do, caches=[one]), **bearer("alice"))
+        answer = post(shared_server, path, message(do, caches=[one]), **bearer("alice"))
         assert problem(answer, 422, "invalid_request")["errors"][0]["loc"] == ["caches"], path
-    posted(held, "/caches/delete", {"caches": [one, wide]})
+    posted(shared_server, "/caches/delete", {"caches": [one, wide]})
 
 
-def test_a_head_that_was_seen_before_means_the_same_only_to_its_owner(held):
-    """The server keeps what follows from a head: neither another key nor other options or lengths get it."""
-    (one,), (k, v), q = created(held), kv(3, 0), normal(1, HQ, 3, D, seed=1)
+def test_a_head_that_was_seen_before_means_the_same_only_to_its_owner(shared_server):
+    """The server caches the result of reading a head; other keys, options or lengths do not get it."""
+    (one,), (k, v), q = created(shared_server), kv(3, 0), normal(1, HQ, 3, D, seed=1)
     body = message({"q": q, "k": k, "v": v}, caches=[one], causal=True)
     for length in (3, 6):
-        answer = post(held, "/attention", body, **bearer("alice"))
+        answer = post(shared_server, "/attention", body, **bearer("alice"))
         assert (answer.status, json.loads(answer.metadata["lengths"])) == (200, [length])
-    problem(post(held, "/attention", body, **bearer("bob")), 404, "cache_not_found")
+    problem(post(shared_server, "/attention", body, **bearer("bob")), 404, "cache_not_found")
     keys, values = (torch.cat([tensor, tensor], 2) for tensor in (k, v))
     for query, options in ((q, {}), (q[:, :, :1], {}), (q, {"causal": True}), (q[:, :, :1], {"scale": 0.5})):
-        for _ in range(2):  # the second time with what was kept
-            answer = post(held, "/attention", message({"q": query}, caches=[one], **options), **bearer("alice"))
+        for _ in range(2):  # the second time from the cache
+            answer = post(
+                shared_server, "/attention", message({"q": query}, caches=[one], **options), **bearer("alice")
+            )
             expected = attention(query, keys, values, **options)
             torch.testing.assert_close(answer.tensors["o"], expected, rtol=1e-4, atol=1e-5)
-    posted(held, "/caches/delete", {"caches": [one]})
+    posted(shared_server, "/caches/delete", {"caches": [one]})
 
 
 @pytest.mark.slow
 def test_tensors_are_read_as_one_request(start_server, tmp_path):
-    """Where the key and the queue have room for only one. The key pays for the bytes."""
+    """The key and the queue have room for only one request. The key pays for the bytes."""
     limits = {"rights": ["attention"], "concurrent": 1, "bytes_per_second": 200_000}
     digest = hashlib.sha256(KEYS["alice"].encode()).hexdigest()
     file = tmp_path / "keys.toml"
@@ -340,7 +347,7 @@ def test_tensors_are_read_as_one_request(start_server, tmp_path):
         answers.append(ask(server, f"/caches/{one}/tensors", **bearer("alice")))
         return answers[-1].status == 200
 
-    wait_for(read, lambda: answers[-1], seconds=10)  # the key has to pay for the tokens first
+    wait_for(read, lambda: answers[-1], seconds=10)  # the key must pay for the tokens first
     assert "bytes a second" in problem(ask(server, f"/caches/{one}", **bearer("alice")), 429, "key_limit")["detail"]
 
 
@@ -353,14 +360,14 @@ def test_a_server_without_memory_has_no_caches_and_saves_nothing(start_server):
     problem(ask(server, "/saved"), 404, "not_found")
 
 
-def test_calls_on_one_cache_keep_their_order_and_the_sdk_its_lengths(held):
-    with client(held) as alice, alice.cache(**SHAPE) as cache:
+def test_calls_on_one_cache_keep_their_order_and_the_sdk_its_lengths(shared_server):
+    with client(shared_server) as alice, alice.cache(**SHAPE) as cache:
         q, (k, v) = normal(1, HQ, 64, D, seed=1), kv(64, 2)
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
             done = [pool.submit(cache.append, k[0, :, n : n + 1], v[0, :, n : n + 1], layer=1) for n in range(64)]
             lengths = [one.result() for one in done]
         assert sorted(lengths) == list(range(1, 65))
-        cache.refresh()  # the threads heard their answers in any order
+        cache.refresh()  # the threads got their answers in any order
         o, meta = cache.attention(q[:, :, :9], k[:, :, :9], v[:, :, :9], causal=True, with_meta=True)
         torch.testing.assert_close(
             o, attention(q[:, :, :9], k[:, :, :9], v[:, :, :9], causal=True), rtol=1e-4, atol=1e-5
@@ -387,13 +394,13 @@ def test_calls_on_one_cache_keep_their_order_and_the_sdk_its_lengths(held):
             copy.delete()
         with pytest.raises(flashpoint.InvalidInputError):
             alice.attention(q, k, v, layer=1)
-    assert ask(held, "/caches", **bearer("alice")).json == {"caches": []}
+    assert ask(shared_server, "/caches", **bearer("alice")).json == {"caches": []}
 
 
-def test_the_sdk_takes_numpy_numbers_for_numbers(held):
+def test_the_sdk_takes_numpy_numbers_for_numbers(shared_server):
     q, (k, v) = normal(1, HQ, 3, D), kv(3, 2)
     sizes = {"layers": np.int64(2), "kv_heads": np.array([HK, HK]), "head_dim": np.int32(D), "ttl_s": np.float32(60)}
-    with client(held) as alice, alice.caches(np.int64(1), **sizes)[0] as cache:
+    with client(shared_server) as alice, alice.caches(np.int64(1), **sizes)[0] as cache:
         assert cache.append(k[0], v[0], layer=np.int64(1), at=np.int64(0)) == 3
         cache.attention(q, k, v, layer=np.int64(0), at=np.int64(0))
         copies = [cache.fork(np.int64(2)), *alice.fork_caches([cache, cache], np.array([1, 2]))]
@@ -406,14 +413,14 @@ def test_the_sdk_takes_numpy_numbers_for_numbers(held):
 
 
 @pytest.mark.parametrize("ttl", [math.nan, np.float32("inf"), {60}, object()], ids=["nan", "inf", "set", "object"])
-def test_the_sdk_names_a_number_that_json_cannot_hold(held, ttl):
-    with client(held) as alice, pytest.raises(InvalidInputError, match="ttl_s: must be text, finite numbers"):
+def test_the_sdk_names_a_number_that_json_cannot_hold(shared_server, ttl):
+    with client(shared_server) as alice, pytest.raises(InvalidInputError, match="ttl_s: must be text, finite numbers"):
         alice.cache(**SHAPE, ttl_s=ttl)
 
 
-def test_the_asyncio_twin_does_the_same(held):
+def test_the_asyncio_twin_does_the_same(shared_server):
     async def run():
-        async with flashpoint.AsyncClient(held.url, api_key=KEYS["bob"], timeout=240) as bob:
+        async with flashpoint.AsyncClient(shared_server.url, api_key=KEYS["bob"], timeout=240) as bob:
             q, (k, v) = normal(1, HQ, 3, D).numpy(), (t.numpy() for t in kv(3, 2))
             async with await bob.cache(**SHAPE) as cache:
                 assert await cache.append(k[0], v[0], layer=1) == 3
@@ -456,7 +463,7 @@ def test_a_cache_of_an_engine_that_died_is_lost_and_one_of_no_engine_never_was(h
     os.kill(pid, signal.SIGKILL)
 
     def lost():
-        answers = [ask(hurt, f"/caches/{one}", **bearer("alice")) for _ in range(6)]  # of both HTTP processes
+        answers = [ask(hurt, f"/caches/{one}", **bearer("alice")) for _ in range(6)]  # from both HTTP processes
         with contextlib.suppress(KeyError):
             return all(answer.json["code"] == "cache_lost" for answer in answers)
 
@@ -468,45 +475,45 @@ def test_a_cache_of_an_engine_that_died_is_lost_and_one_of_no_engine_never_was(h
 
 
 @pytest.mark.parametrize("options", [{"dropout_p": 0.5, "dropout_seed": 1}, {"causal": True}], ids=str)
-def test_a_sequence_without_queries_may_have_a_cache_cut_to_its_first_kept_token(held, options):
-    one, two = created(held, count=2, layers=1, keep=1)
+def test_a_sequence_without_queries_may_have_a_cache_cut_to_its_first_kept_token(shared_server, options):
+    one, two = created(shared_server, count=2, layers=1, keep=1)
     for count in (1024, 1, 1):
         k, v = kv(count, 0)
-        assert post(held, f"/caches/{two}/append", message({"k": k, "v": v}), **bearer("alice")).status == 200
-    posted(held, f"/caches/{two}/truncate", {"length": 1024})
+        assert post(shared_server, f"/caches/{two}/append", message({"k": k, "v": v}), **bearer("alice")).status == 200
+    posted(shared_server, f"/caches/{two}/truncate", {"length": 1024})
     k, v = (torch.cat([t, t]) for t in kv(1, 1))
     tensors = {"q": normal(2, HQ, 1, D), "k": k, "v": v, "q_lengths": torch.tensor([1, 0])}
-    answer = attended(held, tensors, caches=[one, two], **options)
+    answer = attended(shared_server, tensors, caches=[one, two], **options)
     assert answer.status == 200, answer.body
     assert not answer.tensors["o"][1].any()
-    posted(held, "/caches/delete", {"caches": [one, two]})
+    posted(shared_server, "/caches/delete", {"caches": [one, two]})
 
 
-def test_a_repeated_write_has_the_seed_of_the_first(held):
-    """Other keys, layers and caches have other seeds."""
-    (one, two), (k, v), seeds = created(held, count=2), kv(3, 0), []
+def test_a_repeated_write_has_the_seed_of_the_first(shared_server):
+    """Other keys, layers and caches get other seeds."""
+    (one, two), (k, v), seeds = created(shared_server, count=2), kv(3, 0), []
     for key, cache, layer in (("a", one, 0), ("a", one, 0), ("b", one, 0), ("a", two, 0), ("c", two, 0), ("c", one, 1)):
         tensors = {"q": normal(1, HQ, 3, D), "k": k, "v": v}
         headers = {"idempotency_key": key}
-        answer = attended(held, tensors, headers=headers, caches=[cache], layer=layer, dropout_p=0.5)
+        answer = attended(shared_server, tensors, headers=headers, caches=[cache], layer=layer, dropout_p=0.5)
         seeds.append((json.loads(answer.metadata["dropout_seed"]), answer.tensors["o"].tolist()))
     assert seeds[0] == seeds[1]
     assert len({seed for seed, _ in seeds}) == 5
-    posted(held, "/caches/delete", {"caches": [one, two]})
+    posted(shared_server, "/caches/delete", {"caches": [one, two]})
 
 
-def test_errors_name_the_field_of_an_id_and_a_key_belongs_to_its_kind_of_call(held):
-    (one,) = created(held, layers=1)
+def test_errors_name_the_field_of_an_id_and_a_key_belongs_to_its_kind_of_call(shared_server):
+    (one,) = created(shared_server, layers=1)
     for path, document, field in (
         ("/caches/fork", {"caches": [one], "free": ["nobody"]}, "free.0"),
         ("/caches", {**SHAPE, "beside": "nobody"}, "beside"),
     ):
-        answer = post(held, path, json.dumps(document).encode(), JSON, **bearer("alice"))
+        answer = post(shared_server, path, json.dumps(document).encode(), JSON, **bearer("alice"))
         assert [error["loc"] for error in problem(answer, 404, "cache_not_found")["errors"]] == [[field]], path
     made = [
-        post(held, path, json.dumps(document).encode(), JSON, idempotency_key="both", **bearer("alice"))
+        post(shared_server, path, json.dumps(document).encode(), JSON, idempotency_key="both", **bearer("alice"))
         for path, document in (("/caches", SHAPE), ("/caches/fork", {"caches": [one]}), ("/caches", SHAPE))
     ]
     first, fork, again = ([cache["id"] for cache in answer.json["caches"]] for answer in made)
     assert first == again != fork
-    posted(held, "/caches/delete", {"caches": [one, *first, *fork]})
+    posted(shared_server, "/caches/delete", {"caches": [one, *first, *fork]})

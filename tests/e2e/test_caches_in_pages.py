@@ -1,4 +1,4 @@
-"""Triton's kernels over caches, whose pages they read in place: interpreted here, on a GPU by `make gpu-serve`."""
+"""Triton's kernels read the pages of caches in place: interpreted here, on a GPU by `make gpu-serve`."""
 
 import concurrent.futures
 
@@ -11,7 +11,7 @@ from tests.support.messages import message, normal
 
 
 def test_bits_are_those_of_a_call_that_sends_all_keys(gated):
-    """After forks, cuts and rewrites, and for two caches of different lengths in one call."""
+    """This holds after forks, cuts and rewrites, and for two caches of different lengths in one call."""
     shapes = (1, 2, 5, 16), (1, 1, 40, 16), (1, 1, 40, 16)
     q, k, v = (normal(*shape, seed=n) for n, shape in enumerate(shapes))
     with flashpoint.Client(gated.server.url, timeout=240) as client:
@@ -40,14 +40,14 @@ def test_8_bit_tokens_are_read_with_their_scales(gated, dtype):
         client.cache(kv_heads=1, head_dim=16, dtype=name) as cache,
     ):
         cache.append(k[:, :, :38], v[:, :, :38])
-        found = cache.attention(q, k[:, :, 38:], v[:, :, 38:], causal=True, backend="triton")
-        torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+        actual = cache.attention(q, k[:, :, 38:], v[:, :, 38:], causal=True, backend="triton")
+        torch.testing.assert_close(actual, expected, rtol=0, atol=2e-6)
         moved, _ = cache.tensors(0, like=q)
         assert torch.equal(moved, k_values.float() * k_scale[..., None])
 
 
 def test_calls_over_caches_of_one_dtype_share_a_launch(gated):
-    """Not with calls over caches of another dtype, and not with a call that has a block mask."""
+    """Calls over caches of another dtype and calls with a block mask have separate launches."""
     tokens = {"k": normal(1, 20, 16), "v": normal(1, 20, 16)}
     q = normal(1, 1, 2, 16, seed=3)
     blocks = {"q": q, **{name: t[None] for name, t in tokens.items()}, "block_mask": torch.ones(1, 1, dtype=torch.bool)}
@@ -57,9 +57,9 @@ def test_calls_over_caches_of_one_dtype_share_a_launch(gated):
             cache.append(tokens["k"], tokens["v"])
         bodies = [message({"q": q}, backend="triton", caches=[cache.id]) for cache in caches]
         bodies.append(message(blocks, backend="triton"))
-        with gated.busy(pool, message({"q": q, "k": q, "v": q}, backend="triton")) as held:
+        with gated.busy(pool, message({"q": q, "k": q, "v": q}, backend="triton")) as blocked:
             queued = [gated.post(pool, "mate", body, "/attention") for body in bodies]
-        assert held.result().status == 200
+        assert blocked.result().status == 200
         answers = [one.result() for one in queued]
         for cache in caches:
             cache.delete()

@@ -1,4 +1,4 @@
-"""Calls on KV caches in any order, over HTTP: each does what it does to a model in numpy."""
+"""Calls on KV caches over HTTP, in any order, have the effect that they have on a model in numpy."""
 
 import itertools
 import json
@@ -22,17 +22,17 @@ OPTIONS = [{}, {"causal": True}, {"causal": True, "window": [7, 0]}, {"softcap":
 
 
 @pytest.fixture(scope="module")
-def held(start_server, tmp_path_factory):
+def shared_server(start_server, tmp_path_factory):
     return started(start_server, tmp_path_factory, 64 << 20)
 
 
 class Model:
-    """A cache as it should be: its owner, tokens (2, n, Hk, D) of each layer, and the writes to it that had a key."""
+    """The expected cache: its owner, tokens (2, n, Hk, D) of each layer, and the writes that had an idempotency key."""
 
     def __init__(self, owner, tokens=None):
         self.owner = owner
         self.layers = tokens or [np.zeros((2, 0, HK, D), np.float32) for _ in range(LAYERS)]
-        self.writes = []  # (key, call that sends it again), the latest last
+        self.writes = []  # (key, call that repeats it), latest last
         self.last = None  # the key of the last write
 
     @property
@@ -50,7 +50,7 @@ class Model:
 
 
 class Calls(RuleBasedStateMachine):
-    """Clients of two keys, each call on a connection of its own and so at either HTTP process."""
+    """Clients of two keys; each call has a new connection and so reaches either HTTP process."""
 
     server = None
     keys = itertools.count()
@@ -71,9 +71,9 @@ class Calls(RuleBasedStateMachine):
         return data.draw(st.sampled_from([*self.there, *self.lost, *self.gone] or ["c" + "A" * 60]))
 
     def problem(self, name, *ids):
-        """(code, the indices that errors name) of a call with these caches, or None.
+        """Return (code, the indices that errors name) of a call with these caches, or None.
 
-        Ids that are not that key's are seen before its engine is asked.
+        Ids of other keys are refused before the engine gets the call.
         """
         never = [n for n, one in enumerate(ids) if self.owners.get(one) != name]
         if never:
@@ -83,7 +83,7 @@ class Calls(RuleBasedStateMachine):
         return (next(iter(ended.values())), list(ended)) if ended else None
 
     def refused(self, answer, problem, caches=None):
-        """The ids behind the first `caches` ones are those of `free`."""
+        """Check a refusal. The ids after the first `caches` ones are those of `free`."""
         code, named = problem
         assert answer.json["code"] == code, answer
         fields = [f"caches.{n}" if caches is None or n < caches else f"free.{n - caches}" for n in named]
@@ -111,9 +111,9 @@ class Calls(RuleBasedStateMachine):
     def fork(self, data, name, end, free, twice):
         ids = [self.some(data) for _ in range(data.draw(st.integers(1, 2)))]
         freed = [self.some(data)] if free else []
-        asked = {"caches": ids, "lengths": None if end is None else [end] * len(ids), "free": freed}
+        request = {"caches": ids, "lengths": None if end is None else [end] * len(ids), "free": freed}
         headers = self.headers(self.key(twice))
-        answers = [posted(self.server, "/caches/fork", asked, name, **headers) for _ in range(1 + twice)]
+        answers = [posted(self.server, "/caches/fork", request, name, **headers) for _ in range(1 + twice)]
         problem = self.problem(name, *ids, *freed)
         if problem is None and end is not None:
             far = [n for n, one in enumerate(ids) if end > self.there[one].longest]
@@ -163,8 +163,8 @@ class Calls(RuleBasedStateMachine):
         self.seed += 1
         q = normal(len(ids), HQ, new or 2, D, seed=self.seed)
         options, tensors, problem = {"caches": ids, "layer": layer, **option}, {"q": q}, self.problem(name, *ids)
-        held = [0 if problem else self.there[one].layers[layer].shape[1] for one in ids]
-        places = [length if back is None or not new else max(0, length - back) for length in held]
+        lengths = [0 if problem else self.there[one].layers[layer].shape[1] for one in ids]
+        places = [length if back is None or not new else max(0, length - back) for length in lengths]
         if new:
             k, v = kv(new, self.seed, len(ids))
             tensors |= {"k": k, "v": v}
@@ -173,7 +173,7 @@ class Calls(RuleBasedStateMachine):
             if len(set(ids)) < len(ids):
                 assert attended(self.server, tensors, name, **options).status in (404, 422)
                 return
-        if problem is None and (far := [n for n, place in enumerate(places) if place > held[n]]):
+        if problem is None and (far := [n for n, place in enumerate(places) if place > lengths[n]]):
             problem = "cache_position", far
         key = self.key(keyed and new)
 
@@ -226,7 +226,7 @@ class Calls(RuleBasedStateMachine):
     @precondition(lambda self: any(model.writes for model in self.there.values()))
     @rule(data=st.data())
     def copy_comes_late(self, data):
-        """A copy of the last write gets its answer, one of an earlier write 409; neither writes anything."""
+        """A copy of the last write gets its answer, and a copy of an earlier write gets 409; none writes anything."""
         model = data.draw(st.sampled_from([model for model in self.there.values() if model.writes]))
         key, send = data.draw(st.sampled_from(model.writes))
         if send is None:
@@ -287,8 +287,8 @@ class Calls(RuleBasedStateMachine):
 
 
 @pytest.mark.slow
-def test_every_call_does_what_the_model_does(held):
-    Calls.server = held
+def test_every_call_does_what_the_model_does(shared_server):
+    Calls.server = shared_server
     run_state_machine_as_test(Calls, settings=settings(max_examples=8, stateful_step_count=25, deadline=None))
     for name in NAMES:
-        assert ask(held, "/caches", **bearer(name)).json == {"caches": []}
+        assert ask(shared_server, "/caches", **bearer(name)).json == {"caches": []}

@@ -1,4 +1,4 @@
-"""The calculator's rates and predictions against a real server, by a clock that only the calls move on."""
+"""The calculator's rates and predictions fit a real server, with a clock that only the calls advance."""
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ class Clock:
 
 
 class Timed(flashpoint.Client):
-    """Makes each call, and moves the clock on by what it would take at RATES."""
+    """A client that advances the clock by the time that each call would take at RATES."""
 
     def __init__(self, url, clock):
         super().__init__(url)

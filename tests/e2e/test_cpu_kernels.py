@@ -1,4 +1,4 @@
-"""The kernels in C, served: their names in answers, equal bits of one row in all calls, and a machine without them."""
+"""The served kernels in C: their names in answers, equal bits of a row in all calls, and a machine without them."""
 
 import json
 import shutil
@@ -48,20 +48,20 @@ def test_an_answer_of_another_backend_names_no_kernel(server):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_prefill_decode_verification_and_forks_give_a_row_the_same_bits(server, dtype):
-    """Over HTTP: the prefill by a call without caches is the oracle of every call over a cache."""
+    """Over HTTP, every call over a cache has the bits of a prefill without caches."""
     length, start = 300, 280
     q = normal(1, 4, length, 64, seed=1).to(dtype)
     k, v = (normal(1, 2, length, 64, seed=seed).to(dtype) for seed in (2, 3))
     options = {"causal": True, "softcap": 20.0, "return_lse": True}
     with Client(server.url) as client:
 
-        def check(found, first, stop):
-            for x, y in zip(found, whole, strict=True):
+        def check(actual, first, stop):
+            for x, y in zip(actual, whole, strict=True):
                 assert torch.equal(x, y[:, :, first:stop]), (first, stop)
 
         whole = client.attention(q, k, v, **options)
-        own = {"kv_heads": 2, "head_dim": 64, "dtype": str(dtype).removeprefix("torch.")}
-        with client.cache(**own) as cache:
+        shape = {"kv_heads": 2, "head_dim": 64, "dtype": str(dtype).removeprefix("torch.")}
+        with client.cache(**shape) as cache:
             first = 0
             for stop in (1, 130, start):  # a chunked prefill
                 check(cache.attention(*(t[:, :, first:stop] for t in (q, k, v)), **options), first, stop)
@@ -86,9 +86,9 @@ def test_float32_can_be_forced_for_all_types(start_server):
 
 @pytest.mark.slow
 def test_a_machine_without_the_kernels_says_what_to_install(start_server, tmp_path):
-    """The package without its library, as an installation without a C compiler leaves it."""
-    own = Path(flashpoint_kernels.__file__).parent
-    shutil.copytree(own, tmp_path / own.name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    """The package has no library, as after an installation without a C compiler."""
+    package = Path(flashpoint_kernels.__file__).parent
+    shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     without = start_server(environment={"PYTHONPATH": str(tmp_path)})
     info = without.get("/info")[1]
     assert info["backends"] == ["tiled", "reference"]

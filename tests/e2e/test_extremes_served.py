@@ -1,4 +1,4 @@
-"""The edges of docs/numerics.md over HTTP: a server answers with the bits that its backend gives here."""
+"""Extreme values of docs/numerics.md over HTTP get the bits that the backend gives in this process."""
 
 import json
 
@@ -16,7 +16,7 @@ def bits(tensors):
 
 @pytest.mark.parametrize("name", CASES)
 def test_an_edge_is_answered_as_here(server, name):
-    """NaN, infinities, subnormal numbers and the sign of zero go there and back."""
+    """NaN, infinities, subnormal numbers and the sign of zero survive the request and the answer."""
     t = CASES[name].tensors("float32" if "float32" in CASES[name].dtypes else "float16")
     inputs = {n: x for n, x in t.items() if n != "do"}
     answer = post(server, "/attention", message(inputs, backend="torch", return_lse=True))
@@ -26,7 +26,7 @@ def test_an_edge_is_answered_as_here(server, name):
 
 
 def test_json_has_words_for_what_it_has_no_numbers_for(server):
-    """A query of one key is answered with its value."""
+    """A query with one key gets its value."""
     value = ["NaN", "Infinity", "-Infinity", 0.0, 1e-45, -3.4028235e38]
     body = {"q": [[0]], "k": [[0]], "v": [value], "backend": "reference"}
     answer = post(server, "/attention", json.dumps(body).encode(), JSON)

@@ -1,4 +1,4 @@
-"""A large request lets small ones pass between its parts, and stops there when its client leaves or it is late."""
+"""Small requests pass between the parts of a large one, which stops there if its client leaves or it is late."""
 
 import concurrent.futures
 
@@ -22,7 +22,7 @@ def pool():
 
 @pytest.fixture
 def step(gated):
-    """The gate of the second part of a request named step-…; open at the end."""
+    """Return the gate of the second part of a request named step-…; open it at the end."""
     gate = gated.gate("step")
     gate.unlink(missing_ok=True)
     yield gate
@@ -30,11 +30,11 @@ def step(gated):
 
 
 def wait_held(gated, name):
-    """Until the second part of the request waits at its gate."""
+    """Wait until the second part of the request waits at its gate."""
     gated.server.wait_for_line(lambda line: line["event"] == "held" and line["request_id"] == name)
 
 
-# The engine of the tests runs requests of `reference` whole: they have a test of their own.
+# The engine of the tests does not cut requests of `reference`: they have a separate test.
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind == "plain" else pytest.mark.slow) for kind in KINDS[:-1]]
 )
@@ -66,7 +66,7 @@ def test_a_request_whose_client_leaves_starts_no_further_part(gated, step):
 
 
 def test_a_late_request_starts_no_further_part(gated, pool, step):
-    """Deadlines double until one suffices for the way to the engine; it passes while the request is there."""
+    """Deadlines double until one is long enough to reach the engine; it passes while the request is there."""
     body = message(short_sequences("plain")[0])
     for doubling in range(8):
         late = gated.post(pool, "step", body, x_timeout_ms=1000 << doubling)
@@ -82,13 +82,13 @@ def test_a_late_request_starts_no_further_part(gated, pool, step):
 
 @pytest.mark.slow
 def test_a_small_request_passes_an_exact_one_of_many_sequences(server, pool):
-    """The large one takes 20 s of a core in float64. Its client leaves, and its other parts are not computed."""
+    """The large one takes 20 s of a core in float64. Its client leaves, and the remaining parts never run."""
     tensors, options = short_sequences("reference")
     nothing_inside(server)
     with send(server, message(tensors, **options), request_id="exact"):
         wait_for(lambda: server.get("/info")[1]["load"]["requests"], lambda: "it does not arrive")
         assert post(server, "/attention", SMALL).status == 200
-        assert server.get("/info")[1]["load"]["requests"]  # it may have the small one, which was just answered
+        assert server.get("/info")[1]["load"]["requests"]  # may still count the answered small one
         assert not [line for line in list(server.lines) if line.get("request_id") == "exact"]
     assert server.wait_for_request("exact")["code"] == "client_gone"
     nothing_inside(server)

@@ -1,4 +1,4 @@
-"""Every row of the contract's error table over a real socket, and malformed bodies that leave the server serving."""
+"""Every row of the contract's error table holds over a real socket, and malformed bodies do not stop the server."""
 
 import contextlib
 import http.client
@@ -41,7 +41,7 @@ DATA = bytes(72)
 
 @pytest.fixture(scope="module")
 def strict(start_server):
-    """A server with keys and small limits."""
+    """Start a server with keys and small limits."""
     return start_server(
         api_keys="all,looker:info,prover:benchmark+verify",
         body_limit=MIB,
@@ -222,21 +222,21 @@ def test_rights_to_verify_and_to_time(strict):
     problem(post(strict, "/attention", GOOD, authorization="Bearer prover"), 403, "forbidden")
 
 
-ENDLESS = {  # a thousand calls of each case take minutes
+ENDLESS = {  # 1,000 calls of each case take minutes
     "shapes": [{"batch": 4, "q_heads": 4, "q_len": 1024, "head_dim": 32}] * 3,
     "max_seconds": 500.0, "relative_precision": 1e-9, "backends": ["naive"],
 }  # fmt: skip
 
 
 def cancel(server, job, key):
-    """Cancel a benchmark, and wait until it has ended: the answer may come before the end of its slice."""
+    """Cancel a benchmark and wait for its end: the answer may come before its slice ends."""
     where, given = job.headers["location"], {"authorization": f"Bearer {key}"}
     assert ask(server, where, "DELETE", **given).status == 200
     wait_for(lambda: ask(server, where, **given).json["state"] == "cancelled", lambda: "it goes on")
 
 
 def test_one_caller_may_have_half_of_the_benchmarks(strict):
-    """Two benchmarks may run: the caller's second one is 429 until the first has ended."""
+    """Two benchmarks may run: the caller's second one gets 429 until the first has ended."""
     body = json.dumps(ENDLESS).encode()
     first = post(strict, "/benchmark", body, JSON, **KEY)
     assert first.status == 202
@@ -255,7 +255,7 @@ def test_unknown_addresses_404_and_methods_405(server):
     answer = post(server, "/health/live", b"")
     problem(answer, 405, "method_not_allowed")
     assert answer.headers["allow"] == "GET, HEAD"
-    for path in ("/attention", "/benchmark/none/events"):  # no GET, or one without an end
+    for path in ("/attention", "/benchmark/none/events"):  # without GET, or an endless GET
         assert ask(server, path, "HEAD").status == 405
 
 
@@ -263,7 +263,7 @@ def test_unknown_addresses_404_and_methods_405(server):
 def test_head_is_get_without_a_body(server, path):
     whole, head = ask(server, path), ask(server, path, "HEAD")
     assert (head.status, head.body) == (200, b"")
-    changing = ("date", "content-length", "x-request-id")  # counts change from one answer to the next
+    changing = ("date", "content-length", "x-request-id")  # counts differ between answers
     assert {n: v for n, v in head.headers.items() if n not in changing} == {
         n: v for n, v in whole.headers.items() if n not in changing
     }
@@ -298,7 +298,7 @@ def test_a_body_over_the_limit_413_by_its_length(strict):
 
 def test_a_body_over_the_limit_413_while_it_streams(strict):
     name = f"endless-{os.urandom(4).hex()}"
-    endless = itertools.repeat(b" " * 4096, 1024)  # 4 MiB, of which the server must read no more than its limit
+    endless = itertools.repeat(b" " * 4096, 1024)  # 4 MiB; the server must stop reading at its limit
     problem(post(strict, "/attention", endless, JSON, x_request_id=name, **KEY), 413, "body_too_large")
     assert strict.wait_for_request(name)["bytes_in"] < 5 * MIB
     promised = message_head({"q": {"dtype": "U8", "shape": [2 * MIB], "data_offsets": [0, 2 * MIB]}})
@@ -312,7 +312,7 @@ def test_a_head_over_the_servers_limit_is_400(strict):
 def test_work_that_can_never_fit_413(strict, server):
     many = {name: torch.empty(9, 1, 0, 8) for name in "qkv"}
     problem(post(strict, "/attention", message(many), **KEY), 413, "work_too_large")
-    # 40 MB of q and v whose answer would have 10^12 elements, all zero for there is no key
+    # 40 MB of q and v, without keys; the answer would have 10^12 zeros
     wide = {"q": torch.zeros(1, 1, 10**6, 1), "k": torch.zeros(1, 1, 0, 1), "v": torch.zeros(1, 1, 0, 10**6)}
     problem(post(server, "/attention", message(wide, backend="reference")), 413, "work_too_large")
     as_json = post(strict, "/attention", message({n: normal(1, 1, 200, 128) for n in "qkv"}), accept=JSON, **KEY)
@@ -323,8 +323,8 @@ def test_a_body_that_comes_too_slowly_408(strict):
     start = (
         f"POST /attention HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer all\r\nContent-Type: {SAFETENSORS}\r\n"
     )
-    with contextlib.ExitStack() as held:
-        connections = [held.enter_context(connect(strict)) for _ in range(3)]
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(connect(strict)) for _ in range(3)]
         for connection, sent in zip(connections, (b"", GOOD[:5], GOOD[:-1]), strict=True):
             connection.sendall(start.encode() + f"Content-Length: {len(GOOD)}\r\n\r\n".encode() + sent)
         for connection in connections:
@@ -334,18 +334,18 @@ def test_a_body_that_comes_too_slowly_408(strict):
 
 
 def test_a_trickle_is_too_slow_even_without_a_pause(strict):
-    """A byte at a time must not hold a connection: the server limits the rate, too."""
+    """Single bytes must not keep a connection: the server limits the rate, too."""
     with connect(strict) as connection:
         connection.sendall(
             f"POST /attention HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer all\r\nContent-Type: {JSON}\r\n"
             "Content-Length: 60000\r\n\r\n".encode()
         )
-        for _ in range(2400):  # at most ten bytes a second, of the 1000 that it asks for
+        for _ in range(2400):  # at most 10 bytes a second; the server requires 1000
             connection.sendall(b" ")
             if select.select([connection], [], [], 0.1)[0]:
                 break
         else:
-            pytest.fail("the trickle is let go on")
+            pytest.fail("the server accepts the trickle")
         response = http.client.HTTPResponse(connection)
         response.begin()
         problem(reply(response), 408, "body_timeout")
@@ -353,7 +353,7 @@ def test_a_trickle_is_too_slow_even_without_a_pause(strict):
 
 def test_a_chunk_that_is_none_is_400_and_the_connection_ends(server):
     chunk = b"%x\r\n%s\r\n" % (len(GOOD), GOOD)
-    for begin in (b"", chunk[:-1], chunk):  # the body has no end, even after its last byte
+    for begin in (b"", chunk[:-1], chunk):  # the body never ends, even after its last byte
         name = f"no-chunk-{os.urandom(4).hex()}"
         head = (
             f"POST /attention HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: {name}\r\nContent-Type: {SAFETENSORS}\r\n"
@@ -366,13 +366,13 @@ def test_a_chunk_that_is_none_is_400_and_the_connection_ends(server):
             assert response.will_close
             assert problem(reply(response), 400, "malformed_body")["request_id"] == name
             assert not connection.recv(1)
-        said = server.wait_for_request(name)
-        assert (said["status"], said["code"]) == (400, "malformed_body")
+        line = server.wait_for_request(name)
+        assert (line["status"], line["code"]) == (400, "malformed_body")
 
 
 @pytest.mark.parametrize("path", ["/attention", "/verify", "/benchmark", "/v2/models/attention/infer"])
 def test_a_client_that_vanishes_in_its_body_leaves_the_server_serving(server, path):
-    """One line of the log says that it went; that is no error of the server's."""
+    """One log line says that it left; this is no error of the server."""
     name = f"vanished{path}-{os.urandom(4).hex()}"
     with connect(server) as connection:
         connection.sendall(
@@ -433,20 +433,20 @@ def test_an_early_refusal_is_read_by_every_client(strict, client, body, key, sta
 
 
 def test_a_body_that_is_refused_before_it_has_come_costs_no_connection_where_it_is_short(server):
-    """The server discards the rest of the body behind its answer, and reads the next request after it."""
+    """After its answer the server discards the rest of the body, and reads the next request."""
     refused = message({"q": SMALL["q"], "x": torch.zeros(100_000)})
-    asked = "POST /attention HTTP/1.1\r\nHost: localhost\r\n"
+    head = "POST /attention HTTP/1.1\r\nHost: localhost\r\n"
     with connect(server) as connection:
         for _ in range(2):
             fields = f"Content-Type: {SAFETENSORS}\r\nContent-Length: {len(refused)}\r\n\r\n"
-            connection.sendall((asked + fields).encode() + refused[:1000])
+            connection.sendall((head + fields).encode() + refused[:1000])
             response = http.client.HTTPResponse(connection)
             response.begin()
             assert not response.will_close
             problem(reply(response), 422, "invalid_request")
             connection.sendall(refused[1000:])
             connection.sendall(
-                f"{asked}Content-Type: {SAFETENSORS}\r\nContent-Length: {len(GOOD)}\r\n\r\n".encode() + GOOD
+                f"{head}Content-Type: {SAFETENSORS}\r\nContent-Length: {len(GOOD)}\r\n\r\n".encode() + GOOD
             )
             response = http.client.HTTPResponse(connection)
             response.begin()
@@ -465,22 +465,22 @@ def test_a_request_id_is_echoed_when_it_is_sane_and_made_when_not(server):
 
 @pytest.mark.parametrize(("key", "statuses"), [("none", [401]), ("all", [100, 200])])
 def test_expect_100_continue_is_answered_before_the_body_is_sent(strict, key, statuses):
-    """A request that the headers refuse is not asked for its body; one that passes gets 100 Continue."""
+    """A request refused by its headers gets no 100 Continue; any other gets one."""
     with connect(strict) as connection:
         connection.sendall(
             f"POST /attention HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n"
             f"Content-Type: {SAFETENSORS}\r\nContent-Length: {len(GOOD)}\r\nExpect: 100-continue\r\n\r\n".encode()
         )
-        found = []
+        results = []
         with connection.makefile("rb") as lines:
-            while len(found) < len(statuses):
-                found.append(int(lines.readline().split()[1]))
-                if found[-1] == 100:
+            while len(results) < len(statuses):
+                results.append(int(lines.readline().split()[1]))
+                if results[-1] == 100:
                     assert lines.readline() == b"\r\n"
                     connection.sendall(GOOD)
             fields = b"".join(iter(lines.readline, b"\r\n"))
-        assert found == statuses
-        # Without 100 Continue, the client may send the body or not: the next bytes could be either.
+        assert results == statuses
+        # Without 100 Continue the client may or may not send the body: the next bytes are ambiguous.
         assert (b"connection: close" in fields) == (statuses == [401])
 
 
@@ -493,6 +493,6 @@ def test_the_documentation_is_served(server):
 
     answer = post(server, "/attention", json.dumps(example("/attention")).encode(), JSON)
     assert answer.status == 200
-    assert answer.json["o"][0] == [1.0, 2.0]  # the first query sees the first key alone
+    assert answer.json["o"][0] == [1.0, 2.0]  # the first query sees only the first key
     answer = post(server, "/attention/grad", json.dumps(example("/attention/grad")).encode(), JSON, x_priority=9)
     assert set(answer.json) == {"dq", "dk", "dv", "dtype", "backend", "kernel"}

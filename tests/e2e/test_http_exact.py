@@ -1,4 +1,4 @@
-"""Forward and gradients over HTTP against float64 autograd: every option that a backend claims, in both encodings."""
+"""Forward and gradients over HTTP equal float64 autograd, for every claimed option, in both encodings."""
 
 import functools
 import itertools
@@ -19,7 +19,7 @@ CPU_BACKENDS = ("torch", "tiled", "reference")
 
 
 def philox_keep(seed, p, shape):
-    """The contract's dropout mask for (B,H,Sq,Sk), written from its words alone, in numpy."""
+    """Return the contract's dropout mask for (B,H,Sq,Sk), written in numpy from the contract's text alone."""
     batch, heads, sq, sk = shape
     i = [
         np.arange(-(-sk // 4)),
@@ -40,7 +40,7 @@ def philox_keep(seed, p, shape):
 
 def dense(t, dtype, *, causal=False, causal_alignment="bottom_right", window=(-1, -1), scale=None, softcap=0.0,
           dropout_p=0.0, dropout_seed=0, **_):  # fmt: skip
-    """(o, lse) by definition, in `dtype`, for bhsd of rank 4 with at least one visible key in every row."""
+    """Return (o, lse) by definition, in `dtype`, for bhsd of rank 4 with at least one visible key in every row."""
     q, k, v = (t[name].to(dtype) for name in "qkv")
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -74,17 +74,17 @@ SOURCES = {"dq": "q", "dk": "k", "dv": "v", "dattn_mask": "attn_mask", "dsinks":
 
 
 def truth(t, options, dtype=torch.float64):
-    """o, lse and the gradients that `options` ask for, by autograd in `dtype`."""
+    """Return o, lse and the gradients that `options` request, by autograd in `dtype`."""
     grads = options.get("grads", ["dq", "dk", "dv"])
     leaves = {SOURCES[g]: t[SOURCES[g]].to(dtype).requires_grad_() for g in grads}
     o, lse = dense({**t, **leaves}, dtype, **options)
     dlse = t["dlse"].to(dtype) if "dlse" in t else torch.zeros_like(lse)
-    found = torch.autograd.grad([o, lse], list(leaves.values()), [t["do"].to(dtype), dlse])
-    return {"o": o.detach(), "lse": lse.detach(), **dict(zip(grads, found, strict=True))}
+    actual = torch.autograd.grad([o, lse], list(leaves.values()), [t["do"].to(dtype), dlse])
+    return {"o": o.detach(), "lse": lse.detach(), **dict(zip(grads, actual, strict=True))}
 
 
 def case(extra=None, heads=4, kv_heads=4, value_dim=32, batch=1, length=512, dtype=torch.float32, **options):
-    """Tensors and options of one problem; q, k, v, do normal."""
+    """Return tensors and options of one problem; q, k, v and do are normal."""
     shapes = {
         "q": (batch, heads, length, 32), "k": (batch, kv_heads, length, 32),
         "v": (batch, kv_heads, length, value_dim), "do": (batch, heads, length, value_dim),
@@ -94,7 +94,7 @@ def case(extra=None, heads=4, kv_heads=4, value_dim=32, batch=1, length=512, dty
 
 
 def problems(length):
-    """Each option that the tensors and options of a call can ask for."""
+    """Return a problem for each tensor and each option of a call."""
     diagonal = torch.eye(length, dtype=torch.bool)  # every row sees something
 
     def made(extra=None, **how):
@@ -126,7 +126,7 @@ def problems(length):
 
 
 OPTIONS = problems(512)
-SHORT = problems(96)  # half types: torch's own half arithmetic is slow on a CPU
+SHORT = problems(96)  # half types: torch's half arithmetic is slow on a CPU
 
 
 def spec_of(tensors, options, direction):
@@ -154,7 +154,7 @@ def test_the_list_of_claims_is_worth_testing():
 
 
 def ask(server, tensors, options, backend, **headers):
-    """Forward and gradients over HTTP, the gradients with the forward's answer for o and lse; both replies."""
+    """Request the forward, then the gradients with its o and lse, over HTTP; return both answers."""
     forward = {n: t for n, t in tensors.items() if n in FORWARD_TENSORS}
     one = post(server, "/attention", message(forward, **options, backend=backend, return_lse=True), **headers)
     assert one.status == 200, one.body
@@ -163,36 +163,36 @@ def ask(server, tensors, options, backend, **headers):
     return one, two
 
 
-def error(found, expected):
-    assert found.shape == expected.shape
-    return (found.double() - expected.double()).abs().max().item()
+def error(actual, expected):
+    assert actual.shape == expected.shape
+    return (actual.double() - expected.double()).abs().max().item()
 
 
 @functools.cache
 def gold(name, length):
-    """The float64 truth of a problem, for every backend that is held against it."""
+    """Return the float64 solution of a problem, for the comparison with every backend."""
     return truth(*{512: OPTIONS, 96: SHORT}[length][name])
 
 
 @pytest.mark.parametrize(("backend", "name"), CLAIMED)
 def test_float32_is_within_2e_6_of_float64(server, backend, name):
-    # The reference is the same formula as the truth, so a short problem shows its path through the service.
+    # The reference uses the formula of the float64 solution, so a short problem is enough to test its path.
     length = 96 if backend == "reference" else 512
     tensors, options = {512: OPTIONS, 96: SHORT}[length][name]
     expected = gold(name, length)
     one, two = ask(server, tensors, options, backend)
     assert one.headers["x-backend"] == two.headers["x-backend"] == backend
-    found = {**one.tensors, **two.tensors}
-    assert found.keys() == expected.keys()
+    actual = {**one.tensors, **two.tensors}
+    assert actual.keys() == expected.keys()
     for tensor in expected:
-        assert found[tensor].dtype == torch.float32
-        # Twice the usual scores make the softmax sharp: the reference rule's "elsewhere".
+        assert actual[tensor].dtype == torch.float32
+        # Doubled scores make the softmax sharp: the case "elsewhere" of the reference rule.
         bound = (5e-6 if name == "large scale" else 2e-6) * expected[tensor].abs().max().item()
-        assert error(found[tensor], expected[tensor]) <= bound, tensor
+        assert error(actual[tensor], expected[tensor]) <= bound, tensor
 
 
 def half_cases():
-    """Each problem in both half types, one of them in the fast tier."""
+    """Yield each problem in both half types; one of them is in the fast tier."""
     cases = [(backend, name) for backend, name in CLAIMED if backend != "reference"]
     cases = [(backend, name) for backend, name in cases if claims(backend, name, torch.float16)]
     for (n, (backend, name)), (i, dtype) in itertools.product(enumerate(cases), enumerate(HALVES)):
@@ -202,23 +202,23 @@ def half_cases():
 
 @pytest.mark.parametrize(("backend", "name", "dtype"), [*half_cases()])
 def test_half_types_are_as_near_as_torchs_own_arithmetic(server, backend, name, dtype):
-    """max|out − gold| ≤ 2 × max|same-dtype arithmetic − gold| + 1e-5; gradients 3 ×."""
+    """max|out − gold| ≤ 2 × max|same-dtype arithmetic − gold| + 1e-5; for gradients 3 ×."""
     tensors, options = SHORT[name]
     tensors = {n: t.to(dtype) if n in ("q", "k", "v", "do") else t for n, t in tensors.items()}
     exact, plain = truth(tensors, options), truth(tensors, options, dtype)
     one, two = ask(server, tensors, options, backend)
-    found = {**one.tensors, **two.tensors}
+    actual = {**one.tensors, **two.tensors}
     for tensor in exact:
         allowed = (2 if tensor in ("o", "lse") else 3) * error(plain[tensor], exact[tensor]) + 1e-5
-        assert error(found[tensor], exact[tensor]) <= allowed, tensor
+        assert error(actual[tensor], exact[tensor]) <= allowed, tensor
 
 
 @pytest.mark.parametrize("backend", ["torch", "tiled"])
 def test_layouts_and_ranks_are_the_same_problem(server, backend):
     tensors, options = case(batch=2, length=40, causal=True)
     expected = truth(tensors, options)
-    turned = {n: t.transpose(1, 2) for n, t in tensors.items()}
-    one, two = ask(server, turned, {**options, "layout": "bshd"}, backend)
+    transposed = {n: t.transpose(1, 2) for n, t in tensors.items()}
+    one, two = ask(server, transposed, {**options, "layout": "bshd"}, backend)
     for name, t in {**one.tensors, **two.tensors}.items():
         assert error(t if name == "lse" else t.transpose(1, 2), expected[name]) <= 5e-6 * expected[name].abs().max()
     for index, shape in (((0, 0), (40,)), ((slice(None), 0), (2, 40))):
@@ -288,8 +288,8 @@ def test_rows_without_a_key_are_0_and_never_nan(server, backend):
             assert (o[b, :, i] == 0).all()
             assert (lse[b, :, i] == -math.inf).all()
             assert (dq[b, :, i] == 0).all()
-        for name, found in {**one.tensors, **two.tensors}.items():
-            assert not found.isnan().any(), name
+        for name, actual in {**one.tensors, **two.tensors}.items():
+            assert not actual.isnan().any(), name
         assert (two.tensors["dk"][1] == 0).all()
         assert (two.tensors["dv"][1] == 0).all()
 
@@ -316,7 +316,7 @@ def test_empty_dimensions(server, backend, batch, sq, sk):
 
 
 def test_nan_and_infinity_are_answered(server):
-    """In the rows of the request that has them: they are no error, and reach no other batch element."""
+    """They appear in their request's rows, are no error, and reach no other batch element."""
     t = {n: normal(2, 1, 4, 8, seed=i) for i, n in enumerate("qkv")}
     clean = post(server, "/attention", message(t, backend="tiled")).tensors["o"]
     t["q"][0, 0, 1, 0] = math.nan
@@ -340,9 +340,9 @@ def test_json_gives_the_same_bits_as_safetensors(server):
         assert torch.equal(torch.tensor(as_json.json[name]), t)
     crossed = post(server, "/attention", body, JSON, accept=SAFETENSORS)
     assert torch.equal(crossed.tensors["o"], binary["o"])
-    turned = post(server, "/attention", message({"q": q, "k": k, "v": v}, **options), accept=JSON)
-    assert turned.headers["content-type"] == JSON
-    assert turned.json == as_json.json
+    to_json = post(server, "/attention", message({"q": q, "k": k, "v": v}, **options), accept=JSON)
+    assert to_json.headers["content-type"] == JSON
+    assert to_json.json == as_json.json
     grad = {**{n: t.tolist() for n, t in tensors.items()}, "dtype": "bfloat16", "causal": True}
     answer = post(server, "/attention/grad", json.dumps(grad).encode(), JSON).json
     assert answer["dtype"] == "bfloat16"
@@ -384,7 +384,7 @@ TRITON = {
 
 @pytest.fixture(scope="module")
 def interpreted(start_server):
-    """Our Triton kernels on the CPU, under Triton's interpreter."""
+    """Start a server with our Triton kernels on the CPU, under Triton's interpreter."""
     return start_server(interpret=True)
 
 
@@ -396,5 +396,5 @@ def test_the_triton_kernels_answer_exactly_under_the_interpreter(interpreted, na
     expected = truth(t, options)
     one, two = ask(interpreted, t, options, "triton")
     assert one.headers["x-backend"] == two.headers["x-backend"] == "triton"
-    for tensor, found in {**one.tensors, **two.tensors}.items():
-        assert error(found, expected[tensor]) <= 5e-6 * expected[tensor].abs().max().item(), tensor
+    for tensor, actual in {**one.tensors, **two.tensors}.items():
+        assert error(actual, expected[tensor]) <= 5e-6 * expected[tensor].abs().max().item(), tensor

@@ -1,6 +1,6 @@
-"""Bytes that no client should send, on raw sockets to a real server, which afterwards is as it was before.
+"""Invalid bytes on raw sockets leave a real server unchanged.
 
-The cases are those of `make fuzz`, with one seed and fewer that are drawn.
+The cases are those of `make fuzz`, with one seed and fewer drawn cases.
 """
 
 import asyncio
@@ -28,30 +28,30 @@ def test_whatever_is_sent_the_server_answers_as_before(start_server):
 
 
 def test_requests_that_come_faster_than_their_answers_do_not_heap_up(server):
-    """A client sends without end and reads nothing: beyond a bound, the server leaves its requests in the sockets.
+    """If a client sends endlessly and reads nothing, the server stops reading its requests at a bound.
 
-    It has stopped to read when it leaves the client's bytes where they are for as long as it answers 50 other requests.
+    It has stopped if it reads none of the client's bytes while it answers 50 other requests.
     """
     body = forward()
     right, flood = post(server, "/attention", body).body, memoryview((head(body) + body) * 100)
     process = psutil.Process(server.pid)
     before = process.memory_info().rss
     sent = idle = 0
-    with connect(server) as connection, contextlib.suppress(ConnectionError):  # where the server closes it, it is well
+    with connect(server) as connection, contextlib.suppress(ConnectionError):  # the server may close it
         connection.setblocking(False)
         while idle < 50:
             idle += 1
             with contextlib.suppress(BlockingIOError):
                 while taken := connection.send(flood[sent % len(flood) :]):
                     sent, idle = sent + taken, 0
-                    assert sent < 256 << 20, "the server goes on taking requests whose answers nobody reads"
+                    assert sent < 256 << 20, "the server still reads requests of a client that reads no answers"
             assert server.get("/health/live")[0] == 200
         assert process.memory_info().rss - before < 48 << 20
     assert post(server, "/attention", body).body == right
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "message"),
     [
         (b"HTTP/1.1 500 Internal Server Error\r\ncontent-length: 0\r\n\r\n", "500"),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nwrong", "0 of 1 right"),
@@ -62,7 +62,7 @@ def test_requests_that_come_faster_than_their_answers_do_not_heap_up(server):
         (b"", "0 of 1 right"),
     ],
 )
-def test_an_answer_that_is_wrong_is_seen(answer, said):
+def test_an_answer_that_is_wrong_is_seen(answer, message):
     async def answers(reader, writer):
         await reader.readuntil(b"\r\n\r\n")
         writer.write(answer)
@@ -74,4 +74,4 @@ def test_an_answer_that_is_wrong_is_seen(answer, said):
             return await attack(port, [Case("one", (head(b""),), exact=1)], b"right")
 
     report = asyncio.run(run())
-    assert any(said in line for line in report.wrong), report.wrong
+    assert any(message in line for line in report.wrong), report.wrong

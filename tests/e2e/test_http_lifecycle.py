@@ -1,6 +1,6 @@
-"""Deadlines, memory, and a server's beginning and end, each with real work in a real process.
+"""Deadlines, memory, and a server's start and stop work in a real process with real requests.
 
-Full queues, and deadlines and clients that leave while an engine computes, are in test_batching.py.
+test_batching.py has full queues, and deadlines and clients that leave while an engine computes.
 """
 
 import concurrent.futures
@@ -22,7 +22,7 @@ from tests.support.sockets import connect, nothing_inside
 
 SMALL = {name: normal(2, 3, seed=seed) for seed, name in enumerate("qkv")}
 GOOD = message(SMALL)
-ALONE = message(SMALL, backend="reference")  # one request of that backend runs at a time
+ALONE = message(SMALL, backend="reference")  # this backend runs one request at a time
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def background():
 
 
 def test_a_body_that_nobody_reads_leaves_its_connection_usable(server):
-    """The server answers 404 before the body has come, discards the rest of it, and answers the next request."""
+    """The server answers 404 before the body arrives, discards the body, and answers the next request."""
     with connect(server) as connection:
         connection.sendall(
             b"POST /nothing HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4000000\r\n\r\n" + bytes(1000)
@@ -71,8 +71,8 @@ def test_a_deadline_that_passes_while_the_body_comes_is_504(server):
 
 
 def test_a_deadline_that_passes_while_the_answer_is_written_as_json_is_504(server):
-    """The process that writes JSON is stopped until the answer has come."""
-    assert post(server, "/attention", GOOD, accept=JSON).status == 200  # that process runs from here on
+    """The process that writes JSON is stopped until the answer has arrived."""
+    assert post(server, "/attention", GOOD, accept=JSON).status == 200  # starts this process
     (codec,) = server.children("formats.codec_process")
     os.kill(codec, signal.SIGSTOP)
     try:
@@ -98,7 +98,7 @@ def test_out_of_memory_is_503_for_the_culprit_alone(server):
 
 
 def test_a_server_lives_before_it_is_ready_and_may_be_stopped_then(start_server, tmp_path):
-    starting = GatedServer(start_server, tmp_path, closed=True).server  # its engine waits before it opens its device
+    starting = GatedServer(start_server, tmp_path, closed=True).server  # its engine waits before it opens the device
     assert starting.get("/health/live") == (200, {"status": "ok"})
     status, overview = starting.get("/health")
     assert (status, overview["live"], overview["ready"]) == (200, True, False)
@@ -140,7 +140,7 @@ def test_a_second_signal_ends_it_at_once(start_server, background, tmp_path):
 
 @pytest.mark.slow
 def test_a_bug_of_ours_is_500_with_its_id_in_the_log(gated):
-    """The real application with a route that fails (tests/support/faulty/server.py)."""
+    """The application has a route that fails (tests/support/faulty/server.py)."""
     server = gated.server
     answer = ask(server, "/fail")
     document = problem(answer, 500, "internal_error")
@@ -176,7 +176,7 @@ def test_a_wrong_start_ends_with_a_reason_for_a_person():
 
 
 def test_a_variable_that_is_nearly_a_setting_is_warned_of(server):
-    """By a server that then ends, for its port is taken."""
+    """The server prints the warning and then ends, because its port is taken."""
     variables = {
         "FLASHPOINT_QEUE_LIMIT": "1",
         "FLASHPOINT_API_KEY": "a-client-s",
@@ -185,8 +185,8 @@ def test_a_variable_that_is_nearly_a_setting_is_warned_of(server):
     ended = start("--port", str(server.port), **variables)
     assert (ended.returncode, ended.stdout) == (1, "")
     *warned, last = map(json.loads, ended.stderr.splitlines())
-    said = [(line["variable"], line["perhaps"]) for line in warned if line["event"] == "unknown setting"]
-    assert said == [("FLASHPOINT_QEUE_LIMIT", "FLASHPOINT_QUEUE_LIMIT")]
+    warnings = [(line["variable"], line["perhaps"]) for line in warned if line["event"] == "unknown setting"]
+    assert warnings == [("FLASHPOINT_QEUE_LIMIT", "FLASHPOINT_QUEUE_LIMIT")]
     assert last["event"] == "cannot listen"
 
 
@@ -199,7 +199,7 @@ def test_a_server_whose_device_is_not_there_ends_with_a_reason():
 
 
 def start(*flags, **variables):
-    """`flashpoint serve` with these flags, which ends by itself."""
+    """Run `flashpoint serve` with these flags, which ends by itself."""
     command = [sys.executable, "-m", "flashpoint_server.cli.serve", *flags]
     return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **variables})
 
@@ -210,7 +210,7 @@ def test_info_says_what_it_is(server):
     assert info["backends"] == ["torch", "tiled", "reference"]
     assert info["device"]["name"] == "cpu"
     assert info["versions"]["torch"] == torch.__version__
-    assert "softcap" in info["options"]["torch"]  # by the kernels in C
+    assert "softcap" in info["options"]["torch"]  # from the kernels in C
     assert "wide_head_dim" in set(info["options"]["tiled"]) - set(info["options"]["torch"])
     assert info["limits"]["body_bytes"] == 1 << 30
-    nothing_inside(server)  # as `load` says
+    nothing_inside(server)  # by `load`

@@ -1,4 +1,4 @@
-"""Mistakes of a caller who writes JSON by hand: each is refused with its status, and a message that says what to do."""
+"""Mistakes in handwritten JSON are refused with the right status and a message that says what to do."""
 
 import json
 
@@ -56,21 +56,21 @@ REQUESTS = [
 
 
 def text(answer):
-    """The detail of a problem, and its errors as `field: message`."""
+    """Return the detail of a problem, and its errors as `field: message`."""
     document = answer.json()
     assert document["detail"]
     return "\n".join([document["detail"], *(f"{e['loc'][-1]}: {e['msg']}" for e in document.get("errors") or ())])
 
 
-@pytest.mark.parametrize(("changes", "said"), FIELDS, ids=[str(changes) for changes, _ in FIELDS])
-def test_a_wrong_field_is_named_with_what_is_allowed(server, changes, said):
+@pytest.mark.parametrize(("changes", "message"), FIELDS, ids=[str(changes) for changes, _ in FIELDS])
+def test_a_wrong_field_is_named_with_what_is_allowed(server, changes, message):
     answer = httpx.post(f"{server.url}/attention", json=GOOD | changes, timeout=PATIENCE)
     assert answer.status_code == 422
-    assert said in text(answer)
+    assert message in text(answer)
 
 
-@pytest.mark.parametrize(("method", "path", "body", "headers", "status", "said"), REQUESTS)
-def test_a_wrong_request_says_what_is_taken(server, method, path, body, headers, status, said):
+@pytest.mark.parametrize(("method", "path", "body", "headers", "status", "message"), REQUESTS)
+def test_a_wrong_request_says_what_is_taken(server, method, path, body, headers, status, message):
     headers = {"Content-Type": "application/json"} | headers
     answer = httpx.request(method, f"{server.url}{path}", content=body, headers=headers, timeout=PATIENCE)
-    assert (answer.status_code, said in text(answer)) == (status, True), text(answer)
+    assert (answer.status_code, message in text(answer)) == (status, True), text(answer)

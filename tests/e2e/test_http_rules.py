@@ -1,4 +1,4 @@
-"""The rules of HTTP and of browsers, on raw sockets: Host, other sites' pages, codings, HTTP/1.0, half a connection."""
+"""The server follows HTTP and browser rules on raw sockets: Host, origins, codings, HTTP/1.0, half-closed sockets."""
 
 import concurrent.futures
 import contextlib
@@ -24,9 +24,9 @@ CLOSE = "Connection: close"
 KEEP = "Connection: keep-alive"
 
 
-def one(found):
-    """The only answer."""
-    (answer,) = answers(found)
+def one(received):
+    """Return the only answer."""
+    (answer,) = answers(received)
     return answer
 
 
@@ -44,13 +44,13 @@ HOSTS = {
 
 @pytest.mark.parametrize("what", HOSTS)
 def test_a_request_has_one_valid_host(server, what):
-    found = one(talk(server, get("/health", host=HOSTS[what])))
-    assert "Host" in problem(found, 400, "malformed_head")["detail"]
-    assert found.headers["connection"] == "close"
+    answer = one(talk(server, get("/health", host=HOSTS[what])))
+    assert "Host" in problem(answer, 400, "malformed_head")["detail"]
+    assert answer.headers["connection"] == "close"
 
 
 def test_trailers_are_no_part_of_a_head_that_is_repeated(server):
-    """The second head is the first one and its trailers: two hosts, though the first request was valid."""
+    """The second head equals the first one plus its trailers: it has two hosts, though the first request was valid."""
     lines = "POST /nothing HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
     with connect(server) as connection:
         connection.sendall(f"{lines}\r\n1\r\nx\r\n0\r\nHost: localhost\r\n\r\n".encode())
@@ -63,8 +63,8 @@ def test_trailers_are_no_part_of_a_head_that_is_repeated(server):
 
 def test_a_head_that_differs_from_the_last_one_is_read_anew(server):
     heads = [post("/attention", GOOD, SAFETENSORS, f"X-Priority: {n}") for n in (1, 1, 10, 2)]
-    found = answers(talk(server, b"".join(heads) + post("/attention", GOOD, SAFETENSORS, CLOSE)))
-    assert [answer.status for answer in found] == [200, 200, 422, 200, 200]
+    replies = answers(talk(server, b"".join(heads) + post("/attention", GOOD, SAFETENSORS, CLOSE)))
+    assert [answer.status for answer in replies] == [200, 200, 422, 200, 200]
 
 
 def test_a_request_of_http_1_0_has_one_host_at_most(server):
@@ -75,17 +75,17 @@ def test_a_request_of_http_1_0_has_one_host_at_most(server):
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "localhost.evil.example", "192.0.2.1"])
 def test_a_name_that_leads_here_is_not_ours(server, host):
-    """DNS rebinding: to a browser, this server is the page's own. A server on loopback without keys is called by its
-    own names alone."""
+    """DNS rebinding makes a browser take this server for the page's origin. A server on loopback without keys answers
+    only to loopback names."""
     before = read_metrics(server)["flashpoint_accepted_total"]
-    own = f"Origin: http://{host}", "Sec-Fetch-Site: same-origin", CLOSE
-    for sent in (get("/info", *own, host=f"Host: {host}"), get(f"http://{host}/info", *own)):
+    fields = f"Origin: http://{host}", "Sec-Fetch-Site: same-origin", CLOSE
+    for sent in (get("/info", *fields, host=f"Host: {host}"), get(f"http://{host}/info", *fields)):
         detail = problem(one(talk(server, sent)), 421, "host_not_allowed")["detail"]
         assert repr(host.partition(":")[0]) in detail
         assert "--allowed-hosts" in detail
-    head = post("/attention", GOOD, SAFETENSORS, *own).replace(b"Host: localhost", f"Host: {host}".encode())
+    head = post("/attention", GOOD, SAFETENSORS, *fields).replace(b"Host: localhost", f"Host: {host}".encode())
     problem(one(talk(server, head)), 421, "host_not_allowed")
-    refused = one(talk(server, get("/v2/models/attention", *own, host=f"Host: {host}")))
+    refused = one(talk(server, get("/v2/models/attention", *fields, host=f"Host: {host}")))
     assert (refused.status, list(refused.json)) == (421, ["error"])
     assert read_metrics(server)["flashpoint_accepted_total"] == before
 
@@ -98,7 +98,7 @@ def test_loopback_names_are_ours(server, host):
 
 @pytest.fixture(scope="module")
 def named(start_server):
-    """A server with keys, that answers to some names and to pages of one origin."""
+    """Start a server with keys that answers to some names and to pages of one origin."""
     return start_server(
         ready=False,
         api_keys="k",
@@ -110,7 +110,7 @@ def named(start_server):
 def test_allowed_hosts_are_answered(named):
     for host, status in (("attention.example:80", 200), ("a.b.pods.example", 200), ("pods.example", 421), ("x.y", 421)):
         assert one(talk(named, get("/health", CLOSE, host=f"Host: {host}"))).status == status
-    assert named.get("/health")[1]["live"]  # by its address, as probes ask
+    assert named.get("/health")[1]["live"]  # by address, as probes do
 
 
 EVIL = ("Origin: http://evil.example", "Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: no-cors")
@@ -118,7 +118,7 @@ EVIL = ("Origin: http://evil.example", "Sec-Fetch-Site: cross-site", "Sec-Fetch-
 
 @pytest.mark.parametrize("fields", [EVIL, EVIL[:1], EVIL[1:], ("Sec-Fetch-Site: same-site",)])
 def test_a_page_of_another_site_has_nothing_computed(server, fields):
-    """A POST of text/plain needs no leave of CORS: the browser sends it, and hides the answer alone."""
+    """A POST of text/plain needs no CORS preflight: the browser sends it and only hides the answer."""
     before = read_metrics(server)["flashpoint_accepted_total"]
     numbers = {"shape": [1, 2], "datatype": "FP32", "data": [1, 2]}
     infer = json.dumps({"inputs": [{"name": name, **numbers} for name in "qkv"]}).encode()
@@ -149,8 +149,8 @@ def test_pages_of_allowed_origins_call(named):
 @pytest.mark.parametrize("coding", ["gzip, chunked", "gzip", "identity", "x\r\nTransfer-Encoding: chunked"])
 def test_another_transfer_coding_is_501_and_the_connection_ends(server, coding):
     head = f"POST /attention HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: {coding}\r\n\r\n"
-    found = one(talk(server, head.encode() + b"0\r\n\r\n" + get("/health")))
-    assert "Transfer-Encoding" in problem(found, 501, "transfer_encoding")["detail"]
+    answer = one(talk(server, head.encode() + b"0\r\n\r\n" + get("/health")))
+    assert "Transfer-Encoding" in problem(answer, 501, "transfer_encoding")["detail"]
 
 
 def test_chunks_within_chunks_are_400(server):
@@ -172,12 +172,12 @@ def test_a_head_over_64_kib_is_431(server, path, fields):
     with connect(server) as connection:
         connection.sendall(get(path, *fields))
         response = http.client.HTTPResponse(connection)
-        response.begin()  # at once: the connection may be reset behind the answer
-        found = reply(response)
+        response.begin()  # at once: the connection may be reset after the answer
+        answer = reply(response)
     if path == "/info" and not fields:
-        assert found.status == 200
+        assert answer.status == 200
     else:
-        problem(found, 431, "head_too_large")
+        problem(answer, 431, "head_too_large")
 
 
 def test_a_malformed_head_is_counted_and_logged_with_its_peer(server):
@@ -187,26 +187,26 @@ def test_a_malformed_head_is_counted_and_logged_with_its_peer(server):
         peer = "{}:{}".format(*connection.getsockname())
         connection.sendall(b"\x16\x03\x01 this is TLS\r\n\r\n")
         document = problem(one(read_to_end(connection)), 400, "malformed_head")
-    said = server.wait_for_line(lambda line: line["event"] == "malformed request" and line["peer"] == peer)
-    assert (said["request_id"], said["status"], said["code"]) == (document["request_id"], 400, "malformed_head")
+    logged = server.wait_for_line(lambda line: line["event"] == "malformed request" and line["peer"] == peer)
+    assert (logged["request_id"], logged["status"], logged["code"]) == (document["request_id"], 400, "malformed_head")
     assert read_metrics(server)[counted] == before + 1
 
 
 def test_http_1_0_is_kept_alive_where_it_asks(server):
-    """JSON, an answer that goes from the socket straight to where it is wanted, an error, and a last one."""
-    asked = [get("/health", KEEP, version="1.0"), post("/attention", GOOD, SAFETENSORS, KEEP, version="1.0")]
-    asked += [get("/nothing", KEEP, version="1.0"), get("/info", version="1.0")]
-    found = answers(talk(server, b"".join(asked)))
-    assert [answer.status for answer in found] == [200, 200, 404, 200]
-    assert [answer.headers["connection"] for answer in found] == ["keep-alive"] * 3 + ["close"]
-    assert found[1].body == post_to(server, "/attention", GOOD).body
+    """The requests get JSON, an answer read directly into its buffer, an error, and a last answer."""
+    requests = [get("/health", KEEP, version="1.0"), post("/attention", GOOD, SAFETENSORS, KEEP, version="1.0")]
+    requests += [get("/nothing", KEEP, version="1.0"), get("/info", version="1.0")]
+    replies = answers(talk(server, b"".join(requests)))
+    assert [answer.status for answer in replies] == [200, 200, 404, 200]
+    assert [answer.headers["connection"] for answer in replies] == ["keep-alive"] * 3 + ["close"]
+    assert replies[1].body == post_to(server, "/attention", GOOD).body
 
 
 @pytest.fixture(scope="module")
 def job(server):
-    """The address of a benchmark that is over."""
-    asked = {"shapes": [{"q_len": 16, "head_dim": 16}], "max_seconds": 0.01, "backends": ["torch"]}
-    path = post_to(server, "/benchmark", json.dumps(asked).encode(), JSON).headers["location"]
+    """Return the address of a finished benchmark."""
+    grid = {"shapes": [{"q_len": 16, "head_dim": 16}], "max_seconds": 0.01, "backends": ["torch"]}
+    path = post_to(server, "/benchmark", json.dumps(grid).encode(), JSON).headers["location"]
     wait_for(lambda: ask(server, path).json["state"] == "done", lambda: "the benchmark goes on")
     return path
 
@@ -214,22 +214,22 @@ def job(server):
 def test_a_stream_without_length_ends_with_its_connection_in_http_1_0(server, job):
     whole = ask(server, f"{job}/events").body
     for fields in ((), (KEEP,)):
-        found = one(talk(server, get(f"{job}/events", *fields, version="1.0")))
-        assert "transfer-encoding" not in found.headers
-        assert (found.headers["connection"], found.body) == ("close", whole)
+        answer = one(talk(server, get(f"{job}/events", *fields, version="1.0")))
+        assert "transfer-encoding" not in answer.headers
+        assert (answer.headers["connection"], answer.body) == ("close", whole)
 
 
 def test_half_a_connection_gets_its_answers(server, job):
-    """The client ends its sending behind its last request; it may have sent several, and half of one more."""
+    """The client shuts down its sending side after one or several requests, and perhaps half of one more."""
     large = message({name: normal(1, 8, 4096 if name == "q" else 4, 64, seed=1) for name in "qkv"})  # 8 MiB
     for sent in (
         get("/info"), get(f"{job}/events"), get("/health", version="1.0"), post("/attention", GOOD, SAFETENSORS),
         post("/attention", GOOD, SAFETENSORS, version="1.0"), post("/attention", large, SAFETENSORS),
     ):  # fmt: skip
-        found = one(talk(server, sent, half=True))
-        assert found.status == 200
+        answer = one(talk(server, sent, half=True))
+        assert answer.status == 200
         if sent.endswith(large):
-            assert found.body == post_to(server, "/attention", large).body
+            assert answer.body == post_to(server, "/attention", large).body
     pipelined = post("/attention", GOOD, SAFETENSORS) * 3
     assert [a.status for a in answers(talk(server, pipelined, half=True))] == [200] * 3
     assert [a.status for a in answers(talk(server, pipelined[:-9], half=True))] == [200] * 2
@@ -238,21 +238,21 @@ def test_half_a_connection_gets_its_answers(server, job):
 
 
 def test_a_slow_reader_of_half_a_connection_gets_all(server):
-    """The answer is larger than what the kernel holds of it, so most of it leaves after the end of the sending."""
+    """The answer exceeds the kernel's buffers, so most of it is sent after the client has shut down sending."""
     large = message({name: torch.ones(1, 8, 16384 if name == "q" else 4, 64) for name in "qkv"})  # 32 MiB
     with connect(server, receive_buffer=4096) as connection:
         connection.sendall(post("/attention", large, SAFETENSORS))
         connection.shutdown(socket.SHUT_WR)
         connection.recv(1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
-        found = one(b"H" + read_to_end(connection))
-    assert found.tensors["o"].numel() == 8 * 16384 * 64
-    assert bool((found.tensors["o"] == 1).all())
+        answer = one(b"H" + read_to_end(connection))
+    assert answer.tensors["o"].numel() == 8 * 16384 * 64
+    assert bool((answer.tensors["o"] == 1).all())
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 def test_half_a_connection_waits_for_its_answer(gated, version):
-    """Its request is running when the client ends its sending; or it waits in the queue, when that is behind it."""
+    """The request is running, or waits in the queue, when the client shuts down its sending side."""
     names = [f"half-{os.urandom(4).hex()}" for _ in range(2)]
     with concurrent.futures.ThreadPoolExecutor() as pool, gated.busy(pool, ALONE), contextlib.ExitStack() as held:
         connections = [held.enter_context(connect(gated.server)) for _ in names]
@@ -273,8 +273,8 @@ def test_a_client_that_ends_its_sending_and_then_leaves_is_dropped(gated):
         with connect(gated.server) as connection:
             connection.sendall(post("/attention", ALONE, SAFETENSORS, f"X-Request-Id: {name}"))
             connection.shutdown(socket.SHUT_WR)
-            assert connection.recv(100).startswith(b"HTTP/1.1 100 ")  # so it is asked whether it is there
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+            assert connection.recv(100).startswith(b"HTTP/1.1 100 ")  # which checks that it is there
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close resets
         gated.wait_dropped(name)
     assert gated.server.wait_for_request(name)["code"] == "client_gone"
     assert not gated.begun(name)
@@ -286,7 +286,7 @@ def test_without_descriptors_the_log_says_that_connections_are_dropped(server):
     resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (max(used) + 1, before[1]))
     try:
         with contextlib.ExitStack() as held:
-            for _ in range(max(used) + 1):  # as many as are left, and more, which wait to be accepted
+            for _ in range(max(used) + 1):  # all free descriptors and more, which wait to be accepted
                 connection = held.enter_context(socket.socket())
                 connection.settimeout(PATIENCE)
                 connection.connect(("127.0.0.1", server.port))

@@ -1,4 +1,4 @@
-"""`flashpoint.jax.attention`: values and derivatives from a real server, against JAX's own attention in float64."""
+"""`flashpoint.jax.attention` gets values and derivatives from a real server that equal JAX's attention in float64."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import flashpoint
 from flashpoint.jax import attention
 from tests.support.jax_calls import derived, same, tensors
 
-# The largest error, relative to the largest number: one rounding to the dtype, and those of the sums before it.
+# The largest error, relative to the largest number: the rounding of the sums, and one rounding to the dtype.
 BOUNDS = {"float64": 1e-14, "float32": 4e-6, "float16": 2**-9, "bfloat16": 2**-6}
 
 
@@ -22,7 +22,7 @@ def close(found, expected):
 
 
 def exact(function, *arguments):
-    """`derived(function)` of float64, by JAX's own differentiation."""
+    """Return `derived(function)` in float64, by JAX's differentiation."""
     with jax.enable_x64(True):
         return jax.jit(derived(function))(*(np.asarray(a, np.float64) for a in arguments))
 
@@ -35,7 +35,7 @@ def eager(function):
     return function
 
 
-# By name: our options, and JAX's own.
+# By name: our options, and JAX's options.
 CASES = {
     "none": ({}, {}),
     "window": ({"window": (4, 2), "causal_alignment": "top_left"}, {"local_window_size": (4, 2)}),
@@ -65,17 +65,17 @@ CASES = {
 def test_value_and_gradients_are_those_of_jax(jax_client, case, wrap):
     served, own = CASES[case]
     given = tensors(DO, *QKV)
-    found = wrap(derived(lambda *x: attention(*x, client=jax_client, layout="bshd", **served)))(*given)
-    close(found, exact(lambda *x: jax.nn.dot_product_attention(*x, **own), *given))
+    actual = wrap(derived(lambda *x: attention(*x, client=jax_client, layout="bshd", **served)))(*given)
+    close(actual, exact(lambda *x: jax.nn.dot_product_attention(*x, **own), *given))
     assert jax_client.asked == ("o", ("dk", "dq", "dv"))
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float16", marks=pytest.mark.slow), "bfloat16"])
 def test_half_types_have_half_gradients(jax_client, dtype):
     given = tensors(DO, *QKV, dtype=dtype)
-    found = jax.jit(derived(lambda *x: attention(*x, client=jax_client, layout="bshd")))(*given)
-    assert {t.dtype.name for t in found} == {dtype}
-    close(found, exact(jax.nn.dot_product_attention, *given))
+    actual = jax.jit(derived(lambda *x: attention(*x, client=jax_client, layout="bshd")))(*given)
+    assert {t.dtype.name for t in actual} == {dtype}
+    close(actual, exact(jax.nn.dot_product_attention, *given))
 
 
 def test_gradients_of_a_mask_and_through_grad_and_jit(jax_client):
@@ -90,17 +90,17 @@ def test_gradients_of_a_mask_and_through_grad_and_jit(jax_client):
 
     inputs = tensors(*QKV, (1, 4, 13, 17))
     every = (1, 2, 3, 4)
-    found = jax.jit(jax.value_and_grad(loss, every), static_argnums=0)(served, *inputs)
+    actual = jax.jit(jax.value_and_grad(loss, every), static_argnums=0)(served, *inputs)
     with jax.enable_x64(True):
         graded = jax.jit(jax.value_and_grad(loss, every), static_argnums=0)
         expected = graded(own, *(np.asarray(t, np.float64) for t in inputs))
-    close(found, expected)
+    close(actual, expected)
     close(jax.grad(loss, 4)(served, *inputs), expected[1][3])
-    assert jax_client.asked[-1] == ("dattn_mask",)  # what is not needed is not asked for
+    assert jax_client.asked[-1] == ("dattn_mask",)  # only needed gradients are requested
 
 
 def dense(q, k, v, sinks):
-    """Attention by its definition, with a logit of each head's own in the denominator: (o, lse). bhsd."""
+    """Return (o, lse) by definition, with one extra logit per head in the denominator. bhsd."""
     s = jnp.einsum("bhid,bhjd->bhij", q, k) / q.shape[-1] ** 0.5
     s = jnp.concatenate([s, jnp.broadcast_to(sinks[:, None, None], (*s.shape[:-1], 1))], -1)
     return jnp.einsum("bhij,bhjd->bhid", jax.nn.softmax(s)[..., :-1], v), jax.nn.logsumexp(s, -1)
@@ -120,21 +120,21 @@ def test_gradients_of_sinks_and_through_lse(jax_client):
 
         return value
 
-    found = jax.jit(jax.grad(scalar(served), (2, 3, 4, 5)))(do, dlse, *inputs)
+    actual = jax.jit(jax.grad(scalar(served), (2, 3, 4, 5)))(do, dlse, *inputs)
     with jax.enable_x64(True):
         wide = [np.asarray(t, np.float64) for t in (do, dlse, *inputs)]
-        close(found, jax.jit(jax.grad(scalar(dense), (2, 3, 4, 5)))(*wide))
+        close(actual, jax.jit(jax.grad(scalar(dense), (2, 3, 4, 5)))(*wide))
         lse_alone = jax.jit(jax.grad(lambda q: dense(q, *wide[3:])[1].sum()))(wide[2])
     close(jax.grad(lambda q: served(q, *inputs[1:])[1].sum())(inputs[0]), lse_alone)
 
 
 def test_float64_is_exact(jax_client):
-    """Held against the definition: JAX's own has its softmax in float32."""
+    """It is compared with the definition, because JAX's attention has its softmax in float32."""
     with jax.enable_x64(True):
         given = tensors((1, 2, 9, 5), (1, 2, 9, 8), (1, 2, 11, 8), (1, 2, 11, 5), (2,), dtype="float64")
-        found = jax.jit(derived(lambda q, k, v, sinks: attention(q, k, v, client=jax_client, sinks=sinks)))(*given)
-        assert {t.dtype.name for t in found} == {"float64"}
-        close(found, jax.jit(derived(lambda *x: dense(*x)[0]))(*given))
+        actual = jax.jit(derived(lambda q, k, v, sinks: attention(q, k, v, client=jax_client, sinks=sinks)))(*given)
+        assert {t.dtype.name for t in actual} == {"float64"}
+        close(actual, jax.jit(derived(lambda *x: dense(*x)[0]))(*given))
 
 
 def test_ragged_sequences(jax_client):
@@ -149,7 +149,7 @@ def test_ragged_sequences(jax_client):
 
 
 def test_dropout_keeps_its_seed_and_a_new_one_compiles_nothing(jax_client):
-    """o is linear in v, so do·o = dv·v when, and only when, both calls drop the same."""
+    """o is linear in v, so do·o = dv·v if and only if both calls drop the same weights."""
     do, q, k, v = tensors(*[(1, 2, 33, 8)] * 4)
     compiled = jax.jit(
         lambda seed, *x: derived(lambda v: attention(*x, v, client=jax_client, dropout_p=0.5, dropout_seed=seed))(do, v)
@@ -201,7 +201,7 @@ def test_errors_name_the_field(jax_client, caplog):
         ({"kv_lengths": [[1], [2, 3]]}, "kv_lengths: is no array"),
         ({"dropout_seed": jnp.ones(())}, "dropout_seed: must be one integer"),
         ({"layout": "thd"}, "q: must have 3 dimensions, not 4"),
-        ({"sinks": jnp.ones(3)}, "422 invalid_request: sinks"),  # the server's
+        ({"sinks": jnp.ones(3)}, "422 invalid_request: sinks"),  # from the server
     ):
         with pytest.raises(invalid, match=message):
             attention(q, k, v, client=jax_client, **wrong)

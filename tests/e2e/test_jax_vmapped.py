@@ -1,4 +1,4 @@
-"""`jax.vmap` of `flashpoint.jax.attention`: one request where the shapes have room, with the bits of one for each."""
+"""`jax.vmap` of `flashpoint.jax.attention` sends one request if shapes allow, with the bits of separate requests."""
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ RAGGED = (12, 4, D), (12, 4, D), (9, 2, D), (9, 2, D)
 STARTING = {"layout": "thd", "cu_seqlens_q": [0, 3, 12], "cu_seqlens_k": [0, 4, 9]}
 STARTS = np.array([[0, 3, 12], [0, 0, 12], [0, 5, 12]])
 
-# name: shapes of do, q, k, v and what else has a gradient; its axes that are mapped; options; requests of a direction.
+# name: shapes of do, q, k, v and other inputs with a gradient; their mapped axes; options; requests per direction.
 CASES = {
     "all": ((O, Q, K, V), (0, 0, 0, 0), {}, 1),
     "other axes, and one in common": ((O, Q, K, V), (0, 2, None, 4), {"causal": True}, 1),
@@ -48,7 +48,7 @@ def mapped_shape(shape, axis):
     return shape if axis is None else (*shape[:axis], N, *shape[axis:])
 
 
-# The fast tier has each way of mapping once: of q, k, v, masks, slopes, lengths and sinks, and where there is no way.
+# The fast tier has each way of mapping once: q, k, v, masks, slopes, lengths, sinks, and a case without a way.
 FAST = {
     "other axes, and one in common", "one head", "a bias", "a mask in common", "slopes", "lengths", "offsets",
     "sinks in common", "ragged", "ragged, with sinks", "sinks and lengths", "dropout",
@@ -70,13 +70,13 @@ def test_it_is_what_one_after_another_is(jax_client, case):
 
         return derived(call)(do, *inputs)
 
-    found = jax.block_until_ready(jax.jit(jax.vmap(both, (0, *axes)))(more, *inputs))
+    actual = jax.block_until_ready(jax.jit(jax.vmap(both, (0, *axes)))(more, *inputs))
     assert len(jax_client.asked) == 2 * requests
     rows = []
     for n in range(N):
         one = [t if axis is None else np.take(np.asarray(t), n, axis) for t, axis in zip(inputs, axes, strict=True)]
         rows.append(both({name: t[n] for name, t in more.items()}, *one))
-    same(found, jax.tree.map(lambda *t: np.stack(t), *rows))
+    same(actual, jax.tree.map(lambda *t: np.stack(t), *rows))
 
 
 def test_maps_within_maps_are_one_request(jax_client):
@@ -85,14 +85,14 @@ def test_maps_within_maps_are_one_request(jax_client):
     def one(q, k, v):
         return attention(q, k, v, client=jax_client, return_lse=True)
 
-    found = jax.block_until_ready(jax.vmap(jax.vmap(one, (0, 0, None)), (0, None, 0))(q, k, v))
+    actual = jax.block_until_ready(jax.vmap(jax.vmap(one, (0, 0, None)), (0, None, 0))(q, k, v))
     assert jax_client.asked == ("o",)
     rows = [[one(q[i, j], k[j], v[i]) for j in range(3)] for i in range(2)]
-    same(found, jax.tree.map(lambda *t: np.stack(t).reshape(2, 3, *t[0].shape), *[o for row in rows for o in row]))
+    same(actual, jax.tree.map(lambda *t: np.stack(t).reshape(2, 3, *t[0].shape), *[o for row in rows for o in row]))
 
 
 def test_gradients_of_a_loss_over_a_map(jax_client):
-    """An input that is not mapped gets the sum of the examples' gradients, in one request."""
+    """An unmapped input gets the sum of the examples' gradients, in one request."""
     q, k, v, sinks = tensors((N, *Q), (N, *K), V, (4,))
 
     def loss(each):
@@ -103,11 +103,11 @@ def test_gradients_of_a_loss_over_a_map(jax_client):
 
     every = (0, 1, 2, 3)
     mapped = loss(lambda one: jax.vmap(one, (0, 0, None, None)))
-    found = jax.block_until_ready(jax.jit(jax.grad(mapped, every))(q, k, v, sinks))
+    actual = jax.block_until_ready(jax.jit(jax.grad(mapped, every))(q, k, v, sinks))
     assert len(jax_client.asked) == 2
     summed = loss(lambda one: lambda q, k, v, sinks: sum(one(a, b, v, sinks) for a, b in zip(q, k, strict=True)))
     expected = jax.jit(jax.grad(summed, every))(q, k, v, sinks)
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(actual, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
@@ -117,6 +117,6 @@ def test_ragged_sequences_with_a_gap_are_refused(jax_client):
     def ragged(q, k, v, starts):
         return attention(q, k, v, client=jax_client, layout="thd", cu_seqlens_q=starts, cu_seqlens_k=starts)
 
-    starts = jnp.asarray(STARTS).at[1, 2].set(11)  # laid behind one another, it would not show
+    starts = jnp.asarray(STARTS).at[1, 2].set(11)  # concatenation would hide it
     with pytest.raises(RuntimeError, match="cu_seqlens_q"):
         jax.vmap(ragged)(q, k, v, starts)

@@ -1,7 +1,7 @@
-"""The clients of docs/languages.md: each works with a real server, asks again when told to, and is shown there.
+"""Each client of docs/languages.md works with a real server, retries when told to, and is shown on that page.
 
-No test measures how long they wait. Where the wait is tested, the timer of JavaScript or Go is replaced by one that
-records the wait that was asked for and ends at once; curl says for how long it waits.
+No test measures time. To test waits, a fake timer of JavaScript or Go records the requested wait and ends at once;
+curl prints its wait.
 """
 
 import http.client
@@ -24,7 +24,7 @@ FULL = {"type": "about:blank", "status": 429, "code": "queue_full", "detail": "c
 
 
 class Front(ThreadingHTTPServer):
-    """A proxy before a server. Each of its `refusals` is the Retry-After of a 429 with which it answers one request."""
+    """A proxy before a server. For each of its `refusals` it answers one request with 429 and this Retry-After."""
 
     daemon_threads = True
 
@@ -112,8 +112,8 @@ def run(command, *arguments):
     return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=600, check=False)
 
 
-GO = pytest.param("go", id="go", marks=pytest.mark.slow)  # without its cache, Go compiles for long
-# The client whose output the page shows, and the calls. JavaScript and Go print the same lines.
+GO = pytest.param("go", id="go", marks=pytest.mark.slow)  # without its cache, Go compiles slowly
+# For each language: the client whose output the page shows, and its calls. JavaScript and Go print the same lines.
 CALLS = {"javascript": ("attention.mjs", 3), "go": ("attention.mjs", 3), "curl": ("attention.sh", 4)}
 
 
@@ -180,7 +180,7 @@ WAITING = ["waiting_javascript", pytest.param("waiting_go", marks=pytest.mark.sl
 
 @pytest.mark.parametrize("command", WAITING, indirect=True)
 def test_it_waits_as_long_as_it_is_told_and_gives_up_with_the_problem(command, front, monkeypatch, tmp_path):
-    """It waits for Retry-After or for its own delay, which doubles each time: for the longer one."""
+    """It waits for the longer of Retry-After and its delay, which doubles each time."""
     monkeypatch.setenv("WAITS", str(tmp_path / "waits"))
     front.refusals = [7, 0, 0, 3, 0]
     ran = run(command, front.url)
@@ -190,7 +190,7 @@ def test_it_waits_as_long_as_it_is_told_and_gives_up_with_the_problem(command, f
     assert [float(wait) for wait in (tmp_path / "waits").read_text().split()] == [7, 0.2, 0.4, 3]
 
 
-@pytest.mark.slow  # it does wait
+@pytest.mark.slow  # it really waits
 def test_curl_waits_as_long_as_it_is_told(curl, front, monkeypatch, tmp_path):
     talking = tmp_path / "curl"
     talking.write_text(f'#!/bin/sh\nexec {shutil.which("curl")} "$@" --no-silent --no-progress-meter\n')

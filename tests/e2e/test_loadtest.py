@@ -1,6 +1,6 @@
-"""`make loadtest` with few and short steps: its callers check answers, and its report is complete.
+"""`make loadtest` with few and short steps checks answers and writes a complete report.
 
-Its measurements are not judged here.
+Its measurements are not tested here.
 """
 
 import csv
@@ -19,7 +19,7 @@ KINDS = ("forward", "gradient", "mixed", "decode", "json", "oip", "mix")
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """The process, and the folder with what it wrote."""
+    """Return the process and the folder with its output."""
     out = tmp_path_factory.mktemp("loadtest")
     command = [
         sys.executable, LOADTESTS / "run.py", "--only", "saturation", "drain", "--scale", "0.05", "--loads", "0.2",
@@ -31,9 +31,9 @@ def ran(tmp_path_factory):
 
 
 def test_every_kind_of_caller_gets_right_answers(ran):
-    """Each request of each kind is asked once before the steps, which end the run where an answer is wrong."""
+    """Each request of each kind is sent once before the steps, and a wrong answer ends the run."""
     process, out = ran
-    assert process.returncode in (0, 1), process.stdout  # it has come to its verdicts
+    assert process.returncode in (0, 1), process.stdout  # it has reached its verdicts
     steps = json.loads((out / "result.json").read_text())["steps"]
     capacity = [step for step in steps if step["scenario"] == "capacity"]
     assert {step["step"].partition(",")[0] for step in capacity} == set(KINDS)
@@ -44,23 +44,23 @@ def test_every_kind_of_caller_gets_right_answers(ran):
 def test_the_server_drains_under_load(ran):
     _, out = ran
     verdicts = json.loads((out / "result.json").read_text())["verdicts"]
-    found = {verdict["question"]: verdict for verdict in verdicts}
-    answered = found["Who asked before SIGTERM, and was answered?"]["found"]
+    by_question = {verdict["question"]: verdict for verdict in verdicts}
+    answered = by_question["Who asked before SIGTERM, and was answered?"]["found"]
     assert "; 0 of the others had been read" in answered
-    assert found["Did it end well?"]["met"], found["Did it end well?"]
+    assert by_question["Did it end well?"]["met"], by_question["Did it end well?"]
 
 
 def test_the_report_is_whole_and_the_exit_code_follows_it(ran):
     process, out = ran
-    found = json.loads((out / "result.json").read_text())
-    assert process.returncode == (0 if all(verdict["met"] for verdict in found["verdicts"]) else 1), process.stdout
-    assert len(list(csv.DictReader((out / "steps.csv").read_text().splitlines()))) == len(found["steps"])
+    document = json.loads((out / "result.json").read_text())
+    assert process.returncode == (0 if all(verdict["met"] for verdict in document["verdicts"]) else 1), process.stdout
+    assert len(list(csv.DictReader((out / "steps.csv").read_text().splitlines()))) == len(document["steps"])
     page = (out / "report.html").read_text()
     assert page.count("<svg") == 1
-    assert all(step["step"] in page for step in found["steps"])
+    assert all(step["step"] in page for step in document["steps"])
     assert (out / "latency.svg").read_text().lstrip().startswith("<?xml")
     assert all("Locust" in (out / f"{name}.html").read_text() for name in ("capacity", "saturation", "drain"))
-    assert found["environment"]["commit"]
+    assert document["environment"]["commit"]
 
 
 WRONG = """
@@ -92,6 +92,6 @@ for kind, cases in CASES.items():
 
 
 def test_a_wrong_answer_is_seen():
-    """A caller that took any answer for right would find no fault in any server."""
+    """A caller that accepted any answer would find no fault in any server."""
     ran = subprocess.run([sys.executable, "-c", WRONG], cwd=LOADTESTS, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr

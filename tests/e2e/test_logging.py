@@ -1,4 +1,4 @@
-"""The log never holds up the service: where nobody reads it, lines are dropped and counted."""
+"""The log never blocks the service: if nobody reads it, lines are dropped and counted."""
 
 import contextlib
 import http.client
@@ -23,7 +23,7 @@ SMALL = message({name: normal(2, 3) for name in "qkv"})
 
 
 class Unread:
-    """A server whose stderr is a pipe that nobody reads, but for its beginning and what `read` asks for."""
+    """A server whose stderr is a pipe that nobody reads, except its first lines and calls of `read`."""
 
     def __init__(self):
         command = [sys.executable, *PROGRAM, "--port=0", f"--device={DEVICE}", "--shutdown-timeout=5"]
@@ -34,7 +34,7 @@ class Unread:
         wait_for(lambda: ask(self, "/health/ready").status == 200, lambda: self.lines)
 
     def read(self, until):
-        """Read whole lines, up to one that is wanted."""
+        """Read whole lines, up to the wanted one."""
         while not (self.lines and until(self.lines[-1])):
             text = self.process.stderr.readline()
             assert text, "the server has ended"
@@ -44,9 +44,9 @@ class Unread:
         return read_metrics(self)[f'flashpoint_log_lines_dropped_total{{process="{process}"}}']
 
     def fill(self):
-        """Ask for so much on one connection that its log lines fit neither the queue nor the pipe.
+        """Send so many requests on one connection that their log lines exceed the queue and the pipe.
 
-        Each request has a line with a traceback, of 4 kB.
+        Each request logs a line of 4 kB with a traceback.
         """
         before = self.dropped("http-0")
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
@@ -73,7 +73,7 @@ def unread():
 
 @pytest.mark.slow
 def test_a_server_whose_log_nobody_reads_serves_on_counts_what_it_drops_and_ends(unread):
-    """The engine drops lines, too: its count comes with its next answer. A line says how many once there is room."""
+    """The engine drops lines, too, and sends its count with its next answer. A later line gives the number."""
     unread.fill()
     assert ask(unread, "/health/live").status == 200
     assert post(unread, "/attention", SMALL, x_request_id="loud-1").status == 200
@@ -84,7 +84,7 @@ def test_a_server_whose_log_nobody_reads_serves_on_counts_what_it_drops_and_ends
     def notices():
         return [line for line in unread.lines if line["event"] == "log lines dropped"]
 
-    # A process that drops lines before and after its writer has taken the first of them says so in two lines.
+    # A process that drops lines before and after its writer takes the first count logs two notices.
     unread.read(lambda _: sum(line["lines"] for line in notices()) >= sum(dropped))
     assert {line["level"] for line in notices()} == {"warning"}
     assert len(notices()) >= 2
@@ -95,7 +95,7 @@ def test_a_server_whose_log_nobody_reads_serves_on_counts_what_it_drops_and_ends
 
 
 def test_what_python_writes_to_stderr_waits_for_no_reader():
-    """Prints, warnings, and tracebacks of threads and of the end of the process: more than a pipe holds."""
+    """Prints, warnings and tracebacks of threads and of the exit, more than a pipe holds, do not block."""
     program = textwrap.dedent(f"""
         import sys, threading, warnings
         from flashpoint_server.observability import logs
@@ -119,7 +119,7 @@ def test_what_python_writes_to_stderr_waits_for_no_reader():
 
 
 def test_all_lines_are_written_before_the_end_of_a_process_whose_log_is_read():
-    """Whole, in order, also where two threads write, and where the next thing that happens is the end."""
+    """Lines are whole and in order, also with two writing threads, and just before the exit."""
     program = textwrap.dedent("""
         import threading
         import structlog

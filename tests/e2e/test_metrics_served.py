@@ -1,4 +1,4 @@
-"""Metrics of a real server: what they say of readiness, of the processes, of waiting, and of clients that vanish."""
+"""Metrics of a real server are right: readiness, processes, queued work, and clients that vanish."""
 
 import concurrent.futures
 import contextlib
@@ -16,7 +16,7 @@ from tests.support.sockets import connect, nothing_inside, send
 SMALL = message({name: normal(2, 3) for name in "qkv"})
 ALONE = message({name: normal(2, 3) for name in "qkv"}, backend="reference")
 LAUNCHES = "flashpoint_batch_size_count"
-# 16 MiB in the answer, which is more than sockets hold.
+# An answer of 16 MiB, more than socket buffers hold.
 LONG_ANSWER = message({"q": normal(1, 4, 1 << 12, 1), "k": normal(1, 4, 1, 1), "v": normal(1, 4, 1, 256)})
 OLDEST = "flashpoint_queue_oldest_seconds"
 AS_JSON = json.dumps({"q": [[1, 0]], "k": [[1, 0]], "v": [[1, 2]]}).encode()
@@ -46,24 +46,24 @@ def test_build_info_says_what_info_says(server):
 
 
 def test_each_process_has_its_time_memory_and_descriptors(server):
-    assert post(server, "/attention", AS_JSON, JSON).status == 200  # the process that reads JSON runs from here
+    assert post(server, "/attention", AS_JSON, JSON).status == 200  # starts the process that reads JSON
     (codec,) = server.children("formats.codec_process")
-    found = read_metrics(server)
+    metrics = read_metrics(server)
     for name, pid in {"http-0": server.pid, "engine-cpu": server.engine_pid, "json-0": codec}.items():
-        assert found[f'flashpoint_process_id{{process="{name}"}}'] == pid
-        used = {what: found[f'process_{what}{{process="{name}"}}'] for what in (
+        assert metrics[f'flashpoint_process_id{{process="{name}"}}'] == pid
+        used = {what: metrics[f'process_{what}{{process="{name}"}}'] for what in (
             "cpu_seconds_total", "resident_memory_bytes", "virtual_memory_bytes", "open_fds", "max_fds",
             "start_time_seconds",
         )}  # fmt: skip
         assert all(value > 0 for value in used.values()), used
-    engine, own = (found[f'process_resident_memory_bytes{{process="{name}"}}'] for name in ("engine-cpu", "http-0"))
+    engine, own = (metrics[f'process_resident_memory_bytes{{process="{name}"}}'] for name in ("engine-cpu", "http-0"))
     assert engine > own  # it has torch
 
 
 def test_a_body_that_comes_slowly_and_an_answer_that_is_taken_slowly_are_not_queued_work(server, gated):
-    """A request counts as queued from the end of its body on, while it waits for the engine.
+    """A request counts as queued after the end of its body, while it waits for the engine.
 
-    Two servers show it: one lets a body and an answer pause for long, the other has an engine that waits.
+    Two servers show it: one allows long pauses of a body and an answer, the other has an engine that waits.
     """
     nothing_inside(server)
     with send(server, SMALL[:-8], length=len(SMALL)):
@@ -99,7 +99,7 @@ def test_json_that_waits_to_be_read_is_queued_work(server):
 
 @contextlib.contextmanager
 def asking(server, body, name):
-    """Inside, a client waits for an answer in JSON; then it has gone."""
+    """Let a client wait for a JSON answer inside the block, and leave at its end."""
     head = f"POST /attention HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: {name}\r\nContent-Type: {JSON}\r\n"
     with connect(server) as connection:
         connection.settimeout(PATIENCE)
@@ -108,8 +108,10 @@ def asking(server, body, name):
 
 
 def peers(server):
-    """The ports of the clients whose connections the server holds."""
-    return {found.raddr.port for found in psutil.Process(server.pid).net_connections("tcp") if found.raddr}
+    """Return the ports of the clients that are connected to the server."""
+    return {
+        connection.raddr.port for connection in psutil.Process(server.pid).net_connections("tcp") if connection.raddr
+    }
 
 
 def client_gone(server):
@@ -118,7 +120,7 @@ def client_gone(server):
 
 
 def test_a_client_that_vanishes_while_its_answer_is_written_is_499(server):
-    """In the log line and in the metric; there was nobody to take the answer."""
+    """The log line and the metric have 499; no client took the answer."""
     assert post(server, "/attention", SMALL, accept=JSON).status == 200
     (codec,) = server.children("formats.codec_process")
     nothing_inside(server)

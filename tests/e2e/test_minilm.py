@@ -1,4 +1,4 @@
-"""A real model on real sentences, with its attention served by a real server. Slow: test_sdk_transformers is not."""
+"""A real model on real sentences works with served attention. Slow; test_sdk_transformers is fast."""
 
 import importlib.util
 import re
@@ -25,7 +25,7 @@ def minilm():
 
 @pytest.fixture(scope="module")
 def models(minilm, server):
-    from flashpoint.integrations.transformers import NAME, register  # seconds: not whenever tests are collected
+    from flashpoint.integrations.transformers import NAME, register  # takes seconds: not at collection
 
     with flashpoint.Client(server.url) as client:
         register(client)
@@ -39,9 +39,9 @@ def lengths(n):
 @pytest.mark.parametrize("words", [None, [1, 40, 7], [5, 5], [1]], ids=["sentences", "mixed", "even", "one"])
 @torch.no_grad()
 def test_embeddings_agree_with_the_models_own_attention(minilm, models, words):
-    own, served = models
+    local, served = models
     sentences = minilm.SENTENCES if words is None else lengths(words)
-    expected = minilm.encode(own, sentences)
+    expected = minilm.encode(local, sentences)
     assert expected.isfinite().all()
     assert (minilm.encode(served, sentences) - expected).abs().max() < 1e-5
 
@@ -49,9 +49,9 @@ def test_embeddings_agree_with_the_models_own_attention(minilm, models, words):
 @torch.no_grad()
 def test_padding_does_not_change_a_sentence(minilm, models):
     served = models[1]
-    together = minilm.encode(served, minilm.SENTENCES)
+    batch = minilm.encode(served, minilm.SENTENCES)
     alone = torch.cat([minilm.encode(served, [sentence]) for sentence in minilm.SENTENCES])
-    assert (together - alone).abs().max() < 1e-5
+    assert (batch - alone).abs().max() < 1e-5
 
 
 def gradients(minilm, model):
@@ -62,13 +62,13 @@ def gradients(minilm, model):
 
 
 def test_a_loss_gives_the_same_parameter_gradients(minilm, models):
-    own, served = models
-    expected, found = gradients(minilm, own), gradients(minilm, served)
-    assert found.keys() == expected.keys()
+    local, served = models
+    expected, actual = gradients(minilm, local), gradients(minilm, served)
+    assert actual.keys() == expected.keys()
     assert any("query" in name and grad.abs().max() > 1e-3 for name, grad in expected.items())
-    # Relative to the largest gradient: that of a key's bias is zero in theory, so that its own scale is noise.
+    # Relative to the largest gradient: the gradient of a key's bias is zero in theory, so its scale is noise.
     largest = max(grad.abs().max() for grad in expected.values())
-    worst = {name: ((found[name] - grad).abs().max() / largest).item() for name, grad in expected.items()}
+    worst = {name: ((actual[name] - grad).abs().max() / largest).item() for name, grad in expected.items()}
     assert max(worst.values()) < 1e-4, max(worst, key=worst.get)
 
 

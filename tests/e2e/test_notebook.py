@@ -1,4 +1,4 @@
-"""examples/attention.ipynb runs from its first cell to the served call, and prints what it has printed before."""
+"""examples/attention.ipynb runs from its first cell to the served call, and prints its stored outputs."""
 
 import importlib.util
 import json
@@ -26,17 +26,17 @@ def outputs(notebook):
 
 
 def test_it_runs_to_the_served_call_and_prints_what_it_did(runner, server, monkeypatch):
-    monkeypatch.setitem(os.environ, "FLASHPOINT_URL", "")  # which the run sets
-    kept = json.loads(runner.NOTEBOOK.read_text(encoding="utf-8"))
+    monkeypatch.setitem(os.environ, "FLASHPOINT_URL", "")  # the run sets it
+    stored = json.loads(runner.NOTEBOOK.read_text(encoding="utf-8"))
     random = torch.random.get_rng_state()
-    found = runner.executed(kept, server.url)
+    executed = runner.executed(stored, server.url)
     torch.random.set_rng_state(random)
-    for before, after in zip(outputs(kept), outputs(found), strict=True):
+    for before, after in zip(outputs(stored), outputs(executed), strict=True):
         assert [out["output_type"] for out in before] == [out["output_type"] for out in after]
         assert [out.get("text") for out in before] == [out.get("text") for out in after]
-    assert "NOT THE SAME" not in json.dumps(outputs(found))
-    assert sum(out["output_type"] == "display_data" for cell in outputs(found) for out in cell) == 1
-    assert "o: within 1e-5 and lse: within 1e-5\n" in outputs(found)[-2][0]["text"]
+    assert "NOT THE SAME" not in json.dumps(outputs(executed))
+    assert sum(out["output_type"] == "display_data" for cell in outputs(executed) for out in cell) == 1
+    assert "o: within 1e-5 and lse: within 1e-5\n" in outputs(executed)[-2][0]["text"]
 
 
 def test_jupyter_can_open_it(runner):

@@ -1,4 +1,4 @@
-"""Numbers of NumPy and torch as options, and lists as lengths: in the library, the clients and `flashpoint.torch`."""
+"""The library, the clients and `flashpoint.torch` take NumPy and torch numbers as options, and lists as lengths."""
 
 from functools import partial
 
@@ -53,8 +53,8 @@ def test_lengths_and_offsets_as_lists_arrays_and_both_integers(call):
     assert all(torch.equal(call(X, X, X, kv_lengths=each, q_lengths=each), expected) for each in lengths)
     packed = X.flatten(0, 1)
     starts = [[0, 1, 4], np.array([0, 1, 4], np.int32), torch.tensor([0, 1, 4])]
-    found = [call(packed, packed, packed, layout="thd", cu_seqlens_q=each, cu_seqlens_k=each) for each in starts]
-    assert all(torch.equal(each, found[0]) for each in found)
+    results = [call(packed, packed, packed, layout="thd", cu_seqlens_q=each, cu_seqlens_k=each) for each in starts]
+    assert all(torch.equal(each, results[0]) for each in results)
 
 
 @pytest.mark.parametrize(
@@ -79,8 +79,8 @@ def test_pages_by_lists_and_64_bits():
     k = tensors(6, 2, 4, 16, n=1)[0]
     pages = [[0, 1], [2, 5]]
     tables = [torch.tensor(pages).int(), pages, np.array(pages), torch.tensor(pages)]
-    found = [attention(X, k, k, block_table=table, kv_lengths=[8, 5]) for table in tables]
-    assert all(torch.equal(each, found[0]) for each in found)
+    actual = [attention(X, k, k, block_table=table, kv_lengths=[8, 5]) for table in tables]
+    assert all(torch.equal(each, actual[0]) for each in actual)
     with pytest.raises(ProblemError, match=r"block_table: .* page"):
         attention(X, k, k, block_table=[[0, 1], [2, (1 << 32) + 5]], kv_lengths=[8, 5])
     unread = attention(X, k, k, block_table=[[0, 1], [2, 1 << 40]], kv_lengths=[8, 3])
@@ -88,8 +88,8 @@ def test_pages_by_lists_and_64_bits():
 
 
 def test_gradients_and_modules_take_them_too():
-    found = [attention_backward(X, X, X, X, kv_lengths=n, window=w, scale=s)
+    actual = [attention_backward(X, X, X, X, kv_lengths=n, window=w, scale=s)
              for n, w, s in (([5, 8], None, None), (torch.tensor([5, 8]), (-1, -1), torch.tensor(0.25)))]  # fmt: skip
-    assert all(map(torch.equal, *found))
+    assert all(map(torch.equal, *actual))
     module, x = FlashAttention(16, heads=2, window=None), X[:, 0]
     assert torch.equal(module(x, [5, 8]), module(x, torch.tensor([5, 8])))

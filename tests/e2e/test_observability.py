@@ -1,5 +1,5 @@
-"""deploy/prometheus and deploy/grafana: promtool accepts them, each alert fires when it should and at no other
-time, and a real Prometheus that scrapes a real server under load has an answer to every expression of the dashboard."""
+"""promtool accepts deploy/prometheus and deploy/grafana, and each alert fires when it should and at no other time. A
+real Prometheus that scrapes a real server under load can answer every expression of the dashboard."""
 
 import itertools
 import json
@@ -23,7 +23,7 @@ PROMETHEUS = DEPLOY / "prometheus"
 DASHBOARD = json.loads((DEPLOY / "grafana/flashpoint.json").read_text())
 SCRAPE = "500ms"
 WITH_KEYS = {"flashpoint_key_requests_total"}  # the server of these tests has no keys
-WINDOW = "10s"  # for Grafana's $__rate_interval, which is four scrapes or more
+WINDOW = "10s"  # replaces Grafana's $__rate_interval: four scrapes or more
 
 pytestmark = pytest.mark.skipif(
     shutil.which("promtool") is None or shutil.which("prometheus") is None,
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def expressions():
-    """(title of the panel, expression as Grafana would send it) of every target."""
+    """Yield (panel title, expression as Grafana would send it) for every target."""
     for panel in DASHBOARD["panels"]:
         for target in panel.get("targets", []):
             expression = target["expr"]
@@ -50,16 +50,16 @@ def test_promtool_accepts_what_is_deployed(command):
 
 def test_the_alerts_fire_when_they_should_and_at_no_other_time():
     tests = yaml.safe_load((PROMETHEUS / "alerts_test.yaml").read_text())["tests"]
-    asked = {test["alertname"]: bool(test.get("exp_alerts")) for group in tests for test in group["alert_rule_test"]}
+    expected = {test["alertname"]: bool(test.get("exp_alerts")) for group in tests for test in group["alert_rule_test"]}
     rules = yaml.safe_load((PROMETHEUS / "alerts.yaml").read_text())["groups"][0]["rules"]
-    assert set(asked) == {rule["alert"] for rule in rules}
+    assert set(expected) == {rule["alert"] for rule in rules}
     command = ["promtool", "test", "rules", "alerts_test.yaml"]
     ran = subprocess.run(command, cwd=PROMETHEUS, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
 def test_every_variable_and_panel_of_the_dashboard_is_whole():
-    """Grafana can draw it: each panel has a place, and the reader chooses the data source."""
+    """Each panel has a place, and the reader chooses the data source."""
     panels = DASHBOARD["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     cells = [
@@ -76,7 +76,7 @@ def test_every_variable_and_panel_of_the_dashboard_is_whole():
 
 
 class Prometheus:
-    """A Prometheus that scrapes `server`, with the deployed configuration but for the address and the interval."""
+    """A Prometheus that scrapes `server` with the deployed configuration, but another address and interval."""
 
     def __init__(self, server, folder):
         config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
@@ -99,19 +99,19 @@ class Prometheus:
         )  # fmt: skip
 
     def get(self, path, **parameters):
-        """The answer's data; None while it starts."""
+        """Return the answer's data; None while Prometheus starts."""
         try:
             answer = self.client.get(f"{self.url}/api/v1/{path}", params=parameters)
-        except httpx.TransportError:  # it does not listen yet
+        except httpx.TransportError:  # not listening yet
             assert self.process.poll() is None, Path(self.log.name).read_text()
             return None
-        if answer.status_code == 503:  # it listens, and reads what it has stored
+        if answer.status_code == 503:  # listening, but loading its stored data
             return None
         assert answer.json()["status"] == "success", answer.text
         return answer.json()["data"]
 
     def numbers(self, expression):
-        """The current values of `expression`, without NaN."""
+        """Return the current values of `expression`, without NaN."""
         data = self.get("query", query=expression)
         return [float(s["value"][1]) for s in data["result"] if s["value"][1] != "NaN"] if data else []
 
@@ -124,7 +124,7 @@ class Prometheus:
 
 @pytest.fixture(scope="module")
 def loaded(start_server, tmp_path_factory):
-    """A server under requests of several kinds, until the module ends."""
+    """Return a server that gets requests of several kinds until the module ends."""
     server = GatedServer(start_server, tmp_path_factory.mktemp("gates"), interpret=True, max_queue_delay=0.02).server
     small = {name: normal(1, 2, 5, 8, seed=seed) for seed, name in enumerate("qkv")}
     longer = {name: normal(1, 2, 9, 8, seed=seed) for seed, name in enumerate("qkv")}
@@ -146,13 +146,13 @@ def loaded(start_server, tmp_path_factory):
         assert post(server, "/verify", given).status == 200
         assert post(server, "/attention", message(small, casual=True)).status == 422
 
-    held = post(server, "/caches", json.dumps({"kv_heads": 2, "head_dim": 8}).encode(), JSON).json["caches"][0]["id"]
+    cache = post(server, "/caches", json.dumps({"kv_heads": 2, "head_dim": 8}).encode(), JSON).json["caches"][0]["id"]
 
     def caches():
         document = json.dumps({"length": 0}).encode()
-        assert post(server, f"/caches/{held}/truncate", document, JSON).status == 200
-        document = json.dumps({"length": 1}).encode()  # beyond the end
-        assert post(server, f"/caches/{held}/truncate", document, JSON).status == 409
+        assert post(server, f"/caches/{cache}/truncate", document, JSON).status == 200
+        document = json.dumps({"length": 1}).encode()  # after the end
+        assert post(server, f"/caches/{cache}/truncate", document, JSON).status == 409
 
     threads = [threading.Thread(target=ask, args=(kind,)) for kind in (launches, longer_launches, others, caches)]
     for thread in threads:
@@ -172,9 +172,9 @@ def prometheus(loaded, tmp_path_factory):
 
 @pytest.mark.slow
 def test_every_panel_of_the_dashboard_has_something_to_show(prometheus):
-    asked = list(expressions())
-    assert len(asked) > 20
-    missing = {expression: title for title, expression in asked}
+    targets = list(expressions())
+    assert len(targets) > 20
+    missing = {expression: title for title, expression in targets}
 
     def all_there():
         for expression in list(missing):
@@ -196,8 +196,8 @@ def test_the_panels_show_what_was_asked(prometheus):
         data = prometheus.get("query", query=expression)
         return {value for series in data["result"] for value in series["metric"].values()} if data else set()
 
-    asked = {"/attention", "/attention/grad", "/verify", "/caches/*/truncate", "other"}
-    wait_for(lambda: asked <= labels(routes), lambda: labels(routes))
+    sent = {"/attention", "/attention/grad", "/verify", "/caches/*/truncate", "other"}
+    wait_for(lambda: sent <= labels(routes), lambda: labels(routes))
     (why,) = by_title["Why not answered"]
     wait_for(lambda: "invalid_request" in labels(why), lambda: labels(why))
     (share,) = by_title["Not answered"]

@@ -1,5 +1,5 @@
-"""The service as processes that share memory: no caller reads another's bytes, and what a client or a process that
-vanishes has held is released."""
+"""The processes of the service share memory safely: no caller reads another's bytes, and the memory of clients and
+processes that vanish is released."""
 
 import concurrent.futures
 import contextlib
@@ -30,7 +30,7 @@ ROWS = 1 << 13
 
 
 def constant(value, rows=ROWS):
-    """A request whose answer, (1, 4, rows, 64) float32, is `value` everywhere: 8 MiB at the default size."""
+    """Return a request whose answer, (1, 4, rows, 64) float32, is `value` everywhere; by default 8 MiB."""
     zeros = {name: torch.zeros(1, 4, n, 64) for name, n in (("q", rows), ("k", 1))}
     return message({**zeros, "v": torch.full((1, 4, 1, 64), float(value))})
 
@@ -40,27 +40,27 @@ def shows_only(answer, value):
 
 
 def values_of(body):
-    """The distinct values of a float32 answer."""
+    """Return the distinct values of a float32 answer."""
     return set(
         torch.frombuffer(bytearray(body[8 + int.from_bytes(body[:8], "little") :]), dtype=torch.float32).tolist()
     )
 
 
 def longest():
-    """The longest times that the settings allow: eleven days."""
+    """Return the longest times that the settings allow: eleven days."""
     bounds = [(name, bound) for name, field in Settings.model_fields.items() for bound in field.metadata]
     return {name: bound.le for name, bound in bounds if bound in (Le(LONGEST), Le(1000 * LONGEST))}
 
 
 @pytest.fixture(scope="module")
 def patient(start_server):
-    """A server that gives up no body and no answer, however long a busy machine takes."""
+    """Start a server that never gives up a body or an answer, however slow the machine is."""
     return start_server(**longest())
 
 
 @pytest.mark.slow
 def test_canary_slow_readers_and_reused_memory_show_nobody_elses_bytes(patient):
-    """Answers that wait unread while fifty others are computed, sent, cut off and cancelled."""
+    """Answers wait unread while fifty others are computed, sent, cut off and cancelled."""
     server = patient
     slow = [(value, send(server, constant(value))) for value in range(1, 7)]
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -81,27 +81,27 @@ def test_canary_slow_readers_and_reused_memory_show_nobody_elses_bytes(patient):
 @pytest.mark.slow
 def test_a_client_that_never_reads_holds_up_nobody(patient):
     server = patient
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         for value in range(8):
-            held.enter_context(send(server, constant(value)))
+            stack.enter_context(send(server, constant(value)))
         wait_for(lambda: server.get("/info")[1]["load"]["requests"] >= 8, lambda: "they never got in")
         assert shows_only(post(server, "/attention", constant(77)), 77)
     nothing_inside(server)
 
 
 def wide(value, rows):
-    """As `constant`, of small tensors: the answer, (1, 4, rows, 256) float32, is 256 times as large as the body."""
+    """Like `constant`, with small tensors: the answer, (1, 4, rows, 256) float32, is 256 times the body's size."""
     q, k = torch.zeros(1, 4, rows, 1), torch.zeros(1, 4, 1, 1)
     return message({"q": q, "k": k, "v": torch.full((1, 4, 1, 256), float(value))})
 
 
 def unread(server, value, name):
-    """A connection on which the server sends an answer of 16 MiB, which is more than the sockets hold."""
+    """Return a connection on which the server sends 16 MiB, more than the socket buffers hold."""
     return send(server, wide(value, 1 << 12), request_id=name, receive_buffer=1 << 16)
 
 
 def given_up(server, name):
-    """The log line of a request whose answer the server has given up, once there is one."""
+    """Wait for the log line that says that the server gave up this request's answer, and return it."""
     line = server.wait_for_request(name)
     assert (line["status"], line["code"]) == (200, "answer_timeout")
     return line
@@ -117,14 +117,14 @@ def test_an_answer_that_nobody_takes_is_dropped_after_a_while(gated):
 
 @pytest.mark.slow
 def test_a_time_may_be_as_long_as_the_settings_allow(patient):
-    """Eleven days are not too much for any timer, of the kernel or of an event loop."""
+    """Eleven days are not too long for any timer of the system or of an event loop."""
     assert {"body_timeout", "header_timeout", "keep_alive", "max_timeout_ms", "shutdown_timeout"} <= set(longest())
     assert shows_only(post(patient, "/attention", constant(4, 8)), 4)
 
 
 @pytest.mark.slow
 def test_canary_on_a_server_that_is_not_ours(start_server, tmp_path):
-    """The application under plain uvicorn, which does not say when its buffers are free."""
+    """The application runs under plain uvicorn, which does not report when its buffers are free."""
     program = tmp_path / "plain.py"
     program.write_text(
         textwrap.dedent("""
@@ -154,7 +154,7 @@ def test_canary_on_a_server_that_is_not_ours(start_server, tmp_path):
 @pytest.mark.slow
 def test_memory_is_reused_and_giants_are_given_back(server):
     nothing_inside(server)
-    for _ in range(3):  # the pool grows to what it needs
+    for _ in range(3):  # the pool grows to its needed size
         assert shows_only(post(server, "/attention", constant(3)), 3)
     before = segments(server.pid)
     for value in range(4):
@@ -163,7 +163,7 @@ def test_memory_is_reused_and_giants_are_given_back(server):
     giant = post(server, "/attention", constant(5, 20 * ROWS))  # 160 MiB in, 160 MiB out
     assert shows_only(giant, 5)
     wait_for(lambda: segments(server.pid) == before, lambda: "a giant's segment stays")
-    assert shows_only(post(server, "/attention", constant(6)), 6)  # the engine is told to unmap it before this
+    assert shows_only(post(server, "/attention", constant(6)), 6)  # the engine unmaps it before this
     wait_for(lambda: segments(server.engine_pid) <= before, lambda: "the engine keeps a giant's segment")
 
 
@@ -194,7 +194,7 @@ def test_every_thread_of_an_engine_leaves_the_cores_to_http_first(server):
 
 
 def test_a_killed_engine_costs_what_it_had_begun_and_no_more(gated):
-    """Its running requests are refused, its benchmark fails, and the next engine answers the waiting ones."""
+    """The running requests are refused, the benchmark fails, and the next engine answers the waiting requests."""
     server, engine = gated.server, gated.server.engine_pid
     before, alone = post(server, "/attention", SMALL), message(QKV, backend="reference")
     timed = {"shapes": [{"q_len": 8, "head_dim": 8}], "backends": ["naive"]}
@@ -222,7 +222,7 @@ def test_a_killed_engine_costs_what_it_had_begun_and_no_more(gated):
 
 
 def test_a_stopped_engine_is_not_ready_and_answers_when_it_goes_on(server):
-    """Stopped by a signal, as a debugger does it: the process lives, and does nothing with what it is sent."""
+    """A signal stops it, as a debugger would: the process lives but reads nothing."""
     engine, before = server.engine_pid, post(server, "/attention", SMALL)
     nothing_inside(server)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -242,9 +242,9 @@ def test_a_stopped_engine_is_not_ready_and_answers_when_it_goes_on(server):
 
 
 def test_an_engine_that_cannot_map_a_segment_drops_it_and_serves_on(gated):
-    """Its address space is full for one request's memory: that request is refused, and the next ones are answered."""
+    """One request's memory exceeds its address space: that request is refused, and the next ones are answered."""
     server, engine = gated.server, gated.server.engine_pid
-    # Memory that other tests have left idle, 80 MiB at most, may be given back first.
+    # Idle memory of other tests, at most 80 MiB, may be released first.
     room = psutil.Process(engine).memory_info().vms + (16 << 20)
     before = resource.prlimit(engine, resource.RLIMIT_AS, (room, resource.RLIM_INFINITY))
     try:
@@ -264,13 +264,13 @@ def test_work_that_never_fits_the_staging_memory_is_413(gated):
 
 @pytest.mark.slow
 def test_an_answer_given_up_is_never_another_requests(gated):
-    """Clients read nothing until their answers are given up, and then all there is; others reuse the memory."""
+    """Clients read nothing until their answers are given up, and then the rest; others reuse the memory."""
     server, over = gated.server, threading.Event()
     connections = {f"slow-{value}": (value, unread(server, value, f"slow-{value}")) for value in range(1, 5)}
 
     def reuse():
         while not over.is_set():
-            with contextlib.suppress(http.client.HTTPException, ConnectionError):  # where this one is given up, too
+            with contextlib.suppress(http.client.HTTPException, ConnectionError):  # if this one is given up, too
                 post(server, "/attention", wide(-1, 1 << 12))
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -311,7 +311,7 @@ def test_several_workers_on_one_port_survive_each_others_death(start_server):
     wait_for(lambda: len(server.children("cli.worker")) == 2, lambda: "two workers")
     engine, (victim, other) = server.engine_pid, server.children("cli.worker")
     expected = post(server, "/attention", SMALL).body
-    answered = 'flashpoint_ended_total{how="answered"}'  # of all workers, with the counts of the dead one
+    answered = 'flashpoint_ended_total{how="answered"}'  # of all workers, including the dead one
     wait_for(lambda: read_metrics(server).get(answered) == 1, lambda: "the first answer is not counted")
     os.kill(victim, signal.SIGKILL)
     server.wait_for_line(lambda line: line["event"] == "lost" and line["pid"] == victim)
@@ -331,15 +331,15 @@ def test_several_workers_on_one_port_survive_each_others_death(start_server):
 
 @pytest.mark.slow
 def test_limits_hold_over_all_workers_and_a_dead_one_has_nothing_inside(start_server):
-    """With one place, a body that is never sent takes it from both workers, until the one that has it dies."""
+    """An unsent body takes the only place from both workers, until the worker that has it dies."""
     server = start_server(workers=2, queue_limit=1)
     wait_for(lambda: workers_ready(server) == 2, lambda: f"{workers_ready(server)} of two workers are ready")
-    with send(server, SMALL[:-1], length=len(SMALL)) as held:
+    with send(server, SMALL[:-1], length=len(SMALL)) as unsent:
         wait_for(lambda: server.get("/info")[1]["load"]["requests"] == 1, lambda: "it never comes inside")
         for _ in range(16):
             answer = post(server, "/attention", SMALL)
             assert problem(answer, 429, "queue_full")["detail"].startswith("the queue is full: it has 1 requests")
-        (victim,) = [pid for pid in server.children("cli.worker") if connected_to(pid, held)]
+        (victim,) = [pid for pid in server.children("cli.worker") if connected_to(pid, unsent)]
         os.kill(victim, signal.SIGKILL)
         server.wait_for_line(lambda line: line["event"] == "lost" and line["pid"] == victim)
         wait_for(lambda: server.get("/info")[1]["load"] == {"requests": 0, "bytes": 0}, lambda: "it stays inside")
@@ -347,12 +347,12 @@ def test_limits_hold_over_all_workers_and_a_dead_one_has_nothing_inside(start_se
 
 
 def workers_ready(server):
-    """How many HTTP processes have said that they take work."""
+    """Return how many HTTP processes have reported that they take work."""
     return len([line for line in list(server.lines) if line["event"] == "ready"])
 
 
 def connected_to(pid, connection):
-    """Whether the process has the other end of the connection."""
+    """Return whether the process has the other end of the connection."""
     return connection.getsockname() in [c.raddr for c in psutil.Process(pid).net_connections() if c.raddr]
 
 
@@ -367,7 +367,7 @@ def test_a_killed_server_leaves_no_process(start_server, ready):
 
 
 def _alive(pid):
-    """Whether it runs; the zombie of an orphan is reaped by its new parent."""
+    """Return whether it runs; the new parent of an orphan reaps its zombie."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False
@@ -375,7 +375,7 @@ def _alive(pid):
 
 @pytest.mark.parametrize("expect", [True, False], ids=["100-continue", "at-once"])
 def test_a_refusal_from_the_head_comes_before_the_body(server, expect):
-    """A body that is never sent: the answer says 422 all the same, and no 100 before it."""
+    """Without any body, the answer is 422, and no 100 comes before it."""
     bad = message({"q": torch.zeros(2, 1, 4096, 64), "k": torch.zeros(2, 1, 8, 32), "v": torch.zeros(2, 1, 8, 64)})
     head = bad[: 8 + int.from_bytes(bad[:8], "little")]
     with connect(server) as connection:
@@ -391,7 +391,7 @@ def test_a_refusal_from_the_head_comes_before_the_body(server, expect):
 
 
 def test_two_requests_on_one_connection_at_once(server):
-    """Pipelined: the second request's head comes in the packet with the last bytes of the first."""
+    """They are pipelined: one packet has the last bytes of the first request and the second head."""
     body = constant(4, 1 << 10)
     request = (
         f"POST /attention HTTP/1.1\r\nHost: localhost\r\nContent-Type: {SAFETENSORS}\r\nContent-Length: {len(body)}\r\n"

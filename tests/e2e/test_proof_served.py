@@ -1,4 +1,4 @@
-"""/verify and /benchmark of a real server. Their keys' rights and limits are in test_http_errors.py."""
+"""/verify and /benchmark of a real server work. test_http_errors.py has the permissions and limits of keys."""
 
 import itertools
 import json
@@ -24,8 +24,8 @@ def client(server):
         yield client
 
 
-def grid(server, **asked):
-    return post(server, "/benchmark", json.dumps(GRID | asked).encode(), JSON)
+def grid(server, **fields):
+    return post(server, "/benchmark", json.dumps(GRID | fields).encode(), JSON)
 
 
 @pytest.mark.parametrize("backend", ["torch", "tiled", "reference"])
@@ -40,16 +40,16 @@ def test_a_drawn_problem_is_judged(client, backend):
 
 
 def test_a_verification_tells_how_far_it_is(client):
-    found = []
-    report = client.verify(shape=SHAPE, seed=3, progress=found.append)
+    results = []
+    report = client.verify(shape=SHAPE, seed=3, progress=results.append)
     assert report.tensors == client.verify(shape=SHAPE, seed=3).tensors
-    assert (found[0].done, found[0].stage, found[0].direction) == (0, "backend", "forward")
-    assert {at.total for at in found} == {6}  # two calls of the backend; float64 and torch, each forward and backward
-    assert all(a.done < b.done for a, b in itertools.pairwise(found))
+    assert (results[0].done, results[0].stage, results[0].direction) == (0, "backend", "forward")
+    assert {at.total for at in results} == {6}  # two backend calls; float64 and torch, forward and backward
+    assert all(a.done < b.done for a, b in itertools.pairwise(results))
 
 
 def test_the_events_of_a_verification_are_asked_for_by_name(server, tensors):
-    """Anything else gets JSON; what is refused before it runs has its own status."""
+    """Any other Accept gets JSON; a request refused before it runs has its own status."""
     drawn = json.dumps({"shape": SHAPE}).encode()
     for accept in ("*/*", "text/event-stream;q=0.5, application/json", "text/event-stream;q=0"):
         assert post(server, "/verify", drawn, JSON, accept=accept).headers["content-type"] == JSON, accept
@@ -65,7 +65,7 @@ def test_the_events_of_a_verification_are_asked_for_by_name(server, tensors):
 
 
 def test_a_verification_that_nobody_waits_for_ends_between_two_blocks(gated):
-    """It is stopped while it runs: its next block does not begin, and another verification runs instead."""
+    """Its client leaves while it runs: its next block does not start, and another verification runs instead."""
     name = "step-left"
     drawn = json.dumps({"shape": SHAPE}).encode()
     gated.gate("step").unlink(missing_ok=True)
@@ -80,7 +80,7 @@ def test_a_verification_that_nobody_waits_for_ends_between_two_blocks(gated):
 
 def test_a_deadline_that_passes_behind_the_first_event_ends_the_stream_with_a_problem(gated):
     drawn = json.dumps({"shape": SHAPE}).encode()
-    for doubling in range(8):  # until a deadline suffices for the way to the first event
+    for doubling in range(8):  # until a deadline is long enough to reach the first event
         name = f"step-late-{doubling}"
         gated.gate("step").unlink(missing_ok=True)
         try:
@@ -184,8 +184,8 @@ def test_a_benchmark_is_timed_watched_drawn_and_kept(server, client):
     state = BenchmarkJob(id=job.id, created=job.created, request=job.request)
     for event in events:
         state = state.after(event)
-    assert state == job  # the events are all there is
-    for kind in ("time", "roofline"):  # tests/e2e/page/test_benchmark.py draws all of them
+    assert state == job  # the events contain everything
+    for kind in ("time", "roofline"):  # tests/e2e/page/test_benchmark.py draws all kinds
         answer = ask(server, f"/benchmark/{run.id}/plot.svg?kind={kind}")
         assert (answer.status, b"<svg" in answer.body[:2000]) == (200, True), kind
     answer = ask(server, f"/benchmark/{run.id}/plot.png")
@@ -194,7 +194,7 @@ def test_a_benchmark_is_timed_watched_drawn_and_kept(server, client):
     for wrong in ("kind=pie", "theme=pink"):
         assert ask(server, f"/benchmark/{run.id}/plot.svg?{wrong}").status == 422
     assert ask(server, f"/benchmark/{run.id}/plot.gif").status == 404
-    assert run.cancel() == job  # it has ended: nothing changes
+    assert run.cancel() == job  # it has ended, so nothing changes
 
 
 def test_events_go_on_where_a_listener_left_them(server, client):
@@ -209,7 +209,7 @@ def test_events_go_on_where_a_listener_left_them(server, client):
 
 
 def test_traffic_goes_on_beside_a_benchmark_which_can_be_cancelled(server, client):
-    """Its thousand calls of each case would take minutes."""
+    """Its 1,000 calls of each case would take minutes."""
     long = {"shapes": [{"batch": 4, "q_heads": 4, "q_len": 1024, "head_dim": 32}] * 3, "max_seconds": 500.0}
     run = client.benchmark(**long, backends=["naive"], relative_precision=1e-9)
     wait_for(lambda: run.job().state == "running", lambda: "it never began")
@@ -222,8 +222,8 @@ def test_traffic_goes_on_beside_a_benchmark_which_can_be_cancelled(server, clien
 
 
 def test_a_job_that_asks_too_much_is_told_the_bound(server):
-    def refused(**asked):
-        return problem(grid(server, **asked), 422, "invalid_request")["detail"]
+    def refused(**fields):
+        return problem(grid(server, **fields), 422, "invalid_request")["detail"]
 
     assert "over the limit of 2" in refused(shapes=[{"q_heads": 64, "q_len": 16384, "head_dim": 64}])
     assert "the limit of 512 cases" in refused(shapes=GRID["shapes"] * 600)

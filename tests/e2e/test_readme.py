@@ -1,7 +1,7 @@
-"""The examples of the README and of docs/ run as they are printed, and print what is printed below them.
+"""The examples of the README and of docs/ run as printed, and print the output shown below them.
 
-An example is a fenced block of sh (with curl) or python, directly followed by one of text or json: its output. Python
-examples run in one process for several pages, every block in a namespace of its own.
+An example is a fenced block of sh (with curl) or python, directly followed by its output in a block of text or json.
+Python examples of several pages run in one process, every block in a separate namespace.
 """
 
 import json
@@ -16,7 +16,7 @@ from tests.support.documents import BLOCK, same
 
 ROOT = Path(__file__).resolve().parents[2]
 CLIENT = ("README.md", "docs/http.md", "docs/oip.md", "docs/sdk.md", "docs/sharded.md")  # seconds
-# Seconds each: they import torch or jax, compile, or compute for a while.
+# They take seconds each: they import torch or jax, compile or compute.
 OF_TORCH = ("docs/kernels.md", "docs/timing.md", "docs/torch.md", "docs/huggingface.md", "docs/coming-from.md")
 OTHERS = ("docs/when-remote-attention-pays.md", "docs/jax.md")
 PAGES = CLIENT + OTHERS + OF_TORCH
@@ -26,10 +26,10 @@ RUN_EACH = f"import runpy, sys\nfor path in sys.argv[1:]: runpy.run_path(path); 
 
 
 def examples(page, language):
-    """(code, kind of output, output) of each example of a page."""
-    found = EXAMPLE.findall((ROOT / page).read_text())
-    # The example of gRPC needs another port: tests/oip/test_oip_grpc.py runs it.
-    here = [each for each in found if "tritonclient.grpc" not in each[1]]
+    """Return (code, kind of output, output) for each example of a page."""
+    blocks = EXAMPLE.findall((ROOT / page).read_text())
+    # The gRPC example needs another port: tests/oip/test_oip_grpc.py runs it.
+    here = [each for each in blocks if "tritonclient.grpc" not in each[1]]
     return [(code, kind, output) for lang, code, kind, output in here if lang == language]
 
 
@@ -56,10 +56,10 @@ def test_a_shell_example_prints_what_the_page_says(server, page, number):
 
 @pytest.mark.parametrize("pages", PYTHON)
 def test_the_python_examples_print_what_the_page_says(server, pages, tmp_path):
-    found = [example for page in pages for example in examples(page, "python")]
-    for number, (code, _, _) in enumerate(found):
+    blocks = [example for page in pages for example in examples(page, "python")]
+    for number, (code, _, _) in enumerate(blocks):
         (tmp_path / f"{number}.py").write_text(code.replace("http://localhost:8000", server.url))
-    paths = [str(tmp_path / f"{number}.py") for number in range(len(found))]
+    paths = [str(tmp_path / f"{number}.py") for number in range(len(blocks))]
     ran = subprocess.run(
         [sys.executable, "-W", "error", "-c", RUN_EACH, *paths],
         capture_output=True,
@@ -68,11 +68,11 @@ def test_the_python_examples_print_what_the_page_says(server, pages, tmp_path):
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.split(END + "\n") == [*(output for _, _, output in found), ""]
+    assert ran.stdout.split(END + "\n") == [*(output for _, _, output in blocks), ""]
 
 
 def test_the_readme_has_its_examples():
-    """An example with a misspelt fence would not be found, and not be run."""
+    """An example with a misspelt fence would not be found and would not run."""
     assert len(examples("README.md", "sh")) == 1
     assert len(examples("README.md", "python")) == 3
 

@@ -1,4 +1,4 @@
-"""`RemoteCache`: each mode of `generate` with the keys on a real server, beside the model's own eager attention."""
+"""`RemoteCache` keeps the keys on a real server; each mode of `generate` gives the tokens of eager attention."""
 
 import copy
 import os
@@ -29,19 +29,19 @@ MODES = {
     "assisted": {"input_ids": TOKENS[:1]},
 }
 SLOW, FULL = pytest.mark.slow, pytest.mark.full
-# Each model and each mode once; of the rest, each mode is for the slow tier with one of three models.
+# The fast tier has each model and each mode once. The slow tier adds each mode with one of three models.
 PAIRS = [
     pytest.param(model, mode, marks=() if "gemma3" in model or mode == "padded" else FULL if (m + n) % 3 else SLOW)
     for m, model in enumerate(MODELS)
     for n, mode in enumerate(MODES)
-    if (model, mode) != ("gemma4", "assisted")  # transformers cannot: its layers share keys that `crop` does not cut
+    if (model, mode) != ("gemma4", "assisted")  # transformers fails: its layers share keys that `crop` does not cut
 ]
 NAME = "remote_attention_with_cache"
 
 
 @pytest.fixture(scope="module")
 def client(server):
-    from flashpoint.integrations.transformers import register  # seconds: not whenever tests are collected
+    from flashpoint.integrations.transformers import register  # takes seconds: not at collection
 
     with flashpoint.Client(server.url, timeout=240) as client:
         register(client, NAME)
@@ -63,38 +63,38 @@ def remote(client, model, **how):
     return RemoteCache(client, model.config, **how)
 
 
-def generated(model, cache=None, **asked):
-    """Tokens, and the logits of each step, with eager attention where there is no cache."""
+def generated(model, cache=None, **options):
+    """Return the tokens and the logits of each step; without a cache, with eager attention."""
     if cache is None:
         model.set_attn_implementation("eager")
     else:
-        asked["past_key_values"] = cache
+        options["past_key_values"] = cache
     torch.manual_seed(0)
-    kept = {"return_dict_in_generate": True, "output_logits": True}
-    answer = model.generate(**{"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, **asked, **kept})
+    outputs = {"return_dict_in_generate": True, "output_logits": True}
+    answer = model.generate(**{"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False, **options, **outputs})
     return answer.sequences, torch.stack(answer.logits)
 
 
-def agree(found, expected):
-    assert found[0].tolist() == expected[0].tolist()
-    torch.testing.assert_close(found[1], expected[1], rtol=1e-3, atol=1e-3)
+def agree(actual, expected):
+    assert actual[0].tolist() == expected[0].tolist()
+    torch.testing.assert_close(actual[1], expected[1], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(("name", "mode"), PAIRS)
 @pytest.mark.filterwarnings("ignore:.*generation_config")
 def test_each_mode_gives_the_models_own_tokens(client, models, name, mode):
-    model, asked = models(name), dict(MODES[mode])
+    model, options = models(name), dict(MODES[mode])
     if mode == "assisted":
-        asked["assistant_model"] = llama(num_hidden_layers=1)
-    expected = generated(model, **asked)
+        options["assistant_model"] = llama(num_hidden_layers=1)
+    expected = generated(model, **options)
     with remote(client, model) as cache:
-        agree(generated(model, cache, **asked), expected)
-        assert cache.get_seq_length() == expected[0].shape[1] - 1  # the last token has been through no layer
+        agree(generated(model, cache, **options), expected)
+        assert cache.get_seq_length() == expected[0].shape[1] - 1  # no layer has processed the last token
 
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_conversation_goes_on_with_the_same_cache(client, models, padded):
-    """The second turn's padding lies between tokens: windows count positions that the server does not hold."""
+    """The second turn's padding is between tokens: windows count positions that the server does not store."""
     model = models("gemma3")
     rows = 3 if padded else 1
     turn = {"input_ids": TOKENS[:rows], "attention_mask": MASK[:rows]}
@@ -102,8 +102,8 @@ def test_a_conversation_goes_on_with_the_same_cache(client, models, padded):
         first, _ = generated(model, cache, **turn)
         second = torch.cat((first, TOKENS[:rows].flip(1)), 1)
         mask = torch.cat((turn["attention_mask"], MASK.new_ones(rows, NEW), turn["attention_mask"]), 1)
-        found = generated(model, cache, input_ids=second, attention_mask=mask)
-    agree(found, generated(model, input_ids=second, attention_mask=mask))
+        actual = generated(model, cache, input_ids=second, attention_mask=mask)
+    agree(actual, generated(model, input_ids=second, attention_mask=mask))
 
 
 def test_a_forward_masks_tokens_that_the_cache_holds(client, models):
@@ -127,15 +127,15 @@ def test_a_mask_of_four_dimensions_is_served(client, models):
     mask |= torch.eye(12, dtype=torch.bool)
     with torch.no_grad():
         with remote(client, model) as cache:
-            found = model(TOKENS[:2], attention_mask=mask, past_key_values=cache).logits
+            actual = model(TOKENS[:2], attention_mask=mask, past_key_values=cache).logits
         model.set_attn_implementation("eager")
         additive = torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
         expected = model(TOKENS[:2], attention_mask=additive).logits
-    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
 
 
 def test_sequences_share_a_cache_until_their_tokens_differ(client, models, server):
-    model, held = models("llama"), held_since(server)
+    model, count = models("llama"), held_since(server)
     with remote(client, model) as cache, torch.no_grad():
         model(TOKENS, past_key_values=cache)
         before = [one.id for one in next(iter(cache._caches.values()))]
@@ -145,24 +145,24 @@ def test_sequences_share_a_cache_until_their_tokens_differ(client, models, serve
         cache.reorder_cache(torch.tensor([1, 1, 0]))
         (rows,) = cache._caches.values()
         assert [one.id for one in rows] == [before[0], before[0], before[2]]
-        assert held() == {before[0], before[2]}
+        assert count() == {before[0], before[2]}
         model(torch.tensor([[5], [5], [6]]), past_key_values=cache)
-        assert held() == {before[0], before[2]}
+        assert count() == {before[0], before[2]}
         model(torch.tensor([[5], [7], [6]]), past_key_values=cache)
         (rows,) = cache._caches.values()
         assert [rows[0].id, rows[2].id] == [before[0], before[2]]
         assert rows[1].id not in before
-        assert held() == {one.id for one in rows}
+        assert count() == {one.id for one in rows}
         cache.batch_select_indices(torch.tensor([False, False, True]))
-        assert (held(), cache.batch_size) == ({before[2]}, 1)
+        assert (count(), cache.batch_size) == ({before[2]}, 1)
         cache.batch_repeat_interleave(2)
-        assert (len(held()), cache.batch_size) == (1, 2)
+        assert (len(count()), cache.batch_size) == (1, 2)
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 @pytest.mark.parametrize("mode", [{"num_return_sequences": 4, "do_sample": True}, {"num_beams": 3}], ids=["n", "beams"])
 def test_answers_to_one_prompt_are_forks_of_one_prefill(client, models, kind, mode):
-    """Each of two prompts is sent once, and the tokens are those at home."""
+    """Each of two prompts is sent once, and the tokens equal those of local attention."""
     model = models(kind)
     sizes = {"max_new_tokens": 6, "min_new_tokens": 6, **mode}
     prompts = TOKENS[:2].repeat(1, 3)
@@ -177,12 +177,12 @@ def test_answers_to_one_prompt_are_forks_of_one_prefill(client, models, kind, mo
         client.attention = counted
         try:
             torch.manual_seed(0)
-            found = model.generate(input_ids=prompts, past_key_values=cache, pad_token_id=0, **sizes)
+            actual = model.generate(input_ids=prompts, past_key_values=cache, pad_token_id=0, **sizes)
         finally:
             del client.attention
     model.set_attn_implementation("eager")
     torch.manual_seed(0)
-    assert torch.equal(found, model.generate(input_ids=prompts, pad_token_id=0, **sizes))
+    assert torch.equal(actual, model.generate(input_ids=prompts, pad_token_id=0, **sizes))
     assert set(counts[: model.config.num_hidden_layers]) == {2}
     assert counts[-1] > 2
 
@@ -204,9 +204,9 @@ def test_half_precision_is_the_caches_too(client):
     model = llama().bfloat16()
     expected = generated(model, input_ids=TOKENS[:1])[1]
     with remote(client, model) as cache:
-        found = generated(model, cache, input_ids=TOKENS[:1])[1]
+        actual = generated(model, cache, input_ids=TOKENS[:1])[1]
         assert next(iter(cache._caches.values()))[0].bytes
-    torch.testing.assert_close(found[0], expected[0], rtol=0.05, atol=0.05)
+    torch.testing.assert_close(actual[0], expected[0], rtol=0.05, atol=0.05)
 
 
 def test_crop_refuses_what_a_window_cannot_go_back_to(client, models):
@@ -246,13 +246,13 @@ def test_what_cannot_work_is_refused_in_words(client, models):
         remote("http://localhost:8000", model)
     with pytest.raises(refused, match="rewind"):
         remote(client, model, rewind=-1)
-    for config, said in ((T5Config(), "encoder-decoder"), (Qwen3NextConfig(num_hidden_layers=4), "LinearAttention")):
-        model.config, own = config, model.config
+    for config, message in ((T5Config(), "encoder-decoder"), (Qwen3NextConfig(num_hidden_layers=4), "LinearAttention")):
+        model.config, original = config, model.config
         try:
-            with pytest.raises(refused, match=said):
+            with pytest.raises(refused, match=message):
                 remote(client, model)
         finally:
-            model.config = own
+            model.config = original
     cache = remote(client, model)
     with pytest.raises(refused, match="no gradients"):
         model(TOKENS, past_key_values=cache)
@@ -283,14 +283,14 @@ def test_a_forward_that_stopped_does_not_count(client, models):
         with pytest.raises(flashpoint.InvalidInputError, match=r"layers 1 from the last forward.*crop\(0\)"):
             model(TOKENS, past_key_values=cache)
         cache.crop(0)
-        found = model(TOKENS.flip(1), past_key_values=cache).logits
+        actual = model(TOKENS.flip(1), past_key_values=cache).logits
         model.set_attn_implementation("eager")
         expected = model(torch.cat((TOKENS, TOKENS.flip(1)), 1)).logits[:, 12:]
-        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
 
 
 def lost(client, model, cache, code):
-    """A cache that the server has lost says so, and is empty."""
+    """Check that the forward over a lost cache raises `code` and empties the cache."""
     with pytest.raises(flashpoint.CacheError, match="Call generate again with all tokens") as error:
         generated(model, cache, input_ids=TOKENS.repeat(1, 3))
     assert (error.value.code, cache.get_seq_length()) == (code, 0)

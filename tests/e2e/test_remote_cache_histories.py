@@ -1,4 +1,4 @@
-"""Histories of a `RemoteCache`: forwards with padding, cuts, copies and reordered rows, beside eager attention."""
+"""Random histories of a `RemoteCache` (forwards, padding, cuts, copies, reordered rows) equal eager attention."""
 
 import copy
 
@@ -16,7 +16,7 @@ REWIND = 8
 
 
 class Histories(RuleBasedStateMachine):
-    """The model is the tokens and the mask of all positions, which eager attention computes anew at each forward."""
+    """The model state is the tokens and mask of all positions; eager attention recomputes it at each forward."""
 
     client = model = None
 
@@ -31,7 +31,7 @@ class Histories(RuleBasedStateMachine):
 
     def begin(self):
         self.tokens, self.mask = torch.zeros(0, 0, dtype=torch.int64), torch.zeros(0, 0, dtype=torch.int64)
-        self.last = 0  # where the furthest forward began
+        self.last = 0  # first position of the latest forward
 
     def teardown(self):
         for cache in (self.cache, *self.others):
@@ -43,7 +43,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 5), rows=st.integers(1, 3), equal=st.booleans(), data=st.data())
     def forward(self, count, rows, equal, data):
-        """With `equal`, all sequences get the same tokens: those with equal tokens so far share a cache."""
+        """Run a forward. With `equal`, all sequences get the same tokens, so equal sequences go on sharing a cache."""
         if not self.rows:
             self.tokens = self.mask = torch.zeros(rows, 0, dtype=torch.int64)
         padding = data.draw(st.lists(st.integers(0, count), min_size=self.rows, max_size=self.rows))
@@ -58,10 +58,10 @@ class Histories(RuleBasedStateMachine):
         self.tokens, self.mask = torch.cat((self.tokens, new), 1), torch.cat((self.mask, valid), 1)
         with torch.no_grad():
             self.model.set_attn_implementation(NAME)
-            found = self.model(new, attention_mask=self.mask, past_key_values=self.cache).logits
+            actual = self.model(new, attention_mask=self.mask, past_key_values=self.cache).logits
             self.model.set_attn_implementation("eager")
             expected = self.model(self.tokens, attention_mask=self.mask, use_cache=False).logits[:, -count:]
-        torch.testing.assert_close(found[valid.bool()], expected[valid.bool()], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(actual[valid.bool()], expected[valid.bool()], rtol=1e-3, atol=1e-3)
         assert self.cache.get_seq_length() == self.tokens.shape[1]
 
     @precondition(lambda self: self.rows)

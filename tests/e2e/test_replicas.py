@@ -1,4 +1,4 @@
-"""KV caches at several servers: behind balancers that route by X-Flashpoint-Replica, and moved from one to another."""
+"""KV caches work at several servers behind balancers that route by X-Flashpoint-Replica, and can be moved."""
 
 import asyncio
 import json
@@ -25,16 +25,16 @@ def replicas(start_server):
 
 @pytest.fixture(scope="module", params=["ours", "nginx", "haproxy"])
 def balanced(replicas, request, tmp_path_factory):
-    """A balancer that routes by name."""
+    """Start a balancer that routes by name."""
     if request.param == "ours":
-        with balancer(by_name(replicas)) as found:
-            yield found
+        with balancer(by_name(replicas)) as address:
+            yield address
         return
     if not installed(request.param):
         pytest.skip(f"{request.param} is not installed")
     start = {"nginx": nginx, "haproxy": haproxy}[request.param]
-    with start(replicas, tmp_path_factory.mktemp(request.param)) as found:
-        yield found
+    with start(replicas, tmp_path_factory.mktemp(request.param)) as address:
+        yield address
 
 
 def client(server, **how):
@@ -55,7 +55,7 @@ def kv(count, seed):
     return normal(1, 2, count, 16, seed=seed), normal(1, 2, count, 16, seed=seed + 1000)
 
 
-def held(server):
+def cache_count(server):
     return {cache["id"] for cache in ask(server, "/caches").json["caches"]}
 
 
@@ -64,7 +64,7 @@ def saved(server):
 
 
 def every_call(server, one):
-    """The answers of every call that names a cache."""
+    """Return the answers of every call that names a cache."""
     q, (k, v) = normal(1, 2, 1, 16), kv(1, 1)
     return [
         ask(server, f"/caches/{one}"), ask(server, f"/caches/{one}/tensors"),
@@ -94,10 +94,10 @@ def test_every_answer_about_caches_says_what_leads_to_the_replica(replicas):
     assert ask(b, "/caches").headers[NAME] == "b"
     q = message({name: normal(2, 3) for name in "qkv"})
     assert NAME not in post(b, "/attention", q).headers
-    # A balancer may have other names for replicas: what has led here leads here again.
+    # A balancer may have other names for replicas: a name that led here is returned and leads here again.
     assert ask(b, "/caches", x_flashpoint_replica="MTAuMC4wLjE6ODAwMA==").headers[NAME] == "MTAuMC4wLjE6ODAwMA=="
     assert ask(b, "/caches", x_flashpoint_replica="no name").headers[NAME] == "b"
-    for cache in held(b):
+    for cache in cache_count(b):
         ask(b, f"/caches/{cache}", "DELETE")
 
 
@@ -121,40 +121,40 @@ def test_a_replica_names_the_one_that_holds_a_saved_forward(replicas):
 
 @pytest.mark.parametrize("name", ["", "a", "b"])
 def test_the_sdk_reaches_the_replica_that_holds_a_saved_forward(replicas, name):
-    """With what the forward was answered, or with its id alone; also where the client has a name of its own to send."""
+    """It needs the forward's answer or its id alone, also if the client itself sends another name."""
     q, k, v = (normal(1, 2, 7, 16, seed=seed).numpy() for seed in range(3))
     with client(replicas["a"]) as direct:
         expected = direct.attention_grad(q, q, k, v)
-    asked = []
+    sent_names = []
 
     def choose(sent):
-        asked.append(sent)
+        sent_names.append(sent)
         return choose_by_name(sent)
 
     choose_by_name = by_name(replicas)
     with balancer(choose) as balanced, client(balanced, replica=name) as through, client(balanced) as other:
         for _ in range(4):
             forward = through.attention(q, k, v, save=True)
-            asked.clear()
+            sent_names.clear()
             assert all(map(np.array_equal, through.attention_grad(q, saved=forward), expected))
-            assert asked == [forward.replica]
+            assert sent_names == [forward.replica]
             assert all(map(np.array_equal, through.attention_grad(q, saved=forward.saved), expected))
             assert all(map(np.array_equal, other.attention_grad(q, saved=forward.saved), expected))
             (other if name else through).delete_saved(forward.saved)
-            asked.clear()
+            sent_names.clear()
             through.delete_saved(forward)  # it is gone
-            assert asked == [forward.replica]
+            assert sent_names == [forward.replica]
         inputs = [torch.from_numpy(t).requires_grad_() for t in (q, k, v)]
         o = flashpoint.torch.attention(*inputs, client=through, save=True)
-        found = torch.autograd.grad(o, inputs, torch.from_numpy(q))
-        assert all(map(np.array_equal, found, expected))
+        actual = torch.autograd.grad(o, inputs, torch.from_numpy(q))
+        assert all(map(np.array_equal, actual, expected))
 
         async def twin():
             async with flashpoint.AsyncClient(balanced.url, timeout=240, replica=name) as client:
                 forward = await client.attention(q, k, v, save=True)
-                found = await client.attention_grad(q, saved=forward.saved)
+                actual = await client.attention_grad(q, saved=forward.saved)
                 await client.delete_saved(forward.saved)
-                return found
+                return actual
 
         assert all(map(np.array_equal, asyncio.run(twin()), expected))
     assert not saved(replicas["a"]) | saved(replicas["b"])
@@ -204,18 +204,18 @@ def test_the_sdk_reaches_each_cache_through_a_balancer(replicas, balanced):
             both = through.attention(q[:, :, 6:].repeat(2, 1, 1, 1), caches=[copy, neighbour])
             assert torch.equal(both[:1], o)
             assert torch.equal(both[1:], o)
-            assert {cache.id, copy.id, neighbour.id} <= held(replicas[cache.replica])
+            assert {cache.id, copy.id, neighbour.id} <= cache_count(replicas[cache.replica])
             copy.renew()
             copy.delete()
             neighbour.delete()
             cache.refresh()
             assert torch.equal(cache.tensors(like=q)[0], k)
-        with client(balanced) as other:  # which has but the ids
+        with client(balanced) as other:  # it has only the ids
             for cache in caches * 2:
                 assert torch.equal(other.attention(q[:, :, 6:], caches=[cache.id]), o)
         for cache in caches:
             cache.delete()
-    assert not held(replicas["a"]) | held(replicas["b"])
+    assert not cache_count(replicas["a"]) | cache_count(replicas["b"])
 
 
 def test_the_asyncio_twin_does_the_same(replicas, balanced):
@@ -233,7 +233,7 @@ def test_the_asyncio_twin_does_the_same(replicas, balanced):
             return {cache.replica for cache in caches}
 
     assert asyncio.run(run()) == {"a", "b"}
-    assert not held(replicas["a"]) | held(replicas["b"])
+    assert not cache_count(replicas["a"]) | cache_count(replicas["b"])
 
 
 @pytest.mark.slow
@@ -242,10 +242,10 @@ def test_a_balancer_that_hashes_the_header_needs_a_value_of_the_client(replicas)
     with balancer(by_hash(replicas)) as hashing:
         reached = set()
         for session in range(8):
-            with client(hashing, replica=f"session-{session}") as own, own.cache(**SHAPE) as cache:
+            with client(hashing, replica=f"session-{session}") as named, named.cache(**SHAPE) as cache:
                 assert [cache.append(k, v) for _ in range(3)] == [2, 4, 6]
                 assert cache.replica == f"session-{session}"
-                reached |= {name for name in replicas if cache.id in held(replicas[name])}
+                reached |= {name for name in replicas if cache.id in cache_count(replicas[name])}
         assert reached == {"a", "b"}
 
 
@@ -259,7 +259,7 @@ def test_a_balancer_that_does_not_route_by_name_is_told_of(replicas):
 
 
 def test_a_deletion_that_does_not_reach_the_cache_is_told_of(replicas):
-    """The cache is still there, and takes memory."""
+    """The cache still exists and takes memory."""
     lead = ["a"]
     with balancer(lambda _: replicas[lead[0]]) as turning, client(turning) as through:
         cache = through.cache(**SHAPE)
@@ -269,12 +269,12 @@ def test_a_deletion_that_does_not_reach_the_cache_is_told_of(replicas):
             with pytest.raises(flashpoint.CacheError, match="X-Flashpoint-Replica: a") as error:
                 delete()
             assert error.value.code == "cache_elsewhere"
-        assert held(replicas["a"]) >= {cache.id}
+        assert cache_count(replicas["a"]) >= {cache.id}
         lead[0] = "a"
         for _ in range(2):  # the second time they are gone
             cache.delete()
             spread.delete()
-    assert held(replicas["a"]) == set()
+    assert cache_count(replicas["a"]) == set()
 
 
 def test_a_cache_moves_to_another_server_with_its_bits(replicas):
@@ -293,7 +293,7 @@ def test_a_cache_moves_to_another_server_with_its_bits(replicas):
             token = [t[:, :, :1] for t in kv(1, 5)]
             answers = [cache.attention(q, *token, layer=layer) for cache in (old, new)]
             assert torch.equal(*answers)
-    assert not held(replicas["a"]) | held(replicas["b"])
+    assert not cache_count(replicas["a"]) | cache_count(replicas["b"])
 
 
 @pytest.mark.parametrize("name", ["x" * 129, "two\nlines", 7])
@@ -303,7 +303,7 @@ def test_a_value_that_cannot_be_a_header_is_refused(name):
 
 
 def test_numpy_is_as_torch(replicas):
-    """A cache that was made by one client and is used by another, by id and by what leads to it."""
+    """One client makes the cache, and another uses it by its id and its replica name."""
     k, v = (t.numpy() for t in kv(3, 2))
     with client(replicas["a"]) as one, one.cache(**SHAPE) as cache, client(replicas["a"], replica=cache.replica) as two:
         cache.append(k, v)

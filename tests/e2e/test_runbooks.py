@@ -1,4 +1,4 @@
-"""The procedures of docs/runbooks.md, as far as they can be run here."""
+"""The procedures of docs/runbooks.md that can run here work."""
 
 import configparser
 import json
@@ -25,15 +25,15 @@ SHAPE = {"kv_heads": 1, "head_dim": 4}
 
 
 def key(*arguments):
-    """Run `flashpoint key`; return the key that it shows, if it does."""
+    """Run `flashpoint key`; return the key that it shows, if any."""
     ran = subprocess.run([FLASHPOINT, "key", *arguments], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
-    found = re.search(r"fp_[\w-]{43}", ran.stderr)
-    return found and found[0]
+    match = re.search(r"fp_[\w-]{43}", ran.stderr)
+    return match and match[0]
 
 
 def test_a_key_is_rotated_without_losing_its_caches(start_server, tmp_path):
-    """Its caches end when its owner is revoked, and a new owner of the same name does not get them."""
+    """Its caches end when its owner is revoked, and a new owner with the same name does not get them."""
     file = str(tmp_path / "keys.toml")
     old, other = key("alice", "--file", file), key("bob", "--file", file)
     server = start_server(api_keys_file=file)
@@ -44,24 +44,24 @@ def test_a_key_is_rotated_without_losing_its_caches(start_server, tmp_path):
         wait_for(lambda: len([line for line in server.lines if line["event"] == "keys loaded"]) > seen, lambda: file)
         return drawn
 
-    def held(given):
-        """The ids of the key's caches; the status where the key is refused."""
+    def cache_ids(given):
+        """Return the ids of the key's caches, or the status if the key is refused."""
         answer = ask(server, "/caches", authorization=f"Bearer {given}")
         return [one["id"] for one in answer.json["caches"]] if answer.status == 200 else answer.status
 
     with flashpoint.Client(server.url, api_key=old) as client:
-        own = [client.cache(**SHAPE).id]
+        expected = [client.cache(**SHAPE).id]
     new = reread("alice", "--rotate")
-    assert held(new) == held(old) == own
+    assert cache_ids(new) == cache_ids(old) == expected
     reread("alice", "--retire")
-    assert (held(new), held(old), held(other)) == (own, 401, [])
+    assert (cache_ids(new), cache_ids(old), cache_ids(other)) == (expected, 401, [])
     reread("alice", "--revoke")
-    assert held(new) == 401
-    assert held(reread("alice")) == []
+    assert cache_ids(new) == 401
+    assert cache_ids(reread("alice")) == []
 
 
 def test_the_unit_of_systemd_starts_reloads_and_stops_the_server(tmp_path):
-    """Its own commands, with this environment's programs and a port of its own."""
+    """The test runs the unit's commands with this environment's programs and a separate port."""
     unit = configparser.ConfigParser(strict=False, interpolation=None)
     unit.optionxform = str
     unit.read(UNIT)
@@ -93,17 +93,17 @@ def test_the_unit_of_systemd_starts_reloads_and_stops_the_server(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("retries", "least", "most"), re.findall(r"^\| (\d+)[^|]*\| ([\d.]+) to ([\d.]+) \|", RUNBOOKS, re.M)
+    ("retries", "minimum", "maximum"), re.findall(r"^\| (\d+)[^|]*\| ([\d.]+) to ([\d.]+) \|", RUNBOOKS, re.M)
 )
-def test_the_gap_that_retries_bridge(retries, least, most):
+def test_the_gap_that_retries_bridge(retries, minimum, maximum):
     longest = [min(exchange.FIRST_DELAY * 2.0**n, exchange.LONGEST_DELAY) for n in range(int(retries))]
-    assert sum(longest) == pytest.approx(float(most), abs=0.06)
-    assert sum(longest) / 2 == pytest.approx(float(least), abs=0.06)
+    assert sum(longest) == pytest.approx(float(maximum), abs=0.06)
+    assert sum(longest) / 2 == pytest.approx(float(minimum), abs=0.06)
     assert all(delay / 2 <= exchange.backoff(n) <= delay for n, delay in enumerate(longest))
 
 
 def test_a_call_of_a_version_that_the_server_does_not_know_names_what_it_refuses(server):
-    """As a newer client may send."""
+    """A newer client may send such a call."""
     tensors = {name: normal(2, 3) for name in "qkv"}
     answer = post(server, "/attention", message(tensors, an_option_of_tomorrow=True))
     assert answer.status == 422

@@ -1,4 +1,4 @@
-"""Saved forwards in launches that others share, and of callers who leave or fail: Triton's kernels, interpreted."""
+"""Saved forwards share launches and are freed if callers leave or fail, with interpreted Triton kernels."""
 
 import concurrent.futures
 import contextlib
@@ -45,9 +45,9 @@ def test_forwards_that_are_saved_and_their_gradients_share_launches_with_others(
     with gated.busy(pool, HELD):
         queued = [gated.post(pool, "mate", forward(seed, return_lse=True, save=True)) for seed in seeds]
         queued.append(gated.post(pool, "mate", forward(4)))
-    *found, other = (future.result() for future in queued)
-    assert {answer.headers["x-batch-size"] for answer in (*found, other)} == {"4"}
-    for one, expected in zip(found, alone, strict=True):
+    *actual, other = (future.result() for future in queued)
+    assert {answer.headers["x-batch-size"] for answer in (*actual, other)} == {"4"}
+    for one, expected in zip(actual, alone, strict=True):
         assert all(torch.equal(one.tensors[name], expected.tensors[name]) for name in ("o", "lse"))
     whole = [tensors(seed, 3 + seed) | answer.tensors for seed, answer in zip(seeds, alone, strict=True)]
     dos = [{"do": normal(1, 2, 3 + seed, 16, seed=50 + seed)} for seed in seeds]
@@ -55,7 +55,7 @@ def test_forwards_that_are_saved_and_their_gradients_share_launches_with_others(
         post(gated.server, "/attention/grad", message(given | do, backend="triton"))
         for given, do in zip(whole, dos, strict=True)
     ]
-    recalls = [message(do, saved=one.metadata["saved"]) for do, one in zip(dos, found, strict=True)]
+    recalls = [message(do, saved=one.metadata["saved"]) for do, one in zip(dos, actual, strict=True)]
     with gated.busy(pool, HELD):
         queued = [gated.post(pool, "mate", body, "/attention/grad") for body in recalls]
         queued.append(gated.post(pool, "mate", message(whole[0] | dos[0], backend="triton"), "/attention/grad"))
@@ -66,14 +66,14 @@ def test_forwards_that_are_saved_and_their_gradients_share_launches_with_others(
 
 
 def test_what_a_caller_who_leaves_has_saved_is_freed(gated, pool):
-    with gated.busy(pool, HELD), gated.client(forward(1, save=True)) as waiting:  # before it begins
+    with gated.busy(pool, HELD), gated.client(forward(1, save=True)) as waiting:  # leaves before it starts
         pass
     gated.wait_dropped(waiting)
     with contextlib.ExitStack() as first:
         first.enter_context(gated.busy(pool, HELD))
         with gated.busy(pool, forward(2), "wait"), gated.client(forward(1, save=True)) as running:
             first.close()
-            gated.wait_begun(running)  # and leaves before it has ended
+            gated.wait_begun(running)  # leaves before it ends
     wait_for(lambda: not saved(gated.server), lambda: "a forward is held that nobody has heard of")
 
 

@@ -1,4 +1,4 @@
-"""Saved forwards in the SDK, in torch and in JAX: what is sent, what falls back, and what is freed."""
+"""Saved forwards in the SDK, torch and JAX: what is sent, the fallback without memory, and what is freed."""
 
 import asyncio
 import gc
@@ -18,9 +18,9 @@ SHAPES = {"q": (1, 4, 24, 16), "k": (1, 2, 24, 16), "v": (1, 2, 24, 16)}
 
 
 class Counted(flashpoint.Client):
-    """A client that notes each call's path, whether it saves or recalls, and its bytes.
+    """A client that records each call's path, whether it saves or recalls, and its bytes.
 
-    `held` returns the ids of the forwards that were saved since it was made.
+    `held` returns the ids of the forwards that were saved since the client was made.
     """
 
     def __init__(self, server):
@@ -34,10 +34,10 @@ class Counted(flashpoint.Client):
         return super()._call(call)
 
     def asked(self):
-        """Return the path and the field `save` or `saved` of each POST since the last time."""
-        found = [call[1:3] for call in self.calls if call[0] == "POST"]
+        """Return the path and the field `save` or `saved` of each POST since the last call."""
+        posts = [call[1:3] for call in self.calls if call[0] == "POST"]
         self.calls = []
-        return found
+        return posts
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def client(server):
 
 @pytest.fixture(scope="module")
 def little(start_server):
-    """A server that has memory for one small forward."""
+    """Start a server with memory for one small forward."""
     return start_server(cache_bytes=30_000)
 
 
@@ -66,8 +66,8 @@ def assert_freed(client):
 
 
 def qkv(seed=0, grad=False):
-    found = [normal(*shape, seed=seed + n) for n, shape in enumerate(SHAPES.values())]
-    return [t.requires_grad_() for t in found] if grad else found
+    tensors = [normal(*shape, seed=seed + n) for n, shape in enumerate(SHAPES.values())]
+    return [t.requires_grad_() for t in tensors] if grad else tensors
 
 
 def test_a_forward_is_saved_recalled_and_deleted(client):
@@ -78,8 +78,8 @@ def test_a_forward_is_saved_recalled_and_deleted(client):
     assert result.lse is None
     do = normal(*o.shape, seed=9)
     expected = client.attention_grad(do, q, k, v, causal=True, o=o, lse=lse)
-    found, meta = client.attention_grad(do, saved=result.saved, with_meta=True)
-    assert all(map(torch.equal, found, expected))
+    actual, meta = client.attention_grad(do, saved=result.saved, with_meta=True)
+    assert all(map(torch.equal, actual, expected))
     assert meta.backend == "torch"
     (dk,) = client.attention_grad(do.numpy(), saved=result.saved, grads=("dk",), deterministic=True)
     assert np.array_equal(dk, expected[1].numpy())
@@ -115,7 +115,7 @@ def test_without_memory_a_forward_runs_unsaved_at_once(full):
     second, meta = full.attention(q, k, v, save=True, return_lse=True, with_meta=True)
     assert (second.saved, meta.saved, meta.retries) == (None, None, 0)
     assert torch.equal(first.o, second.o)
-    large = full.attention(*(t.repeat(8, 1, 1, 1) for t in (q, k, v)), save=True)  # it never fits
+    large = full.attention(*(t.repeat(8, 1, 1, 1) for t in (q, k, v)), save=True)  # too large to ever fit
     assert large.saved is None
     full.delete_saved(first.saved)
 
@@ -154,14 +154,14 @@ def test_torch_sends_do_alone_and_frees_the_forward(client):
     q, k, v = qkv()
     assert torch.is_tensor(
         flashpoint.torch.attention(q, k, v, client=client, save=True)
-    )  # no gradient: nothing is saved
+    )  # no gradient, so nothing is saved
     assert client.asked() == [("/attention", "")]
-    found = gradients(client, save=True, dropout_p=0.3, dropout_seed=3)
-    assert all(map(torch.equal, found, gradients(client, dropout_p=0.3, dropout_seed=3)))
+    actual = gradients(client, save=True, dropout_p=0.3, dropout_seed=3)
+    assert all(map(torch.equal, actual, gradients(client, dropout_p=0.3, dropout_seed=3)))
 
 
 def test_a_client_that_is_closed_after_the_backward_leaves_no_forward_behind(client, server):
-    """`close` waits for what is being freed: its thread has the client's connections."""
+    """`close` waits until forwards are freed: their thread uses the client's connections."""
     with flashpoint.Client(server.url, timeout=240) as other:
         for _ in range(5):
             inputs = qkv(grad=True)
@@ -194,19 +194,19 @@ def test_torch_sends_everything_where_the_forward_was_lost(client):
     inputs = qkv(5, grad=True)
     o, lse = flashpoint.torch.attention(*inputs, client=client, return_lse=True, causal=True, save=True)
     client.delete_saved(*client.held())
-    found = torch.autograd.grad((o * o).sum() + lse.sum(), inputs)
-    assert all(map(torch.equal, found, expected))
+    actual = torch.autograd.grad((o * o).sum() + lse.sum(), inputs)
+    assert all(map(torch.equal, actual, expected))
     assert client.asked() == [("/attention", "save"), ("/attention/grad", "saved"), ("/attention/grad", "")]
 
 
 @pytest.mark.slow
 def test_torch_sends_everything_where_there_is_no_memory(full):
     expected = gradients(full)
-    kept = full.attention(*qkv(), save=True)
+    saved = full.attention(*qkv(), save=True)
     full.asked()
     assert all(map(torch.equal, gradients(full, save=True), expected))
     assert full.asked() == [("/attention", "save"), ("/attention/grad", "")]
-    full.delete_saved(kept.saved)
+    full.delete_saved(saved.saved)
 
 
 @pytest.mark.slow
@@ -224,11 +224,11 @@ def test_jax_sends_do_alone_in_every_transformation_but_vmap(client):
     client.asked()
     saving = jax.grad(lambda *t: loss(*t, save=True), (0, 1, 2))
     for function in (saving, jax.jit(saving)):
-        found = function(q, k, v)
-        assert all(map(np.array_equal, found, expected))
+        actual = function(q, k, v)
+        assert all(map(np.array_equal, actual, expected))
         assert client.asked() == [("/attention", "save"), ("/attention/grad", "saved")]
     attention(q, k, v, client=client, save=True)
-    assert client.asked() == [("/attention", "")]  # not differentiated: nothing is saved
+    assert client.asked() == [("/attention", "")]  # no gradient, so nothing is saved
     many = jax.vmap(saving)(*(t[None].repeat(2, 0) for t in (q, k, v)))
     assert client.asked() == [("/attention", ""), ("/attention/grad", "")]
     for one, whole in zip(many, expected, strict=True):
@@ -239,7 +239,7 @@ def test_jax_sends_do_alone_in_every_transformation_but_vmap(client):
     first = back(do)
     assert_freed(client)
     client.asked()
-    assert all(map(np.array_equal, back(do), first))  # it was freed: all is sent
+    assert all(map(np.array_equal, back(do), first))  # it was freed, so everything is sent
     assert client.asked()[-1] == ("/attention/grad", "")
     with pytest.raises(Exception, match="second-order"):
         jax.grad(lambda q: jax.grad(lambda q: loss(q, k, v, save=True))(q).sum())(q)

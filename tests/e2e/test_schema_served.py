@@ -1,4 +1,4 @@
-"""A server does what its /openapi.json says: schemathesis sends requests that the document allows, and others."""
+"""A server follows its /openapi.json: schemathesis sends requests that the document allows, and others."""
 
 import json
 import os
@@ -18,7 +18,7 @@ SCHEMATHESIS = Path(sys.executable).parent / "schemathesis"
 
 @pytest.fixture(scope="module")
 def bounded(start_server):
-    """A server whose benchmarks and verifications are short."""
+    """Start a server whose benchmarks and verifications are short."""
     return start_server(benchmark_seconds=2, verify_flops=10**8)
 
 
@@ -38,11 +38,11 @@ def test_schemathesis_finds_nothing(bounded, tmp_path):
         check=False,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stdout + ran.stderr
-    found = json.loads(report.read_text())
-    assert found["complete"]
-    assert found["operations"]["tested"] == found["operations"]["total"] == OPERATIONS
-    assert {phase["status"] for phase in found["phases"].values()} == {"success"}
-    assert not any(found["warnings"].values())
+    document = json.loads(report.read_text())
+    assert document["complete"]
+    assert document["operations"]["tested"] == document["operations"]["total"] == OPERATIONS
+    assert {phase["status"] for phase in document["phases"].values()} == {"success"}
+    assert not any(document["warnings"].values())
     assert not [line for line in bounded.lines if line.get("event") == "failed"]
 
 
@@ -67,7 +67,7 @@ def test_infinite_values_of_a_report_fit_the_schema(server):
     ],
 )
 def test_every_example_is_answered(server, path):
-    """/docs shows them, to be sent with one click."""
+    """/docs shows them, and a reader can send them with one click."""
     document = ask(server, "/openapi.json").json
     examples = document["paths"][path]["post"]["requestBody"]["content"][JSON]["examples"]
     assert examples
@@ -78,7 +78,7 @@ def test_every_example_is_answered(server, path):
             ask(server, answer.headers["location"], "DELETE")
 
 
-WRONG = {  # requests that get an operation's example: code, method, path, body, header fields
+WRONG = {  # requests that get an operation's example: code, method, path, body, headers
     "an option": ("invalid_request", "POST", "/attention", b'{"q":[[1]],"k":[[1]],"v":[[1]],"casual":true}', {}),
     "a tensor": ("invalid_request", "POST", "/attention/grad", b'{"q":[[1]],"k":[[1]],"v":[[1]],"dout":[[1]]}', {}),
     "a shape": ("invalid_request", "POST", "/verify", b'{"shape":{"q_len":64}}', {}),
@@ -104,9 +104,9 @@ def test_an_error_is_answered_as_its_example(server, name):
     contents = [response.get("content", {}) for response in operation["responses"].values()]
     problems = [content["application/problem+json"] for content in contents if "application/problem+json" in content]
     examples = {each: example["value"] for one in problems for each, example in one["examples"].items()}
-    asked = path.replace("{id}", "none").replace("{format}", "svg")
+    address = path.replace("{id}", "none").replace("{format}", "svg")
     rest = {field: text for field, text in fields.items() if field != "content_type"}
     media = fields.get("content_type", JSON)
-    answer = ask(server, asked, method, **rest) if body is None else post(server, asked, body, media, **rest)
+    answer = ask(server, address, method, **rest) if body is None else post(server, address, body, media, **rest)
     assert answer.json | {"request_id": ""} == examples[code] | {"request_id": ""}
     assert answer.status == examples[code]["status"]

@@ -1,4 +1,4 @@
-"""Every public call of the client against a real server process."""
+"""Every public call of the client works with a real server process."""
 
 import asyncio
 
@@ -84,8 +84,8 @@ def test_gradients_with_and_without_the_forwards_answers(client):
     dlse = tensors(1, 2, 21, n=1, seed=1)[0]
     expected_o, expected_lse = dense(*leaves)
     expected = torch.autograd.grad((expected_o * do).sum(), leaves, retain_graph=True)
-    for found in (client.attention_grad(do, q, k, v), client.attention_grad(do, q, k, v, o=o, lse=lse)):
-        for grad, wanted in zip(found, expected, strict=True):
+    for actual in (client.attention_grad(do, q, k, v), client.attention_grad(do, q, k, v, o=o, lse=lse)):
+        for grad, wanted in zip(actual, expected, strict=True):
             close(grad, wanted)
     expected = torch.autograd.grad((expected_o * do).sum() + (expected_lse * dlse).sum(), leaves)
     (dk,) = client.attention_grad(do, q, k, v, o=o, lse=lse, dlse=dlse, grads=["dk"])
@@ -142,16 +142,16 @@ def test_the_asynchronous_twin(server):
         assert info.keys() == client.info().keys()
         for i, o in enumerate(answers, 1):
             close(o, dense(q * i, k, v)[0])
-        for found, same in zip(grads, client.attention_grad(do, q, k, v), strict=True):
-            assert np.array_equal(found, same.numpy())
+        for actual, same in zip(grads, client.attention_grad(do, q, k, v), strict=True):
+            assert np.array_equal(actual, same.numpy())
 
 
 def test_a_large_answer_arrives_whole(client):
-    """Over many reads of a socket, in one buffer."""
+    """Many socket reads fill one buffer."""
     q = tensors(1, 4, 1, 64, n=1)[0].expand(1, 4, 16384, 64)
     k, v = tensors(1, 4, 1, 64, n=2, seed=1)
     o = client.attention(q, k, v)
-    assert torch.equal(o, v.expand_as(o))  # one key: the value itself
+    assert torch.equal(o, v.expand_as(o))  # one key: o is its value
 
 
 @pytest.mark.parametrize("caches", [5, None, "x"], ids=str)

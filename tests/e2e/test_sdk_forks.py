@@ -1,4 +1,4 @@
-"""Forked clients and copies of caches against a real server."""
+"""Forked clients and copies of caches work with a real server."""
 
 import copy
 import os

@@ -1,4 +1,4 @@
-"""The client and a server that starts late. Keys and refused bodies: test_security.py, whose server has both."""
+"""The client waits for a server that starts late. test_security.py has keys and refused bodies."""
 
 import json
 import os
@@ -20,7 +20,7 @@ Q = np.random.default_rng(0).standard_normal((1, 2, 8, 16)).astype(np.float32)
 
 
 class Watched(Transport):
-    """The client's own transport; `failed` is set once a connection has failed."""
+    """The client's transport; it sets `failed` after a connection has failed."""
 
     def __init__(self, url):
         super().__init__(httpx.URL(url), None)
@@ -34,9 +34,9 @@ class Watched(Transport):
             raise
 
 
-@pytest.mark.slow  # a server of its own; tests/client has each retry with a scripted server
+@pytest.mark.slow  # a separate server; tests/client has each retry with a scripted server
 def test_a_call_waits_for_a_server_that_is_still_starting(start_server):
-    with socket.socket() as reserved:  # bound, not listening: connections are refused, nobody else gets the port
+    with socket.socket() as reserved:  # bound but not listening: connections are refused, and no one takes the port
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]
@@ -54,7 +54,7 @@ def test_a_call_waits_for_a_server_that_is_still_starting(start_server):
 
 
 def test_the_command_line_asks_the_server_of_the_variable(start_server):
-    """FLASHPOINT_URL in the place of --url, but not beside an option that --url excludes; an empty --url is local."""
+    """FLASHPOINT_URL replaces --url, except with an option that --url excludes; an empty --url is local."""
     server = start_server()
 
     def ran(*arguments):
@@ -66,9 +66,9 @@ def test_the_command_line_asks_the_server_of_the_variable(start_server):
         routes = {line["route"] for line in list(server.lines) if line["event"] == "request"}
         return routes & {"/verify", "/info"}
 
-    found = ran("verify", "--json", "-")
-    assert found.returncode == 0, found.stderr
-    assert json.loads(found.stdout)["ok"]
+    process = ran("verify", "--json", "-")
+    assert process.returncode == 0, process.stderr
+    assert json.loads(process.stdout)["ok"]
     wait_for(lambda: asked() == {"/verify"}, lambda: list(server.lines))
     assert ran("capacity", "--q-len", "8", "--head-dim", "8", "--tflops", "1", "--network-gbit", "1").returncode == 0
     assert ran("info", "--url", "").returncode == 0

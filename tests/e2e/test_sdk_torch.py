@@ -1,4 +1,4 @@
-"""`flashpoint.torch.attention`: derivatives through a real server process, against float64 autograd."""
+"""`flashpoint.torch.attention` has derivatives from a real server process that equal float64 autograd."""
 
 import pytest
 import torch
@@ -29,9 +29,9 @@ def test_gradients_for_every_input_through_o_and_lse(client):
     expected_o, expected_lse = dense(*wanted[:3], mask=wanted[3], sinks=wanted[4], causal=True)
     ((expected_o * do).sum() + (expected_lse * dlse).sum()).backward()
     close(o.detach(), expected_o)
-    for found, expected in zip(inputs, wanted, strict=True):
-        assert found.grad.dtype == found.dtype
-        close(found.grad, expected.grad, bound=4e-6)
+    for actual, expected in zip(inputs, wanted, strict=True):
+        assert actual.grad.dtype == actual.dtype
+        close(actual.grad, expected.grad, bound=4e-6)
 
 
 def test_only_what_is_needed_is_asked_for(client):
@@ -53,7 +53,7 @@ def test_lse_alone_can_be_derived(client):
 
 
 def test_dropout_keeps_the_forwards_seed(client):
-    """o is linear in v, so do·o = dv·v when, and only when, both calls drop the same."""
+    """o is linear in v, so do·o = dv·v if and only if both calls drop the same weights."""
     q, k, v, do = tensors(1, 2, 33, 8)
     v.requires_grad_()
     o, meta = attention(q, k, v, client=client, dropout_p=0.5, with_meta=True)
@@ -90,9 +90,9 @@ def test_half_types_have_half_gradients(client, dtype):
     inputs, wanted = leaves(q, k, v), leaves(q.double(), k.double(), v.double())
     (attention(*inputs, client=client) * do).sum().backward()
     (dense(*wanted)[0] * do.double()).sum().backward()
-    for found, expected in zip(inputs, wanted, strict=True):
-        assert found.grad.dtype == dtype
-        close(found.grad, expected.grad, bound=2**-8 if dtype == torch.float16 else 2**-6)
+    for actual, expected in zip(inputs, wanted, strict=True):
+        assert actual.grad.dtype == dtype
+        close(actual.grad, expected.grad, bound=2**-8 if dtype == torch.float16 else 2**-6)
 
 
 def test_any_view_is_sent(client):
@@ -105,5 +105,5 @@ def test_any_view_is_sent(client):
 def test_scales_of_none_have_a_backward(client):
     q = torch.randn(1, 2, 8, 16, requires_grad=True)
     given = ({}, {"k_scale": None, "v_scale": None})
-    found = [torch.autograd.grad(attention(q, q, q, client=client, **none).sum(), q)[0] for none in given]
-    assert torch.equal(*found)
+    actual = [torch.autograd.grad(attention(q, q, q, client=client, **none).sum(), q)[0] for none in given]
+    assert torch.equal(*actual)

@@ -1,4 +1,4 @@
-"""`register` on a decoder: grouped heads, causal masks, padding, a key/value cache, and errors that callers see."""
+"""`register` works for a decoder: grouped heads, causal masks, padding, a key/value cache, and errors."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ SIZES = {
 
 
 def register(*arguments):
-    from flashpoint.integrations.transformers import register  # seconds: not whenever tests are collected
+    from flashpoint.integrations.transformers import register  # takes seconds: not at collection
 
     register(*arguments)
 
@@ -45,15 +45,15 @@ TOKENS = torch.randint(1, 50, (2, 12), generator=torch.Generator().manual_seed(0
 def test_a_decoder_with_grouped_heads_agrees_with_eager(models, padding):
     mask = torch.ones_like(TOKENS)
     mask[1, :padding] = 0
-    own, served = (model(TOKENS, attention_mask=mask).logits for model in models)
+    eager, served = (model(TOKENS, attention_mask=mask).logits for model in models)
     valid = mask.bool()
-    assert (served[valid] - own[valid]).abs().max() < 1e-5
+    assert (served[valid] - eager[valid]).abs().max() < 1e-5
 
 
 @torch.no_grad()
 def test_generation_with_a_cache_agrees_with_eager(models):
-    own, served = (model.generate(TOKENS, max_new_tokens=6, do_sample=False, min_new_tokens=6) for model in models)
-    assert own.tolist() == served.tolist()
+    eager, served = (model.generate(TOKENS, max_new_tokens=6, do_sample=False, min_new_tokens=6) for model in models)
+    assert eager.tolist() == served.tolist()
 
 
 def test_a_decoders_gradients_agree_with_eager(models):
@@ -62,45 +62,48 @@ def test_a_decoders_gradients_agree_with_eager(models):
         model.zero_grad()
         model(TOKENS, labels=TOKENS).loss.backward()
         grads.append({name: p.grad for name, p in model.named_parameters()})
-    own, served = grads
-    for name, grad in own.items():
+    eager, served = grads
+    for name, grad in eager.items():
         assert (served[name] - grad).abs().max() <= 1e-4 * grad.abs().max(), name
 
 
 @pytest.mark.parametrize("kind", ["gemma3", "gemma3_with_softcap", "gpt_oss", "t5"])
 def test_answers_and_gradients_of_other_families_agree_with_eager(client, kind):
-    """Windows, softcap, sinks, and the position bias of T5 with its gradient; one row is padded."""
+    """The families have windows, softcap, sinks, or the position bias of T5 with a gradient; one row is padded."""
     name, _, softcap = kind.partition("_with_")
     model = getattr(small_models, name)(**({"attn_logit_softcapping": 5.0} if softcap else {})).train()
     mask = torch.ones_like(TOKENS)
     mask[1, 9:] = 0
     register(client, "remote_attention_of_families")
-    found = {}
+    results = {}
     for attention in ("eager", "remote_attention_of_families"):
         model.set_attn_implementation(attention)
         model.zero_grad()
         out = model(TOKENS, attention_mask=mask, labels=TOKENS.masked_fill(mask == 0, -100))
         out.loss.backward()
-        kept = out.logits if name == "t5" else out.logits[mask.bool()]  # rows of padding have no meaning
-        found[attention] = kept.detach(), {each: p.grad for each, p in model.named_parameters() if p.grad is not None}
-    (own, own_grads), (served, grads) = found.values()
-    assert (served - own).abs().max() <= 1e-5 * own.abs().max()
-    assert grads.keys() == own_grads.keys()
+        logits = out.logits if name == "t5" else out.logits[mask.bool()]  # padding rows have no meaning
+        results[attention] = (
+            logits.detach(),
+            {each: p.grad for each, p in model.named_parameters() if p.grad is not None},
+        )
+    (eager, eager_grads), (served, grads) = results.values()
+    assert (served - eager).abs().max() <= 1e-5 * eager.abs().max()
+    assert grads.keys() == eager_grads.keys()
     assert not softcap or model.config.attn_logit_softcapping == 5.0
     assert name != "t5" or sum("relative_attention_bias" in each and grads[each].any().item() for each in grads) == 2
-    for each, grad in own_grads.items():
+    for each, grad in eager_grads.items():
         error, largest = (grads[each] - grad).abs().max(), grad.abs().max()
         assert error <= 1e-5, each
-        assert error <= 5e-5 * largest, each  # float32 cancels in small sums, at home as well
+        assert error <= 5e-5 * largest, each  # float32 cancels in small sums, also locally
 
 
 @torch.no_grad()
 def test_t5_generates_the_tokens_of_eager(client):
     register(client, "remote_attention_of_t5")
     model = small_models.t5()
-    own = model.generate(TOKENS, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    eager = model.generate(TOKENS, max_new_tokens=6, min_new_tokens=6, do_sample=False)
     model.set_attn_implementation("remote_attention_of_t5")
-    assert model.generate(TOKENS, max_new_tokens=6, min_new_tokens=6, do_sample=False).tolist() == own.tolist()
+    assert model.generate(TOKENS, max_new_tokens=6, min_new_tokens=6, do_sample=False).tolist() == eager.tolist()
 
 
 def test_training_with_dropout_runs_on_the_servers_dropout(client):

@@ -1,4 +1,4 @@
-"""Keys, limits, request heads and origins: hostile requests to a server of two HTTP processes."""
+"""A server of two HTTP processes resists hostile requests: keys, limits, request heads and origins."""
 
 import concurrent.futures
 import contextlib
@@ -23,8 +23,8 @@ from tests.support.servers import wait_for
 GOOD = message({name: normal(2, 3, seed=seed) for seed, name in enumerate("qkv")})
 Q = np.random.default_rng(0).standard_normal((1, 2, 8, 16)).astype(np.float32)
 ORIGIN = "https://page.example"
-# By name; the key of alice is alice-s3cret. A key whose limit a test uses up belongs to that test alone. The limited
-# rates are so low that the wait for more lasts for hours, however long the test takes.
+# By name; the key of alice is alice-s3cret. Only one test uses a key whose limit it exhausts. The limited rates are so
+# low that a retry would wait for hours, however long the test takes.
 KEYS = {
     "alice": {"rights": ["attention", "info", "benchmark"]},
     "bob": {"rights": ["benchmark"]},
@@ -64,7 +64,7 @@ def keys_path(tmp_path_factory):
 
 
 def logged_secrets(server):
-    """The keys and their hashes that are in the server's log."""
+    """Return the keys and key hashes that are in the server's log."""
     log = json.dumps(server.lines) + json.dumps(server.noise)
     digests = [hashlib.sha256(key_of(name).encode()).hexdigest() for name in KEYS]
     return [secret for secret in ("s3cret", *digests) if secret in log]
@@ -72,14 +72,14 @@ def logged_secrets(server):
 
 @pytest.fixture(scope="module")
 def locked(start_server, keys_path):
-    """A server with keys. Its time limits are so long that none passes during a test, however slow the machine is."""
+    """Start a server with keys. Its timeouts are so long that none expires during a test on a slow machine."""
     server = start_server(
         workers=2, api_keys_file=keys_path, header_timeout=3600, body_timeout=3600, body_limit=1 << 20,
         cors_origins=ORIGIN, log_level="debug",
         environment={"FLASHPOINT_API_KEYS": "environment-s3cret:info+metrics"}.items(),
     )  # fmt: skip
     yield server
-    assert logged_secrets(server) == []  # whatever the tests have sent
+    assert logged_secrets(server) == []  # whatever the tests sent
 
 
 def ask(locked, method, path, **headers):
@@ -89,13 +89,13 @@ def ask(locked, method, path, **headers):
 
 
 def words(answer):
-    """The status and the detail of an error, which /v2 answers in another form."""
+    """Return the status and the detail of an error; /v2 has another form."""
     document = answer.json
     return answer.status, document.get("detail") or document["error"]
 
 
 def test_a_refused_key_is_told_nothing(locked):
-    """The same words on every path, whether the key is missing, wrong, of another scheme, or lacks another right."""
+    """Every path has the same error for a missing or wrong key, another scheme, or a missing permission."""
     unknown, forbidden = set(), set()
     for path in ("/attention", "/attention/grad", "/verify", "/benchmark", "/v2/models/attention/infer"):
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {key_of('alice')}"}):
@@ -115,7 +115,7 @@ def limited(answer):
 
 
 def test_requests_are_counted_over_all_processes(locked):
-    """Ten connections at once reach both processes, and one request in all is let in."""
+    """Ten concurrent connections reach both processes, and only one request is admitted."""
     with concurrent.futures.ThreadPoolExecutor(10) as pool:
         answers = list(pool.map(lambda _: post(locked, "/attention", GOOD, **bearer("slow")), range(10)))
     assert sorted(answer.status for answer in answers) == [200] + [429] * 9
@@ -131,7 +131,7 @@ def test_bytes_and_flops_are_charged_before_the_body_is_read(locked):
     with socket.create_connection(("127.0.0.1", locked.port), timeout=60) as connection:
         head = f"POST /attention HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key_of('small')}\r\n"
         head += f"Content-Type: {SAFETENSORS}\r\nContent-Length: {len(body)}\r\n\r\n"
-        connection.sendall(head.encode() + body[:1000])  # and no more
+        connection.sendall(head.encode() + body[:1000])  # and nothing more
         response = http.client.HTTPResponse(connection)
         response.begin()
         fields = {name.lower(): value for name, value in response.getheaders()}
@@ -161,7 +161,7 @@ def test_a_key_is_named_in_logs_and_metrics(locked):
     def exposed():
         return ask(locked, "GET", "/metrics", authorization="Bearer environment-s3cret").body.decode()
 
-    # A request is counted once it has been answered.
+    # A request is counted after its answer.
     wait_for(lambda: 'flashpoint_key_requests_total{key="named",reason="malformed_body"} 1.0' in exposed(), exposed)
     wait_for(lambda: 'key="key-1"' in exposed(), exposed)
     text = exposed()
@@ -169,8 +169,8 @@ def test_a_key_is_named_in_logs_and_metrics(locked):
 
 
 def test_a_benchmark_is_its_keys_own_and_an_administrators(locked):
-    asked = {"shapes": [{"q_len": 16, "head_dim": 16}], "max_seconds": 0.01, "backends": ["torch"]}
-    started = post(locked, "/benchmark", json.dumps(asked).encode(), JSON, **bearer("alice"))
+    grid = {"shapes": [{"q_len": 16, "head_dim": 16}], "max_seconds": 0.01, "backends": ["torch"]}
+    started = post(locked, "/benchmark", json.dumps(grid).encode(), JSON, **bearer("alice"))
     assert started.status == 202, started.body
     path = started.headers["location"]
     for method, end in (("GET", ""), ("GET", "/events"), ("GET", "/plot.svg"), ("DELETE", "")):
@@ -189,8 +189,10 @@ def test_a_right_of_its_own_registers_shared_memory(locked):
 
 def test_only_pages_of_named_origins_may_call(locked):
     wanted = {"origin": ORIGIN, "access_control_request_method": "POST"}
-    asked = ask(locked, "OPTIONS", "/attention", **wanted, access_control_request_headers="authorization,content-type")
-    assert (asked.status, asked.headers["access-control-allow-origin"]) == (200, ORIGIN)
+    preflight = ask(
+        locked, "OPTIONS", "/attention", **wanted, access_control_request_headers="authorization,content-type"
+    )
+    assert (preflight.status, preflight.headers["access-control-allow-origin"]) == (200, ORIGIN)
     plain = post(locked, "/attention", GOOD, **bearer("alice"))
     answer = post(locked, "/attention", GOOD, origin=ORIGIN, **bearer("alice"))
     assert answer.headers["access-control-allow-origin"] == ORIGIN
@@ -202,12 +204,12 @@ def test_only_pages_of_named_origins_may_call(locked):
 
 
 def closed(connection):
-    """Return the bytes until the server closes the connection or resets it."""
-    found = b""
+    """Return the bytes received until the server closes or resets the connection."""
+    received = b""
     with contextlib.suppress(ConnectionError):
         while piece := connection.recv(1 << 16):
-            found += piece
-    return found
+            received += piece
+    return received
 
 
 HEAD = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n"
@@ -234,7 +236,7 @@ def test_what_never_ends_is_cut_off_in_bounded_bytes(locked, what):
             while sent < 64 << 20:
                 connection.sendall(more)
                 sent += len(more)
-        assert sent < 64 << 20  # the sockets' own buffers take some MiB
+        assert sent < 64 << 20  # socket buffers take some MiB
         closed(connection)
     assert post(locked, "/attention", GOOD, **bearer("alice")).status == 200
 
@@ -245,16 +247,16 @@ def test_a_large_head_is_taken_and_one_too_large_is_431(locked):
         with socket.create_connection(("127.0.0.1", locked.port), timeout=60) as connection:
             with contextlib.suppress(ConnectionError):
                 connection.sendall(HEAD + b"Connection: close\r\n" + fields + b"\r\n")
-            found = closed(connection)
-        assert found.startswith(b"HTTP/1.1 %d " % status), (size, count, found[:100])
-        assert (b'"code": "head_too_large"' in found) == (status == 431)
+            received = closed(connection)
+        assert received.startswith(b"HTTP/1.1 %d " % status), (size, count, received[:100])
+        assert (b'"code": "head_too_large"' in received) == (status == 431)
 
 
 SLOW = [b"", HEAD[:10], HEAD, b"\r\n", HEAD + b"\r\n" + HEAD, HEAD + b"Content-Length: 99\r\n\r\n"]
 
 
 def wait_closed(server, begin):
-    """Open a connection with `begin`, send a byte now and then, and wait until the server has closed it."""
+    """Open a connection with `begin`, send single bytes, and wait until the server closes it."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=0.05) as connection:
 
         def is_closed():
@@ -277,14 +279,14 @@ def wait_closed(server, begin):
 
 
 def test_a_slow_head_is_closed_in_bounded_time(start_server):
-    """Slowloris: single bytes of a head, of blank lines or of an unwanted body do not keep a connection open."""
+    """Slowloris: single bytes of a head, blank lines or an unwanted body do not keep a connection open."""
     server = start_server(ready=False, header_timeout=0.3)
     with concurrent.futures.ThreadPoolExecutor(len(SLOW)) as pool:
         list(pool.map(lambda begin: wait_closed(server, begin), SLOW))
 
 
 def test_keys_are_read_again_and_a_wrong_file_changes_nothing(locked, keys_path):
-    """Each process reads the file when it changes, and at SIGHUP when it does not."""
+    """Each process reads the file when it changes, and also at SIGHUP."""
 
     def reread(event, change):
         seen = len([line for line in locked.lines if line["event"] == event])
@@ -295,7 +297,7 @@ def test_keys_are_read_again_and_a_wrong_file_changes_nothing(locked, keys_path)
         )
 
     def put(text):
-        """As an editor does, or Kubernetes: no process sees half of it."""
+        """Replace the file at once, as an editor or Kubernetes does: no process reads half of it."""
         new = keys_path.with_suffix(".new")
         new.write_text(text) if isinstance(text, str) else write(new, text)
         new.replace(keys_path)
@@ -307,14 +309,14 @@ def test_keys_are_read_again_and_a_wrong_file_changes_nothing(locked, keys_path)
     assert statuses("spent") == {200, 429}
     reread("keys loaded", lambda: put({**KEYS, "carol": {"rights": ["attention"]}, "demoted": {"rights": ["info"]}}))
     assert (statuses("carol"), statuses("demoted")) == ({200}, {403})
-    assert statuses("spent") == {429}  # what it has used is not forgotten
+    assert statuses("spent") == {429}  # its usage is kept
     reread("keys kept", lambda: put("[carol]"))
     assert (statuses("carol"), statuses("demoted")) == ({200}, {403})
     reread("keys kept", lambda: locked.process.send_signal(signal.SIGHUP))
 
 
 def test_secrets_are_in_no_log(locked):
-    """Neither keys that are sent as they should be, nor keys where they do not belong."""
+    """No log has keys that are sent correctly or in a wrong place."""
     assert post(locked, "/attention", GOOD, **bearer("alice")).status == 200
     assert post(locked, "/attention", GOOD, **bearer("looker")).status == 403
     post(locked, f"/attention?key={key_of('alice')}", GOOD)
@@ -355,7 +357,7 @@ def test_the_client_reads_the_refusal_of_a_body_that_it_still_sends(locked):
 
 
 @pytest.mark.parametrize(
-    ("host", "found"),
+    ("host", "expected"),
     [
         ("127.0.0.1", None),
         ("127.3.2.1", None),
@@ -368,13 +370,13 @@ def test_the_client_reads_the_refusal_of_a_body_that_it_still_sends(locked):
         ("192.0.2.1", "192.0.2.1"),
     ],
 )
-def test_an_address_that_others_reach_is_known_as_one(host, found, tmp_path):
-    """`192.0.2.1` is of documentation, and no machine's. With keys, or certificates of callers, all is well."""
+def test_an_address_that_others_reach_is_known_as_one(host, expected, tmp_path):
+    """`192.0.2.1` is a documentation address, which no machine has. Keys or client certificates protect it."""
     settings = Settings(host=host)
-    assert open_to_all(settings) == found
+    assert open_to_all(settings) == expected
     assert open_to_all(settings.model_copy(update={"tls_client_ca": tmp_path})) is None
     assert open_to_all(Settings(host=host, api_keys="k")) is None
-    assert open_to_all(Settings(host=host, insecure=True)) == found  # which is what the log warns of
+    assert open_to_all(Settings(host=host, insecure=True)) == expected  # the log warns of it
     assert Settings().host == "127.0.0.1"
 
 
@@ -383,13 +385,13 @@ def test_with_keys_a_server_answers_to_every_host(locked):
 
 
 def test_without_keys_others_are_served_by_choice_alone(capsys, monkeypatch):
-    """The refusal comes before there is a socket, and names both ways out. No machine has the address of this test."""
+    """The refusal comes before a socket is opened, and names both remedies. No machine has this test's address."""
     host = ["--host", "192.0.2.1", "--port", "0"]
     assert serve(host) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("flashpoint serve: --host: other machines can reach 192.0.2.1")
+    errors = capsys.readouterr().err
+    assert errors.startswith("flashpoint serve: --host: other machines can reach 192.0.2.1")
     for way in ("--api-keys-file", "--tls-client-ca", "--insecure", "FLASHPOINT_INSECURE=true", "--host 127.0.0.1"):
-        assert way in said
+        assert way in errors
     chosen = []
     monkeypatch.setattr("flashpoint_server.cli.serve.run", lambda settings: chosen.append(settings.insecure) or 0)
     monkeypatch.setattr("flashpoint_server.observability.logs.configure", lambda *_: None)

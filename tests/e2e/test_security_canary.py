@@ -1,4 +1,4 @@
-"""Memory is used again from request to request. An answer holds nothing of what an earlier request left there."""
+"""Requests reuse memory, and an answer contains no bytes of an earlier request."""
 
 import json
 
@@ -14,7 +14,7 @@ B, H, S, D = 2, 4, 512, 64
 
 
 def filled(*shape):
-    """A tensor of canaries alone."""
+    """Return a tensor full of canaries."""
     return torch.from_numpy(np.resize(CANARY, shape).astype(np.float32))
 
 
@@ -26,8 +26,8 @@ def zeros(names="qkv", **more):
     return {name: torch.zeros(B, H, S, D) for name in names} | more
 
 
-def held(answer):
-    """The answer, which must have succeeded and hold no canary."""
+def checked(answer):
+    """Assert that the answer succeeded and has no canary; return it."""
     assert answer.status == 200, answer.body
     assert b"CANARY" not in answer.body
     return answer
@@ -35,39 +35,39 @@ def held(answer):
 
 @pytest.fixture(autouse=True)
 def left_behind(server):
-    """Fill every memory slot that a test gets with canaries, by requests that end in different ways."""
+    """Fill every memory slot that a test can get with canaries, by requests that end in different ways."""
     body = canaries()
     for cut in (len(body) // 3, len(body) - 1):
         with send(server, body[:cut], length=len(body)):
-            pass  # the client leaves within its body
+            pass  # the client leaves during its body
     with send(server, body):
         pass  # the client leaves before its answer
     refused = message({name: filled(B, H, S, D) for name in "qkv"} | {"kv_lengths": torch.tensor([1, S + 1])})
-    assert post(server, "/attention", refused).status == 422  # refused for what its body holds
+    assert post(server, "/attention", refused).status == 422  # refused for its body's content
     assert post(server, "/attention", body).status == 200
     assert post(server, "/attention/grad", canaries(("q", "k", "v", "do"))).status == 200
     nothing_inside(server)
 
 
 def test_rows_that_nobody_computes_are_zero(server):
-    """Padding, sequences without keys and masks that hide all keys: no kernel writes those rows."""
+    """No kernel writes rows of padding, of sequences without keys, and of masks that hide all keys."""
     lengths = {"q_lengths": torch.tensor([1, S]), "kv_lengths": torch.tensor([S, 0])}
-    answer = held(post(server, "/attention", message(zeros(**lengths), return_lse=True)))
+    answer = checked(post(server, "/attention", message(zeros(**lengths), return_lse=True)))
     assert not answer.tensors["o"].any()
     assert torch.isneginf(answer.tensors["lse"][1]).all()
     hidden = zeros(attn_mask=torch.zeros(S, S, dtype=torch.bool))
-    assert not held(post(server, "/attention", message(hidden))).tensors["o"].any()
+    assert not checked(post(server, "/attention", message(hidden))).tensors["o"].any()
     empty = {"q": torch.zeros(B, H, S, D), "k": torch.zeros(B, H, 0, D), "v": torch.zeros(B, H, 0, D)}
-    assert not held(post(server, "/attention", message(empty))).tensors["o"].any()
+    assert not checked(post(server, "/attention", message(empty))).tensors["o"].any()
 
 
 def test_gradients_of_what_nobody_sees_are_zero(server):
     lengths = {"q_lengths": torch.tensor([1, S]), "kv_lengths": torch.tensor([1, 0])}
-    answer = held(post(server, "/attention/grad", message(zeros(("q", "k", "v", "do"), **lengths))))
+    answer = checked(post(server, "/attention/grad", message(zeros(("q", "k", "v", "do"), **lengths))))
     for name in ("dq", "dk", "dv"):
         assert not answer.tensors[name].any()
     windowed = message(zeros(("q", "k", "v", "do")), window=[0, 0], causal=True)
-    for tensor in held(post(server, "/attention/grad", windowed)).tensors.values():
+    for tensor in checked(post(server, "/attention/grad", windowed)).tensors.values():
         assert not tensor.any()
 
 
@@ -76,11 +76,11 @@ def test_every_backend_writes_all_of_its_answer(server, backend):
     for dtype in (torch.float32, torch.bfloat16):
         tensors = {name: tensor.to(dtype) for name, tensor in zeros().items()}
         lengths = {"q_lengths": torch.tensor([3, 0]), "kv_lengths": torch.tensor([S, 7])}
-        assert not held(post(server, "/attention", message(tensors | lengths, backend=backend))).tensors["o"].any()
+        assert not checked(post(server, "/attention", message(tensors | lengths, backend=backend))).tensors["o"].any()
 
 
 def test_small_answers_in_json_hold_no_more_than_they_say(server):
-    asked = {"q": [[0.0, 0.0]] * 3, "k": [[0.0, 0.0]], "v": [[0.0, 0.0]], "return_lse": True}
-    answer = held(post(server, "/attention", json.dumps(asked).encode(), JSON))
+    request = {"q": [[0.0, 0.0]] * 3, "k": [[0.0, 0.0]], "v": [[0.0, 0.0]], "return_lse": True}
+    answer = checked(post(server, "/attention", json.dumps(request).encode(), JSON))
     assert answer.json["o"] == [[0.0, 0.0]] * 3
     assert "12.8909" not in answer.body.decode()

@@ -1,4 +1,4 @@
-"""HTTPS and HTTPS with client certificates, with real clients. Answers hold no bytes of other callers there either."""
+"""HTTPS works with real clients and client certificates, and answers contain no bytes of other callers."""
 
 import asyncio
 import contextlib
@@ -29,14 +29,14 @@ def openssl(*words):
 
 
 class Authority:
-    """A certificate authority of the test, and the certificates that it has given, in a directory."""
+    """A certificate authority of the test, and its certificates in a directory."""
 
     def __init__(self, where):
         self.where, self.file = where, where / "ca.pem"
         self._made("ca", "-x509", "-addext", "basicConstraints=critical,CA:TRUE")
 
     def give(self, name, to="localhost"):
-        """The files of a certificate and of its key."""
+        """Make a certificate and its key, and return their files."""
         signed = ("-CA", self.file, "-CAkey", self.where / "ca.key", "-addext", "subjectAltName=DNS:" + to)
         self._made(name, "-x509", *signed)
         return self.where / f"{name}.pem", self.where / f"{name}.key"
@@ -58,7 +58,7 @@ def tls_settings(authority):
 
 @pytest.fixture(scope="module")
 def server(start_server, authority):
-    """A server that wants a certificate and a key. Its time limits do not pass during a test, however slow that is."""
+    """Start a server that requires a client certificate and a key. Its timeouts do not expire during a slow test."""
     settings = {**tls_settings(authority), "api_keys": "s3cret"}
     server = start_server(ready=False, header_timeout=3600, body_timeout=3600, grpc_port=0, **settings)
     assert server.url.startswith("https://")
@@ -81,14 +81,14 @@ def client(server, authority, kind=flashpoint.Client, **how):
 
 @contextlib.contextmanager
 def connected(server, context):
-    """An `http.client` connection."""
+    """Return an `http.client` connection."""
     connection = http.client.HTTPSConnection("localhost", server.port, timeout=60, context=context)
     with contextlib.closing(connection):
         yield connection
 
 
 def constant(value, rows=ROWS):
-    """A request whose answer, 1 MiB for 1,024 rows, is `value` everywhere."""
+    """Return a request whose answer, 1 MiB for 1,024 rows, is `value` everywhere."""
     zeros = {name: torch.zeros(1, 4, n, 64) for name, n in (("q", rows), ("k", 1))}
     return message({**zeros, "v": torch.full((1, 4, 1, 64), float(value))})
 
@@ -98,7 +98,7 @@ HEADERS = {"Content-Type": SAFETENSORS, "Authorization": "Bearer s3cret"}
 
 def test_both_clients_get_exact_answers_of_any_size(server, authority):
     with client(server, authority) as blocking:
-        for rows in (1, 100, 3 * ROWS):  # the last is 3 MiB in and out: more than is encrypted at once
+        for rows in (1, 100, 3 * ROWS):  # the last is 3 MiB in and out: more than one encryption step
             q = np.random.default_rng(rows).standard_normal((1, 1, rows, 256), np.float32)
             v = np.full((1, 1, 3, 256), rows, np.float32)
             assert np.array_equal(blocking.attention(q, v, v), np.full_like(q, rows))
@@ -159,7 +159,7 @@ def test_neither_plain_http_nor_an_old_version_is_spoken(server, authority):
 
 
 def test_tls_1_2_has_forward_secrecy_and_authenticated_encryption(server, authority):
-    """Over HTTP and gRPC: suites with CBC, and those without a key exchange that is forgotten, are refused."""
+    """HTTP and gRPC refuse suites with CBC and suites without an ephemeral key exchange."""
 
     def suite(port, ciphers):
         context = trusting(authority)
@@ -181,22 +181,22 @@ def test_tls_1_2_has_forward_secrecy_and_authenticated_encryption(server, author
 
 @pytest.mark.slow
 def test_its_health_is_asked_for_through_tls(server, authority, capsys, start_server):
-    """The command has no certificate, and accepts the server's from any authority."""
+    """The command has no certificate, and accepts the server's certificate from any authority."""
     cert, key = authority.give("alive")
     files = [f"--tls-cert={cert}", f"--tls-key={key}", f"--tls-client-ca={authority.file}"]
     assert main(["health", f"--port={server.port}", *files]) == 0
     assert "handshake" in capsys.readouterr().out
     assert main(["health", f"--port={server.port}"]) == 1  # it speaks no plain HTTP
-    own = start_server(ready=False, tls_cert=cert, tls_key=key)
-    assert main(["health", f"--port={own.port}", *files[:2]]) == 0
+    starting = start_server(ready=False, tls_cert=cert, tls_key=key)
+    assert main(["health", f"--port={starting.port}", *files[:2]]) == 0
     assert "/health/live is 200" in capsys.readouterr().out
-    own.stop()
-    assert main(["health", f"--port={own.port}", *files]) == 1
+    starting.stop()
+    assert main(["health", f"--port={starting.port}", *files]) == 1
     assert "no answer" in capsys.readouterr().err
 
 
 def test_canary_slow_readers_see_nobody_elses_bytes(server, authority):
-    """Answers wait unread, partly encrypted, while others are computed in memory that is used again."""
+    """Answers wait unread, partly encrypted, while other answers are computed in reused memory."""
     context = trusting(authority)
     with contextlib.ExitStack() as open_until:
         slow = []
@@ -212,10 +212,10 @@ def test_canary_slow_readers_see_nobody_elses_bytes(server, authority):
             assert bool((reply(connection.getresponse()).tensors["o"] == value).all())
 
 
-@pytest.mark.slow  # a server of its own, since its time limit is short; without TLS, test_security.py has the same
+@pytest.mark.slow  # a separate server with a short timeout; test_security.py has the same test without TLS
 def test_a_head_that_never_ends_is_closed(start_server, authority):
     server = start_server(ready=False, header_timeout=1, **tls_settings(authority))
-    cut_off = (ConnectionError, ssl.SSLEOFError)  # on a slow machine within the handshake already
+    cut_off = (ConnectionError, ssl.SSLEOFError)  # a slow machine may fail in the handshake
     with connected(server, trusting(authority)) as connection, contextlib.suppress(*cut_off):
         connection.connect()
         connection.sock.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n")
@@ -245,22 +245,22 @@ def certificates_loaded(server):
 
 def test_a_new_certificate_is_shown_after_sighup(server, authority):
     def shown():
-        """Over HTTP; over gRPC it is the same."""
+        """Return the certificate over HTTP, after a check that gRPC shows the same."""
         with connected(server, trusting(authority)) as connection:
             connection.connect()
-            found = connection.sock.getpeercert()["serialNumber"]
+            serial = connection.sock.getpeercert()["serialNumber"]
         context = trusting(authority)
         context.set_alpn_protocols(["h2"])
         with (
             socket.create_connection(("localhost", grpc_port(server)), timeout=60) as plain,
             context.wrap_socket(plain, server_hostname="localhost") as encrypted,
         ):
-            assert encrypted.getpeercert()["serialNumber"] == found
-        return found
+            assert encrypted.getpeercert()["serialNumber"] == serial
+        return serial
 
     before = shown()
     cert, _ = authority.give("another")
-    for wrong, why in ((b"nothing", "PEM"), (cert.read_bytes(), "mismatch")):  # the second's key is still to come
+    for wrong, why in ((b"nothing", "PEM"), (cert.read_bytes(), "mismatch")):  # the second file's key is still missing
         (authority.where / "server.pem").write_bytes(wrong)
         server.process.send_signal(1)
         server.wait_for_line(lambda line, why=why: line["event"] == "certificate kept" and why in line["error"])

@@ -1,6 +1,6 @@
-"""`flashpoint.sharded.cache` against float64: a cache in spans at several servers, which may fail.
+"""`flashpoint.sharded.cache`, a cache in spans at several servers that may fail, equals float64.
 
-Three clients of one real server have the place of three servers: the calls and their parts are the same.
+Three clients of one real server replace three servers: the calls and their parts are the same.
 """
 
 import asyncio
@@ -47,26 +47,26 @@ def normal(*shape, seed=0, dtype=np.float32):
 
 
 def expected(q, k, v, **options):
-    """o and lse of the whole, in float64."""
+    """Return o and lse over all keys in float64."""
     tensors = (torch.from_numpy(np.asarray(t, np.float64)) for t in (q, k, v))
     given = {name: torch.from_numpy(t) if isinstance(t, np.ndarray) else t for name, t in options.items()}
     o, lse = attention(*tensors, backend="reference", return_lse=True, **given)
     return o.numpy(), lse.numpy()
 
 
-def near(found, wanted, bound):
-    assert found.shape == wanted.shape
-    found, wanted = found.astype(np.float64), wanted.astype(np.float64)
+def near(actual, wanted, bound):
+    assert actual.shape == wanted.shape
+    actual, wanted = actual.astype(np.float64), wanted.astype(np.float64)
     finite = np.isfinite(wanted)
-    assert np.array_equal(found[~finite], wanted[~finite])
-    assert np.abs(found[finite] - wanted[finite]).max(initial=0) <= bound * max(
+    assert np.array_equal(actual[~finite], wanted[~finite])
+    assert np.abs(actual[finite] - wanted[finite]).max(initial=0) <= bound * max(
         1, np.abs(wanted[finite]).max(initial=0)
     )
 
 
 @st.composite
 def problems(draw):
-    """(span, how the tokens come, queries of a last call that only reads, dtype, keywords)."""
+    """Draw (span, how the tokens arrive, queries of a last call that only reads, dtype, keywords)."""
     pick = lambda *values: draw(st.sampled_from(values))  # noqa: E731
     pieces = draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
     total, count = sum(pieces), draw(st.integers(1, 12))
@@ -84,7 +84,7 @@ def problems(draw):
     return pick(3, 7, 100), pieces, count, dtype, keywords
 
 
-def turned(t, layout):
+def in_layout(t, layout):
     return t.swapaxes(1, 2) if layout == "bshd" else t
 
 
@@ -92,7 +92,7 @@ def turned(t, layout):
 @settings(max_examples=40, deadline=None)
 @given(problems(), st.integers(0, 100))
 def test_any_problem_is_as_float64_solves_it_over_the_whole(clients, problem, seed):
-    """Tokens come with their queries, in pieces that cross spans or not; then more queries read them all."""
+    """Tokens arrive with their queries, in pieces that may cross spans; then more queries read all of them."""
     span, pieces, count, dtype, keywords = problem
     layout, total = keywords["layout"], sum(pieces)
     q = normal(1, HQ, total, D, seed=seed, dtype=dtype)
@@ -102,21 +102,21 @@ def test_any_problem_is_as_float64_solves_it_over_the_whole(clients, problem, se
         given_ = {**plain, "layout": layout} | {name: keywords[name] for name in ("backend",) if name in keywords}
         first = 0
         for piece in pieces:
-            new = [turned(t[:, :, first : first + piece], layout) for t in (q, k, v)]
+            new = [in_layout(t[:, :, first : first + piece], layout) for t in (q, k, v)]
             first += piece
             o, lse = cache.attention(*new, **given_, return_lse=True)
             wanted = expected(q[:, :, first - piece : first], k[:, :, :first], v[:, :, :first], **plain)
-            near(turned(o, layout), wanted[0], BOUNDS[o.dtype])
+            near(in_layout(o, layout), wanted[0], BOUNDS[o.dtype])
             near(lse, wanted[1], 4e-6)
         assert cache.lengths == [total]
         q = normal(1, HQ, count, D, seed=seed + 3, dtype=dtype)
-        (o, lse), parts = cache.attention(turned(q, layout), return_lse=True, with_meta=True, **keywords)
+        (o, lse), parts = cache.attention(in_layout(q, layout), return_lse=True, with_meta=True, **keywords)
         mask = {"attn_mask": keywords["attn_mask"][..., :total]} if "attn_mask" in keywords else {}
         wanted = expected(q, k, v, **plain, **mask)
-        near(turned(o, layout), wanted[0], BOUNDS[o.dtype])
+        near(in_layout(o, layout), wanted[0], BOUNDS[o.dtype])
         near(lse, wanted[1], 4e-6)
         assert all(0 <= a < b <= min(a + span, total) and a % span == 0 for a, b in (part.keys for part in parts))
-        near(o, cache.attention(turned(q, layout), **keywords), 0)
+        near(o, cache.attention(in_layout(q, layout), **keywords), 0)
 
 
 def whole(cache, numbers, layer=0):
@@ -193,7 +193,7 @@ def test_torch_tensors_come_back_as_torch_tensors(clients):
         o = cache.attention(q, k, v, causal=True)
         assert o.dtype == torch.bfloat16
         torch.testing.assert_close(o, attention(q, k, v, causal=True, backend="tiled"), rtol=2**-6, atol=2**-6)
-        assert cache.append(k[:, :, :1], v[:, :, :1], at=1) == 2  # and cuts the later spans
+        assert cache.append(k[:, :, :1], v[:, :, :1], at=1) == 2  # this also cuts the later spans
         assert cache.attention(q[:, :, :1], with_meta=True)[1][0].keys == (0, 2)
 
 
@@ -220,7 +220,7 @@ def test_a_server_that_fails_is_named_and_what_it_left_is_mended(server, left):
             with pytest.raises(flashpoint.ConnectionFailedError, match=failing.url):
                 call()
         assert cache.length == 3  # the tokens before the place of the last write
-        assert len(left()) == 2  # no fork is left behind
+        assert len(left()) == 2  # no fork remains
         up["up"] = True
         whole(cache, [t[:, :, :3] for t in made])
         cache.append(*(t[:, :, 3:] for t in made))

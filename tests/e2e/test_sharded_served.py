@@ -1,7 +1,7 @@
-"""`flashpoint.sharded` against float64 and against one server, forward and gradients.
+"""`flashpoint.sharded` equals float64 and one server, in the forward and the gradients.
 
-Three clients of one real server have the place of three servers in most tests: the calls and their parts are the same.
-The slow tests have three servers. tests/client has what becomes of a part whose server fails.
+In most tests three clients of one real server replace three servers: the calls and their parts are the same. The slow
+tests have three servers. tests/client tests the parts of a server that fails.
 """
 
 import asyncio
@@ -41,13 +41,13 @@ def normal(*shape, dtype=np.float32, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
 
 
-def near(found, expected, bound):
-    """Check that they differ by at most `bound` times the largest number, and that infinities are the same."""
-    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-    found, expected = found.astype(np.float64), expected.astype(np.float64)
+def near(actual, expected, bound):
+    """Check that they differ by at most `bound` times the largest number, and that infinities are equal."""
+    assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
+    actual, expected = actual.astype(np.float64), expected.astype(np.float64)
     finite = np.isfinite(expected)
-    assert np.array_equal(found[~finite], expected[~finite])
-    error = np.abs(found[finite] - expected[finite]).max(initial=0)
+    assert np.array_equal(actual[~finite], expected[~finite])
+    error = np.abs(actual[finite] - expected[finite]).max(initial=0)
     assert error <= bound * max(1, np.abs(expected[finite]).max(initial=0))
 
 
@@ -56,7 +56,7 @@ SIZES = st.sampled_from((0, 1, 5, 17, 40))
 
 @st.composite
 def problems(draw):
-    """(q, k, v, do, keywords, grads) with any layout, rank, dtype and option that can be sharded."""
+    """Draw (q, k, v, do, keywords, grads) with any layout, rank, dtype and option that can be sharded."""
     pick = lambda *values: draw(st.sampled_from(values))  # noqa: E731
     numbers = np.random.default_rng(draw(st.integers(0, 1000)))
     layout, dtype = pick("bhsd", "bshd", "thd"), pick(np.float32, np.float32, np.float32, np.float16, BFLOAT16)
@@ -105,8 +105,8 @@ def problems(draw):
     return q, k, v, do, keywords, grads
 
 
-# Relative to the largest number in the answer: the bound of one server's own answers; for half types twice their unit,
-# because a part is rounded before it is merged.
+# Relative to the largest number in the answer: the bound of one server; for half types twice their unit, because a part
+# is rounded before the merge.
 BOUNDS = {np.dtype(np.float32): 4e-6, np.dtype(np.float16): 2**-9, np.dtype(BFLOAT16): 2**-6}
 
 
@@ -117,44 +117,44 @@ def test_any_problem_is_as_one_server_in_float64_solves_it(clients, problem, par
     q, k, v, do, keywords, grads = problem
     bound = BOUNDS[q.dtype]
     o, lse = clients[0].attention(q, k, v, backend="reference", return_lse=True, **keywords)
-    found = sharded.attention(clients, q, k, v, parts=parts, return_lse=True, **keywords)
-    near(found[0], o, bound)
-    near(found[1], lse, 4e-6)
+    actual = sharded.attention(clients, q, k, v, parts=parts, return_lse=True, **keywords)
+    near(actual[0], o, bound)
+    near(actual[1], lse, 4e-6)
     more = {"dlse": normal(*lse.shape)} if with_dlse else {}
     expected = clients[0].attention_grad(do, q, k, v, backend="reference", grads=grads, **more, **keywords)
     more |= {"o": o, "lse": lse} if with_forward else {}
-    found = sharded.attention_grad(clients, do, q, k, v, parts=parts, grads=grads, **more, **keywords)
-    for own, wanted in zip(found, expected, strict=True):
-        near(own, wanted, 4 * bound)
+    actual = sharded.attention_grad(clients, do, q, k, v, parts=parts, grads=grads, **more, **keywords)
+    for gradient, wanted in zip(actual, expected, strict=True):
+        near(gradient, wanted, 4 * bound)
 
 
 @pytest.mark.parametrize(("dtype", "unit"), [(np.float16, 2**-11), (BFLOAT16, 2**-8)])
 def test_half_answers_err_by_two_roundings_and_no_more(clients, dtype, unit):
-    """|o − o₆₄| ≤ u·Σ p|v| for the parts, whose weights add up to 1, + u·|o| for the whole; and a little of float32."""
+    """|o − o₆₄| ≤ u·Σ p|v| for the parts, whose weights add up to 1, + u·|o| for the merge + float32 rounding."""
     q, k, v = (normal(1, 4, 64, 32, dtype=dtype, seed=seed) for seed in range(3))
     wide = [t.astype(np.float64) for t in (q, k, v)]
     o = clients[0].attention(*wide)
     size = clients[0].attention(*wide[:2], np.abs(wide[2]))
-    found = sharded.attention(clients, q, k, v, parts=(1, 3)).astype(np.float64)
-    assert (np.abs(found - o) <= unit * (size + np.abs(o)) + 1e-5).all()
+    actual = sharded.attention(clients, q, k, v, parts=(1, 3)).astype(np.float64)
+    assert (np.abs(actual - o) <= unit * (size + np.abs(o)) + 1e-5).all()
     once = sharded.attention(clients, *(t.astype(np.float32) for t in (q, k, v)), parts=(1, 3))
-    assert np.abs(once - o).max() < 1e-5  # sent as float32, nothing is rounded to half
+    assert np.abs(once - o).max() < 1e-5  # sent as float32, without rounding to half
 
 
 def check_causal_work(clients):
-    """It is cut into equal parts. Which server answers which part is a race."""
+    """Check that the work is cut into equal parts. A race decides which server answers which part."""
     q, k, v, do = (normal(1, 2, 600, 16, seed=seed) for seed in range(4))
     for parts in ((1, 3), (3, 1), None):
-        o, found = sharded.attention(clients, q, k, v, causal=True, parts=parts, with_meta=True)
+        o, actual = sharded.attention(clients, q, k, v, causal=True, parts=parts, with_meta=True)
         near(o, clients[0].attention(q, k, v, causal=True), 4e-6)
-        assert sum(part.pairs for part in found) == 2 * 600 * 601 // 2
-        work = [part.pairs for part in found]
+        assert sum(part.pairs for part in actual) == 2 * 600 * 601 // 2
+        work = [part.pairs for part in actual]
         assert len(work) == 3
         assert max(work) < 1.02 * min(work)
-        assert {part.url for part in found} <= {client.url for client in clients}
+        assert {part.url for part in actual} <= {client.url for client in clients}
     dq, dk, dv = sharded.attention_grad(clients, do, q, k, v, causal=True, parts=(1, 3))
-    for found, expected in zip((dq, dk, dv), clients[0].attention_grad(do, q, k, v, causal=True), strict=True):
-        near(found, expected, 8e-6)
+    for actual, expected in zip((dq, dk, dv), clients[0].attention_grad(do, q, k, v, causal=True), strict=True):
+        near(actual, expected, 8e-6)
 
 
 def test_causal_work_is_cut_into_equal_parts(clients):
@@ -170,24 +170,24 @@ def test_three_servers_share_causal_work(server, start_server):
 
 def test_one_query_over_many_keys_cuts_the_keys(clients):
     q, k, v = normal(1, 8, 1, 32), normal(1, 2, 999, 32, seed=1), normal(1, 2, 999, 32, seed=2)
-    o, found = sharded.attention(clients, q, k, v, causal=True, with_meta=True)
+    o, actual = sharded.attention(clients, q, k, v, causal=True, with_meta=True)
     near(o, clients[0].attention(q, k, v, causal=True), 4e-6)
-    assert sorted(part.keys for part in found) == [(0, 333), (333, 666), (666, 999)]
+    assert sorted(part.keys for part in actual) == [(0, 333), (333, 666), (666, 999)]
 
 
 def test_float64_is_not_merged(clients):
-    """Its keys are not cut: merging needs the lse, which is float32 and would round the answer."""
+    """Its keys are not cut: a merge needs the lse, which is float32 and would round the answer."""
     q, k, v, do = (normal(2, 4, 90, 16, dtype=np.float64, seed=seed) for seed in range(4))
     o, parts = sharded.attention(clients, q, k, v, causal=True, with_meta=True)
     near(o, clients[0].attention(q, k, v, causal=True), 1e-14)
     assert len(parts) == 3
     expected = clients[0].attention_grad(do, q, k, v, causal=True)
-    for found, wanted in zip(sharded.attention_grad(clients, do, q, k, v, causal=True), expected, strict=True):
-        near(found, wanted, 1e-14)
+    for actual, wanted in zip(sharded.attention_grad(clients, do, q, k, v, causal=True), expected, strict=True):
+        near(actual, wanted, 1e-14)
 
 
 def test_answers_are_the_same_bits_every_time(clients):
-    """Parts are merged in their own order, in whatever order they are answered."""
+    """Parts are merged in a fixed order, whatever the order of their answers."""
     q, k, v, do = (normal(1, 2, 200, 16, seed=seed) for seed in range(4))
     runs = [sharded.attention_grad(clients, do, q, k, v, parts=(2, 4), causal=True) for _ in range(3)]
     for run in runs[1:]:
@@ -208,14 +208,14 @@ def test_derivatives_in_torch_over_all_servers(clients):
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 4, 33, 8), torch.randn(2, 2, 33, 8), torch.randn(2, 2, 33, 8)
     mask, sinks, do, dlse = torch.randn(4, 33, 33), torch.randn(4), torch.randn(2, 4, 33, 8), torch.randn(2, 4, 33)
-    found = []
+    results = []
     for client in (clients[0], clients):
         leaves = [t.clone().requires_grad_() for t in (q, k, v, mask, sinks)]
         options = {"attn_mask": leaves[3], "sinks": leaves[4], "causal": True, "return_lse": True}
         o, lse = flashpoint.torch.attention(*leaves[:3], client=client, **options)
         ((o * do).sum() + (lse * dlse).sum()).backward()
-        found.append([o.detach(), lse.detach(), *(leaf.grad for leaf in leaves)])
-    for one, all_of_them in zip(*found, strict=True):
+        results.append([o.detach(), lse.detach(), *(leaf.grad for leaf in leaves)])
+    for one, all_of_them in zip(*results, strict=True):
         torch.testing.assert_close(all_of_them, one, rtol=1e-5, atol=1e-5)
     with torch.no_grad():
         assert torch.equal(flashpoint.torch.attention(q, k, v, client=clients), sharded.attention(clients, q, k, v))
@@ -226,16 +226,16 @@ def test_the_asynchronous_form(clients):
 
     async def run():
         async with contextlib.AsyncExitStack() as stack:
-            own = [await stack.enter_async_context(flashpoint.AsyncClient(each.url)) for each in clients]
+            twins = [await stack.enter_async_context(flashpoint.AsyncClient(each.url)) for each in clients]
             return await asyncio.gather(
-                sharded.async_attention(own, q, k, v, parts=(1, 3)),
-                sharded.async_attention_grad(own, do, q, k, v, parts=(1, 3)),
+                sharded.async_attention(twins, q, k, v, parts=(1, 3)),
+                sharded.async_attention_grad(twins, do, q, k, v, parts=(1, 3)),
             )
 
     o, grads = asyncio.run(run())
     assert np.array_equal(o, sharded.attention(clients, q, k, v, parts=(1, 3)))
-    for found, expected in zip(grads, sharded.attention_grad(clients, do, q, k, v, parts=(1, 3)), strict=True):
-        assert np.array_equal(found, expected)
+    for actual, expected in zip(grads, sharded.attention_grad(clients, do, q, k, v, parts=(1, 3)), strict=True):
+        assert np.array_equal(actual, expected)
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +246,7 @@ def survivor(start_server, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_the_part_of_a_killed_server_is_answered_by_another(server, survivor, start_server, tmp_path, direction):
-    """The gates hold both servers until each has a part; one is killed, the other answers both parts."""
+    """Gates block both servers until each has a part; one is killed, and the other answers both parts."""
     victim = GatedServer(start_server, tmp_path, interpret=True)
     survivor.gate("gate").unlink(missing_ok=True)
     q, k, v, do = (normal(1, 2, 40, 16, seed=seed) for seed in range(4))
@@ -268,8 +268,8 @@ def test_the_part_of_a_killed_server_is_answered_by_another(server, survivor, st
             assert victim.server.wait_exit() == -signal.SIGKILL
         finally:
             survivor.gate("gate").touch()
-        found, parts = call.result()
-    for own, wanted in zip(found, expected, strict=True):
-        near(own, wanted, 8e-6)
+        actual, parts = call.result()
+    for answer, wanted in zip(actual, expected, strict=True):
+        near(answer, wanted, 8e-6)
     assert {part.url for part in parts} == {survivor.server.url}
     assert sum(part.meta.retries for part in parts) >= 1

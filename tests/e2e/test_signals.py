@@ -1,4 +1,4 @@
-"""SIGHUP ends no process of the service, and what a killed one leaves in the temporary directory is removed."""
+"""SIGHUP ends no process of the service, and temporary files of a killed process are removed."""
 
 import os
 import signal
@@ -13,11 +13,11 @@ from tests.support.messages import JSON, message, normal, post
 from tests.support.servers import wait_for
 
 SMALL = message({name: normal(2, 3) for name in "qkv"})
-PREFIX = "flashpoint-serve-"  # of the directories that a server makes
+PREFIX = "flashpoint-serve-"  # of the directories of a server
 
 
 def hang_up(server):
-    """SIGHUP to every process of a server, as a terminal sends it to a group when it is closed."""
+    """Send SIGHUP to every process of a server, as a terminal does to a group when it closes."""
     family = [server.pid, *(child.pid for child in psutil.Process(server.pid).children(recursive=True))]
     for pid in family:
         os.kill(pid, signal.SIGHUP)
@@ -29,7 +29,7 @@ def hang_ups(server):
 
 
 def test_sighup_without_anything_to_read_again_is_logged_and_changes_nothing(server):
-    assert post(server, "/attention", SMALL, accept=JSON).status == 200  # the process that writes JSON runs from here
+    assert post(server, "/attention", SMALL, accept=JSON).status == 200  # starts the process that writes JSON
     before = hang_ups(server)
     family = hang_up(server)
     assert len(family) >= 3
@@ -40,7 +40,7 @@ def test_sighup_without_anything_to_read_again_is_logged_and_changes_nothing(ser
 
 
 def start_another(folder):
-    """Start a server with this temporary directory, which ends at once, because its port is taken."""
+    """Start a server with this temporary directory; it ends at once because its port is taken."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         command = [sys.executable, "-m", "flashpoint_server.cli.serve", "--port", str(taken.getsockname()[1])]
         variables = {**os.environ, "TMPDIR": str(folder)}
@@ -54,7 +54,7 @@ def content(folder):
 
 @pytest.mark.slow
 def test_several_processes_outlast_sighup_and_leave_no_files_behind(start_server, tmp_path):
-    """The next server removes what a killed one has left. Files of a live server, and other files, stay."""
+    """The next server removes the files of a killed one. Files of a live server and other files stay."""
     (tmp_path / "other").mkdir()
     (tmp_path / f"{PREFIX}link").symlink_to(tmp_path / "other")
     (tmp_path / f"{PREFIX}file").touch()
@@ -66,9 +66,9 @@ def test_several_processes_outlast_sighup_and_leave_no_files_behind(start_server
     assert all(post(server, "/attention", SMALL).status == 200 for _ in range(4))
     assert not [line for line in server.lines if line["event"] == "lost"]
 
-    (own,) = content(tmp_path) - before
+    (directory,) = content(tmp_path) - before
     start_another(tmp_path)
-    assert content(tmp_path) == {*before, own}
+    assert content(tmp_path) == {*before, directory}
     server.process.kill()
     assert server.wait_exit() == -signal.SIGKILL
     wait_for(lambda: not any(map(psutil.pid_exists, family)), lambda: f"left behind: {family}")

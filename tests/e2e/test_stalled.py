@@ -1,4 +1,4 @@
-"""A server that the machine lets wait does not blame its clients: what has arrived in time is taken, however late."""
+"""A server that the machine delays does not blame its clients: it accepts data that arrived in time."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ HEAD = f"POST /attention HTTP/1.1\r\nHost: localhost\r\nContent-Type: {SAFETENSO
 
 @contextlib.contextmanager
 def stopped(server):
-    """Inside, the HTTP process is stopped; it goes on when its body timeout (2 s) has passed."""
+    """Stop the HTTP process inside the block until its body timeout (2 s) has passed."""
     os.kill(server.pid, signal.SIGSTOP)
     began = time.monotonic()
     try:
@@ -37,7 +37,7 @@ def status_of(connection):
 
 @pytest.mark.slow
 def test_a_body_that_arrived_while_the_server_was_stopped(gated):
-    """Straight into the staging memory, and in chunks."""
+    """The body arrives directly in the staging memory, or in chunks."""
     chunked = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
     framings = {b"Content-Length: %d\r\n\r\n" % len(BODY): BODY, b"Transfer-Encoding: chunked\r\n\r\n": chunked}
     for framing, end in framings.items():

@@ -1,6 +1,6 @@
-"""`flashpoint.torch.attention` where torch computes a forward again, moves what it saved, or runs a backward twice.
+"""`flashpoint.torch.attention` is right if torch repeats a forward, moves saved tensors, or runs a backward twice.
 
-With dropout, a second forward that drops other weights gives a right o and wrong gradients.
+With dropout, a second forward that drops other weights would give a right o and wrong gradients.
 """
 
 import gc
@@ -34,7 +34,7 @@ def inputs():
 
 
 def layers(client, save, x, k, v):
-    """Two layers with dropout of their own, so that a seed of one cannot be that of the other."""
+    """Return two layers with separate dropout, so that they have different seeds."""
     o = attention(x, k, v, client=client, dropout_p=0.5, save=save)
     o = torch.nn.functional.dropout(o, 0.25)
     return attention(o.sin(), k, v, client=client, dropout_p=0.5, save=save, causal=True)
@@ -49,7 +49,7 @@ def gradients(run, *, backward=once):
     given = inputs()
     torch.manual_seed(5)
     loss = run(*given).square().sum()
-    torch.manual_seed(77)  # a backward that draws instead of repeating draws other numbers
+    torch.manual_seed(77)  # a backward that draws instead of repeating gets other numbers
     return backward(loss, given)
 
 
@@ -76,7 +76,7 @@ def offloaded(function, *x):
 
 
 def copied(function, *x):
-    """Every saved tensor comes back as another one, as from a disk or from a GPU's memory."""
+    """Return every saved tensor as a copy, as from a disk or a GPU's memory."""
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
         return function(*x)
 
@@ -94,18 +94,18 @@ WAYS = {
 
 @pytest.mark.parametrize("save", [False, True])
 def test_every_way_of_saving_gives_the_gradients_of_a_plain_call(server, client, save):
-    held = held_since(server, "saved")
+    saved_count = held_since(server, "saved")
     expected = gradients(partial(layers, client, False))
     for name, way in WAYS.items():
-        found = gradients(partial(way, partial(layers, client, save)))
-        assert all(map(torch.equal, found, expected)), name
+        actual = gradients(partial(way, partial(layers, client, save)))
+        assert all(map(torch.equal, actual, expected)), name
     gc.collect()
-    wait_for(lambda: not held(), held)
+    wait_for(lambda: not saved_count(), saved_count)
 
 
 @pytest.mark.parametrize("save", [False, True])
 def test_a_backward_uses_the_second_forward_whole_if_it_drops_other_weights(client, save):
-    """Without the state of the generator, torch takes the gradient of the second forward. o is linear in v."""
+    """Without the generator's state, torch takes the gradient of the second forward. o is linear in v."""
     q, k, v = inputs()
     torch.manual_seed(5)
     o = checkpoint(
@@ -128,8 +128,8 @@ def test_a_graph_that_is_kept_has_the_same_gradients_again(client, way, save):
         assert all(map(torch.equal, first, second))
         return second
 
-    found = gradients(partial(way, partial(layers, client, save)), backward=twice)
-    assert all(map(torch.equal, found, gradients(partial(layers, client, False))))
+    actual = gradients(partial(way, partial(layers, client, save)), backward=twice)
+    assert all(map(torch.equal, actual, gradients(partial(layers, client, False))))
 
 
 def test_the_seed_is_torchs(client):
@@ -147,7 +147,7 @@ def test_the_seed_is_torchs(client):
     torch.manual_seed(1)
     with torch.random.fork_rng(devices=[]):
         assert torch.equal(call()[0], first)
-    assert torch.equal(call()[0], first)  # the fork left the state as it was
+    assert torch.equal(call()[0], first)  # the fork restored the state
     assert torch.equal(call()[0], second)
     assert call(dropout_seed=(1 << 64) - 1)[1].seed == (1 << 64) - 1
     state = torch.get_rng_state()
@@ -158,7 +158,7 @@ def test_the_seed_is_torchs(client):
 
 
 def test_threads_draw_seeds_of_their_own(client):
-    """As the replicas of DataParallel: each backward drops what its forward dropped (o is linear in v)."""
+    """As in DataParallel replicas, each backward drops the weights of its forward (o is linear in v)."""
 
     def replica(_):
         q, k, v = inputs()
@@ -173,15 +173,15 @@ def test_threads_draw_seeds_of_their_own(client):
 
 
 def test_what_the_caller_changes_after_the_forward_is_not_used(client):
-    """Tensors are guarded by torch's versions; arrays and lists are copied."""
+    """torch's versions protect tensors; arrays and lists are copied."""
     q, k, v = inputs()
     lengths = torch.tensor([5, 9])
     for given in (lengths.numpy().copy(), lengths.tolist()):
         o = attention(q, k, v, client=client, kv_lengths=given)
         given[0] = 12
-        found = torch.autograd.grad(o.sum(), v)
+        actual = torch.autograd.grad(o.sum(), v)
         expected = torch.autograd.grad(attention(q, k, v, client=client, kv_lengths=lengths).sum(), v)
-        assert torch.equal(*found, *expected)
+        assert torch.equal(*actual, *expected)
     o = attention(q, k, v, client=client, kv_lengths=lengths)
     lengths[0] = 12
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):

@@ -1,4 +1,4 @@
-"""Derivatives that there are not, transforms, NestedTensors and autocast, in `flashpoint.torch.attention`."""
+"""`flashpoint.torch.attention` raises for missing derivatives, transforms and NestedTensors, and has autocast."""
 
 from functools import partial
 
@@ -49,7 +49,7 @@ def test_a_second_derivative_raises_whatever_it_is_taken_of(attention):
 
 
 def test_a_gradient_penalty_raises(attention):
-    """The penalty depends on the weight through do alone."""
+    """The penalty depends on the weight only through do."""
     q, weight = leaf(), leaf()
     (dq,) = torch.autograd.grad((attention(q, X, X) * weight).sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match=SECOND):
@@ -103,10 +103,10 @@ def test_transforms_raise_and_never_answer_zero(client):
         with pytest.raises(RuntimeError, match=message):
             pytest.fail(f"number {number} gave {call()}")
     x = leaf(tensors(1, 1, 3, 4, dtype=torch.float64, n=1)[0])
-    own = partial(flashpoint.torch.attention, k=x.detach().clone(), v=x.detach().clone(), client=client)
-    assert torch.autograd.gradcheck(own, x)
+    served = partial(flashpoint.torch.attention, k=x.detach().clone(), v=x.detach().clone(), client=client)
+    assert torch.autograd.gradcheck(served, x)
     with pytest.raises(RuntimeError, match=SECOND):
-        torch.autograd.gradgradcheck(own, x)
+        torch.autograd.gradgradcheck(served, x)
 
 
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
@@ -135,7 +135,7 @@ def test_autocast_does_as_for_sdpa(attention, kinds):
         given = tensors(1, 2, 6, 8, n=3)
         return [leaf(t.to(getattr(torch, kind))) for t, kind in zip(given, kinds, strict=True)]
 
-    found = []
+    results = []
     for call in (attention, torch.nn.functional.scaled_dot_product_attention):
         with torch.autocast("cpu"):
             o = call(*(given := inputs()))
@@ -150,12 +150,12 @@ def test_autocast_does_as_for_sdpa(attention, kinds):
             with torch.no_grad():
                 assert call(*given).dtype == o.dtype
         o.sum().backward()
-        found.append((o, inner, [t.grad for t in given]))
-    (o, inner, grads), (expected, expected_inner, expected_grads) = found
+        results.append((o, inner, [t.grad for t in given]))
+    (o, inner, grads), (expected, expected_inner, expected_grads) = results
     assert (o.dtype, inner) == (expected.dtype, expected_inner)
     torch.testing.assert_close(o, expected, rtol=2**-6, atol=2**-6)
-    for grad, own in zip(grads, expected_grads, strict=True):
-        torch.testing.assert_close(grad, own, rtol=2**-5, atol=2**-5)  # checks the dtype, too
+    for grad, exact in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad, exact, rtol=2**-5, atol=2**-5)  # checks the dtype, too
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available", "ignore:User provided device_type of 'cuda'")
@@ -164,29 +164,31 @@ def test_autocast_for_another_device_changes_nothing(client):
         assert flashpoint.torch.attention(X, X, X, client=client).dtype == torch.float32
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own, of any break
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # Dynamo warns at any graph break
 @pytest.mark.parametrize("save", [False, True])
 def test_a_compiled_program_calls_between_two_graphs(client, save):
     def call(q):
         return flashpoint.torch.attention(q.sin(), X, X, client=client, save=save, causal=True).cos()
 
     torch.compiler.reset()
-    found = []
+    results = []
     for function in (call, torch.compile(call, backend="aot_eager")):
         q = leaf()
         o = function(q)
-        found.append((o, *torch.autograd.grad(o.sum(), q)))
-    for own, compiled in zip(*found, strict=True):
-        assert torch.equal(own, compiled)
+        results.append((o, *torch.autograd.grad(o.sum(), q)))
+    for eager, compiled in zip(*results, strict=True):
+        assert torch.equal(eager, compiled)
 
 
 @pytest.mark.parametrize("dims", [(0, 4), (4, 0), (0, 0)], ids=str)
 def test_head_dimensions_of_0_are_served(attention, dims):
     q, k, v = (leaf(tensors(1, 2, length, dim, n=1)[0]) for length, dim in ((5, dims[0]), (7, dims[0]), (7, dims[1])))
-    found = (o := attention(q, k, v)), *torch.autograd.grad(o.square().sum(), (q, k, v))
-    own = (
+    actual = (o := attention(q, k, v)), *torch.autograd.grad(o.square().sum(), (q, k, v))
+    local = (
         (o := torch.nn.functional.scaled_dot_product_attention(q, k, v)),
         *torch.autograd.grad(o.square().sum(), (q, k, v)),
     )
-    for each, expected in zip(found, own, strict=True):
+    for each, expected in zip(actual, local, strict=True):
         torch.testing.assert_close(each, expected)

@@ -1,4 +1,4 @@
-"""Spans that a receiver of OTLP gets, decoded by OpenTelemetry's own messages."""
+"""An OTLP receiver gets the right spans, decoded with OpenTelemetry's messages."""
 
 import concurrent.futures
 import os
@@ -34,10 +34,10 @@ def test_a_request_and_the_parts_of_its_way_are_in_the_callers_trace(server, rec
     trace, above = f"{caller.get_span_context().trace_id:032x}", f"{caller.get_span_context().span_id:016x}"
     (span,) = receiver.wait("POST /attention", trace)
     assert (span.parent_span_id.hex(), span.kind) == (above, Span.SPAN_KIND_SERVER)
-    said = attributes(span)
-    assert said["flashpoint.request_id"] == "traced"
-    assert said["flashpoint.backend"] == "torch"
-    assert (said["http.response.status_code"], said["http.route"]) == (200, "/attention")
+    values = attributes(span)
+    assert values["flashpoint.request_id"] == "traced"
+    assert values["flashpoint.backend"] == "torch"
+    assert (values["http.response.status_code"], values["http.route"]) == (200, "/attention")
     parts = [receiver.wait(name, trace)[0] for name in PARTS]
     assert {part.parent_span_id for part in parts} == {span.span_id}
     edges = [span.start_time_unix_nano]
@@ -46,7 +46,7 @@ def test_a_request_and_the_parts_of_its_way_are_in_the_callers_trace(server, rec
         edges.append(part.end_time_unix_nano)
     assert edges == sorted(edges)
     assert edges[-1] <= span.end_time_unix_nano
-    assert abs(span.start_time_unix_nano - caller.start_time) < 3600e9  # in nanoseconds, and of the same epoch
+    assert abs(span.start_time_unix_nano - caller.start_time) < 3600e9  # nanoseconds with the same epoch
 
 
 def test_requests_that_share_a_launch_link_to_its_span(gated, receiver):
@@ -70,21 +70,21 @@ def test_what_its_caller_did_not_choose_is_not_told_and_what_is_refused_is(serve
     q = dict.fromkeys("qkv", normal(1, 1, 3, 8))
     unchosen, refused, last, watched = (os.urandom(16).hex() for _ in range(4))
     assert post(server, "/attention", message(q), traceparent=f"00-{unchosen}-{1:016x}-00").status == 200
-    name = f"untraced-{refused}"  # its `traceparent` is wrong: it gets a trace of its own
+    name = f"untraced-{refused}"  # its `traceparent` is wrong, so it gets a new trace
     assert post(server, "/attention", message(q), traceparent="nonsense", x_request_id=name).status == 200
     wrong = message(q, causal="perhaps")
     assert post(server, "/attention/grad", wrong, traceparent=f"00-{refused}-{1:016x}-01").status == 422
     (span,) = receiver.wait("POST /attention/grad", refused)
     assert attributes(span)["error.type"] == "invalid_request"
-    assert span.status.code == Status.STATUS_CODE_UNSET  # an error of the caller is not an error of the server
+    assert span.status.code == Status.STATUS_CODE_UNSET  # a caller's error is not a server error
     for path in ("/health/ready", "/metrics", "/info"):
         assert ask(server, path, traceparent=f"00-{watched}-{1:016x}-01").status == 200
     assert post(server, "/attention", message(q), traceparent=f"00-{last}-{1:016x}-01").status == 200
-    receiver.wait("encode", last)  # spans come in the order in which they ended
+    receiver.wait("encode", last)  # spans arrive in the order of their ends
     assert [s.name for s in receiver.spans if s.trace_id.hex() == unchosen] == []
     assert [s.name for s in receiver.spans if s.trace_id.hex() == refused] == ["POST /attention/grad"]
-    (own,) = [s for s in receiver.spans if attributes(s).get("flashpoint.request_id") == name]
-    assert not own.parent_span_id
+    (untraced,) = [s for s in receiver.spans if attributes(s).get("flashpoint.request_id") == name]
+    assert not untraced.parent_span_id
     assert [s.name for s in receiver.spans if s.trace_id.hex() == watched] == []
 
 

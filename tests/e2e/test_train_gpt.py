@@ -1,4 +1,4 @@
-"""The example trains: local, torch's own, served and saved attention have the same curve."""
+"""The example trains with the same loss curve for local, torch's, served and saved attention."""
 
 import functools
 import importlib.util
@@ -18,17 +18,17 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "train_gpt.py"
 TINY = {"seed": 3, "steps": 12, "batch": 4, "context": 32, "dim": 32, "layers": 2}
 
-# By how much two curves may differ. Float32 attention, forward and backward, is within 2e-6 of the exact one up to 512
-# rows and a head dimension of 32 (`verify`'s rule), so two of them are within ε = 4e-6 of each other. A step gains g·u,
-# for the gradient g and the step u that AdamW makes of it; where g is off by εg, to first order the gain is off by ε of
-# itself, so that after any number of steps the loss is off by ε of what was gained, and by ε of itself from the
-# forward: together ε of the loss that training began with.
+# The largest difference of two curves. Float32 attention, forward and backward, is within 2e-6 of exact up to 512 rows
+# and a head dimension of 32 (`verify`'s rule), so two implementations are within ε = 4e-6 of each other. A step lowers
+# the loss by g·u, for the gradient g and AdamW's step u. An error of εg in g gives this gain a relative error of ε, to
+# first order. After any number of steps the loss has an error of ε times the total gain, plus ε times itself from the
+# forward: together ε times the initial loss.
 EPSILON = 4e-6
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """A second thread gains nothing for sizes this small, and costs much beside other tests."""
+    """Use one thread: a second one gains nothing at these sizes, and costs much beside other tests."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -65,7 +65,7 @@ def test_a_forward_that_stays_at_the_server_changes_no_bit(curves):
 
 
 def test_it_learns(curves):
-    """From the entropy of a guess, a little under that of 96 characters, towards the text."""
+    """The loss starts near the entropy of guessing 96 characters and falls."""
     for losses in curves.values():
         assert 4.4 < losses[0] < 4.9
         assert losses[-1] < losses[0] - 0.5
@@ -73,7 +73,7 @@ def test_it_learns(curves):
 
 @pytest.mark.slow
 def test_our_kernels_go_down_it_too(example):
-    """Triton's kernels, interpreted. The loss of the second step needs a forward and a backward of the first."""
+    """Triton's kernels are interpreted. The loss of the second step needs a forward and a backward of the first."""
     triton = functools.partial(example.attention, backend="triton")
     small = TINY | {"steps": 2, "batch": 1, "layers": 1}
     expected = example.train(example.sdpa, **small).losses
@@ -82,13 +82,13 @@ def test_our_kernels_go_down_it_too(example):
 
 @pytest.mark.parametrize("wrong", [{"scale": 1.01 / 8**0.5}, {"causal_alignment": "top_left", "window": (30, 0)}])
 def test_the_bound_finds_attention_that_is_a_little_wrong(example, curves, wrong):
-    """A scale that is wrong by 1 %; a window that leaves out the farthest key of the last query."""
+    """The scale is wrong by 1 %, or a window omits the farthest key of the last query."""
 
     def call(*args, window, **options):
         return example.attention(*args, **options | wrong)
 
-    found = example.train(call, **TINY).losses
-    assert apart(found, curves["sdpa"]) > EPSILON * curves["sdpa"][0]
+    losses = example.train(call, **TINY).losses
+    assert apart(losses, curves["sdpa"]) > EPSILON * curves["sdpa"][0]
 
 
 def test_the_same_seed_gives_the_same_curve(example, curves):
@@ -115,17 +115,17 @@ def test_the_example_prints_and_draws(server, tmp_path):
     assert float(re.search(r"served is at most (\S+) from local", printed)[1]) < 2e-5
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert record.stat().st_size
-    found = json.loads(record.read_text())
-    assert found["environment"]["torch"] == torch.__version__
-    assert printed.endswith(f"local writes:\n{found['text']}\n")
+    document = json.loads(record.read_text())
+    assert document["environment"]["torch"] == torch.__version__
+    assert printed.endswith(f"local writes:\n{document['text']}\n")
 
 
 def test_the_page_says_what_was_measured():
-    found = json.loads((ROOT / "benchmarks" / "results" / "train-gpt.json").read_text())
-    curves = found["curves"]
+    document = json.loads((ROOT / "benchmarks" / "results" / "train-gpt.json").read_text())
+    curves = document["curves"]
     page = " ".join((ROOT / "docs" / "torch.md").read_text().split())
     worst = float(re.search(r"was at most (\S+) from ours in 300 steps", page)[1])
     assert worst == float(f"{apart(curves['local'], curves['sdpa']):.1e}")
     assert [len(losses) for losses in curves.values()] == [300] * 3
     assert curves["served"] == curves["local"]  # "the same to the bit"
-    assert found["backend"] == "tiled"
+    assert document["backend"] == "tiled"

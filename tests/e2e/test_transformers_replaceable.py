@@ -1,4 +1,4 @@
-"""Models whose attention `register` cannot replace are refused; no model computes locally without a word."""
+"""Models whose attention `register` cannot replace are refused; no model silently computes locally."""
 
 import importlib
 import re
@@ -12,7 +12,7 @@ import flashpoint
 
 NAME = "remote_attention_where_it_can_be"
 KNOWN = {"bloom", "mpt", "falcon", "xglm", "codegen", "gptj", "gpt_neo", "rwkv", "xlnet"}
-# They need libraries that are not here, or have no configuration by default.
+# They need libraries that are not installed, or have no default configuration.
 WITHOUT = {"autoformer", "dab_detr", "dinat", "layoutlmv2", "omdet_turbo", "table_transformer", "conditional_detr"}
 
 
@@ -26,7 +26,7 @@ def client(server):
 
 
 def kinds():
-    """Yield the folders of transformers' models with an attention that does not ask for another."""
+    """Yield the folders of transformers' models whose attention does not use the attention interface."""
     import transformers
 
     for file in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
@@ -36,7 +36,7 @@ def kinds():
 
 
 def classes(folder, file):
-    """Return (configuration, model) of the models of a file that `AutoModel` knows."""
+    """Yield (configuration, model) for the models of a file that `AutoModel` knows."""
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
     module = importlib.import_module(f"transformers.models.{folder}.{file}")
@@ -57,12 +57,12 @@ def small(configuration):
 
 
 def refused(folder, file):
-    found = 0
+    count = 0
     for configuration, kind in classes(folder, file):
         with torch.device("meta"), pytest.raises(flashpoint.InvalidInputError, match=r"computes .* itself"):
             pytest.fail(f"{kind._from_config(small(configuration()), attn_implementation=NAME)}")
-        found += 1
-    return found
+        count += 1
+    return count
 
 
 def test_models_without_the_interface_are_refused_when_they_are_made(client):
@@ -72,7 +72,7 @@ def test_models_without_the_interface_are_refused_when_they_are_made(client):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_every_model_without_the_interface_is_refused(client):
-    """Two have a part that can be replaced."""
+    """Two of them have a part that can be replaced."""
     partly = {"mask2former", "oneformer"}
     assert sum(refused(*each) for each in kinds() if each[0] not in WITHOUT | partly) > 60
 
@@ -83,8 +83,8 @@ def test_a_model_is_refused_by_every_way_to_make_it(client, tmp_path):
     def sizes(**more):
         return BloomConfig(vocab_size=50, hidden_size=16, n_layer=1, n_head=2, **more)
 
-    own = BloomForCausalLM(sizes()).eval()
-    own.save_pretrained(tmp_path)
+    model = BloomForCausalLM(sizes()).eval()
+    model.save_pretrained(tmp_path)
     for make in (
         lambda: AutoModelForCausalLM.from_config(sizes(), attn_implementation=NAME),
         lambda: AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=NAME),
@@ -93,10 +93,10 @@ def test_a_model_is_refused_by_every_way_to_make_it(client, tmp_path):
         with pytest.raises(flashpoint.InvalidInputError, match="BloomModel computes BloomAttention itself"):
             make()
     tokens = torch.tensor([[1, 2, 3]])
-    before = own(tokens).logits
-    own.set_attn_implementation(NAME)  # transformers warns, and changes nothing
-    assert own.config._attn_implementation != NAME
-    assert torch.equal(own(tokens).logits, before)
+    before = model(tokens).logits
+    model.set_attn_implementation(NAME)  # transformers warns and changes nothing
+    assert model.config._attn_implementation != NAME
+    assert torch.equal(model(tokens).logits, before)
 
 
 def vision_and_text():
@@ -111,7 +111,7 @@ def vision_and_text():
 
 @pytest.mark.parametrize("parts", [NAME, {"text_config": NAME}], ids=["whole", "text alone"])
 def test_a_part_that_stays_local_is_named(client, parts):
-    """The pooling of a vision tower is torch's own attention. By part, only the text is served."""
+    """The pooling of a vision tower uses torch's attention. By part, only the text model is served."""
     from transformers import LlavaForConditionalGeneration
 
     named = pytest.warns(UserWarning, match="SiglipVisionModel computes MultiheadAttention itself")

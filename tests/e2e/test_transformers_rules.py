@@ -1,4 +1,4 @@
-"""Models of transformers on a server: gradient checkpointing, second derivatives, autocast, and MLA with a cache."""
+"""Models of transformers on a server: checkpointing, second derivatives, autocast, and MLA with a cache."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def served(**more):
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing_repeats_the_dropout(client, reentrant):
-    found = []
+    results = []
     for checkpointing in (False, True):
         model = served(attention_dropout=0.5).train()
         if checkpointing:
@@ -36,9 +36,9 @@ def test_gradient_checkpointing_repeats_the_dropout(client, reentrant):
             model.enable_input_require_grads()
         torch.manual_seed(3)
         model(TOKENS, labels=TOKENS).loss.backward()
-        found.append({name: p.grad for name, p in model.named_parameters()})
-    for name, grad in found[0].items():
-        torch.testing.assert_close(found[1][name], grad, rtol=1e-4, atol=1e-7)
+        results.append({name: p.grad for name, p in model.named_parameters()})
+    for name, grad in results[0].items():
+        torch.testing.assert_close(results[1][name], grad, rtol=1e-4, atol=1e-7)
 
 
 def test_a_second_derivative_of_a_model_raises(client):
@@ -52,17 +52,17 @@ def test_a_second_derivative_of_a_model_raises(client):
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_a_model_trains_under_autocast(client, kind):
     """Its rotary embeddings make q and k float32, and v is bfloat16."""
-    found = {}
+    results = {}
     for attention in ("sdpa", NAME):
         model = getattr(small_models, kind)().train()
         model.set_attn_implementation(attention)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             out = model(TOKENS, labels=TOKENS)
         out.loss.backward()
-        found[attention] = out.loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    (own, own_grads), (loss, grads) = found.values()
-    torch.testing.assert_close(loss, own, rtol=2e-2, atol=2e-2)
-    assert {n: g.dtype for n, g in grads.items()} == {n: g.dtype for n, g in own_grads.items()}
+        results[attention] = out.loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    (eager, eager_grads), (loss, grads) = results.values()
+    torch.testing.assert_close(loss, eager, rtol=2e-2, atol=2e-2)
+    assert {n: g.dtype for n, g in grads.items()} == {n: g.dtype for n, g in eager_grads.items()}
     assert all(g.isfinite().all() for g in grads.values())
 
 
@@ -75,15 +75,15 @@ def test_a_remote_cache_under_autocast(client):
         for count in range(5, 8):
             expected.append(model(TOKENS[:, :count], use_cache=False).logits[:, -1])
         with RemoteCache(client, model.config) as cache:
-            found = [model(TOKENS[:, :5], past_key_values=cache).logits[:, -1]]
-            found += [model(TOKENS[:, n : n + 1], past_key_values=cache).logits[:, -1] for n in (5, 6)]
+            actual = [model(TOKENS[:, :5], past_key_values=cache).logits[:, -1]]
+            actual += [model(TOKENS[:, n : n + 1], past_key_values=cache).logits[:, -1] for n in (5, 6)]
             model.generate(TOKENS, past_key_values=RemoteCache(client, model.config), max_new_tokens=2).tolist()
-    torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)
+    torch.testing.assert_close(actual, expected, rtol=5e-2, atol=5e-2)
 
 
 @torch.no_grad()
 def test_mla_is_served_without_a_remote_cache_and_says_so_with_one(client):
-    """DeepSeek caches latent vectors, and computes keys from them: the attention of `register` is not to blame."""
+    """DeepSeek caches latent vectors and computes keys from them, so the error does not blame `register`."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     from flashpoint.integrations.transformers import RemoteCache
@@ -95,11 +95,11 @@ def test_mla_is_served_without_a_remote_cache_and_says_so_with_one(client):
         qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=4, num_experts_per_tok=2, n_group=2,
         topk_group=1, first_k_dense_replace=1, n_shared_experts=1,
     )).eval()  # fmt: skip
-    own = model.generate(TOKENS, max_new_tokens=3, do_sample=False)
+    eager = model.generate(TOKENS, max_new_tokens=3, do_sample=False)
     with RemoteCache(client, model.config) as cache:
         with pytest.raises(flashpoint.InvalidInputError, match="attn_implementation: must be one of"):
             model.generate(TOKENS, past_key_values=cache, max_new_tokens=3)
         model.set_attn_implementation(NAME)
-        assert torch.equal(model.generate(TOKENS, max_new_tokens=3, do_sample=False), own)
+        assert torch.equal(model.generate(TOKENS, max_new_tokens=3, do_sample=False), eager)
         with pytest.raises(flashpoint.InvalidInputError, match=r"past_key_values: .*transformers' own cache"):
             model.generate(TOKENS, past_key_values=cache, max_new_tokens=3)

@@ -1,4 +1,4 @@
-"""The tutorials as a reader follows them: block after block, the Python in one session, each with its output."""
+"""The tutorials work as a reader follows them: block after block, the Python in one session, with the shown output."""
 
 import contextlib
 import io
@@ -20,10 +20,10 @@ STEP = re.compile(rf"^```(sh|python)\n{BLOCK}```\n\n```(text|json)\n{BLOCK}```$"
 
 
 def steps_of(page):
-    """Return (position, language, code, kind of output, output) of each block, and of each file with its name."""
+    """Return (position, language, code, kind of output, output) for each block and for each named file."""
     text = (DOCS / f"{page}.md").read_text()
-    files = [(found.start(), "file", found[2], "", found[1]) for found in FILE.finditer(text)]
-    return sorted([*files, *((found.start(), *found.groups()) for found in STEP.finditer(text))])
+    files = [(match.start(), "file", match[2], "", match[1]) for match in FILE.finditer(text)]
+    return sorted([*files, *((match.start(), *match.groups()) for match in STEP.finditer(text))])
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -39,7 +39,7 @@ def test_every_block_has_its_output_and_python_is_valid(page):
 
 @pytest.fixture(scope="module")
 def readers(start_server):
-    """A server of these pages' own: they leave there what they like, and none says what others have left."""
+    """Start a separate server for these pages: they may leave data there, and no page shows another's data."""
     return start_server()
 
 
@@ -59,16 +59,16 @@ def test_every_step_prints_what_the_page_says(readers, page, tmp_path, monkeypat
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed):
                 exec(code.replace("http://localhost:8000", server.url), session)
-            found = printed.getvalue()
+            printed_text = printed.getvalue()
         else:
             code = code.replace("localhost:8000", f"127.0.0.1:{server.port}")
             ran = subprocess.run(["bash", "-e"], input=code, capture_output=True, text=True, timeout=600, check=False)
             assert ran.returncode == 0, ran.stderr
-            found = ran.stdout
+            printed_text = ran.stdout
         if kind == "json":
-            assert same(json.loads(found), json.loads(output)), code
+            assert same(json.loads(printed_text), json.loads(output)), code
         else:
-            assert found == output, code
+            assert printed_text == output, code
 
 
 MISTAKES = """\
@@ -113,9 +113,9 @@ def timed(client: flashpoint.Client) -> BenchmarkJob:
 
 @pytest.mark.slow
 def test_strictly_typed_users_see_no_error_but_their_own(tmp_path):
-    """mypy --strict as a user runs it finds the mistakes alone: none in the tutorial's Python, none in a library.
+    """A user's mypy --strict finds only the intended mistakes, none in the tutorial's Python or in a library.
 
-    Torch's own types are left out: mypy would spend most of its time on them.
+    Torch's types are excluded: mypy would spend most of its time on them.
     """
     code = "".join(code for _, language, code, _, _ in steps_of("tutorial") if language == "python")
     (tmp_path / "program.py").write_text(code + MISTAKES)
@@ -128,4 +128,4 @@ def test_strictly_typed_users_see_no_error_but_their_own(tmp_path):
     errors = re.findall(r"^(.+?):(\d+): error", ran.stdout, re.MULTILINE)
     assert sorted({(file, int(line)) for file, line in errors}) == expected, (
         ran.stdout + ran.stderr
-    )  # one line may have two
+    )  # a line may have two errors

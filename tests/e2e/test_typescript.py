@@ -1,4 +1,4 @@
-"""TypeScript: the types of the client in JavaScript, and clients that two generators make from /openapi.json."""
+"""TypeScript accepts the types of the JavaScript client, and two generators make working clients from /openapi.json."""
 
 import json
 import re
@@ -88,7 +88,7 @@ console.log(refused.response?.status, (refused.error as any).code);
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with the compiler, the generators, and the client in JavaScript."""
+    """Return a folder with the compiler, the generators and the JavaScript client."""
     folder = tmp_path_factory.mktemp("typescript")
     (folder / "package.json").write_text('{"type": "module", "private": true}')
     node.install(folder, "typescript", "openapi-typescript", "openapi-fetch", "@hey-api/openapi-ts")
@@ -99,7 +99,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def schema(folder, server):
-    """The folder with /openapi.json of a server."""
+    """Return the folder with /openapi.json of a server."""
     with urllib.request.urlopen(f"{server.url}/openapi.json") as answer:
         (folder / "openapi.json").write_bytes(answer.read())
     return folder

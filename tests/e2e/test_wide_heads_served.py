@@ -1,4 +1,4 @@
-"""Head dimensions of multi-head latent attention over HTTP, by Triton's kernels and by tiles: the forward alone."""
+"""Triton's kernels and tiles serve the forward for head dimensions of multi-head latent attention."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Read the answers on a connection as strictly as HTTP/1.1 allows: an answer is valid, or the reading fails."""
+"""Read the answers on a connection as strictly as HTTP/1.1 allows: an invalid answer raises an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LONGEST_HEAD = 1 << 16
 
 
 class NotHttpError(AssertionError):
-    """The server sent something that no client can make sense of."""
+    """The server sent bytes that no client can read as HTTP."""
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Answer:
 
 
 async def read_answer(reader: asyncio.StreamReader, method: str = "POST") -> Answer | None:
-    """The next answer but for 100; None at the connection's end, which must not come within one."""
+    """Return the next answer other than 100; None at the connection's end, which must not come inside an answer."""
     while True:
         try:
             head = await reader.readuntil(b"\r\n\r\n")

@@ -1,7 +1,7 @@
-"""Requests as no client should send them. Each case says what bytes are sent, in which pieces, and what may come back.
+"""Requests that no client should send. Each case has the bytes, their pieces, and the allowed answers.
 
-Each case has a set of allowed statuses for each answer, in order; GONE is the end of the connection. A case whose bytes
-hold the text of another request inside a body or a field names that request `SMUGGLED`: it must never be carried out.
+Each case has a set of allowed statuses for each answer, in order; GONE is the end of the connection. A case whose body
+or field contains the text of another request names that request `SMUGGLED`: the server must never execute it.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from random import Random
 
 GONE = 0
-SMUGGLED = "/attention/events"  # no address, of words that the log repeats
+SMUGGLED = "/attention/events"  # not an address, but made of words that the log prints
 
-# The allowed answers to an invalid head. 408, and an end without an answer: it never becomes complete. 429: it
-# announces too much beside others. 504: it sets a deadline. Never another error of the server's own.
+# The allowed answers to an invalid head. 408 and an end without an answer: the head stays incomplete. 429: it announces
+# too much beside others. 504: it sets a deadline. Other server errors are never allowed.
 REFUSED = frozenset({400, 413, 414, 431, 501, 505})
 OTHERWISE = frozenset({GONE, 200, 404, 405, 406, 408, 411, 415, 417, 421, 422, 429, 504}) | REFUSED
 
 
 @dataclass(frozen=True)
 class Case:
-    """`exact`: the number of answers, each of which must be 200 with the expected bytes. `ends`: what the client does
-    then: waits for the end; ends its half; or goes (`close`, or `reset`, which drops what it has not read)."""
+    """A case. `exact`: the number of answers that must be 200 with the expected bytes. `ends`: then the client waits
+    for the end, shuts down sending, or leaves (`close`, or `reset`, which drops unread bytes)."""
 
     name: str
     pieces: tuple[bytes, ...]
@@ -33,7 +33,7 @@ class Case:
 
 
 def head(body: bytes, *fields: str, path: str = "/attention", length: bool = True, version: str = "1.1") -> bytes:
-    """A request's head, right but for what `fields` make of it."""
+    """Return a request's head, which is valid unless `fields` make it invalid."""
     lines = [f"POST {path} HTTP/{version}", "Host: localhost", "Content-Type: application/vnd.safetensors", *fields]
     if length:
         lines.append(f"Content-Length: {len(body)}")
@@ -46,7 +46,7 @@ def chunked(body: bytes, size: int, extension: bytes = b"", trailer: bytes = b""
 
 
 def split_anywhere(body: bytes) -> Iterator[Case]:
-    """A good request in two pieces, cut at each place; in pieces of one byte; in chunks of any size."""
+    """Yield a good request in two pieces, cut at each place; in single bytes; and in chunks of any size."""
     whole = head(body) + body
     for at in range(1, len(whole)):
         yield Case(f"cut at {at}", (whole[:at], whole[at:]), exact=1)
@@ -81,8 +81,10 @@ def lengths(body: bytes) -> Iterator[Case]:
         str(1 << 64),
         "18446744073709551616",
     ):
-        said = value.encode().decode("latin-1")
-        yield Case(f"length {value}", (head(body, f"Content-Length: {said}", length=False) + body + inner,), wrong)
+        length_text = value.encode().decode("latin-1")
+        yield Case(
+            f"length {value}", (head(body, f"Content-Length: {length_text}", length=False) + body + inner,), wrong
+        )
     yield Case("a length twice", (head(body, f"Content-Length: {len(body)}") + body + inner,), wrong)
     yield Case("two lengths", (head(body, "Content-Length: 5") + body + inner,), wrong)
     yield Case("both lengths", (head(body, "Transfer-Encoding: chunked") + chunked(body, 9) + inner,), wrong)
@@ -277,7 +279,7 @@ def pipelines(body: bytes) -> Iterator[Case]:
 
 
 def gone(body: bytes, rng: Random) -> Iterator[Case]:
-    """The client leaves: at any place, politely or not; half closed; or before it reads its answer."""
+    """Yield cases in which the client leaves at any place, by close or reset, half closed, or before it reads."""
     whole = head(body) + body
     te = head(body, "Transfer-Encoding: chunked", length=False) + chunked(body, 11)
     for ends in ("close", "reset", "half"):
@@ -287,7 +289,7 @@ def gone(body: bytes, rng: Random) -> Iterator[Case]:
 
 
 def slow(body: bytes) -> Iterator[Case]:
-    """The rest never comes; what has come is of a head, of a body, of a chunk."""
+    """Yield requests that stop inside a head, a body or a chunk."""
     whole = head(body) + body
     te = head(body, "Transfer-Encoding: chunked", length=False) + chunked(body, 11)
     stalled = frozenset({408, GONE})
@@ -304,7 +306,7 @@ def slow(body: bytes) -> Iterator[Case]:
 
 
 def mutated(body: bytes, rng: Random, count: int) -> Iterator[Case]:
-    """Good requests with some bytes changed, left out, given twice, or put in from what HTTP is made of."""
+    """Yield good requests with bytes changed, removed, repeated, or inserted from parts of HTTP."""
     tokens = (
         b"\r\n",
         b"\n",
@@ -338,7 +340,7 @@ def mutated(body: bytes, rng: Random, count: int) -> Iterator[Case]:
     for number in range(count):
         text = bytearray(rng.choice(texts))
         for _ in range(rng.choice((1, 1, 2, 4))):
-            # In the head more often than in the body, which has fuzzers of its own.
+            # More often in the head than in the body, which has other fuzzers.
             at = rng.randrange(min(len(text), rng.choice((250, len(text)))))
             how = rng.randrange(5)
             if how == 0:
@@ -357,7 +359,7 @@ def mutated(body: bytes, rng: Random, count: int) -> Iterator[Case]:
 
 
 def all_cases(body: bytes, seed: int, count: int) -> Iterator[Case]:
-    """The cases of a seed, `count` of them mutated: the first families are the same for every seed."""
+    """Yield the cases of a seed, `count` of them mutated; the first families are the same for every seed."""
     rng = Random(seed)
     for family in (split_anywhere, lengths, chunks, fields, request_lines, pipelines, slow):
         yield from family(body)

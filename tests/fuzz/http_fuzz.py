@@ -1,4 +1,4 @@
-"""Send the cases of http_cases.py to a server, many at a time, and judge each by what comes back."""
+"""Send the cases of http_cases.py to a server, many at a time, and judge each by its answers."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tests.fuzz.http_answers import Answer, NotHttpError, read_answer
 from tests.fuzz.http_cases import GONE, Case
 
 AT_A_TIME = 32
-# A case without an answer or an end by then waits for the rest of its head, which never comes: the client leaves.
+# Seconds. A case without an answer or an end by then waits for the rest of its head in vain, so the client leaves.
 PATIENCE = 3.0
-HANG = 120.0  # for an answer that must come, on a machine with much else to do
-LATE = 0.5  # seconds to send the pieces of a good request, after which the server may have given it up
-TRIES = 5  # of such a one
+HANG = 120.0  # seconds for an answer that must come, on a busy machine
+LATE = 0.5  # seconds to send the pieces of a good request; the server may give up a slower one
+TRIES = 5  # for a request that was too slow
 
 
 @dataclass
 class Report:
-    """How often each status came, GONE with them, and what must not have come."""
+    """The counts of each status, including GONE, and the wrong answers."""
 
     cases: int = 0
     statuses: Counter[int] = field(default_factory=Counter)
@@ -31,7 +31,7 @@ class Report:
 
 
 async def attack(port: int, cases: Iterable[Case], expected: bytes) -> Report:
-    """`expected` is the body of the right answer to a good request."""
+    """Send the cases and return the report. `expected` is the body of the right answer to a good request."""
     report, waiting = Report(), iter(cases)
 
     async def work() -> None:
@@ -48,7 +48,7 @@ async def attack(port: int, cases: Iterable[Case], expected: bytes) -> Report:
 
 
 async def _try(port: int, case: Case, expected: bytes, report: Report, last: bool) -> bool:
-    """Send a case and judge what comes: False where a good one has to be sent again, unless this is the `last` time."""
+    """Send a case and judge the answers. Return False if a good one must be resent, unless this is the `last` try."""
     clock = asyncio.get_running_loop().time
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     sock: socket.socket = writer.get_extra_info("socket")
@@ -98,13 +98,13 @@ def _method(case: Case) -> str:
 
 
 def _judge(case: Case, answers: list[Answer], ended: bool, expected: bytes, report: Report) -> None:
-    found = [answer.status for answer in answers]
-    report.statuses.update(found or ([GONE] if ended else []))
+    statuses = [answer.status for answer in answers]
+    report.statuses.update(statuses or ([GONE] if ended else []))
     if case.exact:
         right = [a for a in answers if a.status == 200 and a.body == expected]
         if len(right) != case.exact:
-            report.wrong.append(f"{case.name}: {found}, {len(right)} of {case.exact} right")
-    elif bad := [status for status in found if status not in case.allowed]:
-        report.wrong.append(f"{case.name}: {bad} of {found}, where {sorted(case.allowed)} may come")
-    elif case.ends == "waits" and GONE not in case.allowed and not found:
+            report.wrong.append(f"{case.name}: {statuses}, {len(right)} of {case.exact} right")
+    elif bad := [status for status in statuses if status not in case.allowed]:
+        report.wrong.append(f"{case.name}: {bad} of {statuses}, where {sorted(case.allowed)} may come")
+    elif case.ends == "waits" and GONE not in case.allowed and not statuses:
         report.wrong.append(f"{case.name}: no answer, where {sorted(case.allowed)} may come")

@@ -1,4 +1,4 @@
-"""A server under attack: what it held before, and whether afterwards it is as it was."""
+"""A server under attack, and the check that its state afterwards equals its state before."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from flashpoint_contract import wire
 from tests.fuzz.http_cases import SMUGGLED, all_cases
 from tests.fuzz.http_fuzz import attack
 
-# As short as a fuzzer needs, which waits for each: a body that stops, a connection that idles.
+# Short, because the fuzzer waits for each: a body that stops, a connection that idles.
 SETTINGS = {"body_timeout": 1.0, "keep_alive": 1}
-# Growth that is none: the allocator's arenas, and a connection or two whose end nobody has seen yet.
+# Allowed growth: the allocator's arenas, and one or two connections whose end the server has not seen yet.
 MIB, FDS = 32, 8
 
 
 def forward(seed: int = 0) -> bytes:
-    """A small message of tensors."""
+    """Return a small message of tensors."""
     rng = np.random.default_rng(seed)
     tensors = {name: rng.standard_normal((2, 3), dtype=np.float32) for name in "qkv"}
     head = wire.build_head([(name, "float32", t.shape) for name, t in tensors.items()], {"causal": "true"})
@@ -29,7 +29,7 @@ def forward(seed: int = 0) -> bytes:
 
 
 class Attacked:
-    """`server` is one of tests/support/servers.py, started with SETTINGS."""
+    """An attacked `server` of tests/support/servers.py, started with SETTINGS."""
 
     def __init__(self, server: Any) -> None:
         self.server = server
@@ -37,10 +37,10 @@ class Attacked:
         self.body = forward()
         self.right = self.answer(self.body)
         self._others = {seed: self.answer(forward(seed)) for seed in range(1, 9)}
-        # Once, so that what is made at the first of each kind is there: slots, and the process that reads JSON.
+        # One request of each kind makes the resources of first calls: slots, and the process that reads JSON.
         self.answer(b'{"q": [[0]], "k": [[0]], "v": [[0]]}', "application/json")
         asyncio.run(attack(self.port, all_cases(self.body, seed=-1, count=100), self.right))
-        self._rss, self._fds = self._held()
+        self._rss, self._fds = self._resources()
         self._said = len(server.lines)
 
     def answer(self, body: bytes, media: str = wire.MEDIA_TYPE) -> bytes:
@@ -50,8 +50,8 @@ class Attacked:
             assert response.status == 200, response.read()
             return response.read()
 
-    def _held(self) -> tuple[int, int]:
-        """MiB, and descriptors, of all of its processes."""
+    def _resources(self) -> tuple[int, int]:
+        """Return the MiB and descriptors of all its processes."""
         process = psutil.Process(self.server.pid)
         family = [process, *process.children(recursive=True)]
         return sum(p.memory_info().rss for p in family) >> 20, sum(p.num_fds() for p in family)
@@ -59,7 +59,7 @@ class Attacked:
     def faults(self) -> list[str]:
         """Return the differences from the start, and lines that the log must not have."""
         faults = [f"answer {s} differs" for s, right in self._others.items() if self.answer(forward(s)) != right]
-        rss, fds = self._held()
+        rss, fds = self._resources()
         if rss > self._rss + MIB:
             faults.append(f"{rss} MiB, where it held {self._rss}")
         if fds > self._fds + FDS:

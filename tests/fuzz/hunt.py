@@ -1,7 +1,7 @@
-"""Fuzz one target, led by coverage: `python -m tests.fuzz.hunt TARGET [what libFuzzer takes]`.
+"""Fuzz one target, guided by coverage: `python -m tests.fuzz.hunt TARGET [arguments of libFuzzer]`.
 
-Needs atheris. Inputs that reach something new are kept in the first folder that is named; `make fuzz` calls this for
-each target, through run.py.
+Needs atheris. Inputs that reach new code are kept in the first given folder; `make fuzz` calls this for each target
+through run.py.
 """
 
 import sys
@@ -17,7 +17,7 @@ from tests.fuzz.mutate import mutated
 with atheris.instrument_imports(include=["flashpoint", "flashpoint_server", "flashpoint_kernels"]):
     from tests.fuzz.targets import LONGEST, TARGETS, bounded
 
-HANG = 60  # seconds, on a machine that does other things, too
+HANG = 60  # seconds, on a busy machine
 
 
 def main() -> None:
@@ -28,15 +28,15 @@ def main() -> None:
 
 
 def _try(target: Callable[[bytes], None], data: bytes) -> None:
-    """Where memory is counted an input takes four times as long: one of sixteen pays that, the same ones each time."""
+    """Run a target. Counting memory takes four times as long, so one of sixteen inputs does it, always the same."""
     if zlib.crc32(data) % 16:
-        target(data)  # libFuzzer looks at its time
+        target(data)  # libFuzzer checks its time
     else:
         bounded(target, data)
 
 
 def _change(data: bytes, longest: int, seed: int) -> bytes:
-    """Half of the time as JSON, if it is that; else as bytes."""
+    """Change an input: half of the time as JSON, if it is JSON; else as bytes."""
     changed = mutated(data, Random(seed)) if seed % 2 else None
     return changed[:longest] if changed else atheris.Mutate(data, longest)
 

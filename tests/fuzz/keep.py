@@ -1,6 +1,6 @@
-"""Take what `make fuzz` has found into the corpus: `python -m tests.fuzz.keep`.
+"""Add the inputs that `make fuzz` has found to the corpus: `python -m tests.fuzz.keep`.
 
-Smallest first, an input is kept where it goes a way from line to line of ours that no smaller one has gone.
+Smallest first, an input is kept if it takes a step between two lines of our code that no smaller one has taken.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ OURS = tuple(str(Path(package.__file__).parent) for package in (flashpoint, flas
 
 
 def ways(target: Callable[[bytes], None], data: bytes) -> set[tuple[str, int, int]]:
-    """(file, line, next line) of all that `target` runs of ours."""
-    found: set[tuple[str, int, int]] = set()
+    """Return (file, line, next line) of all steps in our code that `target` takes."""
+    steps_taken: set[tuple[str, int, int]] = set()
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
         file, before = frame.f_code.co_filename, 0
@@ -32,7 +32,7 @@ def ways(target: Callable[[bytes], None], data: bytes) -> set[tuple[str, int, in
 
         def line(frame: FrameType, event: str, _: Any) -> Any:
             nonlocal before
-            found.add((file, before, frame.f_lineno))
+            steps_taken.add((file, before, frame.f_lineno))
             before = frame.f_lineno
             return line
 
@@ -43,7 +43,7 @@ def ways(target: Callable[[bytes], None], data: bytes) -> set[tuple[str, int, in
         target(data)
     finally:
         sys.settrace(None)
-    return found
+    return steps_taken
 
 
 def main() -> None:
@@ -51,17 +51,17 @@ def main() -> None:
         paths = [p for folder in (CORPUS / name, FOUND / name) if folder.exists() for p in folder.iterdir()]
         inputs = sorted({path.read_bytes() for path in paths}, key=lambda data: (len(data), data))
         seen: set[tuple[str, int, int]] = set()
-        kept = []
+        kept_inputs = []
         for data in inputs:
             gone = ways(target, data)
             if not gone <= seen:
                 seen |= gone
-                kept.append(data)
+                kept_inputs.append(data)
         for path in (CORPUS / name).iterdir():
             path.unlink()
-        for data in kept:
+        for data in kept_inputs:
             (CORPUS / name / hashlib.sha1(data).hexdigest()[:12]).write_bytes(data)
-        print(f"{name}: {len(kept)} of {len(inputs)} inputs, {sum(map(len, kept))} bytes")
+        print(f"{name}: {len(kept_inputs)} of {len(inputs)} inputs, {sum(map(len, kept_inputs))} bytes")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Change one thing in a JSON document: bytes that are changed blindly are seldom JSON any more."""
+"""Change one value in a JSON document: after random byte changes it would seldom still be JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from random import Random
 from typing import Any
 
-# Values that often reveal bugs: edges of types, of floats, of sizes; and the words of the contract.
+# Values that often reveal bugs: limits of types, floats and sizes, and the words of the contract.
 VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 3, 255, 1 << 30, (1 << 31) - 1, 1 << 31, 1 << 53, (1 << 60) - 1, 1 << 62, (1 <<
     63) - 1, 1 << 63, (1 << 64) - 1, 1 << 64, 10**30, 10**400, 0.5, -0.0, 1e-45, 1e-320, 3.4e38, 1e39, 1.7e308, "",
@@ -23,7 +23,7 @@ VALUES: tuple[Any, ...] = (
 
 
 def mutated(data: bytes, rng: Random) -> bytes | None:
-    """`data` with one value changed, put in, left out or given twice; None where it is no JSON."""
+    """Return `data` with one value changed, inserted, removed or repeated; None if it is not JSON."""
     try:
         document = json.loads(data)
         places = list(_places(document))
@@ -53,7 +53,7 @@ def mutated(data: bytes, rng: Random) -> bytes | None:
 
 
 def _places(value: Any) -> Any:
-    """(what holds it, its key or index) of every value inside."""
+    """Yield (container, key or index) of every value inside."""
     for key, inner in list(
         value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     ):
@@ -62,7 +62,7 @@ def _places(value: Any) -> Any:
 
 
 def _nudged(value: Any, rng: Random) -> Any:
-    """Near it; a string's own JSON, where options are written in one, is changed in its turn."""
+    """Return a value near the given one; the JSON in a string, as in options, is changed in the same way."""
     if isinstance(value, bool) or value is None:
         return not value
     if isinstance(value, int | float):

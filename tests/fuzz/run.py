@@ -1,9 +1,9 @@
-"""`make fuzz`: each target in turn, for MINUTES, with what it finds kept in .fuzz; then raw HTTP against a server.
+"""`make fuzz`: run each target in turn for MINUTES and keep its inputs in .fuzz; then send raw HTTP to a server.
 
     python -m tests.fuzz.run [--minutes 10] [--only TARGET …] [--record]
 
-Exits with 1 where an input broke a target: the input lies in .fuzz then, and the target says why. `--record` writes
-what was run into benchmarks/results/fuzz.json, beside what that has of other targets.
+Exits with 1 if an input broke a target: then the input is in .fuzz, and the target prints the reason. `--record` writes
+the results to benchmarks/results/fuzz.json, and keeps the results of other targets there.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from tests.support.servers import serve
 CORPUS, FOUND = Path(__file__).parent / "corpus", ROOT / ".fuzz"
 RESULT = ROOT / "benchmarks" / "results" / "fuzz.json"
 HTTP = "http"
-MUTATED = 1000  # cases of a round, beside those that are the same each time
+MUTATED = 1000  # cases of a round, beside the fixed ones
 
 
 def fuzz(target: str, seconds: int) -> dict[str, Any]:
-    """Fuzz a target and return libFuzzer's counts. `failed`: it stopped at an input, which it has named on stderr."""
+    """Fuzz a target and return libFuzzer's counts. `failed`: it stopped at an input, and named it on stderr."""
     folder = FOUND / target
     folder.mkdir(parents=True, exist_ok=True)
     command = [
@@ -59,7 +59,7 @@ def fuzz(target: str, seconds: int) -> dict[str, Any]:
 
 
 def fuzz_http(seconds: int) -> dict[str, Any]:
-    """Rounds of the raw-socket fuzzer, each with a seed of its own, against one server."""
+    """Run rounds of the raw-socket fuzzer, each with another seed, against one server."""
     server = serve(**SETTINGS)
     try:
         attacked = Attacked(server)
@@ -82,10 +82,12 @@ def fuzz_http(seconds: int) -> dict[str, Any]:
     }
 
 
-def record(found: dict[str, dict[str, Any]]) -> None:
+def record(results: dict[str, dict[str, Any]]) -> None:
     about = environment("atheris")
-    kept = json.loads(RESULT.read_text()) if RESULT.exists() else {}
-    RESULT.write_text(json.dumps({**kept, **{name: {**about, **one} for name, one in found.items()}}, indent=1) + "\n")
+    recorded = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    RESULT.write_text(
+        json.dumps({**recorded, **{name: {**about, **one} for name, one in results.items()}}, indent=1) + "\n"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,15 +95,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=10.0, help="of each; default: %(default)s")
     parser.add_argument("--only", nargs="+", choices=[*TARGETS, HTTP], default=[*TARGETS, HTTP])
     parser.add_argument("--record", action="store_true")
-    asked = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     failed = False
-    for name in asked.only:
-        seconds = round(asked.minutes * 60)
-        found = fuzz_http(seconds) if name == HTTP else fuzz(name, seconds)
-        print(name, json.dumps(found), flush=True)
-        failed |= found["failed"]
-        if asked.record:
-            record({name: found})
+    for name in arguments.only:
+        seconds = round(arguments.minutes * 60)
+        result = fuzz_http(seconds) if name == HTTP else fuzz(name, seconds)
+        print(name, json.dumps(result), flush=True)
+        failed |= result["failed"]
+        if arguments.record:
+            record({name: result})
     return int(failed)
 
 

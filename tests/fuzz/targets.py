@@ -1,8 +1,8 @@
-"""The targets: each takes any bytes, and either refuses them as documented or reads a message that can be written
-and read again.
+"""The targets: each takes any bytes, and either refuses them as documented, or reads a message that can be written and
+read again.
 
-A target raises nothing but AssertionError, and that for a bug. Documented refusals are caught where they may occur:
-WireError, FieldError, ProblemError and Refusal with a status of 4xx. `bounded` holds a target to time and memory, too.
+A target raises only AssertionError, for a bug. Documented refusals are caught where they may occur: WireError,
+FieldError, ProblemError and Refusal with a status of 4xx. `bounded` also limits a target's time and memory.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ from flashpoint_server.routes.pipeline import deadline_of, priority_of
 
 T = TypeVar("T")
 
-LONGEST = 4096  # bytes of an input: grammar has no need of more, and more is slower
-SECONDS = 2.0  # of a core for one input, a hundred times what the slowest takes
-# Memory that an input may cost. Python's own values cost the most: `{},` is 3 bytes, and an object of 64 and its place.
+LONGEST = 4096  # bytes of an input: the grammar needs no more, and more is slower
+SECONDS = 2.0  # of a core for one input: a hundred times the slowest
+# Memory that an input may cost. Python values cost the most: `{},` is 3 bytes, but an object of 64 bytes and a pointer.
 BYTES, BYTES_EACH = 1 << 20, 256
 
 SETTINGS = Settings(body_limit=1 << 16, json_limit=1 << 16)
@@ -64,8 +64,8 @@ _loop = asyncio.new_event_loop()
 atexit.register(_loop.close)
 
 
-def bounded(target: Callable[[bytes], None], data: bytes, most: float = SECONDS) -> None:
-    """Run `target` on `data` within its bounds of time, `most` seconds of a core, and of memory."""
+def bounded(target: Callable[[bytes], None], data: bytes, max_seconds: float = SECONDS) -> None:
+    """Run `target` on `data`; assert at most `max_seconds` of a core, and the bound of memory."""
     tracemalloc.start()
     try:
         start = time.thread_time()
@@ -73,11 +73,11 @@ def bounded(target: Callable[[bytes], None], data: bytes, most: float = SECONDS)
         seconds, peak = time.thread_time() - start, tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert seconds < most, f"{seconds:.1f} s for {len(data)} bytes"
+    assert seconds < max_seconds, f"{seconds:.1f} s for {len(data)} bytes"
     assert peak < BYTES + BYTES_EACH * len(data), f"{peak} bytes of memory for {len(data)} bytes"
 
 
-# Shared by all targets
+# Helpers of all targets
 
 
 def refused(call: Callable[[], T]) -> T | None:
@@ -94,12 +94,12 @@ def refused(call: Callable[[], T]) -> T | None:
 
 
 def read(function: Callable[[bytes], T], data: bytes) -> T | None:
-    """Return a reader's result as it leaves the process that reads JSON; None if the message is invalid."""
+    """Return a reader's result as the JSON process returns it; None if the message is invalid."""
     try:
         return crossed(function(data))
     except (wire.WireError, jsonwire.FieldError) as error:
-        said = error
-    assert str(crossed(said)) == str(said)
+        caught = error
+    assert str(crossed(caught)) == str(caught)
     return None
 
 
@@ -108,7 +108,7 @@ def served(coroutine: Coroutine[Any, Any, T]) -> T | None:
 
 
 def body_of(data: bytes, kind: Callable[..., RequestBody] = RequestBody, *more: Any) -> RequestBody:
-    """A body in pieces, as an ASGI server hands them over; where they are cut follows from the data."""
+    """Return a body in pieces, as from an ASGI server; the data determines the cuts."""
     step = 1 + zlib.crc32(data) % max(1, len(data))
     pieces = iter([data[i : i + step] for i in range(0, len(data), step)])
 
@@ -120,9 +120,9 @@ def body_of(data: bytes, kind: Callable[..., RequestBody] = RequestBody, *more: 
 
 
 def crossed(value: T) -> T:
-    """As it comes out of the process that reads JSON."""
-    found: T = pickle.loads(pickle.dumps(value))
-    return found
+    """Return the value as the process that reads JSON would return it."""
+    copy: T = pickle.loads(pickle.dumps(value))
+    return copy
 
 
 def same_tensors(a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
@@ -141,7 +141,7 @@ def _raise(error: Exception) -> None:
 
 
 def use(spec: Spec, index: Mapping[str, list[int]]) -> None:
-    """Ask of a spec all that is asked on a request's way."""
+    """Use all values of a spec that the service uses for a request."""
     assert spec.input_bytes >= 0
     assert spec.flops >= 0
     assert spec.level in (0, 1, 2)
@@ -163,7 +163,7 @@ def use(spec: Spec, index: Mapping[str, list[int]]) -> None:
 
 
 def safetensors(data: bytes) -> None:
-    """A safetensors message, as it is and as the head of one whose tensors follow."""
+    """Read a safetensors message, whole and as a head whose tensors follow."""
     _message(data)
     head = len(data).to_bytes(8, "little") + data
     try:
@@ -202,10 +202,10 @@ async def _received(data: bytes, direction: Direction) -> None:
 
 
 def json_message(data: bytes) -> None:
-    """A JSON message of tensors and options."""
-    if (found := read(jsonwire.decode, data)) is None:
+    """Read a JSON message of tensors and options."""
+    if (message := read(jsonwire.decode, data)) is None:
         return
-    tensors, options = found
+    tensors, options = message
     infos = {name: TensorInfo(array.dtype.name, array.shape) for name, array in tensors.items()}
     for direction in DIRECTIONS:
         spec = refused(partial(make_spec, infos, options, direction, "json"))
@@ -218,7 +218,7 @@ def json_message(data: bytes) -> None:
 
 
 def inference(data: bytes) -> None:
-    """The JSON of an infer request of the Open Inference Protocol."""
+    """Read the JSON of an infer request of the Open Inference Protocol."""
     if (head := read(oip_head.parse, data)) is None:
         return
     assert head.data_size >= 0
@@ -230,7 +230,7 @@ def inference(data: bytes) -> None:
             index = {i.name: i.array.ravel().tolist() for i in head.inputs if i.array is not None}
             use(spec, {name: values for name, values in index.items() if name in INDEX_TENSORS})
     if math.inf in map(abs, filter(_is_number, head.options.values())):
-        return  # a number that JSON's are too short for; no option may be it
+        return  # a number that JSON cannot write; no option may have it
     again = oip_head.parse(_written(head))
     for field in ("id", "outputs", "options", "timeout", "priority"):
         assert getattr(again, field) == getattr(head, field), field
@@ -249,7 +249,7 @@ _SHARED = {"region": "shared_memory_region", "offset": "shared_memory_offset", "
 
 
 def _written(head: oip_head.Head) -> bytes:
-    """A request that says the same."""
+    """Return an equal request."""
 
     def shared(at: Any) -> dict[str, Any]:
         return {} if at is None else {_SHARED[k]: v for k, v in at._asdict().items()}
@@ -276,15 +276,15 @@ def _written(head: oip_head.Head) -> bytes:
     return json.dumps(request).encode()
 
 
-_NUMBERS = ("scale", "softcap", "dropout_p")  # which JSON may give as integers
+_NUMBERS = ("scale", "softcap", "dropout_p")  # JSON may have integers for them
 
 
 def documents(data: bytes) -> None:
-    """The JSON documents of /verify, /benchmark and shared memory, and the options, which are checked in two places."""
+    """Read the JSON documents of /verify, /benchmark and shared memory, and the options, which two places check."""
     for model in (VerifyRequest, BenchmarkRequest, Registration):
-        found = served(read_model(body_of(data), model, SETTINGS.json_limit))
-        if found is not None:
-            assert model.model_validate_json(found.model_dump_json()) == found
+        model_value = served(read_model(body_of(data), model, SETTINGS.json_limit))
+        if model_value is not None:
+            assert model.model_validate_json(model_value.model_dump_json()) == model_value
     try:
         options = strictjson.loads(data)
     except ValueError:
@@ -296,13 +296,15 @@ def documents(data: bytes) -> None:
     except ValidationError:
         checked = None
     try:
-        own = Options(**options)
-    except (ProblemError, TypeError):  # TypeError: of a name that is none
-        own = None
-    assert (checked is None) == (own is None), (checked, own)
-    if checked is not None and own is not None:
-        numbers = {name: float(value) for name, value in vars(own).items() if name in _NUMBERS and value is not None}
-        assert Options(**checked.model_dump()) == replace(own, **numbers)
+        options_value = Options(**options)
+    except (ProblemError, TypeError):  # TypeError: for an unknown name
+        options_value = None
+    assert (checked is None) == (options_value is None), (checked, options_value)
+    if checked is not None and options_value is not None:
+        numbers = {
+            name: float(value) for name, value in vars(options_value).items() if name in _NUMBERS and value is not None
+        }
+        assert Options(**checked.model_dump()) == replace(options_value, **numbers)
         tensor = TensorInfo("float32", (2, 3))
         infos = dict.fromkeys(("q", "k", "v"), tensor)
         travelled = wire.decode_options(wire.encode_options(checked.model_dump(mode="json")))
@@ -311,14 +313,14 @@ def documents(data: bytes) -> None:
 
 
 def compressed(data: bytes) -> None:
-    """A compressed body: one of the two codings as it is, and what each makes of it."""
+    """Read a compressed body: the data as either coding, and the data compressed by each."""
     for coding, pack in (("gzip", gzip.compress), ("deflate", zlib.compress)):
         served(read_text(body_of(data, InflatedBody, coding)))
         assert served(read_text(body_of(pack(data), InflatedBody, coding))) == data
 
 
 def headers(data: bytes) -> None:
-    """The fields of a request's head, a line each."""
+    """Read the fields of a request's head, one per line."""
     fields = combined(tuple(line.partition(b":")[::2]) for line in _lines(data))
     given = refused(lambda: request_format(fields))
     if given is not None:

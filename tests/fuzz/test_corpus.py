@@ -1,4 +1,4 @@
-"""The corpus of the fuzzers, replayed, and inputs near it: without atheris, and the same each time."""
+"""The targets pass the fuzzers' corpus and inputs near it, without atheris, and the same in each run."""
 
 import math
 from pathlib import Path
@@ -13,14 +13,14 @@ from tests.fuzz.mutate import mutated
 from tests.fuzz.targets import BYTES, SECONDS, TARGETS, bounded
 
 CORPUS = {name: sorted((Path(__file__).parent / "corpus" / name).iterdir()) for name in TARGETS}
-MOST = 300 << 10  # bytes of all of it
-TIMELESS = math.inf  # seconds: `make fuzz` holds targets to a time, a test to none
+MAX_BYTES = 300 << 10  # of the whole corpus
+TIMELESS = math.inf  # seconds: `make fuzz` limits the time of targets, a test does not
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_corpus_is_refused_or_survives_the_way_back(name):
     assert CORPUS[name]
-    TARGETS[name](CORPUS[name][0].read_bytes())  # a first call fills caches, whose memory is not the input's
+    TARGETS[name](CORPUS[name][0].read_bytes())  # a first call fills caches, which do not count
     for path in CORPUS[name]:
         try:
             bounded(TARGETS[name], path.read_bytes(), TIMELESS)
@@ -30,12 +30,12 @@ def test_the_corpus_is_refused_or_survives_the_way_back(name):
 
 def test_the_corpus_is_small():
     sizes = [path.stat().st_size for paths in CORPUS.values() for path in paths]
-    assert sum(sizes) < MOST
+    assert sum(sizes) < MAX_BYTES
 
 
 @st.composite
 def near(draw, paths):
-    """An input of the corpus with a few changes: as JSON, or as bytes."""
+    """Draw an input of the corpus with a few changes, as JSON or as bytes."""
     data = bytearray(draw(st.sampled_from(paths)).read_bytes())
     for _ in range(draw(st.integers(1, 4))):
         if draw(st.booleans()):

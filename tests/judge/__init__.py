@@ -1,1 +1,1 @@
-"""Tests of the judge: a corpus of right and wrong attention kernels, and what the judge says about them."""
+"""Tests of the judge: a corpus of right and wrong attention kernels, and the verdicts of the judge."""

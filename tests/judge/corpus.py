@@ -1,4 +1,4 @@
-"""The corpus: wrong kernels with the codes that name them, their 16-bit-only variants, and right kernels.
+"""The corpus: wrong kernels with the codes of their mistakes, their 16-bit-only variants, and right kernels.
 
 All are functions of this module, so that `flashpoint verify --kernel tests.judge.corpus:NAME` finds them.
 """
@@ -18,28 +18,28 @@ from tests.judge.wrong_calls import CALLS
 
 @dataclass(frozen=True)
 class Wrong:
-    """A wrong kernel: its function, its mistake in words, and the codes of causes that name it."""
+    """A wrong kernel: its function, its mistake in words, and the codes of matching causes."""
 
     function: Callable[..., Any]
     text: str
     codes: tuple[str, ...]
 
 
-# In float32 alone can they be seen: 16-bit types allow such rounding, or have no such case.
+# Only float32 shows these: 16-bit types allow such rounding, or have no such case.
 _FLOAT32_ALONE = ("scores_in_bfloat16", "sum_in_bfloat16", "products_in_bfloat16")
 
 
 def _wrong() -> dict[str, Wrong]:
-    found = {}
+    results = {}
     for name, (steps, codes) in STEPS.items():
         text = (steps.__doc__ or "").strip()
-        found[name] = Wrong(kernel(steps), text, codes)
+        results[name] = Wrong(kernel(steps), text, codes)
         if name not in _FLOAT32_ALONE:
-            found[f"{name}_half"] = Wrong(kernel(steps, "half"), f"In 16-bit types alone: {text}", codes)
+            results[f"{name}_half"] = Wrong(kernel(steps, "half"), f"In 16-bit types alone: {text}", codes)
     for name, (steps, codes) in siblings.STEPS.items():
-        found[name] = Wrong(kernel(steps), (steps.__doc__ or "").strip(), codes)
+        results[name] = Wrong(kernel(steps), (steps.__doc__ or "").strip(), codes)
     calls = CALLS | siblings.CALLS
-    return found | {n: Wrong(each, (each.__doc__ or "").strip(), codes) for n, (each, codes) in calls.items()}
+    return results | {n: Wrong(each, (each.__doc__ or "").strip(), codes) for n, (each, codes) in calls.items()}
 
 
 WRONG = _wrong()

@@ -1,4 +1,4 @@
-"""Judge the corpus, and write what was caught, named and blamed: python -m tests.judge.measure [--quick] [NAME…]."""
+"""Judge the corpus and write which were caught, named and blamed: python -m tests.judge.measure [--quick] [NAME…]."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def judged(name: str, *, quick: bool, seed: int) -> dict[str, Any]:
 def gates(name: str) -> dict[str, bool]:
     """Return whether usual checks on Gaussian inputs pass a kernel: forward and gradients, with and without causal.
 
-    `allclose`: within 1e-2 + 1e-2·|exact| of float64. `twice`: within twice the error of the formula in the type of the
-    inputs, as flash-attn's tests ask, plus 1e-5.
+    `allclose`: within 1e-2 + 1e-2·|exact| of float64. `twice`: within twice the error of the formula in the inputs'
+    type, as in flash-attn's tests, plus 1e-5.
     """
     import torch
 
@@ -65,10 +65,10 @@ def gates(name: str) -> dict[str, bool]:
                 own = [t.clone().requires_grad_() for t in leaves[:3]]
                 o = call(*own, causal)
                 o = o[0] if isinstance(o, tuple) else o
-                found = [o.detach()]
+                answer = [o.detach()]
                 if o.requires_grad:
-                    found += torch.autograd.grad(o, own, leaves[3].to(o.dtype))
-                return [t.double() for t in found]
+                    answer += torch.autograd.grad(o, own, leaves[3].to(o.dtype))
+                return [t.double() for t in answer]
 
             exact = answers(_formula, *(t.double() for t in (q, k, v, do)))
             usual = answers(_formula, q, k, v, do)
@@ -86,7 +86,7 @@ def gates(name: str) -> dict[str, bool]:
 
 
 def measured(name: str, *, quick: bool, seed: int) -> dict[str, Any]:
-    """Return a row of the table, also where the judge itself fails."""
+    """Return a row of the table, also if the judge itself fails."""
     import torch
 
     from tests.judge.corpus import WRONG
@@ -97,7 +97,7 @@ def measured(name: str, *, quick: bool, seed: int) -> dict[str, Any]:
         nothing: dict[str, Any] = {"verdict": "error", "codes": [], "caught": False, "named": False, "relation": None}
         return {"name": name, "wrong": name in WRONG, "error": repr(error)[-800:], **nothing}
     finally:
-        torch.set_default_dtype(torch.float32)  # a wrong kernel changes it
+        torch.set_default_dtype(torch.float32)  # one wrong kernel changes it
 
 
 def main() -> None:
@@ -113,7 +113,7 @@ def main() -> None:
     from flashpoint_kernels.judging import trial
     from tests.judge.corpus import RIGHT, WRONG
 
-    trial.CACHE_BYTES = 4 << 30  # all kernels share exact answers: seconds here are less than those of one alone
+    trial.CACHE_BYTES = 4 << 30  # kernels share exact answers, so each takes fewer seconds than alone
     known = {}
     if given.rows and given.rows.exists():
         known = {row["name"]: row for row in map(json.loads, given.rows.read_text().splitlines())}

@@ -1,4 +1,4 @@
-"""Right kernels: ways to compute attention that a judge must not blame."""
+"""Right kernels: ways to compute attention that the judge must not call wrong."""
 
 # ruff: noqa: N801 (a class has the name of its kernel)
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Functions that crash, hang, leave their process in a bad state, or answer something odd: none may end the judge.
+"""Functions that crash, hang, damage their process, or return something odd: none may end the judge.
 
-`RUDE` has for each the verdict and a code of its causes (none: it is refused).
+`RUDE` has for each the verdict and a code of its causes (no code: it is refused).
 """
 
 # mypy: ignore-errors
@@ -167,7 +167,7 @@ def its_input(q: Tensor, k: Tensor, v: Tensor) -> Any:
 
 
 class OddError(Exception):
-    """An exception whose text cannot be made."""
+    """An exception whose text raises an error."""
 
     def __str__(self) -> str:
         raise RuntimeError

@@ -1,6 +1,6 @@
 """Judge right kernels on random single cases of many seeds: python -m tests.judge.seeds --seeds 500 --json FILE.
 
-None may be called wrong. A case draws everything from its seed: sizes, data type, options and values.
+No verdict may be "wrong". A case draws everything from its seed: sizes, data type, options and values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TAKES = ("causal",)  # options that all right kernels take
 
 
 class Judged:
-    """A right kernel in its process, which stays for all seeds."""
+    """A right kernel in a process, which runs all seeds."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -40,7 +40,7 @@ class Judged:
         )
 
     def verdict(self, seed: int) -> tuple[str, dict[str, Any] | None]:
-        """Return the verdict in the random case of a seed, and a failure where it is wrong."""
+        """Return the verdict in the random case of a seed, and the failure if it is wrong."""
         case = random_case(seed, TAKES)
         if self.trial.signature.refuses(case) is not None:
             return "refused", None
@@ -57,7 +57,7 @@ class Judged:
 
 
 def verdicts_of(names: Sequence[str], seeds: Sequence[int]) -> Iterator[tuple[str, str, dict[str, Any] | None]]:
-    """Yield the name, the verdict and the failure of each kernel in each seed's case."""
+    """Yield the name, verdict and failure of each kernel in each seed's case."""
     torch.set_num_threads(1)
     for name in names:
         kernel = Judged(name)
@@ -83,11 +83,11 @@ def main() -> None:
         if time.monotonic() - start > 60 * given.minutes:
             break
         seeds = range(first, min(first + BLOCK, given.first + given.seeds))
-        for name, verdict, found in verdicts_of(names, seeds):
+        for name, verdict, failure in verdicts_of(names, seeds):
             verdicts[name, verdict] += 1
-            if found is not None:
-                wrong.append(found)
-                print(json.dumps(found), flush=True)
+            if failure is not None:
+                wrong.append(failure)
+                print(json.dumps(failure), flush=True)
         done += len(seeds)
         print(f"{done} seeds, {(time.monotonic() - start) / 60:.1f} minutes", flush=True)
     git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)

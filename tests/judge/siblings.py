@@ -1,4 +1,4 @@
-"""More wrong kernels and right ones, written after the judge: relatives of the faults and arithmetic of the corpus.
+"""More wrong and right kernels, written after the judge: variants of the corpus's faults and arithmetic.
 
 `python -m tests.judge.measure` judges them like the rest of the corpus.
 """
@@ -268,8 +268,8 @@ class _Added(torch.autograd.Function):
 def unwritten_tail(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
     """Rows of the last, partial tile are left as torch.empty made them, if there is more than one tile."""
     o = _right(q, k, v, causal)
-    found, whole = torch.empty_like(o), o.shape[2] // 64 * 64
-    return torch.where(torch.arange(o.shape[2])[:, None] < (whole or o.shape[2]), o, found)
+    actual, whole = torch.empty_like(o), o.shape[2] // 64 * 64
+    return torch.where(torch.arange(o.shape[2])[:, None] < (whole or o.shape[2]), o, actual)
 
 
 @wrong("race", "nondeterministic")

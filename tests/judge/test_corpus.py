@@ -1,4 +1,4 @@
-"""The judge over the corpus: wrong kernels are caught and named, right ones are not blamed."""
+"""The judge catches and names the corpus's wrong kernels, and does not blame its right kernels."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def _rows() -> dict[str, dict[str, Any]]:
 def _caught(name: str, **arguments: Any) -> None:
     wrong = WRONG[name]
     report = flashpoint_kernels.judge(wrong.function, quick=True, **arguments)
-    found = [cause.code for cause in report.causes]
+    codes = [cause.code for cause in report.causes]
     assert report.verdict == "wrong", f"{name} ({wrong.text}) was not caught: {report.lines()}"
-    assert set(found) & set(wrong.codes), f"{name} was named {found}, not {wrong.codes}"
+    assert set(codes) & set(wrong.codes), f"{name} was named {codes}, not {wrong.codes}"
 
 
 def test_the_corpus_is_as_large_as_the_page_says():
@@ -43,7 +43,7 @@ def test_a_wrong_kernel_is_caught_and_named(name):
 
 
 def test_a_mistake_is_told_from_one_that_is_equal_in_the_smallest_case():
-    """Without keys to the left of the window, a missing window is a window without a right side."""
+    """Without keys to the left of the window, a missing window equals a window without a right side."""
     report = flashpoint_kernels.judge(WRONG["window_of_future"].function, quick=True, dtypes=("float32",))
     assert [cause.code for cause in report.causes] == ["window-right"]
 
@@ -56,7 +56,7 @@ def test_a_right_kernel_is_not_blamed(name):
 
 
 def test_a_right_kernel_keeps_every_relation():
-    """All cases and relations of one type, which a single shape does not have."""
+    """All cases and relations of one type are judged, also those that need several shapes."""
     report = flashpoint_kernels.judge(RIGHT["half_weights"], quick=True, dtypes=("float32",), seed=4)
     assert report.verdict == "right", report.lines()
     assert report.race is not None
@@ -66,7 +66,7 @@ def test_a_right_kernel_keeps_every_relation():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in RIGHT if n not in QUICK_RIGHT])
 def test_each_right_kernel_is_not_blamed(name):
-    """At one shape in all types; `python -m tests.judge.measure` judges all cases."""
+    """One shape in all types is judged; `python -m tests.judge.measure` judges all cases."""
     report = flashpoint_kernels.judge(RIGHT[name], quick=True, only=SHAPE, seed=2)
     assert report.verdict in ("right", "imprecise"), report.lines()
 
@@ -74,18 +74,18 @@ def test_each_right_kernel_is_not_blamed(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 50, 10))
 def test_no_right_kernel_is_blamed_on_random_cases(first: int) -> None:
-    """The random cases of ten seeds for each; `python -m tests.judge.seeds` takes 500 seeds."""
-    found = [failure for _, _, failure in verdicts_of(list(RIGHT), range(first, first + 10))]
-    assert [each for each in found if each is not None] == []
+    """Each gets the random cases of ten seeds; `python -m tests.judge.seeds` takes 500 seeds."""
+    failures = [failure for _, _, failure in verdicts_of(list(RIGHT), range(first, first + 10))]
+    assert [each for each in failures if each is not None] == []
 
 
 def test_a_random_case_finds_a_wrong_kernel() -> None:
-    """The seeds' judgement can fail."""
+    """So the judgement of random cases can fail."""
     case = random_case(4, ("causal",)).to_dict()
     assert flashpoint_kernels.judge(WRONG["no_rescale"].function, only=case | {"kv_len": 300}).verdict == "wrong"
 
 
-# Wrong beside other calls alone: they refuse what they take elsewhere, add to or repeat an earlier answer, or race.
+# Wrong only beside other calls: they refuse inputs that they accept elsewhere, add to or repeat an answer, or race.
 BESIDE_OTHERS = {"raises_at_some", "added_gradients", "replay", "gradient_race", "race"}
 
 
@@ -99,7 +99,7 @@ BESIDE_OTHERS = {"raises_at_some", "added_gradients", "replay", "gradient_race",
     ],
 )
 def test_each_measured_case_fails_again(name):
-    """The smallest failing case of the record is wrong by itself, as `--case` runs it."""
+    """The smallest failing case of the record fails alone, as `--case` runs it."""
     report = flashpoint_kernels.judge(WRONG[name].function, quick=True, only=_rows()[name]["case"])
     assert report.verdict == "wrong", report.lines()
 

@@ -1,4 +1,4 @@
-"""The report: its published schema, its text, its files, and the workflow that makes one."""
+"""The judge's report fits its published schema; its text, its files and the workflow that makes one are right."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ def test_the_published_schema_is_that_of_the_class() -> None:
 @pytest.mark.parametrize("name", ["no_maximum", "formula_in_float32"])
 def test_a_report_is_valid_by_the_schema(name: str) -> None:
     function = WRONG[name].function if name in WRONG else formula_in_float32
-    found = json.loads(json.dumps(judged(function).to_dict(), allow_nan=False))
-    jsonschema.validate(found, schema())
-    assert found["ok"] == (name not in WRONG)
+    document = json.loads(json.dumps(judged(function).to_dict(), allow_nan=False))
+    jsonschema.validate(document, schema())
+    assert document["ok"] == (name not in WRONG)
     with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate(found | {"verdict": "perhaps"}, schema())
+        jsonschema.validate(document | {"verdict": "perhaps"}, schema())
 
 
 def late(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -61,8 +61,8 @@ def test_the_saved_case_and_the_command_repeat_the_failure(tmp_path: Path) -> No
     tensors, options = read_case(tmp_path / "case.safetensors")
     problem = {n: torch.from_numpy(t) for n, t in tensors.items()}
     answers = {n: problem.pop(n) for n in ("o", "dq", "dk", "dv") if n in problem}
-    found = flashpoint_kernels.verify(problem, flashpoint_kernels.Options(**options), answers=answers)
-    assert not found.ok
+    verification = flashpoint_kernels.verify(problem, flashpoint_kernels.Options(**options), answers=answers)
+    assert not verification.ok
     assert report.command is not None
     words = shlex.split(report.command)
     case = json.loads(words[words.index("--case") + 1])
@@ -98,7 +98,7 @@ def test_progress_names_the_stage_and_may_end_the_judgement() -> None:
 
 
 def test_the_workflow_calls_commands_that_there_are() -> None:
-    """A workflow that a kernel project copies: its flags are known, and it keeps the report."""
+    """Kernel projects copy this workflow: its flags exist, and it keeps the report."""
     text = (ROOT / "examples/workflows/judge-attention.yml").read_text()
     workflow = yaml.safe_load(text)
     assert set(workflow[True]) == {"push", "pull_request"}  # YAML 1.1 reads `on` as true
@@ -112,6 +112,6 @@ def test_the_workflow_calls_commands_that_there_are() -> None:
         words = shlex.split(steps[0]["run"])
         assert words[:4] == ["flashpoint", "verify", "--kernel", "$KERNEL"]
         assert {word for word in words if word.startswith("--")} <= flags
-        kept = next(step["with"]["path"] for step in job["steps"] if "upload-artifact" in step.get("uses", ""))
-        assert {words[words.index(flag) + 1] for flag in ("--json", "--save")} == set(kept.split())
+        report_path = next(step["with"]["path"] for step in job["steps"] if "upload-artifact" in step.get("uses", ""))
+        assert {words[words.index(flag) + 1] for flag in ("--json", "--save")} == set(report_path.split())
     assert set(REQUIREMENTS) >= {"accurate", "deterministic"}

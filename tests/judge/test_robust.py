@@ -1,4 +1,4 @@
-"""No function ends the judge: it reports crashes, hangs, odd answers and odd exceptions."""
+"""No function ends the judge; it reports crashes, hangs, odd answers and odd exceptions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SMALL = {"q_len": 20, "head_dim": 16}
 ONE = SMALL | {"kv_len": 20, "value_dim": 16, "values": "normal", "seed": 1}
 
 
-# One of each kind in `make test`; the rest in `make test-all`.
+# `make test` runs one of each kind; `make test-all` runs the rest.
 FIRST = (
     "segfault", "exits", "hang", "recursion", "nothing", "sparse", "other_shape", "nan", "odd_text", "prints",
     "changes_the_default_type", "crash_in_backward", "raise_in_backward", "lse_is_nan", "crash_at_some",
@@ -28,7 +28,7 @@ FIRST = (
 def test_no_function_ends_the_judge(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     verdict, code = RUDE[name]
     timeout = 2.0 if name in HANGS else 120.0
-    monkeypatch.setattr(process, "_SENDING", 1.0)  # seconds in which an answer that has begun must end
+    monkeypatch.setattr(process, "_SENDING", 1.0)  # seconds in which a started answer must end
     only = SMALL if name == "crash_at_some" else ONE
     report = flashpoint_kernels.judge(
         f"tests.judge.rude:{name}", quick=True, only=only, dtypes=("float32",), timeout=timeout, device="cpu"
@@ -40,7 +40,7 @@ def test_no_function_ends_the_judge(name: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    ("target", "said"),
+    ("target", "message"),
     [
         ("tests.judge.rude:no_such", "tests.judge.rude has no no_such"),
         ("no_such_module:f", "there is no module no_such_module"),
@@ -48,8 +48,8 @@ def test_no_function_ends_the_judge(name: str, monkeypatch: pytest.MonkeyPatch) 
         ("os:getcwd", "getcwd has 0 parameters"),
     ],
 )
-def test_what_is_no_kernel_is_refused(target: str, said: str) -> None:
-    with pytest.raises(UnusableError, match=said):
+def test_what_is_no_kernel_is_refused(target: str, message: str) -> None:
+    with pytest.raises(UnusableError, match=message):
         flashpoint_kernels.judge(target, quick=True, only=SMALL)
 
 
@@ -69,7 +69,7 @@ print(report.verdict)
 
 
 def test_a_local_function_beside_jax_is_judged_without_warnings() -> None:
-    """It runs in a fork of this process. JAX warns at each fork, after which the child never calls it."""
+    """It runs in a fork of this process. JAX warns at each fork, but the child never calls JAX."""
     command = [sys.executable, "-W", "error::RuntimeWarning", "-c", BESIDE_JAX]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert (ran.stdout, ran.stderr) == ("right\n", ""), ran

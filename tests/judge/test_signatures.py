@@ -1,4 +1,4 @@
-"""Signatures and layouts that the judge recognises: flash-attn's, SDPA's, FlashInfer's, ours, and plain ones."""
+"""The judge recognises the signatures and layouts of flash-attn, SDPA, FlashInfer, ours, and plain ones."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def flash_attn_func(
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     assert dropout_p == 0
-    found = attention(
+    actual = attention(
         q, k, v, layout="bshd", scale=softmax_scale, causal=causal, window=window_size, softcap=softcap,
         alibi_slopes=alibi_slopes, return_lse=return_attn_probs,
     )  # fmt: skip
-    return (*found, None) if return_attn_probs else found
+    return (*actual, None) if return_attn_probs else actual
 
 
 def flash_attn_qkvpacked_func(qkv: Tensor, softmax_scale: float | None = None, causal: bool = False) -> Tensor:
@@ -86,19 +86,19 @@ def by_name(*, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tens
 
 
 def sequence_first(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """(length, batch, heads, D), as Megatron has it."""
-    own = [t.permute(1, 2, 0, 3) for t in (q, k, v)]
-    return attention(*own, causal=causal).permute(2, 0, 1, 3)  # type: ignore[no-any-return]
+    """Take (length, batch, heads, D), as Megatron does."""
+    in_bhsd = [t.permute(1, 2, 0, 3) for t in (q, k, v)]
+    return attention(*in_bhsd, causal=causal).permute(2, 0, 1, 3)  # type: ignore[no-any-return]
 
 
 def without_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """(batch, length, D)."""
+    """Take (batch, length, D)."""
     assert q.ndim == 3
     return attention(q[:, None], k[:, None], v[:, None])[:, 0]  # type: ignore[no-any-return]
 
 
 def one_matrix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """(length, D)."""
+    """Take (length, D)."""
     if q.ndim != 2:
         raise ValueError("q must be a matrix")
     return attention(q[None, None], k[None, None], v[None, None])[0, 0]  # type: ignore[no-any-return]
@@ -143,9 +143,9 @@ def judged(function: Any, **only: Any) -> Report:
 
 
 def sizes_of(name: str) -> dict[str, int]:
-    """Return sizes that the function's form has."""
+    """Return sizes that fit the function's form."""
     if name in ("without_heads", "one_matrix"):
-        heads = 3 if name == "without_heads" else 1  # a batch of one head is one sequence of many
+        heads = 3 if name == "without_heads" else 1  # a batch of one head equals one sequence of many heads
         return SIZES | {"batch": 1, "q_heads": heads, "kv_heads": heads, "value_dim": 16}
     if name == "flash_attn_qkvpacked_func":
         return SIZES | {"kv_heads": 4, "kv_len": 9, "value_dim": 16}
@@ -155,8 +155,8 @@ def sizes_of(name: str) -> dict[str, int]:
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_signatures_and_layouts_are_recognised(name: str) -> None:
     function, style, layout, options = FUNCTIONS[name]
-    found = signature_of(described(function))
-    assert (found.style, found.options >= options) == (style, True), found
+    signature = signature_of(described(function))
+    assert (signature.style, signature.options >= options) == (style, True), signature
     report = judged(function, **sizes_of(name))
     assert report.verdict == "right", report.lines()
     assert report.layout == layout
@@ -195,7 +195,7 @@ def test_lse_is_judged_in_the_form_and_base_that_the_function_has() -> None:
 
 
 def test_causal_is_aligned_as_the_signature_says() -> None:
-    """SDPA's is_causal is aligned top left, and others bottom right; causal_alignment says otherwise."""
+    """SDPA's is_causal is aligned top left, others bottom right; causal_alignment overrides both."""
     sizes = SIZES | {"value_dim": 16, "causal": True}
     assert judged(sdpa, **sizes).verdict == "right"
     only = {"values": "normal", "seed": 3, **sizes}
@@ -217,19 +217,19 @@ def half_by_name(q: Tensor, *, k: Tensor, v: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("function", "said"),
+    ("function", "message"),
     [(needs_more, "needs a parameter 'rope'"), (half_by_name, "some of q, k and v by name alone"),
      (lambda q, k: q, "has 2 parameters")],
 )  # fmt: skip
-def test_a_signature_that_cannot_be_called_is_refused(function: Any, said: str) -> None:
-    with pytest.raises(UnusableError, match=said):
+def test_a_signature_that_cannot_be_called_is_refused(function: Any, message: str) -> None:
+    with pytest.raises(UnusableError, match=message):
         signature_of(described(function))
 
 
 def test_one_number_for_a_window_is_ambiguous_and_not_used() -> None:
-    found = signature_of(described(numbered_window))
-    assert "window" not in found.options
-    assert found.ambiguous == ("window: one number may count keys with or without the query's own",)
+    signature = signature_of(described(numbered_window))
+    assert "window" not in signature.options
+    assert signature.ambiguous == ("window: one number may count keys with or without the query's own",)
 
 
 def test_a_call_has_the_functions_own_arguments() -> None:
@@ -241,7 +241,7 @@ def test_a_call_has_the_functions_own_arguments() -> None:
         "softmax_scale": 0.5, "causal": True, "window_size": [2, 1], "return_attn_probs": True,
     }  # fmt: skip
     assert call.tensors["q"].shape == (2, 3, 2, 16)
-    own = call_of(signature_of(described(by_name)), Case(causal=True), draw(Case()))
-    assert own.asked["kwargs"] == {
+    described_call = call_of(signature_of(described(by_name)), Case(causal=True), draw(Case()))
+    assert described_call.asked["kwargs"] == {
         "q": {"tensor": "q"}, "k": {"tensor": "k"}, "v": {"tensor": "v"}, "is_causal": True,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Attention in tiles of keys, with one method for each step, so that a kernel can do a single step differently."""
+"""Attention in tiles of keys, with one method for each step, so that a kernel can replace a single step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ INF = math.inf
 
 
 class Tiled:
-    """FlashAttention 2 in PyTorch, in float32: an online softmax, and a backward that computes P again from lse."""
+    """FlashAttention 2 in PyTorch, in float32: an online softmax, and a backward that recomputes P from lse."""
 
     tile = 64
     start = -INF  # of the running maximum
-    hidden = -INF  # score of a key that may not be seen
+    hidden = -INF  # score of a hidden key
 
     def __init__(self, causal: bool, scale: float | None, window: tuple[int, int], softcap: float, dim: int) -> None:
         self.causal, self.window, self.softcap = causal, tuple(window), softcap
@@ -63,7 +63,7 @@ class Tiled:
         return x.exp()
 
     def weights(self, p: Tensor, v: Tensor) -> Tensor:
-        """Return what the product with v takes."""
+        """Return the weights for the product with v."""
         return p
 
     def maximum(self, s: Tensor, m: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class Tiled:
 
 
 class Half:
-    """The same, with values that are rounded to the inputs' type where FlashAttention 2 rounds them."""
+    """The same, with values rounded to the inputs' type where FlashAttention 2 rounds them."""
 
     def weights(self, p: Tensor, v: Tensor) -> Tensor:
         return p.to(self.type).float() if self.type != torch.float32 else p  # type: ignore[attr-defined]
@@ -172,7 +172,7 @@ class _Attention(torch.autograd.Function):
 
 
 def kernel(steps: type[Tiled], only: str = "") -> Callable[..., Tensor]:
-    """Return the attention function of these steps; `only="half"`: it has them for 16-bit inputs alone."""
+    """Return the attention function of these steps; `only="half"`: it uses them only for 16-bit inputs."""
 
     def attention(
         q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None,

@@ -1,4 +1,4 @@
-"""Wrong kernels. Each is modelled on a kind of public report; `WRONG` has the codes of the causes that name it."""
+"""Wrong kernels. Each follows a kind of public bug report; `WRONG` has the codes of the matching causes."""
 
 # ruff: noqa: N801 (a class has the name of its kernel)
 from __future__ import annotations

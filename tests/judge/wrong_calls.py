@@ -1,4 +1,4 @@
-"""Functions whose mistake no numbers of a single call show: state, memory and races around right steps."""
+"""Functions whose mistake a single call does not show: state, memory and races around right steps."""
 
 from __future__ import annotations
 

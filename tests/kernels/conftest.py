@@ -1,4 +1,4 @@
-"""The instruction sets of the kernels in C; and where Triton interprets, the interpreter of Gluon, and a faster one."""
+"""Fixtures for the kernels in C, and faster interpreters of Triton and Gluon where Triton interprets."""
 
 import ctypes
 import subprocess
@@ -21,7 +21,7 @@ LEVELS = native.LEVELS[: native.LEVELS.index(BEST) + 1] if BEST in native.LEVELS
 
 @pytest.fixture(params=LEVELS)
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An instruction set, which the kernels then use."""
+    """Make the kernels use this instruction set, and return its name."""
     functions = native.level(request.param)
     assert functions is not None
     monkeypatch.setattr(native, "library", lambda: functions)
@@ -30,7 +30,7 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
 @pytest.fixture(scope="session")
 def lanes_of_four(tmp_path_factory: pytest.TempPathFactory) -> native.Library:
-    """The kernels for processors without a known instruction set, in this processor's registers of four floats."""
+    """Return the kernels for processors without a known instruction set, built with registers of four floats."""
     command = build.compiler()
     assert command is not None
     made = tmp_path_factory.mktemp("narrow") / "narrow.so"

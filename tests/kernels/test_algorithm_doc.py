@@ -1,7 +1,7 @@
-"""docs/algorithm.md: its program runs, and each of its equations equals what it claims to equal, in float64.
+"""The program of docs/algorithm.md runs, and each of its equations holds in float64.
 
-An equation is its name, its formula and its Python, in that order. Each name has a check here, and each check a name.
-The checks hold them against torch's own functions, autograd and the library, never the page's own numbers alone.
+An equation has a name, a formula and Python code, in that order. Each name has exactly one check here.
+The checks compare with torch's functions, autograd and the library, never with the page's numbers alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CHECKS: dict[str, Check] = {}
 
 
 def close(a: Tensor, b: Tensor) -> None:
-    """To float64's rounding, of sums of a few dozen terms of size one."""
+    """Assert equality up to the float64 rounding of sums of a few dozen terms of size one."""
     torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 
 
@@ -45,7 +45,7 @@ def checks(name: str) -> Callable[[Check], Check]:
 
 
 def gradients(page: Page, loss: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
-    """By autograd: of Σ dO∘O for the O that `loss` gives, or of the number that it gives."""
+    """Return autograd's gradients of Σ dO∘O if `loss` returns a matrix O, else of the number that it returns."""
     leaves = [x.clone().requires_grad_() for x in inputs]
     answer = loss(*leaves)
     return torch.autograd.grad((answer * page.dO).sum() if answer.ndim else answer, leaves)
@@ -71,7 +71,7 @@ def test_every_equation_has_its_check_and_its_formula() -> None:
     named = [name for name, _ in EQUATION.findall(PAGE)]
     assert len(set(named)) == len(named)
     assert set(named) == set(CHECKS)
-    # No formula stands without a name, and no name without formula and Python.
+    # Every formula has a name, and every name has a formula and Python code.
     assert PAGE.count("\n$$\n") == 2 * len(named)
     assert len(re.findall(r"^\*\*\(", PAGE, re.MULTILINE)) == len(named)
 
@@ -87,8 +87,8 @@ def test_the_library_and_nano_compute_what_the_page_does(page: Page) -> None:
     close(o[0, 0].cpu(), page.O)
     torch.testing.assert_close(lse[0, 0].cpu().double(), page.L, rtol=1e-7, atol=1e-7)
     grads = attention_backward(page.dO[None, None].to(DEVICE), *inputs, backend="reference")
-    for found, expected in zip(grads, (page.dQ, page.dK, page.dV), strict=True):
-        close(found[0, 0].cpu(), expected)
+    for actual, expected in zip(grads, (page.dQ, page.dK, page.dV), strict=True):
+        close(actual[0, 0].cpu(), expected)
     o, lse = nano_attention(*(x.float() for x in inputs))
     torch.testing.assert_close(o[0, 0].cpu().double(), page.O, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(lse[0, 0].cpu().double(), page.L, rtol=2e-6, atol=2e-6)
@@ -145,28 +145,28 @@ def _(page: Page) -> None:
 def _(page: Page) -> None:
     old, new, tile = page.S[:, :4], page.S.amax(1, keepdim=True), page.S[:, 4:]
     m = old.amax(1, keepdim=True)
-    found = page.online_denominator((old - m).exp().sum(1, keepdim=True), m, new, tile)
-    close(found.log() + new, torch.logsumexp(page.S, 1, keepdim=True))
+    actual = page.online_denominator((old - m).exp().sum(1, keepdim=True), m, new, tile)
+    close(actual.log() + new, torch.logsumexp(page.S, 1, keepdim=True))
 
 
 @checks("online-numerator")
 def _(page: Page) -> None:
     old, new, tile = page.S[:, :4], page.S.amax(1, keepdim=True), page.S[:, 4:]
     m = old.amax(1, keepdim=True)
-    found = page.online_numerator((old - m).exp() @ page.V[:4], m, new, tile, page.V[4:])
-    close(found / (page.S - new).exp().sum(1, keepdim=True), torch.softmax(page.S, 1) @ page.V)
+    actual = page.online_numerator((old - m).exp() @ page.V[:4], m, new, tile, page.V[4:])
+    close(actual / (page.S - new).exp().sum(1, keepdim=True), torch.softmax(page.S, 1) @ page.V)
 
 
 @checks("finish")
 def _(page: Page) -> None:
-    assert page.Sk % page.tile  # the last tile is a part of one
+    assert page.Sk % page.tile  # the last tile is not full
     close(page.O_tiled, of_inputs(page)(page.Q, page.K, page.V))
     close(page.L_tiled, torch.logsumexp(page.S, 1))
 
 
 @checks("causal")
 def _(page: Page) -> None:
-    # As the library has it, for more queries than keys too.
+    # The library does the same, also for more queries than keys.
     for q, k, v in ((page.Q, page.K, page.V), (page.K, page.Q, page.dO)):
         hidden = torch.arange(len(k)) > torch.arange(len(q))[:, None] + len(k) - len(q)
         s = (page.scale * q @ k.T).masked_fill(hidden, -torch.inf)
@@ -189,8 +189,8 @@ def _(page: Page) -> None:
 
 @checks("softmax-jacobian")
 def _(page: Page) -> None:
-    for row, found in zip(page.S, page.J, strict=True):
-        close(found, torch.autograd.functional.jacobian(lambda s: torch.softmax(s, 0), row))
+    for row, jacobian in zip(page.S, page.J, strict=True):
+        close(jacobian, torch.autograd.functional.jacobian(lambda s: torch.softmax(s, 0), row))
 
 
 @checks("softmax-gradient")
@@ -265,7 +265,7 @@ def _(page: Page) -> None:
 def _(page: Page) -> None:
     for rows in (1, 4, 6, 7):
         assert page.walked(6, 9, 4, 2, rows) == 2 * (2 * 6 * 4 + 2 * 9 * 4 * math.ceil(6 / rows))
-    # As many queries as a tile has: what each tensor is, once.
+    # All queries fit in one tile: each tensor is read or written once.
     assert page.walked(6, 9, 4, 2, 6) == page.tiled_traffic(6, 9, 4, 2) - 4 * 6
 
 
@@ -309,7 +309,7 @@ def _(page: Page) -> None:
 
 
 def with_sink(page: Page, s: Tensor) -> Tensor:
-    """The sink as a column of the scores, whose value is zero."""
+    """Return the scores with the sink as one more column, whose value row is zero."""
     return torch.softmax(torch.cat([page.S, s.expand(page.Sq, 1)], 1), 1)[:, :-1] @ page.V
 
 

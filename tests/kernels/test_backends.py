@@ -1,4 +1,4 @@
-"""Every backend in torch: each option it claims, judged against float64, and the edges of the contract."""
+"""Every backend in torch is compared with float64, in each option that it claims and at the contract's edges."""
 
 from dataclasses import replace
 from itertools import product
@@ -25,16 +25,16 @@ DIMS = [16, 32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256]
 
 
 def check(backend: str, case: dict[str, Any], q_len: int, kv_len: int) -> None:
-    """Exact by the rule, or refused for exactly the options that the backend does not claim."""
+    """Assert exact answers by `verify`, or a refusal that names exactly the options that the backend lacks."""
     tensors, options = tensors_of(case, q_len, kv_len), replace(options_of(case), backend=backend)
     if errors := unsupported(backend, spec_of(tensors, options, "backward"), DEVICE):
         with pytest.raises(ProblemError) as refused:
             verify(tensors, options)
         assert list(refused.value.errors) == errors
         return
-    found = verify(tensors, options)
-    assert found.backend == backend
-    assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)
+    report = verify(tensors, options)
+    assert report.backend == backend
+    assert report.ok, "\n".join(str(t) for t in report.tensors if not t.ok)
 
 
 @pytest.mark.parametrize("case", SINGLES, ids=name_of)
@@ -81,9 +81,9 @@ def test_every_head_dimension(backend: str, dtype: str, dims: tuple[int, int]) -
 @pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("backend", ["torch", "tiled"])
 def test_two_millionths_of_the_largest_value(backend: str, causal: bool) -> None:
-    """Issue bar: B1 H4 N512 D32 float32 within 2e-6 of float64, forward and gradients, with no other allowance."""
-    found = verify(qkv(1, 4, 512, 512, 32), Options(backend=backend, causal=causal))
-    errors = {t.name: t.max_rel for t in found.tensors}
+    """Errors at B1 H4 N512 D32 in float32 are at most 2e-6 against float64, in the forward and the gradients."""
+    report = verify(qkv(1, 4, 512, 512, 32), Options(backend=backend, causal=causal))
+    errors = {t.name: t.max_rel for t in report.tensors}
     assert errors.keys() == {"o", "lse", "dq", "dk", "dv"}
     assert max(errors.values()) <= 2e-6, errors
 
@@ -96,9 +96,9 @@ def test_equal_scores_give_the_mean(backend: str) -> None:
     t = qkv(2, 3, 5, 7, 16)
     t["q"].zero_()
     t["k"].zero_()
-    found = forward(backend, t)
-    torch.testing.assert_close(found["o"], t["v"].mean(2, keepdim=True).expand(-1, -1, 5, -1), rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(found["lse"], torch.full_like(found["lse"], 7.0).log(), rtol=1e-6, atol=0)
+    actual = forward(backend, t)
+    torch.testing.assert_close(actual["o"], t["v"].mean(2, keepdim=True).expand(-1, -1, 5, -1), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(actual["lse"], torch.full_like(actual["lse"], 7.0).log(), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -113,7 +113,7 @@ def test_one_key_gives_its_value(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["tiled", "reference"])
 def test_a_loss_of_lse_alone(backend: str) -> None:
-    """d lse / dq = scale·P·k, and v has no part in it."""
+    """d lse / dq is scale·P·k, and v has no gradient."""
     t = qkv(1, 2, 5, 7, 16)
     t["do"].zero_()
     grads = backward(backend, t | {"dlse": torch.ones(1, 2, 5, device=DEVICE)})
@@ -126,8 +126,8 @@ def test_a_loss_of_lse_alone(backend: str) -> None:
 # Rows that may attend to nothing
 
 
-def assert_nothing(found: dict[str, torch.Tensor], lse: float) -> None:
-    for name, t in found.items():
+def assert_nothing(answers: dict[str, torch.Tensor], lse: float) -> None:
+    for name, t in answers.items():
         assert torch.equal(t, torch.full_like(t, lse if name == "lse" else 0.0)), name
 
 
@@ -136,63 +136,63 @@ def assert_nothing(found: dict[str, torch.Tensor], lse: float) -> None:
 def test_empty_sizes(backend: str, shape: tuple[int, int, int]) -> None:
     batch, q_len, kv_len = shape
     t = qkv(batch, 2, q_len, kv_len, 8)
-    found = forward(backend, t) | backward(backend, t)
-    assert {name: x.shape for name, x in found.items()} == {
+    actual = forward(backend, t) | backward(backend, t)
+    assert {name: x.shape for name, x in actual.items()} == {
         "o": (batch, 2, q_len, 8), "lse": (batch, 2, q_len), "dq": t["q"].shape, "dk": t["k"].shape, "dv": t["v"].shape,
     }  # fmt: skip
-    assert_nothing(found, -torch.inf)
+    assert_nothing(actual, -torch.inf)
 
 
 @pytest.mark.parametrize("mask", ["bool", "float", "lengths"])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_fully_masked(backend: str, mask: str) -> None:
-    """Every row of the first sequence is masked; the second is as it is alone."""
+    """A first sequence whose rows are all masked does not change the second."""
     t = qkv(2, 2, 5, 7, 8)
     more = {
         "bool": {"attn_mask": torch.tensor([False, True], device=DEVICE).view(2, 1, 1, 1)},
         "float": {"attn_mask": torch.tensor([-torch.inf, 0.0], device=DEVICE).view(2, 1, 1, 1)},
         "lengths": {"kv_lengths": torch.tensor([0, 7])},
     }[mask]
-    found = forward(backend, t | more) | backward(backend, t | more)
+    actual = forward(backend, t | more) | backward(backend, t | more)
     alone = {name: x[1:] for name, x in t.items()}
     expected = forward(backend, alone) | backward(backend, alone)
-    assert_nothing({name: x[0] for name, x in found.items()}, -torch.inf)
+    assert_nothing({name: x[0] for name, x in actual.items()}, -torch.inf)
     for name, x in expected.items():
-        torch.testing.assert_close(found[name][1:], x, rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(actual[name][1:], x, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_causal_rows_before_the_first_key(backend: str) -> None:
-    """Bottom right with more queries than keys: the first Sq − Sk see nothing, the rest are a square."""
+    """With bottom-right alignment and Sq > Sk, the first Sq − Sk queries see no key; the rest are a square."""
     t = qkv(1, 2, 9, 4, 8)
-    found = forward(backend, t, causal=True) | backward(backend, t, causal=True)
-    assert_nothing({name: found[name][:, :, :5] for name in ("o", "lse", "dq")}, -torch.inf)
+    actual = forward(backend, t, causal=True) | backward(backend, t, causal=True)
+    assert_nothing({name: actual[name][:, :, :5] for name in ("o", "lse", "dq")}, -torch.inf)
     square = {name: x[:, :, 5:] if name in ("q", "do") else x for name, x in t.items()}
     expected = forward(backend, square, causal=True) | backward(backend, square, causal=True)
     for name, x in expected.items():
-        torch.testing.assert_close(found[name][:, :, -x.shape[2] :], x, rtol=2e-6, atol=2e-6)
+        torch.testing.assert_close(actual[name][:, :, -x.shape[2] :], x, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("backend", ["tiled", "reference"])
 def test_a_sink_is_the_lse_of_a_row_with_no_key(backend: str) -> None:
     t = qkv(1, 2, 3, 0, 8) | {"sinks": torch.tensor([0.5, -torch.inf], device=DEVICE)}
-    found = forward(backend, t)
-    assert found["lse"].tolist() == [[[0.5] * 3, [-torch.inf] * 3]]
-    assert_nothing({"o": found["o"]} | backward(backend, t, grads=["dq", "dk", "dv", "dsinks"]), 0.0)
+    actual = forward(backend, t)
+    assert actual["lse"].tolist() == [[[0.5] * 3, [-torch.inf] * 3]]
+    assert_nothing({"o": actual["o"]} | backward(backend, t, grads=["dq", "dk", "dv", "dsinks"]), 0.0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_padding_is_never_read(backend: str) -> None:
-    """NaN beyond a sequence's own length, `do` included, leaves its answers as they are without it."""
+    """NaN beyond a sequence's length, also in `do`, does not change its answers."""
     t = qkv(2, 2, 6, 8, 16)
     lengths = {"q_lengths": torch.tensor([4, 6]), "kv_lengths": torch.tensor([8, 3])}
     clean = forward(backend, t | lengths) | backward(backend, t | lengths)
     t["q"][0, :, 4:] = t["do"][0, :, 4:] = t["k"][1, :, 3:] = t["v"][1, :, 3:] = torch.nan
-    found = forward(backend, t | lengths) | backward(backend, t | lengths)
-    for name, x in found.items():
+    actual = forward(backend, t | lengths) | backward(backend, t | lengths)
+    for name, x in actual.items():
         assert torch.equal(x, clean[name]), name
-    assert_nothing({name: found[name][0, :, 4:] for name in ("o", "lse", "dq")}, -torch.inf)
-    assert_nothing({name: found[name][1, :, 3:] for name in ("dk", "dv")}, 0.0)
+    assert_nothing({name: actual[name][0, :, 4:] for name in ("o", "lse", "dq")}, -torch.inf)
+    assert_nothing({name: actual[name][1, :, 3:] for name in ("dk", "dv")}, 0.0)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -200,9 +200,9 @@ def test_nan_stays_in_its_own_sequence(backend: str) -> None:
     t = qkv(3, 2, 6, 8, 16)
     clean = forward(backend, t) | backward(backend, t)
     t["k"][1, 0, 2, 3] = torch.nan
-    found = forward(backend, t) | backward(backend, t)
-    assert found["o"][1, 0].isnan().any()
-    for name, x in found.items():
+    actual = forward(backend, t) | backward(backend, t)
+    assert actual["o"][1, 0].isnan().any()
+    for name, x in actual.items():
         assert torch.equal(x[[0, 2]], clean[name][[0, 2]]), name
 
 
@@ -215,18 +215,18 @@ def test_layouts_and_ranks_are_the_same_problem(backend: str) -> None:
     expected = forward(backend, t, causal=True) | backward(backend, t, causal=True)
     swapped = {name: x.transpose(1, 2).contiguous() for name, x in t.items()}
     options = {"causal": True, "layout": "bshd"}
-    found = forward(backend, swapped, **options) | backward(backend, swapped, **options)
+    actual = forward(backend, swapped, **options) | backward(backend, swapped, **options)
     for name, x in expected.items():
-        assert torch.equal(found[name] if name == "lse" else found[name].transpose(1, 2), x), name
+        assert torch.equal(actual[name] if name == "lse" else actual[name].transpose(1, 2), x), name
     packed = {name: x.transpose(1, 2).flatten(0, 1) for name, x in t.items()}
     packed |= {"cu_seqlens_q": torch.tensor([0, 5, 10]), "cu_seqlens_k": torch.tensor([0, 7, 14], dtype=torch.int32)}
     options["layout"] = "thd"
-    found = forward(backend, packed, **options) | backward(backend, packed, **options)
+    actual = forward(backend, packed, **options) | backward(backend, packed, **options)
     for name, x in expected.items():
         if name == "lse":
-            assert torch.equal(found[name].view(4, 2, 5).transpose(0, 1), x), name
+            assert torch.equal(actual[name].view(4, 2, 5).transpose(0, 1), x), name
         else:
-            assert torch.equal(found[name].unflatten(0, (2, -1)).transpose(1, 2), x), name
+            assert torch.equal(actual[name].unflatten(0, (2, -1)).transpose(1, 2), x), name
 
 
 @pytest.mark.parametrize("rank", [2, 3])
@@ -236,9 +236,9 @@ def test_one_head_forms(backend: str, rank: int) -> None:
     expected = forward(backend, t) | backward(backend, t)
     drop = (0, 1) if rank == 2 else (1,)
     few = {name: x if name == "attn_mask" else x.squeeze(drop) for name, x in t.items()}
-    found = forward(backend, few) | backward(backend, few)
+    actual = forward(backend, few) | backward(backend, few)
     for name, x in expected.items():
-        assert torch.equal(found[name], x.squeeze(drop)), name
+        assert torch.equal(actual[name], x.squeeze(drop)), name
 
 
 def test_head_dimensions_above_256_have_a_forward_and_those_above_576_the_reference_alone() -> None:

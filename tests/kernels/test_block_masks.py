@@ -1,4 +1,4 @@
-"""Block masks: exactly the scores of the mask that they stand for, and nothing of a block that is skipped is read."""
+"""Block masks give the answers of the dense mask with the same scores, and skipped blocks are never read."""
 
 from dataclasses import replace
 from typing import Any
@@ -19,24 +19,24 @@ CASES = [case for case in pairs() if case["blocks"]]
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_every_pair_of_options_in_tiles(case: dict[str, Any]) -> None:
-    found = verify(tensors_of(case, 150, 170), replace(options_of(case), backend="tiled"))
-    assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)
+    report = verify(tensors_of(case, 150, 170), replace(options_of(case), backend="tiled"))
+    assert report.ok, "\n".join(str(t) for t in report.tensors if not t.ok)
 
 
 @pytest.mark.parametrize("backend", ["tiled", "triton"])
 def test_a_block_that_is_skipped_is_not_read(backend: str) -> None:
-    """NaN in keys, values and queries that no block needs, and gradients of 0 there."""
+    """NaN in keys, values and queries that no block needs changes nothing; their gradients are 0."""
     size, (q_len, kv_len) = ((128, 128), (256, 384)) if backend == "tiled" else ((64, 64), (128, 192))
     tensors = qkv(1, 2, q_len, kv_len, 16, kv_heads=1)
     tensors["block_mask"] = torch.tensor([[[[True, False, True], [True, False, False]]]], device=DEVICE)
     for name in ("k", "v"):
         tensors[name][:, :, size[1] : 2 * size[1]] = torch.nan
-    found = forward(backend, tensors, block_size=size)
-    found |= backward(backend, tensors, block_size=size)
-    assert all(t.isfinite().all() for t in found.values())
+    actual = forward(backend, tensors, block_size=size)
+    actual |= backward(backend, tensors, block_size=size)
+    assert all(t.isfinite().all() for t in actual.values())
     for name in ("dk", "dv"):
-        assert not found[name][:, :, size[1] : 2 * size[1]].any()
-        assert found[name][:, :, 2 * size[1] :].any()
+        assert not actual[name][:, :, size[1] : 2 * size[1]].any()
+        assert actual[name][:, :, 2 * size[1] :].any()
 
 
 @pytest.mark.parametrize("backend", ["tiled", "triton", "reference"])
@@ -45,14 +45,14 @@ def test_a_query_without_a_block_attends_to_nothing(backend: str) -> None:
     tensors["block_mask"] = torch.tensor([[[[True, True, True], [False, False, False], [True, True, False]]]]).to(
         DEVICE
     )
-    found = forward(backend, tensors, block_size=(16, 16))
-    assert not found["o"][:, :, 16:32].any()
-    assert found["lse"][:, :, 16:32].isneginf().all()
+    actual = forward(backend, tensors, block_size=(16, 16))
+    assert not actual["o"][:, :, 16:32].any()
+    assert actual["lse"][:, :, 16:32].isneginf().all()
     assert not backward(backend, tensors, block_size=(16, 16))["dq"][:, :, 16:32].any()
 
 
 def mixed() -> list[tuple[dict[str, torch.Tensor], Options]]:
-    """Requests of one launch: blocks of several sizes, of each head or shared, few queries and many, split keys."""
+    """Return requests of one launch: several block sizes, per head or shared, few or many queries, split keys."""
     requests = []
     for n, (size, heads, lengths, lead) in enumerate([
         ((16, 16), (2, 2), (40, 70), (1, 2)),
@@ -85,10 +85,10 @@ def solved(requests: list[tuple[dict[str, torch.Tensor], Options]], direction: A
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_neighbours_of_one_launch_change_no_bits(direction: str) -> None:
     requests = mixed() if direction == "forward" else mixed()[1:4]
-    for (tensors, options), together in zip(requests, solved(requests, direction), strict=True):
+    for (tensors, options), answer in zip(requests, solved(requests, direction), strict=True):
         (alone,) = solved([(tensors, options)], direction)
         for name, t in alone.items():
-            assert torch.equal(t, together[name]), name
+            assert torch.equal(t, answer[name]), name
         if direction == "forward":
             assert verify({name: t for name, t in tensors.items() if name != "do"}, options).ok
 
@@ -104,14 +104,14 @@ def test_without_blocks_the_variant_is_another() -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_bits_are_the_same_alone_and_among_others(shared: bool) -> None:
-    """Sequences and heads: in one problem, in parts of it, and each as a problem of its own."""
+    """Sequences and heads have the same bits in one problem, in parts of it, and each as a separate problem."""
     tensors = qkv(3, 4, 300, 260, 16, kv_heads=2)
     tensors["block_mask"] = drawn_blocks(1 if shared else 3, 4, 5, 5)
     for of in (forward, backward):
         whole = of("tiled", tensors, block_size=(64, 64))
         for b in range(3):
-            own = {n: t[b : b + 1] if len(t) > 1 else t for n, t in tensors.items()}
-            for name, t in of("tiled", own, block_size=(64, 64)).items():
+            sequence = {n: t[b : b + 1] if len(t) > 1 else t for n, t in tensors.items()}
+            for name, t in of("tiled", sequence, block_size=(64, 64)).items():
                 assert torch.equal(t[0], whole[name][b]), name
 
 
@@ -194,13 +194,13 @@ def test_a_rule_and_its_dense_mask_have_the_same_blocks() -> None:
     }
     i, j = torch.arange(300)[:, None], torch.arange(300)
     for rule in rules.values():
-        found = create_block_mask(rule, 2, 3, 300, 300, block_size=(32, 64))
-        assert found.shape == (2, 3, 10, 5)
+        actual = create_block_mask(rule, 2, 3, 300, 300, block_size=(32, 64))
+        assert actual.shape == (2, 3, 10, 5)
         whole = rule(torch.arange(2)[:, None, None, None], torch.arange(3)[:, None, None], i, j)
-        assert torch.equal(found, create_block_mask(whole.expand(2, 3, 300, 300), block_size=(32, 64)))
+        assert torch.equal(actual, create_block_mask(whole.expand(2, 3, 300, 300), block_size=(32, 64)))
         for a, b in ((0, 0), (3, 1), (9, 4)):
             part = whole.expand(2, 3, 300, 300)[:, :, 32 * a : 32 * a + 32, 64 * b : 64 * b + 64]
-            assert torch.equal(found[:, :, a, b], part.flatten(2).any(2))
+            assert torch.equal(actual[:, :, a, b], part.flatten(2).any(2))
 
 
 def test_a_rule_gives_attention_with_the_mask_that_it_says() -> None:
@@ -209,8 +209,8 @@ def test_a_rule_gives_attention_with_the_mask_that_it_says() -> None:
     blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, 200, 200, DEVICE, block_size=64)
     assert blocks.shape == (1, 1, 4, 4)
     expected = attention(q, k, v, causal=True, backend="reference")
-    found = attention(q, k, v, causal=True, block_mask=blocks, block_size=(64, 64), backend="reference")
-    assert torch.equal(found, expected)
+    actual = attention(q, k, v, causal=True, block_mask=blocks, block_size=(64, 64), backend="reference")
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize(

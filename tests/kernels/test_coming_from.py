@@ -1,4 +1,4 @@
-"""The tables of docs/coming-from.md: other libraries' arguments, against their functions or formulas."""
+"""The tables of docs/coming-from.md translate other libraries' arguments correctly, by their functions or formulas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROWS, KEYS = torch.arange(5, device=DEVICE)[:, None], torch.arange(9, device=DEV
 SLOPES = torch.tensor([0.1, 0.2, 0.3, 0.4], device=DEVICE)
 TOP_LEFT = {"causal_alignment": "top_left"}
 
-# Options of `attention`, and the keys that a query sees, as the source of the other library has it.
+# Options of `attention`, and the keys that a query sees by the source code of the other library.
 MASKS: dict[str, tuple[dict[str, Any], Tensor]] = {
     "torch and JAX is_causal, xformers LowerTriangularMask, flex q >= kv": ({"causal": True, **TOP_LEFT}, KEYS <= ROWS),
     "flash-attn and FlashInfer causal": ({"causal": True}, KEYS <= ROWS + 4),
@@ -48,8 +48,8 @@ def exact(mask: Tensor | None = None, bias: Tensor | float = 0.0) -> Tensor:
     return scores.softmax(-1).nan_to_num() @ v
 
 
-def same(found: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(found.double(), expected.double(), rtol=0, atol=1e-5)
+def same(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual.double(), expected.double(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", MASKS)
@@ -90,7 +90,7 @@ def test_flashinfers_single_calls_and_merge_state() -> None:
 def test_jax() -> None:
     jax = pytest.importorskip("jax")
     q, k, v = (jax.numpy.asarray(t.transpose(1, 2).cpu().numpy()) for t in (Q, K, V))
-    own = {"layout": "bshd", "return_lse": True}
+    options = {"layout": "bshd", "return_lse": True}
     for theirs, ours in (
         ({}, {}),
         ({"is_causal": True}, {"causal": True, **TOP_LEFT}),
@@ -100,7 +100,7 @@ def test_jax() -> None:
          {"q_lengths": [3, 5], "kv_lengths": [4, 9]}),
     ):  # fmt: skip
         expected, residual = jax.nn.dot_product_attention(q, k, v, return_residual=True, **theirs)
-        o, lse = attention(*(t.transpose(1, 2) for t in (Q, K, V)), **own, **ours)
+        o, lse = attention(*(t.transpose(1, 2) for t in (Q, K, V)), **options, **ours)
         same(o.cpu(), torch.tensor(expected.tolist()))
         valid = lse.cpu().isfinite()
         same(lse.cpu()[valid], torch.tensor(residual.tolist()).transpose(1, 2)[valid])

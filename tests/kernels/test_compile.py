@@ -1,8 +1,8 @@
-"""The kernels compile for GPUs that are not here: no spills in the fast variants, no atomics, the right instructions.
+"""The kernels compile for absent GPUs: no spills in the fast variants, no atomics, the right instructions.
 
-They compile in processes of their own, without the interpreter. The fast tier compiles one kernel, `make test-all` one
-of each kernel and each architecture, `make test-full` all that stand for all variants, and `make compile-all` all
-variants. The findings of the latter are in benchmarks/results/; a test checks that they belong to the tiles in use.
+They compile in separate processes, without the interpreter. The fast tier compiles one kernel, `make test-all` one
+of each kernel and each architecture, `make test-full` all representative variants, and `make compile-all` all
+variants. `make compile-all` writes its reports to benchmarks/results/; a test checks that they match the tiles in use.
 """
 
 import json
@@ -60,11 +60,11 @@ for variant in (Variant(*variant) for variant in json.loads(sys.argv[1])):
 
 def one_of_each() -> list[Variant]:
     """Return the first representative variant of each architecture and of each kernel that `ONE` is not."""
-    found: dict[object, Variant] = {known: one for one in ONE for known in (one.arch, one.kernel)}
+    representatives: dict[object, Variant] = {known: one for one in ONE for known in (one.arch, one.kernel)}
     for variant in representative():
-        found.setdefault(variant.arch, variant)
-        found.setdefault(variant.kernel, variant)
-    return [variant for variant in dict.fromkeys(found.values()) if variant not in ONE]
+        representatives.setdefault(variant.arch, variant)
+        representatives.setdefault(variant.kernel, variant)
+    return [variant for variant in dict.fromkeys(representatives.values()) if variant not in ONE]
 
 
 def compiled(*command: str) -> list[dict[str, Any]]:
@@ -75,7 +75,7 @@ def compiled(*command: str) -> list[dict[str, Any]]:
 
 
 def assert_without_faults(reports: list[dict[str, Any]], variants: list[Variant]) -> None:
-    """Registers, shared memory, spills, matrix instructions, atomics, copies by descriptor, roles of warps."""
+    """Check registers, shared memory, spills, matrix instructions, atomics, descriptor copies, roles of warps."""
     assert [tuple(report[name] for name in Variant._fields) for report in reports] == variants
     assert [report for report in reports if report["faults"]] == []
 
@@ -118,15 +118,15 @@ def test_each_fault_is_found(change: dict[str, Any], fault: str) -> None:
     assert faults(FINE) == []
     assert faults(replace(FINE, **change)) == [fault]
     assert faults(replace(FINE, head_dim=256, spill_bytes=8, loop_spills=2)) == []  # reported, not a fault
-    assert faults(replace(FINE, spill_bytes=8)) == []  # once a program
-    assert faults(replace(FINE, num_stages=1, ahead=0)) == []  # where a fence is missing
-    assert faults(replace(FINE, paged=True, ahead=0)) == []  # the copies wait for page numbers
+    assert faults(replace(FINE, spill_bytes=8)) == []  # once per program
+    assert faults(replace(FINE, num_stages=1, ahead=0)) == []  # Triton omits a fence
+    assert faults(replace(FINE, paged=True, ahead=0)) == []  # copies wait for page numbers
     assert faults(replace(FINE, block_m=32, matrix_instructions=("mma.sync",))) == []
 
 
 @given(st.sampled_from([70, 75, 80, 86, 87, 89, 90, 100, 103, 110, 120, 121]), st.integers(16, 300))
 def test_a_tile_that_does_not_fit_is_never_chosen(arch: int, shared_kib: int) -> None:
-    """A chip takes a table whose tiles were compiled for its generation and for no more memory than it has, or none."""
+    """A chip takes only a table of tiles compiled for its generation that fit its shared memory."""
     chip = Chip(arch, shared_kib)
     if not any(known // 10 == arch // 10 and kib <= shared_kib for known, kib in SHARED_KIB.items()):
         with pytest.raises(ValueError, match=f"sm_{arch} with {shared_kib} KiB"):
@@ -140,13 +140,13 @@ def test_a_tile_that_does_not_fit_is_never_chosen(arch: int, shared_kib: int) ->
 
 @pytest.mark.parametrize("arch", TABLES)
 def test_the_findings_are_of_the_tiles_that_ship_and_all_fit(arch: int) -> None:
-    found = json.loads((RESULTS / f"compile-sm{arch}.json").read_text())["kernels"]
+    actual = json.loads((RESULTS / f"compile-sm{arch}.json").read_text())["kernels"]
     names = [field.name for field in fields(Report)]
-    reports = [Report(**{name: kernel[name] for name in names}) for kernel in found]
+    reports = [Report(**{name: kernel[name] for name in names}) for kernel in actual]
     variants = [Variant(*(getattr(report, name) for name in Variant._fields)) for report in reports]
-    # The sinks' gradient is float32 whatever the dtype.
+    # The sinks' gradient is always float32.
     dtypes = list(dict.fromkeys(variant.dtype for variant in variants if variant.kernel != "backward_sinks"))
-    assert "bfloat16" in dtypes  # float16 takes its tiles, and float32's are the same on every chip
+    assert "bfloat16" in dtypes  # float16 uses its tiles; float32's are equal on every chip
     assert variants == all_of(arch, dtypes), "run make compile-all"
     for report, variant in zip(reports, variants, strict=True):
         tile = tile_of(variant)
@@ -161,7 +161,7 @@ def test_the_findings_are_of_the_tiles_that_ship_and_all_fit(arch: int) -> None:
 def test_before_triton_3_7_1_no_product_of_sm_90_reads_an_asynchronous_copy(
     version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its products of 64 rows are wgmma; those of fewer rows, and the path for Hopper, are as they are."""
+    """Only products of 64 rows are wgmma; smaller products and the path for Hopper are unaffected."""
     monkeypatch.setattr("triton.__version__", version)
     old = version in ("3.6.0", "3.7.0")
     several = 0

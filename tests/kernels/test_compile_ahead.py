@@ -1,6 +1,6 @@
-"""Kernels that the cache lacks are found, and compiled by Triton's own path up to the launch, for an absent GPU.
+"""Kernels that the cache lacks are found, and compiled by Triton itself without a launch, for an absent GPU.
 
-In processes without the interpreter that pretend to have an sm_90 (`triton_backend.ahead`).
+The tests run processes without the interpreter that pretend to have an sm_90 (`triton_backend.ahead`).
 """
 
 import json
@@ -70,8 +70,8 @@ def test_what_was_compiled_ahead_is_known_to_be_compiled(tmp_path: Path) -> None
 def test_a_variant_is_compiled_ahead_into_the_cache_that_processes_share(tmp_path: Path) -> None:
     made = [compiled(tmp_path, "-c", PROBLEM + SCRIPT, FLASHPOINT_HOPPER="1") for _ in range(2)]
     kernels = {path.stem for path in made[0]}
-    # Nine queries of 2000 keys are split, so they go through pointers; so does the forward of their gradient.
-    # This request has no sinks, but others of the same launch key may have some.
+    # Nine queries over 2000 keys are split, so they use pointers; so does the forward of their gradient.
+    # This request has no sinks, but others with the same launch key may have sinks.
     assert kernels == {
         "attention_forward", "merge_parts", "attention_delta", "attention_backward_kv", "attention_backward_q",
         "attention_backward_sinks",
@@ -83,11 +83,11 @@ def test_a_variant_is_compiled_ahead_into_the_cache_that_processes_share(tmp_pat
 def test_what_an_image_has_compiled_a_server_on_that_gpu_does_not_compile_again(tmp_path: Path) -> None:
     """Problems of other lengths, batches and head counts have the same key; a server starts with such problems.
 
-    An image has several architectures, and of each kernel no more than its code and its description.
+    An image holds several architectures, and for each kernel only its code and its description.
     """
     module = "flashpoint_kernels.triton_backend.ahead"
-    asked = ("--arch", "80", "90", "--dtypes", "bfloat16", "--head-dims", "16", "--levels", "0", "--processes", "1")
-    before = compiled(tmp_path, "-m", module, *asked)
+    arguments = ("--arch", "80", "90", "--dtypes", "bfloat16", "--head-dims", "16", "--levels", "0", "--processes", "1")
+    before = compiled(tmp_path, "-m", module, *arguments)
     names: dict[int, set[str]] = {80: set(), 90: set()}
     for path in before:
         names[json.loads(path.with_suffix(".json").read_text())["target"]["arch"]].add(path.stem)
@@ -121,7 +121,7 @@ for batch, heads, length in ((1, 1, 16), (2, 4, 333), (3, 8, 4096)):
 
 
 def compiled(cache: Path, *arguments: str, **variables: str) -> dict[Path, int]:
-    """Run a process with this cache; return the file of each kernel that is in it then, and when it was written."""
+    """Run a process with this cache; return each kernel file in it afterwards, with its time of writing."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"TRITON_CACHE_DIR": str(cache), **variables}
     run = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, check=False)

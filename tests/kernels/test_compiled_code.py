@@ -1,11 +1,11 @@
-"""The checks of compiled code: proxy fences and loads ahead in PTX, registers of a running product in SASS."""
+"""The checks of compiled code find proxy fences and loads ahead in PTX, and registers of a running product in SASS."""
 
 import pytest
 
 from flashpoint_kernels.triton_backend.ptx import Ptx
 from flashpoint_kernels.triton_backend.sass import Code
 
-# Two stages as Triton 3.6.0 compiles them for sm_90; {fence} stands where it leaves the fence out.
+# Two stages as Triton 3.6.0 compiles them for sm_90; {fence} marks the place of the fence that it omits.
 LOOP = """
 cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;
 cp.async.commit_group;
@@ -32,7 +32,7 @@ def test_a_copy_that_a_product_reads_needs_a_fence_after_its_wait(fence: str, mi
 
 
 def test_a_fence_is_looked_for_on_every_path() -> None:
-    """The wait is at the end of a loop, and its body before it in the text: Triton does so for sm_100."""
+    """The wait may come after the loop body in the text, as Triton compiles it for sm_100."""
     text = """
 bra.uni $L__BB0_2;
 $L__BB0_1:
@@ -53,7 +53,7 @@ bra.uni $L__BB0_1;
 
 
 def test_a_fence_between_two_waits_orders_the_first_copy_alone() -> None:
-    """Triton 3.7.1 so leaves out the fence of V, whose copy arrives after that of K."""
+    """Triton 3.7.1 omits the fence of V in this way: the copy of V arrives after that of K."""
     copies = "cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;\ncp.async.commit_group;\n" * 2
     product = "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r3}, %rd2, %rd3, 1;\n"
     text = copies + f"cp.async.wait_group 1;\n{FENCE}\n{product}cp.async.wait_group 0;\n{product}ret;\n"
@@ -62,15 +62,15 @@ def test_a_fence_between_two_waits_orders_the_first_copy_alone() -> None:
 
 
 def test_copies_of_a_mask_need_no_fence() -> None:
-    """They have four bytes, and go to registers."""
+    """These copies have four bytes and go to registers."""
     assert Ptx(LOOP.format(fence="", left=0).replace("cp.async.cg", "cp.async.ca")).missing_fences() == 0
 
 
 @pytest.mark.parametrize(("left", "ahead"), [(0, 0), (1, 1), (2, 1)])
 def test_loads_ahead_are_the_copies_under_way_at_a_product(left: int, ahead: int) -> None:
-    """A loop that waits for all copies, and starts the next after its product, loads nothing beside it."""
+    """A loop that waits for all copies and starts the next after its product loads nothing during the product."""
     text = LOOP.format(fence=FENCE, left=left)
-    if left == 2:  # a second product, after the copy was started, loads more beside it; the first counts
+    if left == 2:  # a second product runs during more loads, but the first one counts
         text = LOOP.format(fence=FENCE, left=1).replace(
             "@%p2 bra", "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r3}, %rd2, %rd3, 1;\n@%p2 bra"
         )

@@ -1,4 +1,4 @@
-"""Prices follow what is computed: the pairs that a window leaves, and the bytes of keys that are read."""
+"""Prices follow the computed work: the pairs inside the window, and the bytes of the keys that are read."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ sizes = st.integers(0, 700)
 
 
 def counted(q: int, k: int, window: tuple[int, int], causal: bool, offset: int) -> int:
-    """The pairs of the band with a tile at either edge, one by one."""
+    """Count the pairs of the band, with one tile at each edge, one by one."""
     left, right = (10**6 if w < 0 else w for w in window)
     right = min(right, 0) if causal else right
     ahead = np.arange(k)[None] - (np.arange(q)[:, None] + offset)
@@ -55,7 +55,7 @@ def test_pairs_are_those_of_the_band_and_the_tiles_at_its_edges(
 ) -> None:
     spec = spec_of(q, k, window=window, causal=causal, causal_alignment=alignment)
     expected = counted(q, k, window, causal, k - q if alignment == "bottom_right" else 0)
-    if spec.causal_square:  # whose FLOPs are half of what is said
+    if spec.causal_square:  # its FLOPs count half
         expected = min(2 * expected, q * k)
     assert pairs_of(spec, q, k) == expected
     assert extent_of(spec).pairs == expected
@@ -68,9 +68,9 @@ def test_pairs_follow_an_offset_once_it_is_known(
     q: int, k: int, window: tuple[int, int], causal: bool, offset: int
 ) -> None:
     spec = spec_of(q, k, window=window, causal=causal, offset=True)
-    exact, most = extent_of(spec, {"offset": np.array(offset)}), extent_of(spec)
+    exact, upper = extent_of(spec, {"offset": np.array(offset)}), extent_of(spec)
     assert exact.pairs == pairs_of(spec, q, k, offset) == counted(q, k, window, causal, offset)
-    assert exact.pairs <= most.pairs <= extent_of(spec, hidden=True).pairs == q * k
+    assert exact.pairs <= upper.pairs <= extent_of(spec, hidden=True).pairs == q * k
 
 
 @given(
@@ -89,11 +89,11 @@ def test_a_price_never_grows_when_lengths_are_known_and_no_shorter_sequence_cost
     else:
         spec = spec_of(max(q), max(k), batch=len(lengths), lengths=True, **options)
         index = {"q_lengths": np.array(q), "kv_lengths": np.array(k)}
-    exact, most = extent_of(spec, index), extent_of(spec)
+    exact, upper = extent_of(spec, index), extent_of(spec)
     assert exact.pairs == sum(pairs_of(spec, *pair) for pair in lengths)
-    assert exact.pairs <= most.pairs
-    assert exact.keys == sum(k) <= most.keys
-    assert seconds_of(spec, NOMINAL["torch"], exact) <= seconds_of(spec, NOMINAL["torch"], most)
+    assert exact.pairs <= upper.pairs
+    assert exact.keys == sum(k) <= upper.keys
+    assert seconds_of(spec, NOMINAL["torch"], exact) <= seconds_of(spec, NOMINAL["torch"], upper)
     for q_len, kv_len in lengths:
         assert (
             pairs_of(spec, q_len, kv_len) <= pairs_of(spec, q_len + 1, kv_len) <= pairs_of(spec, q_len + 1, kv_len + 1)
@@ -114,7 +114,7 @@ def test_a_window_lowers_the_price_by_what_it_hides(backend: str) -> None:
 
 
 def test_one_query_costs_what_its_keys_take_to_read() -> None:
-    """67 MFLOP over 134 MB take as long as the memory does, and twice as long where keys are twice as wide."""
+    """67 MFLOP over 134 MB take as long as the reads of memory, and twice as long if keys are twice as wide."""
     infos = {"q": TensorInfo("float32", (8, 8, 1, 64)), "k": TensorInfo("float32", (8, 8, 4096, 64))}
     spec = plan(infos | {"v": infos["k"]}, Options(), "forward")
     rates = NOMINAL["torch"]
@@ -124,7 +124,7 @@ def test_one_query_costs_what_its_keys_take_to_read() -> None:
 
 
 def test_a_type_has_the_price_of_its_own_kernel() -> None:
-    """With AMX a bfloat16 product takes a quarter of the time; other types keep the backend's rate."""
+    """With AMX a bfloat16 product takes a quarter of the time; other types have the backend's rate."""
     rates = NOMINAL["torch"]._replace(types={"bfloat16": NOMINAL["torch"].flop / 4})
     wide, wider = (
         {name: plan(dict.fromkeys("qkv", TensorInfo(name, (1, 2, 512, dim))), Options(), "forward") for name in TYPES}
@@ -132,7 +132,7 @@ def test_a_type_has_the_price_of_its_own_kernel() -> None:
     )
 
     def products(name: str) -> float:
-        """The seconds of the FLOPs alone: the other parts of a price are the same."""
+        """Return the seconds of the FLOPs alone; the other parts of a price are the same."""
         own = [seconds_of(spec[name], rates._replace(byte=0), extent_of(spec[name])) for spec in (wide, wider)]
         return own[1] - own[0]
 

@@ -1,7 +1,7 @@
-"""The tests of a device meet its own tiles: their launches, resolved with the tables of GPUs that are not here.
+"""The device tests run with the tiles of each GPU: their launches are resolved with the tables of absent GPUs.
 
-Nothing is launched (tests/support/kernels/resolved.py). A test whose shapes expect the interpreter's tiles fails here,
-and not on the first day with a GPU.
+Nothing is launched (tests/support/kernels/resolved.py). A test whose shapes fit only the interpreter's tiles fails
+here, and not first on a GPU.
 """
 
 import os
@@ -13,13 +13,13 @@ import pytest
 from benchmarks.gpu_day import plan, suites
 from benchmarks.gpu_day.checkout import ROOT
 
-# Its tiles are not in the tables, and it launches without a Call.
+# The tables do not have its tiles, and it launches without a Call.
 OWN_TILES = "tests/kernels/test_nano.py"
-# The stand-in for the answers reads blocks of its own size.
+# The stand-in for the answers reads blocks of another size.
 NOT_HERE = "tests/kernels/test_block_masks.py::test_a_block_that_is_skipped_is_not_read[triton]"
 
 
-_FIRST = ("hopper", "prepare", "packed", "route")  # the tests that say which kernels run
+_FIRST = ("hopper", "prepare", "packed", "route")  # the tests that assert which kernels run
 QUICK = plan.Suite("quick", tuple(f"test_triton_{name}.py" for name in _FIRST), {"FLASHPOINT_HOPPER": "1"})
 HOPPER, GENERAL, SERVING, _ = plan.SUITES["tests"]
 

@@ -1,4 +1,4 @@
-"""Which backends there are, and what a group of problems may be."""
+"""Dispatch chooses among the backends of a device, and groups problems into launches."""
 
 import os
 import subprocess
@@ -19,8 +19,8 @@ from tests.support.kernels.solving import backward, forward, poisoned, qkv, spec
 def test_triton_is_no_choice_without_the_interpreter(interpret: str) -> None:
     code = "from flashpoint_kernels import available_backends; print(*available_backends('cpu'))"
     env = os.environ | {"TRITON_INTERPRET": interpret}
-    found = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True)
-    assert found.stdout.split() == ["torch", "tiled", "reference"]
+    process = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True)
+    assert process.stdout.split() == ["torch", "tiled", "reference"]
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="tests/conftest.py sets TRITON_INTERPRET=1 for the CPU alone")
@@ -33,7 +33,7 @@ def test_a_gpu_prefers_our_kernels() -> None:
 
 
 def on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], triton: str | None = "3.7.1") -> Backends:
-    """The backends of a GPU that is not here, as its driver would describe it."""
+    """Return the backends of an absent GPU with this capability and Triton version."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
     monkeypatch.setattr(dispatch, "version_of", lambda _package: triton)
@@ -57,15 +57,15 @@ def on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], triton: str
 def test_on_a_gpu_where_the_kernels_are_not_right_auto_falls_back_and_triton_is_refused_with_the_reason(
     capability: tuple[int, int], triton: str | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = on(monkeypatch, capability, triton)
-    assert found == ("torch", "tiled", "reference")
+    backends = on(monkeypatch, capability, triton)
+    assert backends == ("torch", "tiled", "reference")
     t = {n: x for n, x in qkv(1, 1, 2, 2, 8).items() if n != "do"}
-    assert choose_backend(spec_of(t, Options(), "forward"), found) == "torch"
-    # The kernels in C have softcap; the operators of torch on a GPU do not.
-    assert choose_backend(spec_of(t, Options(softcap=1.0), "forward"), found) == "tiled"
+    assert choose_backend(spec_of(t, Options(), "forward"), backends) == "torch"
+    # The kernels in C support softcap; torch's operators on a GPU do not.
+    assert choose_backend(spec_of(t, Options(softcap=1.0), "forward"), backends) == "tiled"
     named = spec_of(t, Options(backend="triton"), "forward")
     with pytest.raises(ProblemError, match=f"backend: triton is not available on this device: .*{reason}.*use torch"):
-        choose_backend(named, found)
+        choose_backend(named, backends)
 
 
 @pytest.mark.parametrize(
@@ -82,10 +82,10 @@ def test_other_kinds_of_devices_run_tiles_of_torch(monkeypatch: pytest.MonkeyPat
     spec = spec_of({n: x for n, x in qkv(1, 1, 2, 2, 8).items() if n != "do"}, Options(), "forward")
     assert choose_backend(spec, available_backends("mps")) == "tiled"
     monkeypatch.setattr(torch.version, "hip", "7.0")
-    found = dispatch.available_backends.__wrapped__("cuda:0")
-    assert choose_backend(spec, found) == "tiled"
+    backends = dispatch.available_backends.__wrapped__("cuda:0")
+    assert choose_backend(spec, backends) == "tiled"
     with pytest.raises(ProblemError, match="on this device: the kernels are for NVIDIA's GPUs; use tiled or reference"):
-        choose_backend(replace(spec, options=Options(backend="triton")), found)
+        choose_backend(replace(spec, options=Options(backend="triton")), backends)
 
 
 def test_run_refuses_a_backend_that_the_device_has_not() -> None:
@@ -112,7 +112,7 @@ def test_problems_of_one_launch_share_its_key() -> None:
 
 @pytest.mark.parametrize("backend", ["torch", "tiled", "reference"])
 def test_a_group_is_its_problems_one_by_one(backend: str) -> None:
-    """Different lengths, batches, heads and scales together; one of them with o and lse, the others without."""
+    """Lengths, batches, heads and scales differ; one problem brings o and lse, the others do not."""
     shapes = [(1, 2, 5, 9), (3, 4, 12, 3), (2, 2, 1, 1)]
     requests = [qkv(*shape, 16, kv_heads=2, seed=n) for n, shape in enumerate(shapes)]
     requests[1] |= forward(backend, requests[1], scale=0.5)
@@ -121,7 +121,7 @@ def test_a_group_is_its_problems_one_by_one(backend: str) -> None:
     for t, problem in zip(requests, group, strict=True):
         for name, x in backward(backend, t, scale=0.5).items():
             assert torch.equal(problem.outputs[name], x), name
-        assert problem.tensors.keys() == t.keys()  # what the forward made is not left in the problem
+        assert problem.tensors.keys() == t.keys()  # the forward leaves nothing in the problem
 
 
 def test_autocast_of_the_caller_does_not_reach_the_products() -> None:
@@ -141,11 +141,11 @@ def test_unsupported_options_are_refused_before_any_work(monkeypatch: pytest.Mon
 
 @pytest.mark.slow
 def test_torch_and_tiled_do_not_import_triton() -> None:
-    """Two threads of an engine that first use two backends would find a part of Triton."""
+    """Otherwise two engine threads that first use two backends could see a partly imported Triton."""
     code = (
         "import sys, torch; from flashpoint_kernels import attention; q = torch.ones(1, 2, 70, 16)\n"
         "for backend in ('torch', 'tiled'): attention(q, q, q, window=(3, 0), causal=True, backend=backend)\n"
         "print('triton' in sys.modules)"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert said.stdout == "False\n"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout == "False\n"

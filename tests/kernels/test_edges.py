@@ -1,4 +1,4 @@
-"""Inputs at the edge of what floats hold, and of what autograd may ask: each once went wrong, or could."""
+"""Inputs at the limits of floats and of autograd: each has failed once, or could fail."""
 
 from itertools import combinations, product
 from typing import Any
@@ -55,7 +55,7 @@ def test_every_choice_of_gradients(backend: str, count: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("backend", ["triton", *(["torch"] if DEVICE == "cpu" else []), "tiled"])
 def test_a_mask_of_the_least_number_is_added_and_not_minus_infinity(backend: str, dtype: torch.dtype) -> None:
-    """The convention of many models for padding; a whole row of it is a plain softmax again."""
+    """Many models mask padding with it; a row that has only this number is a plain softmax."""
     mask = torch.zeros(6, 9, dtype=dtype, device=DEVICE)
     mask[:3, 4:], mask[4] = torch.finfo(dtype).min, torch.finfo(dtype).min
     t = inputs(attn_mask=mask)
@@ -100,8 +100,8 @@ def test_what_float32_does_not_hold_is_refused_by_name(name: str, value: Any) ->
 
 def test_numpys_numbers_are_numbers() -> None:
     t = inputs()
-    found = attention(t["q"], t["k"], t["v"], scale=np.float32(0.5), window=(np.int64(2), np.int32(1)))  # type: ignore[arg-type]
-    torch.testing.assert_close(found, attention(t["q"], t["k"], t["v"], scale=0.5, window=(2, 1)))
+    actual = attention(t["q"], t["k"], t["v"], scale=np.float32(0.5), window=(np.int64(2), np.int32(1)))  # type: ignore[arg-type]
+    torch.testing.assert_close(actual, attention(t["q"], t["k"], t["v"], scale=0.5, window=(2, 1)))
 
 
 def test_a_large_head_dimension_of_the_values_alone_is_judged() -> None:
@@ -115,15 +115,15 @@ SCALED = product(BACKENDS, (False, True), (-0.3, 0.0), ((17, 17), (17, 8), (8, 1
 @pytest.mark.parametrize(
     ("backend", "masked", "scale", "lengths"),
     [
-        # The fast tier has each scale once with the interpreted kernels.
+        # The fast tier runs each scale once with the interpreted kernels.
         pytest.param(*case, marks=[pytest.mark.slow] if case[0] == "triton" and case[1:] not in FEW else [])
         for case in SCALED
     ],
 )
 def test_a_scale_may_be_negative_or_zero(backend: str, masked: bool, scale: float, lengths: tuple[int, int]) -> None:
-    """The score of a hidden key is −∞ whatever the scale: the scale must not multiply it."""
+    """The score of a hidden key is −∞ for every scale: the scale must not multiply it."""
     q_len, kv_len = lengths
     t = inputs(q_len, kv_len, 16) | ({"attn_mask": torch.randn(q_len, kv_len).to(DEVICE)} if masked else {})
     for alignment in ("top_left", "bottom_right"):
-        found = verify(t, Options(backend=backend, scale=scale, causal=True, causal_alignment=alignment))
-        assert found.ok, "\n".join(str(e) for e in found.tensors if not e.ok)
+        report = verify(t, Options(backend=backend, scale=scale, causal=True, causal_alignment=alignment))
+        assert report.ok, "\n".join(str(e) for e in report.tensors if not e.ok)

@@ -1,4 +1,4 @@
-"""Every backend gives, at the edges of floating point, the answers that docs/numerics.md says."""
+"""Every backend gives the answers of docs/numerics.md at the limits of floating point."""
 
 import math
 from functools import lru_cache
@@ -11,7 +11,7 @@ from tests.conftest import DEVICE
 from tests.support.kernels.extremes import ANSWERS, CASES, COLUMN, KEY, ONE, ROW, plain
 from tests.support.kernels.solving import backward, forward, normal, qkv
 
-# On CUDA `torch` is torch's own operators, which do not keep all of these edges: docs/numerics.md.
+# On CUDA, `torch` calls torch's operators, which do not keep all of these rules: docs/numerics.md.
 BACKENDS = ["triton", *(["torch"] if DEVICE == "cpu" else []), "tiled", "reference"]
 EPS32 = torch.finfo(torch.float32).eps
 HEAD = (0, 0)
@@ -33,10 +33,10 @@ def with_zeros(backend, place):
     return answers(backend, t)
 
 
-def near(found, t):
-    """For each answer, where it is as far from softmax(scale·q·kᵀ + mask)·v, in float64, as float32 and its dtype tell.
+def near(answers, t):
+    """Yield for each answer where it equals softmax(scale·q·kᵀ + mask)·v in float64, within its dtype's rounding.
 
-    A value beyond its dtype is infinite.
+    A value outside its dtype's range is infinite.
     """
     q, k, v, do, mask = (t[name].double() for name in ("q", "k", "v", "do", "attn_mask"))
     scale = 1 / math.sqrt(q.shape[-1])
@@ -45,49 +45,51 @@ def near(found, t):
     o, dp = p @ v, do @ v.mT
     ds = p * (dp - (do * o).sum(-1, keepdim=True))
     wanted = {"o": o, "lse": s.logsumexp(-1), "dq": scale * ds @ k, "dk": scale * ds.mT @ q, "dv": p.mT @ do}
-    # A score is known to its own rounding; so is its exponent, and all that this multiplies.
-    most = {name: t[name].double().abs().amax((-1, -2), keepdim=True) for name in ("q", "k", "v", "do")}
+    # A score is rounded, and so are its exponential and every product with it.
+    largest = {name: t[name].double().abs().amax((-1, -2), keepdim=True) for name in ("q", "k", "v", "do")}
     steep = (do.abs() @ v.abs().mT).amax((-1, -2), keepdim=True) * 2 * scale
-    sizes = {"o": most["v"], "lse": 1.0, "dq": steep * most["k"], "dk": steep * most["q"], "dv": most["do"]}
+    sizes = {"o": largest["v"], "lse": 1.0, "dq": steep * largest["k"], "dk": steep * largest["q"], "dv": largest["do"]}
     loose = 16 * EPS32 * (1 + s.abs().where(s.isfinite(), 0).amax((-1, -2), keepdim=True))
-    for name, x in found.items():
+    for name, x in answers.items():
         info, want = torch.finfo(x.dtype), wanted[name]
         dims = (-1,) if name == "lse" else (-1, -2)
-        own = 4 * info.eps * want.abs().amax(dims, keepdim=True) + info.smallest_normal
-        allowed = own + (loose[..., 0] if name == "lse" else loose * sizes[name])
+        rounding = 4 * info.eps * want.abs().amax(dims, keepdim=True) + info.smallest_normal
+        allowed = rounding + (loose[..., 0] if name == "lse" else loose * sizes[name])
         x = x.double()
         beyond = (x == want.sign() * math.inf) & (want.abs() + allowed > info.max)
         yield name, ((x - want).abs() <= allowed) | beyond
 
 
 def touched(word, name, t, value):
-    """Where in an answer `word` says that it is not what it is without the edge."""
-    found = torch.zeros(t["do" if name == "o" else "q" if name in ("lse", "dq") else name[1:]].shape, dtype=torch.bool)
-    found = found[..., 0] if name == "lse" else found
-    own = found[HEAD]
+    """Return where `word` says that an answer differs from the answer without the extreme value."""
+    changed = torch.zeros(
+        t["do" if name == "o" else "q" if name in ("lse", "dq") else name[1:]].shape, dtype=torch.bool
+    )
+    changed = changed[..., 0] if name == "lse" else changed
+    head = changed[HEAD]
     if word.startswith("rows"):
         rows = t["q"][HEAD][:, COLUMN].cpu() * ONE[value] > 0
         assert rows.any()
         assert not rows.all()
-        own[rows] = True
+        head[rows] = True
     if word.startswith("row") and not word.startswith("rows"):
-        own[ROW] = True
+        head[ROW] = True
     if "column" in word:
-        own[:, COLUMN] = True
+        head[:, COLUMN] = True
     if word.startswith("head"):
-        own[:] = True
-    return found.to(DEVICE)
+        head[:] = True
+    return changed.to(DEVICE)
 
 
-def check(word, name, backend, found, t, case):
+def check(word, name, backend, actual, t, case):
     if word in ("near", "unseen"):
-        assert dict(near({name: found}, t))[name].all(), name
+        assert dict(near({name: actual}, t))[name].all(), name
         return
     if word == "equal":
-        assert torch.equal(found, with_zeros(backend, case.place)[name])
+        assert torch.equal(actual, with_zeros(backend, case.place)[name])
         return
     at = touched(word, name, t, case.value)
-    bad = found[at]
+    bad = actual[at]
     if word.endswith("infinite"):
         assert bad.isinf().all()
     elif word.endswith("odd"):
@@ -98,23 +100,23 @@ def check(word, name, backend, found, t, case):
         assert bad.isnan().all()
     clean = without_an_edge(backend, "float32")[name]
     if not word.startswith("rows"):
-        assert torch.equal(found[~at], clean[~at])
+        assert torch.equal(actual[~at], clean[~at])
         return
-    assert torch.equal(found[1:], clean[1:])
-    assert torch.equal(found[0, 1:], clean[0, 1:])
+    assert torch.equal(actual[1:], clean[1:])
+    assert torch.equal(actual[0, 1:], clean[0, 1:])
     other = {n: x.clone() for n, x in t.items()}
     other["k"][HEAD][KEY], other["attn_mask"][HEAD][:, KEY] = 0.0, -math.inf
-    assert dict(near({name: found}, other))[name][HEAD][~at[HEAD]].all()
+    assert dict(near({name: actual}, other))[name][HEAD][~at[HEAD]].all()
 
 
-# Under the interpreter a case takes long: these have each place, each value and each word that `check` reads.
+# Interpreted cases are slow: these cover each place, each value and each word that `check` reads.
 INTERPRETED = (
     "NaN in q", "+∞ in k", "NaN in v", "+∞ in do", "−∞ in attn_mask", "1e4 in k", "subnormal in v", "−0 in q",
 )  # fmt: skip
 
 
-def asked():
-    """Leave to the wide sweep the interpreted cases that differ in dtype or sign alone."""
+def in_wide_sweep():
+    """Mark for the wide sweep the interpreted cases that differ in dtype or sign alone."""
     for backend in BACKENDS:
         for name, case in CASES.items():
             for dtype in case.dtypes:
@@ -127,16 +129,16 @@ def asked():
                 yield pytest.param(backend, name, dtype, marks=marks)
 
 
-@pytest.mark.parametrize(("backend", "name", "dtype"), [*asked()])
+@pytest.mark.parametrize(("backend", "name", "dtype"), [*in_wide_sweep()])
 def test_an_edge_gives_the_documented_answer(backend, name, dtype):
     case = CASES[name]
     t = case.tensors(dtype)
-    found = answers(backend, t)
+    actual = answers(backend, t)
     for answer, word in zip(ANSWERS, case.answers, strict=True):
-        check(word, answer, backend, found[answer], t, case)
+        check(word, answer, backend, actual[answer], t, case)
 
 
-# Few keys: fewer than a vector has elements, where a backend's maximum may come from another loop
+# Fewer keys than a vector has elements: a backend's maximum may come from another loop
 
 
 INTERPRETED_KEYS = {9: [], 1: [pytest.mark.slow], 8: [pytest.mark.slow]}
@@ -153,13 +155,13 @@ def test_a_nan_is_seen_among_few_keys_too(backend, keys, place):
     t = qkv(1, 2, 3, keys, 8)
     clean = answers(backend, t)
     t[place][0, 0, 0, 3] = math.nan
-    found = answers(backend, t)
+    actual = answers(backend, t)
     rows = slice(0, 1) if place == "q" else slice(None)
     for name in ("o", "lse", "dq"):
-        assert found[name][0, 0, rows].isnan().all(), name
-        assert torch.equal(found[name][0, 1], clean[name][0, 1])
+        assert actual[name][0, 0, rows].isnan().all(), name
+        assert torch.equal(actual[name][0, 1], clean[name][0, 1])
         if place == "q":
-            assert torch.equal(found[name][0, 0, 1:], clean[name][0, 0, 1:])
+            assert torch.equal(actual[name][0, 0, 1:], clean[name][0, 0, 1:])
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -170,11 +172,11 @@ def test_a_row_of_scores_that_all_are_minus_infinity_sees_no_key(backend, keys, 
     t["k"] = -t["k"].abs()
     clean = forward(backend, t, causal=causal)
     t["q"][0, 1, 0] = math.inf
-    found = forward(backend, t, causal=causal)
-    assert not found["o"][0, 1, 0].any()
-    assert found["lse"][0, 1, 0] == -math.inf
-    assert torch.equal(found["o"][0, 0], clean["o"][0, 0])
-    assert torch.equal(found["lse"][0, 0], clean["lse"][0, 0])
+    actual = forward(backend, t, causal=causal)
+    assert not actual["o"][0, 1, 0].any()
+    assert actual["lse"][0, 1, 0] == -math.inf
+    assert torch.equal(actual["o"][0, 0], clean["o"][0, 0])
+    assert torch.equal(actual["lse"][0, 0], clean["lse"][0, 0])
 
 
 # Rows
@@ -192,50 +194,50 @@ def test_a_fully_masked_row_is_nothing_and_the_others_are_as_without_it(backend,
     if hidden == "bool":
         t["attn_mask"] = torch.ones_like(t["attn_mask"], dtype=torch.bool)
     t["attn_mask"][HEAD][ROW] = False if hidden == "bool" else -math.inf
-    found = answers(backend, t)
+    actual = answers(backend, t)
     for name in ("o", "dq"):
-        assert torch.equal(found[name][HEAD][ROW], torch.zeros(16, device=DEVICE))
-    assert found["lse"][HEAD][ROW] == -math.inf
+        assert torch.equal(actual[name][HEAD][ROW], torch.zeros(16, device=DEVICE))
+    assert actual["lse"][HEAD][ROW] == -math.inf
     rest = [i for i in range(5) if i != ROW]
     fewer = {n: x[:, :, rest] if n in ("q", "do", "attn_mask") else x for n, x in t.items()}
     for name, x in answers(backend, fewer).items():
-        y = found[name][:1, :1]
+        y = actual[name][:1, :1]
         y = y[:, :, rest] if name in ("o", "lse", "dq") else y
         torch.testing.assert_close(y, x[:1, :1], rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_row_of_one_key_is_that_keys_value(backend):
-    """To the bit; its score is its lse, and it pulls at nothing but that value."""
+    """The answer has the value's bits, the lse is the score, and only that value gets a gradient."""
     t = plain("float32")
     t["attn_mask"] = torch.ones_like(t["attn_mask"], dtype=torch.bool)
     t["attn_mask"][HEAD][ROW] = torch.arange(7, device=DEVICE) == KEY
-    found = answers(backend, t)
-    assert torch.equal(found["o"][HEAD][ROW], t["v"][HEAD][KEY])
+    actual = answers(backend, t)
+    assert torch.equal(actual["o"][HEAD][ROW], t["v"][HEAD][KEY])
     score = t["q"][HEAD][ROW] @ t["k"][HEAD][KEY] / 4
-    torch.testing.assert_close(found["lse"][HEAD][ROW], score, rtol=2e-6, atol=2e-6)
-    torch.testing.assert_close(found["dq"][HEAD][ROW], torch.zeros(16, device=DEVICE), rtol=0, atol=2e-6)
+    torch.testing.assert_close(actual["lse"][HEAD][ROW], score, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(actual["dq"][HEAD][ROW], torch.zeros(16, device=DEVICE), rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("backend", [pytest.param("triton", marks=pytest.mark.full), *BACKENDS[1:]])
 def test_rows_of_100_000_keys(backend):
-    """Weights of 1e-5 are summed to the same two millionths as those of a short row."""
+    """Weights of 1e-5 are summed with the same error of 2e-6 as the weights of a short row."""
     n = 100_000
     t = qkv(1, 1, 2, n, 16)
     t["attn_mask"] = normal(2, n, seed=5)
-    found = answers(backend, t)
-    torch.testing.assert_close(found["dv"].sum(2), t["do"].sum(2), rtol=1e-5, atol=1e-5)
+    actual = answers(backend, t)
+    torch.testing.assert_close(actual["dv"].sum(2), t["do"].sum(2), rtol=1e-5, atol=1e-5)
     s = (t["q"].double() @ t["k"].double().mT) / 4 + t["attn_mask"].double()
     p, do, v = torch.softmax(s, -1), t["do"].double(), t["v"].double()
     o = p @ v
     ds = p * (do @ v.mT - (do * o).sum(-1, keepdim=True)) / 4
     q, k, lse = t["q"].double(), t["k"].double(), s.logsumexp(-1)
-    # Each beside the sum of what is summed, without its signs: 100 000 of either sign leave little.
+    # Compare each with the sum of the absolute terms: 100 000 terms of both signs nearly cancel.
     products = {"o": (p, v), "dq": (ds, k), "dk": (ds.mT, q), "dv": (p.mT, do)}
     for name, (a, b) in products.items():
-        error, size = (found[name].double() - a @ b).abs().max(), (a.abs() @ b.abs()).max()
+        error, size = (actual[name].double() - a @ b).abs().max(), (a.abs() @ b.abs()).max()
         assert error <= 2e-6 * size, (name, error / size)
-    torch.testing.assert_close(found["lse"].double(), lse, rtol=2e-6, atol=0)
+    torch.testing.assert_close(actual["lse"].double(), lse, rtol=2e-6, atol=0)
     t["q"].zero_()
     t["attn_mask"].zero_()
     even = forward(backend, t)

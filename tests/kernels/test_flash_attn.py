@@ -1,4 +1,4 @@
-"""flash-attn's functions against its definitions in float64: lengths, windows, packing, caches, rotary and padding."""
+"""flash-attn's functions equal its definitions in float64: lengths, windows, packing, caches, rotary, padding."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Solved = tuple[Tensor, Tensor]
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each backend in turn: the functions have no argument for it."""
+    """Select each backend in turn; the functions have no argument for it."""
     monkeypatch.setattr(flash_attn_interface, "attention", partial(attention, backend=request.param))
     name: str = request.param
     return name
@@ -40,7 +40,7 @@ def definition(
     q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None, causal: bool = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
 ) -> Solved:  # fmt: skip
-    """Attention of one sequence, (S, H, D), from flash-attn's documentation: out and lse (H, Sq) in float64."""
+    """Return out and lse (H, Sq) in float64 for one sequence (S, H, D), by flash-attn's documentation."""
     q, k, v = (t.double().transpose(0, 1) for t in (q, k, v))
     k, v = (t.repeat_interleave(len(q) // len(t), 0) for t in (k, v))
     queries, keys = q.shape[1], k.shape[1]
@@ -62,18 +62,18 @@ def definition(
 
 
 def of_batch(q: Tensor, k: Tensor, v: Tensor, alibi_slopes: Tensor | None = None, **options: Any) -> Solved:
-    found = [
+    solutions = [
         definition(q[b], k[b], v[b], alibi_slopes=_of(alibi_slopes, b), **options) for b in range(len(q))
     ]  # fmt: skip
-    return torch.stack([o for o, _ in found]), torch.stack([lse for _, lse in found])
+    return torch.stack([o for o, _ in solutions]), torch.stack([lse for _, lse in solutions])
 
 
 def _of(slopes: Tensor | None, b: int) -> Tensor | None:
     return slopes if slopes is None or slopes.ndim == 1 else slopes[b]
 
 
-def check(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
-    torch.testing.assert_close(found.double(), expected, atol=BOUND[dtype], rtol=BOUND[dtype])
+def check(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(actual.double(), expected, atol=BOUND[dtype], rtol=BOUND[dtype])
 
 
 options = st.fixed_dictionaries(
@@ -109,15 +109,15 @@ def test_sequences_of_equal_length(
     if packed == 3:
         heads, keys = (heads[0], heads[0]), queries
     q, k, v = tensors((batch, queries, heads[0], dim), (batch, keys, heads[1], dim), dtype)
-    own = slopes_of(slopes, batch, heads[0])
-    sent = options | {"alibi_slopes": own, "return_attn_probs": True, "deterministic": True}
+    alibi = slopes_of(slopes, batch, heads[0])
+    sent = options | {"alibi_slopes": alibi, "return_attn_probs": True, "deterministic": True}
     if packed == 1:
         out, lse, none = flash_attn.flash_attn_func(q, k, v, **sent)
     elif packed == 2:
         out, lse, none = flash_attn.flash_attn_kvpacked_func(q, torch.stack([k, v], 2), **sent)
     else:
         out, lse, none = flash_attn.flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), **sent)
-    expected = of_batch(q, k, v, own, **options)
+    expected = of_batch(q, k, v, alibi, **options)
     check(out, expected[0], dtype)
     check(lse, expected[1], torch.float32 if dtype == torch.float32 else dtype)
     assert none is None
@@ -130,7 +130,7 @@ def test_sequences_of_any_length(
     backend: str, options: dict[str, Any], slopes: int, heads: tuple[int, int], dim: int, dtype: torch.dtype,
     packed: int, lengths: list[tuple[int, int]], spare: int,
 ) -> None:  # fmt: skip
-    """`spare` rows after the last sequence are not read, and 0."""
+    """`spare` rows after the last sequence are not read, and their answers are 0."""
     if packed == 3:
         heads, lengths = (heads[0], heads[0]), [(q, q) for q, _ in lengths]
     of_q, of_k = (torch.tensor([0, *(x[n] for x in lengths)], device=DEVICE).cumsum(0).int() for n in (0, 1))
@@ -138,20 +138,20 @@ def test_sequences_of_any_length(
     q, k, v = tensors((rows[0], heads[0], dim), (rows[1], heads[1], dim), dtype)
     for t, end in ((q, of_q), (k, of_k), (v, of_k)):
         t[int(end[-1]) :] = torch.nan
-    own = slopes_of(slopes, len(lengths), heads[0])
-    most = [max(x[n] for x in lengths) for n in (0, 1)]
-    sent = options | {"alibi_slopes": own, "return_attn_probs": True}
+    alibi = slopes_of(slopes, len(lengths), heads[0])
+    max_lengths = [max(x[n] for x in lengths) for n in (0, 1)]
+    sent = options | {"alibi_slopes": alibi, "return_attn_probs": True}
     if packed == 1:
-        out, lse, _ = flash_attn.flash_attn_varlen_func(q, k, v, of_q, of_k, *most, **sent)
+        out, lse, _ = flash_attn.flash_attn_varlen_func(q, k, v, of_q, of_k, *max_lengths, **sent)
     elif packed == 2:
         kv = torch.stack([k, v], 1)
-        out, lse, _ = flash_attn.flash_attn_varlen_kvpacked_func(q, kv, of_q, of_k, *most, **sent)
+        out, lse, _ = flash_attn.flash_attn_varlen_kvpacked_func(q, kv, of_q, of_k, *max_lengths, **sent)
     else:
         qkv = torch.stack([q, k, v], 1)
-        out, lse, _ = flash_attn.flash_attn_varlen_qkvpacked_func(qkv, of_q, most[0], **sent)
+        out, lse, _ = flash_attn.flash_attn_varlen_qkvpacked_func(qkv, of_q, max_lengths[0], **sent)
     for n in range(len(lengths)):
         a, b = (slice(int(x[n]), int(x[n + 1])) for x in (of_q, of_k))
-        expected = definition(q[a], k[b], v[b], alibi_slopes=_of(own, n), **options)
+        expected = definition(q[a], k[b], v[b], alibi_slopes=_of(alibi, n), **options)
         check(out[a], expected[0], dtype)
         check(lse[:, a], expected[1], dtype)
     assert not out[int(of_q[-1]) :].any()
@@ -160,31 +160,31 @@ def test_sequences_of_any_length(
 
 @pytest.mark.parametrize("spare", [0, 2])
 def test_pages_of_sequences_of_any_length(backend: str, spare: int) -> None:
-    """`cu_seqlens_k` has the lengths; rows after the last query are 0."""
+    """`cu_seqlens_k` gives the lengths; rows after the last query are 0."""
     of_q, of_k = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 3, 7], [0, 20, 37]))
     q, pages = normal(7 + spare, 4, 16), normal(5, 16, 2, 16, seed=1)
     table = torch.tensor([[4, 1], [0, 3]], dtype=torch.int32, device=DEVICE)
-    found = flash_attn.flash_attn_varlen_func(
+    actual = flash_attn.flash_attn_varlen_func(
         q, pages, pages, of_q, of_k, 4, 20, causal=True, block_table=table
     )  # fmt: skip
-    assert isinstance(found, Tensor)
+    assert isinstance(actual, Tensor)
     for b in range(2):
         keys = pages[table[b].long()].flatten(0, 1)[: int(of_k[b + 1] - of_k[b])]
         rows = slice(int(of_q[b]), int(of_q[b + 1]))
-        check(found[rows], definition(q[rows], keys, keys, causal=True)[0], torch.float32)
-    assert not found[7:].any()
+        check(actual[rows], definition(q[rows], keys, keys, causal=True)[0], torch.float32)
+    assert not actual[7:].any()
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor, first: int, interleaved: bool, step: int = 1) -> Tensor:
-    """RoFormer's equation 34 for x (S, H, D), as a product of complex numbers in float64."""
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, first: int, interleaved: bool, step: int = 1) -> Tensor:
+    """Return x (S, H, D) rotated by RoFormer's equation 34, as a product of complex numbers in float64."""
     half = cos.shape[1]
-    own = x[..., : 2 * half].double()
-    pairs = own.unflatten(-1, (half, 2)) if interleaved else own.unflatten(-1, (2, half)).transpose(-1, -2)
+    rotary = x[..., : 2 * half].double()
+    pairs = rotary.unflatten(-1, (half, 2)) if interleaved else rotary.unflatten(-1, (2, half)).transpose(-1, -2)
     places = first + step * torch.arange(len(x), device=x.device)
     factor = torch.complex(cos[places].double(), sin[places].double())[:, None]
-    found = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * factor)
-    found = found.flatten(-2) if interleaved else found.transpose(-1, -2).flatten(-2)
-    return torch.cat([found, x[..., 2 * half :].double()], -1)
+    actual = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * factor)
+    actual = actual.flatten(-2) if interleaved else actual.transpose(-1, -2).flatten(-2)
+    return torch.cat([actual, x[..., 2 * half :].double()], -1)
 
 
 @given(
@@ -207,7 +207,7 @@ def test_a_cache_is_appended_to_in_place_and_attended(
     added = [normal(batch, new, heads[1], dim, seed=n).to(dtype) for n in (2, 3)]
     whole = [normal(batch, capacity, heads[1], dim, seed=n).to(dtype) for n in (4, 5)]
     rows, table = [0, 1], None
-    if page:  # in any order
+    if page:  # pages in any order
         table = torch.randperm(2 * capacity // page, generator=torch.Generator().manual_seed(1)).view(2, -1).int()
         caches = [torch.empty(len(table.flatten()), page, heads[1], dim, dtype=dtype) for _ in whole]
         for cache, t in zip(caches, whole, strict=True):
@@ -222,27 +222,27 @@ def test_a_cache_is_appended_to_in_place_and_attended(
         caches = [t.clone() for t in whole]
     cos, sin = (f(normal(64, half, seed=6)) if half and new else None for f in (torch.cos, torch.sin))
     padding = torch.tensor([0, 3], dtype=torch.int32, device=DEVICE) if pad else None
-    own = slopes_of(slopes, batch, heads[0])
+    alibi = slopes_of(slopes, batch, heads[0])
     out, lse = flash_attn.flash_attn_with_kvcache(
         q, *caches, *(added if new else ()), rotary_cos=cos, rotary_sin=sin, rotary_interleaved=interleaved,
         cache_seqlens=lengths[0] if number else torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
         cache_batch_idx=torch.tensor(rows, dtype=torch.int32, device=DEVICE) if picked else None, cache_leftpad=padding,
-        block_table=table, alibi_slopes=own, num_splits=3, return_softmax_lse=True, **options,
+        block_table=table, alibi_slopes=alibi, num_splits=3, return_softmax_lse=True, **options,
     )  # fmt: skip
     for b in range(batch):
-        kept = [t[b, : lengths[b]] for t in whole]
+        prefixes = [t[b, : lengths[b]] for t in whole]
         fresh = [t[b] for t in added]
         mine = q[b].double()
         if cos is not None and sin is not None:
-            fresh[0] = turned(fresh[0], cos, sin, lengths[b], interleaved).to(dtype)
+            fresh[0] = rotated(fresh[0], cos, sin, lengths[b], interleaved).to(dtype)
             moving = options["causal"] or max(options["window_size"]) >= 0
-            mine = turned(q[b], cos, sin, lengths[b], interleaved, step=int(moving)).to(dtype).double()
-        keys, values = (torch.cat([a, x]) for a, x in zip(kept, fresh, strict=True))
+            mine = rotated(q[b], cos, sin, lengths[b], interleaved, step=int(moving)).to(dtype).double()
+        keys, values = (torch.cat([a, x]) for a, x in zip(prefixes, fresh, strict=True))
         for cache, expected in zip(caches, (keys, values), strict=True):
             stored = cache[table[b].long()].flatten(0, 1) if table is not None else cache[rows[b]]
             torch.testing.assert_close(stored[: len(expected)], expected, atol=2e-2 if half else 0, rtol=2e-2)
         skipped = min(int(padding[b]), len(keys)) if padding is not None else 0
-        expected = definition(mine, keys[skipped:], values[skipped:], alibi_slopes=_of(own, b), **options)
+        expected = definition(mine, keys[skipped:], values[skipped:], alibi_slopes=_of(alibi, b), **options)
         check(out[b], expected[0], torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
         check(lse[b], expected[1], torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
 
@@ -250,21 +250,21 @@ def test_a_cache_is_appended_to_in_place_and_attended(
 def test_gradients_flow_through_packed_tensors_and_lse() -> None:
     qkv = normal(2, 9, 3, 2, 16).requires_grad_()
     out, lse, _ = flash_attn.flash_attn_qkvpacked_func(qkv, causal=True, return_attn_probs=True)
-    (found,) = torch.autograd.grad(out.square().sum() + lse.sin().sum(), qkv)
+    (actual,) = torch.autograd.grad(out.square().sum() + lse.sin().sum(), qkv)
     exact = qkv.detach().double().requires_grad_()
-    o, own = of_batch(*exact.unbind(2), causal=True)
-    (expected,) = torch.autograd.grad(o.square().sum() + own.sin().sum(), exact)
-    check(found, expected, torch.float32)
+    o, expected_lse = of_batch(*exact.unbind(2), causal=True)
+    (expected,) = torch.autograd.grad(o.square().sum() + expected_lse.sin().sum(), exact)
+    check(actual, expected, torch.float32)
 
 
 def test_dropout_keeps_the_mean_and_follows_torchs_seed() -> None:
     q, v = normal(1, 64, 2, 16), torch.ones(1, 64, 2, 16, device=DEVICE)
     torch.manual_seed(3)
-    found = flash_attn.flash_attn_func(q, q, v, dropout_p=0.3)
+    actual = flash_attn.flash_attn_func(q, q, v, dropout_p=0.3)
     torch.manual_seed(3)
-    assert torch.equal(found, flash_attn.flash_attn_func(q, q, v, dropout_p=0.3))
-    assert not torch.equal(found, flash_attn.flash_attn_func(q, q, v, dropout_p=0.3))
-    assert abs(float(found.mean()) - 1) < 0.05
+    assert torch.equal(actual, flash_attn.flash_attn_func(q, q, v, dropout_p=0.3))
+    assert not torch.equal(actual, flash_attn.flash_attn_func(q, q, v, dropout_p=0.3))
+    assert abs(float(actual.mean()) - 1) < 0.05
 
 
 Q = normal(2, 3, 2, 16)
@@ -292,9 +292,9 @@ def paged(**given: Any) -> Any:
     ],
 )
 def test_an_error_is_a_runtime_error_that_names_the_argument(call: Any, message: str) -> None:
-    with pytest.raises(FlashAttnError, match=message) as found:
+    with pytest.raises(FlashAttnError, match=message) as error:
         call()
-    assert isinstance(found.value, RuntimeError)
+    assert isinstance(error.value, RuntimeError)
 
 
 @given(
@@ -311,16 +311,16 @@ def test_rotary_turns_pairs_by_position(
     starts = torch.arange(4, device=DEVICE, dtype=torch.int32) * rows
     given_x = x.flatten(0, 1) if packed else x
     more: dict[str, Any] = {"cu_seqlens": starts, "max_seqlen": rows} if packed else {}
-    found = rotary.apply_rotary_emb(given_x, cos, sin, interleaved, False, places, **more).view(x.shape)
+    actual = rotary.apply_rotary_emb(given_x, cos, sin, interleaved, False, places, **more).view(x.shape)
     for b in range(3):
-        check(found[b], turned(x[b], cos, sin, offsets[b], interleaved), torch.float32)
+        check(actual[b], rotated(x[b], cos, sin, offsets[b], interleaved), torch.float32)
     assert rotary.apply_rotary_emb(given_x, cos, sin, interleaved, True, places, **more) is given_x
-    assert torch.equal(given_x.view(x.shape), found)
+    assert torch.equal(given_x.view(x.shape), actual)
 
 
 @pytest.mark.parametrize("scale_base", [None, 8.0])
 def test_the_layer_turns_q_and_k_and_leaves_v(scale_base: float | None) -> None:
-    """With XPos the product of q and k has the decay of their distance alone."""
+    """With XPos the product of q and k decays with their distance alone."""
     layer = rotary.RotaryEmbedding(16, scale_base=scale_base, device=DEVICE)
     qkv = normal(1, 6, 3, 1, 16)
     qkv[:] = qkv[:, :1]  # the same q and k at each position

@@ -1,4 +1,4 @@
-"""`import flash_attn` after `install`: who finds it, models of transformers that use it, and how it goes away."""
+"""`install` makes `import flash_attn` work, also in models of transformers, and `uninstall` undoes it."""
 
 import subprocess
 import sys
@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow  # each in a process of its own, some with transformers
+pytestmark = pytest.mark.slow  # each in a separate process, some with transformers
 
 
 def run(code: str, cwd: Path) -> None:
-    """Run a program. An assertion that fails in it fails here."""
+    """Run a program in a process and assert that it succeeds."""
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, cwd=cwd)
     assert done.returncode == 0, done.stderr
 

@@ -1,4 +1,4 @@
-"""`flex_attention` against the formula in float64: score_mods, masks, shapes, gradients, captured tensors, memory."""
+"""`flex_attention` equals the formula in float64: score_mods, masks, shapes, gradients, captured tensors, memory."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ MASK_MODS: dict[str, Mod] = {
 def formula(
     q: Tensor, k: Tensor, v: Tensor, score_mod: Mod | None, seen: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Out, lse and the largest scores of whole matrices. `score_mod` is called with whole matrices of numbers."""
+    """Return out, lse and the largest scores of whole matrices. `score_mod` is called with whole index matrices."""
     k, v = (t.expand(len(q), -1, -1, -1).repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     s = q @ k.mT * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
     if score_mod is not None:
@@ -62,11 +62,11 @@ def formula(
     return p @ v, lse, s.amax(-1)
 
 
-def check(found: Tensor, expected: Tensor, dtype: torch.dtype, rows: str = "") -> None:
+def check(actual: Tensor, expected: Tensor, dtype: torch.dtype, rows: str = "") -> None:
     expected = expected.detach()
     size = max(1.0, float(expected.masked_fill(expected.isinf(), 0).abs().max()))
     torch.testing.assert_close(
-        found.double(), expected.double(), atol=BOUND[dtype] * size, rtol=BOUND[dtype], msg=lambda m: f"{rows}: {m}"
+        actual.double(), expected.double(), atol=BOUND[dtype] * size, rtol=BOUND[dtype], msg=lambda m: f"{rows}: {m}"
     )
 
 
@@ -106,11 +106,11 @@ def test_out_and_gradients_are_those_of_the_formula(
     alive = expected[1].isfinite()
     do, dlse = normal(*out.shape, seed=7).to(dtype), normal(*alive.shape, seed=8)
     loss = (out * do).sum() + (more.lse * dlse)[alive].sum()
-    found = torch.autograd.grad(loss, leaves)
+    actual = torch.autograd.grad(loss, leaves)
     right = torch.autograd.grad(
         (expected[0] * do).sum() + (expected[1] * dlse)[alive].sum(), exact, materialize_grads=True
     )
-    for name, x, y in zip("qkv", found, right, strict=True):
+    for name, x, y in zip("qkv", actual, right, strict=True):
         check(x, y, dtype, f"d{name}")
         assert x.dtype == dtype
 
@@ -119,7 +119,7 @@ GLOBAL = normal(3, seed=30).requires_grad_()
 
 
 class Bias(nn.Module):
-    """A score_mod that is a module, with a parameter inside another."""
+    """A score_mod that is a module, with a parameter in a submodule."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class Bias(nn.Module):
 
 
 class Table:
-    """A score_mod that is an object with a method for calls."""
+    """A score_mod that is a callable object."""
 
     def __init__(self, t: Tensor) -> None:
         self.kept = {"t": [t]}
@@ -143,7 +143,7 @@ class Table:
 
 
 class Slots:
-    """A score_mod without a __dict__, which keeps a model's whole table and a tensor made of a part of it."""
+    """A score_mod without a __dict__, which holds a model's whole table and a tensor made of a part of it."""
 
     __slots__ = ("derived", "leaf")
 
@@ -166,7 +166,7 @@ def by_name(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 
 def captures(how: str) -> tuple[Mod, Tensor]:
-    """Return a score_mod, and a tensor that it captures and that requires a gradient."""
+    """Return a score_mod and a captured tensor that requires a gradient."""
     leaf = normal(3, seed=32).requires_grad_()
     table = Table(leaf)
     module = Bias()
@@ -196,11 +196,11 @@ def captures(how: str) -> tuple[Mod, Tensor]:
 def test_captured_tensors_get_their_gradients(how: str) -> None:
     score_mod, captured = captures(how)
     q, k, v = (normal(2, 3, n, 16, seed=n) for n in (40, 50, 50))
-    (found,) = torch.autograd.grad(flex_attention(q, k, v, score_mod).sin().sum(), captured, retain_graph=True)
+    (actual,) = torch.autograd.grad(flex_attention(q, k, v, score_mod).sin().sum(), captured, retain_graph=True)
     out, _, _ = formula(q, k, v, score_mod, None, None)
     (expected,) = torch.autograd.grad(out.sin().sum(), captured)
     assert expected.any()
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
 
 def test_a_model_that_score_mod_can_reach_gets_gradients_where_it_is_used_alone() -> None:
@@ -221,7 +221,7 @@ def test_a_captured_tensor_that_changes_before_the_backward_is_an_error() -> Non
 
 
 def test_blocks_named_by_hand_are_seen_and_no_others() -> None:
-    """Full blocks do not ask mask_mod, partial ones do."""
+    """Full blocks do not call mask_mod; partial blocks do."""
     counts = torch.tensor([[[1, 0, 2]]])
     indices = torch.tensor([[[[1, 0, 0], [0, 0, 0], [0, 2, 0]]]])
     full_counts, full_indices = torch.tensor([[[1, 1, 0]]]), torch.tensor([[[[2, 0, 0], [0, 0, 0], [0, 0, 0]]]])
@@ -239,16 +239,16 @@ def test_blocks_named_by_hand_are_seen_and_no_others() -> None:
 
 
 def test_blocks_that_the_mask_excludes_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys that nobody sees may be NaN, and a window's work grows with N alone."""
+    """Keys that no query sees may be NaN, and the work of a window grows linearly with N."""
     sizes: list[int] = []
     scores = flex._Flex.scores
     monkeypatch.setattr(flex._Flex, "scores", lambda self, x, n: (sizes.append(x.numel()), scores(self, x, n))[1])
     q, k, v = (normal(1, 2, 2048, 8, seed=n) for n in range(3))
     k[:, :, 1500:] = torch.nan
     blocks = torchs.create_block_mask(lambda b, h, i, j: (i - j).abs() < 64, None, None, 1024, 1024, DEVICE)
-    found = flex_attention(q[:, :, :1024], k[:, :, :1024], v[:, :, :1024], None, blocks)
-    assert isinstance(found, Tensor)
-    assert found.isfinite().all()
+    actual = flex_attention(q[:, :, :1024], k[:, :, :1024], v[:, :, :1024], None, blocks)
+    assert isinstance(actual, Tensor)
+    assert actual.isfinite().all()
     assert sum(sizes) <= 2 * 1024 * 3 * 128
 
 
@@ -261,11 +261,11 @@ def test_memory_grows_with_n_and_not_with_its_square() -> None:
 
     few, many = taken(1024), taken(4096)
     assert many < 5 * few
-    assert many < 2 * 4096 * 4096 * 4 / 2  # a half of one matrix of scores
+    assert many < 2 * 4096 * 4096 * 4 / 2  # half of one matrix of scores
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of torch's compiler
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns
 def test_a_compiled_program_breaks_its_graph_without_an_error() -> None:
     q, k, v = (normal(1, 2, 40, 8, seed=n).requires_grad_() for n in range(3))
 
@@ -275,8 +275,8 @@ def test_a_compiled_program_breaks_its_graph_without_an_error() -> None:
         return out.sin()
 
     expected = torch.autograd.grad(program(q, k, v).sum(), (q, k, v))
-    found = torch.autograd.grad(torch.compile(program, backend="eager")(q, k, v).sum(), (q, k, v))
-    for x, y in zip(found, expected, strict=True):
+    actual = torch.autograd.grad(torch.compile(program, backend="eager")(q, k, v).sum(), (q, k, v))
+    for x, y in zip(actual, expected, strict=True):
         torch.testing.assert_close(x, y)
 
 
@@ -308,6 +308,6 @@ Q = normal(1, 4, 16, 8)
     ],
 )
 def test_an_error_names_the_argument(call: Callable[[], object], field: str) -> None:
-    with pytest.raises(ProblemError) as found:
+    with pytest.raises(ProblemError) as error:
         call()
-    assert field in [name for name, _ in found.value.errors]
+    assert field in [name for name, _ in error.value.errors]

@@ -1,4 +1,4 @@
-"""`attention` in autograd, and `attention_backward`."""
+"""`attention` has the right gradients in autograd, and so has `attention_backward`."""
 
 import inspect
 import math
@@ -33,7 +33,7 @@ def test_the_calls_take_the_options_of_the_contract() -> None:
 
 
 def test_gradients_through_o_and_lse() -> None:
-    """Against autograd of the plain formula, for every differentiable input."""
+    """They equal autograd's gradients of the plain formula, for every differentiable input."""
     t = leaves() | {"attn_mask": normal(4, 1, 7).requires_grad_(), "sinks": normal(4).requires_grad_()}
     o, lse = attention(**t, return_lse=True)
     plain = {name: x.detach().double().requires_grad_() for name, x in t.items()}
@@ -75,7 +75,7 @@ def test_only_what_requires_a_gradient_gets_one() -> None:
 
 @pytest.mark.parametrize("layout", ["bshd", "thd"])
 def test_strided_leaves_and_gradients(layout: str) -> None:
-    """The heads of a fused projection: q, k and v are strided views of one tensor, and so is their gradient."""
+    """As in a fused projection, q, k and v are strided views of one tensor, and so are their gradients."""
     fused = normal(2, 6, 3, 4, 8).requires_grad_()
     views = fused if layout == "bshd" else fused.flatten(0, 1)
     cu = torch.tensor([0, 6, 12])
@@ -93,7 +93,7 @@ def test_strided_leaves_and_gradients(layout: str) -> None:
 
 
 def test_dropout_backward_drops_what_forward_dropped() -> None:
-    """With no seed given: o is linear in v, so its gradient is P̃ᵀ·do for the very probabilities that made o."""
+    """Without a seed, v's gradient is P̃ᵀ·do for the same probabilities P̃ that made o, because o is linear in v."""
     t = leaves()
     t["v"] = torch.eye(7, device=DEVICE).expand(2, 2, 7, 7).clone().requires_grad_()
     o = attention(**t, dropout_p=0.5)
@@ -171,8 +171,8 @@ def test_inference_mode_reaches_the_threads_that_compute_the_parts() -> None:
     x = torch.randn(1, 8, 512, 40)
     expected = attention(x, x, x, softcap=3.0), *attention_backward(x, x, x, x)
     with torch.inference_mode():
-        found = attention(x, x, x, softcap=3.0), *attention_backward(x, x, x, x)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        actual = attention(x, x, x, softcap=3.0), *attention_backward(x, x, x, x)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
 FORKS = """

@@ -1,4 +1,4 @@
-"""The interpreter of Gluon shows each mistake of order between copies, products and roles, and passes what has none."""
+"""The interpreter of Gluon reports each wrong order of copies, products and roles, and passes correct programs."""
 
 import math
 
@@ -11,14 +11,14 @@ from flashpoint_kernels.triton_backend.interpret import INTERPRETED
 from tests.support.kernels import gluon_interpreter as gl
 from tests.support.kernels.gluon_interpreter import hopper
 
-pytestmark = pytest.mark.skipif(not INTERPRETED, reason="what runs on a device is no interpreter's")
+pytestmark = pytest.mark.skipif(not INTERPRETED, reason="the device does not use the interpreter")
 mbarrier, tma = hopper.mbarrier, hopper.tma
 TILES, N = 3, 16
 
 
 @gl.jit
 def bring(source, x, rows, full, free, MISTAKE: tl.constexpr):
-    """Tiles of x one after the other into one tile of shared memory."""
+    """Copy the tiles of x one after another into one tile of shared memory."""
     for n in range(3):
         if MISTAKE == "changes the descriptor":
             rows = tma.make_tensor_descriptor(source, [3 * 16, 16], [16, 1], [16, 16], None)
@@ -30,7 +30,7 @@ def bring(source, x, rows, full, free, MISTAKE: tl.constexpr):
 
 @gl.jit
 def add_up(out, x, full, free, MISTAKE: tl.constexpr):
-    """The sum of the products of each tile with itself."""
+    """Sum the products of each tile with itself."""
     acc = tl.zeros([16, 16], tl.float32)
     for n in range(3):
         if MISTAKE != "reads early":
@@ -61,7 +61,7 @@ def sums(source, out, MISTAKE: tl.constexpr):
 
 
 def run(mistake: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """(what is computed, what is right)."""
+    """Return (computed, expected)."""
     x = torch.randn(TILES, N, N, generator=torch.Generator().manual_seed(0))
     out = torch.full((N, N), math.inf)
     sums[(1,)](x, out, MISTAKE=mistake)
@@ -69,8 +69,8 @@ def run(mistake: str) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_what_has_no_mistake_is_computed() -> None:
-    found, right = run("")
-    torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-5)
+    computed, expected = run("")
+    torch.testing.assert_close(computed.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("mistake", ["reads early", "frees early"])

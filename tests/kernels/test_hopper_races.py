@@ -1,8 +1,8 @@
-"""The path for Hopper with tiles in every stage more than once: small launches for Triton's race detector (`make gpu`).
+"""The path for Hopper reuses every stage in small launches for Triton's race detector (`make gpu`).
 
-Few programs, each with at least five tiles of keys: so every stage of shared memory is used again. The forward and each
-gradient are apart, because the instrumented kernels compile for a minute and more; what a gradient starts from comes
-from float64.
+Few programs run, each with at least five tiles of keys, so each stage of shared memory is used again. The forward and
+each gradient are separate tests, because an instrumented kernel compiles for a minute or more. The o and lse of a
+gradient come from float64.
 """
 
 from dataclasses import replace
@@ -28,7 +28,7 @@ def _two_programs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tensors_of(dim: int) -> dict[str, torch.Tensor]:
-    """One sequence of two heads, whose queries are several blocks, and no whole ones."""
+    """Return one sequence of two heads, whose queries fill several blocks, the last one in part."""
     tiles = config.config_for(torch.device(DEVICE), "bfloat16", dim, dim, 0, True)
     keys = TILES * max(tile.block_n for tile in (tiles.forward, tiles.backward_kv, tiles.backward_q))
     queries = max(TILES * tiles.backward_kv.block_m, tiles.forward.block_m, tiles.backward_q.block_m) + 6
@@ -39,7 +39,7 @@ def tensors_of(dim: int) -> dict[str, torch.Tensor]:
 
 
 def check(tensors: dict[str, torch.Tensor], options: Options, kernel: str) -> None:
-    """Run a kernel three times: the answers are right, and their bits the same."""
+    """Run a kernel three times; assert right answers with the same bits."""
     direction = "backward" if "do" in tensors else "forward"
     problem = Problem.create(tensors, options, direction)
     made = forward_calls([problem]) if direction == "forward" else backward_calls([problem], [{}])
@@ -49,8 +49,8 @@ def check(tensors: dict[str, torch.Tensor], options: Options, kernel: str) -> No
     for _ in range(2):
         run([problem], "triton")
         assert all(torch.equal(t, first[name]) for name, t in problem.outputs.items())
-    found = verify(tensors, options, answers=first)
-    assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)
+    report = verify(tensors, options, answers=first)
+    assert report.ok, "\n".join(str(t) for t in report.tensors if not t.ok)
 
 
 @pytest.mark.parametrize("dim", DIMS)

@@ -1,4 +1,4 @@
-"""The judge judges our kernels on each backend, and on a GPU those of torch and other packages, too."""
+"""The judge passes our kernels on each backend, and on a GPU also those of torch and other packages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.conftest import DEVICE
 from tests.support.kernels.judged import OTHERS, OURS, SDPA, installed
 
 ON_GPU = DEVICE == "cuda"
-# On the CPU one shape with all kinds of values; on a GPU all cases of `quick`.
+# The CPU runs one shape with all kinds of values; a GPU runs all cases of `quick`.
 SHAPE = {"batch": 2, "q_heads": 4, "kv_heads": 2, "q_len": 33, "kv_len": 77, "head_dim": 64}
 _FLOAT32_IN_TF32 = ("sdpa_efficient", "sdpa_cudnn")
 
@@ -51,7 +51,7 @@ def test_our_kernels_are_right_in_all_quick_cases(backend: str) -> None:
 @pytest.mark.parametrize("name", SDPA)
 def test_torchs_kernels_are_right(name: str) -> None:
     if not ON_GPU and name not in ("sdpa_flash", "sdpa_math"):
-        pytest.skip("torch has it for GPUs alone")
+        pytest.skip("torch has it only for GPUs")
     report = _judged(SDPA[name], precision="tf32" if name in _FLOAT32_IN_TF32 else "ieee")
     assert report.verdict != "wrong", "\n".join(report.lines())
 

@@ -1,4 +1,4 @@
-"""`merge` of parts over some of the keys: against float64 over all keys and the SDK's merge, and in a ring."""
+"""`merge` of parts over subsets of the keys equals float64 over all keys and the SDK's merge, also in a ring."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ def inputs(dtype: torch.dtype, mask: object, sinks: bool) -> dict[str, Tensor]:
 
 
 def in_parts(t: dict[str, Tensor], cut: tuple[int, ...], layout: str, **options: Any) -> tuple[Tensor, Tensor]:
-    """Attention over the spans of keys between `cut`, merged. The sinks belong to the first."""
+    """Return the merged attention of the key ranges between `cut`. The first range has the sinks."""
     bounds = [0, *cut, t["k"].shape[2]]
     parts = []
     for n, (first, behind) in enumerate(itertools.pairwise(bounds)):
-        own: dict[str, Any] = {"q": t["q"], "k": t["k"][:, :, first:behind], "v": t["v"][:, :, first:behind]}
-        own["sinks"] = None if n else t.get("sinks")
+        part: dict[str, Any] = {"q": t["q"], "k": t["k"][:, :, first:behind], "v": t["v"][:, :, first:behind]}
+        part["sinks"] = None if n else t.get("sinks")
         if "attn_mask" in t:
-            own["attn_mask"] = t["attn_mask"][..., first:behind]
+            part["attn_mask"] = t["attn_mask"][..., first:behind]
         if layout == "bshd":
-            own |= {name: own[name].transpose(1, 2) for name in "qkv"}
-        parts.append(attention(**own, layout=layout, return_lse=True, **options))
+            part |= {name: part[name].transpose(1, 2) for name in "qkv"}
+        parts.append(attention(**part, layout=layout, return_lse=True, **options))
     o, lse = merge([o for o, _ in parts], [lse for _, lse in parts], layout=layout)
     return (o.transpose(1, 2) if layout == "bshd" else o), lse
 
@@ -74,16 +74,16 @@ def test_parts_merge_to_the_whole_forward_and_backward(
     truth, true_lse = attention(**exact, return_lse=True, backend="reference", **how)
     do, dlse = normal(*o.shape, seed=7), normal(*lse.shape, seed=8)
     dlse[true_lse.isneginf()] = 0
-    found = torch.autograd.grad((o, lse), list(t.values()), (do.to(dtype), dlse))
+    actual = torch.autograd.grad((o, lse), list(t.values()), (do.to(dtype), dlse))
     expected = torch.autograd.grad((truth, true_lse), list(exact.values()), (do.double(), dlse))
     assert (o.dtype, lse.dtype) == (dtype, torch.float32)
-    for one, other in zip((o, lse, *found), (truth, true_lse, *expected), strict=True):
+    for one, other in zip((o, lse, *actual), (truth, true_lse, *expected), strict=True):
         torch.testing.assert_close(one.double(), other.double(), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_halves_are_merged_in_float32(dtype: torch.dtype) -> None:
-    """The merge adds one rounding to that of the parts."""
+    """The merge adds one rounding to the rounding of the parts."""
     t = inputs(dtype, None, False)
     o, lse = in_parts(t, (3, 7), "bhsd")
     truth, true_lse = attention(*(x.detach().double() for x in t.values()), return_lse=True, backend="reference")
@@ -108,8 +108,8 @@ def test_packed_sequences() -> None:
     cu = {"cu_seqlens_q": [0, 3, 7]}
     first, second = torch.tensor([0, 1, 4, 5]), torch.tensor([2, 3, 6, 7, 8])  # of sequences [0, 4) and [4, 9)
     parts = [
-        attention(q, k[own], k[own], layout="thd", cu_seqlens_k=ends, return_lse=True, **cu)
-        for own, ends in ((first, [0, 2, 4]), (second, [0, 2, 5]))
+        attention(q, k[keys], k[keys], layout="thd", cu_seqlens_k=ends, return_lse=True, **cu)
+        for keys, ends in ((first, [0, 2, 4]), (second, [0, 2, 5]))
     ]
     whole = attention(q, k, k, layout="thd", cu_seqlens_k=[0, 4, 9], return_lse=True, **cu)
     torch.testing.assert_close(merge(*zip(*parts, strict=True), layout="thd"), whole, rtol=1e-5, atol=1e-5)
@@ -197,7 +197,7 @@ def test_a_ring_of_processes_computes_what_one_does(world: int) -> None:
         command = [sys.executable, ROOT / "examples/ring_attention.py"]
         processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     for rank, process in enumerate(processes):
-        said, errors = process.communicate(timeout=300)
+        output, errors = process.communicate(timeout=300)
         assert process.returncode == 0, errors
-        (largest,) = re.findall(rf"process {rank} of {world}: o, dq, dk, dv differ by at most (\S+)", said)
+        (largest,) = re.findall(rf"process {rank} of {world}: o, dq, dk, dv differ by at most (\S+)", output)
         assert float(largest) < 1e-5

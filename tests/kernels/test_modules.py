@@ -1,4 +1,4 @@
-"""`FlashAttention` and `Block`, against the same written out in torch."""
+"""`FlashAttention` and `Block` equal the same modules written in plain torch."""
 
 from typing import Any
 
@@ -35,8 +35,8 @@ def test_attention_is_that_of_torch_with_the_same_weights(heads: int, kv_heads: 
     inputs = [x, *block.parameters()]
     o, expected = block(x), written_out(block, x)
     torch.testing.assert_close(o, expected, rtol=1e-5, atol=1e-6)
-    grads, own = (torch.autograd.grad(y, inputs, do) for y in (o, expected))
-    for a, b in zip(grads, own, strict=True):
+    grads, expected_grads = (torch.autograd.grad(y, inputs, do) for y in (o, expected))
+    for a, b in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -68,10 +68,10 @@ def test_padding_is_not_read() -> None:
     block = module(Block, 32, 4, 2)
     x = normal(2, 9, 32)
     x[1, 5:] = float("nan")
-    together = block(x, torch.tensor([9, 5], device=DEVICE))
-    # The projections round with the number of rows.
-    torch.testing.assert_close(together[0], block(x[:1])[0], rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(together[1, :5], block(x[1:, :5])[0], rtol=1e-5, atol=1e-6)
+    batch = block(x, torch.tensor([9, 5], device=DEVICE))
+    # The rounding of the projections depends on the number of rows.
+    torch.testing.assert_close(batch[0], block(x[:1])[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(batch[1, :5], block(x[1:, :5])[0], rtol=1e-5, atol=1e-6)
 
 
 def test_dropout_is_for_training_alone() -> None:

@@ -1,4 +1,4 @@
-"""The smallest kernel: right by the rules of the real ones, and compiled for GPUs that are not here."""
+"""The smallest kernel passes the rules of the real kernels, and compiles for absent GPUs."""
 
 import inspect
 import itertools
@@ -26,7 +26,7 @@ def test_it_is_at_most_thirty_lines() -> None:
 
 
 SHAPES = ((1, 1, 16), (3, 3, 1), (113, 203, 59), (130, 130, 64), (17, 5, 256))  # (Sq, Sk, D)
-FEW = [  # in the fast tier: each shape, each dtype, with and without the causal mask
+FEW = [  # the fast tier: each shape and dtype, with and without the causal mask
     ((1, 1, 16), False, torch.float32), ((3, 3, 1), True, torch.float16), ((17, 5, 256), True, torch.float32),
     ((113, 203, 59), True, torch.bfloat16), ((130, 130, 64), False, torch.float16),
 ]  # fmt: skip
@@ -45,8 +45,8 @@ def test_against_float64_by_the_rule_of_all_kernels(
     q_len, kv_len, dim = shape
     t = {name: x for name, x in qkv(1, 2, q_len, kv_len, dim, dtype=dtype).items() if name != "do"}
     o, lse = nano_attention(**t, causal=causal)
-    found = verify(t, Options(causal=causal), answers={"o": o, "lse": lse})
-    assert found.ok, found
+    report = verify(t, Options(causal=causal), answers={"o": o, "lse": lse})
+    assert report.ok, report
 
 
 def test_a_query_that_sees_no_key_is_zero() -> None:
@@ -96,29 +96,29 @@ def test_a_tile_uses_the_shared_memory_that_there_is() -> None:
 
 @pytest.mark.slow
 def test_compiled_for_two_generations() -> None:
-    """It fits the device's shared memory and registers, and its products are the matrix unit's."""
+    """It fits the device's shared memory and registers, and its products use the matrix unit."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.support.kernels.nano_compiled"]
     root = Path(__file__).parents[2]
     run = subprocess.run(command, env=env, cwd=root, capture_output=True, text=True, timeout=3600, check=True)
-    found = [json.loads(line) for line in run.stdout.splitlines()]
-    assert {report["arch"] for report in found} == {80, 90}
-    for report in found:
+    reports = [json.loads(line) for line in run.stdout.splitlines()]
+    assert {report["arch"] for report in reports} == {80, 90}
+    for report in reports:
         assert report["shared_bytes"] <= SHARED_KIB[report["arch"]] * 1024, report
         assert report["registers"] <= 255, report
-        if report["dtype"] != "float32":  # whose IEEE products have no matrix instruction
+        if report["dtype"] != "float32":  # IEEE float32 has no matrix instruction
             assert report["matrix"] == [{80: "mma.sync", 90: "wgmma.mma_async"}[report["arch"]]], report
 
 
-@pytest.mark.slow  # several seconds, under the interpreter
+@pytest.mark.slow  # the interpreter takes several seconds
 def test_it_shows_itself_and_its_errors_from_the_command_line() -> None:
-    """Without the variable, as a reader runs it."""
+    """It runs without TRITON_INTERPRET, as a reader would run it."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "flashpoint_kernels.nano"]
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=3600, check=True)
     lines = run.stdout.splitlines()
-    said = next(int(line.split()[0]) for line in lines if line.endswith(" lines."))
-    assert said == len(inspect.getsource(nano_forward.fn).splitlines()) == lines.index("")
+    line_count = next(int(line.split()[0]) for line in lines if line.endswith(" lines."))
+    assert line_count == len(inspect.getsource(nano_forward.fn).splitlines()) == lines.index("")
     assert lines[0] == "@triton.jit"
     assert not re.search("noqa|fmt:", run.stdout)
     shown = "\n".join(lines[: lines.index("")])

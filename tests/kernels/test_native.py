@@ -1,4 +1,4 @@
-"""The forward in C: exact for each instruction set and dtype; conversions; how the kernels are built and found."""
+"""The forward in C is exact for each instruction set and dtype; its conversions, its build, how it is found."""
 
 import platform
 import subprocess
@@ -24,14 +24,14 @@ F8 = torch.float8_e4m3fn
 
 
 def test_this_machine_has_a_compiler_and_the_kernels() -> None:
-    """The other tests here prove nothing without them."""
+    """Without them the other tests here prove nothing."""
     assert build.compiler() is not None
     assert native.library() is not None
 
 
 def check(t: dict[str, Tensor], **options: Any) -> None:
-    found = verify(t, Options(backend="torch", **options))
-    assert found.ok, [e for e in found.tensors if not e.ok]
+    report = verify(t, Options(backend="torch", **options))
+    assert report.ok, [e for e in report.tensors if not e.ok]
 
 
 @given(
@@ -103,12 +103,12 @@ def test_8_bit_keys_are_read_as_they_are(level: str, kind: torch.dtype, scaled: 
     if page:
         t["kv_lengths"] = torch.tensor([700, 650])
         t = in_pages(t, "bhsd", page)
-        t |= {n: t[n].nan_to_num() for n in ("k_scale", "v_scale")}  # of pages that are not read
+        t |= {n: t[n].nan_to_num() for n in ("k_scale", "v_scale")}  # pages that are not read
     check(t, return_lse=True)
 
 
 def one_key(v: Tensor, q_dtype: torch.dtype, scale: float | None = None) -> Tensor:
-    """Return o of queries that each see only the last of 512 keys, whose value is a row of v (n, Dv)."""
+    """Return o of queries that each see only the last of 512 keys; its value is one row of v (n, Dv)."""
     n, dim = v.shape
     values = torch.zeros(n, 1, 512, dim).to(v.dtype)
     values[:, 0, -1] = v
@@ -121,32 +121,32 @@ def one_key(v: Tensor, q_dtype: torch.dtype, scale: float | None = None) -> Tens
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_every_16_bit_number_comes_back(level: str, dtype: torch.dtype) -> None:
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).view(-1, 256)
-    found = one_key(every, dtype)
-    if level == "amx" and dtype == torch.bfloat16:  # AMX takes subnormal numbers as 0
+    actual = one_key(every, dtype)
+    if level == "amx" and dtype == torch.bfloat16:  # AMX reads subnormal numbers as 0
         every = every.where(~(every.abs() < torch.finfo(dtype).smallest_normal), 0)
-    assert torch.equal(found.isnan(), every.isnan())
-    assert torch.equal(found.nan_to_num(0.0, torch.inf, -torch.inf), every.nan_to_num(0.0, torch.inf, -torch.inf))
+    assert torch.equal(actual.isnan(), every.isnan())
+    assert torch.equal(actual.nan_to_num(0.0, torch.inf, -torch.inf), every.nan_to_num(0.0, torch.inf, -torch.inf))
 
 
 @pytest.mark.parametrize("kind", [torch.int8, F8])
 def test_every_8_bit_number_is_read(level: str, kind: torch.dtype) -> None:
     every = torch.arange(256, dtype=torch.int32).to(torch.int8).view(kind).view(-1, 16)
-    found = one_key(every, torch.float32, 0.25)
+    actual = one_key(every, torch.float32, 0.25)
     expected = every.float() * 0.25
-    assert torch.equal(found.isnan(), expected.isnan())
-    assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
+    assert torch.equal(actual.isnan(), expected.isnan())
+    assert torch.equal(actual.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_answers_are_rounded_to_nearest_even(level: str, dtype: torch.dtype) -> None:
-    """Halves of int8 numbers times a scale, from subnormal to infinite ones."""
+    """The scale makes halves of int8 numbers, from subnormal to infinite."""
     numbers = torch.arange(-128, 128, dtype=torch.int8).view(-1, 16)
     for power in range(-34, 18):
         scale = 2.0**power * (1 + 2.0**-9 + 2.0**-12)
-        found, exact = one_key(numbers, dtype, scale), numbers.float() * scale
-        if level == "amx" and dtype == torch.bfloat16:  # a probability times a scale is rounded, too
+        actual, exact = one_key(numbers, dtype, scale), numbers.float() * scale
+        if level == "amx" and dtype == torch.bfloat16:  # it also rounds a probability times a scale
             exact = numbers.float() * torch.tensor(scale).to(dtype).float()
-        assert torch.equal(found, exact.to(dtype)), power
+        assert torch.equal(actual, exact.to(dtype)), power
 
 
 def test_keys_that_no_query_sees_are_not_read() -> None:
@@ -192,10 +192,10 @@ def test_a_library_of_other_sources_is_not_used(sources: Path, monkeypatch: pyte
     assert built is not None
     monkeypatch.setattr(native, "HERE", sources)
     monkeypatch.setattr(native, "checksum", lambda: build.checksum(sources))
-    found = native.library.__wrapped__()
-    assert found is not None
+    library = native.library.__wrapped__()
+    assert library is not None
     assert FOUND is not None
-    assert found.bfloat16.kernel == FOUND.bfloat16.kernel
+    assert library.bfloat16.kernel == FOUND.bfloat16.kernel
     (sources / "isa.c").write_text((sources / "isa.c").read_text() + "\n/* changed */\n")
     with pytest.warns(RuntimeWarning, match=r"compiled from other sources"):
         assert native.library.__wrapped__() is None
@@ -208,22 +208,22 @@ def test_a_compiler_that_does_not_know_a_level_builds_the_others(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], option: str,
     left: set[str],
 ) -> None:  # fmt: skip
-    own = build.compiler()
-    assert own is not None
+    compiler = build.compiler()
+    assert compiler is not None
     old = tmp_path / "old"
-    old.write_text(f'#!/bin/sh\ncase " $* " in *" {option} "*) exit 1;; esac\nexec {" ".join(own)} "$@" -O1\n')
+    old.write_text(f'#!/bin/sh\ncase " $* " in *" {option} "*) exit 1;; esac\nexec {" ".join(compiler)} "$@" -O1\n')
     old.chmod(0o755)
     monkeypatch.setenv("CC", str(old))
     built = build.compile_library(sources)
     assert built is not None
-    said = capsys.readouterr().err
-    assert {name for name in build.LEVELS["x86_64"] if f"the kernels for {name} are left out" not in said} == left
+    errors = capsys.readouterr().err
+    assert {name for name in build.LEVELS["x86_64"] if f"the kernels for {name} are left out" not in errors} == left
     monkeypatch.setattr(native, "HERE", sources)
     assert {name for name in build.LEVELS["x86_64"] if native.level(name) is not None} == left
-    found = native.library.__wrapped__()
-    assert found is not None
-    assert found.bfloat16.kernel.removeprefix("c-") in left
-    monkeypatch.setattr(native, "library", lambda: found)
+    library = native.library.__wrapped__()
+    assert library is not None
+    assert library.bfloat16.kernel.removeprefix("c-") in left
+    monkeypatch.setattr(native, "library", lambda: library)
     check(qkv(1, 2, 66, 70, 40, dtype=torch.bfloat16), causal=True)
 
 
@@ -236,7 +236,7 @@ def test_the_script_reports_an_error_of_the_compiler(sources: Path) -> None:
 
 
 def test_the_sources_compile_without_warnings(tmp_path: Path) -> None:
-    """Also for a processor without any of the known instruction sets."""
+    """This includes the build for a processor without a known instruction set."""
     command = build.compiler()
     assert command is not None
     for options in ("", *build.LEVELS.get(platform.machine(), {}).values()):
@@ -250,7 +250,7 @@ def test_the_sources_compile_without_warnings(tmp_path: Path) -> None:
 
 
 def test_lanes_of_four_are_exact(lanes_of_four: native.Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variant for other processors, in this processor's registers of four floats."""
+    """The variant for other processors runs here in registers of four floats."""
     monkeypatch.setattr(native, "library", lambda: lanes_of_four)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for group in (1, 2, 5):

@@ -1,4 +1,4 @@
-"""The kernels on an emulated aarch64 processor: the bits of lanes of four on this one."""
+"""The kernels on an emulated aarch64 processor have the bits of the four-lane kernels on this one."""
 
 import shutil
 import subprocess
@@ -42,7 +42,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def emulate(program: Path, backward: bool, replay: Replay, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors after the call."""
+    """Run the call on the emulator and return its tensors."""
     memory = [t.view(torch.uint8).numpy().tobytes() for t in tensors]
     head = [backward, replay.size, replay.count, len(replay.integers), *replay.integers, *replay.bases, len(memory)]
     given = np.array([*head, *map(len, memory)], np.int64).tobytes() + b"".join(memory)
@@ -78,8 +78,8 @@ def test_it_has_the_bits_of_lanes_of_four(
     replay = attend_dense(spec, spec.rows({})[0], *tensors, threads=2)
     assert replay is not None
     o, lse = tensors[3:]
-    for found, expected in zip(emulate(program, False, replay, [q, k, v, o * 0, lse * 0])[3:], (o, lse), strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(emulate(program, False, replay, [q, k, v, o * 0, lse * 0])[3:], (o, lse), strict=True):
+        assert torch.equal(actual, expected)
     infos |= {"do": TensorInfo(name, tuple(o.shape)), "o": TensorInfo(name, tuple(o.shape))}
     infos |= {"lse": TensorInfo("float32", tuple(lse.shape))}
     given = {"q": q, "k": k, "v": v, "do": do, "o": o, "lse": lse}
@@ -87,5 +87,5 @@ def test_it_has_the_bits_of_lanes_of_four(
     replay = differentiate_dense(plan(infos, options, "backward"), given | gradients, threads=2)
     assert replay is not None
     again = emulate(program, True, replay, [*given.values(), *(t * 0 for t in gradients.values())])[6:]
-    for found, expected in zip(again, gradients.values(), strict=True):
-        assert torch.equal(found, expected)
+    for actual, expected in zip(again, gradients.values(), strict=True):
+        assert torch.equal(actual, expected)

@@ -1,4 +1,4 @@
-"""The gradient in C: exact for each option, instruction set and dtype; with the same bits however it is cut."""
+"""The gradient in C is exact for each option, instruction set and dtype, and has the same bits for every split."""
 
 from typing import Any
 
@@ -18,8 +18,8 @@ GRADS = ("dq", "dk", "dv")
 
 
 def check(t: dict[str, Tensor], **options: Any) -> None:
-    found = verify(t, Options(backend="torch", **options))
-    assert found.ok, [e for e in found.tensors if not e.ok]
+    report = verify(t, Options(backend="torch", **options))
+    assert report.ok, [e for e in report.tensors if not e.ok]
 
 
 @given(
@@ -78,8 +78,8 @@ def test_each_instruction_set_is_exact(level: str, dtype: torch.dtype) -> None:
         t = qkv(2, 4, 130, 200, dim, kv_heads=2, value_dim=value_dim, dtype=dtype)
         check(t | {"alibi_slopes": normal(4).abs() / 64}, causal=True, window=(70, -1))
         check(t | {"sinks": normal(4)}, softcap=4.0, dropout_p=0.2, dropout_seed=3, grads=[*GRADS, "dsinks"])
-        own = normal(2, 4, 130, 200, dtype=dtype)
-        check(t | {"attn_mask": own}, causal=True, grads=["dattn_mask"])
+        mask = normal(2, 4, 130, 200, dtype=dtype)
+        check(t | {"attn_mask": mask}, causal=True, grads=["dattn_mask"])
 
 
 @pytest.mark.parametrize("shape", [(2, 4, 500, 300), (4, 500, 300), (500, 300), (2, 1, 1, 300), (4, 500, 1)], ids=str)
@@ -91,20 +91,20 @@ def test_the_gradient_of_a_shared_mask_has_the_same_bits_on_any_number_of_thread
     t = qkv(2, 4, 500, 300, 16, kv_heads=2) | {"attn_mask": normal(*shape)}
     check(t, grads=[*GRADS, "dattn_mask"], causal=True)
     t |= forward("torch", t, causal=True)
-    found = []
+    results = []
     for threads in (1, 2, 3, 5, 16):
         problem = Problem.create(t, Options(causal=True, grads=[*GRADS, "dattn_mask"]), "backward")
         differentiate(problem, threads)
-        found.append(problem.outputs)
-    for other in found[1:]:
-        assert all(torch.equal(other[name], found[0][name]) for name in other)
-    if shape[0] != 2:  # shared by sequences
-        own = [
+        results.append(problem.outputs)
+    for other in results[1:]:
+        assert all(torch.equal(other[name], results[0][name]) for name in other)
+    if shape[0] != 2:  # sequences share it
+        separate = [
             backward("torch", {n: x if n == "attn_mask" else x[b : b + 1] for n, x in t.items()}, causal=True,
                      grads=["dattn_mask"])["dattn_mask"]
             for b in range(2)
         ]  # fmt: skip
-        assert torch.equal(own[0] + own[1], found[0]["dattn_mask"])
+        assert torch.equal(separate[0] + separate[1], results[0]["dattn_mask"])
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (700, 90)}, {"dropout_p": 0.3}], ids=str)
@@ -119,13 +119,13 @@ def test_parts_of_a_sequence_agree_with_float64_and_have_the_same_bits_on_any_nu
     t = qkv(2, 2, 900, 700, 32, kv_heads=kv_heads) | {"sinks": normal(2)}
     check(t, **options, grads=[*GRADS, "dsinks"])
     t |= forward("torch", t, **options)
-    found = []
+    results = []
     for threads in (1, 2, 3, 5, 16):
         problem = Problem.create(t, Options(**options, grads=[*GRADS, "dsinks"]), "backward")
         differentiate(problem, threads)
-        found.append(problem.outputs)
-    for other in found[1:]:
-        assert all(torch.equal(other[name], found[0][name]) for name in other)
+        results.append(problem.outputs)
+    for other in results[1:]:
+        assert all(torch.equal(other[name], results[0][name]) for name in other)
 
 
 def test_bits_are_those_of_a_sequence_alone_however_it_is_cut() -> None:
@@ -146,13 +146,13 @@ def test_strided_and_packed_tensors_have_the_same_bits() -> None:
     t = qkv(2, 4, 90, 90, 32, kv_heads=2)
     t |= forward("torch", t, causal=True)
     expected = backward("torch", t, causal=True)
-    turned = {n: x if n == "lse" else x.transpose(1, 2) for n, x in t.items()}
-    strided = backward("torch", {n: x if n == "lse" else x.contiguous() for n, x in turned.items()}, causal=True,
+    transposed = {n: x if n == "lse" else x.transpose(1, 2) for n, x in t.items()}
+    strided = backward("torch", {n: x if n == "lse" else x.contiguous() for n, x in transposed.items()}, causal=True,
                        layout="bshd")  # fmt: skip
-    packed = {n: x.transpose(0, 1).reshape(4, -1) if n == "lse" else x.flatten(0, 1) for n, x in turned.items()}
+    packed = {n: x.transpose(0, 1).reshape(4, -1) if n == "lse" else x.flatten(0, 1) for n, x in transposed.items()}
     edges = {f"cu_seqlens_{name}": torch.tensor([0, 90, 180]) for name in "qk"}
     ragged = backward("torch", packed | edges, causal=True, layout="thd")
-    columns = {n: x if n == "lse" else x.mT.contiguous().mT for n, x in t.items()}  # steps between a row's numbers
+    columns = {n: x if n == "lse" else x.mT.contiguous().mT for n, x in t.items()}  # rows with strides
     for name, grad in expected.items():
         assert torch.equal(strided[name].transpose(1, 2), grad)
         assert torch.equal(ragged[name].view(2, 90, *grad.shape[1::2]).transpose(1, 2), grad)
@@ -192,6 +192,6 @@ def test_keys_that_no_query_sees_are_not_read() -> None:
     expected = backward("torch", t, causal=True, window=(100, 0))
     for name in "kv":
         t[name][:, :, :400] = torch.nan
-    found = backward("torch", t, causal=True, window=(100, 0))
-    assert all(torch.equal(found[name], grad) for name, grad in expected.items())
-    assert not found["dk"][:, :, :400].any()
+    actual = backward("torch", t, causal=True, window=(100, 0))
+    assert all(torch.equal(actual[name], grad) for name, grad in expected.items())
+    assert not actual["dk"][:, :, :400].any()

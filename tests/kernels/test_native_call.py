@@ -1,4 +1,4 @@
-"""C and Python have one description of a call: the same members, at the same places."""
+"""C and Python describe a call alike: the same members, at the same offsets."""
 
 import ctypes
 import signal
@@ -16,11 +16,11 @@ NAMES = {"do": "dout", "attn_mask": "mask", "dattn_mask": "dmask", "block_mask":
 
 
 def in_c(name: str) -> str:
-    """The member of struct part with this name in `backward.PART`."""
+    """Return the member of struct part for this name in `backward.PART`."""
     for member in ("_head", "_row", ""):
-        own = name.removesuffix(member) if member else name
-        if own != name or f"{name}_row" in backward.PART:
-            return f"{NAMES.get(own, own)}.{member[1:] or 'at'}"
+        base = name.removesuffix(member) if member else name
+        if base != name or f"{name}_row" in backward.PART:
+            return f"{NAMES.get(base, base)}.{member[1:] or 'at'}"
     return name
 
 
@@ -48,7 +48,7 @@ def integers(names: tuple[str, ...]) -> dict[str, int]:
 def test_members_are_where_python_writes_them(
     tmp_path: Path, header: str, structure: str, expected: dict[str, int]
 ) -> None:
-    """The size is compared, too: C has no more members than Python."""
+    """The sizes are equal, too: C has no further members."""
     lines = [
         f'printf("%zu ", {f"offsetof(struct {structure}, {name})" if name else f"sizeof(struct {structure})"});'
         for name in expected
@@ -72,7 +72,7 @@ def test_members_are_where_python_writes_them(
 
 @pytest.mark.slow
 def test_no_call_reads_or_writes_beyond_an_array(level: str) -> None:
-    """Each array ends, and then begins, at a page that cannot be read."""
+    """Each array ends at an unreadable page, and in a second run begins after one."""
     ran = subprocess.run(
         [sys.executable, "-m", "tests.support.kernels.guarded", level],
         capture_output=True, text=True, check=False,

@@ -1,4 +1,4 @@
-"""The forward by the kernels in C: exact, with bits that neither threads, pages, heads nor neighbours change."""
+"""The forward in C is exact; threads, pages, heads and neighbours do not change its bits."""
 
 import itertools
 from typing import Any
@@ -69,7 +69,7 @@ FEW = {  # each value once; the other combinations are slow
     ],
 )
 def test_bits_are_the_same_in_pages_of_any_size_in_any_order(size: int, layout: str, dtype: torch.dtype) -> None:
-    """Some sequences' pages lie in a row, others anywhere; strided or not."""
+    """Some sequences have consecutive pages, others scattered ones; strided or not."""
     t = {n: x for n, x in qkv(2, 4, 1, 2600, 16, kv_heads=2, dtype=dtype).items() if n != "do"}
     t["kv_lengths"] = torch.tensor([2600, 2050])
     if layout != "bhsd":
@@ -81,32 +81,32 @@ def test_bits_are_the_same_in_pages_of_any_size_in_any_order(size: int, layout: 
         given = dict(paged)
         if layout == "thd":
             given |= {"q": paged["q"].flatten(0, 1), "cu_seqlens_q": torch.tensor([0, 1, 2])}
-        found = forward("torch", given, layout=layout)
-        assert torch.equal(found["o"].view(expected["o"].shape), expected["o"])
-        # The same pages, each sequence's in a row.
+        actual = forward("torch", given, layout=layout)
+        assert torch.equal(actual["o"].view(expected["o"].shape), expected["o"])
+        # The same pages, consecutive for each sequence.
         table = paged["block_table"]
         k, v = (paged[n][table.long().clamp(0, len(paged["k"]) - 1).flatten()] for n in "kv")
         row = torch.arange(table.numel(), dtype=torch.int32).view(table.shape)
-        found = forward("torch", given | {"k": k, "v": v, "block_table": row}, layout=layout)
-        assert torch.equal(found["o"].view(expected["o"].shape), expected["o"])
+        actual = forward("torch", given | {"k": k, "v": v, "block_table": row}, layout=layout)
+        assert torch.equal(actual["o"].view(expected["o"].shape), expected["o"])
 
 
 @pytest.mark.parametrize("size", [CHUNK, 2 * CHUNK])
 def test_pages_of_whole_chunks_anywhere_and_shared_have_the_bits_of_each_sequence_alone(size: int) -> None:
-    """Chunks of all sequences are read in the order of their pages: from a larger pool, with a common first one."""
+    """Chunks of all sequences are read in page order, from a larger pool, with a shared first chunk."""
     pages = 4 * CHUNK // size
     numbers = torch.randperm(64, generator=torch.Generator().manual_seed(0))[: 3 * pages].view(3, pages).int()
     numbers[1:, 0] = numbers[0, 0]
     q, k, v = normal(3, 4, 1, 16, seed=0), normal(64, 2, size, 16, seed=1), normal(64, 2, size, 16, seed=2)
     length = 4 * CHUNK - 100
     k[numbers[2, -1], 1, 3, 0] = torch.nan
-    found, lse = attention(q, k, v, block_table=numbers, kv_lengths=torch.full((3,), length), return_lse=True)
+    actual, lse = attention(q, k, v, block_table=numbers, kv_lengths=torch.full((3,), length), return_lse=True)
     for b in range(3):
         alone = [t[numbers[b].long()].transpose(0, 1).flatten(1, 2)[None, :, :length] for t in (k, v)]
         expected, expected_lse = attention(q[b : b + 1], *alone, return_lse=True)
-        assert torch.equal(found[b].nan_to_num(7.0), expected[0].nan_to_num(7.0))
+        assert torch.equal(actual[b].nan_to_num(7.0), expected[0].nan_to_num(7.0))
         assert torch.equal(lse[b].nan_to_num(7.0), expected_lse[0].nan_to_num(7.0))
-    assert found.isnan().any(-1).sum() == 2
+    assert actual.isnan().any(-1).sum() == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -115,8 +115,8 @@ def test_answers_agree_with_float64(dtype: torch.dtype) -> None:
         t = {n: x for n, x in qkv(2, 2 * group, q_len, kv_len, 64, kv_heads=2, dtype=dtype).items() if n != "do"}
         if sinks:
             t["sinks"] = normal(2 * group)
-        found = verify(t, Options(backend="torch"))
-        assert found.ok, [e for e in found.tensors if not e.ok]
+        report = verify(t, Options(backend="torch"))
+        assert report.ok, [e for e in report.tensors if not e.ok]
 
 
 def test_a_gradient_runs_the_forward_that_a_caller_would_bring() -> None:
@@ -127,7 +127,7 @@ def test_a_gradient_runs_the_forward_that_a_caller_would_bring() -> None:
 
 
 def test_scores_of_nan_and_minus_infinity_in_a_chunk() -> None:
-    """A chunk that no query sees anything of does not hide the others; a NaN is in the answer."""
+    """A chunk that no query sees does not hide the others; a NaN appears in the answer."""
     t = {n: normal(1, 2, 1 if n == "q" else 2 * CHUNK + 100, 16, seed=s) for s, n in enumerate("qkv")}
     t["q"][..., 0] = 1.0
     t["k"][0, 0, :CHUNK, 0] = -torch.inf
@@ -150,33 +150,33 @@ def test_scores_of_minus_infinity_and_nan_in_pages(dtype: torch.dtype) -> None:
     t["k"][0, 0, :CHUNK, 0] = -torch.inf
     t["k"][0, 1, CHUNK + 3, 0] = torch.nan
     expected = forward("torch", t)
-    found = forward("torch", in_pages(t, "bhsd", 16))
+    actual = forward("torch", in_pages(t, "bhsd", 16))
     for name in ("o", "lse"):
-        assert torch.equal(found[name].nan_to_num(7.0), expected[name].nan_to_num(7.0)), name
-    assert found["o"][0, 0].isfinite().all()
-    assert found["o"][0, 1].isnan().all()
+        assert torch.equal(actual[name].nan_to_num(7.0), expected[name].nan_to_num(7.0)), name
+    assert actual["o"][0, 0].isfinite().all()
+    assert actual["o"][0, 1].isnan().all()
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8])
 @pytest.mark.parametrize("kv_len", [1024, 3333])
 def test_bits_do_not_depend_on_the_number_of_threads(rows: int, kv_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads share the chunks of a head's keys, also where they see only a window of them."""
+    """Threads share the chunks of a head's keys, also with a window."""
     monkeypatch.setattr("flashpoint_kernels.native.forward._LEAST_BYTES", 1)
     for heads, options in itertools.product((1, 3), ({}, {"causal": True, "window": (1500, -1)})):
         t = {n: x for n, x in qkv(2, heads, rows, kv_len, 64).items() if n != "do"}
-        found = []
+        results = []
         for threads in (1, 2, 3, 5, 16):
             problem = problem_of(t, **options)
             native_forward.prepared(problem, problem.rows)(threads)
-            found.append(problem.outputs)
-        for other, name in itertools.product(found[1:], ("o", "lse")):
-            assert torch.equal(other[name], found[0][name]), (name, heads)
+            results.append(problem.outputs)
+        for other, name in itertools.product(results[1:], ("o", "lse")):
+            assert torch.equal(other[name], results[0][name]), (name, heads)
         verified = verify(t, Options(backend="torch", **options))
         assert verified.ok, [e for e in verified.tensors if not e.ok]
 
 
 def test_work_is_cut_by_the_bytes_that_it_reads() -> None:
-    """67 MFLOP that read 134 MB."""
+    """The problem has 67 MFLOP and reads 134 MB."""
     spec_only = {n: torch.empty(8, 8, 1 if n == "q" else 4096, 64) for n in "qkv"}
     problem = problem_of(spec_only)
     assert row_seconds(problem.spec, NOMINAL["torch"], problem.rows[0]) > 1e-3
@@ -190,8 +190,8 @@ def test_work_is_cut_by_the_bytes_that_it_reads() -> None:
 def test_sequences_of_few_and_of_many_queries_in_one_problem() -> None:
     t = {n: x for n, x in qkv(3, 2, 40, 1100, 16).items() if n != "do"}
     t |= {"q_lengths": torch.tensor([40, 1, 1]), "kv_lengths": torch.tensor([40, 1100, 1024])}
-    found = verify(t, Options(backend="torch", causal=True))
-    assert found.ok
+    report = verify(t, Options(backend="torch", causal=True))
+    assert report.ok
     problem = problem_of(t, causal=True)
     run([problem], "torch")
     for b, (q_len, kv_len) in enumerate(((40, 40), (1, 1100), (1, 1024))):
@@ -214,7 +214,7 @@ def test_many_short_sequences_have_the_bits_of_few_at_a_time(
     layout: str, lengths: set[str], more: str, options: dict[str, Any], dtype: torch.dtype, threads: int, seed: int,
     pages: bool,
 ) -> None:  # fmt: skip
-    """Their tasks are made together; those of fewer sequences one after the other."""
+    """Tasks of many sequences are made in one step, tasks of few sequences one after another."""
     n, q_len, kv_len = (300, 18, 35) if more == "blocks" else (300, 3, 9)
     generator = torch.Generator().manual_seed(seed)
     t = qkv(n, 4, q_len, kv_len, 16, kv_heads=2, dtype=dtype)
@@ -228,8 +228,8 @@ def test_many_short_sequences_have_the_bits_of_few_at_a_time(
     else:
         t = {name: x.transpose(1, 2) if layout == "bshd" else x for name, x in t.items()}
         for name in lengths:
-            most = q_len if name == "q_lengths" else kv_len
-            t[name] = torch.randint(0, most + 1, (n,), generator=generator)
+            max_length = q_len if name == "q_lengths" else kv_len
+            t[name] = torch.randint(0, max_length + 1, (n,), generator=generator)
         masks = {
             "bool": torch.rand(n, 1, q_len, kv_len, generator=generator) > 0.3,
             "float": torch.randn(n, 4, q_len, kv_len, generator=generator),
@@ -266,8 +266,8 @@ def test_many_short_sequences_have_the_bits_of_few_at_a_time(
         run_part(gradient, "torch")
         return problem.outputs | gradient.outputs
 
-    together = answers()
+    combined = answers()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(native.forward, "TOGETHER", n + 1)
         alone = answers()
-    assert all(torch.equal(together[name], x) for name, x in alone.items())
+    assert all(torch.equal(combined[name], x) for name, x in alone.items())

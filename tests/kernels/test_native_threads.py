@@ -1,4 +1,4 @@
-"""The threads of the kernels in C: each call is computed once, for any caller, also after a fork."""
+"""The threads of the kernels in C compute each call once, for any caller, also after a fork."""
 
 import ctypes
 import subprocess
@@ -42,7 +42,7 @@ def test_each_call_is_computed_once(count: int) -> None:
 
 
 def test_calls_run_on_threads_of_their_own_which_take_no_signals() -> None:
-    """The two wait for each other, so they run at once."""
+    """Two calls wait for each other, so they must run at the same time."""
     barrier, blocked = threading.Barrier(2), {}
 
     @COMPUTE
@@ -55,7 +55,7 @@ def test_calls_run_on_threads_of_their_own_which_take_no_signals() -> None:
     for _ in range(3):
         calls.share(compute, numbers(2))
         assert int(blocked[0].split()[1], 16) == 0
-        assert int(blocked[1].split()[1], 16) & 0x3FFF == 0x3FFF & ~(1 << 8) & ~(1 << 18)  # but SIGKILL and SIGSTOP
+        assert int(blocked[1].split()[1], 16) & 0x3FFF == 0x3FFF & ~(1 << 8) & ~(1 << 18)  # all but SIGKILL, SIGSTOP
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
@@ -94,8 +94,8 @@ def three_threads() -> object:
 def test_callers_at_once_get_their_own_answers(three_threads: None) -> None:
     expected = [solve(seed) for seed in range(8)]
     with ThreadPoolExecutor(8) as callers:
-        for seed, found in enumerate(callers.map(solve, [n % 8 for n in range(160)])):
-            assert torch.equal(found, expected[seed % 8]), seed
+        for seed, actual in enumerate(callers.map(solve, [n % 8 for n in range(160)])):
+            assert torch.equal(actual, expected[seed % 8]), seed
 
 
 FORKS = """
@@ -118,6 +118,6 @@ for _ in range(4):
 
 
 def test_a_forked_child_has_threads_of_its_own() -> None:
-    """In a process of its own: the threads of a test runner may hold locks when it forks."""
+    """It runs in a separate process: threads of a test runner may hold locks when it forks."""
     ran = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert ran.returncode == 0, ran.stderr

@@ -1,4 +1,4 @@
-"""The kernels for AMX with their tile instructions written out in C, for processors with AVX-512 but without AMX."""
+"""The AMX kernels are right with their tile instructions emulated in C, on processors with AVX-512 but no AMX."""
 
 import ctypes
 import subprocess
@@ -22,7 +22,7 @@ def in_c(tmp_path_factory: pytest.TempPathFactory) -> native.Library:
     folder = tmp_path_factory.mktemp("tiles")
     flags = [*build.FLAGS, *build.X86_64["avx512"].split(), "-Werror", "-O1"]
     tiles_in_c = ["-DTILES_IN_C", "-DISA=tiles"]
-    # The gradient by tiles leaves products that may overflow to the kernel of AVX-512.
+    # The tiled gradient leaves products that may overflow to the AVX-512 kernel.
     parts = {"forward": tiles_in_c, "backward": tiles_in_c, "large": ["-DISA=avx512"]}
     for name, options in parts.items():
         source = str(build.HERE / ("forward.c" if name == "forward" else "backward.c"))
@@ -47,8 +47,8 @@ def test_they_agree_with_float64(
     monkeypatch.setattr(native, "library", lambda: in_c)
     for q_len, kv_len, dim in ((1, 300, 64), (40, 270, 40), (66, 70, 128)):
         t = qkv(1, 4, q_len, kv_len, dim, kv_heads=2, dtype=torch.bfloat16)
-        found = verify(t, Options(backend="torch", **options))  # type: ignore[arg-type]
-        assert found.ok, [e for e in found.tensors if not e.ok]
+        report = verify(t, Options(backend="torch", **options))  # type: ignore[arg-type]
+        assert report.ok, [e for e in report.tensors if not e.ok]
 
 
 def test_they_read_shared_pages_together(in_c: native.Library, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,11 +59,11 @@ def test_they_read_shared_pages_together(in_c: native.Library, monkeypatch: pyte
 @pytest.mark.skipif("amx" not in LEVELS, reason="the processor has no AMX to compare with")
 def test_they_have_the_bits_of_the_processors_tiles(in_c: native.Library, monkeypatch: pytest.MonkeyPatch) -> None:
     t = {name: x for name, x in qkv(2, 4, 130, 300, 72, kv_heads=2, dtype=torch.bfloat16).items() if name != "do"}
-    found = []
-    for own in (in_c, native.level("amx")):
-        monkeypatch.setattr(native, "library", lambda own=own: own)
+    results = []
+    for library in (in_c, native.level("amx")):
+        monkeypatch.setattr(native, "library", lambda library=library: library)
         o, lse = attention(**t, causal=True, return_lse=True, softcap=5.0)
         do = normal(*o.shape, seed=8).to(torch.bfloat16)
-        found.append((o, lse, *attention_backward(do, **t, o=o, lse=lse, causal=True, softcap=5.0)))
-    for x, y in zip(*found, strict=True):
+        results.append((o, lse, *attention_backward(do, **t, o=o, lse=lse, causal=True, softcap=5.0)))
+    for x, y in zip(*results, strict=True):
         assert torch.equal(x, y)

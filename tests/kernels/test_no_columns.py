@@ -1,4 +1,4 @@
-"""Head dimensions of 0: without columns of q and k each score is 0 before its mask, as in SDPA."""
+"""A head dimension of 0 gives scores of 0 before the mask, as in SDPA."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 BACKENDS = ["auto", "torch", "tiled", "reference", pytest.param("triton", marks=pytest.mark.slow)]
 
 
-def answers(shapes: Any, options: dict[str, Any], backend: str, least: int) -> list[torch.Tensor]:
-    """Return o, lse and all gradients; dimensions below `least` are filled up with zeros."""
+def answers(shapes: Any, options: dict[str, Any], backend: str, min_dim: int) -> list[torch.Tensor]:
+    """Return o, lse and all gradients; head dimensions below `min_dim` are padded with zeros."""
     inputs = [normal(*shape, seed=n) for n, shape in enumerate(shapes)]
-    inputs = [torch.nn.functional.pad(t, (0, max(0, least - t.shape[-1]))).requires_grad_() for t in inputs]
+    inputs = [torch.nn.functional.pad(t, (0, max(0, min_dim - t.shape[-1]))).requires_grad_() for t in inputs]
     keywords = dict(options)
     for name in ("attn_mask", "sinks"):
         if name in keywords:
@@ -46,9 +46,9 @@ def test_no_columns_are_columns_of_zeros(shapes: Any, backend: str) -> None:
         if (name == "mask" and shapes[1][-2] != 7) or (name == "sinks" and len(shapes[0]) == 2):
             continue
         expected = answers(shapes, {"scale": 1.0, **options} if shapes[0][-1] == 0 else options, "reference", 1)
-        for found, wanted in zip(answers(shapes, options, backend, 0), expected, strict=True):
-            part = wanted if found.shape == wanted.shape else wanted[..., : found.shape[-1]]
-            torch.testing.assert_close(found, part, rtol=1e-5, atol=1e-5)
+        for actual, wanted in zip(answers(shapes, options, backend, 0), expected, strict=True):
+            part = wanted if actual.shape == wanted.shape else wanted[..., : actual.shape[-1]]
+            torch.testing.assert_close(actual, part, rtol=1e-5, atol=1e-5)
 
 
 def test_they_are_those_of_sdpa() -> None:

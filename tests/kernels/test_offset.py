@@ -1,7 +1,7 @@
-"""`offset`: a diagonal of its own for each sequence, as data that plans and kernels do not depend on.
+"""`offset` moves the diagonal of each sequence; plans and kernels do not depend on its values.
 
-Pairs with the other options are in the covering array of `triton_cases`, and bits in test_one_row.py and
-test_short_sequences.py.
+The covering array of `triton_cases` tests pairs with other options; test_one_row.py and test_short_sequences.py test
+the bits.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ Q, K = normal(2, 2, 3, 8), normal(2, 2, 5, 8, seed=1)
 def formula(
     q: Tensor, k: Tensor, v: Tensor, offsets: list[int], slopes: Tensor | None, causal: bool, window: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
-    """o and lse in float64, by the contract's words: j <= i + offset, within the window, −slope·|i + offset − j|."""
+    """Return o and lse in float64 by the contract: j <= i + offset, the window, and −slope·|i + offset − j|."""
     queries = torch.arange(q.shape[2], device=q.device)[:, None]
     at = queries + torch.tensor(offsets, device=q.device)[:, None, None, None]
     ahead = torch.arange(k.shape[2], device=q.device) - at
@@ -54,52 +54,52 @@ def test_it_moves_causality_windows_and_alibi(
     backend: str, lengths: tuple[int, int], offsets: list[int], one: bool, causal: bool, window: tuple[int, int],
     alibi: bool,
 ) -> None:  # fmt: skip
-    """Forward and gradients against float64, with one number for all sequences or one for each."""
+    """Forward and gradients equal float64, with one offset for all sequences or one for each."""
     t = {name: x.requires_grad_() for name, x in qkv(2, 2, *lengths, 16).items()}
     q, k, v, do = (t[name] for name in ("q", "k", "v", "do"))
-    alibi &= max(map(abs, offsets)) < FAR  # float32 cannot tell these distances apart
+    alibi &= max(map(abs, offsets)) < FAR  # float32 rounds these distances to one value
     slopes = normal(2).abs() if alibi else None
     offsets = offsets[:1] * 2 if one else offsets
     o, lse = attention(
         q, k, v, offset=offsets[0] if one else offsets, causal=causal, window=window, alibi_slopes=slopes,
         backend=backend, return_lse=True,
     )  # fmt: skip
-    found = o, lse, *torch.autograd.grad(o, (q, k, v), do)
+    actual = o, lse, *torch.autograd.grad(o, (q, k, v), do)
     o, lse = formula(q.double(), k.double(), v.double(), offsets, slopes, causal, window)
     true = o, lse, *torch.autograd.grad(o, (q, k, v), do.double())
-    for name, x, y in zip(("o", "lse", "dq", "dk", "dv"), found, true, strict=True):
+    for name, x, y in zip(("o", "lse", "dq", "dk", "dv"), actual, true, strict=True):
         torch.testing.assert_close(x.double(), y.double(), rtol=2e-5, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_offset_of_the_lengths_has_the_bits_of_none(backend: str) -> None:
-    """Also in `thd`, and as a number, a list and a tensor of either width."""
+    """This holds in `thd` too, and for a number, a list, and a tensor of either width."""
     options: dict[str, Any] = {"causal": True, "window": (2, 0), "backend": backend}
     expected = attention(Q, K, K, **options)
     for offset in (2, [2], [2, 2], torch.tensor(2), torch.tensor([2, 2], dtype=torch.int32)):
         assert torch.equal(attention(Q, K, K, offset=offset, **options), expected)
     starts = {"cu_seqlens_q": [0, 3, 6], "cu_seqlens_k": [0, 5, 10]}
     packed = [t.transpose(1, 2).flatten(0, 1) for t in (Q, K, K)]
-    found = attention(*packed, layout="thd", offset=[2, 2], **starts, **options)
-    assert torch.equal(found, attention(*packed, layout="thd", **starts, **options))
+    actual = attention(*packed, layout="thd", offset=[2, 2], **starts, **options)
+    assert torch.equal(actual, attention(*packed, layout="thd", **starts, **options))
     top_left = attention(Q, K, K, causal_alignment="top_left", **options)
     assert torch.equal(attention(Q, K, K, offset=0, **options), top_left)
 
 
 def test_a_step_that_moves_it_plans_nothing_anew() -> None:
-    """A loop over offsets takes one plan and, on `triton`, one route; the answers still follow it."""
+    """A loop over offsets uses one plan and, on `triton`, one route; the answers follow the offset."""
     forget()
-    found = []
+    results = []
     for offset in range(4):
-        found.append(attention(Q, K, K, offset=offset, causal=True, backend="triton"))
+        results.append(attention(Q, K, K, offset=offset, causal=True, backend="triton"))
         if offset == 0:
             before = specs._plan.cache_info().misses, route._route.cache_info().misses
     assert (specs._plan.cache_info().misses, route._route.cache_info().misses) == before
-    assert len({tuple(o.flatten().tolist()) for o in found}) == 4
+    assert len({tuple(o.flatten().tolist()) for o in results}) == 4
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         ({"offset": 1.5}, "must be"), ({"offset": True}, "must be"), ({"offset": "2"}, "must be"),
         ({"offset": [1, 2, 3]}, r"shape \[3\] must be \[\] or \[1\] or \[2\]"),
@@ -109,6 +109,6 @@ def test_a_step_that_moves_it_plans_nothing_anew() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_what_is_no_offset_is_refused(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(ProblemError, match=rf"offset: .*{said}"):
+def test_what_is_no_offset_is_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ProblemError, match=rf"offset: .*{message}"):
         attention(Q, K, K, causal=True, **given)

@@ -1,4 +1,4 @@
-"""One row, one set of bits, whatever is asked beside it and wherever its keys lie: the full prefill is the oracle."""
+"""A row has the bits of the full prefill, for any other rows in the call and any memory layout of its keys."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from tests.support.kernels.solving import normal
 
 Tensors = dict[str, Tensor]
 F8 = torch.float8_e4m3fn
-QUERIES, KEYS = 16, 64  # of a block of block masks
+QUERIES, KEYS = 16, 64  # the block size of block masks
 
 
 def prefill(kv_heads: int, group: int, length: int, dim: int, value_dim: int, dtype: torch.dtype, seed: int) -> Tensors:
@@ -25,15 +25,15 @@ def prefill(kv_heads: int, group: int, length: int, dim: int, value_dim: int, dt
 
 
 def rows_of(t: Tensors, start: int, stop: int) -> Tensors:
-    """Return the call of queries [start, stop) of a causal prefill, over the keys up to the last of them."""
-    own = {"q": t["q"][:, :, start:stop]}
+    """Return the call of queries [start, stop) of a causal prefill, with keys up to the last query."""
+    call = {"q": t["q"][:, :, start:stop]}
     for name in t.keys() & {"k", "v", "k_scale", "v_scale"}:
-        own[name] = t[name][:, :, :stop]
+        call[name] = t[name][:, :, :stop]
     if "attn_mask" in t:
-        own["attn_mask"] = t["attn_mask"][..., start:stop, :stop]
+        call["attn_mask"] = t["attn_mask"][..., start:stop, :stop]
     if "block_mask" in t:
-        own["block_mask"] = t["block_mask"][..., start // QUERIES : -(-stop // QUERIES), : -(-stop // KEYS)]
-    return own | {name: t[name] for name in t.keys() & {"alibi_slopes", "sinks"}}
+        call["block_mask"] = t["block_mask"][..., start // QUERIES : -(-stop // QUERIES), : -(-stop // KEYS)]
+    return call | {name: t[name] for name in t.keys() & {"alibi_slopes", "sinks"}}
 
 
 def answers(t: Tensors, **options: Any) -> tuple[Tensor, Tensor]:
@@ -42,7 +42,7 @@ def answers(t: Tensors, **options: Any) -> tuple[Tensor, Tensor]:
 
 
 def with_neighbours(t: Tensors) -> Tensors:
-    """Return a batch of three, whose second is `t`, beside garbage."""
+    """Return a batch of three: `t` second, between garbage."""
     batched = {name: x for name, x in t.items() if name not in ("alibi_slopes", "sinks")}
     return {
         name: torch.cat([torch.full_like(x.float(), 3e4).to(x.dtype), x, torch.zeros_like(x)])
@@ -52,12 +52,12 @@ def with_neighbours(t: Tensors) -> Tensors:
 
 def one_head(t: Tensors, head: int, group: int) -> Tensors:
     """Return one query head and its key/value head."""
-    own = {name: x[:, head : head + 1] for name, x in t.items() if name in ("q", "attn_mask", "block_mask")}
-    own |= {n: x[:, head // group : head // group + 1] for n, x in t.items() if n in ("k", "v", "k_scale", "v_scale")}
-    return own | {name: t[name][head : head + 1] for name in t.keys() & {"alibi_slopes", "sinks"}}
+    call = {name: x[:, head : head + 1] for name, x in t.items() if name in ("q", "attn_mask", "block_mask")}
+    call |= {n: x[:, head // group : head // group + 1] for n, x in t.items() if n in ("k", "v", "k_scale", "v_scale")}
+    return call | {name: t[name][head : head + 1] for name in t.keys() & {"alibi_slopes", "sinks"}}
 
 
-def turned(t: Tensors) -> Tensors:
+def transposed(t: Tensors) -> Tensors:
     return {n: x.transpose(1, 2).contiguous() if n in ("q", "k", "v") else x for n, x in t.items()}
 
 
@@ -102,28 +102,28 @@ def test_rows_have_the_bits_of_the_full_prefill(
     if "block_mask" in t:
         start -= start % QUERIES
     stop = min(length, start + count)
-    own, before = rows_of(t, start, stop), torch.get_num_threads()
+    call, before = rows_of(t, start, stop), torch.get_num_threads()
     expected = o[:, :, start:stop], lse[:, :, start:stop]
     if way == "neighbours":
-        found = tuple(x[1:2] for x in answers(with_neighbours(own), **options))
+        actual = tuple(x[1:2] for x in answers(with_neighbours(call), **options))
     elif way == "head":
-        found = answers(one_head(own, heads - 1, group), **options)
+        actual = answers(one_head(call, heads - 1, group), **options)
         expected = tuple(x[:, -1:] for x in expected)
     elif way == "bshd" and kind is None:
-        found_o, found_lse = answers(turned(own), layout="bshd", **options)
-        found = found_o.transpose(1, 2), found_lse
+        found_o, found_lse = answers(transposed(call), layout="bshd", **options)
+        actual = found_o.transpose(1, 2), found_lse
     elif way == "pages" and not mask and kind is None:
-        found = answers(in_pages(own | {"kv_lengths": torch.tensor([stop])}, "bhsd", page), **options)
-    elif way == "offset" and "block_mask" not in t:  # over all keys, also those after the last query
+        actual = answers(in_pages(call | {"kv_lengths": torch.tensor([stop])}, "bhsd", page), **options)
+    elif way == "offset" and "block_mask" not in t:  # with keys after the last query
         masked = {"attn_mask": t["attn_mask"][..., start:stop, :]} if "attn_mask" in t else {}
-        found = answers(t | {"q": own["q"], "offset": start} | masked, **options)
+        actual = answers(t | {"q": call["q"], "offset": start} | masked, **options)
     else:
         torch.set_num_threads(1 if way == "threads" else before)
         try:
-            found = answers(own, **options)
+            actual = answers(call, **options)
         finally:
             torch.set_num_threads(before)
-    for name, x, y in zip(("o", "lse"), found, expected, strict=True):
+    for name, x, y in zip(("o", "lse"), actual, expected, strict=True):
         assert torch.equal(x, y), name
 
 
@@ -155,10 +155,10 @@ def test_rows_of_dq_have_the_bits_of_the_full_gradient(
     if "block_mask" in t:
         start -= start % QUERIES
     stop = min(length, start + count)
-    own = rows_of(t, start, stop)
-    q, k, v = (own[name] for name in "qkv")
+    call = rows_of(t, start, stop)
+    q, k, v = (call[name] for name in "qkv")
     do, o, lse = (x[:, :, start:stop] for x in (do, o, lse))
-    assert torch.equal(attention_backward(do, q, k, v, o, lse, **rest(own), **options)[0], whole[:, :, start:stop])
+    assert torch.equal(attention_backward(do, q, k, v, o, lse, **rest(call), **options)[0], whole[:, :, start:stop])
 
 
 def rest(t: Tensors) -> Tensors:
@@ -166,18 +166,18 @@ def rest(t: Tensors) -> Tensors:
 
 
 def test_rows_differ_where_the_order_of_sums_does() -> None:
-    """The comparison finds other bits where there are some: of a softmax over keys in another order."""
+    """The comparison detects different bits: a softmax over keys in another order has some."""
     t = prefill(1, 1, 300, 64, 64, torch.float32, seed=1)
     order = torch.randperm(300, generator=torch.Generator().manual_seed(1))
-    found = attention(t["q"], t["k"], t["v"], backend="torch")
+    actual = attention(t["q"], t["k"], t["v"], backend="torch")
     other = attention(t["q"], t["k"][:, :, order], t["v"][:, :, order], backend="torch")
-    torch.testing.assert_close(found, other, rtol=1e-5, atol=1e-6)
-    assert (found != other).any(-1).sum() > 100
+    torch.testing.assert_close(actual, other, rtol=1e-5, atol=1e-6)
+    assert (actual != other).any(-1).sum() > 100
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_a_row_may_not_see_never_reaches_it(level: str, dtype: torch.dtype) -> None:
-    """Infinities and NaN in later keys and values, and in those that a mask removes; where they are seen, they show."""
+    """Infinities and NaN in later or masked keys and values change nothing; in visible ones they show."""
     t = prefill(2, 2, 300, 64, 64, dtype, seed=2)
     mask = normal(1, 1, 300, 300) > -1
     mask[..., 150] = False
@@ -189,15 +189,15 @@ def test_what_a_row_may_not_see_never_reaches_it(level: str, dtype: torch.dtype)
                 spoilt[name][:, :, 200:, ::3] = bad
                 if extra:
                     spoilt[name][:, :, 150] = bad
-            found, _ = answers(spoilt | extra)
-            assert torch.equal(found[:, :, :200], expected[:, :, :200])
-            assert not found[:, :, 205:].isfinite().all(-1).any()
+            actual, _ = answers(spoilt | extra)
+            assert torch.equal(actual[:, :, :200], expected[:, :, :200])
+            assert not actual[:, :, 205:].isfinite().all(-1).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"scale": 3.0}])
 def test_finite_inputs_give_finite_answers(level: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """Products beyond float32's range count as its largest number, of either sign."""
+    """Products outside float32's range become its largest number, with their sign."""
     t = prefill(1, 2, 200, 64, 64, dtype, seed=3)
     t["q"][:, :, ::2] *= 1e30
     t["k"][:, :, ::3] *= 1e30
@@ -210,9 +210,9 @@ def test_finite_inputs_give_finite_answers(level: str, dtype: torch.dtype, optio
 
 def test_levels_have_equal_bits_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     t = prefill(2, 3, 700, 40, 72, torch.float32, seed=4) | {"alibi_slopes": normal(6).abs() / 8}
-    found = []
+    results = []
     for name in LEVELS:
         functions = native.level(name)
-        monkeypatch.setattr(native, "library", lambda own=functions: own)
-        found.append(answers(t, softcap=4.0, dropout_p=0.2, dropout_seed=9)[0])
-    assert all(torch.equal(x, found[0]) for x in found)
+        monkeypatch.setattr(native, "library", lambda library=functions: library)
+        results.append(answers(t, softcap=4.0, dropout_p=0.2, dropout_seed=9)[0])
+    assert all(torch.equal(x, results[0]) for x in results)

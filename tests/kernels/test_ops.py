@@ -1,4 +1,4 @@
-"""The operators in torch: opcheck, and `torch.compile(fullgraph=True)` with every option, forward and backward."""
+"""The torch operators pass opcheck and `torch.compile(fullgraph=True)` with every option, forward and backward."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.support.kernels.solving import normal, qkv
 FORWARD = torch.ops.flashpoint.attention.default
 BACKWARD = torch.ops.flashpoint.attention_backward.default
 FORWARD_ONLY = ("pages", "8 bits")
-OF_BACKWARD = [n for n, name in enumerate(FORWARD_TENSORS) if name in BACKWARD_TENSORS]  # and the seed behind them
+OF_BACKWARD = [n for n, name in enumerate(FORWARD_TENSORS) if name in BACKWARD_TENSORS]  # the seed follows
 DIFFERENTIABLE = ("q", "k", "v", "attn_mask", "sinks")
 
 
 def inputs(*shape: int, layout: str = "bhsd", **how: Any) -> dict[str, Tensor]:
-    """q, k and v; strided views in layout bshd, as a projection gives them."""
+    """Return q, k and v; in layout bshd as strided views, as a projection returns them."""
     t = {name: x for name, x in qkv(*(shape or (2, 4, 5, 7, 8)), kv_heads=2, **how).items() if name != "do"}
     return {name: x.transpose(1, 2) for name, x in t.items()} if layout == "bshd" else t
 
@@ -37,13 +37,13 @@ def index(*values: int, dtype: torch.dtype = torch.int64) -> Tensor:
 
 
 def packed() -> dict[str, Tensor]:
-    """Three sequences, one of them with no key."""
+    """Return three packed sequences, one of them without keys."""
     t = {"q": normal(9, 4, 8), "k": normal(11, 2, 8, seed=1), "v": normal(11, 2, 8, seed=2)}
     return t | {"cu_seqlens_q": index(0, 4, 6, 9), "cu_seqlens_k": index(0, 4, 4, 11, dtype=torch.int32)}
 
 
 def pages() -> dict[str, Tensor]:
-    """Two sequences of 5 and 3 keys, in pages of 2."""
+    """Return two sequences of 5 and 3 keys, in pages of 2."""
     t = inputs(3, 4, 5, 2, 8) | {"q": normal(2, 4, 5, 8)}
     table = index(2, 0, 1, 1, 2, 7, dtype=torch.int32).view(2, 3)
     return t | {"kv_lengths": index(5, 3), "block_table": table}
@@ -55,7 +55,7 @@ def eight_bit() -> dict[str, Tensor]:
     return t | {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
 
 
-# Every option and every tensor of the contract, alone or with what it needs.
+# Every option and tensor of the contract, with the others that it requires.
 CASES: dict[str, tuple[Callable[[], dict[str, Tensor]], dict[str, Any]]] = {
     "plain": (inputs, {}),
     "bshd": (lambda: inputs(layout="bshd"), {"layout": "bshd", "causal": True}),
@@ -93,7 +93,7 @@ def leaves(case: str) -> dict[str, Tensor]:
 
 
 def arguments(case: str) -> list[Any]:
-    """As the operators take them."""
+    """Return the arguments as the operators take them."""
     tensors, options = leaves(case), CASES[case][1]
     seed = options.get("dropout_seed")
     seed = None if seed is None else torch.tensor(seed - (1 << 64))
@@ -101,7 +101,7 @@ def arguments(case: str) -> list[Any]:
 
 
 def of_backward(given: list[Any]) -> list[Any]:
-    """The tensors and the seed that both operators take."""
+    """Return the tensors and the seed that both operators take."""
     return [*(given[n] for n in OF_BACKWARD), given[-2]]
 
 
@@ -112,14 +112,14 @@ def test_the_cases_have_every_option_and_tensor() -> None:
 
 
 def cases(fast: Iterable[str], *, without: str = "") -> list[Any]:
-    """All but one; those that are not `fast` are slow."""
+    """Return all cases but `without`; cases not in `fast` are marked slow."""
     return [pytest.param(case, marks=[] if case in fast else pytest.mark.slow) for case in CASES if case != without]
 
 
-# The interpreter takes 15 s for what opcheck repeats, and the dispatcher does not see which backend runs.
+# The interpreter would take 15 s for opcheck, and the dispatcher does not depend on the backend.
 @pytest.mark.parametrize("case", cases({"thd", "dropout", "float mask", *FORWARD_ONLY}, without="triton"))
 def test_opcheck(case: str) -> None:
-    """Schema, autograd's registration, the fake kernels' shapes and strides, and both traced with symbolic sizes."""
+    """The schema, the autograd registration, and the fake kernels' shapes and strides are right for symbolic sizes."""
     given = arguments(case)
     torch.library.opcheck(FORWARD, given)
     if case in FORWARD_ONLY:
@@ -154,7 +154,7 @@ def loss_and_gradients(call: Callable[..., Any], tensors: dict[str, Tensor]) -> 
 
 @pytest.mark.parametrize("case", cases({"thd", "dropout", "float mask", "triton"}))
 def test_compiled_whole_it_gives_the_same_bits(case: str) -> None:
-    """Compare o, lse and every gradient; aot_eager runs the traced graph without generated code."""
+    """o, lse and every gradient are equal; aot_eager runs the traced graph without generated code."""
     torch.compiler.reset()
 
     def call(tensors: dict[str, Tensor]) -> Any:
@@ -162,8 +162,8 @@ def test_compiled_whole_it_gives_the_same_bits(case: str) -> None:
 
     tensors = leaves(case)
     expected = loss_and_gradients(call, tensors)
-    found = loss_and_gradients(torch.compile(call, fullgraph=True, backend="aot_eager"), tensors)
-    for a, b in zip(found, expected, strict=True):
+    actual = loss_and_gradients(torch.compile(call, fullgraph=True, backend="aot_eager"), tensors)
+    for a, b in zip(actual, expected, strict=True):
         assert torch.equal(a, b)
 
 
@@ -241,7 +241,7 @@ def test_without_autograd_or_without_data() -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++: install g++ (apt-get install g++)")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_inductor() -> None:
-    """A model around it, made into code: its own products round as they like, attention's bits go through."""
+    """In generated code, only the model's other products round differently; attention keeps its bits."""
     torch.compiler.reset()
     tensors = leaves("sinks")
 
@@ -250,14 +250,14 @@ def test_inductor() -> None:
         return (attention(**tensors | {"q": q}, causal=True).square(),)
 
     expected = loss_and_gradients(call, tensors)
-    found = loss_and_gradients(torch.compile(call, fullgraph=True), tensors)
-    for a, b in zip(found, expected, strict=True):
+    actual = loss_and_gradients(torch.compile(call, fullgraph=True), tensors)
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_what_is_wrong_by_its_sizes_is_refused_when_it_is_traced() -> None:
     t = inputs() | {"attn_mask": normal(3, 3)}
-    with pytest.raises(RuntimeError, match="attn_mask: shape"):  # Dynamo's, with ours in its words
+    with pytest.raises(RuntimeError, match="attn_mask: shape"):  # Dynamo quotes our error
         torch.compile(lambda: attention(**t), fullgraph=True, backend="aot_eager")()
 
 

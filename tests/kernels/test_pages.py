@@ -1,4 +1,4 @@
-"""Keys and values in pages: bit for bit what they are without, whatever the pages, and nothing else is read."""
+"""Keys and values in any pages give the bits of dense ones, and nothing else is read."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,20 +19,20 @@ from tests.support.kernels.solving import forward, normal, qkv, spec_of
 from tests.support.kernels.triton_cases import PLAIN, name_of, options_of, pairs, tensors_of
 
 BACKENDS = ["torch", "tiled", "reference", "triton"]
-# In the fast tier the property tests run the kernels, which the interpreter takes long for.
+# The interpreter is slow, so in the fast tier only the property tests run the Triton kernels.
 EACH = [*BACKENDS[:3], pytest.param("triton", marks=pytest.mark.slow)]
 CASES = pairs()
 
 
 def each_pair() -> Iterator[Any]:
-    """Backend and case. A third of those with Triton is slow, and the rest is the wide sweep."""
+    """Yield backend and case. A third of the Triton cases is slow, and the rest is in the wide sweep."""
     for backend, (n, case) in product(BACKENDS, enumerate(CASES)):
         if backend != "reference":
             marks = [] if backend != "triton" else pytest.mark.full if n % 3 else pytest.mark.slow
             yield pytest.param(backend, case, marks=marks, id=f"{backend}-{name_of(case)}")
 
 
-SIZES = (1, 7, 16, 35)  # of a page: 70 keys are whole pages of each, but of 16
+SIZES = (1, 7, 16, 35)  # of a page: 70 keys are whole pages of each size but 16
 
 
 def same(backend: str, dense: dict[str, torch.Tensor], paged: dict[str, torch.Tensor], **options: Any) -> None:
@@ -53,7 +53,7 @@ def test_bits_are_those_of_the_keys_that_lie_together(backend: str, layout: str,
 
 @pytest.mark.parametrize(("backend", "case"), [*each_pair()])
 def test_with_every_pair_of_options(backend: str, case: dict[str, Any]) -> None:
-    """Every other case with 8-bit keys, too: exact by the rule, or refused for what the backend does not claim."""
+    """Also with 8-bit keys in every second case: exact, or refused for exactly the options that it lacks."""
     number = CASES.index(case)
     tensors = {n: t for n, t in tensors_of(case, 37, 70).items() if n not in ("do", "dlse")}
     options = replace(options_of(case), backend=backend, grads=("dq",))
@@ -68,8 +68,8 @@ def test_with_every_pair_of_options(backend: str, case: dict[str, Any]) -> None:
             verify(paged, options)
         assert list(refused.value.errors) == errors
         return
-    found = verify(paged, options)
-    assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)
+    report = verify(paged, options)
+    assert report.ok, "\n".join(str(t) for t in report.tensors if not t.ok)
     dense = Problem.create(tensors, replace(options, return_lse=True))
     run([dense], backend)
     assert verify(paged, options, answers=dense.outputs).ok
@@ -78,7 +78,7 @@ def test_with_every_pair_of_options(backend: str, case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("eight", [False, True])
 @pytest.mark.parametrize("backend", EACH[:2] + EACH[3:])
 def test_bits_are_the_same_alone_and_among_others(backend: str, eight: bool) -> None:
-    """A sequence's neighbours, its place among them, its page size and its pages' places change nothing."""
+    """A sequence's neighbours, its place in the batch, its page size and its page numbers change nothing."""
     t = qkv(3, 4, 37, 70, 40, kv_heads=2) | {"kv_lengths": torch.tensor([70, 13, 70])}
     t.pop("do")
     if eight:
@@ -94,7 +94,7 @@ def test_bits_are_the_same_alone_and_among_others(backend: str, eight: bool) -> 
 
 @pytest.mark.parametrize("backend", EACH)
 def test_problems_share_a_call(backend: str) -> None:
-    """Page sizes, lengths, heads and layouts differ; each has the bits that it has alone."""
+    """Page sizes, lengths, heads and layouts differ; each problem has the bits that it has alone."""
     problems, alone = [], []
     for n, (layout, size) in enumerate((("bhsd", 7), ("bshd", 16), ("thd", 3))):
         case = PLAIN | {"layout": layout, "group": 1 + n % 2}
@@ -167,10 +167,10 @@ def test_no_key_and_no_page() -> None:
     table = torch.tensor([[7, 7], [2, 1]], dtype=torch.int32)
     for backend in BACKENDS:
         lengths = torch.tensor([0, 12])
-        found = forward(backend, {"q": q, "k": k, "v": k, "block_table": table, "kv_lengths": lengths})
-        assert not found["o"][0].any()
-        assert found["lse"][0].isneginf().all()
-        assert found["lse"][1].isfinite().all()
+        actual = forward(backend, {"q": q, "k": k, "v": k, "block_table": table, "kv_lengths": lengths})
+        assert not actual["o"][0].any()
+        assert actual["lse"][0].isneginf().all()
+        assert actual["lse"][1].isfinite().all()
         for pool, pages in ((0, 2), (4, 0), (0, 0)):
             few = {"k": k[:pool], "v": k[:pool], "block_table": table[:, :pages], "kv_lengths": torch.tensor([0, 0])}
             assert not forward(backend, {"q": q, **few})["o"].any()
@@ -193,7 +193,7 @@ def test_prices_are_those_of_the_keys_that_are_there() -> None:
 
 
 def test_prices_of_packed_queries_over_pages() -> None:
-    """Each of the sequences may have all queries, or all keys that its pages hold; causal squares are no squares."""
+    """Each sequence may have all queries, or all keys of its pages; the causal square does not apply."""
     case = PLAIN | {"layout": "thd"}
     t = {n: x for n, x in tensors_of(case, 24, 48).items() if n != "do"}
     paged = in_pages(t, "thd", 4)  # 24 keys a sequence at most

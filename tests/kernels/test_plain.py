@@ -1,4 +1,4 @@
-"""The short way of a plain call: the bits, the gradients and the errors of the long one, and who takes it."""
+"""The short path of a plain call has the bits, gradients and errors of the long path; which calls take it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -48,10 +48,10 @@ def test_bits_and_gradients_are_those_of_the_long_way(
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         expected = long_way(monkeypatch, answers)
-    for n, (found, right) in enumerate(zip(answers(), expected, strict=True)):
-        assert torch.equal(found, right), n
-        assert found.dtype == right.dtype
-        assert n > 2 or found.is_contiguous() or n == 1
+    for n, (actual, right) in enumerate(zip(answers(), expected, strict=True)):
+        assert torch.equal(actual, right), n
+        assert actual.dtype == right.dtype
+        assert n > 2 or actual.is_contiguous() or n == 1
 
 
 @given(
@@ -66,7 +66,7 @@ def test_bits_and_gradients_are_those_of_the_long_way(
 def test_a_repeated_call_reads_its_own_tensors_whatever_came_before(
     history: list[tuple[int, str, bool, int]], kv_heads: int, q_len: int, dtype: torch.dtype
 ) -> None:
-    """On other threads, with other strides, and with other numbers at other addresses."""
+    """This holds on other threads, with other strides, and with other numbers at other addresses."""
     before = torch.get_num_threads()
     try:
         for threads, layout, apart, seed in history:
@@ -85,8 +85,8 @@ def test_a_repeated_call_reads_its_own_tensors_whatever_came_before(
 
             with pytest.MonkeyPatch.context() as monkeypatch:
                 expected = long_way(monkeypatch, answers)
-            for found, right in zip(answers(), expected, strict=True):
-                assert torch.equal(found, right)
+            for actual, right in zip(answers(), expected, strict=True):
+                assert torch.equal(actual, right)
     finally:
         torch.set_num_threads(before)
 
@@ -96,8 +96,8 @@ def test_a_plain_call_has_a_route() -> None:
     plain._route.cache_clear()
     attention(q, k, v)
     attention(q, k, v)
-    found = plain._route.cache_info()
-    assert (found.misses, found.hits) == (1, 1)
+    info = plain._route.cache_info()
+    assert (info.misses, info.hits) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_a_plain_call_has_a_route() -> None:
      ((40, 2, 200, 16), torch.float32), ((1, 1, 1100, 40), torch.float32), ((1, 4, 1, 64), torch.float32)],
 )  # fmt: skip
 def test_calls_of_more_than_one_part_have_the_bits_of_the_long_way(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Cut by heads or by sequences there, of one head, and of few queries over 1,100 keys."""
+    """The calls are cut by heads or sequences, have one head, or have few queries over 1,100 keys."""
     t = qkv(*shape[:3], max(shape[2], 1100 if shape[2] == 1 else 0), shape[3], dtype=dtype)
     leaves = [t[n].requires_grad_() for n in "qkv"]
 
@@ -116,8 +116,8 @@ def test_calls_of_more_than_one_part_have_the_bits_of_the_long_way(shape: tuple[
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         expected = long_way(monkeypatch, answers)
-    for found, right in zip(answers(), expected, strict=True):
-        assert torch.equal(found, right)
+    for actual, right in zip(answers(), expected, strict=True):
+        assert torch.equal(actual, right)
 
 
 @pytest.mark.parametrize("wrong", [{"causal": 1}, {"window": (True, 0)}, {"window": (-1.0, -1.0)}, {"scale": [1.0]}])
@@ -137,7 +137,7 @@ def test_what_is_wrong_with_tensors_is_named() -> None:
 
 
 def test_rows_without_a_sum_are_put_right() -> None:
-    """Scores of NaN and of −∞, forward and backward, alike on both ways."""
+    """Scores of NaN and −∞ give the same answers and gradients on both paths."""
     t = {name: normal(1, 2, 20, 16, seed=n) for n, name in enumerate("qkv")}
     t["q"][0, 0, 3] = torch.inf
     t["k"][0, 0] = -t["k"][0, 0].abs()
@@ -150,13 +150,13 @@ def test_rows_without_a_sum_are_put_right() -> None:
 
     with pytest.MonkeyPatch.context() as monkeypatch:
         expected = long_way(monkeypatch, answers)
-    for found, right in zip(answers(), expected, strict=True):
-        assert torch.equal(found.nan_to_num(7.0), right.nan_to_num(7.0))
+    for actual, right in zip(answers(), expected, strict=True):
+        assert torch.equal(actual.nan_to_num(7.0), right.nan_to_num(7.0))
     assert expected[1][0, 0, 3] == -torch.inf
 
 
 def test_gradients_that_are_not_plain() -> None:
-    """Gradients of some inputs, through lse, without use, twice, and of float16."""
+    """These are gradients of some inputs, through lse, of unused answers, taken twice, and in float16."""
     q, k, v = (x.detach() for x in drawn(2, 1, 20, 20, 16, torch.float32, "bhsd"))
     q.requires_grad_()
     o, lse = attention(q, k, v, return_lse=True)
@@ -169,7 +169,7 @@ def test_gradients_that_are_not_plain() -> None:
 
 
 def test_what_watches_sees_the_operator_of_the_library() -> None:
-    """A mode of torch's dispatcher, a subclass and a transform go the long way, whose node they know."""
+    """A dispatch mode, a tensor subclass and a transform take the long path, whose operator they recognise."""
     q, k, v = (x.detach() for x in drawn(2, 1, 20, 20, 16, torch.float32, "bhsd"))
     expected = attention(q, k, v)
     seen: list[str] = []
@@ -183,8 +183,8 @@ def test_what_watches_sees_the_operator_of_the_library() -> None:
         assert torch.equal(attention(q, k, v), expected)
     assert seen[0] == "flashpoint.attention.default"
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = attention(q, k, v)
-    assert torch.equal(found, attention(q.bfloat16(), k.bfloat16(), v.bfloat16()))
+        actual = attention(q, k, v)
+    assert torch.equal(actual, attention(q.bfloat16(), k.bfloat16(), v.bfloat16()))
     with FlopCounterMode(display=False):
         attention(q, k, v)
 

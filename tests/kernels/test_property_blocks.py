@@ -1,4 +1,4 @@
-"""Any block masks: their sizes, shares, lengths and options are drawn."""
+"""Random block masks are right: their sizes, shares, lengths and options are drawn."""
 
 from typing import Any
 
@@ -35,10 +35,10 @@ def problems(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], tuple[int, int],
 @given(problem=problems())
 @settings(max_examples=60, deadline=None)
 def test_any_blocks_in_tiles(problem: Any) -> None:
-    """Against float64, which is given the whole mask; forward and backward."""
+    """Forward and backward equal float64 with the dense mask."""
     tensors, size, options = problem
-    found = verify(tensors, Options(block_size=size, backend="tiled", **options))
-    assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)
+    report = verify(tensors, Options(block_size=size, backend="tiled", **options))
+    assert report.ok, "\n".join(str(t) for t in report.tensors if not t.ok)
     whole = dict(tensors)
     blocks = whole.pop("block_mask")
     whole["attn_mask"] = dense_mask(blocks, size, tensors["q"].shape[2], tensors["k"].shape[2])

@@ -1,4 +1,4 @@
-"""Any pages: their sizes, numbers, sharing and strides are drawn."""
+"""Random pages are right: their sizes, numbers, sharing and strides are drawn."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ BACKENDS = ["torch", "tiled", "reference", "triton"]
 
 @st.composite
 def serving(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], str]:
-    """A paged problem whose pages are drawn freely, shared and strided, and the dense one that it stands for."""
+    """Draw a paged problem with shared and strided pages, and the equal dense problem."""
     size, pool, pages = draw(st.integers(1, 20)), draw(st.integers(1, 6)), draw(st.integers(0, 5))
     lengths = draw(st.lists(st.integers(0, size * pages), min_size=1, max_size=4))
     layout, eight = draw(st.sampled_from(["bhsd", "bshd", "thd"])), draw(st.sampled_from([None, *DTYPES]))
@@ -25,29 +25,29 @@ def serving(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], dict[str, torch.T
     t = {"k": k, "v": v}
     if eight is not None:
         t = of_eight_bits(t, "bshd", eight)
-        if step > 1:  # as of a cache with other things between its pages
+        if step > 1:  # as in a cache with other data between its pages
             t = {n: torch.stack([x, x], 1)[:, 0] for n, x in t.items()}
     numbers = draw(st.lists(st.integers(0, pool - 1), min_size=len(lengths) * pages, max_size=len(lengths) * pages))
     table = torch.tensor(numbers, dtype=torch.int32).view(len(lengths), pages)
     q = normal(len(lengths), q_len, 4, 8, seed=seed + 9)
     dense = {"q": q, "kv_lengths": torch.tensor(lengths)}
-    for name, x in t.items():  # key by key
-        together = x.new_zeros(len(lengths), size * pages, *x.shape[2:])
+    for name, x in t.items():  # one key at a time
+        unpaged = x.new_zeros(len(lengths), size * pages, *x.shape[2:])
         for b, length in enumerate(lengths):
             for j in range(length):
-                together[b, j] = x[int(table[b, j // size]), j % size]
-        dense[name] = together
+                unpaged[b, j] = x[int(table[b, j // size]), j % size]
+        dense[name] = unpaged
     for b, length in enumerate(lengths):
         table[b, -(-length // size) :] = draw(st.sampled_from([-1, 0, pool, 2**31 - 1, -(2**31)]))
     paged = {"q": q, "kv_lengths": dense["kv_lengths"], "block_table": table, **t}
     if layout == "bhsd":
-        dense, paged = ({n: _turned(n, x) for n, x in given.items()} for given in (dense, paged))
+        dense, paged = ({n: _transposed(n, x) for n, x in given.items()} for given in (dense, paged))
     if layout == "thd":
         paged |= {"q": q.flatten(0, 1), "cu_seqlens_q": torch.arange(len(lengths) + 1) * q_len}
     return dense, paged, layout
 
 
-def _turned(name: str, t: torch.Tensor) -> torch.Tensor:
+def _transposed(name: str, t: torch.Tensor) -> torch.Tensor:
     return t.transpose(1, 2) if name in ("q", "k", "v", "k_scale", "v_scale") else t
 
 
@@ -57,8 +57,8 @@ def _turned(name: str, t: torch.Tensor) -> torch.Tensor:
 def test_any_pages(problem: Any, causal: bool, backend: str) -> None:
     dense, paged, layout = problem
     expected = forward(backend, dense, layout="bhsd" if layout == "bhsd" else "bshd", causal=causal)
-    found = forward(backend, paged, layout=layout, causal=causal)
+    actual = forward(backend, paged, layout=layout, causal=causal)
     if layout == "thd":
         expected = {"o": expected["o"].flatten(0, 1), "lse": expected["lse"].transpose(0, 1).flatten(1)}
-    for name, t in found.items():
+    for name, t in actual.items():
         assert torch.equal(t, expected[name]), name

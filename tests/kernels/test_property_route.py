@@ -1,4 +1,4 @@
-"""Any calls after any others: the kept route of a launch changes no answer."""
+"""Random calls in sequence: the cached route of a launch changes no answer."""
 
 from typing import Any
 
@@ -41,18 +41,18 @@ calls = st.fixed_dictionaries(
 
 
 def placed(shape: tuple[int, ...], how: str, rows: int, seed: int, dtype: torch.dtype) -> Tensor:
-    """Normal numbers: by themselves, in the first rows of a longer cache, or at an odd address."""
+    """Return normal numbers: in separate memory, in the first rows of a longer cache, or at an odd address."""
     t = normal(*shape, seed=seed).to(dtype)
     if how == "cache":
         longer = list(shape)
         longer[rows] += 13
-        found = torch.full(longer, float("nan"), dtype=dtype, device=DEVICE).narrow(rows, 0, shape[rows])
-        return found.copy_(t)
+        rows_view = torch.full(longer, float("nan"), dtype=dtype, device=DEVICE).narrow(rows, 0, shape[rows])
+        return rows_view.copy_(t)
     return torch.nn.functional.pad(t.flatten(), (1, 0))[1:].view(shape) if how == "odd" else t
 
 
 def answer(case: dict[str, Any], seed: int) -> list[Tensor]:
-    """The answers of a call, and its gradients."""
+    """Return the answers of a call and its gradients."""
     options = dict(case["options"])
     if (key := options.pop("dropout", None)) is not None:
         options |= {"dropout_p": 0.3, "dropout_seed": key}
@@ -70,8 +70,8 @@ def answer(case: dict[str, Any], seed: int) -> list[Tensor]:
         extra["attn_mask"] = normal(case["q_len"], case["kv_len"], seed=seed).to(case["dtype"])
     if case["gradient"]:
         q, k, v = (t.detach().requires_grad_() for t in (q, k, v))
-    found = attention(q, k, v, layout=case["layout"], backend="triton", **extra, **options)
-    answers = list(found) if isinstance(found, tuple) else [found]
+    actual = attention(q, k, v, layout=case["layout"], backend="triton", **extra, **options)
+    answers = list(actual) if isinstance(actual, tuple) else [actual]
     if case["gradient"]:
         answers += torch.autograd.grad(answers[0].float().sum(), (q, k, v))
     return answers
@@ -81,8 +81,8 @@ def answer(case: dict[str, Any], seed: int) -> list[Tensor]:
 @settings(max_examples=5, deadline=None)
 @given(st.lists(calls, min_size=2, max_size=3))
 def test_a_call_after_any_others_has_the_answers_of_a_first_call(cases: list[dict[str, Any]]) -> None:
-    """Each call twice, the second time with other numbers, against each with empty caches; bit for bit."""
+    """Each call runs twice, with other numbers the second time, and has the bits of a call with empty caches."""
     warm = [answer(case, seed) for seed in (0, 50) for case in cases]
-    for found, (seed, case) in zip(warm, [(seed, case) for seed in (0, 50) for case in cases], strict=True):
+    for actual, (seed, case) in zip(warm, [(seed, case) for seed in (0, 50) for case in cases], strict=True):
         forget()
-        assert all(torch.equal(a, b) for a, b in zip(found, answer(case, seed), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(actual, answer(case, seed), strict=True))

@@ -1,4 +1,4 @@
-"""Any shape, any strides, any options: the Triton kernels agree with float64, forward and backward."""
+"""The Triton kernels agree with float64, forward and backward, for any shape, strides and options."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ lengths = st.integers(1, 80)
 
 
 def restrided(t: torch.Tensor, how: str) -> torch.Tensor:
-    """The same values in other memory: a slice of wider rows, a transposed one, or one at an odd address."""
+    """Return the same values in other memory: a slice of wider rows, transposed, or at an odd address."""
     if how == "wide":
         return torch.nn.functional.pad(t, (3, 5))[..., 3 : 3 + t.shape[-1]]
     if how == "transposed":
@@ -29,9 +29,9 @@ def agrees(case: dict[str, Any], q_len: int, kv_len: int, seed: int, strides: li
     tensors = tensors_of(case, q_len, kv_len, seed=seed)
     for name, how in zip(("q", "k", "v", "do"), strides, strict=True):
         tensors[name] = restrided(tensors[name], how)
-    found = verify(tensors, options_of(case))
-    assert found.backend == "triton"
-    assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)
+    report = verify(tensors, options_of(case))
+    assert report.backend == "triton"
+    assert report.ok, "\n".join(str(t) for t in report.tensors if not t.ok)
 
 
 patient = [HealthCheck.too_slow, HealthCheck.filter_too_much]

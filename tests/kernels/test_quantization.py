@@ -1,4 +1,4 @@
-"""8-bit keys and values: how they are made, and attention over them, against float64 of what they stand for."""
+"""8-bit keys and values are made correctly, and attention over them equals float64 of the dequantized values."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,21 +18,21 @@ from tests.support.kernels.solving import forward, normal, qkv, spec_of
 from tests.support.kernels.triton_cases import PLAIN, name_of, options_of, pairs, tensors_of
 
 BACKENDS = ["torch", "tiled", "reference", "triton"]
-# In the fast tier the property tests run the kernels, which the interpreter takes long for.
+# The interpreter is slow, so in the fast tier only the property tests run the Triton kernels.
 EACH = [*BACKENDS[:3], pytest.param("triton", marks=pytest.mark.slow)]
 CASES = pairs()
 
 
 def each_pair() -> Iterator[Any]:
-    """Backend and case. A third of those with Triton is slow, and the rest is the wide sweep."""
+    """Yield backend and case. A third of the Triton cases is slow, and the rest is in the wide sweep."""
     for backend, (n, case) in product(BACKENDS, enumerate(CASES)):
         if backend != "reference":
             marks = [] if backend != "triton" else pytest.mark.full if n % 3 else pytest.mark.slow
             yield pytest.param(backend, case, marks=marks, id=f"{backend}-{name_of(case)}")
 
 
-def asked(case: dict[str, Any], backend: str) -> tuple[dict[str, torch.Tensor], Options]:
-    """A forward of `case` with 8-bit keys; dtype and form of the scales go round."""
+def request(case: dict[str, Any], backend: str) -> tuple[dict[str, torch.Tensor], Options]:
+    """Return a forward of `case` with 8-bit keys; the dtype and the form of the scales take turns."""
     number = CASES.index(case) if case in CASES else 0
     dtype, form = list(DTYPES)[number % 2], FORMS[number // 2 % 4]
     given = {n: t for n, t in tensors_of(case, 37, 70).items() if n not in ("do", "dlse")}
@@ -42,15 +42,15 @@ def asked(case: dict[str, Any], backend: str) -> tuple[dict[str, torch.Tensor], 
 
 
 def check(tensors: dict[str, torch.Tensor], options: Options) -> None:
-    """Exact by the rule, or refused for exactly what the backend does not claim."""
+    """Assert exact answers by `verify`, or a refusal that names exactly the options that the backend lacks."""
     if errors := unsupported(options.backend, spec_of(tensors, options, "forward"), DEVICE):
         with pytest.raises(ProblemError) as refused:
             verify(tensors, options)
         assert list(refused.value.errors) == errors
         return
-    found = verify(tensors, options)
-    assert found.backend == options.backend
-    assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)
+    report = verify(tensors, options)
+    assert report.backend == options.backend
+    assert report.ok, "\n".join(str(t) for t in report.tensors if not t.ok)
 
 
 # quantize and dequantize
@@ -75,7 +75,7 @@ def test_a_row_keeps_its_largest_number_and_the_rest_to_the_rounding(dtype: torc
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("of", [torch.bfloat16, torch.float32])
 def test_rows_of_nothing_and_of_next_to_nothing(dtype: torch.dtype, of: torch.dtype) -> None:
-    """Zeros stay zeros, subnormal numbers come near zero, and no row or no column is no error."""
+    """Zeros stay zeros, subnormal numbers give nearly zero, and empty tensors are allowed."""
     x = torch.zeros(3, 8, device=DEVICE, dtype=of)
     x[1], x[2, 0] = 1e-40, -1e-38
     values, scale = quantize(x, dtype)
@@ -157,7 +157,7 @@ def test_each_form_of_scales_alone(backend: str, layout: str, dtype: str, form: 
 
 @pytest.mark.parametrize(("backend", "case"), [*each_pair()])
 def test_with_every_pair_of_options(backend: str, case: dict[str, Any]) -> None:
-    check(*asked(case, backend))
+    check(*request(case, backend))
 
 
 @pytest.mark.parametrize("rank", [2, 3])
@@ -173,7 +173,7 @@ def test_one_head_forms(backend: str, rank: int) -> None:
 
 @pytest.mark.parametrize("backend", EACH)
 def test_it_is_attention_over_what_the_numbers_stand_for(backend: str) -> None:
-    """With a key of its own, and no verification of ours: the mean of equal scores, one key's value."""
+    """Without `verify`: equal scores give the mean of the values, and one key gives its value."""
     t = qkv(2, 4, 5, 7, 16, kv_heads=2)
     t["q"].zero_()
     t = of_eight_bits(t, "bhsd", "float8_e4m3fn")
@@ -203,7 +203,7 @@ def test_bits_are_the_same_alone_and_among_others(backend: str, lengths: tuple[i
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_wrong_answer_is_seen(form: str) -> None:
-    """`verify` judges what a caller brings by the dequantised values: those without the scales are far off."""
+    """`verify` compares a caller's answers with the dequantised values: answers without the scales are wrong."""
     t = of_eight_bits({n: x for n, x in qkv(2, 4, 5, 7, 16).items() if n != "do"}, "bhsd", "int8", form)
     right = attention(**t)
     assert verify(t, answers={"o": right}).ok
@@ -213,7 +213,7 @@ def test_a_wrong_answer_is_seen(form: str) -> None:
 
 
 def test_least_int8_and_cancelling_values_are_judged() -> None:
-    """-128 has no positive counterpart, and values that cancel are judged by the size of their terms."""
+    """-128 has no positive counterpart; the bound for values that cancel is the size of their terms."""
     t = qkv(1, 1, 4, 64, 16)
     k = torch.zeros(1, 1, 64, 16, dtype=torch.int8)
     v = torch.tensor([127, -128], dtype=torch.int8).repeat(32)[:, None].expand(64, 16)[None, None].contiguous()

@@ -1,4 +1,4 @@
-"""The oracle itself: against the contract's formula in explicit loops, and its gradients against finite differences."""
+"""The reference equals the contract's formula in explicit loops, and its gradients equal finite differences."""
 
 import math
 
@@ -14,7 +14,7 @@ from tests.support.kernels.triton_cases import PLAIN, name_of, options_of, tenso
 
 
 def by_loops(t: dict[str, np.ndarray], options: Options, b: int, h: int, i: int) -> tuple[np.ndarray, float]:
-    """One row of o and its lse, one scalar at a time. bhsd, no dropout (which has its own test)."""
+    """Return one row of o and its lse, one scalar at a time. bhsd, without dropout (another test)."""
     q_len, kv_len = t["q"].shape[2], t["k"].shape[2]
     if "q_lengths" in t:
         q_len, kv_len = int(t["q_lengths"][b]), int(t["kv_lengths"][b])
@@ -79,7 +79,7 @@ def test_forward_is_the_contracts_formula(case: dict[str, object], q_len: int, k
 
 @pytest.mark.parametrize("case", [PLAIN | level for level in [*LEVELS, {"dropout": True}]], ids=name_of)
 def test_gradients_are_those_of_finite_differences(case: dict[str, object]) -> None:
-    """gradcheck of o and lse in every input, float64, with rows that see no key among them (31 queries of 7 keys)."""
+    """gradcheck passes for o and lse in every input in float64, with rows that see no key (31 queries of 7 keys)."""
     case = case | {"dims": (3, 2)} | ({"mask": "full"} if case["mask"] == "heads" else {})
     tensors = {name: t.double() if t.is_floating_point() else t for name, t in tensors_of(case, 5, 4).items()}
     del tensors["do"]
@@ -90,16 +90,16 @@ def test_gradients_are_those_of_finite_differences(case: dict[str, object]) -> N
         given = dict(zip(leaves, values, strict=True))
         answers: list[torch.Tensor] = []
         for row, x in problem.sequences():
-            own = {n: given[n][row.batch] for n in ("q", "k", "v")}
-            own["q"] = own["q"][:, : row.q_len]
-            own |= {n: own[n][:, : row.kv_len] for n in ("k", "v")}
+            sequence = {n: given[n][row.batch] for n in ("q", "k", "v")}
+            sequence["q"] = sequence["q"][:, : row.q_len]
+            sequence |= {n: sequence[n][:, : row.kv_len] for n in ("k", "v")}
             if "attn_mask" in tensors:
-                own["attn_mask"] = problem.mask_part(given.get("attn_mask", tensors["attn_mask"]), [row])[0]
+                sequence["attn_mask"] = problem.mask_part(given.get("attn_mask", tensors["attn_mask"]), [row])[0]
             if "alibi_slopes" in x:
-                own["alibi_slopes"] = x["alibi_slopes"].double()
+                sequence["alibi_slopes"] = x["alibi_slopes"].double()
             if "sinks" in given:
-                own["sinks"] = given["sinks"]
-            o, lse = formula.attend(problem, row, own, range(row.q_len))
+                sequence["sinks"] = given["sinks"]
+            o, lse = formula.attend(problem, row, sequence, range(row.q_len))
             answers += [o, lse.masked_fill(lse == -math.inf, 0.0)]  # gradcheck cannot subtract infinities
         return tuple(answers)
 
@@ -107,11 +107,11 @@ def test_gradients_are_those_of_finite_differences(case: dict[str, object]) -> N
 
 
 def test_backward_is_autograd_through_the_whole_problem() -> None:
-    """The bookkeeping of backward (sums over sequences and broadcast dimensions, dlse, padding) against one graph."""
+    """Sums over sequences and broadcast dimensions, dlse and padding equal the gradients of one graph."""
     t = {name: x.double() for name, x in qkv(2, 4, 6, 9, 5, kv_heads=2).items()}
     mask, sinks, dlse = normal(4, 1, 9).double(), normal(4).double(), normal(2, 4, 6).double()
     grads = ["dq", "dk", "dv", "dattn_mask", "dsinks"]
-    found = backward("reference", t | {"attn_mask": mask, "sinks": sinks, "dlse": dlse}, grads=grads)
+    actual = backward("reference", t | {"attn_mask": mask, "sinks": sinks, "dlse": dlse}, grads=grads)
     leaves = [x.clone().requires_grad_() for x in (t["q"], t["k"], t["v"], mask, sinks)]
     q, k, v, m, z = leaves
     s = q @ k.repeat_interleave(2, 1).mT / math.sqrt(5) + m
@@ -119,7 +119,7 @@ def test_backward_is_autograd_through_the_whole_problem() -> None:
     o = torch.exp(s - lse[..., None]) @ v.repeat_interleave(2, 1)
     expected = torch.autograd.grad((o * t["do"]).sum() + (lse * dlse).sum(), leaves)
     for name, grad in zip(grads, expected, strict=True):
-        torch.testing.assert_close(found[name], grad, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(actual[name], grad, rtol=1e-12, atol=1e-12)
 
 
 def test_any_head_dimension_and_float64() -> None:
@@ -143,7 +143,7 @@ def test_o_and_lse_of_the_caller_do_not_matter() -> None:
 def test_a_long_sequence_is_taken_some_queries_at_a_time(
     monkeypatch: pytest.MonkeyPatch, mask: tuple[int, ...] | None
 ) -> None:
-    """In chunks of two and of all queries: the same answers and gradients, to float64's own rounding."""
+    """Chunks of two and of all queries give the same answers and gradients, up to float64 rounding."""
     t = {name: x.double() for name, x in qkv(2, 4, 31, 20, 5, kv_heads=2).items()}
     t |= {"sinks": normal(4).double(), "alibi_slopes": normal(4).double()}
     grads = ["dq", "dk", "dv", "dsinks"]
@@ -151,15 +151,15 @@ def test_a_long_sequence_is_taken_some_queries_at_a_time(
         t["attn_mask"] = normal(*mask).double()
         grads.append("dattn_mask")
     options = {"causal": True, "window": (9, -1), "dropout_p": 0.25, "dropout_seed": 3}
-    found = []
+    results = []
     for scores in (2 * 4 * 20, formula.CHUNK):
         monkeypatch.setattr(formula, "CHUNK", scores)
         dlse = normal(2, 4, 31, seed=5).double()
-        found.append(
+        results.append(
             forward("reference", t, **options) | backward("reference", t | {"dlse": dlse}, grads=grads, **options)
         )
-    for name, whole in found[1].items():
-        torch.testing.assert_close(found[0][name], whole, atol=1e-14, rtol=1e-13)
+    for name, whole in results[1].items():
+        torch.testing.assert_close(results[0][name], whole, atol=1e-14, rtol=1e-13)
 
 
 def test_what_is_materialised_is_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:

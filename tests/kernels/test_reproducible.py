@@ -1,4 +1,4 @@
-"""Batch invariance on the CPU: a sequence's bits are its own, alone or among others, wherever its memory lies."""
+"""Batch invariance on the CPU: a sequence has the same bits alone and in a batch, at any address."""
 
 import contextlib
 import os
@@ -42,13 +42,13 @@ def answers(backend: str, t: dict[str, torch.Tensor], **options: object) -> dict
 def test_bits_are_the_same_alone_and_among_others(
     backend: str, q_len: int, kv_len: int, causal: bool, dtype: torch.dtype
 ) -> None:
-    """Alone; again; first, in the middle and last of a batch; packed between others; at an odd address; after them."""
+    """A sequence runs alone, again, at each place of a batch, packed, at an odd address, and again at the end."""
     one = qkv(1, HEADS, q_len, kv_len, DIM, dtype=dtype, seed=100)
     alone = answers(backend, one, causal=causal)
 
-    def same(found: dict[str, torch.Tensor], pick) -> None:  # type: ignore[no-untyped-def]
+    def same(actual: dict[str, torch.Tensor], pick) -> None:  # type: ignore[no-untyped-def]
         for name, x in alone.items():
-            assert torch.equal(pick(name, found[name]), x[0]), name
+            assert torch.equal(pick(name, actual[name]), x[0]), name
 
     same(answers(backend, one, causal=causal), lambda _, x: x[0])
     others = qkv(3, HEADS, q_len, kv_len, DIM, dtype=dtype, seed=200)
@@ -67,26 +67,26 @@ def test_bits_are_the_same_alone_and_among_others(
     packed["cu_seqlens_q"] = torch.tensor([0, 5, 5 + q_len, 10 + q_len])
     packed["cu_seqlens_k"] = torch.tensor([0, 11, 11 + kv_len, 22 + kv_len])
 
-    def own(name: str, x: torch.Tensor) -> torch.Tensor:
+    def part(name: str, x: torch.Tensor) -> torch.Tensor:
         start, n = (11, kv_len) if name in ("dk", "dv") else (5, q_len)
         return x[:, start : start + n] if name == "lse" else x[start : start + n].transpose(0, 1)
 
-    same(answers(backend, packed, causal=causal, layout="thd"), own)
+    same(answers(backend, packed, causal=causal, layout="thd"), part)
 
 
 def test_bits_do_not_depend_on_the_callers_thread_count() -> None:
     t = qkv(1, HEADS, 257, 300, DIM)
-    found = []
+    results = []
     for count in (1, 2, 3):
         before = torch.get_num_threads()
         torch.set_num_threads(count)
         try:
-            found.append(answers("torch", t) | {f"tiled {n}": x for n, x in answers("tiled", t).items()})
+            results.append(answers("torch", t) | {f"tiled {n}": x for n, x in answers("tiled", t).items()})
             assert torch.get_num_threads() == count
         finally:
             torch.set_num_threads(before)
-    for name, x in found[0].items():
-        assert all(torch.equal(other[name], x) for other in found[1:]), name
+    for name, x in results[0].items():
+        assert all(torch.equal(other[name], x) for other in results[1:]), name
 
 
 @pytest.mark.parametrize("backend", ["torch", "tiled"])
@@ -94,7 +94,7 @@ def test_bits_do_not_depend_on_the_callers_thread_count() -> None:
 def test_bits_of_a_request_cut_by_heads_are_those_of_the_whole(
     backend: str, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On two heads a key/value head, in both layouts, with a mask of each head's own where the backend takes one."""
+    """There are two heads for each key/value head, both layouts, and a mask per head where the backend takes one."""
     monkeypatch.setattr(reproducible, "PART_SECONDS", 1e-4)
     t = qkv(2, 4, 600, 560, 32, kv_heads=2)
     if options.get("layout") == "bshd":
@@ -123,7 +123,7 @@ def test_bits_of_a_request_cut_by_heads_are_those_of_the_whole(
 
 
 def test_parts_draw_the_mask_and_give_the_gradients_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dropout counts heads from the request's first; sinks and a mask of each head's own have gradients by head."""
+    """Dropout counts heads from the request's first; sinks and a mask per head have gradients per head."""
     monkeypatch.setattr(reproducible, "PART_SECONDS", 1e-7)
     t = qkv(2, 6, 20, 30, 8, kv_heads=3)
     t |= {"sinks": normal(6), "attn_mask": normal(6, 20, 30), "alibi_slopes": normal(2, 6).abs()}
@@ -134,8 +134,8 @@ def test_parts_draw_the_mask_and_give_the_gradients_of_the_whole(monkeypatch: py
     packed |= {"cu_seqlens_q": torch.tensor([0, 13, 40]), "cu_seqlens_k": torch.tensor([0, 40, 60])}
     for tensors, more in ((t, options), (packed, replace(options, layout="thd", grads=("dq", "dv", "dsinks")))):
         assert len(split(Problem.create(tensors, more, "backward"), "tiled")) == 3
-        found = verify(tensors, more)
-        assert found.ok, [e for e in found.tensors if not e.ok]
+        report = verify(tensors, more)
+        assert report.ok, [e for e in report.tensors if not e.ok]
 
 
 def test_what_is_summed_over_heads_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +147,7 @@ def test_what_is_summed_over_heads_is_not_cut(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_parts_for_the_gradient_of_a_mask_run_on_one_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part of one head has a mask of one head, which is not one that heads share."""
+    """A part of one head has a mask of one head, which is not a shared mask."""
     monkeypatch.setattr(reproducible, "PART_SECONDS", 1e-4)
     t = qkv(1, 4, 800, 800, 32) | {"attn_mask": torch.zeros(4, 800, 800)}
     problem = Problem.create(t, Options(grads=("dattn_mask",)), "backward")
@@ -162,7 +162,7 @@ def test_the_thread_count_is_a_function_of_the_sequences_own_shape() -> None:
     assert count(1, 0, 5) == count(2, 1, 1) == 1
     assert count(1, 300, 400) == count(3, 300, 400)
     assert count(1, 4096, 4096) == min(CORES, 2 * 4096 * 4096 * 16 // FLOPS_PER_THREAD)
-    assert count(1, 4096, 4096, heads=CORES) == 1  # a core each
+    assert count(1, 4096, 4096, heads=CORES) == 1  # one core each
 
 
 def test_threads_are_restored_after_an_error() -> None:
@@ -206,9 +206,9 @@ any_sequences = given(
 
 
 @any_sequences
-@example(1, 1, 2, 17, 5, 16, "all", torch.float32, "bhsd", False)  # one key/value head is one task of the backward
-@example(2, 1, 1, 254, 517, 128, "all", torch.float32, "bhsd", False)  # alone, of two threads
-@example(2, 1, 1, 30, 5000, 128, "all", torch.float32, "bhsd", False)  # and so is the forward's one block of queries
+@example(1, 1, 2, 17, 5, 16, "all", torch.float32, "bhsd", False)  # one key/value head: one backward task
+@example(2, 1, 1, 254, 517, 128, "all", torch.float32, "bhsd", False)  # alone, on two threads
+@example(2, 1, 1, 30, 5000, 128, "all", torch.float32, "bhsd", False)  # one forward block of queries is, too
 @example(2, 1, 1, 513, 600, 64, "causal alibi", torch.float32, "bhsd", False)  # one task in a call over far keys
 @example(1, 2, 2, 330, 330, 64, "causal", torch.float32, "bhsd", True)  # a last block of few queries
 @settings(max_examples=12, deadline=None)
@@ -216,23 +216,23 @@ def test_bits_are_the_same_with_neighbours_in_the_call_and_with_all_threads(
     batch: int, kv_heads: int, group: int, q_len: int, kv_len: int, dim: int, band: str,
     dtype: torch.dtype, layout: str, lengths: bool,
 ) -> None:  # fmt: skip
-    """In one call with all threads; here each runs by itself, with one thread."""
+    """One call with all threads has the bits of separate calls with one thread."""
     t = qkv(batch, group * kv_heads, q_len, kv_len, dim, kv_heads=kv_heads, dtype=dtype, seed=batch)
     if layout == "bshd":
         t = {name: x.transpose(1, 2).contiguous() for name, x in t.items()}
     padding = {"kv_lengths": torch.tensor([kv_len - (kv_len > 3 and b % 3 == 2) for b in range(batch)])}
     options: dict[str, object] = {**BANDS[band], "layout": layout}
     slopes = {"alibi_slopes": torch.rand(group * kv_heads)} if "alibi" in band else {}
-    found = answers("torch", t | slopes | (padding if lengths else {}), **options)
+    actual = answers("torch", t | slopes | (padding if lengths else {}), **options)
     for b in range(batch):
-        own = {name: x[b : b + 1] for name, x in t.items()}
+        sequence = {name: x[b : b + 1] for name, x in t.items()}
         given_own = slopes | ({name: x[b : b + 1] for name, x in padding.items()} if lengths else {})
-        alone = Problem.create({n: own[n] for n in "qkv"} | given_own, Options(**options, return_lse=True))  # type: ignore[arg-type]
+        alone = Problem.create({n: sequence[n] for n in "qkv"} | given_own, Options(**options, return_lse=True))  # type: ignore[arg-type]
         run_part(alone, "torch")
-        gradient = Problem.create(own | alone.outputs | given_own, Options(**options), "backward")  # type: ignore[arg-type]
+        gradient = Problem.create(sequence | alone.outputs | given_own, Options(**options), "backward")  # type: ignore[arg-type]
         run_part(gradient, "torch")
         for name, x in (alone.outputs | gradient.outputs).items():
-            assert torch.equal(found[name][b : b + 1], x), (b, name)
+            assert torch.equal(actual[name][b : b + 1], x), (b, name)
 
 
 @pytest.mark.slow
@@ -243,7 +243,7 @@ def test_more_sequences_have_the_same_bits_with_neighbours_and_with_all_threads(
 
 
 def test_cores_are_those_that_the_process_may_use(tmp_path: Path) -> None:
-    """Those of the container's quota, not of the machine: threads beyond the quota wait for each other."""
+    """They follow the container's quota, not the machine: more threads would wait for each other."""
     quota = tmp_path / "cpu.max"
     granted = len(os.sched_getaffinity(0))
     for text, cores in (
@@ -263,5 +263,5 @@ def test_cores_are_those_that_the_process_is_bound_to() -> None:
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
         "from flashpoint_kernels.reproducible import CORES; print(CORES)"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert said.stdout.strip() == "1"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert process.stdout.strip() == "1"

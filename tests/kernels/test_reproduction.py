@@ -1,4 +1,4 @@
-"""The claims themselves, made smaller where they take long: each measures something, and has a verdict."""
+"""The claims run, with smaller sizes where they are slow: each measures something and has a verdict."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashpoint_kernels.reproduction.errors import BOUND, errors
 from flashpoint_kernels.timing import Case, Timing
 from tests.conftest import DEVICE
 
-CPU_ALONE = pytest.mark.skipif(torch.cuda.is_available(), reason="says what a machine without a GPU says")
+CPU_ALONE = pytest.mark.skipif(torch.cuda.is_available(), reason="tests the output of a machine without a GPU")
 
 
 def verdicts(*only: str) -> dict[str, dict[str, object]]:
@@ -29,9 +29,9 @@ def test_every_claim_has_a_name_of_its_own_and_a_source() -> None:
 
 
 def test_errors_are_those_from_pytorch_and_from_float64() -> None:
-    found = errors(str(DEVICE))
-    assert {"torch", "tiled"} <= found.keys()
-    for tensors in found.values():
+    measured = errors(str(DEVICE))
+    assert {"torch", "tiled"} <= measured.keys()
+    for tensors in measured.values():
         assert tensors.keys() == {"o", "dq", "dk", "dv"}
         for f in tensors.values():
             assert 0 < f["exact"] <= max(BOUND, f["its"])
@@ -40,15 +40,15 @@ def test_errors_are_those_from_pytorch_and_from_float64() -> None:
 
 @pytest.mark.full  # test_triton_options.py judges these kernels, and the test above the measurement
 def test_the_triton_kernels_are_as_near_to_float64_as_claimed() -> None:
-    found = verdicts("precision")["precision"]
-    assert found["verdict"] == "PASS"
-    assert "triton: " in str(found["measured"])
+    verdict = verdicts("precision")["precision"]
+    assert verdict["verdict"] == "PASS"
+    assert "triton: " in str(verdict["measured"])
 
 
 def test_the_exercises_are_within_their_bounds() -> None:
-    found = verdicts("exercises")["exercises"]
-    assert found["verdict"] == "PASS"
-    assert [word in str(found["measured"]) for word in ("dropout", "not causal", "ALiBi")] == [True] * 3
+    verdict = verdicts("exercises")["exercises"]
+    assert verdict["verdict"] == "PASS"
+    assert [word in str(verdict["measured"]) for word in ("dropout", "not causal", "ALiBi")] == [True] * 3
 
 
 @pytest.mark.slow
@@ -58,17 +58,17 @@ def test_lengths_and_traffic_measure_each_row_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(bench, "_TIMING", Timing(max_seconds=0.02, min_repeats=2, warmup_ms=1))
     events = list(claims.reproduce(["lengths", "traffic"]))
     rows = [event["row"] for event in events if event["type"] == "row"]
-    assert len(rows) == 2 * 2 * 3  # lengths, directions, backends; the traffic's are among them
+    assert len(rows) == 2 * 2 * 3  # lengths, directions, backends, including traffic
     assert all(row["flops"] and row["bytes"] for row in rows)
-    found = {event["name"]: event for event in events if event["type"] == "verdict"}
-    assert "at T 256: forward" in found["lengths"]["measured"]
-    assert "naive: memory ×" in found["traffic"]["measured"]
+    results = {event["name"]: event for event in events if event["type"] == "verdict"}
+    assert "at T 256: forward" in results["lengths"]["measured"]
+    assert "naive: memory ×" in results["traffic"]["measured"]
 
 
 @CPU_ALONE
 def test_what_needs_a_gpu_says_so() -> None:
-    found = verdicts("cudnn", "flash-attn")
-    assert {event["verdict"] for event in found.values()} == {"needs a GPU"}
+    results = verdicts("cudnn", "flash-attn")
+    assert {event["verdict"] for event in results.values()} == {"needs a GPU"}
 
 
 def test_two_cases_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,15 +104,15 @@ def test_a_claim_on_a_marked_row_neither_passes_nor_fails(
     monkeypatch.setattr(bench, "_measured", row)
     monkeypatch.setattr(claims, "peak_of", lambda device, dtype: bench)
     running = claims._reproduced([claim for claim in claims.CLAIMS if claim.name in ("table", "equations")], "cpu")
-    found = {}
+    results = {}
     for event in running:
         if event["type"] == "verdict":
-            found[event["name"]] = event
-            if len(found) == 2:
+            results[event["name"]] = event
+            if len(results) == 2:
                 break
-    assert found["table"]["verdict"] == "needs a quiet machine"
-    assert "forward of naive, N 512, " in found["table"]["how"]
-    assert found["equations"]["verdict"] == "PASS", "which times nothing"
+    assert results["table"]["verdict"] == "needs a quiet machine"
+    assert "forward of naive, N 512, " in results["table"]["how"]
+    assert results["equations"]["verdict"] == "PASS", "it times nothing"
     assert measured.count("naive") == 2 * 3, "each marked row is measured again"
 
 
@@ -129,13 +129,13 @@ def test_rounds_beside_other_programs_do_not_count(monkeypatch: pytest.MonkeyPat
             return {"ms": ms, "busy": busy}
 
         monkeypatch.setattr(bench, "_measured", row)
-        found, made = bench.Bench("cpu"), []
+        runner, made = bench.Bench("cpu"), []
 
         def watched() -> Generator[dict[str, object], None, None]:
-            made.append((yield from found.in_turn(a, b)))
+            made.append((yield from runner.in_turn(a, b)))
 
         list(watched())
-        return made[0], found.marks
+        return made[0], runner.marks
 
     assert ratio([(3.0, False), (90.0, True), (4.0, False), (5.0, False), (80.0, True)]) == (4.0, [])
     times, marks = ratio([(3.0, False), (90.0, True), (4.0, False), (70.0, True), (80.0, True)])

@@ -1,4 +1,4 @@
-"""The cut of sequences into programs: complete, a pure function of each sequence's own shape, and heaviest first."""
+"""Sequences are cut into programs completely, by each sequence's shape alone, and heaviest first."""
 
 import itertools
 from dataclasses import replace
@@ -43,10 +43,10 @@ def array(*rows: Shape) -> np.ndarray:
     return np.array(rows, np.int64).reshape(-1, len(Shape._fields))
 
 
-def programs(found: tuple[ForwardList, ...], at: int) -> set[tuple[int, ...]]:
-    """The programs of the sequence at this place: rows of a block, first row, first and last key, part of the block."""
+def programs(lists: tuple[ForwardList, ...], at: int) -> set[tuple[int, ...]]:
+    """Return the programs of sequence `at`: rows of a block, first row, first and last key, part of the block."""
     mine = set()
-    for each in found:
+    for each in lists:
         slots = {(row, i0): first for row, i0, first, _ in each.merges.tolist()}
         for row, i0, a, b, slot in each.items.tolist():
             if row == at:
@@ -55,14 +55,14 @@ def programs(found: tuple[ForwardList, ...], at: int) -> set[tuple[int, ...]]:
 
 
 def seen(shape: Shape, first: int, last: int) -> range:
-    """The keys that any query from `first` to `last` may see, one by one."""
+    """Return the keys that any query from `first` to `last` may see, one by one."""
     queries = range(first, min(last + 1, shape.q_len))
     keys = [j for j in range(shape.kv_len) for i in queries if -shape.left <= j - i - shape.offset <= shape.right]
     return range(min(keys), max(keys) + 1) if keys else range(0)
 
 
 def test_blocks_follow_from_the_queries_and_the_group_alone() -> None:
-    """At most `few_queries`: the least size that holds the queries of all heads of a group, else the largest."""
+    """A block has the smallest size that holds the queries of all heads of a group, else the largest."""
     few = CONFIG.few_queries
 
     def rows(queries: int, group: int) -> int:
@@ -78,8 +78,8 @@ def test_the_arrays_of_bounds_are_its_numbers() -> None:
     of_arrays = {"key_range": schedule._key_range, "query_range": schedule._query_range}
     cases = list(itertools.product((0, 5), (7, 9), (-3, 0, 4), (0, 2, 1 << 30), (0, 1, 1 << 30), (0, 6, 20)))
     for name, ranges in of_arrays.items():
-        found = np.stack(ranges(*np.array(cases).T), 1).tolist()
-        assert found == [list(getattr(bounds, name)(*case)) for case in cases]
+        actual = np.stack(ranges(*np.array(cases).T), 1).tolist()
+        assert actual == [list(getattr(bounds, name)(*case)) for case in cases]
 
 
 @pytest.mark.slow
@@ -87,11 +87,11 @@ def test_the_arrays_of_bounds_are_its_numbers() -> None:
 @given(st.lists(shapes, min_size=1, max_size=6))
 def test_how_a_sequence_is_cut_is_a_pure_function_of_its_own_shape(rows: list[Shape]) -> None:
     """Every visible key is in exactly one program, and the programs of a row never depend on its neighbours."""
-    found = forward_lists(array(*rows), CONFIG)
-    assert all(len(each.items) for each in found), "a list without programs"
+    lists = forward_lists(array(*rows), CONFIG)
+    assert all(len(each.items) for each in lists), "a list without programs"
     for at, shape in enumerate(rows):
         alone = forward_lists(array(shape), CONFIG)
-        mine = programs(found, at)
+        mine = programs(lists, at)
         assert mine == programs(alone, 0)
         assert bool(mine) == (shape.q_rows > 0)
         for kind, i0 in {program[:2] for program in mine}:
@@ -107,7 +107,7 @@ def test_how_a_sequence_is_cut_is_a_pure_function_of_its_own_shape(rows: list[Sh
             assert all(b - a <= CONFIG.split_keys for a, b in spans[1:])
             keys = seen(shape, i0 // share, (i0 + step - 1) // share)
             assert all(a < keys.stop + CONFIG.least_keys for a, _ in spans)
-    for each in found:
+    for each in lists:
         parts = [(row, first + n) for row, _, first, count in each.merges.tolist() for n in range(count)]
         assert [slot for _, slot in parts] == list(range(each.slots))
         assert {(row, slot) for row, _, _, _, slot in each.items.tolist() if slot >= 0} == set(parts)
@@ -117,16 +117,16 @@ def test_how_a_sequence_is_cut_is_a_pure_function_of_its_own_shape(rows: list[Sh
 @settings(max_examples=100, deadline=None)
 @given(st.lists(shapes, min_size=1, max_size=4))
 def test_the_blocks_of_gradients_cover_each_sequence_once_heaviest_first(rows: list[Shape]) -> None:
-    found = gradient_lists(array(*rows), CONFIG)
+    lists = gradient_lists(array(*rows), CONFIG)
     delta, tile = CONFIG.delta.block_m, CONFIG.backward_kv
-    assert sorted(found.delta.tolist()) == [
+    assert sorted(lists.delta.tolist()) == [
         [at, i0] for at, shape in enumerate(rows) for i0 in range(0, shape.q_rows, delta)
     ]
-    assert sorted(found.keys.tolist()) == [
+    assert sorted(lists.keys.tolist()) == [
         [at, j0] for at, shape in enumerate(rows) for j0 in range(0, shape.kv_rows, tile.block_n)
     ]
     kinds = [int(kind) for kind in block_rows(Shape(*array(*rows).T), CONFIG)]
-    for kind, items in found.queries.items():
+    for kind, items in lists.queries.items():
         step = CONFIG.backward_q_of(kind).block_m
         assert sorted(items.tolist()) == [
             [at, i0]
@@ -151,7 +151,7 @@ def decode(kv_len: int, heads: int, kv_heads: int, q_len: int = 1) -> Shape:
 def test_few_sequences_of_many_keys_have_programs_for_a_whole_gpu(
     arch: int, kv_len: int, heads: int, kv_heads: int
 ) -> None:
-    """132 multiprocessors, one sequence; in a batch of 64 each sequence has the same programs."""
+    """One sequence fills 132 multiprocessors, and in a batch of 64 each sequence has the same programs."""
     config = tiles(arch, "bfloat16", 128, 128, 0)
     (alone,) = forward_lists(array(decode(kv_len, heads, kv_heads)), config)
     assert len(alone.items) * kv_heads >= 128

@@ -1,4 +1,4 @@
-"""`scaled_dot_product_attention` against torch's function in float64: arguments, shapes, gradients, and in models."""
+"""`scaled_dot_product_attention` equals torch's in float64: arguments, shapes, gradients, and in models."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each backend in turn: the function has no argument for it."""
+    """Select each backend in turn; the function has no argument for it."""
     monkeypatch.setattr(sdpa, "attention", partial(attention, backend=request.param))
     name: str = request.param
     return name
@@ -66,9 +66,9 @@ def leaves(*shapes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
 
 
 def hold(given: list[Tensor], **how: Any) -> None:
-    """Compare o and all gradients with torch's in float64. `given`: query, key, value and perhaps a mask.
+    """Compare o and all gradients with torch's in float64. `given` has query, key, value and an optional mask.
 
-    A score s that is rounded changes its weight by a share of |s|·eps, which the bound allows for.
+    Rounding a score s changes its weight by a relative |s|·eps, which the bound allows.
     """
     o = scaled_dot_product_attention(*given, **how)
     exact = [t.detach().cpu() if t.dtype == torch.bool else t.detach().cpu().double().requires_grad_() for t in given]
@@ -76,11 +76,11 @@ def hold(given: list[Tensor], **how: Any) -> None:
     assert (o.shape, o.dtype) == (truth.shape, given[0].dtype)
     do = normal(*o.shape, seed=9)
     wanted = [n for n, t in enumerate(given) if t.requires_grad]
-    found = torch.autograd.grad(o, [given[n] for n in wanted], do.to(o))
+    actual = torch.autograd.grad(o, [given[n] for n in wanted], do.to(o))
     expected = torch.autograd.grad(truth, [exact[n] for n in wanted], do.to(o.dtype).cpu().double())
     largest = [t.detach().abs().max().item() if t.numel() else 0.0 for t in exact[:2]]
     scores = max(1.0, largest[0] * largest[1] * exact[0].shape[-1] ** 0.5 / 8)
-    for one, other in zip((o, *found), (truth, *expected), strict=True):
+    for one, other in zip((o, *actual), (truth, *expected), strict=True):
         scale = scores * max(1.0, other.abs().max().item()) if other.numel() else 1.0
         torch.testing.assert_close(one.cpu().double(), other, rtol=0, atol=BOUND[one.dtype] * scale)
 
@@ -108,7 +108,7 @@ def test_grouped_heads(dtype: torch.dtype, how: dict[str, Any], backend: str) ->
 @pytest.mark.parametrize("queries", [4, 7, 11])
 @pytest.mark.parametrize("variant", ["causal_upper_left", "causal_lower_right"])
 def test_causal_biases(variant: str, queries: int, backend: str) -> None:
-    """A query that sees no key has 0, where torch's function may say NaN."""
+    """A query that sees no key gets 0, where torch's function may return NaN."""
     from torch.nn.attention import bias
 
     made = getattr(bias, variant)(queries, 7)
@@ -140,7 +140,7 @@ def test_the_mask_may_be_a_parameter(backend: str) -> None:
 
 
 def test_dropout_keeps_its_share_and_draws_anew() -> None:
-    """With values of 1, each row of o is the share of kept weights over 1 − p."""
+    """With values of 1, each row of o is the sum of the kept weights over 1 − p."""
     q, ones = normal(1, 4, 64, 8), torch.ones(1, 4, 256, 8, device=DEVICE)
     k = torch.zeros(1, 4, 256, 8, device=DEVICE)
     torch.manual_seed(3)
@@ -197,8 +197,8 @@ def test_what_is_not_valid_raises_a_value_error_and_torchs_runtime_error(change:
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the samples are made on the CPU")
 def test_torchs_own_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of torch's tests of its operators, in float32 and float64, with gradients; dropout by its expectation."""
-    # torch.testing._internal needs it for the names of its test cases alone.
+    """torch's samples for its operator tests pass in float32 and float64, with gradients; dropout on average."""
+    # torch.testing._internal needs it only for the names of its test cases.
     monkeypatch.setitem(sys.modules, "expecttest", types.ModuleType("expecttest"))
     sys.modules["expecttest"].TestCase = unittest.TestCase  # type: ignore[attr-defined]
     with warnings.catch_warnings():
@@ -228,7 +228,7 @@ def test_torchs_own_samples(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The function in the place of torch's, and a list of what it answered."""
+    """Replace torch's function with ours, and return the list of its answers."""
     answers: list[Tensor] = []
 
     def counted(*given: Any, **how: Any) -> Tensor:
@@ -240,17 +240,17 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 
 def trained(model: nn.Module, run: Callable[[nn.Module], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return what `run` says of the model, and the gradients of its parameters."""
+    """Return the result of `run` and the gradients of the model's parameters."""
     model.zero_grad()
     o = run(model)
     o.double().square().mean().backward()
     return o.detach(), {name: t.grad.clone() for name, t in model.named_parameters() if t.grad is not None}
 
 
-def same(found: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> None:
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-4, atol=1e-5)
-    assert found[1].keys() == expected[1].keys()
-    for name, gradient in found[1].items():
+def same(actual: tuple[Tensor, dict[str, Tensor]], expected: tuple[Tensor, dict[str, Tensor]]) -> None:
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-4, atol=1e-5)
+    assert actual[1].keys() == expected[1].keys()
+    for name, gradient in actual[1].items():
         torch.testing.assert_close(gradient, expected[1][name], rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
 
 
@@ -297,11 +297,11 @@ def test_a_model_of_transformers_runs_and_trains_on_it(name: str, calls: list[Te
     torch.manual_seed(0)
     model = made().to(DEVICE).eval()
     model.set_attn_implementation("sdpa")
-    found = trained(model, run)
+    actual = trained(model, run)
     assert len(calls) >= 2
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(functional, "scaled_dot_product_attention", torch_sdpa)
-        same(found, trained(model, run))
+        same(actual, trained(model, run))
 
 
 def test_a_model_writes_the_same_tokens(calls: list[Tensor]) -> None:
@@ -330,11 +330,11 @@ def test_torchs_own_modules_run_and_train_on_it(made: Callable[[], nn.Module], c
             o = model(x, src_mask=mask, is_causal=True)
         return o
 
-    found = trained(model, run)
+    actual = trained(model, run)
     assert len(calls) == 1
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(functional, "scaled_dot_product_attention", torch_sdpa)
-        same(found, trained(model, run))
+        same(actual, trained(model, run))
 
 
 def test_torch_compile_sees_one_graph() -> None:

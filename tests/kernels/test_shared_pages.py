@@ -1,4 +1,4 @@
-"""Sequences whose block tables name the same pages read them together: each has the bits that it has alone."""
+"""Sequences that share pages read them once, and each has the bits that it has alone."""
 
 from typing import Any
 
@@ -27,8 +27,8 @@ def test_sequences_of_a_tree_have_the_bits_of_each_alone(
     level: str, keys: list[tuple[int, int]], first: int, page: int, q_len: int, group: int, dtype: torch.dtype,
     kind: torch.dtype | None, options: dict[str, Any],
 ) -> None:  # fmt: skip
-    shared, own = ([pair[n] for pair in keys] for n in range(2))
-    check([0, *shared], [first, *own], page, q_len, group, dtype, kind, **options)
+    shared, separate = ([pair[n] for pair in keys] for n in range(2))
+    check([0, *shared], [first, *separate], page, q_len, group, dtype, kind, **options)
 
 
 def test_shared_pages_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:

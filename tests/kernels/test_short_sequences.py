@@ -1,4 +1,4 @@
-"""Short sequences share calls of an operator: the answers are right and have the bits that each sequence has alone."""
+"""Short sequences share operator calls; each gets right answers with the bits that it has alone."""
 
 import itertools
 
@@ -24,7 +24,7 @@ OPTIONS = st.fixed_dictionaries(
 
 
 def problem_of(lengths, layout, heads, dim, dtype, mask, extras, seed=0):
-    """Tensors of sequences with these lengths, packed or padded, and the options that go with them."""
+    """Return tensors of sequences with these lengths, packed or padded, and matching options."""
     n, kv_heads = len(lengths), max(heads // 2, 1)
     longest = max(q for q, _ in lengths), max(k for _, k in lengths)
     t = qkv(n, heads, *longest, dim, kv_heads=kv_heads, dtype=dtype, seed=seed)
@@ -48,21 +48,21 @@ def problem_of(lengths, layout, heads, dim, dtype, mask, extras, seed=0):
 
 
 def alone_of(t, b, lengths, layout):
-    """The tensors of sequence b by itself."""
+    """Return the tensors of sequence b alone."""
     if layout == "thd":
         starts = {"q": t["cu_seqlens_q"].tolist(), "k": t["cu_seqlens_k"].tolist()}
-        own = {}
+        sequence = {}
         for name, x in t.items():
             if name in ("q", "do", "k", "v", "o"):
                 start = starts["k" if name in "kv" else "q"]
-                own[name] = x[start[b] : start[b + 1]]
+                sequence[name] = x[start[b] : start[b + 1]]
             elif name == "lse":
-                own[name] = x[:, starts["q"][b] : starts["q"][b + 1]]
+                sequence[name] = x[:, starts["q"][b] : starts["q"][b + 1]]
             elif name in ("alibi_slopes", "offset"):
-                own[name] = x[b : b + 1]
+                sequence[name] = x[b : b + 1]
             elif name == "sinks":
-                own[name] = x
-        return own | {f"cu_seqlens_{n}": torch.tensor([0, lengths[b][n == "k"]]) for n in "qk"}
+                sequence[name] = x
+        return sequence | {f"cu_seqlens_{n}": torch.tensor([0, lengths[b][n == "k"]]) for n in "qk"}
     return {
         name: x if name == "sinks" or (name == "attn_mask" and x.ndim == 3) else x[b : b + 1] for name, x in t.items()
     }
@@ -90,7 +90,7 @@ any_problem = given(
 )  # fmt: skip
 @settings(max_examples=25)
 def test_bits_are_those_of_each_sequence_alone(lengths, layout, heads, dim, dtype, mask, extras, options, backend):
-    """Forward and gradients, the sequences of one request against requests of one sequence."""
+    """Forward and gradients of one request equal those of a request for each sequence."""
     t = problem_of(lengths, layout, heads, dim, dtype, "none" if layout == "thd" else mask, extras)
     grads = ("dq", "dk", "dv", "dattn_mask") if mask in ("own", "row") and layout != "thd" else ("dq", "dk", "dv")
     given = Options(**options | ({"dropout_p": 0.0}), layout=layout, return_lse=True, grads=grads)
@@ -100,14 +100,14 @@ def test_bits_are_those_of_each_sequence_alone(lengths, layout, heads, dim, dtyp
     o = solved(inputs, given, "forward", backend)
     grads = solved(t | o, given, "backward", backend)
     for b in range(len(lengths)):
-        own = alone_of(t, b, lengths, layout)
-        own_o = solved({n: x for n, x in own.items() if n != "do"}, given, "forward", backend)
-        own_grads = solved(own | own_o, given, "backward", backend)
+        sequence = alone_of(t, b, lengths, layout)
+        own_o = solved({n: x for n, x in sequence.items() if n != "do"}, given, "forward", backend)
+        own_grads = solved(sequence | own_o, given, "backward", backend)
         expected = alone_of(t | o | grads, b, lengths, layout)
         for name, x in (own_o | own_grads).items():
-            found = grads[name] if name in grads else o[name]
+            actual = grads[name] if name in grads else o[name]
             if layout != "thd":
-                assert torch.equal(found[b : b + 1], x), (name, b)
+                assert torch.equal(actual[b : b + 1], x), (name, b)
             elif name in expected:
                 assert torch.equal(expected[name], x), (name, b)
 
@@ -119,7 +119,7 @@ def test_bits_are_those_of_each_sequence_alone(lengths, layout, heads, dim, dtyp
 )  # fmt: skip
 @settings(max_examples=25)
 def test_answers_agree_with_float64(lengths, layout, mask, extras, options, backend):
-    """All options, with every gradient that the problem has."""
+    """This holds for all options and every gradient of the problem."""
     mask = "none" if layout == "thd" else mask
     t = problem_of(lengths, layout, 2, 8, torch.float32, mask, extras)
     grads = ("dq", "dk", "dv") + (("dattn_mask",) if mask != "none" else ()) + (("dsinks",) if extras else ())
@@ -127,8 +127,8 @@ def test_answers_agree_with_float64(lengths, layout, mask, extras, options, back
     given = Options(**options, **more, layout=layout, grads=grads, backend=backend)
     if unsupported(backend, Problem.create(t, given, "backward").spec):
         given = Options(**options, **more, layout=layout, grads=grads, backend="tiled")
-    found = verify(t, given)
-    assert found.ok, [e for e in found.tensors if not e.ok]
+    report = verify(t, given)
+    assert report.ok, [e for e in report.tensors if not e.ok]
 
 
 SIZES = (1, 2, 3, 9, 18, 34, 128, 300)
@@ -136,19 +136,19 @@ SIZES = (1, 2, 3, 9, 18, 34, 128, 300)
 
 @pytest.mark.parametrize("rows", SIZES)
 def test_a_product_has_the_same_bits_alone_and_among_others(rows):
-    """Plain, added, and with either matrix transposed, as the tiles of a forward and of a gradient have them."""
+    """Products are plain, added, or with one matrix transposed, as in the tiles of forward and gradient."""
     for inner, columns in itertools.product(SIZES, SIZES):
         a, b, c = normal(3, rows, inner), normal(3, inner, columns, seed=1), normal(3, rows, columns, seed=2)
-        turned = [(a, b), (a.mT.contiguous().mT, b), (a, b.mT.contiguous().mT)]
-        for x, y in turned:
-            found = []
+        layouts = [(a, b), (a.mT.contiguous().mT, b), (a, b.mT.contiguous().mT)]
+        for x, y in layouts:
+            results = []
             for count in (1, 2, 3):
                 total = c[:count].clone()
-                with exactly(1):  # as sequences that share a call have it
+                with exactly(1):  # as in a shared call
                     add_product(total, x[:count], y[:count])
-                    found.append(torch.stack([product(x[:count], y[:count])[0], total[0]]))
-            assert torch.equal(found[0], found[2]), (rows, inner, columns)
-            assert torch.equal(found[1], found[2]), (rows, inner, columns)
+                    results.append(torch.stack([product(x[:count], y[:count])[0], total[0]]))
+            assert torch.equal(results[0], results[2]), (rows, inner, columns)
+            assert torch.equal(results[1], results[2]), (rows, inner, columns)
 
 
 @pytest.mark.slow
@@ -177,15 +177,15 @@ def test_what_is_summed_over_sequences_is_not_cut_between_them():
     for grads, cut in ((("dq",), True), (("dsinks",), False), (("dattn_mask",), False)):
         parts = split(Problem.create(t, Options(grads=grads), "backward"), "tiled")
         assert {len(part.rows) < 2048 for part in parts} == {cut}, grads
-    own = t | {"attn_mask": normal(2048, 1, 4, 4)}
-    assert len(split(Problem.create(own, Options(grads=("dattn_mask",)), "backward"), "tiled")) > 1
+    masked = t | {"attn_mask": normal(2048, 1, 4, 4)}
+    assert len(split(Problem.create(masked, Options(grads=("dattn_mask",)), "backward"), "tiled")) > 1
 
 
 @pytest.mark.parametrize("mask", ["own", "row"])
 @pytest.mark.parametrize("backend", ["tiled", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_part_writes_the_answers_of_its_own_sequences_alone(backend, mask, dtype, monkeypatch):
-    """In any order of the parts, which may run at the same time."""
+    """The parts may run in any order, also at the same time."""
     lengths = [(0, 3), (2, 3), (2, 0), (1, 3), (2, 3)]
     t = problem_of(lengths, "bhsd", 2, 8, dtype, mask, False)
     t["attn_mask"] = t["attn_mask"].to(dtype)
@@ -216,24 +216,24 @@ def test_a_price_follows_the_lengths_once_they_are_known(layout):
     inputs = {name: x for name, x in t.items() if name != "do"}
     problem = Problem.create(inputs, Options(layout=layout))
     index = {name: x.tolist() for name, x in t.items() if name.startswith(("cu_", "q_l", "kv_l"))}
-    exact, most = extent_of(problem.spec, index), extent_of(problem.spec)
+    exact, upper = extent_of(problem.spec, index), extent_of(problem.spec)
     assert exact == (4, 3, 2 * 15 + 7, 5 + 5 + 2 + 1)
     assert flops_of(problem.spec, exact.pairs) == problem.flops == 2 * 2 * exact.pairs * 16
-    assert all(a <= b for a, b in zip(exact, most, strict=True))
+    assert all(a <= b for a, b in zip(exact, upper, strict=True))
     for rates in NOMINAL.values():
-        assert seconds_of(problem.spec, rates, exact) <= seconds_of(problem.spec, rates, most)
+        assert seconds_of(problem.spec, rates, exact) <= seconds_of(problem.spec, rates, upper)
 
 
 def test_scores_of_zero_and_nan_and_minus_infinity_are_told_apart_in_every_sequence():
-    """The operator answers lse = 0 to all three where a sequence has one key."""
+    """The operator returns lse = 0 for all three if a sequence has one key."""
     t = {name: torch.zeros(5, 2, 3, 4) for name in "qkv"} | {"kv_lengths": torch.tensor([1, 1, 3, 1, 1])}
     t["v"] += 1.0
     t["q"][1, 0, 2] = torch.nan
     t["attn_mask"] = torch.zeros(5, 1, 3, 3)
     t["attn_mask"][3, 0, 1] = -torch.inf
-    found = solved(t, Options(return_lse=True), "forward", "torch")
+    actual = solved(t, Options(return_lse=True), "forward", "torch")
     expected = solved(t, Options(return_lse=True), "forward", "reference")
     for name, x in expected.items():
-        assert torch.equal(found[name].nan_to_num(9.0), x.nan_to_num(9.0)), name
-    assert found["lse"][1, 0, 2].isnan()
-    assert found["lse"][3, 1, 1] == -torch.inf
+        assert torch.equal(actual[name].nan_to_num(9.0), x.nan_to_num(9.0)), name
+    assert actual["lse"][1, 0, 2].isnan()
+    assert actual["lse"][3, 1, 1] == -torch.inf

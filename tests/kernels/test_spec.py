@@ -1,4 +1,4 @@
-"""Checking a problem from names, dtypes and shapes alone: every fault is named by its field, all at once."""
+"""The check of a problem uses names, dtypes and shapes alone, and reports every fault by its field at once."""
 
 from dataclasses import fields
 from typing import Any
@@ -15,7 +15,7 @@ Q, K = (2, 4, 5, 8), (2, 2, 7, 8)
 
 
 def infos(**shapes: Any) -> dict[str, TensorInfo]:
-    """q, k, v of two sequences, 4 query heads over 2; a keyword replaces or adds a tensor, None removes one."""
+    """Return q, k, v of two sequences, 4 query heads over 2; a keyword replaces or adds a tensor, None removes one."""
     given = {"q": Q, "k": K, "v": K} | shapes
     return {
         name: TensorInfo(*x) if isinstance(x[0], str) else TensorInfo(F32, x)

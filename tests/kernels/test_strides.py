@@ -1,4 +1,4 @@
-"""o is dense in the order of q's strides, a gradient in its input's, on every backend and with the same bits."""
+"""o is dense in the order of q's strides, a gradient in that of its input, with the same bits on every backend."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BACKENDS = [name for name in ("triton", "torch", "tiled", "reference") if name i
 
 
 def laid(t: Tensor, order: tuple[int, ...]) -> Tensor:
-    """Return `t` in memory whose dimensions lie in this order, the slowest first."""
+    """Return `t` in memory with this order of dimensions, the slowest first."""
     back = [order.index(dim) for dim in range(t.ndim)]
     return t.permute(order).contiguous().permute(back)
 
@@ -93,14 +93,14 @@ def test_packed_sequences_and_the_gradient_of_a_mask(backend: str) -> None:
     )
 
     q, k, mask = normal(2, 3, 5, 8).to(dtype), normal(2, 3, 7, 8).to(dtype), normal(2, 3, 5, 7, seed=3).to(dtype)
-    found = []
+    results = []
     for given in (mask, laid(mask, (1, 0, 2, 3))):
         leaf = given.detach().requires_grad_()
         attention(q, k, k, attn_mask=leaf, backend=backend).sum().backward()
         assert leaf.grad is not None
         assert leaf.grad.stride() == given.stride()
-        found.append(leaf.grad)
-    assert torch.equal(*found)
+        results.append(leaf.grad)
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

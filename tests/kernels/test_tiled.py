@@ -1,4 +1,4 @@
-"""The tile loop: any shape, stride and mix of options, in memory that does not grow with Sq·Sk."""
+"""The tile loop is exact for any shape, strides and options, and its memory does not grow with Sq·Sk."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +19,7 @@ from tests.support.kernels.solving import backward, forward, normal, qkv
 
 
 def strided(t: torch.Tensor, kind: str) -> torch.Tensor:
-    """`t`'s values in memory that is not contiguous, or not aligned to more than one element."""
+    """Return `t`'s values in memory that is not contiguous, or aligned to one element only."""
     if kind == "wide":
         return torch.stack([t, torch.full_like(t, torch.nan)], -1)[..., 0]  # every second element
     if kind == "turned":
@@ -31,7 +31,7 @@ def strided(t: torch.Tensor, kind: str) -> torch.Tensor:
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Tensors of a gradient request in bhsd and its options; tiles are cut small, so that few rows cross many."""
+    """Draw the tensors and options of a gradient request in bhsd; tiles are small, so that few rows cross many."""
     length, yes, seed = st.integers(1, 70), st.booleans(), st.integers(0, 2**31)
     batch, kv_heads, group = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
     heads, q_len, kv_len, dim = kv_heads * group, draw(length), draw(st.integers(0, 70)), draw(st.integers(1, 40))
@@ -76,8 +76,8 @@ def test_any_problem_is_exact(problem: tuple[dict[str, torch.Tensor], dict[str, 
         for name, tile in (("FORWARD_TILE", (16, 24)), ("BACKWARD_TILE", (24, 16))):
             patch.setattr(tiles, name, tile)
             patch.setattr(tiles, f"DROPOUT_{name}", tile)
-        found = verify(tensors, Options(**options))
-    assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)
+        report = verify(tensors, Options(**options))
+    assert report.ok, "\n".join(str(t) for t in report.tensors if not t.ok)
 
 
 @pytest.mark.full
@@ -87,13 +87,13 @@ def test_very_many_problems_are_exact(problem: tuple[dict[str, torch.Tensor], di
     test_any_problem_is_exact.hypothesis.inner_test(problem)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("asked", ["dq", "dk", "dv", "dattn_mask", "dsinks"])
-def test_a_gradient_alone_is_as_among_others(asked: str) -> None:
+@pytest.mark.parametrize("grad", ["dq", "dk", "dv", "dattn_mask", "dsinks"])
+def test_a_gradient_alone_is_as_among_others(grad: str) -> None:
     t = qkv(2, 2, 30, 40, 8) | {"attn_mask": normal(2, 30, 1), "sinks": normal(2)}
     everything = backward("tiled", t, grads=["dq", "dk", "dv", "dattn_mask", "dsinks"])
-    alone = backward("tiled", t, grads=[asked])
-    assert alone.keys() == {asked}
-    assert torch.equal(alone[asked], everything[asked])
+    alone = backward("tiled", t, grads=[grad])
+    assert alone.keys() == {grad}
+    assert torch.equal(alone[grad], everything[grad])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -101,25 +101,25 @@ def test_a_gradient_alone_is_as_among_others(asked: str) -> None:
 def test_the_gradient_of_a_mask_of_each_scores_own_is_written_whole(
     options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of what lay in its memory is left, where tiles hide their keys or lengths their rows."""
+    """No old memory contents remain where a mask hides a tile's keys or a length hides rows."""
     monkeypatch.setattr(tiles, "BACKWARD_TILE", (16, 24))
     t = qkv(2, 2, 70, 90, 8) | {"attn_mask": normal(2, 2, 70, 90).to(dtype)}
     for lengths in ({}, {"q_lengths": torch.tensor([70, 41]), "kv_lengths": torch.tensor([0, 77])}):
-        found = []
+        results = []
         for backend in ("tiled", "reference"):
             problem = Problem.create(t | lengths, Options(grads=("dattn_mask",), **options), "backward")
             problem.outputs["dattn_mask"].fill_(torch.nan)
             run([problem], backend)
             grad = problem.outputs["dattn_mask"]
-            found.append(grad.float() if dtype == torch.float64 else grad)  # in which `tiled` computes
-        torch.testing.assert_close(*found)
+            results.append(grad.float() if dtype == torch.float64 else grad)  # `tiled` computes in it
+        torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("block", [(16, 16), (32, 8), (7, 50), (1000, 1000)])
 def test_dropout_does_not_depend_on_the_tiles(block: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same probabilities are dropped however the problem is cut, offsets that are no multiple of 4 included."""
+    """Every split drops the same probabilities, also at offsets that are no multiple of 4."""
     t = qkv(1, 2, 50, 60, 8)
-    t["v"] = torch.eye(60, device=DEVICE).expand(1, 2, 60, 60).contiguous()  # so that o is what dropout left
+    t["v"] = torch.eye(60, device=DEVICE).expand(1, 2, 60, 60).contiguous()  # o is P after dropout
     options: dict[str, Any] = {"dropout_p": 0.4, "dropout_seed": 3, "window": (20, 9)}
     expected = forward("reference", t, **options)["o"] != 0
     monkeypatch.setattr(tiles, "DROPOUT_FORWARD_TILE", block)
@@ -130,11 +130,11 @@ def test_sharp_softmax_does_not_overflow() -> None:
     """Scores of ±thousands: the running maximum keeps every exponent at or below 0."""
     t = qkv(1, 2, 40, 300, 16)
     t["q"] *= 1000
-    found = verify(t, Options(backend="tiled"))
-    assert all(torch.isfinite(torch.tensor(e.max_abs)) for e in found.tensors)
+    report = verify(t, Options(backend="tiled"))
+    assert all(torch.isfinite(torch.tensor(e.max_abs)) for e in report.tensors)
     o = forward("tiled", t)["o"]
     first, second = (t["q"] @ t["k"].mT / 4.0).topk(2).values.unbind(-1)
-    clear = first - second > 50  # there softmax is one key and no other, to float32
+    clear = first - second > 50  # softmax in float32 is one key there
     assert clear.float().mean() > 0.5
     best = (t["q"] @ t["k"].mT).argmax(-1)
     expected = t["v"].gather(2, best[..., None].expand(-1, -1, -1, 16))
@@ -143,7 +143,7 @@ def test_sharp_softmax_does_not_overflow() -> None:
 
 @pytest.mark.parametrize("solve", [forward, backward])
 def test_a_tile_is_a_fraction_of_the_materialised(solve: Callable[..., object]) -> None:
-    """Less than a hundredth of a float32 matrix of scores."""
+    """It is less than a hundredth of a float32 matrix of scores."""
     n = 8192
     t = qkv(1, 1, n, n, 16)
     with Made() as made:
@@ -152,7 +152,7 @@ def test_a_tile_is_a_fraction_of_the_materialised(solve: Callable[..., object]) 
 
 
 def test_a_tile_of_many_heads_is_no_larger_than_that_of_one() -> None:
-    """The gradient of a mask that 32 heads share, which is not cut by heads: tiles of 1024 × 256 would hold 32 MiB."""
+    """A mask gradient shared by 32 heads is not cut by heads: tiles of 1024 × 256 would hold 32 MiB."""
     t = qkv(1, 32, 1024, 1024, 8) | {"attn_mask": normal(1024, 1024)}
     with Made() as made:
         backward("tiled", t, grads=["dattn_mask"])
@@ -161,7 +161,7 @@ def test_a_tile_of_many_heads_is_no_larger_than_that_of_one() -> None:
 
 @pytest.mark.parametrize("size", [(5, 5, 6), (300, 300, 64), (129, 130, 20)], ids=str)
 def test_the_bits_of_a_head_do_not_depend_on_the_others(size: tuple[int, int, int]) -> None:
-    """More than a tile of keys, and rows that are no whole number of vectors: as one request of a JAX vmap has them."""
+    """Keys fill more than a tile, and rows are no whole number of vectors, as in one request of a JAX vmap."""
     t = qkv(2, 6, *size) | {"sinks": normal(6)}
     names = ["dq", "dk", "dv", "dsinks"]
     o, grads = (
@@ -169,13 +169,14 @@ def test_the_bits_of_a_head_do_not_depend_on_the_others(size: tuple[int, int, in
         backward("tiled", t, causal=True, grads=names),
     )
     for head in range(6):
-        own = {
+        head_tensors = {
             name: (x[head : head + 1] if name == "sinks" else x[:, head : head + 1]).clone() for name, x in t.items()
         }
         assert torch.equal(
-            forward("tiled", {n: x for n, x in own.items() if n != "do"}, causal=True)["o"], o[:, head : head + 1]
+            forward("tiled", {n: x for n, x in head_tensors.items() if n != "do"}, causal=True)["o"],
+            o[:, head : head + 1],
         )
-        for name, grad in backward("tiled", own, causal=True, grads=names).items():
+        for name, grad in backward("tiled", head_tensors, causal=True, grads=names).items():
             whole = grads[name]
             assert torch.equal(grad, whole[head : head + 1] if name == "dsinks" else whole[:, head : head + 1]), name
 
@@ -193,9 +194,9 @@ def test_outputs_may_be_any_subset() -> None:
 def test_tanh_is_exact_and_has_the_same_bits_at_each_position() -> None:
     x = torch.cat([torch.linspace(-12, 12, 100_003), torch.tensor([0.0, 1e-40, 1e30, torch.inf, -torch.inf])])
     with exactly(1):
-        found = tanh_(x.clone())
-        assert all(torch.equal(tanh_(x[n:-n].clone()), found[n:-n]) for n in range(1, 40))
+        actual = tanh_(x.clone())
+        assert all(torch.equal(tanh_(x[n:-n].clone()), actual[n:-n]) for n in range(1, 40))
         assert tanh_(torch.tensor([torch.nan])).isnan().all()
     exact = x.double().tanh()
     unit = torch.from_numpy(np.spacing(exact.abs().float().numpy()))
-    assert ((found - exact).abs() <= 2 * unit).all()
+    assert ((actual - exact).abs() <= 2 * unit).all()

@@ -1,4 +1,4 @@
-"""FLOPs and bytes, against what can be counted by hand; cases and presets, checked without torch."""
+"""FLOPs and bytes equal counts by hand; cases and presets are checked without torch."""
 
 import subprocess
 import sys

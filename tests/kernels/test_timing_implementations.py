@@ -1,4 +1,4 @@
-"""The timed implementations compute attention: each that runs here gives the reference's answers and gradients."""
+"""Each timed implementation that runs here gives the reference's answers and gradients."""
 
 import shutil
 
@@ -22,7 +22,7 @@ def answers(case: Case, t: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("backend", ON_CPU)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "q_len", "kv_len", "causal"),
-    # Causal with fewer keys than queries is left out: rows that see no key are NaN to naive attention.
+    # Causal with fewer keys than queries is missing: naive attention gives NaN for rows that see no key.
     [(2, 2, 33, 33, False), (2, 2, 33, 33, True), (4, 2, 20, 31, False), (4, 2, 20, 31, True), (3, 3, 31, 20, False)],
 )
 def test_answers_are_the_references(
@@ -37,14 +37,14 @@ def test_answers_are_the_references(
         with pytest.raises(CannotRunError, match="top left"):
             answers(case, t)
         return
-    found = answers(case, t)
+    actual = answers(case, t)
     exact = forward("reference", t, causal=causal) | backward("reference", t, causal=causal)
-    for name, answer in found.items():
+    for name, answer in actual.items():
         torch.testing.assert_close(answer, exact[name], atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.full
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile's own
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # from torch.compile
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile compiles C++: install g++ (apt-get install g++)")
 @pytest.mark.parametrize("causal", [False, True])
 def test_flex_computes_the_same(causal: bool) -> None:

@@ -1,4 +1,4 @@
-"""Timing itself: what a row says, how a grid is walked, and that the device is given back between slices."""
+"""A measurement fills each field of a row, walks a grid, and gives the device back between slices."""
 
 import contextlib
 import math
@@ -34,7 +34,7 @@ from flashpoint_kernels.timing.clock import CpuClock, CudaClock, Slices, uncerta
 from flashpoint_kernels.timing.device import SHEETS, is_lost, peak_of
 from flashpoint_kernels.timing.implementations import CannotRunError
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="these are the CPU's")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests the CPU's measurements")
 QUICK = Timing(precision=0.5, max_seconds=0.05, warmup_ms=0, slice_ms=5)
 FIGURES = ("ms", "ms_p20", "ms_p80", "repeats", "flops", "tflops", "bytes", "roofline_percent", "peak_bytes")
 
@@ -70,7 +70,7 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     made = Time()
     monkeypatch.setattr(clock, "perf_counter", made.seconds)
     monkeypatch.setattr(clock, "perf_counter_ns", lambda: round(made.seconds() * 1e9))
-    # Nothing measures the peaks with this clock, whether or not another test has measured them before.
+    # The peaks are never measured with this clock, whether or not another test has measured them.
     monkeypatch.setattr(device, "_copies", {"cpu": 1.0})
     monkeypatch.setattr(device, "_products", {("cpu", "float32"): 1.0})
     return made
@@ -106,7 +106,7 @@ def test_a_row_has_every_field_and_they_agree() -> None:
 def test_a_time_above_the_roof_is_measured_again(
     time: Time, monkeypatch: pytest.MonkeyPatch, ticks_ms: list[float], ms: float, above: bool
 ) -> None:
-    """At the peaks of `time` no call is shorter than 0.03 ms; the longer time counts."""
+    """At the peaks of `time` no call can be shorter than 0.03 ms; the longer time counts."""
     tiled, ticks = implementations.IMPLEMENTATIONS["tiled"], iter(ticks_ms)
 
     def make(*about: Any) -> Any:
@@ -116,7 +116,7 @@ def test_a_time_above_the_roof_is_measured_again(
     monkeypatch.setitem(implementations.IMPLEMENTATIONS, "tiled", replace(tiled, make=make))
     row, _ = finish(measure(small("tiled"), timing=QUICK))
     assert (row["skipped"], row["ms"], row["roofline_percent"] > 100) == (None, pytest.approx(ms), above)
-    assert next(ticks, None) is None  # as often as that
+    assert next(ticks, None) is None  # all were used
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward", "both"])
@@ -142,7 +142,7 @@ def test_what_cannot_run_is_a_row_with_the_reason(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_lost_device_ends_all_with_the_row_of_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU after an illegal access, where every call that follows fails too."""
+    """On a GPU every call after an illegal access fails, too."""
 
     def gone(*_: object) -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
@@ -155,8 +155,8 @@ def test_a_lost_device_ends_all_with_the_row_of_the_case(monkeypatch: pytest.Mon
         finish(measure(small("sdpa_cudnn"), timing=QUICK))
     assert tuple(lost.value.row) == ROW_FIELDS
     assert lost.value.row["skipped"] in str(lost.value)
-    assert "CUDA" in str(lost.value)  # by which a server looks at its device
-    assert finish(measure(small("naive"), timing=QUICK))[0]["ms"] > 0, "only what has failed asks"
+    assert "CUDA" in str(lost.value)  # a server checks its device on this word
+    assert finish(measure(small("naive"), timing=QUICK))[0]["ms"] > 0, "only a failure checks the device"
 
 
 def test_the_start_of_a_library_is_not_taken_for_a_product_that_is_large_enough(
@@ -178,7 +178,7 @@ def test_the_start_of_a_library_is_not_taken_for_a_product_that_is_large_enough(
 
 @pytest.fixture
 def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """The memory of each thread is bounded, but the number of a machine's threads is not."""
+    """Set two threads: the memory of a thread is bounded, but the number of a machine's threads is not."""
     before = torch.get_num_threads()
     monkeypatch.setattr(reproducible, "CORES", 2)
     torch.set_num_threads(2)
@@ -188,7 +188,7 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 @pytest.mark.slow
 def test_naive_memory_grows_with_the_square_and_ours_with_the_length(two_threads: int) -> None:
-    """In a process of its own: what is measured is the whole process, and other tests leave threads in this one."""
+    """It runs in a separate process: it measures a whole process, and other tests leave threads in this one."""
     code = f"import torch; torch.set_num_threads({two_threads}); from {__name__} import check_memory; check_memory()"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
@@ -198,25 +198,25 @@ def check_memory() -> None:
         row, _ = finish(measure(small(backend, q_len=length, direction=direction), timing=QUICK))
         return int(row["peak_bytes"])
 
-    noise = 1 << 20  # pages of threads and of Python's own
-    # Each thread has a tile of scores (torch's is smaller than ours), and as much again for BLAS and for a row.
+    noise = 1 << 20  # pages of threads and of Python
+    # Each thread has a tile of scores (torch's is smaller than ours), and the same size again for BLAS and a row.
     tiles = torch.get_num_threads() * 2 * math.prod(tile_loop.FORWARD_TILE) * 4
     for length in (1024, 2048):
         matrix = 2 * length * length * 4
         assert abs(peak("naive", length) - 2 * matrix) < noise  # S and P
-        assert peak("naive", length, "backward") > 3 * matrix - noise  # and dP, with what the forward has kept
+        assert peak("naive", length, "backward") > 3 * matrix - noise  # and dP, beside the forward's
         for backend in ("tiled", "torch"):
-            linear = 2 * length * 16 * 4  # a tensor of the size of q: there are five, as given, scaled or aligned
+            linear = 2 * length * 16 * 4  # a tensor of q's size: there are five, as given, scaled or aligned
             assert peak(backend, length) < 10 * linear + tiles + noise
-    assert 10 * linear + tiles + noise < matrix / 4  # what ours was held to at the last length
+    assert 10 * linear + tiles + noise < matrix / 4  # our bound at the last length
 
 
 def test_a_slice_ends_at_its_bound_and_a_pause_is_not_counted(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bound that every call exceeds: one slice for each call. A bound beyond all calls: one slice for all repeats."""
+    """If every call exceeds the bound, each has its slice. If no call does, all repeats share one slice."""
     monkeypatch.setattr(measurement, "_fewer", lambda ms, timing: None)
     monkeypatch.setattr(measurement, "held_bytes", lambda algorithms, case: 0)
     time.tick_ms = 2.0  # below the roof
-    stages = 4 + 2  # the four inputs; a first call, and the call whose memory is measured
+    stages = 4 + 2  # four inputs, a first call, and the call that measures memory
     for slice_ms, slices_of_repeats in ((1e-6, 30), (1e6, 1)):
         timing = Timing(precision=1e-9, max_seconds=60, warmup_ms=0, slice_ms=slice_ms, min_repeats=30, max_repeats=30)
         running = measure(small("naive"), timing=timing)
@@ -280,10 +280,10 @@ def test_a_clock_measures_each_call(time: Time) -> None:
 
 
 class Gpu:
-    """A GPU with a queue, and the host's time: what of torch.cuda a clock uses, in made-up milliseconds."""
+    """A stand-in for the parts of torch.cuda that a clock uses: a queue and the host's time, in simulated ms."""
 
     def __init__(self) -> None:
-        self.now = self.free = 0.0  # of the host; when the GPU has done what is queued
+        self.now = self.free = 0.0  # the host's time; when the GPU's queue is empty
         self.calls = 0
 
     def enqueue(self, host_ms: float, gpu_ms: float) -> None:
@@ -312,15 +312,15 @@ class Gpu:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> tuple[Gpu, CudaClock]:
-    made, found = Gpu(), object.__new__(CudaClock)
-    found.device, found.pause_ms = torch.device("cuda"), clock._FIRST_PAUSE_MS
-    found.flush = SimpleNamespace(zero_=lambda: made.enqueue(0.01, 0.035))  # type: ignore[assignment]
+    made, cuda_clock = Gpu(), object.__new__(CudaClock)
+    cuda_clock.device, cuda_clock.pause_ms = torch.device("cuda"), clock._FIRST_PAUSE_MS
+    cuda_clock.flush = SimpleNamespace(zero_=lambda: made.enqueue(0.01, 0.035))  # type: ignore[assignment]
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "Event", made.event)
     monkeypatch.setattr(torch.cuda, "synchronize", made.synchronize)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: made.enqueue(0.01, cycles / clock._CYCLES_PER_MS))
     monkeypatch.setattr(clock, "perf_counter", lambda: made.now / 1e3)
-    return made, found
+    return made, cuda_clock
 
 
 @pytest.mark.parametrize("host_ms", [0.1, 1.1, 5.0])
@@ -328,38 +328,38 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> tuple[Gpu, CudaClock]:
 def test_a_gpus_time_is_without_what_python_takes_to_enqueue(
     gpu: tuple[Gpu, CudaClock], host_ms: float, gpu_ms: float
 ) -> None:
-    device, found = gpu
+    device, clock = gpu
     for repeats in (1, 20):
-        assert found.time(lambda: device.call(host_ms, gpu_ms), repeats) == pytest.approx([gpu_ms] * repeats)
-    assert device.calls <= 21 + 2, "few are made again"
-    assert not found.with_host
+        assert clock.time(lambda: device.call(host_ms, gpu_ms), repeats) == pytest.approx([gpu_ms] * repeats)
+    assert device.calls <= 21 + 2, "few are repeated"
+    assert not clock.with_host
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        lambda device: device.call(0.1, 0.5, waits=True),  # reads what it has computed
-        lambda device: device.call(100.0, 0.5),  # Python, with a little of a GPU
+        lambda device: device.call(0.1, 0.5, waits=True),  # reads its result
+        lambda device: device.call(100.0, 0.5),  # mostly Python, little GPU work
     ],
 )
 def test_a_call_that_no_pause_covers_is_timed_with_its_host(
     gpu: tuple[Gpu, CudaClock], call: Callable[[Gpu], None]
 ) -> None:
-    device, found = gpu
-    found.time(lambda: call(device), 1)
+    device, clock = gpu
+    clock.time(lambda: call(device), 1)
     began = device.now
-    taken = found.time(lambda: call(device), 10)
+    taken = clock.time(lambda: call(device), 10)
     assert sum(taken) == pytest.approx(device.now - began, rel=0.2)
     assert device.calls <= 11 + 8
-    assert found.with_host
+    assert clock.with_host
 
 
 def test_the_median_is_known_by_order_statistics() -> None:
-    assert uncertainty([1.0, 2.0, 4.0]) == (4 - 1) / 2 / 2  # few: all there is
+    assert uncertainty([1.0, 2.0, 4.0]) == (4 - 1) / 2 / 2  # few: their whole range
     many = [100 + (n % 10) for n in range(1000)]
-    assert 0 < uncertainty(many) < 0.01  # 31 ranks to either side of the middle: a step or two of ten
+    assert 0 < uncertainty(many) < 0.01  # 31 ranks on each side of the middle: one or two of ten values
     assert uncertainty([5.0] * 10) == 0
-    assert uncertainty([1.0] * 50 + [1000.0] * 3) == 0  # a few that were held up do not matter
+    assert uncertainty([1.0] * 50 + [1000.0] * 3) == 0  # a few delayed calls do not matter
 
 
 def test_the_device_is_given_back_while_a_call_compiles() -> None:
@@ -394,7 +394,7 @@ def test_slices_leave_out_the_pauses(time: Time) -> None:
 
 
 def test_data_sheets_are_dense_figures() -> None:
-    """A tensor core doubles its rate with sparsity: a table that mixed the two would have one twice the other's."""
+    """Sparsity doubles a tensor core's rate: a table that mixed both would have one rate twice another."""
     h100, h200 = SHEETS["NVIDIA H100 80GB HBM3"], SHEETS["NVIDIA H200"]
     assert h100.half_tflops == h200.half_tflops == 989.5
     assert {"NVIDIA RTX 4000 Ada Generation", "NVIDIA GeForce RTX 3050"} <= SHEETS.keys()
@@ -405,7 +405,7 @@ def test_data_sheets_are_dense_figures() -> None:
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of threads that were set; torch starts with four. The peaks are known, and memory is not measured."""
+    """Return the thread counts that were set; torch starts with four. Peaks are known; memory is not measured."""
     seen: list[int] = [4]
     monkeypatch.setattr(torch, "get_num_threads", lambda: seen[-1])
     monkeypatch.setattr(torch, "set_num_threads", seen.append)
@@ -418,9 +418,9 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     [
         ({4: 1.0, 2: 1.5, 1: 3.0}, 4, {4, 2, 1}, False),  # a quiet machine
         ({4: 1.0, 2: 0.98, 1: 1.02}, 4, {4, 2, 1}, False),  # within the noise
-        ({4: 0.5, 2: 0.4, 1: 0.3}, 1, {4, 2, 1}, False),  # a small problem: threads cost more than they save
-        ({4: 24.0, 2: 20.0, 1: 0.3}, 1, {4, 2, 1}, True),  # threads wait for a core that is busy
-        ({4: 200.0, 2: 50.0, 1: 90.0}, 2, {4, 2, 1}, True),  # a long call: halves, as long as they are faster
+        ({4: 0.5, 2: 0.4, 1: 0.3}, 1, {4, 2, 1}, False),  # small problem: threads cost more than they save
+        ({4: 24.0, 2: 20.0, 1: 0.3}, 1, {4, 2, 1}, True),  # threads wait for a busy core
+        ({4: 200.0, 2: 50.0, 1: 90.0}, 2, {4, 2, 1}, True),  # a long call: halve while it gets faster
         ({4: 200.0, 2: 300.0, 1: 90.0}, 4, {4, 2}, False),
         ({4: 70_000.0, 2: 1.0, 1: 1.0}, 4, {4}, False),  # too long to try
     ],
@@ -443,7 +443,7 @@ def test_fewer_threads_count_where_they_are_faster(
         row, _ = finish(measure(small(name), timing=Timing(warmup_ms=0)))
         assert (row["threads"], row["ms"], row["busy"]) == (best, pytest.approx(ms_of[best]), busy)
         assert row["ms_by_threads"] == {str(n): pytest.approx(ms_of[n]) for n in sorted(tried)}
-        assert threads[-1] == 4, "as before"
+        assert threads[-1] == 4, "the count is restored"
 
 
 @pytest.mark.parametrize(("waits", "busy"), [(0.0, False), (0.01, False), (0.3, True), (None, False)])
@@ -462,11 +462,11 @@ def test_a_row_is_marked_where_threads_waited_for_a_core(
 
 def test_waiting_for_a_core_is_counted() -> None:
     if (before := clock.waited_ms()) is None:
-        pytest.skip("this system does not count it")
+        pytest.skip("this system does not count waiting")
     load = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
     try:
         while (clock.waited_ms() or 0.0) <= before:
-            sum(range(10_000))  # beside as many others, this waits at some time
+            sum(range(10_000))  # waits at times, beside as many others
     finally:
         for each in load:
             each.kill()
@@ -478,15 +478,15 @@ def test_memory_below_what_the_algorithm_holds_is_measured_again_or_marked(
 ) -> None:
     time.tick_ms = 1.0  # below the roof
     case = small("naive", q_len=128)
-    least = held_bytes(("naive_forward",), case)
-    assert least == 2 * 128 * 16 * 4 + 2 * 128 * 128 * 4  # o, and the matrix
-    for found, expected in (
-        ([0, least - 1, least + 5], (least + 5, False)),
+    min_bytes = held_bytes(("naive_forward",), case)
+    assert min_bytes == 2 * 128 * 16 * 4 + 2 * 128 * 128 * 4  # o, and the matrix
+    for readings, expected in (
+        ([0, min_bytes - 1, min_bytes + 5], (min_bytes + 5, False)),
         ([0, 7, 3, 1], (7, True)),
-        ([least], (least, False)),
+        ([min_bytes], (min_bytes, False)),
         ([None], (None, False)),
     ):
-        answers = iter(found)
+        answers = iter(readings)
         monkeypatch.setattr(measurement, "peak_bytes", lambda call, device, answers=answers: next(answers))
         row, _ = finish(measure(case, timing=QUICK))
         assert (row["peak_bytes"], row["peak_bytes_low"]) == expected

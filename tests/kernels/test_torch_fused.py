@@ -1,4 +1,4 @@
-"""The backend `torch`: bands, masks and gradients by the kernels in C; what CUDA's operators are given."""
+"""The backend `torch`: bands, masks and gradients by the kernels in C; the inputs of CUDA's operators."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -38,7 +38,7 @@ SCHEMAS = {
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_the_private_operators_are_as_they_were(name: str) -> None:
-    """They are private to torch. When this fails, read their new meaning before changing `fused`."""
+    """If this fails, read the new meaning of torch's private operators before you change `fused`."""
     assert str(getattr(torch.ops.aten, name).default._schema) == f"aten::{name}{SCHEMAS[name]}"
 
 
@@ -46,12 +46,12 @@ def test_the_private_operators_are_as_they_were(name: str) -> None:
 @pytest.mark.parametrize(("q_len", "kv_len"), [(40, 40), (40, 60), (60, 40), (1, 50)])
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_diagonal_is_put_right(q_len: int, kv_len: int, alignment: str, masked: bool) -> None:
-    """Both alignments, square or not, with a mask (whose rows may die under the diagonal) and without."""
+    """Both alignments work, square or not, without a mask and with one that may hide whole rows."""
     t = qkv(2, 4, q_len, kv_len, 16, kv_heads=2)
     if masked:
         t["attn_mask"] = normal(2, 1, q_len, kv_len) > 1.0
-    found = verify(t, Options(backend="torch", causal=True, causal_alignment=alignment))
-    assert found.ok, found
+    report = verify(t, Options(backend="torch", causal=True, causal_alignment=alignment))
+    assert report.ok, report
 
 
 BANDS: list[dict[str, Any]] = [
@@ -71,14 +71,14 @@ LENGTHS = [(300, 300), (170, 410), (333, 150)]
 
 
 def blocks_of_queries() -> Iterator[Any]:
-    """Every pair of a band, more tensors and lengths; the other combinations are the wide sweep."""
+    """Yield every pair of a band, more tensors and lengths; the wide sweep has the other combinations."""
     for (b, band), (m, more), (n, lengths) in product(*map(enumerate, (BANDS, MORE, LENGTHS))):
         name = "-".join((str(band), *more, str(lengths)))
         yield pytest.param(band, more, *lengths, marks=[] if n == (b + m) % 3 else pytest.mark.full, id=name)
 
 
 # test_backends checks that `torch` refuses these options elsewhere.
-IN_C = pytest.mark.skipif(DEVICE != "cpu", reason="options that `torch` has on the CPU alone, in the kernels in C")
+IN_C = pytest.mark.skipif(DEVICE != "cpu", reason="options that `torch` has only in the kernels in C, on the CPU")
 
 
 @IN_C
@@ -86,25 +86,25 @@ IN_C = pytest.mark.skipif(DEVICE != "cpu", reason="options that `torch` has on t
 def test_blocks_of_queries_see_what_their_window_and_alibi_say(
     band: dict[str, Any], more: tuple[str, ...], q_len: int, kv_len: int
 ) -> None:
-    """Several blocks forward and backward, the last one shorter, with keys behind, beside and ahead of them."""
+    """There are several blocks, the last one shorter, with keys before, inside and after their window."""
     t = qkv(2, 4, q_len, kv_len, 16, kv_heads=2)
     tensors = {"alibi_slopes": torch.tensor([[0.25, 0.1, 0.02, -0.01]] * 2), "sinks": normal(4)}
     tensors["attn_mask"] = normal(2, 1, 1, kv_len) > -1.0
-    found = verify(t | {name: tensors[name].to(DEVICE) for name in more}, Options(backend="torch", **band))
-    assert found.ok, "\n".join(str(e) for e in found.tensors if not e.ok)
+    report = verify(t | {name: tensors[name].to(DEVICE) for name in more}, Options(backend="torch", **band))
+    assert report.ok, "\n".join(str(e) for e in report.tensors if not e.ok)
 
 
 @IN_C
 @pytest.mark.slow
 def test_alibi_is_as_exact_at_16k_keys_as_the_tile_loop() -> None:
-    """With a slope of 0.5 scores reach −8,192, whose rounding alone would be 5e-4."""
+    """With a slope of 0.5 scores reach −8,192, whose rounding alone is 5e-4."""
     t = {name: x for name, x in qkv(1, 2, 300, 16384, 16).items() if name != "do"}
     t["alibi_slopes"] = torch.tensor([0.5, 2.0**-8], device=DEVICE)
     errors = {}
     for backend in ("torch", "tiled"):
-        found = verify(t, Options(backend=backend, causal=True))
-        assert found.ok, found
-        errors[backend] = max(e.max_rel for e in found.tensors)
+        report = verify(t, Options(backend=backend, causal=True))
+        assert report.ok, report
+        errors[backend] = max(e.max_rel for e in report.tensors)
     assert errors["torch"] <= 2 * errors["tiled"], errors
 
 
@@ -118,7 +118,7 @@ def test_masks_of_any_float_and_shape() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_the_forward_that_backward_runs_has_the_bits_of_the_one_that_is_brought(dtype: torch.dtype) -> None:
-    """Rounded as the answer `o` is, and with rows that see no key."""
+    """`o` is rounded, and some rows see no key."""
     t = qkv(2, 4, 9, 7, 16, kv_heads=2, dtype=dtype)
     saved = forward("torch", t, causal=True)
     assert saved["lse"].isinf().any()
@@ -127,7 +127,7 @@ def test_the_forward_that_backward_runs_has_the_bits_of_the_one_that_is_brought(
 
 
 def test_backward_takes_the_lse_of_any_backend() -> None:
-    """−∞ for a masked row, as `tiled` gives it, never reaches the operator."""
+    """The −∞ of a masked row, as `tiled` returns it, never reaches the operator."""
     t = qkv(1, 2, 9, 4, 8)
     saved = forward("tiled", t, causal=True)
     assert saved["lse"].isinf().any()
@@ -149,19 +149,19 @@ def test_without_the_library_torch_is_refused_with_what_to_install(monkeypatch: 
 
 
 def test_determinism_is_asked_without_filling_new_memory_and_all_is_as_it_was_after() -> None:
-    def asked() -> tuple[bool, bool]:
+    def settings() -> tuple[bool, bool]:
         return torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
 
-    before = asked()
+    before = settings()
     with fused._deterministic(True):
-        assert asked() == (True, False)
+        assert settings() == (True, False)
     with pytest.raises(ZeroDivisionError), fused._deterministic(True):
         1 / 0  # noqa: B018
-    assert asked() == before == (False, True)
+    assert settings() == before == (False, True)
 
 
 def efficient(q: Any, k: Any, v: Any, bias: Any, _lse: bool, _p: float, causal: bool, *, scale: float) -> Any:
-    """A stand-in for CUDA's memory-efficient operator, with its demands on a mask."""
+    """Stand in for CUDA's memory-efficient operator, with its requirements on a mask."""
     assert not causal
     assert bias.dtype == q.dtype
     assert bias.stride(-1) == 1
@@ -172,7 +172,7 @@ def efficient(q: Any, k: Any, v: Any, bias: Any, _lse: bool, _p: float, causal: 
 
 
 def cuda_call(dtype: torch.dtype, bias: torch.Tensor, q_len: int, kv_len: int) -> Call:
-    """A call as it would be made on CUDA, of tensors on the CPU: one key/value head for two of the queries'."""
+    """Return a call as for CUDA, with CPU tensors: two query heads for each key/value head."""
     q, k, v = (normal(1, h, n, 8, dtype=dtype, seed=h).cpu() for h, n in ((4, q_len), (2, kv_len), (2, kv_len)))
     return Call(q, k, v, bias.cpu(), False, 0.3)
 
@@ -200,8 +200,8 @@ def test_a_mask_reaches_the_efficient_operator_as_it_must_lie(
         "odd address": numbers[1:].view(1, 4, q_len, kv_len),
     }[shape]
     call = cuda_call(dtype, bias, q_len, kv_len)
-    for found, exact in zip(call._run(), softmax_in_float64(call), strict=True):
-        torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-5)
+    for actual, exact in zip(call._run(), softmax_in_float64(call), strict=True):
+        torch.testing.assert_close(actual.double(), exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -210,7 +210,7 @@ def test_a_mask_reaches_the_efficient_operator_as_it_must_lie(
 def test_cuda_takes_a_mask_of_another_dtype_without_rounding_it(
     dtype: torch.dtype, mask_dtype: torch.dtype, low: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A number that q's dtype does not hold is no −∞: a row of it alone is a softmax, with its own lse."""
+    """A number outside q's dtype is not −∞: a row of only this number is a softmax with an lse."""
     monkeypatch.setattr(fused, "_aten", SimpleNamespace(_scaled_dot_product_efficient_attention=efficient))
     mask = torch.zeros(4, 8)
     mask[1:, 4:], mask[2], mask[3, :4] = low, low, -torch.inf
@@ -222,7 +222,7 @@ def test_cuda_takes_a_mask_of_another_dtype_without_rounding_it(
     assert isinstance(call, Call)
     assert call.q.dtype == torch.float32
     s = t["q"].float() @ t["k"].float().mT * 8**-0.5 + mask.float()
-    dead = s.amax(-1) == -torch.inf  # −1e6 is −∞ in float16: there the caller wrote it
+    dead = s.amax(-1) == -torch.inf  # in a float16 mask −1e6 is −∞
     assert call.bias is not None
     assert torch.equal(dead, (call.bias.amax(-1) == -torch.inf).expand_as(dead))
     o, lse = call._run()
@@ -248,7 +248,7 @@ def test_cuda_operators(dtype: torch.dtype, dim: int, mask: str | None, causal: 
     if mask:
         bias = normal(2, 1, q_len, kv_len, dtype=torch.float32 if mask == "float32" else dtype).cuda()
         t["attn_mask"] = bias > 0 if mask == "bool" else bias.mT.contiguous().mT if mask == "transposed" else bias
-    found = verify(t, Options(backend="torch", causal=causal))
-    assert found.ok, "\n".join(str(e) for e in found.tensors if not e.ok)
+    report = verify(t, Options(backend="torch", causal=causal))
+    assert report.ok, "\n".join(str(e) for e in report.tensors if not e.ok)
     first, second = (backward("torch", t, causal=causal) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -1,4 +1,4 @@
-"""Derivatives that there are not, transforms, NestedTensors and autocast: `attention` raises, or does as SDPA."""
+"""`attention` raises for missing derivatives, transforms and NestedTensors, and follows SDPA under autocast."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FORWARD = "forward-mode derivatives of attention are not available"
 BATCHED = "vmap of a gradient of attention is not available"
 FUNC = "torch.func does not differentiate attention"
 
-# By how `attention` runs: at once, and through torch's dispatcher.
+# The two paths of `attention`: direct, and through torch's dispatcher.
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {}, "softcap": {"softcap": 3.0}, "dropout": {"dropout_p": 0.3, "dropout_seed": 1},
 }  # fmt: skip
@@ -50,7 +50,7 @@ def test_a_second_derivative_raises_whatever_it_is_taken_of(options: dict[str, A
 
 @ways
 def test_a_gradient_penalty_raises(options: dict[str, Any]) -> None:
-    """The penalty depends on a weight through do alone."""
+    """The penalty depends on a weight only through do."""
     q, weight = leaf(), leaf()
     (dq,) = torch.autograd.grad((attention(q, X, X, **options) * weight).sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match=SECOND):
@@ -161,12 +161,12 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     "kinds", [(q, k, v) for q in KINDS[:2] for k in KINDS[:3] for v in KINDS[:2]] + [(torch.float64,) * 3], ids=str
 )
 def test_autocast_does_as_for_sdpa(kinds: tuple[torch.dtype, ...]) -> None:
-    """The dtype of o, its numbers, and the dtype of each gradient."""
+    """The dtype and numbers of o, and the dtype of each gradient, are those of SDPA."""
 
     def inputs() -> list[Tensor]:
         return [leaf(normal(1, 2, 6, 8, seed=n).to(kind)) for n, kind in enumerate(kinds)]
 
-    found = []
+    results = []
     for call in (attention, sdpa):
         with torch.autocast(DEVICE):
             o = call(*(given := inputs()))
@@ -179,12 +179,12 @@ def test_autocast_does_as_for_sdpa(kinds: tuple[torch.dtype, ...]) -> None:
                     with pytest.raises((RuntimeError, ValueError), match="dtype"):
                         call(*inputs())
         o.sum().backward()
-        found.append((o, inner, [t.grad for t in given]))
-    (o, inner, grads), (expected, expected_inner, expected_grads) = found
+        results.append((o, inner, [t.grad for t in given]))
+    (o, inner, grads), (expected, expected_inner, expected_grads) = results
     assert (o.dtype, inner) == (expected.dtype, expected_inner)
     torch.testing.assert_close(o, expected, rtol=2**-6, atol=2**-6)
-    for grad, own in zip(grads, expected_grads, strict=True):
-        torch.testing.assert_close(grad, own, rtol=2**-5, atol=2**-5)  # checks the dtype, too
+    for grad, exact in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad, exact, rtol=2**-5, atol=2**-5)  # checks the dtype, too
 
 
 def test_autocast_of_what_is_not_q_k_and_v() -> None:
@@ -207,15 +207,15 @@ def test_autocast_compiles(inside: bool) -> None:
         with torch.autocast(DEVICE):
             return attention(*inputs, causal=True)
 
-    found = []
+    results = []
     for function in (call, torch.compile(call, fullgraph=True, backend="aot_eager")):
         q = leaf()
         with torch.autocast(DEVICE, enabled=not inside):
             o = function(q, X, X.bfloat16())
-        found.append((o, *torch.autograd.grad(o.float().sum(), q)))
-    for own, compiled in zip(*found, strict=True):
-        assert own.dtype == compiled.dtype
-        assert torch.equal(own, compiled)
+        results.append((o, *torch.autograd.grad(o.float().sum(), q)))
+    for eager, compiled in zip(*results, strict=True):
+        assert eager.dtype == compiled.dtype
+        assert torch.equal(eager, compiled)
 
 
 def test_a_module_trains_under_autocast() -> None:

@@ -1,4 +1,4 @@
-"""Models of transformers on these kernels: training in bfloat16 and float32, generation, and refused models."""
+"""Models of transformers train in bfloat16 and float32 and generate on these kernels, or are refused."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ VALID[1, 19:] = 0  # padding; `generate` needs it on the left
 
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> None:
-    from flashpoint_kernels.transformers import register  # seconds: not whenever tests are collected
+    from flashpoint_kernels.transformers import register  # takes seconds: not at collection
 
     register()
 
 
 def gpt_oss() -> Any:
-    """With both experts: rounding must not choose another. Their fused products have no float64."""
+    """Return gpt-oss with both experts active: rounding must not change the choice. It has no float64."""
     model = small_models.gpt_oss(num_experts_per_tok=2)
     model.set_experts_implementation("eager")
     return model
@@ -52,9 +52,9 @@ def trained(model: Any, attention: str, dtype: torch.dtype, tokens: Tensor = TOK
     tokens, mask = tokens.to(DEVICE), VALID.to(DEVICE)
     out = model(tokens, attention_mask=mask, labels=tokens.masked_fill(mask == 0, -100))
     out.loss.backward()
-    found = {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None}
     logits = out.logits if model.config.is_encoder_decoder else out.logits[mask.bool()]
-    return {**found, "logits": logits.detach().double()}
+    return {**gradients, "logits": logits.detach().double()}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -66,13 +66,13 @@ def trained(model: Any, attention: str, dtype: torch.dtype, tokens: Tensor = TOK
 def test_training_is_as_exact_as_eager(
     dtype: torch.dtype, true_dtype: torch.dtype, limit: float, of_each: float, of_all: float, name: str
 ) -> None:
-    """Both are compared with eager in a wider type, with the same weights, over eight batches."""
+    """Both are compared with eager in a wider dtype, with the same weights, over eight batches."""
     model = FAMILIES[name]().to(DEVICE)
-    if name in ("gpt_oss", "t5"):  # where large weights make bfloat16 itself useless
+    if name in ("gpt_oss", "t5"):  # large weights make bfloat16 useless there
         for each, weights in model.named_parameters():
             weights.detach().mul_(1 if "norm" in each else 0.5)
     model.to(dtype)
-    squares: dict[str, list[Tensor]] = {}  # of each batch: our error's, eager's error's, and those of the true values
+    squares: dict[str, list[Tensor]] = {}  # per batch: our error, eager's error, the true values
     for seed in range(8):
         tokens = torch.randint(1, 50, TOKENS.shape, generator=torch.Generator().manual_seed(seed))
         ours, eager = (trained(model, attention, dtype, tokens) for attention in (NAME, "eager"))
@@ -83,8 +83,8 @@ def test_training_is_as_exact_as_eager(
             squares.setdefault(each, []).append(parts)
     assert any({"gpt_oss": "sinks", "t5": "relative_attention_bias"}.get(name, "q_proj") in each for each in squares)
     relative = {}
-    for each, found in squares.items():
-        *both, true = torch.stack(found).sum(0).sqrt()
+    for each, sums in squares.items():
+        *both, true = torch.stack(sums).sum(0).sqrt()
         relative[each] = error, of_eager = torch.stack(both) / true
         assert error <= of_each * of_eager, each
     error, of_eager = torch.stack(list(relative.values())).square().mean(0).sqrt()
@@ -98,29 +98,29 @@ def test_training_is_as_exact_as_eager(
 def test_generation_with_padding_writes_the_tokens_of_eager(name: str, how: dict[str, Any]) -> None:
     model = FAMILIES[name]().to(DEVICE)
     rows = slice(1) if "prompt_lookup_num_tokens" in how else slice(2)  # assisted generation takes one sequence
-    found = []
+    results = []
     for attention in ("eager", NAME):
         model.set_attn_implementation(attention)
-        found.append(model.generate(
+        results.append(model.generate(
             TOKENS[rows].to(DEVICE), attention_mask=VALID.flip(1)[rows].to(DEVICE), max_new_tokens=10,
             min_new_tokens=10, do_sample=False, **how,
         ))  # fmt: skip
-    assert torch.equal(*found)
-    assert found[0].unique().numel() > 2
+    assert torch.equal(*results)
+    assert results[0].unique().numel() > 2
 
 
 def test_dropout_draws_anew_and_repeats_with_gradient_checkpointing() -> None:
     model = small_models.llama(attention_dropout=0.5).to(DEVICE)
     first, second = (trained(model, NAME, torch.float32) for _ in range(2))
     assert not torch.equal(first["logits"], second["logits"])
-    found = []
+    results = []
     for checkpointing in (False, True):
         if checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
         torch.manual_seed(3)
-        found.append(trained(model, NAME, torch.float32))
-    for each, true in found[0].items():
-        torch.testing.assert_close(found[1][each], true, rtol=1e-4, atol=1e-7)
+        results.append(trained(model, NAME, torch.float32))
+    for each, true in results[0].items():
+        torch.testing.assert_close(results[1][each], true, rtol=1e-4, atol=1e-7)
 
 
 def test_a_model_that_computes_its_attention_itself_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Real sizes on a real GPU (`make gpu`): what the interpreter is too slow for, judged against float64 by `verify`."""
+"""Sizes too large for the interpreter are right on a GPU (`make gpu`), by `verify` against float64."""
 
 from typing import Any
 
@@ -26,8 +26,8 @@ CASES += [
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 @pytest.mark.parametrize(("q_len", "kv_len"), [(1023, 1024), (2048, 2048), (5, 4099)])
 def test_real_sizes(case: dict[str, Any], q_len: int, kv_len: int) -> None:
-    found = verify(tensors_of(case, q_len, kv_len), options_of(case))
-    assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)
+    report = verify(tensors_of(case, q_len, kv_len), options_of(case))
+    assert report.ok, "\n".join(str(t) for t in report.tensors if not t.ok)
 
 
 def test_fifty_repeats_are_the_same_bits() -> None:

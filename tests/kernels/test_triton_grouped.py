@@ -1,4 +1,4 @@
-"""One grouped launch of any mix of requests: every answer has the bits that it has alone."""
+"""In one grouped launch of any mix of requests, every answer has the bits that it has alone."""
 
 import random
 from dataclasses import replace
@@ -16,7 +16,7 @@ from tests.support.kernels.triton_cases import PLAIN, name_of, options_of, tenso
 
 
 def _request(rng: random.Random, seed: int, options: dict[str, object], *, dim: int = 16) -> dict[str, torch.Tensor]:
-    """Tensors of a request of random lengths, batch and head counts, in the layout that `options` names."""
+    """Return tensors of a request with random lengths, batch and head counts, in the layout of `options`."""
     g = torch.Generator().manual_seed(seed)
     kv_heads, group = rng.choice([1, 1, 2]), rng.choice([1, 1, 2])
     batch, q_len, kv_len = rng.choice([1, 1, 2]), rng.choice([1, 5, 33]), rng.choice([1, 7, 40, 70])
@@ -72,7 +72,7 @@ SCRATCH: list[dict[str, Any]] = [
 @pytest.mark.parametrize(
     ("seed", "count", "features"),
     [
-        pytest.param(10, 5, EVERY, id="every-option"),  # by its seed, in each layout and with each mask
+        pytest.param(10, 5, EVERY, id="every-option"),  # this seed draws each layout and each mask
         pytest.param(7, 16, {}, marks=pytest.mark.slow, id="fast-variant"),
         pytest.param(7, 64, EVERY, marks=pytest.mark.full, id="many"),
     ],
@@ -85,8 +85,8 @@ def test_mixed_requests_in_one_launch_equal_each_alone(seed: int, count: int, fe
         if features:
             plain |= {"dropout_seed": rng.getrandbits(63), "window": rng.choice([(-1, -1), (9, 3)])}
         requests.append((_request(rng, n, plain), Options(**plain, return_lse=True)))
-    together = _run_forward(requests)
-    for at, (request, answer) in enumerate(zip(requests, together, strict=True)):
+    grouped = _run_forward(requests)
+    for at, (request, answer) in enumerate(zip(requests, grouped, strict=True)):
         assert not any(t.isnan().any() for t in answer.values())
         (alone,) = _run_forward([request])
         assert all(torch.equal(answer[name], alone[name]) for name in answer), at
@@ -100,7 +100,7 @@ def test_mixed_requests_in_one_launch_equal_each_alone(seed: int, count: int, fe
 
 @pytest.mark.slow
 def test_a_sequence_has_its_bits_first_middle_last_and_in_any_batch() -> None:
-    """Also across batch sizes of one request: a sequence alone equals the same sequence inside B = 3."""
+    """A sequence alone also equals the same sequence in a request with B = 3."""
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn((3, 2, s, 16), generator=g).to(DEVICE) for s in (70, 90, 90))
     options = Options(causal=True, return_lse=True)
@@ -138,7 +138,7 @@ def test_a_mask_gradient_summed_over_the_batch_equals_itself_alone() -> None:
     ids=name_of,
 )  # fmt: skip
 def test_what_scratch_held_before_changes_no_bit(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Scratch is loaded in whole blocks: what stands in it unwritten, or beside it, must not matter. Here it is NaN."""
+    """Kernels load scratch in whole blocks: unwritten parts and neighbouring memory, here NaN, must not matter."""
     tensors, options = tensors_of(case, 70 if case["group"] > 1 else 37, 70), options_of(case)
 
     def answers() -> dict[str, torch.Tensor]:
@@ -162,7 +162,7 @@ def test_what_scratch_held_before_changes_no_bit(case: dict[str, Any], monkeypat
 
 
 def test_repeats_are_bitwise_equal() -> None:
-    """50 times on a GPU, where a race would show. The interpreter cannot race; there it shows that no state is left."""
+    """50 repeats on a GPU would show a race. The interpreter cannot race; there they show that no state is left."""
     rng = random.Random(5)
     options = Options(causal=True, return_lse=True, dropout_p=0.2, dropout_seed=3)
     tensors = _request(rng, 5, {"layout": "bhsd"})

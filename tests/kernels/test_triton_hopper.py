@@ -1,4 +1,4 @@
-"""The Hopper path (descriptors, roles for warps) gives the answers of the general one; which problems take it."""
+"""The Hopper path (descriptors, roles of warps) gives the answers of the general path; which problems take it."""
 
 import sys
 from dataclasses import replace
@@ -19,11 +19,11 @@ from tests.support.kernels.triton_cases import PLAIN, name_of, options_of, tenso
 
 pytestmark = pytest.mark.skipif(config.chip_of(torch.device(DEVICE)).arch != 90, reason="the path of sm_90")
 TILES = config.config_for(torch.device(DEVICE), "float16", 16, 16, 0, True)
-THD = max(70, 3 * TILES.few_queries + 3)  # two of its three sequences have queries, too many for packed blocks
+THD = max(70, 3 * TILES.few_queries + 3)  # two of three sequences have queries, too many for packed blocks
 HALF = PLAIN | {"dtype": "float16"}
 CASES = [
     (HALF, 70, 90),
-    (HALF, 130, 96),  # whole tiles alone
+    (HALF, 130, 96),  # only whole tiles
     (HALF | {"dtype": "bfloat16", "band": "causal", "group": 2}, 70, 130),
     (HALF | {"band": "top_left", "layout": "bshd", "dims": (24, 40), "dlse": True}, 70, 45),
     (HALF | {"layout": "bshd", "group": 2, "dtype": "bfloat16"}, 70, 33),
@@ -40,7 +40,7 @@ def _asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def kernels(tensors: dict[str, torch.Tensor], options: Options) -> list[str]:
-    """The forward kernels that would run for a problem."""
+    """Return the forward kernels that would run for a problem."""
     problem = Problem.create({n: t for n, t in tensors.items() if n not in ("do", "dlse")}, options)
     return [call.kernel.__name__ for call in forward_calls([problem]) if call.programs]
 
@@ -64,14 +64,14 @@ def test_answers(case: dict[str, Any], q_len: int, kv_len: int) -> None:
     assert backward_kernels(tensors, options_of(case)) == [
         "attention_delta", f"attention_backward_kv{of_hopper}", f"attention_backward_q{of_hopper}",
     ]  # fmt: skip
-    found = verify(tensors, options_of(case))
-    assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)
+    report = verify(tensors, options_of(case))
+    assert report.ok, "\n".join(str(t) for t in report.tensors if not t.ok)
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="Triton's interpreter counts copies")
 @pytest.mark.usefixtures("_asked")
 def test_dq_loads_a_tile_of_keys_while_it_uses_two() -> None:
-    """A step of dQ uses two tiles of keys: a third is loaded beside all three products of each group of warps."""
+    """A step of dQ uses two tiles of keys, and loads a third during all three products of each group of warps."""
     tile = TILES.backward_q
     tiles = 7
     tensors = tensors_of(HALF, tile.block_m + 6, tiles * tile.block_n, batch=1)
@@ -81,16 +81,16 @@ def test_dq_loads_a_tile_of_keys_while_it_uses_two() -> None:
     calls = {call.kernel.__name__: call for call in backward_calls([whole], [{}]) if call.programs}
     gluon_interpreter.observed.clear()
     calls["attention_backward_q_hopper"].run()
-    found = sorted(gluon_interpreter.observed)
+    copies = sorted(gluon_interpreter.observed)
     groups = 2 * calls["attention_backward_q_hopper"].programs
-    assert len(found) == groups * (3 * tiles + 1)
-    assert found[groups * 4] >= 1, found  # in the last step of a group, and after it, nothing is left to load
+    assert len(copies) == groups * (3 * tiles + 1)
+    assert copies[groups * 4] >= 1, copies  # the last step of a group has nothing left to load
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_asked")
 def test_heads_that_a_sequence_has_not_and_sequences_that_see_nothing() -> None:
-    """In one launch with problems of more heads each has the bits that it has alone; without keys o is 0 and lse −∞."""
+    """Beside problems of more heads each has the bits that it has alone; without keys o is 0 and lse −∞."""
     g = torch.Generator().manual_seed(3)
     problems: dict[str, list[Problem]] = {"forward": [], "backward": []}
     for heads, q_len, kv_len in ((1, 70, 33), (3, 33, 40), (2, 40, 0)):
@@ -101,20 +101,20 @@ def test_heads_that_a_sequence_has_not_and_sequences_that_see_nothing() -> None:
         problems["backward"].append(Problem.create(tensors, Options(causal=True), "backward"))
         del tensors["do"]
         problems["forward"].append(Problem.create(tensors, Options(causal=True, return_lse=True)))
-    together = {}
+    grouped = {}
     for direction, each in problems.items():
         for problem in each:
             for t in problem.outputs.values():
                 t.fill_(float("nan"))
         run(each, "triton")
-        together[direction] = [{name: t.clone() for name, t in problem.outputs.items()} for problem in each]
-        for problem, answer in zip(each, together[direction], strict=True):
+        grouped[direction] = [{name: t.clone() for name, t in problem.outputs.items()} for problem in each]
+        for problem, answer in zip(each, grouped[direction], strict=True):
             run([problem], "triton")
             assert all(torch.equal(problem.outputs[name], t) for name, t in answer.items())
             assert not any(t.isnan().any() for t in answer.values())
-    assert together["forward"][2]["o"].abs().max() == 0
-    assert (together["forward"][2]["lse"] == float("-inf")).all()
-    assert together["backward"][2]["dq"].abs().max() == 0
+    assert grouped["forward"][2]["o"].abs().max() == 0
+    assert (grouped["forward"][2]["lse"] == float("-inf")).all()
+    assert grouped["backward"][2]["dq"].abs().max() == 0
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def test_more_programs_than_a_launch_has_descriptors_for_take_several(monkeypatc
 def test_bits_do_not_depend_on_how_many_programs_share_out_the_blocks(
     multiprocessors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Blocks that see no key lie between others; with 1,000 multiprocessors each block has a program of its own."""
+    """Some blocks between others see no key; with 1,000 multiprocessors each block has a separate program."""
     g = torch.Generator().manual_seed(5)
 
     def problem(heads: int, q_len: int, kv_len: int) -> Problem:
@@ -170,8 +170,8 @@ def test_what_the_copy_engine_cannot_take_goes_through_pointers() -> None:
     assert kernels({**fine, "v": one(1, 1, 70, 16).expand(1, 2, 70, 16)}, Options()) == ["attention_forward_hopper"]
     for tensors, options in (
         ({**fine, "k": one(1, 2, 70, 20)[..., :16]}, Options()),  # rows 40 bytes apart
-        ({**fine, "k": one(1, 2, 1, 16).expand(1, 2, 70, 16)}, Options()),  # rows that are the same memory
-        ({**fine, "q": one(1, 1, 70, 16).expand(1, 2, 70, 16)}, Options()),  # heads that are
+        ({**fine, "k": one(1, 2, 1, 16).expand(1, 2, 70, 16)}, Options()),  # all rows share memory
+        ({**fine, "q": one(1, 1, 70, 16).expand(1, 2, 70, 16)}, Options()),  # all heads share memory
         (fine, Options(window=(5, 5))),  # level 1
         (fine, Options(scale=-1.0)),
         ({name: t.float() for name, t in fine.items()}, Options()),

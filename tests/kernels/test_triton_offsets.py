@@ -1,4 +1,4 @@
-"""Offsets beyond 2^31 elements: rows so far apart that 32-bit index arithmetic would wrap."""
+"""Offsets above 2^31 elements work: rows are so far apart that 32-bit index arithmetic would wrap."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from flashpoint_kernels.triton_backend import launch
 from tests.conftest import DEVICE
 
 
-# The last row lies beyond element 2^32; only touched pages are resident. The forward copies keys that are 2^23 apart.
+# The last row lies after element 2^32; only touched pages are resident. The forward copies keys that are 2^23 apart.
 @pytest.mark.parametrize(("rows", "apart"), [(70, 1 << 26), (1100, 1 << 22)])
 def test_rows_4_gib_elements_apart(rows: int, apart: int) -> None:
     dim = 16

@@ -1,4 +1,4 @@
-"""Every option in the Triton kernels, alone and in pairs, forward and backward, judged against float64 by `verify`."""
+"""Every option in the Triton kernels, alone and in pairs, forward and backward, is right by `verify`."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -11,9 +11,9 @@ from tests.conftest import DEVICE, INTERPRETING
 from tests.support.kernels.triton_cases import FACTORS, PLAIN, name_of, options_of, pairs, tensors_of
 
 SINGLES = [PLAIN | {name: level} for name, levels in FACTORS.items() for level in levels[1:]]
-# These repeat code of the kernels that other cases run.
+# Other cases run the same kernel code.
 REPEATED = ({"mask": "heads"}, {"dims": (64, 64)})
-# With these the interpreter takes one sequence: the strides of the batch are the same kernel code for all of them.
+# With these the interpreter takes one sequence: the kernel code for the batch strides is the same for all of them.
 ONE_SEQUENCE = ("dtype", "band", "softcap", "alibi", "sinks", "dropout", "group", "dims")
 HEAD_DIMS = [(1, 1), (3, 256), (32, 32), (59, 59), (96, 96), (111, 64), (160, 160)]
 HEAD_DIMS += [(192, 128), (224, 224), (256, 256)]
@@ -23,10 +23,10 @@ SHAPES = [(1, 1), (3, 3), (64, 1), (239, 1), (1, 239), (113, 203), (128, 217), (
 
 
 def check(case: dict[str, Any], q_len: int, kv_len: int, *, batch: int = 2, **more: Any) -> None:
-    """`batch`: how many sequences the interpreter takes; a GPU always takes two."""
-    found = verify(tensors_of(case, q_len, kv_len, batch=batch if INTERPRETING else 2), options_of(case, **more))
-    assert found.backend == "triton"
-    assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)
+    """Assert right answers. The interpreter takes `batch` sequences; a GPU always takes two."""
+    report = verify(tensors_of(case, q_len, kv_len, batch=batch if INTERPRETING else 2), options_of(case, **more))
+    assert report.backend == "triton"
+    assert report.ok, "\n".join(str(t) for t in report.tensors if not t.ok)
 
 
 def singles() -> Iterator[Any]:
@@ -38,7 +38,7 @@ def singles() -> Iterator[Any]:
 
 @pytest.mark.parametrize("case", [*singles()])
 def test_each_option_alone(case: dict[str, Any]) -> None:
-    """In the interpreter: more queries and keys than one step of each loop over them takes."""
+    """In the interpreter, queries and keys take more than one step of each loop."""
     one = any(case[name] != PLAIN[name] for name in ONE_SEQUENCE)
     check(case, *((37, 70) if INTERPRETING else (70, 90)), batch=1 if one else 2)
 
@@ -67,11 +67,11 @@ def test_lengths(q_len: int, kv_len: int) -> None:
 
 @pytest.mark.parametrize("scale", [-0.3, *(pytest.param(scale, marks=pytest.mark.slow) for scale in (1.0, 0.0, 1e-42))])
 def test_any_scale(scale: float) -> None:
-    """The fast variant takes the largest score from the largest product, which is right for positive scales only."""
+    """The fast variant finds the largest score from the largest product, which holds only for positive scales."""
     check(PLAIN | {"band": "causal"}, 20, 70, batch=1, scale=scale)
 
 
-# In the fast tier: a padded width and the widest. In 16 bits the others are in the wide sweep.
+# The fast tier has a padded width and the widest. The wide sweep has the others in 16 bits.
 WIDTHS = [
     pytest.param(
         dtype, dim,
@@ -114,7 +114,7 @@ def test_every_option_at_every_length(case: dict[str, Any], q_len: int, kv_len: 
     ids=name_of,
 )
 def test_few_queries_and_many_keys_are_split_and_merged(case: dict[str, Any]) -> None:
-    """More keys than one part of a split problem takes in any configuration; a sink is counted once."""
+    """There are more keys than one part takes in any configuration; a sink is counted once."""
     check(case, 2, 140 if INTERPRETING else 5000, batch=1)
 
 
@@ -126,8 +126,8 @@ def test_strided_unaligned_and_expanded_inputs() -> None:
     views = {name: t[..., 3:19] for name, t in wide.items()}  # neither aligned nor contiguous
     views["k"] = packed["k"].transpose(-1, -2).contiguous().transpose(-1, -2)  # the last stride is not 1
     views["v"] = packed["v"][:, :1].expand(2, 2, 40, 16)  # one head for all: stride 0
-    found = verify(views, Options(causal=True, backend="triton"))
-    assert found.ok, found
+    report = verify(views, Options(causal=True, backend="triton"))
+    assert report.ok, report
 
 
 def test_precision_tf32_is_taken() -> None:
@@ -157,7 +157,7 @@ def test_nothing_to_attend_to(shape: tuple[int, int, int, int], direction: str) 
 
 
 def test_rows_that_see_nothing_and_padding() -> None:
-    """Fully masked rows, kv_lengths of 0 and rows of padding: o 0, lse −inf, zero gradients; padding is never read."""
+    """Fully masked rows, kv_lengths of 0 and padding give o 0, lse −inf, zero gradients; padding is never read."""
     case = PLAIN | {"lengths": True}
     tensors = tensors_of(case, 12, 9)
     tensors["q_lengths"], tensors["kv_lengths"] = torch.tensor([12, 7]), torch.tensor([0, 4])

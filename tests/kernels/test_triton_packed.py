@@ -1,4 +1,4 @@
-"""Packed blocks: few queries of all heads that share a key head in one tile, forward and dQ, against float64."""
+"""Packed blocks, one tile for few queries of all heads that share a key head, are right in forward and dQ."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +17,7 @@ SINGLES = [PLAIN | {"group": 2, name: level} for name, levels in FACTORS.items()
 
 
 def kernels_of(problem: Problem) -> set[tuple[str, bool]]:
-    """(kernel, whether its blocks are packed) of each call that has a program."""
+    """Return (kernel, whether its blocks are packed) for each call that has a program."""
     forward = problem.spec.direction == "forward"
     calls = launch.forward_calls([problem]) if forward else launch.backward_calls([problem], [{}])
     return {(call.kernel.__name__, bool(call.constants.PACKED)) for call in calls if call.programs}
@@ -25,9 +25,9 @@ def kernels_of(problem: Problem) -> set[tuple[str, bool]]:
 
 def check(case: dict[str, Any], q_len: int, kv_len: int, **more: Any) -> None:
     one = INTERPRETING and not case["mask"] and not case["lengths"]  # the interpreter takes one sequence
-    found = verify(tensors_of(case, q_len, kv_len, batch=1 if one else 2), options_of(case, **more))
-    assert found.backend == "triton"
-    assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)
+    report = verify(tensors_of(case, q_len, kv_len, batch=1 if one else 2), options_of(case, **more))
+    assert report.backend == "triton"
+    assert report.ok, "\n".join(str(t) for t in report.tensors if not t.ok)
 
 
 def singles() -> Iterator[Any]:
@@ -43,7 +43,7 @@ def test_each_option_alone(case: dict[str, Any]) -> None:
     check(case, FEW, 70)
 
 
-@pytest.mark.full  # test_triton_options.py has every pair in the kernels that this path shares
+@pytest.mark.full  # test_triton_options.py has every pair in the kernels that this path uses, too
 @pytest.mark.parametrize("case", pairs(), ids=name_of)
 def test_every_pair_of_options(case: dict[str, Any]) -> None:
     check(case, FEW, 70)
@@ -54,17 +54,17 @@ def test_sequences_with_few_and_with_many_queries_in_one_request(band: str) -> N
     case = PLAIN | {"layout": "thd", "band": band, "group": 2}
     tensors = tensors_of(case, 40, 90)
     tensors["cu_seqlens_q"], tensors["cu_seqlens_k"] = torch.tensor([0, 2, 39, 40]), torch.tensor([0, 30, 60, 90])
-    found = verify(tensors, options_of(case))
-    assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)
+    report = verify(tensors, options_of(case))
+    assert report.ok, "\n".join(str(t) for t in report.tensors if not t.ok)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("q_len", "group"), [(1, 1), (1, 8), (2, 16), (8, 3), (8, 9)])
 def test_any_group_and_keys_in_many_parts(q_len: int, group: int) -> None:
-    """Blocks of 16 and of 32 rows, one and several; parts of the keys are merged."""
+    """There are one or several blocks of 16 or 32 rows; parts of the keys are merged."""
     tensors = qkv(1, 2 * group, q_len, 300, 16, kv_heads=2)
-    found = verify(tensors, Options(backend="triton", causal=True))
-    assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)
+    report = verify(tensors, Options(backend="triton", causal=True))
+    assert report.ok, "\n".join(str(t) for t in report.tensors if not t.ok)
 
 
 def test_few_queries_take_packed_blocks_and_many_do_not() -> None:
@@ -78,14 +78,14 @@ def test_few_queries_take_packed_blocks_and_many_do_not() -> None:
 
 
 def with_answers(t: dict[str, torch.Tensor]) -> Problem:
-    """A gradient problem with its forward's answers."""
+    """Return a gradient problem with its forward's answers."""
     forward = Problem.create({name: t[name] for name in "qkv"}, Options(return_lse=True))
     run([forward], "triton")
     return Problem.create(t | forward.outputs, Options(), "backward")
 
 
 def test_each_head_has_the_bits_that_it_has_in_a_group_of_any_neighbours() -> None:
-    """Rows of a block share nothing: a head's answer is the same whatever the other heads of its group hold."""
+    """Rows of a block share nothing: a head's answer does not depend on the other heads of its group."""
     t = qkv(1, 8, 2, 70, 16, kv_heads=1)
     other = t | {"q": t["q"].clone()}
     other["q"][:, 1:] = 100.0

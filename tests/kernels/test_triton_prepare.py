@@ -1,4 +1,4 @@
-"""A launch that is prepared once: one copy of what its kernels read, and run again with other numbers."""
+"""A launch is prepared once, with one copy of the kernels' inputs, and runs again with other numbers."""
 
 import torch
 
@@ -10,8 +10,8 @@ from tests.support.kernels.solving import normal, qkv
 
 
 def problems_of(direction: str) -> list[Problem]:
-    """Two requests: few queries with keys in parts, and many."""
-    found = []
+    """Return two problems: few queries with keys in parts, and many queries."""
+    problems = []
     tiles = config_for(torch.device(DEVICE), "float32", 16, 16, 0)
     for q_len, kv_len in ((2, 2 * tiles.split_keys + 22), (tiles.few_queries + 32, 50)):
         t = qkv(1, 4, q_len, kv_len, 16, kv_heads=2)
@@ -19,8 +19,8 @@ def problems_of(direction: str) -> list[Problem]:
         if direction == "backward":
             run([forward], "triton")
             forward = Problem.create(t | forward.outputs, Options(causal=True), "backward")
-        found.append(forward)
-    return found
+        problems.append(forward)
+    return problems
 
 
 def test_what_kernels_read_is_copied_at_once() -> None:
@@ -50,5 +50,5 @@ def test_a_prepared_launch_runs_again_with_other_numbers() -> None:
             for t in problem.outputs.values():
                 t.fill_(float("nan"))
         run(problems, "triton")
-        for found, problem in zip(again, problems, strict=True):
-            assert all(torch.equal(found[name], t) for name, t in problem.outputs.items())
+        for actual, problem in zip(again, problems, strict=True):
+            assert all(torch.equal(actual[name], t) for name, t in problem.outputs.items())

@@ -1,4 +1,4 @@
-"""The route of a launch: a call that repeats another does nothing twice, and its answers are those of a first call."""
+"""A repeated call uses the cached route of its launch, does no work twice, and gives a first call's answers."""
 
 import gc
 import sys
@@ -20,16 +20,16 @@ from tests.conftest import DEVICE
 from tests.support.kernels.routes import forget
 from tests.support.kernels.solving import qkv
 
-# Functions that a call that repeats another must not enter; of classes, `__init__`.
+# Functions that a repeated call must not enter; for classes, `__init__`.
 MADE = {"replace", "_planned", "Code.__init__", "Constants.__init__", "Route.__init__", "Options.__init__"}
 
 
 def made_by(call: Callable[[], Any]) -> Counter[str]:
-    """How often a call enters each Python function, by qualified name without the module."""
+    """Return how often a call enters each Python function, by qualified name without the module."""
     counts: Counter[str] = Counter()
 
     def count(frame: Any, event: str, _: object) -> None:
-        # `Spec.with_keys` replaces two fields, and that is its work.
+        # `Spec.with_keys` may replace two fields: that is its work.
         if event == "call" and frame.f_back.f_globals["__name__"].startswith("flashpoint_kernels."):
             owner = frame.f_locals.get("self")
             name = frame.f_code.co_name
@@ -63,7 +63,7 @@ def test_a_call_that_repeats_another_makes_nothing_but_tables_and_answers() -> N
 
 
 def test_a_loop_stays_on_the_route_whatever_its_lengths() -> None:
-    """One key more in each call, in a cache or in new memory, and `kv_lengths` that grow; up to the launch."""
+    """Each call has one key more, in a cache or in new memory, or longer `kv_lengths`; up to the launch."""
     keys = config_for(torch.device(DEVICE), "float32", 16, 16, 0).split_keys + 36  # enough to be split
     t, lengths, options = decode(kv_len=keys + 50), torch.tensor([keys]), Options(causal=True)
 
@@ -84,7 +84,7 @@ def test_a_loop_stays_on_the_route_whatever_its_lengths() -> None:
         counts: Counter[str] = Counter()
         for n in range(keys + 1, keys + 9):
             counts += made_by(partial(call, n))
-        assert counts["_made_lists"] <= 1  # of 8 keys; it is made once in `least_keys`
+        assert counts["_made_lists"] <= 1  # once in `least_keys`, and these are 8 keys
         assert not MADE & counts.keys() - ({"replace"} if counts["_made_lists"] else set())
 
 
@@ -103,32 +103,32 @@ def test_routes_are_bounded_and_hold_no_tensor() -> None:
     attention(**t, backend="triton")
     assert route._route.cache_info().maxsize == route._KEPT
     problem = Problem.create(t, Options(return_lse=True, backend="triton"))
-    found = route.route_of(problem, True, False, None)
-    assert found is route.route_of(problem, True, False, None)
-    assert not any(torch.is_tensor(x) for x in vars(found).values())
+    kept_route = route.route_of(problem, True, False, None)
+    assert kept_route is route.route_of(problem, True, False, None)
+    assert not any(torch.is_tensor(x) for x in vars(kept_route).values())
 
 
 def test_threads_share_routes() -> None:
-    """First calls of several threads at once, of one route and of several, up to the launch."""
+    """Several threads make first calls at once, on one route and on several, up to the launch."""
     problems = [
         Problem.create(decode(q_len, kv_len), Options(causal=True, window=window))
         for q_len in (1, 9) for kv_len in (40, 150) for window in ((-1, -1), (5, 5))
     ]  # fmt: skip
 
     def made(problem: Problem) -> list[Any]:
-        found = list(launch.forward_calls([problem]))
-        return [(call.kernel.__name__, call.programs, call.tile, call.constants) for call in found]
+        calls = list(launch.forward_calls([problem]))
+        return [(call.kernel.__name__, call.programs, call.tile, call.constants) for call in calls]
 
     expected = [made(problem) for problem in problems]
     forget()
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(made, problems * 20))
-    assert found == expected * 20
+        calls = list(pool.map(made, problems * 20))
+    assert calls == expected * 20
     assert len({id(call.code) for _ in range(3) for call in launch.forward_calls(problems[:1])}) == 1
 
 
 class Counted(Tensor):
-    """Counts how often its numbers are read."""
+    """A tensor that counts how often its numbers are read."""
 
     reads = 0
 
@@ -142,7 +142,7 @@ def index(*numbers: int) -> Tensor:
 
 
 def reads(readings: Readings, t: Tensor, expected: list[int]) -> int:
-    """How often the numbers of `t` are read for its readings; they are right."""
+    """Assert the numbers of `t`, and return how often they were read."""
     before = Counted.reads
     assert readings.kept(t) == expected
     return Counted.reads - before
@@ -157,27 +157,27 @@ def test_a_devices_numbers_are_read_once_for_each_tensor_and_version() -> None:
     assert [reads(readings, t, [9, 5]) for _ in range(2)] == [1, 0]
     other = index(9, 5)
     assert reads(readings, other, [9, 5]) == 1
-    t.data = torch.tensor([1, 2])  # other memory, and no other version
+    t.data = torch.tensor([1, 2])  # other memory, same version
     assert reads(readings, t, [1, 2]) == 1
 
 
 def test_readings_end_with_their_tensors_and_are_bounded() -> None:
     readings = Readings(most=3)
-    kept = [index(n) for n in range(5)]
-    for n, t in enumerate(kept):
+    tensors = [index(n) for n in range(5)]
+    for n, t in enumerate(tensors):
         readings.kept(t)
         assert readings.kept(t) == [n]
     assert len(readings._kept) == 3
-    for n in range(100):  # new tensors get the ids of those that have gone
+    for n in range(100):  # new tensors reuse the ids of freed ones
         assert readings.kept(index(n, n)) == [n, n]
     del t
-    kept.clear()
+    tensors.clear()
     gc.collect()
     assert not readings._kept
 
 
 def test_numbers_on_the_host_and_of_inference_are_read_in_each_call() -> None:
-    """Memory on the host may be an array's; an inference tensor has no version."""
+    """Host memory may belong to an array; an inference tensor has no version."""
     readings = Readings()
     array = torch.tensor([1, 2]).numpy()
     t = torch.from_numpy(array)
@@ -193,17 +193,17 @@ def test_numbers_on_the_host_and_of_inference_are_read_in_each_call() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 def test_a_loop_with_lengths_on_the_device_does_not_wait_for_it() -> None:
-    """From the second call on. A change in place is seen."""
+    """This holds from the second call on. A change in place is seen."""
     t = decode(kv_len=150)
     lengths = torch.tensor([60], device=DEVICE)
     for _ in range(2):
         attention(**t, kv_lengths=lengths, backend="triton")
     torch.cuda.set_sync_debug_mode("error")
     try:
-        found = attention(**t, kv_lengths=lengths, backend="triton")
+        actual = attention(**t, kv_lengths=lengths, backend="triton")
     finally:
         torch.cuda.set_sync_debug_mode("default")
     lengths.add_(30)
     longer = attention(**t, kv_lengths=lengths, backend="triton")
-    assert not torch.equal(found, longer)
+    assert not torch.equal(actual, longer)
     assert torch.equal(longer, attention(**t, kv_lengths=torch.tensor([90]), backend="triton"))

@@ -1,4 +1,4 @@
-"""The judge judged: it passes what is exact, sees what is not, and says where."""
+"""`verify` passes exact answers, detects wrong ones, and says where they are."""
 
 import json
 import math
@@ -18,23 +18,23 @@ from tests.conftest import DEVICE
 from tests.support.kernels.solving import backward, forward, normal, qkv
 
 
-def errors_of(found: Verification) -> dict[str, bool]:
-    return {t.name: t.ok for t in found.tensors}
+def errors_of(report: Verification) -> dict[str, bool]:
+    return {t.name: t.ok for t in report.tensors}
 
 
 def test_names_what_it_judged_and_who_ran() -> None:
     t = qkv(1, 2, 20, 30, 16) | {"attn_mask": normal(2, 1, 30), "sinks": normal(2)}
-    found = verify(t, Options(grads=["dq", "dattn_mask", "dsinks"]))  # type: ignore[arg-type]
-    assert found.backend == "torch"  # of auto, on the CPU
-    assert errors_of(found) == dict.fromkeys(["o", "lse", "dq", "dattn_mask", "dsinks"], True)
+    report = verify(t, Options(grads=["dq", "dattn_mask", "dsinks"]))  # type: ignore[arg-type]
+    assert report.backend == "torch"  # auto's choice on the CPU
+    assert errors_of(report) == dict.fromkeys(["o", "lse", "dq", "dattn_mask", "dsinks"], True)
     assert errors_of(verify({name: x for name, x in t.items() if name != "do"})) == {"o": True, "lse": True}
     with pytest.raises(FrozenInstanceError):
-        found.ok = False  # type: ignore[misc]
+        report.ok = False  # type: ignore[misc]
 
 
 def test_is_plain_data() -> None:
-    found = verify(qkv(1, 1, 3, 4, 8)).to_dict()
-    assert json.loads(json.dumps(found))["tensors"][0].keys() == {
+    data = verify(qkv(1, 1, 3, 4, 8)).to_dict()
+    assert json.loads(json.dumps(data))["tensors"][0].keys() == {
         "name", "max_abs", "max_rel", "rms", "cosine", "worst_index", "worst_value", "worst_expected", "bound", "rule",
         "ok", "torch", "histogram", "excess", "imprecise", "where",
     }  # fmt: skip
@@ -49,11 +49,11 @@ def test_one_wrong_value_is_found(name: str, dtype: torch.dtype) -> None:
     assert all(errors_of(verify(t, answers=answers)).values())
     at = (1, 0, 7) if name == "lse" else (1, 0, 7, 3)
     answers[name][at] += 0.25
-    found = verify(t, answers=answers)
-    assert found.backend == "given"
-    assert not found.ok
-    assert errors_of(found) == {n: n != name for n in answers}
-    (wrong,) = (e for e in found.tensors if not e.ok)
+    report = verify(t, answers=answers)
+    assert report.backend == "given"
+    assert not report.ok
+    assert errors_of(report) == {n: n != name for n in answers}
+    (wrong,) = (e for e in report.tensors if not e.ok)
     assert wrong.worst_index == at
     assert wrong.worst_value == float(answers[name][at])
     assert wrong.max_abs == abs(wrong.worst_value - wrong.worst_expected) == pytest.approx(0.25, rel=0.05)
@@ -64,10 +64,10 @@ def test_what_is_not_finite_is_found(value: float) -> None:
     t = qkv(1, 1, 5, 6, 8)
     o = forward("tiled", t)["o"]
     o[0, 0, 2, 1] = value
-    found = verify(t, answers={"o": o})
-    assert not found.ok
-    assert found.tensors[0].max_abs == math.inf
-    assert found.tensors[0].worst_index == (0, 0, 2, 1)
+    report = verify(t, answers={"o": o})
+    assert not report.ok
+    assert report.tensors[0].max_abs == math.inf
+    assert report.tensors[0].worst_index == (0, 0, 2, 1)
 
 
 def test_the_numbers_are_what_they_say() -> None:
@@ -75,25 +75,25 @@ def test_the_numbers_are_what_they_say() -> None:
     exact = forward("reference", {name: x.double() for name, x in t.items()})["o"]
     o = exact.float()
     o[0, 0, 0] *= 1.5
-    (found,) = verify(t, answers={"o": o}).tensors
+    (error,) = verify(t, answers={"o": o}).tensors
     difference = o.double() - exact
-    assert found.max_abs == pytest.approx(float(difference.abs().max()), rel=1e-9)
-    assert found.max_rel == pytest.approx(float(difference.abs().max() / exact.abs().max()), rel=1e-9)
-    assert found.rms == pytest.approx(float(difference.square().mean().sqrt()), rel=1e-9)
+    assert error.max_abs == pytest.approx(float(difference.abs().max()), rel=1e-9)
+    assert error.max_rel == pytest.approx(float(difference.abs().max() / exact.abs().max()), rel=1e-9)
+    assert error.rms == pytest.approx(float(difference.square().mean().sqrt()), rel=1e-9)
     cosine = torch.nn.functional.cosine_similarity(o.double().flatten(), exact.flatten(), dim=0)
-    assert found.cosine == pytest.approx(float(cosine), rel=1e-9)
+    assert error.cosine == pytest.approx(float(cosine), rel=1e-9)
 
 
 def test_float32_has_the_reference_pages_bound() -> None:
-    found = {e.name: e for e in verify(qkv(1, 2, 300, 400, 32), Options(backend="tiled")).tensors}
-    assert found["dq"].bound == pytest.approx(2e-6 * found["dq"].max_abs / found["dq"].max_rel)
-    assert found["dq"].rule == "2e-06 of the largest value"
+    errors = {e.name: e for e in verify(qkv(1, 2, 300, 400, 32), Options(backend="tiled")).tensors}
+    assert errors["dq"].bound == pytest.approx(2e-6 * errors["dq"].max_abs / errors["dq"].max_rel)
+    assert errors["dq"].rule == "2e-06 of the largest value"
     wide = {e.name: e for e in verify(qkv(1, 2, 100, 100, 64), Options(backend="tiled")).tensors}
     assert wide["o"].rule == "5e-06 of the largest value"
 
 
 def test_float32_has_torchs_error_where_torch_itself_misses_the_bound() -> None:
-    """ALiBi 800 keys away: scores in the hundreds, whose own rounding is beyond 5e-6."""
+    """With ALiBi over 800 keys, scores reach hundreds, and their rounding exceeds 5e-6."""
     t = qkv(1, 2, 799, 3, 16) | {"alibi_slopes": torch.tensor([0.9, 0.7], device=DEVICE)}
     (o,) = (e for e in verify(t, Options(backend="tiled")).tensors if e.name == "o")
     assert o.torch.max_abs > 5e-6 * o.max_abs / o.max_rel
@@ -103,7 +103,7 @@ def test_float32_has_torchs_error_where_torch_itself_misses_the_bound() -> None:
 
 @pytest.mark.parametrize(("off", "ok"), [(0.0, True), (1e-7, True), (1e-4, False)])
 def test_what_cancels_is_forgiven_its_rounding(off: float, ok: bool) -> None:
-    """One key: dq is 0, known to no better than rowsum(o*do) is."""
+    """With one key, dq is 0, and its error is the rounding of rowsum(o*do)."""
     t = qkv(1, 1, 6, 1, 16)
     (dq,) = verify(t, answers={"dq": torch.full_like(t["q"], off)}).tensors
     assert dq.rule == "the rounding of float32, element by element"
@@ -112,23 +112,23 @@ def test_what_cancels_is_forgiven_its_rounding(off: float, ok: bool) -> None:
 
 
 def test_a_backend_is_forgiven_the_rounding_of_what_cancels() -> None:
-    """One key with large values: torch's own dq may be exact by chance."""
+    """With one key of large values, torch's dq may be exact by chance."""
     t = qkv(1, 1, 6, 1, 16)
     t["v"] *= 1000
-    found = {e.name: e for e in verify(t, Options(backend="tiled")).tensors}
-    assert found["dq"].ok
-    assert found["dq"].rule in ("the rounding of rowsum(o*do)", "2e-06 of the largest value")
+    errors = {e.name: e for e in verify(t, Options(backend="tiled")).tensors}
+    assert errors["dq"].ok
+    assert errors["dq"].rule in ("the rounding of rowsum(o*do)", "2e-06 of the largest value")
 
 
 def test_errors_between_the_bounds_are_imprecise() -> None:
-    """The formula all in bfloat16, on scores that bfloat16 rounds by tenths."""
+    """The whole formula runs in bfloat16, which rounds these scores by tenths."""
     t = qkv(1, 2, 40, 50, 64, dtype=torch.bfloat16)
     t["q"] *= 8
-    found = {e.name: e for e in verify(t, answers=sdpa(t, SDPBackend.MATH)).tensors}
+    errors = {e.name: e for e in verify(t, answers=sdpa(t, SDPBackend.MATH)).tensors}
     rounded = (t["q"] @ t["k"].mT * 64**-0.5).softmax(-1) @ t["v"]
     (o,) = verify({n: t[n] for n in "qkv"}, answers={"o": rounded}).tensors
     assert (o.ok, o.imprecise, o.where) == (True, True, "")
-    assert found["o"].ok
+    assert errors["o"].ok
 
 
 def test_wrong_answers_say_where_and_why() -> None:
@@ -137,18 +137,18 @@ def test_wrong_answers_say_where_and_why() -> None:
     right["o"][1, 2, 16:] = 0.0
     (o,) = verify(t, answers={"o": right["o"]}).tensors
     assert o.where.startswith("64 of 2560 elements; sequence 1 (the last) of 2; head 2 of 4; rows 16 to 19")
-    found = verify(t, Options(causal=True), answers=forward("tiled", t, causal=True, causal_alignment="top_left"))
-    assert found.causes[0].code == "causal-alignment"
-    assert found.causes[0].confirmed
+    report = verify(t, Options(causal=True), answers=forward("tiled", t, causal=True, causal_alignment="top_left"))
+    assert report.causes[0].code == "causal-alignment"
+    assert report.causes[0].confirmed
     packed = {n: x.transpose(1, 2).flatten(0, 1).contiguous() for n, x in t.items()}
     packed |= {"cu_seqlens_q": torch.tensor([0, 13, 40]), "cu_seqlens_k": torch.tensor([0, 30, 72])}
     answers = forward("tiled", {n: x for n, x in packed.items() if n != "do"}, layout="thd", scale=1.0)
-    found = verify({n: x for n, x in packed.items() if n != "do"}, Options(layout="thd"), answers=answers)
-    assert found.causes[0].code.startswith("scale")
+    report = verify({n: x for n, x in packed.items() if n != "do"}, Options(layout="thd"), answers=answers)
+    assert report.causes[0].code.startswith("scale")
 
 
 def test_tf32_that_cuts_its_factors_is_right_where_it_is_allowed() -> None:
-    """Tensor cores cut factors to ten bits. These numbers lose nearly 2⁻¹⁰ each, and their errors do not cancel."""
+    """Tensor cores truncate factors to ten bits. Each number loses nearly 2⁻¹⁰, and the errors do not cancel."""
 
     def cut(t: torch.Tensor) -> torch.Tensor:
         return (t.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
@@ -159,10 +159,10 @@ def test_tf32_that_cuts_its_factors_is_right_where_it_is_allowed() -> None:
         for name, shape in shapes.items()
     }
     s = cut(t["q"]) @ cut(t["k"]).mT / 2
-    found = {"o": cut(s.softmax(-1)) @ cut(t["v"]), "lse": s.logsumexp(-1)}
-    allowed = verify(t, Options(precision="tf32"), answers=found)
+    answers = {"o": cut(s.softmax(-1)) @ cut(t["v"]), "lse": s.logsumexp(-1)}
+    allowed = verify(t, Options(precision="tf32"), answers=answers)
     assert allowed.ok, allowed
-    assert not verify(t, answers=found).ok
+    assert not verify(t, answers=answers).ok
     assert (
         verify(t, Options(precision="tf32", backend="tiled")).tensors[0].rule
         == "the rounding of TF32, element by element"
@@ -171,19 +171,19 @@ def test_tf32_that_cuts_its_factors_is_right_where_it_is_allowed() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_types_have_twice_and_thrice_torchs_error(dtype: torch.dtype) -> None:
-    found = {e.name: e for e in verify(qkv(2, 4, 100, 128, 64, dtype=dtype), Options(backend="tiled")).tensors}
-    assert found["o"].bound == 2 * found["o"].torch.max_abs + 1e-5
-    assert found["dv"].bound == 3 * found["dv"].torch.max_abs + 1e-5
-    assert found["lse"].max_abs < 1e-5  # float32 whatever the inputs
+    errors = {e.name: e for e in verify(qkv(2, 4, 100, 128, 64, dtype=dtype), Options(backend="tiled")).tensors}
+    assert errors["o"].bound == 2 * errors["o"].torch.max_abs + 1e-5
+    assert errors["dv"].bound == 3 * errors["dv"].torch.max_abs + 1e-5
+    assert errors["lse"].max_abs < 1e-5  # always float32
 
 
 @pytest.mark.parametrize("backend", ["auto", "reference"])
 def test_float64_has_a_bound_of_its_own_but_for_lse(backend: str) -> None:
     t = qkv(1, 2, 40, 50, 16, dtype=torch.float64)
-    found = verify(t, Options(backend=backend))
-    assert found.ok
-    rules = {e.name: e.rule for e in found.tensors}
-    assert rules.pop("lse") == "2e-06 of the largest value"  # float32 whatever the inputs
+    report = verify(t, Options(backend=backend))
+    assert report.ok
+    rules = {e.name: e.rule for e in report.tensors}
+    assert rules.pop("lse") == "2e-06 of the largest value"  # always float32
     assert rules == dict.fromkeys(["o", "dq", "dk", "dv"], "1e-12 of the largest value")
     o = forward("reference", t)["o"]
     o[0, 1, 7, 3] += 1e-9
@@ -193,14 +193,14 @@ def test_float64_has_a_bound_of_its_own_but_for_lse(backend: str) -> None:
 def test_empty_and_masked_problems_pass() -> None:
     assert verify(qkv(0, 1, 3, 4, 8)).ok
     assert verify(qkv(1, 1, 3, 0, 8)).ok
-    found = verify(qkv(1, 1, 3, 4, 8) | {"kv_lengths": torch.tensor([0])})
-    assert found.ok
-    assert {e.max_abs for e in found.tensors} == {0.0}
+    report = verify(qkv(1, 1, 3, 4, 8) | {"kv_lengths": torch.tensor([0])})
+    assert report.ok
+    assert {e.max_abs for e in report.tensors} == {0.0}
 
 
 def test_dropout_answers_are_judged_with_their_seed() -> None:
     t = {name: x for name, x in qkv(1, 2, 20, 30, 16).items() if name != "do"}
-    assert verify(t, Options(dropout_p=0.3)).ok  # a seed is drawn, the same for both sides
+    assert verify(t, Options(dropout_p=0.3)).ok  # both sides use the same drawn seed
     o = forward("tiled", t, dropout_p=0.3, dropout_seed=4)["o"]
     assert verify(t, Options(dropout_p=0.3, dropout_seed=4), answers={"o": o}).ok
     assert not verify(t, Options(dropout_p=0.3, dropout_seed=5), answers={"o": o}).ok
@@ -234,7 +234,7 @@ def test_what_a_gradient_alone_takes_is_refused_without_do(name: str) -> None:
 
 
 def test_the_callers_o_and_lse_are_what_the_gradient_is_made_from() -> None:
-    """A gradient request may bring them: wrong ones give wrong gradients, and the verdict says so."""
+    """A gradient request may bring them: wrong ones give wrong gradients, and `verify` reports it."""
     t = qkv(1, 2, 20, 30, 16)
     saved = forward("tiled", t)
     assert verify(t | saved, Options(backend="tiled")).ok
@@ -243,14 +243,14 @@ def test_the_callers_o_and_lse_are_what_the_gradient_is_made_from() -> None:
 
 
 def sdpa(t: dict[str, torch.Tensor], backend: SDPBackend, **options: Any) -> dict[str, torch.Tensor]:
-    """torch's own attention and its gradients: a kernel written elsewhere."""
+    """Return torch's attention and its gradients: an independent kernel."""
     leaves = [t[name].clone().requires_grad_() for name in ("q", "k", "v")]
     with sdpa_kernel(backend):
         o = scaled_dot_product_attention(*leaves, **options)
     return dict(zip(("o", "dq", "dk", "dv"), (o.detach(), *torch.autograd.grad(o, leaves, t["do"])), strict=True))
 
 
-@pytest.mark.skipif(DEVICE != "cpu", reason="which of torch's kernels a GPU has is another matter")
+@pytest.mark.skipif(DEVICE != "cpu", reason="a GPU may have other kernels of torch")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
 @pytest.mark.parametrize("causal", [False, True])
@@ -265,32 +265,32 @@ def test_an_element_off_by_a_hundredth_is_located(dtype: torch.dtype, name: str)
     t = qkv(1, 4, 64, 64, 32, dtype=dtype)
     answers = sdpa(t, SDPBackend.MATH)
     answers[name][0, 3, 41, 7] += 1e-2
-    found = {e.name: e for e in verify(t, answers=answers).tensors}
-    assert [n for n, e in found.items() if not e.ok or e.imprecise] == [name]
-    assert found[name].worst_index == (0, 3, 41, 7)
-    assert found[name].histogram[-1].count == 1
-    assert found[name].histogram[-1].exponent in (-3, -2)  # rounding may take a little of it away
-    assert found[name].torch.max_abs < 2e-3  # and torch's own figures say nothing of it
+    errors = {e.name: e for e in verify(t, answers=answers).tensors}
+    assert [n for n, e in errors.items() if not e.ok or e.imprecise] == [name]
+    assert errors[name].worst_index == (0, 3, 41, 7)
+    assert errors[name].histogram[-1].count == 1
+    assert errors[name].histogram[-1].exponent in (-3, -2)  # rounding may reduce it a little
+    assert errors[name].torch.max_abs < 2e-3  # torch's figures do not show it
 
 
 def test_a_wrong_causal_alignment_is_located() -> None:
-    """torch's is_causal is top left: against bottom right, with more keys than queries, every row sees too little."""
+    """torch's is_causal is top left: with more keys than queries, every row sees fewer keys than bottom right."""
     t = qkv(1, 2, 32, 48, 32)
     answers = sdpa(t, SDPBackend.MATH, is_causal=True)
     assert verify(t, Options(causal=True, causal_alignment="top_left"), answers=answers).ok
-    found = verify(t, Options(causal=True), answers=answers)
-    assert errors_of(found) == dict.fromkeys(answers, False)
-    o = found.tensors[0]
+    report = verify(t, Options(causal=True), answers=answers)
+    assert errors_of(report) == dict.fromkeys(answers, False)
+    o = report.tensors[0]
     assert o.max_rel > 0.1
     assert o.worst_index is not None
-    assert o.worst_index[2] < 8  # the first rows see one key or a few, in place of 17 and more
+    assert o.worst_index[2] < 8  # the first rows see few keys in place of 17 or more
 
 
 def test_a_missing_scale_is_caught() -> None:
     t = qkv(1, 2, 64, 64, 32)
-    found = verify(t, answers=sdpa(t, SDPBackend.MATH, scale=1.0))
-    assert errors_of(found) == {"o": False, "dq": False, "dk": False, "dv": False}
-    assert found.tensors[0].cosine < 0.9
+    report = verify(t, answers=sdpa(t, SDPBackend.MATH, scale=1.0))
+    assert errors_of(report) == {"o": False, "dq": False, "dk": False, "dv": False}
+    assert report.tensors[0].cosine < 0.9
 
 
 def test_the_histogram_counts_every_element_by_decade() -> None:
@@ -307,8 +307,8 @@ def test_the_histogram_counts_every_element_by_decade() -> None:
 
 def test_torchs_figures_are_of_the_same_problem_in_its_dtype() -> None:
     t = qkv(1, 2, 40, 50, 16, dtype=torch.bfloat16)
-    found = verify(t, answers=sdpa(t, SDPBackend.MATH))
-    for e in found.tensors:
+    report = verify(t, answers=sdpa(t, SDPBackend.MATH))
+    for e in report.tensors:
         assert 0 < e.torch.rms < e.torch.max_abs < 0.1
         assert 0.999 < e.torch.cosine <= 1
         assert e.torch.worst_index is not None
@@ -316,34 +316,34 @@ def test_torchs_figures_are_of_the_same_problem_in_its_dtype() -> None:
 
 
 def told(t: dict[str, torch.Tensor], **how: Any) -> tuple[Verification, list[tuple[int, int, str, str]]]:
-    found: list[Progress] = []
-    report = verify(t, progress=found.append, **how)
-    return report, [(at.done, at.total, at.stage, at.direction) for at in found]
+    events: list[Progress] = []
+    report = verify(t, progress=events.append, **how)
+    return report, [(at.done, at.total, at.stage, at.direction) for at in events]
 
 
 def test_progress_counts_every_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(formula, "CHUNK", 2 * 30 * 8)  # scores: 8 of 20 queries at a time, 3 blocks
-    report, found = told(qkv(1, 2, 20, 30, 16))
+    monkeypatch.setattr(formula, "CHUNK", 2 * 30 * 8)  # scores: 8 of 20 queries at a time, so 3 blocks
+    report, events = told(qkv(1, 2, 20, 30, 16))
     assert report.ok
     both = [("backend", way) for way in ("forward", "backward")]
     blocks = [(stage, way) for way in ("forward", "backward") for stage in ("float64", "torch") for _ in range(3)]
-    assert [at[2:] for at in found] == both + blocks
-    assert [at[:2] for at in found] == [(n, 14) for n in range(14)]
+    assert [at[2:] for at in events] == both + blocks
+    assert [at[:2] for at in events] == [(n, 14) for n in range(14)]
 
 
 def test_progress_of_given_answers_counts_what_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (formula, bounds):
         monkeypatch.setattr(module, "CHUNK", 2 * 30 * 8)
     t = qkv(1, 2, 20, 30, 16)
-    _, found = told(t, answers=forward("tiled", t))
-    assert [at[0] for at in found] == list(range(6))
-    assert {at[1:] for at in found} == {(6, "float64", "forward"), (6, "torch", "forward")}
+    _, events = told(t, answers=forward("tiled", t))
+    assert [at[0] for at in events] == list(range(6))
+    assert {at[1:] for at in events} == {(6, "float64", "forward"), (6, "torch", "forward")}
     wrong = {name: x + 1 for name, x in backward("tiled", t | forward("tiled", t)).items()}
-    report, found = told(t, answers=wrong)
+    report, events = told(t, answers=wrong)
     assert not report.ok
-    assert [at[0] for at in found] == list(range(len(found)))
-    assert {(at[1], at[2]) for at in found[:6]} == {(6, "float64"), (6, "torch")}
-    assert {at[2] for at in found[6:]} == {"causes"}
+    assert [at[0] for at in events] == list(range(len(events)))
+    assert {(at[1], at[2]) for at in events[:6]} == {(6, "float64"), (6, "torch")}
+    assert {at[2] for at in events[6:]} == {"causes"}
 
 
 def test_what_progress_raises_ends_the_verification() -> None:

@@ -1,4 +1,4 @@
-"""Head dimensions above 256, and those that are two powers of two: 192 with 128, 576 with 512. The forward alone."""
+"""Head dimensions above 256, and sums of two powers of two (192 with 128, 576 with 512), work in the forward."""
 
 from dataclasses import replace
 from typing import Any
@@ -28,8 +28,8 @@ CASES = [
 @pytest.mark.parametrize(("q_len", "kv_len"), [(40, 70), (3, 90)], ids=["blocks", "packed"])
 def test_answers(case: dict[str, Any], backend: str, q_len: int, kv_len: int) -> None:
     tensors = {n: t for n, t in tensors_of(case, q_len, kv_len).items() if n not in ("do", "dlse")}
-    found = verify(tensors, replace(options_of(case, return_lse=True), backend=backend))
-    assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)
+    report = verify(tensors, replace(options_of(case, return_lse=True), backend=backend))
+    assert report.ok, "\n".join(str(t) for t in report.tensors if not t.ok)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -40,15 +40,15 @@ def test_pages_and_8_bit_keys(backend: str) -> None:
     (k8, k_scale), (v8, v_scale) = quantize(k), quantize(v)
     table = torch.tensor([[3, 1, 7, 0], [3, 8, -1, -1]], dtype=torch.int32)
     tensors = {"q": q, "k": k8, "v": v8, "k_scale": k_scale, "v_scale": v_scale, "block_table": table}
-    found = verify(
+    report = verify(
         tensors | {"kv_lengths": torch.tensor([61, 20])}, Options(layout="bshd", causal=True, backend=backend)
     )
-    assert found.ok, "\n".join(str(t) for t in found.tensors if not t.ok)
+    assert report.ok, "\n".join(str(t) for t in report.tensors if not t.ok)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_values_may_be_the_first_columns_of_the_keys(backend: str) -> None:
-    """A view of them has the bits of a copy; alone and among others."""
+    """A view of the keys has the bits of a copy, alone and in a batch."""
     g = torch.Generator().manual_seed(2)
     q = torch.randn(1, 16, 1, 576, generator=g).to(DEVICE, torch.float16)
     k = torch.randn(1, 1, 150, 576, generator=g).to(DEVICE, torch.float16)

@@ -1,4 +1,4 @@
-"""The servers of the suite. `url` is one of ours, or the one that FLASHPOINT_OIP_URL names, if it has our models."""
+"""The servers of the suite. `url` is a server of ours, or the one in FLASHPOINT_OIP_URL, if it has our models."""
 
 import os
 
@@ -15,7 +15,7 @@ def url(request):
 
 @pytest.fixture(scope="session")
 def held(tmp_path_factory):
-    """A server with gRPC, keys, shared memory and smaller limits, whose launches wait at gates; shared, too."""
+    """Start a shared server with gRPC, keys, shared memory and smaller limits, whose launches wait at gates."""
     from tests.support.oip.held import HeldServer
 
     held = HeldServer(

@@ -1,6 +1,6 @@
-"""The Open Inference Protocol's requirements on a server with the models `attention` and `attention_grad`.
+"""A server with the models `attention` and `attention_grad` meets the Open Inference Protocol's requirements.
 
-FLASHPOINT_OIP_URL=http://host:port names the server to test; without it the suite starts one of ours.
+FLASHPOINT_OIP_URL=http://host:port names the server to test; without it the suite starts our server.
 """
 
 import json
@@ -104,7 +104,7 @@ def test_inputs_in_numbers_and_in_bytes_may_be_mixed(url, numbers):
 
 
 def test_numbers_that_are_not_finite(url):
-    """Python's json writes them as literals that JSON does not have."""
+    """Python's json writes them as literals that JSON lacks."""
     mask = torch.zeros(S, S).masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -torch.inf)
     tensors = {**SMALL, "attn_mask": mask}
     head, data = request(tensors, numbers=["attn_mask"], parameters={"binary_data_output": True})
@@ -155,8 +155,8 @@ def test_which_outputs_come_and_how(url, parameters, outputs, binary):
 )
 def test_which_gradients_come(url, parameters, outputs, names):
     tensors = problem(names=GRAD)
-    asked = [wanted(name, binary_data=True) for name in outputs] if outputs else None
-    reply = infer(url, "attention_grad", tensors, parameters=parameters, outputs=asked)
+    requested = [wanted(name, binary_data=True) for name in outputs] if outputs else None
+    reply = infer(url, "attention_grad", tensors, parameters=parameters, outputs=requested)
     expected = truth(tensors)
     assert list(reply.tensors) == names
     for name in names:
@@ -164,12 +164,12 @@ def test_which_gradients_come(url, parameters, outputs, names):
 
 
 def test_options_change_the_answer(url):
-    asked = {"window_left": 3, "window_right": 0, "scale": 0.5, "softcap": 2.0, "binary_data_output": True}
-    found = infer(url, "attention", SMALL, parameters=asked).tensors["o"]
+    parameters = {"window_left": 3, "window_right": 0, "scale": 0.5, "softcap": 2.0, "binary_data_output": True}
+    actual = infer(url, "attention", SMALL, parameters=parameters).tensors["o"]
     q, k, v = (SMALL[n].double() for n in "qkv")
     distance = torch.arange(S)[:, None] - torch.arange(S)
     s = 2 * torch.tanh(0.5 * q @ k.transpose(-1, -2) / 2)
-    near(found, s.masked_fill((distance > 3) | (distance < 0), -torch.inf).softmax(-1) @ v, 5e-6)
+    near(actual, s.masked_fill((distance > 3) | (distance < 0), -torch.inf).softmax(-1) @ v, 5e-6)
 
 
 def test_every_kind_of_optional_input(url):
@@ -193,12 +193,12 @@ def test_every_kind_of_optional_input(url):
 
 def test_empty_tensors(url):
     none = {**SMALL, "k": SMALL["k"][:, :, :0], "v": SMALL["v"][:, :, :0]}
-    asked = {"binary_data_output": True, "return_lse": True}
-    for how in ({"parameters": asked}, {"numbers": "qkv", "parameters": {"return_lse": True}}):
-        found = infer(url, "attention", none, **how).tensors
-        assert (found["o"] == 0).all()
-        assert (found["lse"] == -torch.inf).all()
-    nobody = infer(url, "attention", {**SMALL, "q": SMALL["q"][:, :, :0]}, parameters=asked).tensors
+    parameters = {"binary_data_output": True, "return_lse": True}
+    for how in ({"parameters": parameters}, {"numbers": "qkv", "parameters": {"return_lse": True}}):
+        actual = infer(url, "attention", none, **how).tensors
+        assert (actual["o"] == 0).all()
+        assert (actual["lse"] == -torch.inf).all()
+    nobody = infer(url, "attention", {**SMALL, "q": SMALL["q"][:, :, :0]}, parameters=parameters).tensors
     assert nobody["o"].shape == (B, H, 0, D)
 
 
@@ -229,15 +229,15 @@ def test_a_chunked_body(url):
 def test_compressed_requests(url, coding):
     """The length in the header is that of the JSON before compression."""
     expected = truth(SMALL)["o"]
-    asked = {"binary_data_output": True}
-    near(infer(url, "attention", SMALL, coding=coding, parameters=asked).tensors["o"], expected, 2e-6)
+    parameters = {"binary_data_output": True}
+    near(infer(url, "attention", SMALL, coding=coding, parameters=parameters).tensors["o"], expected, 2e-6)
     near(infer(url, "attention", SMALL, coding=coding, numbers="qkv").tensors["o"], expected, 2e-6)
 
 
 @pytest.mark.parametrize("coding", PACK)
 def test_an_answer_is_compressed_where_that_alone_is_accepted(url, coding):
-    asked = {"binary_data_output": True}
-    reply = infer(url, "attention", SMALL, headers={"accept-encoding": coding}, parameters=asked)
+    parameters = {"binary_data_output": True}
+    reply = infer(url, "attention", SMALL, headers={"accept-encoding": coding}, parameters=parameters)
     assert reply.headers["content-encoding"] == coding
     reply.body = UNPACK[coding](reply.body)
     near(reply.tensors["o"], truth(SMALL)["o"], 2e-6)
@@ -246,8 +246,8 @@ def test_an_answer_is_compressed_where_that_alone_is_accepted(url, coding):
 @pytest.mark.parametrize("accepted", ["gzip, deflate, br", "gzip, deflate", "*", "identity", "br", "gzip;q=0"])
 def test_nothing_else_is_compressed(url, accepted):
     """Clients that always accept every coding do not inflate JSON."""
-    asked = {"binary_data_output": True}
-    reply = infer(url, "attention", SMALL, headers={"accept-encoding": accepted}, parameters=asked)
+    parameters = {"binary_data_output": True}
+    reply = infer(url, "attention", SMALL, headers={"accept-encoding": accepted}, parameters=parameters)
     assert "content-encoding" not in reply.headers
     near(reply.tensors["o"], truth(SMALL)["o"], 2e-6)
 
@@ -268,9 +268,9 @@ def test_a_deadline_and_a_priority(url):
 
 def test_statistics_count_what_is_served(url):
     def stats():
-        (found,) = call(url, "GET", "/v2/models/attention_grad/stats").head["model_stats"]
-        assert (found["name"], found["version"]) == ("attention_grad", "1")
-        return found
+        (statistics,) = call(url, "GET", "/v2/models/attention_grad/stats").head["model_stats"]
+        assert (statistics["name"], statistics["version"]) == ("attention_grad", "1")
+        return statistics
 
     before = stats()
     for _ in range(3):
@@ -278,7 +278,7 @@ def test_statistics_count_what_is_served(url):
     assert infer(url, "attention_grad", SMALL).status == 422
 
     def counted():
-        """The statistics, once they include the last call: a server may count it after its answer is sent."""
+        """Return the statistics when they include the last call: a server may count it after it sends the answer."""
         now = stats()
         both = now["inference_stats"], before["inference_stats"]
         more = [now["fail"]["count"] + now["success"]["count"] for now in both]

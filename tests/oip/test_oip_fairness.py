@@ -1,4 +1,4 @@
-"""Small inferences are answered between the parts of a large one, and a cancelled one begins no further part."""
+"""Small inferences are answered between the parts of a large one, and a cancelled one starts no further part."""
 
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,4 +1,4 @@
-"""The protocol over gRPC: NVIDIA's own client, unmodified; the bits are those over HTTP; wrong calls are refused."""
+"""The protocol over gRPC works with NVIDIA's unmodified client, has the bits of HTTP, and refuses wrong calls."""
 
 import asyncio
 import contextlib
@@ -82,7 +82,7 @@ def test_the_example_of_the_page(server):
 
 
 def test_our_messages_are_the_protocols_own():
-    """Both definitions can be loaded in one process."""
+    """One process can load both definitions."""
     program = CLIENTS / "proto_differences.py"
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stderr
@@ -90,7 +90,7 @@ def test_our_messages_are_the_protocols_own():
 
 
 def test_the_descriptor_set_is_of_the_files(tmp_path):
-    """Else: make protos."""
+    """If this fails, run `make protos`."""
     folder, made = Path(protos.__file__).parent, tmp_path / "made"
     protoc = Path(sys.executable).with_name("protoc")
     subprocess.run(
@@ -112,7 +112,7 @@ def test_an_answer_has_the_bits_that_it_has_over_http(server, caller, model, dty
     assert ours.message.id == "ours"
     assert ours.message.model_version == "1"
     assert ours.message.parameters["backend"].string_param == ours.beside["x-backend"] == theirs.headers["x-backend"]
-    kernel = native.names().get(str(dtype).removeprefix("torch."))  # of the backend reference: none
+    kernel = native.names().get(str(dtype).removeprefix("torch."))  # None for the backend `reference`
     assert ours.beside.get("x-kernel") == theirs.headers.get("x-kernel") == kernel
     assert ("kernel" in ours.message.parameters) == (kernel is not None)
     assert ours.message.parameters["dropout_seed"].int64_param == options["dropout_seed"]
@@ -128,15 +128,15 @@ def test_numbers_are_taken_and_given_and_are_the_same_as_bytes(caller, dtype):
     }
     outputs = ("lse", "o")
     expected = caller.infer(request(tensors, outputs=outputs)).bits
-    found = caller.infer(request(tensors, typed=True, outputs=outputs)).numbers
+    numbers = caller.infer(request(tensors, typed=True, outputs=outputs)).numbers
     dtypes = {"o": dtype, "lse": torch.float32}
-    assert {name: raw(torch.tensor(found[name], dtype=dtypes[name])) for name in outputs} == expected
+    assert {name: raw(torch.tensor(numbers[name], dtype=dtypes[name])) for name in outputs} == expected
     assert caller.infer(request(tensors, typed=True, outputs=outputs, binary_data_output=True)).bits == expected
-    assert caller.infer(request(tensors, outputs=outputs, binary_data_output=False)).numbers == found
+    assert caller.infer(request(tensors, outputs=outputs, binary_data_output=False)).numbers == numbers
 
 
 def test_what_clients_say_of_bytes_is_taken(caller):
-    """KServe's client says by default how long each input is; per output it can ask for bytes or numbers."""
+    """By default KServe's client sends the size of each input; for each output it can request bytes or numbers."""
     expected = caller.infer(request(SMALL)).bits
     message = sized(SIZE)
     message.outputs.add(name="o").parameters["binary_data"].bool_param = True
@@ -146,7 +146,7 @@ def test_what_clients_say_of_bytes_is_taken(caller):
 
 
 def test_cuda_shared_memory_is_off(caller):
-    """Triton's clients begin by unregistering it."""
+    """Triton's clients unregister it first."""
     caller.ask("CudaSharedMemoryUnregister")
     caller.ask("CudaSharedMemoryUnregister", name="any")
     assert not caller.ask("CudaSharedMemoryStatus").regions
@@ -155,8 +155,8 @@ def test_cuda_shared_memory_is_off(caller):
 def test_long_numbers_are_read_and_written_too(caller):
     tensors = {name: torch.linspace(0, 1, 4 * 128 * 32).reshape(4, 128, 32) for name in "qkv"}
     expected = caller.infer(request(tensors)).bits["o"]
-    found = caller.infer(request(tensors, typed=True)).numbers["o"]
-    assert raw(torch.tensor(found)) == expected
+    numbers = caller.infer(request(tensors, typed=True)).numbers["o"]
+    assert raw(torch.tensor(numbers)) == expected
 
 
 def test_empty_tensors_have_empty_answers(caller):
@@ -188,7 +188,7 @@ def test_tensors_in_shared_memory_never_move(server, caller):
         assert bytes(block.buf[3 * size :]) == expected["o"]
         with refused("INVALID_ARGUMENT", f"must be {size} bytes for this shape and datatype, not 8"):
             caller.infer(request(SMALL, inputs=inputs | {"q": places[0] | {"shared_memory_byte_size": 8}}))
-        del inputs["k"]  # it comes in the message
+        del inputs["k"]  # the message has it
         alone = caller.infer(request(SMALL, inputs=inputs, outputs=["o"], wanted={"o": places[3]}))
         assert not alone.message.raw_output_contents
         caller.ask("SystemSharedMemoryUnregister", name="mine")
@@ -196,7 +196,7 @@ def test_tensors_in_shared_memory_never_move(server, caller):
             caller.infer(request(SMALL, inputs=inputs))
         with refused("NOT_FOUND", "mine"):
             caller.ask("SystemSharedMemoryStatus", name="mine")
-        caller.ask("SystemSharedMemoryUnregister", name="mine")  # again: nothing happens
+        caller.ask("SystemSharedMemoryUnregister", name="mine")  # a repeat has no effect
         with refused("INVALID_ARGUMENT", "name"):
             caller.ask("SystemSharedMemoryRegister", name="a/b", key=f"/{key}", byte_size=1)
     finally:
@@ -309,10 +309,10 @@ WRONG = {
 @pytest.mark.parametrize("what", WRONG)
 def test_what_is_wrong_is_refused_and_named(server, caller, what):
     make, status, words = WRONG[what]
-    with refused(status, words) as found:
+    with refused(status, words) as error:
         caller.infer(make())
     if what != "message too long":
-        assert "x-request-id" in dict(found[0].trailing_metadata())
+        assert "x-request-id" in dict(error[0].trailing_metadata())
     assert caller.infer(request(SMALL, causal=True)).bits  # the server goes on
 
 
@@ -340,7 +340,7 @@ def test_a_call_without_a_message_and_one_that_is_not_served_are_refused(caller)
         caller.channel.stream_unary(METHOD)(iter(()), timeout=HANG)
     with refused("UNIMPLEMENTED"):
         caller.method("ModelStreamInfer")(b"", timeout=HANG)
-    with refused("UNIMPLEMENTED"):  # the size of a compressed message is not known
+    with refused("UNIMPLEMENTED"):  # a compressed message has an unknown size
         caller.infer(request({name: torch.ones(64, 64) for name in "qkv"}), compression=grpc.Compression.Gzip)
     with refused("NOT_FOUND", "nothing"):
         caller.ask("ModelReady", name="nothing")
@@ -376,7 +376,7 @@ def test_a_call_has_its_line_in_the_log_and_its_place_in_the_metrics(server, cal
 
 
 def test_a_refusal_of_a_call_that_is_over_is_a_cancellation_and_no_error():
-    """gRPC raises InternalError when a call that its client has left is aborted, and logs what a method raises."""
+    """gRPC raises InternalError when it aborts a call whose client has left, and logs errors that a method raises."""
 
     class Gone:
         async def abort(self, code, details, metadata):
@@ -388,7 +388,7 @@ def test_a_refusal_of_a_call_that_is_over_is_a_cancellation_and_no_error():
 
 @pytest.mark.slow
 def test_calls_whose_deadlines_pass_during_the_refusal_are_no_errors_in_the_log(server, caller):
-    """Deadlines around the time that a refusal takes; each call may end either way."""
+    """The deadlines are near the duration of a refusal; each call may end either way."""
     method, before = caller.channel.unary_unary(METHOD), len(server.lines)
     for _ in range(20):
         calls = [method.future(b"\xff", timeout=0.002 + 0.0005 * step) for step in range(50)]

@@ -1,4 +1,4 @@
-"""The memory limit of gRPC: which call may read a message of unknown length, which waits, and which yields."""
+"""By gRPC's memory limit, a call with a message of unknown length reads, waits or yields."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ LARGEST = 16 * MIB
 
 
 class Calls:
-    """Calls of one server, whose largest message is 16 MiB, on a clock that the test turns."""
+    """Calls of one server, whose largest message is 16 MiB, on a clock that the test advances."""
 
     def __init__(self, monkeypatch, *, locked, messages, **settings):
         self.now = 1000.0
@@ -27,7 +27,7 @@ class Calls:
         self.reads = []
 
     async def begin(self, owner="", *, counted=True, patience=600):
-        """A call that reads or waits: `call.message` gives it its message, `call.task` is its reading."""
+        """Start a call that reads or waits: `call.message` delivers its message, and `call.task` reads it."""
         hold, message = Hold(self.memory, counted=counted, owner=owner), asyncio.get_running_loop().create_future()
         call = SimpleNamespace(hold=hold, message=message, begun=False)
 
@@ -46,7 +46,7 @@ class Calls:
             await asyncio.sleep(0)
 
     async def turn(self, seconds, call):
-        """Let time pass, and what waits notice: at a look, or because another call ends."""
+        """Advance the clock, and let waiting calls notice it, by a poll or because another call ends."""
         self.now += seconds
         self.memory._give_turns()
         with contextlib.suppress(TimeoutError):
@@ -106,7 +106,7 @@ def test_a_large_message_makes_way_for_one_that_may_be_small_and_the_oldest_only
 
 
 def test_a_key_has_half_of_the_memory_at_most(monkeypatch):
-    """One key's silent calls hold half; another key reads at once, and with it a call that has no key yet."""
+    """One key's silent calls have half; another key reads at once, and so does a call that has no key yet."""
 
     async def run():
         calls = Calls(monkeypatch, locked=True, messages=4)
@@ -121,12 +121,12 @@ def test_a_key_has_half_of_the_memory_at_most(monkeypatch):
 
 
 async def two_that_hold_all(calls):
-    """Calls that leave no room: their messages have come."""
-    held = await calls.begin(), await calls.begin()
-    for call in held:
+    """Start calls that leave no room, and deliver their messages."""
+    pair = await calls.begin(), await calls.begin()
+    for call in pair:
         call.message.set_result(bytes(LARGEST))
     await calls.settle()
-    return held
+    return pair
 
 
 def test_no_more_calls_are_awaited_than_the_queue_admits(monkeypatch):
@@ -144,7 +144,7 @@ def test_no_more_calls_are_awaited_than_the_queue_admits(monkeypatch):
         with pytest.raises(Refusal, match="this call needs 1 more"):
             first.hold.add(1)
         second.hold.release()
-        first.hold.add(3 * LARGEST)  # alone, a call finds room for its answer whatever that needs
+        first.hold.add(3 * LARGEST)  # a call that is alone finds room for an answer of any size
 
     asyncio.run(run())
 

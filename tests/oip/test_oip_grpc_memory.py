@@ -1,4 +1,4 @@
-"""The memory of a server while many clients send large messages at once, over gRPC and over HTTP."""
+"""A server's memory stays bounded while many clients send large messages at once, over gRPC and over HTTP."""
 
 import concurrent.futures
 import contextlib
@@ -21,14 +21,14 @@ CLIENTS = 10
 
 
 def tensors(nbytes):
-    """A request of so many bytes, nearly all of them keys and values, which takes moments to compute."""
+    """Return a request of `nbytes`, nearly all of them keys and values, which is computed quickly."""
     one = np.ones((1, 1, 1, 64), np.float32)
     keys = np.ones((1, 1, nbytes // (2 * one.nbytes), 64), np.float32)
     return {"q": one, "k": keys, "v": keys}
 
 
 def over_grpc(server, nbytes):
-    """A call of its own connection; the name of its status."""
+    """Return a function that calls on a new connection and returns the name of the status."""
     request = protos.message("inference.ModelInferRequest")(model_name="attention")
     for name, t in tensors(nbytes).items():
         request.inputs.add(name=name, datatype="FP32", shape=t.shape)
@@ -63,7 +63,7 @@ def over_http(server, nbytes):
 
 
 class Watched:
-    """The most that `memory` was, looked at all the time, as a context."""
+    """A context that polls `memory` and records its maximum."""
 
     def __init__(self, memory):
         self.bytes = 0
@@ -85,34 +85,34 @@ class Watched:
 
 
 def private(process):
-    """Bytes that are the process's own."""
-    found = process.memory_info()
-    return found.rss - found.shared
+    """Return the private bytes of a process."""
+    memory = process.memory_info()
+    return memory.rss - memory.shared
 
 
 def of_all(server):
-    """Bytes of all its processes; what they share (staging, files) as often as the process that has most of it."""
-    own, shared = 0, 0
+    """Return the bytes of all its processes; shared bytes (staging, files) count once, at the process with the most."""
+    private_bytes, shared = 0, 0
     for process in (family := psutil.Process(server.pid)), *family.children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
-            own, shared = own + private(process), max(shared, process.memory_info().shared)
-    return own + shared
+            private_bytes, shared = private_bytes + private(process), max(shared, process.memory_info().shared)
+    return private_bytes + shared
 
 
 @pytest.mark.slow
 def test_messages_that_wait_and_messages_that_were_read_hold_no_more_than_the_limit(start_server):
-    """Calls of 9 MiB, of which four may be read at once: the others stay with their senders until then."""
+    """Four calls of 9 MiB may be read at once; the messages of the others stay with their senders."""
     server = start_server(grpc_port=0, grpc_bytes=64 * MIB, body_limit=10 * MIB, staging_bytes=64 * MIB)
     call = over_grpc(server, 9 * MIB)
     assert call() == "OK"
     http = psutil.Process(server.pid)
     idle = private(http)
     with Watched(lambda: private(http)) as watched, concurrent.futures.ThreadPoolExecutor(3 * CLIENTS) as pool:
-        found = Counter(pool.map(lambda _: call(), range(6 * CLIENTS)))
-    assert set(found) <= {"OK", "RESOURCE_EXHAUSTED"}
-    assert found["OK"]
-    others = 32 + 3 * CLIENTS  # what heaps keep, and up to 1 MiB for each connection; without a limit: 280 MiB in all
-    assert watched.bytes - idle <= (64 + others) * MIB, found
+        statuses = Counter(pool.map(lambda _: call(), range(6 * CLIENTS)))
+    assert set(statuses) <= {"OK", "RESOURCE_EXHAUSTED"}
+    assert statuses["OK"]
+    others = 32 + 3 * CLIENTS  # heaps, and up to 1 MiB per connection; without the limit: 280 MiB in all
+    assert watched.bytes - idle <= (64 + others) * MIB, statuses
     assert call() == "OK"
 
 
@@ -124,10 +124,10 @@ def test_ten_clients_with_300_mib_each_leave_a_server_of_2_5_gib_alive(start_ser
     )
     call, small = way(server, 300 * MIB), way(server, MIB)
     with Watched(lambda: of_all(server)) as watched, concurrent.futures.ThreadPoolExecutor(CLIENTS) as pool:
-        found = Counter(pool.map(lambda _: call(), range(CLIENTS)))
-    # On a busy machine a message of 300 MiB may come more slowly than the least rate allows; a refused one may still be
-    # on its way when the server has read on for as long as it does (docs/http.md, Errors).
-    assert set(found) <= {"OK", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "RESET"}
+        statuses = Counter(pool.map(lambda _: call(), range(CLIENTS)))
+    # On a busy machine a message of 300 MiB may be slower than the minimum rate; a refused one may still be arriving
+    # when the server stops discarding it (docs/http.md, Errors).
+    assert set(statuses) <= {"OK", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "RESET"}
     assert watched.bytes <= 2560 * MIB
     wait_for(lambda: ask(server, "/info").json["load"] == {"requests": 0, "bytes": 0}, lambda: "requests that stay")
     assert small() == "OK"

@@ -1,6 +1,6 @@
-"""The queue over gRPC: a caller that leaves or is late does not disturb the others, and a call without a key, or to a
-full queue, is refused before its message is read. The kernels run under Triton's interpreter, and launches wait at
-gates (tests/support/faulty/engine.py)."""
+"""In the queue over gRPC, a caller that leaves or is late does not disturb the others, and a call without a key or to a
+full queue is refused before its message is read. Triton's kernels are interpreted, and launches wait at gates
+(tests/support/faulty/engine.py)."""
 
 import contextlib
 import json
@@ -39,7 +39,7 @@ def test_a_cancelled_call_and_a_late_one_are_not_in_the_batch_and_the_others_are
     held.wait_inside(0)
     before = held.metrics()
     with held.busy() as first:
-        # With the gated call and the late one these are FEW, which admission lets in whatever the measured pace is.
+        # With the gated call and the late one these are FEW, which admission accepts at any measured pace.
         mates = [held.queue("stays") for _ in range(FEW - 2)]
         leaver = held.queue("leaves")
         leaver.cancel()
@@ -108,7 +108,7 @@ def test_a_call_without_a_key_or_its_right_is_refused_before_its_message_is_read
 
 @contextlib.contextmanager
 def silent_call(caller, metadata=(), method=METHOD):
-    """A call without a deadline that sends no message until the end."""
+    """Start a call without a deadline that sends no message until the end."""
     never = threading.Event()
 
     def messages():
@@ -123,42 +123,42 @@ def silent_call(caller, metadata=(), method=METHOD):
 
 @contextlib.contextmanager
 def unsent_message(held, metadata):
-    """A silent call that the server has ended."""
+    """Start a silent call, and return it after the server has ended it."""
     with silent_call(held.caller, metadata) as call:
         assert call.exception(HANG) is not None
         yield call
 
 
 @pytest.fixture
-def own(tmp_path):
-    """A factory of servers that serve one test, which may stop them or kill their engine."""
+def private_server(tmp_path):
+    """Return a factory of servers for one test, which may stop them or kill their engine."""
     with contextlib.ExitStack() as stack:
 
         def start(**settings):
-            own = HeldServer(tmp_path, **settings)
-            stack.callback(own.stop)
-            return own
+            private_server = HeldServer(tmp_path, **settings)
+            stack.callback(private_server.stop)
+            return private_server
 
         yield start
 
 
 @pytest.mark.slow
-def test_silent_calls_make_way(own):
-    """A silent call loses its place to a later one. And the same server, told to stop, answers what is inside."""
-    own = own(queue_limit=2, body_timeout=0.5)
+def test_silent_calls_make_way(private_server):
+    """A silent call loses its place to a later one, and a stopping server answers all admitted calls."""
+    private_server = private_server(queue_limit=2, body_timeout=0.5)
 
     def answered():
-        """False while the server has both silent calls and neither counts as slow."""
+        """Return False while the server has both silent calls and neither counts as slow."""
         try:
-            return bool(own.caller.infer(own.question).bits)
+            return bool(private_server.caller.infer(private_server.question).bits)
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
                 raise
             return False
 
-    with silent_call(own.caller, method=f"/{HEALTH}/Check") as probe:  # which needs no key
+    with silent_call(private_server.caller, method=f"/{HEALTH}/Check") as probe:  # it needs no key
         assert probe.exception(HANG).code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    with silent_call(own.caller) as first, silent_call(own.caller) as second:
+    with silent_call(private_server.caller) as first, silent_call(private_server.caller) as second:
         calls = (first, second)
         wait_for(lambda: answered() and any(call.done() for call in calls), lambda: "the silent calls stay")
         (gone,) = (call for call in calls if call.done())
@@ -166,26 +166,26 @@ def test_silent_calls_make_way(own):
         assert "too slowly" in gone.details()
 
     def drains():
-        """False while it is ready, or has taken the message of this call for one that came too slowly."""
+        """Return False while the server is ready, or after it took this call's message for a slow one."""
         try:
-            return not own.caller.ask("ServerReady").ready
+            return not private_server.caller.ask("ServerReady").ready
         except grpc.RpcError as error:
             if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise
             return False
 
-    with own.busy() as inside:
-        own.server.process.send_signal(signal.SIGTERM)
+    with private_server.busy() as inside:
+        private_server.server.process.send_signal(signal.SIGTERM)
         wait_for(drains, lambda: "it never drains")
         with refused("UNAVAILABLE", "shutting down"):
-            own.caller.infer(own.question)
+            private_server.caller.infer(private_server.question)
     assert inside.result(HANG)
-    assert own.server.wait_exit() == 0
+    assert private_server.server.wait_exit() == 0
 
 
 @contextlib.contextmanager
 def running(held):
-    """A request that computes in shared memory of the client until the end.
+    """Run a request in shared memory of the client until the block ends.
 
     Yields the memory, its key, the name of its region, the future of the answer, and the expected output.
     """
@@ -210,63 +210,63 @@ def running(held):
                 "outputs": [{"name": "o", "parameters": places[3]}],
                 "parameters": {"backend": "reference"},
             }
-            asked = pool.submit(
+            future = pool.submit(
                 http, held.server.url, "POST", "/v2/models/attention/infer", json.dumps(document).encode(),
                 **KEY, x_request_id=name,
             )  # fmt: skip
             held.wait_begun(name)
-            yield block, key, path, asked, truth(tensors)["o"]
+            yield block, key, path, future, truth(tensors)["o"]
         finally:
             held.gate("gate").touch()
-            asked.result()
+            future.result()
             http(held.server.url, "POST", "/v2/systemsharedmemory/unregister", b"", **KEY)
             block.close()
             block.unlink()
 
 
 def test_a_request_that_runs_keeps_its_region(held):
-    """It is unregistered meanwhile: the answer is written all the same, and then the engine unmaps the region."""
-    with running(held) as (block, key, path, asked, expected):
+    """The region is unregistered during the run: the answer is still written, and then the engine unmaps it."""
+    with running(held) as (block, key, path, future, expected):
         assert http(held.server.url, "POST", f"{path}/unregister", b"", **KEY).status == 200
-        assert not asked.done()
+        assert not future.done()
         held.gate("gate").touch()
-        assert asked.result().status == 200
-        found = torch.frombuffer(bytearray(block.buf[len(block.buf) // 4 * 3 :]), dtype=torch.float32)
-        near(found[: expected.numel()].view(expected.shape), expected, 2e-6)
+        assert future.result().status == 200
+        actual = torch.frombuffer(bytearray(block.buf[len(block.buf) // 4 * 3 :]), dtype=torch.float32)
+        near(actual[: expected.numel()].view(expected.shape), expected, 2e-6)
         maps = Path(f"/proc/{held.server.engine_pid}/maps")
         wait_for(lambda: key not in maps.read_text(), lambda: "still mapped")
 
 
 @pytest.mark.slow
 def test_a_client_that_truncates_its_region_costs_an_engine_and_no_more(held):
-    """The server has a new engine at the end, and is otherwise as it was."""
+    """The server has a new engine at the end, and is otherwise unchanged."""
     before = held.server.engine_pid
-    with running(held) as (_, key, _, asked, _):
+    with running(held) as (_, key, _, future, _):
         os.truncate(f"/dev/shm/{key}", 0)
         held.gate("gate").touch()
-        assert asked.result().status == 503
+        assert future.result().status == 503
     held.server.wait_ready()
     assert held.server.engine_pid != before
     assert infer(held.server.url, "attention", problem(), headers=KEY).status == 200
 
 
 @pytest.mark.slow
-def test_an_engine_that_dies_is_unavailable_until_the_next_is_there(own):
-    own = own()
+def test_an_engine_that_dies_is_unavailable_until_the_next_is_there(private_server):
+    private_server = private_server()
 
     def ready():
-        return own.caller.ask("ServerReady").ready
+        return private_server.caller.ask("ServerReady").ready
 
-    with own.busy() as first:
-        own.gate("closed").touch()  # the next engine waits at its start
-        os.kill(own.server.engine_pid, signal.SIGKILL)
+    with private_server.busy() as first:
+        private_server.gate("closed").touch()  # the next engine waits at its start
+        os.kill(private_server.server.engine_pid, signal.SIGKILL)
         assert first.code() is grpc.StatusCode.UNAVAILABLE
         assert "engine died" in first.details()
         assert not ready()
-        assert not own.caller.ask("ModelReady", name="attention").ready
-        assert own.caller.ask("Check", HEALTH).status == 2  # NOT_SERVING
+        assert not private_server.caller.ask("ModelReady", name="attention").ready
+        assert private_server.caller.ask("Check", HEALTH).status == 2  # NOT_SERVING
         with refused("UNAVAILABLE"):
-            own.caller.infer(own.question)
-    own.gate("closed").unlink()
+            private_server.caller.infer(private_server.question)
+    private_server.gate("closed").unlink()
     wait_for(ready, lambda: "never ready again")
-    assert own.queue("after").result(HANG)
+    assert private_server.queue("after").result(HANG)

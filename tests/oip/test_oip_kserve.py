@@ -1,4 +1,4 @@
-"""KServe's own clients, unmodified, in an environment of their own, as their pins differ. Run by `make test-kserve`."""
+"""KServe's unmodified clients work, in a separate environment because their pins differ. `make test-kserve` runs it."""
 
 import subprocess
 import sys
@@ -11,14 +11,14 @@ from tests.support.oip.grpc_calls import port_of
 
 CLIENTS = Path(__file__).parent / "clients"
 KSERVE = "kserve==0.21.0"
-# Its gRPC client sends bytes by default, and knows no BF16.
+# Its gRPC client sends bytes by default, and lacks BF16.
 BYTES = [c for c in CASES if c["binary"] and all(i["datatype"] != "BF16" for i in c["inputs"].values())]
 STATUSES = {"422": "INVALID_ARGUMENT", "404": "NOT_FOUND", "504": "DEADLINE_EXCEEDED"}
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
-    """The Python of an environment with KServe's client."""
+    """Return the Python of an environment with KServe's client."""
     home = tmp_path_factory.mktemp("kserve") / "venv"
     subprocess.run([sys.executable, "-m", "venv", home], check=True)
     python = home / "bin" / "python"

@@ -1,4 +1,4 @@
-"""Requests that a server must refuse, part of the conformance suite: the status, the message, and that it goes on."""
+"""A server refuses wrong requests with the right status and message, and continues; part of the conformance suite."""
 
 import json
 
@@ -13,7 +13,7 @@ SIZE = Q["parameters"]["binary_data_size"]
 
 
 def broken(**changes):
-    """A request of which the first input has other fields; None takes one away."""
+    """Return a request whose first input has changed fields; None removes a field."""
     first = {name: value for name, value in {**Q, **changes}.items() if value is not None}
     return json.dumps({"inputs": [first, entry("k", SMALL["k"]), entry("v", SMALL["v"])]}).encode()
 

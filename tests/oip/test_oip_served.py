@@ -1,4 +1,4 @@
-"""/v2 has the same bits, keys, limits and counts as the other routes of the server."""
+"""The routes of /v2 have the same bits, keys, limits and counts as the server's other routes."""
 
 import contextlib
 import gzip
@@ -22,7 +22,7 @@ PATH = "/v2/models/attention/infer"
 
 @pytest.fixture(scope="module")
 def locked(held):
-    """With keys and small limits."""
+    """Return a server with keys and small limits."""
     return held.server
 
 
@@ -35,8 +35,8 @@ def test_an_answer_is_bit_for_bit_that_of_the_other_encoding(locked, path, model
     body = message(tensors, causal=True, window=[7, -1])
     ours = call(locked.url, "POST", "/attention" + path, body, content_type="application/vnd.safetensors", **KEY)
     assert ours.status == 200, ours.body
-    asked = {"causal": True, "window_left": 7, "binary_data_output": True}
-    theirs = infer(locked.url, model, tensors, parameters=asked, headers=KEY)
+    parameters = {"causal": True, "window_left": 7, "binary_data_output": True}
+    theirs = infer(locked.url, model, tensors, parameters=parameters, headers=KEY)
     data = b"".join(raw(t) for t in theirs.tensors.values())
     assert ours.body.endswith(data)
     assert theirs.headers["x-backend"] == theirs.head["parameters"]["backend"] == ours.headers["x-backend"]
@@ -58,11 +58,11 @@ def test_a_key_is_needed_and_its_right(locked):
 
 
 LARGE = {name: torch.zeros(1, 1, 512, 256) for name in "qkv"}  # 1.5 MiB
-WIDE = {name: torch.zeros(1, 1, 64, 256) for name in "qkv"}  # 64 KiB of answer, and a little
+WIDE = {name: torch.zeros(1, 1, 64, 256) for name in "qkv"}  # an answer of slightly over 64 KiB
 
 
 def bomb(coding):
-    """A head and tensors within the limit, and bytes after them that exceed it."""
+    """Return a head and tensors within the limit, and following bytes that exceed it."""
     head, _ = request(LARGE)
     packed = zlib.compressobj(9, wbits=31 if coding == "gzip" else 15)
     return packed.compress(head + bytes(8 * MIB)) + packed.flush(), {LENGTH: len(head), "content-encoding": coding}
@@ -91,8 +91,8 @@ def test_a_body_over_the_limit_is_413(locked, how):
 def test_an_answer_in_numbers_has_a_limit_and_one_in_bytes_has_none(locked):
     wide = {**WIDE, "q": torch.zeros(1, 1, 65, 256)}
     assert infer(locked.url, "attention", wide, headers=KEY).status == 413
-    asked = [wanted("o", binary_data=True), wanted("lse", binary_data=False)]
-    assert infer(locked.url, "attention", wide, headers=KEY, outputs=asked).status == 200
+    outputs = [wanted("o", binary_data=True), wanted("lse", binary_data=False)]
+    assert infer(locked.url, "attention", wide, headers=KEY, outputs=outputs).status == 200
 
 
 def test_a_head_before_bytes_has_its_limit(locked):
@@ -102,7 +102,7 @@ def test_a_head_before_bytes_has_its_limit(locked):
 
 
 def test_a_request_is_refused_from_its_head(locked):
-    """The answer comes although the client sends nothing after the head."""
+    """The answer arrives although the client sends nothing after the head."""
     head, data = request(SMALL, parameters={"casual": True})
     fields = {LENGTH: len(head), "content-length": len(head + data), "host": "there", **KEY}
     text = f"POST {PATH} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in fields.items())
@@ -120,8 +120,8 @@ def test_a_request_is_refused_from_its_head(locked):
 def test_the_sooner_deadline_counts(held, ms, us):
     with held.shut() as name:
         headers = {**KEY, "x-request-id": name, "x-timeout-ms": ms}
-        asked = {"timeout": us, "backend": "reference"}
-        late = infer(held.server.url, "attention", SMALL, headers=headers, parameters=asked)
+        parameters = {"timeout": us, "backend": "reference"}
+        late = infer(held.server.url, "attention", SMALL, headers=headers, parameters=parameters)
     assert late.status == 504
     assert "deadline" in late.error
 
@@ -172,7 +172,7 @@ def test_shared_memory_is_off_by_default(server):
 
 @pytest.mark.parametrize("kind", ["system", "cuda"])
 def test_what_is_off_has_no_regions_and_unregisters_nothing(server, kind):
-    """Triton's clients begin so, whatever the server has."""
+    """Triton's clients start with these calls on any server."""
     path = f"/v2/{kind}sharedmemory"
     assert call(server.url, "GET", f"{path}/status").head == []
     for of in ("", "/region/any"):
@@ -181,8 +181,8 @@ def test_what_is_off_has_no_regions_and_unregisters_nothing(server, kind):
 
 
 def test_each_request_has_its_log_line(locked):
-    found = infer(locked.url, "attention", SMALL, headers={**KEY, "x-request-id": "one-of-v2"})
-    assert found.headers["x-request-id"] == "one-of-v2"
+    actual = infer(locked.url, "attention", SMALL, headers={**KEY, "x-request-id": "one-of-v2"})
+    assert actual.headers["x-request-id"] == "one-of-v2"
     line = locked.wait_for_request("one-of-v2")
     assert line["route"] == PATH
     assert line["status"] == 200

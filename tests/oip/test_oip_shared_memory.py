@@ -1,5 +1,5 @@
-"""System shared memory: tritonclient's own utilities, each kind of tensor in a region, and wrong requests. Regions that
-change during a computation: test_oip_grpc_queue.py."""
+"""System shared memory works with tritonclient's utilities and each kind of tensor in a region, and refuses wrong
+requests. test_oip_grpc_queue.py has regions that change during a computation."""
 
 import contextlib
 import json
@@ -32,7 +32,7 @@ def server(rpc_server):
 
 @pytest.fixture
 def memory(server):
-    """A shared memory object of 64 KiB and its key, which must not appear in the log."""
+    """Return a shared memory object of 64 KiB and its key, which must not appear in the log."""
     key = "flashpoint-test-" + secrets.token_hex(8)
     block = shared_memory.SharedMemory(key, create=True, size=1 << 16)
     try:
@@ -51,7 +51,7 @@ def register(server, name, key, offset=0, byte_size=1 << 16):
 
 
 def lying(name, t, region, offset):
-    """An input in a region."""
+    """Return an input in a region."""
     place = {"shared_memory_region": region, "shared_memory_byte_size": t.numel() * t.element_size()}
     return {"name": name, "shape": list(t.shape), "datatype": NAMES[t.dtype],
             "parameters": {**place, "shared_memory_offset": offset}}  # fmt: skip
@@ -84,7 +84,7 @@ def test_tritonclients_own_utilities(server):
 
 @pytest.mark.parametrize("start", [0, 3, 4, 64])
 def test_inputs_and_outputs_of_several_regions_and_of_the_body(server, memory, start):
-    """q and k in regions at any alignment, v in the body, o in a region, lse as numbers in JSON."""
+    """q and k are in regions at any alignment, v is in the body, o in a region, and lse in JSON as numbers."""
     block, key = memory
     tensors = problem()
     assert register(server, "low", key, 0, 1 << 15).status == 200
@@ -139,8 +139,8 @@ def test_a_region_may_go_while_it_is_used_and_come_again(server, memory):
         assert register(server, "again", key).status == 200
         block.buf[4 * NBYTES :][:NBYTES] = bytes(NBYTES)
         assert ask(server, inputs, output).status == 200
-        found = torch.frombuffer(bytearray(block.buf[4 * NBYTES : 5 * NBYTES]), dtype=torch.float32)
-        near(found.view(B, H, S, D), truth(tensors)["o"], 2e-6)
+        actual = torch.frombuffer(bytearray(block.buf[4 * NBYTES : 5 * NBYTES]), dtype=torch.float32)
+        near(actual.view(B, H, S, D), truth(tensors)["o"], 2e-6)
         assert call(server.url, "POST", "/v2/systemsharedmemory/region/again/unregister", b"").status == 200
         refused = ask(server, inputs, output)
         assert refused.status == 422
@@ -167,17 +167,17 @@ def test_a_place_that_is_wrong_is_refused(server, memory, name):
     assert register(server, "all", key).status == 200
     tensors = problem()
     inputs = [lying(n, t, "all", i * NBYTES) for i, (n, t) in enumerate(tensors.items())]
-    changes, said = WRONG[name]
+    changes, message = WRONG[name]
     parameters = {k: v for k, v in {**place("all", NBYTES, 4 * NBYTES), **changes}.items() if v is not None}
     reply = ask(server, inputs, [wanted("o", **parameters)])
     assert reply.status == 422, reply.body
-    assert said in reply.error
+    assert message in reply.error
     assert ask(server, inputs, [wanted("o", **place("all", NBYTES, 4 * NBYTES))]).status == 200
 
 
 @pytest.mark.parametrize("size", [NBYTES - 4, NBYTES + 4])
 def test_an_inputs_place_has_its_size(server, memory, size):
-    """An output's may be larger, as in Triton."""
+    """The place of an output may be larger, as in Triton."""
     _, key = memory
     assert register(server, "all", key).status == 200
     inputs = [lying(n, t, "all", i * NBYTES) for i, (n, t) in enumerate(problem().items())]
@@ -227,7 +227,7 @@ def test_what_may_not_be_registered(server, memory):
     assert listed == [{"name": "good", "key": "", "offset": 0, "byte_size": 1 << 16}]
     assert call(server.url, "GET", "/v2/systemsharedmemory/region/good/status").head == listed
     assert call(server.url, "GET", "/v2/systemsharedmemory/region/bad/status").status == 404
-    assert call(server.url, "POST", "/v2/systemsharedmemory/region/bad/unregister", b"").head == {}  # nothing happens
+    assert call(server.url, "POST", "/v2/systemsharedmemory/region/bad/unregister", b"").head == {}  # no effect
 
 
 def test_what_is_registered_is_bounded(server, memory):

@@ -1,4 +1,4 @@
-"""NVIDIA's own client, unmodified, synchronous and asyncio: each of its calls that the server supports."""
+"""NVIDIA's unmodified client, synchronous and asyncio, works in each call that the server supports."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The deployment: the files of deploy/ray by Ray's own schema, the builder's arguments, and the policy's sums."""
+"""The files of deploy/ray fit Ray's schema, the builder checks its arguments, and the policy computes replicas."""
 
 import warnings
 from pathlib import Path
@@ -15,7 +15,7 @@ DEPLOY = Path(__file__).resolve().parents[2] / "deploy/ray"
 
 @pytest.fixture(scope="module")
 def ray():
-    """Ray's schema and our application. Ray's own code warns when it is imported, and when it is used."""
+    """Return Ray's schema and our application. Ray's code warns at its import and at its use."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import ray.serve.schema as schema
@@ -92,7 +92,7 @@ def test_a_variable_that_is_no_setting_here_is_named(ray, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_variables_of_the_image_are_no_obstacle(ray, monkeypatch):
-    """Those for the socket of `flashpoint serve`, which are in the image that deploy/kuberay/Dockerfile begins with."""
+    """They set the socket of `flashpoint serve`, in the base image of deploy/kuberay/Dockerfile."""
     for name, value in (("HOST", "0.0.0.0"), ("PORT", "8000"), ("INSECURE", "true")):
         monkeypatch.setenv(f"FLASHPOINT_{name}", value)
     assert deployment(ray.app({}))
@@ -103,15 +103,15 @@ def test_the_variables_of_the_image_are_no_obstacle(ray, monkeypatch):
 @pytest.mark.parametrize(
     ("replicas", "requests", "waits", "wanted"),
     [
-        (2, 20, [0, 0], 2),  # ten each, as asked for
+        (2, 20, [0, 0], 2),  # ten each, the target
         (2, 60, [0, 0], 6),
         (2, 5, [0.1, 0.1], 0.5),
-        (2, 20, [0.75, 0.75], 3),  # not many requests, and long ones
+        (2, 20, [0.75, 0.75], 3),  # few but long requests
         (2, 20, [1.5, 0], 3),
-        (2, 20, [60, 60], 4),  # no more than twice as many
+        (2, 20, [60, 60], 4),  # at most twice as many
         (4, 0, [0, 0, 0, 0], 0),
-        (1, 10, None, 1),  # no replica has said anything yet
-        (0, 0, None, 3),  # Ray's own target, where there is none to multiply
+        (1, 10, None, 1),  # no replica has reported yet
+        (0, 0, None, 3),  # Ray's target, if there are no replicas to multiply
     ],
 )
 def test_replicas_are_as_many_as_requests_and_waits_want(replicas, requests, waits, wanted):

@@ -1,4 +1,4 @@
-"""Minutes of Ray (`make test-cluster`): replicas that come and go under load, and Ray's own limit."""
+"""Ray adds and removes replicas under load, and has its limit; the tests take minutes (`make test-cluster`)."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,18 +11,18 @@ from tests.support.messages import message, post
 from tests.support.ray_cluster import ENGINE, deploy, wait_for
 
 pytestmark = pytest.mark.full
-PATIENCE = 900  # seconds for Ray to scale, on a machine that does other things
+PATIENCE = 900  # seconds for Ray to scale on a busy machine
 
 
 @pytest.fixture(scope="module")
 def slow():
-    """A request that takes a while, and its answer."""
+    """Return a slow request and its answer."""
     q, k, v = tensors(1, 4, 768, 64, n=3)
     return {"q": q, "k": k, "v": v}, dense(q, k, v)[0]
 
 
 class Callers:
-    """Threads that send one call after the other, without retries: an error of any is an error of the test."""
+    """Threads that send one call after another without retries; an error in a thread fails the test."""
 
     def __init__(self, cluster, slow, count):
         self._cluster, (self._tensors, self._expected) = cluster, slow
@@ -42,7 +42,7 @@ class Callers:
         return any(call.done() for call in self._calling)
 
     def end(self):
-        """How many calls were answered. Raises the error of any."""
+        """Stop, and return the number of answered calls. Raises the error of any thread."""
         self._enough.set()
         with self._threads:
             return sum(call.result() for call in self._calling)
@@ -76,7 +76,7 @@ def test_replicas_come_and_go_under_load_and_nothing_is_dropped(slow, haproxy):
 
 
 def test_a_wait_alone_brings_another_replica(slow):
-    """Long requests, few at once: each waits for those before it."""
+    """Few long requests run at once, and each waits for the earlier ones."""
     autoscaling = {
         "max_replicas": 2,
         "target_ongoing_requests": 1000,
@@ -101,7 +101,7 @@ def test_where_ray_refuses_it_says_when_to_ask_again(slow, haproxy):
     with deploy(haproxy=haproxy, deployment=limits) as cluster, ThreadPoolExecutor(8) as threads:
         body = message(slow[0], backend="reference")
         (engine,) = cluster.below(ENGINE)
-        engine.suspend()  # what is let in stays inside
+        engine.suspend()  # admitted requests stay inside
         try:
             posted = [threads.submit(post, cluster, "/attention", body) for _ in range(8)]
             wait_for(lambda: sum(call.done() for call in posted) >= 6, lambda: "too many were let in")

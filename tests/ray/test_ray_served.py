@@ -1,4 +1,4 @@
-"""The service on two replicas, behind Ray's own proxy and behind HAProxy: answers, refusals, a replica that dies."""
+"""The service on two replicas works behind Ray's proxy and HAProxy: answers, refusals, and a replica that dies."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ QUEUE_LIMIT = 4
     scope="module", params=[pytest.param(False, id="proxy"), pytest.param(True, id="haproxy", marks=pytest.mark.full)]
 )
 def cluster(request):
-    # Ray believes that there are two GPUs and gives each replica one; the replicas compute on the CPU all the same.
+    # Ray assumes two GPUs and gives each replica one; the replicas still compute on the CPU.
     each = {"ray_actor_options": {"num_cpus": 1, "num_gpus": 1}}
     with deploy(2, gpus=2, haproxy=request.param, deployment=each, queue_limit=QUEUE_LIMIT) as cluster:
         yield cluster
@@ -32,14 +32,14 @@ def cluster(request):
 
 @pytest.fixture(scope="module")
 def problem():
-    """A request, and its answer."""
+    """Return a request and its answer."""
     q, k, v = tensors(1, 4, 256, 64, n=3)
     return {"q": q, "k": k, "v": v}, dense(q, k, v)[0]
 
 
 @contextlib.contextmanager
 def stopped(engines):
-    """Inside, the engines compute nothing: what their replicas let in stays inside."""
+    """Stop the engines inside the block: requests that their replicas admit stay inside."""
     try:
         for engine in engines:
             engine.suspend()
@@ -56,9 +56,9 @@ def test_answers_are_exact_in_every_encoding(cluster):
     o, lse = dense(*leaves, causal=True)
     expected = torch.autograd.grad(o, leaves, do.double())
     with flashpoint.Client(cluster.url) as client:
-        found, meta = client.attention(q, k, v, causal=True, return_lse=True, request_id="mine", with_meta=True)
-        close(found[0], o)
-        close(found[1], lse)
+        actual, meta = client.attention(q, k, v, causal=True, return_lse=True, request_id="mine", with_meta=True)
+        close(actual[0], o)
+        close(actual[1], lse)
         assert meta.request_id == "mine"
         for gradient, truth in zip(client.attention_grad(do, q, k, v, causal=True), expected, strict=True):
             close(gradient, truth)
@@ -94,11 +94,11 @@ def test_each_replica_has_the_device_that_ray_gave_it(cluster):
 def test_overload_is_refused_by_us_and_callers_that_wait_are_answered(cluster, problem):
     tensors, expected = problem
     body = message(tensors)
-    count, most = 5 * QUEUE_LIMIT, 2 * QUEUE_LIMIT  # more than twice what both replicas let in
+    count, max_inside = 5 * QUEUE_LIMIT, 2 * QUEUE_LIMIT  # more than twice the admission of both replicas
     with ThreadPoolExecutor(count) as threads:
         with stopped(cluster.below(ENGINE)):
             calls = [threads.submit(post, cluster, "/attention", body) for _ in range(count)]
-            wait_for(lambda: sum(call.done() for call in calls) >= count - most, lambda: "too many were let in")
+            wait_for(lambda: sum(call.done() for call in calls) >= count - max_inside, lambda: "too many were let in")
         replies = [call.result() for call in calls]
     refused = {reply.body for reply in replies if reply.status not in (200, 429)}
     assert {reply.status for reply in replies} == {200, 429}, refused
@@ -118,7 +118,7 @@ def test_overload_is_refused_by_us_and_callers_that_wait_are_answered(cluster, p
 
 
 def test_a_killed_replica_loses_nothing(cluster, problem):
-    """It is killed with a call inside, which its stopped engine cannot answer: others are answered long after it."""
+    """It is killed with a call inside that its stopped engine cannot answer; other calls are answered long after."""
     tensors, expected = problem
     (victim, _), ready = cluster.replicas, cluster.ready
     below = victim.children(recursive=True)
@@ -134,7 +134,7 @@ def test_a_killed_replica_loses_nothing(cluster, problem):
                 answered[caller] += 1
                 retries.append(meta.retries)
 
-    callers = range(QUEUE_LIMIT)  # as few as one replica lets in: none is refused and waits
+    callers = range(QUEUE_LIMIT)  # as few as one replica admits, so none is refused and waits
     with ThreadPoolExecutor() as threads:
         try:
             calls = [threads.submit(call, caller) for caller in callers]
@@ -153,4 +153,4 @@ def test_a_killed_replica_loses_nothing(cluster, problem):
     assert any(retries)
     assert not psutil.wait_procs(below, END_SECONDS)[1], "its engine outlived it"
     again = lambda: cluster.ready > ready and len(cluster.replicas) == 2  # noqa: E731
-    wait_for(again, lambda: "no replica in its place: " + "".join(cluster.lines))  # as the other tests want it
+    wait_for(again, lambda: "no replica replaces it: " + "".join(cluster.lines))  # as the other tests need it

@@ -1,4 +1,4 @@
-"""The HTTP side never imports torch, and gRPC only where it is used: what is imported, in a process of its own."""
+"""The HTTP side never imports torch, and imports gRPC only if it is used; each test runs a separate process."""
 
 import importlib.util
 import subprocess

@@ -1,4 +1,4 @@
-"""The licences of what a server installs are compatible with Apache-2.0, and docs/licences.md lists them."""
+"""The licences of a server's packages are compatible with Apache-2.0, and docs/licences.md lists them."""
 
 import importlib.util
 import subprocess

@@ -1,10 +1,10 @@
-"""One name for one thing: no class has the name of another in the server, the client or the contract."""
+"""Class names are unique across the server, the client and the contract."""
 
 import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# FieldError is the name in OpenAPI; the exchange of the client is no part of its interface.
+# FieldError is the name in OpenAPI; the client's Exchange is not public.
 SHARED = {"FieldError", "Exchange"}
 
 

@@ -1,4 +1,4 @@
-"""Every test that docs/security.md and docs/reference/limits.md name is there, and is no less than a test."""
+"""Every test that docs/security.md and docs/reference/limits.md name exists and is a test."""
 
 import ast
 import functools

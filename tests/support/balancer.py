@@ -1,4 +1,4 @@
-"""Balancers before two servers: a small one of ours, and nginx and HAProxy with the configurations of deploy/."""
+"""Balancers before two servers: a small one in Python, and nginx and HAProxy with the configurations of deploy/."""
 
 import contextlib
 import http.client
@@ -21,7 +21,7 @@ REPLICA = "X-Flashpoint-Replica"
 
 @contextlib.contextmanager
 def balancer(choose):
-    """A proxy of HTTP/1.1; `choose` is given what X-Flashpoint-Replica says, or "", and returns a server."""
+    """Start an HTTP/1.1 proxy; `choose` gets the value of X-Flashpoint-Replica, or "", and returns a server."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -49,7 +49,7 @@ def balancer(choose):
         daemon_threads = True
 
         def handle_error(self, *_):
-            """A client that has gone is no news."""
+            """Ignore a client that has left."""
 
     with Server(("127.0.0.1", 0), Handler) as proxy:
         thread = threading.Thread(target=proxy.serve_forever)
@@ -62,39 +62,39 @@ def balancer(choose):
 
 
 def by_name(servers):
-    """Return how a balancer chooses that knows replicas by name; in turn for any other name."""
+    """Return a `choose` that routes to replicas by name, and other names in turn."""
     turns = itertools.cycle(servers.values())
     return lambda name: servers.get(name) or next(turns)
 
 
 def by_hash(servers):
-    """Return how a balancer chooses that hashes the header, whatever it says."""
+    """Return a `choose` that hashes any value of the header."""
     choices = list(servers.values())
     return lambda name: choices[zlib.crc32(name.encode()) % len(choices)]
 
 
 @contextlib.contextmanager
 def nginx(servers, folder):
-    """Nginx with deploy/nginx/flashpoint.conf."""
+    """Start nginx with deploy/nginx/flashpoint.conf."""
     port = _configure("nginx/flashpoint.conf", servers, folder / "flashpoint.conf")
     kinds = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     http = ["access_log off;", *(f"{kind}_temp_path {folder}/{kind};" for kind in kinds)]
     http.append(f"include {folder}/flashpoint.conf;")
     (folder / "nginx.conf").write_text(f"daemon off; pid {folder}/pid; events {{}} http {{ {' '.join(http)} }}")
-    with _running(["nginx", "-e", "stderr", "-p", folder, "-c", folder / "nginx.conf"], port) as found:
-        yield found
+    with _running(["nginx", "-e", "stderr", "-p", folder, "-c", folder / "nginx.conf"], port) as address:
+        yield address
 
 
 @contextlib.contextmanager
 def haproxy(servers, folder):
-    """HAProxy with deploy/haproxy/haproxy.cfg."""
+    """Start HAProxy with deploy/haproxy/haproxy.cfg."""
     port = _configure("haproxy/haproxy.cfg", servers, folder / "haproxy.cfg")
-    with _running(["haproxy", "-db", "-f", folder / "haproxy.cfg"], port) as found:
-        yield found
+    with _running(["haproxy", "-db", "-f", folder / "haproxy.cfg"], port) as address:
+        yield address
 
 
 def installed(program):
-    """Whether a program is there, in a folder of an administrator too."""
+    """Return whether a program is installed, also in an administrator's folder."""
     return _path(program) is not None
 
 

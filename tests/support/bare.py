@@ -1,4 +1,4 @@
-"""An environment that has what a bare machine with a GPU has, and no package more: links into the running one."""
+"""An environment with only the packages of a bare machine with a GPU, as links into the running environment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.gpu_serve import THERE, needed
 
 
 def make(folder: Path, wanted: tuple[str, ...] = THERE) -> Path:
-    """Make an environment with `wanted` and what these need, and return its Python."""
+    """Make an environment with `wanted` and their dependencies, and return its Python."""
     venv.create(folder, symlinks=True)
     (site,) = folder.glob("lib/python*/site-packages")
     for name in needed(wanted, "3.12"):

@@ -1,12 +1,12 @@
-"""Actions of the page's tests in a browser, and values they read from it."""
+"""Browser actions of the page's tests, and values that the tests read from the page."""
 
 import json
 import subprocess
 import sys
 
-PATIENCE_MS = 240_000  # for anything; only there to end a hang
+PATIENCE_MS = 240_000  # for any action; only ends a hang
 
-# Each chart: its title, its lines by name, and the points that lie outside of its axes, or where nothing is painted.
+# For each chart: its title, its lines by name, and the points outside its axes or where nothing is painted.
 _DRAWN = """async (selector) => {
     const { charts } = await import("/static/chart.js");
     return [...document.querySelectorAll(selector)].map((element) => {
@@ -33,7 +33,7 @@ def fill(form, **values):
 
 
 def enter(page, key):
-    """Type a key at the page's door."""
+    """Type a key into the page's key dialog."""
     page.locator("#key").get_by_label("Key").fill(key)
     page.locator("#key").get_by_role("button").click()
 
@@ -45,7 +45,7 @@ def start_benchmark(page, lengths="32, 64", backends="naive, torch", seconds=0.0
 
 
 def never_known(page):
-    """Benchmarks that the page starts from now on go on for a minute a case: no precision suffices."""
+    """Make new benchmarks of the page run for a minute a case, by a precision that is never reached."""
 
     def with_precision(route):
         route.continue_(post_data=json.dumps({**route.request.post_data_json, "relative_precision": 1e-9}))
@@ -63,12 +63,12 @@ def cells(page, section):
 
 
 def drawn(page, selector):
-    """The charts of a part of the page: each a dict of title, x, lines by name, and points that cannot be seen."""
+    """Return the charts of a part of the page, each a dict of title, x, lines by name, and invisible points."""
     return page.evaluate(_DRAWN, selector)
 
 
 def run_shown_code(page, section, language):
-    """The output of the code that the page shows."""
+    """Run the code that the page shows, and return its output."""
     page.locator(f"#{section}-code").get_by_label(language).check()
     code = page.locator(f"#{section}-code code").inner_text()
     command = [sys.executable, "-c", code] if language == "Python" else ["bash", "-c", code]

@@ -1,4 +1,4 @@
-"""KV caches over HTTP, for tests: a server with keys, and calls in their names."""
+"""KV caches over HTTP for tests: a server with API keys, and calls with these keys."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ KEYS = {name: f"key-of-{name}-with-some-length" for name in ("alice", "bob", "ca
 
 
 def started(start_server, tmp_path_factory, cache_bytes=8 << 20, quota=1_000_000, **settings):
-    """A server with two HTTP processes, keys, and little memory for what is held; carol has the quota."""
+    """Start a server with two HTTP processes, API keys and little cache memory; carol has the quota."""
     file = tmp_path_factory.mktemp("keys") / "keys.toml"
     write_keys(file, KEYS, quota)
     server = start_server(workers=2, api_keys_file=file, cache_bytes=cache_bytes, **settings)
@@ -23,7 +23,7 @@ def started(start_server, tmp_path_factory, cache_bytes=8 << 20, quota=1_000_000
 
 
 def wait_both(server):
-    """Wait until both HTTP processes have an engine: each connection reaches either of them."""
+    """Wait until both HTTP processes have an engine: a connection may reach either of them."""
     wait_for(lambda: all(ask(server, "/health/ready").status == 200 for _ in range(20)), lambda: "not ready")
 
 
@@ -50,8 +50,8 @@ def posted(server, path, document, name="alice", **headers):
     return post(server, path, json.dumps(document).encode(), JSON, **bearer(name), **headers)
 
 
-def created(server, name="alice", **asked):
-    answer = posted(server, "/caches", {**SHAPE, **asked}, name)
+def created(server, name="alice", **options):
+    answer = posted(server, "/caches", {**SHAPE, **options}, name)
     assert answer.status == 201, answer
     return [cache["id"] for cache in answer.json["caches"]]
 

@@ -1,6 +1,6 @@
-"""Render the Helm chart as Helm does, and hold what comes out against the schemas of the kinds that it is of.
+"""Render the Helm chart as Helm does, and validate its manifests with the schemas of their kinds.
 
-`python tests/support/charts.py` writes what was rendered and validated into deploy/helm/validated.txt (`make charts`).
+`python tests/support/charts.py` writes a report of what it validated to deploy/helm/validated.txt (`make charts`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 CHART = DEPLOY / "helm" / "flashpoint"
 VALIDATED = DEPLOY / "helm" / "validated.txt"
 EXAMPLES = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((DEPLOY / "helm/examples").glob("*.yaml"))}
-OLDEST, NEWEST = "1.27", "1.37"  # of Kubernetes: what Chart.yaml asks for, and the newest with a schema here
+OLDEST, NEWEST = "1.27", "1.37"  # of Kubernetes: the minimum of Chart.yaml, and the newest with a schema here
 MODELS = {
     "PrometheusRule": "cloudcoil.models.prometheus_operator.v1",
     "ServiceMonitor": "cloudcoil.models.prometheus_operator.v1",
@@ -31,7 +31,7 @@ MODELS = {
 def render(
     values: dict[str, Any] | None = None, release: str = "flashpoint", folder: Path = CHART
 ) -> list[dict[str, Any]]:
-    """The manifests of `helm template RELEASE FOLDER --namespace serving`, the chart's notes left out."""
+    """Return the manifests of `helm template RELEASE FOLDER --namespace serving`, without the chart's notes."""
     with helm_python.Chart.load(folder) as chart:
         files = chart.render(values or {}, name=release, namespace="serving")
     texts = [text for name, text in sorted(files.items()) if name.endswith(".yaml")]
@@ -39,7 +39,7 @@ def render(
 
 
 def validate(manifest: dict[str, Any], kubernetes: str) -> None:
-    """Raises jsonschema.ValidationError where a field is unknown to its kind, is missing, or is of another type."""
+    """Raise jsonschema.ValidationError if a field is unknown to its kind, is missing, or has another type."""
     if manifest["kind"] in MODELS:
         jsonschema.Draft202012Validator(_strict_schema(manifest["kind"])).validate(manifest)
     else:
@@ -48,12 +48,12 @@ def validate(manifest: dict[str, Any], kubernetes: str) -> None:
 
 @cache
 def _strict_schema(kind: str) -> Any:
-    models = import_module(MODELS[kind])  # seconds: not for who only collects the tests
+    models = import_module(MODELS[kind])  # takes seconds: not at collection
     return _closed(getattr(models, kind).model_json_schema(by_alias=True))
 
 
 def _closed(schema: Any) -> Any:
-    """The schema, which then refuses what it does not name."""
+    """Return the schema, changed to refuse fields that it does not name."""
     if isinstance(schema, list):
         return [_closed(part) for part in schema]
     if not isinstance(schema, dict):
@@ -72,13 +72,13 @@ def report() -> str:
         f"Prometheus operator {operator}, which refuse any field that they do not name",
     ]
     for name, values in {"defaults": {"insecure": True}, **EXAMPLES}.items():
-        found = [m["error"] for m in helm_python.lint(CHART, values, strict=True)["messages"] if m["severity"] > 1]
+        warnings = [m["error"] for m in helm_python.lint(CHART, values, strict=True)["messages"] if m["severity"] > 1]
         manifests = render(values)
         for manifest in manifests:
             for kubernetes in (OLDEST, NEWEST):
                 validate(manifest, kubernetes)
         kinds = ", ".join(sorted(manifest["kind"] for manifest in manifests))
-        lines.append(f"{name}: lint {found or 'clean'}; valid: {kinds}")
+        lines.append(f"{name}: lint {warnings or 'clean'}; valid: {kinds}")
     return "\n".join(lines) + "\n"
 
 

@@ -1,7 +1,7 @@
-"""The HTTP protocol on a socket, without an engine or other processes: the test runs the loop, a turn at a time.
+"""The HTTP protocol on a socket, without an engine or other processes; the test runs the event loop turn by turn.
 
-The route reads a message in safetensors into memory of its own, waits until the test lets it answer, and sends the
-tensor back. Everything between the route and the socket is the server's own.
+The route reads a safetensors message into separate memory, waits until the test lets it answer, and sends the tensor
+back. All code between the route and the socket is the server's.
 """
 
 import asyncio
@@ -23,9 +23,9 @@ from flashpoint_server.observability.metrics import Metrics
 from flashpoint_server.refusal import Refusal
 from flashpoint_server.routes.pipeline import Route, deadline_of, reply, submit
 
-HOUR = 3600  # seconds: no time limit passes during a test, however slow that is
-TURNS = 8  # of the loop, after which what was sent has been read, and what can be answered is answered
-RELEASED = 0xAA  # in memory that belongs to nobody
+HOUR = 3600  # seconds: no timeout expires during a slow test
+TURNS = 8  # of the loop: enough to read all sent data and to send all possible answers
+RELEASED = 0xAA  # the content of released memory
 REFUSALS = {"early": "invalid_request", "staging": "queue_full", "late": "engine_lost"}
 CALLBACKS = (
     "on_message_begin", "on_url", "on_header", "on_headers_complete", "headers_completed", "on_body",
@@ -34,10 +34,10 @@ CALLBACKS = (
 
 
 class ShortOfMemory(HttpProtocol):
-    """The protocol. The allocation in the callback `lacking` fails once; `hit` is then the number of the request."""
+    """The protocol. The allocation in the callback `lacking` fails once; then `hit` is the request's number."""
 
     lacking = hit = None
-    begun = -1  # the number of the request that is parsed
+    begun = -1  # the number of the request in the parser
 
     def _allocate(self, callback):
         if self.lacking == callback:
@@ -72,9 +72,9 @@ class ShortOfMemory(HttpProtocol):
 
 
 class Bench:
-    """A listening socket, and the loop that serves it while the test calls `turn`.
+    """A listening socket, and the event loop that serves it while the test calls `turn`.
 
-    `waiting` are the requests whose bodies have arrived and that are not answered, `tasks` those of the handlers.
+    `waiting` has the unanswered requests whose bodies have arrived, `tasks` the tasks of the handlers.
     """
 
     def __init__(self, tls=None):
@@ -107,7 +107,7 @@ class Bench:
             await asyncio.sleep(0)
 
     def connect(self):
-        """A client's socket that does not block, with little room for answers, and the server's end of it."""
+        """Return a client's non-blocking socket with a small receive buffer, and the server's end of it."""
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
         connection.connect(("127.0.0.1", self.port))
@@ -128,7 +128,7 @@ class Bench:
         return answer
 
     def answer(self):
-        """Let the request that has waited longest be answered, where one waits. Return whether one did."""
+        """Answer the request that has waited longest, if any. Return whether there was one."""
         self.waiting = [one for one in self.waiting if not one.done()]
         if self.waiting:
             self.waiting[0].set_result(None)
@@ -162,13 +162,13 @@ class Bench:
 
 
 def body_of(tensor):
-    """A message with one tensor of these bytes."""
+    """Return a message with one tensor of these bytes."""
     return wire.build_head([("q", "int8", (len(tensor),))], {}) + tensor
 
 
 def answers(received):
-    """(status, fields, body) of each whole answer, and what is left. Interim answers are skipped."""
-    found = []
+    """Return (status, fields, body) of each whole answer, and the remaining bytes. Skip interim answers."""
+    results = []
     while b"\r\n\r\n" in received:
         head, _, rest = received.partition(b"\r\n\r\n")
         line, *fields = head.decode().split("\r\n")
@@ -179,13 +179,13 @@ def answers(received):
             continue
         if len(rest) < (length := int(fields["content-length"])):
             break
-        found.append((status, fields, rest[:length]))
+        results.append((status, fields, rest[:length]))
         received = rest[length:]
-    return found, received
+    return results, received
 
 
 def code_of(body):
-    """The code of an error, where it is one of ours."""
+    """Return the code of an error, if it is a problem document of the service."""
     try:
         return json.loads(body)["code"]
     except ValueError:

@@ -9,7 +9,7 @@ def tensors(*shape, dtype=torch.float32, n=4, seed=0):
 
 
 def dense(q, k, v, *, mask=None, sinks=None, causal=False):
-    """Attention by its definition, in float64: (o, lse). q (B,Hq,Sq,D), k and v (B,Hk,Sk,D)."""
+    """Return (o, lse) of attention by its definition, in float64. q (B,Hq,Sq,D), k and v (B,Hk,Sk,D)."""
     q, k, v = q.double(), k.double(), v.double()
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -24,7 +24,7 @@ def dense(q, k, v, *, mask=None, sinks=None, causal=False):
     return p[..., : v.shape[-2]] @ v, s.logsumexp(-1)
 
 
-def close(found, expected, bound=2e-6):
-    found, expected = torch.as_tensor(found).double(), expected.detach().double()
-    assert found.shape == expected.shape
-    assert (found - expected).abs().max() <= bound * expected.abs().max()
+def close(actual, expected, bound=2e-6):
+    actual, expected = torch.as_tensor(actual).double(), expected.detach().double()
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max() <= bound * expected.abs().max()

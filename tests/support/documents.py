@@ -1,16 +1,16 @@
-"""The examples of a page: fenced blocks, and whether an output is the one that the page prints."""
+"""Compare the output of a page's example with the output that the page shows."""
 
 BLOCK = r"((?:(?!```).*\n)*)"
 
 
-def same(found, printed):
-    """Equal, but for the last digits of numbers, in which processors differ, and for the name of the CPU's kernel."""
+def same(actual, printed):
+    """Return whether both are equal, except for the last digits of numbers and the name of the CPU's kernel."""
     if isinstance(printed, float):
-        return isinstance(found, float) and abs(found - printed) <= 1e-5 * max(1.0, abs(printed))
-    if isinstance(printed, list) and isinstance(found, list):
-        return len(found) == len(printed) and all(map(same, found, printed))
-    if isinstance(printed, dict) and isinstance(found, dict):
-        return found.keys() == printed.keys() and all(
-            key == "kernel" or same(found[key], printed[key]) for key in printed
+        return isinstance(actual, float) and abs(actual - printed) <= 1e-5 * max(1.0, abs(printed))
+    if isinstance(printed, list) and isinstance(actual, list):
+        return len(actual) == len(printed) and all(map(same, actual, printed))
+    if isinstance(printed, dict) and isinstance(actual, dict):
+        return actual.keys() == printed.keys() and all(
+            key == "kernel" or same(actual[key], printed[key]) for key in printed
         )
-    return type(found) is type(printed) and found == printed
+    return type(actual) is type(printed) and actual == printed

@@ -6,7 +6,7 @@ import traceback
 
 import pytest
 
-# JAX warns at each fork of a process that has imported it, which another test of the process may have done.
+# JAX warns at each fork of a process that has imported it; another test may have done so.
 BESIDE_JAX = [
     pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:Exception ignored in.*_at_fork:pytest.PytestUnraisableExceptionWarning"),
@@ -14,7 +14,7 @@ BESIDE_JAX = [
 
 
 class Child:
-    """A forked process that runs `function`. `result()` waits for its end, and returns what the function returned."""
+    """A forked process that runs `function`. `result()` waits for its end and returns the function's result."""
 
     def __init__(self, function):
         self._end, out = os.pipe()
@@ -22,20 +22,20 @@ class Child:
         if self.pid == 0:  # never returns to pytest
             try:
                 try:
-                    found = True, function()
+                    outcome = True, function()
                 except BaseException:
-                    found = False, traceback.format_exc()
+                    outcome = False, traceback.format_exc()
                 with open(out, "wb") as file:
-                    file.write(pickle.dumps(found))
+                    file.write(pickle.dumps(outcome))
             finally:
                 os._exit(0)
         os.close(out)
 
     def result(self):
         with open(self._end, "rb") as file:
-            found = file.read()
+            data = file.read()
         os.waitpid(self.pid, 0)
-        good, value = pickle.loads(found)
+        good, value = pickle.loads(data)
         assert good, value
         return value
 

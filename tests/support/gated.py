@@ -1,4 +1,4 @@
-"""A server whose engine waits and fails on demand (tests/support/faulty), and the gates that hold it."""
+"""A server whose engine waits and fails on demand (tests/support/faulty), and its gates."""
 
 import contextlib
 import os
@@ -11,17 +11,17 @@ PROGRAM = ("-m", "tests.support.faulty.server")
 
 
 def parts_of(server, name):
-    """The log lines of the parts of a request that have begun."""
+    """Return the log lines of the parts of a request that have started."""
     return [line for line in list(server.lines) if line["event"] == "part" and line["request_id"] == name]
 
 
 def wait_for_parts(server, name, count, stop=lambda: False):
-    """Until so many parts of a request have begun. Their lines may come after its answer."""
+    """Wait until `count` parts of a request have started. Their log lines may come after its answer."""
     wait_for(lambda: len(parts_of(server, name)) >= count, lambda: f"{name} has not {count} parts", stop)
 
 
 class GatedServer:
-    """`server` is the process, started by `start` with `settings`; the gates are files in `folder`.
+    """A server process, started by `start` with `settings`; the gates are files in `folder`.
 
     With `closed`, its engine waits at its start until `open("closed")`.
     """
@@ -42,7 +42,7 @@ class GatedServer:
         return self._gates.with_suffix(f".{which}")
 
     def begun(self, name):
-        """Whether the engine has begun to compute the request of this id."""
+        """Return whether the engine has started to compute the request with this id."""
         return self._said("begin", name)
 
     def _said(self, event, name):
@@ -53,13 +53,13 @@ class GatedServer:
         wait_for(lambda: self.begun(name), lambda: f"{name} has not begun: {self.server.lines[-9:]}")
 
     def wait_queued(self, name):
-        """Until the request of this id is in the engine's queue."""
+        """Wait until the request with this id is in the engine's queue."""
         wait_for(lambda: self._said("queued", name), lambda: f"{name} is not queued")
 
     def post(self, pool, name, body, path="/attention", **headers):
-        """Post in the background; returns the future, once the request is in the engine's queue or answered.
+        """Post in the background; return the future when the request is in the engine's queue or answered.
 
-        The id of the request, `future.name`, is `name` and a suffix of its own.
+        The id of the request, `future.name`, is `name` and a unique suffix.
         """
         name = f"{name}-{os.urandom(4).hex()}"
         future = pool.submit(post, self.server, path, body, x_request_id=name, **headers)
@@ -69,9 +69,9 @@ class GatedServer:
 
     @contextlib.contextmanager
     def busy(self, pool, body, which="gate", path="/attention", **headers):
-        """Inside, the engine computes the request `body` until the end; its future.
+        """Keep the engine busy with the request `body` inside the block; yield its future.
 
-        With another gate than "gate", the request is only queued: it waits for what is computed before it.
+        With another gate than "gate", the request is only queued, behind the running launch.
         """
         if which == "gate":
             nothing_inside(self.server)
@@ -86,7 +86,7 @@ class GatedServer:
 
     @contextlib.contextmanager
     def client(self, body):
-        """Inside, a client waits for its answer; then it leaves, and the server has noticed that. The request's id."""
+        """Let a client wait for its answer inside the block, then leave; yield the request's id."""
         name = f"leaves-{os.urandom(4).hex()}"
         with send(self.server, body, request_id=name):
             self.wait_queued(name)
@@ -95,19 +95,19 @@ class GatedServer:
         assert (line["status"], line["code"]) == (499, "client_gone")
 
     def wait_dropped(self, name):
-        """Until the engine has taken the request out of its queue."""
+        """Wait until the engine has removed the request from its queue."""
         wait_for(lambda: self._said("dropped", name), lambda: f"{name} is not dropped")
 
     def wait_held(self, name):
-        """Until the request of this id waits within what it computes."""
+        """Wait until the request with this id waits at a gate during its compute."""
         wait_for(lambda: self._said("held", name), lambda: f"{name} is not held")
 
     def wait_stopped(self, name):
-        """Until the engine knows that nobody waits for this verification, which it has begun."""
+        """Wait until the engine knows that no client waits for this running verification."""
         wait_for(lambda: self._said("stopped", name), lambda: f"{name} is not stopped")
 
     def blocks(self, name):
-        """The numbers of the blocks of a verification that have begun."""
+        """Return the numbers of the started blocks of a verification."""
         lines = list(self.server.lines)
         return [line["number"] for line in lines if line["event"] == "block" and line["request_id"] == name]
 

@@ -1,7 +1,7 @@
-"""A device that is not there, for rehearsals of `make gpu`: real kernels under Triton's interpreter, made-up times.
+"""A fake device for rehearsals of `make gpu`: real kernels under Triton's interpreter, made-up times.
 
-Every time that it "measures" is a function of what was measured. It notes each begin and end of a measurement in a file
-of its own, so that a test can say which measurements there were, whatever became of the process that made them.
+Every time that it "measures" is a function of the measured case. It records each start and end of a measurement in a
+separate file, so that a test knows the measurements even if their process failed.
 
     python -m tests.support.gpu_stand_in NOTES [arguments of benchmarks/gpu.py]
 
@@ -39,7 +39,7 @@ def papers() -> list[Case]:
 
 
 class StandIn(Cuda):
-    """The CPU, said to be an sm_90."""
+    """The CPU, presented as an sm_90."""
 
     name = "cpu"
     processes = 2
@@ -78,7 +78,7 @@ class StandIn(Cuda):
         pass
 
     def measure(self, case: Case) -> dict[str, Any]:
-        """A made-up row. Our own backend runs before, on one head of the case."""
+        """Return a made-up row, after a run of our backend on one head of the case."""
         hopper = os.environ.get("FLASHPOINT_HOPPER") == "1"
         what = plan.Timed(case, _deterministic(), hopper).key
         self.note("begin", what)
@@ -102,7 +102,7 @@ class StandIn(Cuda):
         return {"registers": 255, "spills": 0, "shared_bytes": 1024, "programs_per_multiprocessor": 2}
 
     def note(self, what: str, of: str) -> None:
-        """One write that is on disk when this returns."""
+        """Append a note to the file, and flush it to disk."""
         file = os.open(self.notes, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.write(file, f"{what} {of}\n".encode())
         os.fsync(file)
@@ -110,7 +110,7 @@ class StandIn(Cuda):
 
 
 class Unruly(StandIn):
-    """A device on which cases of some lengths go wrong, each in its way."""
+    """A device on which cases of some lengths fail, each in another way."""
 
     CRASHES, HANGS, LOSES, RAISES = 101, 102, 103, 104
     gone = False
@@ -132,7 +132,7 @@ class Unruly(StandIn):
 
 
 def made_up(what: str) -> float:
-    """Milliseconds from 1 to 2, the same for the same words."""
+    """Return milliseconds from 1 to 2, always the same for the same text."""
     return 1 + zlib.crc32(what.encode()) % 1000 / 1000
 
 
@@ -155,7 +155,7 @@ def _run(case: Case) -> None:
 
 
 if __name__ == "__main__":
-    # By its name in its module: guarded processes import that, and not this file as a program.
+    # Use the class of the imported module: guarded processes import it by this name.
     from tests.support import gpu_stand_in
 
     sys.exit(gpu.main(sys.argv[2:], gpu_stand_in.StandIn(Path(sys.argv[1]))))

@@ -1,4 +1,4 @@
-"""Calls of `flashpoint.jax` and what they are compared with."""
+"""Calls of `flashpoint.jax`, and the functions that they are compared with."""
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import flashpoint
 
 
 class Counted(flashpoint.Client):
-    """A client that knows what it was asked for."""
+    """A client that records the requested gradients."""
 
     asked = ()
 
@@ -26,13 +26,13 @@ def tensors(*shapes, dtype="float32", seed=0):
     return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
 
 
-def same(found, expected):
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def same(actual, expected):
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other), strict=True)
 
 
 def derived(function):
-    """(do, *inputs) → function(*inputs) and what do is by each of them."""
+    """Return a function (do, *inputs) → function(*inputs) and the gradient of each input for do."""
 
     def both(do, *inputs):
         value, back = jax.vjp(function, *inputs)

@@ -1,4 +1,4 @@
-"""Requests made without our client: http.client, and the safetensors package's own reader and writer."""
+"""Requests without our client: http.client, and the reader and writer of the safetensors package."""
 
 import contextlib
 import http.client
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import safetensors.torch
 import torch
 
-PATIENCE = 240  # seconds for an answer; only there to end a hang
+PATIENCE = 240  # seconds for an answer; only ends a hang
 SAFETENSORS = "application/vnd.safetensors"
 JSON = "application/json"
 PROBLEM = "application/problem+json"
@@ -39,13 +39,13 @@ class Reply:
 
 
 def message(tensors, **options):
-    """A safetensors message."""
+    """Return a safetensors message."""
     metadata = {name: value if isinstance(value, str) else json.dumps(value) for name, value in options.items()}
     return safetensors.torch.save({n: t.contiguous().clone() for n, t in tensors.items()}, metadata or None)
 
 
 def message_head(entries, metadata=None):
-    """A safetensors head with any entries, valid or not."""
+    """Return a safetensors head with any entries, valid or not."""
     text = json.dumps({**({"__metadata__": metadata} if metadata else {}), **entries}).encode()
     return len(text).to_bytes(8, "little") + text
 
@@ -61,7 +61,7 @@ def post(server, path, body, media=SAFETENSORS, **headers):
 
 
 def ask(server, path, method="GET", **headers):
-    """A request without a body, on a new connection; headers as in `post`."""
+    """Send a request without a body on a new connection; headers as in `post`."""
     named = {name.replace("_", "-"): str(value) for name, value in headers.items()}
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)) as connection:
         connection.request(method, path, headers=named)
@@ -73,7 +73,7 @@ def reply(response):
 
 
 def read_metrics(server):
-    """The samples of /metrics, by name and labels."""
+    """Return the samples of /metrics, by name and labels."""
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=PATIENCE) as answer:
         assert answer.headers["Content-Type"].startswith("text/plain")
         text = answer.read().decode()
@@ -99,8 +99,8 @@ def problem(answer, status, code):
 
 
 def refused_by_protocol(server):
-    """Check that /v2 takes no work, and says so in its own form of an error."""
-    asked = [server.get(path) for path in ("/v2/health/ready", "/v2/models/attention/ready")]
+    """Check that /v2 refuses work with an error in the form of its protocol."""
+    answers = [server.get(path) for path in ("/v2/health/ready", "/v2/models/attention/ready")]
     answer = post(server, "/v2/models/attention/infer", b"{}", None)
-    for status, document in (*asked, (answer.status, answer.json)):
+    for status, document in (*answers, (answer.status, answer.json)):
         assert (status, list(document)) == (503, ["error"])

@@ -16,10 +16,12 @@ PACKAGES = {
 
 
 def install(folder: Path, *names: str) -> None:
-    """Install packages of npm into a folder, in tested versions."""
-    asked = [f"{name}@{PACKAGES[name]}" for name in names]
+    """Install npm packages in tested versions into a folder."""
+    packages = [f"{name}@{PACKAGES[name]}" for name in names]
     options = ["--no-audit", "--no-fund", "--ignore-scripts", "--loglevel=error"]
-    ran = npm(["install", *options, *asked], cwd=folder, return_completed_process=True, capture_output=True, text=True)
+    ran = npm(
+        ["install", *options, *packages], cwd=folder, return_completed_process=True, capture_output=True, text=True
+    )
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 

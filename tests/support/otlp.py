@@ -1,4 +1,4 @@
-"""A receiver of spans, by OTLP over HTTP."""
+"""A receiver of spans by OTLP over HTTP."""
 
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,7 +12,7 @@ from tests.support.servers import wait_for
 
 
 class Receiver:
-    """A receiver of OTLP over HTTP on a port of 127.0.0.1; `spans` are those that have come."""
+    """A receiver of OTLP over HTTP on a port of 127.0.0.1; `spans` are the received ones."""
 
     def __init__(self):
         self.spans = []
@@ -40,12 +40,12 @@ class Receiver:
         threading.Thread(target=self.http.serve_forever, daemon=True).start()
 
     def wait(self, name, trace):
-        """The spans of that name and trace, once there is one."""
+        """Wait for a span with this name and trace; return all such spans."""
 
-        def found():
+        def matching():
             return [s for s in list(self.spans) if s.name == name and s.trace_id.hex() == trace]
 
-        return wait_for(found, lambda: f"{name} of {trace} never came")
+        return wait_for(matching, lambda: f"{name} of {trace} never came")
 
     def stop(self):
         self.http.shutdown()

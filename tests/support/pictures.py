@@ -1,4 +1,4 @@
-"""Look at a figure of matplotlib: its texts, its pixels, and whether anything covers or leaves anything."""
+"""Inspect a matplotlib figure: its texts, its pixels, overlaps and cut-off parts."""
 
 import itertools
 
@@ -19,20 +19,20 @@ def laid_out(draw, theme="light"):
 
 
 def written(figure):
-    """Each text that is seen, and what it covers."""
+    """Return each visible text and its area."""
     texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]
-    # An axis makes ticks beyond its limits, too, which are not drawn.
+    # An axis also makes ticks outside its limits, which are not drawn.
     hidden = set()
     for axis in (axis for ax in figure.axes for axis in (ax.xaxis, ax.yaxis)):
         low, high = sorted(axis.get_view_interval())
         ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
         hidden |= {label for t in ticks if not low <= t.get_loc() <= high for label in (t.label1, t.label2)}
-    # Text's own extent: that of an annotation includes its arrow.
+    # Use the extent of Text: the extent of an annotation includes its arrow.
     return [(text.get_text(), Text.get_window_extent(text)) for text in texts if text not in hidden]
 
 
 def check(figure):
-    """Every panel has data within its axes; no text is cut off or covers another."""
+    """Check that every panel has data within its axes, and that no text is cut off or covers another."""
     for ax in figure.axes:
         points = [line.get_xydata() for line in ax.lines if line.get_marker() not in ("None", "")]
         assert any(len(p) for p in points) or ax.patches or ax.lines, ax.get_title(loc="left")
@@ -58,12 +58,12 @@ def check(figure):
 
 
 def pixels(figure):
-    """Return the picture as an array (height, width, 3) of 0 to 1, its first row below, as the figure's coordinates."""
+    """Return the picture as an array (height, width, 3) of 0 to 1; as in the figure, the first row is at the bottom."""
     figure.canvas.draw()
     return np.asarray(figure.canvas.buffer_rgba())[::-1, :, :3] / 255
 
 
 def painted(figure, ax, colour):
-    """The number of pixels of the axes that have exactly this colour."""
+    """Return the number of pixels of the axes that have exactly this colour."""
     (x0, y0), (x1, y1) = ax.bbox.min.round().astype(int), ax.bbox.max.round().astype(int)
     return int((abs(pixels(figure)[y0:y1, x0:x1] - to_rgb(colour)) < 0.01).all(axis=2).sum())

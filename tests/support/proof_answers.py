@@ -35,7 +35,7 @@ def says(document, status=200):
 
 
 def frames(events):
-    """The bytes of events; those of a verification have no id."""
+    """Return the bytes of events; events of a verification have no id."""
     ids = [f"id: {e['id']}\n" if "id" in e else "" for e in events]
     return "".join(
         f"{n}event: {e['kind']}\ndata: {json.dumps(e)}\n\n" for n, e in zip(ids, events, strict=True)

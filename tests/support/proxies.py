@@ -1,4 +1,4 @@
-"""Proxies on loopback: HTTP (which also forwards), HTTP over TLS, and SOCKS 5. One thread for each direction."""
+"""Proxies on loopback: HTTP (also forwarding), HTTP over TLS, and SOCKS 5, with one thread for each direction."""
 
 import base64
 import contextlib
@@ -9,7 +9,7 @@ from tests.support.raw_server import RawServer, read_head
 
 
 class ProxyServer(RawServer):
-    """`asked` has the request lines, or the SOCKS addresses. `credentials` are USER:PASSWORD that it requires."""
+    """A proxy; `asked` has the request lines or SOCKS addresses, `credentials` are the required USER:PASSWORD."""
 
     def __init__(self, scheme, tls=None, credentials=None):
         super().__init__(self._socks if scheme == "socks5" else self._http, tls)
@@ -39,8 +39,8 @@ class ProxyServer(RawServer):
         host, path = target.decode().removeprefix("http://").split("/", 1)
         name, _, port = host.rpartition(":")
         with socket.create_connection((name, int(port))) as server:
-            kept = [line for line in lines[1:] if not line.lower().startswith(b"proxy-")]
-            server.sendall(b"\r\n".join([b"%b /%b HTTP/1.1" % (method, path.encode()), *kept, b"", b""]) + body)
+            forwarded = [line for line in lines[1:] if not line.lower().startswith(b"proxy-")]
+            server.sendall(b"\r\n".join([b"%b /%b HTTP/1.1" % (method, path.encode()), *forwarded, b"", b""]) + body)
             _both_ways(connection, server)
 
     def _socks(self, connection):
@@ -77,16 +77,16 @@ class ProxyServer(RawServer):
 
 
 def _exactly(connection, size):
-    found = b""
-    while len(found) < size:
-        if not (more := connection.recv(size - len(found))):
+    received = b""
+    while len(received) < size:
+        if not (more := connection.recv(size - len(received))):
             raise OSError("closed")
-        found += more
-    return found
+        received += more
+    return received
 
 
 def _both_ways(client, server):
-    """Copy bytes until either side ends."""
+    """Copy bytes in both directions until either side ends."""
 
     def copy(source, sink):
         with contextlib.suppress(OSError):

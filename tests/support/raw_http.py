@@ -1,4 +1,4 @@
-"""HTTP written by hand, and what comes back until the connection ends."""
+"""Handwritten HTTP requests, and the answers until the connection ends."""
 
 import contextlib
 import http.client
@@ -10,7 +10,7 @@ from tests.support.sockets import connect
 
 
 class _Read:
-    """The socket from which `http.client` reads an answer."""
+    """A socket from which `http.client` reads an answer."""
 
     def __init__(self, file):
         self._file = file
@@ -20,14 +20,14 @@ class _Read:
 
 
 class _Open(io.BytesIO):
-    """Bytes that hold several answers: `http.client` closes its file after each."""
+    """The bytes of several answers; `close` does nothing, because `http.client` closes the file after each answer."""
 
     def close(self):
         pass
 
 
 def talk(server, sent, *, half=False):
-    """Send bytes, and with `half` then end the sending; all that comes back until the server closes the connection."""
+    """Send bytes, with `half` shut down sending, and return all bytes until the server closes the connection."""
     with connect(server) as connection:
         connection.sendall(sent)
         if half:
@@ -36,17 +36,17 @@ def talk(server, sent, *, half=False):
 
 
 def read_to_end(connection):
-    found = bytearray()
+    received = bytearray()
     with contextlib.suppress(ConnectionError):
         while piece := connection.recv(1 << 20):
-            found += piece
-    return bytes(found)
+            received += piece
+    return bytes(received)
 
 
-def answers(found):
-    """The answers in `found`, in order; those of interim statuses are skipped."""
-    file, read = _Open(found), []
-    while file.tell() < len(found):
+def answers(received):
+    """Return the answers in `received`, in order; skip interim statuses."""
+    file, read = _Open(received), []
+    while file.tell() < len(received):
         response = http.client.HTTPResponse(_Read(file))
         response.begin()
         read.append(reply(response))
@@ -54,7 +54,7 @@ def answers(found):
 
 
 def get(path, *fields, version="1.1", host="Host: localhost"):
-    """A GET; `host` may be several lines, or none."""
+    """Return a GET request; `host` may be several lines or none."""
     lines = [f"GET {path} HTTP/{version}", *([host] if host else []), *fields]
     return "\r\n".join([*lines, "", ""]).encode("latin-1")
 

@@ -1,17 +1,17 @@
-"""A server that is nothing but a socket, to do what a well-behaved one never does."""
+"""A server that is only a socket, for behaviour that a correct server never shows."""
 
 import contextlib
 import socket
 import threading
 
-PATIENCE = 60  # seconds; only there to end a hang
+PATIENCE = 60  # seconds; only ends a hang
 
 
 class RawServer:
-    """Runs `talk(connection)` in a thread for each connection, and closes the connection when that returns.
+    """A server that runs `talk(connection)` in a thread for each connection, and then closes the connection.
 
-    `opened` counts the connections, `closed` those that are over. With `tls`, an `ssl.SSLContext`, they are of TLS.
-    With `receive_buffer`, the kernel takes few bytes that `talk` does not read.
+    `opened` counts all connections, `closed` the ended ones. With `tls`, an `ssl.SSLContext`, they use TLS. With
+    `receive_buffer`, the system buffers only few bytes that `talk` does not read.
     """
 
     def __init__(self, talk, tls=None, receive_buffer=None):
@@ -46,14 +46,14 @@ class RawServer:
         with contextlib.suppress(OSError):
             while True:
                 connection = self._listener.accept()[0]
-                # Otherwise an answer behind TLS's tickets waits for their acknowledgement: hanging up would lose it.
+                # Otherwise an answer after TLS tickets waits for their acknowledgement, and a close would lose it.
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._connections.append(connection)
                 self.opened += 1
                 self._start(self._serve, connection)
 
     def _serve(self, connection):
-        with contextlib.suppress(OSError), connection:  # a client that goes away is part of some tests
+        with contextlib.suppress(OSError), connection:  # in some tests the client leaves
             if self._tls:
                 with self._tls.wrap_socket(connection.dup(), server_side=True) as secure:
                     self._talk(secure)
@@ -63,7 +63,7 @@ class RawServer:
 
 
 def read_head(connection):
-    """A request's head, the part of its body that came with it, and the size of that body; empty at the end."""
+    """Return a request's head, the body bytes that came with it, and the body's size; empty at the end."""
     received = b""
     while b"\r\n\r\n" not in received:
         if not (data := connection.recv(1 << 16)):
@@ -75,7 +75,7 @@ def read_head(connection):
 
 
 def read_request(connection):
-    """A request's body; None at the end."""
+    """Return a request's body; None at the end."""
     head, body, size = read_head(connection)
     if not head:
         return None
@@ -86,6 +86,6 @@ def read_request(connection):
 
 
 def until_closed(connection):
-    """Read until the client has gone."""
+    """Read until the client has left."""
     while connection.recv(1 << 20):
         pass

@@ -1,4 +1,4 @@
-"""Real Ray clusters of one node, with the service on CPU replicas: `deploy(…)` writes a configuration and serves it."""
+"""Real one-node Ray clusters with the service on CPU replicas: `deploy(…)` writes a configuration and serves it."""
 
 import contextlib
 import http.client
@@ -20,15 +20,15 @@ from tests.support.sockets import free_port
 
 DRIVER = Path(__file__).with_name("ray_driver.py")
 ENGINE = "flashpoint_server.engine.process"
-# Ray's processes and two engines that import torch take 15 s on an idle machine with two cores, minutes on a busy one.
+# Ray's processes and two engines that import torch start in 15 s on an idle machine with two cores, else in minutes.
 START_SECONDS = 900
 END_SECONDS = 900
-# Variables that would direct Ray or a replica elsewhere, or trace each of Ray's processes.
+# Variables that would redirect Ray or a replica, or trace each process of Ray.
 OTHERS = ("FLASHPOINT_", "RAY_", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES", "COVERAGE_")
 
 
 class Cluster:
-    """`serve run` of one application on a port of 127.0.0.1; `lines` is the output of Ray and the replicas."""
+    """A `serve run` of one application on a port of 127.0.0.1; `lines` is the output of Ray and the replicas."""
 
     def __init__(self, directory, deployment, arguments, gpus, environment):
         self.port = free_port()
@@ -57,10 +57,10 @@ class Cluster:
                 **{k: v for k, v in os.environ.items() if not k.startswith(OTHERS)},
                 "RAY_USAGE_STATS_ENABLED": "0",
                 "RAY_AUTH_MODE": "disabled",
-                "RAY_DEDUP_LOGS": "0",  # else the last of two replicas' equal lines waits for the next line
+                "RAY_DEDUP_LOGS": "0",  # else the second of two equal lines waits for the next line
                 "RAY_raylet_start_wait_time_s": str(START_SECONDS),
-                "RAY_worker_niceness": "0",  # else a busy machine leaves a replica no time to start
-                # Else Ray would replace a proxy that is slow because the machine is busy.
+                "RAY_worker_niceness": "0",  # else a replica cannot start on a busy machine
+                # Else Ray would replace a proxy that is slow on a busy machine.
                 "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": str(START_SECONDS),
                 "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": str(START_SECONDS),
                 **environment,
@@ -76,15 +76,15 @@ class Cluster:
             self.lines.append(line)
 
     def below(self, name):
-        """The processes below it whose command line begins with `name`, or runs that module."""
-        found = []
+        """Return its descendants whose command line begins with `name` or runs this module."""
+        results = []
         self._below |= set(psutil.Process(self.process.pid).children(recursive=True))
         for process in self._below:
             with contextlib.suppress(psutil.NoSuchProcess):
                 command = process.cmdline()
                 if command and (command[0].startswith(name) or name in command):
-                    found.append(process)
-        return found
+                    results.append(process)
+        return results
 
     @property
     def replicas(self):
@@ -92,9 +92,9 @@ class Cluster:
 
     @property
     def ready(self):
-        """How many replicas have been ready since the start, according to their log."""
-        said = [line for line in self.lines if '"event":"ready"' in line and '"flashpoint.engine"' in line]
-        return len({re.search(r"pid=(\d+)", line)[1] for line in said})
+        """Return how many replicas have been ready since the start, by their log."""
+        ready_lines = [line for line in self.lines if '"event":"ready"' in line and '"flashpoint.engine"' in line]
+        return len({re.search(r"pid=(\d+)", line)[1] for line in ready_lines})
 
     def get(self, path):
         with contextlib.closing(http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)) as connection:
@@ -103,7 +103,7 @@ class Cluster:
             return answer.status, answer.read()
 
     def inside(self):
-        """Requests inside of the replica that answers."""
+        """Return the number of requests inside the replica that answers."""
         return json.loads(self.get("/info")[1])["load"]["requests"]
 
     def wait_ready(self, replicas):
@@ -116,12 +116,12 @@ class Cluster:
         return self
 
     def interrupt(self):
-        """Interrupt it, as ^C does: the application ends first, then its Ray."""
+        """Interrupt it like ^C: the application ends first, then its Ray."""
         self.below("")
         self.process.send_signal(signal.SIGINT)
 
     def stop(self):
-        """End it, and check that no process of it is left."""
+        """End it, and check that none of its processes remains."""
         if self.process.poll() is None:
             self.interrupt()
         try:
@@ -140,8 +140,8 @@ class Cluster:
 
 @contextlib.contextmanager
 def deploy(replicas=1, *, gpus=0, haproxy=False, deployment=(), environment=(), **settings):
-    """The service on so many replicas, ready; `deployment` are Ray's options for them, `settings` ours."""
-    # Ray's sockets lie in it, whose paths may have a hundred characters.
+    """Start the service on `replicas` and wait; `deployment` has Ray's options for them, `settings` ours."""
+    # It has Ray's sockets, whose paths may have at most a hundred characters.
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as directory:
         variables = {**(behind_haproxy(directory) if haproxy else {}), **dict(environment)}
         scale = {} if "autoscaling_config" in deployment else {"num_replicas": replicas}
@@ -153,7 +153,7 @@ def deploy(replicas=1, *, gpus=0, haproxy=False, deployment=(), environment=(), 
 
 
 def behind_haproxy(directory):
-    """Variables for HAProxy in the place of Ray's own proxy, with its files in the directory and ports of its own."""
+    """Return variables that replace Ray's proxy by HAProxy, with its files in the directory and free ports."""
     files = {"CONFIG_FILE_LOC": "cfg", "SOCKET_PATH": "admin", "METRICS_SOCKET_PATH": "metrics"}
     states = {"SERVER_STATE_BASE": ".", "SERVER_STATE_FILE": "state"}
     variables = {name: f"{directory}/haproxy/{file}" for name, file in (files | states).items()}

@@ -1,7 +1,7 @@
-"""`serve run ARGUMENTS` on a Ray of its own in DIRECTORY, which ends with it: small, and with no dashboard.
+"""Run `serve run ARGUMENTS` on a separate small Ray in DIRECTORY, which ends with it and has no dashboard.
 
-`python ray_driver.py DIRECTORY CPUS GPUS SECONDS ARGUMENTS…`: Ray is told of so many GPUs, which need not exist, and
-waits for its proxies for so long, where its own constant is too short for a busy machine.
+`python ray_driver.py DIRECTORY CPUS GPUS SECONDS ARGUMENTS…`: Ray assumes this number of GPUs, which need not exist,
+and waits SECONDS for its proxies, because its constant is too short for a busy machine.
 """
 
 import signal
@@ -16,12 +16,12 @@ if __name__ == "__main__":
     directory, cpus, gpus, seconds, *arguments = sys.argv[1:]
     api.HTTP_PROXY_TIMEOUT = client.HTTP_PROXY_TIMEOUT = int(seconds)
     ray.init(
-        address="local",  # not another Ray that runs on this machine
+        address="local",  # never another Ray on this machine
         namespace="serve",
         include_dashboard=False,
         num_cpus=int(cpus),
         num_gpus=int(gpus),
-        object_store_memory=128 << 20,  # we keep nothing there
+        object_store_memory=128 << 20,  # the service stores nothing there
         _temp_dir=directory,
     )
     cli(["run", *arguments])

@@ -1,4 +1,4 @@
-"""A server that follows a script, over a real socket, to answer as a healthy server does not on demand."""
+"""A server on a real socket that follows a script, to answer on demand as a healthy server never would."""
 
 import json
 import socket
@@ -10,13 +10,13 @@ from flashpoint_contract.wire import MEDIA_TYPE, build_head, head_size, parse_he
 
 
 def message(tensors, metadata=None):
-    """A safetensors body of numpy arrays."""
+    """Return a safetensors body of numpy arrays."""
     head = build_head([(n, a.dtype.name, a.shape) for n, a in tensors.items()], metadata or {})
     return head + b"".join(a.tobytes() for a in tensors.values())
 
 
 class ScriptedServer(ThreadingHTTPServer):
-    """Answers each request by the next of `script`, and then by sending q back as o.
+    """A server that answers each request by the next step of `script`, and without a step sends q back as o.
 
     A step is a function of the handler, which has `body`, `answer(...)` and the `http.server` methods. `requests` holds
     (method, path, headers, body), `connections` counts the connections.
@@ -36,7 +36,7 @@ class ScriptedServer(ThreadingHTTPServer):
         return super().get_request()
 
     def handle_error(self, request, client_address):
-        """A client that went away is part of some scripts."""
+        """Ignore the error: in some scripts the client leaves."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -64,7 +64,7 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(status, json.dumps(document).encode(), "application/problem+json", **headers)
 
     def begin_chunks(self, status=200, media="text/event-stream", **headers):
-        """Begin an answer of unknown length: `chunk` and `end_chunks` follow."""
+        """Begin an answer of unknown length; `chunk` and `end_chunks` follow."""
         self.send_response(status)
         self.send_header("Content-Type", media)
         self.send_header("Transfer-Encoding", "chunked")

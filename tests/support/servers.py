@@ -14,7 +14,7 @@ import psutil
 
 from tests.conftest import DEVICE
 
-START_SECONDS = 600  # a start takes 4 s on an idle machine, and minutes on a busy one
+START_SECONDS = 600  # a start takes 4 s on an idle machine, minutes on a busy one
 
 
 class ServerProcess:
@@ -42,7 +42,7 @@ class ServerProcess:
                 self.noise.append(text)
 
     def wait_for_line(self, matches):
-        """The first log line that matches."""
+        """Wait for a matching log line; return the first one."""
         return wait_for(
             lambda: next((line for line in list(self.lines) if matches(line)), None),
             lambda: f"the log has no such line: {self.lines[-5:]} {self.noise}",
@@ -50,11 +50,11 @@ class ServerProcess:
         )
 
     def wait_for_request(self, request_id):
-        """The log line of a request that is over."""
+        """Wait for the end of a request; return its log line."""
         return self.wait_for_line(lambda line: line["event"] == "request" and line["request_id"] == request_id)
 
     def get(self, path):
-        """Status and parsed JSON of a GET."""
+        """Return status and parsed JSON of a GET."""
         with contextlib.closing(
             http.client.HTTPConnection("127.0.0.1", self.port, timeout=START_SECONDS)
         ) as connection:
@@ -63,7 +63,7 @@ class ServerProcess:
             return response.status, json.load(response)
 
     def children(self, module):
-        """The pids of its descendants that run `module` of the server, or the module of the tests that replaces it."""
+        """Return the pids of its descendants that run the server's `module` or the tests' module that replaces it."""
         below = psutil.Process(self.pid).children(recursive=True)
         names = {f"flashpoint_server.{module}", f"tests.support.faulty.{module.partition('.')[0]}"}
         return [child.pid for child in below if names & set(child.cmdline())]
@@ -78,14 +78,14 @@ class ServerProcess:
         return self
 
     def wait_exit(self):
-        """Wait for the end of the process; its exit code."""
+        """Wait for the end of the process; return its exit code."""
         code = self.process.wait(START_SECONDS)
         self._reader.join()
         self.process.stderr.close()
         return code
 
     def stop(self):
-        """End it by SIGTERM, and check that it exits with 0 and has logged nothing but JSON."""
+        """End it by SIGTERM, and check that it exits with 0 and logged only JSON."""
         try:
             if self.process.returncode is None:
                 self.process.send_signal(signal.SIGTERM)
@@ -95,27 +95,27 @@ class ServerProcess:
             self.end()
 
     def end(self):
-        """Kill it, in whatever state it is, and release its pipe."""
+        """Kill it in any state, and release its pipe."""
         self.process.kill()
         self.wait_exit()
 
 
 def wait_for(found, otherwise, stop=lambda: False, seconds=START_SECONDS):
-    """Poll `found` until it is true, and return its value; fails with `otherwise` at a deadline, or at `stop`."""
+    """Poll `found` until it is true, and return its value; fail with `otherwise` at a deadline or at `stop`."""
     deadline, pause = time.monotonic() + seconds, 0.005
     while True:
-        last = stop() or time.monotonic() > deadline  # evaluated before `found`: what came before the stop counts
+        last = stop() or time.monotonic() > deadline  # evaluated before `found`: events before the stop count
         if value := found():
             return value
         assert not last, otherwise()
         time.sleep(pause)
-        pause = min(1.5 * pause, 0.1)  # to look takes processor time, which what is waited for needs
+        pause = min(1.5 * pause, 0.1)  # polling takes processor time from the awaited work
 
 
 def serve(*, ready=True, interpret=False, program=("-m", "flashpoint_server.cli.serve"), environment=(), **settings):
-    """Start a server with `settings` as flags; under Triton's interpreter with `interpret`, with more `environment`.
+    """Start a server with `settings` as flags and more `environment`; with `interpret`, under Triton's interpreter.
 
-    On a GPU (`make gpu-serve`) there is nothing to interpret.
+    On a GPU (`make gpu-serve`) `interpret` has no effect.
     """
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("FLASHPOINT_", "TRITON_INTERPRET"))}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in {"port": 0, "device": DEVICE, **settings}.items()]

@@ -1,4 +1,4 @@
-"""Decoders with random weights that take milliseconds a token; their tokens depend on every key."""
+"""Decoders with random weights that take milliseconds per token; their tokens depend on every key."""
 
 import torch
 
@@ -20,11 +20,11 @@ def llama(**more):
 
 
 def gemma2(**more):
-    """With windows and a softcap."""
+    """Return a model with windows and a softcap."""
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
-    own = {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0}
-    return _made(Gemma2ForCausalLM, Gemma2Config(**SIZES | ALTERNATING | own | more))
+    settings = {"query_pre_attn_scalar": 8, "attn_logit_softcapping": 5.0}
+    return _made(Gemma2ForCausalLM, Gemma2Config(**SIZES | ALTERNATING | settings | more))
 
 
 def gemma3(**more):
@@ -34,27 +34,27 @@ def gemma3(**more):
 
 
 def gpt_oss(**more):
-    """With sinks."""
+    """Return a model with sinks."""
     from transformers import GptOssConfig, GptOssForCausalLM
 
-    own = {"num_local_experts": 2, "num_experts_per_tok": 1, "rope_parameters": {"rope_type": "default"}}
-    own["rope_parameters"]["rope_theta"] = 10000.0
-    return _made(GptOssForCausalLM, GptOssConfig(**SIZES | ALTERNATING | own | more))
+    settings = {"num_local_experts": 2, "num_experts_per_tok": 1, "rope_parameters": {"rope_type": "default"}}
+    settings["rope_parameters"]["rope_theta"] = 10000.0
+    return _made(GptOssForCausalLM, GptOssConfig(**SIZES | ALTERNATING | settings | more))
 
 
 def gemma4(**more):
-    """With layers that share the keys of others, and two sizes of heads."""
+    """Return a model with layers that share the keys of others, and two head sizes."""
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
-    own = {
+    settings = {
         "num_hidden_layers": 4, "num_kv_shared_layers": 2, "global_head_dim": 16, "hidden_size_per_layer_input": 8,
         "vocab_size_per_layer_input": 50, "layer_types": ["sliding_attention", "full_attention"] * 2,
     }  # fmt: skip
-    return _made(Gemma4ForCausalLM, Gemma4TextConfig(**SIZES | ALTERNATING | own | more))
+    return _made(Gemma4ForCausalLM, Gemma4TextConfig(**SIZES | ALTERNATING | settings | more))
 
 
 def t5(**more):
-    """An encoder and a decoder whose layers add a learned bias of the distance to the scores."""
+    """Return an encoder and decoder whose layers add a learned bias by distance to the scores."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     sizes = {"vocab_size": 50, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}

@@ -1,4 +1,4 @@
-"""Requests on raw sockets, and what a server holds afterwards."""
+"""Requests on raw sockets, and a server's resources after them."""
 
 import socket
 from pathlib import Path
@@ -13,7 +13,7 @@ def free_port():
 
 
 def connect(server, *, receive_buffer=None):
-    """A connection to the server. With `receive_buffer`, the kernel takes few bytes that the client does not read."""
+    """Connect to the server. With `receive_buffer`, the system buffers only few bytes that the client does not read."""
     connection = socket.socket()
     try:
         if receive_buffer is not None:
@@ -27,7 +27,7 @@ def connect(server, *, receive_buffer=None):
 
 
 def send(server, body, *, path="/attention", length=None, request_id=None, receive_buffer=None, **headers):
-    """A connection on which a request was sent; `length` is its Content-Length, where it is not that of `body`."""
+    """Send a request and return its connection; `length` is a Content-Length that differs from `body`'s."""
     connection = connect(server, receive_buffer=receive_buffer)
     head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {SAFETENSORS}\r\nConnection: close\r\n"
     if request_id is not None:
@@ -42,13 +42,13 @@ def send(server, body, *, path="/attention", length=None, request_id=None, recei
 
 
 def read_all(connection):
-    """The body of the answer."""
+    """Return the body of the answer."""
     with connection, connection.makefile("rb") as file:
         return file.read().split(b"\r\n\r\n", 1)[1]
 
 
 def segments(pid):
-    """The staging memory files that a process maps, by inode."""
+    """Return the staging memory files that a process maps, by inode."""
     maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return {line.split()[4] for line in maps if "flashpoint-staging" in line}
 
@@ -59,7 +59,7 @@ def nothing_inside(server):
 
 
 def held_since(server, what="caches"):
-    """A function: the ids of the caches, or `saved` forwards, made from now on. Other tests may have left some."""
+    """Return a function that returns the ids of caches, or `saved` forwards, made from now on."""
 
     def ids():
         return {one["id"] for one in ask(server, f"/{what}").json[what]}

@@ -1,4 +1,4 @@
-"""Pages in a real browser, Chromium without a window, at a real server."""
+"""Fixtures for pages of a real server in headless Chromium."""
 
 import shutil
 
@@ -23,14 +23,14 @@ def chromium():
         browser = playwright.chromium.launch(executable_path=CHROMIUM, timeout=PATIENCE_MS)
         yield browser
         browser.close()
-    expect.set_options(timeout=5000)  # its default
+    expect.set_options(timeout=5000)  # the default of Playwright
 
 
 @pytest.fixture
 def open_page(chromium):
-    """A factory of pages at a server; each must ask that server alone, and no script of it may fail.
+    """Return a factory of pages; a page must send requests to its server only, and its scripts must not fail.
 
-    `prepare` is called with the page before it is loaded.
+    `prepare` is called with the page before it loads.
     """
     opened = []
 
@@ -38,20 +38,20 @@ def open_page(chromium):
         context = chromium.new_context(reduced_motion="reduce", **{"viewport": {"width": 1280, "height": 900}, **how})
         context.set_default_timeout(PATIENCE_MS)
         page = context.new_page()
-        complaints, asked = [], []
+        complaints, requests = [], []
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("console", lambda line: complaints.append(line.text) if "Security Policy" in line.text else None)
-        page.on("request", lambda request: asked.append(request.url))
-        opened.append((context, server.url, complaints, asked))
+        page.on("request", lambda request: requests.append(request.url))
+        opened.append((context, server.url, complaints, requests))
         prepare(page)
         page.goto(f"{server.url}{path}")
         return page
 
     yield open_at
-    for context, url, complaints, asked in opened:
+    for context, url, complaints, requests in opened:
         context.close()
         assert complaints == []
-        assert [one for one in asked if not one.startswith((f"{url}/", "blob:"))] == []
+        assert [one for one in requests if not one.startswith((f"{url}/", "blob:"))] == []
 
 
 @pytest.fixture

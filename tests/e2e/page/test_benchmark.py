@@ -1,4 +1,4 @@
-"""Benchmarks on the page: started, watched, drawn, cancelled."""
+"""The page starts, watches, draws and cancels benchmarks."""
 
 import pytest
 from playwright.sync_api import expect
@@ -6,7 +6,7 @@ from playwright.sync_api import expect
 from tests.support.browser import cells, drawn, enter, fill, never_known, said, start_benchmark
 from tests.support.messages import ask
 
-# The share of a chart's width that has the text's colour at a value.
+# Return the fraction of a chart's width that has the text colour at a value.
 LEVEL = """async (value) => {
     const { charts } = await import("/static/chart.js");
     const { plot } = charts.get(document.querySelector("#benchmark .charts > div"));
@@ -52,7 +52,7 @@ def test_a_benchmark_is_started_watched_to_its_end_and_drawn(page, server):
     page.reload()  # the address names the benchmark
     expect(said(page, "benchmark")).to_have_text("Done · 4 rows")
     assert cells(page, "benchmark") == shown
-    expect(page.locator("#playground .outcome")).to_be_visible()  # which is above, and has grown
+    expect(page.locator("#playground .outcome")).to_be_visible()  # it is above and has grown
     expect(page.locator("#benchmark-title")).to_be_in_viewport()
     page.mouse.wheel(0, -100_000)
     expect(page.locator("#playground-title")).to_be_in_viewport()
@@ -84,7 +84,7 @@ def test_a_stream_that_breaks_goes_on_behind_its_last_event(page):
         if len(sent) > 1:
             route.continue_()
             return
-        answer = route.fetch()  # of a benchmark that has ended: all of it
+        answer = route.fetch()  # the benchmark has ended, so the stream is complete
         route.fulfill(response=answer, body=answer.body()[: answer.body().index(b"event: row")])
 
     start_benchmark(page)
@@ -105,14 +105,14 @@ def test_with_a_key_a_benchmark_is_watched(open_page, start_server):
     expect(page.locator("#health")).to_have_text("Ready")
     never_known(page)
     start_benchmark(page, lengths="2048, 2049", seconds=400)
-    expect(said(page, "benchmark")).to_contain_text("of 4")  # its events come, which need the key
+    expect(said(page, "benchmark")).to_contain_text("of 4")  # its events arrive, and they need the key
     page.get_by_role("button", name="Cancel").click()
     expect(said(page, "benchmark")).to_contain_text("Cancelled")
 
 
 @pytest.mark.slow
 def test_the_axis_of_times_holds_their_whiskers(page):
-    """Rows whose times vary by a hundred, as on a busy machine; the axis follows the newest rows."""
+    """The times vary by a factor of 100, as on a busy machine; the axis follows the newest rows."""
     script = """async ([rows]) => {
         const { plot } = await import("/static/plot.js");
         const { charts } = await import("/static/chart.js");

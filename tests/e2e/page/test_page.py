@@ -1,4 +1,4 @@
-"""The page in a real browser, Chromium without a window, at a real server."""
+"""The page of a real server works in headless Chromium."""
 
 import http.server
 import json
@@ -18,7 +18,7 @@ from tests.support.messages import ask, message, normal, post
 
 @pytest.fixture
 def evil():
-    """The address of a page of another site, which sends to the server what needs no leave, and links to its page."""
+    """Return the address of another site's page, which sends requests without CORS preflight and links to our page."""
 
     class Page(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -32,18 +32,18 @@ def evil():
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as site:
         thread = threading.Thread(target=site.serve_forever)
         thread.start()
-        yield f"http://localhost:{site.server_port}"  # to a browser, not the site of 127.0.0.1
+        yield f"http://localhost:{site.server_port}"  # a browser takes it for another site than 127.0.0.1
         site.shutdown()
         thread.join()
 
 
 def fence(server):
-    """Until the log has the lines of all requests that were answered before."""
+    """Wait until the log has the lines of all earlier requests."""
     server.wait_for_request(ask(server, "/info").headers["x-request-id"])
 
 
 def refused_since(server, first):
-    """Method and route of what was refused as another site's from this line of the log on."""
+    """Return method and route of the requests that were refused as cross-site, from this log line on."""
     lines = [line for line in server.lines[first:] if line.get("code") == "cross_site"]
     return [(line["method"], line["route"]) for line in lines]
 
@@ -62,7 +62,7 @@ def test_a_page_of_another_site_computes_nothing_and_may_link_here(chromium, ser
     }"""
     body = json.dumps({"inputs": [{"name": n, "shape": [1, 1], "datatype": "FP32", "data": [1]} for n in "qkv"]})
     sent = {"method": "POST", "mode": "no-cors", "headers": {"Content-Type": "text/plain"}, "body": body}
-    assert page.evaluate(send, [server.url + infer, sent]) == "opaque"  # sent, and its answer is hidden from the page
+    assert page.evaluate(send, [server.url + infer, sent]) == "opaque"  # sent, but the page cannot read the answer
     assert page.evaluate(send, [f"{server.url}/benchmark", {**sent, "body": "{}"}]) == "opaque"
     assert (
         page.evaluate(
@@ -72,7 +72,7 @@ def test_a_page_of_another_site_computes_nothing_and_may_link_here(chromium, ser
     )
     page.evaluate("url => document.querySelector('a').href = url", server.url)
     page.get_by_text("prize").click()
-    expect(page.locator("#health")).to_have_text("Ready")  # its scripts and what they ask are this site's own
+    expect(page.locator("#health")).to_have_text("Ready")  # its scripts and their requests are same-site
     context.close()
     fence(server)
     assert refused_since(server, first) == [("POST", infer), ("POST", "/benchmark"), ("OPTIONS", infer)]
@@ -106,7 +106,7 @@ def test_by_keyboard_alone(page):
     assert focus_is_visible()
     page.keyboard.press("Enter")
     cancel = benchmark.get_by_role("button", name="Cancel")
-    expect(said(page, "benchmark")).to_contain_text("naive")  # it is being timed
+    expect(said(page, "benchmark")).to_contain_text("naive")  # the timing has started
     tab_to(cancel)
     page.keyboard.press("Space")
     expect(said(page, "benchmark")).to_contain_text("Cancelled")
@@ -135,7 +135,7 @@ def test_traffic_is_shown_as_it_is(page, server):
 
 
 def test_quantiles_are_those_between_two_samples(page):
-    """100 requests before; then 30 within 1 ms, 60 from 1 to 2 ms, and 10 beyond the last bound."""
+    """After 100 earlier requests, 30 take up to 1 ms, 60 take 1 to 2 ms, and 10 exceed the last bound."""
 
     def exposition(*counts):
         name = 'flashpoint_request_seconds_bucket{le="%s",route="%s"} %s'
@@ -184,7 +184,7 @@ def test_features_are_grouped_and_each_backend_has_those_of_info(page, server):
         backend: len(features) for backend, features in info["options"].items()
     }
     assert count == len({feature for features in info["options"].values() for feature in features})
-    assert "head dim over 256" in able["tiled"] - able["torch"]  # which does not do it
+    assert "head dim over 256" in able["tiled"] - able["torch"]  # `torch` lacks it
 
 
 def test_a_feature_that_the_page_does_not_know_is_shown(open_page, server):
@@ -203,7 +203,7 @@ def test_a_feature_that_the_page_does_not_know_is_shown(open_page, server):
 
 
 def test_caches_are_listed_and_deleted(page, server):
-    for what in ("caches", "saved"):  # the page shows what other tests have left, too
+    for what in ("caches", "saved"):  # the page also shows leftovers of other tests
         for one in server.get(f"/{what}")[1][what]:
             ask(server, f"/{what}/{one['id']}", "DELETE")
     with flashpoint.Client(server.url) as client:
@@ -212,7 +212,7 @@ def test_caches_are_listed_and_deleted(page, server):
         large.append(k, k, layer=1)
         small.append(k[:, :, :5], k[:, :, :5])
         rows = page.locator("#caches tbody tr")
-        expect(rows.first).to_contain_text(f"{large.id[:9]}…0–1,500")  # the page may still show those of other tests
+        expect(rows.first).to_contain_text(f"{large.id[:9]}…0–1,500")  # the page may still show leftovers
         expect(rows).to_have_count(2)
         first = rows.first.locator("th, td").all_inner_texts()
         assert first[:6] == [f"{large.id[:9]}…", "0–1,500", "2", "2", "8", "float32"]
@@ -244,9 +244,9 @@ SCREENS = [(scheme, width) for scheme in ("light", "dark") for width in (1280, 3
 
 
 def violations(page):
-    """Return the rules that axe finds broken, contrast among them."""
-    found = Axe().run(page).response["violations"]
-    return [(v["id"], v["impact"], [n["target"] for n in v["nodes"]]) for v in found]
+    """Return the rules that axe finds broken, including contrast."""
+    violations = Axe().run(page).response["violations"]
+    return [(v["id"], v["impact"], [n["target"] for n in v["nodes"]]) for v in violations]
 
 
 @pytest.mark.slow
@@ -268,12 +268,12 @@ def test_it_fits_and_is_accessible(open_page, server, scheme, width):
         assert (sum(map(int, re.findall(r"\d+", ground))) < 3 * 64) == (scheme == "dark")
         delete = page.get_by_role("button", name=f"Delete the cache {cache.id[:9]}…")
         expect(delete).to_be_visible()
-        fill(page.locator("#verify form"), shape__q_len=77)  # the result is older than the form
+        fill(page.locator("#verify form"), shape__q_len=77)  # the form is newer than the result
         assert violations(page) == []
         delete.click()
         assert violations(page) == []
         page.get_by_role("button", name="Keep").click()
-        # On a phone, rows are cards with the names of their columns: nothing is scrolled sideways.
+        # On a phone, rows are cards with column names: nothing scrolls sideways.
         label = "cell => getComputedStyle(cell, '::before').content"
         cell = page.locator("#verify tbody tr").first.locator("td").nth(1)
         assert cell.evaluate(label) == ('"Max error"' if width == 390 else "none")
@@ -287,7 +287,7 @@ def test_it_fits_and_is_accessible(open_page, server, scheme, width):
 @pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "width"), SCREENS)
 def test_its_other_pages_fit_and_are_accessible(open_page, server, scheme, width):
-    """Not Swagger UI at /docs, which is another project's."""
+    """Swagger UI at /docs is excluded: another project makes it."""
     for path in ("/docs/errors", "/docs/tutorial"):
         page = open_page(server, path, color_scheme=scheme, viewport={"width": width, "height": 800})
         assert page.evaluate("document.documentElement.scrollWidth") == width
@@ -303,8 +303,8 @@ def test_it_says_what_it_is_and_leads_to_the_tutorial(open_page, server, start_s
     expect(page.get_by_role("heading", level=1)).to_have_text("First call")
     assert page.locator("main a").evaluate_all("links => links.filter(link => link.href.includes('.md')).length") == 0
     documented = start_server(docs_url="https://docs.example/flashpoint/")
-    found = ask(documented, "/").body.decode()
-    assert '<a href="https://docs.example/flashpoint/">Documentation</a>' in found
+    html = ask(documented, "/").body.decode()
+    assert '<a href="https://docs.example/flashpoint/">Documentation</a>' in html
     assert 'href="https://docs.example/flashpoint/install.html#' in ask(documented, "/docs/tutorial").body.decode()
 
 
@@ -330,11 +330,11 @@ def test_with_keys_it_asks_for_one_and_holds_it_back(open_page, start_server):
     page.locator("#verify-code").get_by_label("Python").check()
     expect(code).to_contain_text('api_key=os.environ["FLASHPOINT_API_KEY"]')
     assert "secret-2" not in page.content()
-    page.reload()  # kept in the tab
+    page.reload()  # the tab keeps the key
     expect(page.locator("main")).to_be_visible()
     page.get_by_role("button", name="Forget the key").click()
     expect(door).to_be_visible()
-    enter(page, "secret-1")  # which may do everything
+    enter(page, "secret-1")  # it has all permissions
     expect(page.locator("#traffic .tiles")).to_be_visible()
     expect(page.locator(".denied")).to_have_count(0)
     assert not page.locator("#verify form").evaluate("form => form.inert")
@@ -351,9 +351,9 @@ def test_the_documentation_is_drawn_from_this_server_alone(open_page, server):
 
 
 def test_it_is_served_with_a_strict_policy_and_asked_for_again_in_vain(server):
-    found = ask(server, "/")
-    assert found.headers["content-type"] == "text/html; charset=utf-8"
-    text = found.body.decode()
+    page = ask(server, "/")
+    assert page.headers["content-type"] == "text/html; charset=utf-8"
+    text = page.body.decode()
     linked = re.findall(r'(?:href|src)="(static/[^"]+)"', text)
     assert len(linked) == 4
     for path in ("", *linked, "static/uPlot.esm.js"):
@@ -374,11 +374,11 @@ def test_it_is_served_with_a_strict_policy_and_asked_for_again_in_vain(server):
 def test_every_error_has_its_line_under_the_type_of_its_problem(server):
     refused = ask(server, "/nowhere").json
     page, _, anchor = refused["type"].partition("#")
-    found = ask(server, page)
-    assert (found.status, found.headers["content-type"]) == (200, "text/html; charset=utf-8")
-    assert "unsafe" not in found.headers["content-security-policy"]
+    answer = ask(server, page)
+    assert (answer.status, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert "unsafe" not in answer.headers["content-security-policy"]
     assert ERRORS.keys() == STATUS.keys()
-    text = found.body.decode()
+    text = answer.body.decode()
     assert f'<section id="{anchor}">' in text
     assert re.findall(r'<section id="([^"]+)">', text) == list(STATUS)
     assert not re.search(r"https?://", text)

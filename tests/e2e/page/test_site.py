@@ -1,4 +1,4 @@
-"""The site of the documentation in a real browser: it fits a phone, axe finds nothing, and search finds its way."""
+"""The documentation site fits a phone, passes axe, and its search works, in a real browser."""
 
 import functools
 import http.server
@@ -19,7 +19,7 @@ from tests.support.browser import PATIENCE_MS
 ROOT = Path(__file__).resolve().parents[3]
 REPOSITORY = "https://example.com/flashpoint"
 SCREENS = [(scheme, width) for scheme in ("light", "dark") for width in (1280, 390)]
-# Each has parts that others lack: tables, formulas, pictures, an API.
+# Each page has parts that others lack: tables, formulas, pictures, an API.
 PAGES = ("index", "algorithm", "page", "reproduce", "reference/api", "reference/settings", "security")
 
 
@@ -34,7 +34,7 @@ class Site(NamedTuple):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """The site, built for a repository that has an address, on a server of its own."""
+    """Build the site for a repository with an address, and serve it."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
     environment = os.environ | {"FLASHPOINT_REPOSITORY": REPOSITORY, "NO_MKDOCS_2_WARNING": "1"}
@@ -54,7 +54,7 @@ def site(tmp_path_factory):
 
 @pytest.fixture
 def opened(chromium):
-    """A factory of empty browser pages of a colour scheme and a width."""
+    """Return a factory of empty browser pages with a colour scheme and a width."""
     contexts = []
 
     def new(scheme="light", width=1280):
@@ -71,20 +71,20 @@ def opened(chromium):
 
 
 def broken(page, url):
-    """Return what axe finds on a page of the site."""
+    """Return the violations that axe finds on a page of the site."""
     page.goto(url)
     page.wait_for_function(
         "document.querySelectorAll('pre > code').length === 0 || document.querySelector('.md-code__nav')"
     )
-    found = Axe().run(page).response["violations"]
-    return [(v["id"], [n["target"] for n in v["nodes"]][:3]) for v in found]
+    violations = Axe().run(page).response["violations"]
+    return [(v["id"], [n["target"] for n in v["nodes"]][:3]) for v in violations]
 
 
 @pytest.mark.parametrize(("scheme", "width"), SCREENS)
 def test_axe_finds_nothing(site, opened, scheme, width):
     page = opened(scheme, width)
-    found = {name: broken(page, f"{site.url}/{name}.html") for name in PAGES}
-    assert found == {name: [] for name in PAGES}
+    violations = {name: broken(page, f"{site.url}/{name}.html") for name in PAGES}
+    assert violations == {name: [] for name in PAGES}
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, re.findall(r"\d+", ground)[:3])) < 3 * 64) == (scheme == "dark")
 
@@ -93,8 +93,8 @@ def test_axe_finds_nothing(site, opened, scheme, width):
 @pytest.mark.parametrize(("scheme", "width"), SCREENS)
 def test_axe_finds_nothing_on_any_page(site, opened, scheme, width):
     page = opened(scheme, width)
-    found = {name: broken(page, f"{site.url}/{name}") for name in site.pages}
-    assert found == {name: [] for name in site.pages}
+    violations = {name: broken(page, f"{site.url}/{name}") for name in site.pages}
+    assert violations == {name: [] for name in site.pages}
 
 
 def test_no_page_is_wider_than_a_phone(site, opened):

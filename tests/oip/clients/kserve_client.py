@@ -1,4 +1,4 @@
-"""The cases of a directory through KServe's client: `kserve_client.py HOST:PORT DIRECTORY`."""
+"""Send the cases of a directory through KServe's client: `kserve_client.py HOST:PORT DIRECTORY`."""
 
 import asyncio
 import json
@@ -13,8 +13,8 @@ from kserve.protocol.infer_type import RequestedOutput
 NUMPY = {"FP16": np.float16, "FP32": np.float32, "FP64": np.float64, "BOOL": bool, "INT32": np.int32, "INT64": np.int64}
 
 
-def asked(case, tensors):
-    """KServe's client knows no BF16: such tensors travel as numbers, both ways."""
+def request_of(case, tensors):
+    """Return the request. KServe's client lacks BF16: such tensors travel as numbers, both ways."""
     inputs, binary = [], case["binary"] and all(i["datatype"] in NUMPY for i in case["inputs"].values())
     for name, given in case["inputs"].items():
         array, datatype = tensors[given["tensor"]], given["datatype"]
@@ -42,13 +42,13 @@ async def ask(url, cases, tensors, answers):
         ]
         for case in cases:
             try:
-                answer = await client.infer(base, asked(case, tensors), model_name=case["model"])
+                answer = await client.infer(base, request_of(case, tensors), model_name=case["model"])
             except httpx.HTTPStatusError as error:
                 report[case["name"]] = [str(error.response.status_code), str(error)]
                 continue
             for output in answer.outputs:
-                found = np.array(output.data, np.float64) if output.datatype == "BF16" else output.as_numpy()
-                answers[f"{case['name']}/{output.name}"] = found.astype(np.float64).reshape(output.shape)
+                actual = np.array(output.data, np.float64) if output.datatype == "BF16" else output.as_numpy()
+                answers[f"{case['name']}/{output.name}"] = actual.astype(np.float64).reshape(output.shape)
             report[case["name"]] = answer.id
     return report
 

@@ -1,4 +1,4 @@
-"""The cases of a directory through KServe's gRPC client: `kserve_grpc_client.py ADDRESS DIRECTORY`."""
+"""Send the cases of a directory through KServe's gRPC client: `kserve_grpc_client.py ADDRESS DIRECTORY`."""
 
 import asyncio
 import json
@@ -13,7 +13,7 @@ from kserve.protocol.infer_type import RequestedOutput
 NUMPY = {"FP16": np.float16, "FP32": np.float32, "FP64": np.float64, "BOOL": bool, "INT32": np.int32, "INT64": np.int64}
 
 
-def asked(case, tensors):
+def request_of(case, tensors):
     inputs = []
     for name, given in case["inputs"].items():
         array = tensors[given["tensor"]]
@@ -36,7 +36,7 @@ async def ask(url, cases, tensors, answers):
         ]
         for case in cases:
             try:
-                answer = await client.infer(asked(case, tensors))
+                answer = await client.infer(request_of(case, tensors))
             except grpc.RpcError as error:
                 report[case["name"]] = [error.code().name, error.details()]
                 continue

@@ -34,12 +34,12 @@ def differences(ours, theirs):
 
 
 def main():
-    found, methods = [], service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
+    lines, methods = [], service_pb2.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods_by_name
     assert model_config_pb2.ModelConfig.DESCRIPTOR.full_name == "inference.ModelConfig"
-    for name, (asked, answered) in protos.methods("inference.GRPCInferenceService").items():
-        found += differences(asked.DESCRIPTOR, methods[name].input_type)
-        found += differences(answered.DESCRIPTOR, methods[name].output_type)
-    print(json.dumps(found))
+    for name, (request_type, answer_type) in protos.methods("inference.GRPCInferenceService").items():
+        lines += differences(request_type.DESCRIPTOR, methods[name].input_type)
+        lines += differences(answer_type.DESCRIPTOR, methods[name].output_type)
+    print(json.dumps(lines))
 
 
 main()

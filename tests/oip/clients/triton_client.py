@@ -1,4 +1,4 @@
-"""The cases of a directory through NVIDIA's tritonclient: `triton_client.py sync|asyncio HOST:PORT DIRECTORY`."""
+"""Send the cases of a directory through NVIDIA's tritonclient: `triton_client.py sync|asyncio HOST:PORT DIRECTORY`."""
 
 import asyncio
 import json
@@ -12,8 +12,8 @@ from tritonclient.http import InferInput, InferRequestedOutput
 from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
 
-def asked(case, tensors):
-    """The arguments of a client's `infer`."""
+def request_of(case, tensors):
+    """Return the arguments of a client's `infer`."""
     inputs = []
     for name, given in case["inputs"].items():
         array = tensors[given["tensor"]].astype(triton_to_np_dtype(given["datatype"]))
@@ -45,13 +45,13 @@ def sync(url, cases, tensors, answers):
         report["extensions"] = client.get_server_metadata()["extensions"]
         for case in cases:
             try:
-                report[case["name"]] = told(client.infer(**asked(case, tensors)), answers, case)
+                report[case["name"]] = told(client.infer(**request_of(case, tensors)), answers, case)
             except InferenceServerException as error:
                 report[case["name"]] = [error.status(), error.message()]
         report["config"] = client.get_model_config("attention_grad")["name"]
         report["stats"] = client.get_inference_statistics()
         report["index"] = [model["name"] for model in client.get_model_repository_index()]
-        pending = [client.async_infer(**asked(cases[0], tensors)) for _ in range(4)]
+        pending = [client.async_infer(**request_of(cases[0], tensors)) for _ in range(4)]
         report["async_infer"] = [told(one.get_result(), answers, cases[0]) for one in pending]
     return report
 
@@ -68,13 +68,13 @@ async def aio(url, cases, tensors, answers):
         report["extensions"] = (await client.get_server_metadata())["extensions"]
         for case in cases:
             try:
-                report[case["name"]] = told(await client.infer(**asked(case, tensors)), answers, case)
+                report[case["name"]] = told(await client.infer(**request_of(case, tensors)), answers, case)
             except InferenceServerException as error:
                 report[case["name"]] = [error.status(), error.message()]
         report["config"] = (await client.get_model_config("attention_grad"))["name"]
         report["stats"] = await client.get_inference_statistics()
         report["index"] = [model["name"] for model in await client.get_model_repository_index()]
-        many = await asyncio.gather(*(client.infer(**asked(cases[0], tensors)) for _ in range(4)))
+        many = await asyncio.gather(*(client.infer(**request_of(cases[0], tensors)) for _ in range(4)))
         report["async_infer"] = [told(one, answers, cases[0]) for one in many]
     return report
 

@@ -1,4 +1,4 @@
-"""As triton_client.py, over gRPC: `triton_grpc_client.py sync|asyncio HOST:PORT DIRECTORY`."""
+"""Do the same as triton_client.py over gRPC: `triton_grpc_client.py sync|asyncio HOST:PORT DIRECTORY`."""
 
 import asyncio
 import json
@@ -13,8 +13,8 @@ from tritonclient.grpc import InferInput, InferRequestedOutput
 from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
 
-def asked(case, tensors):
-    """The arguments of a client's `infer`."""
+def request_of(case, tensors):
+    """Return the arguments of a client's `infer`."""
     inputs = []
     for name, given in case["inputs"].items():
         array = tensors[given["tensor"]].astype(triton_to_np_dtype(given["datatype"]))
@@ -42,9 +42,9 @@ def refused(error):
 
 
 def in_the_background(client, case, tensors):
-    """The same by `async_infer`, whose answer comes to a callback."""
+    """Call `async_infer`, whose answer goes to a callback."""
     came = queue.Queue()
-    client.async_infer(callback=lambda result, error: came.put((result, error)), **asked(case, tensors))
+    client.async_infer(callback=lambda result, error: came.put((result, error)), **request_of(case, tensors))
     return came
 
 
@@ -56,7 +56,7 @@ def sync(url, cases, tensors, answers):
         report["server"] = client.get_server_metadata(as_json=True)
         for case in cases:
             try:
-                report[case["name"]] = told(client.infer(**asked(case, tensors)), answers, case)
+                report[case["name"]] = told(client.infer(**request_of(case, tensors)), answers, case)
             except InferenceServerException as error:
                 report[case["name"]] = refused(error)
         report["config"] = client.get_model_config("attention_grad", as_json=True)
@@ -81,13 +81,13 @@ async def aio(url, cases, tensors, answers):
         report["server"] = await client.get_server_metadata(as_json=True)
         for case in cases:
             try:
-                report[case["name"]] = told(await client.infer(**asked(case, tensors)), answers, case)
+                report[case["name"]] = told(await client.infer(**request_of(case, tensors)), answers, case)
             except InferenceServerException as error:
                 report[case["name"]] = refused(error)
         report["config"] = await client.get_model_config("attention_grad", as_json=True)
         report["stats"] = await client.get_inference_statistics(as_json=True)
         report["index"] = await client.get_model_repository_index(as_json=True)
-        many = await asyncio.gather(*(client.infer(**asked(cases[0], tensors)) for _ in range(4)))
+        many = await asyncio.gather(*(client.infer(**request_of(cases[0], tensors)) for _ in range(4)))
         report["async_infer"] = [told(one, answers, cases[0]) for one in many]
     return report
 

@@ -1,4 +1,4 @@
-"""Attention and its gradients in shared memory: `triton_shared_memory.py HOST:PORT`; prints a report."""
+"""Run attention and its gradients in shared memory and print a report: `triton_shared_memory.py HOST:PORT`."""
 
 import json
 import os
@@ -21,8 +21,8 @@ def truth(q, k, v, do):
     return p @ v, ds @ k / SHAPE[-1] ** 0.5
 
 
-def worst(found, expected):
-    return float(abs(found - expected).max() / abs(expected).max())
+def worst(actual, expected):
+    return float(abs(actual - expected).max() / abs(expected).max())
 
 
 def main(url):

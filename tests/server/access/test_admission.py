@@ -1,4 +1,4 @@
-"""The limits of admission: requests, bytes and FLOPs at once, and the size of one request."""
+"""Admission limits the requests, bytes and FLOPs in progress, and the size of one request."""
 
 import re
 from types import SimpleNamespace
@@ -65,7 +65,7 @@ def test_flops_and_predicted_seconds_are_counted_once_they_are_known():
 
 
 def test_the_longest_wait_is_of_the_requests_that_wait_for_the_service_alone(monkeypatch):
-    """Not of those whose body still comes, or whose answer leaves: these have no beginning of their wait."""
+    """Requests whose body is arriving or whose answer is leaving do not count: they do not wait."""
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 1000.0))
     admission = Admission(Settings())
     waits = {"first": None, "second": 998.0}
@@ -122,7 +122,7 @@ def shared(tmp_path, process, **settings):
 
 
 def test_limits_hold_over_all_processes_together(tmp_path):
-    """Requests, bytes, FLOPs and seconds of three processes count as one sum, and what has left counts no more."""
+    """Requests, bytes, FLOPs and seconds of three processes are added up, and finished requests no longer count."""
     limits = {"queue_limit": 3, "queue_bytes": 100, "queue_flops": 100, "queue_seconds": 10}
     (one, counts), (two, _), (three, _) = (shared(tmp_path, n, **limits) for n in range(3))
     with one.permit(60) as first, two.permit(30) as second:
@@ -144,7 +144,7 @@ def test_limits_hold_over_all_processes_together(tmp_path):
 
 
 def test_what_a_process_that_died_had_inside_counts_no_more(tmp_path):
-    """The supervisor clears its columns, in every file; and a successor that starts before that clears its own."""
+    """The supervisor clears its columns in every file, and a successor that starts earlier clears them itself."""
     (one, _), (two, counts) = (shared(tmp_path, n, queue_bytes=100) for n in range(2))
     spent = [Spent("alice", WorkerGroup(tmp_path, n)) for n in range(2)]
     for number in range(2):

@@ -1,4 +1,4 @@
-"""Ids of caches, made and read: who may read them, and whose caches they are."""
+"""Cache ids are made and read: which replica may read them, and which owner has the cache."""
 
 import pytest
 
@@ -44,13 +44,13 @@ def test_the_longest_id_is_one_that_is_read():
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "said"),
+    ("name", "value", "message"),
     [
         ("cache_secret", "short", "32 or more random characters"),
         ("replica", "two words", "letters"),
         ("replica", "x" * 64, "63"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(name, value, said):
-    with pytest.raises(ValueError, match=said):
+def test_settings_that_cannot_work_are_refused(name, value, message):
+    with pytest.raises(ValueError, match=message):
         Settings(**{name: value})

@@ -1,4 +1,4 @@
-"""Keys, their file, their rights and their limits."""
+"""API keys, their file, their permissions and their limits work as documented."""
 
 import contextlib
 import hashlib
@@ -39,7 +39,7 @@ def sha256(key):
 
 
 def keys_file(path, **entries):
-    """A file of keys; the key of an entry is its name twice."""
+    """Write a key file and return its path; the key of an entry is its name twice."""
     tables = {name: {"sha256": sha256(name * 2), "rights": ["attention"], **fields} for name, fields in entries.items()}
     path.write_text(
         "".join(
@@ -79,7 +79,7 @@ def test_rights(authorization, right, expected):
 
 
 def test_what_is_refused_tells_nothing():
-    """Neither whether the key was known, nor which right it would take."""
+    """An error shows neither whether the key is known nor which permission is missing."""
     keyring = ring(api_keys="look:info")
     unknown = set()
     for headers in ({}, {"authorization": "Bearer no"}, {"authorization": "Basic look"}, {"authorization": "Bearer"}):
@@ -110,7 +110,7 @@ def test_a_wrong_key_setting_is_refused_without_being_shown(keys):
     with pytest.raises(ValidationError) as caught:
         Settings(api_keys=keys)
     assert "key 1 must be" in str(caught.value)
-    assert keys not in str(caught.value)  # a program that starts the server itself may log the error
+    assert keys not in str(caught.value)  # a program that embeds the server may log the error
 
 
 def test_keys_of_a_file_have_names_rights_and_limits(tmp_path):
@@ -202,14 +202,14 @@ def refused(call, *args):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """The time of the limits, `clock.now`, which stands still."""
+    """Return a stopped clock for the limits; its time is `clock.now`."""
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(limits, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 
 def test_requests_by_the_second(clock):
-    """First what the rate gives in a second, then what it gives as time passes."""
+    """A key first gets one second's worth of its rate, then more as time passes."""
     limited = quota(requests_per_second=64)
     for _ in range(64 * int(BURST)):
         limited.take("requests", 1)
@@ -240,7 +240,7 @@ def test_computing_is_limited_in_predicted_seconds_and_what_was_not_needed_is_gi
     limited = quota(compute_seconds_per_second=0.5)
     with Admission(Settings()).permit(0, limited) as permit:
         permit.charge(Price(10, 30.0))
-        assert refused(permit.charge, Price(1, 0.1)) == 59  # a bucket is as deep as what a second gives
+        assert refused(permit.charge, Price(1, 0.1)) == 59  # a bucket holds one second's worth
         permit.correct(Price(10, 3.0))
         assert refused(permit.charge, Price(1, 0.1)) == 5
         clock.now += 5.1
@@ -303,7 +303,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def takers(tmp_path):
-    """Three processes that take at the same time."""
+    """Start three processes that take at the same time."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with contextlib.ExitStack() as running:
 
@@ -317,7 +317,7 @@ def takers(tmp_path):
 
 
 def test_processes_share_one_limit_and_the_next_one_does_not_inherit_a_dead_ones_requests(takers, tmp_path):
-    """Within one second, three take together what one may: a request, and 16,384 floating-point operations."""
+    """Within one second, three processes share the limit of one key: a request and 16,384 FLOPs."""
     for taker in takers:
         assert taker.stdout.readline() == "inside\n"
     here = Spent("alice", WorkerGroup(tmp_path, 3))
@@ -330,7 +330,7 @@ def test_processes_share_one_limit_and_the_next_one_does_not_inherit_a_dead_ones
     for taker in takers:
         taker.kill()
         taker.communicate()
-    assert sum(here.numbers[3:]) == 3  # the processes died with them
+    assert sum(here.numbers[3:]) == 3  # the processes died holding them
     for n in range(3):
         Spent("alice", WorkerGroup(tmp_path, n))
     assert sum(here.numbers[3:]) == 0

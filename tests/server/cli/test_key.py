@@ -1,4 +1,4 @@
-"""`flashpoint key`: a key file is added to and removed from without harm, by several writers, and never shows a key."""
+"""`flashpoint key` edits a key file safely, also with several writers, and never shows a key."""
 
 import hashlib
 import os
@@ -118,7 +118,7 @@ def test_a_rotated_key_and_its_predecessor_are_valid_until_it_is_retired(run, fi
 
 
 @pytest.mark.parametrize(
-    ("text", "arguments", "said"),
+    ("text", "arguments", "message"),
     [
         (TEXT, ["dave", "--rotate"], "has no key dave; it has alice, bob"),
         (TEXT, ["alice", "--rotate", "--revoke"], "--revoke: is not taken with --rotate"),
@@ -141,10 +141,10 @@ def test_a_rotated_key_and_its_predecessor_are_valid_until_it_is_retired(run, fi
         ("", ["--list"], "contains no keys"),
     ],
 )
-def test_what_cannot_be_done_changes_nothing(run, file, text, arguments, said):
+def test_what_cannot_be_done_changes_nothing(run, file, text, arguments, message):
     file.write_text(text)
     code, out, err = run(*arguments, "--file", file)
-    assert (code, out, said in err) == (2, "", True), err
+    assert (code, out, message in err) == (2, "", True), err
     assert file.read_text() == text
 
 
@@ -174,7 +174,7 @@ def test_a_write_that_fails_leaves_the_file(run, file, monkeypatch):
 
 
 def test_keys_appended_by_the_shell(tmp_path):
-    """`flashpoint key alice >> keys.toml` twice: the second one is refused, and the file stays valid."""
+    """A second `flashpoint key alice >> keys.toml` is refused, and the file stays valid."""
     path = tmp_path / "keys.toml"
 
     def append(name):

@@ -1,4 +1,4 @@
-"""A server that cannot start says in one line why, and what to do."""
+"""A server that cannot start prints the reason and the remedy in one line."""
 
 import json
 import socket
@@ -39,9 +39,9 @@ def test_a_port_or_host_that_cannot_be_used(flags, error, advice):
 def test_a_port_that_needs_permission(monkeypatch):
     from flashpoint_server.cli.serving import _why
 
-    said = _why(PermissionError(13, "Permission denied"), "127.0.0.1", 80, "--port")
-    assert said["error"] == "this user may not listen on port 80"
-    assert "1024" in said["advice"]
+    error = _why(PermissionError(13, "Permission denied"), "127.0.0.1", 80, "--port")
+    assert error["error"] == "this user may not listen on port 80"
+    assert "1024" in error["advice"]
 
 
 @pytest.mark.slow

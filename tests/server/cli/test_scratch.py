@@ -1,4 +1,4 @@
-"""The directory of a process: removed once it has been killed, and never before."""
+"""The directory of a process is removed after the process is killed, and never before."""
 
 import subprocess
 import sys

@@ -26,11 +26,11 @@ def files(tmp_path):
 
 def test_a_flag_wins_over_a_variable_over_a_file_of_them_over_a_toml_file(files):
     toml, env = files
-    found = load({"port": "0"}, toml, env, {"FLASHPOINT_WORKERS": "4", "FLASHPOINT_PORT": "1"})
-    settings = found.settings
+    loaded = load({"port": "0"}, toml, env, {"FLASHPOINT_WORKERS": "4", "FLASHPOINT_PORT": "1"})
+    settings = loaded.settings
     assert (settings.port, settings.workers, settings.keep_alive, settings.queue_limit) == (0, 4, 3, 1)
     assert settings.cors_origins == ("https://a.org", "https://b.org")
-    assert found.sources == {
+    assert loaded.sources == {
         "port": "--port",
         "workers": "FLASHPOINT_WORKERS",
         "keep_alive": f"FLASHPOINT_KEEP_ALIVE in {env}",
@@ -54,7 +54,7 @@ def test_settings_pass_through_an_environment():
 
 
 @pytest.mark.parametrize(
-    ("flags", "variables", "toml", "said"),
+    ("flags", "variables", "toml", "message"),
     [
         ({"device": "tpu"}, {}, "", "--device: 'tpu' is not valid"),
         ({"body_limit": "0"}, {}, "", "--body-limit: must be greater than or equal to 1, not '0'"),
@@ -69,11 +69,11 @@ def test_settings_pass_through_an_environment():
         ({}, {}, "port", "--config: FILE is not TOML"),
     ],
 )
-def test_a_wrong_value_blames_its_source(tmp_path, flags, variables, toml, said):
+def test_a_wrong_value_blames_its_source(tmp_path, flags, variables, toml, message):
     (tmp_path / "x.toml").write_text(toml)
     with pytest.raises(SettingError) as caught:
         load(flags, tmp_path / "x.toml", environment=variables)
-    assert str(caught.value).replace(str(tmp_path / "x.toml"), "FILE").startswith(said)
+    assert str(caught.value).replace(str(tmp_path / "x.toml"), "FILE").startswith(message)
 
 
 def test_files_that_are_not_there_are_named(tmp_path):
@@ -107,7 +107,9 @@ def test_config_prints_what_is_in_force_and_where_it_comes_from(files, monkeypat
 
 def test_health_is_asked_where_the_server_is(server, capsys):
     assert main(["health", "--port", str(server.port)]) == 0
-    assert main(["health", "--port", str(server.port), "--host", "0.0.0.0", "--insecure"]) == 0  # as in the image
+    assert (
+        main(["health", "--port", str(server.port), "--host", "0.0.0.0", "--insecure"]) == 0
+    )  # like the image's health check
     assert capsys.readouterr().out == 2 * "alive: /health/live is 200\n"
     assert main(["health", "--port", "0"]) == 2
     assert main(["health", "--queue-limit", "0"]) == 2

@@ -1,4 +1,4 @@
-"""Files that are watched: written anew, replaced, taken away, and swapped by a symbolic link."""
+"""Watched files are noticed when they are rewritten, replaced, removed, or swapped by a symbolic link."""
 
 import os
 
@@ -22,7 +22,7 @@ def test_a_file_that_is_another_is_noticed_once(tmp_path, changes):
     watch.look()
     watch.look()
     assert changes == ["second"]
-    (tmp_path / "new").write_text("thirds")  # of the same size
+    (tmp_path / "new").write_text("thirds")  # same size
     os.replace(tmp_path / "new", path)
     watch.look()
     path.unlink()
@@ -34,7 +34,7 @@ def test_a_file_that_is_another_is_noticed_once(tmp_path, changes):
 
 
 def test_a_secret_of_kubernetes_is_noticed(tmp_path, changes):
-    """Its files are links through `..data`, which is swapped for a link to another directory."""
+    """Its files are links through `..data`, and Kubernetes replaces `..data` by a link to another directory."""
     for version in ("one", "two"):
         (tmp_path / f"..{version}").mkdir()
         (tmp_path / f"..{version}" / "keys.toml").write_text(version)

@@ -1,4 +1,4 @@
-"""The cases that the request of a benchmark names."""
+"""A benchmark request names the right cases."""
 
 from flashpoint import BenchmarkRequest
 from flashpoint_kernels.timing import preset

@@ -1,4 +1,4 @@
-"""The torch side of the engine: tensors in shared memory, and errors that are told apart."""
+"""The torch side of the engine reads and writes shared memory, and classifies errors."""
 
 import mmap
 import os
@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def submit(inputs, outputs, room=1 << 16, **options):
-    """A forward job and the memory that holds its inputs and has room for its outputs, 64 bytes apart."""
+    """Return a forward job, and the memory of its inputs and outputs, with 64 bytes between them."""
     memory = mmap.mmap(-1, room)
     placed, at = [], 0
     for name, array in inputs.items():
@@ -68,7 +68,7 @@ def test_answers_are_written_where_they_are_wanted(device):
 
 
 def test_every_byte_of_a_bool_but_0_is_true(device):
-    """A caller may send any byte; a bool that is neither 0 nor 1 is undefined behaviour in compiled code."""
+    """A caller may send any byte, but a bool that is neither 0 nor 1 is undefined behaviour in compiled code."""
     q, v = np.zeros((1, 8), np.float32), np.arange(32, dtype=np.float32).reshape(4, 8)
     mask = np.array([[0, 1, 2, 255]], np.uint8).view(bool)
     job = submit({"q": q, "k": np.zeros_like(v), "v": v, "attn_mask": mask}, {"o": (1, 8)})
@@ -87,7 +87,7 @@ def test_index_tensors_that_do_not_fit_are_422(device):
 
 
 class Gpu(TorchDevice):
-    """A device that handles errors as on a GPU: `works` stands in for CUDA's answer."""
+    """A device that handles errors as a GPU does: `works` replaces CUDA's answer."""
 
     def __init__(self, works):
         super().__init__(DeviceInfo("cuda:0", "none", 0, ("triton",), 1.0))
@@ -98,7 +98,7 @@ class Gpu(TorchDevice):
 
 
 @pytest.mark.parametrize(
-    ("said", "works", "kind"),
+    ("error_text", "works", "kind"),
     [
         ("CUDA error: an illegal memory access was encountered", False, DeviceLostError),
         ("Triton Error [CUDA]: an illegal memory access was encountered", False, DeviceLostError),
@@ -109,11 +109,11 @@ class Gpu(TorchDevice):
         ("mat1 and mat2 shapes cannot be multiplied", False, RuntimeError),
     ],
 )
-def test_a_device_is_lost_only_where_nothing_works_any_more(said, works, kind, device, monkeypatch):
-    """By asking it: what CUDA refuses of one call, in the very same words, is no reason to end an engine."""
+def test_a_device_is_lost_only_where_nothing_works_any_more(error_text, works, kind, device, monkeypatch):
+    """The device itself is checked: CUDA may refuse one call with the same words, and the engine goes on."""
 
     def fail(*_):
-        raise RuntimeError(said)
+        raise RuntimeError(error_text)
 
     monkeypatch.setattr("flashpoint_server.engine.device.run_part", fail)
     with pytest.raises((RuntimeError, DeviceLostError, OutOfMemoryError)) as caught:
@@ -144,18 +144,18 @@ assert device.compile(job) is None
 
 @pytest.mark.slow
 def test_kernels_are_compiled_for_a_job_whose_tensors_nobody_reads(tmp_path):
-    """Without the memory that they lie in: a request that waits for its kernels copies nothing to the GPU."""
+    """They need no tensor memory: a request that waits for its kernels copies nothing to the GPU."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", COMPILE]
     subprocess.run(command, check=True, cwd=ROOT, env=environment | {"TRITON_CACHE_DIR": str(tmp_path)})
 
 
 def test_a_cuda_build_of_torch_that_finds_no_gpu_says_so(monkeypatch):
-    """For `auto` alone: a CPU that is asked for is no fault. tests/docker/test_gpu_image.py has the real build."""
+    """This holds only for `auto`; `cpu` is no error. tests/docker/test_gpu_image.py tests the real build."""
     assert TorchDevice.open("auto").info.no_gpu == ""  # a build for the CPU, or a GPU
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    said = TorchDevice.open("auto").info.no_gpu
-    assert said.startswith("torch is built for CUDA 13.0 but finds no GPU, so the CPU computes")
-    assert said in local.info()["missing"]
+    reason = TorchDevice.open("auto").info.no_gpu
+    assert reason.startswith("torch is built for CUDA 13.0 but finds no GPU, so the CPU computes")
+    assert reason in local.info()["missing"]
     assert TorchDevice.open("cpu").info.no_gpu == ""

@@ -1,4 +1,4 @@
-"""An HTTP process as an engine sees it."""
+"""The engine's entry for an HTTP process drops a peer that reads nothing."""
 
 import select
 import socket
@@ -13,7 +13,7 @@ from flashpoint_server.ipc.messages import Cancel, Channel, FromEngine, ToEngine
 
 
 def received(channel):
-    """All messages that have come."""
+    """Return all messages that have arrived."""
     messages = []
     while True:
         try:
@@ -32,9 +32,9 @@ def test_a_peer_that_reads_nothing_is_dropped_and_told_only_when_its_memory_is_f
         peer.send(Unmapped(0))
     assert ours.receive() == (Cancel(7), [])
     assert select.select([ours], [], [], 240)[0]
-    with pytest.raises(EOFError):  # so the loop forgets it
+    with pytest.raises(EOFError):  # the loop then removes the entry
         ours.receive()
-    assert set(received(theirs)) == {Unmapped(0)}  # and no end
+    assert set(received(theirs)) == {Unmapped(0)}  # and no end of file
     peer.close()
     with pytest.raises(EOFError):
         theirs.receive()

@@ -1,4 +1,4 @@
-"""Threads that run only kernels: the caller waits, gets the error, and nothing stays alive."""
+"""Kernel threads make the caller wait, return errors to it, and keep nothing alive."""
 
 import threading
 import weakref
@@ -25,14 +25,14 @@ def test_every_call_has_run_when_run_returns(count):
         caller.join()
     assert len(ran) == 200
     for caller in range(4):
-        assert [number for found, number in ran if found == caller] == list(range(50))
+        assert [number for name, number in ran if name == caller] == list(range(50))
 
 
 @pytest.mark.parametrize(("count", "elsewhere"), [(0, False), (2, True)])
 def test_calls_run_on_other_threads_if_there_are_any(count, elsewhere):
-    found = []
-    KernelThreads(count).run(lambda: found.append(threading.get_ident()))
-    assert (found[0] != threading.get_ident()) == elsewhere
+    names = []
+    KernelThreads(count).run(lambda: names.append(threading.get_ident()))
+    assert (names[0] != threading.get_ident()) == elsewhere
 
 
 @pytest.mark.parametrize("count", [0, 1])
@@ -50,15 +50,15 @@ def test_the_caller_gets_the_error_and_the_thread_goes_on(count):
 
 
 def test_a_call_is_not_kept_alive():
-    """Its tensors are a cache's memory, which a later call may free."""
+    """A call's tensors are memory of a cache, which a later call may free."""
 
     class Held:
         def run(self):
             pass
 
-    threads, held = KernelThreads(1), Held()
+    threads, call = KernelThreads(1), Held()
     freed = threading.Event()
-    weakref.finalize(held, freed.set)
-    threads.run(held.run)
-    del held
+    weakref.finalize(call, freed.set)
+    threads.run(call.run)
+    del call
     assert freed.wait(10)

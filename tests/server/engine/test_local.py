@@ -1,4 +1,4 @@
-"""Local work has a server's schemas: the kernels' rows, judgements and presets are those of the SDK."""
+"""Local work has the schemas of a server: the kernels' rows, judgements and presets fit the SDK."""
 
 import dataclasses
 from typing import get_args

@@ -1,4 +1,4 @@
-"""The check that a backend must pass before it serves, and starts that fail."""
+"""A backend must pass a check before it serves; a failed start may be retried."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from flashpoint_server.engine.proof import may_pass, prove
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_backend_that_computes_wrongly_is_not_served(direction, monkeypatch):
-    """As after a miscompilation: one element in one answer is off by a hundredth."""
+    """One element in one answer is wrong by a hundredth, as after a miscompilation."""
     compute = getattr(tiles, direction)
 
     def miscompiled(problems):
@@ -24,6 +24,6 @@ def test_a_backend_that_computes_wrongly_is_not_served(direction, monkeypatch):
 
 
 def test_what_keeps_a_gpu_from_starting_may_pass():
-    for said in ("CUDA error: all CUDA-capable devices are busy or unavailable", "CUDA error: out of memory"):
-        assert may_pass(RuntimeError(said))
+    for error_text in ("CUDA error: all CUDA-capable devices are busy or unavailable", "CUDA error: out of memory"):
+        assert may_pass(RuntimeError(error_text))
     assert not may_pass(RuntimeError("device cuda:3 is not available: torch finds no CUDA device"))

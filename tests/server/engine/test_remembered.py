@@ -1,4 +1,4 @@
-"""The store's memory of owners: bounded, and fair."""
+"""The store remembers answers of each owner within bounds, and fairly."""
 
 from flashpoint_server.engine.remembered import Remembered
 

@@ -1,4 +1,4 @@
-"""The store of saved forwards, beside caches in one ledger, against a model."""
+"""The store of saved forwards, with caches in the same ledger, behaves like a model."""
 
 import pytest
 
@@ -18,7 +18,7 @@ from flashpoint_server.ipc.messages import MOST_LISTED
 from flashpoint_server.refusal import Refusal
 
 LIMIT, QUOTA, TTL = 20_000, 9_000, 100.0
-OWNERS = ("alice", "bob")  # of whom bob has a quota
+OWNERS = ("alice", "bob")  # bob has a quota
 SHAPE = CacheShape((1,), (4,), (4,), "float32")
 
 
@@ -35,7 +35,7 @@ def ask(operation, owner="alice", forwards=(), after=0):
 
 
 def code(call, *given):
-    """The code that a call is refused with, or None."""
+    """Return the error code of a call, or None."""
     try:
         call(*given)
     except Refusal as refusal:
@@ -44,7 +44,7 @@ def code(call, *given):
 
 
 class Holding(RuleBasedStateMachine):
-    """Forwards are reserved, kept or dropped, used and deleted; caches come and go in the same memory."""
+    """Forwards are reserved, kept or dropped, used and deleted, while caches use the same memory."""
 
     def __init__(self):
         super().__init__()
@@ -54,8 +54,8 @@ class Holding(RuleBasedStateMachine):
         self.running, self.there, self.cached, self.gone, self.lost = {}, {}, {}, {}, {}
 
     def owned(self, owner):
-        held = [*self.running.values(), *self.there.values(), *self.cached.values()]
-        return sum(size for name, size, *_ in held if name == owner)
+        entries = [*self.running.values(), *self.there.values(), *self.cached.values()]
+        return sum(size for name, size, *_ in entries if name == owner)
 
     def expected(self, owner, size):
         if size > LIMIT:
@@ -69,11 +69,11 @@ class Holding(RuleBasedStateMachine):
     @rule(owner=st.sampled_from(OWNERS), size=st.integers(1000, 8000) | st.just(LIMIT + 1))
     def reserve(self, owner, size):
         self.expire()
-        asked = Save(owner, QUOTA if owner == "bob" else None, size, b"head")
+        request = Save(owner, QUOTA if owner == "bob" else None, size, b"head")
         if expected := self.expected(owner, size):
-            assert code(self.saved.reserve, asked) == expected
+            assert code(self.saved.reserve, request) == expected
             return
-        saved = self.saved.reserve(asked)
+        saved = self.saved.reserve(request)
         self.running[saved.serial] = owner, size, saved
 
     @rule(data=st.data(), works=st.booleans())
@@ -108,9 +108,9 @@ class Holding(RuleBasedStateMachine):
         expected = self.code(owner, serial)
         assert code(self.saved.tensors, owner, serial) == expected
         self.ledger.leave([serial], used=True)
-        for held in (self.there, self.cached):
-            if serial in held:
-                held[serial] = (*held[serial][:2], self.clock.now + TTL)
+        for entries in (self.there, self.cached):
+            if serial in entries:
+                entries[serial] = (*entries[serial][:2], self.clock.now + TTL)
         if expected is None:
             assert self.saved.tensors(owner, serial)["q"].item() == serial
             assert self.saved.execute(ask("look", owner, [serial]))[0].expires_in == TTL
@@ -135,12 +135,12 @@ class Holding(RuleBasedStateMachine):
     def remove_a_key(self, owner):
         self.expire()
         self.ledger.keep_owners({*OWNERS} - {owner})
-        for held in (self.there, self.cached):
-            for serial in [one for one, (name, *_) in held.items() if name == owner]:
-                del held[serial]
+        for entries in (self.there, self.cached):
+            for serial in [one for one, (name, *_) in entries.items() if name == owner]:
+                del entries[serial]
                 self.lost[serial] = owner
         for serial in [one for one, (name, *_) in self.running.items() if name == owner]:
-            self.saved.keep(self.running.pop(serial)[2], {"q": torch.zeros(1)})  # freed as it ends
+            self.saved.keep(self.running.pop(serial)[2], {"q": torch.zeros(1)})  # freed when it ends
             self.lost[serial] = owner
 
     def any(self, data):
@@ -152,9 +152,9 @@ class Holding(RuleBasedStateMachine):
         return "saved_lost" if self.lost.get(serial) == owner else "saved_not_found"
 
     def expire(self):
-        for held in (self.there, self.cached):
-            for serial in [one for one, (*_, until) in held.items() if self.clock.now >= until]:
-                self.lost[serial] = held.pop(serial)[0]
+        for entries in (self.there, self.cached):
+            for serial in [one for one, (*_, until) in entries.items() if self.clock.now >= until]:
+                self.lost[serial] = entries.pop(serial)[0]
 
     @invariant()
     def what_is_counted_is_what_is_held(self):

@@ -1,4 +1,4 @@
-"""The scheduler alone, without sockets, torch or a device: what runs next, and what is answered when."""
+"""The scheduler, without sockets, torch or a device, chooses the next task and answers at the right time."""
 
 import itertools
 import mmap
@@ -38,7 +38,7 @@ SHORT, LONG = 0.001, 1.0  # predicted seconds of a request
 
 
 class Resources:
-    """Two cores; each sequence is a part. Calls over caches have the `kin` of their one cache's number."""
+    """Two cores; each sequence is a part. The `kin` of a call over a cache is its cache's number."""
 
     is_cpu = True
     cores = 2
@@ -82,7 +82,7 @@ class Plugin:
 
 
 class Bench:
-    """A scheduler, and what it has answered."""
+    """A scheduler and its answers."""
 
     def __init__(self, plugins=()):
         self.device = Resources()
@@ -137,7 +137,7 @@ def test_cores_share_the_parts_of_a_request_and_its_last_part_answers_it(bench):
     number = bench.admit(sequences=3, seconds=3 * LONG)
     first, second = bench.take(), bench.take()
     assert bench.scheduler.take() is None  # both cores are taken
-    assert bench.peer.running == 3  # two parts, and their request
+    assert bench.peer.running == 3  # two parts and their request
     bench.finish(first)
     third = bench.take()
     bench.finish(second)
@@ -147,7 +147,7 @@ def test_cores_share_the_parts_of_a_request_and_its_last_part_answers_it(bench):
 
 
 def test_the_last_parts_of_a_long_request_are_not_passed_by_a_longer_one(bench):
-    """At the same arrival, each ranked by its seconds: 4 of the first, of which 1 is left, and 2 of the second."""
+    """They arrive at once, ranked by seconds: the first had 4 and has 1 left; the second has 2."""
     first = bench.admit(sequences=4, seconds=4 * LONG, rank=PASSED * 4 * LONG)
     began = [bench.take(), bench.take()]
     bench.finish(*began)
@@ -163,12 +163,12 @@ def test_the_last_parts_of_a_long_request_are_not_passed_by_a_longer_one(bench):
 
 def test_a_short_part_runs_beside_long_ones_on_every_core(bench):
     bench.admit(sequences=3, seconds=3 * LONG)
-    held = [bench.take(), bench.take()]
+    running = [bench.take(), bench.take()]
     number = bench.admit()
     short = bench.take()
-    assert (short.entries[0].submit.id, short.long, [task.long for task in held]) == (number, False, [True, True])
+    assert (short.entries[0].submit.id, short.long, [task.long for task in running]) == (number, False, [True, True])
     assert bench.scheduler.take() is None
-    bench.finish(short, *held)
+    bench.finish(short, *running)
 
 
 def test_one_short_part_more_runs_than_there_are_cores(bench):
@@ -180,7 +180,7 @@ def test_one_short_part_more_runs_than_there_are_cores(bench):
 
 
 def test_short_parts_do_not_pass_a_long_one_for_ever(bench):
-    """The long one is first in the queue, and needs a core: no short part takes the additional lane before it."""
+    """The long part is first in the queue and needs a core: no short part takes the extra lane before it."""
     for _ in range(3):
         bench.admit(rank=0.0)
     tasks = [bench.take() for _ in range(3)]
@@ -203,13 +203,13 @@ def test_a_request_that_is_cancelled_ends_between_two_parts(bench):
     running = bench.take()
     bench.scheduler.cancel(bench.peer, number)
     assert bench.scheduler.take() is None
-    assert bench.answered == []  # a part still writes to its memory
+    assert bench.answered == []  # a running part writes to its memory
     bench.finish(running)
     assert bench.answered == [(number, "deadline_exceeded")]
 
 
 def test_a_verification_that_runs_is_told_that_nobody_waits(bench):
-    """The executor looks at `failure` between blocks."""
+    """The executor checks `failure` between blocks."""
     cancelled, gone = [
         Submit(next(NUMBERS), "r", VerifyCall(b"{}"), 0, [], [], 0, 1, LONG, 0.0, None) for _ in range(2)
     ]  # fmt: skip
@@ -249,7 +249,7 @@ def test_many_sequences_are_cut_in_a_task_of_its_own(bench):
         cut.group.add(cut.entries[0].cut(bench.device.parts))
     none, first = bench.finish(*cuts)
     assert (none, bench.answered) == (None, [(cancelled, "deadline_exceeded")])
-    assert isinstance(first, Compute)  # which runs on at once
+    assert isinstance(first, Compute)  # the request continues at once
     assert (first.entries[0].submit.id, bench.peer.running) == (number, 2)
 
 
@@ -265,14 +265,14 @@ def test_requests_that_share_a_key_share_a_launch(bench):
 
 def test_a_request_waits_aside_for_its_kernels(bench):
     bench.device.compiling = Future()
-    held, cancelled = bench.admit(backend="triton"), bench.admit(backend="triton")
+    waiting, cancelled = bench.admit(backend="triton"), bench.admit(backend="triton")
     other = bench.admit()
     assert bench.take().entries[0].submit.id == other
     assert bench.scheduler.take() is None
     bench.scheduler.cancel(bench.peer, cancelled)
     bench.device.compiling.set_result(None)
     (entry,) = bench.take(Launch).entries
-    assert (entry.submit.id, bench.woken) == (held, 1)
+    assert (entry.submit.id, bench.woken) == (waiting, 1)
     assert bench.answered == [(cancelled, "deadline_exceeded")]
 
 
@@ -287,7 +287,7 @@ def test_the_requests_of_a_process_that_is_gone_are_dropped(bench):
 
 
 class Calls(Bench):
-    """A scheduler of calls over caches, each with a cache of its own, of two HTTP processes."""
+    """A scheduler of calls from two HTTP processes, each call over a separate cache."""
 
     def __init__(self):
         super().__init__()
@@ -301,8 +301,8 @@ class Calls(Bench):
     def call(self, kin, *, peer=0, seconds=SHORT, deadline=None):
         number = next(NUMBERS)
         q, o = (PlacedTensor(name, "float32", (1, 1, 1, 8), 0, 64) for name in "qo")
-        held = Held("alice", (10 * number + kin,), (1, 8, 8, "float32"), 0, None, "", None, -1)
-        body = AttentionCall("forward", OPTIONS, "torch", held)
+        caches = Held("alice", (10 * number + kin,), (1, 8, 8, "float32"), 0, None, "", None, -1)
+        body = AttentionCall("forward", OPTIONS, "torch", caches)
         submit = Submit(number, f"r{number}", body, 0, [q], [o], 0, 1, seconds, seconds, deadline)
         self.scheduler.admit(submit, self.peers[peer])
         return number
@@ -367,7 +367,7 @@ def test_parts_for_calls_that_have_all_ended_early_are_dropped():
 
 
 def test_calls_on_a_cache_of_a_process_that_is_gone_are_dropped_once():
-    """The second of them waits for the first, and a call of another process for both."""
+    """The second call waits for the first, and a call of another process waits for both."""
     bench, ledger = Bench(), Ledger(1 << 20)
     bench.scheduler = Scheduler(bench.device, Budget(1 << 60, 1 << 60, 0.0), bench.answer, bench.wake, holder=ledger)
     terms, store = Terms("alice"), CacheStore(ledger, ttl=60.0)
@@ -379,8 +379,8 @@ def test_calls_on_a_cache_of_a_process_that_is_gone_are_dropped_once():
     for peer, caches in ((bench.peer, (one,)), (bench.peer, (one, two)), (bench.peer, (two,)), (other, (one, two))):
         numbers.append(next(NUMBERS))
         look = CacheCall("alice", LookAtCaches(), caches)
-        asked = Submit(numbers[-1], f"r{numbers[-1]}", look, 0, [], [], 0, 0, SHORT, 0.0, None)
-        bench.scheduler.admit(asked, peer)
+        request = Submit(numbers[-1], f"r{numbers[-1]}", look, 0, [], [], 0, 0, SHORT, 0.0, None)
+        bench.scheduler.admit(request, peer)
     bench.scheduler.forget(bench.peer)
     assert sorted(bench.answered) == [(number, "deadline_exceeded") for number in numbers[:3]]
     assert [cache.users for cache in store.find(terms, (one, two))] == [1, 1]
@@ -404,7 +404,7 @@ def test_a_slice_of_a_plugin_runs_alone(monkeypatch):
     assert (part.entries[0].submit.id, bench.woken) == (number, 1)
     plugin.wanted = True
     bench.admit()
-    assert bench.scheduler.take() is None  # held back, so that the slice is alone soon
+    assert bench.scheduler.take() is None  # postponed, so that the slice soon runs alone
     monkeypatch.setattr(module, "HOLD_SECONDS", 0.0)
-    bench.take()  # what runs takes too long to wait for
+    bench.take()  # the running parts take too long to wait for
     assert plugin.calls == ["begin", "postpone"]

@@ -1,4 +1,4 @@
-"""The process that reads and writes JSON: deadlines, calls given up, its loss, and a system without resources."""
+"""The JSON process handles deadlines, cancelled calls, its own death, and a lack of system resources."""
 
 import asyncio
 import contextlib
@@ -19,15 +19,15 @@ from flashpoint_server.refusal import Refusal
 from tests.support.held import hold
 
 TEXT = jsonwire.encode({"q": np.ones((2, 2), np.float32)}, {})
-PATIENCE = 240  # seconds; only there to end a hang
-BRIEFLY = 0.05  # seconds; a deadline that passes while another call is held, or the call itself
+PATIENCE = 240  # seconds; only ends a hang
+BRIEFLY = 0.05  # seconds; a deadline that passes while this call or another one is blocked
 
 
 @contextlib.contextmanager
 def no_descriptors():
-    """Inside, this process can open no more files than are open."""
+    """Let this process open no more files inside the block."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = max(int(fd) for fd in os.listdir("/proc/self/fd")[:-1])  # the last one is that of the listing
+    highest = max(int(fd) for fd in os.listdir("/proc/self/fd")[:-1])  # the last one belongs to the listing
     fillers = []
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 2, before[1]))
     try:
@@ -43,7 +43,7 @@ def no_descriptors():
 
 @contextlib.contextmanager
 def no_memory(more):
-    """Inside, this process has an address space of `more` bytes beyond what is mapped."""
+    """Limit the address space of this process inside the block to `more` bytes over the mapped ones."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + more, before[1]))
     try:
@@ -53,7 +53,7 @@ def no_memory(more):
 
 
 class Held:
-    """A call that the process makes until `release`."""
+    """A call that blocks the JSON process until `release`."""
 
     def __init__(self, folder):
         self._folder = folder
@@ -71,7 +71,7 @@ class Held:
 
 
 @pytest.fixture
-def held(tmp_path):
+def blocked(tmp_path):
     return Held(tmp_path)
 
 
@@ -104,14 +104,14 @@ def refused(code):
     return pytest.raises(Refusal, check=lambda refusal: refusal.code == code)
 
 
-def test_nobody_waits_for_json_beyond_the_deadline(held):
+def test_nobody_waits_for_json_beyond_the_deadline(blocked):
     async def calls(codec):
-        other = asyncio.ensure_future(held.call(codec))
-        await held.begun()
+        other = asyncio.ensure_future(blocked.call(codec))
+        await blocked.begun()
         with refused("deadline_exceeded"):
             await codec.decode(TEXT, time.monotonic() + BRIEFLY)
         assert not other.done()
-        held.release()
+        blocked.release()
         await other
         await works(codec, time.monotonic() + PATIENCE)
 
@@ -129,21 +129,21 @@ def test_a_call_whose_deadline_has_passed_starts_no_process():
     run(calls)
 
 
-def test_who_gives_a_call_up_costs_the_next_no_process(held):
-    """To start one takes longer than most calls. The next call gets its own answer."""
+def test_who_gives_a_call_up_costs_the_next_no_process(blocked):
+    """A start takes longer than most calls. The next call gets the right answer."""
 
     async def calls(codec):
         process = await codec.run(None, os.getpid)
         with refused("deadline_exceeded"):
-            await held.call(codec, time.monotonic() + BRIEFLY)
+            await blocked.call(codec, time.monotonic() + BRIEFLY)
         following = asyncio.ensure_future(works(codec))
-        held.release()
+        blocked.release()
         await following
-        cancelled = asyncio.ensure_future(held.call(codec))
-        await held.begun()
+        cancelled = asyncio.ensure_future(blocked.call(codec))
+        await blocked.begun()
         cancelled.cancel()
         following = asyncio.ensure_future(codec.run(None, os.getpid))
-        held.release()
+        blocked.release()
         assert await following == process
 
     run(calls)
@@ -166,12 +166,12 @@ def test_a_process_that_hangs_is_ended_and_the_next_call_has_another(monkeypatch
     run(calls)
 
 
-def test_closing_refuses_the_call_that_is_made(held):
+def test_closing_refuses_the_call_that_is_made(blocked):
     before = set(psutil.Process().children())
 
     async def calls(codec):
-        call = asyncio.ensure_future(held.call(codec))
-        await held.begun()
+        call = asyncio.ensure_future(blocked.call(codec))
+        await blocked.begun()
         codec.close()
         with refused("draining"):
             await call
@@ -180,11 +180,11 @@ def test_closing_refuses_the_call_that_is_made(held):
     run(calls)
 
 
-def test_a_call_whose_process_is_killed_is_refused_and_the_next_is_not(held):
+def test_a_call_whose_process_is_killed_is_refused_and_the_next_is_not(blocked):
     async def calls(codec):
         process = await codec.run(None, os.getpid)
-        call = asyncio.ensure_future(held.call(codec))
-        await held.begun()
+        call = asyncio.ensure_future(blocked.call(codec))
+        await blocked.begun()
         os.kill(process, signal.SIGKILL)
         with refused("engine_lost"):
             await call

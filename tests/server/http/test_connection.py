@@ -1,7 +1,7 @@
-"""A connection, byte by byte: requests in any encoding and any pieces, and whatever may happen while they arrive.
+"""A connection answers requests in any encoding and any pieces, whatever happens while they arrive.
 
-Every request is valid, so none is answered with 400. Answers come in order, each is that of its own request, and memory
-that a request has released is not written.
+Every request is valid, so none is answered with 400. Answers come in order, each answers its request, and released
+memory is not written.
 """
 
 import contextlib
@@ -19,13 +19,13 @@ from flashpoint_server.http.body import NEARLY
 from flashpoint_server.refusal import STATUS
 from tests.support.connections import CALLBACKS, REFUSALS, RELEASED, Bench, answers, body_of, code_of
 
-PATIENCE = 60  # seconds; only there to end a hang
-GRACE = 0.001  # seconds, in the place of the server's, so that a deadline passes soon
+PATIENCE = 60  # seconds; only ends a hang
+GRACE = 0.001  # seconds, instead of the server's grace, so that a deadline passes soon
 SIZES = (0, 1, 100, 40_000, 200_000, 1_500_000)
 PLANS = ("deadline", "memory", "fails", *REFUSALS)
-MOST = 8  # requests of a connection
+MAX_REQUESTS = 8  # of a connection
 
-asked = st.fixed_dictionaries({
+request_plans = st.fixed_dictionaries({
     "size": st.sampled_from(SIZES),
     "plan": st.just("answers") | st.sampled_from(PLANS),
     "chunks": st.just(0) | st.sampled_from((5000, 33_000)),
@@ -35,7 +35,7 @@ asked = st.fixed_dictionaries({
 
 
 class Request:
-    """One request, as bytes, and what may be answered."""
+    """The bytes of one request and its allowed answers."""
 
     def __init__(self, number, size, plan, chunks, expects, closes):
         self.number = number
@@ -58,30 +58,30 @@ class Request:
         head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
         self.head = f"POST /attention HTTP/1.1\r\n{head}\r\n".encode()
         self.text = self.head + sent
-        # The answer may end the connection. Requests that were sent behind this one would then be lost, with answers.
+        # The answer may end the connection. Later requests and their answers would then be lost.
         refused = plan in ("early", "staging", "memory") and (chunks or expects or size > NEARLY)
         self.may_close = closes or refused or plan == "deadline"
         self.cancelled = False
 
-    def check(self, status, fields, found, *, short):
-        """Raises AssertionError unless this may be the answer. `short`: memory was short while it arrived."""
+    def check(self, status, fields, body, *, short):
+        """Assert that this answer is allowed. `short`: memory was short while the request arrived."""
         if status == 200:
             assert self.plan in ("answers", "deadline")
-            assert found == self.tensor
+            assert body == self.tensor
             assert fields["x-request-id"] == f"r{self.number}"
             return
         codes = {"deadline": "deadline_exceeded", "memory": "out_of_memory", "fails": "internal_error", **REFUSALS}
         allowed = {codes.get(self.plan)} | ({"out_of_memory"} if short else set())
         if self.cancelled:
             allowed |= {"draining", "Internal Server Error"}
-        code = code_of(found)
-        assert code in allowed, (status, fields, found)
+        code = code_of(body)
+        assert code in allowed, (status, fields, body)
         assert status == STATUS.get(code, 500)
         assert (status in (429, 503)) == ("retry-after" in fields)
 
 
 class Connection(RuleBasedStateMachine):
-    """A client's connection. It sends, reads, waits and leaves as the rules say."""
+    """A client's connection, which sends, reads, waits and leaves by the rules."""
 
     bench = None
 
@@ -91,15 +91,15 @@ class Connection(RuleBasedStateMachine):
         self.requests, self.outbox, self.received = [], bytearray(), bytearray()
         self.reading, self.ended, self.half_closed = True, False, False
 
-    @initialize(several=st.lists(asked, min_size=1, max_size=4))
+    @initialize(several=st.lists(request_plans, min_size=1, max_size=4))
     def ask_several(self, several):
         for how in several:
             self.ask(how)
 
-    @precondition(lambda self: not self.half_closed and len(self.requests) < MOST)
-    @rule(how=asked)
+    @precondition(lambda self: not self.half_closed and len(self.requests) < MAX_REQUESTS)
+    @rule(how=request_plans)
     def ask(self, how):
-        """Put a request behind those that are not sent yet."""
+        """Append a request to the unsent ones."""
         if self.requests and self.requests[-1].may_close and (self.requests[-1].closes or not self._answered()):
             return
         self.requests.append(Request(len(self.requests), **how))
@@ -114,7 +114,7 @@ class Connection(RuleBasedStateMachine):
     @precondition(lambda self: self.outbox)
     @rule(offset=st.integers(-2, 2))
     def send_to_the_end_of_a_request(self, offset):
-        """Or of its head, give or take a byte."""
+        """Send up to the end of a request or of its head, plus or minus one byte."""
         ends = list(itertools.accumulate(len(part) for r in self.requests for part in (r.head, r.text[len(r.head) :])))
         sent = ends[-1] - len(self.outbox)
         self._send(max(1, next(end for end in ends if end > sent) - sent + offset))
@@ -125,7 +125,7 @@ class Connection(RuleBasedStateMachine):
 
     @rule()
     def stop_the_server(self):
-        """Its deadlines pass meanwhile, and then it finds everything at once."""
+        """Block the server: its deadlines pass, and then all data arrives at once."""
         time.sleep(3 * GRACE)
 
     @rule()
@@ -149,7 +149,7 @@ class Connection(RuleBasedStateMachine):
     @precondition(lambda self: not self.half_closed)
     @rule(luck=st.integers(0, 5))
     def end_sending(self, luck):
-        if luck:  # rarely: nothing can be sent afterwards
+        if luck:  # rarely: nothing can be sent after it
             return
         self.half_closed = True
         with contextlib.suppress(OSError):
@@ -167,7 +167,7 @@ class Connection(RuleBasedStateMachine):
         del self.outbox[:sent]
 
     def _read(self):
-        """Read what has arrived, unless the client reads nothing."""
+        """Read the data that has arrived, unless the client has stopped reading."""
         with contextlib.suppress(BlockingIOError):
             while self.reading and not self.ended:
                 try:
@@ -178,7 +178,7 @@ class Connection(RuleBasedStateMachine):
                 self.received += data
 
     def teardown(self):
-        """Everything is sent, answered and read; then the answers are compared with the requests."""
+        """Send, await and read everything; then compare the answers with the requests."""
         try:
             self.reading, end = True, time.monotonic() + PATIENCE
             unsent = len(self.outbox) if self.half_closed else 0
@@ -215,21 +215,21 @@ class Connection(RuleBasedStateMachine):
         )
 
     def _compare(self, unsent):
-        found, rest = answers(bytes(self.received))
+        received, rest = answers(bytes(self.received))
         hit = self.server.hit
-        assert len(found) <= len(self.requests)
-        for number, (request, answer) in enumerate(zip(self.requests, found, strict=False)):
+        assert len(received) <= len(self.requests)
+        for number, (request, answer) in enumerate(zip(self.requests, received, strict=False)):
             request.check(*answer, short=hit == number)
             if answer[1].get("connection") == "close":
-                assert number == len(found) - 1
+                assert number == len(received) - 1
                 assert request.may_close or request.cancelled or hit == number or self.half_closed
                 return
-        if len(found) == len(self.requests):
+        if len(received) == len(self.requests):
             return
         # The connection ended without an answer to the next request.
-        left = len(found) >= self.server.begun if self.half_closed else False
-        lost = hit is not None and len(found) > hit  # the rest of an answered request's body was lost
-        assert left or lost or any(r.cancelled for r in self.requests), (len(found), hit, bytes(rest[:200]))
+        left = len(received) >= self.server.begun if self.half_closed else False
+        lost = hit is not None and len(received) > hit  # the rest of an answered request's body is lost
+        assert left or lost or any(r.cancelled for r in self.requests), (len(received), hit, bytes(rest[:200]))
 
 
 @pytest.fixture(scope="module")
@@ -260,7 +260,7 @@ def test_more_connections_answer_every_request(bench):
 
 
 def exchanged(bench, connection, text, answered=1):
-    """Send a text. Return that many answers, or those until the connection ends."""
+    """Send a text. Return `answered` answers, or fewer if the connection ends."""
     received, end = b"", time.monotonic() + PATIENCE
     connection.sendall(text)
     while len(answers(received)[0]) < answered:
@@ -276,19 +276,19 @@ def exchanged(bench, connection, text, answered=1):
 
 @pytest.mark.parametrize("callback", CALLBACKS)
 def test_a_request_that_arrives_while_memory_is_short_is_answered_503(bench, callback):
-    """Not 400: the request is valid, and the SDK sends it again."""
+    """The code is not 400: the request is valid, and the SDK retries it."""
     connection, server = bench.connect()
     with connection:
         server.lacking = callback
-        ((status, fields, found),) = exchanged(bench, connection, Request(0, 100, "answers", 0, False, False).text)
-        assert (status, code_of(found), fields["connection"]) == (503, "out_of_memory", "close")
+        ((status, fields, body),) = exchanged(bench, connection, Request(0, 100, "answers", 0, False, False).text)
+        assert (status, code_of(body), fields["connection"]) == (503, "out_of_memory", "close")
         assert fields["retry-after"] == "1"
 
 
 @pytest.mark.parametrize("wrong", [b"NO SUCH THING", b"POST /attention HTTP/1.1\r\nHost: a\r\nHost: b"])
 @pytest.mark.parametrize("complete", [True, False])
 def test_an_earlier_request_is_answered_before_the_one_that_cannot_be_read(bench, wrong, complete):
-    """The earlier one is computed, or has another behind it whose body breaks off in its chunks."""
+    """The earlier request is computed, or the chunked body of a later one breaks off."""
     connection, _ = bench.connect()
     first, second = Request(0, 100, "answers", 0, False, False), Request(1, 100, "answers", 50, False, False)
     text = first.text + (wrong + b"\r\n\r\n" if complete else second.text[: len(second.head) + 20] + b"\r\n" * 40)
@@ -299,8 +299,8 @@ def test_an_earlier_request_is_answered_before_the_one_that_cannot_be_read(bench
 
 
 def test_what_arrives_after_the_deadline_does_not_touch_released_memory(bench):
-    """The body is received directly when the deadline passes; its memory may then belong to another request."""
-    bench.released.clear()  # of earlier tests
+    """The deadline passes while the body is received in place; its memory may then belong to another request."""
+    bench.released.clear()  # from earlier tests
     connection, _ = bench.connect()
     request = Request(0, 200_000, "deadline", 0, False, False)
     with connection:
@@ -309,8 +309,8 @@ def test_what_arrives_after_the_deadline_does_not_touch_released_memory(bench):
         while not bench.released:
             assert time.monotonic() < end
             bench.turn()
-        ((status, _, found),) = exchanged(bench, connection, request.text[60_000:])
-        assert (status, code_of(found)) == (504, "deadline_exceeded")
+        ((status, _, body),) = exchanged(bench, connection, request.text[60_000:])
+        assert (status, code_of(body)) == (504, "deadline_exceeded")
         bench.turn()
     assert all(place.count(RELEASED) == len(place) for place in bench.released)
     bench.released.clear()
@@ -323,5 +323,5 @@ def test_a_bug_in_reading_a_request_is_500(bench, monkeypatch):
     monkeypatch.setattr(protocol, "wrong", fails)
     connection, _ = bench.connect()
     with connection:
-        ((status, _, found),) = exchanged(bench, connection, Request(0, 100, "answers", 0, False, False).text)
-    assert (status, code_of(found)) == (500, "internal_error")
+        ((status, _, body),) = exchanged(bench, connection, Request(0, 100, "answers", 0, False, False).text)
+    assert (status, code_of(body)) == (500, "internal_error")

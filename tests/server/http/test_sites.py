@@ -1,4 +1,4 @@
-"""Which hosts and which pages a server answers to: every rule, without a server."""
+"""A server answers the right hosts and pages: every rule is tested, without a server."""
 
 import pytest
 from pydantic import ValidationError
@@ -13,7 +13,7 @@ HERE = "10.0.0.7"  # where the connections of these tests arrive
 
 
 def answer(sites, host=None, method="POST", path="/attention", **fields):
-    """The code of the refusal; None where the request goes on."""
+    """Return the error code of the refusal; None if the request continues."""
     headers = {name.replace("_", "-"): value for name, value in fields.items()}
     try:
         sites.check(Exchange(method, path, headers | ({"host": host} if host else {}), "id"), HERE)
@@ -52,7 +52,7 @@ def test_a_server_that_anybody_may_call_on_loopback_answers_to_loopback_names():
     sites = Sites((), ())
     assert {answer(sites, host) for host in (*LOOPBACK, *OTHERS)} == {None}
     sites.only_loopback()
-    for _ in range(2):  # the second time they are remembered
+    for _ in range(2):  # the second time from the cache
         assert {answer(sites, host) for host in (None, *LOOPBACK)} == {None}
         assert {answer(sites, host) for host in OTHERS} == {"host_not_allowed"}
 
@@ -100,7 +100,7 @@ NAVIGATES = {"sec_fetch_site": "cross-site", "sec_fetch_mode": "navigate"}
         ({"sec_fetch_site": "cross-site", "origin": "null"}, "cross_site"),
         ({"sec_fetch_site": "same-site", "origin": "http://a.example:3000"}, "cross_site"),
         ({"sec_fetch_site": "same-site"}, "cross_site"),
-        ({"origin": "http://a.example"}, "cross_site"),  # of another port
+        ({"origin": "http://a.example"}, "cross_site"),  # another port
         ({"origin": OTHER}, "cross_site"),
         ({"origin": "null"}, "cross_site"),
         ({"origin": ""}, "cross_site"),

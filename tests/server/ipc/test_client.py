@@ -1,4 +1,4 @@
-"""The engine process and the HTTP side's view of it: order, cancelling, death, closing, and memory."""
+"""The HTTP side and the engine process agree on order, cancellation, death, closing and memory."""
 
 import asyncio
 import os
@@ -32,7 +32,7 @@ from flashpoint_server.ipc.staging import Layout, Staging
 from flashpoint_server.observability.metrics import Metrics
 from flashpoint_server.refusal import Refusal
 
-PATIENCE = 240  # seconds; only there to end a hang
+PATIENCE = 240  # seconds; only ends a hang
 ENGINE = "tests.support.faulty.engine"
 
 
@@ -44,20 +44,20 @@ async def until(condition):
 
 @pytest.fixture
 def gate(tmp_path, monkeypatch):
-    """`gate(name)` is the file of a gate of the engine (tests/support/faulty/engine.py)."""
+    """Return `gate`: `gate(name)` is the file of an engine's gate (tests/support/faulty/engine.py)."""
     monkeypatch.setenv("FLASHPOINT_TEST_GATE", str(tmp_path / "open"))
     return (tmp_path / "open").with_suffix
 
 
 class Bench:
-    """Engines in processes of their own, and the pool that this process shares with them."""
+    """Engine processes, and the pool that this process shares with them."""
 
     def __init__(self):
         self.engines = Engines([Metrics()])
         self.pool = Pool(1 << 30, self.engines.forget_segment)
 
     def job(self, name, **how):
-        """A forward job on 4 queries and keys. The launch of one named "gate-…" waits for the gate `.gate`."""
+        """Return a forward job on 4 queries and keys. A launch named "gate-…" waits for the gate `.gate`."""
         info = TensorInfo("float32", (1, 1, 4, 8))
         spec = plan(dict.fromkeys("qkv", info), Options(), "forward")
         staging = Staging.take(self.pool, Layout.of([(n, info) for n in "qkv"], spec.outputs))
@@ -75,14 +75,14 @@ class Bench:
         )
 
     async def answer(self, job):
-        """The output of a job; its memory is released."""
+        """Return the output of a job and release its memory."""
         await self.engines.submit(job)
         o = np.frombuffer(job.staging.views(job.staging.outputs)["o"], np.float32).copy()
         job.staging.release()
         return o
 
     async def begun(self, job):
-        """The answer to come of a job that the engine computes by now."""
+        """Return the pending answer of a job after the engine has started it."""
         answer = self.engines.submit(job)
         await until(lambda: job.staging.slot.mark)
         return answer
@@ -103,21 +103,21 @@ async def bench():
 
 
 def engine_pids():
-    """The engine processes that this process has started."""
+    """Return the engine processes that this process has started."""
     return [c.pid for c in psutil.Process().children() if ENGINE in c.cmdline()]
 
 
 def test_order_cancelling_memory_and_closing(gate, monkeypatch):
-    """The higher priority first, equal jobs in order; a cancelled or late job is not begun; no memory stays taken.
+    """Higher priority runs first, equal jobs in order; cancelled or late jobs never start; all memory is released.
 
-    Closed engines refuse what is computed and what comes, and leave no process.
+    Closed engines refuse running and new jobs, and leave no process.
     """
-    now = time.monotonic()  # all jobs come at once: only their priorities differ
+    now = time.monotonic()  # all jobs arrive at once: only their priorities differ
     monkeypatch.setattr(engine, "time", SimpleNamespace(monotonic=lambda: now, perf_counter=time.perf_counter))
 
     async def run():
         async with bench() as b:
-            first = await b.begun(held := b.job("gate-first"))
+            first = await b.begun(first_job := b.job("gate-first"))
             jobs = [b.job("a"), b.job("b", priority=5), b.job("c", priority=9), b.job("d", priority=5), b.job("e")]
             tasks = [asyncio.create_task(b.answer(job)) for job in jobs]
             dropped, late = b.job("dropped"), b.job("late", deadline=0.0)
@@ -127,7 +127,7 @@ def test_order_cancelling_memory_and_closing(gate, monkeypatch):
             with pytest.raises(asyncio.CancelledError):
                 await cancelled
             dropped.staging.release()
-            assert b.pool.taken == 8  # the engine still holds the memory of what it has not answered
+            assert b.pool.taken == 8  # the engine holds the memory of unanswered jobs
             refused = b.engines.submit(late)
             gate(".gate").touch()
             with pytest.raises(Refusal) as caught:
@@ -135,7 +135,7 @@ def test_order_cancelling_memory_and_closing(gate, monkeypatch):
             assert caught.value.status == 504
             late.staging.release()
             await first
-            held.staging.release()
+            first_job.staging.release()
             answers = await asyncio.gather(*tasks)
             assert [j.id for j in sorted(jobs, key=lambda j: j.timings.compute)] == ["c", "b", "d", "a", "e"]
             assert not dropped.timings.compute
@@ -160,7 +160,7 @@ def test_order_cancelling_memory_and_closing(gate, monkeypatch):
 def test_a_job_that_cannot_be_sent_fails_alone():
     async def run():
         async with bench() as b:
-            bad = b.job("\ud800")  # a text without an encoding
+            bad = b.job("\ud800")  # a text that cannot be encoded
             with pytest.raises(UnicodeEncodeError):
                 b.engines.submit(bad)
             bad.staging.release()
@@ -198,14 +198,14 @@ def test_a_killed_engine_fails_what_it_had_begun_and_another_does_the_rest(gate)
             assert all(np.array_equal(answer, expected) for answer in answers)
             assert engine_pids() != [pid]
             assert np.array_equal(await b.answer(b.job("after")), expected)
-            assert b.pool.taken == 1  # that of the job that came too early: its caller releases it
+            assert b.pool.taken == 1  # of the job that came too early: its caller releases it
 
     asyncio.run(run())
 
 
 @pytest.mark.slow
 def test_a_peer_that_reads_nothing_holds_up_the_others_for_a_while_only():
-    """A stopped HTTP process: its answers fill its socket, and it is dropped; another's job is answered."""
+    """The answers of a stopped HTTP process fill its socket, and it is dropped; another's job is answered."""
 
     async def run():
         async with running_engines(Settings(device="cpu", log_level="error"), ENGINE) as (address,):
@@ -213,12 +213,12 @@ def test_a_peer_that_reads_nothing_holds_up_the_others_for_a_while_only():
                 deaf.connect(address)
                 tensors = [PlacedTensor(name, "float32", (1, 1), 7, 0) for name in "qkv"]
                 body = AttentionCall("forward", pack_options(Options()), "reference")
-                # A late one, which is answered at once.
+                # A late job, which is answered at once.
                 late = Submit(0, "deaf", body, 7, tensors, [], 0, 0, 0.0, 0.0, 0.0)
                 message = msgspec.msgpack.encode(late)
                 deaf.settimeout(PATIENCE)
 
-                def send_until_dropped():  # some hundreds of answers fill its socket
+                def send_until_dropped():  # hundreds of answers fill its socket
                     for _ in range(100_000):
                         deaf.send(message)
 

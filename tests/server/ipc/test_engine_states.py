@@ -1,4 +1,4 @@
-"""The state of several engines, and a child process that is started again, without an engine's process."""
+"""Several engines have one state, and a dead child process is restarted; no engine process runs."""
 
 import asyncio
 
@@ -8,7 +8,7 @@ from flashpoint_server.ipc import processes
 from flashpoint_server.ipc.client import Engine, Engines, State
 from flashpoint_server.ipc.processes import Child
 
-PATIENCE = 240  # seconds; only there to end a hang
+PATIENCE = 240  # seconds; only ends a hang
 
 
 def test_the_service_fails_only_when_all_engines_have_failed():
@@ -24,7 +24,7 @@ def test_the_service_fails_only_when_all_engines_have_failed():
 
 
 def test_a_child_that_dies_is_started_again_and_ends_when_it_is_told_to(tmp_path, monkeypatch):
-    """It writes a letter to a file at each start, and runs on from the third."""
+    """The child writes a letter to a file at each start, and stays alive from the third start."""
     module = tmp_path / "dies_twice.py"
     module.write_text(
         "import pathlib, signal, sys\n"
@@ -35,7 +35,7 @@ def test_a_child_that_dies_is_started_again_and_ends_when_it_is_told_to(tmp_path
     notes = tmp_path / "notes"
     notes.write_text("")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(processes, "FIRST_PAUSE", 0.005)  # between two starts
+    monkeypatch.setattr(processes, "FIRST_PAUSE", 0.005)  # seconds between two starts
 
     async def run():
         child = Child("dies twice", "dies_twice", [str(notes)], [])

@@ -1,4 +1,4 @@
-"""The staging pool: size classes, reuse before growth, a bound, and nothing left behind."""
+"""The staging pool has size classes and a bound, reuses before it grows, and leaves nothing behind."""
 
 import contextlib
 import mmap
@@ -15,13 +15,13 @@ MIB = 1 << 20
 
 
 def memory_files():
-    """How many staging segments this process has open."""
-    found = set()
+    """Return how many staging segments this process has open."""
+    inodes = set()
     for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+        with contextlib.suppress(FileNotFoundError):  # the listing's descriptor
             if "flashpoint-staging" in os.readlink(f"/proc/self/fd/{fd}"):
-                found.add(os.stat(f"/proc/self/fd/{fd}").st_ino)
-    return len(found)
+                inodes.add(os.stat(f"/proc/self/fd/{fd}").st_ino)
+    return len(inodes)
 
 
 @pytest.fixture
@@ -33,10 +33,10 @@ def pool():
 
 @given(st.integers(0, LARGEST))
 def test_a_size_class_holds_what_it_is_for_and_wastes_at_most_half(size):
-    held = size_class(size)
-    assert held >= size
-    assert held % ALIGNMENT == 0
-    assert held == SMALLEST or held < 2 * size
+    class_size = size_class(size)
+    assert class_size >= size
+    assert class_size % ALIGNMENT == 0
+    assert class_size == SMALLEST or class_size < 2 * size
 
 
 def test_a_slot_let_go_is_taken_again_before_the_pool_grows(pool):
@@ -63,15 +63,15 @@ def test_a_slot_is_another_requests_only_when_every_holder_let_go(pool):
 @given(st.lists(st.tuples(st.integers(1, 3 * MIB), st.booleans()), max_size=40))
 def test_slots_never_overlap(requests):
     pool = Pool(256 * MIB)
-    held = []
+    slots = []
     for size, keep in requests:
         slot = pool.take(size)
         assert slot.offset % ALIGNMENT == 0
-        for other in held:
+        for other in slots:
             if other.segment is slot.segment:
                 assert slot.offset + slot.size <= other.offset or other.offset + other.size <= slot.offset
         if keep:
-            held.append(slot)
+            slots.append(slot)
         else:
             slot.release()
     pool.close()
@@ -103,18 +103,18 @@ def test_segments_are_closed_giants_at_once_and_the_rest_with_the_pool():
 
 
 def test_the_bound_holds_for_all_processes_and_unused_memory_makes_room_for_another(tmp_path):
-    """Two pools of two processes: what one keeps for later is given back once the other has found no room."""
+    """If one process finds no room, the pool of another process returns its unused memory."""
     one, two = (Pool(3 * GROWTH, counts=Counts(WorkerGroup(tmp_path, n, 2))) for n in range(2))
-    kept, held = one.take(2 * GROWTH), one.take(SMALLEST)
-    kept.release()  # the pool keeps its segment
-    one.make_room()  # nobody asks for it
+    large, small = one.take(2 * GROWTH), one.take(SMALLEST)
+    large.release()  # the pool keeps its segment
+    one.make_room()  # no process needs it
     with pytest.raises(PoolFullError, match=f"{3 * GROWTH} of {3 * GROWTH} bytes"):
         two.take(GROWTH)
     one.make_room()
     assert two.take(2 * GROWTH).size == 2 * GROWTH
     with pytest.raises(PoolFullError):
         two.take(GROWTH)
-    held.release()
+    small.release()
     one.close()
     assert two.take(GROWTH).size == GROWTH
     two.close()

@@ -1,4 +1,4 @@
-"""The measured pace of an engine, in predicted seconds a second, and the requests that are refused because of it."""
+"""An engine's pace, in predicted seconds per second, is measured, and requests it cannot serve in time are refused."""
 
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ def test_a_rate_is_that_of_a_window_without_a_pause():
     pace.did(0.5, 100.0 + WINDOW)
     assert pace.rate == 1 / WINDOW
     pace.did(3, 100.0 + 2 * WINDOW)
-    assert pace.rate == 2 / WINDOW  # half of it the new window's
+    assert pace.rate == 2 / WINDOW  # the new window counts half
 
 
 def test_a_pause_is_no_work_and_tells_no_speed():
@@ -42,12 +42,14 @@ def test_a_pause_is_no_work_and_tells_no_speed():
 def test_a_request_that_would_wait_for_too_much_of_its_time_is_refused_at_once():
     admission = Admission(Settings())
     with ExitStack() as inside:
-        for _ in range(FEW):  # so many are let in at any speed: they keep the engine busy, which shows its speed again
+        for _ in range(
+            FEW
+        ):  # these are admitted at any speed: they keep the engine busy, which measures its speed again
             inside.enter_context(admission.permit(0)).charge(Price(0, 10.0), NOW + 1, 1.0)
         one = inside.enter_context(admission.permit(0))
         wait = FEW * 10
-        said = rf"take {wait} s, and the deadline of this one is in {2 * wait - 1} s"
-        with pytest.raises(Refusal, match=said) as caught:
+        message = rf"take {wait} s, and the deadline of this one is in {2 * wait - 1} s"
+        with pytest.raises(Refusal, match=message) as caught:
             one.charge(Price(0, 10.0), NOW + wait / PATIENCE - 1, 1.0)
         assert caught.value.code == "queue_full"
         one.charge(Price(0, 10.0), NOW + wait / PATIENCE, 1.0)
@@ -60,6 +62,6 @@ def test_a_request_that_does_not_wait_for_others_is_let_in():
             inside.enter_context(admission.permit(0)).charge(Price(0, 10.0))
         small = inside.enter_context(admission.permit(0))
         small.charge(Price(0, 0.01), NOW + 1, 1.0)  # it goes before large ones
-        small.charge(Price(0, 10.0), None, 1.0)  # without a deadline it waits for as long as it takes
-        small.charge(Price(0, 10.0), NOW + 1, 0.0)  # no speed is known
-        small.charge(Price(0, 10.0), NOW - 1, 1.0)  # late already: that is 504, once its turn comes
+        small.charge(Price(0, 10.0), None, 1.0)  # without a deadline it may wait
+        small.charge(Price(0, 10.0), NOW + 1, 0.0)  # unknown speed
+        small.charge(Price(0, 10.0), NOW - 1, 1.0)  # late already: 504 when its turn comes

@@ -1,4 +1,4 @@
-"""A process whose work hangs is ended by the kernel, also while a thread holds Python's lock."""
+"""The operating system ends a process whose work hangs, also while a thread holds Python's lock."""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""The price of a request: its FLOPs and predicted seconds, from its head and then from its lengths."""
+"""The price of a request, FLOPs and predicted seconds, follows from its head and then from its lengths."""
 
 import numpy as np
 import pytest
@@ -46,12 +46,12 @@ def test_a_sequence_and_an_option_have_a_price_of_their_own():
 def test_lengths_lower_the_price_and_it_is_counted_again():
     spec = spec_of((3, 1, 10, 4), q_lengths=("int64", (3,)), kv_lengths=("int64", (3,)))
     index = {"q_lengths": np.array([10, 1, 0]), "kv_lengths": np.array([10, 1, 5])}
-    most, exact = price_of(spec, "torch", DEVICE), price_of(spec, "torch", DEVICE, index)
-    assert (most.flops, exact.flops) == (300 * 16, 101 * 16)
-    assert exact.seconds < most.seconds
+    upper, exact = price_of(spec, "torch", DEVICE), price_of(spec, "torch", DEVICE, index)
+    assert (upper.flops, exact.flops) == (300 * 16, 101 * 16)
+    assert exact.seconds < upper.seconds
     admission = Admission(Settings())
     with admission.permit(0) as permit:
-        permit.charge(most)
+        permit.charge(upper)
         permit.correct(exact)
         assert (admission.flops, admission.seconds) == exact
         assert permit.price == exact
@@ -70,5 +70,5 @@ def test_a_verification_costs_three_references():
 
 
 def test_parts_are_cut_by_constants():
-    """Where a request is cut must not depend on what was measured at the start of the server."""
+    """The parts of a request must not depend on measurements at the start of the server."""
     assert set(NOMINAL) == {"torch", "tiled", "reference", "triton"}

@@ -17,7 +17,7 @@ def key():
 
 
 def test_a_region_is_its_keys_own(key):
-    """Another key neither sees nor uses nor removes it, and may have one of the same name."""
+    """Another key cannot see, use or remove it, and may have a region of the same name."""
     dropped = []
     regions = Regions(1 << 20, dropped.append)
     regions.register("alice", "mine", key, 0, 1024)

@@ -1,4 +1,4 @@
-"""Where a request's tensors lie, and how a body fills them."""
+"""A body fills a request's tensors at their places in the staging memory."""
 
 import itertools
 

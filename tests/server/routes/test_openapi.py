@@ -1,4 +1,4 @@
-"""The two calls do what /openapi.json says."""
+"""/openapi.json describes every route, tensor, option and error."""
 
 import json
 
@@ -17,7 +17,7 @@ from flashpoint_server.routes.problem_schema import ProblemDocument
 def document():
     app = create_app(Settings(device="cpu"))
     document = app.openapi()
-    assert app.openapi() == document  # made once
+    assert app.openapi() == document  # built once
     return json.loads(json.dumps(document))
 
 
@@ -65,9 +65,9 @@ def test_every_reference_leads_somewhere(document):
             for child in node:
                 yield from references(child)
 
-    found = set(references(document))
-    assert "#/components/schemas/Problem" in found
-    for reference in found:
+    names = set(references(document))
+    assert "#/components/schemas/Problem" in names
+    for reference in names:
         node = document
         for part in reference.removeprefix("#/").split("/"):
             node = node[part]

@@ -1,18 +1,18 @@
-"""Bugs that chaos/ must find: the file that FLASHPOINT_TEST_BUG names contains the name of the bug, or nothing.
+"""Bugs that chaos/ must find: the file named by FLASHPOINT_TEST_BUG contains the name of the bug, or nothing.
 
 swap   an answer is that of the last one of its shape      lose   an answer is never sent
-leak   the memory of a request stays held            twice  a write to a cache that is sent again is written again
-hoard  the memory of a cache that has ended stays counted
+leak   the memory of a request is not released       twice  a repeated write to a cache is written again
+hoard  the memory of an ended cache stays counted
 """
 
 import os
 from pathlib import Path
 
-EVERY = 5  # every fifth answer is lost, or its memory leaked
+EVERY = 5  # every fifth answer is lost, or its memory leaks
 
 
 class Seeded:
-    """Counts occasions, and says at which the bug shows."""
+    """A counter of occasions, which decides at which the bug shows."""
 
     def __init__(self, name):
         self.name = name

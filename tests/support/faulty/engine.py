@@ -1,25 +1,24 @@
-"""An engine that fails, and waits, as the ids of its requests say. Only tests start it (see server.py).
+"""An engine that fails and waits as the ids of its requests say. Only tests start it (see server.py).
 
-gate-…, wait-…  the launch waits until the gate of that name is open
+gate-…, wait-…  the launch waits until the gate with this name is open
 oom-…, once-…   out of memory, always or the first time     bug-…   an unexpected exception
 hang-…          the launch never ends                       gone-…  the device is lost
-loud-…          more lines are logged than the queue of the log holds
+loud-…          logs more lines than the log's queue holds
 unfit-…         an unexpected exception while its kernels are compiled
-late-…          its kernels are compiled only once the gate `compiled` is open
-step-…          its second part waits, and no further one begins, until the gate `step` is open; a verification waits
+late-…          its kernels are compiled only after the gate `compiled` opens
+step-…          its second part waits, and no further part begins, until the gate `step` opens; a verification waits
                 before its third block
 
-Requests of the `reference` backend are launches, one at a time; those of `torch` and `tiled` are cut into parts.
+Requests of the backend `reference` are launches, one at a time; those of `torch` and `tiled` are cut into parts.
 
-A gate is a file beside FLASHPOINT_TEST_GATE, with its name for a suffix; it is open while the file exists. At its start
-the engine waits while `.closed` exists, finds too little memory once where `.short` exists, and finds another device
-where `.moved` exists.
+A gate is a file next to FLASHPOINT_TEST_GATE with the gate's name as suffix; it is open while the file exists. At its
+start the engine waits while `.closed` exists, finds too little memory once if `.short` exists, and finds another device
+if `.moved` exists.
 
-It logs `queued` for a request that it has put into its queue, `part` for each part that it begins, `block` for each
-block of a verification, `held` for one that waits, `dropped` for a request that it has taken out of the queue, and
-`stopped` for a verification that it is to end. It predicts with fixed rates. On the
-CPU it does not check its backends at the start, which takes 3 s under Triton's interpreter: the tests that start the
-service's own engine cover that check.
+It logs `queued` for a request that enters its queue, `part` for each part that it begins, `block` for each block of a
+verification, `held` for a part or block that waits, `dropped` for a request that leaves the queue, and `stopped` for a
+verification that it must end. It predicts with fixed rates. On the CPU it does not check its backends at the start,
+which takes 3 s under Triton's interpreter: tests that start the service's engine cover this check.
 
 It also has bugs on demand (bugs.py).
 """
@@ -60,12 +59,12 @@ def gate(which):
 class FaultyDevice(TorchDevice):
     def __init__(self, info):
         super().__init__(info)
-        self.launches = 1  # also on a GPU: all others wait for a launch that a gate holds up
-        self.lanes = max(self.lanes, 2)  # also on one core: the engine takes requests while a gate holds up a launch
+        self.launches = 1  # also on a GPU: all others wait for a launch at a gate
+        self.lanes = max(self.lanes, 2)  # also on one core: the engine takes requests while a launch is at a gate
         self.seen = set()
-        self.last = {}  # answers by their shapes
+        self.last = {}  # the last answer of each shape
         self.compiler = ThreadPoolExecutor(1)
-        self.short = []  # weak references to what launches held when they ran out of memory
+        self.short = []  # weak references to tensors of launches that ran out of memory
 
     @classmethod
     def open(cls, asked):
@@ -92,9 +91,9 @@ class FaultyDevice(TorchDevice):
             time.sleep(0.005)
 
     def empty_cache(self):
-        """By now the engine must have released what the launches held that ran out of memory."""
+        """Check that the engine has released the tensors of launches that ran out of memory."""
         super().empty_cache()
-        if any(held() is not None for held in self.short):
+        if any(reference() is not None for reference in self.short):
             os._exit(3)
 
     def launch(self, jobs):
@@ -117,8 +116,8 @@ class FaultyDevice(TorchDevice):
         return super().launch(jobs)
 
     def run_short(self):
-        held = torch.empty(1)
-        self.short.append(weakref.ref(held))
+        tensor = torch.empty(1)
+        self.short.append(weakref.ref(tensor))
         raise OutOfMemoryError
 
     def verify(self, job, progress):
@@ -137,14 +136,14 @@ class FaultyDevice(TorchDevice):
         super().run(part, backend)
         if SWAP.there() and not isinstance(part, CachedPart):
             shapes = tuple((name, tuple(t.shape)) for name, t in part.outputs.items())
-            own = {name: t.clone() for name, t in part.outputs.items()}
+            outputs = {name: t.clone() for name, t in part.outputs.items()}
             for name, tensor in self.last.get(shapes, {}).items():
                 part.outputs[name].copy_(tensor)
-            self.last[shapes] = own
+            self.last[shapes] = outputs
 
 
 def start(asked):
-    """A device with fixed rates, which is not proven on the CPU."""
+    """Return a device with fixed rates, without the check of its backends on the CPU."""
     device = FaultyDevice.open(asked)
     if not device.is_cpu:
         proof.prove(device)
@@ -155,7 +154,7 @@ def start(asked):
 
 
 class TellingExecutor(executor.Executor):
-    parts: ClassVar = Counter()  # that have begun, by the name of their request
+    parts: ClassVar = Counter()  # started parts, by the name of their request
 
     def run(self, task):
         if isinstance(task, Compute):
@@ -175,7 +174,7 @@ class TellingExecutor(executor.Executor):
 
 
 class TellingScheduler(scheduler.Scheduler):
-    taken: ClassVar = Counter()  # parts that have begun, and those that a thread is about to begin, by their request
+    taken: ClassVar = Counter()  # parts that have started or that a thread is about to start, by their request
 
     def admit(self, message, peer):
         super().admit(message, peer)
@@ -200,8 +199,8 @@ class TellingScheduler(scheduler.Scheduler):
 
     def _has_lane(self, item):
         name = (item.entries[0] if isinstance(item, Group) else item).submit.request_id
-        held = name.startswith("step-") and self.taken[name] >= 2 and not gate("step").exists()
-        return not held and super()._has_lane(item)
+        at_gate = name.startswith("step-") and self.taken[name] >= 2 and not gate("step").exists()
+        return not at_gate and super()._has_lane(item)
 
     def _remove(self, unwanted):
         removed = super()._remove(unwanted)
@@ -240,7 +239,7 @@ if __name__ == "__main__":
 
         fast_interpreter.install()
     loop.Channel = LosingChannel
-    executor.TOLD_SECONDS = 0.0  # each block is told
+    executor.TOLD_SECONDS = 0.0  # reports each block
     executor.Executor = TellingExecutor
     scheduler.Scheduler = TellingScheduler
     store.CacheStore = FaultyStore

@@ -1,8 +1,8 @@
-"""Inputs at the edges of floating point, and the answers: the cases of test_extremes.py and of docs/numerics.md.
+"""Inputs at the limits of floating point and their answers: the cases of test_extremes.py and docs/numerics.md.
 
-A problem of two sequences of two heads, 5 queries, 7 keys, 16 columns, with a float mask. An edge is put into the first
-head of the first sequence: one element (NaN, infinities), or all of a tensor (1e4, subnormal numbers, negative zeros).
-Each answer has a word of `WORDS`, and the tests expect exactly that word.
+The problem has two sequences, two heads, 5 queries, 7 keys, 16 columns and a float mask. An extreme value is put into
+the first head of the first sequence: in one element (NaN, infinities), or in a whole tensor (1e4, subnormal numbers,
+negative zeros). Each answer has a word of `WORDS`, and the tests expect exactly this word.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 
 from tests.support.kernels.solving import normal, qkv
 
-ROW, KEY, COLUMN = 2, 4, 3  # where the one element is: of a query, of a key, and its column
+ROW, KEY, COLUMN = 2, 4, 3  # the position of the one element: row of a query, row of a key, column
 
 PLACES = {"q": (ROW, COLUMN), "k": (KEY, COLUMN), "v": (KEY, COLUMN), "do": (ROW, COLUMN), "attn_mask": (ROW, KEY)}
 ANSWERS = ("o", "lse", "dq", "dk", "dv")
 
-# "Its" row or column is that of the element. All else has the bits that it has without the edge.
+# "Its" row or column is that of the element. All other numbers have the bits that they have without the extreme value.
 WORDS = {
     "kept": "as without it",
     "row": "its row is NaN",
@@ -41,7 +41,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Extreme:
-    """`value` in `place`; `answers` has a word for each of ANSWERS."""
+    """A `value` at a `place`; `answers` has a word for each of ANSWERS."""
 
     place: str
     value: str
@@ -53,14 +53,14 @@ class Extreme:
         return f"{self.value} in {self.place}"
 
     def tensors(self, dtype: str) -> dict[str, Tensor]:
-        """The inputs of a gradient, with the edge."""
+        """Return the inputs of a gradient, with the extreme value."""
         t = plain(dtype)
         edge = t[self.place][0, 0]
         if self.value in ONE:
             edge[PLACES[self.place]] = ONE[self.value]
         elif self.value == "1e4":
             edge *= 1e4
-        elif self.value == "subnormal":  # a few of the least numbers' multiples, of either sign
+        elif self.value == "subnormal":  # small multiples of the smallest number, of both signs
             edge.copy_((edge * 64).round() * torch.finfo(edge.dtype).smallest_normal * torch.finfo(edge.dtype).eps)
         else:
             edge.fill_(-0.0)
@@ -77,7 +77,7 @@ def plain(dtype: str) -> dict[str, Tensor]:
 
 
 def _one(place: str, *answers: str) -> dict[str, Extreme]:
-    """NaN and, where there are other words for them, the infinities."""
+    """Return the cases of NaN and, if they have other words, of the infinities."""
     given = [word.split("|") for word in answers]
     values = {"NaN": [w[0] for w in given], "+∞": [w[-1] for w in given], "−∞": [w[-1] for w in given]}
     return {f"{v} in {place}": Extreme(place, v, ("float32",), tuple(words)) for v, words in values.items()}

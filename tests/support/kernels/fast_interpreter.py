@@ -1,8 +1,8 @@
-"""Makes Triton's interpreter faster by more than a third.
+"""Make Triton's interpreter faster by more than a third.
 
-Two changes leave what it computes as it is. It puts its own functions into `triton.language` whenever one kernel calls
-another, and searches the whole language to do so: here it does this once in each process, since nothing compiles in a
-process that interprets. It builds a table of dtypes for every operator of a kernel: here it looks each dtype up once.
+Two changes leave its results unchanged. Whenever one kernel calls another, it searches `triton.language` and replaces
+its functions: here it does so once in each process, since an interpreting process compiles nothing. It builds a table
+of dtypes for every operator of a kernel: here it looks each dtype up once.
 """
 
 from types import FunctionType
@@ -17,7 +17,7 @@ _dtypes: dict[str, Any] = {}
 
 
 def _replace_once(fn: FunctionType) -> Any:
-    """Like `_patch_lang`: return the object that undoes its changes. It has none to undo if they were made before."""
+    """Like `_patch_lang`, return the object that undoes the changes. Repeated calls change nothing."""
     names = fn.__globals__.values()
     seen = any(value is interpreter.tl for value in names), any(value is interpreter.tl.core for value in names)
     if seen not in _replaced:
@@ -26,14 +26,14 @@ def _replace_once(fn: FunctionType) -> Any:
 
 
 def _dtype_once(dtype: Any) -> Any:
-    """Like `_get_np_dtype`; a dtype's name tells it from every other."""
+    """Return the result of `_get_np_dtype`, cached by the dtype's unique name."""
     if dtype.name not in _dtypes:
         _dtypes[dtype.name] = _own["_get_np_dtype"](dtype)
     return _dtypes[dtype.name]
 
 
 def install() -> None:
-    if _own or not triton.__version__.startswith("3.7."):  # other versions (`make compat`) may do it otherwise
+    if _own or not triton.__version__.startswith("3.7."):  # other versions (`make compat`) may differ
         return
     for name, ours in {"_patch_lang": _replace_once, "_get_np_dtype": _dtype_once}.items():
         _own[name] = getattr(interpreter, name)

@@ -1,10 +1,10 @@
-"""An interpreter of Gluon, in the place of triton_backend/hopper/gluon.py: Triton's own interpreter knows no Gluon.
+"""An interpreter of Gluon, which replaces triton_backend/hopper/gluon.py: Triton's interpreter lacks Gluon.
 
-Layouts mean nothing here. Each role is a thread; one runs at a time, and what a GPU leaves undefined is made to show. A
-tile is NaN from the request of a copy to it until somebody waits for the barrier of the copy. A thread that arrives at
-a barrier goes on only when nobody else can, so the others run as early as a GPU allows. A product reads its tiles when
-it is waited for, and its result cannot be used before. A wait for an event that never comes raises an error, as does a
-product of a tile to which a copy is under way.
+Layouts have no effect here. Each role is a thread; one runs at a time, and behaviour that a GPU leaves undefined shows.
+From the start of a copy, its tile is NaN until a role waits for the copy's barrier. A thread that arrives at a barrier
+continues only when no other thread can, so the others run as early as a GPU allows. A product reads its tiles when a
+role waits for it, and its result cannot be used earlier. A wait for an event that never comes raises an error, and so
+does a product of a tile to which a copy is running.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from flashpoint_kernels.triton_backend.interpret import dot
 
 PATIENCE = 60.0  # seconds that a role waits for another
 
-observed: deque[int] = deque(maxlen=10_000)  # for each product, how many copies were under way when it was issued
+observed: deque[int] = deque(maxlen=10_000)  # running copies at the issue of each product
 
 _Role = tuple[Callable[..., None], tuple[Any, ...]]
 
 
 def install() -> None:
-    """Have the kernels for Hopper run here: with FLASHPOINT_HOPPER=1, on every device. Before they are imported."""
+    """Make the kernels for Hopper run here, on every device with FLASHPOINT_HOPPER=1. Call it before their import."""
     sys.modules["flashpoint_kernels.triton_backend.hopper.gluon"] = sys.modules[__name__]
     config.stand_in = config.Chip(90, SHARED_KIB[90], multiprocessors=3)  # fewer than a launch has blocks
 
 
 def jit(do_not_specialize: Any = None) -> Any:
-    """`gluon.jit`, with arguments or without."""
+    """Return `gluon.jit`, with or without arguments."""
     return triton.jit(do_not_specialize) if callable(do_not_specialize) else triton.jit
 
 
@@ -50,12 +50,12 @@ def constexpr_function(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def __getattr__(name: str) -> Any:
-    """The rest is as in Triton's language, as the interpreter has it at the time."""
+    """Return any other name from Triton's language, as the interpreter has it at that time."""
     return getattr(tl, name)
 
 
 class _Layout:
-    """Any."""
+    """Any layout."""
 
     def __init__(self, *_: object) -> None: ...
 
@@ -86,20 +86,20 @@ class _Part(threading.local):
     """The program and the role of a thread."""
 
     def __init__(self) -> None:
-        self.products: list[_Product] = []  # under way, the oldest first
+        self.products: list[_Product] = []  # running, the oldest first
         self.stage = _Stage()
 
 
 class _Stage:
-    """The roles of one program: one runs at a time, and who arrives at a barrier lets all others run first."""
+    """The roles of one program: one runs at a time, and a role at a barrier lets all others run first."""
 
     def __init__(self) -> None:
-        self.turn = threading.Condition()  # held by the role that runs
-        self.roles = 1  # that have not come to their end
-        self.waiting: list[Callable[[], bool]] = []  # for what
-        self.gave_way: list[object] = []  # in this order they go on
+        self.turn = threading.Condition()  # the running role holds it
+        self.roles = 1  # unfinished roles
+        self.waiting: list[Callable[[], bool]] = []  # the conditions that roles wait for
+        self.gave_way: list[object] = []  # they continue in this order
         self.raised: list[BaseException] = []
-        self.copies: list[np.ndarray] = []  # the tiles to which copies are under way
+        self.copies: list[np.ndarray] = []  # the tiles of running copies
 
     def wait_for(self, ready: Callable[[], bool], what: str) -> None:
         self.waiting.append(ready)
@@ -107,7 +107,7 @@ class _Stage:
         self.waiting.remove(ready)
 
     def give_way(self) -> None:
-        """Until no other role can go on."""
+        """Wait until no other role can continue."""
         mine = object()
 
         def alone() -> bool:
@@ -131,7 +131,7 @@ _part = _Part()
 
 
 def warp_specialize(roles: Sequence[_Role], _warps: Sequence[int], _registers: Sequence[int]) -> None:
-    """Each role in a thread. Raises what the first that failed has raised."""
+    """Run each role in a thread. Raise the error of the first role that failed."""
     stage = _Stage()
     stage.roles = len(roles)
 
@@ -140,7 +140,7 @@ def warp_specialize(roles: Sequence[_Role], _warps: Sequence[int], _registers: S
         with stage.turn:
             try:
                 role[0](*role[1])
-            except BaseException as error:  # to be raised where the kernel was launched
+            except BaseException as error:  # raised again at the kernel's launch
                 stage.raised.append(error)
             stage.roles -= 1
             stage.turn.notify_all()
@@ -155,11 +155,11 @@ def warp_specialize(roles: Sequence[_Role], _warps: Sequence[int], _registers: S
 
 
 class _Barrier:
-    """An mbarrier (PTX ISA, "mbarrier"): a phase ends with its arrivals made and its bytes come."""
+    """An mbarrier (PTX ISA, "mbarrier"): a phase ends when all its arrivals and bytes have come."""
 
     def __init__(self) -> None:
         self.arrivals = self.missing = self.phase = self.bytes = 0
-        self.copies: list[Callable[[], int]] = []  # under way; each gives how many bytes came
+        self.copies: list[Callable[[], int]] = []  # running; each returns how many bytes came
 
     def arrive(self, count: int) -> None:
         self.missing -= count
@@ -170,7 +170,7 @@ class _Barrier:
             self.phase, self.missing = self.phase ^ 1, self.arrivals
 
     def over(self, phase: int) -> bool:
-        """Whether the phase has ended; what is under way comes now."""
+        """Return whether the phase has ended, after running copies have finished."""
         copies, self.copies = self.copies, []
         for copy in copies:
             self.bytes -= copy()
@@ -202,12 +202,12 @@ class _Shared:
 
     @property
     def barrier(self) -> _Barrier:
-        found: _Barrier = self.data[0]
-        return found
+        stored: _Barrier = self.data[0]
+        return stored
 
 
 def allocate_shared_memory(dtype: Any, shape: Sequence[Any], _layout: object) -> _Shared:
-    """Tiles hold whole values, as float32; barriers are of int64."""
+    """Return shared memory: tiles hold values as float32; barriers are int64."""
     lengths = [int(n) for n in shape]
     if dtype == int64:
         return _Shared(np.array([_Barrier() for _ in range(np.prod(lengths))]).reshape(lengths), dtype)
@@ -221,7 +221,7 @@ class _Block:
 
 
 class _Descriptor:
-    """Rows that the copy engine takes tiles of, or heads of rows; 0 beyond them."""
+    """Rows, or heads of rows, from which the copy engine takes tiles; it reads 0 after their end."""
 
     def __init__(self, base: Any, shape: Sequence[Any], strides: Sequence[Any], block: Sequence[Any]) -> None:
         self.base, self.shape, self.strides, self.layout = base, shape, strides, _Layout()
@@ -242,7 +242,7 @@ class _Descriptor:
 
 
 class _Product:
-    """a @ b (+ acc), not known before it is waited for."""
+    """A product a @ b (+ acc), unknown until a role waits for it."""
 
     def __init__(self, a: Any, b: _Shared, acc: Any) -> None:
         self.a, self.b, self.acc = a, b, acc
@@ -263,7 +263,7 @@ class _Product:
 
 
 def _tensor(shared: _Shared) -> Any:
-    """Return the present content of shared memory."""
+    """Return the current content of shared memory."""
     data = np.ascontiguousarray(shared.data)
     x = tl.full(list(data.shape), 0.0, float32)
     x.handle.data = data.copy()
@@ -271,7 +271,7 @@ def _tensor(shared: _Shared) -> Any:
 
 
 class _MBarrier:
-    """`hopper.mbarrier`."""
+    """A stand-in for `hopper.mbarrier`."""
 
     MBarrierLayout = _Layout
 
@@ -298,13 +298,13 @@ class _MBarrier:
 
 
 class _TMA:
-    """`hopper.tma`."""
+    """A stand-in for `hopper.tma`."""
 
     @staticmethod
     def make_tensor_descriptor(
         base: Any, shape: Sequence[Any], strides: Sequence[Any], block: Sequence[Any], _layout: object
     ) -> _Descriptor:
-        # In a loop a descriptor takes the memory of the one before it, which a copy may still read.
+        # In a loop a descriptor reuses the memory of the previous one, which a copy may still read.
         if _part.stage.copies:
             raise RuntimeError("a descriptor is made while a copy is under way")
         return _Descriptor(base, shape, strides, block)
@@ -326,7 +326,7 @@ class _TMA:
 
 
 class hopper:  # noqa: N801 -- a module's name
-    """`gluon.language.nvidia.hopper`."""
+    """A stand-in for `gluon.language.nvidia.hopper`."""
 
     mbarrier, tma = _MBarrier, _TMA
 
@@ -341,7 +341,7 @@ class hopper:  # noqa: N801 -- a module's name
 
     @staticmethod
     def warpgroup_mma_wait(outstanding: int, deps: Sequence[Any]) -> Any:
-        """The results of all products but the newest `outstanding`."""
+        """Return the results of all products but the newest `outstanding`."""
         while len(_part.products) > outstanding:
             _part.products.pop(0).finish()
         values = tuple(each.value if isinstance(each, _Product) else each for each in deps)
@@ -349,7 +349,7 @@ class hopper:  # noqa: N801 -- a module's name
         return values if len(values) > 1 else values[0]
 
 
-# The names of hopper/gluon.py.
+# The names that hopper/gluon.py has.
 gl = sys.modules[__name__]
 mbarrier, tma, tma_load = hopper.mbarrier, hopper.tma, hopper.tma.async_load
 wgmma, wgmma_wait = hopper.warpgroup_mma, hopper.warpgroup_mma_wait

@@ -1,6 +1,6 @@
-"""Run the kernels in C on arrays beside pages that cannot be read: `python -m tests.support.kernels.guarded LEVEL`.
+"""Run the kernels in C on arrays next to unreadable pages: `python -m tests.support.kernels.guarded LEVEL`.
 
-A read or a write beyond an array ends the process by a signal. Prints the number of calls.
+A read or write outside an array ends the process by a signal. The program prints the number of calls.
 """
 
 import ctypes
@@ -22,11 +22,11 @@ from tests.support.kernels.solving import normal
 PAGE = mmap.PAGESIZE
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-HELD: list[mmap.mmap] = []  # of the current call
+HELD: list[mmap.mmap] = []  # memory of the current call
 
 
 def guarded(t: Tensor, at_end: bool) -> Tensor:
-    """Return a contiguous copy between two unreadable pages, directly before the second or after the first."""
+    """Return a contiguous copy between two unreadable pages, next to the second (`at_end`) or to the first."""
     pages = -(-max(t.nbytes, 1) // PAGE)
     memory = mmap.mmap(-1, (pages + 2) * PAGE)
     HELD.append(memory)
@@ -66,22 +66,22 @@ def problems() -> Iterator[tuple[dict[str, Tensor], dict[str, Any], bool]]:
         yield t | {"block_mask": blocks}, {"block_size": (16, 48)}, True
         yield in_pages(t | {"kv_lengths": torch.tensor([kv_len])}, "bhsd", 16), {"causal": True}, False
         for kind in (torch.int8, torch.float8_e4m3fn):
-            own = dict(t)
+            tensors = dict(t)
             for name in "kv":
-                own[name], own[f"{name}_scale"] = quantize(t[name], kind)
-            yield own, {}, False
+                tensors[name], tensors[f"{name}_scale"] = quantize(t[name], kind)
+            yield tensors, {}, False
 
 
 def main() -> None:
     faulthandler.enable()
-    own = native.level(sys.argv[1])
-    native.library = lambda: own
+    library = native.level(sys.argv[1])
+    native.library = lambda: library
     calls = 0
     for (tensors, options, has_gradient), at_end in product(problems(), (True, False)):
-        asked = Options(**options, return_lse=True, backend="torch")
-        found = solve(tensors, asked, "forward", at_end)
+        requested = Options(**options, return_lse=True, backend="torch")
+        actual = solve(tensors, requested, "forward", at_end)
         if has_gradient:
-            solve(tensors | found | {"do": torch.ones_like(found["o"])}, asked, "backward", at_end)
+            solve(tensors | actual | {"do": torch.ones_like(actual["o"])}, requested, "backward", at_end)
         calls += 1 + has_gradient
         HELD.clear()
     print(calls)

@@ -1,4 +1,4 @@
-"""Attention functions that the judge judges: ours on each backend, and those of other packages."""
+"""Attention functions for the judge: ours on each backend, and those of other packages."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ for _name, _function in [*((f"ours_{n}", f) for n, f in OURS.items()), *SDPA.ite
     _function.__module__, _function.__name__, _function.__qualname__ = __name__, _name, _name
     globals()[_name] = _function
 
-# Functions of other packages, where they are installed: MODULE:FUNCTION.
+# Functions of other packages, if installed: MODULE:FUNCTION.
 OTHERS = {
     "flash_attn": "flash_attn:flash_attn_func",
     "flash_attn_varlen": "flash_attn:flash_attn_varlen_func",

@@ -1,4 +1,4 @@
-"""Tensors that operators make: the memory that a computation needs, independent of the process's other work."""
+"""The sizes of tensors that operators make: a computation's memory, independent of the process's other work."""
 
 from typing import Any
 
@@ -8,14 +8,14 @@ from torch.utils._pytree import tree_leaves
 
 
 class Made(TorchDispatchMode):
-    """Inside, `largest` is the bytes of the largest tensor that an operator has made in this thread."""
+    """A mode whose `largest` is the bytes of the largest tensor that an operator makes in this thread."""
 
     largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        found = func(*args, **(kwargs or {}))
-        for x in tree_leaves(found):
+        results = func(*args, **(kwargs or {}))
+        for x in tree_leaves(results):
             if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in given:
                 self.largest = max(self.largest, x.untyped_storage().nbytes())
-        return found
+        return results

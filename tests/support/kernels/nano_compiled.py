@@ -1,4 +1,4 @@
-"""Compile nano.py for GPUs that are not there: a JSON line each. Run as a program, without TRITON_INTERPRET."""
+"""Compile nano.py for absent GPUs and print a JSON line for each. Run it as a program, without TRITON_INTERPRET."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def compiled(arch: int, dtype: str, head_dim: int, causal: bool) -> dict[str, ob
         nano_forward,
         {name: "constexpr" if name in constants else types.get(name, "i32") for name in names},
         {(names.index(name),): value for name, value in constants.items()},
-        # The launch's view of its arguments: torch's memory is aligned, and so is a row of 16 numbers.
+        # As at a launch: torch's memory is aligned, and so is a row of 16 numbers.
         {(names.index(name),): [["tt.divisibility", 16]] for name in ("q", "k", "v", "o", "lse", "dim")},
     )
     binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 8, "num_stages": 2})

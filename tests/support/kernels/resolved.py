@@ -1,10 +1,10 @@
-"""A plugin of pytest: resolve every launch of the tests of a device with the tables of a GPU that is not here.
+"""A pytest plugin that resolves every launch of the device tests with the tables of an absent GPU.
 
     FLASHPOINT_TEST_ARCH=90 python -m pytest -p tests.support.kernels.resolved tests/kernels/test_triton_hopper.py
 
 Tensors are on the CPU, and nothing is launched. Each problem is cut into tiles and calls as on the device, up to the
-arguments of each kernel; the answers come from tiles of torch operations, or are 0 where these would take long. So the
-tests' own shapes meet the checks of which kernels run, and how many.
+arguments of each kernel; the answers come from the tile loop in torch, or are 0 if it would take long. So the checks
+of which kernels run, and how many, see the tests' shapes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-os.environ.pop("TRITON_INTERPRET", None)  # read when kernels are defined
+os.environ.pop("TRITON_INTERPRET", None)  # Triton reads it when kernels are defined
 
 from torch import Tensor
 
@@ -25,7 +25,7 @@ from flashpoint_kernels.tiled_backend import tiles
 from flashpoint_kernels.triton_backend import ahead, launch
 from flashpoint_kernels.triton_backend.calls import Call
 
-LARGEST = 1 << 22  # scores of a problem whose answers are computed
+LARGEST = 1 << 22  # the most scores of a problem whose answers are computed
 resolved: list[str] = []  # the kernels that would have run
 
 ahead.pretend(int(os.environ["FLASHPOINT_TEST_ARCH"]))
@@ -33,7 +33,7 @@ _module, _verify = dispatch._module, verification.verify
 
 
 def resolve(calls: Iterable[Call]) -> None:
-    """Make the arguments of every kernel, and note its name."""
+    """Make the arguments of every kernel, and record its name."""
     for call in calls:
         if call.programs:
             call.args()
@@ -80,7 +80,7 @@ def verify(tensors: Mapping[str, Tensor], options: Options | None = None, **more
 
 
 def available_backends(device: str) -> tuple[str, ...]:
-    """Return the backends of a GPU, whatever the device of the tensors."""
+    """Return the backends of a GPU, for any device of the tensors."""
     return ("triton", "torch", "tiled", "reference")
 
 

@@ -1,4 +1,4 @@
-"""The caches on the way of a call."""
+"""The caches that a call uses."""
 
 from flashpoint_contract import spec
 from flashpoint_kernels import functional, ops
@@ -6,7 +6,7 @@ from flashpoint_kernels.triton_backend import route, schedule
 
 
 def forget() -> None:
-    """Empty every cache on the way of a call."""
+    """Empty every cache that a call uses."""
     for cached in (
         route._route, route._config, schedule._of_steps, schedule._forward_lists, schedule._gradient_lists, spec._plan,
         spec._planned, spec._features, spec._level, ops._remembered, ops._options_of, functional._remembered,

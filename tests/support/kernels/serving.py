@@ -1,4 +1,4 @@
-"""Problems as a server for language models has them: keys in pages, keys of 8 bits, and block masks."""
+"""Problems of a server for language models: keys in pages, 8-bit keys, and block masks."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn, "int8": torch.int8}
 def in_pages(
     tensors: Mapping[str, Tensor], layout: str, page_size: int, *, seed: int = 0, spare: int = 3, strided: bool = False
 ) -> dict[str, Tensor]:
-    """The same problem in pages, in any order, with `spare` more than are needed.
+    """Return the same problem in pages in any order, with `spare` more pages than needed.
 
-    Memory of no sequence is NaN (in int8 -1), and the numbers of pages that are not needed are
-    beyond the pool. `strided`: pages lie apart. In layout `thd`, cu_seqlens_k becomes kv_lengths.
+    Memory of no sequence is NaN (in int8 -1), and the numbers of unneeded pages are
+    outside the pool. `strided`: pages are apart. In layout `thd`, cu_seqlens_k becomes kv_lengths.
     """
-    found = dict(tensors)
+    paged = dict(tensors)
     if layout == "thd":
-        lengths = found.pop("cu_seqlens_k").diff().tolist()
-        most = max(lengths)
+        lengths = paged.pop("cu_seqlens_k").diff().tolist()
+        max_length = max(lengths)
     else:
-        batch, most = tensors["k"].shape[0], tensors["k"].shape[1 if layout == "bshd" else 2]
-        lengths = tensors["kv_lengths"].tolist() if "kv_lengths" in tensors else [most] * batch
-    pages = -(-most // page_size)
+        batch, max_length = tensors["k"].shape[0], tensors["k"].shape[1 if layout == "bshd" else 2]
+        lengths = tensors["kv_lengths"].tolist() if "kv_lengths" in tensors else [max_length] * batch
+    pages = -(-max_length // page_size)
     counts = [-(-length // page_size) for length in lengths]
     order = torch.randperm(sum(counts) + spare, generator=torch.Generator().manual_seed(seed)).tolist()
     pool, table = len(order), torch.full((len(lengths), pages), 2**31 - 1, dtype=torch.int32)
@@ -37,8 +37,8 @@ def in_pages(
         table[row, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int32)
     rowwise = [n for n in ("k_scale", "v_scale") if n in tensors and is_of_rows(tensors, n)]
     for name in ("k", "v", *rowwise):
-        found[name] = _pooled(tensors[name], layout, table, lengths, (pool, page_size), strided, name in rowwise)
-    return found | {"block_table": table.to(tensors["k"].device), "kv_lengths": torch.tensor(lengths)}
+        paged[name] = _pooled(tensors[name], layout, table, lengths, (pool, page_size), strided, name in rowwise)
+    return paged | {"block_table": table.to(tensors["k"].device), "kv_lengths": torch.tensor(lengths)}
 
 
 def is_of_rows(tensors: Mapping[str, Tensor], scale: str) -> bool:
@@ -48,7 +48,7 @@ def is_of_rows(tensors: Mapping[str, Tensor], scale: str) -> bool:
 def _pooled(
     t: Tensor, layout: str, table: Tensor, lengths: list[int], pool: tuple[int, int], strided: bool, of_scale: bool
 ) -> Tensor:
-    """Rows of keys in pages, as the layout has these; row by row, so that it shares nothing with what is tested."""
+    """Return rows of keys in pages of the layout, copied row by row, so that it shares no code with the tested one."""
     if layout == "bhsd":
         t = t.transpose(1, 2)  # rows before heads, as in the other layouts
     number, size = pool
@@ -58,9 +58,9 @@ def _pooled(
         wide.fill_(1e30)  # a scale is finite
     pages, start = wide[:, 0], 0
     for sequence, length in enumerate(lengths):
-        own = t[start : start + length] if layout == "thd" else t[sequence, :length]
+        sequence_rows = t[start : start + length] if layout == "thd" else t[sequence, :length]
         for j in range(length):
-            pages[int(table[sequence, j // size]), j % size] = own[j]
+            pages[int(table[sequence, j // size]), j % size] = sequence_rows[j]
         start += length
     return pages.transpose(1, 2) if layout == "bhsd" else pages
 
@@ -68,23 +68,23 @@ def _pooled(
 def of_eight_bits(
     tensors: Mapping[str, Tensor], layout: str, dtype: str = "int8", form: str = "row", *, sequences: int = 2
 ) -> dict[str, Tensor]:
-    """The problem with k and v in 8 bits, and scales in one of FORMS."""
-    found, heads = dict(tensors), tensors["k"].shape[1 if layout == "bhsd" else -2]
+    """Return the problem with k and v in 8 bits, and scales in one of FORMS."""
+    quantized, heads = dict(tensors), tensors["k"].shape[1 if layout == "bhsd" else -2]
     for n, name in enumerate("kv"):
         values, scale = quantize(tensors[name], DTYPES[dtype])
         if form != "row":
             shape = {"number": (), "head": (1, heads), "sequence": (sequences, heads)}[form]
             generator = torch.Generator().manual_seed(n)
             scale = (float(scale.mean()) * (0.5 + torch.rand(shape, generator=generator))).to(values.device)
-        found |= {name: values, f"{name}_scale": scale}
-    return found
+        quantized |= {name: values, f"{name}_scale": scale}
+    return quantized
 
 
 def drawn_blocks(*shape: int, seed: int = 0, share: float = 0.4) -> Tensor:
-    """A block mask with this share of its blocks, on the device under test."""
+    """Return a block mask with this fraction of its blocks, on the device under test."""
     return (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < share).to(DEVICE)
 
 
 def dense_mask(blocks: Tensor, size: tuple[int, int], q_len: int, kv_len: int) -> Tensor:
-    """The mask that a block mask stands for."""
+    """Return the dense mask that equals a block mask."""
     return blocks.repeat_interleave(size[0], -2).repeat_interleave(size[1], -1)[..., :q_len, :kv_len]

@@ -1,4 +1,4 @@
-"""Sequences whose block tables name the same pages, computed together and each alone."""
+"""Sequences whose block tables share pages, computed in one call and each alone."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tests.conftest import DEVICE
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Standard normal, on the device under test."""
+    """Return standard normal numbers on the device under test."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(DEVICE, dtype)
 
@@ -24,7 +24,7 @@ def qkv(
     batch: int, heads: int, q_len: int, kv_len: int, dim: int, *, kv_heads: int | None = None,
     value_dim: int | None = None, dtype: torch.dtype = torch.float32, seed: int = 0,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """q, k, v and do in layout bhsd."""
+    """Return q, k, v and do in layout bhsd."""
     kv_heads, value_dim = kv_heads or heads, value_dim or dim
     return {
         "q": normal(batch, heads, q_len, dim, seed=seed, dtype=dtype),
@@ -46,7 +46,7 @@ def poisoned(tensors: Mapping[str, Tensor], options: Options, direction: Directi
 
 
 def forward(backend: str, tensors: Mapping[str, Tensor], **options: object) -> dict[str, Tensor]:
-    """o and lse."""
+    """Return o and lse."""
     inputs = {name: t for name, t in tensors.items() if name not in ("do", "dlse", "o", "lse")}
     problem = poisoned(inputs, Options(return_lse=True, **options), "forward")  # type: ignore[arg-type]
     run([problem], backend)
@@ -54,7 +54,7 @@ def forward(backend: str, tensors: Mapping[str, Tensor], **options: object) -> d
 
 
 def backward(backend: str, tensors: Mapping[str, Tensor], **options: object) -> dict[str, Tensor]:
-    """The gradients that `grads` names."""
+    """Return the gradients that `grads` names."""
     problem = poisoned(tensors, Options(**options), "backward")  # type: ignore[arg-type]
     run([problem], backend)
     return problem.outputs

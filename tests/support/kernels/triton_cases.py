@@ -1,4 +1,4 @@
-"""Problems for the Triton kernels: named by their options, with seeded normal inputs that the interpreter can run."""
+"""Problems for the Triton kernels, named by their options, with seeded normal inputs that the interpreter can run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from flashpoint_kernels import Options
 from tests.conftest import DEVICE
 
-# The factors of a case, and the levels of each. A covering array over these has every pair of levels in some case.
+# The factors of a case and their levels. A covering array has every pair of levels in some case.
 FACTORS: dict[str, tuple[Any, ...]] = {
     "dtype": ("float32", "float16", "bfloat16"),
     "layout": ("bhsd", "bshd", "thd"),
@@ -28,7 +28,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "dims": ((16, 16), (24, 40), (64, 64)),
 }
 PLAIN: dict[str, Any] = {name: levels[0] for name, levels in FACTORS.items()}
-BLOCK_SIZE = (16, 48)  # which the interpreter's tiles cut, and are cut by
+BLOCK_SIZE = (16, 48)  # these blocks cut the interpreter's tiles, and tiles cut the blocks
 BANDS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},
@@ -40,15 +40,15 @@ BANDS: dict[str, dict[str, Any]] = {
 
 
 def possible(case: dict[str, Any]) -> bool:
-    """The ragged layout takes neither masks, nor blocks of them, nor lengths."""
+    """Return whether a case is valid: the ragged layout takes no masks, block masks or lengths."""
     return case["layout"] != "thd" or (case["mask"] is None and case["blocks"] is None and not case["lengths"])
 
 
 def pairs() -> list[dict[str, Any]]:
-    """A covering array: cases that hold every possible pair of levels of two factors. Greedy, from a seed."""
+    """Return a covering array: cases with every possible pair of levels of two factors. Greedy, from a seed."""
     rng = Random(11)
 
-    def held(case: dict[str, Any]) -> set[Any]:
+    def pairs_of(case: dict[str, Any]) -> set[Any]:
         return {((a, case[a]), (b, case[b])) for a, b in combinations(FACTORS, 2)}
 
     missing = {
@@ -59,10 +59,10 @@ def pairs() -> list[dict[str, Any]]:
     }
     cases = []
     while missing:
-        (a, x), (b, y) = min(missing, key=repr)  # each round serves at least this one
+        (a, x), (b, y) = min(missing, key=repr)  # each round covers at least this pair
         tried = [{name: rng.choice(levels) for name, levels in FACTORS.items()} | {a: x, b: y} for _ in range(60)]
-        best = max((case for case in tried if possible(case)), key=lambda case: len(held(case) & missing))
-        missing -= held(best)
+        best = max((case for case in tried if possible(case)), key=lambda case: len(pairs_of(case) & missing))
+        missing -= pairs_of(best)
         cases.append(best)
     return cases
 
@@ -70,7 +70,7 @@ def pairs() -> list[dict[str, Any]]:
 def tensors_of(
     case: dict[str, Any], q_len: int, kv_len: int, *, seed: int = 0, batch: int = 2
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a gradient request for `case`, with 2 key/value heads. In thd there are always three sequences."""
+    """Return the tensors of a gradient request for `case`, with 2 key/value heads, in thd of three sequences."""
     g = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, case["dtype"])
     (dim, value_dim), kv_heads = case["dims"], 2
@@ -103,13 +103,15 @@ def tensors_of(
         shape = {"full": (batch, heads, q_len, kv_len), "keys": (batch, 1, 1, kv_len), "heads": (heads, q_len, 1)}
         tensors["attn_mask"] = normal(*shape[case["mask"]], dtype=dtype)
     if case["alibi"]:
-        tensors["alibi_slopes"] = (torch.rand(heads, generator=g) / 2).to(DEVICE)  # for 8 heads ALiBi's begin with 1/2
+        tensors["alibi_slopes"] = (torch.rand(heads, generator=g) / 2).to(
+            DEVICE
+        )  # ALiBi's slopes for 8 heads start at 1/2
     if case["sinks"]:
         tensors["sinks"] = normal(heads)
     if case["lengths"]:
         tensors["q_lengths"] = torch.tensor([q_len, q_len // 2])
         tensors["kv_lengths"] = torch.tensor([kv_len // 3, kv_len])
-    if case["band"] == "offsets":  # the first sequence has queries without keys, and the last may see all of its keys
+    if case["band"] == "offsets":  # the first sequence has queries without keys, and the last one may see all its keys
         sequences = len(tensors["cu_seqlens_q"]) - 1 if case["layout"] == "thd" else batch
         tensors["offset"] = torch.linspace(-2, kv_len, sequences).long()
     if case["band"] == "offset":
@@ -133,5 +135,5 @@ def options_of(case: dict[str, Any], **more: Any) -> Options:
 
 
 def name_of(case: dict[str, Any]) -> str:
-    """The levels in which `case` differs from the plain one."""
+    """Return the levels in which `case` differs from the plain one."""
     return "-".join(f"{n}={v}" for n, v in case.items() if v != PLAIN[n]).replace(" ", "") or "plain"

@@ -1,5 +1,5 @@
-"""The calls that real clients make. Each client runs in its own process: one process cannot hold two definitions of
-one protobuf package.
+"""The calls of real clients. Each client runs in a separate process: one process cannot load two definitions of one
+protobuf package.
 
 A client program reads `cases.json` and `tensors.npz` from a directory and writes `answers.npz` and `report.json` there.
 """
@@ -46,7 +46,7 @@ def case(
     arguments=None,
     **parameters,
 ):
-    """One call. `arguments` are further arguments of the client's `infer`."""
+    """Return one call. `arguments` are more arguments of the client's `infer`."""
     names = tensors or (GRAD if model == "attention_grad" else "qkv")
     inputs = {
         n.partition(".")[0]: {"tensor": n if "." in n else f"{n}.{datatype}", "datatype": datatype} for n in names
@@ -100,9 +100,9 @@ REFUSED = {
 
 
 def ask(command, home, url, cases):
-    """Run a client program; returns (its report, its answers)."""
+    """Run a client program and return (its report, its answers)."""
     (home / "cases.json").write_text(json.dumps(cases))
-    # numpy has no bfloat16; float32 holds each of its values.
+    # numpy has no bfloat16; float32 can hold each bfloat16 value.
     np.savez(
         home / "tensors.npz", **{n: (t.float() if t.is_floating_point() else t).numpy() for n, t in TENSORS.items()}
     )

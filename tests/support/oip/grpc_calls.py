@@ -1,4 +1,4 @@
-"""Calls through gRPC's own channel, with messages built from the .proto file; also messages that no client sends."""
+"""Calls through a gRPC channel, with messages built from the .proto file, also messages that no client sends."""
 
 import contextlib
 
@@ -11,7 +11,7 @@ SERVICE = "inference.GRPCInferenceService"
 TYPED = {"BOOL": "bool_contents", "INT32": "int_contents", "INT64": "int64_contents", "FP32": "fp32_contents",
          "FP64": "fp64_contents"}  # fmt: skip
 Request, Response = protos.message("inference.ModelInferRequest"), protos.message("inference.ModelInferResponse")
-HANG = 600  # seconds; ends a call that hangs, and nothing else
+HANG = 600  # seconds; only ends a hang
 NO_LIMIT = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
@@ -24,7 +24,7 @@ def say(parameters, values):
 def request(
     tensors, *, model="attention", typed=False, outputs=(), inputs=None, wanted=None, version="", id="", **options
 ):
-    """`typed` inputs are sent as numbers. `inputs` and `wanted` map names to parameters of inputs and outputs."""
+    """Return a request. `typed` sends numbers. `inputs` and `wanted` map names to parameters of inputs and outputs."""
     message = Request(model_name=model, model_version=version, id=id)
     say(message.parameters, options)
     for name, t in tensors.items():
@@ -50,19 +50,19 @@ class Answer:
 
     @property
     def bits(self):
-        """The bytes of each output."""
+        """Return the bytes of each output."""
         names = [output.name for output in self.message.outputs]
         return dict(zip(names, self.message.raw_output_contents, strict=True))
 
     @property
     def numbers(self):
-        """The numbers of each output of an answer without raw bytes."""
+        """Return the numbers of each output of an answer without raw bytes."""
         assert not self.message.raw_output_contents
-        found = {}
+        results = {}
         for output in self.message.outputs:
             ((_, numbers),) = output.contents.ListFields()
-            found[output.name] = list(numbers)
-        return found
+            results[output.name] = list(numbers)
+        return results
 
 
 class Caller:
@@ -76,31 +76,33 @@ class Caller:
         return self.channel.unary_unary(f"/{service}/{name}")
 
     def infer(self, message, **how):
-        """Call and wait for the answer; `message` may be bytes. Raises grpc.RpcError."""
+        """Call and return the answer; `message` may be bytes. Raises grpc.RpcError."""
         sent = message if isinstance(message, bytes) else message.SerializeToString()
         answer, call = self.method("ModelInfer").with_call(sent, **{"timeout": HANG, **how})
         return Answer(Response.FromString(answer), call)
 
     def begin(self, message, **how):
-        """Start the same call in the background, without a deadline; returns the call, with `result` and `cancel`."""
+        """Start the same call in the background without a deadline; return it, with `result` and `cancel`."""
         return self.method("ModelInfer").future(message.SerializeToString(), **how)
 
     def ask(self, name, service=SERVICE, /, **fields):
         """Call any other method."""
-        asked, answered = protos.methods(service)[name]
-        return answered.FromString(self.method(name, service)(asked(**fields).SerializeToString(), timeout=HANG))
+        request_type, answer_type = protos.methods(service)[name]
+        return answer_type.FromString(
+            self.method(name, service)(request_type(**fields).SerializeToString(), timeout=HANG)
+        )
 
 
 @contextlib.contextmanager
 def refused(status, *words):
-    """The call made inside must fail with this status and with these words."""
-    found = []
+    """Check that the call in the block fails with this status and these words."""
+    results = []
     try:
-        yield found
+        yield results
     except grpc.RpcError as error:
-        found.append(error)
-    assert found, f"no {status}"
-    (error,) = found
+        results.append(error)
+    assert results, f"no {status}"
+    (error,) = results
     assert error.code() is grpc.StatusCode[status], (error.code(), error.details())
     for word in words:
         assert word in error.details()

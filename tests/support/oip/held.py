@@ -1,4 +1,4 @@
-"""A server with gRPC whose launches wait at gates, and calls that are known to be in the engine's queue."""
+"""A gRPC server whose launches wait at gates, and calls that are known to be in the engine's queue."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ ALL, LOOKS = ((("authorization", f"Bearer {key}"),) for key in ("all", "looks"))
 
 
 class HeldServer(GatedServer):
-    """Started with `settings`. With `interpret` it runs Triton's kernels, which alone share launches."""
+    """A server with `settings`. With `interpret` it runs Triton's kernels, the only ones that share launches."""
 
     def __init__(self, folder, *, interpret=False, **settings):
         super().__init__(serve, folder, interpret=interpret, grpc_port=0, shutdown_timeout=HANG, **settings)
@@ -31,14 +31,14 @@ class HeldServer(GatedServer):
         self.server.stop()
 
     def begin(self, name, **how):
-        """Call in the background; `call.name`, the id of the request, is `name` and a suffix of its own."""
+        """Call in the background; `call.name`, the id of the request, is `name` and a unique suffix."""
         name = f"{name}-{os.urandom(4).hex()}"
         call = self.caller.begin(self.question, metadata=(*ALL, ("x-request-id", name)), **how)
         call.name = name
         return call
 
     def queue(self, name):
-        """The same, without a deadline, and returns once the request is in the engine's queue."""
+        """Call as `begin` without a deadline, and return when the request is in the engine's queue."""
         call = self.begin(name)
         wait_for(lambda: self._said("queued", call.name) or call.done(), lambda: f"{call.name} is not queued")
         assert not call.done() or call.code() is grpc.StatusCode.OK, call.details()
@@ -46,7 +46,7 @@ class HeldServer(GatedServer):
 
     @contextlib.contextmanager
     def shut(self, which="gate"):
-        """Inside, launches with a request of the yielded id wait; the gate opens at the end."""
+        """Block launches of requests with the yielded id inside the block; the gate opens at its end."""
         self.gate(which).unlink(missing_ok=True)
         try:
             yield f"{which}-{os.urandom(4).hex()}"
@@ -55,7 +55,7 @@ class HeldServer(GatedServer):
 
     @contextlib.contextmanager
     def busy(self, which="gate"):
-        """Inside, a call waits in a launch until the end; with another gate than "gate", it is only queued."""
+        """Keep a call in a launch until the block ends; with another gate than "gate", it is only queued."""
         if which == "gate":
             self.wait_inside(0)
         with self.shut(which):
@@ -65,7 +65,7 @@ class HeldServer(GatedServer):
             yield call
 
     def overdue(self):
-        """Let the deadline of a call pass while it is inside: deadlines double until one suffices for the way there."""
+        """Let a call's deadline pass while it is inside: deadlines double until one is long enough to get there."""
         inside = self.inside()
         for doubling in range(10):
             call = self.begin("overdue", timeout=0.25 * 2**doubling)
@@ -84,7 +84,7 @@ class HeldServer(GatedServer):
         return json.loads(self.asked("/info"))["load"]["requests"]
 
     def wait_inside(self, count):
-        """Wait until this number of requests is inside."""
+        """Wait until `count` requests are inside."""
         wait_for(lambda: self.inside() == count, lambda: f"{self.inside()} inside, never {count}")
 
     def metrics(self):

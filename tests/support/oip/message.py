@@ -1,4 +1,4 @@
-"""Inference requests and answers as the protocol's documents define them: http.client, json and torch, no own code."""
+"""Inference requests and answers by the protocol's documents, with http.client, json and torch, without our code."""
 
 import contextlib
 import gzip
@@ -46,9 +46,9 @@ class Reply:
 
     @property
     def tensors(self):
-        """All outputs, in the order of the answer."""
+        """Return all outputs, in the order of the answer."""
         assert self.status == 200, self.body
-        found, start = {}, int(self.headers.get(LENGTH, len(self.body)))
+        outputs, start = {}, int(self.headers.get(LENGTH, len(self.body)))
         for output in self.head["outputs"]:
             dtype = DATATYPES[output["datatype"]]
             size = output.get("parameters", {}).get("binary_data_size")
@@ -59,9 +59,9 @@ class Reply:
             else:
                 numbers = torch.frombuffer(bytearray(self.body[start : start + size]), dtype=dtype)
                 start += size
-            found[output["name"]] = numbers.to(dtype).reshape(output["shape"])
+            outputs[output["name"]] = numbers.to(dtype).reshape(output["shape"])
         assert start == len(self.body)
-        return found
+        return outputs
 
 
 def raw(t):
@@ -73,11 +73,11 @@ def raw(t):
 
 
 def entry(name, t, binary=True):
-    """An input as the JSON head names it."""
-    said = {"name": name, "shape": list(t.shape), "datatype": NAMES[t.dtype]}
+    """Return the entry of an input in the JSON head."""
+    head = {"name": name, "shape": list(t.shape), "datatype": NAMES[t.dtype]}
     if binary:
-        return {**said, "parameters": {"binary_data_size": t.numel() * t.element_size()}}
-    return {**said, "data": t.flatten().tolist()}
+        return {**head, "parameters": {"binary_data_size": t.numel() * t.element_size()}}
+    return {**head, "data": t.flatten().tolist()}
 
 
 def wanted(name, **parameters):
@@ -85,7 +85,7 @@ def wanted(name, **parameters):
 
 
 def request(tensors, *, outputs=None, parameters=None, numbers=(), **more):
-    """(JSON, bytes that follow it) of a request; the JSON holds the tensors that `numbers` names."""
+    """Return (JSON, following bytes) of a request; the JSON holds the tensors that `numbers` names."""
     head = {"inputs": [entry(n, t, n not in numbers) for n, t in tensors.items()], **more}
     if outputs is not None:
         head["outputs"] = outputs

@@ -1,10 +1,15 @@
-"""One small problem, and its answer in float64."""
+"""A small problem and its answer in float64."""
 
 import torch
 
 B, H, S, D = 1, 2, 24, 16
 GRAD = ("q", "k", "v", "do")
-BOUNDS = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 2e-6, torch.float64: 1e-12}  # of the largest value
+BOUNDS = {
+    torch.float16: 2e-3,
+    torch.bfloat16: 2e-2,
+    torch.float32: 2e-6,
+    torch.float64: 1e-12,
+}  # relative to the largest value
 
 
 def problem(dtype=torch.float32, names="qkv", seed=0):
@@ -14,7 +19,7 @@ def problem(dtype=torch.float32, names="qkv", seed=0):
 
 
 def truth(tensors, *, causal=False, mask=None, offset=0):
-    """o, lse and the gradients, by autograd in float64."""
+    """Return o, lse and the gradients, by autograd in float64."""
     q, k, v = (tensors[n].detach().double().requires_grad_() for n in "qkv")
     s = q @ k.transpose(-1, -2) / D**0.5
     if mask is not None:
@@ -22,12 +27,12 @@ def truth(tensors, *, causal=False, mask=None, offset=0):
     if causal:
         s = s.masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1 + offset), -torch.inf)
     o, lse = s.softmax(-1) @ v, s.logsumexp(-1)
-    found = {"o": o, "lse": lse}
+    answers = {"o": o, "lse": lse}
     if "do" in tensors:
-        found |= zip(("dq", "dk", "dv"), torch.autograd.grad(o, (q, k, v), tensors["do"].double()), strict=True)
-    return {name: t.detach() for name, t in found.items()}
+        answers |= zip(("dq", "dk", "dv"), torch.autograd.grad(o, (q, k, v), tensors["do"].double()), strict=True)
+    return {name: t.detach() for name, t in answers.items()}
 
 
-def near(found, expected, bound):
-    assert found.shape == expected.shape
-    assert (found.double() - expected).abs().max() <= bound * expected.abs().max()
+def near(actual, expected, bound):
+    assert actual.shape == expected.shape
+    assert (actual.double() - expected).abs().max() <= bound * expected.abs().max()

@@ -1,4 +1,4 @@
-"""Attention over caches on the CPU, in the chunks' own memory: right for any call, with bits of each sequence alone."""
+"""Attention over caches on the CPU reads chunks in place, is right for any call, and has the bits of each sequence."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 class Caches:
-    """Caches of these lengths; `dims` are D and Dv, and `keep` is as in POST /caches."""
+    """Caches of the given lengths; `dims` are D and Dv, and `keep` is as in POST /caches."""
 
     def __init__(
         self, lengths: list[int], dtype: str, keep: int | None = None, dims: tuple[int, int] = (D, DV),
@@ -49,9 +49,9 @@ class Caches:
             for n, length in enumerate(lengths)
         ]
         for serial, (k, v) in zip(self.serials, self.tokens, strict=True):
-            for start in range(0, k.shape[1], 700):  # chunks are filled in several writes
-                own = slice(start, start + 700)
-                self.store.write(ALICE, [serial], 0, None, [(k[:, own], v[:, own])])
+            for start in range(0, k.shape[1], 700):  # several writes fill a chunk
+                tokens = slice(start, start + 700)
+                self.store.write(ALICE, [serial], 0, None, [(k[:, tokens], v[:, tokens])])
         self.dtype = dtype
 
     def attend(
@@ -62,8 +62,8 @@ class Caches:
         spec = plan_cached(infos, Options(return_lse=True, **options), layer, len(which))
         q = tensors["q"]
         o, lse = q.new_full((*q.shape[:-1], layer.value_dim), torch.nan), torch.full(spec.lse_shape, torch.nan)
-        held = Held("alice", tuple(self.serials[n] for n in which), self.shape, 0, None, "", None, -1)
-        call = HeldCall(CallTensors.of(spec, tensors, {"o": o, "lse": lse}), held)
+        caches = Held("alice", tuple(self.serials[n] for n in which), self.shape, 0, None, "", None, -1)
+        call = HeldCall(CallTensors.of(spec, tensors, {"o": o, "lse": lse}), caches)
         _, parts = attend([(call, call.write(self.store))], backend, cores)
         for part in parts:
             if isinstance(part, CachedPart):
@@ -73,7 +73,7 @@ class Caches:
         return o, lse, list(parts)
 
     def expected(self, number: int, tensors: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
-        """o (Hq, sq, Dv) and lse of one sequence, by the formula in float64."""
+        """Return o (Hq, sq, Dv) and lse of one sequence, by the formula in float64."""
         k, v = (t[None] for t in self.tokens[number])
         scales = {}
         if self.dtype in ("int8", "float8_e4m3fn"):
@@ -97,7 +97,7 @@ def test_any_call_is_right_and_has_the_bits_of_each_sequence_alone(
     dtype: str, lengths: list[int], q_len: int, group: int, causal: bool, window: tuple[int, int], alibi: bool,
     sinks: bool, cores: int, scale: float | None, paged: bool, mask: str, dropout_p: float, dims: tuple[int, int],
 ) -> None:  # fmt: skip
-    """Also where chunks are pages, as in a server whose backends include `triton`."""
+    """This also holds if chunks are pages, as in a server with the backend `triton`."""
     caches, heads = Caches(lengths, dtype, paged=paged, dims=dims), HK * group
     kind = getattr(torch, dtype) if dtype in ("float16", "bfloat16") else torch.float32
     q = normal(len(lengths), heads, q_len, dims[0], seed=7).to(kind)
@@ -134,10 +134,10 @@ def test_packed_queries_of_different_lengths() -> None:
     tensors = {"q": q, "cu_seqlens_q": torch.tensor(starts)}
     o, lse, _ = caches.attend([0, 1, 2], tensors, 2, layout="thd", causal=True)
     for n in (0, 2):
-        own = slice(starts[n], starts[n + 1])
-        right, right_lse = caches.expected(n, {"q": q[own].transpose(0, 1)[None]}, causal=True)
-        torch.testing.assert_close(o[own].transpose(0, 1), right, rtol=5e-6, atol=5e-6)
-        torch.testing.assert_close(lse[:, own], right_lse, rtol=1e-5, atol=1e-5)
+        queries = slice(starts[n], starts[n + 1])
+        right, right_lse = caches.expected(n, {"q": q[queries].transpose(0, 1)[None]}, causal=True)
+        torch.testing.assert_close(o[queries].transpose(0, 1), right, rtol=5e-6, atol=5e-6)
+        torch.testing.assert_close(lse[:, queries], right_lse, rtol=1e-5, atol=1e-5)
 
 
 def test_a_window_over_a_cache_that_has_dropped_its_first_chunks() -> None:
@@ -165,7 +165,7 @@ def test_a_large_call_has_parts_of_about_equal_work_and_a_small_one_has_one() ->
 def test_without_the_kernels_tokens_are_copied_into_pages(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The tiles of torch operations read them."""
+    """The backend `tiled` reads them."""
     monkeypatch.setattr(native, "library", lambda: None)
     caches = Caches([1100, 3], "float32")
     q = normal(2, 4, 2, D, seed=7)

@@ -1,4 +1,4 @@
-"""Caches whose chunks are pages of one block: how the block is shared out, and how its pages are read in place."""
+"""Chunks of caches are pages of one block: the block is divided correctly, and pages are read in place."""
 
 import gc
 
@@ -29,11 +29,11 @@ SHAPE = CacheShape((HK,), (D,), (DV,), "float32")
 
 
 @given(st.lists(st.tuples(st.sampled_from([48, 64, 160]), st.integers(1, 9), st.integers(0, 50)), max_size=40))
-def test_pieces_of_a_block_never_overlap_and_all_of_it_comes_back(steps):
-    block, held = Block(4096, "cpu"), []
-    for unit, count, choice in steps:
-        if choice % 3 == 0 and held:
-            block.give_back(*held.pop(choice % len(held)))
+def test_pieces_of_a_block_never_overlap_and_all_of_it_comes_back(operations):
+    block, taken = Block(4096, "cpu"), []
+    for unit, count, choice in operations:
+        if choice % 3 == 0 and taken:
+            block.give_back(*taken.pop(choice % len(taken)))
             continue
         try:
             start = block.take(unit * count, unit)
@@ -41,9 +41,9 @@ def test_pieces_of_a_block_never_overlap_and_all_of_it_comes_back(steps):
             continue
         assert start % unit == 0
         assert 0 <= start <= 4096 - unit * count
-        assert all(start + unit * count <= other or start >= other + size for other, size in held)
-        held.append((start, unit * count))
-    for piece in held:
+        assert all(start + unit * count <= other or start >= other + size for other, size in taken)
+        taken.append((start, unit * count))
+    for piece in taken:
         block.give_back(*piece)
     assert block.take(4096, 1) == 0
 
@@ -58,15 +58,15 @@ def normal(*shape, seed=0):
 
 
 def call_of(store, serials, q, tokens=None, dtype="float32", **options):
-    """A call over caches, and its o; `tokens` are k and v of new ones."""
+    """Return a call over caches and its o; `tokens` are k and v of new tokens."""
     tensors = {"q": q} | (dict(zip("kv", tokens, strict=True)) if tokens else {})
     if "attn_mask" in options:
         tensors["attn_mask"] = options.pop("attn_mask")
     infos = {name: TensorInfo(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()}
     spec = plan_cached(infos, Options(**options), LayerShape(HK, D, DV, dtype), len(serials))
     o = torch.empty(*q.shape[:3], DV, dtype=q.dtype)
-    held = Held("alice", serials, SHAPE, 0, None, "", None, -1)
-    return HeldCall(CallTensors.of(spec, tensors, {"o": o}), held), o
+    caches = Held("alice", serials, SHAPE, 0, None, "", None, -1)
+    return HeldCall(CallTensors.of(spec, tensors, {"o": o}), caches), o
 
 
 def create(store, count, keep=None, dtype="float32"):
@@ -75,7 +75,7 @@ def create(store, count, keep=None, dtype="float32"):
 
 
 def attended(paged, lengths, q, cut=None, keep=None, in_pages=None, **options):
-    """o of q over caches of those lengths, by the tiled backend; `cut` drops tokens and writes them again."""
+    """Return o over caches of these lengths, by the tiled backend; `cut` drops tokens and writes them again."""
     store = CacheStore(Ledger(1 << 26), 100.0, paged=paged)
     serials = create(store, len(lengths), keep)
     for n, (serial, length) in enumerate(zip(serials, lengths, strict=True)):
@@ -105,17 +105,17 @@ def test_pages_are_read_in_place_with_the_bits_of_a_copy(options):
     if options.get("layout") == "bshd":
         q = q.transpose(1, 2).contiguous()
     lengths = [130, 17, 64]
-    found, copied = attended(True, lengths, q, cut=9, **options), attended(False, lengths, q, **options)
-    if "window" in options:  # a copy begins at the first key that is seen: its tiles have other edges
-        torch.testing.assert_close(found, copied, rtol=0, atol=1e-6)
+    in_place, copied = attended(True, lengths, q, cut=9, **options), attended(False, lengths, q, **options)
+    if "window" in options:  # a copy begins at the first visible key: its tiles have other edges
+        torch.testing.assert_close(in_place, copied, rtol=0, atol=1e-6)
         copied = attended(True, lengths, q, **options)
-    assert torch.equal(found, copied)
+    assert torch.equal(in_place, copied)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("backend", ["triton", "tiled"])
 def test_8_bit_pages_are_read_in_place_with_their_scales(dtype, backend):
-    """In two layouts, after a fork has copied them, for a mask that counts tokens which `keep` has dropped, and NaN."""
+    """This holds in two layouts, after a copy by a fork, with NaN, and with a mask that counts dropped tokens."""
     store, name = CacheStore(Ledger(1 << 26), 100.0, paged=True), str(dtype).removeprefix("torch.")
     lengths = [130, 17] if backend == "triton" else [2 * CHUNK + 30, 17]
     serials = create(store, 2, keep=100, dtype=name)
@@ -139,14 +139,20 @@ def test_8_bit_pages_are_read_in_place_with_their_scales(dtype, backend):
         assert in_place == ("attn_mask" not in options or backend == "triton")
         run([problem], backend)
         for n, ((k, k_scale), (v, v_scale)) in enumerate(tokens):
-            own = dict(options, layout="bhsd")
-            if "attn_mask" in own:
-                own["attn_mask"] = mask[: lengths[n]]
+            per_sequence = dict(options, layout="bhsd")
+            if "attn_mask" in per_sequence:
+                per_sequence["attn_mask"] = mask[: lengths[n]]
             expected = attention(
-                q[n : n + 1], k[None], v[None], k_scale=k_scale[None], v_scale=v_scale[None], backend="reference", **own
+                q[n : n + 1],
+                k[None],
+                v[None],
+                k_scale=k_scale[None],
+                v_scale=v_scale[None],
+                backend="reference",
+                **per_sequence,
             )
-            found = o[n].transpose(0, 1) if bshd else o[n]
-            torch.testing.assert_close(found, expected[0], rtol=0, atol=2e-6)
+            actual = o[n].transpose(0, 1) if bshd else o[n]
+            torch.testing.assert_close(actual, expected[0], rtol=0, atol=2e-6)
     nothing = torch.full((HK, 1, D), torch.nan), normal(HK, 1, DV)
     store.write(ALICE, serials[1:], 0, None, [nothing])
     call, o = call_of(store, serials, q, dtype=name, window=(40, 0))
@@ -177,39 +183,39 @@ def test_forks_share_pages_until_one_writes_and_kernels_read_both():
 
 
 def test_tokens_that_a_layer_no_longer_keeps_are_not_read():
-    """Positions of a mask count from the first token, so keys are copied once some of them are gone."""
+    """Mask positions count from the first token, so keys are copied after some are dropped."""
     length, q = 2 * CHUNK + 30, normal(1, HQ, 2, D, seed=7)
     for options, in_pages in (({}, True), ({"attn_mask": torch.arange(length) % 3 > 0}, False)):
-        asked = {"window": (40, 0), **options}
-        found = attended(True, [length], q, keep=50, in_pages=in_pages, cut=length - 5, **asked)
-        assert torch.equal(found, attended(True, [length], q, **asked))
+        call_options = {"window": (40, 0), **options}
+        actual = attended(True, [length], q, keep=50, in_pages=in_pages, cut=length - 5, **call_options)
+        assert torch.equal(actual, attended(True, [length], q, **call_options))
 
 
 def test_a_block_without_a_free_piece_is_said_and_nothing_is_lost():
-    store = CacheStore(Ledger(1 << 20), 100.0, paged=True)  # room for 4 chunks of 1,024 tokens, and a little
+    store = CacheStore(Ledger(1 << 20), 100.0, paged=True)  # room for 4 chunks of 1,024 tokens and a little more
     first, second = create(store, 2)
     tokens = normal(HK, CHUNK, D), normal(HK, CHUNK, DV)
     store.write(ALICE, [first], 0, None, [tokens])
     block = store._block
     free = list(block._free)
-    held = block.take(sum(end - start for start, end in free) - 4096, 1)  # as if others lay there
+    taken = block.take(sum(end - start for start, end in free) - 4096, 1)  # as if other caches were there
     with pytest.raises(Refusal, match="no free piece"):
         store.write(ALICE, [second], 0, None, [tokens])
     assert store.look(ALICE, [second])[0].lengths == [0]
     with pytest.raises(Refusal, match="no free piece"):
         store.create(ALICE, SHAPE, 1, CHUNK, [None], None)
-    block.give_back(held, sum(end - start for start, end in free) - 4096)
+    block.give_back(taken, sum(end - start for start, end in free) - 4096)
     assert block._free == free
     assert len(store.listed(ALICE)) == 2
 
 
 def test_pools_of_shapes_that_no_cache_has_are_forgotten():
     store = CacheStore(Ledger(1 << 20), 100.0, paged=True)
-    kept = create(store, 1)
+    serials = create(store, 1)
     for dim in range(1, 50):
         shape = CacheShape((HK,), (dim,), (DV,), "float32")
         (record,) = store.create(ALICE, shape, 1, None, [None], None)
         store.delete(ALICE, [record.serial])
     gc.collect()
     assert len(store._pools) == 1
-    store.delete(ALICE, kept)
+    store.delete(ALICE, serials)

@@ -1,4 +1,4 @@
-"""Forks read the keys that they share once: in any history, the bits are those of each call alone."""
+"""Forks read their shared keys once, and in any history each call has the bits that it has alone."""
 
 import itertools
 from collections import Counter
@@ -67,11 +67,11 @@ class Forks:
         spec = plan_cached(infos, Options(return_lse=True, **options), self.layer, len(serials))
         o = q.new_full((*q.shape[:-1], self.layer.value_dim), torch.nan)
         lse = torch.full(spec.lse_shape, torch.nan)
-        held = Held("alice", tuple(serials), self.shape, 0, None, "", None, -1)
-        return HeldCall(CallTensors.of(spec, tensors, {"o": o, "lse": lse}), held)
+        caches = Held("alice", tuple(serials), self.shape, 0, None, "", None, -1)
+        return HeldCall(CallTensors.of(spec, tensors, {"o": o, "lse": lse}), caches)
 
     def answers(self, calls: list[HeldCall], cores: int = 1) -> tuple[list[dict[str, Tensor]], list[CachedPart]]:
-        """Return o and lse of calls that are computed together, and the parts."""
+        """Return o and lse of calls that are computed in one batch, and the parts."""
         _, parts = attend([(call, call.write(self.store)) for call in calls], "torch", cores)
         cached = [part for part in parts if isinstance(part, CachedPart)]
         for part in cached:
@@ -84,9 +84,9 @@ def prefixes(parts: list[CachedPart]) -> list[SharedPrefix]:
 
 
 class Histories(RuleBasedStateMachine):
-    """Caches are created, written, forked, truncated and freed; calls over any of them have the bits of each alone."""
+    """After any creation, write, fork, truncation or deletion of caches, each call has the bits that it has alone."""
 
-    shared: ClassVar[Counter[bool]] = Counter()  # calls by whether they shared keys
+    shared: ClassVar[Counter[bool]] = Counter()  # number of calls with and without shared keys
 
     @initialize(
         dtype=st.sampled_from(TYPES), heads=st.integers(1, 3), dims=st.sampled_from([(16, 16), (24, 40)]),
@@ -136,20 +136,20 @@ class Histories(RuleBasedStateMachine):
         q = normal(*shape, self.forks.layer.head_dim, dtype=self.forks.kind)
         options: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "layout": layout}
         if any(self.track(serial).first for serial in some):
-            options |= {"causal": True, "window": (200, 0)}  # tokens that were dropped may not be seen
+            options |= {"causal": True, "window": (200, 0)}  # dropped tokens must not be visible
         options["sinks"] = normal(heads) if sinks else None
         alone = [
             self.forks.answers([self.forks.call([serial], q[n : n + 1], **options)])[0][0]
             for n, serial in enumerate(some)
         ]
-        if apart:  # requests that meet
-            together, parts = self.forks.answers(
+        if apart:  # requests that meet in the queue
+            batched, parts = self.forks.answers(
                 [self.forks.call([serial], q[n : n + 1].clone(), **options) for n, serial in enumerate(some)], cores
             )
         else:
             (one,), parts = self.forks.answers([self.forks.call(some, q, **options)], cores)
-            together = [{name: t[n : n + 1] for name, t in one.items()} for n in range(len(some))]
-        for mine, theirs in zip(together, alone, strict=True):
+            batched = [{name: t[n : n + 1] for name, t in one.items()} for n in range(len(some))]
+        for mine, theirs in zip(batched, alone, strict=True):
             assert not torch.isnan(theirs["o"]).any()
             assert torch.equal(mine["o"], theirs["o"])
             assert torch.equal(mine["lse"], theirs["lse"])
@@ -163,7 +163,7 @@ class Histories(RuleBasedStateMachine):
 
 def test_calls_over_forks_have_the_bits_of_each_call_alone_in_any_history() -> None:
     run_state_machine_as_test(Histories, settings=settings(max_examples=150, stateful_step_count=12, deadline=None))
-    assert Histories.shared[True] > 10  # the machine does reach calls that share keys
+    assert Histories.shared[True] > 10  # the state machine reaches calls that share keys
     assert Histories.shared[False] > 10
 
 
@@ -186,7 +186,7 @@ def test_forks_of_forks_read_each_chunk_once() -> None:
     caches = forks.store.find(ALICE, leaves)
     reads = forks.store.reads(caches, 0)
     assert reads is not None
-    assert abs(sum(reads) - prefix.keys) <= len(leaves) * 4  # divided among the caches, rounded up
+    assert abs(sum(reads) - prefix.keys) <= len(leaves) * 4  # divided by the number of caches, rounded up
     k, v = (
         [torch.cat([piece[n] for piece in cache.tracks[0].pieces(0, cache.tracks[0].length)], 2) for cache in caches]
         for n in (1, 2)

@@ -1,4 +1,4 @@
-"""Whole chunks of a layer are adjacent in a slab, and give their memory back one by one."""
+"""Whole chunks of a layer are adjacent in a slab, and are freed one by one."""
 
 import ctypes
 import mmap
@@ -27,8 +27,8 @@ def store():
 
 
 def create(store, **how):
-    asked = {"max_length": None, "keep": [None], "ttl": None, **how}
-    (record,) = store.create(ALICE, SHAPE, 1, **asked)
+    request = {"max_length": None, "keep": [None], "ttl": None, **how}
+    (record,) = store.create(ALICE, SHAPE, 1, **request)
     return record.serial
 
 
@@ -45,12 +45,12 @@ def write(store, serial, count, at=None, seed=0):
 
 
 def adjacent(track):
-    """How many chunks are adjacent in memory, from the first on; the spans name each chunk's memory."""
+    """Return the length of each run of adjacent chunks; assert that the spans match the chunks' memory."""
     spans = track.spans()
     numbers = (ctypes.c_int64 * (8 * len([c for c in track.chunks if c is not None]))).from_address(
         spans.of_sequence(0)
     )
-    found = []
+    runs = []
     before = None
     for place, chunk in enumerate(c for c in track.chunks if c is not None):
         assert numbers[8 * place : 8 * place + 2] == [chunk.k.data_ptr(), chunk.v.data_ptr()]
@@ -60,11 +60,11 @@ def adjacent(track):
             and chunk.slab is not None
             and (chunk.slab, chunk.place) == (before.slab, before.place + 1)
         ):
-            found[-1] += 1
+            runs[-1] += 1
         else:
-            found.append(1)
+            runs.append(1)
         before = chunk
-    return found
+    return runs
 
 
 def test_what_is_written_at_once_is_adjacent_but_for_its_tail(store):
@@ -77,7 +77,7 @@ def test_a_cache_that_grows_token_by_token_has_few_runs(store):
     serial = create(store)
     for start in range(0, 12 * CHUNK, 512):
         write(store, serial, 512, seed=start)
-    assert adjacent(track_of(store, serial)) == [4, 4, 4]  # room for as many chunks again as there are
+    assert adjacent(track_of(store, serial)) == [4, 4, 4]  # a slab doubles the room
     assert MOST_CHUNKS >= 12
 
 
@@ -85,8 +85,8 @@ def test_forks_share_a_run_until_one_writes(store):
     serial = create(store)
     write(store, serial, 4 * CHUNK)
     (copy,) = [record.serial for record in store.fork(ALICE, [serial], None, [])]
-    held = adjacent(track_of(store, copy)), adjacent(track_of(store, serial))
-    assert held == ([4], [4])
+    runs = adjacent(track_of(store, copy)), adjacent(track_of(store, serial))
+    assert runs == ([4], [4])
     write(store, copy, 2 * CHUNK, at=2 * CHUNK + 1, seed=1)
     assert adjacent(track_of(store, copy)) == [2, 2, 1]
     assert adjacent(track_of(store, serial)) == [4]
@@ -110,7 +110,7 @@ def test_dropped_chunks_give_their_memory_back_though_others_of_their_slab_stay(
     gone = [track.chunks[place] for place in range(3)]
     write(store, serial, 1)
     assert track.first == 5 * CHUNK
-    assert all(not chunk.k.any() and not chunk.v.any() for chunk in gone)  # pages that the system has anew
+    assert all(not chunk.k.any() and not chunk.v.any() for chunk in gone)  # the system has given fresh pages
     assert adjacent(track) == [1, 1]
     used = store._ledger.used
     store.truncate(ALICE, serial, 5 * CHUNK + 1)

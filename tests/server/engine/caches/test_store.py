@@ -1,4 +1,4 @@
-"""The store of caches against a model in numpy, and what it counts."""
+"""The store of caches behaves like a model in numpy, and counts its memory."""
 
 import numpy as np
 import pytest
@@ -31,7 +31,7 @@ OWNERS = ("alice", "bob")
 
 @pytest.fixture(autouse=True, scope="module")
 def in_slabs():
-    """Whole chunks are in slabs, though small."""
+    """Put whole chunks into slabs, although they are small."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("flashpoint_server.engine.caches.chunks.LEAST_BYTES", 0)
         yield
@@ -50,9 +50,9 @@ def store_of(limit=LIMIT, clock=None, paged=False):
 
 
 def create(store, owner="alice", count=1, **how):
-    asked = {"max_length": None, "keep": [None] * LAYERS, "ttl": None, **how}
-    terms = Terms(owner, asked.pop("quota", None), asked.pop("key", ""))
-    return [record.serial for record in store.create(terms, SHAPE, count, **asked)]
+    request = {"max_length": None, "keep": [None] * LAYERS, "ttl": None, **how}
+    terms = Terms(owner, request.pop("quota", None), request.pop("key", ""))
+    return [record.serial for record in store.create(terms, SHAPE, count, **request)]
 
 
 def tokens(count, seed=0):
@@ -61,7 +61,7 @@ def tokens(count, seed=0):
 
 
 def read(store, owner, serial, layer):
-    """(first, k and v of the tokens that are there, side by side) of a layer."""
+    """Return (first, k and v of the present tokens, side by side) of a layer."""
     (cache,) = store.find(Terms(owner), [serial])
     track = cache.tracks[layer]
     runs = track.pieces(track.first, track.length)
@@ -70,7 +70,7 @@ def read(store, owner, serial, layer):
 
 
 def outcome(call, *arguments, **keywords):
-    """(the code that a call is refused with, or None; what it returns)."""
+    """Return (the error code of a call, or None; its return value)."""
     try:
         return None, call(*arguments, **keywords)
     except Refusal as refusal:
@@ -85,7 +85,7 @@ def refused(code, call, *arguments, **keywords):
 
 
 class Model:
-    """A cache as it should be."""
+    """The expected state of a cache."""
 
     def __init__(self, owner, ttl_end, max_length=None, keep=None):
         self.owner, self.expires, self.max_length, self.keep = owner, ttl_end, max_length, keep
@@ -104,7 +104,7 @@ class Model:
 
 
 class Stateful(RuleBasedStateMachine):
-    """Every operation, on the store and on the model."""
+    """Run every operation on the store and on the model."""
 
     paged = False
 
@@ -116,7 +116,7 @@ class Stateful(RuleBasedStateMachine):
         self.seed = 0
 
     def expected(self, owner, serial):
-        """None, or the code of a call with that cache."""
+        """Return the error code of a call with this cache, or None."""
         if serial in self.there and self.there[serial].owner == owner:
             return None
         return "cache_lost" if self.lost.get(serial) == owner else "cache_not_found"
@@ -161,9 +161,9 @@ class Stateful(RuleBasedStateMachine):
         self.seed += 1
         k, v = tokens(count, self.seed)
         places = None if at is None else [at]
-        found, _ = outcome(self.store.write, Terms(owner, None, key), [serial], layer, places, [(k, v)])
-        assert found in ((None, "cache_memory") if code is None else (None,) if code == "repeats" else (code,))
-        if found is not None:
+        error, _ = outcome(self.store.write, Terms(owner, None, key), [serial], layer, places, [(k, v)])
+        assert error in ((None, "cache_memory") if code is None else (None,) if code == "repeats" else (code,))
+        if error is not None:
             return
         if code == "repeats":
             self.store._ledger.enter([serial])
@@ -184,9 +184,9 @@ class Stateful(RuleBasedStateMachine):
             longest = [max(layer.shape[1] for layer in self.there[s].layers) for s in serials]
             code = "cache_position" if any(end > one for one in longest) else None
         lengths = None if end is None else [end] * 2
-        found, made = outcome(self.store.fork, Terms(owner), serials, lengths, freed)
-        assert found in ((None, "cache_memory", "cache_dropped") if code is None else (code, "cache_dropped"))
-        if found is not None:
+        error, made = outcome(self.store.fork, Terms(owner), serials, lengths, freed)
+        assert error in ((None, "cache_memory", "cache_dropped") if code is None else (code, "cache_dropped"))
+        if error is not None:
             return
         for serial, record in zip(serials, made, strict=True):
             self.there[record.serial] = self.there[serial].copy(end, self.clock.now + TTL)
@@ -199,9 +199,9 @@ class Stateful(RuleBasedStateMachine):
         code = self.expected(owner, serial)
         if code is None and end > max(layer.shape[1] for layer in self.there[serial].layers):
             code = "cache_position"
-        found, _ = outcome(self.store.truncate, Terms(owner), serial, end)
-        assert found in (code, "cache_dropped")
-        if found is not None:
+        error, _ = outcome(self.store.truncate, Terms(owner), serial, end)
+        assert error in (code, "cache_dropped")
+        if error is not None:
             return
         model = self.there[serial]
         model.layers = [layer[:, :end] for layer in model.layers]
@@ -235,31 +235,31 @@ class Stateful(RuleBasedStateMachine):
     def holds_what_was_written(self):
         for serial, model in self.there.items():
             for layer, expected in enumerate(model.layers):
-                first, found = read(self.store, model.owner, serial, layer)
-                np.testing.assert_array_equal(found, expected[:, first:])
+                first, stored = read(self.store, model.owner, serial, layer)
+                np.testing.assert_array_equal(stored, expected[:, first:])
                 assert model.keep is not None or not first
 
     @invariant()
     def counts_what_it_holds(self):
         self.store._ledger.sweep()
         chunks = {}
-        held = self.store._ledger.all(StoredCache)
-        for cache in held:
-            own = BASE
+        caches = self.store._ledger.all(StoredCache)
+        for cache in caches:
+            nbytes = BASE
             for track in cache.tracks:
                 for chunk in (*track.chunks, *track.spares):
                     if chunk is not None:
                         chunks.setdefault(chunk, [0])[0] += 1
-                        own += chunk.nbytes
-            assert cache.nbytes == own
+                        nbytes += chunk.nbytes
+            assert cache.nbytes == nbytes
         assert all(chunk.holders == count for chunk, (count,) in chunks.items())
-        assert self.store._ledger.used == sum(chunk.nbytes for chunk in chunks) + BASE * len(held)
+        assert self.store._ledger.used == sum(chunk.nbytes for chunk in chunks) + BASE * len(caches)
         for owner in OWNERS:
-            assert self.store._ledger.owned(owner) == sum(c.nbytes for c in held if c.owner == owner)
+            assert self.store._ledger.owned(owner) == sum(c.nbytes for c in caches if c.owner == owner)
 
 
 class PagedStateful(Stateful):
-    """The same, where chunks are pages: no two chunks share one, and all that nobody holds is free."""
+    """The same with pages as chunks: no two chunks share a page, and all unused pages are free."""
 
     paged = True
 
@@ -290,7 +290,7 @@ def test_forks_share_memory_until_one_writes():
     assert store._ledger.used <= 1.1 * before + 64 * BASE
     copy = store.listed(Terms("alice"))[-1].serial
     store.write(Terms("alice"), [copy], 0, [4 * CHUNK - 1], [tokens(1, 5)])
-    assert store._ledger.used - 64 * BASE == before + CHUNK * TOKEN  # its last chunk alone
+    assert store._ledger.used - 64 * BASE == before + CHUNK * TOKEN  # only its last chunk
     assert not np.array_equal(read(store, "alice", copy, 0)[1], read(store, "alice", serial, 0)[1])
 
 
@@ -301,7 +301,7 @@ def test_a_fork_counts_the_memory_of_the_caches_that_it_deletes():
     store.write(Terms("alice"), [one, two], 0, None, [tokens(CHUNK), tokens(CHUNK, 1)])
     assert store._ledger.used == store._ledger.limit
     refused("cache_memory", store.fork, Terms("alice"), [one], None, [])
-    refused("cache_memory", store.fork, Terms("alice"), [one, two], None, [empty])  # one base too many
+    refused("cache_memory", store.fork, Terms("alice"), [one, two], None, [empty])  # one base size too many
     (copy,) = [record.serial for record in store.fork(Terms("alice"), [one], None, [empty, empty])]
     refused("cache_memory", store.fork, Terms("alice"), [one] * 3, None, [one, copy])  # the forks hold its chunk
     made = store.fork(Terms("alice"), [one] * 3, None, [two, two])  # its chunk has room for two more
@@ -314,8 +314,8 @@ def test_a_write_over_several_caches_happens_on_all_or_on_none():
     store = store_of()
     one, two = create(store, count=2)
     store.write(Terms("alice"), [one], 0, None, [tokens(3)])
-    said = refused("cache_position", store.write, Terms("alice"), [one, two], 0, [2, 2], [tokens(1)] * 2)
-    assert said.errors == (("caches.1", "cache_position: position 2 is beyond the end, 0"),)
+    detail = refused("cache_position", store.write, Terms("alice"), [one, two], 0, [2, 2], [tokens(1)] * 2)
+    assert detail.errors == (("caches.1", "cache_position: position 2 is beyond the end, 0"),)
     assert [record.lengths for record in store.look(Terms("alice"), [one, two])] == [[3, 0], [0, 0]]
 
 
@@ -432,8 +432,8 @@ def test_8_bits_have_a_scale_for_each_token_and_head(dtype):
     track = cache.tracks[0]
     for name, given in (("k", k), ("v", v)):
         values, scale = quantize(given, dtype)
-        found = [getattr(piece, name)[0] for piece in track.pieces(0, track.length)]
-        assert torch.equal(torch.cat(found, 1), dequantize(values, scale))
+        pieces = [getattr(piece, name)[0] for piece in track.pieces(0, track.length)]
+        assert torch.equal(torch.cat(pieces, 1), dequantize(values, scale))
         assert torch.equal(torch.cat([getattr(run, name)[0] for run in track.scales(0, track.length)], 1), scale)
         (part,) = track.pieces(3, 9)
         assert torch.equal(getattr(part, name)[0], dequantize(values, scale)[:, 3:9])
