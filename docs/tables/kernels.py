@@ -225,13 +225,23 @@ def decode() -> str:
         kernels = {(k["kernel"], k["paged"], k["keys"]): _per_byte(k) for k in found
                    if (k["dtype"], k["head_dim"], k["level"]) == ("bfloat16", 128, 0)}  # fmt: skip
         general, packed = kernels["forward", False, None], kernels["forward_packed16", False, None]
-        others = [
-            kernels["forward_packed16", *kind] for kind in ((True, None), (False, "int8"), (False, "float8_e4m3fn"))
-        ]
+        paged, shared = kernels["forward_packed16", True, None], kernels["cascade_packed16", True, None]
+        others = [kernels["forward_packed16", *kind] for kind in ((False, "int8"), (False, "float8_e4m3fn"))]
         issued = ISSUED * processors * clock / SHEETS[name].gb_per_s
-        figures = (general, 8 * general, packed, packed, *others, issued)
+        figures = (general, 8 * general, packed, packed, paged, 16 * paged, shared, *others, issued)
         rows.append((f"sm_{arch}", *(f"{figure:.3f}" for figure in figures), name))
-    head = ("", "one head's block, 1 head", "8 heads", "packed, 1 head", "8 heads", "packed, pages", "int8", "float8")
+    head = (
+        "",
+        "one head's block, 1 head",
+        "8 heads",
+        "packed, 1 head",
+        "8 heads",
+        "packed, pages",
+        "16 forks, each alone",
+        "16 forks together",
+        "int8",
+        "float8",
+    )
     return table([*head, "issued per byte", "by"], rows)
 
 
