@@ -15,6 +15,7 @@ from flashpoint_contract.caches import CHUNK, LayerShape, plan_cached
 from flashpoint_contract.options import Options
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_kernels import attention, quantize, run
+from flashpoint_kernels.triton_backend import launch
 from flashpoint_server.engine.caches.attending import CallTensors, HeldCall
 from flashpoint_server.engine.caches.cache import Terms
 from flashpoint_server.engine.caches.pages import Block
@@ -180,6 +181,24 @@ def test_forks_share_pages_until_one_writes_and_kernels_read_both():
     ):
         expected = attention(q[n : n + 1].double(), keys[None].double(), values[None].double(), backend="reference")
         torch.testing.assert_close(o[n : n + 1].double(), expected, rtol=0, atol=2e-6)
+
+
+def test_a_kernel_reads_the_pages_of_forks_once_with_the_bits_of_each_alone():
+    store = CacheStore(Ledger(1 << 26), 100.0, paged=True)
+    (serial,) = create(store, 1)
+    store.write(ALICE, [serial], 0, None, [(normal(HK, CHUNK + 9, D), normal(HK, CHUNK + 9, DV, seed=1))])
+    serials = [serial, *(record.serial for record in store.fork(ALICE, [serial] * 2, [CHUNK + 9, CHUNK + 5], []))]
+    new = [(normal(HK, 1, D, seed=n), normal(HK, 1, DV, seed=n + 9)) for n in serials]
+    store.write(ALICE, serials, 0, None, new)
+    q = normal(3, HQ, 1, D, seed=4)
+    call, o = call_of(store, serials, q)
+    problem = call.problem(call.write(store))
+    assert "attention_cascade" in {c.kernel.__name__ for c in launch.forward_calls([problem]) if c.programs}
+    run([problem], "triton")
+    for n, one in enumerate(serials):
+        alone, of_one = call_of(store, [one], q[n : n + 1])
+        run([alone.problem(alone.write(store))], "triton")
+        assert torch.equal(o[n : n + 1], of_one)
 
 
 def test_tokens_that_a_layer_no_longer_keeps_are_not_read():
