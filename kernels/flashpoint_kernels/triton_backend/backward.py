@@ -13,7 +13,7 @@ Hopper if a transposed accumulator is the operand of a dot.
 import triton
 import triton.language as tl
 
-from flashpoint_kernels.triton_backend import table as col
+from flashpoint_kernels.triton_backend import columns as col
 from flashpoint_kernels.triton_backend.blocks import key_tile, list_at, listed_stretches, query_tile, unskipped
 from flashpoint_kernels.triton_backend.bounds import query_range
 from flashpoint_kernels.triton_backend.groups import KeyTiles, QueryBlock, Sequence

@@ -7,7 +7,7 @@ dsink = −Σ exp(sink − lse)·delta over queries and batch    one program per
 import triton
 import triton.language as tl
 
-from flashpoint_kernels.triton_backend import table as col
+from flashpoint_kernels.triton_backend import columns as col
 from flashpoint_kernels.triton_backend.backward import dropout_factor, load_stats
 from flashpoint_kernels.triton_backend.blocks import tile_is_seen, unskipped
 from flashpoint_kernels.triton_backend.groups import QueryBlock

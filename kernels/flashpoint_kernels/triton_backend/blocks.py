@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from flashpoint_kernels.triton_backend import table as col
+from flashpoint_kernels.triton_backend import columns as col
 from flashpoint_kernels.triton_backend.bounds import query_range
 from flashpoint_kernels.triton_backend.tiles import block_at, key_stretches, load_sequence
 

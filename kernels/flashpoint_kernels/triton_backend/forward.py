@@ -8,7 +8,7 @@ part of the exponent in float32. t is the sequence's row of the table, C the con
 import triton
 import triton.language as tl
 
-from flashpoint_kernels.triton_backend import table as col
+from flashpoint_kernels.triton_backend import columns as col
 from flashpoint_kernels.triton_backend.blocks import key_tile, list_at, listed_stretches, unskipped
 from flashpoint_kernels.triton_backend.groups import Keys, KeyTiles, Queries, Softmax
 from flashpoint_kernels.triton_backend.interpret import cast, dot

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flashpoint_kernels.problem import Problem
-from flashpoint_kernels.triton_backend import table as columns
+from flashpoint_kernels.triton_backend import columns
 from flashpoint_kernels.triton_backend.calls import Call, Code
 from flashpoint_kernels.triton_backend.route import Route
 from flashpoint_kernels.triton_backend.table import SHAPE, Table

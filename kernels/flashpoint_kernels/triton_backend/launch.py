@@ -17,13 +17,14 @@ from flashpoint_kernels.triton_backend import lists
 from flashpoint_kernels.triton_backend.backward import attention_backward_kv, attention_backward_q, attention_delta
 from flashpoint_kernels.triton_backend.backward_inputs import attention_backward_mask, attention_backward_sinks
 from flashpoint_kernels.triton_backend.calls import Call, Code, run_calls, start_compiling
-from flashpoint_kernels.triton_backend.cascade import attention_cascade, shared_parts
+from flashpoint_kernels.triton_backend.cascade import attention_cascade
 from flashpoint_kernels.triton_backend.config import carries_float32, exact, parts_of, takes_hopper
 from flashpoint_kernels.triton_backend.configurations import Config, Tile
 from flashpoint_kernels.triton_backend.forward import attention_forward, merge_parts
 from flashpoint_kernels.triton_backend.grouped import Launch
 from flashpoint_kernels.triton_backend.route import ALL, FORWARD, OF_HOPPER, TYPES, VALUES, Route, config_of, route_of
 from flashpoint_kernels.triton_backend.schedule import ForwardList, forward_lists, gradient_lists, mask_parts
+from flashpoint_kernels.triton_backend.sharing import shared_parts
 from flashpoint_kernels.triton_backend.table import SHAPE, Table
 
 # A program keeps its descriptors at an offset of 512 bytes times its number; Triton before 3.9 computes it in int32.

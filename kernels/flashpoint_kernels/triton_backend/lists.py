@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flashpoint_kernels.triton_backend import table as columns
+from flashpoint_kernels.triton_backend import columns
 from flashpoint_kernels.triton_backend.blocks import HEADER, UNIT, list_key_tiles, list_query_tiles
 from flashpoint_kernels.triton_backend.calls import Call
 from flashpoint_kernels.triton_backend.configurations import Tile

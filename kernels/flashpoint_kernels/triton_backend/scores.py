@@ -9,7 +9,7 @@ a neutral value.
 import triton
 import triton.language as tl
 
-from flashpoint_kernels.triton_backend import table as col
+from flashpoint_kernels.triton_backend import columns as col
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LEAST = tl.constexpr(-3.4028234663852886e38)  # of float32

@@ -1,9 +1,8 @@
 """The table of sequences that a launch reads: one row per sequence, with addresses, strides, lengths and scalars.
 
 Through this table, requests of any lengths, batch sizes and head counts run in one launch: nothing is padded or packed.
-Addresses and strides are int64, so no offset overflows. A row does not depend on other rows. A tensor takes three
-columns: the address of (row 0, head 0), then the strides of a head and of a row, in elements. The last dimension has
-stride 1; `Table` copies a tensor that does not.
+Addresses and strides are int64, so no offset overflows. A row does not depend on other rows. The columns are those of
+columns.py; `Table` copies a tensor whose last dimension does not have stride 1.
 """
 
 from __future__ import annotations
@@ -15,48 +14,26 @@ from typing import Any
 
 import numpy as np
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from flashpoint_contract.spec import Row
 from flashpoint_kernels.problem import Problem, narrowed
+from flashpoint_kernels.triton_backend import columns as col
 
-# int64 columns
-Q, K, V, O, LSE = (tl.constexpr(3 * n) for n in range(5))  # noqa: E741
-DO, DQ, DK, DV, DLSE, STATS = (tl.constexpr(3 * n) for n in range(5, 11))
-MASK, DMASK = tl.constexpr(33), tl.constexpr(37)  # address; strides of a head, a row, a column
-ALIBI, SINKS, DSINKS = tl.constexpr(41), tl.constexpr(42), tl.constexpr(43)  # address of head 0, stride 1; 0: none
-Q_LEN, Q_ROWS, KV_LEN, KV_ROWS = (tl.constexpr(n) for n in range(44, 48))  # valid rows, rows with padding
-# query i sees key j iff -LEFT <= j - i - OFFSET <= RIGHT
-OFFSET, LEFT, RIGHT = (tl.constexpr(n) for n in range(48, 51))
-HEADS, GROUP = tl.constexpr(51), tl.constexpr(52)  # query heads, and how many of them share a key/value head
-# dropout: sequence, key; words below this are dropped
-INDEX, SEED, DROP_BELOW = (tl.constexpr(n) for n in range(53, 56))
-PAGES, PAGE_SIZE, POOL = (tl.constexpr(n) for n in range(56, 59))  # address of the sequence's page numbers, int32
-K_PAGE, V_PAGE = tl.constexpr(59), tl.constexpr(60)  # strides of a page
-K_SCALE, V_SCALE = tl.constexpr(61), tl.constexpr(65)  # float32: address; strides of a head, a row, a page
-BLOCKS = tl.constexpr(69)  # address of the block mask; strides of a head, a row, a column
-BLOCK_SIZE = tl.constexpr(73)  # queries, keys of a block
-WIDTH = tl.constexpr(75)
-
-# float32 columns
-SCALE, SOFTCAP, KEEP_SCALE = (tl.constexpr(n) for n in range(3))
-SCALARS = tl.constexpr(4)
-
-_TENSORS = {"q": Q, "k": K, "v": V, "o": O, "do": DO, "dq": DQ, "dk": DK, "dv": DV}
-_ROW_VECTORS = {"lse": LSE, "dlse": DLSE}
+_TENSORS = {"q": col.Q, "k": col.K, "v": col.V, "o": col.O, "do": col.DO, "dq": col.DQ, "dk": col.DK, "dv": col.DV}
+_ROW_VECTORS = {"lse": col.LSE, "dlse": col.DLSE}
 _KEY_TENSORS = ("k", "v", "dk", "dv")
 _READ_BY_TILE = ("k", "v")
 _AXES = {"bhsd": (1, 2), "bshd": (2, 1), "thd": (2, 1)}  # of heads and rows, in four dimensions
-_VECTORS = {"alibi_slopes": ALIBI, "sinks": SINKS, "dsinks": DSINKS}
-_MASKS = {"attn_mask": MASK, "dattn_mask": DMASK, "block_mask": BLOCKS}
-_SCALES = {"k_scale": K_SCALE, "v_scale": V_SCALE}
-_PAGE_STRIDES = {"k": K_PAGE, "v": V_PAGE}
+_VECTORS = {"alibi_slopes": col.ALIBI, "sinks": col.SINKS, "dsinks": col.DSINKS}
+_MASKS = {"attn_mask": col.MASK, "dattn_mask": col.DMASK, "block_mask": col.BLOCKS}
+_SCALES = {"k_scale": col.K_SCALE, "v_scale": col.V_SCALE}
+_PAGE_STRIDES = {"k": col.K_PAGE, "v": col.V_PAGE}
 _VECTOR_BYTES = 16  # of the widest load
 FARTHEST = 2**23  # elements between two keys, in the forward: offsets within a tile have 32 bits
 
 
-SHAPE = slice(Q_LEN.value, GROUP.value + 1)  # the columns of schedule.Shape, in its order
+SHAPE = slice(col.Q_LEN.value, col.GROUP.value + 1)  # the columns of schedule.Shape, in its order
 
 Numbers = int | np.ndarray  # a number of the only sequence, or an array with a number for each
 
@@ -77,7 +54,7 @@ class Table:
         rows: Any = _columns(problem.rows)
         self._rows = rows
         self._moves = rows is not problem.rows[0] or rows.batch + rows.q_start + rows.kv_start > 0
-        self._common = [0] * WIDTH.value
+        self._common = [0] * col.WIDTH.value
         self._own: list[tuple[int, np.ndarray]] = []  # columns, and what each sequence adds to them
         given = {**problem.tensors, **problem.outputs, **extra}
         if "dsinks" not in extra:
@@ -87,22 +64,22 @@ class Table:
                 place(self, name, t)
         if spec.paged:
             self._place_pages(problem.tensors["block_table"])
-        self._write(BLOCK_SIZE.value, *options.block_size)
-        self._write(LEFT.value, *spec.window, spec.q_heads, spec.q_heads // spec.kv_heads)
+        self._write(col.BLOCK_SIZE.value, *options.block_size)
+        self._write(col.LEFT.value, *spec.window, spec.q_heads, spec.q_heads // spec.kv_heads)
         if options.dropout_p and problem.seed is not None:
             signed = problem.seed - (1 << 64) if problem.seed >> 63 else problem.seed
-            self._write(SEED.value, signed, math.ceil(options.dropout_p * 2**32))
+            self._write(col.SEED.value, signed, math.ceil(options.dropout_p * 2**32))
         lengths = rows.q_len, rows.q_rows, rows.kv_len, rows.kv_rows, rows.offset
         count = len(problem.rows)
         if count == 1:
-            self._write(Q_LEN.value, *lengths)
-            self._common[INDEX.value] = rows.index
+            self._write(col.Q_LEN.value, *lengths)
+            self._common[col.INDEX.value] = rows.index
             self.ints = np.array([self._common], np.int64)
         else:
             self.ints = np.array([self._common], np.int64).repeat(count, 0)
-            for column, numbers in zip(range(Q_LEN.value, OFFSET.value + 1), lengths, strict=True):
+            for column, numbers in zip(range(col.Q_LEN.value, col.OFFSET.value + 1), lengths, strict=True):
                 self.ints[:, column] = numbers
-            self.ints[:, INDEX.value] = rows.index
+            self.ints[:, col.INDEX.value] = rows.index
         for at, numbers in self._own:
             self.ints[:, at] += numbers
         scalars = spec.scale, options.softcap, 1.0 / (1.0 - options.dropout_p), 0.0
@@ -130,8 +107,8 @@ class Table:
     def _place_pages(self, numbers: Tensor) -> None:
         """Write the address of each sequence's page numbers."""
         numbers = _of_columns(numbers)
-        self._locate(numbers, PAGES.value, self._problem.spec.page_size, self._problem.spec.pool)
-        self._move(PAGES.value, 4 * numbers.stride(0), self._rows.index)
+        self._locate(numbers, col.PAGES.value, self._problem.spec.page_size, self._problem.spec.pool)
+        self._move(col.PAGES.value, 4 * numbers.stride(0), self._rows.index)
         self.describable = False
 
     def _place_scale(self, name: str, t: Tensor) -> None:

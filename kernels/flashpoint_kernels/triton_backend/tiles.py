@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from flashpoint_kernels.triton_backend import table as col
+from flashpoint_kernels.triton_backend import columns as col
 from flashpoint_kernels.triton_backend.bounds import full_key_range, key_range
 from flashpoint_kernels.triton_backend.groups import FLOAT8, INT8, Band, Block, Keys, Places, Rows, Sequence
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from flashpoint_kernels.triton_backend import table as col
+from flashpoint_kernels.triton_backend import columns as col
 from flashpoint_kernels.triton_backend.backward import ITEM
 from flashpoint_kernels.triton_backend.bounds import full_query_range, query_range
 from flashpoint_kernels.triton_backend.groups import Sequence

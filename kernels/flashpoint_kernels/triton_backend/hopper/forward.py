@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from flashpoint_kernels.triton_backend import table as col
+from flashpoint_kernels.triton_backend import columns as col
 from flashpoint_kernels.triton_backend.forward import ITEM, online_softmax
 from flashpoint_kernels.triton_backend.groups import Sequence, Softmax
 from flashpoint_kernels.triton_backend.hopper.gluon import gl, hopper, jit, mbarrier, wgmma, wgmma_wait
