@@ -17,7 +17,7 @@ from flashpoint_kernels.machine import version_of
 from flashpoint_kernels.problem import Problem, launch_key, with_forwards
 from flashpoint_kernels.reproducible import split, spread
 from flashpoint_kernels.support import Backends, unsupported
-from flashpoint_kernels.triton_backend.devices import refusal
+from flashpoint_kernels.triton_backend.configurations import refusal
 
 # A backend is a module with `forward(problems)` and `backward(problems)`, which is imported at its first use.
 _MODULES = {

@@ -15,8 +15,16 @@ import torch
 import triton
 
 from flashpoint_contract.tensors import EIGHT_BIT, MAX_HEAD_DIM
-from flashpoint_kernels.triton_backend.configurations import HOPPER, SHARED_KIB, TABLES, WIDE, Config, Tile, packed_tile
-from flashpoint_kernels.triton_backend.devices import has_fences
+from flashpoint_kernels.triton_backend.configurations import (
+    HOPPER,
+    SHARED_KIB,
+    TABLES,
+    WIDE,
+    Config,
+    Tile,
+    has_fences,
+    packed_tile,
+)
 from flashpoint_kernels.triton_backend.groups import FLOAT8, FLOAT8_BITS, INT8
 from flashpoint_kernels.triton_backend.interpret import INTERPRETED
 

@@ -1,4 +1,6 @@
-"""Tile sizes: one table per architecture, by level (`Spec.level`) or float32, then by largest padded head dimension.
+"""Tile sizes, and the GPUs and releases of Triton for which the kernels are right. Imports neither torch nor Triton.
+
+There is one table per architecture, by level (`Spec.level`) or float32, then by largest padded head dimension.
 
 None has been timed on a GPU; `make gpu` proposes faster tiles for a device. Until then the numbers come from the
 compiler's output (Triton 3.7.1, benchmarks/results/compile-*.json, docs/measurements/compiled.md).
@@ -12,6 +14,7 @@ starts a tile's copies after the last product of the tile before, and waits for 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
@@ -253,3 +256,30 @@ HOPPER = {
     128: {"forward": Tile(128, 128, 4), "backward_kv": Tile(32, 128, 4, 3), "backward_q": Tile(128, 64, 4, 3)},
     256: {"forward": Tile(128, 64, 4)},
 }
+
+
+FENCES = (3, 7, 1)  # the first release that orders asynchronous copies before products (see ptx.py)
+
+
+def has_fences(version: str) -> bool:
+    """Return whether this version of Triton orders asynchronous copies before products by a proxy fence."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3]) >= FENCES
+
+
+def refusal(arch: int, version: str | None) -> str:
+    """Return why the kernels do not run on sm_`arch` with this version of Triton; "" if they do.
+
+    `version` is None if Triton is not installed.
+    """
+    if arch // 10 not in {known // 10 for known in SHARED_KIB}:
+        return f"the kernels are for {', '.join(f'sm_{known}' for known in SHARED_KIB)}, and this GPU is an sm_{arch}"
+    if version is None:
+        return "triton is not installed"
+    if arch // 10 == 10 and not has_fences(version):
+        return (
+            f"triton {version} leaves out proxy fences on sm_{arch}, which gives wrong answers; install triton "
+            f"{'.'.join(map(str, FENCES))} or later"
+        )
+    if arch == 103:
+        return "triton multiplies two parts of a head dimension wrongly on sm_103 (triton-lang/triton#10821)"
+    return ""
