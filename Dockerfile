@@ -46,7 +46,7 @@ COPY kernels kernels
 RUN mkdir compiled \
     && if [ -n "$ARCHITECTURES" ]; then \
         PYTHONPATH=contract:kernels TRITON_CACHE_DIR=/opt/flashpoint/compiled \
-        venv/bin/python -m flashpoint_kernels.triton_backend.ahead --arch $ARCHITECTURES; \
+        venv/bin/python -m flashpoint_kernels.triton_backend.tools.ahead --arch $ARCHITECTURES; \
     fi \
     && find compiled -type f ! -name "*.cubin" ! -name "*.json" -delete
 COPY pyproject.toml hatch_build.py README.md LICENSE ./

@@ -44,7 +44,7 @@ def works(asked: tuple[str, ...]) -> bool:
         found = run("-c", "import triton; print(triton.__version__, triton.__file__)").stdout.split()
         print(f"triton {found[0]}", flush=True)
         assert found[1].startswith(directory), "the environment's own triton would be tested"
-        compiled = run("-m", "flashpoint_kernels.triton_backend.aot")
+        compiled = run("-m", "flashpoint_kernels.triton_backend.tools.aot")
         reports = [json.loads(line) for line in compiled.stdout.splitlines()]
         faults = [
             (f"sm_{report['arch']} {report['kernel']} {report['dtype']} D {report['head_dim']}", fault)

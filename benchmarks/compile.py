@@ -28,9 +28,9 @@ os.environ.pop("TRITON_INTERPRET", None)  # read when kernels are defined
 import compile_beside  # noqa: E402
 from record import commit, now  # noqa: E402
 
-from flashpoint_kernels.triton_backend.aot import compile_all, faults, tile_of  # noqa: E402
-from flashpoint_kernels.triton_backend.configurations import TABLES, Tile  # noqa: E402
-from flashpoint_kernels.triton_backend.shipped import DTYPES, Variant, all_of  # noqa: E402
+from flashpoint_kernels.triton_backend.host.configurations import TABLES, Tile  # noqa: E402
+from flashpoint_kernels.triton_backend.tools.aot import compile_all, faults, tile_of  # noqa: E402
+from flashpoint_kernels.triton_backend.tools.shipped import DTYPES, Variant, all_of  # noqa: E402
 
 
 def main() -> int:

@@ -26,10 +26,10 @@ from record import commit, now
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from flashpoint_kernels.triton_backend.aot import build, tile_of
-from flashpoint_kernels.triton_backend.configurations import Tile
-from flashpoint_kernels.triton_backend.sass import Code, kinds, resources
-from flashpoint_kernels.triton_backend.shipped import Variant
+from flashpoint_kernels.triton_backend.host.configurations import Tile
+from flashpoint_kernels.triton_backend.tools.aot import build, tile_of
+from flashpoint_kernels.triton_backend.tools.sass import Code, kinds, resources
+from flashpoint_kernels.triton_backend.tools.shipped import Variant
 
 ARCHITECTURES = (80, 90, 100)
 HEAD_DIMS = (64, 128)

@@ -89,8 +89,9 @@ def cases() -> dict[str, Call]:
 
 def work() -> None:
     """Answer each name of a case on stdin with the microseconds of the fastest of `CALLS` calls."""
-    from flashpoint_kernels import dispatch, plain
-    from flashpoint_kernels.triton_backend.ahead import pretend
+    from flashpoint_kernels.dispatching import dispatch
+    from flashpoint_kernels.operators import plain
+    from flashpoint_kernels.triton_backend.tools.ahead import pretend
 
     pretend(ARCH)
     stop_before_the_driver()

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from flashpoint_kernels.machine import cpu_name, version_of
+from flashpoint_kernels.dispatching.machine import cpu_name, version_of
 
 ROOT = Path(__file__).resolve().parent.parent
 

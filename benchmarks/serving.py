@@ -187,7 +187,7 @@ def small_calls(ours: Connection, bare: Connection, device: str, rounds: int, ca
 @contextlib.contextmanager
 def environment_of_the_engine() -> Iterator[None]:
     """The variables that the service gives its engines, for a child that computes as they do."""
-    from flashpoint_server.ipc.processes import ENGINE_VARIABLES
+    from flashpoint_server.processes.processes import ENGINE_VARIABLES
 
     before = dict(os.environ)
     os.environ.update({name: value for name, value in ENGINE_VARIABLES.items() if name not in before})

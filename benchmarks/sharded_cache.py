@@ -22,7 +22,7 @@ import flashpoint
 from flashpoint import sharded
 from flashpoint_kernels import Options, Problem
 from flashpoint_kernels import run as compute
-from flashpoint_kernels.reproducible import split
+from flashpoint_kernels.problems.reproducible import split
 
 TOKENS, HEADS, DIM, SERVERS = 1 << 20, 8, 64, 4
 PIECE = 1 << 15  # tokens of an append

@@ -17,8 +17,8 @@ from chaos.held import DIM, KV_HEADS, LAYERS, Q_HEADS, SHAPE, dense, empty
 from chaos.holders import is_over
 from chaos.keys import SDK, key_of
 from chaos.service import Life
-from flashpoint._cache_calls import Described
-from flashpoint._calls import Affinity
+from flashpoint._calls.caches import Described
+from flashpoint._calls.service import Affinity
 
 MOST = 60  # tokens of a layer
 GONE = ("cache_lost", "cache_not_found")

@@ -83,7 +83,7 @@ class Cuda:
         """Return what the compiler made of a call's kernel, and how many of its programs a multiprocessor holds."""
         import torch
 
-        from flashpoint_kernels.triton_backend.sass import resources
+        from flashpoint_kernels.triton_backend.tools.sass import resources
 
         compiled = call.warmup()
         registers, spilled = resources(compiled.asm["cubin"])

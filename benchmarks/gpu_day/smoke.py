@@ -19,8 +19,8 @@ from benchmarks.gpu_day.device import Cuda
 from benchmarks.gpu_day.plan import Smoke
 from flashpoint_kernels import Options, Problem, quantize, run, verify
 from flashpoint_kernels.nano import nano_attention
-from flashpoint_kernels.problem import DTYPES
-from flashpoint_kernels.triton_backend import launch
+from flashpoint_kernels.problems.problem import DTYPES
+from flashpoint_kernels.triton_backend.host import launch
 
 
 @dataclass(frozen=True)

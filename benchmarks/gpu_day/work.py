@@ -17,11 +17,12 @@ from benchmarks.gpu_day.device import Cuda
 from benchmarks.gpu_day.plan import Decode, Smoke, Task, Timed, Trial
 from benchmarks.gpu_day.smoke import CHECKS, path_of_hopper, smoke
 from flashpoint_kernels import Options, Problem
-from flashpoint_kernels.problem import DTYPES
-from flashpoint_kernels.triton_backend import compile_ahead, launch
-from flashpoint_kernels.triton_backend.calls import Call
-from flashpoint_kernels.triton_backend.config import config_for
-from flashpoint_kernels.triton_backend.configurations import Config, Tile
+from flashpoint_kernels.problems.problem import DTYPES
+from flashpoint_kernels.triton_backend import compile_ahead
+from flashpoint_kernels.triton_backend.host import launch
+from flashpoint_kernels.triton_backend.host.calls import Call
+from flashpoint_kernels.triton_backend.host.config import config_for
+from flashpoint_kernels.triton_backend.host.configurations import Config, Tile
 
 _WRONG = 0.02  # a tile changes the order of sums: a few roundings of bfloat16. More is a miscompilation
 

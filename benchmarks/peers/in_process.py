@@ -17,7 +17,7 @@ import torch
 from op import attend
 
 from flashpoint_kernels import Options, Problem, run
-from flashpoint_kernels.reproducible import split
+from flashpoint_kernels.problems.reproducible import split
 
 CORES = os.cpu_count() or 1
 POOL = ThreadPoolExecutor(CORES)

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flashpoint import capacity, sharded
-    from flashpoint._async_client import AsyncClient
-    from flashpoint._caches import AsyncCache, Cache
-    from flashpoint._calls import SavedAttention
-    from flashpoint._client import Client
-    from flashpoint._results import BenchmarkJob, VerifyReport
-    from flashpoint._runs import AsyncBenchmarkRun, BenchmarkRun
+    from flashpoint._calls.results import BenchmarkJob, VerifyReport
+    from flashpoint._calls.service import SavedAttention
+    from flashpoint._client.async_client import AsyncClient
+    from flashpoint._client.caches import AsyncCache, Cache
+    from flashpoint._client.client import Client
+    from flashpoint._client.runs import AsyncBenchmarkRun, BenchmarkRun
     from flashpoint.cases import save_case
     from flashpoint.errors import (
         AuthenticationError,
@@ -82,12 +82,12 @@ __all__ = [
 
 # Imported at first use: `import flashpoint` alone takes no time.
 _NAMES = {
-    "flashpoint._async_client": ("AsyncClient",),
-    "flashpoint._caches": ("AsyncCache", "Cache"),
-    "flashpoint._calls": ("SavedAttention",),
-    "flashpoint._client": ("Client",),
-    "flashpoint._results": ("BenchmarkJob", "VerifyReport"),
-    "flashpoint._runs": ("AsyncBenchmarkRun", "BenchmarkRun"),
+    "flashpoint._client.async_client": ("AsyncClient",),
+    "flashpoint._client.caches": ("AsyncCache", "Cache"),
+    "flashpoint._calls.service": ("SavedAttention",),
+    "flashpoint._client.client": ("Client",),
+    "flashpoint._calls.results": ("BenchmarkJob", "VerifyReport"),
+    "flashpoint._client.runs": ("AsyncBenchmarkRun", "BenchmarkRun"),
     "flashpoint.cases": ("save_case",),
     "flashpoint.errors": ("FieldProblem", *(name for name in __all__ if name.endswith("Error"))),
     "flashpoint.meta": ("Meta",),

@@ -26,7 +26,7 @@ from typing import Any, Literal
 import ml_dtypes
 import numpy as np
 
-from flashpoint._client import Client
+from flashpoint._client.client import Client
 from flashpoint._shards.cut import UNBOUNDED, Band, Piece
 from flashpoint.errors import invalid
 from flashpoint_contract.caches import layer_tokens

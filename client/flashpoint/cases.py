@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from flashpoint._arrays import Array, unpack
-from flashpoint._calls import checked, message
+from flashpoint._calls.arrays import Array, unpack
+from flashpoint._calls.service import checked, message
 from flashpoint.errors import all_invalid, invalid
 from flashpoint_contract import wire
-from flashpoint_contract.hints import each_meant
 from flashpoint_contract.options import OPTIONS
 from flashpoint_contract.schemas.options import AttentionOptions
 from flashpoint_contract.tensors import ALL_ANSWERS, INPUT_TENSORS, REQUIRED, refusals
+from flashpoint_contract.wording.hints import each_meant
 
 _KNOWN = tuple(dict.fromkeys((*INPUT_TENSORS, *ALL_ANSWERS)))
 # Options that define the result: all but those of how it is computed. One that is not in a file has its default.

@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from flashpoint.commands import streams
 from flashpoint.commands.registry import COMMANDS, complain, missing, misused
+from flashpoint.commands.terminal import streams
 
 
 def main(argv: Sequence[str] | None = None) -> int:

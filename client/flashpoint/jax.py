@@ -24,17 +24,17 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from numpy.typing import NDArray
 
-from flashpoint import _saved
-from flashpoint._calls import SavedAttention, checked
-from flashpoint._client import Client
-from flashpoint._keywords import Sending, Settled
-from flashpoint._vmapped import batch_shape, fold, single
+from flashpoint._calls.keywords import Sending, Settled
+from flashpoint._calls.service import SavedAttention, checked
+from flashpoint._client import saved as _saved
+from flashpoint._client.client import Client
+from flashpoint._derivatives.vmapped import batch_shape, fold, single
 from flashpoint.errors import CacheError, all_invalid, invalid
-from flashpoint_contract.docstrings import documented
 from flashpoint_contract.options import GRADS, is_integer
 from flashpoint_contract.saved import ID_LENGTH
 from flashpoint_contract.schemas.options import AttentionOptions, Grad
 from flashpoint_contract.tensors import INDEX_TENSORS, REQUIRED, TENSORS, refusals
+from flashpoint_contract.wording.docstrings import documented
 
 Array: TypeAlias = jax.Array | NDArray[Any]
 Arrays: TypeAlias = dict[str, jax.Array]

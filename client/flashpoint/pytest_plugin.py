@@ -42,7 +42,7 @@ def judge_attention() -> Callable[..., Any]:
         **options: Any,
     ) -> Any:
         __tracebackhide__ = True
-        from flashpoint._calls import checked
+        from flashpoint._calls.service import checked
         from flashpoint.judging import asked_cases, registered
         from flashpoint_contract.schemas.shapes import Shape
 

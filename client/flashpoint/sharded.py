@@ -22,12 +22,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
-from flashpoint import _calls
-from flashpoint._arrays import Array
-from flashpoint._async_client import AsyncClient
-from flashpoint._client import Client
-from flashpoint._keywords import ShardedBackward, ShardedForward, SpreadSizes, call
-from flashpoint._settings import seconds
+from flashpoint._calls import service as _calls
+from flashpoint._calls.arrays import Array
+from flashpoint._calls.keywords import ShardedBackward, ShardedForward, SpreadSizes, call
+from flashpoint._client.async_client import AsyncClient
+from flashpoint._client.client import Client
+from flashpoint._client.settings import seconds
 from flashpoint._shards import merge
 from flashpoint._shards.caches import AsyncShardedCache, ShardedCache
 from flashpoint._shards.plan import plan
@@ -37,9 +37,9 @@ from flashpoint._shards.run import run, run_async
 from flashpoint._shards.spread import Part, Spread
 from flashpoint._shards.work import Item, Work
 from flashpoint.errors import invalid
-from flashpoint_contract.docstrings import documented, twin_of
 from flashpoint_contract.schemas.options import AttentionOptions
 from flashpoint_contract.tensors import INPUT_TENSORS
+from flashpoint_contract.wording.docstrings import documented, twin_of
 
 __all__ = [
     "AsyncShardedCache", "Part", "ShardedCache", "async_attention", "async_attention_grad", "async_cache", "attention",

@@ -17,9 +17,17 @@ from typing import Any, Literal, Unpack, overload
 import torch
 from torch import Tensor
 
-from flashpoint._autograd import Attention, Served, autocast, refuse_transforms, seed_for, seeded, without_compiling
-from flashpoint._client import Client
-from flashpoint._keywords import Saving, TorchKeywords, call
+from flashpoint._calls.keywords import Saving, TorchKeywords, call
+from flashpoint._client.client import Client
+from flashpoint._derivatives.autograd import (
+    Attention,
+    Served,
+    autocast,
+    refuse_transforms,
+    seed_for,
+    seeded,
+    without_compiling,
+)
 from flashpoint.errors import invalid
 from flashpoint_contract.caches import CACHE_OPTIONS
 from flashpoint_contract.options import GRADS

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
-from flashpoint_contract.hints import each_meant
 from flashpoint_contract.options import (
     FARTHEST_OFFSET,
     LEAST_NORMAL_FLOAT32,
@@ -36,6 +35,7 @@ from flashpoint_contract.tensors import (
     needed,
     why_not,
 )
+from flashpoint_contract.wording.hints import each_meant
 
 
 class Row(NamedTuple):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from flashpoint_contract import strictjson
-from flashpoint_contract.hints import did_you_mean
+from flashpoint_contract.wording.hints import did_you_mean
 
 MEDIA_TYPE = "application/vnd.safetensors"
 HEAD_LIMIT = 1 << 20  # bytes; the largest head of our own messages is under 4 KiB

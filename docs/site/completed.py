@@ -41,6 +41,6 @@ class Completed(griffe.Extension):
         cls.set_member(name, made)
 
     def _complete(self, found: griffe.Object) -> None:
-        completing = ("flashpoint_contract.docstrings.", "flashpoint._keywords.call")
+        completing = ("flashpoint_contract.wording.docstrings.", "flashpoint._calls.keywords.call")
         if found.docstring is not None and any(path.startswith(completing) for path in found.module.imports.values()):
             found.docstring.value = inspect.cleandoc(griffe.dynamic_import(found.path).__doc__ or "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from flashpoint_kernels.triton_backend.configurations import TABLES as TILES
+from flashpoint_kernels.triton_backend.host.configurations import TABLES as TILES
 
 from .calls import calls, fields, headers
 from .code import (

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from typing import Any
 from unittest import mock
 
-from flashpoint.commands import help_page
 from flashpoint.commands.app import load
 from flashpoint.commands.registry import COMMANDS
+from flashpoint.commands.terminal import help_page
 from flashpoint_contract.caches import CACHE_OPTIONS, CacheOption
 from flashpoint_contract.options import BACKENDS, LAYOUTS
 from flashpoint_contract.saved import SAVED_OPTIONS
@@ -20,7 +20,7 @@ from flashpoint_contract.schemas.options import AttentionOptions
 from flashpoint_contract.tensors import FLOATS, INPUT_TENSORS, TENSORS, Tensor
 from flashpoint_kernels import nano as smallest
 from flashpoint_kernels import native
-from flashpoint_kernels.support import SUPPORT, said
+from flashpoint_kernels.dispatching.support import SUPPORT, said
 from flashpoint_kernels.timing.case import ALGORITHMS
 from flashpoint_kernels.timing.device import SHEETS
 from flashpoint_server.oip.grpc.server import STATUSES

@@ -7,7 +7,7 @@ from itertools import groupby, product
 from statistics import median
 from typing import Any
 
-from flashpoint.commands.tables import columns, number, problem
+from flashpoint.commands.terminal.tables import columns, number, problem
 from flashpoint_contract.schemas.benchmark import BenchmarkJob
 from flashpoint_kernels.timing.device import SHEETS
 

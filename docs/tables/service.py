@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from flashpoint.commands.tables import number
+from flashpoint.commands.terminal.tables import number
 
 from .markdown import NOT_MEASURED, made_on, results, table, targets
 

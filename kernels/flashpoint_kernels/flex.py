@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
 from flashpoint_contract.options import ProblemError
-from flashpoint_kernels.torch_rules import autocast, refuse_batched_gradients, refuse_transforms
+from flashpoint_kernels.operators.torch_rules import autocast, refuse_batched_gradients, refuse_transforms
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask  # imports torch._dynamo

@@ -10,11 +10,11 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 import torch
 from torch import Tensor
 
-from flashpoint_contract.docstrings import documented
 from flashpoint_contract.options import Options, ProblemError, is_integer, number_of
 from flashpoint_contract.tensors import INDEX_TENSORS, TENSORS
-from flashpoint_kernels import ops, plain
-from flashpoint_kernels.torch_rules import autocast
+from flashpoint_contract.wording.docstrings import documented
+from flashpoint_kernels.operators import ops, plain
+from flashpoint_kernels.operators.torch_rules import autocast
 
 # all options except `window`, in the order in which `attention` passes them
 _OTHERS = (

@@ -24,9 +24,9 @@ import triton.language as tl
 from torch import Tensor
 
 from flashpoint_contract.options import Options
-from flashpoint_kernels.triton_backend.config import chip_of, padded
-from flashpoint_kernels.triton_backend.configurations import SHARED_KIB
-from flashpoint_kernels.triton_backend.interpret import INTERPRETED, cast, dot
+from flashpoint_kernels.triton_backend.host.config import chip_of, padded
+from flashpoint_kernels.triton_backend.host.configurations import SHARED_KIB
+from flashpoint_kernels.triton_backend.kernels.interpret import INTERPRETED, cast, dot
 from flashpoint_kernels.verification import Verification, verify
 
 _SHOWN = (  # (queries, keys, head dimension, causal, dtype)

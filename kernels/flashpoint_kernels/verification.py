@@ -28,17 +28,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashpoint_contract.hints import did_you_mean
 from flashpoint_contract.judging import Cause
 from flashpoint_contract.options import GRADS, Direction, Options, ProblemError
 from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import ALL_ANSWERS, INPUT_TENSORS, TAKEN
-from flashpoint_kernels.dispatch import available_backends, run
+from flashpoint_contract.wording.hints import did_you_mean
+from flashpoint_kernels.dispatching.dispatch import available_backends, run
+from flashpoint_kernels.dispatching.support import choose_backend
 from flashpoint_kernels.judging import captured
 from flashpoint_kernels.judging.exact import bounds
-from flashpoint_kernels.problem import DTYPES, Problem
+from flashpoint_kernels.problems.problem import DTYPES, Problem
 from flashpoint_kernels.reference_backend import formula
-from flashpoint_kernels.support import choose_backend
 
 # Absolute bounds for answers up to 1, scaled for larger ones: a few units of the dtype's rounding.
 _ABSOLUTE = {"float16": {"o": 4 * 2.0**-10, "grad": 8 * 2.0**-10}, "bfloat16": {"o": 4 * 2.0**-7, "grad": 8 * 2.0**-7}}

@@ -24,18 +24,21 @@ from flashpoint_server.exchange import Exchange
 from flashpoint_server.http.envelope import Envelope
 from flashpoint_server.http.sites import Cors
 from flashpoint_server.ipc.counts import WorkerGroup
-from flashpoint_server.ipc.processes import ENGINE, running_engines
 from flashpoint_server.oip import memory_routes, schema
 from flashpoint_server.oip import routes as oip
 from flashpoint_server.oip.infer import Counted, infer, make_body
 from flashpoint_server.oip.models import MODELS
 from flashpoint_server.oip.statistics import Statistics
 from flashpoint_server.page import page
+from flashpoint_server.processes.processes import ENGINE, running_engines
 from flashpoint_server.refusal import STATUS, Refusal, invalid
-from flashpoint_server.routes import benchmark, caches, openapi, saved, status
-from flashpoint_server.routes.attention import attention
-from flashpoint_server.routes.benchmark_state import Benchmarks
+from flashpoint_server.routes import status
+from flashpoint_server.routes.compute.attention import attention
 from flashpoint_server.routes.pipeline import Route
+from flashpoint_server.routes.schema import openapi
+from flashpoint_server.routes.tensors import caches, saved
+from flashpoint_server.routes.timing import benchmark
+from flashpoint_server.routes.timing.benchmark_state import Benchmarks
 from flashpoint_server.routes.verify import verify
 from flashpoint_server.service import Service
 

@@ -17,8 +17,8 @@ from flashpoint_server.app import Application, create_app
 from flashpoint_server.autoscaling import WAITING
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.ipc.client import Engines, State
-from flashpoint_server.ipc.parent import raise_descriptor_limit
 from flashpoint_server.observability import logs
+from flashpoint_server.processes.parent import raise_descriptor_limit
 from flashpoint_server.refusal import Refusal
 
 _SOCKET = "Ray's proxies own the sockets: see http_options"

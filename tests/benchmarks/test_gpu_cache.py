@@ -13,7 +13,7 @@ from benchmarks.gpu_day import cache, checkout
 
 FILL = """
 import sys
-from flashpoint_kernels.triton_backend.ahead import Wanted, fill
+from flashpoint_kernels.triton_backend.tools.ahead import Wanted, fill
 fill(Wanted(90, "bfloat16", 64, 0, "forward"))
 """
 

@@ -18,7 +18,7 @@ from benchmarks.gpu_day.device import Cuda
 from benchmarks.gpu_day.plan import SWEEP, Decode, Smoke, Timed, Trial
 from flashpoint_kernels.timing.case import Case
 from flashpoint_kernels.timing.implementations import CannotRunError
-from flashpoint_kernels.triton_backend.aot import KERNELS
+from flashpoint_kernels.triton_backend.tools.aot import KERNELS
 from tests.support.gpu_stand_in import StandIn
 
 SHAPE = (1, 1, 20, 16)  # too many queries for packed blocks, which have other tiles

@@ -9,7 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 import flashpoint
-from flashpoint import _async_client, _client, cli
+from flashpoint import cli
+from flashpoint._client import async_client as _async_client
+from flashpoint._client import client as _client
 from flashpoint._http import exchange, transport
 from tests.support.raw_server import RawServer
 from tests.support.scripted_server import ScriptedServer

@@ -14,7 +14,7 @@ import pytest
 
 import flashpoint
 from flashpoint import sharded
-from flashpoint._calls import lookup
+from flashpoint._calls.service import lookup
 from flashpoint._http import exchange, transport
 from flashpoint_contract.wire import MEDIA_TYPE, decode_options, head_size, parse_head
 from tests.support.scripted_server import message

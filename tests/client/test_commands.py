@@ -9,7 +9,7 @@ import pytest
 import flashpoint
 from flashpoint.commands import running
 from flashpoint.commands.app import CommandError
-from flashpoint.commands.tables import count, number, size
+from flashpoint.commands.terminal.tables import count, number, size
 from tests.support.proof_answers import EVENTS, JOB, REPORT, ROW, says, streams
 
 GRID = ("--q-len", "64", "--head-dim", "16")

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import flashpoint
-from flashpoint._saved import Lease
+from flashpoint._client.saved import Lease
 
 Q = np.zeros((1, 1, 2, 4), np.float32)
 KEY = "S3cretKey"

@@ -128,7 +128,7 @@ def twins():
     """Yield each asyncio method or function, its owner, its name, and its synchronous twin."""
     import flashpoint
     from flashpoint import sharded
-    from flashpoint._attending import AsyncAttending, Attending
+    from flashpoint._client.attending import AsyncAttending, Attending
 
     for asynchronous in (
         flashpoint.AsyncClient, AsyncAttending, flashpoint.AsyncCache, flashpoint.AsyncBenchmarkRun,

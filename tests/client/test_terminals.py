@@ -13,9 +13,10 @@ import pytest
 from rich.console import Console
 
 from flashpoint import cli
-from flashpoint.commands import reproduce, streams
+from flashpoint.commands import reproduce
 from flashpoint.commands.registry import COMMANDS
-from flashpoint.commands.tables import benchmark_tables, verification_table
+from flashpoint.commands.terminal import streams
+from flashpoint.commands.terminal.tables import benchmark_tables, verification_table
 from flashpoint_contract.schemas.benchmark import BenchmarkRow
 from flashpoint_contract.schemas.verify import VerifyReport
 from tests.support.proof_answers import EVENTS, JOB, JUDGED, REPORT, ROW, says

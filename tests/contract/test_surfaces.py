@@ -23,7 +23,7 @@ from flashpoint_contract.options import OPTIONS, Pair
 from flashpoint_contract.saved import CALLS, SAVED_OPTIONS
 from flashpoint_contract.tensors import ANSWERS, FEATURES, INPUT_TENSORS, SCALES, TAKEN, TENSORS
 from flashpoint_kernels import Options, Problem, quantize, run
-from flashpoint_kernels.support import SUPPORT
+from flashpoint_kernels.dispatching.support import SUPPORT
 from tests.support.messages import JSON, ask, message, normal, post
 from tests.support.oip.grpc_calls import Caller, port_of
 from tests.support.oip.grpc_calls import request as rpc_request

@@ -16,9 +16,9 @@ import yaml
 from flashpoint_server.cli import supervisor
 from flashpoint_server.config import settings
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.ipc import processes
 from flashpoint_server.observability.metrics import Metrics
 from flashpoint_server.oip.statistics import Statistics
+from flashpoint_server.processes import processes
 
 charts = pytest.importorskip(
     "tests.support.charts",

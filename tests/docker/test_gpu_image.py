@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from benchmarks import record
-from flashpoint_kernels.triton_backend.ahead import DTYPES
+from flashpoint_kernels.triton_backend.tools.ahead import DTYPES
 from tests.docker.engine import ROOT, UnavailableError, engine
 from tests.docker.test_dockerfile import every
 from tests.docker.test_image import READ_ONLY, Container, Q, expected, wait
@@ -113,7 +113,7 @@ def test_kernels_are_there_for_every_architecture(docker):
 def test_a_launch_that_was_compiled_ahead_is_not_compiled_again(docker):
     """The kernels' keys fit the installed package: with the image's kernels, this compiles nothing."""
     words = "--arch 100 --dtypes bfloat16 --head-dims 128 --levels 1"
-    ahead = f"python -m flashpoint_kernels.triton_backend.ahead {words} --processes 1"
+    ahead = f"python -m flashpoint_kernels.triton_backend.tools.ahead {words} --processes 1"
     code = "find -L $TRITON_CACHE_DIR/ -name '*.cubin' | wc -l"
     run = docker.docker("run", "--rm", IMAGE, "sh", "-ec", f"{code}; {ahead} >/dev/null; {code}", seconds=300)
     before, after = run.stdout.split()

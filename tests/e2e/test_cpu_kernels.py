@@ -10,7 +10,7 @@ import torch
 import flashpoint_kernels
 from flashpoint import Client
 from flashpoint_kernels import native
-from flashpoint_server.engine.local import no_gpu
+from flashpoint_server.engine.benchmarks.local import no_gpu
 from tests.support.messages import JSON, ask, message, normal, post, problem
 from tests.support.servers import DEVICE
 

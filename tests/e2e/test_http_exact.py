@@ -12,7 +12,7 @@ import torch
 from flashpoint_contract.options import Options
 from flashpoint_contract.spec import plan
 from flashpoint_contract.tensors import FORWARD_TENSORS, TensorInfo
-from flashpoint_kernels import support
+from flashpoint_kernels.dispatching import support
 from tests.support.messages import JSON, SAFETENSORS, message, normal, post
 
 CPU_BACKENDS = ("torch", "tiled", "reference")

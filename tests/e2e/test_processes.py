@@ -18,7 +18,7 @@ import torch
 from annotated_types import Le
 
 from flashpoint_server.config.settings import LONGEST, Settings
-from flashpoint_server.ipc.parent import NICENESS
+from flashpoint_server.processes.parent import NICENESS
 from tests.conftest import DEVICE
 from tests.support.messages import JSON, SAFETENSORS, message, normal, post, problem, read_metrics
 from tests.support.servers import wait_for

@@ -32,8 +32,8 @@ from flashpoint_contract.schemas.options import AttentionOptions
 from flashpoint_contract.schemas.verify import VerifyRequest
 from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import INDEX_TENSORS, TensorInfo
-from flashpoint_kernels.problem import launch_key
-from flashpoint_kernels.support import choose_backend
+from flashpoint_kernels.dispatching.support import choose_backend
+from flashpoint_kernels.problems.problem import launch_key
 from flashpoint_server.access.admission import check_size
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import combined

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from flashpoint_kernels import Options, ProblemError, attention, verify
-from flashpoint_kernels.support import choose_backend, unsupported
+from flashpoint_kernels.dispatching.support import choose_backend, unsupported
 from tests.conftest import DEVICE
 from tests.support.kernels.solving import backward, forward, normal, qkv, spec_of
 from tests.support.kernels.triton_cases import FACTORS, PLAIN, name_of, options_of, pairs, tensors_of

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from flashpoint_kernels import Options, Problem, ProblemError, attention, create_block_mask, run, verify
-from flashpoint_kernels.problem import launch_key
-from flashpoint_kernels.reproducible import split
+from flashpoint_kernels.problems.problem import launch_key
+from flashpoint_kernels.problems.reproducible import split
 from tests.conftest import DEVICE
 from tests.support.kernels.serving import drawn_blocks
 from tests.support.kernels.solving import backward, forward, normal, qkv

@@ -17,10 +17,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashpoint_kernels.triton_backend.aot import Report, faults, tile_of
-from flashpoint_kernels.triton_backend.config import Chip, table_of, tiles
-from flashpoint_kernels.triton_backend.configurations import SHARED_KIB, TABLES, Config, Tile
-from flashpoint_kernels.triton_backend.shipped import Variant, all_of, representative
+from flashpoint_kernels.triton_backend.host.config import Chip, table_of, tiles
+from flashpoint_kernels.triton_backend.host.configurations import SHARED_KIB, TABLES, Config, Tile
+from flashpoint_kernels.triton_backend.tools.aot import Report, faults, tile_of
+from flashpoint_kernels.triton_backend.tools.shipped import Variant, all_of, representative
 
 RESULTS = Path(__file__).parent.parent.parent / "benchmarks" / "results"
 FINE = Report(
@@ -35,8 +35,8 @@ ONE = [Variant("forward_hopper", 90, "bfloat16", 64)]
 COMPILE = """
 import json, sys
 from dataclasses import asdict
-from flashpoint_kernels.triton_backend.aot import compile_variant, faults
-from flashpoint_kernels.triton_backend.shipped import Variant
+from flashpoint_kernels.triton_backend.tools.aot import compile_variant, faults
+from flashpoint_kernels.triton_backend.tools.shipped import Variant
 
 for variant in json.loads(sys.argv[1]):
     report = compile_variant(Variant(*variant))
@@ -46,9 +46,9 @@ for variant in json.loads(sys.argv[1]):
 FLOATS = """
 import json, sys
 from collections import Counter
-from flashpoint_kernels.triton_backend.aot import build, tile_of
-from flashpoint_kernels.triton_backend.sass import Code
-from flashpoint_kernels.triton_backend.shipped import Variant
+from flashpoint_kernels.triton_backend.tools.aot import build, tile_of
+from flashpoint_kernels.triton_backend.tools.sass import Code
+from flashpoint_kernels.triton_backend.tools.shipped import Variant
 
 names = ("FFMA", "FMUL", "FADD", "FMNMX", "MUFU", "HMMA", "F2FP", "I2F", "HADD2")
 for variant in (Variant(*variant) for variant in json.loads(sys.argv[1])):
@@ -90,7 +90,7 @@ def test_what_is_compiled_is_without_faults(variants: list[Variant]) -> None:
 @pytest.mark.full
 def test_what_stands_for_all_variants_is_without_faults() -> None:
     assert {variant.arch for variant in representative()} == set(TABLES)
-    assert_without_faults(compiled("-m", "flashpoint_kernels.triton_backend.aot"), representative())
+    assert_without_faults(compiled("-m", "flashpoint_kernels.triton_backend.tools.aot"), representative())
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from flashpoint_kernels import Options, Problem, triton_backend
-from flashpoint_kernels.triton_backend import ahead, config
-from flashpoint_kernels.triton_backend.configurations import SHARED_KIB
+from flashpoint_kernels.triton_backend.host import config
+from flashpoint_kernels.triton_backend.host.configurations import SHARED_KIB
+from flashpoint_kernels.triton_backend.tools import ahead
 
 PROBLEM = """
 import torch
@@ -85,7 +86,7 @@ def test_what_an_image_has_compiled_a_server_on_that_gpu_does_not_compile_again(
 
     An image holds several architectures, and for each kernel only its code and its description.
     """
-    module = "flashpoint_kernels.triton_backend.ahead"
+    module = "flashpoint_kernels.triton_backend.tools.ahead"
     arguments = ("--arch", "80", "90", "--dtypes", "bfloat16", "--head-dims", "16", "--levels", "0", "--processes", "1")
     before = compiled(tmp_path, "-m", module, *arguments)
     names: dict[int, set[str]] = {80: set(), 90: set()}

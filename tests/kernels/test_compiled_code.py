@@ -2,8 +2,8 @@
 
 import pytest
 
-from flashpoint_kernels.triton_backend.ptx import Ptx
-from flashpoint_kernels.triton_backend.sass import Code
+from flashpoint_kernels.triton_backend.tools.ptx import Ptx
+from flashpoint_kernels.triton_backend.tools.sass import Code
 
 # Two stages as Triton 3.6.0 compiles them for sm_90; {fence} marks the place of the fence that it omits.
 LOOP = """

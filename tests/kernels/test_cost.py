@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from flashpoint_contract.options import Options
 from flashpoint_contract.spec import Spec, plan
 from flashpoint_contract.tensors import TensorInfo
-from flashpoint_kernels import calibration
-from flashpoint_kernels.cost import NOMINAL, TILE, extent_of, flops_of, pairs_of, seconds_of
+from flashpoint_kernels.dispatching import calibration
+from flashpoint_kernels.problems.cost import NOMINAL, TILE, extent_of, flops_of, pairs_of, seconds_of
 
 TYPES = ("float32", "float16", "bfloat16")
 

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flashpoint_kernels import Options, Problem, ProblemError, available_backends, dispatch, native, run
-from flashpoint_kernels.support import Backends, choose_backend
+from flashpoint_kernels import Options, Problem, ProblemError, available_backends, native, run
+from flashpoint_kernels.dispatching import dispatch
+from flashpoint_kernels.dispatching.support import Backends, choose_backend
 from tests.conftest import DEVICE
 from tests.support.kernels.solving import backward, forward, poisoned, qkv, spec_of
 

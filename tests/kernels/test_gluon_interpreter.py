@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashpoint_kernels.triton_backend.interpret import INTERPRETED
+from flashpoint_kernels.triton_backend.kernels.interpret import INTERPRETED
 from tests.support.kernels import gluon_interpreter as gl
 from tests.support.kernels.gluon_interpreter import hopper
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from flashpoint_kernels import Options, Problem, run, verify
-from flashpoint_kernels.triton_backend import config
-from flashpoint_kernels.triton_backend.launch import backward_calls, forward_calls
+from flashpoint_kernels.triton_backend.host import config
+from flashpoint_kernels.triton_backend.host.launch import backward_calls, forward_calls
 from tests.conftest import DEVICE
 from tests.support.kernels.solving import qkv
 

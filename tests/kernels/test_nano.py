@@ -14,8 +14,8 @@ import torch
 
 from flashpoint_kernels import Options, attention, verify
 from flashpoint_kernels.nano import nano_attention, nano_forward, tile_rows
-from flashpoint_kernels.triton_backend.config import padded
-from flashpoint_kernels.triton_backend.configurations import SHARED_KIB
+from flashpoint_kernels.triton_backend.host.config import padded
+from flashpoint_kernels.triton_backend.host.configurations import SHARED_KIB
 from tests.support.kernels.solving import normal, qkv
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from flashpoint_contract.options import ProblemError
 from flashpoint_kernels import Options, Problem, attention, native, quantize, verify
+from flashpoint_kernels.dispatching.support import choose_backend
 from flashpoint_kernels.native import build
-from flashpoint_kernels.support import choose_backend
 from tests.support.kernels.serving import in_pages
 from tests.support.kernels.solving import normal, qkv
 

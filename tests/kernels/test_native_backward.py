@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flashpoint_kernels import Options, Problem, attention, attention_backward, run, verify
-from flashpoint_kernels.dispatch import run_part
+from flashpoint_kernels.dispatching.dispatch import run_part
 from flashpoint_kernels.native import backward as parts
 from flashpoint_kernels.torch_backend.backward import differentiate
 from tests.support.kernels.solving import backward, forward, normal, qkv

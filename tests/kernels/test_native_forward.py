@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from flashpoint_kernels import Options, Problem, attention, native, run, verify
-from flashpoint_kernels.cost import NOMINAL, row_seconds
-from flashpoint_kernels.dispatch import run_part
+from flashpoint_kernels.dispatching.dispatch import run_part
 from flashpoint_kernels.native.forward import CHUNK
-from flashpoint_kernels.reproducible import split
+from flashpoint_kernels.problems.cost import NOMINAL, row_seconds
+from flashpoint_kernels.problems.reproducible import split
 from flashpoint_kernels.torch_backend import forward as native_forward
 from tests.support.kernels.serving import in_pages
 from tests.support.kernels.solving import backward, forward, normal, qkv

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from flashpoint_contract import spec as specs
 from flashpoint_kernels import ProblemError, attention
-from flashpoint_kernels.triton_backend import route
+from flashpoint_kernels.triton_backend.host import route
 from tests.support.kernels.routes import forget
 from tests.support.kernels.solving import normal, qkv
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from flashpoint_kernels import Options, Problem, ProblemError, attention, run, verify
-from flashpoint_kernels.cost import extent_of
-from flashpoint_kernels.problem import launch_key
-from flashpoint_kernels.reproducible import split
-from flashpoint_kernels.support import unsupported
+from flashpoint_kernels.dispatching.support import unsupported
+from flashpoint_kernels.problems.cost import extent_of
+from flashpoint_kernels.problems.problem import launch_key
+from flashpoint_kernels.problems.reproducible import split
 from tests.conftest import DEVICE
 from tests.support.kernels.serving import DTYPES, in_pages, of_eight_bits
 from tests.support.kernels.solving import forward, normal, qkv, spec_of
@@ -133,7 +133,7 @@ def test_a_problem_that_runs_again_reads_its_pages_again(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", EACH[:2] + EACH[3:])
 def test_parts_of_a_problem_have_its_bits(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flashpoint_kernels.reproducible.PART_SECONDS", 1e-5)
+    monkeypatch.setattr("flashpoint_kernels.problems.reproducible.PART_SECONDS", 1e-5)
     t = {n: x for n, x in qkv(3, 4, 64, 96, 32, kv_heads=2).items() if n != "do"}
     for form in ("row", "head", "number"):
         paged = in_pages(of_eight_bits(t, "bhsd", "int8", form), "bhsd", 16)

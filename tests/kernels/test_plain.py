@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from flashpoint_kernels import ProblemError, attention, plain
+from flashpoint_kernels import ProblemError, attention
+from flashpoint_kernels.operators import plain
 from tests.support.kernels.solving import normal, qkv
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from flashpoint_kernels import Options, ProblemError, attention, dequantize, quantize, verify
+from flashpoint_kernels.dispatching.support import unsupported
 from flashpoint_kernels.quantization import restored
-from flashpoint_kernels.support import unsupported
 from tests.conftest import DEVICE
 from tests.support.kernels.serving import DTYPES, FORMS, of_eight_bits
 from tests.support.kernels.solving import forward, normal, qkv, spec_of

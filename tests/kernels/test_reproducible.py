@@ -14,9 +14,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flashpoint_contract.spec import Row
-from flashpoint_kernels import Options, Problem, reproducible, run, verify
-from flashpoint_kernels.dispatch import run_part
-from flashpoint_kernels.reproducible import (
+from flashpoint_kernels import Options, Problem, run, verify
+from flashpoint_kernels.dispatching.dispatch import run_part
+from flashpoint_kernels.problems import reproducible
+from flashpoint_kernels.problems.reproducible import (
     CORES,
     FLOPS_PER_THREAD,
     _cores,
@@ -261,7 +262,7 @@ def test_cores_are_those_that_the_process_may_use(tmp_path: Path) -> None:
 def test_cores_are_those_that_the_process_is_bound_to() -> None:
     code = (
         "import os; os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})\n"
-        "from flashpoint_kernels.reproducible import CORES; print(CORES)"
+        "from flashpoint_kernels.problems.reproducible import CORES; print(CORES)"
     )
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert process.stdout.strip() == "1"

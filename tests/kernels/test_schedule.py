@@ -8,11 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashpoint_kernels import bounds
-from flashpoint_kernels.triton_backend import schedule
-from flashpoint_kernels.triton_backend.config import _INTERPRETER, tiles
-from flashpoint_kernels.triton_backend.configurations import Config
-from flashpoint_kernels.triton_backend.schedule import ForwardList, Shape, block_rows, forward_lists, gradient_lists
+from flashpoint_kernels.problems import bounds
+from flashpoint_kernels.triton_backend.host import schedule
+from flashpoint_kernels.triton_backend.host.config import _INTERPRETER, tiles
+from flashpoint_kernels.triton_backend.host.configurations import Config
+from flashpoint_kernels.triton_backend.host.schedule import (
+    ForwardList,
+    Shape,
+    block_rows,
+    forward_lists,
+    gradient_lists,
+)
 
 shapes = st.builds(
     lambda q_rows, kv_rows, q_cut, kv_cut, left, right, bottom, kv_heads, group: Shape(

@@ -8,12 +8,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flashpoint_contract.spec import Row
-from flashpoint_kernels import Options, Problem, reproducible, verify
-from flashpoint_kernels.cost import NOMINAL, extent_of, flops_of, seconds_of
-from flashpoint_kernels.dispatch import run_part
-from flashpoint_kernels.products import add_product, product
-from flashpoint_kernels.reproducible import PART_SECONDS, exactly, sharing, split
-from flashpoint_kernels.support import unsupported
+from flashpoint_kernels import Options, Problem, verify
+from flashpoint_kernels.dispatching.dispatch import run_part
+from flashpoint_kernels.dispatching.support import unsupported
+from flashpoint_kernels.problems import reproducible
+from flashpoint_kernels.problems.cost import NOMINAL, extent_of, flops_of, seconds_of
+from flashpoint_kernels.problems.reproducible import PART_SECONDS, exactly, sharing, split
+from flashpoint_kernels.tiled_backend.products import add_product, product
 from tests.support.kernels.solving import normal, qkv
 
 LENGTHS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=9)

@@ -8,7 +8,7 @@ import pytest
 from flashpoint_contract.options import GRADS, Options, ProblemError
 from flashpoint_contract.spec import plan
 from flashpoint_contract.tensors import TensorInfo
-from flashpoint_kernels.problem import launch_key
+from flashpoint_kernels.problems.problem import launch_key
 
 F32 = "float32"
 Q, K = (2, 4, 5, 8), (2, 2, 7, 8)

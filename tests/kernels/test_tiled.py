@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashpoint_kernels import Options, Problem, run, verify
-from flashpoint_kernels.reproducible import exactly
+from flashpoint_kernels.problems.reproducible import exactly
 from flashpoint_kernels.tiled_backend import tiles
 from flashpoint_kernels.tiled_backend.tanh import tanh_
 from tests.conftest import DEVICE

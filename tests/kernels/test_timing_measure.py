@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from flashpoint_kernels import native, reproducible
+from flashpoint_kernels import native
+from flashpoint_kernels.problems import reproducible
 from flashpoint_kernels.tiled_backend import tiles as tile_loop
 from flashpoint_kernels.timing import (
     ROW_FIELDS,

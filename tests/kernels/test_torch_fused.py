@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from flashpoint_kernels import Options, Problem, ProblemError, attention, available_backends, native, plain, verify
-from flashpoint_kernels.support import choose_backend
+from flashpoint_kernels import Options, Problem, ProblemError, attention, available_backends, native, verify
+from flashpoint_kernels.dispatching.support import choose_backend
+from flashpoint_kernels.operators import plain
 from flashpoint_kernels.torch_backend import fused
 from flashpoint_kernels.torch_backend.fused import Call
 from tests.conftest import DEVICE

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashpoint_kernels import Options, Problem, run
-from flashpoint_kernels.triton_backend import launch
+from flashpoint_kernels.triton_backend.host import launch
 from tests.conftest import DEVICE, INTERPRETING
 from tests.support.kernels.shared_pages import check, tree
 from tests.support.kernels.solving import normal

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from flashpoint_kernels import Options, Problem
-from flashpoint_kernels.problem import launch_key
-from flashpoint_kernels.triton_backend import launch
-from flashpoint_kernels.triton_backend.grouped import Launch
+from flashpoint_kernels.problems.problem import launch_key
+from flashpoint_kernels.triton_backend.host import launch
+from flashpoint_kernels.triton_backend.host.grouped import Launch
 from tests.conftest import DEVICE, INTERPRETING
 from tests.support.kernels.triton_cases import PLAIN, name_of, options_of, tensors_of
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from flashpoint_kernels import Options, Problem, run, verify
-from flashpoint_kernels.problem import with_forwards
-from flashpoint_kernels.triton_backend import config, launch
-from flashpoint_kernels.triton_backend.interpret import INTERPRETED
-from flashpoint_kernels.triton_backend.launch import backward_calls, forward_calls
+from flashpoint_kernels.problems.problem import with_forwards
+from flashpoint_kernels.triton_backend.host import config, launch
+from flashpoint_kernels.triton_backend.host.launch import backward_calls, forward_calls
+from flashpoint_kernels.triton_backend.kernels.interpret import INTERPRETED
 from tests.conftest import DEVICE
 from tests.support.kernels import gluon_interpreter
 from tests.support.kernels.triton_cases import PLAIN, name_of, options_of, tensors_of

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from flashpoint_kernels import Options, Problem
-from flashpoint_kernels.triton_backend import launch
+from flashpoint_kernels.triton_backend.host import launch
 from tests.conftest import DEVICE
 
 

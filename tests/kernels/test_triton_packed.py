@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flashpoint_kernels import Options, Problem, run, verify
-from flashpoint_kernels.triton_backend import launch
+from flashpoint_kernels.triton_backend.host import launch
 from tests.conftest import DEVICE, INTERPRETING
 from tests.support.kernels.solving import qkv
 from tests.support.kernels.triton_cases import FACTORS, PLAIN, name_of, options_of, pairs, tensors_of

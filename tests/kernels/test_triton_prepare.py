@@ -3,8 +3,8 @@
 import torch
 
 from flashpoint_kernels import Options, Problem, run, triton_backend
-from flashpoint_kernels.triton_backend.config import config_for
-from flashpoint_kernels.triton_backend.launch import backward_calls, forward_calls
+from flashpoint_kernels.triton_backend.host.config import config_for
+from flashpoint_kernels.triton_backend.host.launch import backward_calls, forward_calls
 from tests.conftest import DEVICE
 from tests.support.kernels.solving import normal, qkv
 

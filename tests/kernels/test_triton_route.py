@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from flashpoint_kernels import Options, Problem, attention
-from flashpoint_kernels.readings import Readings
-from flashpoint_kernels.triton_backend import launch, route
-from flashpoint_kernels.triton_backend.config import config_for
+from flashpoint_kernels.problems.readings import Readings
+from flashpoint_kernels.triton_backend.host import launch, route
+from flashpoint_kernels.triton_backend.host.config import config_for
 from tests.conftest import DEVICE
 from tests.support.kernels.routes import forget
 from tests.support.kernels.solving import qkv

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from flashpoint_kernels import Options, Problem, attention, quantize, run, verify
-from flashpoint_kernels.dispatch import available_backends
-from flashpoint_kernels.triton_backend.config import exact, parts_of, tiles
-from flashpoint_kernels.triton_backend.configurations import SHARED_KIB, TABLES
-from flashpoint_kernels.triton_backend.launch import forward_calls
+from flashpoint_kernels.dispatching.dispatch import available_backends
+from flashpoint_kernels.triton_backend.host.config import exact, parts_of, tiles
+from flashpoint_kernels.triton_backend.host.configurations import SHARED_KIB, TABLES
+from flashpoint_kernels.triton_backend.host.launch import forward_calls
 from tests.conftest import DEVICE
 from tests.support.kernels.triton_cases import PLAIN, name_of, options_of, tensors_of
 

@@ -8,7 +8,9 @@ import pytest
 
 def test_a_server_imports_no_client():
     program = "import sys, flashpoint_server.cli.serving; print([name in sys.modules for name in NAMES])"
-    program = f"NAMES = ('flashpoint_contract.schemas.options', 'flashpoint._client', 'httpx', 'torch')\n{program}"
+    program = (
+        f"NAMES = ('flashpoint_contract.schemas.options', 'flashpoint._client.client', 'httpx', 'torch')\n{program}"
+    )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ran.stdout == "[True, False, False, False]\n"
 

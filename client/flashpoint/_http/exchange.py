@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from flashpoint._calls import Answer, Call, Reader
+from flashpoint._calls.service import Answer, Call, Reader
 from flashpoint._http.http1 import CLOSED, USES_TLS
 from flashpoint._http.proxies import AUTHENTICATION
 from flashpoint._http.readers import Document, Message

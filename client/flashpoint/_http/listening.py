@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import httpx
 
-from flashpoint._calls import DEFAULT, Call
+from flashpoint._calls.service import DEFAULT, Call
 from flashpoint._http.exchange import Exchange
 from flashpoint.errors import ConnectionFailedError, DeadlineExceededError, ProtocolError
 from flashpoint_contract import sse

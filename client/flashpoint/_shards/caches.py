@@ -5,15 +5,15 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any, Self, Unpack
 
-from flashpoint._arrays import Array
-from flashpoint._cache_calls import not_copied
-from flashpoint._caches import Cache
-from flashpoint._calls import DEFAULT, asynchronous
-from flashpoint._keywords import OfLayer, call
+from flashpoint._calls.arrays import Array
+from flashpoint._calls.caches import not_copied
+from flashpoint._calls.keywords import OfLayer, call
+from flashpoint._calls.service import DEFAULT, asynchronous
+from flashpoint._client.caches import Cache
 from flashpoint._shards.rounds import Deadline, Tasks, Threads
 from flashpoint._shards.spread import Spread
 from flashpoint.errors import ConnectionFailedError
-from flashpoint_contract.docstrings import twin_of
+from flashpoint_contract.wording.docstrings import twin_of
 
 
 class _Lengths:

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from flashpoint import _calls
+from flashpoint._calls import service as _calls
 from flashpoint._shards.cut import UNBOUNDED
 from flashpoint._shards.plan import Plan, Shard
 from flashpoint._shards.problem import Numbers, Problem

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from flashpoint._arrays import Array, to_like, to_numpy
+from flashpoint._calls.arrays import Array, to_like, to_numpy
 from flashpoint._shards.cut import UNBOUNDED, Band
 from flashpoint.errors import all_invalid
 from flashpoint_contract.options import OPTIONS, Direction, Option, Options, ProblemError

@@ -12,11 +12,11 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from flashpoint import _calls
-from flashpoint._async_client import AsyncClient
-from flashpoint._client import Client
+from flashpoint._calls import service as _calls
+from flashpoint._client.async_client import AsyncClient
+from flashpoint._client.client import Client
+from flashpoint._client.settings import seconds
 from flashpoint._http import forked
-from flashpoint._settings import seconds
 from flashpoint._shards.spread import PartCall, Round, Steps
 from flashpoint.errors import FlashpointError
 

@@ -12,8 +12,8 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any
 
-from flashpoint._async_client import AsyncClient
-from flashpoint._client import Client
+from flashpoint._client.async_client import AsyncClient
+from flashpoint._client.client import Client
 from flashpoint._http.exchange import Exchange
 from flashpoint._shards.work import Item, Work
 from flashpoint.errors import FlashpointError

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flashpoint._arrays import to_numpy
-from flashpoint._calls import checked
+from flashpoint._calls.arrays import to_numpy
+from flashpoint._calls.service import checked
 from flashpoint._shards.cut import UNBOUNDED, Band, Piece, Range
 from flashpoint._shards.merge import _QUIET, _or_zero
 from flashpoint._shards.problem import Numbers

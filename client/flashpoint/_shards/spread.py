@@ -14,11 +14,12 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
-from flashpoint import _cache_calls, _calls
-from flashpoint._arrays import Array, to_like, to_numpy
-from flashpoint._cache_calls import AnyCache
-from flashpoint._calls import Call, unless_gone
-from flashpoint._keywords import CacheSizes
+from flashpoint._calls import caches as _cache_calls
+from flashpoint._calls import service as _calls
+from flashpoint._calls.arrays import Array, to_like, to_numpy
+from flashpoint._calls.caches import AnyCache
+from flashpoint._calls.keywords import CacheSizes
+from flashpoint._calls.service import Call, unless_gone
 from flashpoint._shards.problem import Numbers
 from flashpoint._shards.spans import Queries, SpanQuestion, merged
 from flashpoint.errors import FlashpointError, ProtocolError, invalid

@@ -18,10 +18,11 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from flashpoint import errors
-from flashpoint.commands import completion, help_page, streams
+from flashpoint.commands import completion
 from flashpoint.commands.registry import COMMANDS, complain, missing
-from flashpoint_contract.hints import meant
+from flashpoint.commands.terminal import help_page, streams
 from flashpoint_contract.options import ProblemError
+from flashpoint_contract.wording.hints import meant
 
 RIGHT, WRONG, MISUSED, UNREACHABLE = range(4)
 INTERRUPTED = 130  # as shells say that SIGINT ended a program
@@ -42,7 +43,7 @@ class CommandError(Exception):
 
 
 class _Page:
-    """A mixin that writes the help with flashpoint.commands.help_page, which does not truncate."""
+    """A mixin that writes the help with flashpoint.commands.terminal.help_page, which does not truncate."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         text = help_page.page(cast(Any, self), ctx)

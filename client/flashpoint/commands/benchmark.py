@@ -14,8 +14,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from flashpoint._calls import checked
-from flashpoint._runs import BenchmarkRun
+from flashpoint._calls.service import checked
+from flashpoint._client.runs import BenchmarkRun
 from flashpoint.commands.app import INTERRUPTED, RIGHT, WRONG, examples
 from flashpoint.commands.completion import of_kernels
 from flashpoint.commands.running import (
@@ -37,7 +37,7 @@ from flashpoint.commands.running import (
     words,
     write_json,
 )  # fmt: skip
-from flashpoint.commands.tables import OF_NAIVE, benchmark_tables, machine, problem
+from flashpoint.commands.terminal.tables import OF_NAIVE, benchmark_tables, machine, problem
 from flashpoint.commands.verify_kernel import load_kernel
 from flashpoint.errors import FlashpointError
 from flashpoint_contract.schemas.benchmark import (

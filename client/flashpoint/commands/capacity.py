@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flashpoint import capacity as calculator
-from flashpoint._calls import checked
+from flashpoint._calls.service import checked
 from flashpoint.commands.app import RIGHT, examples
 from flashpoint.commands.running import (
     Json,
@@ -26,7 +26,7 @@ from flashpoint.commands.running import (
     of_shape,
     write_json,
 )
-from flashpoint.commands.tables import number
+from flashpoint.commands.terminal.tables import number
 from flashpoint_contract.schemas.shapes import Dtype, Shape
 
 EXAMPLES = """

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import NamedTuple
 
-from flashpoint_contract.hints import how_to_install
+from flashpoint_contract.wording.hints import how_to_install
 
 
 class Command(NamedTuple):

@@ -28,7 +28,7 @@ from flashpoint.commands.running import (
     words,
     write_json,
 )
-from flashpoint.commands.tables import machine
+from flashpoint.commands.terminal.tables import machine
 from flashpoint.errors import invalid
 from flashpoint_contract.schemas.benchmark import BenchmarkJob, BenchmarkRequest, BenchmarkRow, PlotTheme
 

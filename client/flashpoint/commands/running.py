@@ -17,13 +17,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from flashpoint import errors
-from flashpoint._client import Client
-from flashpoint.commands import completion, streams
+from flashpoint._client.client import Client
+from flashpoint.commands import completion
 from flashpoint.commands.app import CommandError
 from flashpoint.commands.registry import missing
-from flashpoint_contract.hints import how_to_install
+from flashpoint.commands.terminal import streams
 from flashpoint_contract.schemas.benchmark import PlotTheme
 from flashpoint_contract.schemas.verify import VerifyProgress
+from flashpoint_contract.wording.hints import how_to_install
 
 STAGES = {
     "backend": "the backend",

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from flashpoint._arrays import pack
-from flashpoint._calls import checked
-from flashpoint._proof import DRAWN
+from flashpoint._calls.arrays import pack
+from flashpoint._calls.service import checked
+from flashpoint._calls.verification import DRAWN
 from flashpoint.cases import MEANT, read_case
 from flashpoint.commands import verify_kernel
 from flashpoint.commands.app import RIGHT, WRONG, examples
@@ -36,7 +36,7 @@ from flashpoint.commands.running import (
     working,
     write_json,
 )  # fmt: skip
-from flashpoint.commands.tables import verification_table
+from flashpoint.commands.terminal.tables import verification_table
 from flashpoint.errors import invalid
 from flashpoint_contract.judging import REQUIREMENTS
 from flashpoint_contract.options import OPTIONS

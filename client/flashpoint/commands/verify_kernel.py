@@ -17,8 +17,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from flashpoint.commands.app import RIGHT, WRONG, CommandError
 from flashpoint.commands.running import check_file, console, write_json
 from flashpoint.judging import asked_cases, registered
-from flashpoint_contract.hints import how_to_install, meant
 from flashpoint_contract.judging import Report
+from flashpoint_contract.wording.hints import how_to_install, meant
 
 
 def load_kernel(name: str) -> Callable[..., Any]:

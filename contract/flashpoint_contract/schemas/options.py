@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
 
-from flashpoint_contract.docstrings import section_of_options
 from flashpoint_contract.options import (
     LARGEST_FLOAT32,
     LEAST_NORMAL_FLOAT32,
@@ -25,6 +24,7 @@ from flashpoint_contract.options import (
     Pair,
     Precision,
 )
+from flashpoint_contract.wording.docstrings import section_of_options
 
 __all__ = ["AttentionOptions", "Backend", "CausalAlignment", "Grad", "Layout", "Precision"]
 

@@ -10,10 +10,10 @@ from pydantic import ValidationError
 
 from flashpoint_contract import caches, saved
 from flashpoint_contract.caches import CACHE_OPTIONS
-from flashpoint_contract.hints import NAMES, each_meant
 from flashpoint_contract.options import FieldProblem
 from flashpoint_contract.saved import SAVED_OPTIONS
 from flashpoint_contract.tensors import TENSORS
+from flashpoint_contract.wording.hints import NAMES, each_meant
 
 # Message by the type of the pydantic error, formatted with its context. Pydantic's messages name Python types.
 _SAID = {

@@ -16,7 +16,7 @@ from flashpoint_kernels.judging.cases import OUTPUTS, Case
 from flashpoint_kernels.judging.exact import bounds, places
 from flashpoint_kernels.judging.exact.bounds import Limits
 from flashpoint_kernels.judging.naming.matching import LEFT, WrongNumbers, causes_of
-from flashpoint_kernels.problem import Problem
+from flashpoint_kernels.problems.problem import Problem
 from flashpoint_kernels.quantization import scaled
 from flashpoint_kernels.reference_backend import formula
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from flashpoint_contract.hints import did_you_mean
+from flashpoint_contract.wording.hints import did_you_mean
 from flashpoint_kernels.judging.values import EXACT, KINDS
 
 HALF = ("bfloat16", "float16")

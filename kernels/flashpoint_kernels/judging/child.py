@@ -31,8 +31,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashpoint_contract.hints import meant
-from flashpoint_kernels.problem import DTYPE_NAMES, DTYPES
+from flashpoint_contract.wording.hints import meant
+from flashpoint_kernels.problems.problem import DTYPE_NAMES, DTYPES
 
 _KEPT = 4  # earlier answers that are watched
 _DIFFERENT = 4  # answers of a repeated call that are returned because their bits differ

@@ -12,7 +12,7 @@ from flashpoint_contract import wire
 from flashpoint_contract.options import OPTIONS
 from flashpoint_kernels.judging.cases import OUTPUTS, Case
 from flashpoint_kernels.judging.trial import Outcome, StopError, Trial
-from flashpoint_kernels.problem import DTYPE_NAMES
+from flashpoint_kernels.problems.problem import DTYPE_NAMES
 
 _LENGTHS = (1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1024, 1025, 4096, 4097)
 

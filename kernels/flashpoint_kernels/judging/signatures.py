@@ -13,7 +13,7 @@ from torch import Tensor
 from flashpoint_contract.options import OPTIONS, Options
 from flashpoint_contract.tensors import TENSORS
 from flashpoint_kernels.judging.cases import Case
-from flashpoint_kernels.problem import Problem
+from flashpoint_kernels.problems.problem import Problem
 
 # Axes of q in memory order. A letter that is missing is an axis of size 1 that the function does not have.
 LAYOUTS = ("bhsd", "bshd", "sbhd", "shd", "hsd", "bsd", "sd")

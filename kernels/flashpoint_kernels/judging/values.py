@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashpoint_kernels.problem import DTYPES
+from flashpoint_kernels.problems.problem import DTYPES
 
 _EDGES = (0, 15, 16, 31, 32, 63, 64, 127, 128, 255, 256, 511, 512, 1023, 1024, 1025, 2047, 2048, 4095, 4096)
 _FAR_EDGES = (8191, 8192, 16383, 16384, 32767, 32768, 65535, 65536)

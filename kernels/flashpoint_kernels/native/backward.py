@@ -19,7 +19,7 @@ from torch import Tensor
 from flashpoint_kernels import native
 from flashpoint_kernels.native import calls, forward
 from flashpoint_kernels.native.forward import OF_SCORES, TYPES, Dropped
-from flashpoint_kernels.reproducible import spread
+from flashpoint_kernels.problems.reproducible import spread
 
 QUERIES = 128  # a multiple of a block's, see backward.c
 _ROWS = 2048  # of a part, at least: the gradients of its keys take as much memory again

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from flashpoint_kernels import native
-from flashpoint_kernels.dropout import drop_below
 from flashpoint_kernels.native import calls
 from flashpoint_kernels.native.prefix import SharedPrefix, together
 from flashpoint_kernels.native.rows import CHUNK, NOWHERE, TILE, UNBOUNDED, Rows, Spans, Steps
+from flashpoint_kernels.problems.dropout import drop_below
 
 TOGETHER = 256  # sequences: from this number on their tasks are made together
 _LEAST_BYTES, _LEAST_FLOPS = 1 << 18, 1 << 20  # work of a thread: to wake one takes about half as long

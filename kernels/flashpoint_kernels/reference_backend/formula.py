@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from flashpoint_contract.spec import Row
-from flashpoint_kernels.dropout import kept_bits
-from flashpoint_kernels.problem import Problem
+from flashpoint_kernels.problems.dropout import kept_bits
+from flashpoint_kernels.problems.problem import Problem
 from flashpoint_kernels.quantization import scaled
 
 # Scores in memory, over all heads: 32 MiB in float64; a gradient needs seven such tensors (215 MiB, measured).

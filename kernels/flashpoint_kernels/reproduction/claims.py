@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, replace
 import torch
 from torch import Tensor
 
-from flashpoint_contract.hints import did_you_mean
 from flashpoint_contract.options import Options
+from flashpoint_contract.wording.hints import did_you_mean
 from flashpoint_kernels.reproduction import NAMES, errors
 from flashpoint_kernels.reproduction.bench import (
     QUIET,

@@ -22,12 +22,12 @@ from torch.nn.functional import pad
 
 from flashpoint_contract.spec import Row
 from flashpoint_contract.tensors import SCALES
-from flashpoint_kernels.dropout import kept_bits
-from flashpoint_kernels.problem import Problem, narrowed
-from flashpoint_kernels.products import add_product, product
+from flashpoint_kernels.problems.dropout import kept_bits
+from flashpoint_kernels.problems.problem import Problem, narrowed
+from flashpoint_kernels.problems.reproducible import aligned
 from flashpoint_kernels.quantization import scaled
-from flashpoint_kernels.reproducible import aligned
 from flashpoint_kernels.tiled_backend.cells import Cells, Flags, Group, Numbers, groups
+from flashpoint_kernels.tiled_backend.products import add_product, product
 from flashpoint_kernels.tiled_backend.tanh import tanh_
 
 INF = float("inf")

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashpoint_contract.spec import Row, Spec
-from flashpoint_kernels import bounds
+from flashpoint_kernels.problems import bounds
 
 _LEAST = 128  # minimum queries or keys of a cell; the maximum is below twice that
 Flags = NDArray[np.bool_]

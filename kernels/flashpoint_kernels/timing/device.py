@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from flashpoint_kernels.machine import cpu_name, version_of
-from flashpoint_kernels.problem import DTYPES
+from flashpoint_kernels.dispatching.machine import cpu_name, version_of
+from flashpoint_kernels.problems.problem import DTYPES
 from flashpoint_kernels.timing.clock import Slices, clock_of
 
 

@@ -20,9 +20,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from flashpoint_contract.options import Options
 from flashpoint_kernels import attention
-from flashpoint_kernels.own_kernel import Kernel, NotTakenError, keywords
-from flashpoint_kernels.problem import DTYPES
+from flashpoint_kernels.problems.problem import DTYPES
 from flashpoint_kernels.timing.case import OWN, TIMED, Case
+from flashpoint_kernels.timing.own_kernel import Kernel, NotTakenError, keywords
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 

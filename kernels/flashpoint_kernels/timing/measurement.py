@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashpoint_kernels.own_kernel import Kernel
-from flashpoint_kernels.problem import DTYPES
+from flashpoint_kernels.problems.problem import DTYPES
 from flashpoint_kernels.timing.case import (
     ALGORITHMS,
     ROW_FIELDS,
@@ -35,6 +34,7 @@ from flashpoint_kernels.timing.case import (
 from flashpoint_kernels.timing.clock import Slices, available_bytes, clock_of, peak_bytes, uncertainty
 from flashpoint_kernels.timing.device import describe, device_name, find_peaks, is_lost, peak_of
 from flashpoint_kernels.timing.implementations import CannotRunError, Implementation, algorithms, implementation_of
+from flashpoint_kernels.timing.own_kernel import Kernel
 
 # A call this many times shorter than a slice is repeated unmeasured after a pause; that costs at most this fraction of
 # the slice.

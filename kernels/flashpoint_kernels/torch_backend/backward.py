@@ -18,7 +18,7 @@ from flashpoint_contract.spec import Row, Spec
 from flashpoint_kernels.native.backward import Backward, Sequence
 from flashpoint_kernels.native.calls import Replay
 from flashpoint_kernels.native.forward import Dropped
-from flashpoint_kernels.problem import Problem
+from flashpoint_kernels.problems.problem import Problem
 from flashpoint_kernels.torch_backend.forward import in_rows, mask_of, numbers_of
 
 _IN_ROWS = ("q", "k", "v", "o", "do")

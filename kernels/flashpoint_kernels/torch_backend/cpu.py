@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from flashpoint_kernels.problem import Problem
+from flashpoint_kernels.problems.problem import Problem
 from flashpoint_kernels.torch_backend.backward import differentiate
 from flashpoint_kernels.torch_backend.forward import prepared, repeats
 

@@ -21,7 +21,7 @@ from flashpoint_contract.tensors import SCALES
 from flashpoint_kernels.native.calls import Replay
 from flashpoint_kernels.native.forward import Dropped, Forward
 from flashpoint_kernels.native.rows import NOWHERE, QuerySteps, Rows, Spans, Steps
-from flashpoint_kernels.problem import Problem, narrowed
+from flashpoint_kernels.problems.problem import Problem, narrowed
 
 
 def attend_dense(

@@ -21,10 +21,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flashpoint_contract.spec import Row
-from flashpoint_kernels.masks import added
-from flashpoint_kernels.problem import Problem
+from flashpoint_kernels.problems.masks import added
+from flashpoint_kernels.problems.problem import Problem
+from flashpoint_kernels.problems.reproducible import aligned
 from flashpoint_kernels.quantization import scaled
-from flashpoint_kernels.reproducible import aligned
 
 INF = float("inf")
 _aten = torch.ops.aten

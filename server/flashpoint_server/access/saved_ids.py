@@ -20,7 +20,7 @@ from flashpoint_contract.options import OPTIONS, Options
 from flashpoint_contract.saved import ID_LENGTH, plan_saved
 from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import TensorInfo
-from flashpoint_kernels.cost import Extent
+from flashpoint_kernels.problems.cost import Extent
 from flashpoint_server.access.cache_ids import CacheIds, opened, sealed
 
 _NUMBERS = struct.Struct(">QQB")

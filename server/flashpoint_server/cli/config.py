@@ -7,9 +7,9 @@ from typing import Annotated
 
 import typer
 
-from flashpoint.commands import streams
 from flashpoint.commands.app import RIGHT, examples
 from flashpoint.commands.running import Json, check_file, write_json
+from flashpoint.commands.terminal import streams
 from flashpoint_server.cli.flags import takes_settings
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.config.sources import DEFAULT, Sourced, shown

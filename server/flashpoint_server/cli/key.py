@@ -20,8 +20,8 @@ import typer
 from flashpoint.commands.app import RIGHT, CommandError, examples
 from flashpoint.commands.completion import values
 from flashpoint.commands.running import console
-from flashpoint.commands.tables import number
-from flashpoint_contract.hints import meant
+from flashpoint.commands.terminal.tables import number
+from flashpoint_contract.wording.hints import meant
 from flashpoint_server.config import key_edits, key_file
 from flashpoint_server.config.key_file import RIGHTS, check_name
 

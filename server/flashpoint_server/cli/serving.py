@@ -32,8 +32,8 @@ from flashpoint_server.http.ending import Config
 from flashpoint_server.http.half_closed import HalfClosed
 from flashpoint_server.http.protocol import HttpProtocol
 from flashpoint_server.ipc.client import State
-from flashpoint_server.ipc.parent import keep_what_is_there, raise_descriptor_limit
 from flashpoint_server.observability import logs
+from flashpoint_server.processes.parent import keep_what_is_there, raise_descriptor_limit
 from flashpoint_server.service import Service
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from flashpoint_server.cli.scratch import directory
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.config.sources import as_environment
 from flashpoint_server.ipc.counts import clear
-from flashpoint_server.ipc.processes import Child, running_engines
 from flashpoint_server.observability.metrics import DIRECTORY as METRICS_DIRECTORY
+from flashpoint_server.processes.processes import Child, running_engines
 
 log = structlog.stdlib.get_logger("flashpoint.supervisor")
 

@@ -15,8 +15,8 @@ from flashpoint_server.cli.hangup import HANGUP
 from flashpoint_server.cli.serving import serve_on
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.ipc.counts import WorkerGroup
-from flashpoint_server.ipc.parent import CANNOT_WORK, die_with_parent
 from flashpoint_server.observability import logs
+from flashpoint_server.processes.parent import CANNOT_WORK, die_with_parent
 
 
 def main() -> int:

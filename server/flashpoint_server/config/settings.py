@@ -11,7 +11,7 @@ from pydantic import Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from flashpoint_contract import wire
-from flashpoint_contract.hints import how_to_install
+from flashpoint_contract.wording.hints import how_to_install
 from flashpoint_server.config import tls
 from flashpoint_server.config.hosts import host_name
 from flashpoint_server.config.key_file import RIGHTS, read

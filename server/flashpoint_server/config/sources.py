@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 from dotenv import dotenv_values
 from pydantic import SecretStr, ValidationError
 
-from flashpoint_contract.hints import did_you_mean
 from flashpoint_contract.schemas.validation import field_problems
+from flashpoint_contract.wording.hints import did_you_mean
 from flashpoint_server.config.settings import Settings
 
 PREFIX = "FLASHPOINT_"

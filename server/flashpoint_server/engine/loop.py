@@ -25,12 +25,11 @@ from collections.abc import Sequence
 import structlog
 
 from flashpoint_server.engine.caches.cache import StoredCache
-from flashpoint_server.engine.entry import Peer, accept
-from flashpoint_server.engine.executor import Executor
-from flashpoint_server.engine.saved import SavedForward
-from flashpoint_server.engine.scheduler import Scheduler
-from flashpoint_server.engine.tasks import Slice, Task
-from flashpoint_server.ipc import heap
+from flashpoint_server.engine.execution.executor import Executor
+from flashpoint_server.engine.scheduling.entry import Peer, accept
+from flashpoint_server.engine.scheduling.scheduler import Scheduler
+from flashpoint_server.engine.scheduling.tasks import Slice, Task
+from flashpoint_server.engine.state.saved import SavedForward
 from flashpoint_server.ipc.messages import (
     Attach,
     Cancel,
@@ -46,6 +45,7 @@ from flashpoint_server.ipc.messages import (
     Unmapped,
 )
 from flashpoint_server.observability.lines import LINES
+from flashpoint_server.processes import heap
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 

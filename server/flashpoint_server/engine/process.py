@@ -17,19 +17,19 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from flashpoint_server.engine.waiting import Budget
+from flashpoint_server.engine.scheduling.waiting import Budget
 from flashpoint_server.ipc.messages import Broken, Channel, ToEngine
-from flashpoint_server.ipc.parent import (
+from flashpoint_server.observability import logs
+from flashpoint_server.processes.parent import (
     CANNOT_WORK,
     die_with_parent,
     keep_what_is_there,
     let_others_first,
     raise_descriptor_limit,
 )
-from flashpoint_server.observability import logs
 
 if TYPE_CHECKING:
-    from flashpoint_server.engine.device import TorchDevice
+    from flashpoint_server.engine.execution.device import TorchDevice
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
@@ -56,14 +56,14 @@ def main(start: Callable[[str], TorchDevice] | None = None) -> int:
     raise_descriptor_limit()
     logs.configure(asked.log_format, asked.log_level)
     from flashpoint_server.engine import proof  # imports torch, which takes seconds
-    from flashpoint_server.engine.benchmark_jobs import BenchmarkJobs
+    from flashpoint_server.engine.benchmarks.jobs import BenchmarkJobs
     from flashpoint_server.engine.caches.store import CacheStore
-    from flashpoint_server.engine.device import DeviceMissingError
-    from flashpoint_server.engine.executor import Executor
-    from flashpoint_server.engine.ledger import Ledger
+    from flashpoint_server.engine.execution.device import DeviceMissingError
+    from flashpoint_server.engine.execution.executor import Executor
     from flashpoint_server.engine.loop import EngineLoop, Waker
-    from flashpoint_server.engine.saved import SavedStore
-    from flashpoint_server.engine.scheduler import Scheduler
+    from flashpoint_server.engine.scheduling.scheduler import Scheduler
+    from flashpoint_server.engine.state.ledger import Ledger
+    from flashpoint_server.engine.state.saved import SavedStore
 
     listener = socket.socket(fileno=asked.listener)
     try:

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from flashpoint_contract.options import Options
-from flashpoint_kernels import Problem, calibration, run, triton_backend
-from flashpoint_server.engine.device import TorchDevice
+from flashpoint_kernels import Problem, run, triton_backend
+from flashpoint_kernels.dispatching import calibration
+from flashpoint_server.engine.execution.device import TorchDevice
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 

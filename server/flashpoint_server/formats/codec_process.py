@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from flashpoint_server.ipc.parent import die_with_parent
 from flashpoint_server.observability.lines import take_stderr
+from flashpoint_server.processes.parent import die_with_parent
 
 NUMBER = struct.Struct("<Q")  # the number of pieces, or the size of one in bytes
 

@@ -14,8 +14,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from flashpoint_kernels.cost import Rates
-from flashpoint_kernels.support import Backends
+from flashpoint_kernels.dispatching.support import Backends
+from flashpoint_kernels.problems.cost import Rates
 from flashpoint_server.ipc.bodies import Body, CacheShape, PlacedTensor, encode
 
 LARGEST_MESSAGE = 1 << 17

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from flashpoint_contract.spec import Spec
-from flashpoint_kernels.cost import extent_of, flops_of, seconds_of
+from flashpoint_kernels.problems.cost import extent_of, flops_of, seconds_of
 from flashpoint_server.ipc.messages import DeviceInfo
 
 MOST_FLOPS = 1 << 62  # maximum that a message can carry

@@ -22,13 +22,13 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 
 from flashpoint_contract import strictjson
-from flashpoint_contract.hints import did_you_mean
 from flashpoint_contract.options import OPTIONS, Direction, Names, Pair
 from flashpoint_contract.schemas import jsonwire
 from flashpoint_contract.schemas.jsonwire import FieldError
 from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import ANSWERS, TensorInfo
 from flashpoint_contract.wire import ITEMSIZE, RANK_LIMIT, TENSOR_LIMIT, WireError
+from flashpoint_contract.wording.hints import did_you_mean
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.message import make_spec
 from flashpoint_server.ipc.regions import RegionSlice

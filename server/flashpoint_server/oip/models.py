@@ -8,9 +8,9 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from flashpoint_contract.hints import did_you_mean
 from flashpoint_contract.options import OPTIONS, Direction, Names
 from flashpoint_contract.tensors import ANSWERS, REQUIRED, TAKEN, TENSORS
+from flashpoint_contract.wording.hints import did_you_mean
 from flashpoint_server.oip.datatypes import DATATYPE_OF
 from flashpoint_server.oip.head import PRIORITY_LEVELS, SIDES
 from flashpoint_server.refusal import Refusal

@@ -12,7 +12,7 @@ from flashpoint_server.oip.datatypes import DATATYPE_OF
 from flashpoint_server.oip.head import PRIORITY_LEVELS, SIDES
 from flashpoint_server.oip.models import MODELS, Model, datatypes
 from flashpoint_server.refusal import MEDIA_TYPE, STATUS
-from flashpoint_server.routes.problem_schema import problems
+from flashpoint_server.routes.schema.problem_schema import problems
 
 TAG = "Open Inference Protocol"
 _ERROR = {"type": "object", "properties": {"error": {"type": "string"}}, "required": ["error"]}

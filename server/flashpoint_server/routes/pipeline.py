@@ -19,7 +19,7 @@ from starlette.types import Receive, Scope, Send
 from flashpoint_contract.options import Direction, ProblemError
 from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import TensorInfo
-from flashpoint_kernels.support import choose_backend
+from flashpoint_kernels.dispatching.support import choose_backend
 from flashpoint_server.access.admission import Permit, check_size
 from flashpoint_server.access.keys import Caller
 from flashpoint_server.config.key_file import Right

@@ -10,13 +10,13 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel, Field
 
 from flashpoint_contract.tensors import MAX_HEAD_DIM
-from flashpoint_kernels.support import features
+from flashpoint_kernels.dispatching.support import features
 from flashpoint_server.config.key_file import RIGHTS
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.observability.metrics import MEDIA_TYPE
 from flashpoint_server.observability.observed import versions
 from flashpoint_server.refusal import Refusal
-from flashpoint_server.routes.problem_schema import problems
+from flashpoint_server.routes.schema.problem_schema import problems
 from flashpoint_server.service import Service
 
 _LOCKED = ("unauthorized", "forbidden", "cross_site")

@@ -8,7 +8,6 @@ import json
 from pydantic import ValidationError
 
 from flashpoint_contract import strictjson
-from flashpoint_contract.hints import each_meant
 from flashpoint_contract.options import Direction, Options, ProblemError
 from flashpoint_contract.schemas import jsonwire
 from flashpoint_contract.schemas.options import AttentionOptions
@@ -17,6 +16,7 @@ from flashpoint_contract.schemas.verify import VerifyRequest
 from flashpoint_contract.spec import Spec, plan
 from flashpoint_contract.sse import MEDIA_TYPE as EVENT_STREAM
 from flashpoint_contract.tensors import ALL_ANSWERS, FORWARD_TENSORS, INPUT_TENSORS, TensorInfo, refusals
+from flashpoint_contract.wording.hints import each_meant
 from flashpoint_server.access.admission import check_size
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.json import JSON, JsonMessage

@@ -2,7 +2,7 @@
 
 from flashpoint import BenchmarkRequest
 from flashpoint_kernels.timing import preset
-from flashpoint_server.engine.cases import cases_of
+from flashpoint_server.engine.benchmarks.cases import cases_of
 
 
 def test_a_preset_is_timed_on_the_backends_that_are_named():

@@ -14,9 +14,9 @@ pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 import torch
 
 from flashpoint_contract.options import Options
-from flashpoint_server.engine import local
-from flashpoint_server.engine.device import NO_COPIES, DeviceLostError, TorchDevice
-from flashpoint_server.engine.entry import Entry, OutOfMemoryError, Peer
+from flashpoint_server.engine.benchmarks import local
+from flashpoint_server.engine.execution.device import NO_COPIES, DeviceLostError, TorchDevice
+from flashpoint_server.engine.scheduling.entry import Entry, OutOfMemoryError, Peer
 from flashpoint_server.ipc.bodies import AttentionCall, PlacedTensor, pack_options
 from flashpoint_server.ipc.messages import DeviceInfo, Submit
 from flashpoint_server.refusal import Refusal
@@ -115,7 +115,7 @@ def test_a_device_is_lost_only_where_nothing_works_any_more(error_text, works, k
     def fail(*_):
         raise RuntimeError(error_text)
 
-    monkeypatch.setattr("flashpoint_server.engine.device.run_part", fail)
+    monkeypatch.setattr("flashpoint_server.engine.execution.device.run_part", fail)
     with pytest.raises((RuntimeError, DeviceLostError, OutOfMemoryError)) as caught:
         Gpu(works).run(None, "triton")
     assert caught.type is kind
@@ -125,7 +125,7 @@ COMPILE = """
 import numpy as np
 from tests.server.engine.test_device import submit
 from flashpoint_kernels.triton_backend import ahead
-from flashpoint_server.engine.device import TorchDevice
+from flashpoint_server.engine.execution.device import TorchDevice
 from flashpoint_server.ipc.messages import DeviceInfo
 
 ahead.pretend(90)

@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
-from flashpoint_server.engine import entry
-from flashpoint_server.engine.entry import Peer
+from flashpoint_server.engine.scheduling import entry
+from flashpoint_server.engine.scheduling.entry import Peer
 from flashpoint_server.ipc.messages import Cancel, Channel, FromEngine, ToEngine, Unmapped
 
 

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 
-from flashpoint_server.engine.kernel_threads import KernelThreads
+from flashpoint_server.engine.execution.kernel_threads import KernelThreads
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

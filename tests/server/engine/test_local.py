@@ -15,7 +15,7 @@ from flashpoint_contract.schemas.verify import Decade, Judgement, TensorErrors
 from flashpoint_kernels import verification
 from flashpoint_kernels.timing import PRESETS, ROW_FIELDS
 from flashpoint_kernels.timing.case import DTYPES
-from flashpoint_server.engine.local import draw
+from flashpoint_server.engine.benchmarks.local import draw
 
 
 def test_the_schemas_are_the_kernels_own():

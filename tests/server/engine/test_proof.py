@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
 from flashpoint_kernels.tiled_backend import tiles
-from flashpoint_server.engine.device import TorchDevice
+from flashpoint_server.engine.execution.device import TorchDevice
 from flashpoint_server.engine.proof import may_pass, prove
 
 

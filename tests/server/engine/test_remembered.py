@@ -1,6 +1,6 @@
 """The store remembers answers of each owner within bounds, and fairly."""
 
-from flashpoint_server.engine.remembered import Remembered
+from flashpoint_server.engine.state.remembered import Remembered
 
 
 def test_the_owner_with_the_most_loses_the_oldest():

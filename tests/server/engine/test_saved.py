@@ -11,8 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from flashpoint_server.engine.caches.cache import Terms, base_bytes
 from flashpoint_server.engine.caches.store import CacheStore
-from flashpoint_server.engine.ledger import Ledger
-from flashpoint_server.engine.saved import SavedForward, SavedStore
+from flashpoint_server.engine.state.ledger import Ledger
+from flashpoint_server.engine.state.saved import SavedForward, SavedStore
 from flashpoint_server.ipc.bodies import CacheShape, Save, SavedCall
 from flashpoint_server.ipc.messages import MOST_LISTED
 from flashpoint_server.refusal import Refusal

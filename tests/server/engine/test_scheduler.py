@@ -11,14 +11,14 @@ from msgspec.structs import replace
 pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
 from flashpoint_contract.options import Options
-from flashpoint_server.engine import scheduler as module
 from flashpoint_server.engine.caches.cache import Terms
 from flashpoint_server.engine.caches.store import CacheStore
-from flashpoint_server.engine.entry import Peer
-from flashpoint_server.engine.ledger import Ledger
-from flashpoint_server.engine.scheduler import Scheduler
-from flashpoint_server.engine.tasks import Ask, Compute, Cut, Launch, Slice
-from flashpoint_server.engine.waiting import Budget
+from flashpoint_server.engine.scheduling import scheduler as module
+from flashpoint_server.engine.scheduling.entry import Peer
+from flashpoint_server.engine.scheduling.scheduler import Scheduler
+from flashpoint_server.engine.scheduling.tasks import Ask, Compute, Cut, Launch, Slice
+from flashpoint_server.engine.scheduling.waiting import Budget
+from flashpoint_server.engine.state.ledger import Ledger
 from flashpoint_server.ipc.bodies import (
     AttentionCall,
     CacheCall,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashpoint_server.engine.waiting import Budget, Waiting
+from flashpoint_server.engine.scheduling.waiting import Budget, Waiting
 
 
 @dataclass(eq=False)

@@ -4,9 +4,9 @@ import asyncio
 
 import psutil
 
-from flashpoint_server.ipc import processes
 from flashpoint_server.ipc.client import Engine, Engines, State
-from flashpoint_server.ipc.processes import Child
+from flashpoint_server.processes import processes
+from flashpoint_server.processes.processes import Child
 
 PATIENCE = 240  # seconds; only ends a hang
 

@@ -8,7 +8,7 @@ import pytest
 
 HANGING = """
 import ctypes, signal, threading
-from flashpoint_server.ipc.parent import Watchdog
+from flashpoint_server.processes.parent import Watchdog
 patient = Watchdog(600)
 for _ in range(1000):
     with patient.watched():

@@ -6,7 +6,7 @@ import pytest
 from flashpoint_contract.options import Options
 from flashpoint_contract.spec import plan
 from flashpoint_contract.tensors import TensorInfo
-from flashpoint_kernels.cost import NOMINAL, Rates
+from flashpoint_kernels.problems.cost import NOMINAL, Rates
 from flashpoint_server.access.admission import Admission
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.ipc.messages import DeviceInfo

@@ -10,7 +10,7 @@ from flashpoint_contract.tensors import BACKWARD_TENSORS, FORWARD_TENSORS, TENSO
 from flashpoint_server import Settings, create_app
 from flashpoint_server.app import PATHS
 from flashpoint_server.refusal import STATUS
-from flashpoint_server.routes.problem_schema import ProblemDocument
+from flashpoint_server.routes.schema.problem_schema import ProblemDocument
 
 
 @pytest.fixture(scope="module")

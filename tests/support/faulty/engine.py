@@ -36,13 +36,16 @@ import msgspec
 import structlog
 import torch
 
-from flashpoint_kernels.cost import NOMINAL
-from flashpoint_server.engine import executor, ledger, loop, process, proof, scheduler
+from flashpoint_kernels.problems.cost import NOMINAL
+from flashpoint_server.engine import loop, process, proof
 from flashpoint_server.engine.caches import store
 from flashpoint_server.engine.caches.parts import CachedPart
-from flashpoint_server.engine.device import DeviceLostError, TorchDevice
-from flashpoint_server.engine.entry import Group, OutOfMemoryError
-from flashpoint_server.engine.tasks import Compute
+from flashpoint_server.engine.execution import executor
+from flashpoint_server.engine.execution.device import DeviceLostError, TorchDevice
+from flashpoint_server.engine.scheduling import scheduler
+from flashpoint_server.engine.scheduling.entry import Group, OutOfMemoryError
+from flashpoint_server.engine.scheduling.tasks import Compute
+from flashpoint_server.engine.state import ledger
 from flashpoint_server.ipc.messages import Channel, Done
 from flashpoint_server.observability.lines import ROOM
 from tests.support.faulty.bugs import Seeded

@@ -22,9 +22,9 @@ import triton
 import triton.language as tl
 from triton.language import float32, int64
 
-from flashpoint_kernels.triton_backend import config
-from flashpoint_kernels.triton_backend.configurations import SHARED_KIB
-from flashpoint_kernels.triton_backend.interpret import dot
+from flashpoint_kernels.triton_backend.host import config
+from flashpoint_kernels.triton_backend.host.configurations import SHARED_KIB
+from flashpoint_kernels.triton_backend.kernels.interpret import dot
 
 PATIENCE = 60.0  # seconds that a role waits for another
 

@@ -8,9 +8,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from flashpoint_kernels.nano import nano_forward, tile_rows
-from flashpoint_kernels.triton_backend.config import padded
-from flashpoint_kernels.triton_backend.configurations import SHARED_KIB
-from flashpoint_kernels.triton_backend.sass import resources
+from flashpoint_kernels.triton_backend.host.config import padded
+from flashpoint_kernels.triton_backend.host.configurations import SHARED_KIB
+from flashpoint_kernels.triton_backend.tools.sass import resources
 
 POINTERS = {"float16": "*fp16", "bfloat16": "*bf16", "float32": "*fp32"}
 ITEMSIZE = {"float16": 2, "bfloat16": 2, "float32": 4}

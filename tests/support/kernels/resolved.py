@@ -19,11 +19,13 @@ os.environ.pop("TRITON_INTERPRET", None)  # Triton reads it when kernels are def
 
 from torch import Tensor
 
-from flashpoint_kernels import Options, Problem, dispatch, verification
-from flashpoint_kernels.problem import with_forwards
+from flashpoint_kernels import Options, Problem, verification
+from flashpoint_kernels.dispatching import dispatch
+from flashpoint_kernels.problems.problem import with_forwards
 from flashpoint_kernels.tiled_backend import tiles
-from flashpoint_kernels.triton_backend import ahead, launch
-from flashpoint_kernels.triton_backend.calls import Call
+from flashpoint_kernels.triton_backend.host import launch
+from flashpoint_kernels.triton_backend.host.calls import Call
+from flashpoint_kernels.triton_backend.tools import ahead
 
 LARGEST = 1 << 22  # the most scores of a problem whose answers are computed
 resolved: list[str] = []  # the kernels that would have run

@@ -1,8 +1,9 @@
 """The caches that a call uses."""
 
 from flashpoint_contract import spec
-from flashpoint_kernels import functional, ops
-from flashpoint_kernels.triton_backend import route, schedule
+from flashpoint_kernels import functional
+from flashpoint_kernels.operators import ops
+from flashpoint_kernels.triton_backend.host import route, schedule
 
 
 def forget() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from flashpoint_contract.options import Direction
 from flashpoint_contract.spec import Spec, plan
 from flashpoint_kernels import Options, Problem, run
-from flashpoint_kernels.problem import tensor_info
+from flashpoint_kernels.problems.problem import tensor_info
 from tests.conftest import DEVICE
 
 

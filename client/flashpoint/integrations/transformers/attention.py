@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flashpoint._client import Client
+from flashpoint._client.client import Client
 from flashpoint.errors import invalid
 from flashpoint.integrations.transformers.held import HeldTensor
 from flashpoint.integrations.transformers.masks import held_mask

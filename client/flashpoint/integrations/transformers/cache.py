@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from flashpoint._autograd import autocast
-from flashpoint._caches import Cache as ServerCache
-from flashpoint._client import Client
+from flashpoint._client.caches import Cache as ServerCache
+from flashpoint._client.client import Client
+from flashpoint._derivatives.autograd import autocast
 from flashpoint.errors import CacheError, FlashpointError, invalid
 from flashpoint.integrations.transformers.history import Forward, History, Step
 from flashpoint.integrations.transformers.layers import RemoteLayer, Update, layers_of

@@ -14,7 +14,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from flashpoint._autograd import autocast
+from flashpoint._derivatives.autograd import autocast
 from flashpoint.errors import invalid
 from flashpoint.integrations.transformers.held import HeldTensor
 from flashpoint.integrations.transformers.history import Forward

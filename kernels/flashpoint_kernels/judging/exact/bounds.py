@@ -24,9 +24,9 @@ import torch
 from torch import Tensor
 
 from flashpoint_contract.spec import Row
-from flashpoint_kernels.dropout import kept_bits
 from flashpoint_kernels.judging.exact.rounding import LARGEST, ROUND, Maxima, rounded, unit_of
-from flashpoint_kernels.problem import Problem
+from flashpoint_kernels.problems.dropout import kept_bits
+from flashpoint_kernels.problems.problem import Problem
 from flashpoint_kernels.quantization import scaled
 
 SAFETY = 2.0  # factor of both bounds

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flashpoint_kernels.problem import DTYPES
+from flashpoint_kernels.problems.problem import DTYPES
 
 ROUND = 2.0  # roundings to the type of each 16-bit result
 _UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}

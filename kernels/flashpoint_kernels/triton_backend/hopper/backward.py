@@ -8,10 +8,6 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from flashpoint_kernels.triton_backend import columns as col
-from flashpoint_kernels.triton_backend.backward import ITEM
-from flashpoint_kernels.triton_backend.bounds import full_query_range, query_range
-from flashpoint_kernels.triton_backend.groups import Sequence
 from flashpoint_kernels.triton_backend.hopper.gluon import gl, hopper, jit, mbarrier, tma_load, wgmma, wgmma_wait
 from flashpoint_kernels.triton_backend.hopper.pipeline import (
     Launched,
@@ -35,9 +31,13 @@ from flashpoint_kernels.triton_backend.hopper.pipeline import (
     wait_empty,
     wait_full,
 )
-from flashpoint_kernels.triton_backend.interpret import cast
-from flashpoint_kernels.triton_backend.scores import LOG2E, probabilities, visible, visible_to
-from flashpoint_kernels.triton_backend.tiles import load_sequence, locate_vector, rows_of
+from flashpoint_kernels.triton_backend.kernels import columns as col
+from flashpoint_kernels.triton_backend.kernels.backward import ITEM
+from flashpoint_kernels.triton_backend.kernels.bounds import full_query_range, query_range
+from flashpoint_kernels.triton_backend.kernels.groups import Sequence
+from flashpoint_kernels.triton_backend.kernels.interpret import cast
+from flashpoint_kernels.triton_backend.kernels.scores import LOG2E, probabilities, visible, visible_to
+from flashpoint_kernels.triton_backend.kernels.tiles import load_sequence, locate_vector, rows_of
 
 
 class QueryPipes(NamedTuple):

@@ -10,9 +10,6 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from flashpoint_kernels.triton_backend import columns as col
-from flashpoint_kernels.triton_backend.forward import ITEM, online_softmax
-from flashpoint_kernels.triton_backend.groups import Sequence, Softmax
 from flashpoint_kernels.triton_backend.hopper.gluon import gl, hopper, jit, mbarrier, wgmma, wgmma_wait
 from flashpoint_kernels.triton_backend.hopper.pipeline import (
     Launched,
@@ -33,8 +30,11 @@ from flashpoint_kernels.triton_backend.hopper.pipeline import (
     store_rows,
     wait_full,
 )
-from flashpoint_kernels.triton_backend.scores import LN2, LOG2E, visible
-from flashpoint_kernels.triton_backend.tiles import locate_vector, rows_of
+from flashpoint_kernels.triton_backend.kernels import columns as col
+from flashpoint_kernels.triton_backend.kernels.forward import ITEM, online_softmax
+from flashpoint_kernels.triton_backend.kernels.groups import Sequence, Softmax
+from flashpoint_kernels.triton_backend.kernels.scores import LN2, LOG2E, visible
+from flashpoint_kernels.triton_backend.kernels.tiles import locate_vector, rows_of
 
 
 class Pipes(NamedTuple):

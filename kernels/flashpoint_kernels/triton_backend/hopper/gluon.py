@@ -6,7 +6,7 @@ Triton's interpreter does not run Gluon. The tests replace this module by their 
 from importlib import import_module
 from typing import Any
 
-from flashpoint_kernels.triton_backend.interpret import INTERPRETED
+from flashpoint_kernels.triton_backend.kernels.interpret import INTERPRETED
 
 if INTERPRETED:
     raise RuntimeError("the kernels for Hopper need a GPU of sm_90: Triton's interpreter does not run Gluon")

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-from flashpoint_kernels.triton_backend import columns as col
 from flashpoint_kernels.triton_backend.hopper.gluon import constexpr_function, gl, jit, mbarrier, tma, tma_load
-from flashpoint_kernels.triton_backend.interpret import cast
-from flashpoint_kernels.triton_backend.tiles import key_stretches, load_sequence
+from flashpoint_kernels.triton_backend.kernels import columns as col
+from flashpoint_kernels.triton_backend.kernels.interpret import cast
+from flashpoint_kernels.triton_backend.kernels.tiles import key_stretches, load_sequence
 
 
 class Pipe(NamedTuple):

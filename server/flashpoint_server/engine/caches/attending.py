@@ -23,7 +23,7 @@ from flashpoint_contract.spec import Row, Spec
 from flashpoint_kernels import Problem
 from flashpoint_kernels.native.forward import Dropped, Forward
 from flashpoint_kernels.native.rows import NOWHERE, QuerySteps, Steps
-from flashpoint_kernels.problem import drawn_seed
+from flashpoint_kernels.problems.problem import drawn_seed
 from flashpoint_kernels.torch_backend.forward import address, readable_mask, rows_of, steps
 from flashpoint_server.engine.caches.cache import StoredCache, Terms
 from flashpoint_server.engine.caches.chunks import Track

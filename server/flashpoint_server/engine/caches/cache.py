@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 
 from flashpoint_contract.caches import CHUNK
 from flashpoint_server.engine.caches.chunks import Change, Chunk, Track
-from flashpoint_server.engine.ledger import Owned
+from flashpoint_server.engine.state.ledger import Owned
 from flashpoint_server.ipc.bodies import CacheShape
 
 KEYS = 64  # idempotency keys that a cache remembers

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from flashpoint_server.engine.caches.cache import Terms
 from flashpoint_server.engine.caches.store import CacheStore
-from flashpoint_server.engine.memory import tensor_in
+from flashpoint_server.engine.state.memory import tensor_in
 from flashpoint_server.ipc.bodies import (
     AppendTokens,
     CacheCall,

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from flashpoint_contract.spec import Row, Spec
 from flashpoint_kernels import Problem
-from flashpoint_kernels.cost import NOMINAL, row_seconds
 from flashpoint_kernels.native import supports
 from flashpoint_kernels.native.forward import Forward
-from flashpoint_kernels.reproducible import PART_SECONDS, split
+from flashpoint_kernels.problems.cost import NOMINAL, row_seconds
+from flashpoint_kernels.problems.reproducible import PART_SECONDS, split
 from flashpoint_server.engine.caches.attending import HeldCall
 from flashpoint_server.engine.caches.cache import StoredCache
 

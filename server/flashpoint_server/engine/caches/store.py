@@ -32,8 +32,8 @@ from flashpoint_server.engine.caches.cache import (
 )
 from flashpoint_server.engine.caches.chunks import Chunk, TokenSize, Track
 from flashpoint_server.engine.caches.pages import Block, PagePool
-from flashpoint_server.engine.ledger import Ledger
-from flashpoint_server.engine.remembered import Remembered
+from flashpoint_server.engine.state.ledger import Ledger
+from flashpoint_server.engine.state.remembered import Remembered
 from flashpoint_server.ipc.bodies import CacheShape
 from flashpoint_server.ipc.messages import CacheRecord
 from flashpoint_server.refusal import Refusal

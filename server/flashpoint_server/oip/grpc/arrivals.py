@@ -20,8 +20,8 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.ipc import heap
 from flashpoint_server.ipc.counts import Count
+from flashpoint_server.processes import heap
 from flashpoint_server.refusal import Refusal
 
 LARGEST_MESSAGE = (1 << 31) - 1  # maximum bytes of a message in gRPC and protobuf

@@ -16,12 +16,12 @@ from flashpoint_contract.caches import CHUNK, LayerShape, plan_cached
 from flashpoint_contract.options import Options
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_kernels import Problem, attention, native, quantize
-from flashpoint_kernels.dispatch import run_part
+from flashpoint_kernels.dispatching.dispatch import run_part
 from flashpoint_server.engine.caches.attending import CallTensors, HeldCall
 from flashpoint_server.engine.caches.cache import Terms
 from flashpoint_server.engine.caches.parts import CachedPart, attend
 from flashpoint_server.engine.caches.store import CacheStore
-from flashpoint_server.engine.ledger import Ledger
+from flashpoint_server.engine.state.ledger import Ledger
 from flashpoint_server.ipc.bodies import CacheShape, Held
 
 ALICE = Terms("alice")

@@ -15,12 +15,12 @@ from flashpoint_contract.caches import CHUNK, LayerShape, plan_cached
 from flashpoint_contract.options import Options
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_kernels import attention, quantize, run
-from flashpoint_kernels.triton_backend import launch
+from flashpoint_kernels.triton_backend.host import launch
 from flashpoint_server.engine.caches.attending import CallTensors, HeldCall
 from flashpoint_server.engine.caches.cache import Terms
 from flashpoint_server.engine.caches.pages import Block
 from flashpoint_server.engine.caches.store import CacheStore
-from flashpoint_server.engine.ledger import Ledger
+from flashpoint_server.engine.state.ledger import Ledger
 from flashpoint_server.ipc.bodies import CacheShape, Held
 from flashpoint_server.refusal import Refusal
 

@@ -24,7 +24,7 @@ from flashpoint_server.engine.caches.attending import CallTensors, HeldCall
 from flashpoint_server.engine.caches.cache import StoredCache, Terms
 from flashpoint_server.engine.caches.parts import CachedPart, attend, shares
 from flashpoint_server.engine.caches.store import CacheStore
-from flashpoint_server.engine.ledger import Ledger
+from flashpoint_server.engine.state.ledger import Ledger
 from flashpoint_server.ipc.bodies import CacheShape, Held
 
 ALICE = Terms("alice")

@@ -13,7 +13,7 @@ from flashpoint_contract.caches import CHUNK
 from flashpoint_server.engine.caches.cache import Terms
 from flashpoint_server.engine.caches.slabs import MOST_CHUNKS, Slab
 from flashpoint_server.engine.caches.store import CacheStore
-from flashpoint_server.engine.ledger import Ledger
+from flashpoint_server.engine.state.ledger import Ledger
 from flashpoint_server.ipc.bodies import CacheShape
 
 HEADS, D, DV = 2, 16, 16

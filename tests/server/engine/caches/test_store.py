@@ -16,7 +16,7 @@ from flashpoint_server.engine.caches.cache import CACHE_BYTES, LAYER_BYTES, Stor
 from flashpoint_server.engine.caches.chunks import TokenSize, Track
 from flashpoint_server.engine.caches.slabs import HUGE
 from flashpoint_server.engine.caches.store import CacheStore
-from flashpoint_server.engine.ledger import Ledger
+from flashpoint_server.engine.state.ledger import Ledger
 from flashpoint_server.ipc.bodies import CacheShape
 from flashpoint_server.refusal import Refusal
 
@@ -454,7 +454,7 @@ def test_chunks_as_large_as_a_huge_page_begin_on_one():
 
 
 def test_no_owner_makes_what_another_may_ask_be_forgotten(monkeypatch):
-    monkeypatch.setattr("flashpoint_server.engine.ledger.TOMBSTONES", 8)
+    monkeypatch.setattr("flashpoint_server.engine.state.ledger.TOMBSTONES", 8)
     monkeypatch.setattr("flashpoint_server.engine.caches.store.ANSWERS", 8)
     clock = Clock()
     store = store_of(clock=clock)

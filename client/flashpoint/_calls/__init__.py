@@ -1,0 +1,1 @@
+"""Calls of the service: how each request is made, and how its answer is read. No I/O."""

@@ -1,0 +1,171 @@
+"""The calls of a KV cache: how each request is made, and how its answer is read. No I/O."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from flashpoint._calls.arrays import Array, pack, unpack
+from flashpoint._calls.keywords import CacheSizes
+from flashpoint._calls.service import DEFAULT, Affinity, Answer, Call, HeldCache, forward, idempotent, plain
+from flashpoint.errors import ProtocolError, invalid
+from flashpoint_contract import wire
+from flashpoint_contract.schemas import jsonwire
+
+
+class Described(NamedTuple):
+    """The description of a cache in an answer, and the affinity to its replica."""
+
+    document: Mapping[str, Any]
+    affinity: Affinity
+
+
+class AnyCache(HeldCache):
+    """Base class of `Cache` and `AsyncCache`: the id, and the state from the latest answers."""
+
+    def __init__(self, found: Described) -> None:
+        described, self.affinity = found
+        try:
+            self.id: str = described["id"]
+            self.layers: int = described["layers"]
+            self.lengths: list[int] = list(described["lengths"])
+            self.bytes: int = described["bytes"]
+        except (KeyError, TypeError) as error:
+            raise ProtocolError(f"the answer describes no cache: {error}") from None
+
+    @property
+    def length(self) -> int:
+        """Return the number of tokens of the longest layer, from the latest answers. `lengths` has each layer's."""
+        return max(self.lengths, default=0)
+
+    @property
+    def replica(self) -> str:
+        """Return the X-Flashpoint-Replica value, by which a balancer routes. Another client needs it and the `id`."""
+        return self.affinity.replica
+
+    def _hear(self, described: Mapping[str, Any]) -> None:
+        other = AnyCache(Described(described, self.affinity))
+        self.lengths, self.bytes = other.lengths, other.bytes
+
+
+def not_copied(cache: object) -> TypeError:
+    """Return the error for a deep copy of a cache of asyncio: a copy is a fork, which the server makes."""
+    return TypeError(f"{type(cache).__name__} cannot be deep-copied, because the server must be asked: await fork()")
+
+
+def create(shape: Mapping[str, Any], count: int = 1) -> Call:
+    """Return the call that makes caches, for their descriptions."""
+    asked = dict(shape)
+    if unknown := [name for name in asked if name not in CacheSizes.__annotations__]:
+        raise invalid(unknown[0], "is not an option of a cache")
+    affinity = Affinity()
+    if isinstance(beside := asked.get("beside"), AnyCache):
+        asked["beside"], affinity = beside.id, beside.affinity
+    return _asks("POST", "/caches", {**asked, "count": count}, affinity, _made(affinity), success=201)
+
+
+def attend(
+    cache: AnyCache, q: Array, k: Array | None, v: Array | None, at: int | None, keywords: Mapping[str, Any]
+) -> Call:
+    """Return the call for attention over one cache."""
+    if "caches" in keywords:
+        raise invalid("caches", "is not taken by a cache's own method: call the client's")
+    return forward(q, k, v, {**keywords, "caches": [cache], "at": None if at is None else [at]})
+
+
+def append(cache: AnyCache, k: Array, v: Array, layer: int, at: int | None, layout: str) -> Call:
+    """Return the call that writes new tokens to a layer, for the new length of the layer."""
+    packed = {"k": pack("k", k), "v": pack("v", v)}
+    options = {"layer": layer, "layout": layout} | ({} if at is None else {"at": at})
+    head = wire.build_head([(n, p.dtype, p.shape) for n, p in packed.items()], wire.encode_options(plain(options)))
+
+    def read(document: Any) -> int:
+        if type(length := document.get("length")) is not int:
+            raise ProtocolError("the answer has no length")
+        cache.lengths[layer] = length
+        return length
+
+    headers = {"Content-Type": wire.MEDIA_TYPE, "Accept": jsonwire.MEDIA_TYPE, **idempotent()}
+    body = (memoryview(head), *(p.data for p in packed.values()))
+    path = f"/caches/{cache.id}/append"
+    return Call("POST", path, jsonwire.MEDIA_TYPE, headers, body, DEFAULT, read, affinity=cache.affinity)
+
+
+def fork(caches: Sequence[AnyCache], lengths: Sequence[int] | None, free: Sequence[AnyCache]) -> Call:
+    """Return the call that copies `caches` and deletes `free`, for the descriptions of the copies."""
+    asked: dict[str, Any] = {"caches": [c.id for c in caches], "lengths": None if lengths is None else list(lengths)}
+    affinity = caches[0].affinity if caches else Affinity()
+    asked["free"] = [c.id for c in free]
+    return _asks("POST", "/caches/fork", asked, affinity, _made(affinity), success=201)
+
+
+def change(cache: AnyCache, what: str, asked: Mapping[str, Any]) -> Call:
+    """Return the call that truncates or renews a cache, as `what` says, and takes its description."""
+    return _asks("POST", f"/caches/{cache.id}/{what}", asked, cache.affinity, cache._hear)
+
+
+def look(cache: AnyCache) -> Call:
+    """Return the call that takes the description of a cache."""
+    return _asks("GET", f"/caches/{cache.id}", None, cache.affinity, cache._hear)
+
+
+def delete(cache: AnyCache) -> Call:
+    """Return the call that deletes a cache."""
+    call = _asks("DELETE", f"/caches/{cache.id}", None, cache.affinity, lambda document: None, success=204)
+    return replace(call, expected="")  # the answer has no body
+
+
+def delete_many(caches: Sequence[AnyCache]) -> Call:
+    """Return the call that deletes several caches, all or none."""
+    asked = {"caches": [cache.id for cache in caches]}
+    affinity = caches[0].affinity if caches else Affinity()
+    call = _asks("POST", "/caches/delete", asked, affinity, lambda document: None, success=204)
+    return replace(call, expected="")
+
+
+def tensors(cache: AnyCache, layer: int, like: Array | None) -> Call:
+    """Return the call for the keys and values of a layer."""
+    kind = np.empty(0) if like is None else like
+
+    def read(answer: Answer) -> tuple[Any, Any]:
+        found = unpack(answer.buffer, {spec.name: spec for spec in answer.head.tensors}, kind)
+        return found["k"], found["v"]
+
+    headers = {"Accept": wire.MEDIA_TYPE}
+    path = f"/caches/{cache.id}/tensors?layer={layer}"
+    return Call("GET", path, wire.MEDIA_TYPE, headers, (), DEFAULT, read, affinity=cache.affinity)
+
+
+def _made(affinity: Affinity) -> Callable[[Any], list[Described]]:
+    def read(document: Any) -> list[Described]:
+        found = document.get("caches")
+        if not isinstance(found, list) or not found:
+            raise ProtocolError("the answer describes no caches")
+        return [Described(one, affinity) for one in found]
+
+    return read
+
+
+def _asks(
+    method: str, path: str, asked: Mapping[str, Any] | None, affinity: Affinity, read: Callable[[Any], Any],
+    success: int = 200,
+) -> Call:  # fmt: skip
+    headers, parts = {"Accept": jsonwire.MEDIA_TYPE}, tuple[memoryview, ...]()
+    if asked is not None:
+        headers |= {"Content-Type": jsonwire.MEDIA_TYPE, **idempotent()}
+        parts = (memoryview(_document(asked)),)
+    return Call(method, path, jsonwire.MEDIA_TYPE, headers, parts, DEFAULT, read, success=success, affinity=affinity)
+
+
+def _document(asked: Mapping[str, Any]) -> bytes:
+    document = plain(dict(asked))
+    for name, value in document.items():
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError):
+            raise invalid(name, f"must be text, finite numbers or lists of them, not {value!r}") from None
+    return json.dumps(document).encode()

@@ -1,0 +1,355 @@
+"""The calls of the service: how each request is made, and how its answer is read. No I/O."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ValidationError
+
+from flashpoint._calls.arrays import Array, pack, unpack
+from flashpoint.errors import CacheError, FlashpointError, InvalidInputError, ProtocolError, all_invalid, invalid
+from flashpoint.meta import Meta
+from flashpoint_contract import wire
+from flashpoint_contract.caches import CACHE_OPTIONS, CacheOptions
+from flashpoint_contract.options import OPTIONS, Direction, Pair, ProblemError
+from flashpoint_contract.saved import TAKEN_BESIDE, refused_beside
+from flashpoint_contract.schemas import jsonwire
+from flashpoint_contract.schemas.options import AttentionOptions
+from flashpoint_contract.schemas.validation import field_problems
+from flashpoint_contract.tensors import ANSWERS, INPUT_TENSORS, REQUIRED, TAKEN, refusals
+
+Model = TypeVar("Model", bound=BaseModel)
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_PAIRS = {name for name, option in OPTIONS.items() if isinstance(option.kind, Pair)}
+_OF_CALLS = ("timeout", "priority", "request_id", "with_meta")  # keywords that do not describe the problem
+DEFAULT: Any = object()  # stands for the client's own timeout, because None means no timeout
+
+
+def asynchronous(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]:
+    """Return a method for the asyncio twin of a class, with the same body.
+
+    The body returns what the class's client returns for a call: here, it is a coroutine.
+    """
+
+    @wraps(method)
+    async def run(self: Any, /, *arguments: P.args, **keywords: P.kwargs) -> R:
+        answer: Any = method(self, *arguments, **keywords)
+        result: R = await answer
+        return result
+
+    return run
+
+
+class Affinity:
+    """The replica that holds caches: the value of X-Flashpoint-Replica, "" while it is unknown."""
+
+    def __init__(self, replica: str = "") -> None:
+        self.replica = replica
+
+
+class HeldCache:
+    """A KV cache on a server, as a call needs it: its id, and the lengths of its layers from the latest answers.
+
+    Caches that were made together, and their forks, share an `affinity`.
+    """
+
+    id: str
+    lengths: list[int]
+    affinity: Affinity
+
+
+@dataclass(frozen=True)
+class SavedAttention:
+    """The answer of `attention` with `save=True`, which `attention_grad` takes as `saved`.
+
+    Args:
+        o: Output, (B, Hq, Sq, Dv).
+        lse: Log-sum-exp, float32 (B, Hq, Sq), with `return_lse`; else None.
+        saved: The forward's id at the server. None where the server had no memory to save it: then send all tensors to
+            `attention_grad`.
+        replica: Value of X-Flashpoint-Replica that leads a balancer to that server.
+    """
+
+    o: Any
+    lse: Any
+    saved: str | None
+    replica: str = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A received message: its head, the buffer with all its tensors, and the metadata of the HTTP headers."""
+
+    head: wire.Head
+    buffer: NDArray[np.uint8]
+    meta: Meta
+
+
+class Reader(Protocol):
+    """Reads the bytes of an answer while they arrive: see flashpoint._http.readers."""
+
+    def space(self) -> memoryview: ...
+
+    def filled(self, count: int) -> None: ...
+
+    def finish(self) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call, which may be sent several times.
+
+    - `expected`: media type of the answer.
+    - `body`: the parts of the body, in order.
+    - `read`: returns the result of an `Answer`, or of a JSON object if `expected` is JSON.
+    - `success`: HTTP status of a successful answer.
+    - `repeatable`: the call may be sent again after the connection broke, because a second time does no harm.
+    - `affinity`: the affinity of the caches that the call uses.
+    - `instead`: returns the call to send at once in place of this one after an error; None for most errors.
+    - `reader`: returns the reader of an answer that is neither JSON nor a message.
+    """
+
+    method: str
+    path: str
+    expected: str
+    headers: Mapping[str, str]
+    body: tuple[memoryview, ...]
+    timeout: Any
+    read: Callable[[Any], Any]
+    success: int = 200
+    repeatable: bool = True
+    affinity: Affinity | None = None
+    instead: Callable[[FlashpointError], Call | None] = lambda _: None
+    reader: Callable[[], Reader] | None = None
+
+    @property
+    def size(self) -> int:
+        return sum(part.nbytes for part in self.body)
+
+
+def _only(direction: Direction) -> set[str]:
+    """Return the options and tensors that only calls of one direction take."""
+    options = {name for name, option in OPTIONS.items() if option.direction == direction}
+    other: Direction = "backward" if direction == "forward" else "forward"
+    return options | (set(TAKEN[direction]) - set(TAKEN[other]))
+
+
+_NO_MEMORY = ("cache_memory", "key_limit", "work_too_large")  # error codes if a forward cannot be saved
+_FORWARD_ONLY, _BACKWARD_ONLY = _only("forward"), _only("backward")
+
+
+def forward(q: Array, k: Array | None, v: Array | None, keywords: Mapping[str, Any]) -> Call:
+    """Return the call that returns `o`, or (o, lse). Raises InvalidInputError."""
+    _refuse(keywords, _BACKWARD_ONLY | {"saved"})
+    rest = dict(keywords)
+    if type(save := rest.pop("save", False)) is not bool:
+        raise invalid("save", "must be True or False")
+    if rest.get("caches") is not None:
+        if save:
+            raise invalid("save", "cannot be combined with caches, which have no gradients")
+        return _cached(q, k, v, rest)
+    if taken := [name for name in CACHE_OPTIONS if rest.get(name) is not None]:
+        raise invalid(taken[0], "is taken only with caches")
+    tensors = {"q": q, "k": k, "v": v}
+    whole = {**tensors, **{name: value for name, value in rest.items() if name not in CACHE_OPTIONS}}
+    return _saving(whole) if save else _call("/attention", whole)
+
+
+def _saving(keywords: Mapping[str, Any]) -> Call:
+    """Return the call for a SavedAttention. If the server has no memory to save it, the forward runs without saving."""
+    with_meta, affinity = bool(keywords.get("with_meta")), Affinity()
+    options: dict[str, Any] = {"return_lse": False, **keywords, "with_meta": True}
+
+    def made(call: Call) -> Call:
+        def read(answer: Answer) -> Any:
+            found, meta = call.read(answer)
+            o, lse = found if isinstance(found, tuple) else (found, None)
+            result = SavedAttention(o, lse, meta.saved, affinity.replica)
+            return (result, meta) if with_meta else result
+
+        return replace(call, read=read)
+
+    def instead(error: FlashpointError) -> Call | None:
+        return made(_call("/attention", dict(options))) if error.code in _NO_MEMORY else None
+
+    call = made(_call("/attention", dict(options), {"save": True}))
+    return replace(call, affinity=affinity, instead=instead)
+
+
+def _cached(q: Array, k: Array | None, v: Array | None, keywords: dict[str, Any]) -> Call:
+    """Return the call for attention over caches. A write has an idempotency key, so that it may be sent again."""
+    given = keywords.pop("caches")
+    if isinstance(given, str | HeldCache) or not isinstance(given, Iterable):
+        raise invalid("caches", "must be a list, with one cache for each sequence of q")
+    given = list(given)
+    layer, at = keywords.pop("layer", 0), keywords.pop("at", None)
+    ids = [cache.id if isinstance(cache, HeldCache) else cache for cache in given]
+    try:
+        said = CacheOptions.read({"caches": ids, "layer": plain(layer), "at": plain(at)})
+    except ProblemError as error:
+        raise all_invalid(error.errors) from None
+    options = {"caches": list(said.caches), "layer": said.layer} | ({} if said.at is None else {"at": list(said.at)})
+    affinity = next((cache.affinity for cache in given if isinstance(cache, HeldCache)), None) or Affinity()
+    call = replace(_call("/attention", {"q": q, "k": k, "v": v, **keywords}, options, needed=("q",)), affinity=affinity)
+    if k is None:
+        return call
+
+    def read(answer: Answer) -> Any:
+        for cache, length in zip(given, answer.meta.lengths or (), strict=False):
+            if isinstance(cache, HeldCache):
+                cache.lengths[said.layer] = length
+        return call.read(answer)
+
+    return replace(call, headers={**call.headers, **idempotent()}, read=read)
+
+
+@contextmanager
+def unless_gone() -> Iterator[None]:
+    """Ignore that a cache or a saved forward to delete is gone. One that another replica holds is not."""
+    try:
+        yield
+    except CacheError as error:
+        if error.code == "cache_elsewhere":
+            raise
+
+
+def idempotent() -> dict[str, str]:
+    """Return the header by which a server recognises a repeated write."""
+    return {"Idempotency-Key": uuid.uuid4().hex}
+
+
+def backward(do: Array, q: Array | None, k: Array | None, v: Array | None, keywords: Mapping[str, Any]) -> Call:
+    """Return the call for the gradients that `grads` names, in that order. Raises InvalidInputError."""
+    _refuse(keywords, _FORWARD_ONLY | {"save"})
+    rest = dict(keywords)
+    saved, affinity = named(rest.pop("saved", None))
+    given = {"do": do, "q": q, "k": k, "v": v, **rest}
+    if saved is None:
+        return _call("/attention/grad", given)
+    others = {name: value for name, value in given.items() if value is not None and name not in _OF_CALLS}
+    if refused := refused_beside((), others):
+        raise all_invalid(refused)
+    # A default is sent too if the caller gave it.
+    options = {name: plain(given[name]) for name in TAKEN_BESIDE[1] if name in given}
+    return replace(_call("/attention/grad", given, {**options, "saved": saved}, needed=("do",)), affinity=affinity)
+
+
+def named(saved: SavedAttention | str | None) -> tuple[str | None, Affinity]:
+    """Return the id of a saved forward, and the affinity to its replica. Raises InvalidInputError."""
+    if isinstance(saved, SavedAttention):
+        if saved.saved is None:
+            raise invalid("saved", "the server had no memory to save this forward: send all tensors")
+        return saved.saved, Affinity(saved.replica)
+    if not isinstance(saved, str | None):
+        raise invalid("saved", "must be the result of attention with save=True, or the id of a saved forward")
+    return saved, Affinity()
+
+
+def lookup(path: str) -> Call:
+    """Return the call for the JSON object at `path`."""
+    return Call(
+        "GET", path, jsonwire.MEDIA_TYPE, {"Accept": jsonwire.MEDIA_TYPE}, (), DEFAULT, lambda document: document
+    )
+
+
+def _refuse(keywords: Mapping[str, Any], names: set[str]) -> None:
+    for name in sorted(names & keywords.keys()):
+        raise invalid(name, "is not taken by this call")
+
+
+def _call(
+    path: str, keywords: dict[str, Any], of_held: Mapping[str, Any] | None = None,
+    needed: Iterable[str] = REQUIRED["forward"],
+) -> Call:  # fmt: skip
+    timeout = keywords.pop("timeout", DEFAULT)
+    with_meta = keywords.pop("with_meta", False)
+    headers = {"Content-Type": wire.MEDIA_TYPE, "Accept": wire.MEDIA_TYPE, **call_headers(keywords)}
+    given = {name: keywords.pop(name, None) for name in INPUT_TENSORS}
+    options = checked(AttentionOptions, keywords)
+    like = given["do"] if given["q"] is None else given["q"]
+    names: tuple[str, ...] = options.grads
+    if path == "/attention":
+        names = ANSWERS["forward"] if options.return_lse else ("o",)
+
+    def read(answer: Answer) -> Any:
+        specs = {spec.name: spec for spec in answer.head.tensors}
+        if missing := [name for name in names if name not in specs]:
+            raise ProtocolError(f"the answer has no {missing[0]}", request_id=answer.meta.request_id)
+        tensors = unpack(answer.buffer, {name: specs[name] for name in names}, like)
+        result = tensors["o"] if names == ("o",) else tuple(tensors[name] for name in names)
+        return (result, answer.meta) if with_meta else result
+
+    return Call("POST", path, wire.MEDIA_TYPE, headers, message(given, options, of_held, needed), timeout, read)
+
+
+def message(
+    tensors: Mapping[str, Any], options: AttentionOptions, of_held: Mapping[str, Any] | None = None,
+    needed: Iterable[str] = REQUIRED["forward"],
+) -> tuple[memoryview, ...]:  # fmt: skip
+    """Return the parts of a message with `tensors`. It leaves out tensors that are None, unless they are `needed`.
+
+    `of_held`: options that name caches or saved forwards on the server.
+    """
+    if refused := refusals("sdk", (name for name, t in tensors.items() if t is not None)):
+        raise all_invalid(refused)
+    packed = {name: pack(name, t) for name, t in tensors.items() if t is not None or name in needed}
+    head = wire.build_head(
+        [(name, p.dtype, p.shape) for name, p in packed.items()],
+        wire.encode_options({**options.model_dump(exclude_defaults=True), **(of_held or {})}),
+    )
+    return (memoryview(head), *(p.data for p in packed.values()))
+
+
+def call_headers(keywords: dict[str, Any]) -> dict[str, str]:
+    """Remove `priority` and `request_id` from `keywords`, and return their headers."""
+    return _priority(keywords.pop("priority", None)) | _request_id(keywords.pop("request_id", None))
+
+
+def checked(model: type[Model], keywords: Mapping[str, Any]) -> Model:
+    """Return `model` made from `keywords`, which may hold NumPy numbers. Raises InvalidInputError with each field.
+
+    A pair that is None is its default.
+    """
+    given = {n: value for n, value in keywords.items() if value is not None or n not in _PAIRS}
+    try:
+        return model.model_validate(plain(given))
+    except ValidationError as error:
+        problems = field_problems(error, model.model_fields)
+        text = "; ".join(f"{field}: {message}" if field else message for field, message in problems)
+        raise InvalidInputError(text, errors=problems) from None
+
+
+def plain(value: Any) -> Any:
+    """Convert numbers and arrays of NumPy, torch and JAX to Python's, also inside lists, tuples and dicts."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    return value
+
+
+def _priority(priority: Any) -> dict[str, str]:
+    if priority is None:
+        return {}
+    if type(priority) is not int or not 0 <= priority <= 9:
+        raise invalid("priority", "must be an integer from 0 to 9")
+    return {"X-Priority": str(priority)}
+
+
+def _request_id(request_id: Any) -> dict[str, str]:
+    if request_id is None:
+        return {}
+    if not isinstance(request_id, str) or not request_id or not (request_id.isascii() and request_id.isprintable()):
+        raise invalid("request_id", "must be printable ASCII")
+    return {"X-Request-Id": request_id}

@@ -1,0 +1,121 @@
+"""The calls of /verify and /benchmark: how each request is made, and how its answer is read. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from flashpoint._calls.arrays import Array
+from flashpoint._calls.results import BenchmarkJob, VerifyReport
+from flashpoint._calls.service import DEFAULT, Call, Model, call_headers, checked, message
+from flashpoint.errors import ConnectionFailedError, ProtocolError, from_problem, invalid
+from flashpoint_contract import sse, wire
+from flashpoint_contract.schemas import jsonwire
+from flashpoint_contract.schemas.benchmark import BenchmarkRequest
+from flashpoint_contract.schemas.options import AttentionOptions
+from flashpoint_contract.schemas.verify import (
+    VERIFY_EVENT,
+    ProblemEvent,
+    ReportEvent,
+    VerifyProgress,
+    VerifyRequest,
+)
+from flashpoint_contract.tensors import ALL_ANSWERS, INPUT_TENSORS
+
+DRAWN = ("shape", "dtype", "seed", "direction", "extras")  # keywords only for a problem that the server draws
+
+
+def verify(q: Array | None, k: Array | None, v: Array | None, keywords: Mapping[str, Any]) -> Call:
+    """Return the call for a VerifyReport, of the given tensors or (without q) of drawn ones.
+
+    Raises InvalidInputError.
+    """
+    rest: dict[str, Any] = dict(keywords)
+    timeout, progress = rest.pop("timeout", DEFAULT), rest.pop("progress", None)
+    expected = jsonwire.MEDIA_TYPE if progress is None else sse.MEDIA_TYPE
+    headers = {"Accept": expected, **call_headers(rest)}
+    given = {name: rest.pop(name, None) for name in dict.fromkeys((*INPUT_TENSORS, *ALL_ANSWERS))} | {
+        "q": q,
+        "k": k,
+        "v": v,
+    }
+    if q is None:
+        if alone := [name for name, t in given.items() if t is not None]:
+            raise invalid(alone[0], "is taken only with q, k and v")
+        media, body = jsonwire.MEDIA_TYPE, _document(checked(VerifyRequest, rest))
+    else:
+        if drawn := [name for name in DRAWN if name in rest]:
+            raise invalid(drawn[0], "cannot be combined with tensors")
+        media, body = wire.MEDIA_TYPE, message(given, checked(AttentionOptions, rest))
+    headers["Content-Type"] = media
+    call = Call("POST", "/verify", expected, headers, body, timeout, _reads(VerifyReport))
+    if progress is None:
+        return call
+    return replace(call, reader=partial(_Events, progress), read=lambda report: report)
+
+
+class _Events:
+    """Reads the events of a verification: passes progress to the callback, and keeps the last event."""
+
+    def __init__(self, progress: Callable[[VerifyProgress], object]) -> None:
+        self._space = memoryview(bytearray(16 * 1024))
+        self._frames = sse.Frames()
+        self._progress = progress
+        self._last: ReportEvent | ProblemEvent | None = None
+
+    def space(self) -> memoryview:
+        return self._space
+
+    def filled(self, count: int) -> None:
+        try:
+            events = [VERIFY_EVENT.validate_json(data) for data in self._frames.feed(bytes(self._space[:count]))]
+        except ValueError as error:
+            raise ProtocolError(f"an event that cannot be read: {error}") from error
+        for event in events:
+            if isinstance(event, VerifyProgress):
+                self._progress(event)
+            else:
+                self._last = event
+
+    def finish(self) -> VerifyReport:
+        """Return the report. Raises the error that the verification ended with."""
+        if isinstance(self._last, ReportEvent):
+            return VerifyReport(**dict(self._last.report))
+        if self._last is None:
+            raise ConnectionFailedError("the events ended before the verification did")
+        status = self._last.problem.get("status")
+        raise from_problem(status if isinstance(status, int) else 500, self._last.problem)
+
+
+def submit(keywords: Mapping[str, Any]) -> Call:
+    """Return the call that starts a benchmark, for its BenchmarkJob. Raises InvalidInputError."""
+    rest = dict(keywords)
+    timeout = rest.pop("timeout", DEFAULT)
+    headers = {"Accept": jsonwire.MEDIA_TYPE, "Content-Type": jsonwire.MEDIA_TYPE, **call_headers(rest)}
+    body = _document(checked(BenchmarkRequest, rest))
+    read = _reads(BenchmarkJob)
+    return Call("POST", "/benchmark", jsonwire.MEDIA_TYPE, headers, body, timeout, read, success=202, repeatable=False)
+
+
+def job(method: str, id: str) -> Call:
+    """Return the call that gets a job (`method` GET) or cancels it (DELETE), for its BenchmarkJob."""
+    headers = {"Accept": jsonwire.MEDIA_TYPE}
+    return Call(method, f"/benchmark/{id}", jsonwire.MEDIA_TYPE, headers, (), DEFAULT, _reads(BenchmarkJob))
+
+
+def _document(model: BaseModel) -> tuple[memoryview, ...]:
+    return (memoryview(model.model_dump_json(exclude_defaults=True).encode("utf-8")),)
+
+
+def _reads(model: type[Model]) -> Callable[[Any], Model]:
+    def read(document: Any) -> Model:
+        try:
+            return model.model_validate(document)
+        except ValidationError as error:
+            raise ProtocolError(f"the answer is no {model.__name__}: {error}") from error
+
+    return read

@@ -1,0 +1,213 @@
+"""`Cache` and `AsyncCache`: KV caches that a server holds."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Protocol, Self, Unpack, overload
+
+from flashpoint._calls import caches as _cache_calls
+from flashpoint._calls.arrays import Array
+from flashpoint._calls.caches import AnyCache, Described, not_copied
+from flashpoint._calls.keywords import Layer, OfLayer, call
+from flashpoint._calls.service import Call, asynchronous, unless_gone
+from flashpoint._client.attending import A
+from flashpoint.meta import Meta
+from flashpoint_contract.wording.docstrings import twin_of
+
+
+class _Client(Protocol):
+    def _call(self, call: Call, /) -> Any: ...
+
+
+class _AsyncClient(Protocol):
+    async def _call(self, call: Call, /) -> Any: ...
+
+
+class Cache(AnyCache):
+    """A KV cache on the client's server: the keys and values of one sequence, for every layer of a model.
+
+        with client.cache(layers=12, kv_heads=8, head_dim=64) as cache:  # the end of the `with` deletes it
+            o = cache.attention(q, k, v, layer=0, causal=True)  # writes k and v, attends to all that is held
+
+    `id` is the cache's name on the server, `layers` the number of its layers, `lengths` the number of tokens of each,
+    and `bytes` its memory, from the latest answers. Methods raise the errors of `flashpoint.errors`. If the server does
+    not have the cache any more, they raise CacheError with code `cache_lost`: it expired, or its engine restarted. Then
+    make a new cache, and send the tokens again.
+    """
+
+    def __init__(self, client: _Client, found: Described) -> None:
+        super().__init__(found)
+        self._client = client
+
+    @overload
+    def attention(
+        self, q: A, k: A | None = None, v: A | None = None, *, at: int | None = None,
+        return_lse: Literal[False] = False, with_meta: Literal[False] = False, **keywords: Unpack[Layer],
+    ) -> A: ...  # fmt: skip
+
+    @overload
+    def attention(
+        self, q: A, k: A | None = None, v: A | None = None, *, at: int | None = None,
+        return_lse: Literal[True], with_meta: Literal[False] = False, **keywords: Unpack[Layer],
+    ) -> tuple[A, A]: ...  # fmt: skip
+
+    @overload
+    def attention(
+        self, q: A, k: A | None = None, v: A | None = None, *, at: int | None = None,
+        return_lse: Literal[False] = False, with_meta: Literal[True], **keywords: Unpack[Layer],
+    ) -> tuple[A, Meta]: ...  # fmt: skip
+
+    @overload
+    def attention(
+        self, q: A, k: A | None = None, v: A | None = None, *, at: int | None = None,
+        return_lse: Literal[True], with_meta: Literal[True], **keywords: Unpack[Layer],
+    ) -> tuple[tuple[A, A], Meta]: ...  # fmt: skip
+
+    @overload
+    def attention(
+        self, q: Array, k: Array | None = None, v: Array | None = None, *, at: int | None = None,
+        **keywords: Unpack[OfLayer],
+    ) -> Any: ...  # fmt: skip
+
+    @call
+    def attention(
+        self, q: Array, k: Array | None = None, v: Array | None = None, *, at: int | None = None,
+        **keywords: Unpack[OfLayer],
+    ) -> Any:  # fmt: skip
+        """Return attention of q over a layer of this cache. Keys and values of new tokens are written first.
+
+        Args:
+            q: Queries, (1, Hq, Sq, D) in layout `bhsd`; (S, D) is one head. The cache's dtype; for a cache in 8 bits
+                float32, bfloat16 or float16.
+            k: Keys of new tokens, (1, Hk, Sq, D). None only reads.
+            v: Values of new tokens, (1, Hk, Sq, Dv). None only reads.
+            at: Position where k and v are written. Later tokens of the layer are dropped. None is the layer's end.
+
+        Returns:
+            As `Client.attention`: o (1, Hq, Sq, Dv), or (o, lse), or (that, `Meta`).
+        """
+        return self._client._call(_cache_calls.attend(self, q, k, v, at, keywords))
+
+    @call
+    def append(self, k: Array, v: Array, *, layer: int = 0, at: int | None = None, layout: str = "bhsd") -> int:
+        """Write the keys and values of new tokens to a layer.
+
+        Args:
+            k: Keys, (Hk, S, D) in layout `bhsd`, (S, Hk, D) in `bshd`; (S, D) for one head.
+            v: Values, likewise, with Dv columns.
+            layer: Layer, from 0.
+            at: Position where they are written. Later tokens of the layer are dropped. None is the layer's end.
+            layout: `bhsd` or `bshd`.
+
+        Returns:
+            The number of tokens of the layer.
+        """
+        length: int = self._client._call(_cache_calls.append(self, k, v, layer, at, layout))
+        return length
+
+    def fork(self, length: int | None = None) -> Cache:
+        """Return a copy. It shares memory with this cache until one of the two is written to.
+
+        Args:
+            length: Number of tokens of the copy. None copies all.
+        """
+        return Cache(
+            self._client, self._client._call(_cache_calls.fork([self], None if length is None else [length], []))[0]
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
+        """Return a fork: a cache of its own on the server."""
+        return self.fork()
+
+    def truncate(self, length: int) -> None:
+        """Drop the tokens from a position on, in every layer.
+
+        Args:
+            length: Number of tokens that stay.
+        """
+        done: None = self._client._call(_cache_calls.change(self, "truncate", {"length": length}))
+        return done
+
+    def renew(self) -> None:
+        """Start the time to live again, as every call with the cache does."""
+        done: None = self._client._call(_cache_calls.change(self, "renew", {}))
+        return done
+
+    def refresh(self) -> None:
+        """Ask the server for `lengths` and `bytes`, which another client may have changed."""
+        done: None = self._client._call(_cache_calls.look(self))
+        return done
+
+    @call
+    def tensors(self, layer: int = 0, like: Array | None = None) -> tuple[Any, Any]:
+        """Return the keys and values of a layer.
+
+        Args:
+            layer: Layer, from 0.
+            like: A torch tensor, whose library and device the result has. None is numpy.
+
+        Returns:
+            k (1, Hk, S, D) and v (1, Hk, S, Dv) in the cache's dtype; in float32 for a cache in 8 bits.
+        """
+        found: tuple[Any, Any] = self._client._call(_cache_calls.tensors(self, layer, like))
+        return found
+
+    def delete(self) -> None:
+        """Free its memory. Do nothing if it is gone already."""
+        with unless_gone():
+            self._client._call(_cache_calls.delete(self))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.delete()
+
+
+@twin_of(Cache)
+class AsyncCache(AnyCache):
+    """The asyncio twin of `Cache`: the same methods, awaited.
+
+    async with await client.cache(layers=12, kv_heads=8, head_dim=64) as cache:
+        o = await cache.attention(q, k, v, layer=0, causal=True)
+    """
+
+    def __init__(self, client: _AsyncClient, found: Described) -> None:
+        super().__init__(found)
+        self._client = client
+
+    attention = asynchronous(Cache.attention)
+    """Return attention of q over a layer of this cache. Keys and values of new tokens are written first."""
+
+    append = asynchronous(Cache.append)
+    """Write the keys and values of new tokens to a layer."""
+
+    async def fork(self, length: int | None = None) -> AsyncCache:
+        """Return a copy. It shares memory with this cache until one of the two is written to."""
+        made = await self._client._call(_cache_calls.fork([self], None if length is None else [length], []))
+        return AsyncCache(self._client, made[0])
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AsyncCache:
+        raise not_copied(self)
+
+    truncate = asynchronous(Cache.truncate)
+    """Drop the tokens from a position on, in every layer."""
+
+    renew = asynchronous(Cache.renew)
+    """Start the time to live again, as every call with the cache does."""
+
+    refresh = asynchronous(Cache.refresh)
+    """Ask the server for `lengths` and `bytes`, which another client may have changed."""
+
+    tensors = asynchronous(Cache.tensors)
+    """Return the keys and values of a layer."""
+
+    async def delete(self) -> None:
+        """Free its memory. Do nothing if it is gone already."""
+        with unless_gone():
+            await self._client._call(_cache_calls.delete(self))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.delete()

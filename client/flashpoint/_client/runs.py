@@ -1,0 +1,84 @@
+"""`BenchmarkRun` and `AsyncBenchmarkRun`: a benchmark that runs on a server."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any, Protocol
+
+from flashpoint._calls import verification as _proof
+from flashpoint._calls.results import BenchmarkJob
+from flashpoint._calls.service import Call, asynchronous
+from flashpoint_contract.schemas.benchmark import BenchmarkEvent
+from flashpoint_contract.wording.docstrings import twin_of
+
+
+class _Client(Protocol):
+    def _call(self, call: Call, /) -> Any: ...
+
+    def _listen(self, id: str, after: int, /) -> Iterator[BenchmarkEvent]: ...
+
+
+class _AsyncClient(Protocol):
+    async def _call(self, call: Call, /) -> Any: ...
+
+    def _listen(self, id: str, after: int, /) -> AsyncIterator[BenchmarkEvent]: ...
+
+
+class BenchmarkRun:
+    """A benchmark on the client's server, by its `id`. Every method raises the errors of `flashpoint.errors`."""
+
+    def __init__(self, client: _Client, id: str) -> None:
+        self.id = id
+        self._client = client
+
+    def job(self) -> BenchmarkJob:
+        """Return the benchmark as it is now, with the rows that are finished."""
+        job: BenchmarkJob = self._client._call(_proof.job("GET", self.id))
+        return job
+
+    def events(self, after: int = 0) -> Iterator[BenchmarkEvent]:
+        """Yield its events until it has ended; those that have already happened come first.
+
+        After a broken connection it connects again, and continues after the last event. The client's `retries` is the
+        largest number of failures in a row.
+
+        Args:
+            after: Number of an event (`BenchmarkEvent.id`): only later events are returned.
+        """
+        return self._client._listen(self.id, after)
+
+    def wait(self) -> BenchmarkJob:
+        """Wait until it has ended, and return it. Its `state` says whether it is done, failed or cancelled."""
+        for _ in self.events():
+            pass
+        return self.job()
+
+    def cancel(self) -> BenchmarkJob:
+        """Stop it, and return it. A benchmark that has ended stays as it is."""
+        job: BenchmarkJob = self._client._call(_proof.job("DELETE", self.id))
+        return job
+
+
+@twin_of(BenchmarkRun)
+class AsyncBenchmarkRun:
+    """The asyncio twin of `BenchmarkRun`: the same methods, awaited."""
+
+    def __init__(self, client: _AsyncClient, id: str) -> None:
+        self.id = id
+        self._client = client
+
+    job = asynchronous(BenchmarkRun.job)
+    """Return the benchmark as it is now, with the rows that are finished."""
+
+    def events(self, after: int = 0) -> AsyncIterator[BenchmarkEvent]:
+        """Yield its events until it has ended; those that have already happened come first."""
+        return self._client._listen(self.id, after)
+
+    async def wait(self) -> BenchmarkJob:
+        """Wait until it has ended, and return it. Its `state` says whether it is done, failed or cancelled."""
+        async for _ in self.events():
+            pass
+        return await self.job()
+
+    cancel = asynchronous(BenchmarkRun.cancel)
+    """Stop it, and return it. A benchmark that has ended stays as it is."""

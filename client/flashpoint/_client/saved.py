@@ -1,0 +1,102 @@
+"""Saved forwards: the call that frees one, and leases, which free a forward in a background thread."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from flashpoint._calls.service import DEFAULT, Call, SavedAttention, named
+from flashpoint._http import forked
+
+SETTLING = 2.0  # seconds that `Client.close` waits for forwards to be freed
+LONGEST = 10.0  # timeout in seconds of the call that frees a forward; if it fails, the forward's time to live ends it
+
+
+class _Client(Protocol):
+    def _call(self, call: Call, /) -> Any: ...
+
+
+def delete(saved: SavedAttention | str, timeout: Any = DEFAULT) -> Call:
+    """Return the call that frees a saved forward. Raises InvalidInputError."""
+    id_, affinity = named(saved)
+    return Call("DELETE", f"/saved/{id_}", "", {}, (), timeout, lambda _: None, success=204, affinity=affinity)
+
+
+class _Freeing:
+    """Frees forwards in a thread. A forked process has a queue of its own: its parent frees what waits in the other."""
+
+    def __init__(self) -> None:
+        self.forked()
+        forked.watch(self)
+
+    def forked(self) -> None:
+        # Forwards to free, and events to set once all forwards before them are freed.
+        self._ended: queue.SimpleQueue[tuple[_Client, SavedAttention | str] | threading.Event] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Start the thread, if it does not run."""
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._free, name="flashpoint-leases", daemon=True)
+            self._thread.start()
+
+    def free(self, client: _Client, saved: SavedAttention | str) -> None:
+        """Free a forward soon. Destructors may call this."""
+        self._ended.put((client, saved))
+
+    def settle(self, seconds: float) -> None:
+        if self._thread is not None and self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._ended.put(done := threading.Event())
+            done.wait(seconds)
+
+    def _free(self) -> None:
+        while True:
+            ended = self._ended.get()
+            if isinstance(ended, threading.Event):
+                ended.set()
+                continue
+            client, saved = ended
+            with contextlib.suppress(Exception):  # the forward's time to live frees it
+                client._call(delete(saved, LONGEST))
+            del client, saved, ended
+
+
+_freeing = _Freeing()
+
+
+def settle(seconds: float = SETTLING) -> None:
+    """Wait at most `seconds` until all released forwards are freed."""
+    _freeing.settle(seconds)
+
+
+class Lease:
+    """Frees a saved forward when the lease is released or garbage-collected. It does not wait and does not raise.
+
+    A copy, also in a pickle, has nothing to free: the forward belongs to the original.
+    """
+
+    saved: SavedAttention | str | None = None  # torch.compile also makes leases without calling `__init__`
+
+    def __init__(self, client: _Client, saved: SavedAttention | str) -> None:
+        self._client = client
+        self._process = os.getpid()
+        self.saved = saved
+        _freeing.start()  # not in the destructor: it may run at any point, and cannot start a thread
+
+    def release(self) -> None:
+        """Queue the forward for the thread that frees. In a forked process do nothing: the parent frees it."""
+        if (saved := self.saved) is not None and self._process == os.getpid():
+            self.saved = None
+            _freeing.free(self._client, saved)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return object.__new__, (Lease,)
+
+    def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not finalizing():  # at the end of the interpreter modules are empty, and no thread runs
+            self.release()

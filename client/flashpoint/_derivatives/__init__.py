@@ -1,0 +1,1 @@
+"""Derivatives of served calls for torch and JAX: autograd and vmap."""

@@ -1,0 +1,241 @@
+"""The autograd functions of `flashpoint.torch`, and the rules of torch that a served call follows.
+
+A call has two functions: `Attention`, whose forward is `/attention`, and `Gradient`, whose forward is
+`/attention/grad`. `Gradient` has no backward, so every second derivative raises, whatever it is taken of.
+
+Torch saves all that a backward needs (`save_for_backward`): also the seed of dropout and the ticket of a saved
+forward. So a checkpoint, which computes the forward again, replaces all of it, and torch's hooks see all of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from flashpoint import sharded
+from flashpoint._calls.arrays import NESTED
+from flashpoint._calls.keywords import Sending
+from flashpoint._calls.service import SavedAttention, plain
+from flashpoint._client.client import Client
+from flashpoint._client.saved import Lease
+from flashpoint.errors import CacheError, invalid
+from flashpoint_contract.options import GRADS
+from flashpoint_contract.tensors import INPUT_TENSORS, TENSORS
+
+R = TypeVar("R")
+
+_BATCHED = ("FuncTorchBatched", "Batched")  # of torch.vmap, and of torch.autograd.grad(is_grads_batched=True)
+
+
+def without_compiling(function: Callable[..., R]) -> Callable[..., R]:
+    """Return `function`, which `torch.compile` calls between two graphs, and does not look into."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **keywords: Any) -> R:
+        if (dynamo := sys.modules.get("torch._dynamo")) is None:  # importing it takes seconds
+            return function(*args, **keywords)
+        disabled: R = dynamo.disable(function, reason="served attention sends requests")(*args, **keywords)
+        return disabled
+
+    return call
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Convert q, k and v as `torch.autocast` converts the inputs of SDPA: to its dtype, but not float64 and 8 bits."""
+    kind = tensors[0].device.type
+    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(
+        t.to(dtype) if t.is_floating_point() and t.device.type == kind and t.dtype.itemsize in (2, 4) else t
+        for t in tensors
+    )
+
+
+def refuse_transforms(tensors: Iterable[tuple[str, object]]) -> None:
+    """Raise for tensors of torch that a call cannot follow: derivatives would be lost, or bytes do not exist."""
+    functorch, level = torch._C._functorch, forward_ad._current_level
+    unpack: Any = forward_ad.unpack_dual
+    for name, t in tensors:
+        if not isinstance(t, Tensor):
+            continue
+        if t.is_nested:
+            raise invalid(name, NESTED)
+        keys = torch._C._dispatch_keys(t)
+        if any(keys.has(key) for key in _BATCHED):
+            raise RuntimeError(
+                "vmap of served attention is not available: make the mapped axis part of the batch, or send sequences "
+                'of different lengths in layout="thd"'
+            )
+        if level >= 0 and (functorch.is_gradtrackingtensor(t) or unpack(t).tangent is not None):
+            raise RuntimeError("forward-mode derivatives of attention are not available; use backward()")
+        if functorch.is_gradtrackingtensor(t):
+            raise RuntimeError("torch.func does not differentiate attention: use backward() or torch.autograd.grad")
+
+
+def seed_for(keywords: dict[str, Any]) -> Tensor | None:
+    """Take the seed out of `keywords`; with dropout and without a seed, draw one from torch's CPU generator.
+
+    It is drawn here and not by the server, so that `torch.manual_seed`, `fork_rng` and checkpoints repeat it.
+    """
+    seed, dropout_p = plain(keywords.pop("dropout_seed", None)), plain(keywords.get("dropout_p", 0))
+    if seed is None and isinstance(dropout_p, (int, float)) and 0 < dropout_p < 1:
+        return torch.randint(1 << 53, (), dtype=torch.int64, device="cpu")
+    if type(seed) is int and 0 <= seed < 1 << 64:
+        return torch.tensor(seed if seed < 1 << 63 else seed - (1 << 64), dtype=torch.int64, device="cpu")
+    if seed is not None:
+        keywords["dropout_seed"] = seed  # not valid: the client says what is wrong
+    return None
+
+
+def seeded(seed: Tensor | None) -> dict[str, int]:
+    """Return the keyword of a seed from `seed_for`."""
+    return {} if seed is None else {"dropout_seed": int(seed) & (1 << 64) - 1}
+
+
+@dataclass
+class Served:
+    """A differentiable call: what its forward and its backward share, except for tensors.
+
+    - `names`: the tensors that autograd gets, in their order.
+    - `keywords`: all others, which nobody else can change.
+    - `meta`: of the forward, once it has run.
+    """
+
+    client: Client | Sequence[Client]
+    save: bool
+    names: tuple[str, ...]
+    keywords: dict[str, Any]
+    meta: Any = None
+
+    @classmethod
+    def of(cls, client: Client | Sequence[Client], save: bool, keywords: dict[str, Any]) -> tuple[Served, list[Tensor]]:
+        """Return a call, and its tensors."""
+        keywords = {n: value for n, value in keywords.items() if value is not None or n not in INPUT_TENSORS}
+        tensors = {n: t for n, t in keywords.items() if isinstance(t, Tensor) and n in INPUT_TENSORS}
+        others = {n: copy.deepcopy(t) if n in INPUT_TENSORS else t for n, t in keywords.items() if n not in tensors}
+        return cls(client, save, tuple(tensors), others), list(tensors.values())
+
+    def method(self, name: str) -> Any:
+        """Return a method of the client; for a list of clients, the function of `flashpoint.sharded`."""
+        if isinstance(self.client, Sequence):
+            return functools.partial(getattr(sharded, name), self.client)
+        return getattr(self.client, name)
+
+    def forward(self, seed: Tensor | None, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return o, lse and the ticket of the saved forward."""
+        named = dict(zip(self.names, tensors, strict=True))
+        save = {"save": True} if self.save else {}
+        found, self.meta = self.method("attention")(
+            **named, **self.keywords, **seeded(seed), **save, return_lse=True, with_meta=True
+        )
+        if not isinstance(found, SavedAttention):
+            return *found, None
+        assert isinstance(self.client, Client)
+        held = None if found.saved is None else _ticket(Lease(self.client, replace(found, o=None, lse=None)))
+        return found.o, found.lse, held
+
+    def backward(
+        self, asked: dict[str, Any], named: dict[str, Any], seed: Tensor | None, ticket: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Return the gradients in `asked["grads"]`: from the saved forward, or where it is gone from all tensors."""
+        sending = {n: value for n, value in self.keywords.items() if n in Sending.__annotations__ and n != "request_id"}
+        if (lease := _lease_of(ticket)) is not None and lease.saved is not None:
+            try:
+                found: tuple[Tensor, ...] = self.method("attention_grad")(**asked, saved=lease.saved, **sending)
+            except CacheError:  # the saved forward expired, or its engine restarted
+                pass
+            else:
+                if not torch._C._autograd._get_current_graph_task_keep_graph():
+                    lease.release()  # no other backward follows
+                return found
+        others = {n: value for n, value in self.keywords.items() if n != "request_id"}
+        return tuple(self.method("attention_grad")(**asked, **named, **others, **seeded(seed)))
+
+
+class _Lending(np.ndarray):
+    """The memory of a ticket. It keeps the lease of a saved forward for as long as torch keeps the tensor."""
+
+    lease: Lease
+
+
+class _Lent:
+    """A lease that can be referred to weakly."""
+
+    def __init__(self, lease: Lease) -> None:
+        self.lease = lease
+
+
+_numbers = itertools.count()
+_lent: WeakValueDictionary[int, _Lent] = WeakValueDictionary()
+
+
+def _ticket(lease: Lease) -> Tensor:
+    """Return a tensor that stands for a saved forward, which ends with the tensor's memory.
+
+    The graph keeps it with the other tensors of that forward; so does a checkpoint for its second forward.
+    """
+    number, lent = next(_numbers), _Lent(lease)
+    memory: Any = np.array([number], np.int64).view(_Lending)
+    memory.lease, _lent[number] = lent, lent
+    return torch.from_numpy(memory)
+
+
+def _lease_of(ticket: Tensor | None) -> Lease | None:
+    lent = None if ticket is None else _lent.get(int(ticket))
+    return None if lent is None else lent.lease
+
+
+class Attention(torch.autograd.Function):
+    """Return (o, lse) from the server, differentiable once."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Served, seed: Tensor | None, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        o, lse, ticket = call.forward(seed, tensors)
+        ctx.set_materialize_grads(False)
+        ctx.call = call
+        ctx.save_for_backward(*tensors, o, lse, seed, ticket)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        call: Served = ctx.call
+        for name in call.names + tuple(call.keywords):
+            if name in TENSORS and TENSORS[name].forward_only:
+                raise invalid(name, "is only for the forward: 8-bit keys have no gradients")
+        refuse_transforms((("do", do), ("dlse", dlse)))
+        *tensors, o, lse, seed, ticket = ctx.saved_tensors
+        needed = dict(zip(call.names, ctx.needs_input_grad[2:], strict=True))
+        wanted = tuple(grad for grad in GRADS if needed.get(grad[1:]))
+        do = torch.zeros_like(o) if do is None else do
+        found = Gradient.apply(call, wanted, ticket, seed, do, dlse, o, lse, *tensors)  # type: ignore[no-untyped-call]
+        grads = dict(zip(wanted, found, strict=True))
+        return None, None, *(grads.get(f"d{name}") for name in call.names)
+
+
+class Gradient(torch.autograd.Function):
+    """Return the gradients `wanted` of a call. Every derivative of them raises RuntimeError."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Served, wanted: tuple[str, ...], ticket: Tensor | None, seed: Tensor | None,
+        do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor, *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        asked = {"do": do, "dlse": dlse, "grads": wanted}
+        named = dict(zip(call.names, tensors, strict=True)) | {"o": o, "lse": lse}
+        return call.backward(asked, named, seed, ticket)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise RuntimeError("second-order gradients of attention are not available")

@@ -1,0 +1,1 @@
+"""The text of the command line: tables, help and streams."""

@@ -1,0 +1,1 @@
+"""Words for people: docstrings of calls, and suggestions for unknown names."""

@@ -1,0 +1,126 @@
+"""The backends of a device, and the function that runs a group of problems on one of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache, lru_cache, partial
+from importlib import import_module
+from types import ModuleType
+
+import torch
+
+from flashpoint_contract.options import ProblemError
+from flashpoint_kernels import native
+from flashpoint_kernels.dispatching.machine import version_of
+from flashpoint_kernels.dispatching.support import Backends, unsupported
+from flashpoint_kernels.problems.problem import Problem, launch_key, with_forwards
+from flashpoint_kernels.problems.reproducible import split, spread
+from flashpoint_kernels.triton_backend.host.configurations import refusal
+
+# A backend is a module with `forward(problems)` and `backward(problems)`, which is imported at its first use.
+_MODULES = {
+    "triton": "triton_backend.launch",
+    "torch": "torch_backend.fused",
+    "torch on the CPU": "torch_backend.cpu",
+    "tiled": "tiled_backend.tiles",
+    "reference": "reference_backend.formula",
+}
+_OWN_FORWARD = ("reference",)  # its `backward` computes `o` and `lse` if they are missing
+
+# Triton reads the variable when kernels are defined, so its value at import counts.
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@lru_cache(maxsize=64)
+def available_backends(device: str) -> Backends:
+    """Return the backends of a device, in the order in which `auto` prefers them.
+
+    On the CPU `torch` is there with the kernels in C. Triton's kernels run there only under Triton's interpreter
+    (TRITON_INTERPRET=1), as the last choice. A GPU for which they are not right has torch's operators, and its
+    `no_triton` is the reason. On devices other than CPUs and NVIDIA's GPUs only tiles of torch operations run.
+
+    Args:
+        device: `cpu`, `cuda`, `cuda:N` or another of torch's.
+    """
+    kind = torch.device(device).type
+    if kind == "cpu":
+        own = ("torch",) if native.library() is not None else ()
+        return Backends((*own, "tiled", "reference", *(("triton",) if _INTERPRETED else ())), kind)
+    if kind != "cuda" or torch.version.hip is not None:
+        found = ("tiled", "reference") if kind == "cuda" else ("tiled",)  # others may lack float64
+        return Backends(found, kind, "the kernels are for NVIDIA's GPUs")
+    # Without a GPU the answer is that of a supported one: code may ask before there is a device.
+    reason = ""
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability(device)
+        reason = refusal(10 * major + minor, version_of("triton"))
+    others = ("torch", "tiled", "reference")
+    return Backends(others if reason else ("triton", *others), kind, reason)
+
+
+def run(problems: Sequence[Problem], backend: str) -> None:
+    """Run problems on a backend, in one launch, into their outputs.
+
+    A gradient without `o` and `lse` first runs the same backend's forward. On the CPU `torch` and `tiled` run on all
+    cores: one problem of `torch` on its threads, else cut as `reproducible.split` says; such a part may also be run by
+    itself.
+
+    Args:
+        problems: Problems with one direction, one device and one `problem.launch_key`.
+        backend: `triton`, `torch`, `tiled` or `reference`.
+
+    Raises:
+        ProblemError: the backend cannot do a problem.
+        ValueError: the problems do not belong in one launch.
+    """
+    if not problems:
+        return
+    if len({(launch_key(p.spec, backend), p.device) for p in problems}) > 1:
+        raise ValueError("the problems of one launch must share one launch key and one device")
+    kind = problems[0].device.type
+    if kind != "cpu" and backend not in (available := available_backends(str(problems[0].device))):
+        why = available.no_triton or f"the backends of a device of kind {kind} are {', '.join(available)}"
+        raise ProblemError([("backend", f"{backend} is not available on this device: {why}")])
+    if errors := [e for p in problems for e in unsupported(backend, p.spec, kind)]:
+        raise ProblemError(dict.fromkeys(errors))
+    if kind == "cpu" and backend in ("torch", "tiled"):
+        if backend == "torch" and len(problems) == 1:
+            run_part(replace(problems[0], threads=torch.get_num_threads()), backend)
+        else:
+            spread([partial(run_part, part, backend) for problem in problems for part in split(problem, backend)])
+    else:
+        _run(problems, backend)
+
+
+def run_part(part: Problem, backend: str) -> None:
+    """Run a part from `reproducible.split` in the calling thread. The backend must support it."""
+    _run([part], backend)
+
+
+def _run(problems: Sequence[Problem], backend: str) -> None:
+    kind = problems[0].device.type
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            _run(problems, backend)
+    elif torch.is_autocast_enabled(kind):  # autocast would convert float32 products inside a backend to 16 bits
+        with torch.autocast(kind, enabled=False):
+            _run(problems, backend)
+    elif not problems[0].spec.has_columns:
+        _run([problem.with_columns() for problem in problems], backend)
+    elif problems[0].spec.direction == "forward":
+        _module(backend, kind).forward(problems)
+    else:
+        forwards, problems = ([], problems) if backend in _OWN_FORWARD else with_forwards(problems)
+        if forwards:
+            if backend == "tiled" and kind == "cpu":  # the forward can be cut by heads, even if the gradients cannot
+                forwards = [part for problem in forwards for part in split(problem, backend)]
+            _module(backend, kind).forward(forwards)
+        _module(backend, kind).backward(problems)
+
+
+@cache
+def _module(backend: str, device: str) -> ModuleType:
+    name = "torch on the CPU" if (backend, device) == ("torch", "cpu") else backend
+    return import_module(f"flashpoint_kernels.{_MODULES[name]}")

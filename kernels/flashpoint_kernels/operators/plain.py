@@ -1,0 +1,160 @@
+"""The fast path for plain calls: only q, k and v, on the CPU, answered by one call of the kernels in C.
+
+For short sequences, a problem, its views and torch's dispatcher take several times as long as the kernel. So everything
+that follows from shapes, dtypes and options is computed once and cached (`Route`). Answers, bits and gradients are
+equal to those of the general path (ops.py), which handles all other calls: tensors that torch traces, maps or counts,
+and calls for which `_route` returns None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from flashpoint_contract.options import Options, ProblemError
+from flashpoint_contract.spec import Row, Spec, plan
+from flashpoint_contract.tensors import TensorInfo
+from flashpoint_kernels import native
+from flashpoint_kernels.dispatching.dispatch import available_backends
+from flashpoint_kernels.dispatching.support import choose_backend
+from flashpoint_kernels.native.calls import Replay
+from flashpoint_kernels.operators import ops
+from flashpoint_kernels.operators.torch_rules import refuse_batched_gradients
+from flashpoint_kernels.problems.problem import DTYPE_NAMES
+from flashpoint_kernels.problems.strides import empty_like, laid_like
+from flashpoint_kernels.torch_backend.backward import differentiate_dense
+from flashpoint_kernels.torch_backend.forward import attend_dense
+
+_ORDINARY = (Tensor, torch.nn.Parameter)  # not subclasses, which may redefine operations
+_dispatch_modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
+
+
+_REPLAYS = 16  # of a route, at most: for threads and strides
+
+
+@dataclass(eq=False, slots=True)
+class Route:
+    """How to compute a plain call with given shapes, dtypes and options."""
+
+    options: Options
+    turned: bool  # layout bshd: heads and rows are transposed
+    forward_spec: Spec
+    backward_spec: Spec
+    row: Row
+    # By the number of tensors, the threads and the strides: the library and its call.
+    _replays: dict[tuple[object, ...], tuple[native.Library, Replay]] = field(default_factory=dict)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return o in the caller's layout and dtype, and lse (B,Hq,Sq)."""
+        shape = (*q.shape[:3], v.shape[3])
+        contiguous = q.is_contiguous()
+        o = q.new_empty(shape) if contiguous else empty_like(q, shape)
+        lse = torch.empty(self.forward_spec.lse_shape)
+        self._compute(self._forward, q, k, v, o, lse)
+        return o if contiguous else laid_like(o, q), lse
+
+    def backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> list[Tensor]:
+        """Return dq, dk and dv, in the layout of q, k and v."""
+        found = [empty_like(t, t.shape) for t in (q, k, v)]
+        self._compute(self._backward, q, k, v, do, o, lse, *found)
+        return [laid_like(own, t) for own, t in zip(found, (q, k, v), strict=True)]
+
+    def _compute(self, first: Callable[..., Replay | None], *tensors: Tensor) -> None:
+        """Compute by an earlier call of tensors like these, or by `first`, whose call is kept."""
+        threads, library = torch.get_num_threads(), native.library()
+        key = (threads, *[t.stride() for t in tensors])
+        kept = self._replays.get(key)
+        if kept is not None and kept[0] is library:
+            kept[1](*[t.data_ptr() for t in tensors])
+            return
+        replay = first(threads, *[t.transpose(1, 2) if self.turned and t.ndim == 4 else t for t in tensors])
+        if replay is not None and library is not None and (key in self._replays or len(self._replays) < _REPLAYS):
+            self._replays[key] = library, replay
+
+    def _forward(self, threads: int, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> Replay | None:
+        return attend_dense(self.forward_spec, self.row, q, k, v, o, lse, threads)
+
+    def _backward(self, threads: int, *tensors: Tensor) -> Replay | None:
+        names = ("q", "k", "v", "do", "o", "lse", "dq", "dk", "dv")
+        return differentiate_dense(self.backward_spec, dict(zip(names, tensors, strict=True)), threads)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor, Tensor] | None:
+    """Return o and lse, or None if the call needs the general path."""
+    if (
+        torch.compiler.is_compiling()
+        or _dispatch_modes()
+        or _transforms() is not None
+        or forward_ad._current_level >= 0
+    ):
+        return None
+    if not (type(q) in _ORDINARY and type(k) in _ORDINARY and type(v) in _ORDINARY):
+        return None
+    if not (q.is_cpu and k.is_cpu and v.is_cpu) or torch.is_autocast_enabled("cpu"):
+        return None
+    if q.is_nested or k.is_nested or v.is_nested:
+        return None
+    route = _route(options, q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype)
+    if route is None:
+        return None
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        o, lse = _Plain.apply(q, k, v, route)  # type: ignore[no-untyped-call]
+        return o, lse
+    return route.forward(q, k, v)
+
+
+@lru_cache(1024)  # a model repeats a few problems
+def _route(options: Options, *found: Any) -> Route | None:
+    """Return the route for these shapes and dtypes of q, k and v; None without one, or if there is an error."""
+    shapes, dtypes = found[:3], found[3:]
+    if len(shapes[0]) != 4 or options.dropout_p or any(dtype not in DTYPE_NAMES for dtype in dtypes):
+        return None
+    infos = {n: TensorInfo(DTYPE_NAMES[t], tuple(s)) for n, s, t in zip("qkv", shapes, dtypes, strict=True)}
+    try:
+        spec = plan(infos, options, "forward")
+        backend = choose_backend(spec, available_backends("cpu"))
+    except ProblemError:
+        return None
+    shortest = min(spec.batch, spec.q_len, spec.kv_len)
+    if backend != "torch" or spec.ragged or not spec.has_columns or shortest < 1:
+        return None
+    return Route(options, options.layout == "bshd", spec, _gradient(spec), spec.rows({})[0])
+
+
+def _gradient(spec: Spec) -> Spec:
+    """Return the gradient problem of a plain forward."""
+    o, lse = TensorInfo(spec.dtype, spec.shape_of("o")), TensorInfo("float32", spec.lse_shape)
+    infos = {"q": spec.tensors["q"], "k": spec.tensors["k"], "v": spec.tensors["v"], "do": o, "o": o, "lse": lse}
+    return plan(infos, spec.options, "backward")
+
+
+class _Plain(torch.autograd.Function):
+    """The autograd function of a plain call. A backward through lse, or one that is traced, is the one of ops.py."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, route: Route) -> tuple[Tensor, Tensor]:
+        o, lse = route.forward(q, k, v)
+        ctx.set_materialize_grads(False)
+        ctx.route = route
+        ctx.save_for_backward(q, k, v, o, lse)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, o, lse = ctx.saved_tensors
+        route: Route = ctx.route
+        needed = [name for name, yes in zip("qkv", ctx.needs_input_grad, strict=False) if yes]
+        refuse_batched_gradients(do, dlse)
+        simple = dlse is None and forward_ad._current_level < 0 and not torch.is_grad_enabled()
+        if do is not None and simple:
+            found = dict(zip("qkv", route.backward(do, q, k, v, o, lse), strict=True))
+        else:
+            inputs = ops.plain_inputs(q, k, v)
+            found = ops.gradients(inputs, do, o, lse, dlse, ops.literal(route.options), needed)
+        return *(found[name] if name in needed else None for name in "qkv"), None

@@ -1,0 +1,191 @@
+"""Predict how long a problem takes on a backend. Predictions rank requests, cut them into parts and check deadlines.
+
+A prediction is a sum over a problem's sequences: seconds for each call of the backend's operators, each sequence, each
+floating-point operation, each score with the options that affect it, and each byte of keys and values. Scores that a
+window or the diagonal hides do not count, except in the tiles at its edges, which are computed completely. `Rates`
+contains the seconds; dispatching/calibration.py measures them on a device. This module does not import torch: HTTP
+processes price requests by their heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+from flashpoint_contract.options import UNBOUNDED
+from flashpoint_contract.spec import Row, Spec
+from flashpoint_contract.tensors import FEATURES, ITEMSIZE
+
+# Features that cost time for each score.
+SCORE_FEATURES = tuple(name for name, (_, feature) in FEATURES.items() if feature.per_score)
+BACKWARD = 3.0  # a gradient makes this many times as many operator calls and score accesses as a forward
+TILE = 64  # keys or queries: tiles at a window's edge are computed completely
+
+
+class Rates(NamedTuple):
+    """Seconds that one CPU thread, or a GPU, needs on one backend.
+
+    `options` are seconds for each score, by name; `types` the seconds of a FLOP by the data type of q, if not `flop`.
+    """
+
+    call: float
+    sequence: float
+    flop: float
+    score: float
+    options: Mapping[str, float]
+    byte: float = 0.0  # of keys and values read from memory
+    types: Mapping[str, float] = {}
+
+
+# One thread on an AMD EPYC with two cores. Requests are cut by these, so that parts are equal on all machines.
+NOMINAL: dict[str, Rates] = {
+    "torch": Rates(5e-5, 1e-6, 5e-12, 1e-9,
+                   {"softcap": 4e-10, "dropout": 8e-10, "bool_mask": 6e-10, "float_mask": 6e-10, "alibi_slopes": 5e-10},
+                   7e-11),
+    "tiled": Rates(5e-4, 3e-6, 2e-11, 2e-9,
+                   {"softcap": 1e-9, "dropout": 2e-8, "bool_mask": 5e-10, "float_mask": 5e-10, "alibi_slopes": 5e-10}),
+    "reference": Rates(1e-5, 4e-4, 5e-11, 2e-8,
+                       {"softcap": 1e-8, "dropout": 3e-8, "bool_mask": 5e-9, "float_mask": 5e-9, "alibi_slopes": 1e-8}),
+    "triton": Rates(5e-5, 1e-7, 5e-15, 0.0, {}),
+}  # fmt: skip
+
+
+class Extent(NamedTuple):
+    """The size of a problem: its sequences, the number of different length pairs, its (query, key) pairs, and its keys.
+
+    `Spec.causal_square`: only half of the pairs are computed.
+    """
+
+    sequences: int
+    lengths: int
+    pairs: int
+    keys: int = 0
+
+
+def extent_of(spec: Spec, index: Mapping[str, Any] | None = None, *, hidden: bool = False) -> Extent:
+    """Return the extent of a problem from the values of its index tensors; without them, an upper bound.
+
+    `index` has integer arrays by name. With `hidden`, pairs that a window hides count, too: for a backend that computes
+    them.
+    """
+    sequences, keys = spec.batch, spec.batch * spec.kv_len
+    whole = hidden or not _is_band(spec)
+    if not (spec.ragged or any(map(spec.has, ("q_lengths", "kv_lengths", "offset")))):
+        pairs = spec.q_len * spec.kv_len if hidden else pairs_of(spec, spec.q_len, spec.kv_len)
+        return Extent(sequences, min(sequences, 1), sequences * pairs, keys)
+    if index is None:
+        if spec.ragged:  # a single sequence may have all queries and all keys
+            pairs = spec.q_len * spec.kv_len
+            if not whole:
+                most = spec.q_len if spec.paged else min(spec.q_len, spec.kv_len)
+                pairs = min(pairs, most * (sum(spec.window) + 1 + 2 * TILE) * _counted(spec))
+            return Extent(sequences, sequences, pairs, keys if spec.paged else spec.kv_len)
+        choices = (spec.q_len + 1 if spec.has("q_lengths") else 1) * (spec.kv_len + 1 if spec.has("kv_lengths") else 1)
+        choices = sequences if spec.has("offset") else min(sequences, choices)
+        pairs = spec.q_len * spec.kv_len if hidden else pairs_of(spec, spec.q_len, spec.kv_len)
+        return Extent(sequences, choices, sequences * pairs, keys)
+    import numpy as np
+
+    def lengths(name: str, starts: str, padded: int) -> np.ndarray[Any, Any]:
+        if starts in spec.tensors:
+            return np.diff(np.asarray(index[starts], np.int64))
+        return np.asarray(index[name], np.int64) if name in index else np.full(sequences, padded, np.int64)
+
+    q = lengths("q_lengths", "cu_seqlens_q", spec.q_len).clip(0, spec.q_len)
+    k = lengths("kv_lengths", "cu_seqlens_k", spec.kv_len).clip(0, spec.kv_len)
+    offset: np.ndarray[Any, Any] = spec.offset(q, k)
+    different = len(np.unique(q * (spec.kv_len + 1) + k))
+    if spec.has("offset"):
+        offset = np.broadcast_to(np.asarray(index["offset"], np.int64), sequences)
+        different = len(set(zip(q.tolist(), k.tolist(), offset.tolist(), strict=True)))
+    pairs = q * k if whole else np.minimum(_seen(spec, q, k, offset, np.clip) * _counted(spec), q * k)
+    return Extent(sequences, different, int(pairs.sum()), int(k.sum()))
+
+
+def _is_band(spec: Spec) -> bool:
+    """Return whether a window or the diagonal hides pairs, beyond the half of a causal square."""
+    (left, right), farthest = spec.window, UNBOUNDED if spec.has("offset") else spec.q_len + spec.kv_len
+    return left < farthest or (right < farthest and not (spec.causal_square and right == 0))
+
+
+def pairs_of(spec: Spec, q: int, k: int, offset: int | None = None) -> int:
+    """Return the number of computed pairs in a sequence; for causal squares, twice that number (see `Extent`).
+
+    `offset` is `Row.offset`. None is that of the lengths, or with a tensor `offset` the one with the most pairs.
+    """
+    if not _is_band(spec):
+        return q * k
+    if offset is None and spec.has("offset"):
+        return min(q * k, min(q, k) * (sum(spec.window) + 1 + 2 * TILE))
+    seen: int = _seen(spec, q, k, spec.offset(q, k) if offset is None else offset)
+    return min(seen * _counted(spec), q * k)
+
+
+def _counted(spec: Spec) -> int:
+    """Return how often a visible pair counts: twice if `Extent` assumes that only half of all pairs are computed."""
+    return 2 if spec.causal_square else 1
+
+
+def key_bytes(spec: Spec) -> int:
+    """Return the bytes of one key and its value, for all heads."""
+    return spec.kv_heads * (spec.head_dim + spec.value_dim) * ITEMSIZE[spec.tensors["k"].dtype]
+
+
+def _clip(x: int, least: int, most: int) -> int:
+    return min(max(x, least), most)
+
+
+def _seen(spec: Spec, q: Any, k: Any, offset: Any, clip: Callable[[Any, Any, Any], Any] = _clip) -> Any:
+    """Return the pairs in a sequence's band, with complete tiles at its edges. Works on numbers and on arrays.
+
+    Query i sees keys [i + offset − left, i + offset + right].
+    """
+    left, right = spec.window
+
+    def below(first: Any) -> Any:
+        """Return the sum over i in [0, q) of `first` + i, with each term limited to 0 … k."""
+        rising = clip(-first, 0, q)  # the first query with a term above 0
+        full = clip(k - first, rising, q)  # the first query with a term of k
+        return (full - rising) * (2 * first + rising + full - 1) // 2 + (q - full) * k
+
+    return below(offset + right + 1 + TILE) - below(offset - left - TILE)
+
+
+def flops_of(spec: Spec, pairs: int) -> int:
+    """Return the FLOPs for `pairs` (query, key) pairs of a problem, as `Spec.flops` counts them."""
+    whole = spec.q_len * spec.kv_len * (1 if spec.ragged else spec.batch)
+    return spec.flops * pairs // whole if whole else 0
+
+
+def seconds_of(spec: Spec, rates: Rates, extent: Extent) -> float:
+    """Return the predicted seconds of one thread for a problem of this extent."""
+    return extent.lengths * rates.call * _ways(spec) + _seconds(
+        spec, rates, extent.sequences, extent.pairs, extent.keys
+    )
+
+
+def row_seconds(spec: Spec, rates: Rates, row: Row) -> float:
+    """Return the predicted seconds of one sequence, without the operator call that it shares with others of its
+    lengths.
+    """
+    return _seconds(spec, rates, 1, pairs_of(spec, row.q_len, row.kv_len, row.offset), row.kv_len)
+
+
+def _seconds(spec: Spec, rates: Rates, sequences: int, pairs: int, keys: int) -> float:
+    scores = pairs * spec.q_heads * _ways(spec)
+    if spec.causal_square:
+        scores /= 2
+    each = rates.score + sum(rates.options.get(name, 0.0) for name in _options(spec))
+    read = keys * key_bytes(spec) * _ways(spec)
+    flop = rates.types.get(spec.dtype, rates.flop)
+    seconds = sequences * rates.sequence * _ways(spec) + flops_of(spec, pairs) * flop + scores * each
+    return seconds + read * rates.byte
+
+
+def _options(spec: Spec) -> Iterable[str]:
+    return (name for name in SCORE_FEATURES if name in spec.features)
+
+
+def _ways(spec: Spec) -> float:
+    """Return how often this direction repeats the work of a forward."""
+    return BACKWARD if spec.direction == "backward" else 1.0

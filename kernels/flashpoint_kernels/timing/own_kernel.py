@@ -1,0 +1,54 @@
+"""The keywords of a caller's own attention function, to time it.
+
+The call is kernel(q, k, v, causal=…, …). Only options that are not the default are passed.
+Parameters may have torch's or flash-attn's names: is_causal, softmax_scale, …
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from flashpoint_contract.options import GRADS, OPTIONS, Options
+from flashpoint_contract.tensors import TENSORS
+from flashpoint_contract.wording.hints import meant
+
+NOT_PASSED = ("layout", "causal_alignment", "return_lse", "grads", "deterministic", "backend", "precision")
+
+Kernel = Callable[..., Any]
+
+
+class NotTakenError(Exception):
+    """The function has no parameter for an option or a tensor of the problem."""
+
+
+def parameters(kernel: Kernel) -> dict[str, str] | None:
+    """Return the function's parameters by our names; None if it accepts any keyword or has no signature."""
+    try:
+        found = inspect.signature(kernel).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in found):
+        return None
+    known = (*OPTIONS, *TENSORS)
+    names = [each.name for each in found if each.kind is not inspect.Parameter.VAR_POSITIONAL][3:]
+    return {ours: name for name in names if (ours := name if name in known else meant(name, known))}
+
+
+def keywords(kernel: Kernel, tensors: Mapping[str, Tensor], options: Options) -> dict[str, Any]:
+    """Return the keywords that the function is called with beside q, k and v. Raises NotTakenError."""
+    asked: dict[str, Any] = {
+        name: getattr(options, name)
+        for name, row in OPTIONS.items()
+        if name not in NOT_PASSED and getattr(options, name) != row.default
+    }
+    asked |= {n: t for n, t in tensors.items() if n not in ("q", "k", "v", "do", "dlse", "o", "lse", *GRADS)}
+    taken = parameters(kernel)
+    if taken is None:
+        return asked
+    if missing := [name for name in asked if name not in taken]:
+        raise NotTakenError(f"it has no parameter {missing[0]}")
+    return {taken[name]: value for name, value in asked.items()}

@@ -1,0 +1,198 @@
+"""Choice of tiles: it depends only on the device, and on the dtype, head dimensions, level and path of a problem.
+
+The sizes are in configurations.py, one table per architecture. Tiles are never changed at run time: a device uses a
+table as it is, if it has the instructions and the shared memory that the tiles were compiled for.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+
+from flashpoint_contract.tensors import EIGHT_BIT, MAX_HEAD_DIM
+from flashpoint_kernels.triton_backend.host.configurations import (
+    HOPPER,
+    SHARED_KIB,
+    TABLES,
+    WIDE,
+    Config,
+    Tile,
+    has_fences,
+    packed_tile,
+)
+from flashpoint_kernels.triton_backend.kernels.groups import FLOAT8, FLOAT8_BITS, INT8
+from flashpoint_kernels.triton_backend.kernels.interpret import INTERPRETED
+
+# The interpreter runs tile by tile in Python: use few tiles, but M ≠ N, and enough tiles to be cut, skipped and split.
+INTERPRETED_AS = 90  # the interpreter widens 8-bit keys as this architecture does
+# `few_queries` is smaller than on a device, so that small problems run both kinds of blocks.
+_INTERPRETER = Config(
+    Tile(64, 32), Tile(32, 64), Tile(64, 32, num_stages=3), Tile(32, 32),
+    split_keys=64, few_queries=8, least_keys=32, least_programs=4,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Chip:
+    """The properties of a device that decide its tiles: compute capability (90 for sm_90), KiB of shared memory per
+    program.
+
+    A launch of a persistent kernel has one program per multiprocessor.
+    """
+
+    arch: int
+    shared_kib: int
+    multiprocessors: int = 1
+
+
+def padded(dim: int) -> int:
+    """Return the power of two, at least 16, to which a tile pads a head dimension."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+def parts_of(dim: int) -> tuple[int, int]:
+    """Return (BLOCK_D, BLOCK_REST) of the forward: one padded part, or two parts if together they are smaller.
+
+    192 becomes 128 and 64; 576 becomes 512 and 64. Each part is a power of two, and BLOCK_REST is 0 if there is one
+    part.
+    """
+    whole, first = padded(dim), padded(dim) // 2
+    rest = padded(dim - first)
+    return (first, rest) if dim > 128 and first + rest < whole else (whole, 0)
+
+
+def exact(head_dim: int, value_dim: int) -> bool:
+    """Return Constants.EVEN of the forward: whether the head dimensions need no padding."""
+    return sum(parts_of(head_dim)) == head_dim and padded(value_dim) == value_dim
+
+
+def table_of(chip: Chip) -> int:
+    """Return the architecture whose table `chip` uses: its own, or the one of its generation that uses most of its
+    memory.
+
+    Raises ValueError if no table is known to fit.
+    """
+    if SHARED_KIB.get(chip.arch, chip.shared_kib + 1) <= chip.shared_kib:
+        return chip.arch
+    fitting = [
+        arch for arch, kib in SHARED_KIB.items() if arch // 10 == chip.arch // 10 and kib <= chip.shared_kib
+    ]  # fmt: skip
+    if not fitting:
+        raise ValueError(
+            f"backend: triton has no tiles for sm_{chip.arch} with {chip.shared_kib} KiB of shared memory; it has them "
+            f"for {', '.join(f'sm_{arch} with {kib}' for arch, kib in SHARED_KIB.items())}"
+        )
+    return max(fitting, key=lambda arch: (SHARED_KIB[arch], arch))
+
+
+def tiles(
+    arch: int, dtype: str, head_dim: int, value_dim: int, level: int,
+    hopper: bool = False, paged: bool = False, quantized: bool = False, blocks: bool = False,
+) -> Config:  # fmt: skip
+    """Return the tiles of a problem in the table of sm_`arch`; `hopper` adds the tiles of the path for Hopper.
+
+    Some options need more registers and use the tiles of a higher level. A head dimension that is not a power of two
+    tests the columns of loads through pointers, and pages need an address for each key: both use level 1. A block mask
+    is read in the tiles that it cuts, and 8-bit keys are widened: both use level 2. 8-bit keys in pages have tiles with
+    half the keys, and so do 8-bit keys in packed blocks. On sm_90 a Triton without proxy fences uses no asynchronous
+    copies.
+    """
+    widest = max(padded(head_dim), padded(value_dim))
+    even = padded(head_dim) == head_dim and padded(value_dim) == value_dim
+    wide = wide_tile(arch, dtype, head_dim, value_dim, 2 if blocks else 1 if paged or quantized else level)
+    level = max(level, 2 if quantized or blocks else 1 if paged or not even else 0)
+    by_dim = TABLES[arch]["float32" if dtype == "float32" else f"level {level}"]
+    config = by_dim[next(dim for dim in by_dim if min(widest, MAX_HEAD_DIM) <= dim)]
+    forward, packed = wide or config.forward, packed_tile(arch, dtype, widest)
+    if quantized:
+        packed = replace(packed, block_n=max(packed.block_n // 2, 16))
+    if quantized and paged:
+        forward = replace(forward, block_n=max(forward.block_n // 2, 16))
+        packed = replace(packed, num_stages=2 if arch >= 100 else packed.num_stages)  # a third stage spills on sm_100
+    config = replace(config, forward=forward, packed=packed)
+    if arch == 90 and not has_fences(triton.__version__):
+        config = config.without_copies()
+        if widest == 128 and config.backward_kv.block_m == 64:  # through registers the tile spills
+            config = replace(config, backward_kv=replace(config.backward_kv, block_m=32))
+    if arch == 100:  # Triton 3.7.1 leaves out a fence there
+        config = replace(config, one_stage=("backward_q",))
+    of_hopper: dict[str, Any] = dict(hopper_tiles(head_dim, value_dim)) if hopper else {}
+    return replace(config, **of_hopper)
+
+
+def wide_tile(arch: int, dtype: str, head_dim: int, value_dim: int, level: int) -> Tile | None:
+    """Return the forward's tile for head dimensions above 256, and for 192 with 128 at level 0; None for others."""
+    kind = "99 KiB" if SHARED_KIB[arch] <= 99 else "sm_100" if arch == 100 else "16 bits"
+    by_dim = WIDE["float32" if dtype == "float32" else kind]
+    if max(head_dim, value_dim) > MAX_HEAD_DIM:
+        return by_dim[512 if padded(value_dim) <= 512 else 1024]
+    return by_dim.get(192) if level == 0 and (head_dim, padded(value_dim)) == (192, 128) else None
+
+
+def keys_kind(arch: int, dtype: str) -> int:
+    """Return Constants.KEYS for 8-bit keys of this dtype on sm_`arch`; GPUs before sm_89 cannot convert float8."""
+    kind = INT8 if dtype == "int8" else FLOAT8 if arch >= 89 else FLOAT8_BITS
+    return int(kind.value)
+
+
+def hopper_tiles(head_dim: int, value_dim: int) -> dict[str, Tile]:
+    """Return the tiles of the kernels that exist for Hopper, by their names in `Config`."""
+    widest = max(padded(head_dim), padded(value_dim))
+    return HOPPER[next(dim for dim in HOPPER if widest <= dim)]
+
+
+def carries_float32(name: str, block_d: int, block_dv: int) -> bool:
+    """Return Constants.CARRY_FLOAT32 of a kernel for Hopper, by the name of its tile in `Config`.
+
+    P or dS of a tile is an operand of the next step. If a loop carries pairs of 16 bits, ptxas unpacks and packs them
+    again; float32 takes twice the registers, which wider heads do not have. dK and dV carry neither.
+    """
+    return (name == "forward" and block_dv <= 128) or (name == "backward_q" and block_d == 128)
+
+
+# replaces every device in a process that compiles for a GPU that is not present (ahead.py)
+stand_in: Chip | None = None
+
+
+def chip_of(device: torch.device) -> Chip:
+    """Return the properties of a CUDA device from its driver."""
+    return stand_in or _chip_of(device)
+
+
+@lru_cache(maxsize=64)
+def _chip_of(device: torch.device) -> Chip:
+    index = torch.cuda.current_device() if device.index is None else device.index
+    shared = int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
+    properties = torch.cuda.get_device_properties(index)
+    return Chip(properties.major * 10 + properties.minor, shared // 1024, properties.multi_processor_count)
+
+
+def config_for(device: torch.device, *problem: Any) -> Config:
+    """Return the tiles of a problem on `device`; see `tiles`. Raises ValueError if no table fits the device."""
+    return _INTERPRETER if INTERPRETED else tiles(table_of(chip_of(device)), *problem)
+
+
+def keys_of_device(dtype: str, device: torch.device) -> int | None:
+    """Return Constants.KEYS for keys of `dtype` on `device`; None if they are not 8-bit numbers."""
+    if dtype not in EIGHT_BIT:
+        return None
+    return keys_kind(INTERPRETED_AS if INTERPRETED else chip_of(device).arch, dtype)
+
+
+def takes_hopper(device: torch.device) -> bool:
+    """Return whether problems may use the path for Hopper: the device is an sm_90, and FLASHPOINT_HOPPER is not 0.
+
+    It is off when Triton interprets, because the interpreter does not run Gluon, unless `stand_in` replaces the device.
+    Raises ValueError if FLASHPOINT_HOPPER is neither 0 nor 1.
+    """
+    asked = os.environ.get("FLASHPOINT_HOPPER") or "1"
+    if asked not in ("0", "1"):
+        raise ValueError(f"FLASHPOINT_HOPPER must be 0 or 1, not {asked!r}")
+    if asked == "0" or (INTERPRETED and stand_in is None):
+        return False
+    return chip_of(device).arch == 90

@@ -1,0 +1,97 @@
+"""A launch of problems that run together: their joint table, and the calls of kernels that read it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flashpoint_kernels.problems.problem import Problem
+from flashpoint_kernels.triton_backend.host.calls import Call, Code
+from flashpoint_kernels.triton_backend.host.route import Route
+from flashpoint_kernels.triton_backend.host.table import SHAPE, Table
+from flashpoint_kernels.triton_backend.host.upload import Upload
+from flashpoint_kernels.triton_backend.kernels import columns
+
+
+class Launch:
+    """Problems that run together: their route, their joint table, and what their kernels read.
+
+    With `every`, it also yields the calls without programs: other problems of the launch key have some.
+    """
+
+    def __init__(self, route: Route, problems: list[Problem], tables: list[Table], every: bool) -> None:
+        self.route, self.problems, self.every = route, problems, every
+        self.device, self.dims, self.config = route.device, route.dims, route.config
+        self.ints = tables[0].ints if len(tables) == 1 else np.concatenate([t.ints for t in tables])
+        self.shapes = self.ints[:, SHAPE]
+        self._alive = tables
+        self.first_row = [0, *accumulate(len(t.ints) for t in tables)]
+        self.heads = max([p.spec.q_heads for p in problems])
+        self.kv_heads = max([p.spec.kv_heads for p in problems])
+        self.upload = Upload(self.device)
+
+    @cached_property
+    def _tables(self) -> tuple[int, int]:
+        """Return the numbers in the upload of the joint table's integers and floats."""
+        if self.problems[0].spec.direction == "backward":
+            self.stats = self.place_stats(self.ints)
+        return self.upload.add(self.ints), self.upload.add(self.scalars)
+
+    @property
+    def scalars(self) -> np.ndarray:
+        """Return the joint table's floats."""
+        floats = [t.floats for t in self._alive]
+        return floats[0] if len(floats) == 1 else np.concatenate(floats)
+
+    def column(self, column: Any, after: int = 0) -> np.ndarray:
+        """Return a column of the joint table, or the column at `after` places behind it."""
+        found: np.ndarray = self.ints[:, column.value + after]
+        return found
+
+    @property
+    def table(self) -> Tensor:
+        return self.upload.view(self._tables[0])
+
+    @property
+    def floats(self) -> Tensor:
+        return self.upload.view(self._tables[1])
+
+    def items(self, number: int) -> Tensor:
+        """Return a work list on the device. The table is added to the upload first, so one copy transfers both."""
+        _ = self._tables
+        return self.upload.view(number)
+
+    def place_stats(self, ints: np.ndarray) -> Tensor:
+        """Allocate memory for the output of `attention_delta`, two rows per head, and write its addresses into the
+        table.
+
+        In every layout a sequence has its own whole blocks of queries, so a block is loaded and stored without a mask.
+        """
+        block = self.config.delta.block_m
+        rows = -(-ints[:, columns.Q_ROWS.value] // block) * block
+        sizes = 2 * rows * ints[:, columns.HEADS.value]
+        ends = np.cumsum(sizes)
+        stats = self.scratch(int(ends[-1]))
+        ints[:, columns.STATS.value] = stats.data_ptr() + stats.element_size() * (ends - sizes)
+        ints[:, columns.STATS.value + 1] = 2 * rows
+        return stats
+
+    def scratch(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.float32, device=self.device)
+
+    def call(
+        self, code: Code, items: np.ndarray, heads: int, args: Callable[[Tensor], tuple[Any, ...]],
+        most: int | None = None,
+    ) -> Call:  # fmt: skip
+        """Return a call with one program per item and head, at most `most`. `args` makes the arguments from the
+        device's items.
+        """
+        number = self.upload.add(items)
+        programs = len(items) * heads
+        return Call(code, programs if most is None else min(programs, most), lambda: args(self.items(number)))

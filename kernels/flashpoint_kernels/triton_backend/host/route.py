@@ -1,0 +1,102 @@
+"""The route of a launch: what it needs that does not depend on addresses, strides, lengths, batch and heads.
+
+A call finds its route by its launch key, the alignment of its tensors and its device, and adds the table of sequences
+and the lists of programs. So all calls of a loop take one route, whatever their lengths, with no work but that. A route
+holds no tensor and nothing of a stream. At most `_KEPT` routes are kept in a process; a child process begins with those
+of its parent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton.language as tl
+
+from flashpoint_contract.tensors import EIGHT_BIT
+from flashpoint_kernels.problems.problem import Problem, launch_key
+from flashpoint_kernels.triton_backend.host import config as configuration
+from flashpoint_kernels.triton_backend.host.calls import Code
+from flashpoint_kernels.triton_backend.host.config import chip_of, config_for, hopper_tiles, keys_of_device, padded
+from flashpoint_kernels.triton_backend.host.configurations import Config, Tile
+from flashpoint_kernels.triton_backend.kernels.groups import Constants
+
+_KEPT = 256
+
+TYPES = {
+    "bool": tl.int8,
+    "float16": tl.float16,
+    "bfloat16": tl.bfloat16,
+    "float32": tl.float32,
+    "float64": tl.float64,
+}
+
+# The names of constants that kernels share; each kernel adds those of its tiles.
+OF_HOPPER = ("LEVEL", "DTYPE", "ALIGNED", "BLOCK_D", "BLOCK_DV", "EVEN")
+ALL = ("LEVEL", "DTYPE", "MASK_DTYPE", "TF32", "ALIGNED", "BLOCK_D", "BLOCK_DV", "EVEN", "BLOCKS")
+FORWARD = ("LEVEL", "DTYPE", "MASK_DTYPE", "TF32", "ALIGNED", "BLOCK_DV", "PAGED", "KEYS", "BLOCKS")
+VALUES = ("DTYPE", "ALIGNED", "BLOCK_DV", "EVEN")
+
+
+class Route:
+    """The tiles, the common constants and the code of every kernel of a launch."""
+
+    def __init__(self, key: tuple[Any, ...], aligned: bool, hopper: bool, device: torch.device, config: Config) -> None:
+        _, _, (dtype, of_keys, mask), dims, precision, level, paged, blocks = key
+        self.device, self.hopper, self.config, self.dims = device, hopper, config, dims
+        self.block_dims = block_d, block_dv = padded(dims[0]), padded(dims[1])
+        self.of_hopper: dict[str, Tile] = hopper_tiles(*dims) if hopper else {}
+        self.multiprocessors = chip_of(device).multiprocessors if hopper else 0
+        self.blocks: bool = blocks
+        self._shared = {
+            "LEVEL": level,
+            "DTYPE": TYPES[dtype],
+            "MASK_DTYPE": mask and TYPES["float32" if mask == "float64" else mask],
+            "TF32": dtype == "float32" and precision == "tf32",
+            "ALIGNED": aligned,
+            "BLOCK_D": block_d,
+            "BLOCK_DV": block_dv,
+            "EVEN": (block_d, block_dv) == dims,
+            "PAGED": paged,
+            "KEYS": keys_of_device(of_keys, device),
+            "BLOCKS": blocks,
+        }
+        self._codes: dict[Hashable, Code] = {}
+
+    def shared(self, *names: str) -> dict[str, Any]:
+        """Return these constants that kernels share."""
+        return {name: self._shared[name] for name in names}
+
+    def code(self, kernel: Any, kind: Hashable, make: Callable[[], tuple[Tile, dict[str, Any]]]) -> Code:
+        """Return the code of a kernel of this kind; `make` returns its tile and its constants, once for each kind."""
+        found = self._codes.get((kernel, kind))
+        if found is None:
+            tile, constants = make()
+            made = Code(kernel, tile, self.device, Constants(BLOCK_M=tile.block_m, **constants))
+            found = self._codes.setdefault((kernel, kind), made)
+        return found
+
+
+def route_of(problem: Problem, aligned: bool, hopper: bool, tiles: Config | None) -> Route:
+    """Return the route of a problem; `tiles` replaces those of the device's table."""
+    return _route(launch_key(problem.spec, "triton"), aligned, hopper, problem.device, tiles, configuration.stand_in)
+
+
+@lru_cache(_KEPT)
+def _route(
+    key: tuple[Any, ...], aligned: bool, hopper: bool, device: torch.device, tiles: Config | None, stand_in: object
+) -> Route:
+    return Route(key, aligned, hopper, device, tiles or _config(key, hopper, device, stand_in))
+
+
+def config_of(problem: Problem, hopper: bool) -> Config:
+    """Return the tiles of a problem, for the path of Hopper or for the general one."""
+    return _config(launch_key(problem.spec, "triton"), hopper, problem.device, configuration.stand_in)
+
+
+@lru_cache(_KEPT)
+def _config(key: tuple[Any, ...], hopper: bool, device: torch.device, _stand_in: object) -> Config:
+    _, _, (dtype, of_keys, _), dims, _, level, paged, blocks = key
+    return config_for(device, dtype, *dims, level, hopper, paged, of_keys in EIGHT_BIT, blocks)

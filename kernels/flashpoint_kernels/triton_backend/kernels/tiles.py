@@ -1,0 +1,240 @@
+"""Locations of tiles: the rows of a head of a tensor, and the keys that a block sees. Loads and stores of rows."""
+
+import triton
+import triton.language as tl
+
+from flashpoint_kernels.triton_backend.kernels import columns as col
+from flashpoint_kernels.triton_backend.kernels.bounds import full_key_range, key_range
+from flashpoint_kernels.triton_backend.kernels.groups import FLOAT8, INT8, Band, Block, Keys, Places, Rows, Sequence
+
+
+@triton.jit
+def locate(t, TENSOR: tl.constexpr, DTYPE: tl.constexpr, C: tl.constexpr):
+    """Return (pointer to row 0 of head 0, stride of a head, stride of a row).
+
+    `t` is the sequence's row of the table.
+    """
+    base = tl.load(t + TENSOR).to(tl.pointer_type(DTYPE))
+    head_stride = tl.load(t + TENSOR + 1)
+    row_stride = tl.load(t + TENSOR + 2)
+    if C.ALIGNED:  # to 16 bytes, the widest load
+        base = tl.multiple_of(base, 16)
+        head_stride = tl.multiple_of(head_stride, 128 // DTYPE.primitive_bitwidth)
+        row_stride = tl.multiple_of(row_stride, 128 // DTYPE.primitive_bitwidth)
+    return base, head_stride, row_stride
+
+
+@triton.jit
+def rows_of(t, TENSOR: tl.constexpr, head, length, dim, C: tl.constexpr):
+    """Return the Rows of a head of a tensor."""
+    base, head_stride, stride = locate(t, TENSOR, C.DTYPE, C)
+    return Rows(base=base + head * head_stride, head_stride=head_stride, stride=stride, length=length, dim=dim)
+
+
+@triton.jit
+def keys_of(t, TENSOR: tl.constexpr, PAGE: tl.constexpr, SCALE: tl.constexpr, head, length, dim, C: tl.constexpr):
+    """Return the Keys of a key/value head: its keys if TENSOR is K, or its values."""
+    DTYPE: tl.constexpr = C.DTYPE if C.KEYS is None else tl.int8
+    base, head_stride, stride = locate(t, TENSOR, DTYPE, C)
+    rows = Rows(base=base + head * head_stride, head_stride=head_stride, stride=stride, length=length, dim=dim)
+    page, p_scale, scale_row, scale_page = 0, 0, 0, 0
+    if C.PAGED:
+        page = tl.load(t + PAGE)
+        if C.ALIGNED:
+            page = tl.multiple_of(page, 128 // DTYPE.primitive_bitwidth)
+    if C.KEYS is not None:
+        p_scale = tl.load(t + SCALE).to(tl.pointer_type(tl.float32)) + head * tl.load(t + SCALE + 1)
+        scale_row, scale_page = tl.load(t + SCALE + 2), tl.load(t + SCALE + 3)
+    return Keys(rows=rows, page=page, p_scale=p_scale, scale_row=scale_row, scale_page=scale_page)
+
+
+@triton.jit
+def places_of(j0, seq, C: tl.constexpr):
+    """Return the Places of the tile of keys from j0 on. A page with a number outside the pool is not read."""
+    o_n = j0 + tl.arange(0, C.BLOCK_N)
+    page, row, valid = 0, o_n, 0
+    if C.PAGED:
+        size = tl.load(seq.row + col.PAGE_SIZE).to(tl.int32)
+        p_numbers = tl.load(seq.row + col.PAGES).to(tl.pointer_type(tl.int32))
+        valid = o_n < seq.band.kv_len
+        page = tl.load(p_numbers + o_n // size, mask=valid, other=0)
+        valid = valid & (page >= 0) & (page < tl.load(seq.row + col.POOL))
+        row = o_n % size
+    return Places(first=j0, page=page, row=row, valid=valid)
+
+
+@triton.jit
+def load_keys(keys, places, BLOCK_D: tl.constexpr, FULL: tl.constexpr, C: tl.constexpr):
+    """Return keys or values at `places`, (N, BLOCK_D) in DTYPE; 8-bit numbers come unscaled. FULL as in `load`."""
+    if C.PAGED:
+        o_d = tl.arange(0, BLOCK_D)
+        o_k = places.page.to(tl.int64) * keys.page + places.row * keys.rows.stride
+        m_k = places.valid[:, None]
+        if not C.EVEN:
+            m_k = m_k & (o_d[None, :] < keys.rows.dim)
+        block = tl.load(keys.rows.base + o_k[:, None] + o_d[None, :], mask=m_k, other=0)
+    else:
+        # Offsets in 32 bits stay in registers. The test of columns, if there is one, needs these registers.
+        if C.EVEN:
+            block = load_tile(keys.rows, places.first, places.row, BLOCK_D, FULL, C)
+        else:
+            block = load(keys.rows, places.row, BLOCK_D, FULL, C.EVEN)
+    return block
+
+
+@triton.jit
+def load_scales(keys, places, FULL: tl.constexpr, C: tl.constexpr):
+    """Return the scales of keys or values, (N,) float32; 0 where there is no key."""
+    if C.PAGED:
+        p = keys.p_scale + (places.page.to(tl.int64) * keys.scale_page + places.row * keys.scale_row)
+        scales = tl.load(p, mask=places.valid, other=0.0)
+    else:
+        p = keys.p_scale + places.row * keys.scale_row
+        scales = tl.load(p) if FULL else tl.load(p, mask=places.row < keys.rows.length, other=0.0)
+    return scales
+
+
+@triton.jit
+def widened(block, C: tl.constexpr):
+    """Return 8-bit numbers converted to float32, exactly.
+
+    A GPU from sm_89 on converts float8_e4m3fn itself. For others (FLOAT8_BITS) the bits are moved to the sign, exponent
+    and mantissa of a float16, whose exponent has a bias larger by 8.
+    """
+    if C.KEYS == INT8:
+        wide = block.to(tl.float32)
+    elif C.KEYS == FLOAT8:
+        wide = block.to(tl.float8e4nv, bitcast=True).to(tl.float16).to(tl.float32)
+    else:
+        bits = block.to(tl.int16)
+        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        wide = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        wide = tl.where((bits & 0x7F) == 0x7F, float("nan"), wide)
+    return wide
+
+
+@triton.jit
+def next_head(rows, nth):
+    """Return the Rows of the nth head after this one."""
+    return Rows(
+        base=rows.base + nth * rows.head_stride, head_stride=rows.head_stride, stride=rows.stride,
+        length=rows.length, dim=rows.dim,
+    )  # fmt: skip
+
+
+@triton.jit
+def columns_from(rows, first: tl.constexpr):
+    """Return the Rows without their first columns."""
+    return Rows(
+        base=rows.base + first, head_stride=rows.head_stride, stride=rows.stride, length=rows.length,
+        dim=rows.dim - first,
+    )  # fmt: skip
+
+
+@triton.jit
+def block_at(start, nth, group, C: tl.constexpr):
+    """Return the Block from row `start` on: of query head `nth`, or if packed, of the query heads of key head `nth`."""
+    o_r = start + tl.arange(0, C.BLOCK_M)
+    if C.PACKED:
+        block = Block(
+            queries=o_r // group, heads=nth * group + o_r % group, first=start // group,
+            last=(start + C.BLOCK_M - 1) // group, kv_head=nth,
+        )  # fmt: skip
+    else:
+        block = Block(queries=o_r, heads=nth, first=start, last=start + C.BLOCK_M - 1, kv_head=nth // group)
+    return block
+
+
+@triton.jit
+def heads_column(block, C: tl.constexpr):
+    """Return the heads of a block, in a shape that broadcasts to its rows: (M, 1), or one number."""
+    if C.PACKED:
+        heads = block.heads[:, None]
+    else:
+        heads = block.heads
+    return heads
+
+
+@triton.jit
+def locate_vector(t, VECTOR: tl.constexpr):
+    """Return (pointer to row 0 of head 0, stride of a head) of `lse`, `dlse` or the stats, float32."""
+    return tl.load(t + VECTOR).to(tl.pointer_type(tl.float32)), tl.load(t + VECTOR + 1)
+
+
+@triton.jit
+def load_sequence(t, scalars, head):
+    """Return the Sequence of a head. `t` and `scalars` are the sequence's rows of the two tables."""
+    q_len = tl.load(t + col.Q_LEN).to(tl.int32)
+    kv_len = tl.load(t + col.KV_LEN).to(tl.int32)
+    offset = tl.load(t + col.OFFSET).to(tl.int32)
+    left = tl.load(t + col.LEFT).to(tl.int32)
+    right = tl.load(t + col.RIGHT).to(tl.int32)
+    band = Band(q_len=q_len, kv_len=kv_len, offset=offset, left=left, right=right)
+    return Sequence(row=t, scalars=scalars, head=head, scale=tl.load(scalars + col.SCALE), band=band)
+
+
+@triton.jit
+def key_stretches(first, last, band, part_lo, part_hi, C: tl.constexpr):
+    """Return (lo, full_lo, full_hi, hi): the keys in [part_lo, part_hi) that queries `first` to `last` need.
+
+    There are three stretches of whole tiles. The left bound cuts [lo, full_lo); [full_lo, full_hi) needs no visibility
+    test; the right bound or the end cuts [full_hi, hi). Level 0 has no left bound, so its first stretch is empty.
+    """
+    last = tl.minimum(last, band.q_len - 1)
+    lo, hi = key_range(first, last, band.offset, band.left, band.right, band.kv_len)
+    full_lo, full_hi = full_key_range(first, last, band.offset, band.left, band.right, band.kv_len)
+    lo = tl.maximum(lo // C.BLOCK_N * C.BLOCK_N, part_lo)
+    hi = tl.where(first < band.q_len, tl.minimum(hi, part_hi), lo)  # a block of padding sees nothing
+    full_lo = tl.minimum(tl.maximum(tl.cdiv(full_lo, C.BLOCK_N) * C.BLOCK_N, lo), hi)
+    if C.LEVEL == 0:
+        full_lo = lo
+    full_hi = tl.minimum(tl.maximum(full_hi // C.BLOCK_N * C.BLOCK_N, full_lo), hi)
+    return lo, full_lo, full_hi, hi
+
+
+@triton.jit
+def load(rows, o, BLOCK_D: tl.constexpr, FULL: tl.constexpr, EVEN: tl.constexpr):
+    """Return the rows `o` as (len(o), BLOCK_D), with 0 beyond the last row and the last column.
+
+    FULL: all rows are below `rows.length`. EVEN: `rows.dim` = BLOCK_D.
+    """
+    o_d = tl.arange(0, BLOCK_D)
+    p = rows.base + o[:, None] * rows.stride + o_d[None, :]
+    if FULL and EVEN:
+        block = tl.load(p)
+    elif EVEN:
+        block = tl.load(p, mask=o[:, None] < rows.length, other=0.0)
+    elif FULL:
+        block = tl.load(p, mask=o_d[None, :] < rows.dim, other=0.0)
+    else:
+        block = tl.load(p, mask=(o[:, None] < rows.length) & (o_d[None, :] < rows.dim), other=0.0)
+    return block
+
+
+@triton.jit
+def load_tile(rows, first, o, BLOCK_D: tl.constexpr, FULL: tl.constexpr, C: tl.constexpr):
+    """Return `load` of a tile of keys, o = first + (0, 1, …), for keys less than `table.FARTHEST` apart; EVEN.
+
+    Offsets from one address have 32 bits, and are the same for all tiles.
+    """
+    o_d = tl.arange(0, BLOCK_D)
+    step = rows.stride.to(tl.uint32)
+    if C.ALIGNED:
+        step = tl.multiple_of(step, 128 // rows.base.dtype.element_ty.primitive_bitwidth)
+    within = tl.arange(0, C.BLOCK_N).to(tl.uint32)[:, None] * step + o_d[None, :]
+    p = rows.base + tl.cast(first, tl.uint32).to(tl.uint64) * step.to(tl.uint64) + within
+    if FULL:
+        block = tl.load(p)
+    else:
+        block = tl.load(p, mask=o[:, None] < rows.length, other=0.0)
+    return block
+
+
+@triton.jit
+def store(rows, o, block, BLOCK_D: tl.constexpr, EVEN: tl.constexpr):
+    """Store `block` (len(o), BLOCK_D) to the rows `o`, without those beyond the last row or the last column."""
+    o_d = tl.arange(0, BLOCK_D)
+    m_rows = o[:, None] < rows.length
+    if not EVEN:
+        m_rows = m_rows & (o_d[None, :] < rows.dim)
+    tl.store(rows.base + o[:, None] * rows.stride + o_d[None, :], block, mask=m_rows)

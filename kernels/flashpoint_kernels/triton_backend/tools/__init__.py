@@ -1,0 +1,1 @@
+"""Tools for the kernels: compile for absent GPUs, inspect PTX and SASS, compile before the first call."""

@@ -1,0 +1,255 @@
+"""Compile the kernels for a GPU that this machine does not have, and measure what the compiler produced.
+
+`python -m flashpoint_kernels.triton_backend.tools.aot` compiles the variants of CI and prints a JSON line for each
+variant; `--arch 90` compiles all variants of sm_90. It needs no GPU: ptxas, cuobjdump and nvdisasm are part of Triton.
+TRITON_INTERPRET must not be set. The exit code is 1 if `faults` finds a fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import get_context
+from typing import Any
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from flashpoint_kernels.triton_backend.hopper.backward import attention_backward_kv_hopper, attention_backward_q_hopper
+from flashpoint_kernels.triton_backend.hopper.forward import attention_forward_hopper
+from flashpoint_kernels.triton_backend.host.calls import compile_options
+from flashpoint_kernels.triton_backend.host.config import carries_float32, exact, keys_kind, padded, parts_of, tiles
+from flashpoint_kernels.triton_backend.host.configurations import SHARED_KIB, Tile
+from flashpoint_kernels.triton_backend.host.route import TYPES
+from flashpoint_kernels.triton_backend.kernels.backward import (
+    attention_backward_kv,
+    attention_backward_q,
+    attention_delta,
+)
+from flashpoint_kernels.triton_backend.kernels.backward_inputs import attention_backward_mask, attention_backward_sinks
+from flashpoint_kernels.triton_backend.kernels.blocks import list_key_tiles, list_query_tiles
+from flashpoint_kernels.triton_backend.kernels.cascade import attention_cascade
+from flashpoint_kernels.triton_backend.kernels.forward import attention_forward, merge_parts
+from flashpoint_kernels.triton_backend.kernels.groups import Constants
+from flashpoint_kernels.triton_backend.tools.ptx import Ptx
+from flashpoint_kernels.triton_backend.tools.sass import Code, kinds, resources
+from flashpoint_kernels.triton_backend.tools.shipped import Variant, all_of, representative
+
+KERNELS = {
+    "forward": attention_forward,
+    "cascade": attention_cascade,
+    "forward_hopper": attention_forward_hopper,
+    "merge": merge_parts,
+    "delta": attention_delta,
+    "backward_kv": attention_backward_kv,
+    "backward_q": attention_backward_q,
+    "backward_kv_hopper": attention_backward_kv_hopper,
+    "backward_q_hopper": attention_backward_q_hopper,
+    "backward_mask": attention_backward_mask,
+    "backward_sinks": attention_backward_sinks,
+    "list_key_tiles": list_key_tiles,
+    "list_query_tiles": list_query_tiles,
+}
+_POINTERS = {
+    "table": "*i64",
+    "floats": "*fp32",
+    "items": "*i32",
+    "lists": "*i32",
+    "members": "*i32",
+    "part_o": "*fp32",
+    "part_lse": "*fp32",
+}
+MATRIX = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
+_FORWARDS = ("forward", "cascade")
+_PRODUCTS = (*_FORWARDS, "backward_kv", "backward_q")
+# The stages of a tensor that a step of a kernel for Hopper uses at a time; the others are loaded, for two tensors. dQ
+# multiplies two tiles of keys in one step.
+HELD = {"forward_hopper": 1, "backward_kv_hopper": 1, "backward_q_hopper": 2}
+
+
+@dataclass(frozen=True)
+class Report:
+    """The compiler's result for one variant.
+
+    `spill_bytes` is the local memory of a thread, 0 without spills. `loop` is the number of instructions in the
+    shortest inner loop with a matrix product, 0 without one. `loop_spills` is the largest number of loads and stores of
+    spilled registers in one of these loops. `copies` counts instructions of the copy engine. `beside` counts the
+    exponentials of a thread between a wait that leaves a product running and the wait for that product: the minimum of
+    all loops. `ahead` is the least number of copies under way at a product of a loop; each is of one tile, or of its
+    row statistics. `unfenced` counts tiles that a matrix instruction reads without a proxy fence (see ptx.py), and
+    `hazards` instructions that write registers of a product that may be running (see sass.py).
+    """
+
+    kernel: str
+    arch: int
+    dtype: str
+    head_dim: int
+    level: int
+    mask: str | None
+    precision: str
+    paged: bool
+    keys: str | None
+    value_dim: int | None
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    atomics: int
+    matrix_instructions: tuple[str, ...]
+    copies: int
+    specialised: bool
+    loop: int
+    loop_spills: int
+    beside: int
+    ahead: int
+    unfenced: int
+    hazards: int
+
+
+def tile_of(variant: Variant) -> Tile:
+    """Return the tile that `variant` ships with."""
+    kernel, rows = kernel_of(variant)
+    arch, dim = variant.arch, variant.head_dim
+    paged, quantized = variant.paged, variant.keys is not None
+    blocks = variant.kernel.endswith("_blocks") or kernel.startswith("list")
+    config = tiles(
+        arch, variant.dtype, dim, variant.value_dim or dim, variant.level, "hopper" in kernel, paged, quantized, blocks
+    )
+    of_blocks = {
+        "forward": config.forward_of, "cascade": config.forward_of, "backward_q": config.backward_q_of,
+        "merge": config.merge_of,
+    }  # fmt: skip
+    if kernel in of_blocks:
+        return of_blocks[kernel](rows)
+    if kernel.startswith("list"):
+        return replace(config.forward if kernel == "list_key_tiles" else config.backward_kv, num_warps=1, num_stages=1)
+    tiles_of = dict.fromkeys(("delta", "backward_mask", "backward_sinks"), "backward_q")
+    tile: Tile = getattr(config, tiles_of.get(kernel, kernel.removesuffix("_hopper")))
+    return tile
+
+
+def kernel_of(variant: Variant) -> tuple[str, int]:
+    """Return the key of KERNELS and the rows of packed blocks: ("forward", 16) for "forward_packed16_blocks"."""
+    kernel, _, rows = variant.kernel.removesuffix("_blocks").partition("_packed")
+    return kernel, int(rows or 0)
+
+
+def compile_variant(variant: Variant, tile: Tile | None = None) -> Report:
+    """Compile `variant` with `tile`, or with the tile it ships with."""
+    tile = tile or tile_of(variant)
+    compiled = build(variant, tile)
+    registers, spill_bytes = resources(compiled.asm["cubin"])
+    text, code = compiled.asm["ptx"], Code(compiled.asm["cubin"])
+    ptx = Ptx(text)
+    held = HELD.get(variant.kernel)
+    ahead = ptx.loads_ahead() if held is None else 2 * (tile.num_stages - held)
+    return Report(
+        *variant, tile.block_m, tile.block_n, tile.num_warps, tile.num_stages, registers, spill_bytes,
+        compiled.metadata.shared, len(re.findall(r"\b(?:atom|red)\.", text)),
+        tuple(sorted(set(re.findall(r"\b(wgmma\.mma_async|mma\.sync|tcgen05\.mma)", text)))),
+        len(re.findall(r"\bcp\.async\.bulk\.tensor", text)), "ttg.warp_specialize" in compiled.asm["ttgir"],
+        len(code.shortest_loop()), max((kinds(loop)["spilled"] for loop in code.loops()), default=0), code.beside(),
+        ahead, ptx.missing_fences(), len(code.hazards()),
+    )  # fmt: skip
+
+
+def build(variant: Variant, tile: Tile) -> Any:
+    """Return Triton's compiled kernel of a variant with a tile."""
+    _, arch, dtype, dim, level, mask, precision, paged, keys, value_dim = variant
+    value_dim = value_dim or dim
+    kernel, rows = kernel_of(variant)
+    function, hopper = KERNELS[kernel], kernel.endswith("_hopper")
+    block_d, block_rest = parts_of(dim) if kernel in _FORWARDS else (padded(dim), 0)
+    even = exact(dim, value_dim) if kernel in _FORWARDS else (padded(dim), padded(value_dim)) == (dim, value_dim)
+    constants = Constants(
+        LEVEL=level, DTYPE=TYPES[dtype], MASK_DTYPE=mask and TYPES[mask], DMASK_DTYPE=tl.float32,
+        TF32=precision == "tf32",
+        ALIGNED=True, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_D=block_d, BLOCK_REST=block_rest,
+        BLOCK_DV=padded(value_dim), EVEN=even, STAGES=tile.num_stages, PACKED=rows > 0,
+        CARRY_FLOAT32=carries_float32(kernel.removesuffix("_hopper"), block_d, padded(value_dim)) if hopper else None,
+        PAGED=paged, KEYS=None if keys is None else keys_kind(arch, keys), BLOCKS=variant.kernel.endswith("_blocks"),
+    )  # fmt: skip
+    names = function.arg_names
+    signature = {name: "constexpr" if name == "C" else _POINTERS.get(name, "i32") for name in names}
+    aligned: dict[Any, Any] = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if name in _POINTERS}
+    made = GluonASTSource if function.is_gluon() else ASTSource
+    source = made(function, signature, {(names.index("C"),): constants}, aligned)
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=compile_options(tile))
+
+
+def faults(report: Report) -> list[str]:
+    """Return the faults that a shipped variant must not have: see docs/compiled.md."""
+    half = report.dtype != "float32"
+    found = []
+    if report.registers > 255:
+        found.append(f"{report.registers} registers")
+    if report.shared_bytes > SHARED_KIB[report.arch] * 1024:
+        found.append(f"{report.shared_bytes} bytes of shared memory")
+    if report.atomics:
+        found.append(f"{report.atomics} atomics")
+    if half and report.level == 0 and report.head_dim <= 128:
+        if report.loop_spills:
+            found.append(f"{report.loop_spills} spills in a loop")
+        elif report.spill_bytes and not report.loop:
+            found.append(f"{report.spill_bytes} bytes spilled")
+    if report.unfenced:
+        found.append(f"{report.unfenced} tiles read without a proxy fence")
+    if report.hazards:
+        found.append(f"{report.hazards} writes to registers of a running product")
+    kernel = report.kernel.removesuffix("_hopper").removesuffix("_blocks")
+    rows, columns = report.block_m, report.block_n
+    if kernel == "backward_kv":  # it multiplies the transposed tile
+        rows, columns = columns, rows
+    if half and kernel in _PRODUCTS and rows >= 64 and MATRIX[report.arch] not in report.matrix_instructions:
+        found.append(f"no {MATRIX[report.arch]}, but {', '.join(report.matrix_instructions) or 'nothing'}")
+    pipelined = _is_plain(report) and kernel.partition("_packed")[0] in _PRODUCTS and report.num_stages > 1
+    if pipelined and not report.ahead:
+        found.append("no tile is loaded while another is used")
+    if report.kernel.endswith("hopper") and not report.copies:
+        found.append("no copies by descriptor")
+    if report.kernel.endswith("hopper") and not report.specialised:
+        found.append("its warps have no roles")
+    if report.kernel.endswith("hopper") and report.beside < columns // 2:  # a thread's share of 64 rows of scores
+        found.append(f"{report.beside} exponentials beside a product")
+    return found
+
+
+def _is_plain(report: Report) -> bool:
+    """Return whether Triton can load tiles ahead: no pages, 8-bit keys, lists of tiles, or tests of columns."""
+    plain = report.keys is None and not report.paged and not report.kernel.endswith("_blocks")
+    return plain and report.dtype != "float32" and report.level == 0 and report.head_dim in (32, 64, 128)
+
+
+def compile_all(variants: Sequence[Variant], processes: int) -> Iterator[Report]:
+    """Yield reports in the order of `variants`, compiled in a pool of child processes."""
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(compile_variant, variants)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", type=int, nargs="+", choices=SHARED_KIB, help="compile all their variants")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    asked = parser.parse_args()
+    variants = [v for arch in asked.arch for v in all_of(arch)] if asked.arch else representative()
+    wrong = 0
+    for report in compile_all(variants, asked.processes):
+        print(json.dumps({**asdict(report), "faults": faults(report)}), flush=True)
+        wrong += bool(faults(report))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

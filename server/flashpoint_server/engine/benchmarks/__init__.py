@@ -1,0 +1,1 @@
+"""Benchmarks and verifications, beside the requests of an engine or without a server."""

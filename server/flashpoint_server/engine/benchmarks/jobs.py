@@ -1,0 +1,160 @@
+"""Benchmarks beside the requests of an engine. They run one at a time, alone on the device, in slices of milliseconds.
+
+    queued → running (a slice, others' turn, a slice …) → done, failed, cancelled → dropped
+
+While requests wait, they run four times as long as a slice before the next slice. So a benchmark takes at most a fifth
+of the device, and a request waits at most one slice for it. The owner whose benchmarks have run least goes first.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections import defaultdict
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from flashpoint_contract.schemas.benchmark import ENDED, BenchmarkEvent, BenchmarkRequest, State, StateEvent
+from flashpoint_kernels.problems.reproducible import CORES
+from flashpoint_server.engine.benchmarks import local
+from flashpoint_server.engine.benchmarks.cases import cases_of
+from flashpoint_server.ipc.messages import JobDropped, JobEvent, JobNews, JobOpened, StopJob, Time
+
+OTHERS_SHARE = 4  # requests run this many times as long as a slice
+MOST_KEPT = 64  # maximum number of ended jobs that are kept for later queries
+
+
+@dataclass(eq=False)
+class _TimedJob:
+    asked: Time
+    events: Generator[BenchmarkEvent | None, None, None]
+    said: list[JobNews] = field(default_factory=list)
+    last: int = 0  # the number of its last event
+    unwanted: bool = False
+    ended: float | None = None  # in `time.monotonic` seconds
+
+
+class BenchmarkJobs:
+    """The jobs of one device; a plugin of its scheduler. An ended job is kept for `keep` seconds."""
+
+    name = "a benchmark"
+
+    def __init__(self, device: str, slice_ms: float, keep: float) -> None:
+        self._device = device
+        self._slice_ms = slice_ms
+        self._keep = keep
+        self._jobs: dict[str, _TimedJob] = {}
+        self._running: _TimedJob | None = None
+        self._in_slice: _TimedJob | None = None
+        self._outcome: BenchmarkEvent | Exception | None = None
+        self._used: defaultdict[str, float] = defaultdict(float)  # seconds, by owner
+        self._others_until = 0.0
+        self.suspect = False
+
+    def wants(self, now: float, *, others: bool) -> bool:
+        """Return whether a slice is to run now. `others`: whether requests wait."""
+        if not self._jobs:
+            return False
+        if self._running is None and not any(job.ended is None for job in self._jobs.values()):
+            return False
+        return not others or now >= self._others_until
+
+    def history(self) -> Iterator[JobNews]:
+        """Yield all messages about the jobs that are kept."""
+        for job in self._jobs.values():
+            yield from job.said
+
+    def hear(self, message: Time | StopJob) -> list[JobNews]:
+        """Handle a message of an HTTP process."""
+        return self._open(message) if isinstance(message, Time) else self._stop(message.job)
+
+    def _open(self, asked: Time) -> list[JobNews]:
+        """Queue a job. Its request has been checked."""
+        request = BenchmarkRequest.model_validate_json(asked.request)
+        job = _TimedJob(asked, local.slices(request, self._device, self._slice_ms))
+        total = len(cases_of(request, self._device))
+        self._jobs[asked.job] = job
+        job.said.append(JobOpened(asked.job, asked.owner, asked.request, asked.created, total))
+        return [*job.said, *self._drop_old()]
+
+    def _stop(self, name: str) -> list[JobNews]:
+        """Cancel a job; a running slice ends first. Ignore a job that has ended."""
+        job = self._jobs.get(name)
+        if job is None or job.ended is not None:
+            return []
+        job.unwanted = True
+        return [] if job is self._in_slice else self._end(job, "cancelled")
+
+    def postpone(self, now: float) -> None:
+        """Let the requests run first, because the device did not become idle."""
+        self._others_until = now + OTHERS_SHARE * self._slice_ms / 1000
+
+    def begin(self) -> None:
+        """Choose the job for the next slice; `wants` has returned True."""
+        self._in_slice = self._running = self._running or self._next()
+        self._outcome = None
+
+    def step(self) -> None:
+        """Run the slice. This is the only call that takes time; it needs no lock."""
+        job = self._in_slice
+        assert job is not None
+        began, before = time.monotonic(), torch.get_num_threads()
+        torch.set_num_threads(CORES)
+        try:
+            self._outcome = next(job.events)
+        except Exception as error:
+            self._outcome = error
+        finally:
+            torch.set_num_threads(before)
+            took = time.monotonic() - began
+            self._used[job.asked.owner] += took
+            self._others_until = time.monotonic() + OTHERS_SHARE * took
+
+    def conclude(self) -> list[JobNews]:
+        """Return the messages after a slice. After a CUDA error, the device is suspect."""
+        said = self._concluded()
+        self.suspect = any(isinstance(one, JobEvent) and b"CUDA" in one.event for one in said)
+        return said
+
+    def _concluded(self) -> list[JobNews]:
+        job, outcome, self._in_slice = self._in_slice, self._outcome, None
+        assert job is not None
+        if isinstance(outcome, Exception):
+            return self._end(job, "failed", f"{type(outcome).__name__}: {outcome}")
+        said: list[JobNews] = [] if outcome is None else [self._say(job, outcome)]
+        if isinstance(outcome, StateEvent) and outcome.state in ENDED:
+            self._close(job)
+        elif job.unwanted:
+            said += self._end(job, "cancelled")
+        return said
+
+    def _next(self) -> _TimedJob:
+        return min(
+            (job for job in self._jobs.values() if job.ended is None), key=lambda job: self._used[job.asked.owner]
+        )
+
+    def _end(self, job: _TimedJob, state: State, error: str | None = None) -> list[JobNews]:
+        self._close(job)
+        at = datetime.datetime.now(datetime.UTC)
+        return [self._say(job, StateEvent(id=job.last + 1, state=state, at=at, error=error))]
+
+    def _close(self, job: _TimedJob) -> None:
+        if job is self._running:
+            self._running = None
+        job.events.close()
+        job.ended = time.monotonic()
+
+    def _say(self, job: _TimedJob, event: BenchmarkEvent) -> JobEvent:
+        job.last = event.id
+        said = JobEvent(job.asked.job, event.model_dump_json().encode())
+        job.said.append(said)
+        return said
+
+    def _drop_old(self) -> list[JobNews]:
+        ended = [job for job in self._jobs.values() if job.ended is not None]
+        old = [job for job in ended if time.monotonic() - (job.ended or 0) > self._keep] + ended[:-MOST_KEPT]
+        for job in dict.fromkeys(old):
+            del self._jobs[job.asked.job]
+        return [JobDropped(job.asked.job) for job in dict.fromkeys(old)]

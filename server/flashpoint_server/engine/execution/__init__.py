@@ -1,0 +1,1 @@
+"""The executor: tasks run on the device, and answers are sent."""

@@ -1,0 +1,448 @@
+"""The engine's device: computes jobs in shared memory, copies to and from a GPU, and classifies the device's errors."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import structlog
+import torch
+from torch import Tensor
+
+from flashpoint_contract.options import Options, ProblemError
+from flashpoint_contract.schemas.options import AttentionOptions
+from flashpoint_contract.schemas.verify import VerifyRequest
+from flashpoint_contract.spec import Row
+from flashpoint_contract.tensors import INDEX_TENSORS, SCALES
+from flashpoint_kernels import Problem, available_backends, native, run, triton_backend
+from flashpoint_kernels.dispatching.dispatch import run_part
+from flashpoint_kernels.problems.problem import DTYPES, check_scales
+from flashpoint_kernels.problems.reproducible import CORES, split
+from flashpoint_kernels.timing.device import device_name, is_lost
+from flashpoint_server.engine.benchmarks import local
+from flashpoint_server.engine.caches.attending import CallTensors, HeldCall
+from flashpoint_server.engine.caches.cache import StoredCache
+from flashpoint_server.engine.caches.parts import CachedPart, Sequences, attend, shares
+from flashpoint_server.engine.caches.store import CacheStore
+from flashpoint_server.engine.scheduling.entry import Entry, OutOfMemoryError
+from flashpoint_server.engine.state.ledger import Ledger
+from flashpoint_server.engine.state.memory import bytes_in, tensor_in
+from flashpoint_server.engine.state.saved import SavedForward, SavedStore
+from flashpoint_server.ipc.bodies import PlacedTensor, Save
+from flashpoint_server.ipc.messages import DeviceInfo
+from flashpoint_server.refusal import invalid
+
+log = structlog.stdlib.get_logger("flashpoint.engine")
+
+MEMORY_SECONDS = 0.1  # between two reads of the used memory
+
+
+class DeviceLostError(Exception):
+    """The device does not work any more in this process."""
+
+
+class Stages(NamedTuple):
+    """Seconds that a launch spent on copies to and from a GPU."""
+
+    copy_in: float
+    copy_out: float
+
+
+NO_COPIES = Stages(0.0, 0.0)
+
+
+class _ToldApart(AbstractContextManager[None]):
+    """Passes memory and device errors from inside to `tell`. It is twice as fast as a generator."""
+
+    def __init__(self, tell: Callable[[MemoryError | RuntimeError], None]) -> None:
+        self._tell = tell
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        if isinstance(error, (MemoryError, RuntimeError)):
+            self._tell(error)
+
+
+class DeviceMissingError(RuntimeError):
+    """The device that the settings name does not exist here."""
+
+
+class TorchDevice:
+    """One device and its backends.
+
+    `lanes` threads serve it. They run at most `launches` launches and `cores` parts at the same time. On the CPU they
+    also run one more short part (see scheduler.py).
+    """
+
+    ledger: Ledger  # set before the device serves, as are the stores that it counts
+    caches: CacheStore
+    saved: SavedStore
+
+    def __init__(self, info: DeviceInfo) -> None:
+        self.info = info
+        self.is_cpu = info.name == "cpu"
+        # A GPU has two streams: one copies while the other computes. The third thread listens.
+        self.cores = info.cores
+        self.lanes, self.launches = (self.cores + 1, 1) if self.is_cpu else (3, 2)
+        self._streams = threading.local()
+        self._told_apart = _ToldApart(self._tell_apart)
+        self._pinned: set[int] = set()  # addresses
+        self._memory, self._looked = 0, -MEMORY_SECONDS
+
+    @classmethod
+    def open(cls, asked: str) -> TorchDevice:
+        """Open the device `asked`: auto, cpu, cuda or cuda:N. Raises DeviceMissingError if it does not exist."""
+        # code that uses more threads sets their number itself: see flashpoint_kernels.problems.reproducible
+        torch.set_num_threads(1)
+        name = ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
+        if not name.startswith("cuda"):
+            speed = _speed("cpu") * CORES
+            kernels = native.names()
+            return cls(
+                DeviceInfo(
+                    "cpu", device_name("cpu"), _ram(), available_backends("cpu"), speed, cores=CORES, kernels=kernels,
+                    no_kernels="" if kernels else native.MISSING, no_gpu=local.no_gpu() if asked == "auto" else "",
+                )
+            )  # fmt: skip
+        if not torch.cuda.is_available():
+            raise DeviceMissingError(f"device {asked} is not available: torch finds no CUDA device; set --device cpu")
+        if (torch.device(name).index or 0) >= torch.cuda.device_count():
+            last = torch.cuda.device_count() - 1
+            raise DeviceMissingError(f"device {asked} is not available: the last CUDA device is cuda:{last}")
+        properties = torch.cuda.get_device_properties(name)
+        device = torch.device(name)
+        name = f"cuda:{torch.cuda.current_device() if device.index is None else device.index}"
+        backends = available_backends(name)
+        memory, speed = properties.total_memory, _speed(name)
+        return cls(DeviceInfo(name, properties.name, memory, backends, speed, no_triton=backends.no_triton))
+
+    def pin(self, memory: mmap.mmap) -> None:
+        """Lock shared memory for a GPU's copy engine; `unpin` it before it is unmapped. Does nothing on the CPU.
+
+        If the system refuses to lock the memory, it is copied more slowly: not in parallel with other work.
+        """
+        if self.is_cpu:
+            return
+        try:
+            with self._current():
+                torch.cuda.check_error(int(_cudart().cudaHostRegister(_address(memory), len(memory), 0)))
+        except RuntimeError as error:
+            log.warning("memory not pinned", size=len(memory), error=str(error))
+            # clears CUDA's error state: otherwise this thread's next launch would report the error
+            with suppress(RuntimeError):
+                torch.zeros(1, device=self.info.name)
+        else:
+            self._pinned.add(_address(memory))
+
+    def unpin(self, memory: mmap.mmap) -> None:
+        if not self.is_cpu and (address := _address(memory)) in self._pinned:
+            self._pinned.remove(address)
+            with self._current():
+                torch.cuda.check_error(int(_cudart().cudaHostUnregister(address)))
+
+    def _current(self) -> AbstractContextManager[object]:
+        """Return a context in which torch's CUDA calls of this thread use this device."""
+        return nullcontext() if self.is_cpu else torch.cuda.device(self.info.name)
+
+    def lost(self) -> bool:
+        """Return whether a GPU does not work any more in this process, for example after an illegal access."""
+        return is_lost(self.info.name)
+
+    def _tell_apart(self, error: MemoryError | RuntimeError) -> None:
+        """Raise OutOfMemoryError or DeviceLostError if `error` means that; otherwise return.
+
+        A CUDA error may concern only one call, so the device is tested.
+        """
+        said = str(error)
+        # Triton, cuBLAS and torch on the CPU ("DefaultCPUAllocator: can't allocate memory") say it only in their text.
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in said:
+            short = True
+        elif any(name in said for name in ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS")):
+            if self.lost():
+                raise DeviceLostError(said.splitlines()[0]) from error
+            short = "out of memory" in said or "ALLOC_FAILED" in said
+        else:
+            short = False
+        if short:
+            error.__traceback__ = None  # the traceback holds the tensors that did not fit
+            raise OutOfMemoryError from None
+
+    def cuts(self, backend: str) -> bool:
+        """Return whether a request on `backend` is cut into `parts` for several lanes; otherwise it is one launch."""
+        return self.is_cpu and backend != "triton"
+
+    def compile(self, job: Entry) -> Future[None] | None:
+        """Compile a Triton job's kernels in the background, and return the future; None if they are compiled.
+
+        This reads the shapes of the tensors, not their values. `rows` has checked the values of index tensors.
+        """
+        if self.is_cpu:
+            return None  # Triton kernels are interpreted on the CPU
+        with self._told_apart:
+            meta = partial(torch.empty, device="meta")
+            problem = self._problem(
+                job,
+                lambda t: meta(t.shape, dtype=DTYPES[t.dtype]),
+                lambda name, t: t if name in INDEX_TENSORS else meta(t.shape, dtype=t.dtype),
+            )
+            problem = replace(problem, device=torch.device(self.info.name))
+            return None if triton_backend.compiled([problem]) else triton_backend.compile_ahead([problem])
+
+    def rows(self, job: Entry) -> tuple[Row, ...]:
+        """Return the sequences of a job. Raises Refusal 422 if values of its tensors are not valid."""
+        index = {t.name: tensor_in(job.memory, t).tolist() for t in job.submit.inputs if t.name in INDEX_TENSORS}
+        index |= {name: t.tolist() for name, t in self._recalled(job).items() if name in INDEX_TENSORS}
+        try:
+            check_scales({t.name: tensor_in(job.memory, t) for t in job.submit.inputs if t.name in SCALES})
+            return job.spec.rows(index)
+        except ProblemError as error:
+            raise invalid(error.errors) from None
+
+    def parts(self, job: Entry) -> list[Problem]:
+        """Cut a job into parts that compute in its shared memory. Raises Refusal 422."""
+        return split(self._in_place(job), job.attention.backend)
+
+    def call_tensors(self, job: Entry) -> CallTensors:
+        """Return the tensors of a job over caches: on the CPU in shared memory, on a GPU as copies.
+
+        Raises Refusal 422.
+        """
+        given = {t.name: tensor_in(job.memory, t) for t in job.submit.inputs}
+        if self.is_cpu:
+            return CallTensors.of(job.spec, given, {t.name: tensor_in(job.memory, t) for t in job.submit.outputs})
+        there = {name: t if name in INDEX_TENSORS else t.to(self.info.name) for name, t in given.items()}
+        return CallTensors.of(job.spec, there, {})
+
+    def kin(self, job: Entry) -> Hashable | None:
+        """Return what calls over caches on the CPU have in common that may read their first keys together, or None."""
+        held, spec = job.attention.held, job.spec
+        assert held is not None
+        if not self.is_cpu or job.attention.backend != "torch":
+            return None
+        chunk = self.caches.shared_chunk(held.owner, held.caches, held.layer)
+        if chunk is None or not shares(spec):
+            return None
+        return chunk, spec.dtype, spec.q_heads, spec.scale, spec.options.softcap
+
+    def write(self, call: HeldCall) -> Sequence[StoredCache]:
+        """Write the new tokens of a call over caches, after all checks, and return its caches. Raises Refusal."""
+        with self._told_apart, self.in_order():
+            return call.write(self.caches)
+
+    def attend(
+        self, calls: Sequence[tuple[HeldCall, Sequence[StoredCache]]], backend: str, cores: int
+    ) -> tuple[list[Sequences], Sequence[Problem | CachedPart]]:
+        """Return the sequences and the seed of each call whose tokens have been written, and parts for `cores` cores.
+
+        Only calls of equal `kin` have parts together. Raises Refusal.
+        """
+        with self._told_apart:
+            return attend(calls, backend, cores)
+
+    def run(self, part: Problem | CachedPart, backend: str) -> None:
+        """Compute a part. Raises OutOfMemoryError."""
+        with self._told_apart:
+            if isinstance(part, CachedPart):
+                part.compute()
+            else:
+                run_part(part, backend)
+
+    def launch(self, jobs: Sequence[Entry]) -> tuple[list[int | None], Stages]:
+        """Compute jobs of one launch key in their memory. Return the seed of each, and the times of the copies.
+
+        On a GPU, copies and kernels run on the lane's own stream, with one wait at the end. So one lane copies while
+        another computes. Raises OutOfMemoryError and DeviceLostError.
+        """
+        backend = jobs[0].attention.backend
+        if self.is_cpu:
+            with self._told_apart:
+                problems = [self._held_problem(job.call) if job.call else self._in_place(job) for job in jobs]
+                run(problems, backend)
+                for job, problem in zip(jobs, problems, strict=True):
+                    self._keep(job, problem)
+            return [problem.seed for problem in problems], NO_COPIES
+        with self._told_apart, torch.cuda.stream(self._stream()):
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]  # type: ignore[no-untyped-call]
+            marks[0].record()
+            problems = [self._held_problem(job.call) if job.call else self._copied(job) for job in jobs]
+            marks[1].record()
+            run(problems, backend)
+            marks[2].record()
+            for job, problem in zip(jobs, problems, strict=True):
+                for t in job.submit.outputs:
+                    answer = problem.outputs[t.name].view(t.shape)
+                    tensor_in(job.memory, t).copy_(answer, non_blocking=True)
+            marks[3].record()
+            for job, problem in zip(jobs, problems, strict=True):
+                self._keep(job, problem)
+            marks[3].synchronize()
+            stages = Stages(marks[0].elapsed_time(marks[1]) / 1000, marks[2].elapsed_time(marks[3]) / 1000)
+            return [problem.seed for problem in problems], stages
+
+    def _held_problem(self, call: HeldCall) -> Problem:
+        """Return the problem of a call over caches whose tokens have been written. Raises Refusal 422."""
+        return call.problem(self.caches.find(call.terms, call.held.caches))
+
+    def _copied(self, job: Entry) -> Problem:
+        """Return the job's problem with its tensors on the GPU; the copies may still run."""
+
+        def there(t: PlacedTensor) -> Tensor:
+            copy = bytes_in(job.memory, t).to(self.info.name, non_blocking=True)
+            return copy.ne(0) if t.dtype == "bool" else copy
+
+        return self._problem(job, there)
+
+    def _problem(
+        self, job: Entry, there: Callable[[PlacedTensor], Tensor],
+        recalled: Callable[[str, Tensor], Tensor] = lambda _, t: t,
+    ) -> Problem:  # fmt: skip
+        """Return the job's problem. Index tensors are read here; `there` makes the other tensors.
+
+        `recalled` makes the tensors of a saved forward that the job uses.
+        """
+        tensors = {t.name: tensor_in(job.memory, t) if t.name in INDEX_TENSORS else there(t) for t in job.submit.inputs}
+        tensors |= {name: recalled(name, t) for name, t in self._recalled(job).items()}
+        return Problem.create(tensors, job.spec.options, job.spec.direction, spec=job.spec)
+
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        """Wait at the end of the block for its changes of caches: the next call may use another lane's stream."""
+        if self.is_cpu:
+            yield
+            return
+        stream = self._stream()
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
+
+    # Saved forwards
+
+    def reserve(self, asked: Save) -> SavedForward:
+        """Reserve memory for a forward that will be saved. Raises Refusal 413 and 429."""
+        return self.saved.reserve(asked)
+
+    def drop(self, kept: SavedForward) -> None:
+        """Free the memory of a forward that has failed."""
+        self.saved.drop(kept.serial)
+
+    def keep(self, job: Entry) -> None:
+        """Save a forward on the CPU after all its parts have run. Raises OutOfMemoryError."""
+        with self._told_apart:
+            self._keep(job, None)
+
+    def _keep(self, job: Entry, problem: Problem | None) -> None:
+        """Save a forward, if the job asks for it. On a GPU its tensors stay where they are.
+
+        On the CPU they are copied out of staging memory, which an HTTP process reuses. The copy takes 1/30 of the
+        forward's time at 1,024 tokens, and less at more tokens.
+        """
+        if job.kept is None:
+            return
+        places = [*job.submit.inputs, *job.submit.outputs]
+        if self.is_cpu or problem is None:
+            tensors = {t.name: tensor_in(job.memory, t).clone() for t in places}
+        else:
+            here = {**problem.tensors, **problem.outputs}
+            tensors = {t.name: here[t.name].view(t.shape) for t in places}
+            # these are views of staging memory
+            tensors |= {name: t.clone() for name, t in tensors.items() if name in INDEX_TENSORS}
+        self.saved.keep(job.kept, tensors)
+
+    def _recalled(self, job: Entry) -> Mapping[str, Tensor]:
+        """Return the tensors of the saved forward that a job uses. Raises Refusal 404 and 410."""
+        recall = job.attention.recall
+        return {} if recall is None else self.saved.tensors(recall.owner, recall.serial)
+
+    def _in_place(self, job: Entry) -> Problem:
+        """Return the job's problem in its own memory. Raises Refusal 422 like `rows`, and 404 and 410."""
+        spec, memory = job.spec, job.memory
+        given = {t.name: tensor_in(memory, t) for t in job.submit.inputs} | dict(self._recalled(job))
+        wanted = {t.name: tensor_in(memory, t) for t in job.submit.outputs}
+        try:
+            return Problem.create(given, spec.options, spec.direction, spec=spec, outputs=wanted)
+        except ProblemError as error:
+            raise invalid(error.errors) from None
+
+    def _stream(self) -> torch.cuda.Stream:
+        """Return the CUDA stream of this lane."""
+        if not hasattr(self._streams, "stream"):
+            self._streams.stream = torch.cuda.Stream(self.info.name)  # type: ignore[no-untyped-call]
+        stream: torch.cuda.Stream = self._streams.stream
+        return stream
+
+    def verify(self, job: Entry, progress: local.Tell) -> bytes:
+        """Return the VerifyReport of a verification, in JSON. Raises Refusal 422, OutOfMemoryError and DeviceLostError.
+
+        `progress` is called before each block of work. If it raises, the verification ends.
+        """
+        asked, inputs = job.verification.request, job.submit.inputs
+        with self._told_apart:
+            try:
+                if not inputs:
+                    drawn = VerifyRequest.model_validate_json(asked)
+                    return local.verify(drawn, self.info.name, progress).model_dump_json().encode()
+                given = {t.name: tensor_in(job.memory, t) for t in inputs}
+                given = {name: t if name in INDEX_TENSORS else t.to(self.info.name) for name, t in given.items()}
+                options = Options(**AttentionOptions.model_validate_json(asked).model_dump())
+                return local.judge_given(given, options, self.info.name, progress).model_dump_json().encode()
+            except ProblemError as error:
+                raise invalid(error.errors) from None
+
+    def empty_cache(self) -> None:
+        """Free unused memory before a retry."""
+        gc.collect()
+        if not self.is_cpu:
+            with self._current():
+                torch.cuda.empty_cache()
+
+    def memory(self) -> int:
+        """Return the bytes of device memory that this process uses (on the CPU, resident memory), at most 0.1 s old."""
+        now = time.monotonic()
+        if now >= self._looked + MEMORY_SECONDS:
+            self._looked = now
+            if self.is_cpu:
+                self._memory = int(os.pread(_STATM, 128, 0).split()[1]) * mmap.PAGESIZE
+            else:
+                self._memory = torch.cuda.memory_reserved(self.info.name)
+        return self._memory
+
+
+_STATM = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+
+
+def _address(memory: mmap.mmap) -> int:
+    return torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def _speed(device: str) -> float:
+    """Return the FLOP/s of a matrix product on one thread, or on a GPU."""
+    n, dtype = (512, torch.float32) if device == "cpu" else (8192, torch.bfloat16)
+    t = torch.ones(n, n, dtype=dtype, device=device)
+    seconds = []
+    for _ in range(3):
+        began = time.perf_counter()
+        (t @ t)[0, 0].item()
+        seconds.append(time.perf_counter() - began)
+    return 2 * n**3 / min(seconds)
+
+
+def _ram() -> int:
+    """Return the bytes of memory for this process: the machine's, or its container's if that is less."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text().strip()).isdecimal():
+        total = min(total, int(text))
+    return total

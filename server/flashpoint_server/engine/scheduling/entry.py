@@ -1,0 +1,423 @@
+"""An engine's records of HTTP processes, and of requests from arrival to answer. Needs no torch and no device."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import selectors
+import socket
+import struct
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from operator import mul
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
+
+import structlog
+
+from flashpoint_contract.caches import LayerShape, plan_cached
+from flashpoint_contract.spec import Row, Spec, plan
+from flashpoint_contract.tensors import INDEX_TENSORS, SCALES, TensorInfo
+from flashpoint_kernels import Problem
+from flashpoint_kernels.problems.problem import launch_key
+from flashpoint_server.engine.scheduling.waiting import Budget
+from flashpoint_server.engine.state.saved import SavedForward
+from flashpoint_server.ipc.bodies import AttentionCall, VerifyCall, read_options
+from flashpoint_server.ipc.memory import LARGEST
+from flashpoint_server.ipc.messages import Batch, Channel, FromEngine, Submit, ToEngine
+from flashpoint_server.ipc.price import PASSED
+
+if TYPE_CHECKING:
+    from flashpoint_server.engine.caches.attending import CallTensors, HeldCall
+
+log = structlog.stdlib.get_logger("flashpoint.engine")
+
+PATIENCE = 5.0  # seconds that everything waits for an HTTP process that does not read its answers
+KEPT = 256  # maximum plans for one peer; each takes some KiB
+# requests with at most this many sequences are planned under the queue's lock and cached: it takes less than a
+# millisecond
+FEW_SEQUENCES = 64
+LONG_SECONDS = 0.01  # a part with a longer prediction leaves a lane to short ones
+_MOST = 1e18  # maximum FLOPs in a message, far beyond any device
+
+
+class OutOfMemoryError(Exception):
+    """The device has not enough memory for this request now."""
+
+
+def spec_of(submit: Submit, body: AttentionCall) -> Spec:
+    """Return the problem of a message. Raises ProblemError if it is not valid."""
+    infos = {t.name: TensorInfo(t.dtype, t.shape) for t in submit.inputs}
+    options = read_options(body.options)
+    if (held := body.held) is not None:
+        return plan_cached(infos, options, LayerShape(*held.shape), len(held.caches))
+    if body.recall is not None:
+        infos |= {name: TensorInfo(dtype, shape) for name, dtype, shape in body.recall.tensors}
+    return plan(infos, options, body.direction)
+
+
+class Lengths(NamedTuple):
+    """The extent of a request's sequences: their number, their (query, key) pairs, and the largest lengths."""
+
+    sequences: int
+    pairs: int
+    longest_q: int
+    longest_k: int
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Lengths:
+        q, k = [row[3] for row in rows], [row[6] for row in rows]  # q_len and kv_len of up to 65,536 rows
+        return cls(len(rows), sum(map(mul, q, k)), max(q, default=0), max(k, default=0))
+
+
+NO_LENGTHS = Lengths(0, 0, 0, 0)
+
+
+@dataclass(eq=False)
+class PlannedProblem:
+    """The problem of a request, and its parts with views of its memory once they are made.
+
+    Plans are cached, because a model repeats a few shapes and slots are reused: to plan a small forward again and to
+    make its views takes 0.05 ms (2 cores).
+    """
+
+    spec: Spec
+    parts: list[Problem] = field(default_factory=list)
+    lengths: Lengths = NO_LENGTHS  # of `parts`
+    tensors: CallTensors | None = None  # of a call over caches, instead of parts
+    alone: Batch | None = None  # the account of a launch with only this request
+    recalls: bool = False  # it uses tensors of a saved forward
+
+    @cached_property
+    def by_value(self) -> bool:
+        """Whether the parts depend not only on places, but on values read while they are made, or on a seed."""
+        if self.recalls:
+            return True
+        spec = self.spec
+        copied = any(info.dtype == "bool" for info in spec.tensors.values())
+        return copied or bool(spec.options.dropout_p) or any(spec.has(name) for name in (*INDEX_TENSORS, *SCALES))
+
+
+class Pinning(Protocol):
+    """Locks mapped memory for a device's copy engine, and unlocks it before it is unmapped."""
+
+    def pin(self, memory: mmap.mmap) -> None: ...
+    def unpin(self, memory: mmap.mmap) -> None: ...
+
+
+@dataclass(eq=False)
+class Peer:
+    """One HTTP process: its channel, and the segments of its memory that are mapped here."""
+
+    channel: Channel[ToEngine]
+    pinning: Pinning
+    segments: dict[int, mmap.mmap] = field(default_factory=dict)
+    running: int = 0  # requests in running tasks, and requests that are cut: both compute in the peer's memory
+    planned: dict[Hashable, PlannedProblem] = field(default_factory=dict)  # cached plans
+    deaf: bool = False  # it does not read its answers
+
+    def attach(self, number: int, descriptor: int, size: int) -> None:
+        """Map a segment.
+
+        Raises OSError, MemoryError or RuntimeError if this fails; ValueError if the segment is too short.
+        """
+        flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if size <= LARGEST else 0)  # populate: avoids page faults later
+        with os.fdopen(descriptor, "rb+") as file:
+            if os.fstat(descriptor).st_size < size:
+                raise ValueError(f"the segment has {os.fstat(descriptor).st_size} bytes, not {size}")
+            memory = mmap.mmap(file.fileno(), size, flags=flags)
+        self.pinning.pin(memory)
+        self.segments[number] = memory
+
+    def detach(self, number: int) -> None:
+        memory = self.segments.pop(number)
+        self.planned.clear()
+        self.pinning.unpin(memory)
+        with contextlib.suppress(BufferError):  # a tensor that is still in use keeps the mapping alive
+            memory.close()
+
+    def plan(self, submit: Submit, body: AttentionCall) -> PlannedProblem:
+        """Return the plan of a message, from the cache or new. Raises ProblemError if the problem is not valid."""
+        key: Hashable = (body.direction, bytes(body.options), tuple(submit.inputs), tuple(submit.outputs))
+        if (held := body.held) is not None:
+            key = key, held.shape, len(held.caches)
+        if (recall := body.recall) is not None:
+            key = key, tuple(recall.tensors)
+        if (planned := self.planned.get(key)) is None:
+            if len(self.planned) == KEPT:
+                self.planned.clear()
+            planned = self.planned[key] = PlannedProblem(spec_of(submit, body), recalls=recall is not None)
+        return planned
+
+    def send(self, reply: FromEngine) -> None:
+        """Send a message. A peer that reads nothing for PATIENCE seconds is marked as deaf.
+
+        Nothing more is read from a deaf peer, so the loop then removes it like a peer that has disconnected.
+        """
+        if self.deaf:
+            return
+        try:
+            try:
+                self.channel.send(reply)
+            except BlockingIOError:
+                with selectors.DefaultSelector() as writable:
+                    writable.register(self.channel, selectors.EVENT_WRITE)
+                    writable.select(PATIENCE)
+                self.channel.send(reply)
+        except BlockingIOError:
+            self.deaf = True
+            log.error("peer dropped", reason="it does not read its answers")
+            with contextlib.suppress(OSError):
+                # The peer sees the end only when its channel is closed, after all work in its memory.
+                self.channel.sock.shutdown(socket.SHUT_RD)
+        except (OSError, ValueError):  # the peer has disconnected, or its channel is closed
+            return
+
+    def close(self) -> None:
+        """Close the channel.
+
+        Call this when nothing runs in the peer's memory: the end of the channel tells the peer so.
+        """
+        self.channel.close()
+        for number in list(self.segments):
+            self.detach(number)
+
+
+def accept(listener: socket.socket) -> socket.socket | None:
+    """Accept a connection; None if another user has connected, who may know the socket's name. Raises OSError."""
+    sock, _ = listener.accept()
+    _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if user != os.getuid():
+        sock.close()
+        return None
+    return sock
+
+
+@dataclass(eq=False)
+class Entry:
+    """A request. Requests with equal `key` may share a launch; None means that it is cut into parts.
+
+    Requests over caches with equal `kin` begin with the same keys, and are cut together if they wait at the same time.
+    """
+
+    submit: Submit
+    peer: Peer
+    planned: PlannedProblem | None  # only of attention
+    key: Hashable | None
+    arrived: float
+    began: float = 0.0  # in `time.perf_counter` seconds; 0 until it starts
+    lengths: Lengths = NO_LENGTHS
+    seed: int | None = None
+    call: HeldCall | None = None  # a call over caches whose tokens have been written
+    kin: Hashable | None = None
+    parts: Sequence[Problem] = ()  # from a cut that takes no time
+    reads: list[int] | None = None  # of each cache: the keys read for it, if caches share some
+    kept: SavedForward | None = None  # where its tensors will be saved
+    computed: bool = False  # all parts have ended; its tensors must still be saved
+    failure: Exception | None = None
+
+    @classmethod
+    def of(cls, submit: Submit, peer: Peer, cuts: Callable[[str], bool]) -> Entry:
+        """Return the entry of a message that has just arrived. Raises ProblemError if the problem is not valid.
+
+        `cuts` says whether requests on a backend are cut into parts.
+        """
+        planned: PlannedProblem | None = None
+        key: Hashable | None = None
+        match submit.body:
+            case AttentionCall() as body:
+                planned = peer.plan(submit, body)
+                if body.backend == "triton":
+                    cached = None if body.held is None else LayerShape(*body.held.shape).dtype
+                    key = launch_key(planned.spec, "triton", cached)
+                elif not cuts(body.backend):
+                    key = object()  # a unique key: no common launch, which would not help these backends
+            case VerifyCall():
+                key = object()
+        return cls(submit, peer, planned, key, time.monotonic())
+
+    @property
+    def spec(self) -> Spec:
+        """The problem of attention."""
+        assert self.planned is not None
+        return self.planned.spec
+
+    @property
+    def rank(self) -> float:
+        return self.submit.rank
+
+    @property
+    def flops(self) -> int:
+        return self.submit.flops
+
+    @property
+    def nbytes(self) -> int:
+        return self.spec.input_bytes + self.spec.output_bytes if self.planned is not None else 0
+
+    @cached_property
+    def attention(self) -> AttentionCall:
+        """The body of attention."""
+        body = self.submit.body
+        assert isinstance(body, AttentionCall)
+        return body
+
+    @property
+    def verification(self) -> VerifyCall:
+        """The body of a verification."""
+        body = self.submit.body
+        assert isinstance(body, VerifyCall)
+        return body
+
+    @property
+    def memory(self) -> Mapping[int, mmap.mmap]:
+        """The shared memory of its tensors, by segment."""
+        return self.peer.segments
+
+    @property
+    def mapped(self) -> bool:
+        """Whether all memory of the request is mapped."""
+        submit, segments = self.submit, self.peer.segments
+        return submit.segment in segments and all(t.segment in segments for t in (*submit.inputs, *submit.outputs))
+
+    @cached_property
+    def caches(self) -> tuple[int, ...]:
+        """The serials of the caches, or of the saved forward, that the request uses, each once."""
+        return tuple(dict.fromkeys(self.submit.body.serials))
+
+    @property
+    def over_caches(self) -> bool:
+        """Whether the request is attention over caches."""
+        return self.planned is not None and self.attention.held is not None
+
+    def cut(self, parts_of: Callable[[Entry], list[Problem]]) -> list[Problem]:
+        """Return the request's parts, new or from the cached plan. Raises Refusal 422."""
+        planned = self.planned
+        assert planned is not None
+        if not (parts := planned.parts):
+            parts = parts_of(self)
+            self.of_rows([row for part in parts if not part.first_head for row in part.rows], parts[0].seed)
+            if not (planned.by_value or self.many):
+                planned.parts, planned.lengths = parts, self.lengths
+        else:
+            self.lengths, self.seed = planned.lengths, parts[0].seed
+        return parts
+
+    def of_rows(self, rows: Sequence[Row], seed: int | None) -> None:
+        """Record the request's sequences, and its seed of dropout."""
+        self.lengths, self.seed = Lengths.of(rows), seed
+
+    @property
+    def long(self) -> bool:
+        """Whether the request takes longer, in one piece, than other requests may have to wait."""
+        return self.submit.seconds > LONG_SECONDS
+
+    @property
+    def many(self) -> bool:
+        """Whether cutting the request takes a while: it has many sequences, or tokens must be written."""
+        if self.planned is None:
+            return False
+        return self.planned.spec.batch > FEW_SEQUENCES or self.over_caches
+
+    def tensors(self, of: Callable[[Entry], CallTensors]) -> CallTensors:
+        """Return the tensors of a call over caches in place, from the cached plan or new. Raises Refusal 422."""
+        planned = self.planned
+        assert planned is not None
+        if (tensors := planned.tensors) is None:
+            tensors = of(self)
+            if not planned.by_value and planned.spec.batch <= FEW_SEQUENCES:
+                planned.tensors = tensors
+        return tensors
+
+    def alone(self, budget: Budget) -> Batch:
+        """Return the account of a launch with only this request."""
+        assert self.planned is not None
+        if self.planned.by_value or self.many:
+            return account([self], budget, 0)
+        if self.planned.alone is None:
+            self.planned.alone = account([self], budget, 0)
+        return self.planned.alone
+
+    def begin(self) -> None:
+        """Mark the request as started, where the HTTP process sees it even after the engine has died."""
+        self.peer.segments[self.submit.segment][self.submit.mark] = 1
+        self.began = time.perf_counter()
+
+    def pairs(self) -> tuple[int, float]:
+        """Return the (query, key) pairs of the request's sequences, and the FLOPs of each pair."""
+        spec = self.spec
+        priced = spec.q_len * spec.kv_len * (1 if spec.ragged else spec.batch)  # the pairs that its FLOPs count
+        return self.lengths.pairs, spec.flops / max(priced, 1)
+
+
+@dataclass(eq=False)
+class Group:
+    """The parts of a request, or of requests that are cut together. It waits in the queue while it has parts."""
+
+    entries: Sequence[Entry]
+    parts: deque[Problem] = field(default_factory=deque)  # parts that no lane has taken
+    left: int = 0  # number of parts that have not ended
+    part_seconds: float = 0.0  # predicted seconds of one part
+    key: ClassVar[None] = None  # each part runs alone
+
+    def add(self, parts: Sequence[Any]) -> None:
+        """Add the parts, after cutting."""
+        self.parts.extend(parts)
+        self.left = len(parts)
+        self.part_seconds = self.seconds / max(len(parts), 1)
+
+    @property
+    def seconds(self) -> float:
+        """The predicted seconds of all parts together."""
+        return sum(entry.submit.seconds for entry in self.entries)
+
+    @property
+    def rank(self) -> float:
+        """The least `Submit.rank`, which counts all predicted seconds, minus those of the parts already taken.
+
+        So a longer request does not overtake the last parts of this one. The rank changes only while the group is not
+        in the queue.
+        """
+        taken = self.seconds - self.part_seconds * len(self.parts)
+        return min(entry.rank for entry in self.entries) - PASSED * taken
+
+    @property
+    def arrived(self) -> float:
+        return min(entry.arrived for entry in self.entries)
+
+    @property
+    def flops(self) -> int:
+        return sum(entry.flops for entry in self.entries)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.nbytes for entry in self.entries)
+
+    @property
+    def long(self) -> bool:
+        """Whether a part takes longer than other requests may have to wait."""
+        return self.part_seconds > LONG_SECONDS
+
+    @property
+    def unwanted(self) -> bool:
+        """Whether all its requests have failed, are late or cancelled."""
+        return all(entry.failure is not None for entry in self.entries)
+
+    def drop_parts(self) -> None:
+        """Drop the parts that no lane has taken."""
+        self.left -= len(self.parts)
+        self.parts.clear()
+
+
+def account(batch: Sequence[Entry], budget: Budget, splits: int) -> Batch:
+    """Return the FLOPs and the fill of a launch, and the FLOPs that padding to the longest sequence would add."""
+    longest_q = max(entry.lengths.longest_q for entry in batch)
+    longest_k = max(entry.lengths.longest_k for entry in batch)
+    flops = padding = 0.0
+    for entry in batch:
+        pairs, cost = entry.pairs()
+        flops += pairs * cost
+        padding += (entry.lengths.sequences * longest_q * longest_k - pairs) * cost
+    return Batch(int(min(flops, _MOST)), int(min(padding, _MOST)), budget.fill(batch), splits)

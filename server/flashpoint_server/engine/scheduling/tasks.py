@@ -1,0 +1,93 @@
+"""The tasks of an engine: the scheduler chooses them, and the executor runs them.
+
+`entries` are the requests of a task. `long`: other requests should not have to wait for it. `brief`: it is so short
+that no thread needs to listen meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
+
+from flashpoint_kernels import Problem
+from flashpoint_server.engine.scheduling.entry import Entry, Group
+from flashpoint_server.ipc.messages import FromEngine, StopJob, Time
+
+
+class Plugin(Protocol):
+    """Group beside the requests. It runs in slices, one at a time, while nothing else runs on the device.
+
+    A slice is `begin`, `step` and `conclude`. All calls except `step` are made under the scheduler's lock. The messages
+    that `hear`, `history` and `conclude` return go to every HTTP process.
+    """
+
+    name: str  # its name in the log
+    suspect: bool  # the last slice may have broken the device
+
+    def hear(self, message: Time | StopJob) -> Sequence[FromEngine]: ...
+    def history(self) -> Iterable[FromEngine]: ...
+    def wants(self, now: float, *, others: bool) -> bool: ...
+    def postpone(self, now: float) -> None: ...
+    def begin(self) -> None: ...
+    def step(self) -> None: ...
+    def conclude(self) -> Sequence[FromEngine]: ...
+
+
+class Compute(NamedTuple):
+    """Compute one part of a request, or of requests that were cut together."""
+
+    entries: Sequence[Entry]
+    group: Group
+    problem: Problem
+    long: bool
+    brief: bool
+
+
+class Cut(NamedTuple):
+    """Cut a request into parts, if this takes a while or writes tokens. The first part runs directly afterwards.
+
+    Calls over caches with equal first keys are cut together. Calls with only one part are computed here, too. `cores`
+    is the number of free cores for the parts.
+    """
+
+    entries: Sequence[Entry]
+    group: Group
+    long: bool
+    brief: bool
+    cores: int
+
+
+class Keep(NamedTuple):
+    """Save the tensors of a request whose parts have all ended, and answer it."""
+
+    entries: tuple[Entry]
+    long: bool = False
+    brief: bool = False
+
+
+class Ask(NamedTuple):
+    """Execute a call about caches or saved forwards, and answer it."""
+
+    entries: tuple[Entry]
+    long: bool = False
+    brief: bool = False
+
+
+class Launch(NamedTuple):
+    """Compute requests in one launch, or verify one."""
+
+    entries: Sequence[Entry]
+    long: bool = True
+    brief: bool = False
+
+
+class Slice(NamedTuple):
+    """Run a slice of a plugin while nothing else runs."""
+
+    plugin: Plugin
+    entries: Sequence[Entry] = ()
+    long: bool = True
+    brief: bool = False
+
+
+Task = Compute | Cut | Keep | Ask | Launch | Slice

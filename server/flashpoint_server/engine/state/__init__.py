@@ -1,0 +1,1 @@
+"""Tensors that an engine holds for callers: the ledger, saved forwards and shared memory."""

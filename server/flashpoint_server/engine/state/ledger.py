@@ -1,0 +1,222 @@
+"""The ledger of tensors that an engine holds for callers: owners, total memory, and expiry.
+
+    held → expired, or its owner's key removed: 410 for an hour → forgotten: 404      held → deleted: 404
+
+KV caches (caches/store.py) and saved forwards (saved.py) share one memory limit, one quota for each key, and one
+sequence of serial numbers. This module uses no sockets and no torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+from flashpoint_server.engine.state.remembered import Remembered
+from flashpoint_server.refusal import Refusal
+
+TOMBSTONE_SECONDS = 3600.0
+TOMBSTONES = 1 << 17  # maximum number
+SWEEP_SECONDS = 1.0  # between two checks for expired items
+
+
+@dataclass(eq=False, kw_only=True)
+class Owned(ABC):
+    """An item that is held. `users` counts waiting and running calls. `ttl` and `expires` use the ledger's clock.
+
+    `kind` is its name in error messages; `word` is the prefix of its error codes.
+    """
+
+    kind: ClassVar[str]
+    word: ClassVar[str]
+    serial: int
+    owner: str
+    ttl: float
+    expires: float
+    nbytes: int = 0
+    users: int = 0
+    disowned: bool = False
+
+    @abstractmethod
+    def free(self) -> int:
+        """Free the item's memory. Return the number of bytes that no other item shares."""
+
+
+T = TypeVar("T", bound=Owned)
+
+
+class Ledger:
+    """See the module. `limit` is in bytes. The methods are thread-safe; hold `lock` to combine several calls."""
+
+    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limit = limit
+        self.clock = clock
+        self.lock = threading.RLock()
+        self._items: dict[int, Owned] = {}
+        self._serials = itertools.count(1)
+        self._used = 0
+        self.changes = 0  # counts changes of the number of items or of their bytes
+        self._counts: defaultdict[str, int] = defaultdict(int)  # number of items, by `word`
+        self._bytes: defaultdict[str, int] = defaultdict(int)  # their bytes, by `word`; shared memory counts once
+        self._owned: defaultdict[str, int] = defaultdict(int)
+        # end of the time in which their loss is reported, by serial
+        self._lost: Remembered[float] = Remembered(TOMBSTONES)
+        self._swept = clock()
+
+    @property
+    def used(self) -> int:
+        """The bytes of all items; shared memory counts once."""
+        return self._used
+
+    def held(self, of: type[Owned]) -> tuple[int, int]:
+        """Return the number of items of a class, and their bytes; shared memory counts once."""
+        return self._counts[of.word], self._bytes[of.word]
+
+    def owned(self, owner: str) -> int:
+        """Return the bytes of an owner's items; shared memory counts for each item."""
+        return self._owned.get(owner, 0)
+
+    def serial(self) -> int:
+        """Return the next serial number."""
+        return next(self._serials)
+
+    # Memory
+
+    def check(self, owner: str, quota: int | None, new: int, net: int, largest: int, kind: str) -> None:
+        """Raise Refusal if `new` bytes are too many.
+
+        `net` of them count for the owner; `largest` is the largest item.
+        """
+        if largest > self.limit:
+            raise Refusal("work_too_large", f"a {kind} of {largest} bytes exceeds the server's limit of {self.limit}")
+        if quota is not None and net > 0 and (owned := self.owned(owner)) + net > quota:
+            raise Refusal("key_limit", f"the API key holds {owned} bytes; {net} more exceed its limit of {quota}")
+        if self._used + new > self.limit:
+            self._swept = -math.inf  # free expired items now, not at the next check
+            self.sweep()
+        if self._used + new > self.limit:
+            raise Refusal(
+                "cache_memory", f"{self._used} of {self.limit} bytes are in use, and this call needs {new} more"
+            )
+
+    def count(self, item: Owned, nbytes: int, new: int) -> None:
+        """Count `nbytes` more for an item; `new` of them are not shared with another item."""
+        item.nbytes += nbytes
+        self._owned[item.owner] += nbytes
+        self._used += new
+        self.changes += 1
+        self._bytes[item.word] += new
+
+    def uncount(self, item: Owned, nbytes: int, gone: int) -> None:
+        """Count `nbytes` less for an item; `gone` of them were not shared with another item."""
+        item.nbytes -= nbytes
+        self._used -= gone
+        self.changes += 1
+        self._bytes[item.word] -= gone
+        if item.owner in self._owned:
+            self._owned[item.owner] -= nbytes
+
+    # Items
+
+    def all(self, of: type[T]) -> list[T]:
+        """Return the items of a class."""
+        return [item for item in self._items.values() if isinstance(item, of)]
+
+    def get(self, of: type[T], serial: int) -> T | None:
+        """Return the item with this serial, of any owner; None if it does not exist."""
+        item = self._items.get(serial)
+        return item if isinstance(item, of) else None
+
+    def listed(self, of: type[T], owner: str) -> list[T]:
+        """Return an owner's items of a class that have not expired."""
+        now = self.clock()
+        return [item for item in self.all(of) if item.owner == owner and (item.users or now < item.expires)]
+
+    def add(self, item: Owned, nbytes: int, new: int) -> None:
+        """Add an item of `nbytes`; `new` of them are not shared with another item."""
+        self._items[item.serial] = item
+        self._counts[item.word] += 1
+        self.count(item, nbytes, new)
+
+    def find(self, of: type[T], owner: str, serial: int) -> T | tuple[str, str]:
+        """Return the owner's item with this serial, or the code and the text of the error."""
+        now = self.clock()
+        item = self._items.get(serial)
+        if item is not None and item.owner == owner and not item.users and now >= item.expires:
+            self._lose(item)
+            item = None
+        if isinstance(item, of) and item.owner == owner:
+            return item
+        until = self._lost.get(owner, serial)
+        if until is not None and now < until:
+            return f"{of.word}_lost", f"the {of.kind} expired, or its engine restarted"
+        return f"{of.word}_not_found", f"this {of.kind} does not exist, or belongs to another API key"
+
+    def end(self, item: Owned) -> None:
+        """Remove an item and free its memory."""
+        del self._items[item.serial]
+        gone = item.free()
+        self._used -= gone
+        self.changes += 1
+        self._bytes[item.word] -= gone
+        self._counts[item.word] -= 1
+        self._owned[item.owner] -= item.nbytes
+        if not self._owned[item.owner]:
+            del self._owned[item.owner]
+
+    def keep_owners(self, names: Iterable[str]) -> None:
+        """Free the items of all other owners, whose keys were removed. Items in use are freed after their last call."""
+        with self.lock:
+            kept = set(names)
+            for item in [item for item in self._items.values() if item.owner not in kept]:
+                item.disowned = True
+                if not item.users:
+                    self._lose(item)
+
+    def _lose(self, item: Owned) -> None:
+        self.end(item)
+        self._lost.put(item.owner, item.serial, self.clock() + TOMBSTONE_SECONDS)
+
+    # Time
+
+    def enter(self, serials: Iterable[int]) -> None:
+        """Register a call that uses these items. They do not expire before `leave`."""
+        with self.lock:
+            now = self.clock()
+            for serial in serials:
+                if (item := self._items.get(serial)) is not None and (item.users or now < item.expires):
+                    item.users += 1
+
+    def leave(self, serials: Iterable[int], *, used: bool) -> None:
+        """Unregister a call. With `used`, the time to live of its items restarts."""
+        with self.lock:
+            now = self.clock()
+            for serial in serials:
+                if (item := self._items.get(serial)) is None or not item.users:
+                    continue
+                item.users -= 1
+                if used:
+                    item.expires = now + item.ttl
+                if item.disowned and not item.users:
+                    self._lose(item)
+
+    def next_look(self) -> float | None:
+        """Return when to call `sweep` next, on the ledger's clock; None if there are no items."""
+        return self._swept + SWEEP_SECONDS if self._items else None
+
+    def sweep(self) -> None:
+        """Free expired items, unless the last check was less than SWEEP_SECONDS ago."""
+        with self.lock:
+            now = self.clock()
+            if now < self._swept + SWEEP_SECONDS:
+                return
+            self._swept = now
+            for item in [item for item in self._items.values() if not item.users and now >= item.expires]:
+                self._lose(item)
+            self._lost.drop_while(lambda until: until <= now)

@@ -1,0 +1,95 @@
+"""The forwards that an engine saves: inputs, o and lse, from which gradients are computed. Owners: see ledger.py.
+
+reserved (its memory is counted before it runs) → kept (it has its tensors) → deleted or expired reserved → dropped (the
+call failed)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from torch import Tensor
+
+from flashpoint_server.engine.state.ledger import Ledger, Owned
+from flashpoint_server.ipc.bodies import Save, SavedCall
+from flashpoint_server.ipc.messages import MOST_LISTED, SavedRecord
+from flashpoint_server.refusal import Refusal
+
+
+@dataclass(eq=False, kw_only=True)
+class SavedForward(Owned):
+    """A saved forward. `head` describes it for HTTP processes. It has no tensors until it has run."""
+
+    kind: ClassVar[str] = "saved forward"
+    word: ClassVar[str] = "saved"
+    head: bytes
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def free(self) -> int:
+        """Drop the tensors. A gradient that runs keeps its own references."""
+        self.tensors = {}
+        return self.nbytes
+
+
+class SavedStore:
+    """The saved forwards; see the module. `ttl` is in seconds of the ledger's clock."""
+
+    def __init__(self, ledger: Ledger, ttl: float) -> None:
+        self._ledger = ledger
+        self._ttl = ttl
+
+    def reserve(self, asked: Save) -> SavedForward:
+        """Reserve memory for a forward before it runs. Raises Refusal 413 and 429."""
+        ledger = self._ledger
+        with ledger.lock:
+            ledger.sweep()
+            ledger.check(asked.owner, asked.quota, asked.nbytes, asked.nbytes, asked.nbytes, SavedForward.kind)
+            expires = ledger.clock() + self._ttl
+            saved = SavedForward(
+                serial=ledger.serial(), owner=asked.owner, ttl=self._ttl, expires=expires, head=asked.head
+            )
+            ledger.add(saved, asked.nbytes, asked.nbytes)
+            ledger.enter([saved.serial])
+            return saved
+
+    def keep(self, saved: SavedForward, tensors: Mapping[str, Tensor]) -> None:
+        """Store the tensors of a forward that has run; its time to live starts."""
+        saved.tensors = tensors
+        self._ledger.leave([saved.serial], used=True)
+
+    def drop(self, serial: int) -> None:
+        """Free a forward that has failed, or whose id no caller has, if it still exists."""
+        with self._ledger.lock:
+            if (saved := self._ledger.get(SavedForward, serial)) is not None:
+                self._ledger.end(saved)
+
+    def tensors(self, owner: str, serial: int) -> Mapping[str, Tensor]:
+        """Return the tensors of a forward. Raises Refusal 404 and 410."""
+        with self._ledger.lock:
+            return self._find(owner, serial).tensors
+
+    def execute(self, call: SavedCall) -> list[SavedRecord]:
+        """Describe or delete forwards. Raises Refusal 404 and 410."""
+        with self._ledger.lock:
+            if call.operation == "list":
+                own = self._ledger.listed(SavedForward, call.owner)
+                kept = [self._record(one) for one in own if one.tensors and one.serial > call.after]
+                return kept[:MOST_LISTED]
+            found = [self._find(call.owner, serial) for serial in call.forwards]
+            if call.operation == "delete":
+                for saved in found:
+                    self._ledger.end(saved)
+                return []
+            return [self._record(one) for one in found]
+
+    def _find(self, owner: str, serial: int) -> SavedForward:
+        found = self._ledger.find(SavedForward, owner, serial)
+        if isinstance(found, tuple):
+            raise Refusal(*found)
+        return found
+
+    def _record(self, saved: SavedForward) -> SavedRecord:
+        expires_in = max(0.0, saved.expires - self._ledger.clock())
+        return SavedRecord(saved.serial, saved.head, saved.nbytes, saved.ttl, expires_in)

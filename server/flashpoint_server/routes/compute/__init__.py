@@ -1,0 +1,1 @@
+"""POST /attention and POST /attention/grad, over caches and saved forwards too."""

@@ -1,0 +1,303 @@
+"""POST /attention over caches: find the engine that holds them, price the call, and compute it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple, cast
+
+from pydantic import ValidationError
+
+from flashpoint_contract import saved
+from flashpoint_contract.caches import CACHE_OPTIONS, CacheOptions, LayerShape, plan_cached
+from flashpoint_contract.options import Options, ProblemError
+from flashpoint_contract.schemas.validation import field_problems
+from flashpoint_contract.spec import Spec
+from flashpoint_contract.tensors import ITEMSIZE, TensorInfo
+from flashpoint_kernels.dispatching.support import Backends, choose_backend
+from flashpoint_kernels.problems.cost import Extent, flops_of, seconds_of
+from flashpoint_server.access.admission import check_size
+from flashpoint_server.access.cache_ids import CacheId
+from flashpoint_server.config.settings import REPLICA
+from flashpoint_server.formats.message import RequestPlan, TensorMessage, read_options
+from flashpoint_server.ipc.bodies import Held
+from flashpoint_server.ipc.job import AttentionJob, JobResult
+from flashpoint_server.ipc.messages import DeviceInfo
+from flashpoint_server.ipc.price import MOST_FLOPS, Price
+from flashpoint_server.ipc.staging import Layout
+from flashpoint_server.refusal import Refusal, invalid
+from flashpoint_server.routes.pipeline import RouteRequest, carry_out
+
+# seconds a byte of keys or values that one core reads; 8-bit values count as float32, because they are converted
+READ_SECONDS = 1e-10
+KEY_LENGTH = 128  # maximum characters of an Idempotency-Key
+REMEMBERED_TEXT = 512  # maximum characters of options whose checked form is cached
+_CALL, _PLAN = "call over caches", "plan over caches"  # in `TensorMessage.kept`
+_MANY = 1 << 30  # pairs of a call from whose price that of one pair follows
+REMEMBERED = 1 << 16  # number of caches whose lengths are stored here, for the prices of later calls
+
+
+async def compute_cached(
+    request: RouteRequest, message: TensorMessage, numbers: Callable[[Spec], list[TensorInfo]]
+) -> tuple[AttentionJob, JobResult]:
+    """Plan, admit, stage and submit attention over caches. Raises Refusal and ClientGoneError."""
+    service, device = request.service, request.device
+    assert device is not None
+    lead_here(request)
+    asked, options = call = _call(message)
+    ids = found(request, asked.caches)
+    layer = _layer(asked, ids)
+    writes = any(name == "k" for name, _ in message.inputs)
+    if writes and len(asked.caches) > 1 and len(set(asked.caches)) < len(asked.caches):
+        raise invalid([("caches", "contains a cache twice, but the call writes to it")])
+    if asked.at is not None and not writes:
+        raise invalid([("at", "needs k and v: it says where they are written")])
+    key = idempotency_key(request) if writes else ""
+    if key and options.dropout_p and options.dropout_seed is None:
+        call = _CacheCall(asked, replace(options, dropout_seed=_seed_of(key, asked)))
+    plan = _plan(message, call, layer, device)
+    spec = plan.spec
+    check_size(spec, device.memory, service.settings.sequence_limit)
+    known = [service.cache_lengths.get(one.serial, (0, 0)) for one in ids]
+    price = plan.rates.price([length for length, _ in known], sum(read for _, read in known))
+    assert request.caller is not None
+    held = Held(
+        owner=request.caller.name,
+        caches=tuple([one.serial for one in ids]),
+        shape=layer,
+        layer=asked.layer,
+        at=asked.at,
+        key=key,
+        quota=cache_quota(request),
+        left=plan.left,
+    )
+    planned = RequestPlan(spec, plan.backend, price, device, plan.layout)
+    job, answer = await carry_out(
+        request, message, planned, numbers(spec), plan.layout.nbytes, held=held, incarnation=ids[0].incarnation
+    )
+    lengths: list[int] = answer.metadata["lengths"]
+    reads: list[int] = answer.metadata.pop("reads", lengths)
+    for one, length, read in zip(ids, lengths, reads, strict=True):
+        service.cache_lengths[one.serial] = length, read
+        service.cache_lengths.move_to_end(one.serial)
+    while len(service.cache_lengths) > REMEMBERED:
+        service.cache_lengths.popitem(last=False)
+    assert request.permit is not None  # from `carry_out`
+    request.permit.settle(plan.rates.price(lengths, sum(reads)))
+    return job, answer
+
+
+def _layer(asked: CacheOptions, ids: Sequence[CacheId]) -> LayerShape:
+    """Return the sizes of the layer, which all caches of the call must have. Raises Refusal 422."""
+    if asked.layer >= (layers := ids[0].shape.layers):
+        raise invalid([("layer", f"{asked.layer} does not exist: the caches have {layers} layers, from 0")])
+    layer = ids[0].layer(asked.layer)
+    if any(one.shape.layers <= asked.layer or one.layer(asked.layer) != layer for one in ids[1:]):
+        raise invalid([("caches", "have different shapes or dtypes in this layer")])
+    return layer
+
+
+def _seed_of(key: str, asked: CacheOptions) -> int:
+    """Return the dropout seed of a write, of 53 bits: the same when the write is repeated, so that its answer is, too.
+
+    It depends on the caches and the layer, because callers may use a key for several of them.
+    """
+    text = json.dumps([key, asked.layer, *asked.caches])
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 11
+
+
+class _Rates(NamedTuple):
+    """The price of a call as a function of its caches' lengths.
+
+    `queries` are those of each sequence, `batch` the number of sequences. `call` are the seconds without keys, `pair`
+    and `key` those of each (query, key) pair and of each key.
+    """
+
+    spec: Spec
+    queries: int
+    batch: int
+    call: float
+    pair: float
+    key: float
+
+    @classmethod
+    def of(cls, spec: Spec, backend: str, device: DeviceInfo, width: int) -> _Rates:
+        """Return the rates on a backend. `width`: bytes of each number that is read from the caches."""
+        queries = spec.q_len if not spec.ragged else -(-spec.q_len // max(spec.batch, 1))
+        row = spec.kv_heads * (spec.head_dim + spec.value_dim) * width
+
+        def seconds(pairs: int) -> float:
+            return seconds_of(spec, device.rates[backend], Extent(spec.batch, min(spec.batch, 1), pairs))
+
+        call = seconds(0)
+        key = READ_SECONDS * row if device.name == "cpu" else 0.0
+        return cls(spec, queries, spec.batch, call, (seconds(_MANY) - call) / _MANY, key)
+
+    def price(self, lengths: Sequence[int], reads: int) -> Price:
+        """Return the price over caches of these lengths: its products, and the `reads` keys that it reads.
+
+        Keys that caches share are read once.
+        """
+        pairs = self.queries * (sum(lengths) + self.batch * self.queries)
+        seconds = self.call + self.pair * pairs + self.key * reads
+        return Price(min(flops_of(self.spec, pairs), MOST_FLOPS), seconds)
+
+
+class _Plan(NamedTuple):
+    """How to compute a call over caches. `left`: number of earlier keys that a single query sees; −1 for all.
+
+    The plan is for caches of the sizes `layer` on `device`.
+    """
+
+    spec: Spec
+    left: int
+    backend: str
+    layout: Layout
+    rates: _Rates
+    layer: LayerShape
+    device: DeviceInfo
+
+
+class _CacheCall(NamedTuple):
+    """The options of a call."""
+
+    asked: CacheOptions
+    options: Options
+
+
+def _call(message: TensorMessage) -> _CacheCall:
+    """Return the checked options, which are kept with the message's head. Raises Refusal 422."""
+    if message.kept is None:
+        return _options(message)
+    if (call := message.kept.get(_CALL)) is None:
+        call = message.kept[_CALL] = _options(message)
+    return cast(_CacheCall, call)
+
+
+def _plan(message: TensorMessage, call: _CacheCall, layer: LayerShape, device: DeviceInfo) -> _Plan:
+    """Return the plan of the call. It is kept with the head if it follows from the head, `layer` and `device` alone.
+
+    Raises Refusal 422.
+    """
+    kept = message.kept if message.kept is not None and message.kept.get(_CALL) is call else {}
+    plan: _Plan | None = kept.get(_PLAN)
+    if plan is None or plan.device is not device or plan.layer != layer:
+        try:
+            plan = kept[_PLAN] = _planned(message.inputs, call, layer, device)
+        except ProblemError as error:
+            raise invalid(error.errors) from None
+    return plan
+
+
+def _planned(inputs: list[tuple[str, TensorInfo]], call: _CacheCall, layer: LayerShape, device: DeviceInfo) -> _Plan:
+    """Plan the call. Raises ProblemError."""
+    spec, left, backend = _problem(tuple(inputs), call.options, layer, len(call.asked.caches), device.choices)
+    rates = _Rates.of(spec, backend, device, ITEMSIZE["float32" if layer.quantized else layer.dtype])
+    return _Plan(spec, left, backend, Layout.of(inputs, spec.outputs), rates, layer, device)
+
+
+@lru_cache(256)  # a model makes few kinds of calls
+def _problem(
+    inputs: tuple[tuple[str, TensorInfo], ...], options: Options, layer: LayerShape, caches: int, available: Backends
+) -> tuple[Spec, int, str]:  # fmt: skip
+    """Return the problem, `left` of its plan, and its backend. Raises ProblemError."""
+    infos = dict(inputs)
+    spec = plan_cached(infos, options, layer, caches)
+    options, left = _for_single_queries(spec)
+    spec = plan_cached(infos, options, layer, caches)
+    return spec, left, choose_backend(spec, available)
+
+
+def _options(message: TensorMessage) -> _CacheCall:
+    """Return the checked options. Raises Refusal 422."""
+    said = message.options()
+    try:
+        asked = CacheOptions.read(said)
+        if refused := saved.refused(said):
+            raise invalid(refused)
+        plain = saved.plain({name: value for name, value in said.items() if name not in CACHE_OPTIONS})
+        text = json.dumps(plain)
+        return _CacheCall(asked, _checked(text) if len(text) <= REMEMBERED_TEXT else _checked.__wrapped__(text))
+    except ValidationError as error:
+        raise invalid(field_problems(error)) from None
+    except ProblemError as error:
+        raise invalid(error.errors) from None
+
+
+@lru_cache(256)
+def _checked(plain: str) -> Options:
+    """Return options from JSON. Raises ValidationError and ProblemError."""
+    return read_options(json.loads(plain))
+
+
+def _for_single_queries(spec: Spec) -> tuple[Options, int]:
+    """Return equivalent options, and the number of earlier keys that a single query sees; −1 for all.
+
+    The window of one query is a range of keys. The engine can select that range for every backend, so no diagonal mask
+    is needed.
+    """
+    options = spec.options
+    one = not spec.ragged and spec.q_len == 1 and options.causal_alignment == "bottom_right"
+    if not one or options.dropout_p or spec.has("attn_mask") or spec.has("block_mask"):
+        return options, -1
+    return replace(options, window=(-1, -1), causal=False), options.window[0]
+
+
+def lead_here(request: RouteRequest) -> None:
+    """Set the answer's X-Flashpoint-Replica: the value of the request's header, or else the name of this replica.
+
+    A balancer may know replicas by other names.
+    """
+    sent = request.headers.get("x-flashpoint-replica", "")
+    request.exchange.replica = sent if REPLICA.fullmatch(sent) else request.service.cache_ids.replica
+
+
+def found(request: RouteRequest, texts: Sequence[str], fields: Sequence[str] = ()) -> list[CacheId]:
+    """Return the decoded ids of caches, all on one engine. Errors name each by its field, or else as `caches.0` ….
+
+    Raises Refusal 404, 410, 421, 422 and 503.
+    """
+    assert request.caller is not None
+    service, owner = request.service, request.caller.name
+    ids = [service.cache_ids.read(owner, text) for text in texts]
+    own = service.cache_ids.replica
+    if len(ids) == 1 and ids[0] is not None and ids[0].replica == own and service.engine.holder(ids[0].incarnation):
+        return [ids[0]]  # most calls: nothing to compare
+    here = {one.incarnation for one in ids if one is not None and one.replica == own}
+    there = {incarnation: service.engine.holder(incarnation) for incarnation in here}
+    errors = []
+    for place, one in enumerate(ids):
+        field = fields[place] if fields else f"caches.{place}"
+        if one is None:
+            errors.append((field, "cache_not_found: this cache does not exist, or belongs to another API key"))
+        elif one.replica != own:
+            said = f"replica {one.replica!r} holds the cache: send X-Flashpoint-Replica: {one.replica}"
+            errors.append((field, f"cache_elsewhere: {said}"))
+        elif not there[one.incarnation]:
+            errors.append((field, "cache_lost: the engine that held the cache restarted"))
+    if errors:
+        code, _, said = errors[0][1].partition(": ")
+        if code == "cache_elsewhere":
+            request.exchange.replica = next(one.replica for one in ids if one is not None and one.replica != own)
+        raise Refusal(code, said, errors=errors)
+    known = [one for one in ids if one is not None]
+    if len({one.incarnation for one in known}) > 1:
+        raise invalid([("caches", "are on different engines: create them with one call, with `beside`, or by a fork")])
+    return known
+
+
+def idempotency_key(request: RouteRequest) -> str:
+    """Return the Idempotency-Key; "" if there is none. Raises Refusal 422."""
+    key = request.headers.get("idempotency-key", "")
+    if len(key) > KEY_LENGTH or not key.isprintable():
+        raise invalid([("Idempotency-Key", f"must be at most {KEY_LENGTH} printable characters")])
+    return key
+
+
+def cache_quota(request: RouteRequest) -> int | None:
+    """Return how many bytes of caches the caller may hold; None means no limit."""
+    assert request.caller is not None
+    return None if request.caller.quota is None else request.caller.quota.cache_bytes

@@ -1,0 +1,164 @@
+"""POST /attention with `save` saves a forward; POST /attention/grad with `saved` computes its gradients."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from flashpoint_contract.options import Options, ProblemError
+from flashpoint_contract.saved import (
+    SAVED_OPTIONS,
+    plain,
+    plan_recalled,
+    plan_saved,
+    refused_beside,
+    saved_bytes,
+    saved_tensors,
+)
+from flashpoint_contract.schemas.options import AttentionOptions
+from flashpoint_contract.schemas.validation import field_problems
+from flashpoint_contract.spec import Spec, plan
+from flashpoint_contract.tensors import TensorInfo
+from flashpoint_kernels.problems.cost import extent_of, flops_of, seconds_of
+from flashpoint_server.access.saved_ids import SavedId, SavedIds
+from flashpoint_server.formats.message import RequestPlan, TensorMessage, read_options
+from flashpoint_server.ipc.bodies import Recall, Save
+from flashpoint_server.ipc.job import AttentionJob, JobResult
+from flashpoint_server.ipc.messages import DeviceInfo
+from flashpoint_server.ipc.price import MOST_FLOPS, Price, price_of
+from flashpoint_server.refusal import Refusal, invalid
+from flashpoint_server.routes.compute.cached_attention import cache_quota, lead_here
+from flashpoint_server.routes.pipeline import RouteRequest, carry_out, choose
+
+SEED_BITS = 53  # bits of a seed that the server draws: float64 represents it exactly
+
+
+async def compute_saving(
+    request: RouteRequest, message: TensorMessage, numbers: Callable[[Spec], list[TensorInfo]]
+) -> tuple[AttentionJob, JobResult]:
+    """Compute attention and save it; the answer's metadata has the id, `saved`. Raises Refusal and ClientGoneError."""
+    service, device = request.service, request.device
+    assert device is not None
+    lead_here(request)
+    options = _options(message)
+    if options.dropout_p and options.dropout_seed is None:
+        options = replace(options, dropout_seed=secrets.randbits(SEED_BITS))
+    try:
+        spec = plan_saved(infos := dict(message.inputs), options)
+        told = plan(infos, options, "forward")  # plans the answer, which has lse only if the caller wants it
+    except ProblemError as error:
+        raise invalid(error.errors) from None
+    backend = choose(service.settings, spec, device)
+    owner, quota = _owner(request), cache_quota(request)
+    _check_memory(request, size := saved_bytes(spec), quota)
+    head = b""
+
+    def save(index: Mapping[str, Any]) -> Save:
+        nonlocal head
+        head = SavedIds.head(spec, extent_of(spec, index) if index else None)
+        return Save(owner, quota, size, head)
+
+    planned = RequestPlan(spec, backend, price_of(spec, backend, device), device)
+    nbytes = spec.input_bytes + spec.output_bytes
+    job, answer = await carry_out(request, message, planned, numbers(told), nbytes, saved=save)
+    job.staging.outputs = {name: job.staging.outputs[name] for name in told.outputs}
+    engine, serial = answer.incarnation, answer.metadata["saved"]
+
+    def left(kind: type[BaseException] | None) -> None:
+        if kind is not None or request.exchange.code is not None:  # the caller does not know the id
+            service.engine.forget_saved(engine, serial)
+
+    request.inside.push(left)
+    saved = service.saved_ids.make(owner, engine, serial, head)
+    return job, replace(answer, metadata={**answer.metadata, "saved": saved})
+
+
+def _options(message: TensorMessage) -> Options:
+    """Return the options of a call with `save`. Raises Refusal 422."""
+    said = message.options()
+    if said.get("caches") is not None:
+        raise invalid([("save", "cannot be combined with caches, which have no gradients")])
+    if said.get("saved") is not None:
+        raise invalid([("saved", "is only for POST /attention/grad")])
+    try:
+        return read_options(plain(said))
+    except ValidationError as error:
+        raise invalid(field_problems(error)) from None
+    except ProblemError as error:
+        raise invalid(error.errors) from None
+
+
+def _check_memory(request: RouteRequest, size: int, quota: int | None) -> None:
+    """Refuse a forward that does not fit, before the body is read. Raises Refusal 413 and 429."""
+    engines, limit = request.service.engine, request.service.settings.cache_bytes
+    if size > limit:
+        raise Refusal("work_too_large", f"a saved forward of {size} bytes exceeds the server's limit of {limit}")
+    if quota is not None and size > quota:
+        raise Refusal("key_limit", f"a saved forward of {size} bytes exceeds the API key's limit of {quota}")
+    if (held := engines.least(lambda engine: engine.holding.total).holding.total) + size > limit:
+        raise Refusal("cache_memory", f"{held} of {limit} bytes are in use, and this call needs {size} more")
+
+
+async def compute_recalled(
+    request: RouteRequest, message: TensorMessage, numbers: Callable[[Spec], list[TensorInfo]]
+) -> tuple[AttentionJob, JobResult]:
+    """Compute the gradients of a saved forward. Raises Refusal and ClientGoneError."""
+    service, device = request.service, request.device
+    assert device is not None
+    said, infos = dict(message.options()), dict(message.inputs)
+    if said.get("save") is False:
+        del said["save"]
+    if refused := refused_beside(infos, said):
+        raise invalid(refused)
+    one = found_saved(request, said["saved"])
+    try:
+        chosen = AttentionOptions.model_validate(plain(said)).model_dump(exclude_unset=True)
+        spec = plan_recalled(one.forward, infos, chosen)
+    except ValidationError as error:
+        raise invalid(field_problems(error)) from None
+    except ProblemError as error:
+        raise invalid(error.errors) from None
+    backend = choose(service.settings, spec, device)
+    tensors = [(name, info.dtype, info.shape) for name, info in saved_tensors(one.forward).items()]
+    recall = Recall(_owner(request), one.serial, tensors)
+    planned = RequestPlan(spec, backend, _price(one, spec, backend, device), device)
+    nbytes = sum(info.nbytes for info in infos.values()) + spec.output_bytes
+    return await carry_out(
+        request, message, planned, numbers(spec), nbytes, saved=lambda _: recall, incarnation=one.incarnation,
+        lost="saved_lost",
+    )  # fmt: skip
+
+
+def _price(one: SavedId, spec: Spec, backend: str, device: DeviceInfo) -> Price:
+    """Return the price of gradients. If the id contains the extent, the price follows from it."""
+    if one.extent is None:
+        return price_of(spec, backend, device)
+    flops = flops_of(spec, one.extent.pairs)
+    return Price(min(flops, MOST_FLOPS), seconds_of(spec, device.rates[backend], one.extent))
+
+
+def found_saved(request: RouteRequest, text: object) -> SavedId:
+    """Return the decoded id of a saved forward of the caller. Raises Refusal 404, 410, 421, 422 and 503."""
+    if not isinstance(text, str):
+        raise invalid([("saved", f"must be a string: {SAVED_OPTIONS['saved'].text}")])
+    service = request.service
+    one = service.saved_ids.read(_owner(request), text)
+    if one is None:
+        raise Refusal("saved_not_found", "this saved forward does not exist, or belongs to another API key")
+    lead_here(request)
+    if one.replica != service.cache_ids.replica:
+        request.exchange.replica = one.replica
+        said = f"replica {one.replica!r} holds the saved forward: send X-Flashpoint-Replica: {one.replica}"
+        raise Refusal("cache_elsewhere", said)
+    if not service.engine.holder(one.incarnation):
+        raise Refusal("saved_lost", "the engine that held the saved forward restarted")
+    return one
+
+
+def _owner(request: RouteRequest) -> str:
+    assert request.caller is not None
+    return request.caller.name

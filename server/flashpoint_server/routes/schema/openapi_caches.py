@@ -1,0 +1,152 @@
+"""Describe /caches and /saved in OpenAPI."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
+
+from flashpoint_contract import wire
+from flashpoint_contract.options import LAYOUTS
+from flashpoint_contract.schemas import jsonwire
+from flashpoint_server.routes.schema.problem_schema import problems
+from flashpoint_server.routes.tensors.cache_schema import (
+    CacheDescription,
+    CacheLength,
+    CacheList,
+    CacheRequest,
+    DeleteRequest,
+    ForkRequest,
+    TruncateRequest,
+)
+from flashpoint_server.routes.tensors.saved import SavedDescription, SavedList
+
+_MODELS = (
+    CacheRequest, ForkRequest, DeleteRequest, TruncateRequest, CacheDescription, CacheList, CacheLength,
+    SavedDescription, SavedList,
+)  # fmt: skip
+_EACH = (
+    "malformed_head", "unauthorized", "forbidden", "cross_site", "not_found", "host_not_allowed", "invalid_request",
+    "queue_full", "key_limit", "not_ready", "draining", "out_of_memory", "engine_lost", "deadline_exceeded",
+)  # fmt: skip
+_BODY = ("malformed_body", "body_timeout", "body_too_large", "unsupported_media_type")
+_CACHE = ("cache_not_found", "cache_lost", "cache_elsewhere")
+_SAVED = ("saved_not_found", "saved_lost", "cache_elsewhere")
+_NEW = ("cache_memory", "work_too_large")  # errors of calls that need memory
+_OFF = "this server has no caches and saved forwards: --cache-bytes is 0"
+_IS_NO_NUMBER = "X-Timeout-Ms: must be a positive integer of milliseconds"
+_BINARY = {"schema": {"type": "string", "format": "binary"}}
+_ID = {"name": "id", "in": "path", "required": True, "schema": {"type": "string"}}
+_KEY = {
+    "name": "Idempotency-Key", "in": "header", "required": False, "schema": {"type": "string", "maxLength": 128},
+    "description": "A name of this write. A retry with the same name takes effect once and gets the same answer.",
+}  # fmt: skip
+REPLICA = {
+    "name": "X-Flashpoint-Replica", "in": "header", "required": False, "schema": {"type": "string"},
+    "description": "The value from an earlier answer about the cache. A balancer routes by it.",
+}  # fmt: skip
+TOLD = {
+    "X-Flashpoint-Replica": {
+        "schema": {"type": "string"},
+        "description": "Send it with the next call, which then reaches the same server.",
+    }
+}
+_LAYER = {"name": "layer", "in": "query", "schema": {"type": "integer", "minimum": 0, "default": 0}}
+
+
+class CacheRow(NamedTuple):
+    """A call: its models, the errors that it has beside those of each call, and an example of what is not valid."""
+
+    method: str
+    path: str
+    name: str
+    summary: str
+    answer: type[BaseModel] | None = None
+    asked: type[BaseModel] | None = None
+    codes: tuple[str, ...] = ()
+    wrong: str = _IS_NO_NUMBER
+    success: int = 200
+
+
+_WRITTEN = ("cache_position", "cache_dropped", "cache_stale")  # errors of calls that write at a position
+_CALLS = (
+    CacheRow("post", "/caches", "create_caches", "Create caches", CacheList, CacheRequest, (*_CACHE, *_NEW),
+             "kv_heads: has 2 values for 4 layers", 201),
+    CacheRow("get", "/caches", "list_caches", "List your caches", CacheList),
+    CacheRow("post", "/caches/fork", "fork_caches", "Fork caches; copies share memory", CacheList, ForkRequest,
+             (*_CACHE, *_NEW, *_WRITTEN), "lengths: has 1 numbers for 2 caches", 201),
+    CacheRow("post", "/caches/delete", "delete_caches", "Delete several caches, or none of them", None, DeleteRequest,
+             _CACHE, "caches: is missing", 204),
+    CacheRow("get", "/caches/{id}", "cache", "Describe a cache", CacheDescription, None, _CACHE),
+    CacheRow("delete", "/caches/{id}", "delete_cache", "Delete a cache, after its running calls", codes=_CACHE,
+             success=204),
+    CacheRow("post", "/caches/{id}/append", "append_to_cache", "Append tokens to a layer", CacheLength, None,
+             (*_CACHE, *_NEW, *_BODY, *_WRITTEN, "cache_full"), "k: is missing"),
+    CacheRow("post", "/caches/{id}/truncate", "truncate_cache", "Drop the last tokens of a cache", CacheDescription,
+             TruncateRequest, (*_CACHE, *_WRITTEN), "length: is missing"),
+    CacheRow("post", "/caches/{id}/renew", "renew_cache", "Restart a cache's time to live", CacheDescription, None,
+             _CACHE),
+    CacheRow("get", "/caches/{id}/tensors", "cache_tensors", "Read k and v of a layer",
+             codes=(*_CACHE, "cache_position", "not_acceptable")),
+    CacheRow("get", "/saved", "list_saved", "List your saved forwards", SavedList),
+    CacheRow("get", "/saved/{id}", "saved", "Describe a saved forward", SavedDescription, None, _SAVED),
+    CacheRow("delete", "/saved/{id}", "delete_saved", "Delete a saved forward, after its running calls", codes=_SAVED,
+             success=204),
+)  # fmt: skip
+
+
+def add(document: dict[str, Any]) -> None:
+    """Add the operations and their schemas to a document."""
+    schemas = document["components"]["schemas"]
+    for model in _MODELS:
+        schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
+        schema.pop("$defs", None)
+        schemas[schema["title"]] = schema
+    schemas["CacheList"]["properties"]["caches"]["items"] = {"$ref": "#/components/schemas/Cache"}
+    schemas["SavedList"]["properties"]["saved"]["items"] = {"$ref": "#/components/schemas/SavedForward"}
+    paths = document["paths"]
+    for call in _CALLS:
+        paths.setdefault(call.path, {})[call.method] = _operation(call)
+    _add_tensors(paths["/caches/{id}/append"]["post"])
+    read = paths["/caches/{id}/tensors"]["get"]
+    read["parameters"].insert(1, _LAYER)
+    read["responses"]["200"]["content"] = {wire.MEDIA_TYPE: _BINARY}
+
+
+def _add_tensors(append: dict[str, Any]) -> None:
+    """Add the body of an append, which takes tensors in both formats."""
+    properties = {
+        **{name: {"$ref": "#/components/schemas/JsonTensor"} for name in ("k", "v")},
+        "dtype": {"enum": list(jsonwire.DTYPES), "default": "float32"},
+        "layout": {"enum": list(LAYOUTS), "default": "bhsd"},
+        "layer": {"type": "integer", "minimum": 0, "default": 0},
+        "at": {"type": ["integer", "null"], "minimum": 0, "description": "Position; by default the layer's end."},
+    }
+    asked = {"type": "object", "properties": properties, "required": ["k", "v"], "additionalProperties": False}
+    content = {jsonwire.MEDIA_TYPE: {"schema": asked}, wire.MEDIA_TYPE: _BINARY, "application/octet-stream": _BINARY}
+    append["requestBody"] = {"required": True, "content": content}
+    append["parameters"].append(_KEY)
+
+
+def _operation(call: CacheRow) -> dict[str, Any]:
+    said: dict[str, Any] = {"description": HTTPStatus(call.success).phrase, "headers": TOLD}
+    if call.answer is not None:
+        said["content"] = {jsonwire.MEDIA_TYPE: {"schema": _reference(call.answer)}}
+    codes = {*_EACH, *call.codes, *(_BODY if call.asked is not None else ())}
+    refusals = problems(*codes, not_found=_OFF, invalid_request=call.wrong)
+    found: dict[str, Any] = {
+        "tags": ["caches"],
+        "summary": call.summary,
+        "operationId": call.name,
+        "parameters": [_ID, REPLICA] if "{id}" in call.path else [REPLICA],
+        "responses": {str(call.success): said, **{str(status): one for status, one in refusals.items()}},
+    }
+    if call.asked is not None:
+        found["requestBody"] = {"required": True, "content": {jsonwire.MEDIA_TYPE: {"schema": _reference(call.asked)}}}
+        found["parameters"].append(_KEY)
+    return found
+
+
+def _reference(model: type[BaseModel]) -> dict[str, Any]:
+    return {"$ref": f"#/components/schemas/{model.model_config.get('title') or model.__name__}"}

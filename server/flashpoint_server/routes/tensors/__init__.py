@@ -1,0 +1,1 @@
+"""/caches and /saved: tensors that the server holds for callers."""

@@ -1,0 +1,365 @@
+"""/caches: create, list, describe, append to, fork, truncate, renew, read and delete KV caches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+from urllib.parse import parse_qs
+
+from pydantic import BaseModel
+from starlette.routing import Route as StarletteRoute
+
+from flashpoint_contract import wire
+from flashpoint_contract.caches import MOST_TOKENS
+from flashpoint_contract.options import LAYOUTS
+from flashpoint_contract.schemas import jsonwire
+from flashpoint_contract.tensors import TensorInfo
+from flashpoint_server.access.cache_ids import MOST_SIZES, CacheId
+from flashpoint_server.formats.json import JSON
+from flashpoint_server.formats.message import read_model
+from flashpoint_server.formats.negotiation import binary_format, request_format
+from flashpoint_server.ipc.bodies import (
+    AppendTokens,
+    CacheCall,
+    CacheOperation,
+    CacheShape,
+    CreateCaches,
+    DeleteCaches,
+    ExportTokens,
+    ForkCaches,
+    ListCaches,
+    LookAtCaches,
+    RenewCaches,
+    TruncateCache,
+)
+from flashpoint_server.ipc.job import Job, JobResult
+from flashpoint_server.ipc.messages import CacheRecord
+from flashpoint_server.ipc.price import Price
+from flashpoint_server.ipc.staging import Layout, Staging
+from flashpoint_server.refusal import Refusal, invalid
+from flashpoint_server.routes.compute.cached_attention import cache_quota, found, idempotency_key, lead_here
+from flashpoint_server.routes.pipeline import (
+    Handler,
+    Route,
+    RouteRequest,
+    admit,
+    authorize,
+    begin,
+    make_job,
+    read,
+    reply,
+    stage,
+    submit,
+)
+from flashpoint_server.routes.tensors.cache_schema import (
+    CacheRequest,
+    DeleteRequest,
+    ForkRequest,
+    TruncateRequest,
+)
+from flashpoint_server.service import Service
+
+REQUEST_LIMIT = 8 << 20  # bytes of JSON; enough for thousands of ids
+LITTLE = Price(0, 1e-5)
+MOST_MADE = 1 << 17  # maximum layers of all caches that one call creates
+T = TypeVar("T")
+M = TypeVar("M", bound=BaseModel)
+
+
+def routes(service: Service) -> list[StarletteRoute]:
+    """Return the routes of /caches."""
+
+    def route(path: str, method: str, handle: Handler) -> StarletteRoute:
+        return StarletteRoute(path, served(service, handle), methods=[method])
+
+    return [
+        route("/caches", "POST", create),
+        route("/caches", "GET", listed),
+        route("/caches/fork", "POST", fork),
+        route("/caches/delete", "POST", delete_many),
+        route("/caches/{id}", "GET", look),
+        route("/caches/{id}", "DELETE", delete),
+        route("/caches/{id}/append", "POST", append),
+        route("/caches/{id}/truncate", "POST", truncate),
+        route("/caches/{id}/renew", "POST", renew),
+        route("/caches/{id}/tensors", "GET", tensors),
+    ]
+
+
+def served(service: Service, handle: Handler) -> Route:
+    """Return the route of a call about caches or saved forwards."""
+    return Route(service, partial(_served, handle=handle))
+
+
+async def _served(request: RouteRequest, handle: Handler) -> None:
+    authorize(request, "attention")
+    if not request.service.settings.cache_bytes:
+        raise Refusal("not_found", "this server has no caches and saved forwards: --cache-bytes is 0")
+    lead_here(request)
+    begin(request)
+    await handle(request)
+
+
+async def create(request: RouteRequest) -> None:
+    """Create caches: 201."""
+    asked = await _read(request, CacheRequest)
+    n = asked.layers
+    kv_heads, head_dim = _each("kv_heads", asked.kv_heads, n), _each("head_dim", asked.head_dim, n)
+    value_dim = head_dim if asked.value_dim is None else _each("value_dim", asked.value_dim, n)
+    _check_made("count", n * asked.count)
+    if len(set(zip(kv_heads, head_dim, value_dim, strict=True))) > MOST_SIZES:
+        raise invalid([("layers", f"may have at most {MOST_SIZES} different sizes")])
+    shape = CacheShape(tuple(kv_heads), tuple(head_dim), tuple(value_dim), asked.dtype)
+    made = CreateCaches(shape, asked.count, asked.max_length, _each("keep", asked.keep, n), asked.ttl_s)
+    incarnation = (
+        found(request, [asked.beside], ["beside"])[0].incarnation if asked.beside is not None else _engine_for(request)
+    )
+    answer = await _ask(request, incarnation, made)
+    await send_json(request, 201, {"caches": _described(request, incarnation, answer.caches)})
+
+
+async def listed(request: RouteRequest) -> None:
+    """List the caller's caches: 200."""
+    every = []
+    for incarnation in request.service.engine.incarnations():
+        answer = await _ask(request, incarnation, ListCaches())
+        every += _described(request, incarnation, answer.caches)
+    await send_json(request, 200, {"caches": every})
+
+
+async def look(request: RouteRequest) -> None:
+    """Describe a cache: 200."""
+    one = _named(request)
+    answer = await _ask(request, one.incarnation, LookAtCaches(), [one])
+    await send_json(request, 200, _described(request, one.incarnation, answer.caches)[0])
+
+
+async def fork(request: RouteRequest) -> None:
+    """Fork caches: 201."""
+    asked = await _read(request, ForkRequest)
+    if asked.lengths is not None and len(asked.lengths) != len(asked.caches):
+        raise invalid([("lengths", f"has {len(asked.lengths)} numbers for {len(asked.caches)} caches")])
+    fields = [f"{name}.{n}" for name in ("caches", "free") for n in range(len(getattr(asked, name)))]
+    ids = found(request, [*asked.caches, *asked.free], fields)
+    _check_made("caches", sum(one.shape.layers for one in ids[: len(asked.caches)]))
+    serials = [one.serial for one in ids]
+    unique = list(dict.fromkeys(serials))
+    places = {serial: place for place, serial in enumerate(unique)}
+    copies = ForkCaches([places[serial] for serial in serials], len(asked.caches), asked.lengths)
+    incarnation = ids[0].incarnation
+    answer = await _ask(request, incarnation, copies, list({one.serial: one for one in ids}.values()))
+    await send_json(request, 201, {"caches": _described(request, incarnation, answer.caches)})
+
+
+def _check_made(field: str, layers: int) -> None:
+    """Raise Refusal 422 if a call would create more than MOST_MADE layers: other requests would wait too long."""
+    if layers > MOST_MADE:
+        raise invalid([(field, f"the new caches have {layers} layers, over the limit of {MOST_MADE} for one call")])
+
+
+async def delete(request: RouteRequest) -> None:
+    """Delete a cache: 204."""
+    one = _named(request)
+    await _ask(request, one.incarnation, DeleteCaches(), [one])
+    await send_json(request, 204)
+
+
+async def delete_many(request: RouteRequest) -> None:
+    """Delete all of the caches, or none: 204."""
+    asked = await _read(request, DeleteRequest)
+    ids = found(request, asked.caches)
+    await _ask(request, ids[0].incarnation, DeleteCaches(), ids)
+    await send_json(request, 204)
+
+
+async def truncate(request: RouteRequest) -> None:
+    """Truncate a cache: 200."""
+    one = _named(request)
+    asked = await _read(request, TruncateRequest)
+    answer = await _ask(request, one.incarnation, TruncateCache(asked.length), [one])
+    await send_json(request, 200, _described(request, one.incarnation, answer.caches)[0])
+
+
+async def renew(request: RouteRequest) -> None:
+    """Restart a cache's time to live: 200."""
+    one = _named(request)
+    answer = await _ask(request, one.incarnation, RenewCaches(), [one])
+    document = _described(request, one.incarnation, answer.caches)[0]
+    await send_json(request, 200, document | {"expires_in_s": document["ttl_s"]})
+
+
+async def append(request: RouteRequest) -> None:
+    """Append tokens to a layer, and answer with its length: 200."""
+    one = _named(request)
+    given = request_format(request.headers)
+    message = await read(request, given)
+    infos, options = dict(message.inputs), dict(message.options())
+    layout, layer, at = options.pop("layout", "bhsd"), options.pop("layer", 0), options.pop("at", None)
+    errors = [(name, "is not an option of this call: use layout, layer and at") for name in options]
+    errors += [(name, "is not a tensor of this call: send k and v") for name in infos if name not in ("k", "v")]
+    errors += [(name, "missing") for name in ("k", "v") if name not in infos]
+    if layout not in LAYOUTS:
+        errors.append(("layout", f"must be one of {', '.join(LAYOUTS)}"))
+    if type(layer) is not int or not 0 <= layer < one.shape.layers:
+        errors.append(("layer", f"must be an integer from 0 to {one.shape.layers - 1}"))
+    if at is not None and not (type(at) is int and 0 <= at < MOST_TOKENS):
+        errors.append(("at", f"must be a position, from 0 to {MOST_TOKENS - 1}"))
+    if errors:
+        raise invalid(errors)
+    shapes = _token_shapes(infos, one, layer, layout)
+    permit = request.permit or admit(request, sum(info.nbytes for info in infos.values()))
+    permit.charge(LITTLE, request.body.deadline, request.service.engine.pace)
+    staging = stage(request, Layout.of(message.inputs, {}))
+    await message.receive(request.body, staging.views(staging.inputs))
+    # without a batch dimension of 1
+    staging.inputs = {name: staging.inputs[name]._replace(shape=shapes[name]) for name in ("k", "v")}
+    answer = await _submit(request, one.incarnation, AppendTokens(layout, layer, at), [one.serial], staging)
+    await send_json(request, 200, {"length": answer.caches[0].lengths[layer]})
+
+
+def _token_shapes(infos: Mapping[str, TensorInfo], one: CacheId, layer: int, layout: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of k and v of one sequence, without a batch: (Hk,S,D) or (S,Hk,D). Raises Refusal 422."""
+    sizes, errors, found_ = one.layer(layer), [], {}
+    count = None
+    for name, dim in (("k", sizes.head_dim), ("v", sizes.value_dim)):
+        info = infos[name]
+        shape = info.shape[1:] if len(info.shape) == 4 and info.shape[0] == 1 and layout != "thd" else info.shape
+        if len(shape) == 2 and sizes.kv_heads == 1:
+            shape = (1, *shape) if layout == "bhsd" else (shape[0], 1, shape[1])
+        heads, length = (0, 1) if layout == "bhsd" else (1, 0)
+        right = len(shape) == 3 and shape[heads] == sizes.kv_heads and shape[2] == dim and info.dtype in sizes.taken
+        if not right or (count is not None and shape[length] != count):
+            due = f"({sizes.kv_heads}, S, {dim})" if layout == "bhsd" else f"(S, {sizes.kv_heads}, {dim})"
+            taken = " or ".join(sizes.taken)
+            errors.append((name, f"is {info.dtype} of {list(info.shape)}, not {taken} of {due} with one S for k and v"))
+        else:
+            count, found_[name] = shape[length], shape
+    if errors:
+        raise invalid(errors)
+    return found_
+
+
+async def tensors(request: RouteRequest) -> None:
+    """Read k and v of a layer, as safetensors: 200. An 8-bit cache gives float32 values, and their scales."""
+    one = _named(request)
+    layer = _layer(request, one)
+    answers = binary_format(request.headers)
+    (record,) = (await _ask(request, one.incarnation, LookAtCaches(), [one])).caches
+    first, length, sizes = record.firsts[layer], record.lengths[layer], one.layer(layer)
+    count, dtype = length - first, "float32" if sizes.quantized else sizes.dtype
+    outputs = {
+        name: TensorInfo(dtype, (sizes.kv_heads, count, dim))
+        for name, dim in (("k", sizes.head_dim), ("v", sizes.value_dim))
+    }
+    if sizes.quantized:
+        outputs |= {name: TensorInfo(dtype, (sizes.kv_heads, count)) for name in ("k_scale", "v_scale")}
+    assert request.permit is not None  # `_ask` has admitted the request, before the tensors' size was known
+    request.permit.hold(sum(info.nbytes for info in outputs.values()))
+    staging = stage(request, Layout.of([], outputs))
+    await _submit(request, one.incarnation, ExportTokens(layer, first, length), [one.serial], staging)
+    listed_ = [(name, info.dtype, (1, *info.shape)) for name, info in outputs.items()]
+    said = wire.encode_options({"first": first, "length": length})
+    views = [view for view in staging.views(staging.outputs).values() if len(view)]
+    await reply(request, [wire.build_head(listed_, said), *views], {"content-type": answers.media_type})
+
+
+def _layer(request: RouteRequest, one: CacheId) -> int:
+    given = parse_qs(request.query, keep_blank_values=True)
+    if unknown := [name for name in given if name != "layer"]:
+        raise invalid([(name, "unknown parameter; known is layer") for name in unknown])
+    text = given.get("layer", ["0"])[-1]
+    if not (text.isascii() and text.isdecimal() and len(text) < 6 and int(text) < one.shape.layers):
+        raise invalid([("layer", f"must be an integer from 0 to {one.shape.layers - 1}")])
+    return int(text)
+
+
+async def _read(request: RouteRequest, model: type[M]) -> M:
+    if request_format(request.headers) is not JSON:
+        raise Refusal("unsupported_media_type", f"send {jsonwire.MEDIA_TYPE}")
+    return await read_model(request.body, model, REQUEST_LIMIT)
+
+
+def _named(request: RouteRequest) -> CacheId:
+    """Return the decoded id in the path. Raises Refusal 404, 410 and 503."""
+    return found(request, [request.exchange.path.split("/")[2]])[0]
+
+
+def _owner(request: RouteRequest) -> str:
+    assert request.caller is not None
+    return request.caller.name
+
+
+def _engine_for(request: RouteRequest) -> int:
+    """Return the engine for new caches; the same one for the same idempotency key. Raises Refusal 503."""
+    engines = request.service.engine.incarnations()
+    if not engines:
+        raise Refusal("not_ready", "no engine is ready")
+    key = idempotency_key(request)
+    if key:
+        return sorted(engines)[sum(key.encode()) % len(engines)]
+    return request.service.engine.least(lambda engine: engine.holding.total).incarnation
+
+
+async def _ask(
+    request: RouteRequest, incarnation: int, operation: CacheOperation, ids: Sequence[CacheId] = ()
+) -> JobResult:
+    """Send a call without tensors to an engine, and return its answer. Raises Refusal and ClientGoneError."""
+    if request.permit is None:
+        admit(request, 0)
+    return await _submit(
+        request, incarnation, operation, [one.serial for one in ids], stage(request, Layout.of([], {}))
+    )
+
+
+async def _submit(
+    request: RouteRequest, incarnation: int, operation: CacheOperation, serials: Sequence[int], staging: Staging
+) -> JobResult:
+    call = CacheCall(_owner(request), operation, tuple(serials), idempotency_key(request), cache_quota(request))
+    return await submit(request, make_job(request, call, staging, LITTLE, partial(Job, incarnation=incarnation)))
+
+
+def _described(request: RouteRequest, incarnation: int, records: Sequence[CacheRecord]) -> list[dict[str, Any]]:
+    owner, ids = _owner(request), request.service.cache_ids
+    return [
+        {
+            "id": ids.make(owner, incarnation, one.serial, one.shape),
+            "layers": one.shape.layers,
+            "kv_heads": _one(one.shape.kv_heads),
+            "head_dim": _one(one.shape.head_dim),
+            "value_dim": _one(one.shape.value_dim),
+            "dtype": one.shape.dtype,
+            "max_length": one.max_length,
+            "keep": _one(one.keep),
+            "ttl_s": one.ttl,
+            "lengths": one.lengths,
+            "bytes": one.nbytes,
+            "expires_in_s": round(one.expires_in, 3),
+        }
+        for one in records
+    ]
+
+
+def _each(name: str, value: T | list[T], layers: int) -> list[T]:
+    """Return a list with a value for each layer. Raises Refusal 422."""
+    if not isinstance(value, list):
+        return [value] * layers
+    if len(value) != layers:
+        raise invalid([(name, f"has {len(value)} values for {layers} layers")])
+    return value
+
+
+def _one(values: Sequence[T]) -> T | list[T]:
+    """Return the common value of all layers, or the list if they differ."""
+    return values[0] if len(set(values)) == 1 else list(values)
+
+
+async def send_json(request: RouteRequest, status: int, document: Mapping[str, Any] | None = None) -> None:
+    """Answer with a JSON document, or only with a status."""
+    body = b"" if document is None else json.dumps(document, separators=(",", ":")).encode()
+    headers = [(b"content-length", b"%d" % len(body))] if status != 204 else []
+    if document is not None:
+        headers.append((b"content-type", jsonwire.MEDIA_TYPE.encode()))
+    await request.send({"type": "http.response.start", "status": status, "headers": headers})
+    await request.send({"type": "http.response.body", "body": body, "more_body": False})

@@ -1,0 +1,98 @@
+"""/saved: list, describe and delete saved forwards, which the server keeps for their gradients."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+from starlette.routing import Route as StarletteRoute
+
+from flashpoint_contract.saved import saved_tensors
+from flashpoint_server.access.saved_ids import SavedIds
+from flashpoint_server.ipc.bodies import SavedCall
+from flashpoint_server.ipc.job import Job
+from flashpoint_server.ipc.messages import MOST_LISTED, SavedRecord
+from flashpoint_server.ipc.staging import Layout
+from flashpoint_server.routes.compute.saved_forward import found_saved
+from flashpoint_server.routes.pipeline import RouteRequest, admit, make_job, stage, submit
+from flashpoint_server.routes.tensors.caches import LITTLE, send_json, served
+from flashpoint_server.service import Service
+
+
+class SavedDescription(BaseModel):
+    """A saved forward. `bytes` is the size of its inputs, o and lse; `shapes` are their shapes."""
+
+    model_config = ConfigDict(title="SavedForward")
+    id: str
+    dtype: str
+    shapes: dict[str, list[int]]
+    bytes: int
+    ttl_s: float
+    expires_in_s: float
+
+
+class SavedList(BaseModel):
+    saved: list[SavedDescription]
+
+
+def routes(service: Service) -> list[StarletteRoute]:
+    """Return the routes of /saved."""
+    return [
+        StarletteRoute("/saved", served(service, listed), methods=["GET"]),
+        StarletteRoute("/saved/{id}", served(service, look), methods=["GET"]),
+        StarletteRoute("/saved/{id}", served(service, delete), methods=["DELETE"]),
+    ]
+
+
+async def listed(request: RouteRequest) -> None:
+    """List the caller's saved forwards: 200."""
+    every = []
+    for incarnation in request.service.engine.incarnations():
+        after, more = 0, True
+        while more:
+            records = await _ask(request, incarnation, "list", after=after)
+            every += [_described(request, incarnation, one) for one in records]
+            more = len(records) == MOST_LISTED
+            after = records[-1].serial if records else 0
+    await send_json(request, 200, {"saved": every})
+
+
+async def look(request: RouteRequest) -> None:
+    """Describe a saved forward: 200."""
+    one = found_saved(request, request.exchange.path.split("/")[2])
+    (record,) = await _ask(request, one.incarnation, "look", one.serial)
+    await send_json(request, 200, _described(request, one.incarnation, record))
+
+
+async def delete(request: RouteRequest) -> None:
+    """Delete a saved forward: 204."""
+    one = found_saved(request, request.exchange.path.split("/")[2])
+    await _ask(request, one.incarnation, "delete", one.serial)
+    await send_json(request, 204)
+
+
+async def _ask(
+    request: RouteRequest, incarnation: int, operation: Literal["list", "look", "delete"], *serials: int, after: int = 0
+) -> tuple[SavedRecord, ...]:
+    """Send a job to an engine, and return its answer. Raises Refusal and ClientGoneError."""
+    assert request.caller is not None
+    if request.permit is None:
+        admit(request, 0)
+    call = SavedCall(request.caller.name, operation, serials, after)
+    kind = partial(Job, incarnation=incarnation, lost="saved_lost")
+    answer = await submit(request, make_job(request, call, stage(request, Layout.of([], {})), LITTLE, kind))
+    return answer.saved
+
+
+def _described(request: RouteRequest, incarnation: int, record: SavedRecord) -> dict[str, Any]:
+    assert request.caller is not None
+    forward, _ = SavedIds.read_head(record.head)
+    return {
+        "id": request.service.saved_ids.make(request.caller.name, incarnation, record.serial, record.head),
+        "dtype": forward.dtype,
+        "shapes": {name: list(info.shape) for name, info in saved_tensors(forward).items()},
+        "bytes": record.nbytes,
+        "ttl_s": record.ttl,
+        "expires_in_s": round(record.expires_in, 3),
+    }

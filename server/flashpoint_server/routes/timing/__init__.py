@@ -1,0 +1,1 @@
+"""/benchmark: timings beside other requests, their state and their pictures."""

@@ -1,0 +1,132 @@
+"""/benchmark: time a grid of cases while the server serves other requests; follow, draw and cancel it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Path, Request, Response
+from fastapi.responses import StreamingResponse
+
+from flashpoint_contract.schemas import jsonwire
+from flashpoint_contract.schemas.benchmark import BenchmarkJob, BenchmarkRequest, PlotKind, PlotTheme
+from flashpoint_contract.sse import MEDIA_TYPE as EVENT_STREAM
+from flashpoint_server.exchange import Exchange
+from flashpoint_server.formats.json import JSON
+from flashpoint_server.formats.message import read_model
+from flashpoint_server.formats.negotiation import HEARTBEAT_SECONDS, request_format
+from flashpoint_server.http.body import RequestBody
+from flashpoint_server.refusal import Refusal, invalid
+from flashpoint_server.routes.schema import openapi_examples
+from flashpoint_server.routes.schema.problem_schema import problems
+from flashpoint_server.routes.timing import pictures
+from flashpoint_server.routes.timing.benchmark_state import Benchmarks, KnownBenchmark, no_such_benchmark
+from flashpoint_server.service import Service
+
+CANCEL_SECONDS = 5.0  # maximum wait for a running slice, which cannot be interrupted
+
+REQUEST_LIMIT = 1 << 16  # bytes; enough for hundreds of shapes
+_SCHEMA = {"$ref": "#/components/schemas/BenchmarkRequest"}
+_CONTENT = {jsonwire.MEDIA_TYPE: {"schema": _SCHEMA, "examples": openapi_examples.BENCHMARK}}
+_ASKED = {"requestBody": {"required": True, "content": _CONTENT}}
+# Another format is answered with 404.
+PictureFormat = Annotated[str, Path(json_schema_extra={"enum": [*pictures.MEDIA_TYPES]})]
+_READ = ("unauthorized", "forbidden", "cross_site", "not_found", "invalid_request")
+_STARTED = (
+    "malformed_body", "unauthorized", "forbidden", "cross_site", "body_timeout", "body_too_large",
+    "unsupported_media_type", "invalid_request", "queue_full", "key_limit", "not_ready", "draining", "engine_lost",
+)  # fmt: skip
+
+
+def _answers(description: str, *media_types: str) -> dict[int | str, dict[str, Any]]:
+    return {200: {"description": description, "content": {media: {} for media in media_types}}}
+
+
+def router(service: Service, benchmarks: Benchmarks) -> APIRouter:
+    routes = APIRouter(prefix="/benchmark", tags=["verify and benchmark"])
+    refused = problems(
+        *_STARTED,
+        unsupported_media_type="send a benchmark as application/json",
+        invalid_request="preset: must be 'papers', 'h100' or 'seeds'",
+        queue_full="8 benchmarks are queued or running, 4 of them yours; wait until one ends",
+        engine_lost="the engine did not accept this benchmark; retry",
+    )
+    known = problems(*_READ[:-1])
+
+    async def find(request: Request, id: str) -> KnownBenchmark:
+        """Return a benchmark of the caller, or of anyone for a caller with `admin`. Raises Refusal 401, 403 and 404."""
+        caller = service.admit(Exchange.of(request.scope), "benchmark")
+        benchmark = await benchmarks.get(id)
+        if caller.name != benchmark.owner and "admin" not in caller.rights:
+            raise no_such_benchmark()
+        return benchmark
+
+    @routes.post("", status_code=202, summary="Start a benchmark", responses=refused, openapi_extra=_ASKED)
+    async def start(request: Request, response: Response) -> BenchmarkJob:
+        """The benchmark runs in short slices. Between them the device serves other requests."""
+        caller = service.admit(Exchange.of(request.scope), "benchmark")  # before the body is read
+        if request_format(request.headers) is not JSON:
+            raise Refusal("unsupported_media_type", f"send a benchmark as {jsonwire.MEDIA_TYPE}")
+        body = RequestBody(request.scope, request.receive, request.headers, service.settings)
+        asked = await read_model(body, BenchmarkRequest, REQUEST_LIMIT)
+        opened = await benchmarks.open(asked, caller.name, service.check_ready())
+        response.headers["Location"] = f"/benchmark/{opened.job.id}"
+        return opened.job
+
+    @routes.get("/{id}", summary="Describe a benchmark: state, progress and rows", responses=known)
+    async def job(request: Request, id: str) -> BenchmarkJob:
+        return (await find(request, id)).job
+
+    wrong = problems(*_READ, invalid_request="last-event-id: must be an integer")
+    told = _answers("The events, as server-sent events.", EVENT_STREAM) | wrong
+
+    @routes.get("/{id}/events", summary="Follow a benchmark's events", responses=told, response_class=StreamingResponse)
+    async def events(
+        request: Request,
+        id: str,
+        last_event_id: Annotated[int, Header(ge=0, description="Continue after this event.")] = 0,
+    ) -> StreamingResponse:
+        """Stream every event from the first, or from the one after `Last-Event-ID`, until the benchmark ends."""
+        benchmark = await find(request, id)
+
+        async def stream() -> AsyncIterator[bytes]:
+            async for event in benchmark.follow(last_event_id, HEARTBEAT_SECONDS):
+                if event is not None:
+                    yield f"id: {event.id}\nevent: {event.kind}\ndata: {event.model_dump_json()}\n\n".encode()
+                elif service.draining:
+                    return
+                else:
+                    yield b":\n\n"
+
+        return StreamingResponse(stream(), media_type=EVENT_STREAM, headers={"Cache-Control": "no-store"})
+
+    @routes.delete("/{id}", summary="Cancel a benchmark", responses=known)
+    async def cancel(request: Request, id: str) -> BenchmarkJob:
+        """Stop the benchmark after its current slice. A benchmark that has ended does not change."""
+        benchmark = await find(request, id)
+        if not benchmark.over:
+            benchmarks.stop(benchmark)
+            await benchmark.ended(CANCEL_SECONDS)
+        return benchmark.job
+
+    undrawn = "kind: must be 'time', 'tflops', 'speedup', 'memory' or 'roofline'"
+    drawn = _answers("The picture.", *pictures.MEDIA_TYPES.values()) | problems(*_READ, invalid_request=undrawn)
+
+    @routes.get("/{id}/plot.{format}", summary="Draw a benchmark's rows", responses=drawn, response_class=Response)
+    async def plot(
+        request: Request, id: str, format: PictureFormat, kind: PlotKind = "time", theme: PlotTheme = "light"
+    ) -> Response:
+        benchmark = await find(request, id)
+        if format not in pictures.MEDIA_TYPES:
+            raise Refusal(
+                "not_found",
+                f"plot.{format} does not exist; use {' or '.join(f'plot.{kind}' for kind in pictures.MEDIA_TYPES)}",
+            )
+        try:
+            asked = (benchmark.job.model_dump_json(), kind, format, theme)
+            picture = await service.codec.run(None, pictures.draw, *asked)
+        except ValueError as error:
+            raise invalid([("kind", str(error))]) from None
+        return Response(picture, media_type=pictures.MEDIA_TYPES[format])
+
+    return routes

@@ -1,0 +1,210 @@
+"""The benchmarks of all engines. Every HTTP process receives every event of every benchmark."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import math
+import uuid
+from collections.abc import AsyncIterator
+from typing import NamedTuple
+
+from flashpoint_contract.options import ProblemError
+from flashpoint_contract.schemas.benchmark import (
+    ENDED,
+    EVENT,
+    BenchmarkEvent,
+    BenchmarkJob,
+    BenchmarkRequest,
+    StateEvent,
+)
+from flashpoint_kernels.timing.case import standard_flops
+from flashpoint_server.config.settings import Settings
+from flashpoint_server.engine.benchmarks.cases import cases_of
+from flashpoint_server.ipc.client import Engine, Engines, Listener
+from flashpoint_server.ipc.messages import DeviceInfo, JobDropped, JobEvent, JobNews, JobOpened, StopJob, Time
+from flashpoint_server.refusal import Refusal, invalid
+
+# a case's tensors may use 1/8 of the device's memory; gradients, copies and other requests need the rest
+MEMORY_SHARE = 8
+HEARSAY_SECONDS = 0.25
+OPENING_SECONDS = 10.0  # maximum time for an engine to accept a job; a launch may run first
+
+
+class KnownBenchmark:
+    """One benchmark: its engine, its job and its events."""
+
+    def __init__(self, engine: Engine, opened: JobOpened) -> None:
+        self.engine = engine
+        self.owner = opened.owner
+        self.job = BenchmarkJob(
+            id=opened.job,
+            created=datetime.datetime.fromisoformat(opened.created),
+            total=opened.total,
+            request=BenchmarkRequest.model_validate_json(opened.request),
+        )
+        self.events: list[BenchmarkEvent] = []
+        self._more = asyncio.Event()
+
+    @property
+    def over(self) -> bool:
+        return self.job.state in ENDED
+
+    def add(self, event: BenchmarkEvent) -> None:
+        if self.events and event.id <= self.events[-1].id:
+            return  # a repeated event
+        self.events.append(event)
+        self.job = self.job.after(event)
+        self._more.set()
+        self._more = asyncio.Event()
+
+    async def ended(self, seconds: float) -> None:
+        """Wait until the benchmark ends, or the time in seconds is over."""
+        try:
+            async with asyncio.timeout(seconds):
+                while not self.over:
+                    await self._more.wait()
+        except TimeoutError:
+            return
+
+    async def follow(self, after: int, patience: float) -> AsyncIterator[BenchmarkEvent | None]:
+        """Yield the events after number `after` until the job ends; yield None after each `patience` seconds without
+        one.
+        """
+        while True:
+            for event in [event for event in self.events if event.id > after]:
+                after = event.id
+                yield event
+            if self.events and self.events[-1].id > after:
+                continue
+            if self.over:
+                return
+            try:
+                async with asyncio.timeout(patience):
+                    await self._more.wait()
+            except TimeoutError:
+                yield None
+
+
+class _Opening(NamedTuple):
+    """A benchmark that was sent to an engine, which has not yet accepted it."""
+
+    owner: str
+    done: asyncio.Future[KnownBenchmark]
+
+
+def no_such_benchmark() -> Refusal:
+    return Refusal("not_found", "the benchmark does not exist, or is no longer stored")
+
+
+class Benchmarks(Listener):
+    """Starts, finds and stops benchmarks. See the module."""
+
+    def __init__(self, settings: Settings, engines: Engines) -> None:
+        self._settings = settings
+        self._engines = engines
+        engines.listeners.append(self)
+        self._known: dict[str, KnownBenchmark] = {}
+        self._opening: dict[str, _Opening] = {}
+        self._heard = asyncio.Event()
+
+    async def get(self, name: str) -> KnownBenchmark:
+        """Return a benchmark. Wait briefly for one that another HTTP process has just started. Raises Refusal 404."""
+        try:
+            async with asyncio.timeout(HEARSAY_SECONDS):
+                while name not in self._known:
+                    await self._heard.wait()
+        except TimeoutError:
+            raise no_such_benchmark() from None
+        return self._known[name]
+
+    def _load_of(self, engine: Engine) -> int:
+        return sum(not benchmark.over for benchmark in self._known.values() if benchmark.engine is engine)
+
+    async def open(self, request: BenchmarkRequest, owner: str, device: DeviceInfo) -> KnownBenchmark:
+        """Check a request and queue it on an engine. Raises Refusal 422, 429 and 503."""
+        self._check(request, device)
+        self._drop_old()
+        unfinished = [benchmark for benchmark in self._known.values() if not benchmark.over]
+        owners = [benchmark.owner for benchmark in unfinished] + [one.owner for one in self._opening.values()]
+        limit, own = self._settings.benchmark_jobs, owners.count(owner)
+        if len(owners) >= limit or own >= math.ceil(limit / 2):
+            raise Refusal(
+                "queue_full",
+                f"{len(owners)} benchmarks are queued or running, {own} of them yours; wait until one ends",
+            )
+        name, created = uuid.uuid4().hex, datetime.datetime.now(datetime.UTC).isoformat()
+        opening = self._opening[name] = _Opening(owner, asyncio.get_running_loop().create_future())
+        engine = self._engines.least(self._load_of)
+        try:
+            engine.tell(Time(name, owner, request.model_dump_json(exclude_defaults=True).encode(), created))
+            return await asyncio.wait_for(opening.done, OPENING_SECONDS)
+        except TimeoutError:
+            engine.tell(StopJob(name))
+            raise Refusal("engine_lost", "the engine did not accept this benchmark; retry") from None
+        finally:
+            del self._opening[name]
+
+    def stop(self, benchmark: KnownBenchmark) -> None:
+        """Ask the engine to stop a benchmark. Its last event confirms that."""
+        benchmark.engine.tell(StopJob(benchmark.job.id))
+
+    def heard(self, engine: Engine, said: JobNews) -> None:
+        match said:
+            case JobOpened():
+                benchmark = self._known[said.job] = KnownBenchmark(engine, said)
+                if said.job in self._opening and not self._opening[said.job].done.done():
+                    self._opening[said.job].done.set_result(benchmark)
+                self._heard.set()
+                self._heard = asyncio.Event()
+            case JobDropped():
+                self._known.pop(said.job, None)
+            case JobEvent() if said.job in self._known:
+                self._known[said.job].add(EVENT.validate_json(said.event))
+
+    def _drop_old(self) -> None:
+        """Remove old benchmarks. A dead engine cannot report that its benchmarks were dropped."""
+        now = datetime.datetime.now(datetime.UTC)
+        for name, benchmark in list(self._known.items()):
+            ended = benchmark.job.ended
+            if ended is not None and (now - ended).total_seconds() > self._settings.benchmark_keep:
+                del self._known[name]
+
+    def lost(self, engine: Engine) -> None:
+        """Called when the engine dies. Mark its unfinished benchmarks as failed."""
+        for benchmark in self._known.values():
+            if benchmark.engine is engine and not benchmark.over:
+                last = benchmark.events[-1].id if benchmark.events else 0
+                at = datetime.datetime.now(datetime.UTC)
+                benchmark.add(StateEvent(id=last + 1, state="failed", at=at, error="the engine died"))
+
+    def _check(self, request: BenchmarkRequest, device: DeviceInfo) -> None:
+        """Raise Refusal 422, with the limit that the request exceeds."""
+        settings, what = self._settings, "preset" if request.preset else "shapes"
+        most = settings.benchmark_cases
+        if len(set(request.backends)) < len(request.backends):
+            raise invalid([("backends", "contains a backend twice")])
+        grid = len(request.shapes) * len(request.dtypes) * len(request.causal) * len(request.directions)
+        if grid * max(len(request.backends), 1) > most:  # before the cases are made
+            raise invalid([(what, f"these exceed the limit of {most} cases for one benchmark")])
+        try:
+            cases = cases_of(request, device.name)
+        except ProblemError as error:
+            raise invalid(error.errors) from None
+        if len(cases) > most:
+            raise invalid([(what, f"{len(cases)} cases exceed the limit of {most} for one benchmark")])
+        seconds = len(cases) * (request.max_seconds + request.warmup_ms / 1000)
+        if seconds > settings.benchmark_seconds:
+            bound = f"limit of {settings.benchmark_seconds:g} for one benchmark"
+            raise invalid([("max_seconds", f"{len(cases)} cases need {seconds:g} seconds, over the {bound}")])
+        largest = max(4 * case.batch * (
+            case.q_heads * case.q_len * (case.head_dim + case.value_dim)
+            + case.kv_heads * case.kv_len * (case.head_dim + case.value_dim)
+        ) for case in cases)  # fmt: skip
+        if largest > device.memory // MEMORY_SHARE:
+            bound = f"over the limit of {device.memory // MEMORY_SHARE} for benchmarks"
+            raise invalid([(what, f"the tensors of a case have {largest} bytes, {bound}")])
+        longest = max(standard_flops(case) for case in cases) / device.speed
+        if longest > settings.benchmark_call_seconds:
+            bound = f"over the limit of {settings.benchmark_call_seconds:g}, because other requests wait for it"
+            raise invalid([(what, f"one call would use the device for about {longest:.1f} seconds, {bound}")])
