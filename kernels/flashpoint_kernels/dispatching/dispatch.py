@@ -21,7 +21,7 @@ from flashpoint_kernels.triton_backend.host.configurations import refusal
 
 # A backend is a module with `forward(problems)` and `backward(problems)`, which is imported at its first use.
 _MODULES = {
-    "triton": "triton_backend.launch",
+    "triton": "triton_backend.host.launch",
     "torch": "torch_backend.fused",
     "torch on the CPU": "torch_backend.cpu",
     "tiled": "tiled_backend.tiles",
