@@ -32,6 +32,7 @@ class Check:
     hopper: bool = False
     split: bool = False  # few queries, in packed blocks, and many keys
     pages: bool = False
+    forks: bool = False  # sequences of one query have all pages but the last in common
     keys: str | None = None  # the dtype of 8-bit keys and values
     mask: bool = False
     sinks: bool = False
@@ -56,6 +57,7 @@ CHECKS = {
     "merge": Check(("attention_forward", "merge_parts"), split=True),
     "packed_backward_q": Check(("attention_delta", "attention_backward_q"), ("dq",), split=True),
     "pages": Check(("attention_forward", "merge_parts"), split=True, pages=True),
+    "forks": Check(("attention_cascade", "attention_forward", "merge_parts"), split=True, pages=True, forks=True),
     "int8": Check(("attention_forward", "merge_parts"), split=True, keys="int8"),
     "float8": Check(("attention_forward", "merge_parts"), split=True, keys="float8_e4m3fn"),
     "pages_many": Check(("attention_forward",), pages=True, keys="float8_e4m3fn"),
@@ -121,7 +123,7 @@ def path_of_hopper(asked: bool) -> Iterator[None]:
 def _tensors(device: Cuda, check: Check) -> dict[str, Tensor]:
     """q, k, v and what else the check takes; with gradients also do, o and lse."""
     queries, keys, many, dim = device.sizes.smoke
-    q_len, kv_len = (5, many) if check.split else (queries, keys)
+    q_len, kv_len = (1 if check.forks else 5, many) if check.split else (queries, keys)
     dim, value_dim = check.dims or (dim, dim)
     generator = torch.Generator().manual_seed(0)
 
@@ -135,7 +137,10 @@ def _tensors(device: Cuda, check: Check) -> dict[str, Tensor]:
         for name in ("k", "v"):
             tensors[name], tensors[f"{name}_scale"] = quantize(tensors[name], DTYPES[check.keys])
     if check.pages:
-        tensors = _in_pages(tensors)
+        tensors = _in_pages(tensors, 16 if check.forks else 48)
+    if check.forks:
+        table = tensors["block_table"] = tensors["block_table"].cpu()  # page numbers on a GPU are not read back
+        table[1:, :-1] = table[:1, :-1]
     if check.mask:
         tensors["attn_mask"] = normal(2, 4, q_len, kv_len)
     if check.blocks:
@@ -150,7 +155,7 @@ def _tensors(device: Cuda, check: Check) -> dict[str, Tensor]:
     return tensors
 
 
-def _in_pages(tensors: dict[str, Tensor], size: int = 48) -> dict[str, Tensor]:
+def _in_pages(tensors: dict[str, Tensor], size: int) -> dict[str, Tensor]:
     """The same keys and values in pages, in any order; the last page of a sequence is not full."""
     k = tensors["k"]
     batch, _, length, _ = k.shape
@@ -178,7 +183,7 @@ def _launched(tensors: dict[str, Tensor], check: Check) -> tuple[dict[str, Tenso
         problem = Problem.create(tensors, options, "backward")
     else:
         options = replace(options, return_lse=True)
-        problem = Problem.create(tensors, options)
+        problem = Problem.create(tensors, options, fixed_pages=True)
     for t in problem.outputs.values():
         t.fill_(float("nan"))
     run([problem], "triton")

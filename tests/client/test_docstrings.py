@@ -186,11 +186,11 @@ def test_the_site_shows_what_help_shows():
     root = Path(__file__).resolve().parents[2]
     extensions = griffe.load_extensions(root / "docs/site/completed.py")
     package = griffe.load("flashpoint", search_paths=[root / "client"], extensions=extensions)
-    for owner, name in (("_client.Client", "verify"), ("_async_client.AsyncClient", "verify")):
+    for owner, name in (("_client.client.Client", "verify"), ("_client.async_client.AsyncClient", "verify")):
         shown = package[f"{owner}.{name}"].docstring.value
         assert shown == inspect.getdoc(flashpoint.Client.verify)
-    shown_names = [parameter.name for parameter in package["_async_client.AsyncClient.verify"].parameters]
+    shown_names = [parameter.name for parameter in package["_client.async_client.AsyncClient.verify"].parameters]
     assert shown_names == ["self", "q", "k", "v", "keywords"]
-    assert len(package["_attending.AsyncAttending.attention"].overloads) == 6
+    assert len(package["_client.attending.AsyncAttending.attention"].overloads) == 6
     contract = griffe.load("flashpoint_contract", search_paths=[root / "contract"], extensions=extensions)
     assert "softcap" in contract["schemas.options.AttentionOptions"].docstring.value

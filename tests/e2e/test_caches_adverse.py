@@ -73,7 +73,7 @@ def test_thousands_of_caches_are_made_listed_forked_and_deleted_by_one_call_each
 
 
 @pytest.mark.parametrize(
-    ("request", "status", "field"),
+    ("changes", "status", "field"),
     [
         ({"count": 4096, "max_length": (1 << 31) - 1}, 413, None),
         ({"count": 4097}, 422, "count"),
@@ -90,8 +90,8 @@ def test_thousands_of_caches_are_made_listed_forked_and_deleted_by_one_call_each
     ],
     ids=str,
 )
-def test_absurd_sizes_are_refused_before_memory_is_taken(shared_server, request, status, field):
-    answer = posted(shared_server, "/caches", {**SHAPE, **request})
+def test_absurd_sizes_are_refused_before_memory_is_taken(shared_server, changes, status, field):
+    answer = posted(shared_server, "/caches", {**SHAPE, **changes})
     document = problem(answer, status, "work_too_large" if status == 413 else "invalid_request")
     if field is not None:
         assert document["errors"][0]["loc"][0].partition(".")[0] == field, document
