@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
-from flashpoint._calls import service as _calls
+from flashpoint._calls import service
 from flashpoint._calls.arrays import Array
 from flashpoint._calls.keywords import ShardedBackward, ShardedForward, SpreadSizes, call
 from flashpoint._client.async_client import AsyncClient
@@ -165,9 +165,9 @@ class _Job:
     def __init__(self, clients: Any, kind: type, path: str, keywords: dict[str, Any]) -> None:
         self.clients = _checked(clients, kind)
         forward = path == "/attention"
-        _calls._refuse(keywords, _calls._BACKWARD_ONLY if forward else _calls._FORWARD_ONLY)
-        timeout = keywords.pop("timeout", _calls.DEFAULT)
-        timeout = clients[0]._timeout if timeout is _calls.DEFAULT else seconds(timeout)
+        service._refuse(keywords, service._BACKWARD_ONLY if forward else service._FORWARD_ONLY)
+        timeout = keywords.pop("timeout", service.DEFAULT)
+        timeout = clients[0]._timeout if timeout is service.DEFAULT else seconds(timeout)
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._with_meta = keywords.pop("with_meta", False)
         parts = keywords.pop("parts", None)
@@ -175,7 +175,7 @@ class _Job:
             name: keywords.pop(name) for name in ("priority", "request_id") if name in keywords
         }
         given = {name: keywords.pop(name, None) for name in INPUT_TENSORS}
-        options = _calls.checked(AttentionOptions, keywords)
+        options = service.checked(AttentionOptions, keywords)
         self._problem = problem(given, options, "forward" if forward else "backward")
         self._steps = (merge.forward if forward else merge.backward)(
             self._problem, plan(self._problem, len(clients), parts)

@@ -22,7 +22,7 @@ from flashpoint_contract.schemas.validation import said
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.http.envelope import Envelope
-from flashpoint_server.http.sites import Cors
+from flashpoint_server.http.origin_policy import Cors
 from flashpoint_server.ipc.counts import WorkerGroup
 from flashpoint_server.oip import memory_routes, schema
 from flashpoint_server.oip import routes as oip

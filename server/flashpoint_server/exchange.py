@@ -57,7 +57,7 @@ class Timings:
         }
 
 
-class Way(NamedTuple):
+class LaunchInfo(NamedTuple):
     """How a request was computed: backend, launch and times."""
 
     backend: str
@@ -85,7 +85,7 @@ class Exchange:
     bytes_out: int = 0
     key: str = ""  # the name of the request's API key
     replica: str = ""  # the name of the replica that holds the request's caches, for a header of the answer
-    way: Way | None = None  # set after the launch
+    way: LaunchInfo | None = None  # set after the launch
     write_refusal: Writer = problem  # writes errors in the format of this path's clients
     facts: dict[str, Any] = field(default_factory=dict)  # fields that the route adds to the log line
 

@@ -11,16 +11,16 @@ from flashpoint_server.access.admission import Admission
 from flashpoint_server.access.cache_ids import CacheIds
 from flashpoint_server.access.keys import Caller, Keyring
 from flashpoint_server.access.saved_ids import SavedIds
-from flashpoint_server.config.key_file import Right
+from flashpoint_server.config.key_file import Permission
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.config.watch import Watch
 from flashpoint_server.exchange import Exchange
 from flashpoint_server.formats.codec import Codec
-from flashpoint_server.http.sites import Sites
+from flashpoint_server.http.origin_policy import OriginPolicy
 from flashpoint_server.ipc.client import Engines
 from flashpoint_server.ipc.counts import Counts, WorkerGroup
 from flashpoint_server.ipc.memory import Pool
-from flashpoint_server.ipc.messages import DeviceInfo, KeepOwners
+from flashpoint_server.ipc.messages import DeviceInfo, SavedOwners
 from flashpoint_server.ipc.regions import Regions
 from flashpoint_server.observability.lines import LINES
 from flashpoint_server.observability.metrics import Metrics
@@ -56,14 +56,14 @@ class Service:
         self.saved_ids = SavedIds(self.cache_ids)
         # by number, of caches used in this process: their length, and the keys that the last call read for them
         self.cache_lengths: OrderedDict[int, tuple[int, int]] = OrderedDict()
-        self.sites = Sites(settings.allowed_hosts, settings.cors_origins)
+        self.sites = OriginPolicy(settings.allowed_hosts, settings.cors_origins)
         self.admission = Admission(settings, self.counts)
         self.draining = False
         self._working = 0
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def admit(self, exchange: Exchange, right: Right) -> Caller:
+    def admit(self, exchange: Exchange, right: Permission) -> Caller:
         """Return the caller, if its key has `right`. Raises Refusal: 401, 403, or 429 over the key's limits."""
         caller = self.keys.find(exchange.headers)
         exchange.key = caller.name
@@ -73,7 +73,7 @@ class Service:
     def reload_keys(self) -> None:
         """Read the key file again, and free the caches and saved forwards of removed keys."""
         self.keys.reload()
-        self.engine.tell_all(KeepOwners(self.keys.names))
+        self.engine.tell_all(SavedOwners(self.keys.names))
 
     def check_ready(self) -> DeviceInfo:
         """Return the device if the server accepts new work. Raises Refusal 503."""

@@ -9,9 +9,8 @@ from typing import Any, Self, Unpack
 
 import httpx
 
-from flashpoint._calls import caches as _cache_calls
-from flashpoint._calls import service as _calls
-from flashpoint._calls import verification as _proof
+from flashpoint._calls import caches as cache_calls
+from flashpoint._calls import service, verification
 from flashpoint._calls.keywords import Benchmark, CacheSizes
 from flashpoint._calls.service import Call, SavedAttention, asynchronous
 from flashpoint._client import saved as _saved
@@ -57,27 +56,27 @@ class AsyncClient(AsyncAttending, ClientSettings[httpx.AsyncClient]):
 
     async def delete_saved(self, saved: SavedAttention | str) -> None:
         """Free a saved forward. Do nothing if it is gone already."""
-        with _calls.unless_gone():
+        with service.unless_gone():
             await self._call(_saved.delete(saved))
 
     async def cache(self, **shape: Unpack[CacheSizes]) -> AsyncCache:
         """Make a KV cache on the server, which holds the keys and values of one sequence."""
-        return AsyncCache(self, (await self._call(_cache_calls.create(shape)))[0])
+        return AsyncCache(self, (await self._call(cache_calls.create(shape)))[0])
 
     async def caches(self, count: int, **shape: Unpack[CacheSizes]) -> list[AsyncCache]:
         """Make several caches of one shape on one engine, so that one call can use all of them."""
-        return [AsyncCache(self, one) for one in await self._call(_cache_calls.create(shape, count))]
+        return [AsyncCache(self, one) for one in await self._call(cache_calls.create(shape, count))]
 
     async def fork_caches(
         self, caches: Sequence[AsyncCache], lengths: Sequence[int] | None = None, free: Sequence[AsyncCache] = ()
     ) -> list[AsyncCache]:
         """Copy caches, and delete others: all at once, or nothing. Copies share memory until they are written."""
-        return [AsyncCache(self, one) for one in await self._call(_cache_calls.fork(caches, lengths, free))]
+        return [AsyncCache(self, one) for one in await self._call(cache_calls.fork(caches, lengths, free))]
 
     async def delete_caches(self, caches: Sequence[AsyncCache]) -> None:
         """Free the memory of several caches in one call. Caches that are gone already are ignored."""
         try:
-            await self._call(_cache_calls.delete_many(caches))
+            await self._call(cache_calls.delete_many(caches))
         except CacheError:
             for cache in caches:
                 await cache.delete()
@@ -87,7 +86,7 @@ class AsyncClient(AsyncAttending, ClientSettings[httpx.AsyncClient]):
 
     async def benchmark(self, **keywords: Unpack[Benchmark]) -> AsyncBenchmarkRun:
         """Start to time a grid, or a preset, on the server's device."""
-        return AsyncBenchmarkRun(self, (await self._call(_proof.submit(keywords))).id)
+        return AsyncBenchmarkRun(self, (await self._call(verification.submit(keywords))).id)
 
     def benchmark_run(self, id: str) -> AsyncBenchmarkRun:
         """Return a benchmark that was started before. Nothing is sent yet."""
@@ -114,7 +113,7 @@ class AsyncClient(AsyncAttending, ClientSettings[httpx.AsyncClient]):
 
     async def _health(self, path: str) -> bool:
         try:
-            await self._run(self._exchange(_calls.lookup(path), once=True))
+            await self._run(self._exchange(service.lookup(path), once=True))
         except NOT_THERE:
             return False
         return True

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 from numpy.typing import NDArray
 
-from flashpoint._calls import service as _calls
+from flashpoint._calls import service
 from flashpoint._calls.arrays import Array
 from flashpoint._calls.keywords import Gradients, Layers, OfSaved, OverCaches, call
 from flashpoint._calls.service import Call, SavedAttention, asynchronous
@@ -85,7 +85,7 @@ class Attending:
             natural logarithm of the softmax's denominator. With `with_meta` (result, `Meta`). With `save` a
             `SavedAttention`. A query that sees no key has o = 0 and lse = −∞.
         """
-        return self._call(_calls.forward(q, k, v, keywords))
+        return self._call(service.forward(q, k, v, keywords))
 
     @overload
     def attention_grad(
@@ -125,7 +125,7 @@ class Attending:
             (dq, dk, dv), or one tensor for each name in `grads`, in that order, of the shape and dtype of its input.
             With `with_meta` (that, `Meta`).
         """
-        return self._call(_calls.backward(do, q, k, v, keywords))
+        return self._call(service.backward(do, q, k, v, keywords))
 
 
 class AsyncAttending:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, Protocol, Self, Unpack, overload
 
-from flashpoint._calls import caches as _cache_calls
+from flashpoint._calls import caches as cache_calls
 from flashpoint._calls.arrays import Array
 from flashpoint._calls.caches import AnyCache, Described, not_copied
 from flashpoint._calls.keywords import Layer, OfLayer, call
@@ -85,7 +85,7 @@ class Cache(AnyCache):
         Returns:
             As `Client.attention`: o (1, Hq, Sq, Dv), or (o, lse), or (that, `Meta`).
         """
-        return self._client._call(_cache_calls.attend(self, q, k, v, at, keywords))
+        return self._client._call(cache_calls.attend(self, q, k, v, at, keywords))
 
     @call
     def append(self, k: Array, v: Array, *, layer: int = 0, at: int | None = None, layout: str = "bhsd") -> int:
@@ -101,7 +101,7 @@ class Cache(AnyCache):
         Returns:
             The number of tokens of the layer.
         """
-        length: int = self._client._call(_cache_calls.append(self, k, v, layer, at, layout))
+        length: int = self._client._call(cache_calls.append(self, k, v, layer, at, layout))
         return length
 
     def fork(self, length: int | None = None) -> Cache:
@@ -111,7 +111,7 @@ class Cache(AnyCache):
             length: Number of tokens of the copy. None copies all.
         """
         return Cache(
-            self._client, self._client._call(_cache_calls.fork([self], None if length is None else [length], []))[0]
+            self._client, self._client._call(cache_calls.fork([self], None if length is None else [length], []))[0]
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
@@ -124,17 +124,17 @@ class Cache(AnyCache):
         Args:
             length: Number of tokens that stay.
         """
-        done: None = self._client._call(_cache_calls.change(self, "truncate", {"length": length}))
+        done: None = self._client._call(cache_calls.change(self, "truncate", {"length": length}))
         return done
 
     def renew(self) -> None:
         """Start the time to live again, as every call with the cache does."""
-        done: None = self._client._call(_cache_calls.change(self, "renew", {}))
+        done: None = self._client._call(cache_calls.change(self, "renew", {}))
         return done
 
     def refresh(self) -> None:
         """Ask the server for `lengths` and `bytes`, which another client may have changed."""
-        done: None = self._client._call(_cache_calls.look(self))
+        done: None = self._client._call(cache_calls.look(self))
         return done
 
     @call
@@ -148,13 +148,13 @@ class Cache(AnyCache):
         Returns:
             k (1, Hk, S, D) and v (1, Hk, S, Dv) in the cache's dtype; in float32 for a cache in 8 bits.
         """
-        found: tuple[Any, Any] = self._client._call(_cache_calls.tensors(self, layer, like))
+        found: tuple[Any, Any] = self._client._call(cache_calls.tensors(self, layer, like))
         return found
 
     def delete(self) -> None:
         """Free its memory. Do nothing if it is gone already."""
         with unless_gone():
-            self._client._call(_cache_calls.delete(self))
+            self._client._call(cache_calls.delete(self))
 
     def __enter__(self) -> Self:
         return self
@@ -183,7 +183,7 @@ class AsyncCache(AnyCache):
 
     async def fork(self, length: int | None = None) -> AsyncCache:
         """Return a copy. It shares memory with this cache until one of the two is written to."""
-        made = await self._client._call(_cache_calls.fork([self], None if length is None else [length], []))
+        made = await self._client._call(cache_calls.fork([self], None if length is None else [length], []))
         return AsyncCache(self._client, made[0])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AsyncCache:
@@ -204,7 +204,7 @@ class AsyncCache(AnyCache):
     async def delete(self) -> None:
         """Free its memory. Do nothing if it is gone already."""
         with unless_gone():
-            await self._client._call(_cache_calls.delete(self))
+            await self._client._call(cache_calls.delete(self))
 
     async def __aenter__(self) -> Self:
         return self

@@ -9,9 +9,8 @@ from typing import Any, Self, Unpack
 
 import httpx
 
-from flashpoint._calls import caches as _cache_calls
-from flashpoint._calls import service as _calls
-from flashpoint._calls import verification as _proof
+from flashpoint._calls import caches as cache_calls
+from flashpoint._calls import service, verification
 from flashpoint._calls.arrays import Array
 from flashpoint._calls.keywords import Benchmark, CacheSizes, Verify, call
 from flashpoint._calls.results import VerifyReport
@@ -79,7 +78,7 @@ class Client(Attending, ClientSettings[httpx.Client]):
         Args:
             saved: The result of `attention` with `save=True`, or its id.
         """
-        with _calls.unless_gone():
+        with service.unless_gone():
             self._call(_saved.delete(saved))
 
     @call
@@ -91,7 +90,7 @@ class Client(Attending, ClientSettings[httpx.Client]):
         Returns:
             The cache, empty. At the end of a `with` it is deleted.
         """
-        return Cache(self, self._call(_cache_calls.create(shape))[0])
+        return Cache(self, self._call(cache_calls.create(shape))[0])
 
     @call
     def caches(self, count: int, **shape: Unpack[CacheSizes]) -> list[Cache]:
@@ -103,7 +102,7 @@ class Client(Attending, ClientSettings[httpx.Client]):
         Returns:
             The caches, empty.
         """
-        return [Cache(self, one) for one in self._call(_cache_calls.create(shape, count))]
+        return [Cache(self, one) for one in self._call(cache_calls.create(shape, count))]
 
     @call
     def fork_caches(
@@ -119,7 +118,7 @@ class Client(Attending, ClientSettings[httpx.Client]):
         Returns:
             The copies, in the order of `caches`.
         """
-        return [Cache(self, one) for one in self._call(_cache_calls.fork(caches, lengths, free))]
+        return [Cache(self, one) for one in self._call(cache_calls.fork(caches, lengths, free))]
 
     def delete_caches(self, caches: Sequence[Cache]) -> None:
         """Free the memory of several caches in one call. Caches that are gone already are ignored.
@@ -128,7 +127,7 @@ class Client(Attending, ClientSettings[httpx.Client]):
             caches: Caches to delete.
         """
         try:
-            self._call(_cache_calls.delete_many(caches))
+            self._call(cache_calls.delete_many(caches))
         except CacheError:  # the server deleted none of them
             for cache in caches:
                 cache.delete()
@@ -151,7 +150,7 @@ class Client(Attending, ClientSettings[httpx.Client]):
         Returns:
             The errors of each tensor, their bounds, and the verdict `ok`.
         """
-        report: VerifyReport = self._call(_proof.verify(q, k, v, keywords))
+        report: VerifyReport = self._call(verification.verify(q, k, v, keywords))
         return report
 
     @call
@@ -163,7 +162,7 @@ class Client(Attending, ClientSettings[httpx.Client]):
         Returns:
             The benchmark, which runs: `events`, `wait`, `cancel`.
         """
-        return BenchmarkRun(self, self._call(_proof.submit(keywords)).id)
+        return BenchmarkRun(self, self._call(verification.submit(keywords)).id)
 
     def benchmark_run(self, id: str) -> BenchmarkRun:
         """Return a benchmark that was started before. Nothing is sent yet.
@@ -175,7 +174,7 @@ class Client(Attending, ClientSettings[httpx.Client]):
 
     def info(self) -> dict[str, Any]:
         """Return the server's versions, device, backends with their features, limits, and what it holds."""
-        found: dict[str, Any] = self._call(_calls.lookup("/info"))
+        found: dict[str, Any] = self._call(service.lookup("/info"))
         return found
 
     def ready(self) -> bool:
@@ -199,7 +198,7 @@ class Client(Attending, ClientSettings[httpx.Client]):
 
     def _health(self, path: str) -> bool:
         try:
-            self._run(self._exchange(_calls.lookup(path), once=True))
+            self._run(self._exchange(service.lookup(path), once=True))
         except NOT_THERE:
             return False
         return True

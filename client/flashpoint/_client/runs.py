@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterator
 from typing import Any, Protocol
 
-from flashpoint._calls import verification as _proof
+from flashpoint._calls import verification
 from flashpoint._calls.results import BenchmarkJob
 from flashpoint._calls.service import Call, asynchronous
 from flashpoint_contract.schemas.benchmark import BenchmarkEvent
@@ -33,7 +33,7 @@ class BenchmarkRun:
 
     def job(self) -> BenchmarkJob:
         """Return the benchmark as it is now, with the rows that are finished."""
-        job: BenchmarkJob = self._client._call(_proof.job("GET", self.id))
+        job: BenchmarkJob = self._client._call(verification.job("GET", self.id))
         return job
 
     def events(self, after: int = 0) -> Iterator[BenchmarkEvent]:
@@ -55,7 +55,7 @@ class BenchmarkRun:
 
     def cancel(self) -> BenchmarkJob:
         """Stop it, and return it. A benchmark that has ended stays as it is."""
-        job: BenchmarkJob = self._client._call(_proof.job("DELETE", self.id))
+        job: BenchmarkJob = self._client._call(verification.job("DELETE", self.id))
         return job
 
 

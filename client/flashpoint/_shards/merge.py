@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from flashpoint._calls import service as _calls
+from flashpoint._calls import service
 from flashpoint._shards.cut import UNBOUNDED
 from flashpoint._shards.plan import Plan, Shard
 from flashpoint._shards.problem import Numbers, Problem
@@ -47,13 +47,13 @@ class Question:
     def path(self) -> str:
         return "/attention/grad" if "do" in self.tensors else "/attention"
 
-    def call(self, sending: dict[str, Any]) -> _calls.Call:
+    def call(self, sending: dict[str, Any]) -> service.Call:
         tensors = {name: t.swapaxes(1, 2) if self._turned(name) else t for name, t in self.tensors.items()}
         q, k, v = (tensors.pop(name) for name in "qkv")
         keywords = {**tensors, **self.options, **sending, "with_meta": True}
         if "do" in keywords:
-            return _calls.backward(keywords.pop("do"), q, k, v, keywords)
-        return _calls.forward(q, k, v, keywords)
+            return service.backward(keywords.pop("do"), q, k, v, keywords)
+        return service.forward(q, k, v, keywords)
 
     def answers(self, found: Any) -> list[Numbers]:
         """Return the tensors of an answer as views (B,H,S,D)."""

@@ -12,7 +12,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from flashpoint._calls import service as _calls
+from flashpoint._calls import service
 from flashpoint._client.async_client import AsyncClient
 from flashpoint._client.client import Client
 from flashpoint._client.settings import seconds
@@ -27,12 +27,12 @@ T = TypeVar("T")
 class Deadline:
     """The deadline of an operation. Each call gets the time that is left; without a timeout, its client's own."""
 
-    def __init__(self, timeout: Any = _calls.DEFAULT) -> None:
-        self._given = timeout is not _calls.DEFAULT
+    def __init__(self, timeout: Any = service.DEFAULT) -> None:
+        self._given = timeout is not service.DEFAULT
         given = seconds(timeout) if self._given else None
         self._end = None if given is None else time.monotonic() + given
 
-    def timed(self, ask: PartCall) -> _calls.Call:
+    def timed(self, ask: PartCall) -> service.Call:
         if not self._given:
             return ask.call
         left = None if self._end is None else max(self._end - time.monotonic(), 1e-6)

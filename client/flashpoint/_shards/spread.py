@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
-from flashpoint._calls import caches as _cache_calls
-from flashpoint._calls import service as _calls
+from flashpoint._calls import caches as cache_calls
+from flashpoint._calls import service
 from flashpoint._calls.arrays import Array, to_like, to_numpy
 from flashpoint._calls.caches import AnyCache
 from flashpoint._calls.keywords import CacheSizes
@@ -76,7 +76,7 @@ class Spread:
     """The parts of a cache, and the length of each layer."""
 
     def __init__(self, urls: Sequence[str], asked: Mapping[str, Any]) -> None:
-        shape = _calls.plain(dict(asked))
+        shape = service.plain(dict(asked))
         span = shape.pop("span", SPAN)
         if type(span) is not int or span < 1:
             raise invalid("span", "must be a number of tokens, 1 or more")
@@ -103,11 +103,11 @@ class Spread:
         if not missing:
             return
         results = yield Round(
-            [PartCall(self.server(part), _cache_calls.create(self._shape)) for part in missing], whole=True
+            [PartCall(self.server(part), cache_calls.create(self._shape)) for part in missing], whole=True
         )
         made = [AnyCache(found[0]) for found in results if not isinstance(found, FlashpointError)]
         if len(made) < len(results):
-            yield from _freed([PartCall(self.server(part), _cache_calls.delete(cache))
+            yield from _freed([PartCall(self.server(part), cache_calls.delete(cache))
                                for part, cache in zip(_good(missing, results), made, strict=True)])  # fmt: skip
             raise _first(results)
         self.parts += made
@@ -125,7 +125,7 @@ class Spread:
 
     def _cut(self, part: int, layer: int, length: int) -> PartCall:
         k, v = (np.zeros((heads, 0, dim), self._dtype) for heads, dim in self._sizes(layer))
-        return PartCall(self.server(part), _cache_calls.append(self.parts[part], k, v, layer, length, "bhsd"))
+        return PartCall(self.server(part), cache_calls.append(self.parts[part], k, v, layer, length, "bhsd"))
 
     def _sizes(self, layer: int) -> list[tuple[int, int]]:
         """Return (heads, dimension) of k, and of v."""
@@ -166,7 +166,7 @@ class Spread:
             start, stop = max(place, first), min(behind, first + span)
             if start < stop:
                 k, v = tokens.between(start - place, stop - place)
-                asks[part] = PartCall(self.server(part), _cache_calls.append(cache, k, v, layer, start - first, "bhsd"))
+                asks[part] = PartCall(self.server(part), cache_calls.append(cache, k, v, layer, start - first, "bhsd"))
             elif self._held(part, layer) > max(0, behind - first):
                 asks[part] = self._cut(part, layer, max(0, behind - first))
         yield from self._writing(layer, place, asks)
@@ -187,7 +187,7 @@ class Spread:
         self, q: Array, k: Array | None, v: Array | None, at: int | None, keywords: dict[str, Any]
     ) -> Steps[Any]:
         """Return what `Cache.attention` returns: o or (o, lse). With `with_meta`, return (that, list of `Part`)."""
-        _calls._refuse(keywords, _calls._BACKWARD_ONLY)
+        service._refuse(keywords, service._BACKWARD_ONLY)
         with_meta, layer = keywords.pop("with_meta", False), keywords.pop("layer", 0)
         sending: dict[str, Any] = {name: keywords.pop(name) for name in ("priority", "request_id") if name in keywords}
         call = Queries.of(q, keywords)
@@ -238,7 +238,7 @@ class Spread:
         if tokens is not None:
             k, v = tokens.in_layout(question.call.options.layout)
             given["at"] = [at]
-        return PartCall(self.server(question.place), _calls.forward(question.q, k, v, given))
+        return PartCall(self.server(question.place), service.forward(question.q, k, v, given))
 
     def _part(self, question: SpanQuestion, meta: Meta) -> Part:
         """Return the `Part` of an answer. Raises ProtocolError if the part's length is wrong."""
@@ -255,7 +255,7 @@ class Spread:
         place = length - (kept - 1) * self.span
         if any(self._held(kept - 1, layer) > place for layer in range(len(self.lengths))):
             last = PartCall(
-                self.server(kept - 1), _cache_calls.change(self.parts[kept - 1], "truncate", {"length": place})
+                self.server(kept - 1), cache_calls.change(self.parts[kept - 1], "truncate", {"length": place})
             )
             yield Round([last])
         self.lengths = [min(own, length) for own in self.lengths]
@@ -263,7 +263,7 @@ class Spread:
         gone, self.parts = self.parts[kept:], self.parts[:kept]
         if gone:
             yield from _freed(
-                [PartCall(self.server(kept + n), _cache_calls.delete(cache)) for n, cache in enumerate(gone)]
+                [PartCall(self.server(kept + n), cache_calls.delete(cache)) for n, cache in enumerate(gone)]
             )
 
     def _kept(self, length: int) -> int:
@@ -280,13 +280,13 @@ class Spread:
         for layer in {layer for _, layer in self._unsure}:
             yield from self._mend(layer)
         ends = [min(self.span, end - part * self.span) for part in range(len(sources))]
-        calls = [_cache_calls.fork([cache], [own], []) for cache, own in zip(sources, ends, strict=True)]
+        calls = [cache_calls.fork([cache], [own], []) for cache, own in zip(sources, ends, strict=True)]
         results = yield Round([PartCall(self.server(part), call) for part, call in enumerate(calls)], whole=True)
         copy = Spread(self.urls, {**self._shape, "span": self.span})
         copy.parts = [AnyCache(found[0]) for found in results if not isinstance(found, FlashpointError)]
         if len(copy.parts) < len(results):
             made = zip(_good(range(len(results)), results), copy.parts, strict=True)
-            yield from _freed([PartCall(self.server(part), _cache_calls.delete(cache)) for part, cache in made])
+            yield from _freed([PartCall(self.server(part), cache_calls.delete(cache)) for part, cache in made])
             raise _first(results)
         copy.lengths = [min(own, end) for own in self.lengths]
         return copy
@@ -294,12 +294,12 @@ class Spread:
     def renew(self) -> Steps[None]:
         """Start the time to live of every part again."""
         yield Round(
-            [PartCall(self.server(n), _cache_calls.change(cache, "renew", {})) for n, cache in enumerate(self.parts)]
+            [PartCall(self.server(n), cache_calls.change(cache, "renew", {})) for n, cache in enumerate(self.parts)]
         )
 
     def delete(self) -> Steps[None]:
         """Delete every part. Raises the error of a server that could not be reached."""
-        yield from _freed([PartCall(self.server(n), _cache_calls.delete(cache)) for n, cache in enumerate(self.parts)])
+        yield from _freed([PartCall(self.server(n), cache_calls.delete(cache)) for n, cache in enumerate(self.parts)])
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import structlog
 
 from flashpoint_server.access.limits import Quota, Spent
-from flashpoint_server.config.key_file import RIGHTS, KeyEntry, Right, read
+from flashpoint_server.config.key_file import RIGHTS, KeyEntry, Permission, read
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.ipc.counts import WorkerGroup
 from flashpoint_server.refusal import Refusal
@@ -22,10 +22,10 @@ class Caller(NamedTuple):
     """The owner of an API key. `name` is the name of the key and not secret; it is '' if the server has no keys."""
 
     name: str
-    rights: frozenset[Right]
+    rights: frozenset[Permission]
     quota: Quota | None = None
 
-    def use(self, right: Right) -> None:
+    def use(self, right: Permission) -> None:
         """Count one call that needs `right`.
 
         Raises Refusal: 403, which does not name the right, or 429 over the limits.

@@ -17,8 +17,8 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-Right = Literal["attention", "verify", "benchmark", "info", "metrics", "admin"]
-RIGHTS: tuple[Right, ...] = get_args(Right)
+Permission = Literal["attention", "verify", "benchmark", "info", "metrics", "admin"]
+RIGHTS: tuple[Permission, ...] = get_args(Permission)
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")  # used unchanged in logs, metric labels and file names
@@ -33,7 +33,7 @@ class KeyEntry(BaseModel):
     """SHA-256 of the key, in hexadecimal"""
     previous_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None = None
     """SHA-256 of the key that this one replaces: it is valid, too, until this line is removed"""
-    rights: Annotated[frozenset[Right], Field(min_length=1)]
+    rights: Annotated[frozenset[Permission], Field(min_length=1)]
     """calls that the key may make"""
     requests_per_second: Rate | None = None
     """maximum requests of any kind a second"""

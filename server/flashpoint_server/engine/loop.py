@@ -26,9 +26,9 @@ import structlog
 
 from flashpoint_server.engine.caches.cache import StoredCache
 from flashpoint_server.engine.execution.executor import Executor
-from flashpoint_server.engine.scheduling.entry import Peer, accept
+from flashpoint_server.engine.scheduling.entry import Worker, accept
 from flashpoint_server.engine.scheduling.scheduler import Scheduler
-from flashpoint_server.engine.scheduling.tasks import Slice, Task
+from flashpoint_server.engine.scheduling.tasks import BenchmarkSlice, Task
 from flashpoint_server.engine.state.saved import SavedForward
 from flashpoint_server.ipc.messages import (
     Attach,
@@ -39,7 +39,7 @@ from flashpoint_server.ipc.messages import (
     FromEngine,
     Hello,
     Holding,
-    KeepOwners,
+    SavedOwners,
     Submit,
     ToEngine,
     Unmapped,
@@ -91,7 +91,7 @@ class EngineLoop:
         self._scheduler = scheduler
         self._executor = executor
         self._lock = scheduler.lock
-        self._peers: list[Peer] = []
+        self._peers: list[Worker] = []
         self._stopping = False
         self._incarnation = secrets.randbits(63)
         self._held = 0, 0, 0, 0  # as last sent to the peers
@@ -210,7 +210,7 @@ class EngineLoop:
                 self._let_go(entry.peer)
             if self._unseen:  # the listening thread sends the counts, and plans the next expiry
                 self._waker.wake()
-            if isinstance(task, Slice):
+            if isinstance(task, BenchmarkSlice):
                 self._tell_all(task.plugin.conclude())
                 if task.plugin.suspect:
                     self._executor.end_if_lost(by=task.plugin.name)
@@ -234,7 +234,7 @@ class EngineLoop:
             if (sock := accept(self._listener)) is None:
                 return
             device = self._executor.device
-            peer = Peer(Channel(sock, ToEngine), device)
+            peer = Worker(Channel(sock, ToEngine), device)
             peer.channel.send(Hello(device.info, os.getpid(), self._incarnation))
             peer.channel.send(Holding(*self._held))
             self._selector.register(peer.channel, selectors.EVENT_READ, peer)
@@ -244,7 +244,7 @@ class EngineLoop:
                     for said in plugin.history():
                         peer.send(said)
 
-    def _hear(self, peer: Peer) -> None:
+    def _hear(self, peer: Worker) -> None:
         try:
             while True:
                 message, descriptors = peer.channel.receive()
@@ -258,11 +258,11 @@ class EngineLoop:
             log.exception("peer dropped")
             self._forget(peer)
 
-    def _take_in(self, peer: Peer, message: ToEngine, descriptors: Sequence[int]) -> None:
+    def _take_in(self, peer: Worker, message: ToEngine, descriptors: Sequence[int]) -> None:
         match message:
             case Submit():
                 self._scheduler.admit(message, peer)
-            case KeepOwners():
+            case SavedOwners():
                 self._executor.device.ledger.keep_owners(message.names)
             case Forget():
                 self._executor.device.saved.drop(message.serial)
@@ -277,7 +277,7 @@ class EngineLoop:
                 for plugin in self._scheduler.plugins:
                     self._tell_all(plugin.hear(message))
 
-    def _attach(self, peer: Peer, message: Attach, descriptors: Sequence[int]) -> None:
+    def _attach(self, peer: Worker, message: Attach, descriptors: Sequence[int]) -> None:
         try:
             if not descriptors:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -292,7 +292,7 @@ class EngineLoop:
             for one in said:
                 peer.send(one)
 
-    def _forget(self, peer: Peer) -> None:
+    def _forget(self, peer: Worker) -> None:
         """Remove an HTTP process that has disconnected, with its requests."""
         with self._lock:
             self._scheduler.forget(peer)
@@ -300,7 +300,7 @@ class EngineLoop:
             self._selector.unregister(peer.channel)
             self._let_go(peer)
 
-    def _let_go(self, peer: Peer) -> None:
+    def _let_go(self, peer: Worker) -> None:
         """Close the channel of a removed peer when nothing runs in its memory: this tells the peer so."""
         if peer not in self._peers and not peer.running:
             peer.close()

@@ -55,7 +55,7 @@ def main(start: Callable[[str], TorchDevice] | None = None) -> int:
     die_with_parent(asked.parent)
     raise_descriptor_limit()
     logs.configure(asked.log_format, asked.log_level)
-    from flashpoint_server.engine import proof  # imports torch, which takes seconds
+    from flashpoint_server.engine import self_test  # imports torch, which takes seconds
     from flashpoint_server.engine.benchmarks.jobs import BenchmarkJobs
     from flashpoint_server.engine.caches.store import CacheStore
     from flashpoint_server.engine.execution.device import DeviceMissingError
@@ -67,9 +67,9 @@ def main(start: Callable[[str], TorchDevice] | None = None) -> int:
 
     listener = socket.socket(fileno=asked.listener)
     try:
-        device = (start or proof.start)(asked.device)
+        device = (start or self_test.start)(asked.device)
     except Exception as error:
-        if proof.may_pass(error):
+        if self_test.may_pass(error):
             log.exception("cannot start", device=asked.device)
             return 1
         missing = isinstance(error, DeviceMissingError)  # a setting is wrong: a traceback would not help

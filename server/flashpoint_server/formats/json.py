@@ -15,7 +15,7 @@ from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.codec import Arrays, Codec
 from flashpoint_server.formats.message import Format, TensorMessage, read_text
 from flashpoint_server.http.body import RequestBody
-from flashpoint_server.http.places import Part
+from flashpoint_server.http.body_buffer import Part
 from flashpoint_server.ipc.job import AttentionJob, JobResult
 from flashpoint_server.refusal import Refusal, invalid
 

@@ -18,7 +18,7 @@ from flashpoint_contract.tensors import TensorInfo, refusals
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.codec import Codec
 from flashpoint_server.http.body import RequestBody
-from flashpoint_server.http.places import Part
+from flashpoint_server.http.body_buffer import Part
 from flashpoint_server.ipc.job import AttentionJob, JobResult
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import Price, price_of

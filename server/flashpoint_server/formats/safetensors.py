@@ -15,7 +15,7 @@ from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.codec import Codec
 from flashpoint_server.formats.message import Choose, Format, RequestPlan, TensorMessage
 from flashpoint_server.http.body import RequestBody
-from flashpoint_server.http.places import Part
+from flashpoint_server.http.body_buffer import Part
 from flashpoint_server.ipc.job import AttentionJob, JobResult
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.staging import Layout

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from starlette.types import Receive, Scope
 
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.http.places import Places
+from flashpoint_server.http.body_buffer import BodyBuffer
 from flashpoint_server.http.protocol import EXTENSION, GRACE, Direct
 from flashpoint_server.refusal import Refusal, out_of_time
 
@@ -111,7 +111,7 @@ class RequestBody:
         On our own server the data goes directly from the socket into `places`; on others, chunk by chunk. Raises like
         `next`, and Refusal 400 if the sizes differ.
         """
-        waiting = Places(places)
+        waiting = BodyBuffer(places)
         if len(head) > waiting.left:
             raise _too_long()
         waiting.copy(memoryview(head))
@@ -126,7 +126,7 @@ class RequestBody:
         if waiting.left:
             raise Refusal("malformed_body", "the body ends before the end of its last tensor")
 
-    async def _receive_directly(self, direct: Direct, places: Places) -> None:
+    async def _receive_directly(self, direct: Direct, places: BodyBuffer) -> None:
         before, began = self._received - places.filled_bytes, time.monotonic()
         loop = asyncio.get_running_loop()
         over: asyncio.Future[None] = loop.create_future()  # received or given up

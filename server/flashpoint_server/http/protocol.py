@@ -22,10 +22,10 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from flashpoint_server.exchange import FIELDS, combined
+from flashpoint_server.http.body_buffer import BodyBuffer, Part, pieces
 from flashpoint_server.http.ending import Closing, EndingProtocol
 from flashpoint_server.http.heads import HEAD_BYTES, too_large, with_host_of, wrong
 from flashpoint_server.http.persistence import answering, persistence
-from flashpoint_server.http.places import Part, Places, pieces
 from flashpoint_server.refusal import Refusal
 
 EXTENSION = "flashpoint.direct"
@@ -247,7 +247,7 @@ class Direct:
         self._cycle = http.cycle
         self._received: asyncio.Future[None] | None = None
 
-    def receive(self, places: Places) -> asyncio.Future[None]:
+    def receive(self, places: BodyBuffer) -> asyncio.Future[None]:
         """Receive the rest of the body, which ASGI's `receive` has not delivered, into `places` of that size.
 
         The future is done when all has arrived; it raises ConnectionError if the client disconnects first. A reader
@@ -388,7 +388,7 @@ class _Parsing(_State):
 class _Receiver(_State):
     """The state in which every read goes directly into `places`."""
 
-    def __init__(self, http: HttpProtocol, places: Places, received: asyncio.Future[None]) -> None:
+    def __init__(self, http: HttpProtocol, places: BodyBuffer, received: asyncio.Future[None]) -> None:
         super().__init__(http)
         self._places = places
         self._received = received

@@ -41,7 +41,7 @@ class CacheShape(msgspec.Struct, frozen=True, array_like=True):
 LayerSizes = tuple[int, int, int, str]  # flashpoint_contract.caches.LayerShape
 
 
-class Held(msgspec.Struct, frozen=True, array_like=True):
+class CacheRef(msgspec.Struct, frozen=True, array_like=True):
     """The caches of `owner` for a Submit. It writes its k and v at their ends, or at the positions `at`.
 
     `key` is the idempotency key, or "". `quota` is the maximum number of bytes for the owner; None means no limit.
@@ -59,7 +59,7 @@ class Held(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Save(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Save a forward of `nbytes`. `quota` is as in `Held`; `head` describes the forward (access/saved_ids.py)."""
+    """Save a forward of `nbytes`. `quota` is as in `CacheRef`; `head` describes the forward (access/saved_ids.py)."""
 
     owner: str
     quota: int | None
@@ -76,7 +76,7 @@ class Recall(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class AttentionCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Compute attention or its gradients on `backend`; with `held`, over caches.
+    """Compute attention or its gradients on `backend`; with `cache_ref`, over caches.
 
     `saved` is set if the forward is to be saved, or if the gradients are those of a saved forward.
     """
@@ -84,7 +84,7 @@ class AttentionCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
     direction: Direction
     options: msgspec.Raw  # packed Options; equal ones are decoded once: see `read_options`
     backend: str
-    held: Held | None = None
+    cache_ref: CacheRef | None = None
     saved: Save | Recall | None = None
 
     @property
@@ -100,8 +100,8 @@ class AttentionCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
     @property
     def serials(self) -> tuple[int, ...]:
         """The caches, or the saved forward, that the job uses."""
-        if self.held is not None:
-            return self.held.caches
+        if self.cache_ref is not None:
+            return self.cache_ref.caches
         return () if self.recall is None else (self.recall.serial,)
 
     @property
@@ -197,7 +197,7 @@ CacheOperation = (
 
 
 class CacheCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Do something with caches that computes nothing. The other fields are as in `Held`; each cache is named once."""
+    """Do something with caches that computes nothing. Other fields are as in `CacheRef`; each cache is named once."""
 
     owner: str
     operation: CacheOperation

@@ -44,17 +44,17 @@ from flashpoint_server.ipc.messages import (
     JobEvent,
     JobNews,
     JobOpened,
-    KeepOwners,
-    Proven,
-    Proving,
+    Reply,
+    SavedOwners,
+    StartBenchmark,
     StopJob,
-    Time,
     ToEngine,
-    Told,
     Unmapped,
+    Verified,
+    VerifyProgressed,
 )
-from flashpoint_server.ipc.pace import Pace
 from flashpoint_server.ipc.price import PASSED
+from flashpoint_server.ipc.service_rate import ServiceRate
 from flashpoint_server.refusal import Refusal
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
@@ -124,7 +124,7 @@ class Engine:
         self.incarnation = 0  # of the ready engine
         self.before: set[int] = set()  # incarnations of engines that died
         self.holding = Holding(0, 0)
-        self.pace = Pace()
+        self.pace = ServiceRate()
         self.load = 0.0  # predicted seconds of all unanswered jobs
         self._address = address
         self._channel: Channel[FromEngine] | None = None
@@ -192,7 +192,7 @@ class Engine:
         if self._sent.get(sent.number) is sent:
             self._send(Cancel(sent.number))
 
-    def tell(self, message: Time | StopJob | KeepOwners | Forget) -> None:
+    def tell(self, message: StartBenchmark | StopJob | SavedOwners | Forget) -> None:
         """Send a message about benchmarks, about owners of caches, or about a saved forward to free."""
         self._send(message)
 
@@ -241,7 +241,7 @@ class Engine:
                     self._died()
                     return
                 match message:
-                    case Done() | Failed() | Proven() | Told():
+                    case Done() | Failed() | Verified() | Reply():
                         self._settle(message)
                     case Hello() if self.device is not None and message.device.name != self.device.name:
                         # Waiting jobs were planned for the first device, and a CPU must not replace a GPU silently.
@@ -256,7 +256,7 @@ class Engine:
                         self._ready()
                     case Broken():
                         self.state, self.failure = State.FAILED, message.reason
-                    case Proving():
+                    case VerifyProgressed():
                         self._proceeds(message)
                     case JobOpened() | JobEvent() | JobDropped():
                         for listener in self._listeners:
@@ -268,17 +268,17 @@ class Engine:
                     case Unmapped():
                         self._attached.discard(message.segment)
 
-    def _proceeds(self, message: Proving) -> None:
+    def _proceeds(self, message: VerifyProgressed) -> None:
         sent = self._sent[message.id]
         if sent.job.progress is not None and not sent.future.done():
             sent.job.progress(message.progress)
 
-    def _settle(self, message: Done | Failed | Proven | Told) -> None:
+    def _settle(self, message: Done | Failed | Verified | Reply) -> None:
         match message:
-            case Told(more=True):
+            case Reply(more=True):
                 self._sent[message.id].told += message.caches
                 return
-            case Told():
+            case Reply():
                 self._sent[message.id].told += message.caches
         sent = self._sent.pop(message.id)
         self._let_go(sent)
@@ -295,9 +295,9 @@ class Engine:
                     self.tell(Forget(saved))  # the caller has disconnected
                 sent.job.timings.copy_in, sent.job.timings.copy_out = message.copy_in, message.copy_out
                 result = JobResult(message.metadata, message.batch_size, message.launch, incarnation=self.incarnation)
-            case Proven():
+            case Verified():
                 result = JobResult({}, 1, report=message.report)
-            case Told():
+            case Reply():
                 result = JobResult({}, 1, caches=tuple(sent.told), saved=tuple(message.saved))
         if not future.done():
             sent.job.timings.compute, sent.job.timings.encode = message.began, message.ended
@@ -446,7 +446,7 @@ class Engines:
         """Return the incarnations of the ready engines."""
         return [engine.incarnation for engine in self._ready()]
 
-    def tell_all(self, message: KeepOwners) -> None:
+    def tell_all(self, message: SavedOwners) -> None:
         """Send a message to every ready engine."""
         for engine in self._ready():
             engine.tell(message)

@@ -84,7 +84,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     deadline: float | None
 
 
-class KeepOwners(msgspec.Struct, frozen=True, tag=True):
+class SavedOwners(msgspec.Struct, frozen=True, tag=True):
     """To the engine: the owners that still have API keys. The engine frees what other owners hold."""
 
     names: list[str]
@@ -96,7 +96,7 @@ class Forget(msgspec.Struct, frozen=True, tag=True):
     serial: int
 
 
-class Time(msgspec.Struct, frozen=True, tag=True):
+class StartBenchmark(msgspec.Struct, frozen=True, tag=True):
     """To the engine: run the BenchmarkRequest `request` (in JSON) as the job `job`, for `owner`.
 
     Every HTTP process receives `JobOpened`, and then a `JobEvent` for each event of the job.
@@ -214,7 +214,7 @@ class Unmapped(msgspec.Struct, frozen=True, tag=True):
     segment: int
 
 
-class Proving(msgspec.Struct, frozen=True, tag=True):
+class VerifyProgressed(msgspec.Struct, frozen=True, tag=True):
     """From the engine: progress of a verification.
 
     `progress` is a VerifyProgress in JSON; the first one means "started".
@@ -224,7 +224,7 @@ class Proving(msgspec.Struct, frozen=True, tag=True):
     progress: bytes
 
 
-class Proven(msgspec.Struct, frozen=True, tag=True):
+class Verified(msgspec.Struct, frozen=True, tag=True):
     """From the engine: the VerifyReport of a verification, in JSON. Times are as in `Done`."""
 
     id: int
@@ -233,7 +233,7 @@ class Proven(msgspec.Struct, frozen=True, tag=True):
     ended: float
 
 
-class Told(msgspec.Struct, frozen=True, tag=True):
+class Reply(msgspec.Struct, frozen=True, tag=True):
     """From the engine: the answer to a CacheCall or a SavedCall. Times are as in `Done`.
 
     After a message with `more`, another one follows.
@@ -249,7 +249,7 @@ class Told(msgspec.Struct, frozen=True, tag=True):
     @classmethod
     def parts(
         cls, id: int, caches: Sequence[CacheRecord], saved: list[SavedRecord], began: float, ended: float
-    ) -> Iterator[Told]:
+    ) -> Iterator[Reply]:
         """Yield the answer about `caches` in messages that fit the socket. `saved` is in the last one."""
         most = max((one.shape.layers for one in caches), default=0)
         count = max(1, LARGEST_MESSAGE // 2 // (_RECORD + _RECORD_LAYER * most))
@@ -296,8 +296,8 @@ class JobDropped(msgspec.Struct, frozen=True, tag=True):
 
 
 JobNews = JobOpened | JobEvent | JobDropped
-ToEngine = Attach | Detach | Submit | KeepOwners | Forget | Time | StopJob | Cancel
-FromEngine = Hello | Broken | Done | Failed | Unmapped | Proving | Proven | Told | Holding | JobNews
+ToEngine = Attach | Detach | Submit | SavedOwners | Forget | StartBenchmark | StopJob | Cancel
+FromEngine = Hello | Broken | Done | Failed | Unmapped | VerifyProgressed | Verified | Reply | Holding | JobNews
 
 Incoming = TypeVar("Incoming")
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from flashpoint_contract.schemas import jsonwire
 from flashpoint_server.formats.codec import Codec
 from flashpoint_server.formats.safetensors import OCTETS
-from flashpoint_server.http.places import Part
+from flashpoint_server.http.body_buffer import Part
 from flashpoint_server.ipc.job import AttentionJob, JobResult
 from flashpoint_server.ipc.memory import ALIGNMENT
 from flashpoint_server.ipc.regions import RegionSlice

@@ -22,7 +22,7 @@ from flashpoint_server.oip.message import InferMessage
 from flashpoint_server.oip.models import VERSION, Model
 from flashpoint_server.oip.statistics import Statistics
 from flashpoint_server.refusal import Refusal, invalid
-from flashpoint_server.routes.pipeline import RouteRequest, admit, authorize, begin, compute, sooner, write
+from flashpoint_server.routes.pipeline import RouteRequest, admit, authorize, begin, compute, earlier, write
 
 HEAD_LENGTH = "inference-header-content-length"
 
@@ -81,7 +81,7 @@ async def infer(request: RouteRequest, model: Model, statistics: Statistics) -> 
     begin(request)
     message = await _read(request)
     head = message.head
-    request.body.deadline = sooner(request.body.deadline, head.deadline(request.service.settings))
+    request.body.deadline = earlier(request.body.deadline, head.deadline(request.service.settings))
     request.priority = max(request.priority, head.priority)
     job, answer = await compute(request, message, model.direction, message.numbers)
     parts, fields = await encode(model.name, VERSION, head.id, head.wanted(job.spec), job, answer, codec)

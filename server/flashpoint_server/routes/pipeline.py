@@ -22,14 +22,14 @@ from flashpoint_contract.tensors import TensorInfo
 from flashpoint_kernels.dispatching.support import choose_backend
 from flashpoint_server.access.admission import Permit, check_size
 from flashpoint_server.access.keys import Caller
-from flashpoint_server.config.key_file import Right
+from flashpoint_server.config.key_file import Permission
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.exchange import Exchange, Timings, Way
+from flashpoint_server.exchange import Exchange, LaunchInfo, Timings
 from flashpoint_server.formats.message import Format, RequestPlan, TensorMessage, text_bytes
 from flashpoint_server.http.body import ClientGoneError, RequestBody
+from flashpoint_server.http.body_buffer import Part
 from flashpoint_server.http.envelope import REPLICA_FIELD, send_refusal
-from flashpoint_server.http.places import Part
-from flashpoint_server.ipc.bodies import AttentionCall, Held, Recall, Save, pack_options
+from flashpoint_server.ipc.bodies import AttentionCall, CacheRef, Recall, Save, pack_options
 from flashpoint_server.ipc.job import AttentionJob, Job, JobResult
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import Price, price_of
@@ -42,7 +42,7 @@ J = TypeVar("J", bound=Job[Any])
 _DIGITS = 15  # maximum digits of milliseconds: 30,000 years, more than any setting
 
 
-class Ending:
+class Cleanup:
     """A context that makes calls at its end, the last one first. It takes a third of the time of an ExitStack."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Ending:
         """Call `call` at the end."""
         self._calls.append(lambda _: call())
 
-    def __enter__(self) -> Ending:
+    def __enter__(self) -> Cleanup:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -80,7 +80,7 @@ class RouteRequest:
     body: RequestBody
     receive: Receive
     send: Send
-    inside: Ending
+    inside: Cleanup
     query: str = ""
     caller: Caller | None = None
     device: DeviceInfo | None = None
@@ -113,7 +113,7 @@ class Route:
         exchange, query = Exchange.of(scope), scope["query_string"].decode("latin-1")
         body = self._body(scope, receive, exchange.headers, self._service.settings)
         try:
-            with Ending() as inside:
+            with Cleanup() as inside:
                 await self._handle(RouteRequest(self._service, exchange, body, receive, send, inside, query))
         except Refusal as refusal:
             await _refuse(send, exchange, refusal, body)
@@ -137,7 +137,7 @@ async def _refuse(send: Send, exchange: Exchange, refusal: Refusal, body: Reques
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-def authorize(request: RouteRequest, right: Right) -> Caller:
+def authorize(request: RouteRequest, right: Permission) -> Caller:
     """Find the caller and check that it has `right`. Raises Refusal 401, 403 and 429."""
     request.caller = request.service.admit(request.exchange, right)
     return request.caller
@@ -221,14 +221,14 @@ async def carry_out(
     text: list[TensorInfo],
     nbytes: int,
     *,
-    held: Held | None = None,
+    cache_ref: CacheRef | None = None,
     saved: Callable[[Mapping[str, Any]], Save | Recall | None] = lambda _: None,
     **engine: Any,
 ) -> tuple[AttentionJob, JobResult]:
     """Admit, stage and submit a planned problem.
 
-    `text` are the outputs to send as text. `nbytes` is the size of all tensors that are staged. `held` are the caches
-    of a call over caches. `saved` makes `AttentionCall.saved` from the values of the index tensors. `engine` are the
+    `text` are the outputs to send as text. `nbytes` is the size of all tensors that are staged. `cache_ref` names the
+    caches of a call over caches. `saved` makes `AttentionCall.saved` from the values of the index tensors. `engine` are the
     fields of `Job` that say which engine must compute it. Raises Refusal and ClientGoneError.
     """
     service, body = request.service, request.body
@@ -245,10 +245,10 @@ async def carry_out(
     staging = stage(request, layout)
     await message.receive(body, staging.views(staging.inputs))
     index = staging.index()
-    if index and held is None:  # the body contained the lengths
+    if index and cache_ref is None:  # the body contained the lengths
         permit.correct(price_of(spec, backend, device, index))
     request.exchange.facts.update(backend=backend, shapes=layout.shapes)
-    asked = AttentionCall(spec.direction, pack_options(spec.options), backend, held, saved(index))
+    asked = AttentionCall(spec.direction, pack_options(spec.options), backend, cache_ref, saved(index))
     job = make_job(request, asked, staging, permit.price, partial(AttentionJob, spec=spec, **engine))
     return job, await submit(request, job)
 
@@ -306,7 +306,7 @@ async def write(
     for name, ms in durations.items():
         exchange.facts[f"{name}_ms"] = ms
     exchange.facts["batch_size"] = answer.batch_size
-    exchange.way = Way(job.body.backend, answer.batch_size, answer.launch, timings)
+    exchange.way = LaunchInfo(job.body.backend, answer.batch_size, answer.launch, timings)
     said = {
         **fields,
         "x-backend": job.body.backend,
@@ -353,7 +353,7 @@ def deadline_of(headers: Mapping[str, str], settings: Settings) -> float | None:
     return time.monotonic() + ms / 1000 if ms else None
 
 
-def sooner(one: float | None, other: float | None) -> float | None:
+def earlier(one: float | None, other: float | None) -> float | None:
     """Return the earlier of two deadlines. None means no deadline."""
     return min((deadline for deadline in (one, other) if deadline is not None), default=None)
 

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
 from flashpoint_server.engine.scheduling import entry
-from flashpoint_server.engine.scheduling.entry import Peer
+from flashpoint_server.engine.scheduling.entry import Worker
 from flashpoint_server.ipc.messages import Cancel, Channel, FromEngine, ToEngine, Unmapped
 
 
@@ -27,8 +27,8 @@ def test_a_peer_that_reads_nothing_is_dropped_and_told_only_when_its_memory_is_f
     pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs, ours = Channel(pair[0], FromEngine), Channel(pair[1], ToEngine)
     theirs.send(Cancel(7))
-    peer = Peer(ours, pinning=None)
-    while not peer.deaf:
+    peer = Worker(ours, pinning=None)
+    while not peer.not_reading:
         peer.send(Unmapped(0))
     assert ours.receive() == (Cancel(7), [])
     assert select.select([ours], [], [], 240)[0]

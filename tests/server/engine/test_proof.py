@@ -6,7 +6,7 @@ pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
 from flashpoint_kernels.tiled_backend import tiles
 from flashpoint_server.engine.execution.device import TorchDevice
-from flashpoint_server.engine.proof import may_pass, prove
+from flashpoint_server.engine.self_test import may_pass, prove
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])

@@ -1,10 +1,10 @@
 """The store remembers answers of each owner within bounds, and fairly."""
 
-from flashpoint_server.engine.state.remembered import Remembered
+from flashpoint_server.engine.state.owner_lru import OwnerLru
 
 
 def test_the_owner_with_the_most_loses_the_oldest():
-    remembered = Remembered(6)
+    remembered = OwnerLru(6)
     remembered.put("bob", "only", 1)
     for number in range(20):
         remembered.put("alice", number, number)
@@ -14,7 +14,7 @@ def test_the_owner_with_the_most_loses_the_oldest():
 
 
 def test_weights_count():
-    remembered = Remembered(6)
+    remembered = OwnerLru(6)
     remembered.put("bob", "a", 1, 2)
     remembered.put("alice", "b", 2, 4)
     remembered.put("alice", "c", 3, 1)
@@ -23,7 +23,7 @@ def test_weights_count():
 
 
 def test_what_is_old_is_forgotten():
-    remembered = Remembered(10)
+    remembered = OwnerLru(10)
     for number in range(4):
         remembered.put("alice", number, number)
         remembered.put("bob", number, number + 2)

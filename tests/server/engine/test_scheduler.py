@@ -14,16 +14,16 @@ from flashpoint_contract.options import Options
 from flashpoint_server.engine.caches.cache import Terms
 from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.engine.scheduling import scheduler as module
-from flashpoint_server.engine.scheduling.entry import Peer
+from flashpoint_server.engine.scheduling.entry import Worker
 from flashpoint_server.engine.scheduling.scheduler import Scheduler
-from flashpoint_server.engine.scheduling.tasks import Ask, Compute, Cut, Launch, Slice
+from flashpoint_server.engine.scheduling.tasks import Ask, BenchmarkSlice, Compute, Launch, Split
 from flashpoint_server.engine.scheduling.waiting import Budget
 from flashpoint_server.engine.state.ledger import Ledger
 from flashpoint_server.ipc.bodies import (
     AttentionCall,
     CacheCall,
+    CacheRef,
     CacheShape,
-    Held,
     LookAtCaches,
     PlacedTensor,
     VerifyCall,
@@ -60,7 +60,7 @@ class Resources:
         return self.compiling
 
     def kin(self, job):
-        return job.attention.held.caches[0] % 10 or None
+        return job.attention.cache_ref.caches[0] % 10 or None
 
 
 class Plugin:
@@ -88,7 +88,7 @@ class Bench:
         self.device = Resources()
         self.answered, self.woken = [], 0
         self.scheduler = Scheduler(self.device, Budget(1 << 60, 1 << 60, 0.0), self.answer, self.wake, plugins)
-        self.peer = Peer(channel=None, pinning=None, segments={0: mmap.mmap(-1, 4096)})
+        self.peer = Worker(channel=None, pinning=None, segments={0: mmap.mmap(-1, 4096)})
 
     def answer(self, entry):
         self.answered.append((entry.submit.id, entry.failure and entry.failure.code))
@@ -243,7 +243,7 @@ def test_a_late_request_is_answered_without_having_begun(bench):
 
 def test_many_sequences_are_cut_in_a_task_of_its_own(bench):
     cancelled, number = bench.admit(sequences=100), bench.admit(sequences=100)
-    cuts = [bench.take(Cut), bench.take(Cut)]
+    cuts = [bench.take(Split), bench.take(Split)]
     bench.scheduler.cancel(bench.peer, cancelled)
     for cut in cuts:
         cut.group.add(cut.entries[0].cut(bench.device.parts))
@@ -296,12 +296,12 @@ class Calls(Bench):
                 enter=lambda serials: None, leave=lambda serials, used: None, next_look=lambda: None
             )
         )  # fmt: skip
-        self.peers = [self.peer, Peer(channel=None, pinning=None, segments={0: mmap.mmap(-1, 4096)})]
+        self.peers = [self.peer, Worker(channel=None, pinning=None, segments={0: mmap.mmap(-1, 4096)})]
 
     def call(self, kin, *, peer=0, seconds=SHORT, deadline=None):
         number = next(NUMBERS)
         q, o = (PlacedTensor(name, "float32", (1, 1, 1, 8), 0, 64) for name in "qo")
-        caches = Held("alice", (10 * number + kin,), (1, 8, 8, "float32"), 0, None, "", None, -1)
+        caches = CacheRef("alice", (10 * number + kin,), (1, 8, 8, "float32"), 0, None, "", None, -1)
         body = AttentionCall("forward", OPTIONS, "torch", caches)
         submit = Submit(number, f"r{number}", body, 0, [q], [o], 0, 1, seconds, seconds, deadline)
         self.scheduler.admit(submit, self.peers[peer])
@@ -312,12 +312,12 @@ def test_calls_with_the_same_first_keys_are_cut_together_if_they_wait_at_the_sam
     bench = Calls()
     numbers = [bench.call(1), bench.call(2), bench.call(1, peer=1), bench.call(0), bench.call(0), bench.call(1)]
     much_longer = bench.call(1, seconds=3 * SHORT)
-    cut = bench.take(Cut)
+    cut = bench.take(Split)
     assert [entry.submit.id for entry in cut.entries] == [numbers[0], numbers[2], numbers[5]]
     late = bench.call(1)
     others = []
     while bench.scheduler._waiting:
-        another = bench.take(Cut)
+        another = bench.take(Split)
         others.append([entry.submit.id for entry in another.entries])
         another.group.add([object()])
         bench.finish(bench.finish(another)[0])
@@ -338,7 +338,7 @@ def test_a_call_that_ends_early_does_not_end_those_that_were_cut_with_it(ends):
     bench = Calls()
     first = bench.call(1, deadline=2.0**62)
     second = bench.call(1, peer=1)
-    cut = bench.take(Cut)
+    cut = bench.take(Split)
     cut.group.add([object(), object()])
     part = bench.finish(cut)[0]
     if ends == "cancelled":
@@ -356,7 +356,7 @@ def test_a_call_that_ends_early_does_not_end_those_that_were_cut_with_it(ends):
 def test_parts_for_calls_that_have_all_ended_early_are_dropped():
     bench = Calls()
     numbers = [bench.call(1), bench.call(1)]
-    cut = bench.take(Cut)
+    cut = bench.take(Split)
     cut.group.add([object(), object()])
     part = bench.finish(cut)[0]
     for number in numbers:
@@ -374,7 +374,7 @@ def test_calls_on_a_cache_of_a_process_that_is_gone_are_dropped_once():
     one, two = (
         record.serial for record in store.create(terms, CacheShape((1,), (8,), (8,), "float32"), 2, None, [None], None)
     )
-    other = Peer(channel=None, pinning=None, segments={0: mmap.mmap(-1, 4096)})
+    other = Worker(channel=None, pinning=None, segments={0: mmap.mmap(-1, 4096)})
     numbers = []
     for peer, caches in ((bench.peer, (one,)), (bench.peer, (one, two)), (bench.peer, (two,)), (other, (one, two))):
         numbers.append(next(NUMBERS))
@@ -396,7 +396,7 @@ def test_a_slice_of_a_plugin_runs_alone(monkeypatch):
     bench = Bench([plugin])
     plugin.wanted = True
     number = bench.admit()
-    piece = bench.take(Slice)
+    piece = bench.take(BenchmarkSlice)
     assert (plugin.calls, bench.scheduler.take(), bench.scheduler.next_look()) == (["begin"], None, None)
     plugin.wanted = False
     bench.finish(piece)

@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from flashpoint_server.config.hosts import host_name
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Exchange
-from flashpoint_server.http.sites import Sites
+from flashpoint_server.http.origin_policy import OriginPolicy
 from flashpoint_server.refusal import LONGEST_MESSAGE, LONGEST_NAME, Refusal, invalid
 
 HERE = "10.0.0.7"  # where the connections of these tests arrive
@@ -49,7 +49,7 @@ OTHERS = (
 
 
 def test_a_server_that_anybody_may_call_on_loopback_answers_to_loopback_names():
-    sites = Sites((), ())
+    sites = OriginPolicy((), ())
     assert {answer(sites, host) for host in (*LOOPBACK, *OTHERS)} == {None}
     sites.only_loopback()
     for _ in range(2):  # the second time from the cache
@@ -59,7 +59,7 @@ def test_a_server_that_anybody_may_call_on_loopback_answers_to_loopback_names():
 
 @pytest.mark.parametrize("only_loopback", [False, True])
 def test_allowed_hosts(only_loopback):
-    sites = Sites(("A.example", "*.b.example", "[::2]"), ())
+    sites = OriginPolicy(("A.example", "*.b.example", "[::2]"), ())
     if only_loopback:
         sites.only_loopback()
     allowed = ("a.example:80", "x.b.example", "x.y.B.example.", "[::2]:1", *LOOPBACK)
@@ -70,7 +70,7 @@ def test_allowed_hosts(only_loopback):
 
 
 def test_any_host():
-    sites = Sites(("*",), ())
+    sites = OriginPolicy(("*",), ())
     sites.only_loopback()
     assert answer(sites, "evil.example") is None
 
@@ -113,8 +113,8 @@ NAVIGATES = {"sec_fetch_site": "cross-site", "sec_fetch_mode": "navigate"}
     ],
 )
 def test_pages_of_other_sites(fields, code):
-    assert answer(Sites((), (FRIEND,)), "a.example:8000", **fields) == code
-    assert answer(Sites((), ("*",)), "a.example:8000", **fields) is None
+    assert answer(OriginPolicy((), (FRIEND,)), "a.example:8000", **fields) == code
+    assert answer(OriginPolicy((), ("*",)), "a.example:8000", **fields) is None
 
 
 def test_an_error_repeats_names_and_values_in_part():

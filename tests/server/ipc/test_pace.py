@@ -8,8 +8,8 @@ import pytest
 from flashpoint_server.access import admission as module
 from flashpoint_server.access.admission import FEW, PATIENCE, Admission
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.ipc.pace import WINDOW, Pace
 from flashpoint_server.ipc.price import Price
+from flashpoint_server.ipc.service_rate import WINDOW, ServiceRate
 from flashpoint_server.refusal import Refusal
 
 NOW = 1000.0
@@ -21,7 +21,7 @@ def stopped_clock(monkeypatch):
 
 
 def test_a_rate_is_that_of_a_window_without_a_pause():
-    pace = Pace()
+    pace = ServiceRate()
     pace.begin(100.0)
     pace.did(0.5, 100.0 + WINDOW / 2)
     assert pace.rate == 0
@@ -32,7 +32,7 @@ def test_a_rate_is_that_of_a_window_without_a_pause():
 
 
 def test_a_pause_is_no_work_and_tells_no_speed():
-    pace = Pace()
+    pace = ServiceRate()
     for second in range(5):
         pace.begin(float(second))
         pace.did(7, second + WINDOW / 5)

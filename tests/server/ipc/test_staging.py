@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashpoint_contract.tensors import TensorInfo
-from flashpoint_server.http.places import MOST_AT_ONCE, Places
+from flashpoint_server.http.body_buffer import MOST_AT_ONCE, Places
 from flashpoint_server.ipc.memory import ALIGNMENT, Pool
 from flashpoint_server.ipc.staging import Layout, Staging
 from flashpoint_server.refusal import Refusal

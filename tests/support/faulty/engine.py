@@ -37,7 +37,7 @@ import structlog
 import torch
 
 from flashpoint_kernels.problems.cost import NOMINAL
-from flashpoint_server.engine import loop, process, proof
+from flashpoint_server.engine import loop, process, self_test
 from flashpoint_server.engine.caches import store
 from flashpoint_server.engine.caches.parts import CachedPart
 from flashpoint_server.engine.execution import executor
@@ -149,7 +149,7 @@ def start(asked):
     """Return a device with fixed rates, without the check of its backends on the CPU."""
     device = FaultyDevice.open(asked)
     if not device.is_cpu:
-        proof.prove(device)
+        self_test.prove(device)
     name = "cuda:7" if gate("moved").exists() else device.info.name
     rates = {backend: NOMINAL[backend] for backend in device.info.backends}
     device.info = msgspec.structs.replace(device.info, name=name, rates=rates)

@@ -16,7 +16,7 @@ import triton.language as tl
 from flashpoint_kernels.triton_backend.kernels import columns as col
 from flashpoint_kernels.triton_backend.kernels.blocks import key_tile, list_at, listed_stretches, query_tile, unskipped
 from flashpoint_kernels.triton_backend.kernels.bounds import query_range
-from flashpoint_kernels.triton_backend.kernels.groups import KeyTiles, QueryBlock, Sequence
+from flashpoint_kernels.triton_backend.kernels.groups import KeysAndValues, QueryBlock, Sequence
 from flashpoint_kernels.triton_backend.kernels.interpret import cast, dot
 from flashpoint_kernels.triton_backend.kernels.scores import LOG2E, keep, modify, probabilities, visible, visible_to
 from flashpoint_kernels.triton_backend.kernels.tiles import (
@@ -245,7 +245,7 @@ def attention_backward_q(table, floats, items, lists, heads, head_dim, value_dim
         lo, full_lo, full_hi, hi = listed_stretches(listed, C)
     else:
         lo, full_lo, full_hi, hi = key_stretches(at.first, at.last, seq.band, 0, kv_len, C)
-    tiles = KeyTiles(k=k_rows, v=v_rows, listed=listed)
+    tiles = KeysAndValues(k=k_rows, v=v_rows, listed=listed)
     if C.LEVEL >= 1 and not C.BLOCKS:
         dq = gather_keys(dq, block, tiles, seq, lo, full_lo, False, C)
     dq = gather_keys(dq, block, tiles, seq, full_lo, full_hi, True, C)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from flashpoint_kernels.triton_backend.kernels import columns as col
 from flashpoint_kernels.triton_backend.kernels.blocks import key_tile, list_at, listed_stretches, unskipped
-from flashpoint_kernels.triton_backend.kernels.groups import Keys, KeyTiles, Queries, Softmax
+from flashpoint_kernels.triton_backend.kernels.groups import Keys, KeysAndValues, Queries, Softmax
 from flashpoint_kernels.triton_backend.kernels.interpret import cast, dot
 from flashpoint_kernels.triton_backend.kernels.scores import LN2, LOG2E, keep, modify, visible
 from flashpoint_kernels.triton_backend.kernels.tiles import (
@@ -163,7 +163,7 @@ def attention_forward(table, floats, items, lists, part_o, part_lse, heads, head
     else:
         lo, full_lo, full_hi, hi = key_stretches(block.first, block.last, seq.band, part_lo, part_hi, C)
     queries = Queries(queries=o_m, q=b_q, rest=b_rest)
-    tiles = KeyTiles(k=keys, v=values, listed=listed)
+    tiles = KeysAndValues(k=keys, v=values, listed=listed)
     if C.LEVEL >= 1 and not C.BLOCKS:
         softmax = attend_keys(softmax, queries, tiles, seq, lo, full_lo, False, C)
     softmax = attend_keys(softmax, queries, tiles, seq, full_lo, full_hi, True, C)

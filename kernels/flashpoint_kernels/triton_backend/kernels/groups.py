@@ -134,7 +134,7 @@ class Keys(NamedTuple):
     scale_page: Any
 
 
-class Places(NamedTuple):
+class KeyTile(NamedTuple):
     """The location of a tile of keys (N,): its first key, and for each key its page, its row there, and whether to read
     it.
 
@@ -166,7 +166,7 @@ class Queries(NamedTuple):
     rest: Any
 
 
-class KeyTiles(NamedTuple):
+class KeysAndValues(NamedTuple):
     """The keys and values that a block of queries reads: as Keys, or in the backward as Rows.
 
     With a block mask `listed` is the block's list of tiles (see blocks.py), otherwise 0.

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from flashpoint_kernels.triton_backend.kernels import columns as col
 from flashpoint_kernels.triton_backend.kernels.bounds import full_key_range, key_range
-from flashpoint_kernels.triton_backend.kernels.groups import FLOAT8, INT8, Band, Block, Keys, Places, Rows, Sequence
+from flashpoint_kernels.triton_backend.kernels.groups import FLOAT8, INT8, Band, Block, Keys, KeyTile, Rows, Sequence
 
 
 @triton.jit
@@ -60,7 +60,7 @@ def places_of(j0, seq, C: tl.constexpr):
         page = tl.load(p_numbers + o_n // size, mask=valid, other=0)
         valid = valid & (page >= 0) & (page < tl.load(seq.row + col.POOL))
         row = o_n % size
-    return Places(first=j0, page=page, row=row, valid=valid)
+    return KeyTile(first=j0, page=page, row=row, valid=valid)
 
 
 @triton.jit

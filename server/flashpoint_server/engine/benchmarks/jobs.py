@@ -20,7 +20,7 @@ from flashpoint_contract.schemas.benchmark import ENDED, BenchmarkEvent, Benchma
 from flashpoint_kernels.problems.reproducible import CORES
 from flashpoint_server.engine.benchmarks import local
 from flashpoint_server.engine.benchmarks.cases import cases_of
-from flashpoint_server.ipc.messages import JobDropped, JobEvent, JobNews, JobOpened, StopJob, Time
+from flashpoint_server.ipc.messages import JobDropped, JobEvent, JobNews, JobOpened, StartBenchmark, StopJob
 
 OTHERS_SHARE = 4  # requests run this many times as long as a slice
 MOST_KEPT = 64  # maximum number of ended jobs that are kept for later queries
@@ -28,7 +28,7 @@ MOST_KEPT = 64  # maximum number of ended jobs that are kept for later queries
 
 @dataclass(eq=False)
 class _TimedJob:
-    asked: Time
+    asked: StartBenchmark
     events: Generator[BenchmarkEvent | None, None, None]
     said: list[JobNews] = field(default_factory=list)
     last: int = 0  # the number of its last event
@@ -66,11 +66,11 @@ class BenchmarkJobs:
         for job in self._jobs.values():
             yield from job.said
 
-    def hear(self, message: Time | StopJob) -> list[JobNews]:
+    def hear(self, message: StartBenchmark | StopJob) -> list[JobNews]:
         """Handle a message of an HTTP process."""
-        return self._open(message) if isinstance(message, Time) else self._stop(message.job)
+        return self._open(message) if isinstance(message, StartBenchmark) else self._stop(message.job)
 
-    def _open(self, asked: Time) -> list[JobNews]:
+    def _open(self, asked: StartBenchmark) -> list[JobNews]:
         """Queue a job. Its request has been checked."""
         request = BenchmarkRequest.model_validate_json(asked.request)
         job = _TimedJob(asked, local.slices(request, self._device, self._slice_ms))

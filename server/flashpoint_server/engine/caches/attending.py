@@ -29,7 +29,7 @@ from flashpoint_server.engine.caches.cache import StoredCache, Terms
 from flashpoint_server.engine.caches.chunks import Track
 from flashpoint_server.engine.caches.pages import PagePool
 from flashpoint_server.engine.caches.store import CacheStore
-from flashpoint_server.ipc.bodies import Held
+from flashpoint_server.ipc.bodies import CacheRef
 from flashpoint_server.refusal import invalid
 
 _OF_HEADS = frozenset({"alibi_slopes", "sinks"})
@@ -97,20 +97,20 @@ class Reading(NamedTuple):
     seed: int | None
 
 
-class HeldCall(NamedTuple):
+class CachedCall(NamedTuple):
     """A call over caches: its tensors and its caches."""
 
     of: CallTensors
-    held: Held
+    cache_ref: CacheRef
 
     @property
     def terms(self) -> Terms:
-        return Terms(self.held.owner, self.held.quota, self.held.key)
+        return Terms(self.cache_ref.owner, self.cache_ref.quota, self.cache_ref.key)
 
     def lowest(self, queries: int, length: int) -> int:
         """Return the first position that a sequence's queries see, if its cache has this length."""
         spec = self.of.spec
-        left = self.held.left if self.held.left >= 0 else spec.window[0]
+        left = self.cache_ref.left if self.cache_ref.left >= 0 else spec.window[0]
         return max(0, min(spec.offset(queries, length) - left, length)) if queries else length
 
     def write(self, store: CacheStore) -> list[StoredCache]:
@@ -118,13 +118,13 @@ class HeldCall(NamedTuple):
 
         Raises Refusal, and MemoryError.
         """
-        held, rows = self.held, self.of.rows
+        cache_ref, rows = self.cache_ref, self.of.rows
         if (new := self.of.new) is not None:
-            return store.write(self.terms, held.caches, held.layer, held.at, new, self._first_seen)
-        caches = store.find(self.terms, held.caches)
-        lengths = [cache.tracks[held.layer].length for cache in caches]
+            return store.write(self.terms, cache_ref.caches, cache_ref.layer, cache_ref.at, new, self._first_seen)
+        caches = store.find(self.terms, cache_ref.caches)
+        lengths = [cache.tracks[cache_ref.layer].length for cache in caches]
         first = [self.lowest(row.q_len, length) for row, length in zip(rows, lengths, strict=True)]
-        store.readable(caches, held.layer, first)
+        store.readable(caches, cache_ref.layer, first)
         asked = [length for length, row in zip(lengths, rows, strict=True) if row.q_len]
         self._check_mask(max(asked, default=0))
         return caches
@@ -146,7 +146,7 @@ class HeldCall(NamedTuple):
     def reading(self, caches: Sequence[StoredCache]) -> Reading:
         """Return the work of the kernels in C, after the tokens are written."""
         call, spec = self.of, self.of.spec
-        tracks = [cache.tracks[self.held.layer] for cache in caches]
+        tracks = [cache.tracks[self.cache_ref.layer] for cache in caches]
         size, q = tracks[0].size, call.tensors["q"]
         call.clear_outputs()
         step, places = call.places
@@ -188,7 +188,7 @@ class HeldCall(NamedTuple):
     def problem(self, caches: Sequence[StoredCache]) -> Problem:
         """Return the problem with the caches' keys as pages. Raises Refusal 422."""
         spec, q = self.of.spec, self.of.tensors["q"]
-        tracks = [cache.tracks[self.held.layer] for cache in caches]
+        tracks = [cache.tracks[self.cache_ref.layer] for cache in caches]
         from_start = not self.of.tensors.keys().isdisjoint(_MASKS) or spec.options.dropout_p
         whole = from_start or spec.options.causal_alignment != "bottom_right"
         if (pool := tracks[0].size.pool) is None:

@@ -16,7 +16,7 @@ from flashpoint_kernels.native import supports
 from flashpoint_kernels.native.forward import Forward
 from flashpoint_kernels.problems.cost import NOMINAL, row_seconds
 from flashpoint_kernels.problems.reproducible import PART_SECONDS, split
-from flashpoint_server.engine.caches.attending import HeldCall
+from flashpoint_server.engine.caches.attending import CachedCall
 from flashpoint_server.engine.caches.cache import StoredCache
 
 # Bytes of keys and values. A smaller part takes less time than a part costs; a larger one uses a core for milliseconds.
@@ -60,7 +60,7 @@ def shares(spec: Spec) -> bool:
 
 
 def attend(
-    calls: Sequence[tuple[HeldCall, Sequence[StoredCache]]], backend: str, cores: int
+    calls: Sequence[tuple[CachedCall, Sequence[StoredCache]]], backend: str, cores: int
 ) -> tuple[list[Sequences], Sequence[Problem | CachedPart]]:
     """Return the sequences of calls whose tokens have been written, and parts that `cores` cores of the CPU can compute
     in parallel. Raises Refusal 422.

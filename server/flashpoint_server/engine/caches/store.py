@@ -33,7 +33,7 @@ from flashpoint_server.engine.caches.cache import (
 from flashpoint_server.engine.caches.chunks import Chunk, TokenSize, Track
 from flashpoint_server.engine.caches.pages import Block, PagePool
 from flashpoint_server.engine.state.ledger import Ledger
-from flashpoint_server.engine.state.remembered import Remembered
+from flashpoint_server.engine.state.owner_lru import OwnerLru
 from flashpoint_server.ipc.bodies import CacheShape
 from flashpoint_server.ipc.messages import CacheRecord
 from flashpoint_server.refusal import Refusal
@@ -56,7 +56,7 @@ class CacheStore:
         self._paged = paged
         self._block: Block | None = None  # of all pages, from the first cache on
         self._pools: WeakValueDictionary[TokenSize, PagePool] = WeakValueDictionary()  # of the sizes in use
-        self._answers: Remembered[list[int]] = Remembered(ANSWERS)  # by idempotency key
+        self._answers: OwnerLru[list[int]] = OwnerLru(ANSWERS)  # by idempotency key
 
     # Create and delete caches
 

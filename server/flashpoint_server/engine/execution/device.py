@@ -30,7 +30,7 @@ from flashpoint_kernels.problems.problem import DTYPES, check_scales
 from flashpoint_kernels.problems.reproducible import CORES, split
 from flashpoint_kernels.timing.device import device_name, is_lost
 from flashpoint_server.engine.benchmarks import local
-from flashpoint_server.engine.caches.attending import CallTensors, HeldCall
+from flashpoint_server.engine.caches.attending import CachedCall, CallTensors
 from flashpoint_server.engine.caches.cache import StoredCache
 from flashpoint_server.engine.caches.parts import CachedPart, Sequences, attend, shares
 from flashpoint_server.engine.caches.store import CacheStore
@@ -61,7 +61,7 @@ class Stages(NamedTuple):
 NO_COPIES = Stages(0.0, 0.0)
 
 
-class _ToldApart(AbstractContextManager[None]):
+class _DeviceErrors(AbstractContextManager[None]):
     """Passes memory and device errors from inside to `tell`. It is twice as fast as a generator."""
 
     def __init__(self, tell: Callable[[MemoryError | RuntimeError], None]) -> None:
@@ -94,7 +94,7 @@ class TorchDevice:
         self.cores = info.cores
         self.lanes, self.launches = (self.cores + 1, 1) if self.is_cpu else (3, 2)
         self._streams = threading.local()
-        self._told_apart = _ToldApart(self._tell_apart)
+        self._device_errors = _DeviceErrors(self._tell_apart)
         self._pinned: set[int] = set()  # addresses
         self._memory, self._looked = 0, -MEMORY_SECONDS
 
@@ -187,7 +187,7 @@ class TorchDevice:
         """
         if self.is_cpu:
             return None  # Triton kernels are interpreted on the CPU
-        with self._told_apart:
+        with self._device_errors:
             meta = partial(torch.empty, device="meta")
             problem = self._problem(
                 job,
@@ -224,33 +224,33 @@ class TorchDevice:
 
     def kin(self, job: Entry) -> Hashable | None:
         """Return what calls over caches on the CPU have in common that may read their first keys together, or None."""
-        held, spec = job.attention.held, job.spec
-        assert held is not None
+        cache_ref, spec = job.attention.cache_ref, job.spec
+        assert cache_ref is not None
         if not self.is_cpu or job.attention.backend != "torch":
             return None
-        chunk = self.caches.shared_chunk(held.owner, held.caches, held.layer)
+        chunk = self.caches.shared_chunk(cache_ref.owner, cache_ref.caches, cache_ref.layer)
         if chunk is None or not shares(spec):
             return None
         return chunk, spec.dtype, spec.q_heads, spec.scale, spec.options.softcap
 
-    def write(self, call: HeldCall) -> Sequence[StoredCache]:
+    def write(self, call: CachedCall) -> Sequence[StoredCache]:
         """Write the new tokens of a call over caches, after all checks, and return its caches. Raises Refusal."""
-        with self._told_apart, self.in_order():
+        with self._device_errors, self.in_order():
             return call.write(self.caches)
 
     def attend(
-        self, calls: Sequence[tuple[HeldCall, Sequence[StoredCache]]], backend: str, cores: int
+        self, calls: Sequence[tuple[CachedCall, Sequence[StoredCache]]], backend: str, cores: int
     ) -> tuple[list[Sequences], Sequence[Problem | CachedPart]]:
         """Return the sequences and the seed of each call whose tokens have been written, and parts for `cores` cores.
 
         Only calls of equal `kin` have parts together. Raises Refusal.
         """
-        with self._told_apart:
+        with self._device_errors:
             return attend(calls, backend, cores)
 
     def run(self, part: Problem | CachedPart, backend: str) -> None:
         """Compute a part. Raises OutOfMemoryError."""
-        with self._told_apart:
+        with self._device_errors:
             if isinstance(part, CachedPart):
                 part.compute()
             else:
@@ -264,16 +264,16 @@ class TorchDevice:
         """
         backend = jobs[0].attention.backend
         if self.is_cpu:
-            with self._told_apart:
-                problems = [self._held_problem(job.call) if job.call else self._in_place(job) for job in jobs]
+            with self._device_errors:
+                problems = [self._cached_problem(job.call) if job.call else self._in_place(job) for job in jobs]
                 run(problems, backend)
                 for job, problem in zip(jobs, problems, strict=True):
                     self._keep(job, problem)
             return [problem.seed for problem in problems], NO_COPIES
-        with self._told_apart, torch.cuda.stream(self._stream()):
+        with self._device_errors, torch.cuda.stream(self._stream()):
             marks = [torch.cuda.Event(enable_timing=True) for _ in range(4)]  # type: ignore[no-untyped-call]
             marks[0].record()
-            problems = [self._held_problem(job.call) if job.call else self._copied(job) for job in jobs]
+            problems = [self._cached_problem(job.call) if job.call else self._copied(job) for job in jobs]
             marks[1].record()
             run(problems, backend)
             marks[2].record()
@@ -288,9 +288,9 @@ class TorchDevice:
             stages = Stages(marks[0].elapsed_time(marks[1]) / 1000, marks[2].elapsed_time(marks[3]) / 1000)
             return [problem.seed for problem in problems], stages
 
-    def _held_problem(self, call: HeldCall) -> Problem:
+    def _cached_problem(self, call: CachedCall) -> Problem:
         """Return the problem of a call over caches whose tokens have been written. Raises Refusal 422."""
-        return call.problem(self.caches.find(call.terms, call.held.caches))
+        return call.problem(self.caches.find(call.terms, call.cache_ref.caches))
 
     def _copied(self, job: Entry) -> Problem:
         """Return the job's problem with its tensors on the GPU; the copies may still run."""
@@ -336,7 +336,7 @@ class TorchDevice:
 
     def keep(self, job: Entry) -> None:
         """Save a forward on the CPU after all its parts have run. Raises OutOfMemoryError."""
-        with self._told_apart:
+        with self._device_errors:
             self._keep(job, None)
 
     def _keep(self, job: Entry, problem: Problem | None) -> None:
@@ -385,7 +385,7 @@ class TorchDevice:
         `progress` is called before each block of work. If it raises, the verification ends.
         """
         asked, inputs = job.verification.request, job.submit.inputs
-        with self._told_apart:
+        with self._device_errors:
             try:
                 if not inputs:
                     drawn = VerifyRequest.model_validate_json(asked)

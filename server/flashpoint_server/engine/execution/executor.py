@@ -14,14 +14,14 @@ import structlog
 
 from flashpoint_contract.schemas.verify import VerifyProgress
 from flashpoint_kernels import Problem
-from flashpoint_server.engine.caches.attending import HeldCall
+from flashpoint_server.engine.caches.attending import CachedCall
 from flashpoint_server.engine.caches.cache import StoredCache
 from flashpoint_server.engine.caches.cache_calls import execute
 from flashpoint_server.engine.caches.parts import CachedPart
 from flashpoint_server.engine.execution.device import NO_COPIES, DeviceLostError, Stages, TorchDevice
 from flashpoint_server.engine.execution.kernel_threads import KernelThreads
 from flashpoint_server.engine.scheduling.entry import Entry, OutOfMemoryError, account
-from flashpoint_server.engine.scheduling.tasks import Ask, Compute, Cut, Keep, Launch, Slice, Task
+from flashpoint_server.engine.scheduling.tasks import Ask, BenchmarkSlice, Compute, Launch, SaveForward, Split, Task
 from flashpoint_server.engine.scheduling.waiting import Budget
 from flashpoint_server.ipc.bodies import CacheCall, SavedCall
 from flashpoint_server.ipc.messages import (
@@ -30,10 +30,10 @@ from flashpoint_server.ipc.messages import (
     CacheRecord,
     Done,
     Failed,
-    Proven,
-    Proving,
+    Reply,
     SavedRecord,
-    Told,
+    Verified,
+    VerifyProgressed,
 )
 from flashpoint_server.observability.lines import LINES
 from flashpoint_server.processes.parent import Watchdog
@@ -59,15 +59,15 @@ class Executor:
         match task:
             case Compute():
                 return self._compute(task.entries[0], task.problem)
-            case Cut():
+            case Split():
                 return self._cut(task)
-            case Keep():
+            case SaveForward():
                 return self._keep(task.entries[0])
             case Ask():
                 self._ask(task.entries[0])
             case Launch():
                 self._launch(task.entries)
-            case Slice():
+            case BenchmarkSlice():
                 with self._watchdog.watched():
                     task.plugin.step()
         return None
@@ -99,7 +99,7 @@ class Executor:
             self.device.empty_cache()
             self.device.run(problem, backend)
 
-    def _cut(self, task: Cut) -> Exception | None:
+    def _cut(self, task: Split) -> Exception | None:
         entry = task.entries[0]
         try:
             if not entry.over_caches:
@@ -121,7 +121,7 @@ class Executor:
 
     def _cut_calls(self, entries: Sequence[Entry], cores: int) -> Sequence[Problem | CachedPart]:
         """Write the tokens of calls over caches. Return the parts of all calls; one that fails has none."""
-        ready: list[tuple[Entry, HeldCall, Sequence[StoredCache]]] = []
+        ready: list[tuple[Entry, CachedCall, Sequence[StoredCache]]] = []
         for entry in entries:
             try:
                 call = self._call(entry)
@@ -136,15 +136,15 @@ class Executor:
         sequences, parts = self.device.attend([(call, caches) for _, call, caches in ready], backend, cores)
         for (entry, call, caches), (rows, seed) in zip(ready, sequences, strict=True):
             entry.of_rows(rows, seed)
-            entry.reads = self.device.caches.reads(caches, call.held.layer)
+            entry.reads = self.device.caches.reads(caches, call.cache_ref.layer)
         return parts
 
-    def _call(self, entry: Entry) -> HeldCall:
+    def _call(self, entry: Entry) -> CachedCall:
         """Return the call over caches of an entry. Raises Refusal 422."""
-        device, held = self.device, entry.attention.held
-        assert held is not None
+        device, cache_ref = self.device, entry.attention.cache_ref
+        assert cache_ref is not None
         of = device.call_tensors
-        return HeldCall(entry.tensors(of) if device.is_cpu else of(entry), held)
+        return CachedCall(entry.tensors(of) if device.is_cpu else of(entry), cache_ref)
 
     def _keep(self, entry: Entry) -> Exception | None:
         try:
@@ -168,7 +168,7 @@ class Executor:
         except Exception as error:
             self._fail([entry], OutOfMemoryError() if isinstance(error, MemoryError) else error)
         else:
-            for told in Told.parts(entry.submit.id, caches, saved, entry.began, time.perf_counter()):
+            for told in Reply.parts(entry.submit.id, caches, saved, entry.began, time.perf_counter()):
                 entry.peer.send(told)
 
     def _launch(self, batch: Sequence[Entry]) -> None:
@@ -198,7 +198,7 @@ class Executor:
         except Exception as error:
             self._fail([entry], error)
         else:
-            entry.peer.send(Proven(entry.submit.id, report, entry.began, time.perf_counter()))
+            entry.peer.send(Verified(entry.submit.id, report, entry.began, time.perf_counter()))
 
     def _telling(self, entry: Entry) -> Callable[[VerifyProgress], None]:
         """Return a function that ends a verification when nobody waits for it, and sends its progress if asked."""
@@ -210,7 +210,7 @@ class Executor:
                 raise entry.failure
             if entry.verification.wants_progress and (now := time.monotonic()) >= last + TOLD_SECONDS:
                 last = now
-                entry.peer.send(Proving(entry.submit.id, progress.model_dump_json().encode()))
+                entry.peer.send(VerifyProgressed(entry.submit.id, progress.model_dump_json().encode()))
 
         return tell
 
@@ -261,8 +261,8 @@ class Executor:
             metadata["kernel"] = kernel
         if spec.options.dropout_p:
             metadata["dropout_seed"] = entry.seed
-        if (held := body.held) is not None:
-            metadata["lengths"] = self.device.caches.lengths(held.owner, held.caches, held.layer)
+        if (cache_ref := body.cache_ref) is not None:
+            metadata["lengths"] = self.device.caches.lengths(cache_ref.owner, cache_ref.caches, cache_ref.layer)
             if entry.reads is not None:
                 metadata["reads"] = entry.reads
         if entry.kept is not None:

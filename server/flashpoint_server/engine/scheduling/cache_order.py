@@ -17,7 +17,7 @@ class Uses(Protocol):
 U = TypeVar("U", bound=Uses)
 
 
-class Turns(Generic[U]):
+class CacheQueue(Generic[U]):
     """A waiting line for each cache. A call may run when it is the first in all of its lines.
 
     A call joins all its lines at once, so two calls never wait for each other.

@@ -31,7 +31,7 @@ from flashpoint_server.ipc.messages import Batch, Channel, FromEngine, Submit, T
 from flashpoint_server.ipc.price import PASSED
 
 if TYPE_CHECKING:
-    from flashpoint_server.engine.caches.attending import CallTensors, HeldCall
+    from flashpoint_server.engine.caches.attending import CachedCall, CallTensors
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
@@ -52,8 +52,8 @@ def spec_of(submit: Submit, body: AttentionCall) -> Spec:
     """Return the problem of a message. Raises ProblemError if it is not valid."""
     infos = {t.name: TensorInfo(t.dtype, t.shape) for t in submit.inputs}
     options = read_options(body.options)
-    if (held := body.held) is not None:
-        return plan_cached(infos, options, LayerShape(*held.shape), len(held.caches))
+    if (cache_ref := body.cache_ref) is not None:
+        return plan_cached(infos, options, LayerShape(*cache_ref.shape), len(cache_ref.caches))
     if body.recall is not None:
         infos |= {name: TensorInfo(dtype, shape) for name, dtype, shape in body.recall.tensors}
     return plan(infos, options, body.direction)
@@ -109,7 +109,7 @@ class Pinning(Protocol):
 
 
 @dataclass(eq=False)
-class Peer:
+class Worker:
     """One HTTP process: its channel, and the segments of its memory that are mapped here."""
 
     channel: Channel[ToEngine]
@@ -117,7 +117,7 @@ class Peer:
     segments: dict[int, mmap.mmap] = field(default_factory=dict)
     running: int = 0  # requests in running tasks, and requests that are cut: both compute in the peer's memory
     planned: dict[Hashable, PlannedProblem] = field(default_factory=dict)  # cached plans
-    deaf: bool = False  # it does not read its answers
+    not_reading: bool = False  # it does not read its answers
 
     def attach(self, number: int, descriptor: int, size: int) -> None:
         """Map a segment.
@@ -142,8 +142,8 @@ class Peer:
     def plan(self, submit: Submit, body: AttentionCall) -> PlannedProblem:
         """Return the plan of a message, from the cache or new. Raises ProblemError if the problem is not valid."""
         key: Hashable = (body.direction, bytes(body.options), tuple(submit.inputs), tuple(submit.outputs))
-        if (held := body.held) is not None:
-            key = key, held.shape, len(held.caches)
+        if (cache_ref := body.cache_ref) is not None:
+            key = key, cache_ref.shape, len(cache_ref.caches)
         if (recall := body.recall) is not None:
             key = key, tuple(recall.tensors)
         if (planned := self.planned.get(key)) is None:
@@ -153,11 +153,11 @@ class Peer:
         return planned
 
     def send(self, reply: FromEngine) -> None:
-        """Send a message. A peer that reads nothing for PATIENCE seconds is marked as deaf.
+        """Send a message. A worker that reads nothing for PATIENCE seconds is marked as `not_reading`.
 
-        Nothing more is read from a deaf peer, so the loop then removes it like a peer that has disconnected.
+        Nothing more is read from it, so the loop then removes it like a worker that has disconnected.
         """
-        if self.deaf:
+        if self.not_reading:
             return
         try:
             try:
@@ -168,7 +168,7 @@ class Peer:
                     writable.select(PATIENCE)
                 self.channel.send(reply)
         except BlockingIOError:
-            self.deaf = True
+            self.not_reading = True
             log.error("peer dropped", reason="it does not read its answers")
             with contextlib.suppress(OSError):
                 # The peer sees the end only when its channel is closed, after all work in its memory.
@@ -204,14 +204,14 @@ class Entry:
     """
 
     submit: Submit
-    peer: Peer
+    peer: Worker
     planned: PlannedProblem | None  # only of attention
     key: Hashable | None
     arrived: float
     began: float = 0.0  # in `time.perf_counter` seconds; 0 until it starts
     lengths: Lengths = NO_LENGTHS
     seed: int | None = None
-    call: HeldCall | None = None  # a call over caches whose tokens have been written
+    call: CachedCall | None = None  # a call over caches whose tokens have been written
     kin: Hashable | None = None
     parts: Sequence[Problem] = ()  # from a cut that takes no time
     reads: list[int] | None = None  # of each cache: the keys read for it, if caches share some
@@ -220,7 +220,7 @@ class Entry:
     failure: Exception | None = None
 
     @classmethod
-    def of(cls, submit: Submit, peer: Peer, cuts: Callable[[str], bool]) -> Entry:
+    def of(cls, submit: Submit, peer: Worker, cuts: Callable[[str], bool]) -> Entry:
         """Return the entry of a message that has just arrived. Raises ProblemError if the problem is not valid.
 
         `cuts` says whether requests on a backend are cut into parts.
@@ -231,7 +231,7 @@ class Entry:
             case AttentionCall() as body:
                 planned = peer.plan(submit, body)
                 if body.backend == "triton":
-                    cached = None if body.held is None else LayerShape(*body.held.shape).dtype
+                    cached = None if body.cache_ref is None else LayerShape(*body.cache_ref.shape).dtype
                     key = launch_key(planned.spec, "triton", cached)
                 elif not cuts(body.backend):
                     key = object()  # a unique key: no common launch, which would not help these backends
@@ -290,7 +290,7 @@ class Entry:
     @property
     def over_caches(self) -> bool:
         """Whether the request is attention over caches."""
-        return self.planned is not None and self.attention.held is not None
+        return self.planned is not None and self.attention.cache_ref is not None
 
     def cut(self, parts_of: Callable[[Entry], list[Problem]]) -> list[Problem]:
         """Return the request's parts, new or from the cached plan. Raises Refusal 422."""

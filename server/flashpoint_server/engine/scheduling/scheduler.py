@@ -27,9 +27,18 @@ import structlog
 
 from flashpoint_contract.spec import Row
 from flashpoint_kernels import Problem
-from flashpoint_server.engine.scheduling.cache_order import Turns
-from flashpoint_server.engine.scheduling.entry import Entry, Group, Lengths, OutOfMemoryError, Peer
-from flashpoint_server.engine.scheduling.tasks import Ask, Compute, Cut, Keep, Launch, Plugin, Slice, Task
+from flashpoint_server.engine.scheduling.cache_order import CacheQueue
+from flashpoint_server.engine.scheduling.entry import Entry, Group, Lengths, OutOfMemoryError, Worker
+from flashpoint_server.engine.scheduling.tasks import (
+    Ask,
+    BenchmarkSlice,
+    Compute,
+    Launch,
+    Plugin,
+    SaveForward,
+    Split,
+    Task,
+)
 from flashpoint_server.engine.scheduling.waiting import Budget, Waiting
 from flashpoint_server.engine.state.saved import SavedForward
 from flashpoint_server.ipc.bodies import Save
@@ -94,10 +103,12 @@ class Scheduler:
         self._send_answer = answer
         self._wake = wake
         self._holder = holder
-        self._turns: Turns[Entry] = Turns()
+        self._turns: CacheQueue[Entry] = CacheQueue()
         self._waiting: Waiting[Entry | Group] = Waiting(budget)
         self._compiled: set[Hashable] = set()  # launch keys
-        self._held: dict[Hashable, list[Entry]] = {}  # requests that wait for the compilation of their launch key
+        self._waiting_for_compile: dict[
+            Hashable, list[Entry]
+        ] = {}  # requests that wait for the compilation of their launch key
         self._stoppable: list[Entry] = []  # requests in tasks that can end early: cuts and verifications
         self._running = 0  # tasks
         self._launches = 0  # of the running tasks
@@ -107,7 +118,7 @@ class Scheduler:
 
     # Requests
 
-    def admit(self, message: Submit, peer: Peer) -> None:
+    def admit(self, message: Submit, peer: Worker) -> None:
         """Put a request into the queue. Raises ProblemError if its problem is not valid.
 
         A request whose kernel must be compiled waits outside the queue, and does not delay other requests.
@@ -128,8 +139,8 @@ class Scheduler:
         compiled = entry.planned is None or entry.attention.backend != "triton" or entry.over_caches
         if compiled or key is None or key in self._compiled:
             self._waiting.put(entry)
-        elif key in self._held:
-            self._held[key].append(entry)
+        elif key in self._waiting_for_compile:
+            self._waiting_for_compile[key].append(entry)
         elif not entry.mapped:
             self._waiting.put(entry)
         else:
@@ -148,18 +159,18 @@ class Scheduler:
                 self._compiled.add(key)
                 self._waiting.put(entry)
             else:
-                self._held[key] = [entry]
+                self._waiting_for_compile[key] = [entry]
                 compiling.add_done_callback(lambda _: self._has_compiled(key))
 
     def _has_compiled(self, key: Hashable) -> None:
         """Release the requests whose kernels are compiled. If compilation failed, their launch reports the error."""
         with self.lock:
             self._compiled.add(key)
-            for entry in self._held.pop(key):
+            for entry in self._waiting_for_compile.pop(key):
                 self._waiting.put(entry)
             self._wake()
 
-    def cancel(self, peer: Peer, number: int) -> None:
+    def cancel(self, peer: Worker, number: int) -> None:
         """Drop a request that nobody waits for any more. It is still answered."""
 
         def asked(entry: Entry) -> bool:
@@ -169,7 +180,7 @@ class Scheduler:
             self._fail(entry, out_of_time())
         self._stop(asked)
 
-    def forget(self, peer: Peer) -> None:
+    def forget(self, peer: Worker) -> None:
         """Drop all requests of an HTTP process that has disconnected."""
         found = self._remove(lambda entry: entry.peer is peer)
         # others wait for their end, or for their memory
@@ -194,9 +205,9 @@ class Scheduler:
         """Remove the requests that are `unwanted` from the queue and from the waiting lists."""
         items = self._waiting.remove(lambda item: isinstance(item, Entry) and unwanted(item))
         found = [*(item for item in items if isinstance(item, Entry)), *self._turns.waiting(unwanted)]
-        for key, held in self._held.items():
+        for key, held in self._waiting_for_compile.items():
             found += [entry for entry in held if unwanted(entry)]
-            self._held[key] = [entry for entry in held if not unwanted(entry)]
+            self._waiting_for_compile[key] = [entry for entry in held if not unwanted(entry)]
         return found
 
     def _drop_parts(self, group: Group) -> None:
@@ -302,9 +313,9 @@ class Scheduler:
         match task:
             case Compute():
                 self._part_ended(task.group, failure)
-            case Cut():
+            case Split():
                 return self._cut_ended(task.group, failure)
-            case Keep():
+            case SaveForward():
                 entry = task.entries[0]
                 entry.failure = failure
                 self._answer(entry)
@@ -317,7 +328,7 @@ class Scheduler:
                     self._end_turn(entry)
                 self._launches -= 1
                 self._wake()  # the next one may have to wait until a batch closes
-            case Slice():
+            case BenchmarkSlice():
                 self._alone = False
                 self._wake()
         return None
@@ -329,11 +340,11 @@ class Scheduler:
             entry.peer.running += 1
         return task
 
-    def _slice(self, plugin: Plugin) -> Slice:
+    def _slice(self, plugin: Plugin) -> BenchmarkSlice:
         self._holding = None
         self._alone = True
         plugin.begin()
-        return Slice(plugin)
+        return BenchmarkSlice(plugin)
 
     def _task(self, batch: list[Entry]) -> Task:
         """Return the task for requests that run together: one, unless they share a launch or the first keys."""
@@ -346,7 +357,7 @@ class Scheduler:
         if entry.planned is None:
             return Ask((entry,))
         if entry.computed:
-            return Keep((entry,))
+            return SaveForward((entry,))
         group = Group(batch)
         for entry in batch:
             entry.peer.running += 1
@@ -354,7 +365,7 @@ class Scheduler:
             self._stoppable += batch
             cores = max(1, self._device.cores - self._running - len(self._waiting))
             brief = bool(entry.caches) and group.seconds <= UNCUT_SECONDS and not self._waiting
-            return Cut(batch, group, entry.long, brief, cores)
+            return Split(batch, group, entry.long, brief, cores)
         group.add(entry.parts)
         return self._part(group)
 

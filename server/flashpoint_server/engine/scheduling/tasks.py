@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 from flashpoint_kernels import Problem
 from flashpoint_server.engine.scheduling.entry import Entry, Group
-from flashpoint_server.ipc.messages import FromEngine, StopJob, Time
+from flashpoint_server.ipc.messages import FromEngine, StartBenchmark, StopJob
 
 
 class Plugin(Protocol):
@@ -24,7 +24,7 @@ class Plugin(Protocol):
     name: str  # its name in the log
     suspect: bool  # the last slice may have broken the device
 
-    def hear(self, message: Time | StopJob) -> Sequence[FromEngine]: ...
+    def hear(self, message: StartBenchmark | StopJob) -> Sequence[FromEngine]: ...
     def history(self) -> Iterable[FromEngine]: ...
     def wants(self, now: float, *, others: bool) -> bool: ...
     def postpone(self, now: float) -> None: ...
@@ -43,7 +43,7 @@ class Compute(NamedTuple):
     brief: bool
 
 
-class Cut(NamedTuple):
+class Split(NamedTuple):
     """Cut a request into parts, if this takes a while or writes tokens. The first part runs directly afterwards.
 
     Calls over caches with equal first keys are cut together. Calls with only one part are computed here, too. `cores`
@@ -57,7 +57,7 @@ class Cut(NamedTuple):
     cores: int
 
 
-class Keep(NamedTuple):
+class SaveForward(NamedTuple):
     """Save the tensors of a request whose parts have all ended, and answer it."""
 
     entries: tuple[Entry]
@@ -81,7 +81,7 @@ class Launch(NamedTuple):
     brief: bool = False
 
 
-class Slice(NamedTuple):
+class BenchmarkSlice(NamedTuple):
     """Run a slice of a plugin while nothing else runs."""
 
     plugin: Plugin
@@ -90,4 +90,4 @@ class Slice(NamedTuple):
     brief: bool = False
 
 
-Task = Compute | Cut | Keep | Ask | Launch | Slice
+Task = Compute | Split | SaveForward | Ask | Launch | BenchmarkSlice

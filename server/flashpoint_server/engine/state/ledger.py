@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar, TypeVar
 
-from flashpoint_server.engine.state.remembered import Remembered
+from flashpoint_server.engine.state.owner_lru import OwnerLru
 from flashpoint_server.refusal import Refusal
 
 TOMBSTONE_SECONDS = 3600.0
@@ -66,7 +66,7 @@ class Ledger:
         self._bytes: defaultdict[str, int] = defaultdict(int)  # their bytes, by `word`; shared memory counts once
         self._owned: defaultdict[str, int] = defaultdict(int)
         # end of the time in which their loss is reported, by serial
-        self._lost: Remembered[float] = Remembered(TOMBSTONES)
+        self._lost: OwnerLru[float] = OwnerLru(TOMBSTONES)
         self._swept = clock()
 
     @property

@@ -28,7 +28,7 @@ from flashpoint_server.oip.message import InferMessage
 from flashpoint_server.oip.models import VERSION, find
 from flashpoint_server.oip.statistics import Statistics
 from flashpoint_server.refusal import Refusal, invalid, out_of_time
-from flashpoint_server.routes.pipeline import RouteRequest, authorize, begin, compute, sooner, write
+from flashpoint_server.routes.pipeline import RouteRequest, authorize, begin, compute, earlier, write
 
 PATH = "/inference.GRPCInferenceService/ModelInfer"
 EXTENSION = "flashpoint.message"
@@ -74,7 +74,7 @@ class MessageBody(RequestBody):
         hold, settings = self.incoming.hold, self._settings
         self.limit = hold.largest
         patience = settings.body_timeout + self.limit / settings.body_rate
-        end = sooner(time.monotonic() + patience, self.deadline)
+        end = earlier(time.monotonic() + patience, self.deadline)
         assert end is not None
         try:
             message = await hold.read(self.incoming.read, _size, end)
@@ -139,12 +139,12 @@ async def _infer(request: RouteRequest, body: MessageBody, statistics: Statistic
     service = request.service
     caller = authorize(request, "attention")
     begin(request)
-    body.deadline = sooner(body.deadline, body.incoming.deadline)
+    body.deadline = earlier(body.deadline, body.incoming.deadline)
     body.incoming.hold.owner = caller.name
     asked, message = await _read(request, body)
     model, head = find(asked.model, asked.version), asked.head
     request.exchange.facts["model"] = model.name
-    body.deadline = sooner(body.deadline, head.deadline(service.settings))
+    body.deadline = earlier(body.deadline, head.deadline(service.settings))
     request.priority = max(request.priority, head.priority)
     job, answer = await compute(request, message, model.direction, message.numbers)
     parts = await encode(model.name, VERSION, head.id, head.wanted(job.spec), job, answer, service.codec)

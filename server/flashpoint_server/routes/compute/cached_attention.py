@@ -23,7 +23,7 @@ from flashpoint_server.access.admission import check_size
 from flashpoint_server.access.cache_ids import CacheId
 from flashpoint_server.config.settings import REPLICA
 from flashpoint_server.formats.message import RequestPlan, TensorMessage, read_options
-from flashpoint_server.ipc.bodies import Held
+from flashpoint_server.ipc.bodies import CacheRef
 from flashpoint_server.ipc.job import AttentionJob, JobResult
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import MOST_FLOPS, Price
@@ -46,7 +46,7 @@ async def compute_cached(
     """Plan, admit, stage and submit attention over caches. Raises Refusal and ClientGoneError."""
     service, device = request.service, request.device
     assert device is not None
-    lead_here(request)
+    set_replica_header(request)
     asked, options = call = _call(message)
     ids = found(request, asked.caches)
     layer = _layer(asked, ids)
@@ -64,7 +64,7 @@ async def compute_cached(
     known = [service.cache_lengths.get(one.serial, (0, 0)) for one in ids]
     price = plan.rates.price([length for length, _ in known], sum(read for _, read in known))
     assert request.caller is not None
-    held = Held(
+    cache_ref = CacheRef(
         owner=request.caller.name,
         caches=tuple([one.serial for one in ids]),
         shape=layer,
@@ -76,7 +76,13 @@ async def compute_cached(
     )
     planned = RequestPlan(spec, plan.backend, price, device, plan.layout)
     job, answer = await carry_out(
-        request, message, planned, numbers(spec), plan.layout.nbytes, held=held, incarnation=ids[0].incarnation
+        request,
+        message,
+        planned,
+        numbers(spec),
+        plan.layout.nbytes,
+        cache_ref=cache_ref,
+        incarnation=ids[0].incarnation,
     )
     lengths: list[int] = answer.metadata["lengths"]
     reads: list[int] = answer.metadata.pop("reads", lengths)
@@ -246,7 +252,7 @@ def _for_single_queries(spec: Spec) -> tuple[Options, int]:
     return replace(options, window=(-1, -1), causal=False), options.window[0]
 
 
-def lead_here(request: RouteRequest) -> None:
+def set_replica_header(request: RouteRequest) -> None:
     """Set the answer's X-Flashpoint-Replica: the value of the request's header, or else the name of this replica.
 
     A balancer may know replicas by other names.

@@ -31,7 +31,7 @@ from flashpoint_server.ipc.job import AttentionJob, JobResult
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import MOST_FLOPS, Price, price_of
 from flashpoint_server.refusal import Refusal, invalid
-from flashpoint_server.routes.compute.cached_attention import cache_quota, lead_here
+from flashpoint_server.routes.compute.cached_attention import cache_quota, set_replica_header
 from flashpoint_server.routes.pipeline import RouteRequest, carry_out, choose
 
 SEED_BITS = 53  # bits of a seed that the server draws: float64 represents it exactly
@@ -43,7 +43,7 @@ async def compute_saving(
     """Compute attention and save it; the answer's metadata has the id, `saved`. Raises Refusal and ClientGoneError."""
     service, device = request.service, request.device
     assert device is not None
-    lead_here(request)
+    set_replica_header(request)
     options = _options(message)
     if options.dropout_p and options.dropout_seed is None:
         options = replace(options, dropout_seed=secrets.randbits(SEED_BITS))
@@ -149,7 +149,7 @@ def found_saved(request: RouteRequest, text: object) -> SavedId:
     one = service.saved_ids.read(_owner(request), text)
     if one is None:
         raise Refusal("saved_not_found", "this saved forward does not exist, or belongs to another API key")
-    lead_here(request)
+    set_replica_header(request)
     if one.replica != service.cache_ids.replica:
         request.exchange.replica = one.replica
         said = f"replica {one.replica!r} holds the saved forward: send X-Flashpoint-Replica: {one.replica}"

@@ -39,7 +39,7 @@ from flashpoint_server.ipc.messages import CacheRecord
 from flashpoint_server.ipc.price import Price
 from flashpoint_server.ipc.staging import Layout, Staging
 from flashpoint_server.refusal import Refusal, invalid
-from flashpoint_server.routes.compute.cached_attention import cache_quota, found, idempotency_key, lead_here
+from flashpoint_server.routes.compute.cached_attention import cache_quota, found, idempotency_key, set_replica_header
 from flashpoint_server.routes.pipeline import (
     Handler,
     Route,
@@ -97,7 +97,7 @@ async def _served(request: RouteRequest, handle: Handler) -> None:
     authorize(request, "attention")
     if not request.service.settings.cache_bytes:
         raise Refusal("not_found", "this server has no caches and saved forwards: --cache-bytes is 0")
-    lead_here(request)
+    set_replica_header(request)
     begin(request)
     await handle(request)
 

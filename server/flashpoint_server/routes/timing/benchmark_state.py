@@ -22,7 +22,7 @@ from flashpoint_kernels.timing.case import standard_flops
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.engine.benchmarks.cases import cases_of
 from flashpoint_server.ipc.client import Engine, Engines, Listener
-from flashpoint_server.ipc.messages import DeviceInfo, JobDropped, JobEvent, JobNews, JobOpened, StopJob, Time
+from flashpoint_server.ipc.messages import DeviceInfo, JobDropped, JobEvent, JobNews, JobOpened, StartBenchmark, StopJob
 from flashpoint_server.refusal import Refusal, invalid
 
 # a case's tensors may use 1/8 of the device's memory; gradients, copies and other requests need the rest
@@ -137,7 +137,7 @@ class Benchmarks(Listener):
         opening = self._opening[name] = _Opening(owner, asyncio.get_running_loop().create_future())
         engine = self._engines.least(self._load_of)
         try:
-            engine.tell(Time(name, owner, request.model_dump_json(exclude_defaults=True).encode(), created))
+            engine.tell(StartBenchmark(name, owner, request.model_dump_json(exclude_defaults=True).encode(), created))
             return await asyncio.wait_for(opening.done, OPENING_SECONDS)
         except TimeoutError:
             engine.tell(StopJob(name))

@@ -17,12 +17,12 @@ from flashpoint_contract.options import Options
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_kernels import Problem, attention, native, quantize
 from flashpoint_kernels.dispatching.dispatch import run_part
-from flashpoint_server.engine.caches.attending import CallTensors, HeldCall
+from flashpoint_server.engine.caches.attending import CachedCall, CallTensors
 from flashpoint_server.engine.caches.cache import Terms
 from flashpoint_server.engine.caches.parts import CachedPart, attend
 from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.engine.state.ledger import Ledger
-from flashpoint_server.ipc.bodies import CacheShape, Held
+from flashpoint_server.ipc.bodies import CacheRef, CacheShape
 
 ALICE = Terms("alice")
 HK, D, DV = 2, 32, 32
@@ -62,8 +62,8 @@ class Caches:
         spec = plan_cached(infos, Options(return_lse=True, **options), layer, len(which))
         q = tensors["q"]
         o, lse = q.new_full((*q.shape[:-1], layer.value_dim), torch.nan), torch.full(spec.lse_shape, torch.nan)
-        caches = Held("alice", tuple(self.serials[n] for n in which), self.shape, 0, None, "", None, -1)
-        call = HeldCall(CallTensors.of(spec, tensors, {"o": o, "lse": lse}), caches)
+        caches = CacheRef("alice", tuple(self.serials[n] for n in which), self.shape, 0, None, "", None, -1)
+        call = CachedCall(CallTensors.of(spec, tensors, {"o": o, "lse": lse}), caches)
         _, parts = attend([(call, call.write(self.store))], backend, cores)
         for part in parts:
             if isinstance(part, CachedPart):

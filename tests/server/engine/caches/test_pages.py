@@ -16,12 +16,12 @@ from flashpoint_contract.options import Options
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_kernels import attention, quantize, run
 from flashpoint_kernels.triton_backend.host import launch
-from flashpoint_server.engine.caches.attending import CallTensors, HeldCall
+from flashpoint_server.engine.caches.attending import CachedCall, CallTensors
 from flashpoint_server.engine.caches.cache import Terms
 from flashpoint_server.engine.caches.pages import Block
 from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.engine.state.ledger import Ledger
-from flashpoint_server.ipc.bodies import CacheShape, Held
+from flashpoint_server.ipc.bodies import CacheRef, CacheShape
 from flashpoint_server.refusal import Refusal
 
 ALICE = Terms("alice")
@@ -66,8 +66,8 @@ def call_of(store, serials, q, tokens=None, dtype="float32", **options):
     infos = {name: TensorInfo(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()}
     spec = plan_cached(infos, Options(**options), LayerShape(HK, D, DV, dtype), len(serials))
     o = torch.empty(*q.shape[:3], DV, dtype=q.dtype)
-    caches = Held("alice", serials, SHAPE, 0, None, "", None, -1)
-    return HeldCall(CallTensors.of(spec, tensors, {"o": o}), caches), o
+    caches = CacheRef("alice", serials, SHAPE, 0, None, "", None, -1)
+    return CachedCall(CallTensors.of(spec, tensors, {"o": o}), caches), o
 
 
 def create(store, count, keep=None, dtype="float32"):

@@ -20,12 +20,12 @@ from flashpoint_contract.options import Options
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_kernels import attention
 from flashpoint_kernels.native.prefix import SharedPrefix
-from flashpoint_server.engine.caches.attending import CallTensors, HeldCall
+from flashpoint_server.engine.caches.attending import CachedCall, CallTensors
 from flashpoint_server.engine.caches.cache import StoredCache, Terms
 from flashpoint_server.engine.caches.parts import CachedPart, attend, shares
 from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.engine.state.ledger import Ledger
-from flashpoint_server.ipc.bodies import CacheShape, Held
+from flashpoint_server.ipc.bodies import CacheRef, CacheShape
 
 ALICE = Terms("alice")
 TYPES = ["float32", "bfloat16", "float16", "int8", "float8_e4m3fn"]
@@ -61,16 +61,16 @@ class Forks:
         lengths = None if length is None else [length] * count
         return [made.serial for made in self.store.fork(ALICE, [serial] * count, lengths, [])]
 
-    def call(self, serials: list[int], q: Tensor, sinks: Tensor | None = None, **options: Any) -> HeldCall:
+    def call(self, serials: list[int], q: Tensor, sinks: Tensor | None = None, **options: Any) -> CachedCall:
         tensors = {"q": q} if sinks is None else {"q": q, "sinks": sinks}
         infos = {name: TensorInfo(str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in tensors.items()}
         spec = plan_cached(infos, Options(return_lse=True, **options), self.layer, len(serials))
         o = q.new_full((*q.shape[:-1], self.layer.value_dim), torch.nan)
         lse = torch.full(spec.lse_shape, torch.nan)
-        caches = Held("alice", tuple(serials), self.shape, 0, None, "", None, -1)
-        return HeldCall(CallTensors.of(spec, tensors, {"o": o, "lse": lse}), caches)
+        caches = CacheRef("alice", tuple(serials), self.shape, 0, None, "", None, -1)
+        return CachedCall(CallTensors.of(spec, tensors, {"o": o, "lse": lse}), caches)
 
-    def answers(self, calls: list[HeldCall], cores: int = 1) -> tuple[list[dict[str, Tensor]], list[CachedPart]]:
+    def answers(self, calls: list[CachedCall], cores: int = 1) -> tuple[list[dict[str, Tensor]], list[CachedPart]]:
         """Return o and lse of calls that are computed in one batch, and the parts."""
         _, parts = attend([(call, call.write(self.store)) for call in calls], "torch", cores)
         cached = [part for part in parts if isinstance(part, CachedPart)]

@@ -26,7 +26,7 @@ _SENT = (*_BOTH, "Authorization", "X-Timeout-Ms", "X-Priority", "Idempotency-Key
 _SHOWN = (*_BOTH, "X-Backend", "X-Kernel", "X-Batch-Size", "Server-Timing", "Retry-After", "X-Flashpoint-Replica")
 
 
-class Sites:
+class OriginPolicy:
     """The host names that the server accepts, and the origins whose pages may call it.
 
     `names` are those of `--allowed-hosts`; without any, all names are allowed until `only_loopback` is called.

@@ -5,7 +5,7 @@ from __future__ import annotations
 WINDOW = 0.5  # seconds of uninterrupted work for one measurement; a service below its capacity has shorter periods
 
 
-class Pace:
+class ServiceRate:
     """The speed of an engine. `rate`: predicted seconds answered in one second under load; 0 means unknown.
 
     Each measurement counts half, and all earlier ones together the other half.

@@ -12,7 +12,7 @@ ENCRYPTED_AT_ONCE = 1 << 20  # bytes that take half a millisecond, in which all 
 _SCRATCH = memoryview(bytearray(MOST_AT_ONCE))  # target of unwanted bytes; nothing reads it
 
 
-class Places:
+class BodyBuffer:
     """See the module. `filled_bytes` counts bytes; `filled_last` is when the last ones arrived (`time.monotonic`)."""
 
     def __init__(self, places: Iterable[memoryview]) -> None:

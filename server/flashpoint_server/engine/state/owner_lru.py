@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 V = TypeVar("V")
 
 
-class Remembered(Generic[V]):
+class OwnerLru(Generic[V]):
     """Values by owner and key. If their weight exceeds `limit`, the owner with the most loses the oldest ones."""
 
     def __init__(self, limit: int) -> None:
