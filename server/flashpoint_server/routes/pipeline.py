@@ -228,8 +228,8 @@ async def carry_out(
     """Admit, stage and submit a planned problem.
 
     `text` are the outputs to send as text. `nbytes` is the size of all tensors that are staged. `cache_ref` names the
-    caches of a call over caches. `saved` makes `AttentionCall.saved` from the values of the index tensors. `engine` are the
-    fields of `Job` that say which engine must compute it. Raises Refusal and ClientGoneError.
+    caches of a call over caches. `saved` makes `AttentionCall.saved` from the values of the index tensors. `engine` are
+    the fields of `Job` that say which engine must compute it. Raises Refusal and ClientGoneError.
     """
     service, body = request.service, request.body
     spec, backend, price, device, _ = plan
