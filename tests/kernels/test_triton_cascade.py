@@ -63,6 +63,11 @@ def test_a_triton_program_reads_a_shared_part_for_all_sequences() -> None:
     assert "attention_cascade" not in programs([forks(lengths, window=(60, 0))])
 
 
+def test_parts_that_begin_alike_and_end_apart_are_not_shared() -> None:
+    """The last part of the first sequence ends where its keys end, in the middle of a part of the others."""
+    check([0, 160 * UNIT, 160 * UNIT], [160 * UNIT, 90 * UNIT, 91 * UNIT], 16, 1, 2, torch.float32, None, "triton")
+
+
 @pytest.mark.skipif(not INTERPRETING, reason="the sizes are those of the interpreter's tiles")
 def test_triton_shares_between_the_problems_of_a_launch() -> None:
     first = forks([150, 140])

@@ -15,6 +15,7 @@ import numpy as np
 from flashpoint_kernels.problems import bounds
 from flashpoint_kernels.problems.problem import Problem
 from flashpoint_kernels.triton_backend.host.schedule import ForwardList, Shape
+from flashpoint_kernels.triton_backend.host.table import SHAPE
 from flashpoint_kernels.triton_backend.kernels import columns as col
 from flashpoint_kernels.triton_backend.kernels.cascade import ITEM
 
@@ -44,30 +45,74 @@ def shared_parts(problems: Sequence[Problem], ints: np.ndarray, floats: np.ndarr
 
     `ints` and `floats` are the launch's table. Pages are compared where their numbers are known (`Problem.pages`).
     """
-    tables = [None if p.pages is None else p.pages[row.index] for p in problems for row in p.rows]
-    shape, unit = Shape(*ints[:, col.Q_LEN.value : col.GROUP.value + 1].T), ints[:, col.PAGE_SIZE.value]
+    shape, unit = Shape(*ints[:, SHAPE].T), ints[:, col.PAGE_SIZE.value]
     full_lo, full_hi = _full_key_range(0, shape.q_len - 1, shape.offset, shape.left, shape.right, shape.kv_len)
     count = shape.q_rows * shape.group
     joins = (2 * count <= found.rows) & (shape.q_len > 0) & (ints[:, col.ALIBI.value] == 0)
-    joins &= np.array([table is not None for table in tables])
     row, _, start, stop, slot = found.items.T
     fits = joins[row] & (slot >= 0) & (start >= full_lo[row]) & (stop <= full_hi[row])
     fits &= (start % unit[row] == 0) & (stop % unit[row] == 0)
-    common = [a.tobytes() + b.tobytes() for a, b in zip(ints[:, _COMMON], floats, strict=True)]
-    alike: dict[tuple[bytes, int, int, bytes], list[int]] = {}
-    for n in np.flatnonzero(fits).tolist():
-        r, a, b = int(row[n]), int(start[n]), int(stop[n])
-        size = int(unit[r])
-        numbers = tables[r]
-        assert numbers is not None
-        alike.setdefault((common[r], a, b, numbers[a // size : b // size].tobytes()), []).append(n)
-    items: list[tuple[int, int, int, int]] = []
-    members: list[int] = []
-    for (_, a, b, _), some in alike.items():
-        if len(some) > 1:
-            most = found.rows // int(count[row[some[0]]])
-            items += [(len(members) + n, len(some[n : n + most]), a, b) for n in range(0, len(some), most)]
-            members += some
-    alone = np.delete(found.items, members, 0)
-    pairs = found.items[members][:, [0, 4]]
-    return Cascade(alone, np.array(items, np.int32).reshape(-1, ITEM.value), np.ascontiguousarray(pairs))
+    classes: dict[tuple[bytes, int], list[tuple[bytes, int]]] = {}
+    size = dict(zip(row[fits].tolist(), (stop - start)[fits].tolist(), strict=True))
+    tables = [None if p.pages is None else p.pages[each.index] for p in problems for each in p.rows]
+    for r, keys in size.items():
+        if (table := tables[r]) is not None:
+            common = ints[r, _COMMON].tobytes() + floats[r].tobytes()
+            classes.setdefault((common, keys), []).append((table.tobytes(), r))
+    chosen: list[np.ndarray] = []
+    items: list[np.ndarray] = []
+    for alike in classes.values():
+        if len(alike) > 1:
+            rows = np.array([r for _, r in sorted(alike)])  # those with the longest common prefixes are neighbours
+            of_class = np.flatnonzero(fits & np.isin(row, rows))
+            groups, edges = _groups(rows, found.items[of_class], [tables[r] for r in rows], int(unit[rows[0]]))
+            places = _chunks(edges, found.rows // int(count[rows[0]]))
+            first = found.items[of_class[groups[places[:, 0]]]] if len(places) else found.items[:0]
+            done = sum(map(len, chosen))
+            items.append(np.concatenate([places + np.array([done, 0]), first[:, 2:4]], 1))
+            chosen.append(of_class[groups])
+    members = np.concatenate([np.empty(0, np.int64), *chosen])
+    return Cascade(
+        np.delete(found.items, members, 0),
+        np.concatenate([np.empty((0, ITEM.value), np.int32), *items]).astype(np.int32),
+        np.ascontiguousarray(found.items[members][:, [0, 4]]),
+    )
+
+
+def _groups(
+    rows: np.ndarray, items: np.ndarray, tables: Sequence[np.ndarray | None], unit: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (places in `items`, edges): group n, from edges[n] to edges[n + 1], has a part's items with equal pages.
+
+    Only neighbours among `rows` are compared. Groups have at least two items.
+    """
+    starts = np.unique(items[:, 2])
+    at = np.full((len(rows), len(starts)), -1)  # the item of each sequence and part
+    order = np.argsort(rows)
+    at[order[np.searchsorted(rows, items[:, 0], sorter=order)], np.searchsorted(starts, items[:, 2])] = np.arange(
+        len(items)
+    )
+    width = int(items[:, 3].max()) // unit
+    numbers = np.full((len(rows), width), -1, np.int64)
+    for own, table in zip(numbers, tables, strict=True):
+        assert table is not None
+        own[: len(table)] = table[:width]
+    same = np.logical_and.reduceat(numbers[1:] == numbers[:-1], starts // unit, axis=1)
+    stops = np.where(at >= 0, items[at, 3], -1)
+    joined = same & (stops[1:] == stops[:-1]) & (stops[1:] >= 0)  # with the sequence before
+    begins = np.concatenate([np.ones((1, len(starts)), bool), ~joined])
+    number = np.cumsum(begins.T.reshape(-1)).reshape(len(starts), -1).T - 1  # part by part
+    sizes = np.bincount(number.reshape(-1))
+    shared = (sizes[number] > 1).T
+    edges = np.concatenate([[0], np.cumsum(sizes[sizes > 1])])
+    return at.T[shared], edges
+
+
+def _chunks(edges: np.ndarray, most: int) -> np.ndarray:
+    """Return (n, 2): first member and number of members of each work item, at most `most`, which lie in one group."""
+    counts = np.diff(edges)
+    pieces = -(-counts // most)
+    group, nth = np.repeat(np.arange(len(counts)), pieces), np.arange(pieces.sum())
+    nth -= np.repeat(np.cumsum(pieces) - pieces, pieces)
+    first = edges[:-1][group] + nth * most
+    return np.stack([first, np.minimum(edges[1:][group] - first, most)], 1)
