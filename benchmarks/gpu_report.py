@@ -22,13 +22,13 @@ from benchmarks.gpu_day import record as records  # noqa: E402
 Row = dict[str, Any]
 
 FILE, PLOT = "report.md", "timings.svg"
-LEVEL_STAGES = ("first", "table", "flex")  # one grid; the papers' shapes are others
+LEVEL_STAGES = ("first", "table", "flex")  # stages on one grid of shapes; `papers` has other shapes
 DIMS = (64, 128, 256)
 MIB = 1 << 20
 
 
 def write(out: Path, sizes: plan.Sizes | None = None) -> None:
-    """Write the report and the plot of the record in `out`; `sizes`: what was planned."""
+    """Write the report and the plot of the record in `out`; `sizes`: the planned shapes."""
     rows = records.read(out / records.FILE)
     (out / FILE).write_text(text(rows, sizes or plan.Sizes()))
     if rows:
@@ -59,7 +59,7 @@ def text(rows: Sequence[Row], sizes: plan.Sizes) -> str:
 
 
 def timed(rows: Iterable[Row], stages: Sequence[str] = LEVEL_STAGES) -> list[Row]:
-    """The rows of timings as flat ones: what the timing package measured, and what was asked of torch and of us."""
+    """Return timing rows as flat rows: the case, its result, and whether torch was deterministic and we on Hopper."""
     return [
         {**row["task"]["case"], **row["result"], "deterministic": row["task"]["deterministic"],
          "hopper": row["task"]["hopper"], "key": row["key"]}
@@ -69,7 +69,7 @@ def timed(rows: Iterable[Row], stages: Sequence[str] = LEVEL_STAGES) -> list[Row
 
 
 def trials(rows: Iterable[Row]) -> list[Row]:
-    """The rows of the sweep as flat ones."""
+    """Return the rows of the sweep as flat rows."""
     return [
         {**row["result"], "kernel": row["task"]["kernel"], "head_dim": row["task"]["shape"][-1]}
         for row in rows
@@ -84,31 +84,35 @@ def point(row: Row) -> tuple[Any, ...]:
 
 
 def name_of(row: Row) -> str:
-    """A peer that ran deterministically is a peer of its own, and so are we on the path of hopper.py."""
+    """Return a row's name in the tables. Deterministic runs, and ours on the path of hopper.py, have separate names."""
     more = [name for name in ("deterministic", "hopper") if row.get(name)]
     return " ".join([row["backend"], *more])
 
 
 def ratios(rows: Iterable[Row], ours: str = "triton") -> dict[str, dict[str, float]]:
-    """How many times as fast as each peer we are, by direction: geometric mean, worst point, and how many points."""
+    """Return each peer's time / ours, by direction: the geometric mean, the worst point, the number of points."""
     known = [row for row in rows if row["ms"] is not None]
     our_ms = {point(row): row["ms"] for row in known if name_of(row) == ours}
-    found: dict[str, list[float]] = {}
+    times: dict[str, list[float]] = {}
     for row in known:
         if name_of(row) != ours and point(row) in our_ms:
-            found.setdefault(f"{row['direction']} {name_of(row)}", []).append(row["ms"] / our_ms[point(row)])
+            times.setdefault(f"{row['direction']} {name_of(row)}", []).append(row["ms"] / our_ms[point(row)])
     return {
-        name: {"mean": math.exp(sum(map(math.log, each)) / len(each)), "worst": min(each), "points": len(each)}
-        for name, each in sorted(found.items())
+        name: {
+            "mean": math.exp(sum(map(math.log, factors)) / len(factors)),
+            "worst": min(factors),
+            "points": len(factors),
+        }
+        for name, factors in sorted(times.items())
     }
 
 
 def levels(found: dict[str, dict[str, float]]) -> dict[str, str]:
-    """The highest level reached in each direction: none, floor, goal or stretch; "not measured" without its peers.
+    """Return the highest level reached in each direction: none, floor, goal or stretch; "not measured" without peers.
 
-    Floor: as fast as SDPA's flash (FlashAttention 2), the forward at every point, the backward, which is deterministic,
-    as that is when deterministic. Goal: 0.9 of cuDNN's forward, 0.75 of its backward. Stretch: as fast as cuDNN, and as
-    FlashAttention 3 where that was timed.
+    Floor: as fast as SDPA's flash (FlashAttention 2), in the forward at every point, in the backward, which is
+    deterministic, as fast as its deterministic mode. Goal: 0.9 of the speed of cuDNN's forward, 0.75 of its backward.
+    Stretch: as fast as cuDNN, and as FlashAttention 3 where it was timed.
     """
 
     def level(direction: str, floor: float | None, goal: float) -> str:
@@ -125,22 +129,22 @@ def levels(found: dict[str, dict[str, float]]) -> dict[str, str]:
 
 
 def proposal(rows: Iterable[Row]) -> dict[str, dict[int, Row]]:
-    """The fastest trial of each kernel and head dimension, and what the shipped tile took beside it."""
+    """Return the fastest trial of each kernel and head dimension, with the milliseconds of the shipped tile."""
     rows = list(rows)
     best: dict[str, dict[int, Row]] = {}
     shipped = {(row["kernel"], row["head_dim"]): row["ms"] for row in rows if row["shipped"]}
     for row in rows:
         by_dim = best.setdefault(row["kernel"], {})
-        before = by_dim.get(row["head_dim"])
-        if row["ms"] is not None and (before is None or row["ms"] < before["ms"]):
+        fastest = by_dim.get(row["head_dim"])
+        if row["ms"] is not None and (fastest is None or row["ms"] < fastest["ms"]):
             by_dim[row["head_dim"]] = {**row, "shipped_ms": shipped.get((row["kernel"], row["head_dim"]))}
     return best
 
 
 def configuration(best: dict[str, dict[int, Row]]) -> str:
-    """The proposed tiles as lines of configurations.py, for the head dimensions of which every kernel was timed.
+    """Return the proposed tiles as lines of configurations.py, for head dimensions with a timing of every kernel.
 
-    The path for Hopper lacks some kernels at some head dimensions: only those with a kernel count.
+    The path for Hopper lacks some kernels at some head dimensions: its lines have only the timed kernels.
     """
 
     def tile(kernel: str, dim: int) -> str:
@@ -161,7 +165,7 @@ def configuration(best: dict[str, dict[int, Row]]) -> str:
 
 
 def plot(rows: Sequence[Row], device: str, path: Path) -> None:
-    """TFLOP/s (as all papers count them) against length: a panel a direction, head dimension and mask."""
+    """Plot TFLOP/s (by the papers' count) against length, one panel for each direction, head dimension and mask."""
     from matplotlib.figure import Figure
 
     def panel(row: Row) -> tuple[bool, bool, int]:
@@ -192,18 +196,18 @@ def plot(rows: Sequence[Row], device: str, path: Path) -> None:
 
 
 def table(head: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     rows = [head, ["---"] * len(head), *lines]
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
 
 
 def _head(environment: Row, found: Sequence[Row], others: int) -> str:
     names = ("driver", "cuda", "torch", "triton", "python", "commit", "sources")
-    said = ", ".join(f"{name} {environment.get(name)}" for name in names)
+    versions = ", ".join(f"{name} {environment.get(name)}" for name in names)
     days = sorted(row["at"] for row in found)
     clocks = [row["clocks"] for row in found if row.get("clocks")]
     lines = [
-        "# Kernels on a GPU", "", f"{environment['device']}; {said}.", "",
+        "# Kernels on a GPU", "", f"{environment['device']}; {versions}.", "",
         f"{len(found)} rows, {days[0]} to {days[-1]}; {others} more of other sources, versions or devices.",
     ]  # fmt: skip
     if clocks:
@@ -214,7 +218,7 @@ def _head(environment: Row, found: Sequence[Row], others: int) -> str:
 
 
 def _progress(found: Sequence[Row], sizes: plan.Sizes, environment: Row) -> str:
-    """Stage by stage: planned, measured, bad. A timing that two stages plan counts in both."""
+    """Return the table of the stages: planned, measured, bad. A timing that two stages plan counts in both."""
     bad = {row["key"] for row in found if records.is_bad(row)}
     keys = {row["key"] for row in found}
     lines = []
@@ -234,9 +238,9 @@ def _smoke(found: Sequence[Row]) -> str:
     for row in found:
         if row["key"].startswith("smoke "):
             result = row.get("result") or {"errors": {}}
-            said = row.get("failed") or ("ok" if result["ok"] else f"WRONG {' '.join(result['missing'])}".strip())
+            verdict = row.get("failed") or ("ok" if result["ok"] else f"WRONG {' '.join(result['missing'])}".strip())
             errors = ", ".join(f"{name} {error:.2g} ({bound:.2g})" for name, (error, bound) in result["errors"].items())
-            lines.append((row["task"]["name"], said, errors))
+            lines.append((row["task"]["name"], verdict, errors))
     return "## Smoke tests\n\n" + table(("kernel", "", "error (bound)"), lines) if lines else ""
 
 
@@ -254,7 +258,7 @@ def _levels(found: Sequence[Row]) -> str:
 
 
 def _grid(found: Sequence[Row]) -> str:
-    """TFLOP/s by length: a table for each direction, head dimension, mask and group of heads."""
+    """Return TFLOP/s by length: a table for each direction, head dimension, mask and group of heads."""
     rows = timed(found)
     parts = []
     names = list(dict.fromkeys(name_of(row) for row in rows if row["ms"] is not None))
@@ -276,7 +280,7 @@ def _rate(row: Row | None) -> str:
 
 
 def _papers(found: Sequence[Row]) -> str:
-    """Milliseconds, how many times as fast as naive, and MiB beyond the inputs."""
+    """Return the table of the papers' cases: milliseconds, speed over naive, and MiB beyond the inputs."""
     rows = [row for row in timed(found, ("papers",)) if row["ms"] is not None]
     naive = {point(row): row["ms"] for row in rows if row["backend"] == "naive"}
     lines = []
@@ -316,13 +320,13 @@ def _sweep(found: Sequence[Row]) -> str:
             lines.append((kernel, dim, tile, f"{row['ms']:.4g}", shipped, *made))
     head = ("kernel", "D", "fastest tile", "ms", "times as fast as shipped", "registers", "spills", "programs a SM")
     wrong = [row for row in rows if "wrong_by" in row]
-    said = f"{len(rows)} trials, {sum('refused' in row for row in rows)} refused, {len(wrong)} with wrong answers."
+    summary = f"{len(rows)} trials, {sum('refused' in row for row in rows)} refused, {len(wrong)} with wrong answers."
     if unread := Counter(row["occupancy"] for row in rows if "occupancy" in row):
         reasons = "; ".join(f"{reason} ({count})" for reason, count in unread.items())
-        said += f" Registers and spills could not be read in {unread.total()}: {reasons}."
+        summary += f" Registers and spills could not be read in {unread.total()}: {reasons}."
     code = configuration(best)
     proposed = f"\n\nFor configurations.py:\n\n```python\n{code}\n```" if code else ""
-    return f"## Sweep\n\n{said}\n\n{table(head, lines)}{proposed}"
+    return f"## Sweep\n\n{summary}\n\n{table(head, lines)}{proposed}"
 
 
 def _tests(found: Sequence[Row]) -> str:
@@ -336,15 +340,15 @@ def _tests(found: Sequence[Row]) -> str:
 
 
 def _failures(found: Sequence[Row]) -> str:
-    """Return the failures with their messages, and each reason for which something cannot run here, once."""
+    """Return the failures with their messages, and, once each, the reasons for which something cannot run here."""
     lines = []
     for row in found:
         if records.is_bad(row):
             result = row.get("result") or {}
-            said = (
+            message = (
                 row.get("failed") or result.get("message") or f"wrong: {result.get('wrong_by', result.get('errors'))}"
             )
-            lines.append(f"- `{row['key']}`: {' '.join(str(said).split())[-400:]}")
+            lines.append(f"- `{row['key']}`: {' '.join(str(message).split())[-400:]}")
     skipped = {
         (row["task"].get("backend") or row["task"]["case"]["backend"], row["result"]["skipped"]): None
         for row in found

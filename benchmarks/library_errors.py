@@ -4,7 +4,7 @@ flash_attn's functions, `scaled_dot_product_attention` and `flex_attention`, on 
 and with others, in float32, float16 and bfloat16, with gradients where the function has them. The truth is the formula
 in float64 over the same numbers, written out here. An error is divided by the largest value of o, or of dq, dk and dv
 together. A row counts all cases in which its option takes part. Wanted: 4e-6 in float32, 4e-3 in float16 and 0.03 in
-bfloat16. Goes to benchmarks/results/library-errors-<cpu>.json. Exits with 1 where a target is missed.
+bfloat16. Writes benchmarks/results/library-errors-<cpu>.json. Exits with 1 if a target is missed.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The oracle is a causal prefill. Its rows are computed again in calls of 1, 2, 5, 17 and 64 queries, over the keys up to
 the last of them, each call beside another sequence, with options, types and sizes that are drawn. The control does the
 same with torch's scaled_dot_product_attention and must find rows that differ. Wanted: 0 of a million.
-Goes to benchmarks/results/one-row-<cpu>.json. Exits with 1 where a target is missed.
+Writes benchmarks/results/one-row-<cpu>.json. Exits with 1 if a target is missed.
 """
 
 from __future__ import annotations

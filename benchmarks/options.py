@@ -15,7 +15,7 @@ inputs and answers; decode as each row says; without options as options_plain.py
 
 Much of the formula's time is the system's, for memory that is new at each call: it is timed in a process as torch is,
 where the option is to be twice as fast, and again in one where torch asks for huge pages (THP_MEM_ALLOC_ENABLE=1): 1.2
-times forward, as fast with the gradient. Goes to benchmarks/results/options-<cpu>.json. Exits with 1 where a target is
+times forward, as fast with the gradient. Writes benchmarks/results/options-<cpu>.json. Exits with 1 if a target is
 missed.
 """
 

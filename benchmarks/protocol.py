@@ -2,7 +2,7 @@
 
 The same requests go to `flashpoint serve` in both encodings over one connection; a large one, with its tensors in
 shared memory, stands beside the operator in a process without HTTP. Each round times every way in turn; the medians,
-and what they were to reach, go to benchmarks/results/protocol-<device>.json. Takes about a minute. Exits with 1 where
+and what they were to reach, go to benchmarks/results/protocol-<device>.json. Takes about a minute. Exits with 1 if
 a target is missed.
 """
 

@@ -3,7 +3,7 @@
 The service is `flashpoint serve` with its defaults, on the CPU or on `--device cuda`; the ceilings are bare uvicorn
 (peers/bare_uvicorn.py) and the operator in a process without HTTP. All have the same malloc settings. Load comes over
 one connection of `http.client`, read with `readinto`. Each round times every way in turn; the medians, and what they
-were to reach, go to benchmarks/results/serving-<device>.json and a table. Takes under two minutes. Exits with 1 where a
+were to reach, go to benchmarks/results/serving-<device>.json and a table. Takes under two minutes. Exits with 1 if a
 target is missed.
 """
 

@@ -3,7 +3,7 @@
 Four `flashpoint serve` on this machine's CPU, each with a quarter of the keys and values (8 key heads, D 64, bfloat16:
 2 GiB), asked by `flashpoint.sharded.cache`; beside them the operator in this process over the same tensors, ours and
 torch's own, in turn. Both must be right against float64. The medians go to
-benchmarks/results/sharded-cache-<device>.json. Exits with 1 where the ratio to the faster operator misses its goal.
+benchmarks/results/sharded-cache-<device>.json. Exits with 1 if the ratio to the faster operator misses its goal.
 Needs 6 GiB of memory and about two minutes.
 """
 

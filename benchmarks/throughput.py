@@ -6,7 +6,7 @@ load, mixed.py for requests of many lengths. Each round times every way in turn,
 turns. Where the operator in a process, timed at both ends of a round, deviates from its median, somebody else used the
 machine, and the round is thrown away. Medians of the rest, ratios within a round, go to
 benchmarks/results/throughput-<cpu>.json. Takes twelve minutes, and as much again where environments have to be made
-first. Exits with 1 where a target is missed, or every round of a case was thrown away.
+first. Exits with 1 if a target is missed, or every round of a case was thrown away.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def undisturbed(steady: Sequence[Sequence[float]], deviation: float) -> list[boo
 
 
 def over_http(port: int, path: Callable[[Case], str], form: Form) -> Calls:
-    """A way through a server. Raises RuntimeError where its answers, to the shorter cases, are wrong."""
+    """A way through a server. Raises RuntimeError if its answers, to the shorter cases, are wrong."""
     for case in CASES[:2]:
         status, headers, body = ask(port, path(case), form, case)
         if status != 200:

@@ -69,7 +69,7 @@ class Cuda:
                 return row
 
     def milliseconds(self, call: Callable[[], Any], repeats: int = 20) -> list[float]:
-        """Return the time of each of `repeats` calls. Raises CannotRunError where the host's time would be in it."""
+        """Return the time of each of `repeats` calls. Raises CannotRunError if the host's time would be in it."""
         from flashpoint_kernels.timing.clock import clock_of
         from flashpoint_kernels.timing.implementations import CannotRunError
 

@@ -46,7 +46,7 @@ class Run:
         self._anew: set[str] = set()  # keys whose rows here do not count
 
     def find_device(self) -> bool:
-        """Ask a guarded process for the device. Raises RuntimeError where that fails."""
+        """Ask a guarded process for the device. Raises RuntimeError if that fails."""
         answer = self.guard.ask("describe", None, DESCRIBE_SECONDS)
         if answer.failed:
             raise RuntimeError(f"the device could not be described: {answer.failed}")

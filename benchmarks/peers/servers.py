@@ -95,7 +95,7 @@ INSTALLABLE = tuple(peer.environment for peer in PEERS if peer.packages)
 
 
 def install(peer: Peer) -> None:
-    """Make the peer's environment, unless it is there. Raises CalledProcessError where pip fails."""
+    """Make the peer's environment, unless it is there. Raises CalledProcessError if pip fails."""
     home = ENVIRONMENTS / peer.environment
     made = home / "made"
     wanted = "\n".join((os.path.realpath(peer.python), *peer.packages))  # one interpreter has many names
