@@ -1,9 +1,9 @@
-"""Ring attention (Liu et al. 2023): each process has a part of the sequence, and keys travel from process to process.
+"""Ring attention (Liu et al. 2023): each process has a part of the sequence, and sends keys to the next process.
 
     .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/ring_attention.py
 
-Every process computes its queries' attention over all keys, one part after another, and the gradients likewise: those
-of the keys travel with them. It prints the largest difference from attention in one process.
+Every process computes the attention of its queries over all keys, one part after another, and then the gradients. The
+keys' gradients travel with the keys. It prints the largest difference from attention in one process.
 """
 
 import torch
@@ -56,7 +56,7 @@ class RingAttention(torch.autograd.Function):
 def main() -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)  # the same numbers everywhere; a process uses its part
+    torch.manual_seed(0)  # the same numbers in every process, which uses its part
     whole = [torch.randn(1, heads, 256 * world, 64, requires_grad=True) for heads in (8, 2, 2)]
     do = torch.randn(1, 8, 256 * world, 64)
     expected = attention(*whole, causal=True)
