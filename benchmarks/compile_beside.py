@@ -63,7 +63,7 @@ def write(arch: int, tutorial: Path, its_commit: str, out: Path, processes: int)
     theirs = [Tutorial("forward", arch, dim, tile) for dim, tile in product(HEAD_DIMS, FORWARD) if tile.block_n <= dim]
     theirs += [Tutorial("backward", arch, dim, BACKWARD_KV) for dim in HEAD_DIMS]
     with ProcessPoolExecutor(processes, get_context("spawn"), _begin, (tutorial, arch)) as pool:
-        rows = [row for found in pool.map(_rows, [*ours, *theirs]) for row in found]
+        rows = [row for of_kernel in pool.map(_rows, [*ours, *theirs]) for row in of_kernel]
     for dim in HEAD_DIMS:
         forwards = [r for r in rows if (r["by"], r["kernel"], r["head_dim"]) == ("tutorial", "forward", dim)]
         best = min(forwards, key=lambda r: (r["instructions"]["spilled"] > 0, r["per_score"]))

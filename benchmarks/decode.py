@@ -80,8 +80,8 @@ def operates(pipe: Connection) -> None:
     cores = torch.get_num_threads()
 
     def one(caller: int) -> None:
-        own = slice(caller, caller + 1)
-        attend(q[own], k[own], v[own])
+        rows = slice(caller, caller + 1)
+        attend(q[rows], k[rows], v[rows])
 
     def all_cores(calls: int) -> float:
         torch.set_num_threads(cores)
@@ -223,15 +223,15 @@ def figures(rounds: Sequence[Mapping[str, float]], forks: float) -> dict[str, An
 
 def measure(args: argparse.Namespace) -> dict[str, Any] | None:
     every, steady, forks = timed(args.rounds, args.calls)
-    rounds = [one for one, kept in zip(every, undisturbed(steady, args.deviation), strict=True) if kept]
+    rounds = [rates for rates, is_clean in zip(every, undisturbed(steady, args.deviation), strict=True) if is_clean]
     if not rounds:
         print("not measured: another program used the machine in every round")
         return None
-    found = figures(rounds, forks)
-    for name, tokens in found["tokens_per_second"].items():
+    result = figures(rounds, forks)
+    for name, tokens in result["tokens_per_second"].items():
         print(f"{name:<40} {tokens:>10.1f} tokens/s")
     counts = {"rounds": len(rounds), "thrown_away": len(every) - len(rounds)}
-    return {"callers": CALLERS, "keys": KEYS, "calls": args.calls, **counts, **found}
+    return {"callers": CALLERS, "keys": KEYS, "calls": args.calls, **counts, **result}
 
 
 if __name__ == "__main__":

@@ -42,18 +42,18 @@ def text(rows: Sequence[Row], sizes: plan.Sizes) -> str:
         return "# Kernels on a GPU\n\nNothing has been measured.\n"
     environment = rows[-1]["environment"]
     counted = records.current(rows, environment)
-    found = list(records.latest(counted).values())
+    latest = list(records.latest(counted).values())
     sections = [
-        _head(environment, found, len(rows) - len(counted)),
-        _progress(found, sizes, environment),
-        _smoke(found),
-        _levels(found),
-        _grid(found),
-        _papers(found),
-        _decode(found),
-        _sweep(found),
-        _tests(found),
-        _failures(found),
+        _head(environment, latest, len(rows) - len(counted)),
+        _progress(latest, sizes, environment),
+        _smoke(latest),
+        _levels(latest),
+        _grid(latest),
+        _papers(latest),
+        _decode(latest),
+        _sweep(latest),
+        _tests(latest),
+        _failures(latest),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
@@ -107,7 +107,7 @@ def ratios(rows: Iterable[Row], ours: str = "triton") -> dict[str, dict[str, flo
     }
 
 
-def levels(found: dict[str, dict[str, float]]) -> dict[str, str]:
+def levels(by_peer: dict[str, dict[str, float]]) -> dict[str, str]:
     """Return the highest level reached in each direction: none, floor, goal or stretch; "not measured" without peers.
 
     Floor: as fast as SDPA's flash (FlashAttention 2), in the forward at every point, in the backward, which is
@@ -116,15 +116,15 @@ def levels(found: dict[str, dict[str, float]]) -> dict[str, str]:
     """
 
     def level(direction: str, floor: float | None, goal: float) -> str:
-        means = [found[n]["mean"] for n in (f"{direction} sdpa_cudnn", f"{direction} flash_attn_3") if n in found]
-        if floor is None or f"{direction} sdpa_cudnn" not in found:
+        means = [by_peer[n]["mean"] for n in (f"{direction} sdpa_cudnn", f"{direction} flash_attn_3") if n in by_peer]
+        if floor is None or f"{direction} sdpa_cudnn" not in by_peer:
             return "not measured"
         if floor < 1:
             return "none"
         return "floor" if means[0] < goal else "goal" if min(means) < 1 else "stretch"
 
-    flash = found.get("forward sdpa_flash", {}).get("worst")
-    deterministic = found.get("backward sdpa_flash deterministic", {}).get("mean")
+    flash = by_peer.get("forward sdpa_flash", {}).get("worst")
+    deterministic = by_peer.get("backward sdpa_flash deterministic", {}).get("mean")
     return {"forward": level("forward", flash, 0.9), "backward": level("backward", deterministic, 0.75)}
 
 
@@ -201,14 +201,14 @@ def table(head: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
 
 
-def _head(environment: Row, found: Sequence[Row], others: int) -> str:
+def _head(environment: Row, measured: Sequence[Row], others: int) -> str:
     names = ("driver", "cuda", "torch", "triton", "python", "commit", "sources")
     versions = ", ".join(f"{name} {environment.get(name)}" for name in names)
-    days = sorted(row["at"] for row in found)
-    clocks = [row["clocks"] for row in found if row.get("clocks")]
+    days = sorted(row["at"] for row in measured)
+    clocks = [row["clocks"] for row in measured if row.get("clocks")]
     lines = [
         "# Kernels on a GPU", "", f"{environment['device']}; {versions}.", "",
-        f"{len(found)} rows, {days[0]} to {days[-1]}; {others} more of other sources, versions or devices.",
+        f"{len(measured)} rows, {days[0]} to {days[-1]}; {others} more of other sources, versions or devices.",
     ]  # fmt: skip
     if clocks:
         each = {name: [c[name] for c in clocks if name in c] for name in clocks[-1]}
@@ -217,25 +217,25 @@ def _head(environment: Row, found: Sequence[Row], others: int) -> str:
     return "\n".join(lines)
 
 
-def _progress(found: Sequence[Row], sizes: plan.Sizes, environment: Row) -> str:
+def _progress(measured: Sequence[Row], sizes: plan.Sizes, environment: Row) -> str:
     """Return the table of the stages: planned, measured, bad. A timing that two stages plan counts in both."""
-    bad = {row["key"] for row in found if records.is_bad(row)}
-    keys = {row["key"] for row in found}
+    bad = {row["key"] for row in measured if records.is_bad(row)}
+    keys = {row["key"] for row in measured}
     lines = []
     for stage in plan.STAGES:
         if stage in plan.TIMED_STAGES:
             groups = plan.groups(stage, sizes, environment)
             planned = {task.key for group in groups for task in group.tasks}
         else:
-            planned = {row["key"] for row in found if row["stage"] == stage}
+            planned = {row["key"] for row in measured if row["stage"] == stage}
         size = len(planned) if stage in plan.TIMED_STAGES else "" if planned else "not run"
         lines.append((stage, size, len(planned & keys), len(planned & bad)))
     return "## Progress\n\n" + table(("stage", "planned", "measured", "failed or wrong"), lines)
 
 
-def _smoke(found: Sequence[Row]) -> str:
+def _smoke(measured: Sequence[Row]) -> str:
     lines = []
-    for row in found:
+    for row in measured:
         if row["key"].startswith("smoke "):
             result = row.get("result") or {"errors": {}}
             verdict = row.get("failed") or ("ok" if result["ok"] else f"WRONG {' '.join(result['missing'])}".strip())
@@ -244,8 +244,8 @@ def _smoke(found: Sequence[Row]) -> str:
     return "## Smoke tests\n\n" + table(("kernel", "", "error (bound)"), lines) if lines else ""
 
 
-def _levels(found: Sequence[Row]) -> str:
-    rows = timed(found)
+def _levels(measured: Sequence[Row]) -> str:
+    rows = timed(measured)
     parts = []
     for ours in ("triton", "triton hopper"):
         each = ratios(rows, ours)
@@ -257,9 +257,9 @@ def _levels(found: Sequence[Row]) -> str:
     return "## Levels\n\n" + "\n\n".join(parts) if parts else ""
 
 
-def _grid(found: Sequence[Row]) -> str:
+def _grid(measured: Sequence[Row]) -> str:
     """Return TFLOP/s by length: a table for each direction, head dimension, mask and group of heads."""
-    rows = timed(found)
+    rows = timed(measured)
     parts = []
     names = list(dict.fromkeys(name_of(row) for row in rows if row["ms"] is not None))
     titles = dict.fromkeys((r["direction"], r["head_dim"], r["causal"], r["q_heads"] // r["kv_heads"]) for r in rows)
@@ -279,9 +279,9 @@ def _rate(row: Row | None) -> str:
     return f"{row['tflops_standard']:.4g}" if row and row["ms"] is not None else ""
 
 
-def _papers(found: Sequence[Row]) -> str:
+def _papers(measured: Sequence[Row]) -> str:
     """Return the table of the papers' cases: milliseconds, speed over naive, and MiB beyond the inputs."""
-    rows = [row for row in timed(found, ("papers",)) if row["ms"] is not None]
+    rows = [row for row in timed(measured, ("papers",)) if row["ms"] is not None]
     naive = {point(row): row["ms"] for row in rows if row["backend"] == "naive"}
     lines = []
     for row in sorted(rows, key=lambda r: (str(point(r)[:4]), r["q_len"], r["ms"])):
@@ -294,9 +294,9 @@ def _papers(found: Sequence[Row]) -> str:
     return "## The papers' tables\n\n" + table(head, lines) if lines else ""
 
 
-def _decode(found: Sequence[Row]) -> str:
+def _decode(measured: Sequence[Row]) -> str:
     lines = []
-    for row in found:
+    for row in measured:
         if row["stage"] == "decode" and row.get("result", {}).get("ms") is not None:
             t, r = row["task"], row["result"]
             shape = f"B {t['batch']}, H {t['q_heads']}/{t['kv_heads']}, keys {t['kv_len']}, D {t['head_dim']}"
@@ -306,8 +306,8 @@ def _decode(found: Sequence[Row]) -> str:
     return "## Decode\n\n" + table(head, lines) if lines else ""
 
 
-def _sweep(found: Sequence[Row]) -> str:
-    rows = trials(found)
+def _sweep(measured: Sequence[Row]) -> str:
+    rows = trials(measured)
     if not rows:
         return ""
     best = proposal(rows)
@@ -329,9 +329,9 @@ def _sweep(found: Sequence[Row]) -> str:
     return f"## Sweep\n\n{summary}\n\n{table(head, lines)}{proposed}"
 
 
-def _tests(found: Sequence[Row]) -> str:
+def _tests(measured: Sequence[Row]) -> str:
     counts: dict[str, Counter[str]] = {}
-    for row in found:
+    for row in measured:
         if row["key"].startswith("test "):
             counts.setdefault(row["key"].split()[1], Counter())[row["result"]["outcome"]] += 1
     names = ("passed", "failed", "skipped")
@@ -339,10 +339,10 @@ def _tests(found: Sequence[Row]) -> str:
     return "## Tests\n\n" + table(("suite", *names), lines) if lines else ""
 
 
-def _failures(found: Sequence[Row]) -> str:
+def _failures(measured: Sequence[Row]) -> str:
     """Return the failures with their messages, and, once each, the reasons for which something cannot run here."""
     lines = []
-    for row in found:
+    for row in measured:
         if records.is_bad(row):
             result = row.get("result") or {}
             message = (
@@ -351,7 +351,7 @@ def _failures(found: Sequence[Row]) -> str:
             lines.append(f"- `{row['key']}`: {' '.join(str(message).split())[-400:]}")
     skipped = {
         (row["task"].get("backend") or row["task"]["case"]["backend"], row["result"]["skipped"]): None
-        for row in found
+        for row in measured
         if (row.get("result") or {}).get("skipped")
     }
     parts = ["## Failed or wrong\n\n" + "\n".join(lines)] if lines else []

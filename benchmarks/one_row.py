@@ -75,21 +75,21 @@ def torchs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     draw, rows, wrong, problems = random.Random(args.seed), 0, 0, 0
     control_rows = control_wrong = 0
-    found: list[str] = []
+    failures: list[str] = []
     with torch.inference_mode():
         while rows < args.rows:
             t, options, what = drawn(draw)
             for count in COUNTS:
                 more, bad = differing(ours, t, count, **options)
                 rows, wrong = rows + more, wrong + bad
-                found += [f"{bad} rows of {what}, calls of {count}"] if bad else []
+                failures += [f"{bad} rows of {what}, calls of {count}"] if bad else []
             problems += 1
             if problems % 20 == 1:
                 more, bad = differing(torchs, {name: t[name] for name in "qkv"}, 1)
                 control_rows, control_wrong = control_rows + more, control_wrong + bad
     print(f"{wrong} of {rows:,} rows of {problems} problems; the control {control_wrong:,} of {control_rows:,}")
     return {
-        "seed": args.seed, "rows": rows, "differing": wrong, "problems": problems, "found": found,
+        "seed": args.seed, "rows": rows, "differing": wrong, "problems": problems, "found": failures,
         "control": {"rows": control_rows, "differing": control_wrong}, "kernels": native.names(),
         "targets": [
             target("rows whose bits depend on the call", wrong, "rows", most=0),

@@ -72,11 +72,11 @@ def rows(rounds: int) -> Iterator[dict[str, Any]]:
         yield {"kind": name, "pass": "with gradient", **times, "mib": mine >> 20, "other_mib": theirs >> 20}
 
 
-def targets(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def targets(measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the targets: forward as fast as torch's without a compiler, with gradient as fast as the formula."""
     made = []
     for gradient, other in (("forward", "torch's flex_attention, not compiled"), ("with gradient", "the formula")):
-        if times := [row["times"] for row in found if row["pass"] == gradient]:
+        if times := [row["times"] for row in measured if row["pass"] == gradient]:
             made.append(
                 target(f"flex_attention {gradient}: {other}'s time / ours, least", min(times), "time", least=1.0)
             )

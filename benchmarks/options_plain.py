@@ -51,13 +51,13 @@ def call_of(
     return call
 
 
-def targets(found: Sequence[Row]) -> list[Row]:
+def targets(measured: Sequence[Row]) -> list[Row]:
     """Return the targets: the least ratio of torch's time to ours among the rows of each kind."""
-    amx = any(row["kernel"] == "c-amx" for row in found)
+    amx = any(row["kernel"] == "c-amx" for row in measured)
     made = []
 
     def least(what: str, bound: float, **kind: Any) -> None:
-        if ratios := [row["times"] for row in found if all(row[name] == value for name, value in kind.items())]:
+        if ratios := [row["times"] for row in measured if all(row[name] == value for name, value in kind.items())]:
             made.append(target(f"SDPA's time / ours, {what}, least", min(ratios), "time", least=bound))
 
     for dtype in ("float32", "float16"):
@@ -79,7 +79,7 @@ def targets(found: Sequence[Row]) -> list[Row]:
         return made
     for gradient, bound in zip(PASSES, (1.05, 1.1), strict=True):
         ms = [
-            {(row["head_dim"], row["causal"]): row["ms"] for row in found
+            {(row["head_dim"], row["causal"]): row["ms"] for row in measured
              if (row["pass"], row["dtype"], row["length"]) == (gradient, dtype, LONG)}
             for dtype in ("bfloat16", "float32")
         ]  # fmt: skip

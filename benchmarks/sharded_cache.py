@@ -37,7 +37,7 @@ def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tens
         scores = (k[0, head].double() @ q[0, head, 0].double()) * DIM**-0.5
         p, values = scores.softmax(0), v[0, head].double()
         answers.append((p @ values, p @ values.abs()))
-    o, size = (torch.stack(found)[None, :, None] for found in zip(*answers, strict=True))
+    o, size = (torch.stack(parts)[None, :, None] for parts in zip(*answers, strict=True))
     return o, size
 
 

@@ -77,7 +77,9 @@ class Rounds:
         self._steady.append(tuple(steady))
 
     def clean(self, deviation: float) -> list[dict[str, float]]:
-        return [rates for rates, kept in zip(self._rates, undisturbed(self._steady, deviation), strict=True) if kept]
+        return [
+            rates for rates, is_clean in zip(self._rates, undisturbed(self._steady, deviation), strict=True) if is_clean
+        ]
 
     def __len__(self) -> int:
         return len(self._rates)

@@ -252,7 +252,7 @@ class Deadline(Plain):
 
 
 class Launches(Plain):
-    """Calls the reference backend, in float64 with the whole matrix: a launch has one call and is never split."""
+    """Calls the reference backend, in float64 with the whole matrix: one launch at a time, never split."""
 
     def draw(self) -> Question:
         return draw(self.rng, "safetensors", grad=False, backend="reference", length=300, heads=2)
@@ -285,14 +285,14 @@ class Sdk(Asker):
         try:
             if "do" in t:
                 grads = self.client.attention_grad(t["do"], t["q"], t["k"], t["v"], **question.options)
-                found = dict(zip(("dq", "dk", "dv"), grads, strict=True))
+                arrays = dict(zip(("dq", "dk", "dv"), grads, strict=True))
             else:
-                found = {"o": self.client.attention(t["q"], t["k"], t["v"], **question.options)}
+                arrays = {"o": self.client.attention(t["q"], t["k"], t["v"], **question.options)}
         except (flashpoint.OverloadedError, flashpoint.DeadlineExceededError) as error:
             if error.code not in REFUSALS:
                 raise
             return f"{error.status} {error.code}"
-        self.book.compare_arrays(question, found)
+        self.book.compare_arrays(question, arrays)
         return ""
 
     def leave(self) -> None:
@@ -318,8 +318,8 @@ class Asyncio(Asker):
         async with flashpoint.AsyncClient(
             self.load.url, api_key=key_of(LOAD), timeout=self.load.patience, retries=1
         ) as client:
-            asked = [client.attention(*(q.tensors[n] for n in "qkv"), **q.options) for q in self.questions]
-            answers = await asyncio.gather(*asked, return_exceptions=True)
+            calls = [client.attention(*(q.tensors[n] for n in "qkv"), **q.options) for q in self.questions]
+            answers = await asyncio.gather(*calls, return_exceptions=True)
         code = ""
         for question, answer in zip(self.questions, answers, strict=True):
             if isinstance(answer, flashpoint.OverloadedError | flashpoint.DeadlineExceededError):

@@ -231,10 +231,10 @@ def described(document: Any, cache: HeldCache) -> None:
         raise WrongError(f"a cache of {document['bytes']} bytes that expires in {document['expires_in_s']} s")
 
 
-def same(what: str, found: object, expected: object) -> None:
+def same(what: str, value: object, expected: object) -> None:
     """Compare a value with the expected one. Raises WrongError."""
-    if found != expected:
-        raise WrongError(f"{what}: {found!r} where {expected!r} is right")
+    if value != expected:
+        raise WrongError(f"{what}: {value!r} where {expected!r} is right")
 
 
 def dense(q: np.ndarray, kv: np.ndarray, causal: bool = False, window: Sequence[int] = (-1, -1)) -> np.ndarray:

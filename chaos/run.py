@@ -167,16 +167,16 @@ class Chaos:
             time.sleep(0.05)
         result.violations += [f"left over: {what}" for what in wrong]
 
-    def _kept(self, held: dict[str, Held]) -> list[str]:
+    def _kept(self, by_role: dict[str, Held]) -> list[str]:
         wrong = []
-        for role, now in held.items():
+        for role, now in by_role.items():
             if role not in self.baseline:
                 continue  # a JSON process that started later, in its first round
             before = self.baseline[role]
             for name, (times, more) in (("private", PRIVATE), ("descriptors", DESCRIPTORS), ("threads", THREADS)):
                 if getattr(now, name) > getattr(before, name) * times + more:
                     wrong.append(f"{role}: {name} {getattr(before, name)} before, {getattr(now, name)} now")
-        http, engine = held.get("http"), held.get("engine")
+        http, engine = by_role.get("http"), by_role.get("engine")
         if http and engine and self.service.workers == 1 and engine.shared > http.shared:
             wrong.append(f"the engine maps {engine.shared} bytes of staging, the HTTP process {http.shared}")
         return wrong
@@ -214,5 +214,5 @@ def row(number: int, result: Round) -> dict[str, Any]:
         ],
         "recovery": None if result.recovery is None else round(result.recovery, 2),
         "violations": result.violations,
-        "held": {role: vars(held) for role, held in result.held.items()},
+        "held": {role: vars(each) for role, each in result.held.items()},
     }

@@ -115,11 +115,11 @@ class Pool:
                 self._of_thread.guard.close()
             return answer
 
-        asked = {self._threads.submit(ask, task): task for task in tasks}
-        for future in as_completed(asked):
+        futures = {self._threads.submit(ask, task): task for task in tasks}
+        for future in as_completed(futures):
             answer = future.result()
             if answer is not None:
-                yield asked[future], answer
+                yield futures[future], answer
 
     def close(self) -> None:
         for guard in self._guards:

@@ -57,25 +57,25 @@ class Outcomes:
         """Write the worst outcome of a test's phases after the last phase, in the process that has the record."""
         if self.record is None:
             return
-        found = self.seen.setdefault(report.nodeid, {"outcome": "passed", "seconds": 0.0})
-        found["seconds"] += getattr(report, "duration", 0.0)
-        if report.outcome != "passed" and found["outcome"] != "failed":
-            found |= {"outcome": report.outcome, "message": _message(report)}
+        outcome = self.seen.setdefault(report.nodeid, {"outcome": "passed", "seconds": 0.0})
+        outcome["seconds"] += getattr(report, "duration", 0.0)
+        if report.outcome != "passed" and outcome["outcome"] != "failed":
+            outcome |= {"outcome": report.outcome, "message": _message(report)}
         if report.when in ("teardown", "???"):  # "???": the process of the test died
             del self.seen[report.nodeid]
-            self._write(report.nodeid, found)
+            self._write(report.nodeid, outcome)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Write a file that cannot be collected as a failed test."""
         if self.record is not None and report.failed and report.nodeid not in self.known:
             self._write(report.nodeid, {"outcome": "failed", "seconds": 0.0, "message": _message(report)})
 
-    def _write(self, name: str, found: dict[str, Any]) -> None:
+    def _write(self, name: str, outcome: dict[str, Any]) -> None:
         assert self.record is not None
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         key = f"test {self.frame['suite']} {name}"
         self.record.append(
-            {"key": key, "at": now, "seconds": found.pop("seconds"), **self.frame["row"], "result": found}
+            {"key": key, "at": now, "seconds": outcome.pop("seconds"), **self.frame["row"], "result": outcome}
         )
 
 

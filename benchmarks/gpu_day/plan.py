@@ -146,7 +146,7 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """The kernel's name in a Config."""
+        """Return the kernel's name in a Config."""
         return self.kernel.removesuffix("_hopper")
 
     @property
@@ -345,11 +345,11 @@ STAGES = ("first", "tests", "judge", "races", "sweep", "table", "papers", "decod
 def groups(stage: str, sizes: Sizes, environment: dict[str, Any]) -> list[Group]:
     """Return the groups of a stage on the device that `environment` describes."""
     hopper = environment["capability"] == "9.0"
-    made = TIMED_STAGES[stage](sizes, hopper, environment["absent"])
+    timed_groups = TIMED_STAGES[stage](sizes, hopper, environment["absent"])
     if stage != "first":
-        return made
+        return timed_groups
     checks = [Smoke(name) for name in environment["checks"] if hopper or not name.endswith("_hopper")]
-    return [Group(checks, apart=True), *made]
+    return [Group(checks, apart=True), *timed_groups]
 
 
 def parameters(task: Task) -> dict[str, Any]:
@@ -368,19 +368,19 @@ def _case(
 
 
 def _ours(case: Case, hopper: bool) -> list[Timed]:
-    """Our kernels by the general path and, where there is one for the case, by that of hopper.py."""
+    """Return our kernels by the general path and, if it supports the case, by the path of hopper.py."""
     has_path = case.dtype != "float32" and (case.direction == "forward" or case.head_dim <= WIDEST_HOPPER_BACKWARD)
     return [Timed(case), *([Timed(case, hopper=True)] if hopper and has_path else [])]
 
 
 def _without(tasks: Iterable[Task], absent: Collection[str]) -> list[Task]:
-    """Leave out packages that are not installed, but for one task of each, whose row says so."""
-    kept, said = [], set()
+    """Leave out tasks of absent packages, except one for each package, whose row records the absence."""
+    remaining, represented = [], set()
     for task in tasks:
         backend = task.case.backend if isinstance(task, Timed) else task.backend if isinstance(task, Decode) else ""
         if backend in absent:
-            if backend in said:
+            if backend in represented:
                 continue
-            said.add(backend)
-        kept.append(task)
-    return kept
+            represented.add(backend)
+        remaining.append(task)
+    return remaining

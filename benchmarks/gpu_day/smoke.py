@@ -94,14 +94,14 @@ def smoke(device: Cuda, task: Smoke) -> dict[str, Any]:
     with path_of_hopper(check.hopper):
         answers, ran, options = _nano(tensors) if task.name == "nano" else _launched(tensors, check)
         changed = _changed(tensors, options, answers, device.sizes.repeats) if check.repeats else []
-    found = verify(tensors, options, answers=answers)
+    verdict = verify(tensors, options, answers=answers)
     missing = [name for name in check.kernels if name not in ran]
     return {
-        "ok": found.ok and not missing and not changed,
+        "ok": verdict.ok and not missing and not changed,
         "kernels": ran,
         "missing": missing,
         "changed": changed,
-        "errors": {t.name: [t.max_abs, t.bound] for t in found.tensors},
+        "errors": {t.name: [t.max_abs, t.bound] for t in verdict.tensors},
     }
 
 
