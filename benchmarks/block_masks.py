@@ -1,8 +1,8 @@
 """Time `tiled` with and without a block mask: `python benchmarks/block_masks.py`.
 
-At (1,8,2048,64) in float32 on the CPU, forward and gradient (with o and lse) without a mask and with one of a random
-1/16 of the blocks of 128 × 128 for each head, in turn; and with half of them, and with documents. Wanted: with 1/16 six
-times as fast as without. Goes to benchmarks/results/block-masks-<cpu>.json. Exits with 1 where that is missed.
+Forward and gradient (from o and lse) at (1,8,2048,64) in float32 on the CPU. A call with a mask alternates with a call
+without. The masks: a random 1/16 of the blocks of 128 × 128 for each head; half of them; documents. Target: six times
+as fast with 1/16. Writes benchmarks/results/block-masks-<cpu>.json. Exits with 1 if the target is missed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SPARSE = "1/16 of the blocks, of each head"
 
 
 def masks() -> dict[str, Tensor]:
-    """Block masks by what they are."""
+    """Return the block masks by name."""
     generator = torch.Generator().manual_seed(0)
     document = torch.arange(SHAPE[2]) // 300
     blocks = (SHAPE[1], SHAPE[2] // 128, SHAPE[2] // 128)
@@ -38,35 +38,35 @@ def masks() -> dict[str, Tensor]:
 
 def call_of(tensors: list[Tensor], mask: Tensor | None, gradient: bool) -> Callable[[], Any]:
     q, k, v, do = tensors
-    given: dict[str, Any] = {"backend": "tiled", "block_mask": mask}
+    keywords: dict[str, Any] = {"backend": "tiled", "block_mask": mask}
     if not gradient:
-        return lambda: attention(q, k, v, **given)
-    o, lse = attention(q, k, v, return_lse=True, **given)
-    return lambda: attention_backward(do, q, k, v, o, lse, **given)
+        return lambda: attention(q, k, v, **keywords)
+    o, lse = attention(q, k, v, return_lse=True, **keywords)
+    return lambda: attention_backward(do, q, k, v, o, lse, **keywords)
 
 
-def rows(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Yield a row for each mask and direction: milliseconds with it and without, and the median of the ratio."""
+def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield a row for each mask and direction: milliseconds with and without the mask, and the median ratio."""
     generator = torch.Generator().manual_seed(1)
     tensors = [torch.randn(SHAPE, generator=generator) for _ in range(4)]
     for name, mask in masks().items():
         for gradient in (False, True):
-            found = pair(*(call_of(tensors, each, gradient) for each in (mask, None)), asked.rounds)
+            times = pair(*(call_of(tensors, each, gradient) for each in (mask, None)), args.rounds)
             yield {
                 "mask": name, "share": round(float(mask.float().mean()), 4),
                 "pass": "gradient" if gradient else "forward",
-                "ms": found["ms"], "without_ms": found["other_ms"], "times": found["times"],
+                "ms": times["ms"], "without_ms": times["other_ms"], "times": times["times"],
             }  # fmt: skip
 
 
-def measure(asked: argparse.Namespace) -> dict[str, Any]:
-    found = list(rows_of_child("--rounds", str(asked.rounds), "--measure", "all"))
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    table = list(rows_of_child("--rounds", str(args.rounds), "--measure", "all"))
     targets = [
         target(f"{row['pass']} without / with {SPARSE}", row["times"], "times faster", least=FASTER)
-        for row in found
+        for row in table
         if row["mask"] == SPARSE
     ]
-    return {"rows": found, "targets": targets}
+    return {"rows": table, "targets": targets}
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""The capacity calculator's predictions held against what calls really take here.
+"""Compare the capacity calculator's predictions with measured times.
 
-Starts `flashpoint serve`, and in each round measures its rates as `flashpoint.capacity.measure` does, then times calls
-of other shapes: forwards, gradients, decoding, grouped heads, batches, by one caller and by four. The result is the
-median, over the rounds, of a round's own measurement over its own prediction. Client, server and device share this
-machine's cores (`shared`). Writes benchmarks/results/capacity-DEVICE.json.
+Starts `flashpoint serve`. Each round measures the rates with `flashpoint.capacity.measure`, then times calls of other
+shapes: forwards, gradients, decoding, grouped heads, batches, by one caller and by four. The result is the median over
+the rounds of measurement / prediction, both of the same round. Client, server and device share this machine's cores
+(`shared`). Writes benchmarks/results/capacity-DEVICE.json.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flashpoint import capacity
 from flashpoint_contract.schemas.shapes import Shape
 
 CALLERS = 4
-# None of them is a shape that the rates come from.
+# `capacity.measure` uses none of these shapes.
 CASES: dict[str, tuple[dict[str, int], capacity.Side, bool]] = {
     "small": ({"q_heads": 8, "q_len": 128, "head_dim": 64}, "forward", False),
     "512": ({"q_heads": 8, "q_len": 512, "head_dim": 64}, "forward", False),
@@ -43,7 +43,7 @@ CASES: dict[str, tuple[dict[str, int], capacity.Side, bool]] = {
 
 
 def call(client: flashpoint.Client, shape: Shape, side: capacity.Side, causal: bool) -> Any:
-    """A function that makes the call."""
+    """Return a function that makes the call."""
     rng = np.random.default_rng(0)
 
     def normal(heads: int, length: int, dim: int) -> Any:
@@ -57,8 +57,8 @@ def call(client: flashpoint.Client, shape: Shape, side: capacity.Side, causal: b
     return lambda: client.attention_grad(do, q, k, v, o=o, lse=lse, causal=causal)
 
 
-def together(function: Any, calls: int) -> float:
-    """Calls a second of `CALLERS` callers, each with its next call once it has its answer."""
+def calls_per_second(function: Any, calls: int) -> float:
+    """Return the calls per second of `CALLERS` callers; each sends its next call when its answer has come."""
     with ThreadPoolExecutor(CALLERS) as pool:
         began = time.perf_counter()
         for done in [pool.submit(function) for _ in range(CALLERS * calls)]:
@@ -66,42 +66,42 @@ def together(function: Any, calls: int) -> float:
         return CALLERS * calls / (time.perf_counter() - began)
 
 
-def measured(client: flashpoint.Client, rounds: int, calls: int) -> dict[str, Any]:
+def compare(client: flashpoint.Client, rounds: int, calls: int) -> dict[str, Any]:
     ways = {name: (Shape(**sizes), side, causal) for name, (sizes, side, causal) in CASES.items()}
     functions = {name: call(client, *way) for name, way in ways.items()}
     rates: list[dict[str, float]] = []
     rows: dict[str, list[dict[str, float]]] = {name: [] for name in CASES}
     for _ in range(rounds):
-        found = capacity.measure(client, shared=True)
-        rates.append(dataclasses.asdict(found))
+        rates_now = capacity.measure(client, shared=True)
+        rates.append(dataclasses.asdict(rates_now))
         for name, (shape, side, causal) in ways.items():
-            predicted = capacity.predict(capacity.need(shape, side=side, causal=causal), found)
+            predicted = capacity.predict(capacity.need(shape, side=side, causal=causal), rates_now)
             functions[name]()
             took = statistics.median(seconds(functions[name]) for _ in range(calls))
-            a_second = together(functions[name], max(1, calls // 2))
+            a_second = calls_per_second(functions[name], max(1, calls // 2))
             rows[name].append({
                 "predicted_ms": predicted.seconds * 1e3, "measured_ms": took * 1e3, "ratio": took / predicted.seconds,
                 "predicted_rps": predicted.requests_per_second, "measured_rps": a_second,
                 "rps_ratio": a_second / predicted.requests_per_second,
             })  # fmt: skip
-    middle = {name: statistics.median(found[name] for found in rates) for name in rates[0]}
+    medians = {name: statistics.median(each[name] for each in rates) for name in rates[0]}
     return {
-        "rates": {name: value if math.isfinite(value) else None for name, value in middle.items() if name != "shared"},
-        "cases": [{"case": name, **_middle(found)} for name, found in rows.items()],
+        "rates": {name: value if math.isfinite(value) else None for name, value in medians.items() if name != "shared"},
+        "cases": [{"case": name, **_medians(samples)} for name, samples in rows.items()],
     }
 
 
-def _middle(rows: list[dict[str, float]]) -> dict[str, float]:
+def _medians(rows: list[dict[str, float]]) -> dict[str, float]:
     return {name: round(statistics.median(row[name] for row in rows), 3) for name in rows[0]}
 
 
-def measure(asked: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     with service() as (_, port, _), flashpoint.Client(f"http://127.0.0.1:{port}") as client:
-        found = measured(client, asked.rounds, asked.calls)
-    for row in found["cases"]:
+        result = compare(client, args.rounds, args.calls)
+    for row in result["cases"]:
         print(f"{row['case']:<24}{row['predicted_ms']:>10.2f} ms predicted{row['measured_ms']:>10.2f} ms measured"
               f"{row['ratio']:>8.2f}{row['rps_ratio']:>8.2f}")  # fmt: skip
-    return {"rounds": asked.rounds, "calls": asked.calls, "callers": CALLERS, **found}
+    return {"rounds": args.rounds, "calls": args.calls, "callers": CALLERS, **result}
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""The same calls in two checkouts, in turns: each in a process of its own, with the same Python and the same packages.
+"""Time the same calls in two checkouts, in turns, each in its own process with the same Python and packages.
 
-A benchmark's script is its own process, too: `script --work` answers each name of a call with microseconds (`answer`).
-The fastest call of a turn counts, which other programs have not disturbed; a row has the median of these over the
-rounds, and the median of their ratio.
+`script --work` runs in these processes: it reads names of calls and answers each with microseconds (`answer`). Only the
+fastest call of a turn counts, because other programs disturb it least. A row has the median over the rounds, and the
+median of their ratio.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ ROOT = Path(__file__).resolve().parent.parent
 Call = Callable[[], Any]
 
 
-def answer(calls: Mapping[str, Call], most: int, seconds: float = float("inf")) -> None:
-    """Answer each name of a call on stdin with the microseconds of the fastest of `most` calls, or of `seconds`."""
+def answer(calls: Mapping[str, Call], max_calls: int, seconds: float = float("inf")) -> None:
+    """Answer each call's name on stdin with the fastest time in µs, of `max_calls` calls or of `seconds` of calls."""
     print(json.dumps(list(calls)), flush=True)
     for name in sys.stdin:
         call, taken = calls[name.strip()], []
-        while len(taken) < most and sum(taken) < 1e6 * seconds:
+        while len(taken) < max_calls and sum(taken) < 1e6 * seconds:
             began = time.perf_counter_ns()
             call()
             taken.append((time.perf_counter_ns() - began) / 1e3)
@@ -67,13 +67,13 @@ class Side:
 
 
 def in_turns(script: str, beside: Path | None, rounds: int, **variables: str) -> dict[str, Any]:
-    """Time each call of `script` here and in the checkout `beside`, if there is one. Return its commit and the rows."""
+    """Time each call of `script` here and, if given, in the checkout `beside`. Return its commit and the rows."""
     ours = Side(script, ROOT, **variables)
     sides = [ours] if beside is None else [ours, Side(script, beside, **variables)]
     rows = []
     for name in ours.names:
         for side in sides:
-            side.time(name)  # compiles, and fills caches
+            side.time(name)  # warm-up: compiles, and fills caches
         times = [[side.time(name) for side in sides] for _ in range(rounds)]
         row: dict[str, Any] = {"call": name, "us": round(median(each[0] for each in times), 1)}
         if beside is not None:

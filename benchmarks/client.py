@@ -1,8 +1,8 @@
-"""Time the SDK's way over a socket beside `http.client` with `readinto`, and beside httpx's own transport.
+"""Time the SDK's transport over a socket beside `http.client` with `readinto`, and beside httpx's own transport.
 
-A peer in a process of its own reads requests into one buffer and answers from another, with nothing but sockets. Each
-round times every way once, in turn; the medians of the rounds, in MiB/s (and microseconds for a call of 4 KiB), go to
-benchmarks/results/client-<cpu>.json with device, versions, commit and date. Needs the SDK alone.
+A peer in a separate process uses sockets only: it reads requests into one buffer and answers from another. Each round
+times every way once, in turn. The medians of the rounds, in MiB/s (and microseconds for a call of 4 KiB), go to
+benchmarks/results/client-<cpu>.json with device, versions, commit and date. Needs only the SDK.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ SMALL_CALLS = 50
 
 
 def message(name: str, size: int) -> bytearray:
-    """A message of one float32 tensor of `size` bytes."""
+    """Return a message of one float32 tensor of `size` bytes."""
     return bytearray(wire.build_head([(name, "float32", (1, size // 4))], {})) + bytes(size)
 
 
 def peer(size: int, ports: Connection) -> None:
-    """Answer on two ports: one with little, one with `size` bytes."""
+    """Answer on two ports: on the first with 4,096 bytes, on the second with `size` bytes."""
     for answer_size in (4096, size):
         body = message("o", answer_size)
         listener = socket.create_server(("127.0.0.1", 0))
@@ -65,9 +65,9 @@ def answer(connection: socket.socket, body: bytearray) -> None:
             if not (data := connection.recv(1 << 16)):
                 return
             start += data
-        asked, _, rest = start.partition(b"\r\n\r\n")
-        found = re.search(rb"(?i)content-length: (\d+)", asked)
-        left = int(found[1]) - len(rest) if found else 0
+        request_head, _, rest = start.partition(b"\r\n\r\n")
+        length_field = re.search(rb"(?i)content-length: (\d+)", request_head)
+        left = int(length_field[1]) - len(rest) if length_field else 0
         while left:
             left -= connection.recv_into(buffer, min(left, len(buffer)))
         connection.sendall(head)
@@ -76,7 +76,7 @@ def answer(connection: socket.socket, body: bytearray) -> None:
 
 @contextlib.contextmanager
 def peer_process(size: int) -> Iterator[tuple[str, str]]:
-    """The addresses that answer with little and with `size` bytes."""
+    """Yield the addresses that answer with 4,096 bytes and with `size` bytes."""
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=peer, args=(size, theirs))
     process.start()
@@ -109,7 +109,7 @@ def through_http_client(address: str, body: bytearray, answer_size: int) -> Call
 
 
 def calls(address: str, q: Any, answer_size: int, stack: contextlib.ExitStack) -> dict[str, Call]:
-    """Every synchronous way of sending `q` to `address`."""
+    """Return every synchronous way of sending `q` to `address`."""
     tiny = np.zeros((1, 4), np.float32)
     ours = stack.enter_context(flashpoint.Client(f"http://{address}"))
     httpxs = stack.enter_context(flashpoint.Client(f"http://{address}", transport=httpx.HTTPTransport()))
@@ -122,7 +122,7 @@ def calls(address: str, q: Any, answer_size: int, stack: contextlib.ExitStack) -
 
 
 def async_calls(address: str, q: Any) -> tuple[dict[str, Any], list[flashpoint.AsyncClient]]:
-    """Every asynchronous way, and the clients to close."""
+    """Return every asynchronous way, and the clients to close."""
     tiny = np.zeros((1, 4), np.float32)
     clients = {
         "flashpoint async": flashpoint.AsyncClient(f"http://{address}"),
@@ -133,7 +133,7 @@ def async_calls(address: str, q: Any) -> tuple[dict[str, Any], list[flashpoint.A
 
 
 def measure(address: str, q: Any, answer_size: int, rounds: int, repeat: int) -> dict[str, float]:
-    """Median seconds of each way's call, `repeat` calls a time, the ways in turn; the first round does not count."""
+    """Return each way's median seconds per call. A turn makes `repeat` calls; the first round does not count."""
     times: dict[str, list[float]] = {}
     with contextlib.ExitStack() as stack, asyncio.Runner() as runner:
         ways = calls(address, q, answer_size, stack)
@@ -155,29 +155,29 @@ def measure(address: str, q: Any, answer_size: int, rounds: int, repeat: int) ->
                 times.setdefault(name, []).append((time.perf_counter() - start) / repeat)
         for client in clients:
             runner.run(client.aclose())
-    return {name: statistics.median(found[1:]) for name, found in times.items()}
+    return {name: statistics.median(samples[1:]) for name, samples in times.items()}
 
 
 def rates(seconds: dict[str, float], size: int) -> dict[str, dict[str, float]]:
     base = seconds["http.client"]
     return {
-        name: {"mib_per_second": round(size / MIB / found), "of_http_client": round(base / found, 3)}
-        for name, found in seconds.items()
+        name: {"mib_per_second": round(size / MIB / taken), "of_http_client": round(base / taken, 3)}
+        for name, taken in seconds.items()
     }
 
 
-def run_all(asked: argparse.Namespace) -> dict[str, Any]:
-    size = asked.mib * MIB
+def run_all(args: argparse.Namespace) -> dict[str, Any]:
+    size = args.mib * MIB
     big, small = np.zeros((1, size // 4), np.float32), np.zeros((1, 1024), np.float32)
     with peer_process(size) as (little, much):
         result = {
-            "mib": asked.mib,
-            "rounds": asked.rounds,
-            "upload": rates(measure(little, big, 4096, asked.rounds, 1), size),
-            "download": rates(measure(much, small, size, asked.rounds, 1), size),
+            "mib": args.mib,
+            "rounds": args.rounds,
+            "upload": rates(measure(little, big, 4096, args.rounds, 1), size),
+            "download": rates(measure(much, small, size, args.rounds, 1), size),
             "small_call_microseconds": {
-                name: round(found * 1e6)
-                for name, found in measure(little, small, 4096, asked.rounds, SMALL_CALLS).items()
+                name: round(taken * 1e6)
+                for name, taken in measure(little, small, 4096, args.rounds, SMALL_CALLS).items()
             },
         }
     print(json.dumps(result, indent=1))

@@ -24,15 +24,15 @@ SMOKE += ["-k", "hopper or alone or ragged"]
 
 
 def main() -> int:
-    failed = [asked for asked in (OLDEST, NEWEST) if not works(asked)]
+    failed = [packages for packages in (OLDEST, NEWEST) if not works(packages)]
     print(f"does not work: {failed}" if failed else "both work")
     return 1 if failed else 0
 
 
-def works(asked: tuple[str, ...]) -> bool:
+def works(packages: tuple[str, ...]) -> bool:
     with tempfile.TemporaryDirectory() as directory:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
-        subprocess.run([*pip, "--target", directory, *asked], check=True)
+        subprocess.run([*pip, "--target", directory, *packages], check=True)
         path = os.pathsep.join([directory, str(ROOT / "contract"), str(ROOT / "kernels")])
         env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         env |= {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(Path(directory) / "cache")}
@@ -41,9 +41,9 @@ def works(asked: tuple[str, ...]) -> bool:
             command = [sys.executable, *arguments]
             return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
 
-        found = run("-c", "import triton; print(triton.__version__, triton.__file__)").stdout.split()
-        print(f"triton {found[0]}", flush=True)
-        assert found[1].startswith(directory), "the environment's own triton would be tested"
+        version_and_path = run("-c", "import triton; print(triton.__version__, triton.__file__)").stdout.split()
+        print(f"triton {version_and_path[0]}", flush=True)
+        assert version_and_path[1].startswith(directory), "the environment's own triton would be tested"
         compiled = run("-m", "flashpoint_kernels.triton_backend.tools.aot")
         reports = [json.loads(line) for line in compiled.stdout.splitlines()]
         faults = [
@@ -54,7 +54,7 @@ def works(asked: tuple[str, ...]) -> bool:
         print(f"  {len(reports)} variants compiled", *(f"{what}: {fault}" for what, fault in faults), sep="\n    ")
         if not reports:
             print(compiled.stderr[-3000:])
-        # NumPy warns of what the oldest release's interpreter does.
+        # NumPy warns about a conversion in the oldest release's interpreter.
         ignored = ["-W", "ignore:Conversion of an array:DeprecationWarning"]
         smoke = run("-m", "pytest", "-q", "-p", "no:cacheprovider", *ignored, *SMOKE)
         print(f"  {smoke.stdout.strip().splitlines()[-1]}", flush=True)

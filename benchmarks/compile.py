@@ -1,9 +1,9 @@
-"""Compile every variant of the kernels for GPUs that are not here, and write down what the compiler made of them.
+"""Compile every variant of the kernels for GPUs that this machine lacks, and record properties of the compiled code.
 
 Writes benchmarks/results/compile-sm<arch>.json with versions, commit and date (`make compile-all`): registers, spilled
-bytes, shared memory, instructions, matrix instructions, atomics. Needs no GPU, and minutes. docs/compiled.md shows them
-in tables. `--missing` compiles only what the file lacks, or has with another tile; each variant has its own commit.
-Exits with 1 where a variant is not as it must be (`aot.faults`).
+bytes, shared memory, instructions, matrix instructions, atomics. Takes minutes and needs no GPU. docs/compiled.md has
+the tables. `--missing` compiles only variants that the file lacks or has with another tile; each variant has its own
+commit. Exits with 1 if a variant has a fault (`aot.faults`).
 
 `--beside FILE --beside-commit HASH` compiles the level 0 loops beside those of Triton's tutorial instead, in the same
 run, and writes loops-sm<arch>.json (`compile_beside.py`).
@@ -39,29 +39,27 @@ def main() -> int:
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--missing", action="store_true", help="keep what the file has of these variants and tiles")
+    parser.add_argument("--missing", action="store_true", help="compile only variants and tiles that the file lacks")
     parser.add_argument("--beside", type=Path, help="a copy of triton's python/tutorials/06-fused-attention.py")
-    parser.add_argument("--beside-commit", help="the commit of triton that it is of")
-    asked = parser.parse_args()
-    asked.out.mkdir(parents=True, exist_ok=True)
-    if asked.beside:
-        if not asked.beside_commit:
+    parser.add_argument("--beside-commit", help="the commit of triton that the copy comes from")
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    if args.beside:
+        if not args.beside_commit:
             parser.error("--beside needs --beside-commit")
-        for arch in set(asked.arch) & set(compile_beside.ARCHITECTURES):
-            print(
-                f"written: {compile_beside.write(arch, asked.beside, asked.beside_commit, asked.out, asked.processes)}"
-            )
+        for arch in set(args.arch) & set(compile_beside.ARCHITECTURES):
+            print(f"written: {compile_beside.write(arch, args.beside, args.beside_commit, args.out, args.processes)}")
         return 0
-    wrong = 0
-    for arch in asked.arch:
-        path = asked.out / f"compile-sm{arch}.json"
-        variants = all_of(arch, asked.dtypes)
-        known = kept(path) if asked.missing else {}
+    fault_count = 0
+    for arch in args.arch:
+        path = args.out / f"compile-sm{arch}.json"
+        variants = all_of(arch, args.dtypes)
+        known = read_reports(path) if args.missing else {}
         due = [variant for variant in variants if (variant, tile_of(variant)) not in known]
-        for variant, report in zip(due, compile_all(due, asked.processes), strict=True):
+        for variant, report in zip(due, compile_all(due, args.processes), strict=True):
             known[variant, tile_of(variant)] = {**asdict(report), "commit": commit()}
             for fault in faults(report):
-                wrong += 1
+                fault_count += 1
                 print(f"sm_{arch} {report.kernel} {report.dtype} D {report.head_dim} level {report.level}: {fault}")
         reports = [known[variant, tile_of(variant)] for variant in variants]
         result = {
@@ -74,17 +72,17 @@ def main() -> int:
         }
         path.write_text(json.dumps(result, indent=1) + "\n")
         print(f"written: {path}: {len(reports)} variants", flush=True)
-    return 1 if wrong else 0
+    return 1 if fault_count else 0
 
 
-def kept(path: Path) -> dict[tuple[Variant, Tile], dict[str, Any]]:
-    """The reports of a file, by what was compiled."""
-    found = {}
+def read_reports(path: Path) -> dict[tuple[Variant, Tile], dict[str, Any]]:
+    """Return the reports of a file by variant and tile."""
+    reports = {}
     for report in json.loads(path.read_text())["kernels"]:
         variant = Variant(**{name: report[name] for name in Variant._fields})
         tile = Tile(*(report[name] for name in ("block_m", "block_n", "num_warps", "num_stages")))
-        found[variant, tile] = report
-    return found
+        reports[variant, tile] = report
+    return reports
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Compile our inner loops and those of Triton's tutorial on fused attention in one run. Needs no GPU.
 
-`benchmarks/compile.py --beside FILE --beside-commit HASH` calls it with python/tutorials/06-fused-attention.py of
-triton-lang/triton, which is not part of this project. Writes benchmarks/results/loops-sm<arch>.json, with a row for
-each loop.
+`benchmarks/compile.py --beside FILE --beside-commit HASH` calls this module with python/tutorials/06-fused-attention.py
+of triton-lang/triton, which is not part of this project. Writes a row for each loop to
+benchmarks/results/loops-sm<arch>.json.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ HEAD_DIMS = (64, 128)
 DTYPE = "float16"  # the tutorial's
 OURS = ("forward", "backward_kv", "backward_q", "forward_packed16")
 OF_HOPPER = ("forward_hopper", "backward_kv_hopper", "backward_q_hopper")
-# Resources of a multiprocessor: KiB of shared memory (a program takes one more than it asks for), registers, threads,
+# Resources of a multiprocessor: KiB of shared memory (a program uses 1 KiB more than it requests), registers, threads,
 # and columns of tcgen05's memory.
 SHARED_KIB = {80: 164, 90: 228, 100: 228}
 REGISTERS, THREADS, TENSOR_COLUMNS = 65536, 2048, 512
 SERIALISED = "wgmma.mma_async instructions are serialized"  # ptxas' warning
-# The tutorial times its forward's tiles on the device. Here it is, of these of its own list, the one with the fewest
-# instructions a score that spills nothing in the loop. Its backward has one tile for dK with dV and one for dQ.
+# The tutorial chooses its forward's tile by timing on the device. Here, of these tiles of its list, the tile with the
+# fewest instructions per score and no spills in the loop counts. Its backward has one tile for dK with dV, one for dQ.
 FORWARD = tuple(Tile(128, n, w, s) for n, w, s in ((32, 4, 3), (64, 4, 3), (64, 8, 3), (128, 8, 2)))  # fmt: skip
 BACKWARD_KV, BACKWARD_Q = Tile(32, 128, 4, 5), Tile(128, 32, 4, 5)
 
 
 class Tutorial(NamedTuple):
-    """One of its two kernels."""
+    """One of the tutorial's two kernels."""
 
     kernel: str
     arch: int
@@ -57,17 +57,17 @@ class Tutorial(NamedTuple):
 
 
 def write(arch: int, tutorial: Path, its_commit: str, out: Path, processes: int) -> Path:
-    """Compile the kernels of an architecture, and write down what their loops are made of."""
+    """Compile the kernels of an architecture, write the instructions of their loops, and return the file's path."""
     ours = [Variant(name, arch, DTYPE, dim)
             for dim, name in product(HEAD_DIMS, (*OURS, *(OF_HOPPER if arch == 90 else ())))]  # fmt: skip
     theirs = [Tutorial("forward", arch, dim, tile) for dim, tile in product(HEAD_DIMS, FORWARD) if tile.block_n <= dim]
     theirs += [Tutorial("backward", arch, dim, BACKWARD_KV) for dim in HEAD_DIMS]
     with ProcessPoolExecutor(processes, get_context("spawn"), _begin, (tutorial, arch)) as pool:
-        rows = [row for found in pool.map(_rows, [*ours, *theirs]) for row in found]
+        rows = [row for of_kernel in pool.map(_rows, [*ours, *theirs]) for row in of_kernel]
     for dim in HEAD_DIMS:
-        tried = [r for r in rows if (r["by"], r["kernel"], r["head_dim"]) == ("tutorial", "forward", dim)]
-        best = min(tried, key=lambda r: (r["instructions"]["spilled"] > 0, r["per_score"]))
-        rows = [r for r in rows if r is best or r not in tried]
+        forwards = [r for r in rows if (r["by"], r["kernel"], r["head_dim"]) == ("tutorial", "forward", dim)]
+        best = min(forwards, key=lambda r: (r["instructions"]["spilled"] > 0, r["per_score"]))
+        rows = [r for r in rows if r is best or r not in forwards]
     result = {
         "device": "none: compiled ahead of time",
         "triton": triton.__version__,
@@ -85,12 +85,12 @@ _tutorial: Any = None
 
 
 def _begin(path: Path, arch: int) -> None:
-    """In a process of its own: take in the tutorial, which asks for a device as it is imported."""
+    """Import the tutorial in this process. Its import queries a device, so a mock replaces the driver."""
     global _tutorial
     driver = mock.Mock()
     driver.get_current_target.return_value = GPUTarget("cuda", arch, 32)
     triton.runtime.driver.set_active(driver)
-    triton.knobs.compilation.always_compile = True  # what ptxas says is not in Triton's cache
+    triton.knobs.compilation.always_compile = True  # Triton's cache does not hold the log of ptxas
     triton.knobs.nvidia.dump_ptxas_log = True
     spec = importlib.util.spec_from_file_location("tutorial", path)
     assert spec is not None
@@ -101,9 +101,9 @@ def _begin(path: Path, arch: int) -> None:
 
 
 def _rows(wanted: Variant | Tutorial) -> list[dict[str, Any]]:
-    """A row a loop of what a kernel has: the tutorial's backward has dK with dV first, and dQ."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    """Return a row for each loop of a kernel. The tutorial's backward has two: dK with dV, then dQ."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
         if isinstance(wanted, Variant):
             tile = tile_of(wanted)
             built = build(wanted, tile)
@@ -115,9 +115,9 @@ def _rows(wanted: Variant | Tutorial) -> list[dict[str, Any]]:
                 [("forward", wanted.tile)] if forward else [("backward_kv", BACKWARD_KV), ("backward_q", BACKWARD_Q)]
             )
     code = Code(built.asm["cubin"])
-    loops = code.loops()[:2] if len(of_loops) == 2 else [code.shortest_loop()]  # no copies that test causality
+    loops = code.loops()[:2] if len(of_loops) == 2 else [code.shortest_loop()]  # not the copies that test causality
     registers, spill_bytes = resources(built.asm["cubin"])
-    found = []
+    rows = []
     for (kernel, tile), loop in zip(of_loops, loops, strict=True):
         halves = 2 if kernel.endswith("hopper") else 1  # two groups of warps share a tile
         counts = kinds(loop)
@@ -128,19 +128,19 @@ def _rows(wanted: Variant | Tutorial) -> list[dict[str, Any]]:
             "registers": registers, "spill_bytes": spill_bytes, "shared_bytes": built.metadata.shared,
             "programs": _programs(built, wanted.arch, registers), "instructions": counts,
             "per_score": len(loop) * 32 * tile.num_warps * halves / (tile.block_m * tile.block_n),
-            "beside": code.beside(), "serialised": SERIALISED in said.getvalue(),
+            "beside": code.beside(), "serialised": SERIALISED in printed.getvalue(),
         }  # fmt: skip
         if "packed" in kernel:
             row["per_byte"] = len(loop) * tile.num_warps / (tile.block_n * 2 * wanted.head_dim * 2)
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def _programs(built: Any, arch: int, registers: int) -> int:
-    """Programs that a multiprocessor holds at once."""
-    found = re.search(r"\.(?:reqntid|maxntid)\s+(\d+)", built.asm["ptx"])
-    assert found is not None
-    threads = int(found[1])
+    """Return the number of programs that a multiprocessor holds at once."""
+    match = re.search(r"\.(?:reqntid|maxntid)\s+(\d+)", built.asm["ptx"])
+    assert match is not None
+    threads = int(match[1])
     warps_by_registers = REGISTERS // (-(-registers * 32 // 256) * 256)
     limits = [
         THREADS // threads,
@@ -152,16 +152,16 @@ def _programs(built: Any, arch: int, registers: int) -> int:
     return min(limits)
 
 
-def _build(one: Tutorial) -> Any:
-    """A kernel of the tutorial as it is for plain attention, not causal."""
-    tile, dim = one.tile, one.head_dim
-    if one.kernel == "forward":
+def _build(wanted: Tutorial) -> Any:
+    """Compile a kernel of the tutorial for plain attention, not causal."""
+    tile, dim = wanted.tile, wanted.head_dim
+    if wanted.kernel == "forward":
         function = _tutorial._attn_fwd.fn
         constants = {"HEAD_DIM": dim, "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "FP8_OUTPUT": False,
-                     "STAGE": 1, "warp_specialize": False, "IS_HOPPER": one.arch == 90}  # fmt: skip
+                     "STAGE": 1, "warp_specialize": False, "IS_HOPPER": wanted.arch == 90}  # fmt: skip
         types = {"sm_scale": "fp32", "M": "*fp32"}
         for name, rows in (("q", tile.block_m), ("k", tile.block_n), ("v", tile.block_n), ("o", tile.block_m)):
-            described = f"tensordesc<fp16[{rows}, {dim}]>" if one.arch >= 90 else "*fp16"
+            described = f"tensordesc<fp16[{rows}, {dim}]>" if wanted.arch >= 90 else "*fp16"
             types[f"desc_{name}"] = described
     else:
         function = _tutorial._attn_bwd
@@ -179,4 +179,4 @@ def _build(one: Tutorial) -> Any:
     }
     source = ASTSource(function, signature, {(names.index(name),): value for name, value in constants.items()}, aligned)
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
-    return triton.compile(source, target=GPUTarget("cuda", one.arch, 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", wanted.arch, 32), options=options)

@@ -1,8 +1,8 @@
-"""Plain calls on the CPU beside another commit: `python benchmarks/cpu_calls.py --beside CHECKOUT`, some minutes.
+"""Time plain calls on the CPU beside another commit: `python benchmarks/cpu_calls.py --beside CHECKOUT`, some minutes.
 
 Forward, and forward with gradient, of (1,8,N,D) through `flashpoint_kernels.attention`, for each type, D and N.
-CHECKOUT is a checkout whose kernels are compiled; both take turns (checkouts.py). Wanted: no call takes longer than at
-CHECKOUT by more than 5%. Goes to benchmarks/results/cpu-calls-<cpu>.json. Exits with 1 where the target is missed.
+CHECKOUT is a checkout with compiled kernels; both take turns (checkouts.py). Target: no call takes over 5% longer than
+in CHECKOUT. Writes benchmarks/results/cpu-calls-<cpu>.json. Exits with 1 if the target is missed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from checkouts import Call, answer, in_turns
 LENGTHS = (1, 16, 64, 128, 512, 2048)
 DIMS = (16, 40, 64, 80, 128, 256)
 TYPES = ("float32", "float16", "bfloat16")
-CALLS, SECONDS = 1000, 0.05  # of one call in one turn
-SLOWER = 1.05
+CALLS, SECONDS = 1000, 0.05  # limits of one turn of a case
+SLOWER = 1.05  # largest ratio to the time in CHECKOUT
 
 
 def cases() -> dict[str, Call]:
-    """The calls, in one process."""
+    """Return the calls by name."""
     import torch
 
     from flashpoint_kernels import attention
@@ -34,24 +34,24 @@ def cases() -> dict[str, Call]:
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
         return lambda: attention(q, k, v), lambda: torch.autograd.grad(attention(*leaves), leaves, do)
 
-    found: dict[str, Call] = {}
+    calls: dict[str, Call] = {}
     for dtype in TYPES:
         for dim in DIMS:
             for length in LENGTHS:
                 forward, gradient = pair(dtype, dim, length)
-                found[f"forward, {dtype}, D {dim}, N {length}"] = forward
-                found[f"with gradient, {dtype}, D {dim}, N {length}"] = gradient
-    return found
+                calls[f"forward, {dtype}, D {dim}, N {length}"] = forward
+                calls[f"with gradient, {dtype}, D {dim}, N {length}"] = gradient
+    return calls
 
 
-def measure(asked: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     from runner import target
 
-    found = in_turns(__file__, asked.beside, asked.rounds)
-    slowest = max(found["rows"], key=lambda row: row.get("ratio", 0.0))
-    if asked.beside is None:
-        return found
-    return {**found, "targets": [target(slowest["call"], slowest["ratio"], "of the time before", most=SLOWER)]}
+    result = in_turns(__file__, args.beside, args.rounds)
+    slowest = max(result["rows"], key=lambda row: row.get("ratio", 0.0))
+    if args.beside is None:
+        return result
+    return {**result, "targets": [target(slowest["call"], slowest["ratio"], "of the time before", most=SLOWER)]}
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
 """Time decode over caches that the service holds, beside the operator and beside the service without caches.
 
-`python benchmarks/decode.py`. Eight callers each decode over a cache of their own, of 4,096 keys at first, 8 heads,
-D 64, float32: each call brings q, k and v of one token, attends, and leaves the cache a token longer. A process of its
-own sends their requests over eight connections, each the next when its answer has come (load.py); threads with the SDK
-do the same. In turn with these, each round: torch's operator over as many keys in a process, eight callers that send
-all keys and values with each call, one request for all eight caches, and bare uvicorn that echoes as many bytes. A
-round at whose ends the operator deviates from its median is thrown away. Then the memory of 64 forks that nobody has
-written to. Medians, and ratios within a round, go to benchmarks/results/cached-decode-<cpu>.json. Takes two minutes.
-Exits with 1 where a target is missed.
+`python benchmarks/decode.py`. Each of eight callers decodes over its own cache: at first 4,096 keys, 8 heads, D 64,
+float32. Each call brings q, k and v of one token, attends, and makes the cache one token longer. A separate process
+sends the requests over eight connections in a closed loop (load.py); threads with the SDK do the same. Each round also
+times, in turn: torch's operator over as many keys in a process; eight callers that send all keys and values with each
+call; one request for all eight caches; and bare uvicorn that echoes as many bytes. A round does not count if the
+operator at its start or end deviates from its median. Last comes the memory of 64 forks without writes. Medians, and
+ratios within a round, go to benchmarks/results/cached-decode-<cpu>.json. Takes two minutes. Exits with 1 if a target is
+missed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def draw(*shape: int) -> Any:
 
 
 def message(batch: int = 1, keys: int = 1, **options: Any) -> bytes:
-    """A request of q of one token for each sequence, and of k and v of so many."""
+    """Return a request with q of one token for each sequence, and with k and v of `keys` tokens."""
     tensors = {"q": draw(batch, HEADS, 1, DIM), **dict.fromkeys("kv", draw(batch, HEADS, keys, DIM))}
     infos = [(name, "float32", t.shape) for name, t in tensors.items()]
     return wire.build_head(infos, wire.encode_options(options)) + b"".join(t.tobytes() for t in tensors.values())
@@ -55,22 +55,22 @@ def post(path: str, body: bytes) -> Request:
     return Request.post(path, {"Content-Type": wire.MEDIA_TYPE}, (body,))
 
 
-def loads(asked: Connection, port: int, bare: int, ids: Sequence[str]) -> None:
-    """A process that sends requests: what is asked is a way and its calls, and told are tokens a second."""
-    steps = [post("/attention", message(caches=[one])) for one in ids]
-    together = message(len(ids), caches=list(ids))
-    whole = post("/attention", message(keys=KEYS))
+def loads(pipe: Connection, port: int, bare: int, ids: Sequence[str]) -> None:
+    """Send requests in a separate process: receive (way, calls) from the pipe, send tokens per second back."""
+    requests = [post("/attention", message(caches=[one])) for one in ids]
+    all_caches = message(len(ids), caches=list(ids))
+    all_keys = post("/attention", message(keys=KEYS))
     ways: Mapping[str, Callable[[int], float]] = {
-        OURS: lambda calls: repeated(port, steps, calls),
-        ALL: lambda calls: CALLERS * repeated(port, [post("/attention", together)], calls),
-        ECHO: lambda calls: CALLERS * repeated(bare, [post("/echo", together)], calls),
-        STATELESS: lambda calls: rate(drive(port, [whole] * calls, CALLERS)),
+        OURS: lambda calls: repeated(port, requests, calls),
+        ALL: lambda calls: CALLERS * repeated(port, [post("/attention", all_caches)], calls),
+        ECHO: lambda calls: CALLERS * repeated(bare, [post("/echo", all_caches)], calls),
+        STATELESS: lambda calls: rate(drive(port, [all_keys] * calls, CALLERS)),
     }
-    answer(asked, ways)
+    answer(pipe, ways)
 
 
-def operates(asked: Connection) -> None:
-    """A process that calls torch's operator; as `loads`."""
+def operates(pipe: Connection) -> None:
+    """Call torch's operator in a separate process, with the same messages as `loads`."""
     from concurrent.futures import ThreadPoolExecutor
 
     import torch
@@ -80,8 +80,8 @@ def operates(asked: Connection) -> None:
     cores = torch.get_num_threads()
 
     def one(caller: int) -> None:
-        own = slice(caller, caller + 1)
-        attend(q[own], k[own], v[own])
+        rows = slice(caller, caller + 1)
+        attend(q[rows], k[rows], v[rows])
 
     def all_cores(calls: int) -> float:
         torch.set_num_threads(cores)
@@ -97,19 +97,19 @@ def operates(asked: Connection) -> None:
             list(pool.map(one, [*range(CALLERS)] * calls))
             return CALLERS * calls / (time.perf_counter() - began)
 
-    answer(asked, {OPERATOR: all_cores, APART: a_caller_a_core})
+    answer(pipe, {OPERATOR: all_cores, APART: a_caller_a_core})
 
 
-def answer(asked: Connection, ways: Mapping[str, Callable[[int], float]]) -> None:
+def answer(pipe: Connection, ways: Mapping[str, Callable[[int], float]]) -> None:
     with contextlib.suppress(EOFError):
         while True:
-            name, calls = asked.recv()
-            asked.send(ways[name](calls))
+            name, calls = pipe.recv()
+            pipe.send(ways[name](calls))
 
 
 @contextlib.contextmanager
 def child(run: Callable[..., None], *arguments: Any) -> Iterator[Ask]:
-    """A process of `run`; asks it for tokens a second of a way."""
+    """Run `run` in a separate process; yield a function that returns a way's tokens per second."""
     ours, theirs = multiprocessing.Pipe()
     started = multiprocessing.get_context("spawn").Process(target=run, args=(theirs, *arguments))
     started.start()
@@ -117,8 +117,8 @@ def child(run: Callable[..., None], *arguments: Any) -> Iterator[Ask]:
 
     def ask(name: str, calls: int) -> float:
         ours.send((name, calls))
-        found: float = ours.recv()
-        return found
+        tokens_per_second: float = ours.recv()
+        return tokens_per_second
 
     try:
         yield ask
@@ -128,7 +128,7 @@ def child(run: Callable[..., None], *arguments: Any) -> Iterator[Ask]:
 
 
 def from_threads(caches: Sequence[flashpoint.Cache], calls: int) -> float:
-    """The SDK's callers, a thread each; tokens a second."""
+    """Return the tokens per second of callers that use the SDK, one thread for each."""
     q, k, v = (draw(1, HEADS, 1, DIM) for _ in range(3))
 
     def decode(cache: flashpoint.Cache) -> None:
@@ -145,23 +145,23 @@ def from_threads(caches: Sequence[flashpoint.Cache], calls: int) -> float:
 
 
 def memory_of_forks(client: flashpoint.Client, cache: flashpoint.Cache) -> float:
-    """Return the server's memory with FORKS copies of a cache over that with the cache alone."""
+    """Return the memory of a cache and FORKS copies of it, divided by that of the cache alone."""
 
-    def held() -> int:
+    def cache_bytes() -> int:
         nbytes: int = client.info()["caches"]["bytes"]
         return nbytes
 
     cache.refresh()
-    others = held() - cache.bytes
+    others = cache_bytes() - cache.bytes
     copies = client.fork_caches([cache] * FORKS)
-    found = (held() - others) / cache.bytes
+    ratio = (cache_bytes() - others) / cache.bytes
     for copy in copies:
         copy.delete()
-    return found
+    return ratio
 
 
 def timed(rounds: int, calls: int) -> tuple[list[dict[str, float]], list[tuple[float, float]], float]:
-    """Tokens a second of each way in each round, the operator's at its ends, and `memory_of_forks`."""
+    """Return each round's tokens per second by way, the operator's rates at its ends, and `memory_of_forks`."""
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
         bare = enter(bare_uvicorn())
@@ -187,14 +187,14 @@ def timed(rounds: int, calls: int) -> tuple[list[dict[str, float]], list[tuple[f
         for number in range(-1, rounds):  # the first round does not count
             names = list(ways)
             turn = number % len(names)
-            before, found = operator(OPERATOR, calls), {}
+            before, rates = operator(OPERATOR, calls), {}
             for name in names[turn:] + names[:turn]:
-                found[name] = ways[name]()
+                rates[name] = ways[name]()
                 for cache in caches:
                     cache.truncate(KEYS)
             after = operator(OPERATOR, calls)
             if number >= 0:
-                every.append({OPERATOR: (before + after) / 2, **found})
+                every.append({OPERATOR: (before + after) / 2, **rates})
                 steady.append((before, after))
                 print(
                     f"round {number + 1} of {rounds}: { ({n: round(r, 1) for n, r in every[-1].items()}) }", flush=True
@@ -203,7 +203,7 @@ def timed(rounds: int, calls: int) -> tuple[list[dict[str, float]], list[tuple[f
 
 
 def figures(rounds: Sequence[Mapping[str, float]], forks: float) -> dict[str, Any]:
-    """Medians of the rounds, and what was to be reached."""
+    """Return the medians of the rounds, and the targets."""
 
     def ratio(of: Callable[[Mapping[str, float]], float]) -> float:
         return statistics.median(of(one) for one in rounds)
@@ -221,17 +221,17 @@ def figures(rounds: Sequence[Mapping[str, float]], forks: float) -> dict[str, An
     }  # fmt: skip
 
 
-def measure(asked: argparse.Namespace) -> dict[str, Any] | None:
-    every, steady, forks = timed(asked.rounds, asked.calls)
-    rounds = [one for one, kept in zip(every, undisturbed(steady, asked.deviation), strict=True) if kept]
+def measure(args: argparse.Namespace) -> dict[str, Any] | None:
+    every, steady, forks = timed(args.rounds, args.calls)
+    rounds = [rates for rates, is_clean in zip(every, undisturbed(steady, args.deviation), strict=True) if is_clean]
     if not rounds:
-        print("not measured: somebody else used the machine in every round")
+        print("not measured: another program used the machine in every round")
         return None
-    found = figures(rounds, forks)
-    for name, tokens in found["tokens_per_second"].items():
+    result = figures(rounds, forks)
+    for name, tokens in result["tokens_per_second"].items():
         print(f"{name:<40} {tokens:>10.1f} tokens/s")
     counts = {"rounds": len(rounds), "thrown_away": len(every) - len(rounds)}
-    return {"callers": CALLERS, "keys": KEYS, "calls": asked.calls, **counts, **found}
+    return {"callers": CALLERS, "keys": KEYS, "calls": args.calls, **counts, **result}
 
 
 if __name__ == "__main__":
@@ -239,6 +239,6 @@ if __name__ == "__main__":
         measure,
         "cached-decode",
         rounds=Option(12),
-        calls=Option(60, "of each caller in a round"),
-        deviation=Option(0.15, "of the operator that a clean round may have"),
+        calls=Option(60, "calls of each caller in a round"),
+        deviation=Option(0.15, "largest deviation of the operator from its median in a round that counts"),
     )

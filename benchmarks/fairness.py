@@ -1,10 +1,10 @@
-"""Time small requests while others send the most expensive ones that they may: `python benchmarks/fairness.py`.
+"""Time small requests while other clients send the most expensive requests: `python benchmarks/fairness.py`.
 
-Each row has one kind of large request, 65,536 sequences of one token, over one protocol. Four clients in a process of
-their own keep one such request in flight each, and one client sends small requests one after the other. In the last
-rows all large requests come with one key that has a limit, and the small ones with another key. The percentiles of the
-small requests, and the seconds of a large request alone, go to benchmarks/results/fairness-<cpu>.json. Takes about
-five minutes. Exits with 1 where a target is missed.
+Each row has one kind of large request, 65,536 sequences of one token, over one protocol. Four clients in a separate
+process each keep one such request in flight, and one client sends small requests one after the other. In the last rows
+all large requests use one API key that has a limit, and the small ones another key. The percentiles of the small
+requests, and the seconds of a large request alone, go to benchmarks/results/fairness-<cpu>.json. Takes about five
+minutes. Exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from flashpoint_server.oip.grpc import protos
 
 COUNT = 65536
 LARGE = 4  # requests in flight
-PATIENCE = 120.0  # seconds for one answer; a longer wait is a failure of the run
+PATIENCE = 120.0  # timeout of one answer in seconds; the run fails after it
 OPTIONS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 2.0},
     "dropout": {"dropout_p": 0.5, "dropout_seed": 1},
@@ -65,7 +65,7 @@ def large(kind: str) -> tuple[Tensors, dict[str, Any]]:
 
 
 class Caller:
-    """One client with one prepared request, on a connection that is kept."""
+    """One client with one prepared request, on a persistent connection."""
 
     def __init__(
         self, protocol: str, ports: dict[str, int], tensors: Tensors, options: dict[str, Any], key: str
@@ -110,9 +110,9 @@ class Caller:
 
 
 def load(protocol: str, ports: dict[str, int], kind: str, key: str, answered: Any, stop: Any) -> None:
-    """Keep LARGE requests in flight until `stop`; count those that were answered."""
+    """Keep LARGE requests in flight until `stop`; count the answers."""
 
-    def one() -> None:
+    def send_until_stopped() -> None:
         caller = Caller(protocol, ports, *large(kind), key)
         while not stop.is_set():
             if caller.send():
@@ -120,13 +120,13 @@ def load(protocol: str, ports: dict[str, int], kind: str, key: str, answered: An
                     answered.value += 1
 
     for _ in range(LARGE):
-        threading.Thread(target=one, daemon=True).start()
+        threading.Thread(target=send_until_stopped, daemon=True).start()
     stop.wait()
 
 
 @contextlib.contextmanager
 def loaded(protocol: str, ports: dict[str, int], kind: str, key: str) -> Iterator[Any]:
-    """Large requests come while this is open; yields how many were answered."""
+    """Send large requests while this context is open; yield the counter of their answers."""
     spawn = multiprocessing.get_context("spawn")
     answered, stop = spawn.Value("i", 0), spawn.Event()
     child = spawn.Process(target=load, args=(protocol, ports, kind, key, answered, stop))
@@ -141,14 +141,14 @@ def loaded(protocol: str, ports: dict[str, int], kind: str, key: str) -> Iterato
 def inside(port: int) -> int:
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)) as connection:
         connection.request("GET", "/info", headers={"Authorization": "Bearer small-caller"})
-        found: int = json.load(connection.getresponse())["load"]["requests"]
-        return found
+        requests: int = json.load(connection.getresponse())["load"]["requests"]
+        return requests
 
 
-def wait(port: int, least: int, most: int = 1 << 30) -> None:
-    """Until so many requests are inside."""
+def wait(port: int, at_least: int, at_most: int = 1 << 30) -> None:
+    """Wait until the service holds from `at_least` to `at_most` requests. Raises RuntimeError after PATIENCE."""
     deadline = time.monotonic() + PATIENCE
-    while not least <= inside(port) <= most:
+    while not at_least <= inside(port) <= at_most:
         if time.monotonic() > deadline:
             raise RuntimeError("the load does not come, or does not end")
         time.sleep(0.01)
@@ -157,7 +157,7 @@ def wait(port: int, least: int, most: int = 1 << 30) -> None:
 def row(
     protocol: str, ports: dict[str, int], kind: str, calls: int, *, key: str = "", limit: str = ""
 ) -> dict[str, Any]:
-    """One row of the table: small requests alone, a large one alone, and small ones beside large ones."""
+    """Return one row of the table: small requests alone, a large one alone, and small ones beside large ones."""
     t = np.random.default_rng(0).random(SMALL, np.float32)
     small = Caller("http", ports, dict.fromkeys("qkv", t), {}, "small-caller")
     alone = [seconds(small) for _ in range(calls)]
@@ -171,7 +171,7 @@ def row(
             beside.append(seconds(small))
         done = answered.value - before
     wait(ports["http"], 0, 0)
-    found = {
+    result = {
         "kind": kind,
         "protocol": protocol,
         **({"limit": limit} if limit else {}),
@@ -181,8 +181,8 @@ def row(
         "small_alone_ms": percentiles(alone),
         "small_beside_ms": percentiles(beside),
     }
-    print(json.dumps(found), flush=True)
-    return found
+    print(json.dumps(result), flush=True)
+    return result
 
 
 def seconds(caller: Caller) -> float:
@@ -192,13 +192,13 @@ def seconds(caller: Caller) -> float:
     return time.perf_counter() - began
 
 
-def percentiles(found: list[float]) -> dict[str, float]:
-    """Milliseconds of these seconds."""
-    return {f"p{part}": round(percentile(found, part) * 1e3, 2) for part in (50, 99, 100)}
+def percentiles(samples: list[float]) -> dict[str, float]:
+    """Return percentiles in milliseconds of samples in seconds."""
+    return {f"p{part}": round(percentile(samples, part) * 1e3, 2) for part in (50, 99, 100)}
 
 
 def keys(path: Path) -> None:
-    """Three keys: of the small requests, without limits, and one for each of LIMITS."""
+    """Write API keys to `path`: one for the small requests, without limits, and one for each of LIMITS."""
     names = {"small-caller": {}, **{f"limited-{n}": limit for n, limit in enumerate(LIMITS.values())}}
     lines = []
     for name, limits in names.items():
@@ -208,21 +208,21 @@ def keys(path: Path) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def measure(asked: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         keys(file := Path(folder) / "keys.toml")
         ports = {"grpc": free_port()}
         os.environ |= {"FLASHPOINT_GRPC_PORT": str(ports["grpc"]), "FLASHPOINT_API_KEYS_FILE": str(file)}
         with service() as (_, ports["http"], _):
-            for protocol in asked.protocols:
-                rows += [row(protocol, ports, kind, asked.calls) for kind in asked.kinds]
+            for protocol in args.protocols:
+                rows += [row(protocol, ports, kind, args.calls) for kind in args.kinds]
             for n, limit in enumerate(LIMITS):
-                for kind in asked.kinds:
-                    rows.append(row("http", ports, kind, asked.calls, key=f"limited-{n}", limit=limit))
+                for kind in args.kinds:
+                    rows.append(row("http", ports, kind, args.calls, key=f"limited-{n}", limit=limit))
     worst = max(one["small_beside_ms"]["p99"] for one in rows)
     targets = [target("p99 of a small request beside large ones", worst, "ms", most=250.0)]
-    if "plain" in asked.kinds:
+    if "plain" in args.kinds:
         plain = max(one["large_alone_seconds"] for one in rows if one["kind"] == "plain")
         targets.append(target(f"{COUNT} sequences of one token, plain", plain, "seconds", most=1.0))
     return {"small_shape": SMALL, "large_in_flight": LARGE, "targets": targets, "rows": rows}
@@ -233,7 +233,7 @@ if __name__ == "__main__":
         measure,
         "fairness",
         packages=(*SERVICE, "grpcio"),
-        calls=Option(200, "small requests of each row, at least"),
+        calls=Option(200, "least number of small requests in a row"),
         kinds=Option(KINDS, choices=KINDS, many=True),
         protocols=Option(PROTOCOLS, choices=PROTOCOLS, many=True),
     )

@@ -1,4 +1,4 @@
-"""Draw recorded results in the style of all pictures: load, overload and soak. Needs matplotlib."""
+"""Draw recorded results of load, overload and soak, in the style of all figures. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _SOAK = {
 
 
 def about(result: Result) -> str:
-    made = result["environment"]
-    return f"{made['device']}, {made['cores']} cores · {made['date'][:10]}"
+    environment = result["environment"]
+    return f"{environment['device']}, {environment['cores']} cores · {environment['date'][:10]}"
 
 
 def latency(result: Result) -> Figure:
-    """Return the percentiles of the latency against the offered rate, in an open loop."""
+    """Plot the percentiles of the latency against the offered rate, in an open loop."""
     curve = [step for step in result["steps"] if step["scenario"] == "saturation"]
     lines = {f"p{part}": _of(part) for part in PERCENTILES}
     legend = [Line2D([], [], label=name, **look) for name, look in lines.items()]
@@ -41,7 +41,7 @@ def latency(result: Result) -> Figure:
 
 
 def overload(result: Result) -> Figure:
-    """Return the rate of calls answered in time against the offered rate."""
+    """Plot the rate of calls answered in time against the offered rate."""
     steps = result["steps"]
     best = max(step["answered"] for step in steps[:-1])
     legend = [Line2D([], [], label="answered in time", **_LINE), _guide("the most")]
@@ -56,14 +56,14 @@ def overload(result: Result) -> Figure:
 
 
 def soak(result: Result) -> Figure:
-    """Return what the processes hold, and the latency, against time."""
+    """Plot the resources that the processes hold, and the latency, against time."""
     windows = result["windows"]
     minutes = [window["minutes"] for window in windows]
     lines = {f"p{part}": _of(part) | {"marker": "None"} for part in PERCENTILES}
     legend = [Line2D([], [], label=name, **look) for name, look in lines.items()]
-    said = f"{about(result)} · a mix of calls at {result['offered']:g} a second, 70% of the capacity"
+    subtitle = f"{about(result)} · a mix of calls at {result['offered']:g} a second, 70% of the capacity"
     figure, axes = style.panels(
-        "An hour under load", said, len(_SOAK) + 1, legend, columns=2, panel=(4.8, 2.2)
+        "An hour under load", subtitle, len(_SOAK) + 1, legend, columns=2, panel=(4.8, 2.2)
     )  # fmt: skip
     for ax, (name, label) in zip(axes, _SOAK.items(), strict=False):
         values = [window[name] for window in windows]

@@ -1,13 +1,13 @@
 """Time calls over forks of one cache, which read their common keys once: `python benchmarks/forks.py`, four minutes.
 
-8 heads, D 64, float32, one query for each fork; requests bring q alone. In turn, each round:
+8 heads, D 64, float32, one query for each fork. Each round times, in turn:
 
-    one request     16 and 64 forks of a cache of 16,384 keys, beside as many queries over that cache itself, and beside
-                    as many caches of 4,096 keys with forks of such a cache
-    eight callers   each with a fork of its own, beside each with a cache of its own, at 16,384 and 65,536 keys: each
-                    call brings q, k and v of one token
+    one request     with q alone: 16 and 64 forks of a cache of 16,384 keys, beside as many queries over that cache;
+                    64 forks of a cache of 4,096 keys, beside 64 separate caches of 4,096 keys
+    eight callers   with q, k and v of one token in each call: each with its own fork, beside each with its own cache,
+                    at 16,384 and 65,536 keys
 
-Medians of the ratios within a round go to benchmarks/results/forks-<cpu>.json. Exits with 1 where a target is missed.
+Medians of the ratios within a round go to benchmarks/results/forks-<cpu>.json. Exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ from flashpoint_contract import wire
 
 KEYS, LONG = 16384, 65536
 COUNTS = (16, 64)
-APART_KEYS = 4096  # of each of 64 caches, whose memory is that of one with 262,144 keys
+APART_KEYS = 4096  # keys of each of 64 caches, which take the memory of one cache with 262,144 keys
 Way = Callable[[int], float]
 
 
 def reading(port: int, queries: int, ids: list[str]) -> Way:
-    """Return the milliseconds of a request of `queries` queries over each cache, the fastest of some calls."""
+    """Return a function: the milliseconds of the fastest of some requests with `queries` queries over each cache."""
     q = draw(len(ids), HEADS, queries, DIM)
     body = wire.build_head([("q", "float32", q.shape)], wire.encode_options({"caches": ids})) + q.tobytes()
     request = post("/attention", body)
 
     def calls(count: int) -> float:
-        taken = []
+        milliseconds = []
         for _ in range(count):
             began = time.perf_counter()
             drive(port, [request], 1)
-            taken.append(1000 * (time.perf_counter() - began))
-        return min(taken)
+            milliseconds.append(1000 * (time.perf_counter() - began))
+        return min(milliseconds)
 
     return calls
 
 
 def decoding(port: int, ids: list[str]) -> Way:
-    """Return the tokens a second of callers with a cache each."""
-    steps = [post("/attention", message(caches=[one])) for one in ids]
-    return lambda calls: repeated(port, steps, calls)
+    """Return a function: the tokens per second of callers, one for each cache."""
+    requests = [post("/attention", message(caches=[cache_id])) for cache_id in ids]
+    return lambda calls: repeated(port, requests, calls)
 
 
 def filled(client: flashpoint.Client, count: int, keys: int) -> list[flashpoint.Cache]:
-    made = list(client.caches(count, kv_heads=HEADS, head_dim=DIM))
-    for cache in made:
+    caches = list(client.caches(count, kv_heads=HEADS, head_dim=DIM))
+    for cache in caches:
         cache.append(draw(1, HEADS, keys, DIM), draw(1, HEADS, keys, DIM))
-    return made
+    return caches
 
 
 def forked(client: flashpoint.Client, keys: int, count: int) -> tuple[flashpoint.Cache, list[flashpoint.Cache]]:
@@ -78,54 +78,54 @@ def cut(caches: list[flashpoint.Cache], keys: int) -> None:
 
 
 def rounds_of(ways: Mapping[str, Way], rounds: int, calls: int, after: Callable[[], None]) -> list[dict[str, float]]:
-    """Return what each way takes in each round; the first round does not count."""
-    found = []
+    """Return each way's measurement in each round; the first round does not count. Call `after` after each way."""
+    results = []
     for number in range(-1, rounds):
         names = list(ways)
         turn = number % len(names)
-        one = {}
+        values = {}
         for name in names[turn:] + names[:turn]:
-            one[name] = ways[name](calls)
+            values[name] = ways[name](calls)
             after()
         if number >= 0:
-            found.append(one)
-            print({name: round(value, 2) for name, value in one.items()}, flush=True)
-    return found
+            results.append(values)
+            print({name: round(value, 2) for name, value in values.items()}, flush=True)
+    return results
 
 
 def ratios(client: flashpoint.Client, port: int, rounds: int, calls: int) -> Iterator[tuple[str, list[float], Any]]:
     for count in COUNTS:
         root, forks = forked(client, KEYS, count)
         ways = {"forks": reading(port, 1, ids_of(forks)), "rows": reading(port, count, [root.id])}
-        found = rounds_of(ways, rounds, calls, lambda: None)
+        results = rounds_of(ways, rounds, calls, lambda: None)
         name = f"{count} forks of {KEYS} keys beside as many rows over one cache"
-        yield name, [one["forks"] / one["rows"] for one in found], {"most": 1.15}
+        yield name, [values["forks"] / values["rows"] for values in results], {"most": 1.15}
         client.delete_caches([root, *forks])
     apart, (root, forks) = filled(client, COUNTS[-1], APART_KEYS), forked(client, APART_KEYS, COUNTS[-1])
     ways = {"forks": reading(port, 1, ids_of(forks)), "apart": reading(port, 1, ids_of(apart))}
-    found = rounds_of(ways, rounds, calls, lambda: None)
+    results = rounds_of(ways, rounds, calls, lambda: None)
     name = f"{COUNTS[-1]} caches of {APART_KEYS} keys beside as many forks"
-    yield name, [one["apart"] / one["forks"] for one in found], {"least": 4.0}
+    yield name, [values["apart"] / values["forks"] for values in results], {"least": 4.0}
     client.delete_caches([root, *forks, *apart])
-    for keys, least in ((KEYS, 2.0), (LONG, 2.5)):
+    for keys, target_ratio in ((KEYS, 2.0), (LONG, 2.5)):
         apart, (root, forks) = filled(client, CALLERS, keys), forked(client, keys, CALLERS)
 
         ways = {"forks": decoding(port, ids_of(forks)), "apart": decoding(port, ids_of(apart))}
-        found = rounds_of(ways, rounds, calls, partial(cut, [*apart, *forks], keys))
+        results = rounds_of(ways, rounds, calls, partial(cut, [*apart, *forks], keys))
         name = f"tokens of {CALLERS} callers, forks of {keys} keys beside caches apart"
-        yield name, [one["forks"] / one["apart"] for one in found], {"least": least}
+        yield name, [values["forks"] / values["apart"] for values in results], {"least": target_ratio}
         client.delete_caches([root, *forks, *apart])
 
 
-def measure(asked: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     with service() as (_, port, _), flashpoint.Client(f"http://127.0.0.1:{port}") as client:
         targets = []
-        for name, found, bound in ratios(client, port, asked.rounds, asked.calls):
-            row = target(name, statistics.median(found), "times", **bound)
-            targets.append(row | {"rounds": [round(ratio, 3) for ratio in found]})
+        for name, values, bound in ratios(client, port, args.rounds, args.calls):
+            row = target(name, statistics.median(values), "times", **bound)
+            targets.append(row | {"rounds": [round(ratio, 3) for ratio in values]})
             print(targets[-1], flush=True)
-    return {"heads": HEADS, "head_dim": DIM, "calls": asked.calls, "targets": targets}
+    return {"heads": HEADS, "head_dim": DIM, "calls": args.calls, "targets": targets}
 
 
 if __name__ == "__main__":
-    run(measure, "forks", rounds=Option(9), calls=Option(20, "of each way in a round"))
+    run(measure, "forks", rounds=Option(9), calls=Option(20, "calls of each way in a round"))

@@ -1,6 +1,6 @@
-"""The formats of requests to the service and to its peers: how each is written and read.
+"""Write requests and read answers in the formats of the service and of its peers.
 
-The inputs of a call lie in one block of memory, so that a body is a head and a part of that block.
+The inputs of all calls share one block of memory, so that a body is a head and a part of that block.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class Case(NamedTuple):
 
     @property
     def data(self) -> memoryview:
-        """The bytes of all tensors, one after the other."""
+        """Return the bytes of all tensors, one after the other."""
         return memoryview(_BLOCK[: len(self.tensors) * math.prod(self.shape)]).cast("B")
 
     def truth(self) -> dict[str, NDArray[np.float64]]:
-        """The right answers, by the definition in float64."""
+        """Return the right answers, computed in float64 from the definition."""
         t = {name: a.astype(np.float64) for name, a in self.tensors.items()}
         s = t["q"] @ t["k"].swapaxes(-1, -2) / DIM**0.5
         p = np.exp(s - s.max(-1, keepdims=True))
@@ -64,7 +64,7 @@ class Case(NamedTuple):
 
 
 class Form(NamedTuple):
-    """`write` gives a case's headers and body, `read` an answer's tensors from its headers and body."""
+    """A format: `write` returns a case's headers and body, `read` an answer's tensors from its headers and body."""
 
     write: Callable[[Case], tuple[Headers, tuple[Buffer, ...]]]
     read: Callable[[Headers, bytes], dict[str, Array]]
@@ -113,7 +113,7 @@ def _read_lists(headers: Headers, body: bytes) -> dict[str, Array]:
 
 
 def _described(case: Case, tensor: Callable[[Array], dict[str, Any]]) -> list[dict[str, Any]]:
-    """Tensors as the Open Inference Protocol describes them."""
+    """Return the tensors in the form of the Open Inference Protocol, each with the fields that `tensor` returns."""
     return [{"name": n, "shape": a.shape, "datatype": "FP32", **tensor(a)} for n, a in case.tensors.items()]
 
 

@@ -1,12 +1,12 @@
-"""Gemma 3 270M with its KV cache on the server, beside the model at home: tokens, bytes and speed.
+"""Compare Gemma 3 270M with its KV cache on the server and with a local cache: tokens, bytes and speed.
 
-`python benchmarks/gemma_decode.py` takes eight minutes on two quiet cores, and needs `pip install .[examples]`. Each
-mode of `generate` must give the tokens of eager attention at home. Before that, a prompt of 1,800 tokens is continued,
-in turn at home with SDPA and with the cache on a server on the same cores. A relay between client and server counts the
-bytes of one more continuation, heads of HTTP included. Then 16 answers to a prompt of 1,500 tokens are written at home
-with SDPA and with the cache on the server (examples/best_of_n.py), and calls of one layer are taken apart: what the
-client waits, and the stages that the server reports. Goes to benchmarks/results/gemma-<cpu>.json. Exits with 1 where a
-target is missed.
+`python benchmarks/gemma_decode.py` takes eight minutes on two quiet cores, and needs `pip install .[examples]`. First
+the model continues a prompt of 1,800 tokens, in turn with local SDPA and with the cache on a server on the same cores.
+A relay between client and server counts the bytes of one more continuation, with HTTP headers. Next it times calls of
+one layer: the client's wait, and the stages that the server reports. Then the model writes 16 answers to a prompt of
+1,500 tokens with local SDPA and with the cache on the server (examples/best_of_n.py). Last, each mode of `generate`
+must return the tokens of local eager attention. Writes benchmarks/results/gemma-<cpu>.json. Exits with 1 if a target is
+missed.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ TEXT = ROOT / "examples/data/python-reference.txt"
 PROMPT, NEW, ROUNDS = 1800, 24, 7
 LEAST_RATIO, MOST_BYTES = 0.8, 250_000
 ANSWERS, ANSWERED = 16, 1500  # answers to one prompt, and the prompt's tokens
-WINDOW = (511, -1)  # of most layers
+WINDOW = (511, -1)  # the window of most layers
 
 
 class Relay:
-    """A port before the server's that counts what passes."""
+    """A proxy before the server's port that counts the bytes of both directions."""
 
     def __init__(self, port: int) -> None:
         self.count, self._to = 0, port
@@ -65,7 +65,7 @@ class Relay:
 
 
 def prompts(tokenizer: Any, lengths: list[int]) -> dict[str, torch.Tensor]:
-    """Prompts of these lengths, padded on the left."""
+    """Return prompts of these lengths, padded on the left."""
     tokens = tokenizer(TEXT.read_text(), return_tensors="pt").input_ids[0]
     ids = torch.zeros(len(lengths), max(lengths), dtype=torch.int64)
     mask = torch.zeros_like(ids)
@@ -75,7 +75,7 @@ def prompts(tokenizer: Any, lengths: list[int]) -> dict[str, torch.Tensor]:
 
 
 def draft(model: Any) -> Any:
-    """The model's first layers: drafts that are often wrong."""
+    """Return a draft model, the model's first four layers: its drafts are often wrong."""
     config = copy.deepcopy(model.config)
     config.num_hidden_layers, config.layer_types = 4, config.layer_types[:4]
     config._attn_implementation = "sdpa"
@@ -85,8 +85,8 @@ def draft(model: Any) -> Any:
 
 
 def same(model: Any, tokenizer: Any, remote: Callable[[], RemoteCache]) -> dict[str, bool]:
-    """Whether each mode gives the tokens of eager attention."""
-    found = {}
+    """Return whether each mode gives the tokens of eager attention."""
+    same_tokens = {}
     beyond = prompts(tokenizer, [600])
     modes: dict[str, dict[str, Any]] = {
         "greedy, beyond the window": beyond,
@@ -95,19 +95,19 @@ def same(model: Any, tokenizer: Any, remote: Callable[[], RemoteCache]) -> dict[
         "assisted, prompt lookup": {**beyond, "prompt_lookup_num_tokens": 5},
         "assisted, draft model": {**prompts(tokenizer, [60]), "assistant_model": draft(model)},
     }
-    for mode, asked in modes.items():
+    for mode, inputs in modes.items():
         model.set_attn_implementation("eager")
         sizes = {"max_new_tokens": NEW, "min_new_tokens": NEW, "do_sample": False}
-        expected = model.generate(**asked, **sizes)
+        expected = model.generate(**inputs, **sizes)
         model.set_attn_implementation(NAME)
         with remote() as cache:
-            found[mode] = torch.equal(model.generate(**asked, **sizes, past_key_values=cache), expected)
-        print(f"{mode}: {'the same tokens' if found[mode] else 'OTHER TOKENS'}", flush=True)
-    return found
+            same_tokens[mode] = torch.equal(model.generate(**inputs, **sizes, past_key_values=cache), expected)
+        print(f"{mode}: {'the same tokens' if same_tokens[mode] else 'OTHER TOKENS'}", flush=True)
+    return same_tokens
 
 
 def decoded(model: Any, first: torch.Tensor, cache: Any) -> tuple[list[int], float]:
-    """Greedy tokens after a cache that has the prompt, and the seconds of each."""
+    """Return greedy tokens after a cache that has the prompt, and the seconds per token."""
     token, tokens = first, []
     start = time.perf_counter()
     for _ in range(NEW):
@@ -117,7 +117,7 @@ def decoded(model: Any, first: torch.Tensor, cache: Any) -> tuple[list[int], flo
 
 
 def speed(model: Any, tokenizer: Any, remote: Callable[[], RemoteCache], relay: Relay) -> dict[str, Any]:
-    """Seconds of a token after a long prompt, at home and with the cache on the server, in turn; and its bytes."""
+    """Return the speed after a long prompt, locally and with the cache on the server, and the bytes of a token."""
     ids = prompts(tokenizer, [PROMPT])["input_ids"]
     caches: dict[str, Any] = {"eager": DynamicCache(config=model.config), "sdpa": DynamicCache(config=model.config)}
     caches[NAME] = remote()
@@ -137,7 +137,7 @@ def speed(model: Any, tokenizer: Any, remote: Callable[[], RemoteCache], relay: 
     cache.client = flashpoint.Client(relay.url, timeout=600)
     model.set_attn_implementation(NAME)
     decoded(model, first[NAME], cache)
-    pairs = [home / away for home, away in zip(seconds["sdpa"], seconds[NAME], strict=True)]
+    pairs = [local / remote_seconds for local, remote_seconds in zip(seconds["sdpa"], seconds[NAME], strict=True)]
     return {
         "prompt_tokens": PROMPT,
         "new_tokens": NEW,
@@ -152,36 +152,36 @@ def speed(model: Any, tokenizer: Any, remote: Callable[[], RemoteCache], relay: 
 
 
 def answers(model: Any, tokenizer: Any, remote: Callable[[], RemoteCache], url: str) -> dict[str, Any]:
-    """Many answers to one prompt: seconds, tokens and bytes, at home and with the cache on the server."""
+    """Return seconds, tokens and bytes of many answers to one prompt, locally and with the cache on the server."""
     ids = prompts(tokenizer, [ANSWERED])["input_ids"]
-    found = {}
+    results = {}
     for way in ("sdpa", NAME):
         model.set_attn_implementation(way)
         before, cache = carried(url), remote() if way == NAME else DynamicCache(config=model.config)
-        found[way] = write(model, ids, ANSWERS, NEW, cache), carried(url) - before
+        results[way] = write(model, ids, ANSWERS, NEW, cache), carried(url) - before
         if isinstance(cache, RemoteCache):
             cache.close()
-    home, away = (found[way][0] for way in ("sdpa", NAME))
+    local, on_server = (results[way][0] for way in ("sdpa", NAME))
     return {
         "prompt_tokens": ANSWERED,
         "answers": ANSWERS,
         "new_tokens": NEW,
-        "prompt_seconds": {way: round(one.prompt_seconds, 2) for way, (one, _) in found.items()},
-        "tokens_per_second": {way: round(ANSWERS * (NEW - 1) / one.seconds, 2) for way, (one, _) in found.items()},
-        "ratio_of_tokens": round(home.seconds / away.seconds, 3),
-        "ratio": round((home.prompt_seconds + home.seconds) / (away.prompt_seconds + away.seconds), 3),
-        "same_answers": int((home.tokens == away.tokens).all(1).sum()),
-        "bytes": found[NAME][1],
+        "prompt_seconds": {way: round(run.prompt_seconds, 2) for way, (run, _) in results.items()},
+        "tokens_per_second": {way: round(ANSWERS * (NEW - 1) / run.seconds, 2) for way, (run, _) in results.items()},
+        "ratio_of_tokens": round(local.seconds / on_server.seconds, 3),
+        "ratio": round((local.prompt_seconds + local.seconds) / (on_server.prompt_seconds + on_server.seconds), 3),
+        "same_answers": int((local.tokens == on_server.tokens).all(1).sum()),
+        "bytes": results[NAME][1],
     }
 
 
 def stages(client: flashpoint.Client, count: int) -> dict[str, float]:
-    """Milliseconds of a layer's call for one token of `count` sequences, as the client and the server see it."""
+    """Return the milliseconds of a layer's call for one token of `count` sequences, by client and server clocks."""
     (root,) = client.caches(1, kv_heads=1, head_dim=256)
     root.append(torch.randn(1, 1, ANSWERED, 256), torch.randn(1, 1, ANSWERED, 256))
     caches = client.fork_caches([root] * count)
     q, k, v = (torch.randn(count, heads, 1, 256) for heads in (4, 1, 1))
-    seen: dict[str, list[float]] = {}
+    samples: dict[str, list[float]] = {}
     for number in range(200):
         began = time.perf_counter()
         _, meta = client.attention(
@@ -189,13 +189,13 @@ def stages(client: flashpoint.Client, count: int) -> dict[str, float]:
         )
         if number >= 20:
             for name, taken in {"call": 1000 * (time.perf_counter() - began), **meta.timings}.items():
-                seen.setdefault(name, []).append(taken)
+                samples.setdefault(name, []).append(taken)
     client.delete_caches([root, *caches])
-    return {name: round(statistics.median(taken), 3) for name, taken in seen.items()}
+    return {name: round(statistics.median(taken), 3) for name, taken in samples.items()}
 
 
-def measure(asked: argparse.Namespace) -> dict[str, Any]:
-    model, tokenizer = load(asked.folder)
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    model, tokenizer = load(args.folder)
     with service() as (_, port, _), torch.no_grad():
         relay = Relay(port)
         with flashpoint.Client(f"http://127.0.0.1:{port}", timeout=600) as client:
@@ -205,24 +205,24 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
                 return RemoteCache(client, model.config)
 
             print("timing", flush=True)
-            found = speed(model, tokenizer, remote, relay)
-            print(found, flush=True)
+            decoding = speed(model, tokenizer, remote, relay)
+            print(decoding, flush=True)
             calls = {str(count): stages(client, count) for count in (1, ANSWERS)}
             print(calls, flush=True)
             many = answers(model, tokenizer, remote, f"http://127.0.0.1:{port}")
             print(many, flush=True)
             modes = same(model, tokenizer, remote)
-    agreeing = sum(modes.values()) + found["same_tokens_as_eager"]
+    agreeing = sum(modes.values()) + decoding["same_tokens_as_eager"]
     targets = [
         target("modes that give the tokens of eager attention at home", agreeing, "modes", least=len(modes) + 1),
-        target("tokens a second, of those at home with SDPA", found["ratio"], "rate", least=LEAST_RATIO),
-        target("bytes of a token", found["bytes_per_token"], "bytes", most=MOST_BYTES),
+        target("tokens a second, of those at home with SDPA", decoding["ratio"], "rate", least=LEAST_RATIO),
+        target("bytes of a token", decoding["bytes_per_token"], "bytes", most=MOST_BYTES),
         target(f"{ANSWERS} answers, with the prompt: SDPA's seconds over ours", many["ratio"], "times", least=1),
         target(f"{ANSWERS} answers: tokens a second, of those at home", many["ratio_of_tokens"], "rate", least=1),
     ]
-    return {"targets": targets, "modes": modes, "decode": found, "answers": many, "call_ms": calls}
+    return {"targets": targets, "modes": modes, "decode": decoding, "answers": many, "call_ms": calls}
 
 
 if __name__ == "__main__":
-    folder = Option(None, "where the file of the weights is put together", type=Path)
+    folder = Option(None, "folder in which the file of the weights is assembled", type=Path)
     run(measure, "gemma", packages=("torch", "transformers"), folder=folder)

@@ -22,13 +22,13 @@ from benchmarks.gpu_day import record as records  # noqa: E402
 Row = dict[str, Any]
 
 FILE, PLOT = "report.md", "timings.svg"
-LEVEL_STAGES = ("first", "table", "flex")  # one grid; the papers' shapes are others
+LEVEL_STAGES = ("first", "table", "flex")  # stages on one grid of shapes; `papers` has other shapes
 DIMS = (64, 128, 256)
 MIB = 1 << 20
 
 
 def write(out: Path, sizes: plan.Sizes | None = None) -> None:
-    """Write the report and the plot of the record in `out`; `sizes`: what was planned."""
+    """Write the report and the plot of the record in `out`; `sizes`: the planned shapes."""
     rows = records.read(out / records.FILE)
     (out / FILE).write_text(text(rows, sizes or plan.Sizes()))
     if rows:
@@ -42,24 +42,24 @@ def text(rows: Sequence[Row], sizes: plan.Sizes) -> str:
         return "# Kernels on a GPU\n\nNothing has been measured.\n"
     environment = rows[-1]["environment"]
     counted = records.current(rows, environment)
-    found = list(records.latest(counted).values())
+    latest = list(records.latest(counted).values())
     sections = [
-        _head(environment, found, len(rows) - len(counted)),
-        _progress(found, sizes, environment),
-        _smoke(found),
-        _levels(found),
-        _grid(found),
-        _papers(found),
-        _decode(found),
-        _sweep(found),
-        _tests(found),
-        _failures(found),
+        _head(environment, latest, len(rows) - len(counted)),
+        _progress(latest, sizes, environment),
+        _smoke(latest),
+        _levels(latest),
+        _grid(latest),
+        _papers(latest),
+        _decode(latest),
+        _sweep(latest),
+        _tests(latest),
+        _failures(latest),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
 def timed(rows: Iterable[Row], stages: Sequence[str] = LEVEL_STAGES) -> list[Row]:
-    """The rows of timings as flat ones: what the timing package measured, and what was asked of torch and of us."""
+    """Return timing rows as flat rows: the case, its result, and whether torch was deterministic and we on Hopper."""
     return [
         {**row["task"]["case"], **row["result"], "deterministic": row["task"]["deterministic"],
          "hopper": row["task"]["hopper"], "key": row["key"]}
@@ -69,7 +69,7 @@ def timed(rows: Iterable[Row], stages: Sequence[str] = LEVEL_STAGES) -> list[Row
 
 
 def trials(rows: Iterable[Row]) -> list[Row]:
-    """The rows of the sweep as flat ones."""
+    """Return the rows of the sweep as flat rows."""
     return [
         {**row["result"], "kernel": row["task"]["kernel"], "head_dim": row["task"]["shape"][-1]}
         for row in rows
@@ -84,63 +84,67 @@ def point(row: Row) -> tuple[Any, ...]:
 
 
 def name_of(row: Row) -> str:
-    """A peer that ran deterministically is a peer of its own, and so are we on the path for Hopper."""
+    """Return a row's name in the tables. Deterministic runs, and ours on the path for Hopper, have separate names."""
     more = [name for name in ("deterministic", "hopper") if row.get(name)]
     return " ".join([row["backend"], *more])
 
 
 def ratios(rows: Iterable[Row], ours: str = "triton") -> dict[str, dict[str, float]]:
-    """How many times as fast as each peer we are, by direction: geometric mean, worst point, and how many points."""
+    """Return each peer's time / ours, by direction: the geometric mean, the worst point, the number of points."""
     known = [row for row in rows if row["ms"] is not None]
     our_ms = {point(row): row["ms"] for row in known if name_of(row) == ours}
-    found: dict[str, list[float]] = {}
+    times: dict[str, list[float]] = {}
     for row in known:
         if name_of(row) != ours and point(row) in our_ms:
-            found.setdefault(f"{row['direction']} {name_of(row)}", []).append(row["ms"] / our_ms[point(row)])
+            times.setdefault(f"{row['direction']} {name_of(row)}", []).append(row["ms"] / our_ms[point(row)])
     return {
-        name: {"mean": math.exp(sum(map(math.log, each)) / len(each)), "worst": min(each), "points": len(each)}
-        for name, each in sorted(found.items())
+        name: {
+            "mean": math.exp(sum(map(math.log, factors)) / len(factors)),
+            "worst": min(factors),
+            "points": len(factors),
+        }
+        for name, factors in sorted(times.items())
     }
 
 
-def levels(found: dict[str, dict[str, float]]) -> dict[str, str]:
-    """The highest level reached in each direction: none, floor, goal or stretch; "not measured" without its peers.
+def levels(by_peer: dict[str, dict[str, float]]) -> dict[str, str]:
+    """Return the highest level reached in each direction: none, floor, goal or stretch; "not measured" without peers.
 
-    Floor: as fast as SDPA's flash (FlashAttention 2), the forward at every point, the backward, which is deterministic,
-    as that is when deterministic. Goal: 0.9 of cuDNN's forward, 0.75 of its backward. Stretch: as fast as cuDNN, and as
-    FlashAttention 3 where that was timed.
+    Floor: as fast as SDPA's flash (FlashAttention 2), in the forward at every point, in the backward, which is
+    deterministic, as fast as its deterministic mode. Goal: 0.9 of the speed of cuDNN's forward, 0.75 of its backward.
+    Stretch: as fast as cuDNN, and as FlashAttention 3 where it was timed.
     """
 
     def level(direction: str, floor: float | None, goal: float) -> str:
-        means = [found[n]["mean"] for n in (f"{direction} sdpa_cudnn", f"{direction} flash_attn_3") if n in found]
-        if floor is None or f"{direction} sdpa_cudnn" not in found:
+        means = [by_peer[n]["mean"] for n in (f"{direction} sdpa_cudnn", f"{direction} flash_attn_3") if n in by_peer]
+        if floor is None or f"{direction} sdpa_cudnn" not in by_peer:
             return "not measured"
         if floor < 1:
             return "none"
         return "floor" if means[0] < goal else "goal" if min(means) < 1 else "stretch"
 
-    flash = found.get("forward sdpa_flash", {}).get("worst")
-    deterministic = found.get("backward sdpa_flash deterministic", {}).get("mean")
+    flash = by_peer.get("forward sdpa_flash", {}).get("worst")
+    deterministic = by_peer.get("backward sdpa_flash deterministic", {}).get("mean")
     return {"forward": level("forward", flash, 0.9), "backward": level("backward", deterministic, 0.75)}
 
 
 def proposal(rows: Iterable[Row]) -> dict[str, dict[int, Row]]:
-    """The fastest trial of each kernel and head dimension, and what the shipped tile took beside it."""
+    """Return the fastest trial of each kernel and head dimension, with the milliseconds of the shipped tile."""
     rows = list(rows)
     best: dict[str, dict[int, Row]] = {}
     shipped = {(row["kernel"], row["head_dim"]): row["ms"] for row in rows if row["shipped"]}
     for row in rows:
         by_dim = best.setdefault(row["kernel"], {})
-        before = by_dim.get(row["head_dim"])
-        if row["ms"] is not None and (before is None or row["ms"] < before["ms"]):
+        fastest = by_dim.get(row["head_dim"])
+        if row["ms"] is not None and (fastest is None or row["ms"] < fastest["ms"]):
             by_dim[row["head_dim"]] = {**row, "shipped_ms": shipped.get((row["kernel"], row["head_dim"]))}
     return best
 
 
 def configuration(best: dict[str, dict[int, Row]]) -> str:
-    """The proposed tiles as lines of configurations.py, for the head dimensions of which every kernel was timed.
+    """Return the proposed tiles as lines of configurations.py, for head dimensions with a timing of every kernel.
 
-    The path for Hopper lacks some kernels at some head dimensions: only those with a kernel count.
+    The path for Hopper lacks some kernels at some head dimensions: its lines have only the timed kernels.
     """
 
     def tile(kernel: str, dim: int) -> str:
@@ -161,7 +165,7 @@ def configuration(best: dict[str, dict[int, Row]]) -> str:
 
 
 def plot(rows: Sequence[Row], device: str, path: Path) -> None:
-    """TFLOP/s (as all papers count them) against length: a panel a direction, head dimension and mask."""
+    """Plot TFLOP/s (by the papers' count) against length, one panel for each direction, head dimension and mask."""
     from matplotlib.figure import Figure
 
     def panel(row: Row) -> tuple[bool, bool, int]:
@@ -192,19 +196,19 @@ def plot(rows: Sequence[Row], device: str, path: Path) -> None:
 
 
 def table(head: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
-    """A table in Markdown."""
+    """Return a table in Markdown."""
     rows = [head, ["---"] * len(head), *lines]
     return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
 
 
-def _head(environment: Row, found: Sequence[Row], others: int) -> str:
+def _head(environment: Row, measured: Sequence[Row], others: int) -> str:
     names = ("driver", "cuda", "torch", "triton", "python", "commit", "sources")
-    said = ", ".join(f"{name} {environment.get(name)}" for name in names)
-    days = sorted(row["at"] for row in found)
-    clocks = [row["clocks"] for row in found if row.get("clocks")]
+    versions = ", ".join(f"{name} {environment.get(name)}" for name in names)
+    days = sorted(row["at"] for row in measured)
+    clocks = [row["clocks"] for row in measured if row.get("clocks")]
     lines = [
-        "# Kernels on a GPU", "", f"{environment['device']}; {said}.", "",
-        f"{len(found)} rows, {days[0]} to {days[-1]}; {others} more of other sources, versions or devices.",
+        "# Kernels on a GPU", "", f"{environment['device']}; {versions}.", "",
+        f"{len(measured)} rows, {days[0]} to {days[-1]}; {others} more of other sources, versions or devices.",
     ]  # fmt: skip
     if clocks:
         each = {name: [c[name] for c in clocks if name in c] for name in clocks[-1]}
@@ -213,35 +217,35 @@ def _head(environment: Row, found: Sequence[Row], others: int) -> str:
     return "\n".join(lines)
 
 
-def _progress(found: Sequence[Row], sizes: plan.Sizes, environment: Row) -> str:
-    """Stage by stage: planned, measured, bad. A timing that two stages plan counts in both."""
-    bad = {row["key"] for row in found if records.is_bad(row)}
-    keys = {row["key"] for row in found}
+def _progress(measured: Sequence[Row], sizes: plan.Sizes, environment: Row) -> str:
+    """Return the table of the stages: planned, measured, bad. A timing that two stages plan counts in both."""
+    bad = {row["key"] for row in measured if records.is_bad(row)}
+    keys = {row["key"] for row in measured}
     lines = []
     for stage in plan.STAGES:
         if stage in plan.TIMED_STAGES:
             groups = plan.groups(stage, sizes, environment)
             planned = {task.key for group in groups for task in group.tasks}
         else:
-            planned = {row["key"] for row in found if row["stage"] == stage}
+            planned = {row["key"] for row in measured if row["stage"] == stage}
         size = len(planned) if stage in plan.TIMED_STAGES else "" if planned else "not run"
         lines.append((stage, size, len(planned & keys), len(planned & bad)))
     return "## Progress\n\n" + table(("stage", "planned", "measured", "failed or wrong"), lines)
 
 
-def _smoke(found: Sequence[Row]) -> str:
+def _smoke(measured: Sequence[Row]) -> str:
     lines = []
-    for row in found:
+    for row in measured:
         if row["key"].startswith("smoke "):
             result = row.get("result") or {"errors": {}}
-            said = row.get("failed") or ("ok" if result["ok"] else f"WRONG {' '.join(result['missing'])}".strip())
+            verdict = row.get("failed") or ("ok" if result["ok"] else f"WRONG {' '.join(result['missing'])}".strip())
             errors = ", ".join(f"{name} {error:.2g} ({bound:.2g})" for name, (error, bound) in result["errors"].items())
-            lines.append((row["task"]["name"], said, errors))
+            lines.append((row["task"]["name"], verdict, errors))
     return "## Smoke tests\n\n" + table(("kernel", "", "error (bound)"), lines) if lines else ""
 
 
-def _levels(found: Sequence[Row]) -> str:
-    rows = timed(found)
+def _levels(measured: Sequence[Row]) -> str:
+    rows = timed(measured)
     parts = []
     for ours in ("triton", "triton hopper"):
         each = ratios(rows, ours)
@@ -253,9 +257,9 @@ def _levels(found: Sequence[Row]) -> str:
     return "## Levels\n\n" + "\n\n".join(parts) if parts else ""
 
 
-def _grid(found: Sequence[Row]) -> str:
-    """TFLOP/s by length: a table for each direction, head dimension, mask and group of heads."""
-    rows = timed(found)
+def _grid(measured: Sequence[Row]) -> str:
+    """Return TFLOP/s by length: a table for each direction, head dimension, mask and group of heads."""
+    rows = timed(measured)
     parts = []
     names = list(dict.fromkeys(name_of(row) for row in rows if row["ms"] is not None))
     titles = dict.fromkeys((r["direction"], r["head_dim"], r["causal"], r["q_heads"] // r["kv_heads"]) for r in rows)
@@ -275,9 +279,9 @@ def _rate(row: Row | None) -> str:
     return f"{row['tflops_standard']:.4g}" if row and row["ms"] is not None else ""
 
 
-def _papers(found: Sequence[Row]) -> str:
-    """Milliseconds, how many times as fast as naive, and MiB beyond the inputs."""
-    rows = [row for row in timed(found, ("papers",)) if row["ms"] is not None]
+def _papers(measured: Sequence[Row]) -> str:
+    """Return the table of the papers' cases: milliseconds, speed over naive, and MiB beyond the inputs."""
+    rows = [row for row in timed(measured, ("papers",)) if row["ms"] is not None]
     naive = {point(row): row["ms"] for row in rows if row["backend"] == "naive"}
     lines = []
     for row in sorted(rows, key=lambda r: (str(point(r)[:4]), r["q_len"], r["ms"])):
@@ -290,9 +294,9 @@ def _papers(found: Sequence[Row]) -> str:
     return "## The papers' tables\n\n" + table(head, lines) if lines else ""
 
 
-def _decode(found: Sequence[Row]) -> str:
+def _decode(measured: Sequence[Row]) -> str:
     lines = []
-    for row in found:
+    for row in measured:
         if row["stage"] == "decode" and row.get("result", {}).get("ms") is not None:
             t, r = row["task"], row["result"]
             shape = f"B {t['batch']}, H {t['q_heads']}/{t['kv_heads']}, keys {t['kv_len']}, D {t['head_dim']}"
@@ -302,8 +306,8 @@ def _decode(found: Sequence[Row]) -> str:
     return "## Decode\n\n" + table(head, lines) if lines else ""
 
 
-def _sweep(found: Sequence[Row]) -> str:
-    rows = trials(found)
+def _sweep(measured: Sequence[Row]) -> str:
+    rows = trials(measured)
     if not rows:
         return ""
     best = proposal(rows)
@@ -316,18 +320,18 @@ def _sweep(found: Sequence[Row]) -> str:
             lines.append((kernel, dim, tile, f"{row['ms']:.4g}", shipped, *made))
     head = ("kernel", "D", "fastest tile", "ms", "times as fast as shipped", "registers", "spills", "programs a SM")
     wrong = [row for row in rows if "wrong_by" in row]
-    said = f"{len(rows)} trials, {sum('refused' in row for row in rows)} refused, {len(wrong)} with wrong answers."
+    summary = f"{len(rows)} trials, {sum('refused' in row for row in rows)} refused, {len(wrong)} with wrong answers."
     if unread := Counter(row["occupancy"] for row in rows if "occupancy" in row):
         reasons = "; ".join(f"{reason} ({count})" for reason, count in unread.items())
-        said += f" Registers and spills could not be read in {unread.total()}: {reasons}."
+        summary += f" Registers and spills could not be read in {unread.total()}: {reasons}."
     code = configuration(best)
     proposed = f"\n\nFor configurations.py:\n\n```python\n{code}\n```" if code else ""
-    return f"## Sweep\n\n{said}\n\n{table(head, lines)}{proposed}"
+    return f"## Sweep\n\n{summary}\n\n{table(head, lines)}{proposed}"
 
 
-def _tests(found: Sequence[Row]) -> str:
+def _tests(measured: Sequence[Row]) -> str:
     counts: dict[str, Counter[str]] = {}
-    for row in found:
+    for row in measured:
         if row["key"].startswith("test "):
             counts.setdefault(row["key"].split()[1], Counter())[row["result"]["outcome"]] += 1
     names = ("passed", "failed", "skipped")
@@ -335,19 +339,19 @@ def _tests(found: Sequence[Row]) -> str:
     return "## Tests\n\n" + table(("suite", *names), lines) if lines else ""
 
 
-def _failures(found: Sequence[Row]) -> str:
-    """Return the failures with their messages, and each reason for which something cannot run here, once."""
+def _failures(measured: Sequence[Row]) -> str:
+    """Return the failures with their messages, and, once each, the reasons for which something cannot run here."""
     lines = []
-    for row in found:
+    for row in measured:
         if records.is_bad(row):
             result = row.get("result") or {}
-            said = (
+            message = (
                 row.get("failed") or result.get("message") or f"wrong: {result.get('wrong_by', result.get('errors'))}"
             )
-            lines.append(f"- `{row['key']}`: {' '.join(str(said).split())[-400:]}")
+            lines.append(f"- `{row['key']}`: {' '.join(str(message).split())[-400:]}")
     skipped = {
         (row["task"].get("backend") or row["task"]["case"]["backend"], row["result"]["skipped"]): None
-        for row in found
+        for row in measured
         if (row.get("result") or {}).get("skipped")
     }
     parts = ["## Failed or wrong\n\n" + "\n".join(lines)] if lines else []

@@ -1,14 +1,14 @@
 """Prove and time the service on a real GPU: `make gpu-serve`, or without a network `make gpu-serve WHEELS=DIR`.
 
-Starts it on the device for the tests that a CPU cannot stand in for: grouped launches, launches that overlap, cancelled
-and late requests, memory that runs out, an engine that dies, hangs or loses its device. Then benchmarks/serving.py
-there, whose figures go to OUT/serving-<device>.json. `tests` or `timings` runs one of the two.
+First it runs the tests that need a GPU: grouped launches, launches that overlap, cancelled and late requests, memory
+that runs out, an engine that dies, hangs or loses its device. Then it runs benchmarks/serving.py on the GPU, which
+writes OUT/serving-<device>.json. `tests` or `timings` runs one of the two.
 
-Needs the `server` extra, and psutil, pytest and safetensors. A machine without a network takes them from a folder of
-wheels, --wheels, and the checkout's own packages from where they are. `--download DIR` fills such a folder on a machine
+Needs the `server` extra, and psutil, pytest and safetensors. A machine without a network installs them from a folder of
+wheels, --wheels, and imports the packages of the checkout directly. `--download DIR` fills such a folder on a machine
 with a network, in an environment that has all of them (`make gpu-wheels`).
 
-Exit codes: 0, all is right and every target is met; 1, a test failed or a target is missed; 3, there is no GPU.
+Exit codes: 0, all tests pass and every target is met; 1, a test failed or a target is missed; 3, there is no GPU.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NAMES = ("batching", "saved_batches", "caches_in_pages", "gpu_served")
 TESTS = tuple(f"tests/e2e/test_{name}.py" for name in NAMES)
 PARTS = ("tests", "timings")
 WANTED = ("flashpoint[server,otel]", "httptools", "psutil", "safetensors")
-# Every machine with a GPU has these, and what they need: torch, above all, is larger than all else together.
+# Machines with a GPU have these and their dependencies. torch is larger than all other packages together.
 THERE = ("torch", "triton", "numpy", "pytest", "pytest-xdist", "matplotlib")
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux2014_x86_64", "manylinux_2_17_x86_64")
 
@@ -41,19 +41,19 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", metavar="PART", help="tests, timings; both by default")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--wheels", type=Path, help="install from this folder alone, into a folder that is thrown away")
+    parser.add_argument("--wheels", type=Path, help="install only from this folder, into a temporary folder")
     parser.add_argument("--download", type=Path, metavar="DIR", help="fill a folder of wheels, and do nothing else")
-    parser.add_argument("--python", default="3.12", help="of the machine that the wheels are for")
-    asked = parser.parse_args()
-    if unknown := set(asked.parts) - set(PARTS):
+    parser.add_argument("--python", default="3.12", help="Python version of the machine that gets the wheels")
+    args = parser.parse_args()
+    if unknown := set(args.parts) - set(PARTS):
         parser.error(f"no part: {', '.join(sorted(unknown))}; the parts are {', '.join(PARTS)}")
-    if asked.download:
-        return download(asked.download, asked.python)
+    if args.download:
+        return download(args.download, args.python)
     if not has_gpu():
         print("no CUDA device here: nothing was tested and nothing was timed", file=sys.stderr)
         return NO_GPU
     with tempfile.TemporaryDirectory() as folder:
-        return run(asked.parts or PARTS, asked.out, environment(asked.wheels, Path(folder)))
+        return run(args.parts or PARTS, args.out, environment(args.wheels, Path(folder)))
 
 
 def has_gpu() -> bool:
@@ -73,21 +73,21 @@ def environment(wheels: Path | None, folder: Path) -> dict[str, str]:
 
 
 def install(wheels: Path, folder: Path) -> None:
-    """Install every wheel of a folder as it is. Exits where there is none, or where pip refuses."""
-    found = sorted(map(str, wheels.glob("*.whl")))
-    if not found:
+    """Install every wheel of a folder, without its dependencies. Exits if there is no wheel, or if pip fails."""
+    paths = sorted(map(str, wheels.glob("*.whl")))
+    if not paths:
         sys.exit(f"{wheels} has no wheels: fill it with `make gpu-wheels` on a machine with a network")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-cache-dir"]
-    subprocess.run([*pip, "--no-index", "--no-deps", "--no-compile", "--target", str(folder), *found], check=True)
+    subprocess.run([*pip, "--no-index", "--no-deps", "--no-compile", "--target", str(folder), *paths], check=True)
 
 
 def run(parts: Iterable[str], out: Path, variables: dict[str, str]) -> int:
-    """Run the parts, all of them whatever becomes of one."""
+    """Run all parts, also after one fails, and return 1 if any failed."""
     commands = {
         "tests": ["-m", "pytest", "-q", "-m", "not full", "-p", "no:cacheprovider", *TESTS],
         "timings": ["benchmarks/serving.py", "--device", "cuda", "--out", str(out.resolve())],
     }
-    commands["tests"] += ["-o", "filterwarnings=default"]  # the packages are not those that the project pins
+    commands["tests"] += ["-o", "filterwarnings=default"]  # the project does not pin this machine's packages
     codes = [
         subprocess.run([sys.executable, *commands[part]], cwd=ROOT, env=variables, check=False).returncode
         for part in parts
@@ -96,7 +96,7 @@ def run(parts: Iterable[str], out: Path, variables: dict[str, str]) -> int:
 
 
 def download(folder: Path, python: str) -> int:
-    """Download wheels of all that the service needs beside THERE, in the versions that are installed here."""
+    """Download the wheels that the service needs beyond THERE, in the versions that are installed here."""
     names = sorted(needed(WANTED, python) - needed(THERE, python))
     pins = [f"{name}=={metadata.version(name)}" for name in names if name != "flashpoint"]
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
@@ -109,33 +109,33 @@ def download(folder: Path, python: str) -> int:
 
 
 def needed(requirements: Iterable[str], python: str) -> set[str]:
-    """Return the names of all distributions that `requirements` need on Linux with that Python, themselves included.
+    """Return the names of `requirements` and of all their dependencies on Linux with this version of Python.
 
-    Read from what is installed here. A package that is not installed is left out: nothing here needs it.
+    The dependencies come from the metadata of packages that are installed here. Other packages are left out.
     """
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
     machine = {"python_version": python, "python_full_version": f"{python}.0", "sys_platform": "linux"}
-    found: set[str] = set()
-    seen: set[tuple[str, str]] = set()
+    names: set[str] = set()
+    visited: set[tuple[str, str]] = set()
     todo = [(Requirement(text), "") for text in requirements]
     while todo:
         requirement, extra = todo.pop()
         if requirement.marker and not requirement.marker.evaluate({**machine, "extra": extra}):
             continue
         name = canonicalize_name(requirement.name)
-        for wanted in ("", *requirement.extras):
-            if (name, wanted) in seen:
+        for of_extra in ("", *requirement.extras):
+            if (name, of_extra) in visited:
                 continue
-            seen.add((name, wanted))
+            visited.add((name, of_extra))
             try:
                 lines = metadata.requires(name) or []
             except metadata.PackageNotFoundError:
                 continue
-            found.add(name)
-            todo += [(Requirement(line), wanted) for line in lines]
-    return found
+            names.add(name)
+            todo += [(Requirement(line), of_extra) for line in lines]
+    return names
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Time from the wheel to the first answer: `python benchmarks/install.py`.
+"""Measure the time from the wheel to the first answer: `python benchmarks/install.py`.
 
-Builds the wheel and the source distribution as `make dist` does. Into an empty environment each: `pip install` of the
-wheel with `[server]`, then `flashpoint serve` and its first answer; `pip install` of the wheel alone, the SDK, then a
-program that asks that server. Seconds, and megabytes on disk. pip's own output says how many packages were downloaded;
-the others came from its cache, or from a folder of this machine. Goes to benchmarks/results/install-<cpu>.json, takes
-two to four minutes and 2 GB of disk.
+Builds the wheel and the source distribution as `make dist` does. In one empty environment it installs the wheel with
+`[server]`, then times `flashpoint serve` until its first answer. In another it installs the wheel alone, the SDK, then
+times a program that calls that server. Records seconds, and megabytes on disk. pip's output gives the number of
+downloaded packages; the others come from its cache or from a local folder. Writes
+benchmarks/results/install-<cpu>.json. Takes two to four minutes and 2 GB of disk.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ MB = 1e6
 
 
 def outside(**variables: str) -> dict[str, str]:
-    """The environment's variables without those that lead to this checkout."""
+    """Return the environment's variables without PYTHONPATH, which leads to this checkout."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
 
 
 def built(folder: Path) -> tuple[Path, Path]:
-    """Return the wheel and the source distribution."""
+    """Build and return the wheel and the source distribution."""
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-d", folder], cwd=ROOT, check=True, capture_output=True
     )
@@ -50,24 +50,24 @@ def megabytes(folder: Path) -> float:
 
 
 def installed(home: Path, requirement: str) -> tuple[Path, dict[str, Any]]:
-    """Install into a new environment; its Python, seconds, megabytes and packages."""
+    """Install into a new environment; return its Python, and a row of seconds, megabytes and packages."""
     began = time.perf_counter()
     subprocess.run([sys.executable, "-m", "venv", home], check=True)
     empty, python = megabytes(home), home / "bin" / "python"
-    made = time.perf_counter()
+    environment_ready = time.perf_counter()
     pip = [python, "-m", "pip", "install", "--disable-pip-version-check", "-c", ROOT / "constraints.txt", requirement]
     ran = subprocess.run(pip, check=True, capture_output=True, text=True, env=outside())
     return python, {
-        "environment_s": round(made - began, 2),
-        "install_s": round(time.perf_counter() - made, 2),
+        "environment_s": round(environment_ready - began, 2),
+        "install_s": round(time.perf_counter() - environment_ready, 2),
         "installed_mb": round(megabytes(home) - empty, 1),
         "packages": len(re.findall(r"\S+-\d", ran.stdout.rpartition("Successfully installed")[2])),
         "downloaded": len(re.findall(r"^ *Downloading \S+\.whl \(", ran.stdout, re.MULTILINE)),
     }
 
 
-def asked(python: Path, url: str, folder: Path) -> float:
-    """Seconds of a process that imports the SDK, asks once and ends."""
+def seconds_of_call(python: Path, url: str, folder: Path) -> float:
+    """Return the seconds of a process that imports the SDK, makes one call and ends."""
     began = time.perf_counter()
     subprocess.run([python, "-c", ASK], check=True, env=outside(FLASHPOINT_URL=url), cwd=folder)
     return round(time.perf_counter() - began, 2)
@@ -85,10 +85,10 @@ def measure(_: argparse.Namespace) -> dict[str, Any]:
             assert process.stderr is not None
             url = next(line["url"] for line in map(json.loads, process.stderr) if line["event"] == "listening")
             server["listening_s"] = round(time.perf_counter() - began, 2)
-            server["call_s"] = asked(python, url, folder)  # waits until the engine is ready
+            server["call_s"] = seconds_of_call(python, url, folder)  # waits until the engine is ready
             server["answer_s"] = round(time.perf_counter() - began, 2)
             sdk_python, sdk = installed(folder / "sdk", str(wheel))
-            sdk["answer_s"] = sdk["call_s"] = asked(sdk_python, url, folder)
+            sdk["answer_s"] = sdk["call_s"] = seconds_of_call(sdk_python, url, folder)
         finally:
             process.terminate()
             process.communicate()

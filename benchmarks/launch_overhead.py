@@ -1,9 +1,9 @@
-"""The host's time of a call on a GPU, without a GPU: `python benchmarks/launch_overhead.py --beside CHECKOUT`.
+"""Time the host's part of a GPU call without a GPU: `python benchmarks/launch_overhead.py --beside CHECKOUT`.
 
-Everything that a call of `backend="triton"` does before the driver's launch, by the same code: Triton looks the
-compiled kernel up and stops there, and tensors are on the CPU. So the driver, the copy to the device and its pinned
-memory are not in these times, nor is the path for plain calls on the CPU. CHECKOUT is a checkout of another commit;
-both take turns (checkouts.py). Goes to benchmarks/results/launch-overhead-<cpu>.json.
+Times the code of `backend="triton"` up to the driver's launch: Triton looks up the compiled kernel and stops there, and
+tensors are on the CPU. The times do not contain the driver, the copy to the device, its pinned memory, or the path for
+plain calls on the CPU. CHECKOUT is a checkout of another commit; both take turns (checkouts.py). Writes
+benchmarks/results/launch-overhead-<cpu>.json.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 from checkouts import Call, answer, in_turns
 
 ARCH = 90
-CALLS = 60  # of one case in one turn
+CALLS = 60  # calls of one case in one turn
 
 
 def cases() -> dict[str, Call]:
-    """The calls, in one process. A loop begins again before its keys would end."""
+    """Return the calls by name. A call with growing keys starts again at half of them when all are used."""
     import torch
 
     from flashpoint_kernels import Options, Problem, attention
@@ -95,13 +95,13 @@ def work() -> None:
 
     pretend(ARCH)
     stop_before_the_driver()
-    dispatch._INTERPRETED = True  # `triton` is a backend of this CPU
-    plain.attention = lambda *_: None  # which answers plain calls on a CPU, and none on a GPU
+    dispatch._INTERPRETED = True  # makes `triton` a backend of this CPU
+    plain.attention = lambda *_: None  # it answers plain calls on a CPU, and none on a GPU
     answer(cases(), CALLS)
 
 
 def stop_before_the_driver() -> None:
-    """Let each launch end where Triton would call the driver."""
+    """Make each launch end before Triton calls the driver."""
     from triton.runtime.jit import JITFunction
 
     run = JITFunction.run
@@ -112,10 +112,10 @@ def stop_before_the_driver() -> None:
     JITFunction.run = stopped
 
 
-def measure(asked: argparse.Namespace) -> dict[str, Any]:
-    found = in_turns(__file__, asked.beside, asked.rounds, TRITON_INTERPRET="0")
-    found["environment"]["arch"] = f"sm_{ARCH}"
-    return {**found, "calls": CALLS}
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    result = in_turns(__file__, args.beside, args.rounds, TRITON_INTERPRET="0")
+    result["environment"]["arch"] = f"sm_{ARCH}"
+    return {**result, "calls": CALLS}
 
 
 if __name__ == "__main__":

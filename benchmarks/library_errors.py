@@ -1,10 +1,10 @@
-"""Errors of the functions in other libraries' languages: `python benchmarks/library_errors.py`, about a minute.
+"""Measure errors of the functions with other libraries' interfaces: `python benchmarks/library_errors.py`, a minute.
 
-flash_attn's functions, `scaled_dot_product_attention` and `flex_attention`, on calls that are drawn: each option alone
-and with others, in float32, float16 and bfloat16, with gradients where the function has them. The truth is the formula
-in float64 over the same numbers, written out here. An error is divided by the largest value of o, or of dq, dk and dv
-together. A row counts all cases in which its option takes part. Wanted: 4e-6 in float32, 4e-3 in float16 and 0.03 in
-bfloat16. Goes to benchmarks/results/library-errors-<cpu>.json. Exits with 1 where a target is missed.
+flash_attn's functions, `scaled_dot_product_attention` and `flex_attention`, on random calls: each option alone and with
+others, in float32, float16 and bfloat16, with gradients where the function has them. The reference is the formula in
+float64 over the same numbers, written out here. An error is divided by the largest value of o, or of dq, dk and dv
+together. A row counts all cases that use its option. Targets: 4e-6 in float32, 4e-3 in float16 and 0.03 in bfloat16.
+Writes benchmarks/results/library-errors-<cpu>.json. Exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BOUNDS = {"float32": 4e-6, "float16": 4e-3, "bfloat16": 0.03}
 SIZES = (1, 2, 3, 7, 16, 33, 64, 130, 200)
 PAGE = 16
 FAR = 1 << 30
-Sequences = list[Tensor]  # of each sequence: (rows, heads, D)
+Sequences = list[Tensor]  # one tensor (rows, heads, D) for each sequence
 Chosen = Mapping[str, Any]  # options by name, with their values
 Call = Callable[[Sequences, Sequences, Sequences, Chosen], Sequences]
 
@@ -58,15 +58,15 @@ def formula(q: Tensor, k: Tensor, v: Tensor, chosen: Chosen, b: int) -> Tensor:
     return (s.masked_fill(~seen, 0).softmax(-1) * seen @ v).transpose(0, 1)
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor, start: int, interleaved: bool) -> Tensor:
-    """Return rows (S, H, D), turned by the positions from `start` on, in float64."""
+def rotated(x: Tensor, cos: Tensor, sin: Tensor, start: int, interleaved: bool) -> Tensor:
+    """Return rows (S, H, D) with rotary embeddings for positions from `start` on, in float64."""
     half = cos.shape[1]
     cos, sin = (t[start : start + len(x), None].double() for t in (cos, sin))
     pairs = x[..., : 2 * half]
     first, second = (pairs[..., ::2], pairs[..., 1::2]) if interleaved else pairs.chunk(2, -1)
     parts = (first * cos - second * sin, first * sin + second * cos)
-    rotated = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
-    return torch.cat([rotated, x[..., 2 * half :]], -1)
+    joined = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
+    return torch.cat([joined, x[..., 2 * half :]], -1)
 
 
 def of_flash_attn(chosen: Chosen) -> dict[str, Any]:
@@ -78,13 +78,13 @@ def batched(packed: int) -> Call:
     """Return the call of flash_attn_func or of its packed forms."""
 
     def call(q: Sequences, k: Sequences, v: Sequences, chosen: Chosen) -> Sequences:
-        given, options = [torch.stack(t) for t in (q, k, v)], of_flash_attn(chosen)
+        tensors, options = [torch.stack(t) for t in (q, k, v)], of_flash_attn(chosen)
         if packed == 3:
-            o = flash_attn.flash_attn_qkvpacked_func(torch.stack(given, 2), **options)
+            o = flash_attn.flash_attn_qkvpacked_func(torch.stack(tensors, 2), **options)
         elif packed == 2:
-            o = flash_attn.flash_attn_kvpacked_func(given[0], torch.stack(given[1:], 2), **options)
+            o = flash_attn.flash_attn_kvpacked_func(tensors[0], torch.stack(tensors[1:], 2), **options)
         else:
-            o = flash_attn.flash_attn_func(*given, **options)
+            o = flash_attn.flash_attn_func(*tensors, **options)
         assert isinstance(o, Tensor)
         return list(o)
 
@@ -99,16 +99,16 @@ def ragged(packed: int) -> Call:
     """Return the call of flash_attn_varlen_func or of its packed forms."""
 
     def call(q: Sequences, k: Sequences, v: Sequences, chosen: Chosen) -> Sequences:
-        given, options = [torch.cat(t) for t in (q, k, v)], of_flash_attn(chosen)
+        tensors, options = [torch.cat(t) for t in (q, k, v)], of_flash_attn(chosen)
         of_q, of_k = starts(q), starts(k)
-        most = max(map(len, q)), max(map(len, k))
+        max_lengths = max(map(len, q)), max(map(len, k))
         if packed == 3:
-            o = flash_attn.flash_attn_varlen_qkvpacked_func(torch.stack(given, 1), of_q, most[0], **options)
+            o = flash_attn.flash_attn_varlen_qkvpacked_func(torch.stack(tensors, 1), of_q, max_lengths[0], **options)
         elif packed == 2:
-            kv = torch.stack(given[1:], 1)
-            o = flash_attn.flash_attn_varlen_kvpacked_func(given[0], kv, of_q, of_k, *most, **options)
+            kv = torch.stack(tensors[1:], 1)
+            o = flash_attn.flash_attn_varlen_kvpacked_func(tensors[0], kv, of_q, of_k, *max_lengths, **options)
         else:
-            o = flash_attn.flash_attn_varlen_func(*given, of_q, of_k, *most, **options)
+            o = flash_attn.flash_attn_varlen_func(*tensors, of_q, of_k, *max_lengths, **options)
         assert isinstance(o, Tensor)
         return [o[a:b] for a, b in pairwise(of_q.tolist())]
 
@@ -116,7 +116,7 @@ def ragged(packed: int) -> Call:
 
 
 def cached(q: Sequences, k: Sequences, v: Sequences, chosen: Chosen) -> Sequences:
-    """Call flash_attn_with_kvcache: k and v are in rows or pages of a cache, the last of them are appended."""
+    """Call flash_attn_with_kvcache: k and v are rows or pages of a cache; the call appends the last of them."""
     appended, lengths = chosen.get("append", 0), [len(t) - chosen.get("append", 0) for t in k]
     rows = -(-max(map(len, k)) // PAGE) * PAGE
     place = list(range(len(q)))[::-1] if "batch_idx" in chosen else list(range(len(q)))
@@ -148,19 +148,19 @@ def cached(q: Sequences, k: Sequences, v: Sequences, chosen: Chosen) -> Sequence
 
 
 def sdpa(q: Sequences, k: Sequences, v: Sequences, chosen: Chosen) -> Sequences:
-    given = [torch.stack(t).transpose(1, 2) for t in (q, k, v)]
+    tensors = [torch.stack(t).transpose(1, 2) for t in (q, k, v)]
     mask: Any = chosen.get("mask")
     if "causal" in chosen and not chosen.get("top_left"):
         with warnings.catch_warnings(action="ignore"):  # more queries than keys: torch's own answer would be NaN
             mask = causal_lower_right(len(q[0]), len(k[0]))
     o = scaled_dot_product_attention(
-        *given, mask, is_causal=bool(chosen.get("top_left")), scale=chosen.get("scale"), enable_gqa="heads" in chosen,
+        *tensors, mask, is_causal=bool(chosen.get("top_left")), scale=chosen.get("scale"), enable_gqa="heads" in chosen,
     )  # fmt: skip
     return list(o.transpose(1, 2))
 
 
 def flex(q: Sequences, k: Sequences, v: Sequences, chosen: Chosen) -> Sequences:
-    given = [torch.stack(t).transpose(1, 2) for t in (q, k, v)]
+    tensors = [torch.stack(t).transpose(1, 2) for t in (q, k, v)]
     shift, (left, right) = 0 if chosen.get("top_left") else len(k[0]) - len(q[0]), chosen.get("window", (-1, -1))
 
     def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ def flex(q: Sequences, k: Sequences, v: Sequences, chosen: Chosen) -> Sequences:
     hides = chosen.keys() & {"causal", "window"}
     blocks = create_block_mask(mask_mod, None, None, len(q[0]), len(k[0]), "cpu") if hides else None
     changes = score_mod if chosen.keys() & {"softcap", "alibi", "mask"} else None
-    o = flex_attention(*given, changes, blocks, chosen.get("scale"), "heads" in chosen)
+    o = flex_attention(*tensors, changes, blocks, chosen.get("scale"), "heads" in chosen)
     assert isinstance(o, Tensor)
     return list(o.transpose(1, 2))
 
@@ -195,7 +195,7 @@ FUNCTIONS: dict[str, tuple[Call, tuple[str, ...]]] = {
     "scaled_dot_product_attention": (sdpa, ("none", "causal", "top_left", "bool mask", "float mask", "scale", "heads")),
     "flex_attention": (flex, (*OF_ALL, "top_left", "float mask")),
 }
-# Names of options in these functions.
+# The options' names in the interfaces of these functions.
 SHOWN = {
     "alibi": "alibi_slopes", "window": "window_size", "scale": "softmax_scale", "heads": "fewer key heads",
     "append": "k, v", "leftpad": "cache_leftpad", "batch_idx": "cache_batch_idx", "pages": "block_table",
@@ -214,7 +214,7 @@ SHOWN_BY = {
 
 
 def possible(function: str, names: set[str]) -> bool:
-    """Return whether these options go together."""
+    """Return whether a call of `function` can have all of these options."""
     masks, diagonals = names & {"bool mask", "float mask"}, names & {"causal", "top_left"}
     both = function == "scaled_dot_product_attention" and masks and diagonals
     pages = "pages" in names and names & {"leftpad", "batch_idx"}
@@ -239,8 +239,8 @@ def drawn(draw: random.Random, name: str, options: Sequence[str]) -> tuple[list[
         lengths = [(keys, keys) for _, keys in lengths]
     if name == "flash_attn_with_kvcache":
         lengths = [(min(queries, 5), keys + 8) for queries, keys in lengths]
-    made = [[torch.randn(queries, heads, dim, generator=numbers) for queries, _ in lengths]]
-    made += [[torch.randn(keys, of_keys, dim, generator=numbers) for _, keys in lengths] for _ in range(2)]
+    tensors = [[torch.randn(queries, heads, dim, generator=numbers) for queries, _ in lengths]]
+    tensors += [[torch.randn(keys, of_keys, dim, generator=numbers) for _, keys in lengths] for _ in range(2)]
     queries, keys = lengths[0]
     masks = {
         "bool mask": lambda: torch.rand(batch, heads, queries, keys, generator=numbers) > 0.3,
@@ -254,12 +254,12 @@ def drawn(draw: random.Random, name: str, options: Sequence[str]) -> tuple[list[
         "leftpad": lambda: [draw.randint(0, 3) for _ in range(batch)],
         "rotary": lambda: (*rotary(dim, keys + 8, numbers), draw.random() < 0.5),
     }  # fmt: skip
-    chosen = {one: makers[one]() for one in sorted(names - {"none"} - masks.keys())}
+    chosen = {option: makers[option]() for option in sorted(names - {"none"} - masks.keys())}
     if "top_left" in chosen:
         chosen["causal"] = True
-    for one in names & masks.keys():
-        chosen["mask"] = masks[one]()
-    return made, chosen, names
+    for option in names & masks.keys():
+        chosen["mask"] = masks[option]()
+    return tensors, chosen, names
 
 
 def rotary(dim: int, positions: int, numbers: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -267,69 +267,71 @@ def rotary(dim: int, positions: int, numbers: torch.Generator) -> tuple[Tensor, 
     return angle.cos(), angle.sin()
 
 
-def errors(name: str, call: Call, made: list[Sequences], chosen: Chosen, dtype: torch.dtype) -> dict[str, float]:
+def errors(name: str, call: Call, tensors: list[Sequences], chosen: Chosen, dtype: torch.dtype) -> dict[str, float]:
     """Return the largest errors of o and of the gradients, over the largest values."""
     differentiates = name != "flash_attn_with_kvcache"
-    leaves = [[t.to(dtype).requires_grad_(differentiates) for t in each] for each in made]
+    leaves = [[t.to(dtype).requires_grad_(differentiates) for t in each] for each in tensors]
     exact = [[t.detach().double().requires_grad_(differentiates) for t in each] for each in leaves]
     if "rotary" in chosen:
         cos, sin, style = chosen["rotary"]
         cos, sin, new = cos.to(dtype), sin.to(dtype), chosen["append"]
-        used = [[], [], exact[2]]
+        inputs = [[], [], exact[2]]
         for q, k in zip(exact[0], exact[1], strict=True):
-            used[0].append(turned(q, cos, sin, len(k) - new, style))
-            used[1].append(torch.cat([k[:-new], turned(k[-new:], cos, sin, len(k) - new, style)]))
+            inputs[0].append(rotated(q, cos, sin, len(k) - new, style))
+            inputs[1].append(torch.cat([k[:-new], rotated(k[-new:], cos, sin, len(k) - new, style)]))
     else:
-        used = exact
-    truth = [formula(q, k, v, chosen, b) for b, (q, k, v) in enumerate(zip(*used, strict=True))]
-    found = call(*leaves, chosen)
-    seen = {"o": over(found, truth)}
+        inputs = exact
+    truth = [formula(q, k, v, chosen, b) for b, (q, k, v) in enumerate(zip(*inputs, strict=True))]
+    answers = call(*leaves, chosen)
+    relative_errors = {"o": relative_error(answers, truth)}
     if differentiates:
-        do = [torch.randn(t.shape, generator=torch.Generator().manual_seed(1)).to(dtype) for t in found]
-        ours = torch.autograd.grad([*found], [t for each in leaves for t in each], do)
+        do = [torch.randn(t.shape, generator=torch.Generator().manual_seed(1)).to(dtype) for t in answers]
+        ours = torch.autograd.grad([*answers], [t for each in leaves for t in each], do)
         right = torch.autograd.grad(truth, [t for each in exact for t in each], [t.double() for t in do])
-        seen["gradients"] = over(ours, right)  # one of them may be 0 but for rounding: over the largest of all
-    return seen
+        relative_errors["gradients"] = relative_error(
+            ours, right
+        )  # over the largest of all: one of them may be 0 except for rounding
+    return relative_errors
 
 
-def over(found: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
+def relative_error(answers: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
     """Return the largest error over the largest value."""
-    wrong = max(float((a.double() - b).detach().abs().max()) for a, b in zip(found, truth, strict=True))
-    return wrong / max(1e-3, *(float(t.detach().abs().max()) for t in truth))
+    largest_error = max(float((a.double() - b).detach().abs().max()) for a, b in zip(answers, truth, strict=True))
+    return largest_error / max(1e-3, *(float(t.detach().abs().max()) for t in truth))
 
 
-def measure(asked: argparse.Namespace) -> dict[str, Any]:
-    draw, rows, functions = random.Random(asked.seed), [], []
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    draw, rows, functions = random.Random(args.seed), [], []
     for name, (call, options) in FUNCTIONS.items():
         shown = SHOWN | SHOWN_BY.get(name, {})
         of_option: dict[str, dict[str, Any]] = {
-            one: {"function": name, "option": shown.get(one, one), "cases": 0} for one in options
+            option: {"function": name, "option": shown.get(option, option), "cases": 0} for option in options
         }
         whole: dict[str, Any] = {"function": name, "options": [row["option"] for row in of_option.values()], "cases": 0}
-        for _ in range(asked.cases):
-            made, chosen, names = drawn(draw, name, options)
-            found = {
+        for _ in range(args.cases):
+            tensors, chosen, names = drawn(draw, name, options)
+            errors_by_type = {
                 f"{what}, {dtype}": error
                 for dtype in BOUNDS
-                for what, error in errors(name, call, made, chosen, getattr(torch, dtype)).items()
+                for what, error in errors(name, call, tensors, chosen, getattr(torch, dtype)).items()
             }
-            for row in (whole, *(row for one, row in of_option.items() if one in names)):
+            for row in (whole, *(row for option, row in of_option.items() if option in names)):
                 row["cases"] += len(BOUNDS)
-                row |= {key: max(row.get(key, 0.0), error) for key, error in found.items()}
+                row |= {key: max(row.get(key, 0.0), error) for key, error in errors_by_type.items()}
         functions.append(whole)
         rows += of_option.values()
         print(name, *(f"{key} {value:.1e}" for key, value in whole.items() if isinstance(value, float)))
-    most = {
+    worst = {
         dtype: max(v for row in functions for key, v in row.items() if key.endswith(f", {dtype}")) for dtype in BOUNDS
     }
     for row in (*functions, *rows):
         row |= {key: float(f"{value:.2g}") for key, value in row.items() if isinstance(value, float)}
     targets = [
-        target(f"largest error, {dtype}", most[dtype] * 1e6, "millionths", most=bound * 1e6)
+        target(f"largest error, {dtype}", worst[dtype] * 1e6, "millionths", most=bound * 1e6)
         for dtype, bound in BOUNDS.items()
     ]
-    return {"seed": asked.seed, "functions": functions, "rows": rows, "targets": targets}
+    return {"seed": args.seed, "functions": functions, "rows": rows, "targets": targets}
 
 
 if __name__ == "__main__":
-    run(measure, "library-errors", packages=("torch",), cases=Option(150, "of each function"), seed=Option(0))
+    run(measure, "library-errors", packages=("torch",), cases=Option(150, "cases of each function"), seed=Option(0))

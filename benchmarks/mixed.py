@@ -39,30 +39,30 @@ def cases(lengths: str, seed: int) -> list[Case]:
 
 
 def repetition(port: int, requests: Sequence[Request], connections: int, seed: int) -> dict[str, Any]:
-    """One of each pass: seconds of each request alone and under load, and both rates."""
-    alone = [one.latency for one in drive(port, requests, 1)]
+    """Run each pass once; return the seconds of each request alone and under load, and the saturated rate."""
+    alone = [timed.latency for timed in drive(port, requests, 1)]
     saturated = rate(drive(port, requests, connections))
     arrivals = np.random.default_rng(seed).exponential(1 / (LOAD * saturated), len(requests)).cumsum()
-    # As many connections as requests: none waits for another at the load's end.
-    latency = [one.latency for one in drive(port, requests, len(requests), arrivals.tolist())]
+    # One connection for each request, so that no request waits for a connection.
+    latency = [timed.latency for timed in drive(port, requests, len(requests), arrivals.tolist())]
     return {"alone": alone, "saturated": saturated, "latency": latency}
 
 
 def summary(repetitions: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Percentiles of each repetition, their median over the repetitions; milliseconds, and requests a second.
+    """Return medians over the repetitions of their percentiles, in milliseconds, and of the rate in requests/s.
 
-    Empty without repetitions.
+    The result is empty without repetitions.
     """
     if not repetitions:
         return {}
-    alone = np.median([one["alone"] for one in repetitions], axis=0)
+    alone = np.median([each["alone"] for each in repetitions], axis=0)
     rows = []
-    for one in repetitions:
-        latency = np.array(one["latency"])
-        figures = {"saturated_rps": one["saturated"]}
+    for each in repetitions:
+        latency = np.array(each["latency"])
+        figures = {"saturated_rps": each["saturated"]}
         for name, values in (
             ("latency_ms", latency * 1e3),
-            ("alone_ms", np.array(one["alone"]) * 1e3),
+            ("alone_ms", np.array(each["alone"]) * 1e3),
             ("slowdown", latency / alone),
         ):
             figures |= {f"{name}_p{p}": percentile(values, p) for p in (50, 99)}

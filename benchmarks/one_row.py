@@ -1,9 +1,9 @@
 """Count rows whose bits depend on the call: `python benchmarks/one_row.py`, some minutes.
 
 The oracle is a causal prefill. Its rows are computed again in calls of 1, 2, 5, 17 and 64 queries, over the keys up to
-the last of them, each call beside another sequence, with options, types and sizes that are drawn. The control does the
-same with torch's scaled_dot_product_attention and must find rows that differ. Wanted: 0 of a million.
-Goes to benchmarks/results/one-row-<cpu>.json. Exits with 1 where a target is missed.
+the last query, each call beside another sequence in the batch, with random options, types and sizes. The control does
+the same with torch's scaled_dot_product_attention and must find rows that differ. Target: 0 of a million rows.
+Writes benchmarks/results/one-row-<cpu>.json. Exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Solve = Callable[..., Tensor]
 
 
 def drawn(draw: random.Random) -> tuple[dict[str, Tensor], dict[str, Any], str]:
-    """Return tensors of one sequence, options, and what they are."""
+    """Return random tensors of one sequence, options, and their description."""
     kv_heads, group, length = draw.choice((1, 2, 4)), draw.choice((1, 2, 4)), draw.choice(LENGTHS)
     dim, dtype = draw.choice((16, 40, 64, 80, 128)), draw.choice((torch.float32, torch.float16, torch.bfloat16))
     numbers = torch.Generator().manual_seed(draw.getrandbits(32))
@@ -45,21 +45,21 @@ def drawn(draw: random.Random) -> tuple[dict[str, Tensor], dict[str, Any], str]:
 
 def beside(t: dict[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
     """Return the call of queries [start, stop), beside another sequence in the batch."""
-    own = {"q": t["q"][:, :, start:stop], "k": t["k"][:, :, :stop], "v": t["v"][:, :, :stop]}
+    tensors = {"q": t["q"][:, :, start:stop], "k": t["k"][:, :, :stop], "v": t["v"][:, :, :stop]}
     if "attn_mask" in t:
-        own["attn_mask"] = t["attn_mask"][..., start:stop, :stop]
-    both = {name: torch.cat([x, x.flip(1)]) for name, x in own.items()}
+        tensors["attn_mask"] = t["attn_mask"][..., start:stop, :stop]
+    both = {name: torch.cat([x, x.flip(1)]) for name, x in tensors.items()}
     return both | {name: t[name] for name in t.keys() & {"alibi_slopes", "sinks"}}
 
 
 def differing(solve: Solve, t: dict[str, Tensor], count: int, **options: Any) -> tuple[int, int]:
-    """Return how many rows there are, and how many have other bits in calls of `count` queries."""
-    whole, length, wrong = solve(**t, **options), t["q"].shape[2], 0
+    """Return the number of rows, and the number of rows with other bits in calls of `count` queries."""
+    whole, length, differing_rows = solve(**t, **options), t["q"].shape[2], 0
     for start in range(0, length, count):
         stop = min(start + count, length)
-        found = solve(**beside(t, start, stop), **options)[:1]
-        wrong += int((found != whole[:, :, start:stop]).any(-1).sum())
-    return whole.shape[1] * length, wrong
+        answer = solve(**beside(t, start, stop), **options)[:1]
+        differing_rows += int((answer != whole[:, :, start:stop]).any(-1).sum())
+    return whole.shape[1] * length, differing_rows
 
 
 def ours(**t: Any) -> Tensor:
@@ -67,29 +67,29 @@ def ours(**t: Any) -> Tensor:
 
 
 def torchs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The diagonal is at the lower right, as in ours."""
+    """Call torch's operator, causal with the diagonal at the lower right, as in ours."""
     hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
     return scaled_dot_product_attention(q, k, v, attn_mask=hidden, enable_gqa=True)
 
 
-def measure(asked: argparse.Namespace) -> dict[str, Any]:
-    draw, rows, wrong, problems = random.Random(asked.seed), 0, 0, 0
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    draw, rows, wrong, problems = random.Random(args.seed), 0, 0, 0
     control_rows = control_wrong = 0
-    found: list[str] = []
+    failures: list[str] = []
     with torch.inference_mode():
-        while rows < asked.rows:
+        while rows < args.rows:
             t, options, what = drawn(draw)
             for count in COUNTS:
                 more, bad = differing(ours, t, count, **options)
                 rows, wrong = rows + more, wrong + bad
-                found += [f"{bad} rows of {what}, calls of {count}"] if bad else []
+                failures += [f"{bad} rows of {what}, calls of {count}"] if bad else []
             problems += 1
             if problems % 20 == 1:
                 more, bad = differing(torchs, {name: t[name] for name in "qkv"}, 1)
                 control_rows, control_wrong = control_rows + more, control_wrong + bad
     print(f"{wrong} of {rows:,} rows of {problems} problems; the control {control_wrong:,} of {control_rows:,}")
     return {
-        "seed": asked.seed, "rows": rows, "differing": wrong, "problems": problems, "found": found,
+        "seed": args.seed, "rows": rows, "differing": wrong, "problems": problems, "found": failures,
         "control": {"rows": control_rows, "differing": control_wrong}, "kernels": native.names(),
         "targets": [
             target("rows whose bits depend on the call", wrong, "rows", most=0),
@@ -99,4 +99,10 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run(measure, "one-row", packages=("torch",), rows=Option(1_000_000, "to compare, at least"), seed=Option(0))
+    run(
+        measure,
+        "one-row",
+        packages=("torch",),
+        rows=Option(1_000_000, "least number of rows to compare"),
+        seed=Option(0),
+    )

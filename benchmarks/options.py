@@ -1,6 +1,6 @@
-"""Each option by itself, beside the formula, FlexAttention and torch's operator: `python benchmarks/options.py`.
+"""Time each option alone, beside the formula, FlexAttention and torch's operator: `python benchmarks/options.py`.
 
-At (1,8,2048,64) in float32 on the CPU, `flashpoint_kernels.attention` with `auto`, in turn with another in one process:
+At (1,8,2048,64) in float32 on the CPU, `flashpoint_kernels.attention` with `auto` alternates in one process with:
 
     forward, gradient   attention written out with its whole matrix, in plain torch operations and autograd
     flex                FlexAttention by torch.compile, where it has the option (options_peers.py); needs a C++ compiler
@@ -8,15 +8,15 @@ At (1,8,2048,64) in float32 on the CPU, `flashpoint_kernels.attention` with `aut
     plain               torch's fused operator without options: types, D, N, with and without the gradient
     flex_attention      our `flex_attention` beside torch's and beside the formula (options_flex.py)
 
-`--only NAME` measures one of them, in at most 7 minutes, and leaves what the file has of the others. With `--runs N`
-the numbers are medians of N runs, and a row also has the ratio of every run. Wanted: of FlexAttention's speed 0.85 in
-the geometric mean and 0.7 at least; twice as fast as the formula, in a quarter of the memory that it holds beside its
-inputs and answers; decode as each row says; without options as options_plain.py says.
+`--only NAME` measures one section, in at most 7 minutes, and keeps the file's other sections. With `--runs N` the
+numbers are medians of N runs, and a row also has the ratio of every run. Targets: 0.85 of FlexAttention's speed in the
+geometric mean, 0.7 at least; twice as fast as the formula, in a quarter of its memory beyond inputs and answers; for
+decode the target of each row; without options those of options_plain.py.
 
-Much of the formula's time is the system's, for memory that is new at each call: it is timed in a process as torch is,
-where the option is to be twice as fast, and again in one where torch asks for huge pages (THP_MEM_ALLOC_ENABLE=1): 1.2
-times forward, as fast with the gradient. Goes to benchmarks/results/options-<cpu>.json. Exits with 1 where a target is
-missed.
+The system spends much of the formula's time on memory that is new at each call. So the formula is timed in two
+processes: with torch's defaults, where the target is twice as fast, and with huge pages (THP_MEM_ALLOC_ENABLE=1), where
+the target is 1.2 times as fast forward, and as fast with the gradient. Writes benchmarks/results/options-<cpu>.json.
+Exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from flashpoint_kernels.timing.clock import peak_bytes
 
 HEADS, LENGTH, DIM = 8, 2048, 64
 FASTER, MEMORY = 2.0, 0.25
-HUGE_PAGES = {"forward": 1.2, "with gradient": 1.0}  # times as fast as the formula there
+HUGE_PAGES = {"forward": 1.2, "with gradient": 1.0}  # target: times as fast as the formula with huge pages
 FLEX_MEAN, FLEX_LEAST = 0.85, 0.7
 SECTIONS = ("forward", "gradient", "flex", "decode", "plain", "flex_attention")
-# FlexAttention's time to compile is that of a first use: nothing is taken from a cache on disk.
+# No cache on disk, so that FlexAttention's time to compile is that of a first use.
 VARIABLES = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
 
 Tensors = dict[str, Tensor]
@@ -55,9 +55,9 @@ def written_out(
     sinks: Tensor | None = None, kv_lengths: Tensor | None = None, causal: bool = False,
     window: tuple[int, int] = (-1, -1), softcap: float = 0.0, dropout_p: float = 0.0, dropout_seed: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """The contract's formula with s (B,Hq,Sq,Sk) in memory, in float32: what one would write.
+    """Return attention by the contract's formula, with s (B,Hq,Sq,Sk) in memory, in float32.
 
-    But for dropout, whose mask is torch's own here: cheaper than the contract's, and another one.
+    The mask of dropout is torch's here. It differs from the contract's, and is cheaper.
     """
     dtype = q.dtype
     q, k, v = q.float(), k.float(), v.float()
@@ -96,7 +96,7 @@ def written_out(
 
 
 def options() -> dict[str, tuple[Tensors, dict[str, Any]]]:
-    """Each option's tensors and keywords; names ending in a dtype or a shape are about those."""
+    """Return each option's tensors and keywords by name; some names are data types or shapes."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -129,32 +129,32 @@ def options() -> dict[str, tuple[Tensors, dict[str, Any]]]:
 def call_of(
     attend: Callable[..., Any], tensors: Tensors, keywords: Mapping[str, Any], gradient: str
 ) -> Callable[[], Any]:
-    """A call of the forward, or of it and the gradient of q, k, v, sinks and a float mask of each head's own."""
-    own = dict(tensors)
+    """Return a call of the forward, or of it and the gradient of q, k, v, sinks and a float mask for each head."""
+    inputs = dict(tensors)
     leaves = []
     for name, t in tensors.items():
         wanted = name in "qkv" or name == "sinks" or (name == "attn_mask" and t.ndim == 3)
         if gradient == "with gradient" and wanted and t.is_floating_point():
-            own[name] = t.clone().requires_grad_()
-            leaves.append(own[name])
+            inputs[name] = t.clone().requires_grad_()
+            leaves.append(inputs[name])
     do = torch.ones(1, HEADS, LENGTH, tensors["v"].shape[-1], dtype=tensors["q"].dtype)
 
     def call() -> Any:
-        o = attend(**own, **keywords)
+        o = attend(**inputs, **keywords)
         return torch.autograd.grad(o, leaves, do[:, :, : o.shape[2]]) if leaves else o
 
     return call
 
 
 def working_memory(call: Callable[[], Any]) -> float:
-    """MiB that a call holds at most beside its inputs and its answers."""
+    """Return the peak memory of a call in MiB, without its inputs and its answers."""
     answers = call()
-    kept = sum(t.nbytes for t in ((answers,) if isinstance(answers, Tensor) else answers))
+    answer_bytes = sum(t.nbytes for t in ((answers,) if isinstance(answers, Tensor) else answers))
     del answers
-    held = peak_bytes(call, "cpu")
-    if held is None:
-        raise SystemExit("this system does not tell how much memory a process has held: run it on Linux")
-    return (held - kept) / 2**20
+    peak = peak_bytes(call, "cpu")
+    if peak is None:
+        raise SystemExit("this system does not report a process's peak memory: run this benchmark on Linux")
+    return (peak - answer_bytes) / 2**20
 
 
 def beside_formula(gradient: str, rounds: int) -> Iterator[dict[str, Any]]:
@@ -166,7 +166,7 @@ def beside_formula(gradient: str, rounds: int) -> Iterator[dict[str, Any]]:
         yield row | {"mib": round(mine, 1), "other_mib": round(theirs, 1), "memory": round(mine / theirs, 3)}
 
 
-def rows_here(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def rows_here(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yield each row of the section `asked.measure`."""
     import options_peers
 
@@ -178,18 +178,18 @@ def rows_here(asked: argparse.Namespace) -> Iterator[dict[str, Any]]:
         "plain": options_plain.rows,
         "flex_attention": options_flex.rows,
     }
-    with torch.no_grad() if asked.measure in ("flex", "decode") else torch.enable_grad():
-        yield from rows[asked.measure](asked.rounds)
+    with torch.no_grad() if args.measure in ("flex", "decode") else torch.enable_grad():
+        yield from rows[args.measure](args.rounds)
 
 
 def measured(section: str, rounds: int, huge_pages: bool = False) -> list[dict[str, Any]]:
-    """Return the rows of a section from a process of its own."""
+    """Return the rows of a section, measured in a separate process."""
     variables = {**VARIABLES, "THP_MEM_ALLOC_ENABLE": str(int(huge_pages))}
     return list(rows_of_child("--rounds", str(rounds), "--measure", section, **variables))
 
 
 def rows_of(section: str, rounds: int, runs: int) -> list[dict[str, Any]]:
-    """The rows of a section; of several runs the median of each number, and the ratio of each run."""
+    """Return the rows of a section; for several runs, the median of each number and the ratio of each run."""
     every = [run_of(section, rounds) for _ in range(runs)]
     if runs == 1:
         return every[0]
@@ -197,14 +197,14 @@ def rows_of(section: str, rounds: int, runs: int) -> list[dict[str, Any]]:
 
 
 def medians(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One row from the same row of several runs."""
-    found = dict(rows[0])
-    for name, value in found.items():
+    """Return one row with the medians of the same row in several runs."""
+    merged = dict(rows[0])
+    for name, value in merged.items():
         if isinstance(value, dict):
-            found[name] = medians([row[name] for row in rows])
+            merged[name] = medians([row[name] for row in rows])
         elif isinstance(value, float):
-            found[name] = median(row[name] for row in rows)
-    return found
+            merged[name] = median(row[name] for row in rows)
+    return merged
 
 
 def run_of(section: str, rounds: int) -> list[dict[str, Any]]:
@@ -217,35 +217,45 @@ def run_of(section: str, rounds: int) -> list[dict[str, Any]]:
 
 def targets(rows: Mapping[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Return the targets of the sections that were measured."""
-    found = []
+    made = []
     for section, name in (("forward", "forward"), ("gradient", "with gradient")):
-        if own := rows.get(section):
-            least, huge = min(row["times"] for row in own), min(row["huge_pages"]["times"] for row in own)
-            found += [
+        if section_rows := rows.get(section):
+            least, huge = (
+                min(row["times"] for row in section_rows),
+                min(row["huge_pages"]["times"] for row in section_rows),
+            )
+            made += [
                 target(f"{name}: over the formula, least", least, "times faster", least=FASTER),
                 target(f"{name}: the same with huge pages", huge, "times faster", least=HUGE_PAGES[name]),
-                target(f"{name}: memory / the formula's, most", max(row["memory"] for row in own), "size", most=MEMORY),
+                target(
+                    f"{name}: memory / the formula's, most",
+                    max(row["memory"] for row in section_rows),
+                    "size",
+                    most=MEMORY,
+                ),
             ]
-    if own := [row["times"] for row in rows.get("flex", []) if row["counted"]]:
-        found += [
-            target("FlexAttention's time / ours, geometric mean", geometric_mean(own), "time", least=FLEX_MEAN),
-            target("FlexAttention's time / ours, least", min(own), "time", least=FLEX_LEAST),
+    if section_rows := [row["times"] for row in rows.get("flex", []) if row["counted"]]:
+        made += [
+            target(
+                "FlexAttention's time / ours, geometric mean", geometric_mean(section_rows), "time", least=FLEX_MEAN
+            ),
+            target("FlexAttention's time / ours, least", min(section_rows), "time", least=FLEX_LEAST),
         ]
     for row in rows.get("decode", []):
-        found.append(
+        made.append(
             target(f"torch's operator's time / ours, {row['decode']}", row["times"], "time", least=row["least"])
         )
-    return found + options_plain.targets(rows.get("plain", [])) + options_flex.targets(rows.get("flex_attention", []))
+    return made + options_plain.targets(rows.get("plain", [])) + options_flex.targets(rows.get("flex_attention", []))
 
 
-def measure(asked: argparse.Namespace) -> dict[str, Any]:
-    made = environment(*SERVICE)
-    file = asked.out / f"options-{file_name(made['device'])}.json"
-    kept = json.loads(file.read_text()) if asked.only and file.exists() else {}
-    rows, when = dict(kept.get("rows", {})), dict(kept.get("measured", {}))
-    for section in (asked.only,) if asked.only else SECTIONS:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    machine = environment(*SERVICE)
+    file = args.out / f"options-{file_name(machine['device'])}.json"
+    recorded = json.loads(file.read_text()) if args.only and file.exists() else {}
+    rows, when = dict(recorded.get("rows", {})), dict(recorded.get("measured", {}))
+    for section in (args.only,) if args.only else SECTIONS:
         when[section] = {name: environment()[name] for name in ("load_average", "commit", "date")}
-        rows[section] = rows_of(section, asked.rounds, asked.runs)
+        rows[section] = rows_of(section, args.rounds, args.runs)
     return {"measured": when, "rows": rows, "targets": targets(rows)}
 
 
@@ -255,6 +265,6 @@ if __name__ == "__main__":
         "options",
         child=rows_here,
         rounds=Option(5),
-        runs=Option(1, "of which each number is the median"),
-        only=Option(None, "measure these rows alone", choices=SECTIONS),
+        runs=Option(1, "number of runs; each number is their median"),
+        only=Option(None, "measure only this section", choices=SECTIONS),
     )

@@ -1,7 +1,7 @@
-"""`flex_attention` of this library, with score_mods that no option says: the section `flex_attention` of options.py.
+"""Time `flex_attention` of this library with score_mods that no option covers: section `flex_attention` of options.py.
 
-Forward beside torch's flex_attention without torch.compile, which has no gradient on the CPU; with gradient, also of
-captured tensors, beside the formula with its whole matrix and autograd, whose memory is measured, too.
+The forward runs beside torch's flex_attention without torch.compile, which has no gradient on the CPU. The gradient,
+also of captured tensors, runs beside the formula with its whole matrix and autograd; memory is measured, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Mod = Callable[..., Tensor]
 
 
 def kinds() -> dict[str, tuple[Mod, BlockMask | None, Sequence[Tensor]]]:
-    """Each kind's score_mod, mask, and the tensors that it captures."""
+    """Return each kind's score_mod, mask, and captured tensors."""
     generator = torch.Generator().manual_seed(0)
     table = torch.randn(HEADS, 2 * LENGTH, generator=generator, requires_grad=True)
     gain = torch.rand(HEADS, generator=generator, requires_grad=True)
@@ -44,7 +44,7 @@ def kinds() -> dict[str, tuple[Mod, BlockMask | None, Sequence[Tensor]]]:
 
 
 def written_out(q: Tensor, k: Tensor, v: Tensor, score_mod: Mod, blocks: BlockMask | None) -> Tensor:
-    """The formula with s (B,H,Sq,Sk) in memory: what one would write."""
+    """Return attention by the formula, with s (B,H,Sq,Sk) in memory."""
     s = q @ k.mT / math.sqrt(q.shape[-1])
     numbers = [torch.arange(n).view([-1 if axis == d else 1 for d in range(4)]) for axis, n in enumerate(s.shape)]
     s = score_mod(s, *numbers)
@@ -58,8 +58,8 @@ def rows(rounds: int) -> Iterator[dict[str, Any]]:
     for name, (score_mod, blocks, captured) in kinds().items():
         with torch.no_grad():
             call = q, k, v, score_mod, blocks
-            found = pair(partial(flex_attention, *call), partial(torchs, *call), rounds)
-        yield {"kind": name, "pass": "forward", **found}
+            times = pair(partial(flex_attention, *call), partial(torchs, *call), rounds)
+        yield {"kind": name, "pass": "forward", **times}
         leaves = [t.clone().requires_grad_() for t in (q, k, v)]
 
         def gradient(attend: Mod) -> Any:
@@ -67,15 +67,17 @@ def rows(rounds: int) -> Iterator[dict[str, Any]]:
             return torch.autograd.grad(out, (*leaves, *captured), do)  # noqa: B023
 
         ways = partial(gradient, flex_attention), partial(gradient, written_out)
-        found = pair(*ways, rounds)
+        times = pair(*ways, rounds)
         mine, theirs = (peak_bytes(way, "cpu") or 0 for way in ways)
-        yield {"kind": name, "pass": "with gradient", **found, "mib": mine >> 20, "other_mib": theirs >> 20}
+        yield {"kind": name, "pass": "with gradient", **times, "mib": mine >> 20, "other_mib": theirs >> 20}
 
 
-def targets(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Forward faster than torch's without a compiler; with gradient at least as fast as the formula."""
+def targets(measured: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the targets: forward as fast as torch's without a compiler, with gradient as fast as the formula."""
     made = []
     for gradient, other in (("forward", "torch's flex_attention, not compiled"), ("with gradient", "the formula")):
-        if own := [row["times"] for row in found if row["pass"] == gradient]:
-            made.append(target(f"flex_attention {gradient}: {other}'s time / ours, least", min(own), "time", least=1.0))
+        if times := [row["times"] for row in measured if row["pass"] == gradient]:
+            made.append(
+                target(f"flex_attention {gradient}: {other}'s time / ours, least", min(times), "time", least=1.0)
+            )
     return made

@@ -1,4 +1,4 @@
-"""The rows of options.py that compare with compiled FlexAttention, and at decode with torch's fused operator."""
+"""Measure rows of options.py: each option beside compiled FlexAttention, and decode beside torch's fused operator."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashpoint_kernels import attention
 
 HEADS, LENGTH, DIM, DOCUMENT, CAP, KEYS = 8, 2048, 64, 256, 30.0, 4096
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
-ROUND = 0.15  # seconds of each of two that alternate, at least
+ROUND = 0.15  # least seconds of each of the two sides in a round
 
 Call = Callable[[], Tensor]
 
@@ -26,7 +26,7 @@ def qkv(length: int = LENGTH, kv_heads: int = HEADS, dtype: torch.dtype = torch.
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, mod: Any = None, sees: Any = None) -> Call:
-    """A call of FlexAttention, compiled for these tensors at the first; `sees` is a mask_mod, `mod` a score_mod."""
+    """Return a call of FlexAttention that compiles when first called; `sees` is a mask_mod, `mod` a score_mod."""
     torch.compiler.reset()
     lengths = q.shape[2], k.shape[2]
     blocks = None if sees is None else create_block_mask(sees, None, None, *lengths, device="cpu")
@@ -35,7 +35,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, mod: Any = None, sees: Any = None) -> 
 
 
 def cases() -> Iterator[tuple[str, bool, Callable[[], tuple[Call, Call]]]]:
-    """Each option's name, whether the targets are of it, and what makes our call and FlexAttention's."""
+    """Yield each option's name, whether it counts for the targets, and a function that makes the two calls."""
     slopes = torch.tensor([2.0 ** -(head + 1) for head in range(HEADS)])
     allowed, bias = torch.rand(LENGTH, LENGTH) < 0.8, torch.randn(LENGTH, LENGTH)
     document = torch.arange(LENGTH) // DOCUMENT
@@ -64,19 +64,19 @@ def cases() -> Iterator[tuple[str, bool, Callable[[], tuple[Call, Call]]]]:
     def biased(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return s + bias[i, j]
 
-    def both(mod: Any = None, sees: Any = None, made: dict[str, Any] | None = None, **keywords: Any) -> Any:
+    def both(mod: Any = None, sees: Any = None, sizes: dict[str, Any] | None = None, **keywords: Any) -> Any:
         def calls() -> tuple[Call, Call]:
-            q, k, v = qkv(**(made or {}))
+            q, k, v = qkv(**(sizes or {}))
             return lambda: attention(q, k, v, **keywords), flex(q, k, v, mod, sees)
 
         return calls
 
     def packed() -> tuple[Call, Call]:
         q, k, v = qkv()
-        own = [t[0].transpose(0, 1).contiguous() for t in (q, k, v)]
+        ragged_qkv = [t[0].transpose(0, 1).contiguous() for t in (q, k, v)]
         starts = torch.arange(0, LENGTH + 1, DOCUMENT, dtype=torch.int32)
         ragged: dict[str, Any] = {"layout": "thd", "cu_seqlens_q": starts, "cu_seqlens_k": starts, "causal": True}
-        return lambda: attention(*own, **ragged).transpose(0, 1)[None], flex(q, k, v, sees=documents)
+        return lambda: attention(*ragged_qkv, **ragged).transpose(0, 1)[None], flex(q, k, v, sees=documents)
 
     yield "no options", True, both()
     yield "causal", True, both(sees=causal, causal=True)
@@ -112,14 +112,14 @@ def beside_flex(rounds: int) -> Iterator[dict[str, Any]]:
 
 
 def check(name: str, ours: Tensor, theirs: Tensor) -> None:
-    """Raise where two answers that are compared are not of one problem."""
+    """Raise AssertionError if the two answers differ by more than rounding."""
     torch.testing.assert_close(
         ours, theirs, atol=CLOSE[ours.dtype], rtol=CLOSE[ours.dtype], msg=lambda text: f"{name}: {text}"
     )
 
 
 def paged(k: Tensor, v: Tensor, size: int) -> dict[str, Any]:
-    """Keys and values as pages of so many keys, in no order."""
+    """Return the keys and values in pages of `size` keys, in random order."""
     batch, heads, length, _ = k.shape
     count = batch * length // size
     order = torch.randperm(count)
@@ -131,9 +131,9 @@ def paged(k: Tensor, v: Tensor, size: int) -> dict[str, Any]:
 
 
 def decode(rounds: int) -> Iterator[dict[str, Any]]:
-    """Yield one query of 8 sequences against 4,096 keys, beside torch's operator with contiguous keys.
+    """Yield rows of one query of 8 sequences against 4,096 keys, beside torch's operator with contiguous keys.
 
-    It reads grouped keys once for each query head: the heads of a group are given to it as queries.
+    Torch's operator reads grouped keys once for each query head. So it gets the heads of a group as queries.
     """
     torch.manual_seed(0)
     q, k, v = (torch.randn(8, 8, length, 64) for length in (1, KEYS, KEYS))

@@ -1,4 +1,4 @@
-"""Attention without options on the CPU, beside torch's fused operator: types, head dimensions, lengths, gradients."""
+"""Time attention without options on the CPU beside torch's operator: types, head dimensions, lengths, gradients."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEADS = 8
 DTYPES, DIMS, LENGTHS = ("float32", "float16", "bfloat16"), (64, 128), (128, 512, 2048)
 PASSES = ("forward", "with gradient")
 LONG = LENGTHS[-1]
-SECONDS = 0.1  # least time of one side in a round
+SECONDS = 0.1  # least seconds of one side in a round
 
 Row = dict[str, Any]
 
@@ -25,7 +25,7 @@ def rows(rounds: int) -> Iterator[Row]:
     """Yield a row for each problem, (1,8,N,D)."""
     for gradient, dtype, dim, length, causal in product(PASSES, DTYPES, DIMS, LENGTHS, (False, True)):
         t = tuple(torch.randn(1, HEADS, length, dim, dtype=getattr(torch, dtype)) for _ in range(4))
-        found = pair(
+        times = pair(
             call_of(attention, t, gradient, causal=causal),
             call_of(scaled_dot_product_attention, t, gradient, is_causal=causal),
             rounds,
@@ -33,7 +33,7 @@ def rows(rounds: int) -> Iterator[Row]:
         )
         yield {
             "pass": gradient, "dtype": dtype, "head_dim": dim, "length": length, "causal": causal,
-            "kernel": native.names().get(dtype), **found,
+            "kernel": native.names().get(dtype), **times,
         }  # fmt: skip
 
 
@@ -51,14 +51,14 @@ def call_of(
     return call
 
 
-def targets(found: Sequence[Row]) -> list[Row]:
-    """Return the targets: torch's time over ours, the least over the rows of each kind."""
-    amx = any(row["kernel"] == "c-amx" for row in found)
+def targets(measured: Sequence[Row]) -> list[Row]:
+    """Return the targets: the least ratio of torch's time to ours among the rows of each kind."""
+    amx = any(row["kernel"] == "c-amx" for row in measured)
     made = []
 
     def least(what: str, bound: float, **kind: Any) -> None:
-        if own := [row["times"] for row in found if all(row[name] == value for name, value in kind.items())]:
-            made.append(target(f"SDPA's time / ours, {what}, least", min(own), "time", least=bound))
+        if ratios := [row["times"] for row in measured if all(row[name] == value for name, value in kind.items())]:
+            made.append(target(f"SDPA's time / ours, {what}, least", min(ratios), "time", least=bound))
 
     for dtype in ("float32", "float16"):
         forward = {"pass": "forward", "dtype": dtype}
@@ -79,10 +79,12 @@ def targets(found: Sequence[Row]) -> list[Row]:
         return made
     for gradient, bound in zip(PASSES, (1.05, 1.1), strict=True):
         ms = [
-            {(row["head_dim"], row["causal"]): row["ms"] for row in found
+            {(row["head_dim"], row["causal"]): row["ms"] for row in measured
              if (row["pass"], row["dtype"], row["length"]) == (gradient, dtype, LONG)}
             for dtype in ("bfloat16", "float32")
         ]  # fmt: skip
-        if own := [ms[0][kind] / ms[1][kind] for kind in ms[0].keys() & ms[1].keys()]:
-            made.append(target(f"bfloat16's time / float32's, N {LONG} {gradient}, most", max(own), "time", most=bound))
+        if ratios := [ms[0][kind] / ms[1][kind] for kind in ms[0].keys() & ms[1].keys()]:
+            made.append(
+                target(f"bfloat16's time / float32's, N {LONG} {gradient}, most", max(ratios), "time", most=bound)
+            )
     return made

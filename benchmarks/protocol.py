@@ -1,9 +1,9 @@
 """Time the Open Inference Protocol beside safetensors and the operator alone: `python benchmarks/protocol.py`.
 
-The same requests go to `flashpoint serve` in both encodings over one connection; a large one, with its tensors in
-shared memory, stands beside the operator in a process without HTTP. Each round times every way in turn; the medians,
-and what they were to reach, go to benchmarks/results/protocol-<device>.json. Takes about a minute. Exits with 1 where
-a target is missed.
+The same requests go to `flashpoint serve` in both encodings over one connection. A large request with its tensors in
+shared memory is compared with the operator in a process without HTTP. Each round times every way in turn. The medians
+and their targets go to benchmarks/results/protocol-<device>.json. Takes about a minute. Exits with 1 if a target is
+missed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PATH = "/v2/models/attention/infer"
 
 
 def infer(tensors: dict[str, np.ndarray[Any, Any]], **options: Any) -> tuple[bytes, dict[str, str]]:
-    """Return a request in bytes, and its header fields."""
+    """Return the body of a request, and its header fields."""
     inputs = [
         {
             "name": name,
@@ -42,11 +42,11 @@ def infer(tensors: dict[str, np.ndarray[Any, Any]], **options: Any) -> tuple[byt
 
 
 def encodings(ours: Connection, rounds: int, calls: int, measured: Measured) -> None:
-    """Both, call by call in turn, each first as often as second. The first round does not count."""
+    """Time both encodings in alternating order, call by call. The first round does not count."""
     ways = ["safetensors", "protocol"]
     for name, shape in SHAPES.items():
         t = np.random.default_rng(0).random(shape, np.float32)
-        tensors = {"q": t[:, :, :1] if name != "small" else t, "k": t, "v": t}  # a large one is there to be carried
+        tensors = {"q": t[:, :, :1] if name != "small" else t, "k": t, "v": t}  # large ones: transfer, little work
         (body, fields), other = infer(tensors), message(tensors)
         for counts in range(rounds + 1):
             for _ in range(calls if name == "small" else 4):
@@ -58,7 +58,7 @@ def encodings(ours: Connection, rounds: int, calls: int, measured: Measured) -> 
 
 
 def moves_nothing(ours: Connection, rounds: int, measured: Measured) -> None:
-    """`LARGE` in shared memory, and the operator on memory of its own."""
+    """Time `LARGE` in shared memory, and the operator in its own process."""
     nbytes = 4 * int(np.prod(LARGE))
     memory = shared_memory.SharedMemory(create=True, size=4 * nbytes)
     with contextlib.ExitStack() as inside:
@@ -84,23 +84,23 @@ def moves_nothing(ours: Connection, rounds: int, measured: Measured) -> None:
                 measured.add("operator", *seconds)
 
 
-def measure(asked: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     measured = Measured()
     os.environ["FLASHPOINT_SHARED_MEMORY_BYTES"] = str(256 * MIB)
     with service() as (_, port, _), contextlib.closing(Connection(port)) as ours:
-        encodings(ours, asked.rounds, asked.calls, measured)
-        moves_nothing(ours, asked.rounds, measured)
+        encodings(ours, args.rounds, args.calls, measured)
+        moves_nothing(ours, args.rounds, measured)
     pairs = {f"{n}: protocol / safetensors": (f"{n}, protocol", f"{n}, safetensors") for n in SHAPES}
     pairs["shared memory / operator"] = ("shared memory", "operator")
     microseconds = {name: round(measured.median(name) * 1e6) for pair in pairs.values() for name in reversed(pair)}
     print(microseconds)
     return {
-        "rounds": asked.rounds,
-        "calls": asked.calls,
+        "rounds": args.rounds,
+        "calls": args.calls,
         "shapes": {**SHAPES, "shared memory": LARGE},
         "targets": [
-            target(what, measured.median(one) / measured.median(other), "time", most=1.1)
-            for what, (one, other) in pairs.items()
+            target(what, measured.median(first) / measured.median(second), "time", most=1.1)
+            for what, (first, second) in pairs.items()
         ],
         "median_microseconds": microseconds,
     }
@@ -108,4 +108,4 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
 
 if __name__ == "__main__":
     calls = Option(60, "small calls of each way in a round")
-    run(measure, "protocol", rounds=Option(15, "of each comparison"), calls=calls)
+    run(measure, "protocol", rounds=Option(15, "rounds of each comparison"), calls=calls)

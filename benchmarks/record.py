@@ -1,4 +1,4 @@
-"""Common parts of recorded results: the machine, versions, commit and date; percentiles; a file named by device.
+"""Common parts of recorded results: the machine, versions, commit and date; percentiles; the file's name.
 
 The benchmarks, the load tests, the fuzzer and the fault-injection tests use this module.
 """
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def environment(*packages: str, device: str = "cpu") -> dict[str, Any]:
-    """The device, how busy the machine is, the versions of `packages`, the commit and the date."""
+    """Return the device, the machine's load, the versions of `packages`, the commit and the date."""
     name = cpu_name()
     if device != "cpu":
         from flashpoint_kernels.timing.device import device_name  # imports torch
@@ -42,13 +42,13 @@ def environment(*packages: str, device: str = "cpu") -> dict[str, Any]:
 
 
 def commit() -> str:
-    """The commit that is checked out, or "unknown"."""
+    """Return the commit that is checked out, or "unknown"."""
     command = ["git", "rev-parse", "HEAD"]
     try:
-        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-    return found.stdout.strip()
+    return result.stdout.strip()
 
 
 def now() -> str:
@@ -56,17 +56,17 @@ def now() -> str:
 
 
 def percentile(samples: Sequence[float], part: float) -> float:
-    """The `part`-th percentile, interpolated; infinite without samples."""
+    """Return the `part`-th percentile, interpolated; infinite without samples."""
     return float(np.percentile(samples, part)) if len(samples) else math.inf
 
 
 def file_name(device: str) -> str:
-    """The device's name as a part of a file's name."""
+    """Return the device's name in the form for file names."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
 def write(folder: Path, what: str, result: Mapping[str, Any]) -> None:
-    """Write `result` to WHAT-DEVICE.json, and print the path. The device is that of its environment."""
+    """Write `result` to WHAT-DEVICE.json, and print the path. DEVICE comes from the result's environment."""
     path = folder / f"{what}-{file_name(result['environment']['device'])}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")

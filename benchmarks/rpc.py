@@ -1,8 +1,8 @@
-"""Time the Open Inference Protocol over gRPC beside the same over HTTP, by what is carried: `python benchmarks/rpc.py`.
+"""Time the Open Inference Protocol over gRPC and over HTTP, by payload size: `python benchmarks/rpc.py`.
 
-The same inferences, prepared beforehand, go to one `flashpoint serve` over one connection of each kind, in turn: large
-keys and values with one query, and large queries with one key, so that there is next to nothing to compute. The medians
-go to benchmarks/results/rpc-<device>.json. Takes about a minute.
+The same prepared inferences go to one `flashpoint serve` over one connection of each kind, in turn: large keys and
+values with one query, and large queries with one key, so that almost nothing is computed. The medians go to
+benchmarks/results/rpc-<device>.json. Takes about a minute.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from flashpoint_server.oip.grpc import protos
 
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
 DIM = 64
-SIZES = (4096, 65536, MIB, 16 * MIB, 64 * MIB)  # bytes of a request that is carried in, or of an answer carried out
-CALLS = {4096: 60, 65536: 60, MIB: 20}  # in a round; 2 of the larger ones
+SIZES = (4096, 65536, MIB, 16 * MIB, 64 * MIB)  # bytes of a request in, or of an answer out
+CALLS = {4096: 60, 65536: 60, MIB: 20}  # calls of a size in a round; 2 of larger sizes
 
 
 def requests(nbytes: int) -> dict[str, dict[str, np.ndarray[Any, Any]]]:
-    """Return requests with that many bytes in and out; only one length is computed, the rest is payload."""
+    """Return a request with `nbytes` bytes in, and one with `nbytes` bytes out. Only one row is computed."""
     one = np.ones((1, 1, 1, DIM), np.float32)
     keys = np.ones((1, 1, nbytes // (8 * DIM), DIM), np.float32)  # k and v
     rows = np.ones((1, 1, nbytes // (4 * DIM), DIM), np.float32)  # of o
@@ -50,11 +50,11 @@ def message(tensors: dict[str, np.ndarray[Any, Any]]) -> bytes:
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
-def measure(asked: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     measured, port = Measured(), free_port()
     os.environ["FLASHPOINT_GRPC_PORT"] = str(port)
     unlimited = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
@@ -63,7 +63,7 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
         http = inside.enter_context(contextlib.closing(Connection(http_port)))
         channel = inside.enter_context(grpc.insecure_channel(f"127.0.0.1:{port}", options=unlimited))
         call = channel.unary_unary(METHOD)
-        for counts in range(asked.rounds + 1):
+        for counts in range(args.rounds + 1):
             for size in SIZES:
                 for way, tensors in requests(size).items():
                     (body, fields), other = infer(tensors), message(tensors)
@@ -81,9 +81,9 @@ def measure(asked: argparse.Namespace) -> dict[str, Any]:
             medians = {kind: round(measured.median(f"{size} {way} {kind}") * 1e6) for kind in ("http", "grpc")}
             rows.append({"bytes": size, "way": way} | {f"{kind}_microseconds": us for kind, us in medians.items()})
             print(rows[-1])
-    return {"rounds": asked.rounds, "medians": rows}
+    return {"rounds": args.rounds, "medians": rows}
 
 
 if __name__ == "__main__":
-    rounds = Option(10, "of all sizes; one more, the first, does not count")
+    rounds = Option(10, "rounds of all sizes; an additional first round does not count")
     run(measure, "rpc", packages=(*SERVICE, "grpcio"), rounds=rounds)

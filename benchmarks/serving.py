@@ -1,10 +1,9 @@
-"""Time the service over a socket beside the ceilings of its kind, in one run: `python benchmarks/serving.py`.
+"""Time the service over a socket beside its upper bounds, in one run: `python benchmarks/serving.py`.
 
-The service is `flashpoint serve` with its defaults, on the CPU or on `--device cuda`; the ceilings are bare uvicorn
+The service is `flashpoint serve` with its defaults, on the CPU or on `--device cuda`. The upper bounds are bare uvicorn
 (peers/bare_uvicorn.py) and the operator in a process without HTTP. All have the same malloc settings. Load comes over
-one connection of `http.client`, read with `readinto`. Each round times every way in turn; the medians, and what they
-were to reach, go to benchmarks/results/serving-<device>.json and a table. Takes under two minutes. Exits with 1 where a
-target is missed.
+one connection of `http.client`, read with `readinto`. Each round times every way in turn. The medians and their targets
+go to benchmarks/results/serving-<device>.json and a table. Takes under two minutes. Exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from flashpoint_contract import wire
 
 MIB = 1 << 20
 BIG = 64 * MIB
-SMALL = (1, 8, 128, 64)  # q, k and v of the call whose latency is measured
+SMALL = (1, 8, 128, 64)  # shape of q, k and v in the call whose latency is measured
 START_SECONDS = 60.0
-LARGE = 4  # rounds of large bodies for one of small calls: they take less time, and vary more
+LARGE = 4  # rounds of large bodies per round of small calls: they take less time, and vary more
 
-# The operator as the engine runs it, alone in a process, to a GPU and back where there is one: a line with a count in,
-# the seconds of each call out.
+# Runs the operator as the engine does, with copies to and from a GPU if there is one. Reads a count from each line, and
+# answers with the seconds of as many calls.
 OPERATOR = """
 import json, sys, time, torch
 from flashpoint_kernels import Options, Problem, available_backends, run
@@ -56,21 +55,21 @@ for line in sys.stdin:
 
 
 class Call(NamedTuple):
-    """Seconds of one request: all of it, and from its answer's head to the last byte of the answer."""
+    """Seconds of one request: in total, and from the head of its answer to the last byte."""
 
     whole: float
     answer: float
 
 
 class Connection:
-    """One kept connection, its answers read into a buffer that is there already."""
+    """A persistent connection that reads answers into one buffer."""
 
     def __init__(self, port: int) -> None:
         self._http = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         self._buffer = memoryview(bytearray(BIG + MIB))
 
     def post(self, path: str, body: bytes, **fields: str) -> Call:
-        """Post `body`, a safetensors message unless the header `fields` name another type."""
+        """Post `body`, a safetensors message unless there are header `fields`. Raises RuntimeError unless 200."""
         fields = {name.replace("_", "-"): value for name, value in fields.items()} or {"Content-Type": wire.MEDIA_TYPE}
         began = time.perf_counter()
         self._http.request("POST", path, body, fields)
@@ -97,7 +96,7 @@ def message(tensors: dict[str, np.ndarray[Any, Any]], **options: Any) -> bytes:
 
 @contextlib.contextmanager
 def process(command: list[str], **pipes: Any) -> Iterator[subprocess.Popen[str]]:
-    """A child with the malloc settings of all, ended as an operator would."""
+    """Run a child process with the settings `MALLOC`; end it with SIGTERM, after a timeout with SIGKILL."""
     child = subprocess.Popen(command, env={**os.environ, **MALLOC}, text=True, **pipes)
     try:
         yield child
@@ -115,7 +114,7 @@ def process(command: list[str], **pipes: Any) -> Iterator[subprocess.Popen[str]]
 
 @contextlib.contextmanager
 def service(device: str = "cpu") -> Iterator[tuple[subprocess.Popen[str], int, float]]:
-    """`flashpoint serve`: its process, its port, and the seconds from its start until it was ready."""
+    """Run `flashpoint serve`; yield its process, its port, and the seconds from its start until it was ready."""
     with tempfile.TemporaryFile() as log:
         began = time.perf_counter()
         command = [sys.executable, "-m", "flashpoint_server.cli.serve", "--port", "0", "--device", device]
@@ -125,18 +124,18 @@ def service(device: str = "cpu") -> Iterator[tuple[subprocess.Popen[str], int, f
             yield child, port, time.perf_counter() - began
 
 
-def until(found: Callable[[], int | None], child: subprocess.Popen[str]) -> int:
-    """Return the first value of `found` that is not None. Raises RuntimeError if the child ends or takes too long."""
+def until(check: Callable[[], int | None], child: subprocess.Popen[str]) -> int:
+    """Return the first true value of `check`. Raises RuntimeError if the child ends, or after START_SECONDS."""
     deadline = time.monotonic() + START_SECONDS
     while child.poll() is None and time.monotonic() < deadline:
-        if value := found():
+        if value := check():
             return value
-        time.sleep(0.01)  # between two looks
+        time.sleep(0.01)
     raise RuntimeError(f"{child.args!r} did not become ready")
 
 
 def listening(log: int) -> int | None:
-    """The port, once the log names it."""
+    """Return the port, or None while the log does not have it."""
     for line in os.pread(log, MIB, 0).splitlines(keepends=True):
         if line.endswith(b"\n") and (event := json.loads(line))["event"] == "listening":
             return int(event["port"])
@@ -150,8 +149,8 @@ def ready(port: int) -> bool:
 
 
 def large_bodies(ours: Connection, bare: Connection, rounds: int, measured: Measured) -> None:
-    """64 MiB in with next to nothing to compute, and 64 MiB out, in turning order. The first round does not count."""
-    keys = BIG // 2 // 256  # 64 float32 each, in k and in v; one of them is attended to
+    """Time 64 MiB in and 64 MiB out, with almost no computation. The first round does not count."""
+    keys = BIG // 2 // 256  # 64 float32 each, in k and in v; the query attends to one of them
     k = np.zeros((1, 1, keys, 64), np.float32)
     lengths = np.array([1], np.int64)
     upload = message({"q": k[:, :, :1], "kv_lengths": lengths, "k": k, "v": k})
@@ -168,25 +167,25 @@ def large_bodies(ours: Connection, bare: Connection, rounds: int, measured: Meas
 
 
 def small_calls(ours: Connection, bare: Connection, device: str, rounds: int, calls: int, measured: Measured) -> None:
-    """One call after the other at `SMALL`, beside bare uvicorn with the same bytes, and the operator alone."""
+    """Time sequential calls at `SMALL`, beside bare uvicorn with the same bytes, and the operator alone."""
     t = np.random.default_rng(0).random(SMALL, np.float32)
     body = message({"q": t, "k": t, "v": t})
     with operator(SMALL, device) as alone:
         for counts in range(rounds + 1):
-            seen = {
+            samples = {
                 "bare echo": [bare.post("/echo", body).whole for _ in range(calls)],
                 "call": [ours.post("/attention", body).whole for _ in range(calls)],
                 "bare exchange": [bare.post(f"/bytes/{t.nbytes}", body).whole for _ in range(calls)],
                 "operator": alone(calls),
             }
             if counts:
-                for name, seconds in seen.items():
+                for name, seconds in samples.items():
                     measured.add(name, *seconds)
 
 
 @contextlib.contextmanager
 def environment_of_the_engine() -> Iterator[None]:
-    """The variables that the service gives its engines, for a child that computes as they do."""
+    """Set the variables that the service gives its engines, so that a child computes as they do."""
     from flashpoint_server.processes.processes import ENGINE_VARIABLES
 
     before = dict(os.environ)
@@ -199,7 +198,7 @@ def environment_of_the_engine() -> Iterator[None]:
 
 
 def resident(child: subprocess.Popen[str]) -> dict[str, float]:
-    """MiB of the HTTP process and of its engine, shared memory in both."""
+    """Return the resident MiB of the HTTP process and of its engine; shared memory counts in both."""
     http_process = psutil.Process(child.pid)
     (engine,) = http_process.children()
     return {"http": http_process.memory_info().rss / MIB, "engine": engine.memory_info().rss / MIB}
@@ -212,17 +211,17 @@ def memory(ours: Connection, child: subprocess.Popen[str], early: int, late: int
         t = np.ones((1, 4, length, 32), np.float32)
         bodies.append(("/attention", message({"q": t, "k": t, "v": t}, causal=True, return_lse=True)))
         bodies.append(("/attention/grad", message({"q": t, "k": t, "v": t, "do": t})))
-    found = {}
+    sizes = {}
     for count in range(late + 1):
         if count in (early, late):
-            found["early" if count == early else "late"] = resident(child)
+            sizes["early" if count == early else "late"] = resident(child)
         ours.post(*bodies[count % len(bodies)])
-    return found
+    return sizes
 
 
 @contextlib.contextmanager
 def operator(shape: tuple[int, ...], device: str = "cpu") -> Iterator[Callable[[int], list[float]]]:
-    """The operator in a process of its own: a function that returns the seconds of so many calls."""
+    """Run the operator in a separate process; yield a function that returns the seconds of each of `count` calls."""
     command = [sys.executable, "-c", OPERATOR, json.dumps(shape), device]
     with environment_of_the_engine(), process(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         to, out = child.stdin, child.stdout
@@ -232,25 +231,25 @@ def operator(shape: tuple[int, ...], device: str = "cpu") -> Iterator[Callable[[
         def calls(count: int) -> list[float]:
             to.write(f"{count}\n")
             to.flush()
-            found: list[float] = json.loads(out.readline())
-            return found
+            taken: list[float] = json.loads(out.readline())
+            return taken
 
         yield calls
 
 
 @contextlib.contextmanager
 def bare_uvicorn() -> Iterator[int]:
-    """The port of bare uvicorn, the ceiling of a Python service."""
+    """Run bare uvicorn, the upper bound of a Python service, and yield its port."""
     command = [sys.executable, str(ROOT / "benchmarks/peers/bare_uvicorn.py")]
     with process(command, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         yield int(child.stdout.readline())
 
 
-def report(measured: Measured, kept: dict[str, dict[str, float]], requests: int) -> dict[str, Any]:
+def report(measured: Measured, resident_mib: dict[str, dict[str, float]], requests: int) -> dict[str, Any]:
     median = measured.median
     bound = median("bare echo") + median("operator")
-    growth = max(kept["late"][name] / size for name, size in kept["early"].items())
+    growth = max(resident_mib["late"][name] / size for name, size in resident_mib["early"].items())
     big = ("ingest", "bare discard", "answer", "bare response")
     small = ("call", "bare echo", "bare exchange", "operator")
     return {
@@ -264,34 +263,36 @@ def report(measured: Measured, kept: dict[str, dict[str, float]], requests: int)
         "small_call_shape": SMALL,
         "mib_per_second": {name: round(BIG / MIB / median(name)) for name in big},
         "median_microseconds": {name: round(median(name) * 1e6) for name in small},
-        "resident_mib": {when: {name: round(size, 1) for name, size in of.items()} for when, of in kept.items()},
+        "resident_mib": {
+            when: {name: round(size, 1) for name, size in of.items()} for when, of in resident_mib.items()
+        },
     }
 
 
-def measure(asked: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     measured = Measured()
-    for _ in range(asked.starts - 1):
-        with service(asked.device) as (_, _, seconds):
+    for _ in range(args.starts - 1):
+        with service(args.device) as (_, _, seconds):
             measured.add("start", seconds)
-    with bare_uvicorn() as bare_port, service(asked.device) as (child, port, seconds):
+    with bare_uvicorn() as bare_port, service(args.device) as (child, port, seconds):
         measured.add("start", seconds)
         with contextlib.closing(Connection(port)) as ours, contextlib.closing(Connection(bare_port)) as bare:
-            small_calls(ours, bare, asked.device, asked.rounds, asked.calls, measured)
-            kept = memory(ours, child, asked.requests // 10, asked.requests)
-            large_bodies(ours, bare, LARGE * asked.rounds, measured)
-    found = report(measured, kept, asked.requests)
+            small_calls(ours, bare, args.device, args.rounds, args.calls, measured)
+            resident_mib = memory(ours, child, args.requests // 10, args.requests)
+            large_bodies(ours, bare, LARGE * args.rounds, measured)
+    result = report(measured, resident_mib, args.requests)
     for name in ("mib_per_second", "median_microseconds", "resident_mib"):
-        print(f"{name}: {found[name]}")
-    return {"rounds": asked.rounds, "calls": asked.calls, **found}
+        print(f"{name}: {result[name]}")
+    return {"rounds": args.rounds, "calls": args.calls, **result}
 
 
 if __name__ == "__main__":
     run(
         measure,
         "serving",
-        device=Option("cpu", "of the service and of the operator"),
-        rounds=Option(15, "of each comparison"),
+        device=Option("cpu", "device of the service and of the operator"),
+        rounds=Option(15, "rounds of each comparison"),
         calls=Option(60, "small calls of each way in a round"),
-        starts=Option(3, "of the service, to time them"),
-        requests=Option(10_000, "before memory is looked at, and after a tenth"),
+        starts=Option(3, "timed starts of the service"),
+        requests=Option(10_000, "requests before the last look at memory; the first look is after a tenth"),
     )

@@ -1,10 +1,10 @@
 """Time one query over a cache of a million tokens at four servers, beside the operator: `benchmarks/sharded_cache.py`.
 
-Four `flashpoint serve` on this machine's CPU, each with a quarter of the keys and values (8 key heads, D 64, bfloat16:
-2 GiB), asked by `flashpoint.sharded.cache`; beside them the operator in this process over the same tensors, ours and
-torch's own, in turn. Both must be right against float64. The medians go to
-benchmarks/results/sharded-cache-<device>.json. Exits with 1 where the ratio to the faster operator misses its goal.
-Needs 6 GiB of memory and about two minutes.
+Four `flashpoint serve` on this machine's CPU each hold a quarter of the keys and values (8 key heads, D 64, bfloat16: 2
+GiB). `flashpoint.sharded.cache` calls them, in turn with our operator and torch's in this process over the same
+tensors. The largest errors against float64 are recorded. The medians go to
+benchmarks/results/sharded-cache-<device>.json. Exits with 1 if a target is missed. Needs 6 GiB of memory and about two
+minutes.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from flashpoint_kernels.problems.reproducible import split
 TOKENS, HEADS, DIM, SERVERS = 1 << 20, 8, 64, 4
 PIECE = 1 << 15  # tokens of an append
 GOAL = 0.8  # of the operator's speed
-UNIT = 2.0**-8  # of bfloat16
+UNIT = 2.0**-8  # unit roundoff of bfloat16
 
 
 def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """o in float64, and Σ p·|v|, by which rounding is measured."""
+    """Return o in float64, and Σ p·|v|, the scale of rounding errors."""
     answers = []
     for head in range(HEADS):
         scores = (k[0, head].double() @ q[0, head, 0].double()) * DIM**-0.5
         p, values = scores.softmax(0), v[0, head].double()
         answers.append((p @ values, p @ values.abs()))
-    o, size = (torch.stack(found)[None, :, None] for found in zip(*answers, strict=True))
+    o, size = (torch.stack(parts)[None, :, None] for parts in zip(*answers, strict=True))
     return o, size
 
 

@@ -1,12 +1,12 @@
 """Time the service beside its peers in one run, with the same operator, malloc settings and load.
 
 `python benchmarks/throughput.py --peers all` (in `.venv`, with the `dev` extra). Eight connections in a closed loop,
-forward and gradient at (1,8,128,64) and (1,8,1024,64), float32; see peers/servers.py for who runs, load.py for the
-load, mixed.py for requests of many lengths. Each round times every way in turn, for most of a second, in an order that
-turns. Where the operator in a process, timed at both ends of a round, deviates from its median, somebody else used the
-machine, and the round is thrown away. Medians of the rest, ratios within a round, go to
-benchmarks/results/throughput-<cpu>.json. Takes twelve minutes, and as much again where environments have to be made
-first. Exits with 1 where a target is missed, or every round of a case was thrown away.
+forward and gradient at (1,8,128,64) and (1,8,1024,64), float32. peers/servers.py has the peers, load.py the load,
+mixed.py the requests of many lengths. Each round times every way for most of a second, in rotating order. The operator
+in a process is timed at both ends of a round. If it deviates from its median, another program used the machine, and the
+round is discarded. Medians of the other rounds, and of ratios within a round, go to
+benchmarks/results/throughput-<cpu>.json. Takes twelve minutes, and twice that if it first makes environments. Exits
+with 1 if a target is missed, or if no round of a case is left.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ IN_PROCESS = {
 }
 ALL_CORES = tuple(name for name in IN_PROCESS if "all cores" in name)
 PLAIN = ("FastAPI, inline", "FastAPI, inline, a thread a core", "FastAPI, thread pool")
-# The targets: the service's rate over that of the fastest of others; at 128, and at 1024.
+# The targets, by length: the service's rate over that of the fastest of these peers.
 WANTED: dict[int, tuple[tuple[float, str, tuple[str, ...]], ...]] = {
     128: (
         (1.1, "bare ASGI", ("bare ASGI",)),
@@ -56,17 +56,17 @@ WANTED: dict[int, tuple[tuple[float, str, tuple[str, ...]], ...]] = {
     1024: ((0.8, "the op on all cores", ALL_CORES), (1.1, "the best plain FastAPI", PLAIN)),
 }
 TAIL = 5.0  # p99 over p50 of mixed requests, at most
-# A call that takes longer, alone, is not timed in rounds: eight connections would hold each for many seconds.
+# Seconds. Rounds leave out a way whose single call takes longer: eight connections would hold each for many seconds.
 SLOWEST = 1.0
-# Limit of an answer's error over its largest value, against float64; float32 reaches a tenth of it.
+# Limit of an answer's error against float64, over its largest value; float32 reaches a tenth of it.
 BOUND = 1e-3
-NO_ROUND = "not measured: somebody else used the machine in every round"
+NO_ROUND = "not measured: another program used the machine in every round"
 
 Calls = Callable[[Case, int], float]
 
 
 class Rounds:
-    """The rates of each way in each round of a case, requests a second; `steady` at the ends of each round."""
+    """The rates of a case in requests per second: of each way in each round, and of `STEADY` at a round's ends."""
 
     def __init__(self) -> None:
         self._rates: list[dict[str, float]] = []
@@ -77,7 +77,9 @@ class Rounds:
         self._steady.append(tuple(steady))
 
     def clean(self, deviation: float) -> list[dict[str, float]]:
-        return [rates for rates, kept in zip(self._rates, undisturbed(self._steady, deviation), strict=True) if kept]
+        return [
+            rates for rates, is_clean in zip(self._rates, undisturbed(self._steady, deviation), strict=True) if is_clean
+        ]
 
     def __len__(self) -> int:
         return len(self._rates)
@@ -90,7 +92,7 @@ def undisturbed(steady: Sequence[Sequence[float]], deviation: float) -> list[boo
 
 
 def over_http(port: int, path: Callable[[Case], str], form: Form) -> Calls:
-    """A way through a server. Raises RuntimeError where its answers, to the shorter cases, are wrong."""
+    """Return a way through a server. Raises RuntimeError if its answers to the shorter cases are wrong."""
     for case in CASES[:2]:
         status, headers, body = ask(port, path(case), form, case)
         if status != 200:
@@ -103,7 +105,7 @@ def over_http(port: int, path: Callable[[Case], str], form: Form) -> Calls:
     requests = {case: form.request(path(case), case) for case in CASES}
 
     def calls(case: Case, count: int) -> float:
-        return max(one.ended for one in drive(port, [requests[case]] * count, CONNECTIONS))
+        return max(timed.ended for timed in drive(port, [requests[case]] * count, CONNECTIONS))
 
     return calls
 
@@ -114,12 +116,12 @@ def in_process(child: subprocess.Popen[str], way: str) -> Calls:
     to, out = child.stdin, child.stdout
 
     def calls(case: Case, count: int) -> float:
-        asked = {"way": way, "shape": case.shape, "gradient": case.gradient, "calls": count}
-        to.write(json.dumps(asked) + "\n")
+        request = {"way": way, "shape": case.shape, "gradient": case.gradient, "calls": count}
+        to.write(json.dumps(request) + "\n")
         to.flush()
         return float(out.readline())
 
-    for case in CASES:  # a first call imports, and makes pools
+    for case in CASES:  # warm-up: imports, and makes pools
         calls(case, 1)
     return calls
 
@@ -132,7 +134,7 @@ class Running(NamedTuple):
 
 @contextlib.contextmanager
 def running(wanted: Sequence[str]) -> Iterator[Running]:
-    """Every way that can be timed: the service, its peers, and the operator in processes."""
+    """Start the service, its peers, and the operator in processes; yield every way that can be timed."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     command = [sys.executable, str(HERE / "in_process.py")]
     ways, versions = {}, {}
@@ -155,17 +157,17 @@ def running(wanted: Sequence[str]) -> Iterator[Running]:
 
 
 def counts(ways: dict[str, Calls], seconds: float) -> dict[Case, dict[str, int]]:
-    """Calls of each way in a round, a multiple of the connections; 0 of one that is too slow."""
-    found: dict[Case, dict[str, int]] = {}
+    """Return the calls of each way in a round, a multiple of the connections; 0 for a way that is too slow."""
+    planned: dict[Case, dict[str, int]] = {}
     for case in CASES:
-        found[case] = {}
+        planned[case] = {}
         for name, calls in ways.items():
             if calls(case, 1) > SLOWEST:
-                found[case][name] = 0
+                planned[case][name] = 0
                 continue
             rate = 2 * CONNECTIONS / calls(case, 2 * CONNECTIONS)
-            found[case][name] = CONNECTIONS * math.ceil(rate * seconds / CONNECTIONS)
-    return found
+            planned[case][name] = CONNECTIONS * math.ceil(rate * seconds / CONNECTIONS)
+    return planned
 
 
 def timed_rounds(ways: dict[str, Calls], rounds: int, seconds: float) -> dict[Case, Rounds]:
@@ -185,29 +187,29 @@ def timed_rounds(ways: dict[str, Calls], rounds: int, seconds: float) -> dict[Ca
 
 
 def timed_mixed(at: Running, lengths: str, repetitions: int, deviation: float) -> dict[str, Any]:
-    """Requests of many lengths, see mixed.py; as many `repetitions` as were undisturbed."""
+    """Time requests of many lengths (mixed.py). The summary has only undisturbed repetitions."""
     chosen = mixed.cases(lengths, seed=0)
     requests = [SAFETENSORS.request("/attention/grad" if case.gradient else "/attention", case) for case in chosen]
-    done, steady = [], []
+    runs, steady = [], []
 
     def operator() -> float:
         return CONNECTIONS / at.ways[STEADY](CASES[-1], CONNECTIONS)
 
     for number in range(repetitions):
         before = operator()
-        done.append(mixed.repetition(at.port, requests, CONNECTIONS, seed=number + 1))
+        runs.append(mixed.repetition(at.port, requests, CONNECTIONS, seed=number + 1))
         steady.append((before, operator()))
-        print(f"mixed, {lengths}, {number + 1} of {repetitions}: {mixed.summary(done[-1:])}", flush=True)
-    kept = [one for one, clean in zip(done, undisturbed(steady, deviation), strict=True) if clean]
-    return {"repetitions": len(kept), "thrown_away": len(done) - len(kept), **mixed.summary(kept)}
+        print(f"mixed, {lengths}, {number + 1} of {repetitions}: {mixed.summary(runs[-1:])}", flush=True)
+    clean_runs = [each for each, clean in zip(runs, undisturbed(steady, deviation), strict=True) if clean]
+    return {"repetitions": len(clean_runs), "thrown_away": len(runs) - len(clean_runs), **mixed.summary(clean_runs)}
 
 
 def medians(rounds: Sequence[dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Requests a second of each way, and how far ours were of it in the same round. Empty without rounds."""
+    """Return each way's requests per second, and our rate over it in the same round. Empty without rounds."""
     table = {}
     for name in rounds[0] if rounds else ():
-        rates = [one[name] for one in rounds]
-        ratios = [one[OURS] / one[name] for one in rounds]
+        rates = [rates_of_round[name] for rates_of_round in rounds]
+        ratios = [rates_of_round[OURS] / rates_of_round[name] for rates_of_round in rounds]
         table[name] = {
             "rps": round(statistics.median(rates), 2),
             "least": round(min(rates), 2),
@@ -220,11 +222,11 @@ def medians(rounds: Sequence[dict[str, float]]) -> dict[str, dict[str, float]]:
 def targets(tables: dict[Case, dict[str, dict[str, float]]], tails: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for case, table in tables.items():
-        for least, what, among in WANTED[case.length]:
-            present = [name for name in among if name in table]
+        for least, what, peers in WANTED[case.length]:
+            present = [name for name in peers if name in table]
             if present:
                 fastest = max(present, key=lambda name: table[name]["rps"])
-                label = f"{case.name}: over {what}" + (f" ({fastest})" if len(among) > 1 else "")
+                label = f"{case.name}: over {what}" + (f" ({fastest})" if len(peers) > 1 else "")
                 rows.append(target(label, table[fastest]["ours_over_it"], "times", least=least))
     for lengths, figures in tails.items():
         if figures["repetitions"]:
@@ -237,21 +239,21 @@ def print_table(result: dict[str, Any]) -> None:
     for case, figures in result["cases"].items():
         print(f"\n{case}: {figures['rounds']} rounds, {figures['thrown_away']} thrown away")
         for name, row in figures["ways"].items():
-            said = f"{row['rps']:>10.1f}/s {row['ours_over_it']:>8.2f}" if isinstance(row, dict) else row
-            print(f"  {name:<36} {said}")
+            text = f"{row['rps']:>10.1f}/s {row['ours_over_it']:>8.2f}" if isinstance(row, dict) else row
+            print(f"  {name:<36} {text}")
     for lengths, figures in result["mixed"].items():
         print(f"\nmixed, {lengths}: {figures}")
 
 
-def measure(asked: argparse.Namespace) -> dict[str, Any]:
-    wanted = INSTALLABLE if "all" in asked.peers else asked.peers
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    wanted = INSTALLABLE if "all" in args.peers else args.peers
     for peer in PEERS:
         if peer.environment in wanted:
             install(peer)
     with running(wanted) as at:
-        measured = timed_rounds(at.ways, asked.rounds, asked.seconds)
-        tails = {name: timed_mixed(at, name, asked.repetitions, asked.deviation) for name in mixed.LENGTHS}
-    clean = {case: rounds.clean(asked.deviation) for case, rounds in measured.items()}
+        measured = timed_rounds(at.ways, args.rounds, args.seconds)
+        tails = {name: timed_mixed(at, name, args.repetitions, args.deviation) for name in mixed.LENGTHS}
+    clean = {case: rounds.clean(args.deviation) for case, rounds in measured.items()}
     tables = {case: medians(rounds) for case, rounds in clean.items()}
     absent = {peer.name: "not installed" for peer in PEERS if peer.name not in at.ways}
     slow = f"not measured: a call takes over {SLOWEST:g} s"
@@ -281,8 +283,8 @@ if __name__ == "__main__":
         measure,
         "throughput",
         peers=Option([], "peers to install and time", choices=["all", *INSTALLABLE], many=True),
-        rounds=Option(6, "of each case"),
-        seconds=Option(0.6, "of each way in a round"),
-        repetitions=Option(3, "of mixed requests"),
-        deviation=Option(0.15, "of the operator that a clean round may have"),
+        rounds=Option(6, "rounds of each case"),
+        seconds=Option(0.6, "seconds of each way in a round"),
+        repetitions=Option(3, "repetitions of mixed requests"),
+        deviation=Option(0.15, "largest deviation of the operator from its median in a round that counts"),
     )

@@ -31,7 +31,7 @@ LARGE = (1, 8, 1024, 64)
 
 
 def sent_and_received(port: int) -> float:
-    """Bytes of all bodies so far, as the server counts them."""
+    """Return the bytes of all bodies so far, by the server's count."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         lines = answer.read().decode().splitlines()
     counters = ("flashpoint_received_bytes_total ", "flashpoint_sent_bytes_total ")
@@ -39,18 +39,18 @@ def sent_and_received(port: int) -> float:
 
 
 def training(client: flashpoint.Client, port: int, rounds: int, steps: int) -> dict[str, Any]:
-    """Losses, bytes a step and milliseconds a step of each way."""
+    """Return the losses, bytes per step and milliseconds per step of each way."""
     losses: dict[str, list[float]] = {}
     nbytes: dict[str, float] = {}
     took: dict[str, list[float]] = {name: [] for name in WAYS}
     for _ in range(rounds):
         for name in WAYS:
             attend, before = train_gpt.way(name, client, "torch"), sent_and_received(port)
-            own = sent_and_received(port) - before  # of the question itself
+            overhead = sent_and_received(port) - before  # bytes of one request for the metrics
             began = time.perf_counter()
             losses[name] = train_gpt.train(attend, steps=steps).losses
             took[name].append((time.perf_counter() - began) / steps * 1e3)
-            nbytes[name] = (sent_and_received(port) - before - 2 * own) / steps
+            nbytes[name] = (sent_and_received(port) - before - 2 * overhead) / steps
     return {
         "steps": steps, "rounds": rounds, "last_loss": losses["saved"][-1],
         "same_losses": losses["served"] == losses["saved"],
@@ -60,31 +60,31 @@ def training(client: flashpoint.Client, port: int, rounds: int, steps: int) -> d
 
 
 def saving(client: flashpoint.Client, rounds: int) -> dict[str, float]:
-    """Milliseconds of a forward of LARGE, and of one that is saved, alternating."""
+    """Return the milliseconds of a forward of LARGE, with and without saving, timed in turn."""
     q, k, v = (torch.randn(LARGE, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
     took: dict[str, list[float]] = {"unsaved": [], "saved": []}
     for _ in range(rounds):
         for name, samples in took.items():
             began = time.perf_counter()
-            found = client.attention(q, k, v, return_lse=True, save=name == "saved")
+            result = client.attention(q, k, v, return_lse=True, save=name == "saved")
             samples.append((time.perf_counter() - began) * 1e3)
             if name == "saved":
-                client.delete_saved(found.saved)
+                client.delete_saved(result.saved)
     return {name: round(statistics.median(samples), 3) for name, samples in took.items()}
 
 
-def measure(asked: argparse.Namespace) -> dict[str, Any]:
+def measure(args: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(1)
     with service() as (_, port, _), flashpoint.Client(f"http://127.0.0.1:{port}") as client:
         train_gpt.train(train_gpt.way("saved", client, "torch"), steps=3)
-        found = training(client, port, asked.rounds, asked.steps)
-        forward = saving(client, 20 * asked.rounds)
-    share = found["bytes_per_step"]["saved"] / found["bytes_per_step"]["served"]
+        result = training(client, port, args.rounds, args.steps)
+        forward = saving(client, 20 * args.rounds)
+    share = result["bytes_per_step"]["saved"] / result["bytes_per_step"]["served"]
     targets = [
         target("bytes a step with save / without", share, "ratio", most=MOST_BYTES),
-        target("the same losses to the bit", float(found["same_losses"]), "yes", least=1.0),
+        target("the same losses to the bit", float(result["same_losses"]), "yes", least=1.0),
     ]
-    return {"targets": targets, "training": found, "forward_ms": forward}
+    return {"targets": targets, "training": result, "forward_ms": forward}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""`make chaos`: faults from a seed, until there were so many; each round is a line of JSON, as soon as it is over.
+"""`make chaos`: inject `--faults` faults from a seed; each round appends a line of JSON to `--out`.
 
-Exits with 0 where nothing went wrong that may not, 1 where something did.
+Exits with 0 if there was no violation, 1 otherwise.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from chaos.service import SETTINGS, Service
 def main() -> int:
     names = {fault.__name__: fault for fault in FAULTS}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=200, help="in all; default: %(default)s")
+    parser.add_argument("--faults", type=int, default=200, help="number of faults; default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--workers", type=int, default=1, help="HTTP processes; default: %(default)s")
     parser.add_argument(
@@ -31,26 +31,26 @@ def main() -> int:
         metavar="FAULT",
         help=f"default: all of {', '.join(sorted(names))}",
     )
-    parser.add_argument("--out", type=Path, help="a file to which each round is appended, a line of JSON each")
-    asked = parser.parse_args()
-    chaos = Chaos(Service(asked.workers, contained=can_contain()), asked.seed)
-    several = {names[name]: FAULTS[names[name]] for name in asked.only}
+    parser.add_argument("--out", type=Path, help="a file to which each round appends a line of JSON")
+    args = parser.parse_args()
+    chaos = Chaos(Service(args.workers, contained=can_contain()), args.seed)
+    faults = {names[name]: FAULTS[names[name]] for name in args.only}
     done, number, violations = 0, 0, 0
 
     def keep(document: dict[str, Any]) -> None:
-        if asked.out is not None:
-            with asked.out.open("a") as file:
+        if args.out is not None:
+            with args.out.open("a") as file:
                 file.write(json.dumps(document) + "\n")
 
-    keep({"environment": environment("torch"), "seed": asked.seed, "workers": asked.workers, "settings": SETTINGS})
+    keep({"environment": environment("torch"), "seed": args.seed, "workers": args.workers, "settings": SETTINGS})
     try:
-        while done < asked.faults:
-            found = chaos.round(chaos.drawn(several)[: asked.faults - done])
-            done, number = done + len(found.faults), number + 1
-            violations += len(found.violations)
-            keep(row(number, found))
-            said = ", ".join(f"{name} ({did})" for name, did, _, _ in found.faults)
-            print(f"{done:5} {found.recovery or 0:5.1f} s  {said}", *found.violations, sep="\n    ! ", flush=True)
+        while done < args.faults:
+            result = chaos.round(chaos.drawn(faults)[: args.faults - done])
+            done, number = done + len(result.faults), number + 1
+            violations += len(result.violations)
+            keep(row(number, result))
+            effects = ", ".join(f"{name} ({effect})" for name, effect, _, _ in result.faults)
+            print(f"{done:5} {result.recovery or 0:5.1f} s  {effects}", *result.violations, sep="\n    ! ", flush=True)
     finally:
         code = chaos.stop()
     return 0 if not violations and code == 0 else 1

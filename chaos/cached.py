@@ -1,4 +1,4 @@
-"""Faults of callers with caches: they leave in the middle of a write, fill the memory, and let their caches expire."""
+"""Faults of callers with caches: they leave during a write, fill the memory, and let their caches expire."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from chaos.keys import FILLER, OWNERS, QUOTA, SMALL
 from chaos.world import World
 
 WHOLE = STAGES.index("the whole request")
-TOKENS = 300  # of a write that is broken off: 75 KiB of k and of v
-CHUNK = 1024  # tokens, of which a layer takes memory
-EACH = 2 * CHUNK  # tokens that each cache reserves, of those that fill the memory
-TTL = 0.3  # seconds
-EXPIRES = 60.0  # seconds in which such a cache must have expired; ends a hang
-SHORT = 3.0  # seconds for a cache to be made: there may be no engine
-LASTS = (0.1, 0.6)  # seconds
+TOKENS = 300  # tokens of an interrupted write: 75 KiB of k and of v
+CHUNK = 1024  # tokens; a layer allocates memory in units of these
+EACH = 2 * CHUNK  # tokens that each cache reserves when caches fill the memory
+TTL = 0.3  # seconds until a cache without use expires
+EXPIRES = 60.0  # timeout in seconds for such a cache to expire
+SHORT = 3.0  # timeout in seconds for creating a cache: there may be no engine
+LASTS = (0.1, 0.6)  # range of seconds that a fault lasts
 
 
 def leave_cached(world: World) -> str | None:
-    """Leave in the middle of a write or of its answer; sent again with its key, it has happened once.
+    """Leave in the middle of a write or of its answer. Sent again with its key, the write has one effect.
 
-    A write whose body was not whole has not happened before that.
+    A write with an incomplete body has no effect before that.
     """
     with _cache(world, FILLER) as cache:
         if cache is None:
@@ -47,7 +47,7 @@ def leave_cached(world: World) -> str | None:
 
 
 def fill_caches(world: World) -> str | None:
-    """Caches take all of the memory for them: others get 429, and it is all given back."""
+    """Fill the memory for caches: other creations get 429; deletion frees all of the memory."""
     made: list[HeldCache] = []
     answer = None
     while (answer := _made(world, FILLER, made, max_length=EACH)) is not None and answer.status == 201:
@@ -62,7 +62,7 @@ def fill_caches(world: World) -> str | None:
 
 
 def fill_quota(world: World) -> str | None:
-    """A key that has used up its quota gets 429 key_limit, what it holds stays as it is, and no other key sees that."""
+    """Use up the quota of a key: it gets 429 key_limit, its caches do not change, and other keys see no effect."""
     with _cache(world, SMALL) as cache:
         if cache is None:
             return None
@@ -75,7 +75,7 @@ def fill_quota(world: World) -> str | None:
         code = "nothing" if answer is None else _code(answer)
         if code not in ("key_limit", "cache_memory", "nothing") and not (code == "cache_lost" and cache.life.over):
             world.violations.append(f"a write over the quota got {answer.status}: {answer.body[:200]!r}")
-        with _cache(world, FILLER):  # it must not get key_limit
+        with _cache(world, FILLER):  # another key must not get key_limit
             pass
         _heard(world, held.look(cache), SMALL, "a cache whose key has used up its quota")
         _heard(world, held.export(cache, 0), SMALL, "a cache whose key has used up its quota")
@@ -83,7 +83,7 @@ def fill_quota(world: World) -> str | None:
 
 
 def expire(world: World) -> str | None:
-    """A cache ends between two calls, or while a body is on its way: 410 from then on, and 404 for another key."""
+    """Let a cache expire between two calls, or during a body: then its key gets 410, another key 404."""
     slowly = bool(world.rng.integers(2))
     with _cache(world, FILLER, ttl_s=TTL) as cache:
         if cache is None:
@@ -104,22 +104,22 @@ def expire(world: World) -> str | None:
             return codes[-1] not in ("200", "nothing")
 
         world.until(expired, EXPIRES, "a cache does not expire")
-        ended = ((one, FILLER, "cache_lost") for one in (held.look(cache), request, held.delete([cache])))
-        for asked, owner, right in (*ended, (held.look(cache), OWNERS[0], "cache_not_found")):
-            answer = _settled(world, asked, owner, PATIENCE)
+        ended = ((after, FILLER, "cache_lost") for after in (held.look(cache), request, held.delete([cache])))
+        for sent, owner, right in (*ended, (held.look(cache), OWNERS[0], "cache_not_found")):
+            answer = _settled(world, sent, owner, PATIENCE)
             if answer is not None and answer.status != 503 and _code(answer) != right:
-                world.violations.append(f"{asked.method} {asked.path} of an expired cache got {answer}")
+                world.violations.append(f"{sent.method} {sent.path} of an expired cache got {answer}")
         return f"while a body came, {codes[-1]}" if slowly else f"between calls, {codes[-1]}"
 
 
-# Their caches
+# Caches of these callers
 
 
 @contextlib.contextmanager
-def _cache(world: World, owner: str, **asked: object) -> Iterator[HeldCache | None]:
-    """A cache, deleted at the end; None where there is none to be had."""
+def _cache(world: World, owner: str, **options: object) -> Iterator[HeldCache | None]:
+    """Yield a cache, and delete it at the end; yield None if none can be created."""
     made: list[HeldCache] = []
-    _made(world, owner, made, **asked)
+    _made(world, owner, made, **options)
     try:
         yield made[0] if made else None
     finally:
@@ -127,8 +127,8 @@ def _cache(world: World, owner: str, **asked: object) -> Iterator[HeldCache | No
             _deleted(world, owner, cache)
 
 
-def _made(world: World, owner: str, made: list[HeldCache], **asked: object) -> Answer | None:
-    """Ask for a cache, twice with one key: it is made once. A quota of another key is no reason to refuse it."""
+def _made(world: World, owner: str, made: list[HeldCache], **options: object) -> Answer | None:
+    """Ask for a cache twice with one idempotency key: one cache is made. Other keys' quotas must not refuse it."""
     life = world.service.life()
 
     def heard(answer: Answer) -> None:
@@ -136,7 +136,7 @@ def _made(world: World, owner: str, made: list[HeldCache], **asked: object) -> A
         if not made or all(cache.id != document["id"] for cache in made):
             made.append(HeldCache(document["id"], life, document["ttl_s"], 0.0))
 
-    request, before = held.asks("POST", "/caches", {**SHAPE, **asked}, 201, heard), len(made)
+    request, before = held.asks("POST", "/caches", {**SHAPE, **options}, 201, heard), len(made)
     answers = [_settled(world, request, owner, SHORT) for _ in range(2)]
     for answer in answers:
         if answer is not None and answer.status == 201:
@@ -149,7 +149,7 @@ def _made(world: World, owner: str, made: list[HeldCache], **asked: object) -> A
 
 
 def _deleted(world: World, owner: str, cache: HeldCache) -> None:
-    """Delete it, unless it is gone."""
+    """Delete a cache, unless it is gone."""
     answer = _settled(world, held.delete([cache]), owner, PATIENCE)
     right = answer is None or answer.status == 204 or _code(answer) in ("cache_lost", "cache_not_found")
     if not right and answer.status != 503:
@@ -157,7 +157,7 @@ def _deleted(world: World, owner: str, cache: HeldCache) -> None:
 
 
 def _write(world: World, cache: HeldCache) -> Request:
-    """A write, alone or with attention."""
+    """Return a write, alone or with attention."""
     tokens = world.rng.standard_normal((2, 1, TOKENS, KV_HEADS, DIM), dtype=np.float32)
     layer = int(world.rng.integers(LAYERS))
     if world.rng.integers(2):
@@ -167,7 +167,7 @@ def _write(world: World, cache: HeldCache) -> Request:
 
 
 def _heard(world: World, request: Request, owner: str, what: str) -> None:
-    """Send a request, and compare the answer with the model; other answers are violations."""
+    """Send a request, and compare its answer with the model; a difference is a violation."""
     answer = _settled(world, request, owner, PATIENCE)
     if answer is None or answer.status in (429, 503, 504):
         return
@@ -183,7 +183,7 @@ def _heard(world: World, request: Request, owner: str, what: str) -> None:
 
 
 def _settled(world: World, request: Request, owner: str, patience: float) -> Answer | None:
-    """Send it until it is answered, or refused for good; what the last attempt got."""
+    """Send a request until its answer or refusal is final, or for `patience` seconds; return the last answer."""
     end, answer = time.monotonic() + patience, None
     while True:
         connection = http.client.HTTPConnection("127.0.0.1", world.service.port, timeout=PATIENCE)

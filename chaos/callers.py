@@ -1,10 +1,10 @@
-"""Callers: threads that call again and again, each with its own questions, and the outcome of each call.
+"""Callers: threads that repeat calls, each with its own questions, and the outcome of each call.
 
-right     the bytes that the same question got alone
-refused   a documented error, whole
-lost      the connection broke; a violation where no fault may break one
-wrong     anything else: other bytes, somebody else's, an error that is not documented, a 500
-hung      nothing at all for as long as callers have patience
+right     the same bytes as from an idle service
+refused   a complete, documented error
+lost      the connection broke; a violation unless a fault may break connections
+wrong     anything else: other bytes, another caller's answer, an undocumented error, a 500
+hung      no answer within the caller's timeout
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from flashpoint_server.refusal import STATUS
 if TYPE_CHECKING:
     from chaos.load import Load
 
-HANG = 300.0  # seconds: above any deadline, and above the start of an engine on a machine with much else to do
-DEADLINE = 60.0  # seconds, of the callers that have one
-THINK = 0.02  # seconds between two calls: faults want the cores, too
-AFTER_NOTHING = 0.05  # seconds before the next call where there was no connection to be had
-IDS = 8  # of the latest caches of a key
-REFUSALS = {code for code, status in STATUS.items() if status in (408, 429, 503, 504)}  # that a fault may cost
-WORDS = {408, 429, 503, 504}  # of /v2, which has no codes
+HANG = 300.0  # timeout in seconds, above any deadline and above the start of an engine on a busy machine
+DEADLINE = 60.0  # seconds, for callers with a deadline
+THINK = 0.02  # seconds between two calls, so that faults get some of the cores
+AFTER_NOTHING = 0.05  # seconds before the next call after a connection failed
+IDS = 8  # number of latest caches of a key whose ids are kept
+REFUSALS = {code for code, status in STATUS.items() if status in (408, 429, 503, 504)}  # codes that a fault may cause
+WORDS = {408, 429, 503, 504}  # statuses of refusals by /v2, which has no codes
 
 
 @dataclass(frozen=True)
@@ -48,20 +48,20 @@ class Outcome:
     began: float  # `time.monotonic` seconds
     ended: float
     detail: str = ""
-    opened: float | None = None  # when its connection may have been opened, where that was before the call
+    opened: float | None = None  # earliest time when its connection was opened, if that was before the call
 
 
 class WrongError(Exception):
-    """An answer that nobody may get; the message says why."""
+    """An answer that no caller may get; the message is the reason."""
 
 
 class Book:
-    """The outcome of every call, and the caller of every answer."""
+    """The outcome of every call, all questions, and the ids of caches by key."""
 
     def __init__(self) -> None:
         self.outcomes: list[Outcome] = []
         self.questions: list[Question] = []
-        self._ids: dict[str, deque[str]] = {}  # of caches, by the key that owns them
+        self._ids: dict[str, deque[str]] = {}  # ids of caches, by the key that owns them
         self._lock = threading.Lock()
 
     def add(self, outcome: Outcome) -> None:
@@ -69,17 +69,17 @@ class Book:
             self.outcomes.append(outcome)
 
     def made(self, owner: str, ids: Iterable[str]) -> None:
-        """Caches that a key owns."""
+        """Add caches that a key owns."""
         with self._lock:
             self._ids.setdefault(owner, deque(maxlen=IDS)).extend(ids)
 
     def others(self, owner: str) -> list[str]:
-        """Some of the caches that other keys own, or did."""
+        """Return ids of some caches that other keys own or owned."""
         with self._lock:
-            return [one for name, ids in self._ids.items() if name != owner for one in ids]
+            return [cache_id for name, ids in self._ids.items() if name != owner for cache_id in ids]
 
     def compare(self, question: Question, body: bytes) -> None:
-        """Raises WrongError."""
+        """Compare an answer's body with the right one. Raises WrongError."""
         if body != question.right:
             whose = next((q for q in self.questions if q is not question and q.right == body), None)
             raise WrongError(
@@ -87,7 +87,7 @@ class Book:
             )
 
     def compare_arrays(self, question: Question, arrays: dict[str, np.ndarray]) -> None:
-        """Raises WrongError."""
+        """Compare an answer's arrays with the right ones. Raises WrongError."""
         for name, array in arrays.items():
             if array.tobytes() != question.answer[name].tobytes():
                 others = [q for q in self.questions if q is not question and name in q.answer]
@@ -96,7 +96,7 @@ class Book:
 
 
 def refused(status: int, headers: dict[str, str], body: bytes, path: str) -> str:
-    """The code of a documented error. Raises WrongError."""
+    """Return the code of a documented error. Raises WrongError for other errors."""
     try:
         document = json.loads(body)
     except ValueError:
@@ -114,9 +114,9 @@ def refused(status: int, headers: dict[str, str], body: bytes, path: str) -> str
 
 
 class Caller(threading.Thread, ABC):
-    """Calls while `going` is set; between two calls of its own it may be told to wait, with no connection open."""
+    """Calls while `going` is set. Without it, the caller closes its connection after a call and waits."""
 
-    opened: float | None = None  # `time.monotonic` seconds, of what stays open between calls
+    opened: float | None = None  # `time.monotonic` seconds when the connection that stays open was opened
 
     def __init__(self, name: str, load: Load, rng: np.random.Generator) -> None:
         super().__init__(name=name, daemon=True)
@@ -137,7 +137,7 @@ class Caller(threading.Thread, ABC):
         self.leave()
 
     def call(self, ask: Callable[[], str]) -> str:
-        """Ask, and note what became of it; its kind. `ask` is as `Asker.ask`."""
+        """Call `ask`, add the outcome to the book, and return its kind. `ask` returns as `Asker.ask` does."""
         began, opened, kind, detail = time.monotonic(), self.opened, "right", ""
         try:
             detail = ask()
@@ -159,22 +159,22 @@ class Caller(threading.Thread, ABC):
 
     @abstractmethod
     def turn(self) -> str:
-        """One call of its choice; its kind."""
+        """Make a random call; return the kind of its outcome."""
 
     @abstractmethod
     def probe(self) -> str:
-        """Calls that must be right when nobody else asks; the kind of the last of them."""
+        """Make calls that must be right without other load; return the kind of the last outcome."""
 
     def rest(self) -> None:
-        """End what it holds at the service, and leave."""
+        """Delete the caller's state at the service, and leave."""
         self.leave()
 
     def leave(self) -> None:
-        """Close what is open."""
+        """Close open connections."""
 
 
 class Asker(Caller):
-    """Has questions whose answers are known."""
+    """A caller with questions whose answers are known."""
 
     count = 3  # questions
 
@@ -195,11 +195,11 @@ class Asker(Caller):
 
     @abstractmethod
     def ask(self, question: Question) -> str:
-        """The code of a refusal; empty where it was answered, and right. Raises WrongError, OSError, TimeoutError."""
+        """Return the code of a refusal, or "" for a right answer. Raises WrongError, OSError, TimeoutError."""
 
 
 class Plain(Asker):
-    """http.client, one connection for many calls. Several callers ask for answers of the same size."""
+    """Uses http.client with one connection for many calls. Answers of several callers have the same size."""
 
     headers: Mapping[str, str] = MappingProxyType({})
     connection: http.client.HTTPConnection | None = None
@@ -216,11 +216,11 @@ class Plain(Asker):
         self.connection.request("POST", question.path, question.body, headers)
         response = self.connection.getresponse()
         body = response.read()
-        said = {name.lower(): value for name, value in response.getheaders()}
-        if said.get("x-request-id") != name:
-            raise WrongError(f"the answer to request {said.get('x-request-id')}")
+        response_headers = {name.lower(): value for name, value in response.getheaders()}
+        if response_headers.get("x-request-id") != name:
+            raise WrongError(f"the answer to request {response_headers.get('x-request-id')}")
         if response.status != 200:
-            return refused(response.status, said, body, question.path)
+            return refused(response.status, response_headers, body, question.path)
         self.book.compare(question, body)
         return ""
 
@@ -252,14 +252,14 @@ class Deadline(Plain):
 
 
 class Launches(Plain):
-    """Materialised, in float64: one launch at a time, and none of it cut."""
+    """Calls the reference backend, in float64 with the whole matrix: one launch at a time, never split."""
 
     def draw(self) -> Question:
         return draw(self.rng, "safetensors", grad=False, backend="reference", length=300, heads=2)
 
 
 class Large(Plain):
-    """Some megabytes each way: several reads and writes of a socket."""
+    """Sends and receives some megabytes: several reads and writes of a socket."""
 
     count = 2
 
@@ -270,7 +270,7 @@ class Large(Plain):
 
 
 class Sdk(Asker):
-    """The client, with its retries."""
+    """Uses the SDK's client with retries."""
 
     client: flashpoint.Client | None = None
     retries = 2
@@ -285,14 +285,14 @@ class Sdk(Asker):
         try:
             if "do" in t:
                 grads = self.client.attention_grad(t["do"], t["q"], t["k"], t["v"], **question.options)
-                found = dict(zip(("dq", "dk", "dv"), grads, strict=True))
+                arrays = dict(zip(("dq", "dk", "dv"), grads, strict=True))
             else:
-                found = {"o": self.client.attention(t["q"], t["k"], t["v"], **question.options)}
+                arrays = {"o": self.client.attention(t["q"], t["k"], t["v"], **question.options)}
         except (flashpoint.OverloadedError, flashpoint.DeadlineExceededError) as error:
             if error.code not in REFUSALS:
                 raise
             return f"{error.status} {error.code}"
-        self.book.compare_arrays(question, found)
+        self.book.compare_arrays(question, arrays)
         return ""
 
     def leave(self) -> None:
@@ -309,7 +309,7 @@ class SdkGradient(Sdk):
 
 
 class Asyncio(Asker):
-    """asyncio's client: all its questions at a time."""
+    """Uses the SDK's asyncio client: sends all questions at once."""
 
     def ask(self, question: Question) -> str:
         return asyncio.run(self._ask())
@@ -318,8 +318,8 @@ class Asyncio(Asker):
         async with flashpoint.AsyncClient(
             self.load.url, api_key=key_of(LOAD), timeout=self.load.patience, retries=1
         ) as client:
-            asked = [client.attention(*(q.tensors[n] for n in "qkv"), **q.options) for q in self.questions]
-            answers = await asyncio.gather(*asked, return_exceptions=True)
+            calls = [client.attention(*(q.tensors[n] for n in "qkv"), **q.options) for q in self.questions]
+            answers = await asyncio.gather(*calls, return_exceptions=True)
         code = ""
         for question, answer in zip(self.questions, answers, strict=True):
             if isinstance(answer, flashpoint.OverloadedError | flashpoint.DeadlineExceededError):

@@ -1,4 +1,4 @@
-"""Callers who leave at every stage of a request, who are slow, and who fall silent."""
+"""Faults of callers: they leave at any stage of a request, are slow, or stop sending."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from chaos.keys import LOAD, bearer
 from chaos.questions import Question, draw, safetensors
 from chaos.world import World
 
-PATIENCE = 60.0  # seconds that a socket waits
-PIECES = 24  # that a slow caller reads or writes in
-PAUSE = 0.02  # seconds between two of them
+PATIENCE = 60.0  # timeout of a socket in seconds
+PIECES = 24  # number of pieces that a slow caller reads or writes
+PAUSE = 0.02  # seconds between two pieces
 STAGES = (
     "the request line", "the headers", "half the head", "half the tensors", "all but a byte", "the whole request",
     "a byte of the answer", "half the answer",
@@ -24,7 +24,7 @@ STAGES = (
 
 
 def leave(world: World) -> str | None:
-    """After some part of a request or of its answer, by FIN or by RST."""
+    """Close the connection at a random stage of a request or of its answer, by FIN or by RST."""
     form = ("safetensors", "safetensors", "json", "oip")[int(world.rng.integers(4))]
     question = draw(world.rng, form, grad=bool(world.rng.integers(2)))
     stage = int(world.rng.integers(len(STAGES)))
@@ -35,7 +35,7 @@ def leave(world: World) -> str | None:
 
 
 def break_off(connection: socket.socket, head: bytes, body: bytes, stage: int, reset: bool) -> None:
-    """Send so much of a request, or read so much of its answer, and see to it that closing resets the connection."""
+    """Send a request or read its answer up to `stage`. With `reset`, closing the connection sends RST."""
     size, total = len(body) // 3, len(body)
     if b"safetensors" in head:
         size = 8 + int.from_bytes(body[:8], "little")
@@ -50,7 +50,7 @@ def break_off(connection: socket.socket, head: bytes, body: bytes, stage: int, r
 
 
 def read_slowly(world: World) -> str | None:
-    """Into a small buffer, in pieces: the answer is whole, and the caller's own."""
+    """Read an answer in pieces into a small buffer: it must be complete, and this caller's."""
     question = _several_mib(world)
     with connected(world, receive=1 << 14) as connection:
         connection.sendall(head_of(question) + question.body)
@@ -77,7 +77,7 @@ def write_slowly(world: World) -> str | None:
 
 
 def fall_silent(world: World) -> str | None:
-    """In the middle of a body: 408 after --body-timeout."""
+    """Stop sending in the middle of a body: the answer is 408 after --body-timeout."""
     question = draw(world.rng, "safetensors", grad=False)
     with connected(world) as connection:
         connection.sendall(head_of(question) + question.body[:-5])
@@ -88,7 +88,7 @@ def fall_silent(world: World) -> str | None:
 
 
 def _several_mib(world: World) -> Question:
-    """Its answer is one value everywhere, of this caller alone."""
+    """Return a question of several MiB. All elements of its answer have one value, which only this caller has."""
     value = float(world.rng.integers(1, 1 << 20))
     q, k = np.zeros((1, 4, 4096, 64), np.float32), np.zeros((1, 4, 1, 64), np.float32)
     question = safetensors({"q": q, "k": k, "v": np.full_like(k, value)}, {}, "/attention")
@@ -97,9 +97,9 @@ def _several_mib(world: World) -> Question:
 
 
 def head_of(request: Question | Request, owner: str = LOAD) -> bytes:
-    """The head of a POST."""
-    own = {"Content-Length": str(len(request.body)), "Connection": "close", **bearer(owner)}
-    fields = {"Host": "localhost", **request.headers, **own}
+    """Return the head of a POST request."""
+    length_and_key = {"Content-Length": str(len(request.body)), "Connection": "close", **bearer(owner)}
+    fields = {"Host": "localhost", **request.headers, **length_and_key}
     lines = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
     return f"POST {request.path} HTTP/1.1\r\n{lines}\r\n".encode()
 
@@ -114,7 +114,7 @@ def connected(world: World, receive: int | None = None) -> socket.socket:
 
 
 def _checked(world: World, question: Question, answer: bytes) -> str:
-    """Raises ConnectionError where it is cut."""
+    """Check an answer, and return its status. Raises ConnectionError if it is cut off."""
     head, _, body = answer.partition(b"\r\n\r\n")
     length = next((int(x[15:]) for x in head.lower().split(b"\r\n") if x.startswith(b"content-length:")), None)
     if length is None or len(body) < length:

@@ -1,5 +1,5 @@
-/* Moves the wall clock of the processes that load it (LD_PRELOAD) by the seconds that a file says; the monotonic clock
-   stays. The file is mapped, so that who writes there moves it while they run. */
+/* Moves the wall clock of the processes that load it (LD_PRELOAD) by the seconds in a file, and leaves the monotonic
+   clock unchanged. The file is mapped, so that a write to it moves the clock of running processes. */
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <stdint.h>

@@ -1,4 +1,4 @@
-"""The service's wall clock moves, forward and back, by hours and by days: clock.c in front of the C library."""
+"""Move the service's wall clock by hours and days, forward and back: clock.c replaces functions of the C library."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class Clock:
-    """Moved by `move`, for all processes that have its `environment`."""
+    """A wall clock that `move` moves, for all processes that have its `environment`."""
 
     def __init__(self, folder: Path, library: Path) -> None:
         self._file = folder / "moved"
@@ -20,7 +20,7 @@ class Clock:
 
     @classmethod
     def build(cls) -> Clock | None:
-        """None where there is no C compiler."""
+        """Compile clock.c, and return the clock; None without a C compiler."""
         compiler = shutil.which("cc")
         if compiler is None:
             return None
@@ -31,7 +31,7 @@ class Clock:
         return cls(folder, library)
 
     def move(self, seconds: int) -> None:
-        """To that much from the true time, at once: eight bytes of a mapped file, written in place."""
+        """Set the offset from the true time; it takes effect at once, as eight bytes of a mapped file."""
         self.moved = seconds
         with self._file.open("r+b") as file:
             file.write(struct.pack("q", seconds))

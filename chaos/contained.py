@@ -1,4 +1,4 @@
-"""`flashpoint serve` with a /dev/shm of its own, of 1 MiB, so that it can be filled: needs the right to mount."""
+"""Run `flashpoint serve` with a private /dev/shm of 1 MiB, which a fault can fill. Needs permission to mount."""
 
 import ctypes
 import os
@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 CLONE_NEWNS = 0x00020000
-MS_PRIVATE_ALL = 0x44000  # MS_PRIVATE | MS_REC: what is mounted here is seen here alone
-CANNOT = 3  # the exit code where that is not allowed
+MS_PRIVATE_ALL = 0x44000  # MS_PRIVATE | MS_REC: other mount namespaces do not see mounts of this one
+CANNOT = 3  # the exit code without permission
 
 
 def contain() -> bool:
@@ -20,7 +20,7 @@ def contain() -> bool:
 
 
 def can_contain() -> bool:
-    """Whether this user may; asked in a process of its own, which goes with what it has changed."""
+    """Return whether this user has permission. A separate process tries it, so that its mounts end with it."""
     return subprocess.run([sys.executable, "-m", "chaos.contained", "--try"], check=False).returncode == 0
 
 

@@ -1,7 +1,7 @@
-"""Caches as their callers know them: what each holds, in numpy, and the requests that change or read it.
+"""A model of caches in numpy, and the requests that change or read them.
 
-A request carries its Idempotency-Key: sent again until its answer is known, it has happened once.
-`Request.heard` compares an answer with the model, which it changes as the service must have done.
+A request carries an Idempotency-Key: a caller may repeat it until it gets an answer, and it has one effect.
+`Request.heard` compares an answer with the model, and updates the model as the service must have done.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from flashpoint_contract.schemas import jsonwire
 
 LAYERS, Q_HEADS, KV_HEADS, DIM = 2, 4, 2, 16
 SHAPE = {"layers": LAYERS, "kv_heads": KV_HEADS, "head_dim": DIM}
-KEYS = 64  # that a cache remembers
-RELATIVE, ABSOLUTE = 1e-4, 1e-5  # errors of attention in float32, as in tests/e2e/test_caches.py
+KEYS = 64  # idempotency keys that a cache remembers
+RELATIVE, ABSOLUTE = 1e-4, 1e-5  # allowed errors of attention in float32, as in tests/e2e/test_caches.py
 
 
 @dataclass(eq=False)
@@ -37,7 +37,7 @@ class HeldCache:
     ttl: float
     earliest: float
     layers: list[np.ndarray] = field(default_factory=lambda: [empty() for _ in range(LAYERS)])
-    written: deque[Request] = field(default_factory=lambda: deque(maxlen=KEYS - 2))  # to it alone, the oldest first
+    written: deque[Request] = field(default_factory=lambda: deque(maxlen=KEYS - 2))  # to this cache only, oldest first
     last: Request | None = None
 
     @property
@@ -57,10 +57,10 @@ class Answer(NamedTuple):
 
 @dataclass(eq=False)
 class Request:
-    """One call. `unsure`: an attempt may have had its effect, though no answer has come.
+    """One call. `unsure`: an attempt may have had its effect, although no answer has come.
 
-    `refused`, where it is there, says which codes are right; then no other answer is. `uses`: the time to live of
-    `caches` begins anew; `frees`: they end. `ttl`: of the caches that it makes, in seconds.
+    `refused`, if given, returns whether a code is right; then every other answer is wrong. `uses`: the time to live of
+    `caches` starts again; `frees`: they end. `ttl`: seconds to live of the caches that the call makes.
     """
 
     method: str
@@ -79,7 +79,7 @@ class Request:
     first: float = 0.0  # when it was first sent, in `time.monotonic` seconds
 
     def send(self, connection: http.client.HTTPConnection, owner: str) -> Answer:
-        """Send it, and return the answer. Raises OSError, HTTPException and WrongError."""
+        """Send the request, and return the answer. Raises OSError, HTTPException and WrongError."""
         name = secrets.token_hex(8)
         headers = {**self.headers, **bearer(owner), "X-Request-Id": name}
         connection.request(self.method, self.path, self.body or None, headers)
@@ -94,17 +94,19 @@ def empty() -> np.ndarray:
     return np.zeros((2, 0, KV_HEADS, DIM), np.float32)
 
 
-def asks(method: str, path: str, asked: object, success: int, heard: Callable[[Answer], None], **how: Any) -> Request:
-    """A request in JSON, or without a body where `asked` is None."""
-    body = b"" if asked is None else json.dumps(asked).encode()
-    headers = {} if asked is None else {"Content-Type": jsonwire.MEDIA_TYPE}
+def asks(
+    method: str, path: str, document: object, success: int, heard: Callable[[Answer], None], **how: Any
+) -> Request:
+    """Return a request with the JSON body `document`, or without a body if it is None."""
+    body = b"" if document is None else json.dumps(document).encode()
+    headers = {} if document is None else {"Content-Type": jsonwire.MEDIA_TYPE}
     if method == "POST":
         headers["Idempotency-Key"] = secrets.token_hex(12)
     return Request(method, path, body, headers, success, heard, **how)
 
 
 def carries(tensors: dict[str, np.ndarray], options: dict[str, Any], path: str, heard: Any, **how: Any) -> Request:
-    """A request with tensors."""
+    """Return a request with tensors."""
     question = safetensors({n: np.ascontiguousarray(t) for n, t in tensors.items()}, options, path)
     headers = {"Content-Type": question.headers["Content-Type"], "Idempotency-Key": secrets.token_hex(12)}
     return Request("POST", path, question.body, headers, 200, heard, **how)
@@ -114,7 +116,7 @@ def carries(tensors: dict[str, np.ndarray], options: dict[str, Any], path: str, 
 
 
 def append(cache: HeldCache, layer: int, tokens: np.ndarray, at: int | None) -> Request:
-    """`tokens` are k and v, (2, n, Hk, D)."""
+    """Return a request that appends `tokens`, k and v (2, n, Hk, D), or writes them at `at`."""
 
     def heard(answer: Answer) -> None:
         wrote(request, [cache], layer, tokens[:, None], None if at is None else [at])
@@ -130,37 +132,37 @@ def attend(
     caches: Sequence[HeldCache], layer: int, q: np.ndarray, tokens: np.ndarray | None, at: list[int] | None,
     options: dict[str, Any],
 ) -> Request:  # fmt: skip
-    """q (B, Hq, n, D); new `tokens` (2, B, n, Hk, D) are written first, where there are any."""
+    """Return a request for attention of q (B, Hq, n, D), which first writes new `tokens` (2, B, n, Hk, D), if any."""
     outputs: list[bytes] = []
 
     def heard(answer: Answer) -> None:
         if tokens is not None:
             wrote(request, caches, layer, tokens, at)
-        metadata, found = parsed(answer.body)
+        metadata, answered = parsed(answer.body)
         same("lengths", metadata["lengths"], [cache.lengths[layer] for cache in caches])
         expected = np.stack([dense(one, cache.layers[layer], **options) for one, cache in zip(q, caches, strict=True)])
-        if not np.allclose(found["o"], expected, RELATIVE, ABSOLUTE):
-            raise WrongError(f"attention differs by {np.abs(found['o'] - expected).max():.2g}")
-        outputs.append(found["o"].tobytes())
+        if not np.allclose(answered["o"], expected, RELATIVE, ABSOLUTE):
+            raise WrongError(f"attention differs by {np.abs(answered['o'] - expected).max():.2g}")
+        outputs.append(answered["o"].tobytes())
         if outputs[0] != outputs[-1]:
             raise WrongError("the same call has other bits when it is sent again")
 
     tensors = {"q": q}
     if tokens is not None:
         tensors |= dict(zip("kv", tokens.swapaxes(2, 3), strict=True))
-    said = {"caches": [cache.id for cache in caches], "layer": layer, **options}
+    fields = {"caches": [cache.id for cache in caches], "layer": layer, **options}
     if at is not None:
-        said["at"] = at
-    request = carries(tensors, said, "/attention", heard, caches=caches, uses=True)
+        fields["at"] = at
+    request = carries(tensors, fields, "/attention", heard, caches=caches, uses=True)
     return request
 
 
 def export(cache: HeldCache, layer: int) -> Request:
     def heard(answer: Answer) -> None:
-        _, found = parsed(answer.body)
+        _, tensors = parsed(answer.body)
         for name, expected in zip("kv", cache.layers[layer].swapaxes(1, 2), strict=True):
-            if found[name].shape != (1, *expected.shape) or found[name].tobytes() != expected.tobytes():
-                raise WrongError(f"other bits in {name} of {found[name].shape}")
+            if tensors[name].shape != (1, *expected.shape) or tensors[name].tobytes() != expected.tobytes():
+                raise WrongError(f"other bits in {name} of {tensors[name].shape}")
 
     return asks("GET", f"/caches/{cache.id}/tensors?layer={layer}", None, 200, heard, caches=[cache])
 
@@ -186,8 +188,8 @@ def truncate(cache: HeldCache, length: int) -> Request:
             keep(request, cache)
         described(answer.json, cache)
 
-    asked = {"length": length}
-    request = asks("POST", f"/caches/{cache.id}/truncate", asked, 200, heard, caches=[cache], uses=True)
+    document = {"length": length}
+    request = asks("POST", f"/caches/{cache.id}/truncate", document, 200, heard, caches=[cache], uses=True)
     return request
 
 
@@ -197,26 +199,26 @@ def delete(caches: Sequence[HeldCache]) -> Request:
 
     if len(caches) == 1:
         return asks("DELETE", f"/caches/{caches[0].id}", None, 204, heard, caches=caches, frees=True)
-    asked = {"caches": [cache.id for cache in caches]}
-    return asks("POST", "/caches/delete", asked, 204, heard, caches=caches, frees=True)
+    document = {"caches": [cache.id for cache in caches]}
+    return asks("POST", "/caches/delete", document, 204, heard, caches=caches, frees=True)
 
 
 # The model
 
 
 def wrote(request: Request, caches: Sequence[HeldCache], layer: int, tokens: np.ndarray, at: list[int] | None) -> None:
-    """Write `tokens` (2, B, n, Hk, D) to the model, unless the request has been heard before."""
+    """Write `tokens` (2, B, n, Hk, D) to the model, unless the request was the last write already."""
     for number, cache in enumerate(caches):
         if cache.last is request:
             continue
-        held = cache.layers[layer]
-        place = held.shape[1] if at is None else at[number]
-        cache.layers[layer] = np.concatenate((held[:, :place], tokens[:, number]), 1)
+        old = cache.layers[layer]
+        place = old.shape[1] if at is None else at[number]
+        cache.layers[layer] = np.concatenate((old[:, :place], tokens[:, number]), 1)
         keep(request, cache)
 
 
 def keep(request: Request, cache: HeldCache) -> None:
-    """It is the last write of a cache."""
+    """Record a request as the last write of a cache."""
     cache.last = request
     if len(request.caches) == 1:
         cache.written.append(request)
@@ -229,15 +231,15 @@ def described(document: Any, cache: HeldCache) -> None:
         raise WrongError(f"a cache of {document['bytes']} bytes that expires in {document['expires_in_s']} s")
 
 
-def same(what: str, found: object, expected: object) -> None:
-    """Raises WrongError."""
-    if found != expected:
-        raise WrongError(f"{what}: {found!r} where {expected!r} is right")
+def same(what: str, value: object, expected: object) -> None:
+    """Compare a value with the expected one. Raises WrongError."""
+    if value != expected:
+        raise WrongError(f"{what}: {value!r} where {expected!r} is right")
 
 
-def dense(q: np.ndarray, held: np.ndarray, causal: bool = False, window: Sequence[int] = (-1, -1)) -> np.ndarray:
-    """Attention of q (Hq, n, D) over k and v (2, S, Hk, D), in float64; 0 for a query that sees no key."""
-    k, v = held.astype(np.float64).repeat(Q_HEADS // KV_HEADS, 2).transpose(0, 2, 1, 3)
+def dense(q: np.ndarray, kv: np.ndarray, causal: bool = False, window: Sequence[int] = (-1, -1)) -> np.ndarray:
+    """Return attention of q (Hq, n, D) over k and v (2, S, Hk, D), in float64; 0 for a query that sees no key."""
+    k, v = kv.astype(np.float64).repeat(Q_HEADS // KV_HEADS, 2).transpose(0, 2, 1, 3)
     scores = q.astype(np.float64) @ k.swapaxes(1, 2) / DIM**0.5
     queries, keys = scores.shape[1:]
     behind = np.arange(keys - queries, keys)[:, None] - np.arange(keys)

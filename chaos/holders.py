@@ -1,10 +1,10 @@
-"""Callers with caches: each changes and reads its own, one call after the other, beside a model of what they hold.
+"""Callers with caches: each changes and reads its own caches, one call after the other, and updates a model of them.
 
-A call whose answer was lost is sent again, with its key, until the answer is known. Other outcomes of a cache:
+If an answer is lost, the caller sends the call again with its idempotency key until an answer comes. Other outcomes:
 
-refused     memory, or a quota, does not suffice; the model has not changed
-410         it expired, or its engine ended: `HeldCache.life` and `earliest` say whether that may be
-404         it was deleted, it is another key's, or the service was started again
+refused     memory or a quota does not suffice; the model has not changed
+410         the cache expired, or its engine ended: `HeldCache.life` and `earliest` show whether that is possible
+404         the cache was deleted, belongs to another key, or the service was restarted
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from chaos.keys import OWNERS
 from chaos.service import Life
 from flashpoint_server.refusal import STATUS
 
-MOST = 4  # caches of a caller
-LONG = 1030  # tokens, of which two layers take some chunks
+MOST = 4  # largest number of a caller's caches
+LONG = 1030  # tokens of a long write, which needs several chunks in two layers
 TTL = 600.0  # seconds, the service's default
-SHORT = (0.2, 3.0)  # seconds to live, of caches that shall expire
-GONE = 5.0  # seconds in which an engine that has closed its sockets is gone
+SHORT = (0.2, 3.0)  # range of seconds to live of caches that expire
+GONE = 5.0  # timeout in seconds for an engine to end after it has closed its sockets
 NOT_BEGUN = {"queue_full", "key_limit", "cache_memory", "not_ready", "draining", "body_timeout"}
 OPTIONS = ({}, {"causal": True}, {"causal": True, "window": [7, 0]})
 CALLS = {
@@ -37,7 +37,7 @@ CALLS = {
 
 
 class Holder(Caller):
-    """Keeps a few caches."""
+    """A caller with a few caches."""
 
     owner = OWNERS[0]
     connection: http.client.HTTPConnection | None = None
@@ -45,9 +45,9 @@ class Holder(Caller):
     def __init__(self, name, load, rng):
         super().__init__(name, load, rng)
         self.caches: list[HeldCache] = []
-        self.ended: deque[tuple[HeldCache, str]] = deque(maxlen=20)  # with the code that says so
+        self.ended: deque[tuple[HeldCache, str]] = deque(maxlen=20)  # with the code that the service gives
         self.request: Request | None = None
-        self.later: Request | None = None  # to be sent again once there is room
+        self.later: Request | None = None  # sent again when there is room
         self.resting = False
 
     # One call
@@ -58,7 +58,7 @@ class Holder(Caller):
         return self.call(self.ask)
 
     def ask(self) -> str:
-        """Send the request. The code of a refusal; empty where the answer is right, and the request is over."""
+        """Send the request. Return the code of a refusal, or "" if the answer is right and the request is over."""
         request = self.request
         assert request is not None
         if self.connection is None:
@@ -90,22 +90,22 @@ class Holder(Caller):
             self.request = None
             return ""
         if code == "cache_lost" and request.unsure and request.ttl and time.monotonic() >= request.first + request.ttl:
-            self.request = None  # it has made caches that have expired since then, or those that it names have
+            self.request = None  # the caches that it made, or those that it names, have expired since then
             self.caches = [cache for cache in self.caches if cache not in request.caches]
             return code
         if code in ("cache_lost", "cache_not_found"):
             self.request = None
             self.lose(request, code, answer)
             return "" if request.frees else code
-        said = refused(answer.status, answer.headers, answer.body, request.path)
+        refusal = refused(answer.status, answer.headers, answer.body, request.path)
         if code == "key_limit":
             raise WrongError("a key without a quota got key_limit")
         request.unsure |= code not in NOT_BEGUN
         if not request.unsure and (request.tries > 2 or code == "cache_memory"):
-            self.request = None  # it has had no effect, and is not asked again
+            self.request = None  # it had no effect, and is not sent again
         if code == "cache_memory" and self.rng.integers(2):
             self.make_room(request)
-        return said.partition(" ")[2]
+        return refusal.partition(" ")[2]
 
     def used(self, request: Request) -> None:
         for cache in request.caches:
@@ -115,7 +115,7 @@ class Holder(Caller):
                 self.end(cache, "cache_not_found")
 
     def make_room(self, request: Request) -> None:
-        """Delete another cache, or those that an unsure request writes: whether it has happened is then the same."""
+        """Delete another cache, or those that an unsure request writes, so that its effect no longer matters."""
         others = [cache for cache in self.caches if cache not in request.caches]
         if others:
             self.request, self.later = held.delete([others[int(self.rng.integers(len(others)))]]), self.request
@@ -123,31 +123,31 @@ class Holder(Caller):
             self.request = held.delete(list(request.caches))
 
     def give_up(self, request: Request) -> None:
-        """After a wrong answer the model is of no use: go on without the caches that it concerns."""
+        """After a wrong answer the model is invalid: delete the caches of the request."""
         self.request = held.delete(list(request.caches)) if request.caches and not request.frees else None
 
     def lose(self, request: Request, code: str, answer: Answer) -> None:
-        """Caches are said to be gone. Raises WrongError where that cannot be."""
-        for cache, said in self.named(request, code, answer):
-            if said == "cache_not_found":
+        """Remove caches that an error reports as gone. Raises WrongError if they must still exist."""
+        for cache, own_code in self.named(request, code, answer):
+            if own_code == "cache_not_found":
                 right = (request.frees and request.unsure) or cache.life.starts != self.load.service.starts
             else:
                 right = time.monotonic() >= cache.earliest or is_over(cache.life)
             if cache in self.caches:
-                self.end(cache, said)
+                self.end(cache, own_code)
             if not right:
-                raise WrongError(f"{request.method} {request.path} got {said}, and the cache should be there")
+                raise WrongError(f"{request.method} {request.path} got {own_code}, and the cache should be there")
 
     @staticmethod
     def named(request: Request, code: str, answer: Answer) -> list[tuple[HeldCache, str]]:
-        """The caches that an error names, each with its own code; all of the request's where it names none."""
-        found = []
+        """Return the caches that an error names, each with its code; if it names none, all of the request."""
+        caches = []
         for error in answer.json.get("errors", ()):
-            number, said = int(error["loc"][0].rpartition(".")[2]), error["msg"].partition(":")[0]
-            found += [(request.caches[number], said)] if number < len(request.caches) else []
-        if not request.caches or any(said not in ("cache_lost", "cache_not_found") for _, said in found):
+            number, own_code = int(error["loc"][0].rpartition(".")[2]), error["msg"].partition(":")[0]
+            caches += [(request.caches[number], own_code)] if number < len(request.caches) else []
+        if not request.caches or any(own_code not in ("cache_lost", "cache_not_found") for _, own_code in caches):
             raise WrongError(f"{request.method} {request.path} got {code}: {answer.body[:200]!r}")
-        return found or [(cache, code) for cache in request.caches]
+        return caches or [(cache, code) for cache in request.caches]
 
     def end(self, cache: HeldCache, code: str) -> None:
         self.caches.remove(cache)
@@ -161,7 +161,7 @@ class Holder(Caller):
     # At the end of a round
 
     def rest(self) -> None:
-        """Delete its caches, once the last call is over."""
+        """Delete the caller's caches after the last call."""
         self.resting, end = True, time.monotonic() + HANG
         while (self.request or self.caches) and time.monotonic() < end:
             if self.turn() == "refused":
@@ -170,7 +170,7 @@ class Holder(Caller):
         self.leave()
 
     def probe(self) -> str:
-        """A short life of a cache."""
+        """Create a cache, use it, and delete it."""
         steps = (
             lambda: self.create(count=1), lambda: self.append(self.caches[-1]), lambda: self.attend(self.caches[-1]),
             lambda: self.read(self.caches[-1]), lambda: self.export(self.caches[-1]),
@@ -183,7 +183,7 @@ class Holder(Caller):
                 return kind
         return "right"
 
-    # The calls that it chooses
+    # The calls that a turn chooses from
 
     def choose(self) -> Request:
         if self.resting:
@@ -212,8 +212,8 @@ class Holder(Caller):
                 held.described(document, self.caches[-1])
             self.load.book.made(self.owner, [document["id"] for document in documents])
 
-        asked = {**SHAPE, "count": count, "ttl_s": ttl, "max_length": longest}
-        request = held.asks("POST", "/caches", asked, 201, heard, ttl=ttl or TTL)
+        body = {**SHAPE, "count": count, "ttl_s": ttl, "max_length": longest}
+        request = held.asks("POST", "/caches", body, 201, heard, ttl=ttl or TTL)
         return request
 
     def fork(self, cache: HeldCache) -> Request | None:
@@ -226,11 +226,11 @@ class Holder(Caller):
             copy.layers = [layer[:, :length].copy() for layer in cache.layers]
             self.caches.append(copy)
             held.described(document, copy)
-            for one in freed:
-                self.end(one, "cache_not_found")
+            for freed_cache in freed:
+                self.end(freed_cache, "cache_not_found")
 
-        asked = {"caches": [cache.id], "lengths": None if length is None else [length], "free": [c.id for c in freed]}
-        request = held.asks("POST", "/caches/fork", asked, 201, heard, caches=[cache, *freed], ttl=cache.ttl, uses=True)
+        body = {"caches": [cache.id], "lengths": None if length is None else [length], "free": [c.id for c in freed]}
+        request = held.asks("POST", "/caches/fork", body, 201, heard, caches=[cache, *freed], ttl=cache.ttl, uses=True)
         return request
 
     def append(self, cache: HeldCache) -> Request:
@@ -241,7 +241,7 @@ class Holder(Caller):
     def attend(self, cache: HeldCache) -> Request:
         caches = self.some(cache)
         layer, tokens = int(self.rng.integers(LAYERS)), self.tokens(len(caches))
-        at = [self.place(one, layer) for one in caches]
+        at = [self.place(each, layer) for each in caches]
         q = self.rng.standard_normal((len(caches), Q_HEADS, tokens.shape[2], DIM), dtype=np.float32)
         places = None if None in at else at
         return held.attend(caches, layer, q, tokens, places, OPTIONS[int(self.rng.integers(len(OPTIONS)))])
@@ -268,15 +268,15 @@ class Holder(Caller):
         return held.delete([cache])
 
     def again(self, cache: HeldCache) -> Request | None:
-        """The last write again: the same answer, and nothing is written."""
+        """Return the last write again: the answer is the same, and nothing is written."""
         request = cache.last
-        if request is None or any(one.last is not request or one not in self.caches for one in request.caches):
+        if request is None or any(each.last is not request or each not in self.caches for each in request.caches):
             return None
         request.unsure, request.tries, request.first = False, 0, 0.0
         return request
 
     def late(self, cache: HeldCache) -> Request | None:
-        """A write again that was not the last one: 409, and nothing is written."""
+        """Return an older write again: the answer is 409, and nothing is written."""
         older = [request for request in cache.written if request is not cache.last]
         if not older:
             return None
@@ -287,7 +287,7 @@ class Holder(Caller):
         )  # fmt: skip
 
     def trespass(self, cache: HeldCache) -> Request | None:
-        """With another key's cache, or with an id that nobody has: never found, and nothing else happens."""
+        """Return a request with another key's cache or an unknown id: the answer is 404, and there is no effect."""
         ids = [*self.load.book.others(self.owner), "c" + ("A" if cache.id[1] != "A" else "B") + cache.id[2:]]
         other, q = ids[int(self.rng.integers(len(ids)))], np.zeros((1, Q_HEADS, 1, DIM), np.float32)
         k = np.zeros((KV_HEADS, 1, DIM), np.float32)
@@ -305,36 +305,36 @@ class Holder(Caller):
         return held.asks("GET", f"/caches/{other}/tensors", None, 200, None, **never)
 
     def revisit(self, cache: HeldCache) -> Request | None:
-        """One that has ended stays so: 410 where it was lost, 404 where it was deleted, until its engine ends, too."""
+        """Return a request for a cache that has ended: 410 if it was lost, 404 if deleted, until its engine ends."""
         if not self.ended:
             return None
         gone, code = self.ended[int(self.rng.integers(len(self.ended)))]
 
-        def right(said: str) -> bool:
-            if said == "cache_lost":
-                return code == said or is_over(gone.life)
-            return said == "cache_not_found" and (code == said or gone.life.starts != self.load.service.starts)
+        def right(now: str) -> bool:
+            if now == "cache_lost":
+                return code == now or is_over(gone.life)
+            return now == "cache_not_found" and (code == now or gone.life.starts != self.load.service.starts)
 
         return held.asks("GET", f"/caches/{gone.id}", None, 200, None, refused=right)
 
-    # Its parts
+    # Parts of the calls
 
     def of(self, life: Life) -> Life:
-        """That of caches made since `life` was seen; of none where the engine was another meanwhile."""
+        """Return the life of caches made since `life` was read; a life that is over if the engine has changed."""
         now = self.load.service.life()
         return now if now == life else Life(-1, None)
 
     def some(self, cache: HeldCache) -> list[HeldCache]:
-        others = [one for one in self.caches if one is not cache and one.life == cache.life]
+        others = [each for each in self.caches if each is not cache and each.life == cache.life]
         return [cache, *others[: int(self.rng.integers(2))]]
 
     def tokens(self, count: int) -> np.ndarray:
-        """New tokens (2, count, n, Hk, D)."""
+        """Return new random tokens (2, count, n, Hk, D)."""
         length = LONG if self.rng.random() < 0.05 else int(self.rng.integers(1, 9))
         return self.rng.standard_normal((2, count, length, KV_HEADS, DIM), dtype=np.float32)
 
     def place(self, cache: HeldCache, layer: int) -> int | None:
-        """Where to write: at the end, mostly; earlier where there is much."""
+        """Return the place of a write: mostly None, the end; an earlier one in a long cache."""
         length = cache.lengths[layer]
         if length > 2 * LONG:
             return int(self.rng.integers(LONG))
@@ -346,7 +346,7 @@ class OtherHolder(Holder):
 
 
 class ShortHolder(OtherHolder):
-    """Its caches expire between its calls, and while they wait."""
+    """A caller whose caches expire between calls, and while calls wait."""
 
     def ttl(self) -> float | None:
         return float(self.rng.uniform(*SHORT)) if self.load.going.is_set() else None
@@ -366,7 +366,7 @@ def _code(answer: Answer) -> str:
 
 
 def is_over(life: Life) -> bool:
-    """Whether an engine is gone; one that has closed its sockets takes a moment more."""
+    """Return whether an engine is gone. Wait up to GONE: it closes its sockets before it ends."""
     end = time.monotonic() + GONE
     while not life.over and time.monotonic() < end:
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The callers that ask while faults are injected: one of each kind."""
+"""The callers that run while faults are injected: one of each kind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS: dict[str, type[Caller]] = {
 
 
 class Load:
-    """A caller of each kind. `patience` is in seconds: who gets nothing for so long is `hung`."""
+    """One caller of each kind. `patience`: the callers' timeout in seconds; a call without an answer is then `hung`."""
 
     def __init__(self, service: Service, seed: int) -> None:
         self.service, self.port, self.book, self.going = service, service.port, Book(), threading.Event()
@@ -40,13 +40,13 @@ class Load:
         self.going.set()
 
     def pause(self) -> list[str]:
-        """Until every call has ended and no connection is open; the names of callers whose calls do not end."""
+        """Wait until every call has ended and no connection is open; return the callers whose calls do not end."""
         self.going.clear()
         end = time.monotonic() + self.patience + HANG
         return [caller.name for caller in self.callers if not caller.idle.wait(max(end - time.monotonic(), 0))]
 
     def probe(self, attempts: Callable[[], bool]) -> list[str]:
-        """While it is paused, a call of each caller, again while it is refused and `attempts` allows; who got none."""
+        """Probe each caller while the load is paused, again after refusals while `attempts()`; return the failures."""
         failed = []
         for caller in self.callers:
             while (kind := caller.probe()) == "refused" and attempts():

@@ -1,4 +1,4 @@
-"""Processes are killed, stopped, and the service restarted. A fault returns what it did, None where it could not."""
+"""Faults of processes: kill, stop, restart. A fault returns a description of its effect, or None if it had none."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import time
 from chaos.service import START
 from chaos.world import World
 
-NOT_READY = 60.0  # seconds in which /health/ready must say that an engine is gone or stopped; ends a hang
-STOPPED = (0.1, 1.5)  # seconds that a process stands still
+NOT_READY = 60.0  # timeout in seconds for /health/ready to report that an engine is gone or stopped
+STOPPED = (0.1, 1.5)  # range of seconds that a process is stopped
 
 
 def kill_engine(world: World) -> str | None:
-    """Readiness goes false before the next engine is there."""
+    """Kill the engine: readiness must become false before the next engine is ready."""
     pids = world.pids("engine")
     if not pids or not world.service.ready():
         return None
@@ -49,7 +49,7 @@ def kill_codec(world: World) -> str | None:
 
 
 def kill_http(world: World) -> str | None:
-    """One of several: another takes its place, and the others serve meanwhile."""
+    """Kill one of several HTTP processes: a new one replaces it, and the others serve meanwhile."""
     pids = world.pids("http")
     if world.service.workers == 1 or not pids:
         return None
@@ -59,7 +59,7 @@ def kill_http(world: World) -> str | None:
 
 
 def restart(world: World) -> str | None:
-    """SIGTERM or SIGINT under load: what was admitted is answered, the exit code is 0, nothing is left."""
+    """End the service by SIGTERM or SIGINT under load, and restart it: it answers admitted calls, and exits with 0."""
     number = signal.SIGTERM if world.rng.integers(2) else signal.SIGINT
     with world.breaking():
         code = world.service.terminate(number)
@@ -70,7 +70,7 @@ def restart(world: World) -> str | None:
 
 
 def kill_service(world: World) -> str | None:
-    """SIGKILL to the process that all others are below: none of them stays."""
+    """Send SIGKILL to the parent of all processes, then start again: none of them may stay."""
     with world.breaking():
         code = world.service.terminate(signal.SIGKILL)
         if code != -signal.SIGKILL:

@@ -1,4 +1,4 @@
-"""The questions: messages in every encoding, each with the answer that it gets alone, byte for byte."""
+"""The questions: requests in every encoding, each with the bytes of its answer from an idle service."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from flashpoint_contract import wire
 from flashpoint_contract.schemas import jsonwire
 
 SAFETENSORS, JSON = wire.MEDIA_TYPE, jsonwire.MEDIA_TYPE
-SECONDS = 60.0  # for an answer to a question that is asked alone
+SECONDS = 60.0  # timeout of a request to an idle service
 LENGTHS = (1, 7, 33, 64, 129, 300)
 
 
 @dataclass(eq=False)
 class Question:
-    """One request. `right` is the body of its answer, once it has been asked alone."""
+    """One request. `ask_alone` sets `right`, the body of its answer."""
 
     path: str
     headers: dict[str, str]
@@ -28,7 +28,7 @@ class Question:
     tensors: dict[str, np.ndarray]
     options: dict[str, Any]
     right: bytes = b""
-    answer: dict[str, np.ndarray] = field(default_factory=dict)  # its tensors, where it is in safetensors
+    answer: dict[str, np.ndarray] = field(default_factory=dict)  # tensors of an answer in safetensors
 
 
 def safetensors(tensors, options, path):
@@ -48,7 +48,7 @@ def numbers(tensors, options, path):
 
 
 def inference(tensors, options, path):
-    """The Open Inference Protocol, tensors as bytes."""
+    """Return a question in the Open Inference Protocol, with tensors as bytes."""
     inputs = [
         {"name": n, "shape": a.shape, "datatype": "FP32", "parameters": {"binary_data_size": a.nbytes}}
         for n, a in tensors.items()
@@ -64,7 +64,7 @@ FORMS = {"safetensors": safetensors, "json": numbers, "oip": inference}
 
 
 def draw(rng, form, *, grad, backend=None, length=None, heads=None, dim=None):
-    """A question of the generator's choice, whose tensors nobody else's have."""
+    """Return a random question; no other question has its tensors."""
     length = length or int(rng.choice(LENGTHS[:3] if form == "json" else LENGTHS))
     heads, dim = heads or int(rng.choice((1, 2, 4))), dim or int(rng.choice((8, 32, 64)))
     kv_length = max(1, length + int(rng.integers(-3, 4)))
@@ -79,7 +79,7 @@ def draw(rng, form, *, grad, backend=None, length=None, heads=None, dim=None):
 
 
 def ask_alone(port, question):
-    """Keep the answer of a service that does nothing else."""
+    """Send a question to an idle service, and keep the answer."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
     try:
         connection.request("POST", question.path, question.body, question.headers)
@@ -93,7 +93,7 @@ def ask_alone(port, question):
 
 
 def parsed(body):
-    """Metadata and tensors of a message in safetensors."""
+    """Return the metadata and tensors of a message in safetensors."""
     size = wire.head_size(body[:8])
     head = wire.parse_head(body[:size])
     tensors = {

@@ -1,4 +1,4 @@
-"""`python -m chaos.record FILES`: what rounds of faults have cost, from their files into benchmarks/results/."""
+"""`python -m chaos.record FILES`: summarise the files of runs with faults into benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.record import ROOT, file_name
 
 
 def summary(files: list[Path]) -> dict[str, Any]:
-    """Each file is of one run: its environment, then a line a round."""
+    """Return the summary of several runs. Each file has a run's environment, then one line per round."""
     runs, faults, calls = [], defaultdict(list), Counter[str]()
     violations: list[str] = []
     rounds = 0
@@ -28,17 +28,17 @@ def summary(files: list[Path]) -> dict[str, Any]:
             for fault in row["faults"]:
                 faults[fault["fault"]].append((fault, row["recovery"]))
     table = []
-    for name, found in sorted(faults.items()):
-        got = sum((Counter(fault["calls"]) for fault, _ in found), Counter[str]())
-        calls += got
-        recoveries = [recovery for _, recovery in found if recovery is not None]
-        did = Counter(re.sub(r"[\d.]+ s", "… s", fault["did"]) for fault, _ in found)
+    for name, injections in sorted(faults.items()):
+        outcomes = sum((Counter(fault["calls"]) for fault, _ in injections), Counter[str]())
+        calls += outcomes
+        recoveries = [recovery for _, recovery in injections if recovery is not None]
+        effects = Counter(re.sub(r"[\d.]+ s", "… s", fault["did"]) for fault, _ in injections)
         table.append(
             {
                 "fault": name,
-                "injected": len(found),
-                "calls": dict(got.most_common()),
-                "did": dict(did.most_common(6)),
+                "injected": len(injections),
+                "calls": dict(outcomes.most_common()),
+                "did": dict(effects.most_common(6)),
                 "recovery_median": round(statistics.median(recoveries), 2) if recoveries else None,
             }
         )
@@ -53,12 +53,12 @@ def summary(files: list[Path]) -> dict[str, Any]:
 
 
 def main() -> int:
-    found = summary([Path(name) for name in sys.argv[1:]])
-    device = file_name(found["runs"][0]["environment"]["device"])
+    result = summary([Path(name) for name in sys.argv[1:]])
+    device = file_name(result["runs"][0]["environment"]["device"])
     path = ROOT / "benchmarks" / "results" / f"faults-{device}.json"
-    path.write_text(json.dumps(found, indent=1) + "\n")
-    print(f"{path}: {found['injected']} faults in {found['rounds']} rounds, {len(found['violations'])} violations")
-    return 1 if found["violations"] else 0
+    path.write_text(json.dumps(result, indent=1) + "\n")
+    print(f"{path}: {result['injected']} faults in {result['rounds']} rounds, {len(result['violations'])} violations")
+    return 1 if result["violations"] else 0
 
 
 if __name__ == "__main__":

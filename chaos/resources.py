@@ -1,4 +1,4 @@
-"""Resources run out: memory, descriptors, /dev/shm, staging memory. Then they are given back."""
+"""Faults of resources: memory, descriptors, /dev/shm or staging memory run out, then become available again."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from chaos.clients import head_of
 from chaos.questions import safetensors
 from chaos.world import World
 
-FEW = 3  # descriptors, less than so many, above those that are open
-LITTLE = 16 << 20  # bytes of address space above what is mapped
-LASTS = (0.1, 0.6)  # seconds
+FEW = 3  # fewer than these free descriptors are left
+LITTLE = 16 << 20  # bytes of address space above the current use
+LASTS = (0.1, 0.6)  # range of seconds that a fault lasts
 GIANTS = (
     1 << 16,
     1 << 17,
     3 << 16,
-)  # rows of 128 bytes, in and out: more than the little memory; together, than the pool
+)  # rows of 128 bytes, in and out: one exceeds LITTLE, all together exceed the pool
 JUMPS = (-400 * 86400, -3600, -5, 0, 5, 3600, 86400, 4000 * 86400)  # seconds from the true time
-SAME = 60.0  # seconds: a Date may be old by the time that an answer takes
-TOLD = 60.0  # seconds; Date is made anew each second, and this ends a hang
-SLOTS = 12  # half-sent bodies of 8 MiB each way
+SAME = 60.0  # tolerance of Date in seconds: an answer may take that long
+TOLD = 60.0  # timeout in seconds for Date, which the service updates each second, to change
+SLOTS = 12  # number of incomplete bodies of 8 MiB each way
 
 
 def few_descriptors_http(world: World) -> str | None:
-    """New connections, and segments of staging memory, find none left."""
+    """Leave no descriptors for new connections and for segments of staging memory."""
     with world.breaking():
         return _limited(world, "http", resource.RLIMIT_NOFILE)
 
@@ -75,12 +75,12 @@ def _limited(world: World, role: str, which: int) -> str | None:
 def _limit(world: World, pid: int, which: int) -> Iterator[None]:
     process = psutil.Process(pid)
     if which == resource.RLIMIT_NOFILE:
-        most = max(int(fd) for fd in os.listdir(f"/proc/{pid}/fd")) + 1  # the limit is on numbers
-        most += int(world.rng.integers(FEW))
+        limit = max(int(fd) for fd in os.listdir(f"/proc/{pid}/fd")) + 1  # RLIMIT_NOFILE limits the numbers
+        limit += int(world.rng.integers(FEW))
     else:
-        most = process.memory_info().vms + LITTLE
+        limit = process.memory_info().vms + LITTLE
     before = resource.prlimit(pid, which)
-    resource.prlimit(pid, which, (most, before[1]))
+    resource.prlimit(pid, which, (limit, before[1]))
     try:
         yield
     finally:
@@ -89,7 +89,7 @@ def _limit(world: World, pid: int, which: int) -> Iterator[None]:
 
 
 def _ask_giant(world: World) -> int | str:
-    """A request that needs fresh memory and a descriptor; its status. All ones, or a documented error."""
+    """Send a request that needs new memory and a descriptor; return its status. Only ones or 429, 503 are right."""
     rows = GIANTS[int(world.rng.integers(len(GIANTS)))]
     q, k, v = np.zeros((1, 1, rows, 32), np.float32), *np.ones((2, 1, 1, 1, 32), np.float32)
     question = safetensors({"q": q, "k": k, "v": v}, {}, "/attention")
@@ -111,23 +111,23 @@ def _ask_giant(world: World) -> int | str:
 
 
 def fill_staging(world: World) -> str | None:
-    """Bodies that do not end hold slots until there are no more: others get 429, and all is given back."""
+    """Hold all slots with incomplete bodies: other requests get 429; afterwards all slots are free again."""
     q, k, v = np.zeros((1, 4, 1 << 13, 64), np.float32), *np.zeros((2, 1, 4, 1, 64), np.float32)
     question = safetensors({"q": q, "k": k, "v": v}, {}, "/attention")
     head = head_of(question)
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as connections:
         for _ in range(SLOTS):
             with contextlib.suppress(OSError):
                 connection = socket.create_connection(("127.0.0.1", world.service.port), timeout=10)
-                held.enter_context(connection)
-                connection.settimeout(1)  # who is refused stops reading
+                connections.enter_context(connection)
+                connection.settimeout(1)  # after a refusal the service stops reading
                 connection.sendall(head + question.body[: 1 << 16])
         world.wait(*LASTS)
     return f"{SLOTS} bodies begun"
 
 
 def fill_shm(world: World) -> str | None:
-    """/dev/shm has no byte left, and a JSON process must be started meanwhile."""
+    """Fill /dev/shm, and kill the JSON processes, so that one must start without free space."""
     if not world.service.contained:
         return None
     path = Path(f"/proc/{world.service.pid}/root/dev/shm/filled")
@@ -148,7 +148,7 @@ def fill_shm(world: World) -> str | None:
 
 
 def slow_down(world: World) -> str | None:
-    """The engine has a tenth of its time."""
+    """Stop and continue the engine, so that it gets a tenth of the time."""
     pids = world.pids("engine")
     if not pids:
         return None
@@ -163,7 +163,7 @@ def slow_down(world: World) -> str | None:
 
 
 def move_clock(world: World) -> str | None:
-    """The wall clock jumps, forward or back; the service's own Date says that it has seen it."""
+    """Move the wall clock forward or back, until the service's Date header shows it."""
     clock = world.service.clock
     if clock is None:
         return None

@@ -1,7 +1,7 @@
-"""A caller with the client's caches, and with the client's retries and keys.
+"""A caller with the client's caches, retries and idempotency keys.
 
-The client does not say which attempt of a call that failed has had its effect. The cache then holds what it held before
-the call or what it would hold after it, whole; that is looked at, and the caller goes on with another cache.
+The client does not report whether a failed call had its effect. The cache then has the complete state from before the
+call or from after it. The caller checks that, and continues with another cache.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from chaos.service import Life
 from flashpoint._calls.caches import Described
 from flashpoint._calls.service import Affinity
 
-MOST = 60  # tokens of a layer
+MOST = 60  # largest number of tokens in a layer, before a write overwrites some
 GONE = ("cache_lost", "cache_not_found")
 
 
 class SdkHolder(Caller):
-    """Keeps one cache."""
+    """A caller with one cache."""
 
     owner = SDK
     client: flashpoint.Client | None = None
@@ -34,7 +34,7 @@ class SdkHolder(Caller):
 
     def __init__(self, name, load, rng):
         super().__init__(name, load, rng)
-        self.states: list[list[np.ndarray]] = []  # that the cache may be in: one, or two after a call that failed
+        self.states: list[list[np.ndarray]] = []  # possible states of the cache: one, or two after a failed call
 
     def turn(self) -> str:
         return self.call(self.ask)
@@ -81,11 +81,11 @@ class SdkHolder(Caller):
             self.write(self.cache)
 
     def compare(self, cache: flashpoint.Cache) -> None:
-        """It holds all of one of the states."""
-        found = [cache.tensors(layer) for layer in range(LAYERS)]
-        held = [np.stack(layer)[:, 0].swapaxes(1, 2) for layer in found]
-        if not any(all(map(np.array_equal, held, state)) for state in self.states):
-            raise WrongError(f"it holds {[layer.shape for layer in held]}, none of {len(self.states)} states")
+        """Check that the cache is in one of the states. Raises WrongError."""
+        layers = [cache.tensors(layer) for layer in range(LAYERS)]
+        state_now = [np.stack(layer)[:, 0].swapaxes(1, 2) for layer in layers]
+        if not any(all(map(np.array_equal, state_now, state)) for state in self.states):
+            raise WrongError(f"it holds {[layer.shape for layer in state_now]}, none of {len(self.states)} states")
 
     def truncate(self, cache: flashpoint.Cache) -> None:
         end = int(self.rng.integers(cache.length + 1))
@@ -109,18 +109,18 @@ class SdkHolder(Caller):
             raise WrongError("attention over the client's cache differs")
 
     def settle(self, cache: flashpoint.Cache) -> None:
-        """The call has been answered: it has had its effect."""
+        """Drop the state from before a call that got its answer. Raises WrongError for wrong lengths."""
         del self.states[0]
         if cache.lengths != [layer.shape[1] for layer in self.states[0]]:
             raise WrongError(f"lengths {cache.lengths}")
 
     def rest(self) -> None:
-        """Delete all caches of its key: a creation that failed may have made one."""
+        """Delete all caches of the key: a failed creation may have made one."""
         self.close()
         end = time.monotonic() + HANG
-        while (there := self.load.service.caches(self.owner)) != [] and time.monotonic() < end:
+        while (left := self.load.service.caches(self.owner)) != [] and time.monotonic() < end:
             with contextlib.suppress(flashpoint.FlashpointError), self.fresh() as client:
-                for described in there or ():
+                for described in left or ():
                     flashpoint.Cache(client, Described(described, Affinity())).delete()
             time.sleep(AFTER_NOTHING)
 
@@ -132,7 +132,7 @@ class SdkHolder(Caller):
             self.close()
 
     def close(self) -> None:
-        """Forget the cache, which belongs to the client."""
+        """Close the client, and forget its cache."""
         if self.client is not None:
             self.client.close()
         self.client = self.cache = self.opened = None

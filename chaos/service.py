@@ -1,4 +1,4 @@
-"""The service as processes that can be hurt: `flashpoint serve` on a port that stays, by role, and what each holds."""
+"""The service under faults: `flashpoint serve` on a constant port, its processes by role, and their resources."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ import psutil
 from chaos import clock, keys
 from tests.support.servers import ServerProcess
 
-START = 300.0  # seconds to be ready: an engine takes 5 s of a core, of which a busy machine gives little
-POLL = 0.1
-SOCKET = 30.0  # seconds that a question about its health may take
+START = 300.0  # timeout in seconds to become ready: an engine needs 5 s of a core, on a possibly busy machine
+POLL = 0.1  # seconds
+SOCKET = 30.0  # timeout in seconds of requests for health, metrics and lists
 MIB = 1 << 20
 SEGMENT = "flashpoint-staging"
 
@@ -33,14 +33,14 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Life:
-    """That of an engine: caches made in it end with it. `starts` counts the service's, which also ends their ids."""
+    """The life of an engine, with which its caches end. `starts`: the service's starts, each of which ends all ids."""
 
     starts: int
     engine: psutil.Process | None
 
     @property
     def over(self) -> bool:
-        """Whether that engine is gone."""
+        """Return whether the engine is gone."""
         with contextlib.suppress(psutil.NoSuchProcess):
             return self.engine is None or self.engine.status() == psutil.STATUS_ZOMBIE or not self.engine.is_running()
         return True
@@ -48,7 +48,7 @@ class Life:
 
 @dataclass(frozen=True)
 class Held:
-    """The resources of a process. `private` and `shared` are in bytes, `shared` of staging memory that it maps."""
+    """The resources of a process. `private` and `shared` are in bytes; `shared` is the mapped staging memory."""
 
     private: int
     shared: int
@@ -57,7 +57,7 @@ class Held:
 
 
 class Service:
-    """A service. A fault that ends it starts it again, on the same port. `contained`: its /dev/shm has 1 MiB."""
+    """A service. A fault that ends it must start it again, on the same port. `contained`: its /dev/shm has 1 MiB."""
 
     def __init__(self, workers: int, *, contained: bool, program: tuple[str, ...] = (), environment=()) -> None:
         self.workers = workers
@@ -87,7 +87,7 @@ class Service:
         return self.server.pid
 
     def ready(self) -> bool:
-        """Return whether /health/ready answers 200; False if nobody answers."""
+        """Return whether /health/ready answers 200; False without an answer."""
         return self.ask_ready() == 200
 
     def ask_ready(self) -> int | None:
@@ -98,7 +98,7 @@ class Service:
         return None
 
     def date(self) -> str | None:
-        """The service's own idea of the time, in the header that every answer has."""
+        """Return the Date header of an answer, the service's wall clock; None without an answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SOCKET)
         with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
             connection.request("GET", "/health/live")
@@ -106,7 +106,7 @@ class Service:
         return None
 
     def samples(self) -> dict[str, float] | None:
-        """Those of /metrics, by name and labels."""
+        """Return the samples of /metrics, by name and labels; None without an answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SOCKET)
         with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
             connection.request("GET", "/metrics", headers=keys.bearer(keys.LOAD))
@@ -115,7 +115,7 @@ class Service:
         return None
 
     def caches(self, owner: str) -> list[dict] | None:
-        """Those of a key; None where nobody answers that."""
+        """Return the caches of a key; None without an answer."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SOCKET)
         with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
             connection.request("GET", "/caches", headers=keys.bearer(owner))
@@ -124,7 +124,7 @@ class Service:
         return None
 
     def wait_ready(self, bound: float = START) -> float | None:
-        """Seconds until it says that it is ready, with every process there is to be; None where that takes longer."""
+        """Return the seconds until the service is ready and all its processes run; None after `bound` seconds."""
         began = time.monotonic()
         while (passed := time.monotonic() - began) < bound:
             if self.ready() and self.whole():
@@ -135,44 +135,44 @@ class Service:
     # Its processes
 
     def roles(self) -> dict[str, list[psutil.Process]]:
-        """main (the supervisor, where there are several workers), http, engine, codec."""
-        found: dict[str, list[psutil.Process]] = {"main": [], "http": [], "engine": [], "codec": []}
+        """Return the processes of main (the supervisor, with several workers), http, engine and codec."""
+        by_role: dict[str, list[psutil.Process]] = {"main": [], "http": [], "engine": [], "codec": []}
         with contextlib.suppress(psutil.NoSuchProcess):
             main = psutil.Process(self.pid)
-            found["main"] = [main]
+            by_role["main"] = [main]
             if self.workers == 1:
-                found["http"] = [main]
+                by_role["http"] = [main]
             for process in main.children(recursive=True):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     if process.status() != psutil.STATUS_ZOMBIE and (role := role_of(process.cmdline())):
-                        found[role].append(process)
-        return found
+                        by_role[role].append(process)
+        return by_role
 
     def whole(self) -> bool:
         roles = self.roles()
         return len(roles["http"]) == self.workers and len(roles["engine"]) == 1
 
     def life(self) -> Life:
-        """That of the engine of now."""
+        """Return the life of the current engine."""
         if self._life.starts != self.starts or self._life.over:
             engines = self.roles()["engine"]
             self._life = Life(self.starts, engines[0] if engines else None)
         return self._life
 
     def held(self) -> dict[str, Held]:
-        """By role, the most that one process of it holds; connections of callers are not counted."""
+        """Return the largest resources of a process by role, without connections of callers."""
         return {role: most([held(p) for p in processes]) for role, processes in self.roles().items() if processes}
 
     # Its end
 
     def discard(self) -> None:
-        """Remove the files that it was started with."""
+        """Remove the temporary files of the service."""
         shutil.rmtree(self.keys.parent)
         if self.clock:
             self.clock.discard()
 
     def terminate(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """Its exit code, once every process of it is gone; -1 where one stays."""
+        """Send a signal; return the exit code when every process is gone, or -1 if one stays."""
         family = [p for processes in self.roles().values() for p in processes]
         assert self.server is not None
         self.server.process.send_signal(number)
@@ -187,7 +187,7 @@ class Service:
 
 
 def role_of(command: list[str]) -> str | None:
-    """By its command line; None for what the standard library runs beside."""
+    """Return the role by the command line; None for helper processes of the standard library."""
     text = " ".join(command)
     words = {"flashpoint_server.cli.worker": "http", "engine.process": "engine", "faulty.engine": "engine"}
     words["codec_process"] = "codec"
@@ -202,8 +202,8 @@ def held(process: psutil.Process) -> Held:
     return Held(info.rss - info.shared, shared, process.num_fds() - connections, process.num_threads())
 
 
-def most(several: list[Held]) -> Held:
-    return Held(*(max(values) for values in zip(*(vars(one).values() for one in several), strict=True)))
+def most(processes: list[Held]) -> Held:
+    return Held(*(max(values) for values in zip(*(vars(each).values() for each in processes), strict=True)))
 
 
 def _size(line: str) -> int:

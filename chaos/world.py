@@ -1,4 +1,4 @@
-"""The parts that a fault controls: the service, its callers, and when connections may break."""
+"""The objects that a fault controls: the service, its callers, and the times when connections may break."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chaos.callers import Outcome
 from chaos.load import Load
 from chaos.service import Service
 
-GRACE = 3.0  # seconds after which nobody has a connection any more that a fault broke
+GRACE = 3.0  # seconds after a fault in which callers may still find their connections broken
 
 
 @dataclass
@@ -26,7 +26,7 @@ class World:
 
     @contextlib.contextmanager
     def breaking(self) -> Iterator[None]:
-        """Inside, and for a moment after, callers may lose their connections."""
+        """Allow callers to lose their connections in this context, and for GRACE after it."""
         began = time.monotonic()
         self._broken.append((began, float("inf")))
         try:
@@ -36,24 +36,24 @@ class World:
             self._broken.append((began, time.monotonic() + GRACE))
 
     def may_break(self, outcome: Outcome) -> bool:
-        """Whether its connection was there, or was opened, while connections might break."""
+        """Return whether the connection of an outcome existed at a time when connections may break."""
         first = outcome.began if outcome.opened is None else outcome.opened
         return any(first <= end and outcome.ended >= began for began, end in self._broken)
 
     def wait(self, low: float, high: float) -> None:
-        """A fault lasts for a while of its own choice."""
+        """Sleep for a random time between `low` and `high` seconds."""
         time.sleep(float(self.rng.uniform(low, high)))
 
-    def choose(self, several: list[int]) -> int:
-        return several[int(self.rng.integers(len(several)))]
+    def choose(self, pids: list[int]) -> int:
+        return pids[int(self.rng.integers(len(pids)))]
 
     def pids(self, role: str) -> list[int]:
         return [process.pid for process in self.service.roles()[role]]
 
-    def until(self, found: Callable[[], bool], bound: float, otherwise: str) -> float | None:
-        """Seconds until `found`; a violation, `otherwise`, where that takes longer than `bound`."""
+    def until(self, check: Callable[[], bool], bound: float, otherwise: str) -> float | None:
+        """Return the seconds until `check()` is true. After `bound` seconds add the violation `otherwise`."""
         began = time.monotonic()
-        while not found():
+        while not check():
             if time.monotonic() - began > bound:
                 self.violations.append(f"{otherwise}, in {bound:g} s")
                 return None

@@ -1,12 +1,12 @@
-"""Gemma 3 270M writes many answers to one long prompt: with its KV cache on the server, and at home.
+"""Gemma 3 270M writes many answers to one long prompt: with its KV cache on the server, and with a local cache.
 
     .venv/bin/pip install -c constraints.txt '.[examples,server]'
-    .venv/bin/python examples/best_of_n.py      # with a server of its own
+    .venv/bin/python examples/best_of_n.py      # starts its own server
     .venv/bin/python examples/best_of_n.py --url http://localhost:8000 --answers 16
 
-The server holds the prompt once: the caches of the answers are forks of one cache, and a call reads the keys that they
-share once for all of them. At home, SDPA reads a batch in which each answer has a copy of the prompt. Both draw with
-the same seed. The best answer is the one whose tokens have the highest mean log-probability.
+The server holds the prompt once: the answers' caches are forks of one cache, and a call reads their common keys once
+for all answers. Locally ("at home"), SDPA reads a batch with a copy of the prompt for each answer. Both draw with the
+same seed. The best answer has the highest mean log-probability of its tokens.
 """
 
 import argparse
@@ -27,7 +27,7 @@ TEXT = Path(__file__).parent / "data/python-reference.txt"
 
 
 class Clock(LogitsProcessor):
-    """Notes when `generate` has the logits of each token."""
+    """Records the time when `generate` has the logits of each token."""
 
     def __init__(self) -> None:
         self.times: list[float] = [time.perf_counter()]
@@ -50,49 +50,49 @@ def write(model: Any, ids: Tensor, count: int, tokens: int, cache: Any) -> Answe
     """Write `count` answers of `tokens` tokens to the prompt `ids` (1, S)."""
     torch.manual_seed(0)
     clock = Clock()
-    found = model.generate(
+    output = model.generate(
         ids, attention_mask=torch.ones_like(ids), past_key_values=cache, num_return_sequences=count, do_sample=True,
         max_new_tokens=tokens, min_new_tokens=tokens, logits_processor=[clock], output_logits=True,
         return_dict_in_generate=True,
     )  # fmt: skip
-    new = found.sequences[:, ids.shape[1] :]
-    steps = [logits.log_softmax(-1).gather(1, new[:, n : n + 1]) for n, logits in enumerate(found.logits)]
-    best = int(torch.cat(steps, 1).mean(1).argmax())
+    new = output.sequences[:, ids.shape[1] :]
+    log_probabilities = [logits.log_softmax(-1).gather(1, new[:, n : n + 1]) for n, logits in enumerate(output.logits)]
+    best = int(torch.cat(log_probabilities, 1).mean(1).argmax())
     return Answers(new, best, clock.times[1] - clock.times[0], clock.times[-1] - clock.times[1])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", help="a server; one of its own where none is given")
-    parser.add_argument("--prompt-tokens", type=int, default=1500, help="of the prompt (default: %(default)s)")
-    parser.add_argument("--answers", type=int, default=16, help="to write (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=24, help="of each answer (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, help="where the file of the weights is put together")
-    arguments = parser.parse_args()
-    model, tokenizer = load(arguments.folder)
-    ids = tokenizer(TEXT.read_text(), return_tensors="pt").input_ids[:, : arguments.prompt_tokens]
-    own = contextlib.nullcontext(arguments.url) if arguments.url else own_server()
-    with own as url, flashpoint.Client(url, timeout=600) as client, torch.no_grad():
+    parser.add_argument("--url", help="a server; by default the example starts one")
+    parser.add_argument("--prompt-tokens", type=int, default=1500, help="length of the prompt (default: %(default)s)")
+    parser.add_argument("--answers", type=int, default=16, help="number of answers (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=24, help="tokens of each answer (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, help="folder in which the file of the weights is assembled")
+    args = parser.parse_args()
+    model, tokenizer = load(args.folder)
+    ids = tokenizer(TEXT.read_text(), return_tensors="pt").input_ids[:, : args.prompt_tokens]
+    server = contextlib.nullcontext(args.url) if args.url else own_server()
+    with server as url, flashpoint.Client(url, timeout=600) as client, torch.no_grad():
         register(client)
         first: Answers | None = None
         for way in ("at home, SDPA", "cache on the server"):
             home = way.startswith("at home")
             model.set_attn_implementation("sdpa" if home else NAME)
-            model.generate(ids[:, :8], do_sample=False, max_new_tokens=1)  # not timed: the first reads the weights
+            model.generate(ids[:, :8], do_sample=False, max_new_tokens=1)  # warm-up: the first call reads the weights
             cache = DynamicCache(config=model.config) if home else RemoteCache(client, model.config)
             before = carried(url)
-            found = write(model, ids, arguments.answers, arguments.tokens, cache)
+            result = write(model, ids, args.answers, args.tokens, cache)
             sent = carried(url) - before
             if isinstance(cache, RemoteCache):
                 cache.close()
-            first = first or found
-            steps = arguments.answers * (arguments.tokens - 1)
-            same = int((found.tokens == first.tokens).all(1).sum())
+            first = first or result
+            token_count = args.answers * (args.tokens - 1)
+            same = int((result.tokens == first.tokens).all(1).sum())
             print(
-                f"{way:<20} prompt {found.prompt_seconds:5.1f} s, then {steps / found.seconds:6.1f} tokens/s, "
-                f"{sent / 1e6:6.1f} MB sent and received, {same} of {arguments.answers} answers as at home"
+                f"{way:<20} prompt {result.prompt_seconds:5.1f} s, then {token_count / result.seconds:6.1f} tokens/s, "
+                f"{sent / 1e6:6.1f} MB sent and received, {same} of {args.answers} answers as at home"
             )
-        print(f"best: {tokenizer.decode(found.tokens[found.best])!r}")
+        print(f"best: {tokenizer.decode(result.tokens[result.best])!r}")
 
 
 if __name__ == "__main__":

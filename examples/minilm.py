@@ -31,12 +31,12 @@ SENTENCES = [
 
 
 def load(attention: str) -> PreTrainedModel:
-    """The model, in evaluation mode, with `attention` as its implementation: `eager`, or the name registered for us."""
+    """Return the model in evaluation mode. `attention` is its implementation: `eager`, or NAME for served attention."""
     return AutoModel.from_pretrained(get_model_path(), attn_implementation=attention).eval()
 
 
 def encode(model: PreTrainedModel, sentences: list[str]) -> Tensor:
-    """Embeddings (n, 384) of unit length: the mean of the tokens' hidden states, padding left out."""
+    """Return embeddings (n, 384) of unit length: the mean of the tokens' hidden states without padding."""
     tokens = AutoTokenizer.from_pretrained(get_model_path())(sentences, padding=True, return_tensors="pt")
     hidden = model(**tokens).last_hidden_state
     mask = tokens["attention_mask"].unsqueeze(-1)
@@ -46,15 +46,15 @@ def encode(model: PreTrainedModel, sentences: list[str]) -> Tensor:
 def main() -> None:
     parser = argparse.ArgumentParser(description="MiniLM with its attention served by Flashpoint")
     parser.add_argument("--url", default="http://localhost:8000", help="the server (default: %(default)s)")
-    arguments = parser.parse_args()
-    with flashpoint.Client(arguments.url) as client, torch.no_grad():
+    args = parser.parse_args()
+    with flashpoint.Client(args.url) as client, torch.no_grad():
         register(client)
         served = encode(load(NAME), SENTENCES)
-        own = encode(load("eager"), SENTENCES)
+        local = encode(load("eager"), SENTENCES)
     print("similarity of each sentence to the first:")
     for similarity, sentence in zip((served @ served[0]).tolist(), SENTENCES, strict=True):
         print(f"  {similarity:6.3f}  {sentence}")
-    print(f"largest difference from the model's own attention: {(served - own).abs().max().item():.1e}")
+    print(f"largest difference from the model's own attention: {(served - local).abs().max().item():.1e}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Ring attention (Liu et al. 2023): each process has a part of the sequence, and keys travel from process to process.
+"""Ring attention (Liu et al. 2023): each process has a part of the sequence, and sends keys to the next process.
 
     .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/ring_attention.py
 
-Every process computes its queries' attention over all keys, one part after another, and the gradients likewise: those
-of the keys travel with them. It prints the largest difference from attention in one process.
+Every process computes the attention of its queries over all keys, one part after another, and then the gradients. The
+keys' gradients travel with the keys. It prints the largest difference from attention in one process.
 """
 
 import torch
@@ -27,14 +27,14 @@ def pass_on(*tensors: Tensor) -> list[Tensor]:
 class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v):  # type: ignore[no-untyped-def]
-        parts, own, rank = [], (k, v), dist.get_rank()
-        for part in (*range(rank, -1, -1), *range(dist.get_world_size() - 1, rank, -1)):  # whose keys are here
+        parts, local, rank = [], (k, v), dist.get_rank()
+        for part in (*range(rank, -1, -1), *range(dist.get_world_size() - 1, rank, -1)):  # the part of k and v
             if part <= rank:  # causal: later keys are not seen
-                offset = (rank - part) * k.shape[2]  # query 0 stands at this key, counted from the part's first
+                offset = (rank - part) * k.shape[2]  # the key of query 0, counted from the part's first key
                 parts.append(attention(q, k, v, causal=True, offset=offset, return_lse=True))
             k, v = pass_on(k, v)
         o, lse = merge(*zip(*parts, strict=True))
-        ctx.save_for_backward(q, *own, o, lse)
+        ctx.save_for_backward(q, *local, o, lse)
         return o
 
     @staticmethod
@@ -42,10 +42,10 @@ class RingAttention(torch.autograd.Function):
         (q, k, v, o, lse), rank = ctx.saved_tensors, dist.get_rank()
         sums = [torch.zeros_like(t) for t in (q, k, v)]
         for part in (*range(rank, -1, -1), *range(dist.get_world_size() - 1, rank, -1)):
-            if part <= rank:  # o and lse are of all keys, so these are the shares of the gradients
+            if part <= rank:  # o and lse cover all keys, so this gives the part's share of the gradients
                 offset = (rank - part) * k.shape[2]
-                found = attention_backward(do, q, k, v, o, lse, causal=True, offset=offset)
-                sums = [t + more for t, more in zip(sums, found, strict=True)]
+                grads = attention_backward(do, q, k, v, o, lse, causal=True, offset=offset)
+                sums = [t + more for t, more in zip(sums, grads, strict=True)]
             k, v, *sums[1:] = pass_on(k, v, *sums[1:])
         return tuple(sums)
 
@@ -56,16 +56,16 @@ class RingAttention(torch.autograd.Function):
 def main() -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)  # the same numbers everywhere; a process uses its part
+    torch.manual_seed(0)  # the same numbers in every process, which uses its part
     whole = [torch.randn(1, heads, 256 * world, 64, requires_grad=True) for heads in (8, 2, 2)]
     do = torch.randn(1, 8, 256 * world, 64)
     expected = attention(*whole, causal=True)
     expected.backward(do)
-    own = [t.detach().chunk(world, 2)[rank].requires_grad_() for t in whole]
-    o = RingAttention.apply(*own)
+    local = [t.detach().chunk(world, 2)[rank].requires_grad_() for t in whole]
+    o = RingAttention.apply(*local)
     o.backward(do.chunk(world, 2)[rank])
-    pairs = [(o, expected), *((part.grad, t.grad) for part, t in zip(own, whole, strict=True))]
-    errors = [(found - truth.chunk(world, 2)[rank]).abs().max().item() for found, truth in pairs]
+    pairs = [(o, expected), *((part.grad, t.grad) for part, t in zip(local, whole, strict=True))]
+    errors = [(answer - truth.chunk(world, 2)[rank]).abs().max().item() for answer, truth in pairs]
     print(f"process {rank} of {world}: o, dq, dk, dv differ by at most {max(errors):.1e}", flush=True)
     dist.destroy_process_group()
 

@@ -1,13 +1,13 @@
-"""A small GPT of characters, trained several ways from one seed: the loss goes down the same curve.
+"""Train a small character-level GPT with several kinds of attention from one seed: the loss curve is the same.
 
     .venv/bin/python examples/train_gpt.py                           # our attention beside torch's own
     make serve                                                       # in another terminal; then also over HTTP:
     .venv/bin/python examples/train_gpt.py --attention local sdpa served saved --url http://localhost:8000
 
-`local` is flashpoint_kernels.attention, `sdpa` is torch's scaled_dot_product_attention, and `served` sends every
-attention to a Flashpoint server, forward and backward; `saved` leaves the forward there, and sends less. All else runs
-here, on the CPU. At the end the model writes some text, character by character, with the first of these. --plot is
-where the curves are drawn. The text to learn from is a part of the Python Language Reference, see data/README.md.
+`local` is flashpoint_kernels.attention, `sdpa` is torch's scaled_dot_product_attention. `served` sends every attention
+to a Flashpoint server, forward and backward; `saved` saves the forward there, and sends less. Everything else runs here
+on the CPU. At the end the model of the first kind writes some text, character by character. --plot draws the curves.
+The training text is a part of the Python Language Reference, see data/README.md.
 """
 
 import argparse
@@ -38,7 +38,7 @@ WAYS = ("local", "sdpa", "served", "saved")
 
 
 class Gpt(nn.Module):
-    """Characters (B, S) of int64 to the logits (B, S, vocabulary) of the character that follows each."""
+    """Maps characters (B, S) of int64 to the logits (B, S, vocabulary) of the next character at each place."""
 
     def __init__(
         self, vocabulary: int, *, context: int, dim: int, heads: int, kv_heads: int, layers: int,
@@ -58,14 +58,14 @@ class Gpt(nn.Module):
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout_p: float, **_: Any) -> Tensor:
-    """torch's own, as a `Block` asks for it: layout (B, S, H, D), grouped heads, no window."""
+    """Call torch's attention with the interface of a `Block`: layout (B, S, H, D), grouped heads, no window."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     o = scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=causal, enable_gqa=True)
     return o.transpose(1, 2)
 
 
 def way(name: str, client: flashpoint.Client, backend: str = "tiled") -> Callable[..., Any]:
-    """The attention that `name` stands for. By default our own tiles: `auto` on a CPU is the operator that sdpa is."""
+    """Return the attention of `name`. The default is our own tiles, because `auto` on a CPU is sdpa's operator."""
     if name in ("served", "saved"):
         return functools.partial(flashpoint.torch.attention, client=client, backend=backend, save=name == "saved")
     return functools.partial(attention, backend=backend) if name == "local" else sdpa
@@ -74,13 +74,13 @@ def way(name: str, client: flashpoint.Client, backend: str = "tiled") -> Callabl
 class Trained(NamedTuple):
     """The result of a training."""
 
-    losses: list[float]  # in nats a character, before each step
+    losses: list[float]  # nats per character, before each step
     model: Gpt
     alphabet: dict[str, int]
     context: int
 
     def write(self, start: str, count: int, *, seed: int = 0, temperature: float = 0.7) -> str:
-        """`start`, and `count` characters that the model adds, each drawn from what it expects there."""
+        """Return `start` with `count` more characters, each drawn from the model's distribution."""
         letters = list(self.alphabet)
         codes = [self.alphabet[character] for character in start]
         generator = torch.Generator().manual_seed(seed)
@@ -96,7 +96,7 @@ def train(
     attention: Callable[..., Any], *, seed: int = 0, steps: int = 300, batch: int = 8, context: int = 64,
     dim: int = 64, heads: int = 4, kv_heads: int = 2, layers: int = 2, rate: float = 3e-3,
 ) -> Trained:  # fmt: skip
-    """Train by `steps` steps of AdamW; the weights and batches are the seed's."""
+    """Train with `steps` steps of AdamW; `seed` determines the weights and batches."""
     text = TEXT.read_text(encoding="utf-8")
     alphabet = {character: n for n, character in enumerate(sorted(set(text)))}
     codes = torch.tensor([alphabet[character] for character in text])
@@ -118,7 +118,7 @@ def train(
 
 
 def draw(curves: dict[str, list[float]], about: str) -> Figure:
-    """Return the curves above; below, how far each is from the first."""
+    """Plot the curves above; below, the difference of each from the first."""
     first, *others = curves
     # Each later curve is thinner than the one it covers.
     styles = {
@@ -139,8 +139,8 @@ def draw(curves: dict[str, list[float]], about: str) -> Figure:
         colour, line, width = styles[name]
         axes[0].plot(losses, color=colour, linestyle=line, linewidth=width)
     for name, mark in marks.items():
-        apart = [abs(a - b) for a, b in zip(curves[name], curves[first], strict=True)]
-        axes[-1].plot(apart, mark, color=styles[name][0], markersize=4)
+        differences = [abs(a - b) for a, b in zip(curves[name], curves[first], strict=True)]
+        axes[-1].plot(differences, mark, color=styles[name][0], markersize=4)
         axes[-1].ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
         axes[-1].set_ylabel("difference of loss", fontsize=9)
     axes[0].set_ylabel("loss, nats a character", fontsize=9)
@@ -149,7 +149,7 @@ def draw(curves: dict[str, list[float]], about: str) -> Figure:
 
 
 def environment() -> dict[str, Any]:
-    """Device and versions, the commit of this clone, the date, and how busy the machine is."""
+    """Return the device and versions, the commit of this clone, the date, and the machine's load."""
     command = ["git", "rev-parse", "HEAD"]
     commit = subprocess.run(command, cwd=TEXT.parent, capture_output=True, text=True, check=False).stdout.strip()
     now = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "load_average": os.getloadavg()}
@@ -162,34 +162,34 @@ def main() -> None:
     parser.add_argument(
         "--url", default="http://localhost:8000", help="the server of `served` and `saved` (default: %(default)s)"
     )
-    parser.add_argument("--backend", default="tiled", help="of local, served and saved (default: %(default)s)")
+    parser.add_argument("--backend", default="tiled", help="backend of local, served and saved (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--plot", default="train-gpt.svg", help="the picture, SVG or PNG; none if empty (default: %(default)s)"
+        "--plot", default="train-gpt.svg", help="file of the plot, SVG or PNG; none if empty (default: %(default)s)"
     )
-    parser.add_argument("--write", type=int, default=200, help="characters at the end (default: %(default)s)")
-    parser.add_argument("--json", help="the curves and the environment as JSON")
-    given = parser.parse_args()
+    parser.add_argument("--write", type=int, default=200, help="characters to write at the end (default: %(default)s)")
+    parser.add_argument("--json", help="file for the curves and the environment as JSON")
+    args = parser.parse_args()
     curves, text = {}, ""
-    with flashpoint.Client(given.url) as client:
-        for name in dict.fromkeys(given.attention):
-            trained = train(way(name, client, given.backend), seed=given.seed, steps=given.steps)
+    with flashpoint.Client(args.url) as client:
+        for name in dict.fromkeys(args.attention):
+            trained = train(way(name, client, args.backend), seed=args.seed, steps=args.steps)
             curves[name] = trained.losses
-            print(f"{name:>6}: loss {curves[name][0]:.4f} at first, {curves[name][-1]:.4f} at step {given.steps}")
-            text = text or trained.write("The ", given.write)
+            print(f"{name:>6}: loss {curves[name][0]:.4f} at first, {curves[name][-1]:.4f} at step {args.steps}")
+            text = text or trained.write("The ", args.write)
     first, *others = curves
     for name in others:
-        apart = max(abs(a - b) for a, b in zip(curves[name], curves[first], strict=True))
-        print(f"{name} is at most {apart:.1e} from {first}")
+        difference = max(abs(a - b) for a, b in zip(curves[name], curves[first], strict=True))
+        print(f"{name} is at most {difference:.1e} from {first}")
     print(f"\n{first} writes:\n{text}")
-    if given.plot:
-        kind = "png" if given.plot.endswith(".png") else "svg"
-        Path(given.plot).write_bytes(saved(lambda: draw(curves, describe("cpu")["device"]), kind))
-    if given.json:
-        found = {"environment": environment(), "seed": given.seed, "backend": given.backend, "curves": curves}
-        found["text"] = text
-        Path(given.json).write_text(json.dumps(found, indent=1) + "\n")
+    if args.plot:
+        kind = "png" if args.plot.endswith(".png") else "svg"
+        Path(args.plot).write_bytes(saved(lambda: draw(curves, describe("cpu")["device"]), kind))
+    if args.json:
+        result = {"environment": environment(), "seed": args.seed, "backend": args.backend, "curves": curves}
+        result["text"] = text
+        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

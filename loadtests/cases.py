@@ -1,4 +1,4 @@
-"""The requests: the bytes of each, made before the load, and its answer by the definition in float64."""
+"""The requests of the load: their bytes, made in advance, and their answers, computed in float64."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from flashpoint_contract.schemas import jsonwire
 
 Array = NDArray[Any]
 
-BOUND = 5e-6  # of the largest value: float32 against float64 at these lengths
-MIXED_LENGTHS = (8, 17, 40, 64, 100, 129, 200, 256, 333, 512)  # a few long ones among many short, few of a tile's size
+BOUND = 5e-6  # largest error over the largest value: float32 against float64 at these lengths
+MIXED_LENGTHS = (8, 17, 40, 64, 100, 129, 200, 256, 333, 512)  # many short, a few long; few are multiples of a tile
 DECODE_KEYS = 2048
 
 
 class WrongAnswerError(Exception):
-    """An answer came, and it is not attention."""
+    """The content of an answer is wrong."""
 
 
 SAFETENSORS, JSON, OIP = (
     wire.MEDIA_TYPE,
     jsonwire.MEDIA_TYPE,
     "application/octet-stream",
-)  # forms, by their types
+)  # media types of the forms
 
 
 @dataclass(frozen=True)
 class Case:
-    """One request, and the tensors that are the answer to it."""
+    """One request, and the tensors of its right answer."""
 
     path: str
     form: str
@@ -42,12 +42,12 @@ class Case:
     expected: Mapping[str, Array]
 
     def check(self, content: bytes) -> None:
-        """Raises WrongAnswerError where `content`, the body of the answer, is not the right one."""
-        found = read(content, self.form)
+        """Check `content`, the body of the answer. Raises WrongAnswerError."""
+        tensors = read(content, self.form)
         for name, right in self.expected.items():
-            if name not in found or found[name].shape != right.shape:
+            if name not in tensors or tensors[name].shape != right.shape:
                 raise WrongAnswerError(f"{name} is missing, or of another shape")
-            error = np.abs(found[name] - right).max() / np.abs(right).max()
+            error = np.abs(tensors[name] - right).max() / np.abs(right).max()
             if not error <= BOUND:
                 raise WrongAnswerError(f"{name} is wrong by {error:.1e} of its largest value")
 
@@ -56,7 +56,7 @@ def make(
     q_len: int, kv_len: int, dim: int, *, heads: int = 8, kv_heads: int = 8, causal: bool = True, grad: bool = False,
     form: str = SAFETENSORS, seed: int = 0,
 ) -> Case:  # fmt: skip
-    """A request for q (1,heads,q_len,dim) and k and v (1,kv_heads,kv_len,dim), drawn from `seed`, in float32."""
+    """Return a request with random float32 q (1,heads,q_len,dim), k and v (1,kv_heads,kv_len,dim)."""
     rng = np.random.default_rng((seed, q_len, kv_len))
     shapes = {"q": (heads, q_len), "k": (kv_heads, kv_len), "v": (kv_heads, kv_len)}
     if grad:
@@ -73,7 +73,7 @@ def make(
 
 
 def truth(tensors: Mapping[str, Array], *, causal: bool) -> dict[str, Array]:
-    """`o`, or with `do` the gradients, in float64."""
+    """Return `o` in float64; if `tensors` has `do`, return the gradients."""
     q, k, v = (tensors[name].astype(np.float64) for name in "qkv")
     group = q.shape[1] // k.shape[1]
     keys, values = k.repeat(group, 1), v.repeat(group, 1)
@@ -96,7 +96,7 @@ def truth(tensors: Mapping[str, Array], *, causal: bool) -> dict[str, Array]:
 
 
 def write(tensors: Mapping[str, Array], options: Mapping[str, Any], form: str) -> bytes:
-    """A message in JSON, or in safetensors."""
+    """Return a message in JSON or safetensors."""
     if form == JSON:
         return jsonwire.encode(tensors, options)
     head: dict[str, Any] = {"__metadata__": {name: json.dumps(value) for name, value in options.items()}}
@@ -109,7 +109,7 @@ def write(tensors: Mapping[str, Array], options: Mapping[str, Any], form: str) -
 
 
 def oip(tensors: Mapping[str, Array], options: Mapping[str, Any], role: str) -> tuple[bytes, bytes]:
-    """A message of the Open Inference Protocol, its head and its bytes; `role` is inputs or outputs."""
+    """Return the head and the data of a message of the Open Inference Protocol; `role` is inputs or outputs."""
     heads = [
         {"name": n, "shape": t.shape, "datatype": "FP32", "parameters": {"binary_data_size": t.nbytes}}
         for n, t in tensors.items()
@@ -118,7 +118,7 @@ def oip(tensors: Mapping[str, Array], options: Mapping[str, Any], role: str) -> 
 
 
 def read(content: bytes, form: str) -> dict[str, Array]:
-    """The tensors of an answer. Raises WrongAnswerError."""
+    """Return the tensors of an answer. Raises WrongAnswerError."""
     try:
         if form == JSON:
             return jsonwire.decode(content)[0]
@@ -128,26 +128,26 @@ def read(content: bytes, form: str) -> dict[str, Array]:
         head = wire.parse_head(content[:size])
         if len(content) != head.size + head.data_size:
             raise WrongAnswerError(f"{len(content)} bytes of {head.size + head.data_size} came")
-    except ValueError as error:  # wire's own error is one
+    except ValueError as error:  # base class of wire's error
         raise WrongAnswerError(str(error)) from None
     data = memoryview(content)[size:]
     return {t.name: np.frombuffer(data[t.start : t.stop], np.float32).reshape(t.shape) for t in head.tensors}
 
 
 def _read_oip(content: bytes) -> dict[str, Array]:
-    """Its bytes end the answer; between them and the head may be spaces. Raises ValueError."""
+    """Return the tensors, whose bytes end the answer; spaces may follow the head. Raises ValueError."""
     head, end = json.JSONDecoder().raw_decode(content[:4096].decode("latin-1"))
-    found, start = {}, len(content) - sum(each["parameters"]["binary_data_size"] for each in head["outputs"])
+    tensors, start = {}, len(content) - sum(output["parameters"]["binary_data_size"] for output in head["outputs"])
     if start < end:
         raise ValueError(f"{end - start} bytes are missing")
-    for each in head["outputs"]:
-        size = each["parameters"]["binary_data_size"]
-        found[each["name"]] = np.frombuffer(content[start : start + size], np.float32).reshape(each["shape"])
+    for output in head["outputs"]:
+        size = output["parameters"]["binary_data_size"]
+        tensors[output["name"]] = np.frombuffer(content[start : start + size], np.float32).reshape(output["shape"])
         start += size
-    return found
+    return tensors
 
 
-# By kind of caller.
+# The requests of each kind of caller.
 CASES: dict[str, list[Case]] = {
     "forward": [make(128, 128, 64, causal=causal) for causal in (True, False)],
     "gradient": [make(128, 128, 64, heads=4, kv_heads=4, causal=causal, grad=True) for causal in (True, False)],

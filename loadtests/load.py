@@ -1,4 +1,4 @@
-"""Load from this process: as many callers as are wanted, at the rate that is wanted, and what became of their calls."""
+"""Generate load in this process: start callers, keep a rate, and record the outcome of each call."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.record import percentile
 
-PERIOD = 1.0  # seconds between the calls of a caller that keeps a rate: what takes longer counts as a failure
-SETTLE = 2.5 * PERIOD  # seconds that are not counted: until every caller has connected, and has its place in the period
-WARM = 0.5  # the same where callers do not wait
+PERIOD = 1.0  # seconds between the calls of a caller in an open loop; a longer call counts as a failure
+SETTLE = 2.5 * PERIOD  # seconds before counting: every caller connects, and takes its place in the period
+WARM = 0.5  # the same for a closed loop
 
-logging.getLogger("locust").setLevel(logging.ERROR)  # it warns of many callers at once, which is what is wanted
-logging.getLogger("locust.runners").setLevel(logging.CRITICAL)  # and calls it an error to stop one that had not begun
+logging.getLogger("locust").setLevel(logging.ERROR)  # locust warns if many callers start at once, as they do here
+logging.getLogger("locust.runners").setLevel(logging.CRITICAL)  # it logs an error for a caller that stops before a call
 
 
 @dataclass(frozen=True)
 class Call:
-    id: str  # as the server's log has it
+    id: str  # the request's id in the server's log
     began: float  # `time.time` seconds
     ms: float
     error: str | None
@@ -41,7 +41,7 @@ class Call:
 
 @dataclass
 class Step:
-    """The counts of a scenario's step. `offered` is a rate in calls a second; none in a closed loop."""
+    """The counts of a scenario's step. `offered` is a rate in calls per second; None in a closed loop."""
 
     scenario: str
     name: str
@@ -49,12 +49,12 @@ class Step:
     offered: float | None
     began: float = 0.0  # `time.time` seconds
     seconds: float = 0.0
-    busy: float = 0.0  # part of that time for which this process computed: near 1 it is the bound, not the server
-    calls: list[Call] = field(default_factory=list)  # that began in that time; there once the load is over
+    busy: float = 0.0  # CPU time of this process over `seconds`; near 1, this process limits the rate, not the server
+    calls: list[Call] = field(default_factory=list)  # calls that began in this time; filled after the load
 
     @property
     def rate(self) -> float:
-        """Right answers a second."""
+        """Return the right answers per second."""
         return sum(call.error is None for call in self.calls) / self.seconds if self.seconds else 0.0
 
     @property
@@ -63,15 +63,15 @@ class Step:
 
     @property
     def error_rate(self) -> float:
-        return self.errors.total() / len(self.calls) if self.calls else 1.0  # nothing answered is no success
+        return self.errors.total() / len(self.calls) if self.calls else 1.0  # no calls count as errors
 
     def percentile(self, part: float) -> float:
         """Return a percentile of the latency of right answers in milliseconds; infinite if there is none."""
         times = [call.ms for call in self.calls if call.error is None]
         return percentile(times, part)
 
-    def _shown(self, part: float) -> float | None:
-        """That percentile, as far as there is one."""
+    def _finite(self, part: float) -> float | None:
+        """Return that percentile, or None without right answers."""
         return round(ms, 1) if math.isfinite(ms := self.percentile(part)) else None
 
     def row(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class Step:
 
 
 class Load:
-    """Callers of one kind against `host`. Steps follow each other at once, and have their calls when `with` is over."""
+    """Callers of one kind against `host`. Steps run without a pause, and get their calls at the end of `with`."""
 
     def __init__(self, scenario: str, kind: str, host: str) -> None:
         self._scenario, self._kind = scenario, kind
@@ -108,24 +108,24 @@ class Load:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._runner.quit()  # once what is under way has been answered
+        self._runner.quit()  # waits for the answers to calls in flight
         self._history.kill()
         for step in self._steps:
             step.calls = [call for call in self._calls if 0 <= call.began - step.began < step.seconds]
 
     def closed(self, callers: int, seconds: float) -> Step:
-        """`callers` that call again as soon as they are answered."""
+        """Run a closed loop: each of `callers` calls again as soon as its answer comes."""
         self._options.calls_per_second = 0.0
         return self._run(Step(self._scenario, f"{self._kind}, {callers} callers", callers, None), seconds, WARM)
 
     def open(self, rate: float, seconds: float, name: str, settle: float = SETTLE) -> Step:
-        """`rate` calls a second, whatever becomes of them; counted after `settle` seconds."""
+        """Run an open loop of `rate` calls per second; count after `settle` seconds."""
         callers = max(1, round(rate * PERIOD))
         self._options.calls_per_second = 1 / PERIOD
         return self._run(Step(self._scenario, name, callers, callers / PERIOD), seconds, settle)
 
     def count(self, step: Step, during: Callable[[], None]) -> Step:
-        """Count what begins until `during` returns."""
+        """Count the calls that begin before `during` returns."""
         step.began, began, computed = time.time(), time.perf_counter(), time.process_time()
         during()
         step.seconds = time.perf_counter() - began
@@ -134,16 +134,16 @@ class Load:
         return step
 
     def html(self) -> str:
-        """locust's own report."""
+        """Return locust's report as HTML."""
         return get_html_report(self.environment, show_download_link=False)
 
     def _run(self, step: Step, seconds: float, settle: float) -> Step:
-        # Within a second: also from many callers down to a few, who would else go on for as long as locust takes.
+        # This rate stops callers within a second, too. Locust would otherwise take long from many callers to a few.
         self._runner.start(step.callers, spawn_rate=max(step.callers, self._runner.user_count, 1))
         gevent.sleep(settle)
         return self.count(step, lambda: gevent.sleep(seconds))
 
-    def _heard(
+    def _record_call(
         self, start_time: float, response_time: float, context: dict[str, str], exception: Any = None, **_: Any
     ) -> None:
         error = None if exception is None else str(exception)

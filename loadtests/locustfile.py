@@ -1,11 +1,11 @@
-"""Callers of the service, a class a kind, every answer checked.
+"""Callers of the service, one class for each kind. They check every answer.
 
     .venv/bin/locust -f loadtests/locustfile.py --host http://localhost:8000 Mix
 
-opens locust's page, from where callers are started and watched; `make loadtest` asks its questions by itself. A caller
-sends bytes that were made before, and its answer is checked once its time has been taken. With `--calls-per-second`
-each caller keeps its rate whatever the server does (an open loop, in which a stall is not hidden by callers that
-wait); without, it calls again as soon as it is answered (a closed loop).
+opens locust's page, which starts and shows callers; `make loadtest` needs no page. A caller sends bytes that were made
+in advance, and checks its answer after it has taken the time. With `--calls-per-second` each caller keeps its rate
+whatever the server does (an open loop, in which waiting callers do not hide a stall). Without it, a caller calls again
+as soon as its answer comes (a closed loop).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import gevent
 from cases import CASES, WrongAnswerError
 from locust import FastHttpUser, constant_throughput, events, task
 
-TIMEOUT = 30.0  # seconds: what takes longer in a closed loop is a failure
+TIMEOUT = 30.0  # timeout in seconds of a call in a closed loop
 
 
 @events.init_command_line_parser.add_listener
 def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
-        "--calls-per-second", type=float, default=0.0, help="of one caller; 0, the default: each calls again at once"
+        "--calls-per-second", type=float, default=0.0, help="rate of one caller; 0, the default: no wait between calls"
     )
 
 
 class Caller(FastHttpUser):
-    """A program that computes attention: each call is of one of its `kinds`, at random."""
+    """A program that computes attention. Each call has a random kind of `kinds`."""
 
     abstract = True
     kinds: tuple[str, ...]
@@ -38,8 +38,8 @@ class Caller(FastHttpUser):
 
     def on_start(self) -> None:
         if self.pace:
-            # Else all of them would call at the same moment. constant_throughput counts from a caller's birth on: who
-            # begins within its first period is in step with the others of its age.
+            # Random, because otherwise all callers would call at the same moment. At least one period, because
+            # constant_throughput counts from a caller's start: a first call within it would align callers again.
             gevent.sleep(random.uniform(1, 2) / self.pace)
 
     def wait_time(self) -> float:
@@ -55,31 +55,31 @@ class Caller(FastHttpUser):
         case = random.choice(CASES[kind])
         id = secrets.token_hex(8)
         headers = {**case.headers, "X-Request-Id": id}
-        most = (
+        max_ms = (
             1000 / self.pace if self.pace else math.inf
-        )  # who is not answered when the next call is due is so too late
+        )  # an answer that comes after the next call is due is too late
         if self.pace:
-            headers["X-Timeout-Ms"] = str(int(most))
+            headers["X-Timeout-Ms"] = str(int(max_ms))
         with self.client.post(
             case.path, data=case.body, headers=headers, name=kind, context={"id": id}, catch_response=True
-        ) as answer:  # its time has been taken here
+        ) as answer:  # locust has taken the time here
             if answer.status_code != 200:
                 answer.failure(refusal(answer))
                 return
             try:
                 case.check(answer.content)
-                if answer.request_meta["response_time"] > most:
+                if answer.request_meta["response_time"] > max_ms:
                     answer.failure("late: the answer came after the deadline")
             except WrongAnswerError as error:
                 answer.failure(error)
 
 
 def refusal(answer) -> str:
-    """Return the reason of a refusal: a problem's code, the words of /v2, or why no answer came."""
+    """Return the reason of a refusal: a problem's code, the error text of /v2, or why no answer came."""
     if not answer.status_code:
         return f"no answer: {type(answer.error).__name__}"
-    said = answer.json() if answer.content else {}
-    return f"{answer.status_code} {said.get('code', said.get('error'))}"
+    document = answer.json() if answer.content else {}
+    return f"{answer.status_code} {document.get('code', document.get('error'))}"
 
 
 class Forward(Caller):
@@ -91,13 +91,13 @@ class Gradient(Caller):
 
 
 class Mixed(Caller):
-    """Lengths of many sizes, forward and gradient."""
+    """Many lengths, forward and gradient."""
 
     kinds = ("mixed",)
 
 
 class Decode(Caller):
-    """One query against long keys, as a step of decoding has it."""
+    """One query against many keys, as in a step of decoding."""
 
     kinds = ("decode",)
 
@@ -113,7 +113,7 @@ class Oip(Caller):
 
 
 class Mix(Caller):
-    """All of these at once, forwards most."""
+    """All of these kinds; forwards are the most frequent."""
 
     kinds = ("forward",) * 4 + ("gradient",) * 2 + ("mixed",) * 2 + ("decode", "json", "oip")
 

@@ -1,4 +1,4 @@
-"""Write the results for people and for programs: a page, a plot, a table, and locust's own reports beside them."""
+"""Write the results for people and programs: a page, a plot, a table, JSON, and locust's own reports."""
 
 from __future__ import annotations
 
@@ -26,57 +26,57 @@ def environment() -> dict[str, Any]:
     return record.environment("flashpoint", "torch", "uvicorn", "locust")
 
 
-def keep(folder: Path, what: str, made: dict[str, Any], *, result: str, picture: str) -> None:
+def keep(folder: Path, what: str, env: dict[str, Any], *, result: str, picture: str) -> None:
     """Copy a result to benchmarks/results and its picture to docs/images, both named after the device."""
-    name = f"{what}-{record.file_name(made['device'])}"
+    name = f"{what}-{record.file_name(env['device'])}"
     shutil.copy(folder / result, ROOT / "benchmarks" / "results" / f"{name}.json")
     shutil.copy(folder / picture, ROOT / "docs" / "images" / f"{name}.svg")
 
 
-def document(report: Report, made: dict[str, Any]) -> dict[str, Any]:
-    """All of it, as JSON has it. `made` is the environment as it was before the load."""
+def document(report: Report, env: dict[str, Any]) -> dict[str, Any]:
+    """Return the whole result as plain data for JSON. `made` is the environment before the load."""
     return {
-        "environment": made,
+        "environment": env,
         "capacity": round(report.capacity, 1),
         "verdicts": [asdict(verdict) for verdict in report.verdicts],
         "steps": [step.row() for step in report.steps],
     }
 
 
-def write(report: Report, made: dict[str, Any], folder: Path) -> None:
-    """report.html, latency.svg, steps.csv, result.json, and a page of locust's for each scenario."""
-    found = document(report, made)
-    (folder / "result.json").write_text(json.dumps(found, indent=1) + "\n")
+def write(report: Report, env: dict[str, Any], folder: Path) -> None:
+    """Write report.html, latency.svg, steps.csv, result.json, and locust's page of each scenario."""
+    result = document(report, env)
+    (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
     with (folder / "steps.csv").open("w", newline="") as stream:
-        writer = csv.DictWriter(stream, list(found["steps"][0]))
+        writer = csv.DictWriter(stream, list(result["steps"][0]))
         writer.writeheader()
-        writer.writerows(found["steps"])
+        writer.writerows(result["steps"])
     for scenario, page in report.pages.items():
         (folder / f"{scenario}.html").write_text(page)
     curve = any(step.scenario == "saturation" for step in report.steps)
     if curve:
-        (folder / "latency.svg").write_bytes(style.saved(lambda: figures.latency(found), "svg"))
+        (folder / "latency.svg").write_bytes(style.saved(lambda: figures.latency(result), "svg"))
     picture = (folder / "latency.svg").read_text().partition("<svg")[2] if curve else ""
-    (folder / "report.html").write_text(_page(found, list(report.pages), picture))
+    (folder / "report.html").write_text(_page(result, list(report.pages), picture))
 
 
-def _page(found: dict[str, Any], scenarios: Iterable[str], picture: str) -> str:
-    made = found["environment"]
+def _page(result: dict[str, Any], scenarios: Iterable[str], picture: str) -> str:
+    env = result["environment"]
     verdicts = [
         (v["question"], v["found"], v["wanted"], "yes" if v["met"] else '<span class="no">no</span>')
-        for v in ({k: html.escape(str(x)) if k != "met" else x for k, x in row.items()} for row in found["verdicts"])
+        for v in ({k: html.escape(str(x)) if k != "met" else x for k, x in row.items()} for row in result["verdicts"])
     ]
-    steps = [[html.escape("" if x is None else str(x)) for x in row.values()] for row in found["steps"]]
+    steps = [[html.escape("" if x is None else str(x)) for x in row.values()] for row in result["steps"]]
     links = ", ".join(f'<a href="{name}.html">{name}</a>' for name in scenarios)
-    where = f"{html.escape(made['device'])}, {made['cores']} cores, load average {made['load_average'][0]:.2f} before"
-    what = f"torch {made['torch']}, {made['date']}, commit {made['commit'][:10]}"
+    where = f"{html.escape(env['device'])}, {env['cores']} cores, load average {env['load_average'][0]:.2f} before"
+    what = f"torch {env['torch']}, {env['date']}, commit {env['commit'][:10]}"
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>Load test of Flashpoint</title>'
         f"<style>{STYLE}</style><h1>Load test of Flashpoint</h1>"
-        f"<p>{where}; {what}. Capacity: {found['capacity']} calls a second.</p>"
+        f"<p>{where}; {what}. Capacity: {result['capacity']} calls a second.</p>"
         + _table(("question", "found", "wanted", "met"), verdicts)
         + (f"<svg{picture}" if picture else "")
-        + _table(list(found["steps"][0]), steps)
+        + _table(list(result["steps"][0]), steps)
         + f"<p>locust's own reports: {links}. The same in "
         + '<a href="steps.csv">CSV</a> and <a href="result.json">JSON</a>.</p></html>'
     )

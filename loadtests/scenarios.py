@@ -1,4 +1,4 @@
-"""A scenario a question: what is done to find out, what was counted, and whether that is well."""
+"""The scenarios. Each answers questions: it puts load on the server, counts outcomes, and judges them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from locustfile import KINDS
 
 from server import Server
 
-REFUSED = ("429", "503", "504", "late")  # what callers may get of a server that is asked too much, or that is ending
-CALLERS = (1, 2, 4, 8, 16)  # in a closed loop: more than two cores have use for
-LOADS = (0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.2)  # parts of the capacity
+REFUSED = ("429", "503", "504", "late")  # outcomes that an overloaded or ending server may give callers
+CALLERS = (1, 2, 4, 8, 16)  # callers of a closed loop, up to more than two cores can use
+LOADS = (0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.2)  # offered rates over the capacity
 SOAK_LOAD = 0.7
 
 
@@ -21,9 +21,9 @@ SOAK_LOAD = 0.7
 class Bounds:
     """The limits that a run must keep. `scale` multiplies the seconds of each step."""
 
-    errors: float  # part of the calls, up to the soak's load
-    p99_ms: float  # up to the soak's load
-    throughput: float  # calls a second, of the mix
+    errors: float  # part of the calls, at up to SOAK_LOAD
+    p99_ms: float  # at up to SOAK_LOAD
+    throughput: float  # calls of the mix per second
     loads: tuple[float, ...] = LOADS
     scale: float = 1.0
 
@@ -40,24 +40,24 @@ class Verdict:
 class Report:
     steps: list[Step] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
-    pages: dict[str, str] = field(default_factory=dict)  # locust's own reports, by scenario
-    capacity: float = 0.0  # calls of the mix a second
+    pages: dict[str, str] = field(default_factory=dict)  # locust's reports, by scenario
+    capacity: float = 0.0  # calls of the mix per second
 
     def judge(self, question: str, found: str, wanted: str, met: bool) -> None:
         self.verdicts.append(Verdict(question, found, wanted, met))
 
-    def no_errors(self, question: str, steps: list[Step], most: float) -> None:
+    def no_errors(self, question: str, steps: list[Step], max_rate: float) -> None:
         worst = max(step.error_rate for step in steps)
-        self.judge(question, f"{worst:.2%} of a step's calls", f"at most {most:.2%}", worst <= most)
+        self.judge(question, f"{worst:.2%} of a step's calls", f"at most {max_rate:.2%}", worst <= max_rate)
 
     def only_refusals(self, question: str, steps: list[Step]) -> None:
         broken = [error for step in steps for error in step.errors.elements() if not error.startswith(REFUSED)]
-        found = "; ".join(sorted(set(broken))[:3]) or "nothing else"
-        self.judge(question, found, "right answers, 429, 503, 504", not broken)
+        errors = "; ".join(sorted(set(broken))[:3]) or "nothing else"
+        self.judge(question, errors, "right answers, 429, 503, 504", not broken)
 
 
 def capacity(report: Report, server: Server, bounds: Bounds) -> None:
-    """How many calls a second are answered when callers call again at once? By kind, and for the mix by callers."""
+    """How many calls per second does a closed loop answer? By kind, and for the mix by callers."""
     for kind in KINDS:
         with Load("capacity", kind, server.url) as load:
             counts = CALLERS if kind == "mix" else CALLERS[-2:-1]
@@ -73,7 +73,7 @@ def capacity(report: Report, server: Server, bounds: Bounds) -> None:
 
 
 def saturation(report: Report, server: Server, bounds: Bounds) -> None:
-    """What do callers wait at which load, and from which on is there no keeping up? In an open loop."""
+    """How long do callers wait at each load of an open loop, and at which load does the server fall behind?"""
     with Load("saturation", "mix", server.url) as load:
         steps = [load.open(part * report.capacity, 6 * bounds.scale, f"{part:.0%}") for part in bounds.loads]
         report.pages["saturation"] = load.html()
@@ -81,17 +81,17 @@ def saturation(report: Report, server: Server, bounds: Bounds) -> None:
     served = [step for step, part in zip(steps, bounds.loads, strict=True) if part <= SOAK_LOAD]
     report.no_errors(f"Is everything answered up to {SOAK_LOAD:.0%}?", served, bounds.errors)
     slowest = max(step.percentile(99) for step in served)
-    most = bounds.p99_ms
-    report.judge(f"And soon? p99 up to {SOAK_LOAD:.0%}", f"{slowest:.1f} ms", f"at most {most:g} ms", slowest <= most)
-    kept = min(step.rate / (step.offered or 1.0) for step in served)
+    limit = bounds.p99_ms
+    report.judge(f"And soon? p99 up to {SOAK_LOAD:.0%}", f"{slowest:.1f} ms", f"at most {limit:g} ms", slowest <= limit)
+    answered = min(step.rate / (step.offered or 1.0) for step in served)
     report.judge(
-        "And as much as is offered?", f"{kept:.1%}", "at least 95%", kept >= 0.95
-    )  # a second's calls more or less
+        "And as much as is offered?", f"{answered:.1%}", "at least 95%", answered >= 0.95
+    )  # a tolerance of one second's calls
     report.only_refusals("What do callers get over the limit?", steps)
 
 
 def spike(report: Report, server: Server, bounds: Bounds) -> None:
-    """Is it well again after a moment of twice as much as it can do?"""
+    """Does the server recover after a short load of twice its capacity?"""
     low, high = 0.3 * report.capacity, 2 * report.capacity
     with Load("spike", "mix", server.url) as load:
         before = load.open(low, 4 * bounds.scale, "before")
@@ -102,12 +102,12 @@ def spike(report: Report, server: Server, bounds: Bounds) -> None:
     report.steps += [before, during, recovering, after]
     report.only_refusals("What do callers get in a spike?", [during])
     report.no_errors("Is everything answered after it?", [after], bounds.errors)
-    late, most = after.percentile(99), bounds.p99_ms
-    report.judge("And soon? p99 after a spike", f"{late:.1f} ms", f"at most {most:g} ms", late <= most)
+    p99_ms, limit = after.percentile(99), bounds.p99_ms
+    report.judge("And soon? p99 after a spike", f"{p99_ms:.1f} ms", f"at most {limit:g} ms", p99_ms <= limit)
 
 
 def soak(report: Report, server: Server, bounds: Bounds) -> None:
-    """Does it stay as it is, at 70% of its capacity? Without errors, and without growing."""
+    """Does the server run at 70% of its capacity without errors and without growth of memory?"""
     rate, seconds = SOAK_LOAD * report.capacity, 45 * bounds.scale
     with Load("soak", "mix", server.url) as load:
         first = load.open(rate, seconds / 3, "first third")
@@ -117,18 +117,18 @@ def soak(report: Report, server: Server, bounds: Bounds) -> None:
         report.pages["soak"] = load.html()
     report.steps += [first, rest]
     report.no_errors("Is everything answered for long?", [first, rest], bounds.errors)
-    grown = late / early
-    report.judge("Does it grow? Memory of all its processes", f"{grown:.3f} times", "at most 1.1 times", grown <= 1.1)
+    growth = late / early
+    report.judge("Does it grow? Memory of all its processes", f"{growth:.3f} times", "at most 1.1 times", growth <= 1.1)
 
 
 def drain(report: Report, server: Server, bounds: Bounds) -> None:
-    """When it is told to end under load, is anybody left without an answer who had asked before?"""
-    told, code = 0.0, None
+    """After SIGTERM under load, does every call that began before it get an answer?"""
+    signalled, code = 0.0, None
 
     def end() -> None:
-        nonlocal told, code
+        nonlocal signalled, code
         gevent.sleep(PERIOD)
-        told = time.time()
+        signalled = time.time()
         code = server.stop()
 
     with Load("drain", "mix", server.url) as load:
@@ -136,11 +136,11 @@ def drain(report: Report, server: Server, bounds: Bounds) -> None:
         ending = load.count(Step("drain", "a second, SIGTERM, the end", before.callers, before.offered), end)
         report.pages["drain"] = load.html()
     report.steps += [before, ending]
-    asked = [call for call in ending.calls if call.began < told]
-    cut = [call.id for call in asked if call.error is not None and not call.error.startswith(REFUSED)]
-    lost = server.read().intersection(cut)
-    found = f"{len(asked) - len(cut)} of {len(asked)}; {len(lost)} of the others had been read"
-    report.judge("Who asked before SIGTERM, and was answered?", found, "all that were read", bool(asked) and not lost)
+    early = [call for call in ending.calls if call.began < signalled]
+    unanswered = [call.id for call in early if call.error is not None and not call.error.startswith(REFUSED)]
+    lost = server.read().intersection(unanswered)
+    outcome = f"{len(early) - len(unanswered)} of {len(early)}; {len(lost)} of the others had been read"
+    report.judge("Who asked before SIGTERM, and was answered?", outcome, "all that were read", bool(early) and not lost)
     wrong = [e for e in ending.errors if not e.startswith((*REFUSED, "no answer"))]
     report.judge("Who asked later, and got half an answer?", "; ".join(wrong) or "nobody", "nobody", not wrong)
     report.judge("Did it end well?", f"exit code {code}", "0", code == 0)

@@ -1,4 +1,4 @@
-"""A `flashpoint serve` of the load test's own."""
+"""Start and stop the `flashpoint serve` of a load test."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from cases import CASES
 
 import flashpoint
 
-START = 240.0  # seconds for the server to be ready, a cold import of torch included, on a machine with much else to do
-STOP = 30.0
+START = 240.0  # seconds until the server must be ready, with a cold import of torch on a busy machine
+STOP = 30.0  # seconds from SIGTERM to SIGKILL
 
 
 class ServerError(Exception):
-    """It did not get ready; the message is its log."""
+    """The server did not become ready; the message is its log."""
 
 
 class Server:
-    """On a free port of this machine, with its defaults, ready once it is made. Raises ServerError."""
+    """A server on a free port, with its defaults. `__init__` waits until it is ready. Raises ServerError."""
 
     def __init__(self, folder: Path) -> None:
         self._log = folder / "server.log"
@@ -35,7 +35,7 @@ class Server:
                 [Path(sys.executable).parent / "flashpoint", "serve", "--host", "127.0.0.1", "--port", "0"],
                 env={**os.environ, "FLASHPOINT_LOG_FORMAT": "json"},
                 stderr=stream,
-                start_new_session=True,  # Linux shares cores out by sessions: its callers are not to take its part
+                start_new_session=True,  # Linux divides cores among sessions, so that callers do not take its share
             )
         try:
             self.url = self._ready()
@@ -44,23 +44,23 @@ class Server:
             raise
 
     def warm(self) -> None:
-        """Ask each request once: what a first call has to start is not what the load is to show."""
+        """Send each request once, so that the load does not measure the cost of first calls."""
         for case in (case for kind in CASES.values() for case in kind):
             answer = httpx.post(self.url + case.path, content=case.body, headers=case.headers, timeout=START)
             answer.raise_for_status()
             case.check(answer.content)
 
     def memory(self) -> int:
-        """Resident bytes of all its processes; what they share counts in each."""
+        """Return the resident bytes of all processes; shared memory counts in each."""
         return sum(process.memory_info().rss for process in self.processes())
 
     def processes(self) -> list[psutil.Process]:
-        """All of its own, the one that speaks HTTP first."""
-        own = psutil.Process(self._process.pid)
-        return [own, *own.children(recursive=True)]
+        """Return all processes of the server, the HTTP process first."""
+        main = psutil.Process(self._process.pid)
+        return [main, *main.children(recursive=True)]
 
     def stop(self) -> int:
-        """Its exit code, after SIGTERM."""
+        """Send SIGTERM, and return the exit code."""
         self._process.terminate()
         try:
             return self._process.wait(STOP)
@@ -82,10 +82,10 @@ class Server:
         return next((str(entry["url"]) for entry in self._entries() if entry["event"] == "listening"), None)
 
     def read(self) -> set[str]:
-        """The ids of the requests that it has begun to read."""
+        """Return the ids of the requests that the server has begun to read."""
         return {entry["request_id"] for entry in self._entries() if entry["event"] == "request"}
 
     def _entries(self) -> Iterator[dict[str, Any]]:
         for line in self._log.read_text().splitlines():
-            if line.startswith("{") and line.endswith("}"):  # the last line may be half written
+            if line.startswith("{") and line.endswith("}"):  # the last line may be incomplete
                 yield json.loads(line)

@@ -1,7 +1,7 @@
-"""`make soak MINUTES=60`: mixed load at 70% of the capacity, and whether the service stays as it is.
+"""`make soak MINUTES=60`: apply mixed load at 70% of the capacity, and check that resources and latency stay constant.
 
-After each window of load the callers leave, and what its processes hold is counted: resident memory, descriptors,
-threads, shared memory. Conditions: every answer is right, or refused as the documentation says; these counts, and the
+After each window of load the callers leave, and the resources of the processes are counted: resident memory,
+descriptors, threads, shared memory. Conditions: every answer is right, or a documented refusal; these counts, and the
 latency, are the same in the last third as in the first. Exits with 0 if they hold, else with 1.
 """
 
@@ -30,11 +30,11 @@ from flashpoint.plots import style
 from server import Server
 
 HERE = Path(__file__).resolve().parent
-CALLERS = 8  # of the closed loop that finds the capacity
-WARM_WINDOWS = 1  # in which slots of every size are made, and libraries fill their caches
+CALLERS = 8  # callers of the closed loop that finds the capacity
+WARM_WINDOWS = 1  # windows in which the service makes slots of every size, and libraries fill their caches
 MIB = 1 << 20
 # Allowed growth from the first third to the last: as a factor, and as an amount.
-# Shared memory grows to what the most requests at a time ever needed, a segment of 4 MiB and two descriptors at a time.
+# Shared memory grows to the largest need of concurrent requests, by a segment of 4 MiB and two descriptors at a time.
 SLACK = {
     "resident_mib": (1.1, 16.0),
     "private_mib": (1.05, 8.0),
@@ -42,51 +42,53 @@ SLACK = {
     "descriptors": (1.25, 4.0),
     "threads": (1.0, 0.0),
 }
-LATENCY = (1.5, 5.0)  # of the median, in milliseconds
+LATENCY = (1.5, 5.0)  # allowed growth of the median: a factor, and milliseconds
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=60.0, help="of load; default: %(default)s")
+    parser.add_argument("--minutes", type=float, default=60.0, help="minutes of load; default: %(default)s")
     parser.add_argument("--window", type=float, default=30.0, help="seconds between two counts; default: %(default)s")
     parser.add_argument("--out", type=Path, default=HERE / "out", help="default: %(default)s")
     parser.add_argument("--record", action="store_true", help="keep the result in benchmarks/results and docs/images")
-    asked = parser.parse_args()
-    asked.out.mkdir(parents=True, exist_ok=True)
-    made, server = report.environment(), Server(asked.out)
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    env, server = report.environment(), Server(args.out)
     windows: list[dict[str, Any]] = []
-    found: dict[str, Any] = {"environment": made, "windows": windows}
+    result: dict[str, Any] = {"environment": env, "windows": windows}
     try:
         server.warm()
         with Load("soak", "mix", server.url) as load:
-            step = load.closed(CALLERS, min(asked.window, 10.0))
-        found["capacity"] = round(step.rate, 1)
-        rate = found["offered"] = round(SOAK_LOAD * step.rate, 1)
-        count = max(round(asked.minutes * 60 / asked.window), 3) + WARM_WINDOWS
+            step = load.closed(CALLERS, min(args.window, 10.0))
+        result["capacity"] = round(step.rate, 1)
+        rate = result["offered"] = round(SOAK_LOAD * step.rate, 1)
+        count = max(round(args.minutes * 60 / args.window), 3) + WARM_WINDOWS
         began = time.monotonic()
         for number in range(count):
             with Load("soak", "mix", server.url) as load:
-                step = load.open(rate, asked.window, f"window {number}")
+                step = load.open(rate, args.window, f"window {number}")
             windows.append({"minutes": round((time.monotonic() - began) / 60, 2), **step.row(), **held(server)})
             windows[-1]["errors_by_kind"] = dict(Counter(step.errors))
-            (asked.out / "soak.json").write_text(json.dumps(found, indent=1) + "\n")  # whatever happens later
+            (args.out / "soak.json").write_text(
+                json.dumps(result, indent=1) + "\n"
+            )  # keeps the windows if a later one fails
         verdicts = [*judged(windows[WARM_WINDOWS:]), ended(server.stop())]
     finally:
         server.stop()
-    found["verdicts"] = [asdict(verdict) for verdict in verdicts]
-    (asked.out / "soak.json").write_text(json.dumps(found, indent=1) + "\n")
-    (asked.out / "soak.svg").write_bytes(style.saved(lambda: figures.soak(found), "svg"))
-    for verdict in found["verdicts"]:
+    result["verdicts"] = [asdict(verdict) for verdict in verdicts]
+    (args.out / "soak.json").write_text(json.dumps(result, indent=1) + "\n")
+    (args.out / "soak.svg").write_bytes(style.saved(lambda: figures.soak(result), "svg"))
+    for verdict in result["verdicts"]:
         print(f"{'yes' if verdict['met'] else 'NO '}  {verdict['question']}  {verdict['found']} ({verdict['wanted']})")
-    if asked.record:
-        report.keep(asked.out, "soak", made, result="soak.json", picture="soak.svg")
-    return 0 if all(verdict["met"] for verdict in found["verdicts"]) else 1
+    if args.record:
+        report.keep(args.out, "soak", env, result="soak.json", picture="soak.svg")
+    return 0 if all(verdict["met"] for verdict in result["verdicts"]) else 1
 
 
 def held(server: Server) -> dict[str, float]:
-    """Return the resources of all its processes between two loads, without connections that callers left open."""
+    """Return the resources of all processes between two windows, without open connections of callers."""
     while True:
-        with contextlib.suppress(psutil.NoSuchProcess):  # one has ended meanwhile, and holds nothing
+        with contextlib.suppress(psutil.NoSuchProcess):  # a process has ended meanwhile: read again
             return _held(server.processes())
 
 
@@ -108,7 +110,7 @@ def _held(processes: Sequence[psutil.Process]) -> dict[str, float]:
 
 
 def judged(windows: Sequence[dict[str, Any]]) -> list[Verdict]:
-    """The last third of the windows against the first."""
+    """Compare the last third of the windows with the first."""
     third = max(len(windows) // 3, 1)
     broken = [what for w in windows for what in w["errors_by_kind"] if not what.startswith(REFUSED)]
     refused = sum(w["errors"] for w in windows)
@@ -119,9 +121,9 @@ def judged(windows: Sequence[dict[str, Any]]) -> list[Verdict]:
         Verdict("How many calls were refused or late?", f"{refused} of {calls}", "at most 1%", refused <= calls / 100),
     ]  # fmt: skip
 
-    def compare(name: str, most: Callable[[float], float]) -> None:
+    def compare(name: str, limit: Callable[[float], float]) -> None:
         first, last = (statistics.median(w[name] for w in part) for part in (windows[:third], windows[-third:]))
-        bound = most(first)
+        bound = limit(first)
         verdicts.append(
             Verdict(f"Flat: {name}", f"{first:g} in the first third, {last:g} in the last", f"at most {bound:.1f}",
                     last <= bound)

@@ -1,8 +1,8 @@
-"""Triton's compile cache, packed into a few files that can be carried from one machine to the next.
+"""Pack Triton's compile cache into a few files that can move from one machine to another.
 
-An entry is a folder of Triton's: the binary, its metadata and its intermediate forms. No launch reads the first forms
-(`_DROPPED`), so they stay behind. A group file names its files by absolute paths, which unpacking rewrites: the folder
-may be elsewhere on the next machine. Whatever cannot be read is left out, and compiled again.
+An entry is one of Triton's folders: the binary, its metadata and its intermediate forms. No launch reads the first
+forms (`_DROPPED`), so packing leaves them out. A group file names its files by absolute paths, which unpacking
+rewrites, because the next machine may have another folder. Unreadable files are left out, and compiled again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 _DROPPED = (".ttir", ".llir", ".source", ".ttadapter")
 _GROUP = "__grp__"
 _PART = "part-{}.tar.gz"
-_PART_BYTES = 15 << 20  # of a part
+_PART_BYTES = 15 << 20  # largest size of a part
 _MIB = 1 << 20
 
 
@@ -52,25 +52,25 @@ def pack(cache: Path, folder: Path, limit_mib: int) -> tuple[int, int]:
 
 
 def unpack(folder: Path, cache: Path) -> int:
-    """Put the entries of the parts in `folder` into `cache`, those that it has not, and return their number."""
+    """Unpack the entries that `cache` lacks from the parts in `folder`, and return their number."""
     cache.mkdir(parents=True, exist_ok=True)
-    there = {entry.name for entry in _entries(cache)}
+    known = {entry.name for entry in _entries(cache)}
     new = set()
     for part in sorted(folder.glob(_PART.format("*"))):
         for name, at, data in _files(part):
             key = name.partition("/")[0]
-            if key in there:
+            if key in known:
                 continue
             path = cache / name
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(_moved(data, path.parent) if path.name.startswith(_GROUP) else data)
-            os.utime(path, (at, at))  # so that the oldest stay behind first, however often they are carried
+            os.utime(path, (at, at))  # keeps the age, so that a later `pack` leaves out the oldest first
             new.add(key)
     return len(new)
 
 
 def _entries(cache: Path) -> list[Path]:
-    """The folders of compiled kernels; others, such as those of Triton's launchers, have no group file."""
+    """Return the folders of compiled kernels; others, such as those of Triton's launchers, have no group file."""
     return [entry for entry in cache.iterdir() if any(entry.glob(_GROUP + "*"))] if cache.exists() else []
 
 
@@ -79,17 +79,17 @@ def _compiled_at(entry: Path) -> float:
 
 
 def _compressed(entry: Path) -> bytes:
-    """One entry as a gzip member that holds a part of a tar: members one after the other are a file, too."""
-    held = io.BytesIO()
-    with tarfile.open(fileobj=held, mode="w") as tar:
+    """Return one entry as a gzip member that holds a part of a tar. Concatenated members are a valid file."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
         for path in sorted(entry.iterdir()):
             if path.is_file() and path.suffix not in _DROPPED:
                 tar.add(path, f"{entry.name}/{path.name}")
-    return gzip.compress(held.getvalue(), compresslevel=6, mtime=0)
+    return gzip.compress(buffer.getvalue(), compresslevel=6, mtime=0)
 
 
 def _files(part: Path) -> Iterator[tuple[str, float, bytes]]:
-    """(KEY/NAME, time of change, bytes) of a part's files, as far as it can be read; no name that leads elsewhere."""
+    """Yield (KEY/NAME, time of change, bytes) of a part's readable files, without names that lead elsewhere."""
     try:
         with gzip.open(part) as plain, tarfile.open(fileobj=plain, mode="r|", ignore_zeros=True) as tar:
             for member in tar:
@@ -97,11 +97,11 @@ def _files(part: Path) -> Iterator[tuple[str, float, bytes]]:
                 if file is not None and member.name.count("/") == 1 and ".." not in member.name.split("/"):
                     yield member.name, member.mtime, file.read()
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
-        print(f"{part}: {error}; what is missing is compiled again")
+        print(f"{part}: {error}; missing kernels are compiled again")
 
 
 def _moved(group: bytes, folder: Path) -> bytes:
-    """A group file whose paths lead into `folder`."""
-    found = json.loads(group)
-    found["child_paths"] = {name: str(folder / name) for name in found["child_paths"]}
-    return json.dumps(found).encode()
+    """Return a group file with paths in `folder`."""
+    document = json.loads(group)
+    document["child_paths"] = {name: str(folder / name) for name in document["child_paths"]}
+    return json.dumps(document).encode()

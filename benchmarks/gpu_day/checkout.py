@@ -16,13 +16,13 @@ def packages(root: Path = ROOT) -> list[str]:
 
 
 def python_path(*more: str) -> str:
-    """Return PYTHONPATH for a child process: the checkout, its packages, `more`, and what the variable had before."""
+    """Return PYTHONPATH for a child process: the checkout, its packages, `more`, and the variable's current value."""
     before = os.environ.get("PYTHONPATH")
     return os.pathsep.join([str(ROOT), *packages(), *more, *([before] if before else [])])
 
 
 def pretend_installed(folder: Path, version: str) -> str:
-    """Write metadata of this checkout into `folder`, which then belongs on the path: our code asks for its version."""
+    """Write metadata of this checkout into `folder`, and return it. On the path, it gives our code its version."""
     metadata = folder / "flashpoint-0.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
     metadata.write_text(f"Metadata-Version: 2.1\nName: flashpoint\nVersion: {version}\n")
@@ -37,9 +37,9 @@ def sources(*folders: str, root: Path = ROOT) -> str:
 
 
 def commit(root: Path = ROOT) -> str:
-    """Return the commit that is checked out, or "unknown" where no git can tell."""
+    """Return the commit that is checked out, or "unknown" if git fails or is missing."""
     try:
-        found = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
+        result = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
     except OSError:
         return "unknown"
-    return "unknown" if found.returncode else found.stdout.strip()
+    return "unknown" if result.returncode else result.stdout.strip()

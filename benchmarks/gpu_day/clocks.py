@@ -1,4 +1,4 @@
-"""Clock rates, temperature and power of the GPU while a task runs, as nvidia-smi reports them."""
+"""Clock rates, temperature and power of the GPU while a task runs, from nvidia-smi."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KEPT = 1200  # samples: ten minutes
 
 
 class Clocks:
-    """Samples in the background. A machine without the command has none."""
+    """Collects samples in the background. Without the command there are none."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._samples: deque[tuple[float, list[float]]] = deque(maxlen=_KEPT)
@@ -30,12 +30,12 @@ class Clocks:
         Thread(target=self._read, name="clocks", daemon=True).start()
 
     def since(self, begin: float) -> dict[str, list[float]]:
-        """[least, most] of each field since `begin` (time.monotonic); of the last sample where none is as new."""
+        """Return [least, most] of each field since `begin` (time.monotonic); without newer samples, of the last one."""
         samples = list(self._samples)
-        found = [values for at, values in samples if at >= begin] or [values for _, values in samples[-1:]]
-        if not found:
+        recent = [values for at, values in samples if at >= begin] or [values for _, values in samples[-1:]]
+        if not recent:
             return {}
-        columns = zip(*found, strict=True)
+        columns = zip(*recent, strict=True)
         return {name: [min(column), max(column)] for name, column in zip(FIELDS.values(), columns, strict=True)}
 
     def close(self) -> None:
@@ -53,7 +53,7 @@ class Clocks:
 
 
 def _number(text: str) -> float:
-    """Return a number, or -1 for what the device does not tell."""
+    """Return a number, or -1 for a value that the device does not report."""
     try:
         return float(text)
     except ValueError:

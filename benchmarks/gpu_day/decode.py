@@ -1,6 +1,6 @@
-"""One query of each sequence against a cache of keys and values, whole or in pages, beside the packages that serve it.
+"""Time one query of each sequence over a cache of keys and values, whole or in pages, with several packages.
 
-Whatever is missing here, a package or an argument of our own library, is a row that says so.
+If a package or an argument of our own library is missing, the row has the reason.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from benchmarks.gpu_day.plan import Decode
 from flashpoint_kernels import attention
 from flashpoint_kernels.timing.implementations import IMPLEMENTATIONS, CannotRunError
 
-_WRONG = 0.05  # of the largest value: beyond what bfloat16 explains
+_WRONG = 0.05  # error over the largest value, more than bfloat16's rounding
 
 
 @dataclass(frozen=True)
 class Cache:
-    """q is (B, 1, Hq, D). k and v are (B, S, Hk, D), or (pages, page, Hk, D) with `table` (B, pages a sequence)."""
+    """q is (B, 1, Hq, D). k and v are (B, S, Hk, D), or (pages, page, Hk, D) with `table` (B, pages per sequence)."""
 
     q: Tensor
     k: Tensor
@@ -45,17 +45,17 @@ def decode(device: Cuda, task: Decode) -> dict[str, Any]:
         row["version"] = IMPLEMENTATIONS[task.backend].version()
         cache = make_cache(device, task)
         call = _MAKERS[task.backend](task, cache)
-        off = _off(call(), cache)
-        if not off < _WRONG:
-            return row | {"wrong_by": off}
+        relative_error = _off(call(), cache)
+        if not relative_error < _WRONG:
+            return row | {"wrong_by": relative_error}
         ms = median(device.milliseconds(call))
     except (CannotRunError, ImportError) as error:
         return row | {"skipped": str(error)}
-    return row | {"ms": ms, "off": off, "gb_per_s": row["bytes"] / ms / 1e6}
+    return row | {"ms": ms, "off": relative_error, "gb_per_s": row["bytes"] / ms / 1e6}
 
 
 def make_cache(device: Cuda, task: Decode) -> Cache:
-    """Standard normal numbers in bfloat16; the pages of a sequence lie anywhere in the pool."""
+    """Return standard normal numbers in bfloat16; the pages have random places in the pool."""
     generator = torch.Generator(device.name).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -66,19 +66,19 @@ def make_cache(device: Cuda, task: Decode) -> Cache:
     if not task.page:
         shape = (task.batch, task.kv_len, task.kv_heads, task.head_dim)
         return Cache(q, normal(*shape), normal(*shape), lengths, None)
-    each = -(-task.kv_len // task.page)
-    shape = (task.batch * each, task.page, task.kv_heads, task.head_dim)
+    pages_per_sequence = -(-task.kv_len // task.page)
+    shape = (task.batch * pages_per_sequence, task.page, task.kv_heads, task.head_dim)
     anywhere = torch.randperm(shape[0], generator=generator, device=device.name).int()
-    return Cache(q, normal(*shape), normal(*shape), lengths, anywhere.view(task.batch, each))
+    return Cache(q, normal(*shape), normal(*shape), lengths, anywhere.view(task.batch, pages_per_sequence))
 
 
 def _bytes(task: Decode) -> int:
-    """Bytes of the keys and values, which decoding reads once at least."""
+    """Return the bytes of the keys and values, which decoding reads at least once."""
     return 2 * 2 * task.batch * task.kv_len * task.kv_heads * task.head_dim
 
 
 def _off(answer: Tensor, cache: Cache) -> float:
-    """The largest error in the last sequence, in float32, over its largest value."""
+    """Return the largest error in the last sequence, over its largest value, against float32."""
     k, v = cache.k[-1:], cache.v[-1:]
     if cache.table is not None:
         k, v = (t[cache.table[-1].long()].flatten(0, 1)[None] for t in (cache.k, cache.v))
@@ -91,13 +91,13 @@ def _off(answer: Tensor, cache: Cache) -> float:
 
 
 def _ours(_task: Decode, cache: Cache) -> Call:
-    """Ours, (B, Hq, D). Lengths are on the host, where this library reads them: a call does not wait for the device."""
-    taken: dict[str, Any] = {}
+    """Return our call, (B, Hq, D). This library reads lengths on the host, so the call does not wait for the device."""
+    paging: dict[str, Any] = {}
     if cache.table is not None:
-        taken = {"block_table": cache.table, "kv_lengths": torch.tensor(cache.lengths.tolist())}
+        paging = {"block_table": cache.table, "kv_lengths": torch.tensor(cache.lengths.tolist())}
 
     def call() -> Tensor:
-        o: Any = attention(cache.q, cache.k, cache.v, layout="bshd", backend="triton", **taken)
+        o: Any = attention(cache.q, cache.k, cache.v, layout="bshd", backend="triton", **paging)
         answer: Tensor = o[:, 0]
         return answer
 
@@ -114,7 +114,7 @@ def _sdpa(backend: SDPBackend) -> Callable[[Decode, Cache], Call]:
 
         try:
             call()
-        except RuntimeError as error:  # none of its kernels would do
+        except RuntimeError as error:  # none of its kernels supports the call
             raise CannotRunError(str(error).splitlines()[0]) from error
         return call
 
@@ -140,17 +140,17 @@ def _flash_attn(module: str, table: str) -> Callable[[Decode, Cache], Call]:
 
 def _flashinfer(task: Decode, cache: Cache) -> Call:
     assert cache.table is not None
-    workspace = torch.empty(128 << 20, dtype=torch.uint8, device=cache.q.device)  # what its documentation asks for
+    workspace = torch.empty(128 << 20, dtype=torch.uint8, device=cache.q.device)  # size from its documentation
     grouped = task.q_heads // task.kv_heads >= 4
-    made = import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=grouped)
-    each = cache.table.shape[1]
-    starts = torch.arange(task.batch + 1, dtype=torch.int32, device=cache.q.device) * each
-    made.plan(
-        starts, cache.table.flatten(), cache.lengths - (each - 1) * task.page, task.q_heads, task.kv_heads,
+    wrapper = import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=grouped)
+    pages = cache.table.shape[1]
+    starts = torch.arange(task.batch + 1, dtype=torch.int32, device=cache.q.device) * pages
+    wrapper.plan(
+        starts, cache.table.flatten(), cache.lengths - (pages - 1) * task.page, task.q_heads, task.kv_heads,
         task.head_dim, task.page, q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
     )  # fmt: skip
     q = cache.q[:, 0]
-    return lambda: made.run(q, (cache.k, cache.v))
+    return lambda: wrapper.run(q, (cache.k, cache.v))
 
 
 _MAKERS: dict[str, Callable[[Decode, Cache], Call]] = {

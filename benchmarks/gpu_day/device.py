@@ -1,6 +1,6 @@
-"""The device that is measured: the one place of this procedure that knows CUDA.
+"""The measured device: the only part of this procedure that knows CUDA.
 
-A guarded process gets a copy. Tests put another object in its place, with small shapes and figures that they know.
+A guarded process gets a copy. Tests replace it with an object that has small shapes and known figures.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ class Cuda:
     name = "cuda"
     sizes = plan.Sizes()
     suites = plan.SUITES
-    processes = 12  # that compile or test side by side
+    processes = 12  # number of parallel processes that compile or test
     clocks: tuple[str, ...] = NVIDIA_SMI
 
     def environment(self) -> dict[str, str | None]:
-        """Return the variables of all processes that use the device; None: without this one."""
+        """Return the variables of all processes that use the device; None removes a variable."""
         return {"TRITON_INTERPRET": None, "FLASHPOINT_HOPPER": None, "FLASHPOINT_TEST_DEVICE": self.name}
 
     def describe(self) -> Row | None:
-        """Return name, capability, driver, versions and the backends that are `absent`; None where no device is."""
+        """Return name, capability, driver, versions and the `absent` backends; None without a device."""
         import torch
 
         from flashpoint_kernels.timing.device import describe
@@ -43,13 +43,13 @@ class Cuda:
         return describe(self.name) | {"driver": driver(), "absent": absent()}
 
     def is_lost(self) -> bool:
-        """Whether nothing works on the device any more in this process."""
+        """Return whether the device has stopped working in this process."""
         from flashpoint_kernels.timing.device import is_lost
 
         return is_lost(self.name)
 
     def measure_peaks(self, dtype: str) -> None:
-        """Measure what `measure` compares with, once in a process: cuBLAS refuses while torch must be deterministic."""
+        """Measure the peaks for `measure`, once per process, before torch is deterministic: cuBLAS then refuses."""
         from flashpoint_kernels.timing.clock import Slices
         from flashpoint_kernels.timing.device import find_peaks
 
@@ -57,7 +57,7 @@ class Cuda:
             pass
 
     def measure(self, case: Case) -> Row:
-        """Time one case: a row of `flashpoint_kernels.timing`. Raises DeviceLostError."""
+        """Time one case; return a row of `flashpoint_kernels.timing`. Raises DeviceLostError."""
         from flashpoint_kernels.timing import Timing, measure
 
         running = measure(case, self.name, Timing(max_seconds=0.3))
@@ -69,18 +69,18 @@ class Cuda:
                 return row
 
     def milliseconds(self, call: Callable[[], Any], repeats: int = 20) -> list[float]:
-        """Return the time of each of `repeats` calls. Raises CannotRunError where the host's time would be in it."""
+        """Return the milliseconds of each of `repeats` calls. Raises CannotRunError if they contain host time."""
         from flashpoint_kernels.timing.clock import clock_of
         from flashpoint_kernels.timing.implementations import CannotRunError
 
         clock = clock_of(self.name)
         taken = clock.time(call, repeats)
         if clock.with_host:
-            raise CannotRunError("the call waits for the device, so that its time would have the host's in it")
+            raise CannotRunError("the call waits for the device, so its time would contain the host's time")
         return taken
 
     def occupancy(self, call: Any) -> Row:
-        """Return what the compiler made of a call's kernel, and how many of its programs a multiprocessor holds."""
+        """Return the registers, spills and shared memory of a call's kernel, and its programs per multiprocessor."""
         import torch
 
         from flashpoint_kernels.triton_backend.tools.sass import resources
@@ -104,24 +104,24 @@ class Cuda:
 
 
 def driver() -> str | None:
-    """Return the version of the NVIDIA driver, or None where nvidia-smi cannot tell."""
+    """Return the version of the NVIDIA driver, or None if nvidia-smi fails."""
     command = ["nvidia-smi", "-i", "0", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+        result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return found.stdout.strip() or None
+    return result.stdout.strip() or None
 
 
 def absent() -> list[str]:
-    """Return the backends whose packages are not installed, and say which on stderr."""
+    """Return the backends whose packages are not installed, and print the reasons to stderr."""
     from flashpoint_kernels.timing.implementations import IMPLEMENTATIONS, CannotRunError
 
-    found = []
+    names = []
     for name in TIMED:
         try:
             IMPLEMENTATIONS[name].version()
         except CannotRunError as error:
-            found.append(name)
+            names.append(name)
             print(f"{name}: {error}", file=sys.stderr)
-    return found
+    return names

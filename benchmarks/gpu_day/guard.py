@@ -1,7 +1,7 @@
-"""Processes that perform tasks, each apart from the one that keeps the record.
+"""Processes that perform tasks, separate from the process that keeps the record.
 
-A task may crash its process, hang, or leave the GPU in a state where nothing works in that process any more. All of
-these end the guarded process alone: the next task gets a new one.
+A task may crash its process, hang, or leave the GPU in a state where nothing works in that process any more. Each of
+these ends only the guarded process: the next task gets a new one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from benchmarks.gpu_day.device import Cuda
 from benchmarks.gpu_day.plan import Task
 
 _SPAWN = get_context("spawn")
-_END_SECONDS = 10.0  # a process that waits in the GPU's driver may take longer: it is left to itself
+_END_SECONDS = 10.0  # after this timeout nobody waits for a process that hangs in the GPU's driver
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG (man 2 prctl)
 
 
@@ -35,7 +35,7 @@ class Answer(NamedTuple):
 
 
 class Guard:
-    """One process that performs tasks one after the other; after one that ended it, a new process starts."""
+    """One process that performs tasks one after the other. If a task ends it, the next task starts a new process."""
 
     def __init__(self, device: Cuda) -> None:
         self._device = device
@@ -44,7 +44,7 @@ class Guard:
         self._used = False
 
     def ask(self, action: str, task: Task | None, seconds: float) -> Answer:
-        """Have `work.ACTIONS[action]` called with the device and `task`, and wait at most `seconds`."""
+        """Call `work.ACTIONS[action]` with the device and `task` in the process, and wait at most `seconds`."""
         fresh = self._process is None
         if fresh:
             self._start()
@@ -61,7 +61,7 @@ class Guard:
         return Answer(result, failed, lost=lost, fresh=fresh)
 
     def close(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process."""
         if self._process is not None:
             self._process.kill()
             self._process.join(_END_SECONDS)
@@ -82,44 +82,44 @@ class Guard:
 
 
 class Pool:
-    """Guards side by side, for what may run beside others: compilation and smoke tests, never timings.
+    """Guards that run in parallel, for compilation and smoke tests, never for timings.
 
-    Each thread has one guard, which it keeps: a process whose parent thread ends gets the signal of `die_with_parent`.
+    Each thread keeps its guard: a process whose parent thread ends gets the signal of `die_with_parent`.
     """
 
     def __init__(self, device: Cuda, processes: int) -> None:
         self._device = device
         self._threads = ThreadPoolExecutor(processes)
-        self._own = threading.local()
+        self._of_thread = threading.local()
         self._guards: list[Guard] = []
 
     def ask_all(
         self, action: str, tasks: Sequence[Task], seconds: Callable[[Task], float], apart: bool
     ) -> Iterator[tuple[Task, Answer]]:
-        """Yield each task with its answer, as they come; `apart`: each task has a process of its own.
+        """Yield each task with its answer when it comes; `apart`: each task has its own process.
 
-        A task whose `seconds`, asked when its turn comes, are not above 0 is left out.
+        `seconds` gives a task's time limit when its turn comes; at 0 or less the task is left out.
         """
 
         def ask(task: Task) -> Answer | None:
-            if not hasattr(self._own, "guard"):
-                self._own.guard = Guard(self._device)
-                self._guards.append(self._own.guard)
+            if not hasattr(self._of_thread, "guard"):
+                self._of_thread.guard = Guard(self._device)
+                self._guards.append(self._of_thread.guard)
             limit = seconds(task)
             if limit <= 0:
                 return None
             if apart:
-                self._own.guard.close()
-            answer: Answer = self._own.guard.ask(action, task, limit)
+                self._of_thread.guard.close()
+            answer: Answer = self._of_thread.guard.ask(action, task, limit)
             if apart:
-                self._own.guard.close()
+                self._of_thread.guard.close()
             return answer
 
-        asked = {self._threads.submit(ask, task): task for task in tasks}
-        for future in as_completed(asked):
+        futures = {self._threads.submit(ask, task): task for task in tasks}
+        for future in as_completed(futures):
             answer = future.result()
             if answer is not None:
-                yield asked[future], answer
+                yield futures[future], answer
 
     def close(self) -> None:
         for guard in self._guards:
@@ -128,16 +128,16 @@ class Pool:
 
 
 def die_with_parent() -> None:
-    """Ask the system to kill this process when the thread that started it ends: nothing is left behind by a kill."""
+    """Ask the system to kill this process when the thread that started it ends, so that no process is left over."""
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
 
 
 def _serve(pipe: Connection, device: Cuda, parent: int) -> None:
-    """The guarded process: (action, task) in; (result, why it failed, whether the device is lost) out."""
+    """Serve a pipe in the guarded process: receive (action, task), send (result, failure or None, device is lost)."""
     die_with_parent()
     if os.getppid() != parent:
         return
-    from benchmarks.gpu_day import work  # torch, which takes seconds to import, is needed here alone
+    from benchmarks.gpu_day import work  # imports torch, which takes seconds
 
     while True:
         try:

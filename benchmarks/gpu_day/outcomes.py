@@ -1,7 +1,7 @@
-"""A plugin of pytest for the tests on a device: each outcome is a row of the record as soon as it is known.
+"""A plugin of pytest for the tests on a device: it appends each outcome to the record when a test ends.
 
-Tests whose outcomes the record has already are left out. A test that hangs, or after which nothing works on the device
-in that process, ends its process alone: pytest-xdist reports it and starts another.
+It leaves out tests whose outcomes the record already has. A test that hangs, or after which nothing works on the device
+in its process, ends only that process: pytest-xdist reports it and starts another.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 from benchmarks.gpu_day.record import Record
 from flashpoint_kernels.timing.device import is_lost
 
-FRAME = "FLASHPOINT_GPU_FRAME"  # a JSON file: the record's path, what all rows share, known tests, device, limit
+FRAME = "FLASHPOINT_GPU_FRAME"  # path of a JSON file: record, common fields of rows, known tests, device, limit
 _MESSAGE = 600  # characters of a failure
 
 
@@ -38,7 +38,7 @@ class Outcomes:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self) -> Iterator[Any]:
-        """End a process whose test takes too long. The tool that dumps its stack also ends it."""
+        """End the process if its test exceeds the time limit: faulthandler prints the stack and exits."""
         faulthandler.dump_traceback_later(self.frame["limit"], exit=True, file=sys.__stderr__ or 2)
         try:
             return (yield)
@@ -54,28 +54,28 @@ class Outcomes:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """In the process that has the record: the worst outcome of a test's phases, once its last is over."""
+        """Write the worst outcome of a test's phases after the last phase, in the process that has the record."""
         if self.record is None:
             return
-        found = self.seen.setdefault(report.nodeid, {"outcome": "passed", "seconds": 0.0})
-        found["seconds"] += getattr(report, "duration", 0.0)
-        if report.outcome != "passed" and found["outcome"] != "failed":
-            found |= {"outcome": report.outcome, "message": _message(report)}
-        if report.when in ("teardown", "???"):  # the latter: its process died
+        outcome = self.seen.setdefault(report.nodeid, {"outcome": "passed", "seconds": 0.0})
+        outcome["seconds"] += getattr(report, "duration", 0.0)
+        if report.outcome != "passed" and outcome["outcome"] != "failed":
+            outcome |= {"outcome": report.outcome, "message": _message(report)}
+        if report.when in ("teardown", "???"):  # "???": the process of the test died
             del self.seen[report.nodeid]
-            self._write(report.nodeid, found)
+            self._write(report.nodeid, outcome)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """A file that cannot be read fails as a test does."""
+        """Write a file that cannot be collected as a failed test."""
         if self.record is not None and report.failed and report.nodeid not in self.known:
             self._write(report.nodeid, {"outcome": "failed", "seconds": 0.0, "message": _message(report)})
 
-    def _write(self, name: str, found: dict[str, Any]) -> None:
+    def _write(self, name: str, outcome: dict[str, Any]) -> None:
         assert self.record is not None
         now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         key = f"test {self.frame['suite']} {name}"
         self.record.append(
-            {"key": key, "at": now, "seconds": found.pop("seconds"), **self.frame["row"], "result": found}
+            {"key": key, "at": now, "seconds": outcome.pop("seconds"), **self.frame["row"], "result": outcome}
         )
 
 

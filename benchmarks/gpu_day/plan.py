@@ -1,4 +1,4 @@
-"""The measurements of each stage of `make gpu`, in order: plain data, no torch."""
+"""The measurements of each stage of `make gpu`, in order. Plain data, without torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from flashpoint_kernels.timing.case import Case, CaseDirection, preset
 
-# The environment's names that a row's figures depend on. The hashes are of these folders.
+# The names in the environment that a row's figures depend on, and the folders of their hashes.
 OF_PEERS = ("device", "torch", "measuring")
 OF_OURS = (*OF_PEERS, "triton", "sources")
 SOURCES = ("contract", "kernels/flashpoint_kernels")
@@ -18,7 +18,7 @@ TESTS = ("tests/kernels", "tests/support/kernels")
 
 OURS = ("triton", "torch", "tiled")
 PASSES: tuple[CaseDirection, ...] = ("forward", "backward")
-# In the order in which the whole table times them: what the levels are about comes first.
+# In the order of the table's timings: first the peers that decide the levels.
 PEERS = (
     ("sdpa_flash", "sdpa_cudnn"),
     ("flash_attn", "flash_attn_3", "flashinfer", "xformers"),
@@ -26,10 +26,10 @@ PEERS = (
 )
 DECODERS = ("triton", "sdpa_flash", "sdpa_cudnn", "flash_attn", "flash_attn_3")
 PAGED = ("triton", "flashinfer", "flash_attn", "flash_attn_3")
-WIDEST_HOPPER_BACKWARD = 128  # above, the path for Hopper has no gradients
+WIDEST_HOPPER_BACKWARD = 128  # the path for Hopper has no gradients for larger head dimensions
 FLEX_SECONDS = 150.0  # it compiles for up to a minute
 
-# Candidates of the sweep, queries × keys of a tile; warps and stages are tried with each.
+# Tiles of the sweep, queries × keys; each runs with several numbers of warps and stages.
 SWEEP = {
     "forward": ((128, 128), (128, 64), (64, 128), (64, 64), (128, 32)),
     "forward_hopper": ((128, 128), (128, 64)),
@@ -38,8 +38,8 @@ SWEEP = {
     "backward_q": ((128, 64), (128, 128), (64, 64), (128, 32), (64, 32)),
     "backward_q_hopper": ((128, 128), (128, 64)),
 }
-# Tried right after the shipped tile. The forward's leave room for two programs on a multiprocessor, which hide each
-# other's softmax; 64 × 128 of dK and dV spills, yet takes a quarter fewer instructions a score.
+# Tiles that run right after the shipped tile. Those of the forward leave room for two programs on a multiprocessor,
+# which hide each other's softmax. 64 × 128 of dK and dV spills, but takes a quarter fewer instructions per score.
 EAGER = {
     ("forward", 64): ((128, 64, 4, 3), (128, 64, 4, 2), (64, 128, 4, 2)),
     ("forward", 128): ((64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 4, 2)),
@@ -50,7 +50,7 @@ EAGER = {
 
 @dataclass(frozen=True)
 class Sizes:
-    """The shapes that are measured. The tests of this procedure have small ones."""
+    """The measured shapes. The tests of this procedure use small ones."""
 
     tokens: int = 16384  # batch·seq and heads·D of the grid that FlashAttention 2 and 3 publish
     width: int = 2048
@@ -58,9 +58,9 @@ class Sizes:
     seqs: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)
     first: tuple[int, ...] = (4096, 16384)  # at dims[0]
     sweep: int = 4096
-    math: int = 4096  # beyond, the scores of SDPA's math alone would not fit
-    smoke: tuple[int, int, int, int] = (200, 333, 4099, 128)  # queries, keys, keys that are split, head dimension
-    repeats: int = 50  # of the smoke tests that compare bits
+    math: int = 4096  # largest length of SDPA's math, whose scores would not fit beyond
+    smoke: tuple[int, int, int, int] = (200, 333, 4099, 128)  # queries, keys, keys of split checks, head dimension
+    repeats: int = 50  # runs in smoke tests that compare bits
     decode: tuple[tuple[int, int], ...] = ((1, 4096), (64, 4096), (8, 16384), (64, 16384), (1, 65536))  # batch, keys
     decode_heads: tuple[tuple[int, int], ...] = ((32, 8), (64, 8), (32, 32))  # of queries, of keys
     pages: tuple[int, ...] = (16, 256)
@@ -84,7 +84,7 @@ class Smoke:
 
 @dataclass(frozen=True)
 class Timed:
-    """A case of the timing package, with torch asked to be `deterministic`, or ours to take the path for Hopper."""
+    """A case of the timing package. `deterministic`: torch's mode. `hopper`: ours takes the path for Hopper."""
 
     case: Case
     deterministic: bool = False
@@ -109,7 +109,7 @@ class Timed:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The smoke tests without which a time would mean nothing."""
+        """Return the smoke tests that must pass for the time to have a meaning."""
         if self.case.backend != "triton":
             return ()
         path = "_hopper" if self.hopper else ""
@@ -119,7 +119,7 @@ class Timed:
 
     @property
     def compiles(self) -> Any:
-        """Return the key of a compilation: tasks with the same key share it; None: nothing of ours is compiled."""
+        """Return the key of the compilation, common to tasks that share it; None if no kernel of ours is compiled."""
         if self.case.backend != "triton":
             return None
         return self.case.direction, self.case.dtype, self.case.head_dim, self.hopper
@@ -146,7 +146,7 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """The kernel's name in a Config."""
+        """Return the kernel's name in a Config."""
         return self.kernel.removesuffix("_hopper")
 
     @property
@@ -160,7 +160,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Decode:
-    """One query of each sequence against all its keys, which lie in pages of `page` keys; 0: in one piece."""
+    """One query of each sequence against all its keys, in pages of `page` keys; 0: in one piece."""
 
     backend: str
     batch: int
@@ -196,7 +196,7 @@ Task = Smoke | Timed | Trial | Decode
 
 
 class Group(NamedTuple):
-    """Tasks of a stage. `apart`: each in a process of its own, side by side, for none is timed."""
+    """Tasks of a stage. `apart`: in parallel, each in its own process, because none is timed."""
 
     tasks: Sequence[Task]
     apart: bool = False
@@ -205,7 +205,7 @@ class Group(NamedTuple):
 class Suite(NamedTuple):
     """Tests that run on the device: files of tests/kernels, and variables of their processes.
 
-    `select` is an expression of pytest's -k. `seconds` is the limit of one test, kernels compiled within it.
+    `select` is an expression for pytest's -k. `seconds` is the time limit of one test, with its compilations.
     """
 
     name: str
@@ -221,7 +221,7 @@ BACKENDS_TESTS = tuple(
     f"test_{name}.py" for name in ("torch_fused", "edges", "extremes", "backends", "functional", "ops", "verification")
 )
 SERVING_TESTS = tuple(f"test_{name}.py" for name in ("wide_heads", "quantization", "pages", "block_masks"))
-# Those of the serving tests that run kernels; the others test refusals, prices and functions that make masks.
+# The serving tests that run kernels; the others test refusals, costs and functions that make masks.
 KERNELS_OF_SERVING = (
     "(answers or 8_bit_keys or first_columns or each_form or every_pair or one_head or stand_for or among_others or "
     "not_read or without_a_block or neighbours or those_of_the_keys or share_a_call or runs_again or no_page) "
@@ -229,7 +229,7 @@ KERNELS_OF_SERVING = (
 )
 _HOPPER_FIRST = ("test_triton_hopper.py", *TRITON_TESTS)
 _CONSAN = {"FLASHPOINT_HOPPER": "1", "TRITON_INSTRUMENTATION_MODE": "consan"}
-# By stage. The suites that name Hopper run on sm_90 alone.
+# By stage. The suites whose names begin with hopper run only on sm_90.
 SUITES = {
     "tests": (
         Suite("hopper", _HOPPER_FIRST, {"FLASHPOINT_HOPPER": "1"}),
@@ -237,12 +237,12 @@ SUITES = {
         Suite("serving", SERVING_TESTS, {"FLASHPOINT_HOPPER": "0"}, KERNELS_OF_SERVING),
         Suite("backends", BACKENDS_TESTS, {"FLASHPOINT_HOPPER": "0"}),
     ),
-    # flashpoint verify's judge: ours, torch's, and those of other packages that are installed.
+    # The judge of flashpoint verify, on our kernels, torch's, and those of other installed packages.
     "judge": (
         Suite("judge", ("test_judged.py",), {"FLASHPOINT_HOPPER": "0"}, seconds=300),
         Suite("judge_hopper", ("test_judged.py",), {"FLASHPOINT_HOPPER": "1"}, "ours or our_kernels", seconds=300),
     ),
-    # The instrumented kernels compile for a minute and more at D 64 (46 s the forward, 60 and 22 the gradients).
+    # The instrumented kernels take a minute and more to compile at D 64 (46 s forward, 60 and 22 s the gradients).
     "races": tuple(
         Suite(f"hopper_races_{direction}", ("test_hopper_races.py",), _CONSAN, direction, seconds=300)
         for direction in PASSES
@@ -251,7 +251,7 @@ SUITES = {
 
 
 def first(sizes: Sizes, hopper: bool, _absent: Collection[str]) -> list[Group]:
-    """Forward, then backward, at the first head dimension and two lengths: ours beside torch's three."""
+    """Return forwards, then backwards, at the first head dimension and two lengths: ours beside torch's three."""
     tasks: list[Task] = []
     for direction, causal, seq in product(PASSES, (False, True), sizes.first):
         dim = sizes.dims[0]
@@ -266,7 +266,7 @@ def first(sizes: Sizes, hopper: bool, _absent: Collection[str]) -> list[Group]:
 
 
 def sweep(sizes: Sizes, hopper: bool, _absent: Collection[str]) -> list[Group]:
-    """A group for each kernel and head dimension: the shipped tile first, which the others are proven against."""
+    """Return a group for each kernel and head dimension: first the shipped tile, the reference of the others."""
     groups = []
     for dim, kernel in product(sizes.dims, SWEEP):
         of_hopper = kernel.endswith("_hopper")
@@ -281,7 +281,7 @@ def sweep(sizes: Sizes, hopper: bool, _absent: Collection[str]) -> list[Group]:
 
 
 def table(sizes: Sizes, hopper: bool, absent: Collection[str]) -> list[Group]:
-    """Every head dimension and length, causal and not, forward and backward; grouped heads at the first dimension."""
+    """Return all head dimensions and lengths, causal or not, both passes; grouped heads at the first dimension."""
     points = [
         (direction, dim, causal, group, seq)
         for dim, direction, causal, group, seq in product(sizes.dims, PASSES, (False, True), (1, 8), sizes.seqs)
@@ -303,7 +303,7 @@ def table(sizes: Sizes, hopper: bool, absent: Collection[str]) -> list[Group]:
 
 
 def papers(sizes: Sizes, hopper: bool, absent: Collection[str]) -> list[Group]:
-    """The tables that the papers print, ours by both paths."""
+    """Return the tables that the papers print, ours by both paths."""
     tasks: list[Task] = []
     for case in sizes.papers():
         tasks += _ours(case, hopper) if case.backend == "triton" else [Timed(case)]
@@ -311,7 +311,7 @@ def papers(sizes: Sizes, hopper: bool, absent: Collection[str]) -> list[Group]:
 
 
 def papers_cases() -> list[Case]:
-    """B 1, N 2048, H 8, D 64 half; T 128 to 4096 at B 4, H 8, D 64; and N 512, D 32: naive, flash and SDPA."""
+    """Return B 1, N 2048, H 8, D 64 half; T 128-4096 at B 4, H 8, D 64; N 512, D 32: naive, flash and SDPA."""
     return [case for case in preset("papers", "cuda") if case.backend not in ("flex", "torch")]
 
 
@@ -325,7 +325,7 @@ def decode(sizes: Sizes, _hopper: bool, absent: Collection[str]) -> list[Group]:
 
 
 def flex(sizes: Sizes, _hopper: bool, _absent: Collection[str]) -> list[Group]:
-    """FlexAttention at eight points, those of the first stage: it is compiled anew for each."""
+    """Return FlexAttention at the eight points of the first stage: it compiles again for each."""
     points = product(PASSES, sizes.dims[:1], (False, True), (1,), sizes.first)
     return [Group([Timed(_case(sizes, "flex", *point)) for point in points])]
 
@@ -343,17 +343,17 @@ STAGES = ("first", "tests", "judge", "races", "sweep", "table", "papers", "decod
 
 
 def groups(stage: str, sizes: Sizes, environment: dict[str, Any]) -> list[Group]:
-    """Return what a stage measures on the device that `environment` describes."""
+    """Return the groups of a stage on the device that `environment` describes."""
     hopper = environment["capability"] == "9.0"
-    made = TIMED_STAGES[stage](sizes, hopper, environment["absent"])
+    timed_groups = TIMED_STAGES[stage](sizes, hopper, environment["absent"])
     if stage != "first":
-        return made
+        return timed_groups
     checks = [Smoke(name) for name in environment["checks"] if hopper or not name.endswith("_hopper")]
-    return [Group(checks, apart=True), *made]
+    return [Group(checks, apart=True), *timed_groups]
 
 
 def parameters(task: Task) -> dict[str, Any]:
-    """A task as plain data: what a row has as `task`."""
+    """Return a task as plain data, the row's `task`."""
     return {"kind": type(task).__name__.lower(), **asdict(task)}
 
 
@@ -368,19 +368,19 @@ def _case(
 
 
 def _ours(case: Case, hopper: bool) -> list[Timed]:
-    """Our kernels by the general path, and by the path for Hopper if the case has one."""
+    """Return our kernels by the general path and, if it supports the case, by the path for Hopper."""
     has_path = case.dtype != "float32" and (case.direction == "forward" or case.head_dim <= WIDEST_HOPPER_BACKWARD)
     return [Timed(case), *([Timed(case, hopper=True)] if hopper and has_path else [])]
 
 
 def _without(tasks: Iterable[Task], absent: Collection[str]) -> list[Task]:
-    """Leave out packages that are not installed, but for one task of each, whose row says so."""
-    kept, said = [], set()
+    """Leave out tasks of absent packages, except one for each package, whose row records the absence."""
+    remaining, represented = [], set()
     for task in tasks:
         backend = task.case.backend if isinstance(task, Timed) else task.backend if isinstance(task, Decode) else ""
         if backend in absent:
-            if backend in said:
+            if backend in represented:
                 continue
-            said.add(backend)
-        kept.append(task)
-    return kept
+            represented.add(backend)
+        remaining.append(task)
+    return remaining

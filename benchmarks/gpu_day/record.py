@@ -1,11 +1,10 @@
-"""The record of `make gpu`: a file of JSON lines, to which each row is added as soon as it is measured.
+"""The record of `make gpu`: a file of JSON lines, to which each row is appended when it is measured.
 
-A row is one write and one fsync, so that whatever ends the process or the machine later cannot take it away. Nothing
-in the file is ever changed. A line that a power failure has cut off is skipped when the file is read, and the next row
-begins on a new line.
+A row is one write and one fsync, so that a later crash of the process or the machine cannot remove it. Existing lines
+never change. Reading skips a line that a power failure has cut off, and the next row begins on a new line.
 
-A row has `key`, the name of what was measured; `of`, all that its figures depend on (device, versions, hashes of the
-sources); `stage`, `at`, `seconds`, `clocks`, `environment`; `task`, the parameters; and either `result` or `failed`.
+A row has `key`, the name of the measurement; `of`, everything that its figures depend on (device, versions, hashes of
+the sources); `stage`, `at`, `seconds`, `clocks`, `environment`; `task`, the parameters; and `result` or `failed`.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class Record:
 
     def bring(self, path: Path) -> int:
         """Add the rows of another record that are not here yet, and return their number."""
-        here = {json.dumps(row) for row in self.rows}
-        missing = [row for row in read(path) if json.dumps(row) not in here]
+        known = {json.dumps(row) for row in self.rows}
+        missing = [row for row in read(path) if json.dumps(row) not in known]
         if missing:
             self._append(missing)
         return len(missing)
@@ -68,7 +67,7 @@ class Record:
 
 
 def read(path: Path) -> list[Row]:
-    """Return the rows of a record, oldest first. A line that is cut off is left out."""
+    """Return the rows of a record, oldest first, without lines that are cut off."""
     return [row for line in path.read_bytes().splitlines() if (row := _parsed(line)) is not None]
 
 
@@ -78,12 +77,12 @@ def latest(rows: Iterable[Row]) -> dict[str, Row]:
 
 
 def current(rows: Iterable[Row], environment: Row) -> list[Row]:
-    """Return the rows whose figures are of this environment: its device, its versions and its sources."""
+    """Return the rows whose figures come from this environment: its device, versions and sources."""
     return [row for row in rows if all(environment.get(name) == value for name, value in row["of"].items())]
 
 
 def is_bad(row: Row) -> bool:
-    """Return whether a row shows a fault. A row that cannot run here, with the reason, is not bad."""
+    """Return whether a row shows a fault. A row with the reason why it cannot run here is not bad."""
     result = row.get("result") or {}
     wrong = result.get("ok") is False or result.get("outcome") == "failed" or "wrong_by" in result
     return "failed" in row or wrong
@@ -98,7 +97,7 @@ def _parsed(line: bytes) -> Row | None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Put the name of a new file on disk."""
+    """Write the folder's entries, with the name of a new file, to disk."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(opened)

@@ -1,4 +1,4 @@
-"""Run stages on a device: each row is in the record when it is measured, and time that is over ends a stage."""
+"""Run stages on a device: record each row when it is measured, and end a stage when the time is over."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from benchmarks.gpu_day.plan import Group, Suite, Task
 from benchmarks.gpu_day.record import Record, Row, current, is_bad, latest
 
 DESCRIBE_SECONDS = 90.0
-COMPILE_SECONDS = 150.0  # of all that a group compiles side by side
+COMPILE_SECONDS = 150.0  # limit for the parallel compilations of a group
 LOG = "tests.log"
 RESERVE_SECONDS = 20.0  # for the report and the cache, at the end
 
@@ -33,7 +33,7 @@ class Budget:
 
 
 class Run:
-    """One call of `make gpu`: a record, a device, and the time that it has."""
+    """One call of `make gpu`: a record, a device, and a time budget."""
 
     record: Record
 
@@ -43,10 +43,10 @@ class Run:
         self.guard = Guard(device)
         self.pool = Pool(device, device.processes)
         self.clocks = Clocks(device.clocks)
-        self._anew: set[str] = set()  # keys whose rows here do not count
+        self._anew: set[str] = set()  # keys to measure again: their existing rows do not count
 
     def find_device(self) -> bool:
-        """Ask a guarded process for the device. Raises RuntimeError where that fails."""
+        """Describe the device in a guarded process; return False without a device. Raises RuntimeError on failure."""
         answer = self.guard.ask("describe", None, DESCRIBE_SECONDS)
         if answer.failed:
             raise RuntimeError(f"the device could not be described: {answer.failed}")
@@ -60,7 +60,7 @@ class Run:
         self.record = record
 
     def measure_failures_again(self) -> None:
-        """Leave out the newest row of a key where it is bad."""
+        """Measure each key again whose newest row is bad."""
         self._anew = {key for key, row in self.done().items() if is_bad(row)}
 
     def close(self) -> None:
@@ -75,7 +75,7 @@ class Run:
         return bool(self.environment["capability"] == "9.0")
 
     def stage(self, name: str) -> bool:
-        """Run a stage, and return whether all of it is measured."""
+        """Run a stage, and return whether it is complete."""
         if name in self.device.suites:
             ended = [self._suite(name, suite) for suite in self.device.suites[name]]
             return all(ended)
@@ -91,12 +91,12 @@ class Run:
         return plan.groups(name, self.device.sizes, self.environment)
 
     def done(self) -> dict[str, Row]:
-        """Return the newest row of each key, of what stands here now."""
-        found = latest(current(self.record.rows, self.environment))
-        return {key: row for key, row in found.items() if key not in self._anew}
+        """Return the newest row of each key in the current environment."""
+        newest = latest(current(self.record.rows, self.environment))
+        return {key: row for key, row in newest.items() if key not in self._anew}
 
     def _group(self, stage: str, group: Group) -> bool:
-        """Measure what is missing of a group. False where time ran out."""
+        """Measure the missing tasks of a group. Return False if time ran out."""
         done = self.done()
         missing = [task for task in group.tasks if task.key not in done]
         failed = {key for key, row in done.items() if key.startswith("smoke ") and is_bad(row)}
@@ -110,7 +110,7 @@ class Run:
         return all(self._timed(stage, task) for task in missing)
 
     def _apart(self, stage: str, tasks: list[Task]) -> bool:
-        """Tasks side by side, each in a process of its own."""
+        """Run the tasks in parallel, each in its own process. Return False if time ran out."""
         begin = time.monotonic()
         seen = 0
         for task, answer in self.pool.ask_all("perform", tasks, self._limit, apart=True):
@@ -118,7 +118,7 @@ class Run:
         return seen == len(tasks)
 
     def _compile(self, tasks: list[Task]) -> None:
-        """Compile side by side what the tasks launch. A failure shows again where the task is timed."""
+        """Compile the kernels of the tasks in parallel. A failure appears again when the task is timed."""
         different = {task.compiles: task for task in tasks if task.compiles is not None}
         if len(different) < 2:
             return
@@ -132,7 +132,7 @@ class Run:
                 print(f"compiling {task.key}: {answer.failed}", flush=True)
 
     def _timed(self, stage: str, task: Task) -> bool:
-        """Measure one task with the device to itself. False where there is no time for it."""
+        """Measure one task alone on the device. Return False if there is no time for it."""
         limit = self._limit(task)
         if limit <= 0:
             return False
@@ -151,7 +151,7 @@ class Run:
         return min(task.limit, self.budget.left)
 
     def _write(self, stage: str, task: Task, answer: Answer, begin: float) -> bool:
-        """Put a row on disk. False, and no row, where the task was cut off because time is over."""
+        """Write a row to disk. Write none and return False if the end of the time cut the task off."""
         if answer.timed_out and self.budget.left <= 0:
             return False
         row = self._row(stage, plan.OF_OURS if task.ours else plan.OF_PEERS) | {
@@ -167,11 +167,11 @@ class Run:
         return True
 
     def _row(self, stage: str, names: Sequence[str]) -> Row:
-        """Return the fields that rows of a stage share; their figures depend on the `names` of the environment."""
+        """Return the common fields of a stage's rows. The figures depend on the `names` of the environment."""
         return {"stage": stage, "of": {name: self.environment[name] for name in names}, "environment": self.environment}
 
     def _suite(self, stage: str, suite: Suite) -> bool:
-        """Run the tests of a suite that have no outcome yet. False where time ran out."""
+        """Run the tests of a suite that have no outcome yet. Return False if time ran out."""
         if suite.name.startswith("hopper") and not self.hopper:
             return True
         if self.budget.left <= 0:
@@ -193,7 +193,7 @@ class Run:
 
 
 def _brief(result: Row) -> str:
-    """A row in a few words."""
+    """Return a summary of a row's result in a few words."""
     if "ok" in result:
         return "ok" if result["ok"] else f"WRONG: {result['errors']} {result['missing']}"
     if result.get("ms") is not None:

@@ -1,7 +1,7 @@
 """A small problem for each kernel: does it run on this device, and does it agree with float64?
 
-The kernels of a check run alone: what a gradient starts from comes from the float64 reference, so that one kernel that
-is wrong fails its own checks and no others.
+The kernels of a check run alone: the inputs of a gradient come from the float64 reference. So a wrong kernel fails only
+its own checks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Check:
     sinks: bool = False
     blocks: bool = False  # a block mask
     dims: tuple[int, int] | None = None  # of keys and of values; None: the device's sizes
-    repeats: bool = False  # run again and again: each time the same bits
+    repeats: bool = False  # repeated runs must return the same bits
     dtype: str = "bfloat16"
     options: dict[str, Any] = field(default_factory=lambda: {"causal": True})
 
@@ -90,28 +90,28 @@ CHECKS = {
 
 
 def smoke(device: Cuda, task: Smoke) -> dict[str, Any]:
-    """Return whether the check is `ok`, the kernels that ran, each error with its bound, and which bits changed."""
+    """Run a check; return `ok`, the kernels that ran, each error with its bound, and answers that changed."""
     check = CHECKS[task.name]
     tensors = _tensors(device, check)
     with path_of_hopper(check.hopper):
         answers, ran, options = _nano(tensors) if task.name == "nano" else _launched(tensors, check)
         changed = _changed(tensors, options, answers, device.sizes.repeats) if check.repeats else []
-    found = verify(tensors, options, answers=answers)
+    verdict = verify(tensors, options, answers=answers)
     missing = [name for name in check.kernels if name not in ran]
     return {
-        "ok": found.ok and not missing and not changed,
+        "ok": verdict.ok and not missing and not changed,
         "kernels": ran,
         "missing": missing,
         "changed": changed,
-        "errors": {t.name: [t.max_abs, t.bound] for t in found.tensors},
+        "errors": {t.name: [t.max_abs, t.bound] for t in verdict.tensors},
     }
 
 
 @contextmanager
-def path_of_hopper(asked: bool) -> Iterator[None]:
-    """Have our Triton backend take the path for Hopper, or the general one."""
+def path_of_hopper(use_hopper: bool) -> Iterator[None]:
+    """Select the path for Hopper in our Triton backend, or the general path."""
     before = os.environ.get("FLASHPOINT_HOPPER")
-    os.environ["FLASHPOINT_HOPPER"] = str(int(asked))
+    os.environ["FLASHPOINT_HOPPER"] = str(int(use_hopper))
     try:
         yield
     finally:
@@ -121,7 +121,7 @@ def path_of_hopper(asked: bool) -> Iterator[None]:
 
 
 def _tensors(device: Cuda, check: Check) -> dict[str, Tensor]:
-    """q, k, v and what else the check takes; with gradients also do, o and lse."""
+    """Return q, k, v and the other tensors of the check; with gradients also do, o and lse."""
     queries, keys, many, dim = device.sizes.smoke
     q_len, kv_len = (1 if check.forks else 5, many) if check.split else (queries, keys)
     dim, value_dim = check.dims or (dim, dim)
@@ -156,27 +156,27 @@ def _tensors(device: Cuda, check: Check) -> dict[str, Tensor]:
 
 
 def _in_pages(tensors: dict[str, Tensor], size: int) -> dict[str, Tensor]:
-    """The same keys and values in pages, in any order; the last page of a sequence is not full."""
+    """Return the same keys and values in pages in random order; the last page of a sequence is not full."""
     k = tensors["k"]
     batch, _, length, _ = k.shape
-    each = -(-length // size)
-    order = torch.randperm(batch * each, generator=torch.Generator().manual_seed(1)).to(k.device)
-    found = dict(tensors)
+    pages_per_sequence = -(-length // size)
+    order = torch.randperm(batch * pages_per_sequence, generator=torch.Generator().manual_seed(1)).to(k.device)
+    paged = dict(tensors)
     for name in ("k", "v", "k_scale", "v_scale"):
         if name in tensors:
             t = tensors[name].transpose(1, 2)
             bits = t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t
-            pages = bits.new_zeros(batch * each, size, *t.shape[2:])
-            padded = bits.new_zeros(batch, each * size, *t.shape[2:])
+            pages = bits.new_zeros(batch * pages_per_sequence, size, *t.shape[2:])
+            padded = bits.new_zeros(batch, pages_per_sequence * size, *t.shape[2:])
             padded[:, :length] = bits
-            pages[order] = padded.unflatten(1, (each, size)).flatten(0, 1)
-            found[name] = pages.view(t.dtype).transpose(1, 2)
-    table = order.view(batch, each).int()
-    return found | {"block_table": table, "kv_lengths": torch.full((batch,), length)}
+            pages[order] = padded.unflatten(1, (pages_per_sequence, size)).flatten(0, 1)
+            paged[name] = pages.view(t.dtype).transpose(1, 2)
+    table = order.view(batch, pages_per_sequence).int()
+    return paged | {"block_table": table, "kv_lengths": torch.full((batch,), length)}
 
 
 def _launched(tensors: dict[str, Tensor], check: Check) -> tuple[dict[str, Tensor], list[str], Options]:
-    """(answers, names of the kernels that ran, options). Memory that no kernel writes stays NaN."""
+    """Return (answers, names of the kernels that ran, options). Memory that no kernel writes stays NaN."""
     options = Options(**check.options, backend="triton")
     if check.grads:
         options = replace(options, grads=check.grads)
@@ -195,7 +195,7 @@ def _launched(tensors: dict[str, Tensor], check: Check) -> tuple[dict[str, Tenso
 
 
 def _changed(tensors: dict[str, Tensor], options: Options, first: dict[str, Tensor], repeats: int) -> list[str]:
-    """Return the answers whose bits changed when the problem ran again, that often."""
+    """Run the problem `repeats` times, and return the names of answers whose bits changed."""
     problem = Problem.create(tensors, options, "backward" if "do" in tensors else "forward")
     changed: set[str] = set()
     for _ in range(repeats):

@@ -1,4 +1,4 @@
-"""Tests of the kernels on the device: in parallel, each outcome a row."""
+"""Run the tests of the kernels on the device in parallel; each outcome becomes a row."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ CUT_OFF = 124  # the exit code where time ran out
 
 
 def files(suite: Suite) -> list[str]:
-    """The files of a suite, each once, in the order of its patterns. Raises ValueError for a pattern without a file."""
+    """Return the files of a suite in the order of its patterns. Raises ValueError for a pattern without a file."""
     folder = ROOT / "tests" / "kernels"
-    found = []
+    paths = []
     for pattern in suite.patterns:
         if not (matching := sorted(folder.glob(pattern))):
             raise ValueError(f"suite {suite.name}: there is no tests/kernels/{pattern}")
-        found += matching
-    return [str(path.relative_to(ROOT)) for path in dict.fromkeys(found)]
+        paths += matching
+    return [str(path.relative_to(ROOT)) for path in dict.fromkeys(paths)]
 
 
 def run(
@@ -35,8 +35,8 @@ def run(
 ) -> int:  # fmt: skip
     """Run the tests of a suite that are not `known`, and return pytest's exit code, 124 after `seconds`.
 
-    `row`: what the rows of all tests share. The output goes to the end of `log`. Plugins that happen to be installed
-    are left out, and warnings are no errors: the device's packages are not those that the project pins.
+    `row`: the common fields of the rows. The output is appended to `log`. pytest loads no other installed plugins, and
+    warnings are not errors: the project does not pin the device's packages.
     """
     with tempfile.TemporaryDirectory() as folder:
         frame = Path(folder) / "frame.json"
@@ -53,7 +53,7 @@ def run(
             outcomes.FRAME: str(frame),
         }  # fmt: skip
         if "TRITON_INSTRUMENTATION_MODE" in suite.environment:
-            environment["TRITON_CACHE_DIR"] = str(Path(folder) / "cache")  # not to be mixed up with the others
+            environment["TRITON_CACHE_DIR"] = str(Path(folder) / "cache")  # keeps instrumented kernels separate
         plugins = ["-p", "xdist", "-p", "benchmarks.gpu_day.outcomes", "-p", "no:cacheprovider"]
         options = ["-n", str(processes), "-m", "not full", "-o", "filterwarnings=default", "-ra", "--tb=short", "-q"]
         options += ["-k", suite.select] if suite.select else []
@@ -68,6 +68,6 @@ def run(
             try:
                 return process.wait(max(seconds, 0))
             except subprocess.TimeoutExpired:
-                process.kill()  # its workers end with it: their channel is closed
+                process.kill()  # closes the channel of its workers, which then end
                 process.wait()
                 return CUT_OFF

@@ -1,4 +1,4 @@
-"""The work of a guarded process for each task. Imported there alone, for it needs torch."""
+"""The work of a guarded process for each task. Only that process imports this module, because it imports torch."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from flashpoint_kernels.triton_backend.host.calls import Call
 from flashpoint_kernels.triton_backend.host.config import config_for
 from flashpoint_kernels.triton_backend.host.configurations import Config, Tile
 
-_WRONG = 0.02  # a tile changes the order of sums: a few roundings of bfloat16. More is a miscompilation
+_WRONG = 0.02  # a tile changes the order of sums, by a few roundings of bfloat16; a larger error is a miscompilation
 
 
 def describe(device: Cuda, _task: None) -> dict[str, Any] | None:
     """Return the device's description, and the names of the smoke tests that it must pass."""
-    found = device.describe()
-    return found and {"checks": list(CHECKS)} | found
+    description = device.describe()
+    return description and {"checks": list(CHECKS)} | description
 
 
 def perform(device: Cuda, task: Task) -> dict[str, Any]:
-    """Measure a task; what a row has as `result`."""
+    """Measure a task, and return the row's `result`."""
     if isinstance(task, Smoke):
         return smoke(device, task)
     if isinstance(task, Timed):
@@ -43,7 +43,7 @@ def perform(device: Cuda, task: Task) -> dict[str, Any]:
 
 
 def compile_task(device: Cuda, task: Task) -> None:
-    """Compile what a task launches into Triton's cache on disk, from which the process that times it loads."""
+    """Compile a task's kernels into Triton's cache on disk, from which the timing process loads them."""
     if isinstance(task, Trial):
         for call in _calls_of(device, task)[0]:
             call.compile()
@@ -71,10 +71,10 @@ def timed(device: Cuda, task: Timed) -> dict[str, Any]:
 
 
 @contextmanager
-def _deterministic(asked: bool) -> Iterator[None]:
-    """Ask torch for deterministic algorithms, and for no NaN in new memory, which would be within the time."""
+def _deterministic(enabled: bool) -> Iterator[None]:
+    """Make torch deterministic, but without filling new memory with NaN, which would count in the time."""
     memory: Any = torch.utils.deterministic
-    torch.use_deterministic_algorithms(asked)
+    torch.use_deterministic_algorithms(enabled)
     memory.fill_uninitialized_memory = False
     try:
         yield
@@ -84,7 +84,7 @@ def _deterministic(asked: bool) -> Iterator[None]:
 
 
 def _problem(device: Cuda, task: Timed) -> Problem:
-    """A problem that launches the kernels of a case."""
+    """Return a problem that launches the kernels of a case."""
     case = task.case
     q = torch.zeros(case.batch, case.q_heads, case.q_len, case.head_dim, device=device.name, dtype=DTYPES[case.dtype])
     k = torch.zeros(case.batch, case.kv_heads, case.kv_len, case.head_dim, device=device.name, dtype=q.dtype)
@@ -96,9 +96,9 @@ def _problem(device: Cuda, task: Timed) -> Problem:
 
 
 def trial(device: Cuda, task: Trial) -> dict[str, Any]:
-    """Time one tile of a kernel, proven against the shipped one, which is the truth for all others.
+    """Time one tile of a kernel, and compare its answers with those of the shipped tile, the reference.
 
-    `refused`: it does not fit, or the compiler gives up; `wrong_by`: its answers are others.
+    `refused`: the tile does not fit, or the compiler fails. `wrong_by`: the error of wrong answers.
     """
     shipped = getattr(_config(device, task), task.name)
     row = {**asdict(shipped if task.tile is None else Tile(*task.tile)), "shipped": task.tile is None, "ms": None}
@@ -109,8 +109,8 @@ def trial(device: Cuda, task: Trial) -> dict[str, Any]:
         if task.tile is None or device.is_lost():
             raise
         return row | {"refused": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
-    off = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(answers, exact, strict=True)]
-    wrong = [each for each in off if not each < _WRONG]  # a NaN is wrong
+    errors = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(answers, exact, strict=True)]
+    wrong = [each for each in errors if not each < _WRONG]  # a NaN is wrong
     return row | made | ({"wrong_by": wrong[0]} if wrong else {"ms": ms})
 
 
@@ -120,7 +120,7 @@ def _truth(device: Cuda, task: Trial) -> list[Tensor]:
 
 
 def _time(device: Cuda, task: Trial) -> tuple[float, list[Tensor], dict[str, Any]]:
-    """(median milliseconds, the answers, what the compiler made of the kernel)."""
+    """Return (median milliseconds, the answers, properties of the compiled kernel)."""
     calls, outputs = _calls_of(device, task)
     for output in outputs:
         output.fill_(float("nan"))
@@ -135,7 +135,7 @@ def _time(device: Cuda, task: Trial) -> tuple[float, list[Tensor], dict[str, Any
     taken = device.milliseconds(run)
     try:
         made = device.occupancy(calls[0])
-    except Exception as error:  # it takes names that Triton's releases change; the time is worth more
+    except Exception as error:  # Triton's releases change the names that it reads: keep the time anyway
         made = {"occupancy": f"{type(error).__name__}: {error}"[:200]}
     return median(taken), outputs, made
 
@@ -146,7 +146,7 @@ def _config(device: Cuda, task: Trial) -> Config:
 
 
 def _calls_of(device: Cuda, task: Trial) -> tuple[list[Call], list[Tensor]]:
-    """The calls of a trial's kernel, and the tensors that they write."""
+    """Return the calls of a trial's kernel, and the tensors that they write."""
     with path_of_hopper(task.hopper):
         return _calls(device, task)
 
@@ -165,7 +165,7 @@ def _calls(device: Cuda, task: Trial) -> tuple[list[Call], list[Tensor]]:
     forward = Problem.create({name: tensors[name] for name in "qkv"}, options)
     if task.name == "forward":
         return list(launch.forward_calls([forward], config)), list(forward.outputs.values())
-    launch.forward([forward])  # what the gradients start from is the same for every tile
+    launch.forward([forward])  # so the gradients have the same inputs for every tile
     backward = Problem.create({**tensors, **forward.outputs}, options, "backward")
     calls = list(launch.backward_calls([backward], [launch.scratch_of(backward)], config))
     for call in calls:

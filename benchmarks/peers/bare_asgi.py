@@ -1,4 +1,4 @@
-"""The least that an ASGI application can be, on uvicorn (httptools, uvloop), the operator inline.
+"""A minimal ASGI application on uvicorn (httptools, uvloop), with the operator inline.
 
 `python bare_asgi.py PORT`
 """

@@ -1,4 +1,4 @@
-"""The least that a Python HTTP server can be: an asyncio.BufferedProtocol on uvloop, the operator inline.
+"""A minimal Python HTTP server: an asyncio.BufferedProtocol on uvloop, with the operator inline.
 
 `python bare_protocol.py PORT`
 """
@@ -12,11 +12,11 @@ import torch
 import uvloop
 from op import attend, pack, unpack
 
-_HEAD = 1 << 16  # bytes of a head, at most
+_HEAD = 1 << 16  # largest size of a head in bytes
 
 
 class Protocol(asyncio.BufferedProtocol):
-    """One connection: reads a head, then a body into memory of its size, answers, begins anew."""
+    """One connection: for each request, read the head, read the body into a buffer of its size, and answer."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport

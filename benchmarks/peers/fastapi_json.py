@@ -25,8 +25,8 @@ app = FastAPI()
 
 @app.post("/attn")
 def attn(inputs: Inputs) -> dict[str, Tensor4]:
-    given = {name: torch.tensor(value) for name, value in inputs if value is not None}
-    return {name: t.tolist() for name, t in attend(given).items()}
+    tensors = {name: torch.tensor(value) for name, value in inputs if value is not None}
+    return {name: t.tolist() for name, t in attend(tensors).items()}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The obvious first server: FastAPI, a safetensors body, the operator inline or in the thread pool.
+"""A simple first server: FastAPI, a safetensors body, the operator inline or in the thread pool.
 
-`python fastapi_safetensors.py PORT inline|pool THREADS`, THREADS of torch for each call.
+`python fastapi_safetensors.py PORT inline|pool THREADS`: torch uses THREADS threads for each call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The operator in a process, with no HTTP: what a service can be no faster than.
+"""Run the operator in a process without HTTP: an upper bound of a service's speed.
 
-A line of JSON in, {"way", "shape", "gradient", "calls"}; the seconds that the calls took out. Ways: `run` is what the
-engine runs, `sdpa` torch's own operator; on one core, on all for each call, or on all with calls side by side.
+Reads lines of JSON, {"way", "shape", "gradient", "calls"}, and prints the seconds of the calls. Ways: `run` is the
+engine's operator, `sdpa` torch's; on one core, on all cores for each call, or on all cores with parallel calls.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def problem(tensors: dict[str, torch.Tensor]) -> Problem:
 
 
 def run_on_one(tensors: dict[str, torch.Tensor]) -> None:
-    """As a lane of the engine does it: the parts of the call, one after the other."""
+    """Run the parts of the call one after the other, as a lane of the engine does."""
     for part in split(problem(tensors), "torch"):
         run([part], "torch")
 
@@ -50,7 +50,7 @@ def side_by_side(tensors: dict[str, torch.Tensor], count: int) -> None:
         pass
 
 
-# Each with the threads of torch that it is given: `run` sets its own.
+# Each way with torch's threads; `run` sets the number itself.
 WAYS = {
     "run_one": (one_by_one(run_on_one), 1),
     "run_all": (one_by_one(run_on_all), 1),
@@ -62,12 +62,12 @@ WAYS = {
 
 if __name__ == "__main__":
     for line in sys.stdin:
-        asked = json.loads(line)
-        names = ("q", "k", "v", "do") if asked["gradient"] else ("q", "k", "v")
+        request = json.loads(line)
+        names = ("q", "k", "v", "do") if request["gradient"] else ("q", "k", "v")
         generator = torch.Generator().manual_seed(0)
-        given = {name: torch.rand(asked["shape"], generator=generator) for name in names}
-        calls, threads = WAYS[asked["way"]]
+        inputs = {name: torch.rand(request["shape"], generator=generator) for name in names}
+        calls, threads = WAYS[request["way"]]
         torch.set_num_threads(threads)
         began = time.perf_counter()
-        calls(given, asked["calls"])
+        calls(inputs, request["calls"])
         print(time.perf_counter() - began, flush=True)

@@ -1,6 +1,6 @@
-"""The operator that every peer runs, torch's own, and the plainest form that its tensors can take on the wire.
+"""Torch's operator, which every peer runs, and the simplest wire format of its tensors.
 
-Raw form: a little-endian uint32 with the length of a JSON list of [name, shape], that list, and the float32 tensors.
+Raw format: a little-endian uint32 with the length of a JSON list of [name, shape], that list, and the float32 tensors.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 GRADS = ("dq", "dk", "dv")
-BATCH = 8  # the most requests of a batch, and the seconds it may wait for them, of the peers that batch
-BATCH_SECONDS = 0.001
+BATCH = 8  # most requests of a batch, in peers that batch
+BATCH_SECONDS = 0.001  # longest wait for a batch
 
 
 def attend(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """`o` from q, k and v (B,H,S,D), or the gradients where `do` is there as well."""
+    """Return `o` from q, k and v (B,H,S,D), or the gradients if `tensors` also has `do`."""
     q, k, v = (tensors[name] for name in "qkv")
     if "do" not in tensors:
         with torch.inference_mode():
@@ -31,7 +31,7 @@ def attend(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def attend_all(requests: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """The answers of a batch: requests of one shape and direction are one call."""
+    """Return the answers of a batch: requests of one shape and direction share one call."""
     answers: list[dict[str, Tensor]] = [{}] * len(requests)
     groups: dict[object, list[int]] = {}
     for i, tensors in enumerate(requests):

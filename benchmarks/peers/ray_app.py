@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = str(Path(__file__).resolve().parent)
-os.environ["PYTHONPATH"] = HERE  # of the replica
+os.environ["PYTHONPATH"] = HERE  # for the replica
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
 import ray  # noqa: E402

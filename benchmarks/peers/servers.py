@@ -1,8 +1,8 @@
-"""The peers: what each needs, how it is started, where and in which form it takes the tensors.
+"""The peers: packages, command, path and format of each.
 
-Each runs its operator with one thread of torch, the fastest for small calls and right where calls come side by side;
-FastAPI also with a thread a core, which large calls one after the other are faster with. Those that have to be
-installed get an environment of their own, made by `install`, outside the repository.
+Each runs its operator with one thread of torch, which is fastest for small calls and fits parallel calls. FastAPI also
+runs with one thread per core, which is faster for sequential large calls. `install` makes a separate environment for
+each peer that needs packages, outside the repository.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ CONSTRAINTS = HERE.parent.parent / "constraints.txt"
 ENVIRONMENTS = Path(tempfile.gettempdir()) / "flashpoint-peers"
 PYTRITON_SYSTEM = "/usr/bin/python3"
 ENDING_SECONDS = 15.0
-FIRST_CALLS = (Case(16, False), Case(16, True))  # one starts its two models one after the other
+FIRST_CALLS = (Case(16, False), Case(16, True))  # both: a peer may start the models of both one after the other
 
 
 class Peer(NamedTuple):
-    """`command` is of Python, or of a script of its environment.
+    """A server. `command` starts Python or a script of the peer's environment.
 
-    In it and in `variables` PORT, PORT1 and PORT2 are ports, and HERE is this directory.
+    In `command` and `variables`, PORT, PORT1 and PORT2 stand for ports, and HERE for this directory.
     """
 
     name: str
     command: str
     form: Form = RAW
     path: Callable[[Case], str] = lambda case: "/attn"
-    packages: tuple[str, ...] = ()  # the first is what it is; without any, it runs in our own environment
+    packages: tuple[str, ...] = ()  # the peer's own package first; without packages, it runs in our environment
     environment: str = ""
     variables: dict[str, str] = {}  # noqa: RUF012
-    python: str = sys.executable  # that its environment is made with
+    python: str = sys.executable  # makes the peer's environment
 
 
 CORES = os.cpu_count() or 1
@@ -72,8 +72,8 @@ PEERS = (
         lambda case: f"/v2/models/attn{'_grad' if case.gradient else ''}/infer",
         ("nvidia-pytriton==0.7.0",),
         "pytriton",
-        # Its Python stub is of an early 3.11 and takes no later standard library: a distribution's 3.11.2 works, 3.11.7
-        # does not.
+        # Its Python stub is an early 3.11 and fails with a later standard library: a distribution's 3.11.2 works,
+        # 3.11.7 does not.
         python=PYTRITON_SYSTEM,
     ),
     Peer(
@@ -81,7 +81,7 @@ PEERS = (
         "mlserver start HERE/mlserver_model",
         OIP_JSON,
         lambda case: "/v2/models/attn/infer",
-        ("mlserver==1.7.1", "uvloop==0.21.0"),  # it fails to start with later ones of uvloop
+        ("mlserver==1.7.1", "uvloop==0.21.0"),  # MLServer fails to start with later versions of uvloop
         "mlserver",
         {
             "MLSERVER_HOST": "127.0.0.1",
@@ -95,10 +95,10 @@ INSTALLABLE = tuple(peer.environment for peer in PEERS if peer.packages)
 
 
 def install(peer: Peer) -> None:
-    """Make the peer's environment, unless it is there. Raises CalledProcessError where pip fails."""
+    """Make the peer's environment, unless it exists. Raises CalledProcessError if pip fails."""
     home = ENVIRONMENTS / peer.environment
     made = home / "made"
-    wanted = "\n".join((os.path.realpath(peer.python), *peer.packages))  # one interpreter has many names
+    wanted = "\n".join((os.path.realpath(peer.python), *peer.packages))  # an interpreter may have several names
     if made.exists() and made.read_text() == wanted:
         return
     torch = next(line for line in CONSTRAINTS.read_text().splitlines() if line.startswith("torch=="))
@@ -110,7 +110,7 @@ def install(peer: Peer) -> None:
 
 
 def installed_version(peer: Peer) -> str:
-    """The version of the peer's own package, in its environment."""
+    """Return the version of the peer's own package, in its environment."""
     package = peer.packages[0].partition("==")[0].partition("[")[0]
     code = f"from importlib.metadata import version; print(version({package!r}))"
     command = [str(ENVIRONMENTS / peer.environment / "bin/python"), "-c", code]
@@ -119,7 +119,7 @@ def installed_version(peer: Peer) -> str:
 
 @contextlib.contextmanager
 def started(peer: Peer) -> Iterator[int]:
-    """The port of a peer that answers. Raises RuntimeError, with its log, where it does not start."""
+    """Start a peer, and yield its port when it answers. Raises RuntimeError, with its log, if it does not start."""
     programs = ENVIRONMENTS / peer.environment / "bin" if peer.packages else Path(sys.executable).parent
     ports = free_ports(3)
 
@@ -131,10 +131,10 @@ def started(peer: Peer) -> Iterator[int]:
     variables = {name: filled(value) for name, value in peer.variables.items()}
     variables |= {"PYTHONPATH": str(HERE), "PATH": f"{programs}:{os.environ['PATH']}", **MALLOC}
     program, *rest = (filled(word) for word in peer.command.split())
-    # Some write files to where they are started.
-    with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory() as place:
+    # Some peers write files to their working directory.
+    with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory() as directory:
         child = subprocess.Popen(
-            [str(programs / program), *rest], cwd=place, env={**os.environ, **variables}, stdout=log, stderr=log
+            [str(programs / program), *rest], cwd=directory, env={**os.environ, **variables}, stdout=log, stderr=log
         )
         try:
             deadline = time.monotonic() + START_SECONDS
@@ -142,16 +142,16 @@ def started(peer: Peer) -> Iterator[int]:
                 if child.poll() is not None or time.monotonic() > deadline:
                     log.seek(0)
                     raise RuntimeError(f"{peer.name} did not start: {log.read().decode(errors='replace')[-3000:]}")
-                time.sleep(0.1)  # between two looks
+                time.sleep(0.1)
             yield ports[0]
         finally:
             end(child)
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now: most peers cannot say which they took."""
-    with contextlib.ExitStack() as held:
-        sockets = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+    """Return free ports: most peers cannot choose a free port and report it."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [s.getsockname()[1] for s in sockets]
 
 
@@ -163,7 +163,7 @@ def answers(peer: Peer, port: int) -> bool:
 
 
 def ask(port: int, path: str, form: Form, case: Case) -> tuple[int, http.client.HTTPMessage, bytes]:
-    """Status, headers and body of one call."""
+    """Make one call; return the status, headers and body of its answer."""
     headers, body = form.write(case)
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=START_SECONDS)) as connection:
         connection.request("POST", path, b"".join(body), dict(headers))
@@ -172,13 +172,13 @@ def ask(port: int, path: str, form: Form, case: Case) -> tuple[int, http.client.
 
 
 def end(child: subprocess.Popen[bytes]) -> None:
-    """End a peer with all that it has started: several leave workers behind."""
+    """End a peer and all its child processes: several peers leave workers behind."""
     family = []
     if child.poll() is None:
         family = [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]
         child.terminate()
-    _, left = psutil.wait_procs(family, timeout=ENDING_SECONDS)
-    for process in left:
+    _, alive = psutil.wait_procs(family, timeout=ENDING_SECONDS)
+    for process in alive:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     child.wait()

@@ -1,9 +1,9 @@
 // Types of attention.mjs, for TypeScript.
 
-/** Element types of safetensors. Halves (F16, BF16) are their bits, as Uint16Array. */
+/** Element types of safetensors. F16 and BF16 are bits in a Uint16Array. */
 export type DType = "F32" | "F64" | "F16" | "BF16" | "I32" | "I64" | "BOOL";
 
-/** Numbers of a shape, row-major. */
+/** A tensor with its numbers in row-major order. */
 export interface Tensor {
   dtype: DType;
   shape: number[];
@@ -48,16 +48,16 @@ export interface GradOptions extends Options {
   saved?: string | null;
 }
 
-/** Tensors by name, and options; of an answer, its metadata in JSON texts. */
+/** Tensors by name, and options. In an answer, options are the metadata, as JSON texts. */
 export interface Message<O = Record<string, string>> {
   tensors: Tensors;
   options: O;
 }
 
-/** Return the bytes of a message: 8 bytes of length, that many of JSON, then the numbers. */
+/** Return the bytes of a message: 8 bytes with the length of the JSON, the JSON, then the numbers. */
 export function encode(message: Message<object>): Blob;
 
-/** Return the message in the bytes of an answer. */
+/** Return the message in an answer's bytes. */
 export function decode(buffer: ArrayBuffer): Message;
 
 /** An error of the server: RFC 9457. */
@@ -72,12 +72,12 @@ export class Problem extends Error {
 }
 
 export class Flashpoint {
-  /** `timeout` is that of a whole call, in milliseconds. */
+  /** `timeout` is the timeout of a whole call in milliseconds. */
   constructor(url: string, how?: { key?: string; timeout?: number; retries?: number });
 
-  /** Return `o`, and `lse` with `return_lse`, of q, k, v, … Throws Problem. */
+  /** Return `o`, and `lse` with `return_lse`, from q, k, v, … Throws Problem. */
   attention(tensors: Tensors, options?: ForwardOptions): Promise<Message>;
 
-  /** Return the gradients that `grads` names, of do, q, k, v, … Throws Problem. */
+  /** Return the gradients that `grads` names, from do, q, k, v, … Throws Problem. */
   attentionGrad(tensors: Tensors, options?: GradOptions): Promise<Message>;
 }

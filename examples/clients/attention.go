@@ -1,4 +1,4 @@
-// A client of Flashpoint in Go, of the standard library alone.
+// A client of Flashpoint in Go, with only the standard library.
 //
 //	go run attention.go http://localhost:8000 [KEY]
 package main
@@ -22,21 +22,21 @@ import (
 
 const mediaType = "application/vnd.safetensors"
 
-// Tensor is numbers of a shape, row-major and little-endian, of a dtype as safetensors names it: F32, F16, BF16, I64, …
+// Tensor has a shape, and numbers in row-major, little-endian order. DType is a name of safetensors: F32, F16, BF16, I64, …
 type Tensor struct {
 	DType string
 	Shape []int
 	Data  []byte
 }
 
-// Float32 is the tensor of numbers.
+// Float32 returns an F32 tensor of numbers.
 func Float32(shape []int, numbers ...float32) Tensor {
 	var data bytes.Buffer
 	binary.Write(&data, binary.LittleEndian, numbers)
 	return Tensor{"F32", shape, data.Bytes()}
 }
 
-// Float32s are the numbers of an F32 tensor.
+// Float32s returns the numbers of an F32 tensor.
 func (t Tensor) Float32s() []float32 {
 	numbers := make([]float32, len(t.Data)/4)
 	for i := range numbers {
@@ -45,7 +45,7 @@ func (t Tensor) Float32s() []float32 {
 	return numbers
 }
 
-// Tensors and Options are named as docs/http.md has them. A value of an option is what encoding/json takes.
+// Tensors and Options have the names of docs/http.md. encoding/json must accept an option's value.
 type (
 	Tensors map[string]Tensor
 	Options map[string]any
@@ -57,7 +57,7 @@ type entry struct {
 	Offsets [2]int `json:"data_offsets"`
 }
 
-// Encode gives a message: 8 bytes of length, that many of JSON, then the numbers, without holes.
+// Encode returns a message: 8 bytes with the length of the JSON, the JSON, then the numbers without gaps.
 func Encode(tensors Tensors, options Options) ([]byte, error) {
 	metadata := map[string]string{}
 	for name, value := range options {
@@ -91,7 +91,7 @@ func Encode(tensors Tensors, options Options) ([]byte, error) {
 	return body, nil
 }
 
-// Decode takes a message apart. The tensors are views of it.
+// Decode returns the tensors and the metadata of a message. The tensors are views of it.
 func Decode(body []byte) (Tensors, map[string]string, error) {
 	if len(body) < 8 {
 		return nil, nil, errors.New("an answer without a head")
@@ -124,7 +124,7 @@ func Decode(body []byte) (Tensors, map[string]string, error) {
 	return tensors, metadata, nil
 }
 
-// Problem is what the server refuses, or fails at: RFC 9457.
+// Problem is an error or a refusal of the server: RFC 9457.
 type Problem struct {
 	Status    int
 	Code      string
@@ -138,23 +138,23 @@ type Problem struct {
 
 func (p *Problem) Error() string { return fmt.Sprintf("%d %s: %s", p.Status, p.Code, p.Detail) }
 
-// Client asks the server at URL. Key, where there is one, is sent as a bearer key.
+// Client calls the server at URL. It sends Key, unless it is empty, as a bearer token.
 type Client struct {
 	URL, Key string
 	Retries  int
 }
 
-// Attention gives o, and lse with return_lse, of the tensors q, k, v, …
+// Attention returns o, and lse with return_lse, from the tensors q, k, v, …
 func (c *Client) Attention(ctx context.Context, tensors Tensors, options Options) (Tensors, error) {
 	return c.send(ctx, "/attention", tensors, options)
 }
 
-// AttentionGrad gives the gradients that the option grads names, of do, q, k, v, …
+// AttentionGrad returns the gradients that the option grads names, from do, q, k, v, …
 func (c *Client) AttentionGrad(ctx context.Context, tensors Tensors, options Options) (Tensors, error) {
 	return c.send(ctx, "/attention/grad", tensors, options)
 }
 
-// The deadline of ctx holds for the whole call, and is told to the server.
+// The deadline of ctx is that of the whole call; the server gets it, too.
 func (c *Client) send(ctx context.Context, path string, tensors Tensors, options Options) (Tensors, error) {
 	body, err := Encode(tensors, options)
 	if err != nil {
@@ -187,7 +187,7 @@ func (c *Client) send(ctx context.Context, path string, tensors Tensors, options
 			return found, err
 		}
 		problem := &Problem{}
-		_ = json.Unmarshal(answer, problem) // a proxy's own error is no problem in JSON: the status is left
+		_ = json.Unmarshal(answer, problem) // a proxy's error is not a problem in JSON: then only the status is known
 		problem.Status = response.StatusCode
 		again := problem.Status == http.StatusTooManyRequests || problem.Status == http.StatusServiceUnavailable
 		if !again || attempt >= c.Retries {
@@ -210,7 +210,7 @@ func max(a, b int64) int64 { // built in from Go 1.21 on
 	return b
 }
 
-// Two queries and two keys, small enough to be worked out: the first query sees the first key alone, the second both.
+// Two queries and two keys, few enough to compute by hand: the first query sees only the first key, the second both.
 func run(client *Client) error {
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
@@ -230,7 +230,7 @@ func run(client *Client) error {
 		return err
 	}
 
-	p := 1 / (1 + math.Exp(-0.5)) // how much the second query sees of the second key
+	p := 1 / (1 + math.Exp(-0.5)) // the second query's weight of the second key
 	g := 4 * 0.5 * p * (1 - p)
 	for _, wanted := range []struct {
 		name    string

@@ -14,7 +14,7 @@ const ARRAYS = {
 };
 const MEDIA_TYPE = "application/vnd.safetensors";
 
-/** @param {Message} message @returns {Blob} 8 bytes of length, that many of JSON, then the numbers, without holes */
+/** @param {Message} message @returns {Blob} 8 bytes with the length of the JSON, the JSON, then the numbers without gaps */
 export function encode({ tensors, options }) {
   const metadata = Object.entries(options).map(([name, value]) => [name, JSON.stringify(value)]);
   /** @type {Record<string, any>} */
@@ -38,7 +38,7 @@ export function decode(buffer) {
   const tensors = {};
   for (const [name, { dtype, shape, data_offsets: [from, to] }] of Object.entries(entries)) {
     const Numbers = ARRAYS[dtype];
-    tensors[name] = { dtype, shape, data: new Numbers(buffer.slice(start + from, start + to)) }; // a copy is aligned
+    tensors[name] = { dtype, shape, data: new Numbers(buffer.slice(start + from, start + to)) }; // an aligned copy
   }
   return { tensors, options };
 }
@@ -62,19 +62,19 @@ export class Flashpoint {
     this.retries = retries;
   }
 
-  /** `o`, and `lse` with `return_lse`, of q, k, v, … @param {Tensors} tensors @returns {Promise<Message>} */
+  /** Return `o`, and `lse` with `return_lse`, from q, k, v, … @param {Tensors} tensors @returns {Promise<Message>} */
   attention(tensors, options = {}) {
     return this.#send("/attention", { tensors, options });
   }
 
-  /** The gradients that `grads` names, of do, q, k, v, … @param {Tensors} tensors @returns {Promise<Message>} */
+  /** Return the gradients that `grads` names, from do, q, k, v, … @param {Tensors} tensors @returns {Promise<Message>} */
   attentionGrad(tensors, options = {}) {
     return this.#send("/attention/grad", { tensors, options });
   }
 
   async #send(path, message) {
     const body = encode(message);
-    const signal = AbortSignal.timeout(this.timeout); // of the whole call
+    const signal = AbortSignal.timeout(this.timeout); // timeout of the whole call
     const end = performance.now() + this.timeout;
     /** @type {Record<string, string>} */
     const headers = { "Content-Type": MEDIA_TYPE };
@@ -86,13 +86,13 @@ export class Flashpoint {
       const problem = new Problem(answer.status, await answer.json().catch(() => ({})));
       if (![429, 503].includes(answer.status) || attempt === this.retries) throw problem;
       const seconds = Math.max(Number(answer.headers.get("Retry-After")) || 0, 0.1 * 2 ** attempt);
-      if (performance.now() + seconds * 1000 >= end) throw problem; // it says more than that the time is over
+      if (performance.now() + seconds * 1000 >= end) throw problem; // more useful than a timeout error
       await new Promise((resolve) => setTimeout(resolve, seconds * 1000));
     }
   }
 }
 
-// Two queries and two keys, small enough to be worked out: the first query sees the first key alone, the second both.
+// Two queries and two keys, few enough to compute by hand: the first query sees only the first key, the second both.
 async function main(url, key) {
   const client = new Flashpoint(url, { key });
   const matrix = (...data) => ({ dtype: "F32", shape: [2, 2], data: new Float32Array(data) });
@@ -104,7 +104,7 @@ async function main(url, key) {
   const grads = await client.attentionGrad({ do: dout, q, k, v, o, lse }, { ...options, grads: ["dq", "dv"] });
   const { dq, dv } = grads.tensors;
 
-  const p = 1 / (1 + Math.exp(-0.5)); // how much the second query sees of the second key
+  const p = 1 / (1 + Math.exp(-0.5)); // the second query's weight of the second key
   const g = 4 * 0.5 * p * (1 - p);
   check("o", o, [1, 2, 1 + 2 * p, 2 + 2 * p]);
   check("lse", lse, [0.5, Math.log(1 + Math.exp(0.5))]);
@@ -124,7 +124,7 @@ function check(name, { shape, data }, expected) {
   console.log(`${name} [${shape.join(" ")}] as it must be`);
 }
 
-const { process } = /** @type {any} */ (globalThis); // where it is run, not imported
+const { process } = /** @type {any} */ (globalThis); // for a run from the command line
 if (process?.argv[1]?.endsWith("attention.mjs")) {
   const [url = "http://localhost:8000", key] = process.argv.slice(2);
   main(url, key).catch((error) => {

@@ -1,4 +1,4 @@
-"""A runtime of MLServer for the operator; tensors as JSON, which is what its REST interface takes.
+"""A runtime of MLServer for the operator, with tensors as JSON, the format of its REST interface.
 
 `mlserver start DIRECTORY`, with peers/ on PYTHONPATH and ports in MLSERVER_HTTP_PORT, _GRPC_PORT and _METRICS_PORT.
 """

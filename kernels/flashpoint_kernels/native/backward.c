@@ -1,14 +1,14 @@
 /* The gradient of attention on the CPU (FlashAttention-2, Dao 2023, Algorithm 2), from the forward's o and lse.
 
-   A part of the work is some queries of all query heads that share a key/value head, and all their keys. For each block of
-   KEYS keys and of QUERIES queries there are five products: S = Q K^T, dP = dO V^T, dV += P^T dO, dK += dS^T Q, dQ += dS K.
-   Between them, `differentiate` makes P and dS of S and dP in float32, with all options.
+   A part of the work is some queries of all query heads that share a key/value head, and all their keys. For each block
+   of KEYS keys and of QUERIES queries there are five products: S = Q K^T, dP = dO V^T, dV += P^T dO, dK += dS^T Q, dQ
+   += dS K. Between them, `differentiate` computes P and dS from S and dP in float32, with all options.
 
-   The order of all sums is fixed by positions: the bits of a row of dQ depend on the row, on the keys that it sees and on the
-   options alone, those of dK and dV on their own sequence, and none on how parts are distributed over threads.
+   Positions determine the order of all sums: the bits of a row of dQ depend only on the row, the keys that it sees and
+   the options, and those of dK and dV only on their sequence. The distribution of parts over threads changes no bits.
 
-   There are two ways to multiply: backward_float32.h, and with Intel's AMX backward_amx.h for bfloat16. build.py compiles
-   this file once for each instruction set, with ISA as the suffix of its functions. */
+   Two files multiply: backward_float32.h, and backward_amx.h with Intel's AMX for bfloat16. build.py compiles this file
+   once for each instruction set, with ISA as the suffix of its functions. */
 
 #include "backward.h"
 #include "products.h"
@@ -48,7 +48,7 @@ INLINE void write_keys(const struct call *call, const struct part *part, const s
     }
 }
 
-/* Return the part for its key/value head number `head` alone. */
+/* Return the part for only its key/value head number `head`. */
 INLINE struct part of_head(const struct call *call, struct part part, int64_t head) {
     struct rows *of_queries[] = {&part.q, &part.o, &part.dout, &part.lse, &part.dlse, &part.dq, &part.mask, &part.dmask,
                                  &part.blocks};
@@ -67,7 +67,7 @@ INLINE struct part of_head(const struct call *call, struct part part, int64_t he
 
 /* Compute a part of a single key/value head. */
 INLINE void compute(const struct call *call, const struct part *part, struct scratch *own, enum range range) {
-    const int64_t rows = rows_of(part->count); /* of a head */
+    const int64_t rows = rows_of(part->count); /* rows of a head */
     for (int64_t g = 0; g < call->group; g++) {
         read_sums(call, part, &own->sums, range, g, g * rows);
         copy_queries(call, own, part->q.at + g * part->q.head + part->first * part->q.row, part->q.row,
@@ -121,7 +121,7 @@ int PASTE(flashpoint_backward_, ISA)(const struct call *call) {
     int64_t rows = 0;
     int missing = 0;
     for (int64_t n = 0; n < call->count; n++) rows = greater(rows, call->group * rows_of(call->parts[n].count));
-    for (int pass = 0; pass < 2; pass++) { /* the first one counts */
+    for (int pass = 0; pass < 2; pass++) { /* the first pass counts bytes */
         own.sums.lse = take(&memory, sizeof(float) * rows);
         own.sums.delta = take(&memory, sizeof(float) * rows);
         own.sums.row = take(&memory, sizeof(float) * 2 * own.value_dim);

@@ -1,5 +1,5 @@
-/* A call of the gradient, and what both ways to multiply do alike: which keys a query sees, and what becomes of a product
-   of a query and a key. */
+/* A call of the gradient, and the common part of backward_float32.h and backward_amx.h: the keys that a query sees, and
+   the gradient from the product of a query and a key. */
 
 #ifndef FLASHPOINT_BACKWARD
 #define FLASHPOINT_BACKWARD
@@ -7,74 +7,74 @@
 #include "memory.h"
 #include "options.h"
 
-#define KEYS 128 /* of a block; also in native/backward.py */
+#define KEYS 128 /* keys of a block; also in native/backward.py */
 
-/* The rows of a tensor. Steps are in bytes; numbers of a row are adjacent. An address of 0: no such tensor. */
+/* The rows of a tensor. Strides are in bytes; the numbers of a row are adjacent. An address of 0: no such tensor. */
 struct rows {
     char *at;
     int64_t head, row;
 };
 
 /* `count` queries from `first` on, of one sequence and some key/value heads. Addresses are those of the sequence's
-   first row and of the part's first head. Query i sees the keys [i + low, i + high) among the sequence's `keys`. Outputs
-   without an address are not wanted. */
+   first row and the part's first head. Query i sees the keys [i + low, i + high) among the sequence's `keys`. Outputs
+   without an address are not computed. */
 struct part {
     int64_t heads;
     struct rows q, o, dout, lse, dlse, dq; /* dout: the gradient of o; lse and dlse are float32, no dlse is 0 */
     struct rows k, v, dk, dv;
     float *sums; /* null: write dk and dv. Else (keys, dim + value_dim) in float32, of one head */
-    int64_t add; /* to `sums`; else write them */
+    int64_t add; /* 1: add to `sums`; 0: write them */
     const float *slopes, *sinks;
-    double *dsinks; /* of each query head; the part adds to them */
+    double *dsinks; /* one for each query head; the part adds to them */
     int64_t first, count, keys, low, high;
     int64_t offset; /* ALiBi's distance of query i and key j is |i + offset - j| */
     struct rows mask, dmask;
-    struct rows blocks;     /* bool, one row for each `block_queries` queries; a block that is false is not seen */
-    int64_t sequence, head; /* dropout's */
+    struct rows blocks;     /* bool, one row for each `block_queries` queries; queries do not see a false block */
+    int64_t sequence, head; /* numbers for dropout */
 };
 
 struct call {
     int64_t type, dim, value_dim, group;
     double scale, softcap; /* softcap: 0 is off */
-    int64_t mask_type, mask_step; /* step from key to key in bytes, 0 for one number for all keys */
+    int64_t mask_type, mask_step; /* stride from key to key in bytes, 0 for one number for all keys */
     double keep;                  /* 1 - dropout_p */
     struct dropout dropout;
-    int64_t dmask_step, dmask_adds; /* dmask is float32, and parts add to it; else it has the mask's type and all pairs */
+    int64_t dmask_step, dmask_adds; /* 1: parts add to dmask, float32; 0: it has the mask's type and all pairs */
     int64_t block_queries, block_keys; /* multiples of 16 */
     int64_t count;
     const struct part *parts;
 };
 
-/* How large the numbers of a part are. */
+/* The magnitude of the numbers of a part. */
 enum range {
     USUAL, /* no product overflows */
-    LARGE, /* finite, but products may overflow: they count as the largest float32 */
-    NONFINITE, /* infinity or NaN: it must not reach queries that do not see it */
+    LARGE, /* finite, but products may overflow: they then become the largest float32 */
+    NONFINITE, /* infinity or NaN, which must not reach queries that do not see them */
 };
 
-/* The keys of one step: `keys` from `position` on, of which its queries see some of [from, to). */
+/* The keys of one step: `keys` from `position` on. Its queries see only keys in [from, to). */
 struct block {
     int64_t position, keys, from, to;
     int all; /* each query sees each key of [from, to) */
 };
 
-/* What is known of each query of a part's heads, one head after another. An lse of +inf stands for a query that sees no
-   key: its probabilities are 0. */
+/* lse and delta of each query of a part's heads, one head after another. An lse of +inf marks a query that sees no key:
+   its probabilities are 0. */
 struct sums {
     float *lse, *delta;
     float *row;      /* memory for two rows of values */
     uint32_t *drawn; /* memory for dropout's words of a row */
 };
 
-/* The numbers of one query's row of S and dP, and then of P and dS: those of each 16 keys are `step` floats on. `seen`: null,
-   or memory for whether it sees each key. */
+/* One query's row of S and dP, and later of P and dS. `step` is the stride in floats from 16 keys to the next 16.
+   `seen`: null, or memory for whether the query sees each key. */
 struct row {
     float *p, *ds;
     int64_t step;
     uint8_t *seen;
 };
 
-/* ---- how large numbers are ---- */
+/* ---- the magnitude of numbers ---- */
 
 INLINE float number_of(uint32_t bits) {
     float x;
@@ -82,7 +82,7 @@ INLINE float number_of(uint32_t bits) {
     return x;
 }
 
-/* Return the largest magnitude of some rows, as the bits of a float32: infinity and NaN are above all numbers. */
+/* Return the largest magnitude in some rows, as the bits of a float32: infinity and NaN are above all numbers. */
 INLINE uint32_t largest_bits_of(const char *rows, int64_t step, const enum type type, int64_t count, int64_t dim) {
     ints most = (ints){0};
     for (int64_t i = 0; i < count; i++, rows += step) {
@@ -105,7 +105,7 @@ NOINLINE uint32_t largest_bits(const char *rows, int64_t step, enum type type, i
     return largest_bits_of(rows, step, BFLOAT16, count, dim);
 }
 
-/* Return how large the numbers are of a part's queries and of the blocks of keys that they see. */
+/* Return the range of the numbers of a part's queries and of the blocks of keys that they see. */
 INLINE enum range range_of(const struct call *call, const struct part *part) {
     const enum type type = (enum type)call->type;
     const int64_t low = part->first + part->low, high = part->first + part->count - 1 + part->high;
@@ -134,7 +134,7 @@ INLINE enum range range_of(const struct call *call, const struct part *part) {
 
 /* ---- queries ---- */
 
-/* Write lse and delta = o·dO - dlse of a head's queries. An lse of +inf stands for a query that sees no key: its
+/* Write lse and delta = o·dO - dlse of a head's queries. An lse of +inf marks a query that sees no key: its
    probabilities are 0. */
 INLINE void read_sums(const struct call *call, const struct part *part, struct sums *own, enum range range,
                       int64_t head, int64_t row) {
@@ -168,14 +168,14 @@ INLINE void read_sums(const struct call *call, const struct part *part, struct s
 
 /* ---- one block of queries and keys ---- */
 
-/* Return whether one of some rows of a block mask sees its block `place`. */
+/* Return whether block `place` is true in any of `rows` rows of a block mask. */
 INLINE int any_block(const char *column, int64_t row, int64_t rows, int64_t place) {
     for (int64_t i = 0; i < rows; i++)
         if (column[i * row + place]) return 1;
     return 0;
 }
 
-/* Find the keys of a block that some of these queries see. The edges are multiples of `unit`. */
+/* Find the range of keys in a block that any of these queries sees. The edges are multiples of `unit`. */
 INLINE void see(const struct call *call, const struct part *part, int64_t head, int64_t first, int64_t count,
                 int64_t unit, struct block *block) {
     int64_t from = first + part->low - block->position, to = first + count - 1 + part->high - block->position;
@@ -197,7 +197,7 @@ INLINE void see(const struct call *call, const struct part *part, int64_t head, 
                  block->position + to <= first + part->high;
 }
 
-/* Write a number for each of the keys [key, key + LANES) that is below `stop`. */
+/* Write one number for each of the keys [key, key + LANES) below `stop`. */
 INLINE void store_keys(char *row, enum type type, int64_t key, int64_t stop, floats x) {
     if (type == FLOAT32 && key + LANES <= stop)
         memcpy(row + 4 * key, &x, sizeof x);
@@ -205,7 +205,7 @@ INLINE void store_keys(char *row, enum type type, int64_t key, int64_t stop, flo
         for (int i = 0; i < LANES && key + i < stop; i++) store(row, type, key + i, x[i]);
 }
 
-/* Add a number for each of the keys [key, key + LANES) that is below `stop`, or with a step of 0 their sum. */
+/* Add one number for each of the keys [key, key + LANES) below `stop`; with a stride of 0, add the sum of all. */
 INLINE void add_keys(char *row, int64_t step, int64_t key, int64_t stop, floats x) {
     float sum;
     if (!step) {
@@ -224,7 +224,8 @@ INLINE void add_keys(char *row, int64_t step, int64_t key, int64_t stop, floats 
     store_keys(row, FLOAT32, key, stop, x);
 }
 
-/* Write zeros as the mask's gradient of some queries and the block's keys outside [from, to), unless it is a sum. */
+/* Write zeros to the mask's gradient of some queries and the block's keys outside [from, to), unless parts add to
+   it. */
 INLINE void clear_mask(const struct call *call, const struct part *part, int64_t head, int64_t first, int64_t count,
                        const struct block *block) {
     const int64_t size = size_of((enum type)call->mask_type), keys = block->keys;
@@ -237,15 +238,15 @@ INLINE void clear_mask(const struct call *call, const struct part *part, int64_t
     }
 }
 
-/* Make P of S, and the gradients of scores of those of probabilities, dP, for one query and the block's keys [from, to).
-   `plain`, a constant: no option but the scale, and numbers of the usual range. `range` is a constant, too. */
+/* Compute P from S, and dS from dP, for one query and the block's keys [from, to). `plain` and `range` are constants;
+   `plain`: the scale is the only option, and the range is USUAL. */
 INLINE void differentiate(const struct call *call, const struct part *part, const struct sums *sums, struct row row,
                           int64_t place, int64_t head, int64_t query, const struct block *block, const enum range range,
                           const int plain) {
     const float softcap = (float)call->softcap, scale = (float)call->scale, factor = (float)(1 / call->keep);
     const int64_t position = block->position;
     const floats lse = splat(sums->lse[place]), delta = splat(sums->delta[place]);
-    const floats rounding = absolute(lse) * 0x1p-20f; /* a score is not above lse by more, unless lse is of other numbers */
+    const floats rounding = absolute(lse) * 0x1p-20f; /* a larger score is possible only if lse is of other tensors */
     const char *mask = part->mask.at ? part->mask.at + head * part->mask.head + query * part->mask.row : 0;
     char *dmask = part->dmask.at ? part->dmask.at + head * part->dmask.head + query * part->dmask.row : 0;
     const char *blocks = 0;
@@ -328,7 +329,7 @@ NOINLINE void differentiate_large(const struct call *call, const struct part *pa
     differentiate(call, part, sums, row, place, head, query, block, LARGE, 0);
 }
 
-/* Choose among these for one query; its `sums` are at `place`. */
+/* Choose one of these three functions for one query; its `sums` are at `place`. */
 INLINE void differentiate_row(const struct call *call, const struct part *part, const struct sums *sums, struct row row,
                               int64_t place, int64_t head, int64_t query, const struct block *block, enum range range) {
     const int plain = call->softcap == 0 && !part->slopes && !part->mask.at && !part->dmask.at && !part->blocks.at &&

@@ -1,19 +1,19 @@
-/* The products of the gradient by AMX, for bfloat16: sums are float32, and P and dS are rounded to bfloat16 for them.
+/* The products of the gradient by AMX, for bfloat16: P and dS are rounded to bfloat16, and sums are float32.
 
-   Keys lie in the lanes of S, P and dS. dV^T = dO^T P and dK^T = Q^T dS are computed as transposes: pairs of rows of P and dS
-   are tiles of b. For dQ = dS K, rows of dS are tiles of a. Rows that fill the last tile are zeros.
+   The lanes of S, P and dS are keys. dV^T = dO^T P and dK^T = Q^T dS are computed as transposes: pairs of rows of P and
+   dS are tiles of b. For dQ = dS K, rows of dS are tiles of a. Rows that fill the last tile are zeros.
 
-   Numbers whose products may overflow, infinity and NaN are left to backward_float32.h: a tile product adds sums of even and
-   of odd places, which could be infinities of both signs. */
+   backward_float32.h computes parts with infinity, NaN, or numbers whose products may overflow: a tile product adds
+   sums of even and of odd places, which could be infinities of both signs. */
 
 #include "tiles.h"
 
 #define UNIT STEP
 #define QUERIES 128
-#define STRIP 32                          /* queries whose S and dP are computed together: two tiles */
+#define STRIP 32                          /* queries of a strip, two tiles: their S and dP are computed together */
 #define TILE (TILE_BYTES / 4)             /* numbers of a tile of float32 */
 #define KEY_TILES (KEYS / 16)
-#define STRIP_BYTES (KEY_TILES * TILE_BYTES) /* of a strip's P or dS as tiles of b */
+#define STRIP_BYTES (KEY_TILES * TILE_BYTES) /* size of a strip's P or dS as tiles of b */
 
 struct scratch {
     struct sums sums;
@@ -25,10 +25,10 @@ struct scratch {
     float *dq;                         /* tiles (rows / 16, dim / 16) */
     float *dk_tiles, *dv_tiles;        /* dK^T, dV^T: tiles (dim / 16, KEYS / 16) */
     float *dk, *dv;                    /* (KEYS, dim), (KEYS, value_dim) */
-    float *p, *ds;                     /* of a strip: tiles (KEYS / 16, 2), of 16 queries by 16 keys */
+    float *p, *ds;                     /* a strip's tiles (KEYS / 16, 2), of 16 queries by 16 keys */
     char *p_pairs, *ds_pairs;          /* for each STRIP and each 16 keys a tile of b */
     char *ds_rows;                     /* (QUERIES, KEYS) */
-    float *row;                        /* of dq */
+    float *row;                        /* one row of dq */
     int64_t dim, value_dim;            /* multiples of STEP */
     struct tile_shapes before;
 };
@@ -64,7 +64,7 @@ INLINE void end(struct scratch *own) { tile_restore(&own->before); }
 
 /* ---- copies ---- */
 
-/* Copy `count` rows of `dim` numbers, with zeros up to (rows, width). */
+/* Copy `count` rows of `dim` numbers, and write zeros up to (rows, width). */
 INLINE void copy_rows(char *to, const char *from, int64_t step, int64_t dim, int64_t count, int64_t width, int64_t rows) {
     for (int64_t i = 0; i < count; i++, to += 2 * width) {
         memcpy(to, from + i * step, 2 * dim);
@@ -73,7 +73,7 @@ INLINE void copy_rows(char *to, const char *from, int64_t step, int64_t dim, int
     memset(to, 0, 2 * (rows - count) * width);
 }
 
-/* Write rows (rows, width) as tiles of a of the columns: for each STRIP of rows and each 16 columns. */
+/* Write the columns of rows (rows, width) as tiles of a, one for each STRIP of rows and each 16 columns. */
 NOINLINE void tiles_of_columns(char *to, const char *rows, int64_t width, int64_t count) {
     char pairs[TILE_BYTES];
     for (int64_t i = 0; i < count; i += STRIP)
@@ -115,7 +115,7 @@ INLINE void rows_of_tiles(float *to, const float *tiles, int64_t width) {
             transpose_rows((char *)(to + j * width + d), width * sizeof(float), (const char *)tiles, 64);
 }
 
-/* Bring the gradients of a block's keys into rows. */
+/* Write the gradients of a block's keys as rows. */
 INLINE void finish_keys(struct scratch *own) {
     rows_of_tiles(own->dk, own->dk_tiles, own->dim);
     rows_of_tiles(own->dv, own->dv_tiles, own->value_dim);
@@ -129,7 +129,7 @@ INLINE const float *dq_row(struct scratch *own, int64_t row) {
 
 /* ---- a step ---- */
 
-/* Round P and dS of a strip, in the keys [from, to), for the products over them; `first` is its first query in the block. */
+/* Round P and dS of a strip to tiles for products over the keys [from, to); `first` is its first query in the block. */
 NOINLINE void round_strip(struct scratch *own, int64_t first, int64_t from, int64_t to) {
     char *p_pairs = own->p_pairs + first / STRIP * STRIP_BYTES, *ds_pairs = own->ds_pairs + first / STRIP * STRIP_BYTES;
     for (int64_t i = 0; i < STRIP; i += 2)
@@ -158,7 +158,7 @@ INLINE void clear(struct scratch *own, int64_t first, int64_t last, int64_t from
     }
 }
 
-/* Add the products of one block of queries of a head, which begins with `row` of the scratch, and of one of keys. */
+/* Add the products of a block of a head's queries, which starts at `row` of the scratch, and a block of keys. */
 NOINLINE void step(const struct call *call, const struct part *part, struct scratch *own, enum range range, int64_t row,
                    int64_t head, int64_t first, int64_t count, const struct block *block) {
     const int64_t dim = own->dim, value_dim = own->value_dim, from = block->from, to = block->to, rows = rows_of(count);

@@ -1,8 +1,8 @@
 /* The products of the gradient in float32, for all types: queries and keys are converted block by block. */
 
-#define UNIT 16    /* to a multiple of it dimensions are filled with zeros */
-#define QUERIES 64 /* of a block: S and dP stay in the first cache */
-#define PITCH (KEYS + 16) /* floats from row to row of S: no multiple of many cache lines */
+#define UNIT 16    /* zeros fill dimensions up to a multiple of this */
+#define QUERIES 64 /* queries of a block: S and dP stay in the L1 cache */
+#define PITCH (KEYS + 16) /* stride of rows of S in floats: not a multiple of many cache lines */
 
 struct scratch {
     struct sums sums;
@@ -38,7 +38,7 @@ INLINE void end(struct scratch *own) { (void)own; }
 
 /* ---- copies ---- */
 
-/* Copy `count` rows of `dim` numbers as float32, and zeros up to `rows`. */
+/* Copy `count` rows of `dim` numbers as float32, and write zeros up to `rows` rows. */
 INLINE void copy_rows(float *to, const char *from, int64_t step, enum type type, int64_t dim, int64_t count,
                       int64_t rows) {
     const int64_t width = padded(dim);
@@ -74,15 +74,15 @@ INLINE void copy_keys(const struct call *call, struct scratch *own, const char *
     memset(own->dv, 0, sizeof(float) * whole * own->value_dim);
 }
 
-/* Bring the gradients of a block's keys into rows: they are. */
+/* Do nothing: the gradients of a block's keys are rows already. */
 INLINE void finish_keys(struct scratch *own) { (void)own; }
 
 INLINE const float *dq_row(struct scratch *own, int64_t row) { return own->dq + row * own->dim; }
 
 /* ---- a step ---- */
 
-/* c (rows, columns) = a b, or with ADD c += a b: a (rows, depth) has any steps, b (depth, columns) and c have rows of b_row
-   and c_row numbers. `columns` is a multiple of LANES. */
+/* Compute c (rows, columns) = a b, or with ADD c += a b. a (rows, depth) has strides a_row and a_step, rows of b
+   (depth, columns) and c have strides b_row and c_row, all in floats. `columns` is a multiple of LANES. */
 INLINE void multiply(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_step, const float *b, int64_t b_row,
                      int64_t rows, int64_t columns, int64_t depth, const enum start start) {
     for (int64_t at = 0; at < columns; at += PANEL)
@@ -101,8 +101,8 @@ NOINLINE void add_product(float *c, const float *a, int64_t a_row, int64_t a_ste
     multiply(c, width, a, a_row, a_step, b, width, rows, width, depth, ADD);
 }
 
-/* Add to a row c the products of numbers a and of rows of b as tiles do, but only where `seen`: elsewhere b may be infinity
-   or NaN. */
+/* Add the products of numbers a and rows of b to a row c as tiles do, but only where `seen`: elsewhere b may be
+   infinity or NaN. */
 NOINLINE void add_seen(float *c, const float *a, const uint8_t *seen, int64_t step, const float *b, int64_t width,
                        int64_t depth) {
     for (int64_t d = 0; d < width; d += LANES) {
@@ -113,12 +113,12 @@ NOINLINE void add_seen(float *c, const float *a, const uint8_t *seen, int64_t st
     }
 }
 
-/* Bring `count` numbers into float32's range, so that no later sum is NaN. */
+/* Limit `count` numbers to float32's range, so that no later sum is NaN. */
 NOINLINE void limit(float *numbers, int64_t count) {
     for (int64_t n = 0; n < count; n += LANES) store_floats(numbers + n, within_range(load_floats(numbers + n)));
 }
 
-/* Replace products that have left float32's range on the way by those of exact sums. a (rows, depth), b (columns, depth). */
+/* Compute products again with exact sums if they left float32's range. a is (rows, depth), b is (columns, depth). */
 NOINLINE void put_right(float *c, const float *a, const float *b, int64_t rows, int64_t columns, int64_t depth) {
     for (int64_t i = 0; i < rows; i++)
         for (int64_t j = 0; j < columns; j++) {
@@ -129,7 +129,7 @@ NOINLINE void put_right(float *c, const float *a, const float *b, int64_t rows, 
         }
 }
 
-/* Add the products of one block of queries of a head, which begins with `row` of the scratch, and of one of keys. */
+/* Add the products of a block of a head's queries, which starts at `row` of the scratch, and a block of keys. */
 NOINLINE void step(const struct call *call, const struct part *part, struct scratch *own, enum range range, int64_t row,
                    int64_t head, int64_t first, int64_t count, const struct block *block) {
     const int64_t dim = own->dim, value_dim = own->value_dim, from = block->from, keys = block->to - block->from;

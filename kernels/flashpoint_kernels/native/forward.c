@@ -2,14 +2,14 @@
 
    A task is some queries of one sequence; the query heads that share a key/value head are rows of one block of work
    (grouped-query attention, Ainslie et al. 2023). Keys come in blocks at fixed positions of the sequence. Each CHUNK of
-   keys starts a new softmax, and the chunks are merged in their order, so that threads may share a sequence.
+   keys starts a new softmax, and the chunks are merged in order, so that threads may share a sequence.
 
-   The order of all sums is fixed by positions: the bits of a row depend neither on other rows and their number, nor on the
-   place of keys in memory, nor on how chunks are distributed over threads. Where a row sees no key, nothing is added, or a
-   zero, which is the same: the sign of a zero is lost at the end.
+   Positions determine the order of all sums: the bits of a row do not depend on other rows or their number, on the
+   place of keys in memory, or on the distribution of chunks over threads. A key that a row does not see adds nothing or
+   a zero. Both give the same bits, because the sign of a zero is lost at the end.
 
-   There are two ways to multiply: forward_float32.h, and with Intel's AMX forward_amx.h for bfloat16. build.py compiles
-   this file once for each instruction set, with ISA as the suffix of its functions. */
+   Two files multiply: forward_float32.h, and forward_amx.h with Intel's AMX for bfloat16. build.py compiles this file
+   once for each instruction set, with ISA as the suffix of its functions. */
 
 #include "forward.h"
 
@@ -27,7 +27,8 @@
 
 /* ---- chunks ---- */
 
-/* A row's softmax over the keys so far: o (not normalised) is beside it. `most` is in units of the scores. */
+/* A row's softmax over the keys so far; o, not normalised, is stored separately. `most`, the largest score, has the
+   unit of the scores. */
 struct row {
     float most, sum;
 };
@@ -67,7 +68,7 @@ INLINE void finish(const struct call *call, const struct task *task, const struc
     }
 }
 
-/* Numbers of the state of one row: the largest score, the sum, and o. */
+/* Return the count of floats in the state of one row: the largest score, the sum, and o. */
 INLINE int64_t state_size(const struct call *call) { return 2 + padded(call->value_dim); }
 
 INLINE void load_state(struct row *row, float *o, const float *state, int64_t width) {
@@ -80,7 +81,7 @@ INLINE void store_state(float *state, struct row row, const float *o, int64_t wi
     memcpy(state + 2, o, sizeof(float) * width);
 }
 
-/* Begin with the states of all rows, where there are some. */
+/* Load the initial states of all rows; rows without a state start empty. */
 INLINE void load_states(const struct call *call, const struct task *task, struct row *merged, float *total, int64_t head) {
     const int64_t rows = call->group * task->own.queries, width = padded(call->value_dim);
     const struct row empty = {-__builtin_inff(), 0};
@@ -165,7 +166,7 @@ int PASTE(flashpoint_forward_, ISA)(const struct call *call) {
     struct memory memory = {0, 0};
     struct row *merged;
     float *total;
-    for (int pass = 0; pass < 2; pass++) { /* the first one counts */
+    for (int pass = 0; pass < 2; pass++) { /* the first pass counts bytes */
         merged = take(&memory, sizeof *merged * rows);
         total = take(&memory, sizeof *total * rows * width);
         place(&own, &memory, call, rows);
@@ -179,7 +180,8 @@ int PASTE(flashpoint_forward_, ISA)(const struct call *call) {
     return 0;
 }
 
-/* Merge the states of all chunks, which calls with `parts` have written, in order; write o and lse. Return as above. */
+/* Merge in order the states of all chunks, which calls with `parts` have written; write o and lse. Return 0, or 1 if
+   memory is missing. */
 int PASTE(flashpoint_merge_, ISA)(const struct call *call) {
     const int64_t width = padded(call->value_dim), size = state_size(call);
     float *total = aligned_alloc(64, sizeof(float) * width);

@@ -1,5 +1,5 @@
-/* A call of the forward, and what both ways to multiply do alike: where keys are, which of them a row sees, and what the
-   options make of the product of a query and a key. */
+/* A call of the forward, and the common part of forward_float32.h and forward_amx.h: the addresses of keys, the keys
+   that a row sees, and the score from the product of a query and a key. */
 
 #ifndef FLASHPOINT_FORWARD
 #define FLASHPOINT_FORWARD
@@ -9,9 +9,9 @@
 #include "products.h"
 
 #define CHUNK 1024 /* keys of one softmax; also in native/forward.py */
-#define MOST_GROUPS 16 /* groups of a block, at most */
+#define MOST_GROUPS 16 /* largest number of groups in a block */
 
-/* `tokens` keys and values of all heads. Addresses of head 0; steps from head to head in bytes. */
+/* `tokens` keys and values of all heads. Addresses are those of head 0; the strides from head to head are in bytes. */
 struct span {
     const char *k, *v;
     int64_t k_head, v_head;
@@ -19,57 +19,57 @@ struct span {
     int64_t k_scale_head, v_scale_head;
 };
 
-/* Queries of one sequence. `state` is null, or their softmax over earlier keys, with which they begin: see `state_size`. */
+/* Queries of one sequence. `state` is null, or their initial softmax, over earlier keys: see `state_size`. */
 struct reader {
     const char *q;
-    int64_t q_head, q_row; /* steps in bytes */
+    int64_t q_head, q_row; /* strides in bytes */
     int64_t queries;
     float *state;
-    int64_t state_head; /* numbers from head to head */
+    int64_t state_head; /* stride from head to head in floats */
 };
 
-/* Some heads of one sequence. Query i sees the keys [i + low, i + high), among [start, stop). Steps are in bytes.
+/* Some heads of one sequence. Query i sees the keys [i + low, i + high), among [start, stop). Strides are in bytes.
 
-   A task with `readers` has queries of several sequences that see all of its keys. It writes their states, and neither o
-   nor lse; `own.queries` is then the sum of theirs. */
+   A task with `readers` has queries of several sequences that see all of its keys. It writes the states of the readers,
+   but not o and lse; `own.queries` is then the sum of the readers' queries. */
 struct task {
     struct reader own;
     char *o;
     int64_t o_head, o_row;
     char *lse; /* null if not wanted */
     int64_t lse_head, lse_row;
-    const float *slopes, *sinks; /* of its query heads; null for none */
-    const char *mask;            /* of query 0 and key 0; null for none */
+    const float *slopes, *sinks; /* one for each query head; null for none */
+    const char *mask;            /* address for query 0 and key 0; null for none */
     int64_t mask_head, mask_row;
-    const char *blocks; /* of the block mask: of the sequence's query 0 and key 0; null for none */
+    const char *blocks; /* the block mask's address for the sequence's query 0 and key 0; null for none */
     int64_t blocks_head, blocks_row;
-    int64_t heads, first_head; /* of k and v: heads [first_head, first_head + heads) of the spans */
+    int64_t heads, first_head; /* heads of k and v: [first_head, first_head + heads) of the spans */
     int64_t start, stop, low, high;
     int64_t offset; /* ALiBi's distance of query i and key j is |i + offset - j| */
     const struct span *spans;
-    int64_t first, tokens; /* position of the first span's first key; keys of a span */
+    int64_t first, tokens; /* position of the first span's first key; number of keys in a span */
     float *parts;          /* null: write o and lse. Else write the state of each chunk, see `state_size` */
-    int64_t sequence, query_head, first_query; /* of the task's first query: for dropout and the block mask */
-    const struct reader *readers; /* null: none but `own` */
+    int64_t sequence, query_head, first_query; /* position of the task's first query, for dropout and the block mask */
+    const struct reader *readers; /* null: only `own` */
     int64_t reader_count;
 };
 
 struct call {
     int64_t k_type, q_type; /* enum type; v has k's, o has q's */
     int64_t dim, value_dim, group;
-    int64_t k_row, v_row; /* steps from key to key in bytes */
+    int64_t k_row, v_row; /* strides from key to key in bytes */
     double scale, softcap; /* softcap: 0 is off */
-    int64_t mask_type, mask_step; /* step from key to key in bytes, 0 for one number for all keys */
+    int64_t mask_type, mask_step; /* stride from key to key in bytes, 0 for one number for all keys */
     double keep;                  /* 1 - dropout_p */
     struct dropout dropout;
-    int64_t block_queries, block_keys; /* of a block of the block mask, multiples of GROUP */
+    int64_t block_queries, block_keys; /* size of a block of the block mask, multiples of GROUP */
     int64_t count;
     const struct task *tasks;
 };
 
 /* ---- queries ---- */
 
-/* The next row of a task: the rows of its readers follow each other, and each reader's by query head. */
+/* The next row of a task. Rows are in the order of the readers, and for each reader in the order of query heads. */
 struct cursor {
     const struct reader *reader;
     int64_t row;
@@ -89,13 +89,13 @@ INLINE const char *next_query(const struct call *call, struct cursor *cursor, in
 
 /* ---- keys ---- */
 
-/* GROUP keys and values at equal steps in memory, in bytes. At the edges of a sequence some of them are not there. */
+/* GROUP keys and values with constant strides in bytes. At the edges of a sequence some of them do not exist. */
 struct group {
     const char *k, *v;
     int64_t k_step, v_step;
 };
 
-/* A block of keys from `position` on, of which [from, to) are there. `copies` has room for groups that lie in pieces. */
+/* A block of keys from `position` on; the keys [from, to) exist. `copies` has room for groups that cross spans. */
 struct keys {
     int64_t position, from, to;
     struct group groups[MOST_GROUPS];
@@ -107,7 +107,7 @@ INLINE int64_t copy_size(const struct call *call, int64_t block) {
     return block * (call->dim + call->value_dim) * size_of((enum type)call->k_type);
 }
 
-/* Find the group of keys [from, to) of the block, from its group's first key `first` on. */
+/* Find the keys [from, to) of the block; they are in the group whose first key is `first`. */
 INLINE void locate_group(struct keys *keys, const struct call *call, const struct task *task, int64_t head, int64_t first,
                          int64_t from, int64_t to, char *copies) {
     const int64_t size = size_of((enum type)call->k_type), k_bytes = call->dim * size, v_bytes = call->value_dim * size;
@@ -136,14 +136,14 @@ INLINE void locate_group(struct keys *keys, const struct call *call, const struc
     }
 }
 
-/* Find the keys of the block of `block` keys around `position`, for one head: those in [start, stop). */
+/* Find the keys of the block of `block` keys that contains `position`, for one head, within [start, stop). */
 INLINE void locate_block(struct keys *keys, const struct call *call, const struct task *task, int64_t head,
                          int64_t position, const int64_t block) {
     keys->position = position / block * block;
     keys->from = greater(task->start - keys->position, 0);
     keys->to = lesser(task->stop - keys->position, block);
     head += task->first_head;
-    if (call->k_type >= INT8) { /* also of keys that are not there: tiles multiply them by probabilities of 0 */
+    if (call->k_type >= INT8) { /* also for keys that do not exist: tiles multiply them by probabilities of 0 */
         memset(keys->k_scale, 0, sizeof keys->k_scale);
         memset(keys->v_scale, 0, sizeof keys->v_scale);
     }
@@ -154,26 +154,26 @@ INLINE void locate_block(struct keys *keys, const struct call *call, const struc
     }
 }
 
-/* ---- which keys a row sees ---- */
+/* ---- the keys that a row sees ---- */
 
-/* Of a block's keys a row sees [low, high) where the bit of their group is set. */
+/* A row sees those of the block's keys [low, high) whose group has its bit set. */
 struct sight {
     int32_t low, high;
     uint32_t groups;
 };
 
-/* Return whether any query of the task sees keys of the block, but for masks. */
+/* Return whether any query of the task sees keys of the block, without regard to masks. */
 INLINE int some_seen(const struct task *task, const struct keys *keys) {
     return task->own.queries - 1 + task->high > keys->position + keys->from && task->low < keys->position + keys->to;
 }
 
-/* Return whether all queries see all keys of the block, but for the caller's mask. */
+/* Return whether all queries see all keys of the block, without regard to the caller's mask. */
 INLINE int all_seen(const struct task *task, const struct keys *keys) {
     return !task->blocks && task->own.queries - 1 + task->low <= keys->position + keys->from &&
            task->high >= keys->position + keys->to;
 }
 
-/* Return the groups of the block where the block mask is true, for a row of it. */
+/* Return the groups of the block where a row of the block mask is true, as bits. */
 INLINE uint32_t groups_of(const struct call *call, const struct keys *keys, const char *row) {
     uint32_t groups = 0;
     for (int64_t at = keys->from / GROUP * GROUP; at < keys->to; at += GROUP)
@@ -181,7 +181,7 @@ INLINE uint32_t groups_of(const struct call *call, const struct keys *keys, cons
     return groups;
 }
 
-/* Find what all rows see of a block. Return whether any of them sees a key. */
+/* Find the keys of a block that each row sees. Return whether any row sees a key. */
 INLINE int look(const struct call *call, const struct task *task, const struct keys *keys, int64_t head, int64_t rows,
                 struct sight *sights) {
     uint32_t groups = ~0u;
@@ -206,11 +206,11 @@ INLINE int look(const struct call *call, const struct task *task, const struct k
 
 /* ---- from products to scores ---- */
 
-/* How the numbers that the softmax takes become scores: it takes products as they are, if only a scale is to be applied;
-   rounding is least then. Else `adjust` makes scores of them. */
+/* The relation of the softmax's inputs to scores. If the scale is the only option, the inputs are the products, which
+   rounds least. Otherwise `adjust` makes scores from the products. */
 struct units {
     int adjusts;
-    float unit, factor; /* a score is `unit` times a number; 2^(factor·x) is e^(score of x) */
+    float unit, factor; /* a score is `unit` times an input; 2^(factor·x) is e^(score of x) */
 };
 
 INLINE float in_float32(double x) { return (float)(x > MOST ? MOST : x < -MOST ? -MOST : x); }
@@ -226,7 +226,7 @@ INLINE const char *mask_row(const struct task *task, int64_t query, int64_t head
     return task->mask ? task->mask + head * task->mask_head + query * task->mask_row : 0;
 }
 
-/* Make scores of one row's products with the keys [from, to) of a block. `head` is the query head. Numbers beyond
+/* Make scores from one row's products with the keys [from, to) of a block. `head` is the query head. Numbers beyond
    float32's range become its largest, unless they come from infinities. */
 INLINE void adjust(const struct call *call, const struct task *task, const struct keys *keys, float *s, int64_t query,
                    int64_t head, int64_t from, int64_t to) {
@@ -255,7 +255,7 @@ INLINE void adjust(const struct call *call, const struct task *task, const struc
     }
 }
 
-/* Return whether a row sees a key of a block: its score is not removed. */
+/* Return whether a row sees a key of a block. */
 INLINE int sees(const struct call *call, const struct task *task, const struct keys *keys, struct sight sight,
                 int64_t query, int64_t head, int64_t key) {
     if (key < sight.low || key >= sight.high || !(sight.groups >> key / GROUP & 1)) return 0;
@@ -266,7 +266,7 @@ INLINE int sees(const struct call *call, const struct task *task, const struct k
 
 INLINE int is_finite(float x) { return is_number(splat(x))[0]; }
 
-/* Return a product of float32's range from its exact sum; one of infinities as it is. */
+/* Return a product as float32 from its exact sum; finite sums stay in float32's range. */
 INLINE float product_of(double sum) {
     return sum - sum == 0 ? in_float32(sum) : (float)sum;
 }

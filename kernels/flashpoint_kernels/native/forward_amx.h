@@ -1,25 +1,25 @@
-/* The forward by AMX, for bfloat16 queries: keys of bfloat16 or of 8 bits, whose numbers are exact in bfloat16.
+/* The forward by AMX, for bfloat16 queries, and keys of bfloat16 or of 8 bits, which are exact in bfloat16.
 
-   Scores are computed as S^T = K Q^T: rows of keys are tiles as they lie in memory, and the softmax of 16 queries runs along
-   the lanes of a vector, without sums over lanes. With many rows o^T = V^T P^T; with at most 16 rows o = P V, which leaves
-   the values as they lie, but for pairs. Both sum keys in the same order, so the bits are the same. Rows that fill the last
-   tile are zeros. */
+   Scores are computed as S^T = K Q^T: rows of keys in memory are tiles, and the lanes of a vector are 16 queries, so
+   that their softmax needs no sums over lanes. With many rows o^T = V^T P^T; with at most 16 rows o = P V, which only
+   pairs the rows of values. Both sum keys in the same order, so the bits are the same. Rows that fill the last tile are
+   zeros. */
 
 #include "tiles.h"
 
 #define BLOCK 256
 #define STEPS (BLOCK / STEP)
-#define QUERIES 16     /* of a tile */
-#define STRIP 32       /* rows that go through a block together: two tiles */
+#define QUERIES 16     /* queries of a tile */
+#define STRIP 32       /* rows of a strip, two tiles: a block is computed strip by strip */
 #define SCORES (BLOCK * QUERIES)
 #define PAIRS (STEPS * TILE_BYTES) /* bytes of a tile of queries in p */
-#define FEW 2          /* tiles of rows for which the next block is loaded into the cache key by key */
+#define FEW 2          /* with at most so many tiles of rows, the next block is prefetched key by key */
 
 #if LANES != 16
 #error "queries are the 16 lanes of a vector"
 #endif
 
-/* Two groups of keys, or of values, which are the rows of tiles at equal steps, in bytes. */
+/* Two groups of keys or values, which are the rows of tiles with a constant stride in bytes. */
 struct rows_of_keys {
     const char *at[2];
     int64_t step;
@@ -28,19 +28,19 @@ struct rows_of_keys {
 struct scratch {
     struct keys keys[2];
     char *q;                      /* for each tile of queries and each STEP of dim, a tile of b */
-    float *o;                     /* (rows, value_dim), of this chunk; after `end_chunk` */
+    float *o;                     /* (rows, value_dim) of this chunk; valid after `end_chunk` */
     float *tiles;                 /* o in tiles: (queries / 16, value_dim, 16), or with one tile (value_dim / 16, 16, 16) */
-    float *most, *sum;            /* (rows): of this chunk */
-    float *s[2];                  /* of a strip: (BLOCK / 16, tiles of queries, 16 keys, 16 queries) */
-    char *p;                      /* of a strip: tiles of b */
+    float *most, *sum;            /* (rows): largest scores and sums of this chunk */
+    float *s[2];                  /* a strip's scores (BLOCK / 16, tiles of queries, 16 keys, 16 queries) */
+    char *p;                      /* a strip's probabilities as tiles of b */
     char *turned;                 /* p as tiles of a, for one tile of queries */
     char *values;                 /* the block's values, as tiles of a, or as tiles of b for one tile of queries */
-    char *k_rows, *v_rows;        /* (BLOCK, dim), (BLOCK, value_dim): rows that were not tiles; dimensions as below */
-    char *infinite;               /* (BLOCK, value_dim): values before infinities and NaN were taken out */
+    char *k_rows, *v_rows;        /* (BLOCK, dim), (BLOCK, value_dim): copies of rows that are not tiles */
+    char *infinite;               /* (BLOCK, value_dim): values before the removal of infinities and NaN */
     char *pairs;                  /* a tile of b for each 16 columns */
     float *row;                   /* a row in float32 */
     float *by_query;              /* (16, BLOCK): scores of 16 queries, for options */
-    uint32_t *drawn, *room;       /* for dropout: words of a strip, (BLOCK, 16) for each tile, and those of 16 queries */
+    uint32_t *drawn, *room;       /* for dropout: words of a strip, (BLOCK, 16) for each tile, and of 16 queries */
     struct sight *sights;
     struct rows_of_keys k[STEPS], v[STEPS];
     int64_t tiles_of_queries, dim, value_dim; /* dimensions are multiples of STEP */
@@ -102,8 +102,8 @@ INLINE void copy_row(char *to, const char *from, enum type type, int64_t dim, in
 INLINE int64_t step_of(const struct group *group, const int value) { return value ? group->v_step : group->k_step; }
 INLINE const char *row_of(const struct group *group, const int value) { return value ? group->v : group->k; }
 
-/* Find the rows of two groups: as they lie in memory, if all are there, fill whole tiles and have equal steps, else as
-   copies. `value` says whether they are values. */
+/* Find the rows of two groups. Use them in memory if all exist, fill whole tiles and have one stride; otherwise copy
+   them. `value`: they are values, not keys. */
 INLINE struct rows_of_keys find_rows(const struct call *call, struct scratch *own, const struct keys *keys, int64_t first,
                                      const int value, int copied) {
     const struct group *group = keys->groups + first / GROUP;
@@ -127,7 +127,7 @@ INLINE const char *key_row(const struct rows_of_keys *rows, int64_t key) {
     return rows[key / STEP].at[key % STEP / GROUP] + key % GROUP * rows[key / STEP].step;
 }
 
-/* Return the larger magnitudes of bfloat16 numbers, as bits: those of infinity and NaN are above all others. */
+/* Return the larger magnitudes of bfloat16 numbers, as bits: infinity and NaN are above all others. */
 INLINE __m512i peak_of_row(__m512i peak, const char *row, int64_t width) {
     for (int64_t d = 0; d < width; d += STEP)
         peak = _mm512_max_epu16(peak, _mm512_and_si512(_mm512_loadu_si512(row + 2 * d), _mm512_set1_epi16(0x7fff)));
@@ -151,7 +151,7 @@ INLINE void load_queries(const struct call *call, const struct task *task, struc
     struct cursor cursor = first_row(task);
     own->tiles_of_queries = tiles_of(rows);
     for (int64_t first = 0; first < own->tiles_of_queries * QUERIES; first += QUERIES) {
-        memset(own->k_rows, 0, QUERIES * bytes); /* as memory, which has no use yet */
+        memset(own->k_rows, 0, QUERIES * bytes); /* as temporary memory: it has no other use yet */
         for (int64_t r = first; r < lesser(first + QUERIES, rows); r++)
             memcpy(own->k_rows + (r - first) * bytes, next_query(call, &cursor, head), call->dim * 2);
         for (int64_t r = 0; r < QUERIES; r++) peak = peak_of_row(peak, own->k_rows + r * bytes, own->dim);
@@ -166,7 +166,7 @@ INLINE float peak_of_keys(const struct rows_of_keys *rows, const struct keys *ke
     return peak_of(peak);
 }
 
-/* Take infinities and NaN out of the block's values, where some row may not see them. Return whether there were any. */
+/* Remove infinities and NaN from the block's values: some row may not see them. Return whether there were any. */
 INLINE int take_out_infinite(struct scratch *own, const struct keys *keys) {
     const int64_t bytes = own->value_dim * 2;
     if (peak_of_keys(own->v, keys, own->value_dim) <= MOST) return 0;
@@ -189,7 +189,7 @@ INLINE int take_out_infinite(struct scratch *own, const struct keys *keys) {
     return 1;
 }
 
-/* Load the rows of the next block that are as far in it into the cache. */
+/* Prefetch the rows of the next block at the same place in it. */
 INLINE void prefetch_step(const struct keys *next, int64_t first, const int value, int64_t bytes) {
     for (int64_t j = greater(first, next->from); j < lesser(first + STEP, next->to); j++) {
         const struct group *group = next->groups + j / GROUP;
@@ -214,7 +214,7 @@ INLINE void pack_values(struct scratch *own, const struct keys *keys, const stru
 
 /* ---- products ---- */
 
-/* Steps of STEP keys that some rows of a strip see. */
+/* The range of steps of STEP keys that any row of a strip sees. */
 struct hull {
     int64_t low, high;
 };
@@ -230,7 +230,7 @@ INLINE struct hull hull_of(const struct scratch *own, int64_t first, int64_t row
     return high ? (struct hull){low / STEP, (high + STEP - 1) / STEP} : (struct hull){0, 0};
 }
 
-/* Write the products of STEP keys and the queries of a strip, from tile `tile` on. */
+/* Write the products of STEP keys and a strip's queries, which start at tile `tile`. */
 INLINE void multiply_keys(const struct scratch *own, float *s, int64_t tile, int64_t step, const int tiles) {
     const struct rows_of_keys k = own->k[step];
     const int64_t steps = own->dim / STEP;
@@ -264,7 +264,7 @@ INLINE float bfloat16_at(const char *p) {
     return x;
 }
 
-/* Put right the products of a tile of queries and a key that are infinite or NaN, where both are finite. */
+/* Correct the products of a tile of queries and a key that are infinite or NaN although both factors are finite. */
 NOINLINE void put_right(const struct scratch *own, float *s, int64_t tile, int64_t key) {
     const char *k = key_row(own->k, key), *q = own->q + tile * own->dim / STEP * TILE_BYTES;
     for (int64_t i = 0; i < QUERIES; i++) {
@@ -285,7 +285,7 @@ INLINE void put_right_all(const struct scratch *own, float *s, int64_t tile, str
         }
 }
 
-/* Add what `take_out_infinite` took out, for the keys that a row sees. */
+/* Add the values that `take_out_infinite` removed, for the keys that a row sees. */
 NOINLINE void add_infinite(const struct call *call, const struct task *task, struct scratch *own, const struct keys *keys,
                            int64_t head, int64_t row, const char *p, const int tiles) {
     const int64_t tile = row / QUERIES, lane = row % QUERIES;
@@ -305,10 +305,10 @@ NOINLINE void add_infinite(const struct call *call, const struct task *task, str
 /* ---- the softmax of 16 queries ---- */
 
 struct lanes {
-    floats base, even, odd; /* what is subtracted from scores; sums over even and odd keys */
+    floats base, even, odd; /* `base` is subtracted from scores; `even` and `odd` are sums over even and odd keys */
 };
 
-/* Make scores of the products of a tile of queries, which are in `s` from the tile's first key on: query by query. */
+/* Make scores from the products of a tile of queries, query by query. `s` starts at the tile's first key. */
 NOINLINE void adjust_tile(const struct call *call, const struct task *task, struct scratch *own, const struct keys *keys,
                           int64_t head, float *s, int64_t tile, struct hull hull, const int tiles) {
     const int64_t rows = call->group * task->own.queries;
@@ -322,7 +322,7 @@ NOINLINE void adjust_tile(const struct call *call, const struct task *task, stru
         transpose_rows((char *)(s + t * tiles * 256), 64, (const char *)(own->by_query + t * 16), BLOCK * 4);
 }
 
-/* Write the words of dropout for a tile of queries: (BLOCK, 16). */
+/* Write the words of dropout (BLOCK, 16) for a tile of queries. */
 NOINLINE void draw_tile(const struct call *call, const struct task *task, struct scratch *own, const struct keys *keys,
                         int64_t head, int64_t tile, uint32_t *to) {
     const int64_t rows = call->group * task->own.queries;
@@ -359,7 +359,7 @@ INLINE floats largest_of(const float *s, struct hull hull, const int tiles) {
     return largest(largest(most[0], most[1]), largest(most[2], most[3]));
 }
 
-/* Multiply o of a tile of queries. Factors of 1 change nothing: no row's bits depend on whether others have another. */
+/* Multiply o of a tile of queries by the factors `alpha`. A factor of 1 does not change a row's bits. */
 INLINE void rescale(struct scratch *own, int64_t tile, floats alpha, const int tiles) {
     if (_mm512_cmp_ps_mask((__m512)alpha, _mm512_set1_ps(1), _CMP_NEQ_UQ) == 0) return;
     float *o = own->tiles + tile * own->value_dim * 16;
@@ -367,7 +367,7 @@ INLINE void rescale(struct scratch *own, int64_t tile, floats alpha, const int t
         store_floats(o + d * 16, load_floats(o + d * 16) * (tiles == 1 ? splat(alpha[d % 16]) : alpha));
 }
 
-/* Take the largest of the scores, and multiply what was summed before. */
+/* Find the largest scores, and rescale the earlier sums. */
 INLINE struct lanes begin_softmax(struct scratch *own, const float *s, int64_t tile, struct hull hull, float factor,
                                   const int tiles) {
     float *most = own->most + tile * QUERIES;
@@ -379,7 +379,8 @@ INLINE struct lanes begin_softmax(struct scratch *own, const float *s, int64_t t
     return (struct lanes){base, load_floats(own->sum + tile * QUERIES) * alpha, splat(0)};
 }
 
-/* Make probabilities of the scores of STEP keys, as pairs. `drawn` and `v_scale` are null without dropout and scales. */
+/* Make probabilities, as pairs, from the scores of STEP keys. Without dropout `drawn` is null, without
+   scales `v_scale`. */
 INLINE void exponentials(const struct call *call, const float *s, char *p, struct lanes *lanes, int64_t step, float factor,
                          const uint32_t *drawn, const float *v_scale, const int tiles) {
     const floats base = lanes->base;
@@ -415,7 +416,7 @@ INLINE void begin_chunk(const struct call *call, struct scratch *own, int64_t ro
     memset(own->tiles, 0, sizeof(float) * all * own->value_dim);
 }
 
-/* Write o in rows. */
+/* Write o as rows. */
 INLINE void end_chunk(const struct call *call, struct scratch *own, int64_t rows) {
     const int64_t width = padded(call->value_dim);
     for (int64_t first = 0; first < rows; first += QUERIES)
@@ -430,9 +431,9 @@ INLINE void end_chunk(const struct call *call, struct scratch *own, int64_t rows
 
 /* ---- blocks ---- */
 
-/* What is the same for all strips of a block. */
+/* The common data of all strips of a block. */
 struct block {
-    const struct keys *keys, *next; /* next: null, or what to load into the cache */
+    const struct keys *keys, *next; /* next: null, or the block to prefetch */
     int64_t head, rows;
     int whole, in_range, infinite; /* all rows see all keys; products cannot exceed the range; see `take_out_infinite` */
 };
@@ -450,7 +451,7 @@ INLINE int sees_all(const struct sight *sights) {
     return all;
 }
 
-/* Make scores of a strip's products and begin the softmax. */
+/* Make scores from a strip's products, and begin the softmax. */
 INLINE void begin_strip(const struct call *call, const struct task *task, const struct units *units, struct scratch *own,
                         const struct block *block, float *s, int64_t tile, struct hull hull, struct lanes *lanes,
                         const int tiles) {
@@ -466,7 +467,7 @@ INLINE void begin_strip(const struct call *call, const struct task *task, const 
     }
 }
 
-/* Take a block into the softmax of all rows, strip by strip. The next strip's products are computed between the
+/* Add a block to the softmax of all rows, strip by strip. The next strip's products are computed between the
    exponentials of this one, so that both units of the processor work. */
 INLINE void take_strips(const struct call *call, const struct task *task, const struct units *units, struct scratch *own,
                         const struct block *block, const int tiles) {
@@ -518,7 +519,7 @@ NOINLINE void take_all_tiles(const struct call *call, const struct task *task, c
     take_strips(call, task, units, own, block, 2);
 }
 
-/* Take one block of keys into the softmax of all rows of a head. */
+/* Add one block of keys to the softmax of all rows of a head. */
 INLINE void take_block(const struct call *call, const struct task *task, const struct units *units, struct scratch *own,
                        const struct keys *keys, const struct keys *next, int64_t head, int64_t rows) {
     const int64_t all = own->tiles_of_queries, size = size_of((enum type)call->k_type);

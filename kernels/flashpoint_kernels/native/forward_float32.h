@@ -1,7 +1,7 @@
 /* The forward by float32 products, for all types: keys and values are converted block by block.
 
-   For each block of keys, STRIP rows at a time: scores, the online softmax, and the sum of values, so that probabilities
-   stay in the first cache. */
+   For each block of keys and each STRIP of rows: scores, the online softmax, and the sum of values, so that
+   probabilities stay in the L1 cache. */
 
 #define BLOCK 128
 #define STRIP 24 /* a multiple of TALL */
@@ -10,21 +10,21 @@ struct scratch {
     struct keys keys[2];
     float *q;                 /* (rows, dim); dimensions are `padded` */
     float *o;                 /* (rows, value_dim), of this chunk */
-    float *most, *sum;        /* (rows): the largest score of this chunk; sum has a value after `end_chunk` */
-    floats *sums;             /* (rows, SUMS): its parts */
-    float *alpha;             /* (rows): what o is multiplied by in this block */
+    float *most, *sum;        /* (rows): the largest score and the sum of this chunk; sum is valid after `end_chunk` */
+    floats *sums;             /* (rows, SUMS): the parts of sum */
+    float *alpha;             /* (rows): the factor of o in this block */
     float *s;                 /* (STRIP, BLOCK): scores, then probabilities */
     float *panels, *values;   /* the block's keys, see `panel_columns`, and its values (BLOCK, value_dim) */
-    float *infinite;          /* (BLOCK, value_dim): values before infinities and NaN were taken out */
-    float *rows;              /* (GROUP, dim + 16): keys to be put in columns */
+    float *infinite;          /* (BLOCK, value_dim): values before the removal of infinities and NaN */
+    float *rows;              /* (GROUP, dim + 16): keys to write as columns */
     struct sight *sights;
     uint32_t *room; /* for dropout */
-    float q_peak;   /* the largest absolute number of q, NaN and infinity above all */
+    float q_peak;   /* the largest absolute number of q; infinity and NaN are above all */
 };
 
 INLINE void place(struct scratch *own, struct memory *memory, const struct call *call, int64_t rows) {
     const int64_t dim = padded(call->dim), value_dim = padded(call->value_dim), number = sizeof(float);
-    const int64_t tall = (rows + STRIP - 1) / STRIP * STRIP + 16; /* vectors of rows may end beyond them */
+    const int64_t tall = (rows + STRIP - 1) / STRIP * STRIP + 16; /* vectors over rows may end beyond the last row */
     own->q = take(memory, number * tall * dim);
     own->o = take(memory, number * tall * value_dim);
     own->most = take(memory, number * tall);
@@ -74,14 +74,14 @@ INLINE void locate(struct keys *keys, const struct call *call, const struct task
 
 /* ---- reading keys and values ---- */
 
-/* Load `bytes` of each row into the second cache. */
+/* Prefetch `bytes` of each row into the L2 cache. */
 INLINE void prefetch_rows(const char *rows, int64_t step, int64_t count, int64_t bytes) {
     for (int64_t j = 0; j < count; j++)
         for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(rows + j * step + at, 0, 2);
 }
 
-/* Put the block's keys in panels, and load those of `next`, if not null, into the cache. Return the largest number. The
-   columns of keys that are not there have any numbers. */
+/* Write the block's keys as panels, and prefetch those of `next`, unless it is null. Return the largest numbers, as
+   bits. The columns of keys that do not exist have undefined numbers. */
 INLINE ints pack_keys_of(struct scratch *own, const struct keys *keys, const struct keys *next, int64_t dim,
                          const enum type type) {
     const int64_t width = padded(dim), step = width + 16;
@@ -140,7 +140,7 @@ NOINLINE void copy_values(struct scratch *own, const struct keys *keys, const st
     }
 }
 
-/* Take infinities and NaN out of the block's values, where some row may not see them. Return whether there were any. */
+/* Remove infinities and NaN from the block's values: some row may not see them. Return whether there were any. */
 INLINE int take_out_infinite(struct scratch *own, const struct keys *keys, int64_t width) {
     ints peak = {0};
     for (int64_t j = keys->from; j < keys->to; j++) peak = peak_of_row(peak, own->values + j * width, width);
@@ -155,12 +155,12 @@ INLINE int take_out_infinite(struct scratch *own, const struct keys *keys, int64
 
 /* ---- products ---- */
 
-/* What the tiles of TALL rows see: keys [low, high). */
+/* The range of keys [low, high) that a tile of TALL rows sees. */
 struct hull {
     int32_t low, high;
 };
 
-/* Write products of up to TALL rows of q and the keys of a hull. */
+/* Write the products of up to TALL rows of q and the keys of a hull. */
 NOINLINE void multiply_keys(const struct scratch *own, const float *q, float *s, int64_t dim, struct hull hull,
                             int64_t rows) {
     for (int64_t at = hull.low / LANES * LANES, end; at < hull.high; at = end) {
@@ -171,7 +171,7 @@ NOINLINE void multiply_keys(const struct scratch *own, const float *q, float *s,
     }
 }
 
-/* Add to up to WIDE vectors of o, times alpha, the sum of values weighted by p. */
+/* Multiply up to WIDE vectors of o by alpha, and add the sum of values weighted by p. */
 NOINLINE void add_values(float *o, int64_t width, const float *p, const float *values, int64_t step, int64_t count,
                          const float *alpha, int64_t rows, int64_t vectors) {
     tile_of_any(o, width, p, BLOCK, 1, values, step, count, alpha, RESCALE, rows, vectors);
@@ -179,7 +179,7 @@ NOINLINE void add_values(float *o, int64_t width, const float *p, const float *v
 
 INLINE int64_t vectors_at(int64_t at, int64_t width) { return lesser(width - at, PANEL) / LANES; }
 
-/* As above with the values where they lie, for few rows. Those of `next`, if not null, are loaded into the cache. */
+/* Do the same without copies of the values, for few rows. Prefetch the values of `next`, unless it is null. */
 INLINE void add_values_in_place(struct scratch *own, const struct keys *keys, const struct keys *next, int64_t width,
                                 int64_t rows) {
     static const float ones[TALL] = {1, 1, 1, 1, 1, 1};
@@ -198,7 +198,7 @@ INLINE void add_values_in_place(struct scratch *own, const struct keys *keys, co
     }
 }
 
-/* Put right the products of a row that are infinite or NaN, where its q and the key are finite. */
+/* Correct the products of a row that are infinite or NaN although its q and the key are finite. */
 NOINLINE void put_right(const struct scratch *own, const struct call *call, float *s, int64_t row, int64_t from,
                         int64_t to) {
     const float *q = own->q + row * padded(call->dim);
@@ -214,7 +214,7 @@ NOINLINE void put_right(const struct scratch *own, const struct call *call, floa
     }
 }
 
-/* Add what `take_out_infinite` took out, for the keys that a row sees. */
+/* Add the values that `take_out_infinite` removed, for the keys that a row sees. */
 NOINLINE void add_infinite(const struct call *call, const struct task *task, const struct scratch *own,
                            const struct keys *keys, int64_t head, int64_t row, const float *p) {
     const int64_t width = padded(call->value_dim);
@@ -251,8 +251,8 @@ INLINE float largest_seen(const float *s, struct sight sight) {
     return lane_max(largest(a, b));
 }
 
-/* Make probabilities of one row's scores in the keys [from, to), 0 where it sees none, and add them to its sums. Those
-   that dropout takes, and the scales of values, do not change the sums. */
+/* Make probabilities from one row's scores of the keys [from, to), 0 for keys that it does not see, and add them to its
+   sums. Dropout and the scales of values change the probabilities, but not the sums. */
 INLINE void exponentials(const struct call *call, float *s, struct sight sight, int64_t from, int64_t to, float base,
                          float factor, float alpha, floats *sums, const uint32_t *drawn, const float *v_scale) {
     floats sum[SUMS];
@@ -269,7 +269,7 @@ INLINE void exponentials(const struct call *call, float *s, struct sight sight, 
             floats x = splat(0);
             if (at + LANES > sight.low && at < sight.high)
                 x = only(seen_lanes(sight, at), exponential2((load_floats(s + at) - base) * factor));
-            for (int i = 0; i < SUMS; i++) /* with a constant place, sums stay in registers */
+            for (int i = 0; i < SUMS; i++) /* a constant index keeps the sums in registers */
                 if (at / LANES % SUMS == i) sum[i] = sum[i] + x;
             if (drawn) x = kept(&call->dropout, drawn + at, x);
             if (v_scale) x = x * load_floats(v_scale + at);
@@ -279,12 +279,12 @@ INLINE void exponentials(const struct call *call, float *s, struct sight sight, 
     for (int i = 0; i < SUMS; i++) sums[i] = sum[i];
 }
 
-/* Take the scores of some rows into their softmax: largest scores of all rows, then factors, then exponentials. */
+/* Add the scores of some rows to their softmax: largest scores of all rows, then factors, then exponentials. */
 NOINLINE void soften(const struct call *call, const struct task *task, const struct units *units, struct scratch *own,
                      const struct keys *keys, int64_t head, int64_t first, int64_t rows, const struct hull *hulls) {
     float base[STRIP + LANES];
     for (int64_t r = 0; r < rows; r++) base[r] = largest_seen(own->s + r * BLOCK, own->sights[first + r]);
-    for (int64_t r = 0; r < rows; r += LANES) { /* lanes beyond the rows are of no use */
+    for (int64_t r = 0; r < rows; r += LANES) { /* lanes beyond the rows are not used */
         const floats old = load_floats(own->most + first + r), most = largest(load_floats(base + r), old);
         const floats zero = choose(most == -__builtin_inff(), splat(0), most);
         const floats alpha = exponential2((old - zero) * units->factor);
@@ -317,7 +317,7 @@ INLINE void end_chunk(const struct call *call, struct scratch *own, int64_t rows
     for (int64_t r = 0; r < rows; r++) own->sum[r] = sum_of_16(own->sums + r * SUMS);
 }
 
-/* Find what the tiles of some rows see. Return whether they see a key. */
+/* Find the keys that the tiles of some rows see. Return whether they see any. */
 INLINE int hulls_of(const struct scratch *own, int64_t first, int64_t rows, struct hull *hulls) {
     int some = 0;
     for (int64_t r = 0; r < rows; r += TALL) {
@@ -335,7 +335,7 @@ INLINE int hulls_of(const struct scratch *own, int64_t first, int64_t rows, stru
     return some;
 }
 
-/* Load a share of the next block's keys and values into the second cache. */
+/* Prefetch a share of the next block's keys and values into the L2 cache. */
 INLINE void prefetch_share(const struct call *call, const struct keys *next, int64_t share, int64_t shares) {
     const int64_t size = size_of((enum type)call->k_type), count = next->to - next->from;
     for (int64_t j = next->from + count * share / shares; j < next->from + count * (share + 1) / shares; j++) {
@@ -345,7 +345,7 @@ INLINE void prefetch_share(const struct call *call, const struct keys *next, int
     }
 }
 
-/* Take one block of keys into the softmax of all rows of a head. */
+/* Add one block of keys to the softmax of all rows of a head. */
 INLINE void take_block(const struct call *call, const struct task *task, const struct units *units, struct scratch *own,
                        const struct keys *keys, const struct keys *next, int64_t head, int64_t rows) {
     const int64_t width = padded(call->value_dim);

@@ -1,4 +1,4 @@
-/* Which of the compiled kernels this processor has. */
+/* Find the compiled kernels that this processor can run. */
 
 #define _GNU_SOURCE
 #include <stdint.h>
@@ -10,7 +10,7 @@
 
 #ifdef __x86_64__
 
-#define XTILEDATA 18 /* the tiles' part of a thread's state */
+#define XTILEDATA 18 /* the number of the tiles' part of a thread's state */
 #define ARCH_REQ_XCOMP_PERM 0x1023
 
 /* Return whether the processor has AMX for bfloat16, and the system lets this process use it. */
@@ -38,11 +38,11 @@ static const char *find_level(void) { return "generic"; }
 
 static const char *level;
 
-/* The permission for AMX is asked for once, when the library is loaded: a process has the same kernels all its life. */
+/* Request permission for AMX once, when the library is loaded, so that a process always uses the same kernels. */
 __attribute__((constructor)) static void find(void) { level = find_level(); }
 
-/* Return the highest level that this processor has, and "none" if it has none of them. */
+/* Return the highest level of this processor, or "none". */
 const char *flashpoint_level(void) { return level; }
 
-/* The checksum of the sources that this library was compiled from. */
+/* Return the checksum of the sources from which this library was compiled. */
 uint32_t flashpoint_sources(void) { return SOURCES; }

@@ -1,4 +1,4 @@
-/* A thread's memory for a call, and sizes. */
+/* The scratch memory of a call in one thread, and arithmetic of sizes. */
 
 #ifndef FLASHPOINT_MEMORY
 #define FLASHPOINT_MEMORY
@@ -9,7 +9,8 @@ INLINE int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t rounded(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-/* Memory that is handed out twice: first counted, then, after `reserve`, given. Each piece begins at a cache line. */
+/* Memory for a call, taken in two passes: the first counts bytes; after `reserve`, the second returns addresses. Each
+   piece begins at a cache line. */
 struct memory {
     char *start;
     int64_t used;

@@ -1,4 +1,4 @@
-/* What the caller's mask, ALiBi and dropout do to the scores of one query, for forward.c and backward.c. */
+/* Apply the caller's mask, ALiBi and dropout to the scores of one query, for forward.c and backward.c. */
 
 #ifndef FLASHPOINT_OPTIONS
 #define FLASHPOINT_OPTIONS
@@ -12,8 +12,8 @@ INLINE ints is_number(floats x) { return (ints)((as_words(x) & 0x7f800000u) != 0
 /* Return x within float32's range: infinities become its largest numbers. NaN stays. */
 INLINE floats within_range(floats x) { return choose(x > MOST, splat(MOST), choose(x < -MOST, splat(-MOST), x)); }
 
-/* Return what a mask adds to the scores of the keys [key, key + LANES), of which only those below `stop` are read.
-   `row` is the address of the query's number for key 0. The step from key to key is the number's size, or 0. */
+/* Return the mask's terms for the scores of the keys [key, key + LANES); read only keys below `stop`. `row` is the
+   address of the query's number for key 0. `step`, the stride from key to key, is the number's size or 0. */
 INLINE floats masked(const char *row, enum type type, int64_t step, int64_t key, int64_t stop) {
     const int64_t size = type == BOOL ? 1 : size_of(type);
     char copy[4 * LANES] = {0};
@@ -42,7 +42,7 @@ struct dropout {
 
 typedef uint64_t longs __attribute__((vector_size(4 * LANES)));
 
-#define ROOM(keys) ((keys) + 4 + 2 * LANES) /* numbers that `draw` needs for so many keys */
+#define ROOM(keys) ((keys) + 4 + 2 * LANES) /* words that `draw` needs for `keys` keys */
 
 /* Return the products of the low halves of `a` and of b. */
 INLINE longs product32(longs a, uint32_t b) {
@@ -63,7 +63,7 @@ INLINE const uint32_t *draw(const struct dropout *dropout, uint32_t *room, int64
     for (int i = 0; i < LANES / 2; i++) lanes[i] = i;
     uint32_t *to = room;
     for (int64_t at = first; at < end; at += LANES / 2, to += 2 * LANES) {
-        /* The high halves of these numbers have no meaning: products do not read them. */
+        /* Only the low halves of these numbers have a meaning: products do not read the high halves. */
         longs a = lanes + (uint64_t)at, b = lanes * 0 + (uint64_t)query, c = lanes * 0 + (uint64_t)head;
         longs d = lanes * 0 + (uint64_t)sequence;
         uint32_t k0 = dropout->seed[0], k1 = dropout->seed[1];
@@ -92,7 +92,7 @@ INLINE const uint32_t *draw(const struct dropout *dropout, uint32_t *room, int64
     return room + key % 4;
 }
 
-/* Return x where keys are kept, and 0 where they are dropped. `drawn` has the words of these keys. */
+/* Return x for keys that dropout keeps, and 0 for others. `drawn` has the words of these keys. */
 INLINE floats kept(const struct dropout *dropout, const uint32_t *drawn, floats x) {
     words w;
     memcpy(&w, drawn, sizeof w);

@@ -1,7 +1,7 @@
-/* Products of float32 matrices, in tiles that stay in registers, and the order in which they read keys and values.
+/* Products of float32 matrices, in tiles that stay in registers, and the layout of keys that they read.
 
-   A number of a product is one chain of fused multiply-adds, in the order of its sum. So its bits depend neither on the
-   tile that it is in, nor on how many rows there are, nor on the instruction set. */
+   A number of a product is one chain of fused multiply-adds, in the order of its sum. So its bits do not depend on its
+   tile, on the number of rows, or on the instruction set. */
 
 #ifndef FLASHPOINT_PRODUCTS
 #define FLASHPOINT_PRODUCTS
@@ -11,14 +11,15 @@
 #define TALL 6                     /* rows of a tile */
 #define WIDE (LANES == 8 ? 2 : 4)  /* vectors of a tile's row: AVX2 has 16 registers, the others have 32 */
 #define PANEL (WIDE * LANES)       /* keys of a panel: for each d, a panel has the numbers of all its keys */
-#define GROUP 16                   /* keys that lie together */
+#define GROUP 16                   /* keys that are located and read together */
 
-/* What becomes of the numbers that are there: they are replaced, added to the sum at its end, or multiplied by a factor and
-   the sum begins with them. */
+/* The use of the numbers in c: a product replaces them, adds them to its sum at the end, or begins its sum with them
+   times a factor. */
 enum start { WRITE, ADD, RESCALE };
 
-/* Compute one tile: c (rows, vectors·LANES) = a b, a b + c, or factor c + a b. a[r, n] is at a + r·a_row + n·a_step; rows
-   of b (depth, columns) and of c have steps of b_row and c_row numbers. `start`, `rows` and `vectors` are constants. */
+/* Compute one tile: c (rows, vectors·LANES) = a b, a b + c, or factor c + a b. a[r, n] is at a + r·a_row + n·a_step;
+   the strides of rows of b (depth, columns) and c are b_row and c_row floats. `start`, `rows` and `vectors` are
+   constants. */
 INLINE void tile(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_step, const float *b, int64_t b_row,
                  int64_t depth, const float *factor, const enum start start, const int rows, const int vectors) {
     floats sum[TALL * WIDE];
@@ -49,7 +50,7 @@ INLINE void tile(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t
         }
 }
 
-/* `tile` for any number of rows up to TALL. */
+/* Compute `tile` for any number of rows up to TALL. */
 INLINE void tile_of_rows(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_step, const float *b,
                          int64_t b_row, int64_t depth, const float *factor, const enum start start, int64_t rows,
                          const int vectors) {
@@ -63,7 +64,7 @@ INLINE void tile_of_rows(float *c, int64_t c_row, const float *a, int64_t a_row,
     }
 }
 
-/* As above, for any number of vectors up to WIDE. */
+/* Compute `tile` for any number of rows up to TALL and of vectors up to WIDE. */
 INLINE void tile_of_any(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_step, const float *b,
                         int64_t b_row, int64_t depth, const float *factor, const enum start start, int64_t rows,
                         int64_t vectors) {
@@ -79,8 +80,8 @@ INLINE void tile_of_any(float *c, int64_t c_row, const float *a, int64_t a_row, 
 
 /* ---- the layout of keys that tiles read ---- */
 
-/* Write GROUP rows (GROUP, row) as columns of panels, where they are the keys from `key` on. A panel has padded(dim) rows
-   of PANEL numbers. */
+/* Write GROUP rows (GROUP, row) as columns of panels; they are the keys from `key` on. A panel has padded(dim) rows of
+   PANEL numbers. */
 INLINE void panel_columns(float *panels, const float *rows, int64_t row, int64_t key, int64_t dim) {
     for (int64_t j = 0; j < GROUP; j += LANES) {
         float *to = panels + (key + j) / PANEL * PANEL * padded(dim) + (key + j) % PANEL;

@@ -1,8 +1,8 @@
-/* Calls of the kernels on several threads, and calls that are made again with other tensors.
+/* Calls of the kernels on several threads, and calls that are repeated with other tensors.
 
-   The threads are made when they are first wanted, and then wait for work. For a short time a thread looks for it without
-   sleeping: to wake a thread takes about as long as a small call. A call never waits for a thread that has not begun: the
-   caller then computes that share itself. A forked child begins without threads. */
+   The first call that needs a thread makes it. The thread then waits for jobs: first it polls for a short time, because
+   waking a thread takes about as long as a small call, then it sleeps. A caller never waits for a thread that has not
+   begun its job: it computes that share itself. A forked child begins without threads. */
 
 #define _GNU_SOURCE
 #include <pthread.h>
@@ -14,7 +14,7 @@
 #include <string.h>
 
 #define MOST_THREADS 255
-#define LOOKS 2000 /* pauses: some 0.1 ms */
+#define LOOKS 2000 /* pauses of polling, about 0.1 ms */
 
 #ifdef __x86_64__
 #define PAUSE() __builtin_ia32_pause()
@@ -32,8 +32,8 @@ struct job {
 };
 
 struct worker {
-    _Atomic(struct job *) job; /* to begin */
-    atomic_int claimed;        /* by a caller, until the job is done */
+    _Atomic(struct job *) job; /* the next job */
+    atomic_int claimed;        /* 1 from a caller's claim until the job is done */
     atomic_int asleep;
     pthread_mutex_t mutex;
     pthread_cond_t wake;
@@ -64,12 +64,12 @@ static void *work(void *argument) {
         struct job *job = await_job(own);
         job->missing = job->compute(job->call);
         atomic_store(&own->claimed, 0);
-        atomic_store(&job->done, 1); /* the caller's memory: not used after this */
+        atomic_store(&job->done, 1); /* last use of the job: it is in the caller's memory */
     }
     return 0;
 }
 
-/* A forked child has none of its parent's threads. */
+/* Forget all threads in a forked child, which has none of its parent's threads. */
 static void forget(void) {
     atomic_store(&made, 0);
     atomic_store(&making, 0);
@@ -77,7 +77,7 @@ static void forget(void) {
 
 __attribute__((constructor)) static void prepare(void) { pthread_atfork(0, 0, forget); }
 
-/* Make one more worker, which is claimed, unless there are `most` of them. Return null without one. */
+/* Make and claim one more worker, unless there are already `most`. Return null if none was made. */
 static struct worker *make_worker(int most) {
     struct worker *own = 0;
     if (atomic_exchange(&making, 1)) return 0;
@@ -93,7 +93,7 @@ static struct worker *make_worker(int most) {
         pthread_cond_init(&own->wake, 0);
         pthread_attr_init(&detached);
         pthread_attr_setdetachstate(&detached, PTHREAD_CREATE_DETACHED);
-        sigfillset(&all); /* signals are for the program's own threads */
+        sigfillset(&all); /* the program's own threads handle signals */
         pthread_sigmask(SIG_SETMASK, &all, &before);
         if (pthread_create(&thread, &detached, work, own)) own = 0;
         pthread_sigmask(SIG_SETMASK, &before, 0);
@@ -121,8 +121,8 @@ static void hand_over(struct worker *worker, struct job *job) {
     pthread_mutex_unlock(&worker->mutex);
 }
 
-/* Compute `count` calls of `size` bytes each on as many threads, this one among them. Return 0, or 1 if memory is missing
-   for one of them. */
+/* Compute `count` calls of `size` bytes each on up to `count` threads, with this thread. Return 0, or 1 if memory is
+   missing for one of the calls. */
 int flashpoint_share(function *compute, const char *calls, int64_t size, int64_t count) {
     struct job jobs[MOST_THREADS];
     struct worker *given[MOST_THREADS];
@@ -137,7 +137,7 @@ int flashpoint_share(function *compute, const char *calls, int64_t size, int64_t
     for (int64_t n = others + 1; n < count; n++) missing |= compute(calls + n * size);
     for (int n = 0; n < others; n++) {
         struct job *own = jobs + n;
-        if (!given[n] || atomic_compare_exchange_strong(&given[n]->job, &own, 0)) { /* nobody has begun it */
+        if (!given[n] || atomic_compare_exchange_strong(&given[n]->job, &own, 0)) { /* no thread has begun it */
             if (given[n]) atomic_store(&given[n]->claimed, 0);
             missing |= compute(jobs[n].call);
             continue;
@@ -153,8 +153,8 @@ int flashpoint_share(function *compute, const char *calls, int64_t size, int64_t
     return missing;
 }
 
-/* A call that is made again: its shares and what they point to, as integers. `bases` says for each what it is relative to:
-   0 nothing, 1 the integers themselves, 2 and above the addresses of tensors. */
+/* A call to repeat: its shares and the data that they point to, as integers. `bases` has the base of each integer: 0
+   for an absolute value, 1 for an offset into the integers, 2 and above for an offset from a tensor's address. */
 struct replay {
     function *compute;
     int64_t size, count; /* bytes of a share, which come first, and their number */
@@ -163,7 +163,7 @@ struct replay {
     const unsigned char *bases;
 };
 
-/* Make a call again with tensors at other addresses. Return as above. */
+/* Repeat a call with tensors at other addresses. Return as `flashpoint_share`. */
 int flashpoint_replay(const struct replay *replay, int64_t a, int64_t b, int64_t c, int64_t d, int64_t e, int64_t f, int64_t g,
                       int64_t h, int64_t i) {
     int64_t *copy = malloc(sizeof *copy * replay->length);

@@ -1,9 +1,9 @@
 /* Products of bfloat16 matrices by Intel's AMX, in tiles of 16 rows of 64 bytes.
 
-   A tile product adds to c (16, 16) in float32 the product of a (16, 32) and b (32, 16). Tiles of b hold pairs: row n has
-   for each column the numbers 2n and 2n + 1 of the sum. A product sums even and odd places by themselves, and takes
-   subnormal numbers as 0. With TILES_IN_C the instructions are written out, for tests on processors without them: they
-   give the same bits. */
+   A tile product adds the product of a (16, 32) and b (32, 16) to c (16, 16) in float32. Tiles of b hold pairs: row n
+   has for each column the numbers 2n and 2n + 1 of the sum. A product has separate sums of even and odd places, and
+   takes subnormal numbers as 0. With TILES_IN_C, C code replaces the instructions, for tests on processors without
+   them. It computes the same bits. */
 
 #ifndef FLASHPOINT_TILES
 #define FLASHPOINT_TILES
@@ -11,7 +11,7 @@
 #include "vectors.h"
 
 #define TILE_BYTES 1024
-#define STEP 32 /* numbers of the sum that one tile product takes */
+#define STEP 32 /* numbers of the sum in one tile product */
 
 /* The layout of the processor's tile configuration: 8 tiles of 16 rows of 64 bytes. */
 struct tile_shapes {
@@ -68,7 +68,7 @@ NOINLINE void multiply_in_c(float c[16][16], float a[16][16], float b[16][16]) {
 
 #else
 
-/* Configure the tiles of this thread, and keep what was there: another library may hold a configuration. */
+/* Configure the tiles of this thread, and save the previous configuration, which may be another library's. */
 INLINE void tile_configure(struct tile_shapes *before) {
     struct tile_shapes own = {.palette = 1};
     for (int t = 0; t < 8; t++) own.row_bytes[t] = 64, own.rows[t] = 16;
@@ -88,21 +88,22 @@ INLINE void tile_restore(const struct tile_shapes *before) {
 
 #endif
 
-/* Tiles of a: two below each other, `down` bytes apart, whose rows are `row` bytes apart. The next STEP numbers of the sum
-   are `next` bytes on. */
+/* Two tiles of a, one above the other. Strides in bytes: `down` from tile to tile, `row` from row to row, `next` to the
+   next STEP numbers of the sum. */
 struct left {
     const char *at;
     int64_t down, row, next;
 };
 
-/* Tiles of b: two beside each other, `right` bytes apart. The next STEP numbers of the sum are `next` bytes on. */
+/* Two tiles of b, side by side. Strides in bytes: `right` from tile to tile, `next` to the next STEP numbers of the
+   sum. */
 struct right {
     const char *at;
     int64_t right, next;
 };
 
-/* Add to `rows`·`columns` tiles of c, or write them, the sum of `steps` tile products. Each tile of c is (16, 16) without
-   gaps; steps down and right are in numbers. `rows`, `columns` (1 or 2) and `add` are constants. */
+/* Write the sums of `steps` tile products to `rows`·`columns` tiles of c, or add them. Each tile of c is (16, 16)
+   without gaps; the strides c_down and c_right are in floats. `rows`, `columns` (1 or 2) and `add` are constants. */
 INLINE void multiply_tiles(float *c, int64_t c_down, int64_t c_right, struct left a, struct right b, int64_t steps,
                            const int rows, const int columns, const int add) {
     if (add) {
@@ -140,7 +141,7 @@ INLINE void multiply_tiles(float *c, int64_t c_down, int64_t c_right, struct lef
 
 /* ---- the layouts that tiles read; numbers are bfloat16 ---- */
 
-/* Return the numbers of a and b, rounded to nearest even, as pairs: those of a are the first. */
+/* Return the numbers of a and b, rounded to nearest even, as pairs with the number of a first. */
 INLINE words pairs_of(floats a, floats b) {
 #if LANES == 16 && defined(__AVX512BF16__)
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,
@@ -164,8 +165,8 @@ INLINE void store_bfloat16(char *to, floats a, floats b) {
 #endif
 }
 
-/* Write 16 rows of `width` numbers, a multiple of STEP, as tiles of b whose columns are the rows: the product with rows.
-   `step` is in bytes. */
+/* Write 16 rows of `width` numbers, a multiple of STEP, as tiles of b whose columns are these rows, for products with
+   rows of a. `step` is the stride of the rows in bytes. */
 INLINE void columns_of_rows(char *to, const char *rows, int64_t step, int64_t width) {
     for (int64_t d = 0; d < width; d += STEP)
         for (int i = 0; i < 16; i += LANES)
@@ -173,8 +174,8 @@ INLINE void columns_of_rows(char *to, const char *rows, int64_t step, int64_t wi
                 transpose_rows(to + d / STEP * TILE_BYTES + p * 64 + 4 * i, 64, rows + i * step + 2 * d + 4 * p, step);
 }
 
-/* Write 16 rows of `width` numbers, a multiple of STEP, as a half of tiles of b whose rows are the rows: pairs of rows.
-   The tiles of the columns follow each other. */
+/* Write 16 rows of `width` numbers, a multiple of STEP, as one half of tiles of b whose rows are these rows, as pairs
+   of rows. The tiles of consecutive columns follow each other. `step` is the stride of the rows in bytes. */
 INLINE void pairs_of_rows(char *to, const char *rows, int64_t step, int64_t width) {
     for (int64_t i = 0; i < 16; i += 2)
         for (int64_t d = 0; d < width; d += LANES) {
@@ -184,7 +185,7 @@ INLINE void pairs_of_rows(char *to, const char *rows, int64_t step, int64_t widt
         }
 }
 
-/* Write tiles (16, 16) of 32 bits, or of pairs, with rows and columns exchanged. */
+/* Transpose tiles (16, 16) of 32-bit numbers or of pairs. */
 INLINE void exchange_tiles(char *to, const char *from, int64_t tiles) {
     for (int64_t t = 0; t < tiles; t++, to += TILE_BYTES, from += TILE_BYTES)
         for (int i = 0; i < 16; i += LANES)

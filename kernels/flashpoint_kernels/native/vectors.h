@@ -1,7 +1,7 @@
-/* Vectors of floats of the processor's width, for forward.c and backward.c: conversions, functions, sums over lanes.
+/* Vectors of floats with the processor's width, for forward.c and backward.c: conversions, functions, sums over lanes.
 
-   All arithmetic is float32. Where a product is added to a sum, `multiply_add` says so: the compiler fuses nothing by
-   itself, so that every instruction set has the same bits. */
+   All arithmetic is float32. Only `multiply_add` fuses a product with a sum: the compiler fuses nothing itself, so that
+   every instruction set has the same bits. */
 
 #ifndef FLASHPOINT_VECTORS
 #define FLASHPOINT_VECTORS
@@ -15,7 +15,7 @@
 #include <arm_neon.h>
 #endif
 
-/* Floats of a register. */
+/* LANES: the floats of a register. */
 #if defined(__AVX512F__)
 #define LANES 16
 #elif defined(__AVX2__)
@@ -82,7 +82,7 @@ INLINE floats multiply_add(floats a, floats b, floats c) {
 #endif
 }
 
-/* Return the larger of x and y, and y where one of them is NaN. */
+/* Return the larger of x and y, or y if one of them is NaN. */
 INLINE floats largest(floats x, floats y) {
 #if LANES == 16
     return (floats)_mm512_max_ps((__m512)x, (__m512)y);
@@ -93,7 +93,7 @@ INLINE floats largest(floats x, floats y) {
 #endif
 }
 
-/* Return the smaller of x and y, and y where one of them is NaN. */
+/* Return the smaller of x and y, or y if one of them is NaN. */
 INLINE floats smallest(floats x, floats y) {
 #if LANES == 16
     return (floats)_mm512_min_ps((__m512)x, (__m512)y);
@@ -104,7 +104,7 @@ INLINE floats smallest(floats x, floats y) {
 #endif
 }
 
-/* Return the larger of each pair of absolute values as bits: those of infinity and NaN are above all others. */
+/* Return the larger of each pair of absolute values, as bits: infinity and NaN are above all others. */
 INLINE ints larger_bits(ints a, floats x) {
     const ints b = (ints)(as_words(x) & 0x7fffffffu);
 #if LANES == 16
@@ -150,8 +150,8 @@ INLINE floats from_int8(const char *p) {
     memcpy(&x, p, sizeof x);
     return __builtin_convertvector(x, floats);
 }
-/* Move exponent and mantissa to float32's places. A product corrects the exponent, also of subnormal numbers. Infinity
-   and NaN get the largest exponent. */
+/* Move the exponent and the mantissa to their places in float32. A product corrects the exponent, also for subnormal
+   numbers. Infinity and NaN get the largest exponent. */
 INLINE floats from_float16(const char *p) {
     words x = from_shorts(p), magnitude = (x & 0x7fff) << 13;
     floats y = as_floats(magnitude) * splat(0x1p112f);
@@ -160,7 +160,7 @@ INLINE floats from_float16(const char *p) {
 }
 #endif
 
-/* As float16 above, but without infinities: the largest magnitude is NaN. */
+/* Convert as for float16, but without infinities: the largest magnitude is NaN. */
 INLINE floats from_float8(const char *p) {
     words x = from_bytes(p), magnitude = (x & 0x7f) << 20;
     floats y = as_floats(magnitude) * splat(0x1p120f);
@@ -189,7 +189,7 @@ INLINE ints each_lane(void) {
     return lanes;
 }
 
-/* Floats of a row in memory of our own: whole vectors, whatever the instruction set. */
+/* Return the floats of a row in our scratch memory: whole vectors for every instruction set. */
 INLINE int64_t padded(int64_t dim) { return (dim + 15) / 16 * 16; }
 
 INLINE void read_row_of(float *to, const char *from, enum type type, int64_t dim) {
@@ -239,7 +239,7 @@ INLINE uint16_t to_float16(float x) {
     return (uint16_t)(sign | ((bits + 0xfff + (bits >> 13 & 1) - 0x38000000) >> 13));
 }
 
-/* Write LANES numbers as 16-bit ones, rounded to nearest even. */
+/* Write LANES numbers in 16 bits each, rounded to nearest even. */
 INLINE void store_shorts(char *p, enum type type, floats x) {
 #if LANES == 16
     if (type == FLOAT16) {
@@ -302,8 +302,8 @@ INLINE floats nearest(floats x) {
 #endif
 }
 
-/* Return 2^x within 2 units in the last place, and 0 where that is below float32's normal numbers: with x = n + r and
-   |r| <= 1/2, it is 2^n times a polynomial of r, which is 1 for r = 0. */
+/* Return 2^x within 2 units in the last place, or 0 if that is below float32's normal numbers. With x = n + r and
+   |r| <= 1/2, it is 2^n times a polynomial in r, which is 1 for r = 0. */
 INLINE floats exponential2(floats x) {
     const ints lost = x < -126.0f;
 #if LANES != 16
@@ -365,7 +365,7 @@ INLINE float logarithm(float x) {
 }
 
 /* Return softcap·tanh(x / softcap): tanh(y) = (1 - e) / (1 + e) with e = exp(-2·|y|), or its series (Cephes, tanhf)
-   where that cancels. */
+   where the difference would cancel. */
 INLINE floats capped(floats x, float softcap) {
     floats y = x / softcap, z = y * y, magnitude = absolute(y);
     floats e = exponential2(magnitude * (-2 * LOG2_E)), t = (1.0f - e) / (1.0f + e);
@@ -387,7 +387,7 @@ INLINE floats capped(floats x, float softcap) {
 #define PICK(a, b, ...) __builtin_shuffle(a, b, (ints){__VA_ARGS__})
 #endif
 
-/* Return the vector with its halves, quarters … of `width` lanes exchanged. */
+/* Return the vector with neighbouring groups of `width` lanes exchanged: halves, quarters, … */
 INLINE floats exchange(floats a, int width) {
 #if LANES == 16
     if (width == 8) return PICK(a, a, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
@@ -419,7 +419,7 @@ INLINE float lane_max(floats a) {
     return a[0];
 }
 
-/* Sums of a row are kept in 16 lanes, whatever the width of a vector. */
+/* A row's sums use 16 lanes for every width of a vector. */
 #define SUMS (16 / LANES)
 
 INLINE float sum_of_16(const floats *a) {
@@ -434,7 +434,7 @@ INLINE float sum_of_16(const floats *a) {
 
 /* ---- rows and columns ---- */
 
-/* Exchange rows and columns of LANES vectors. A round moves the highest bit of (row, column) to the lowest place. */
+/* Transpose LANES vectors. Each round moves the highest bit of (row, column) to the lowest place. */
 INLINE void transpose(floats *a) {
     for (int width = 1; width < LANES; width *= 2) {
         floats b[LANES];
@@ -456,10 +456,10 @@ INLINE void transpose(floats *a) {
     }
 }
 
-/* Write the columns of LANES rows of LANES numbers of 32 bits as rows. Steps are in bytes. */
+/* Transpose LANES rows of LANES 32-bit numbers. Strides are in bytes. */
 INLINE void transpose_rows(char *to, int64_t to_step, const char *from, int64_t step) {
 #if LANES == 16
-    /* Four columns at a time: quarters of vectors come from memory, which takes no shuffle. */
+    /* Four columns at a time: loads of quarters of vectors need no shuffle. */
 #pragma GCC unroll 4
     for (int d = 0; d < 16; d += 4) {
         __m512 rows[4];
