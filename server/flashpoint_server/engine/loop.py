@@ -210,10 +210,11 @@ class EngineLoop:
                 self._let_go(entry.peer)
             if self._unseen:  # the listening thread sends the counts, and plans the next expiry
                 self._waker.wake()
-            if isinstance(task, BenchmarkSlice):
-                self._tell_all(task.plugin.conclude())
-                if task.plugin.suspect:
-                    self._executor.end_if_lost(by=task.plugin.name)
+            match task:
+                case BenchmarkSlice(plugin=plugin):
+                    self._tell_all(plugin.conclude())
+                    if plugin.suspect:
+                        self._executor.end_if_lost(by=plugin.name)
             return following
 
     # The HTTP processes

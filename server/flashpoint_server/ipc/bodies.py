@@ -211,7 +211,10 @@ class CacheCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     @property
     def uses(self) -> bool:
-        return not isinstance(self.operation, LookAtCaches | ExportTokens)
+        match self.operation:
+            case LookAtCaches() | ExportTokens():
+                return False
+        return True
 
 
 class SavedCall(msgspec.Struct, frozen=True, array_like=True, tag=True):

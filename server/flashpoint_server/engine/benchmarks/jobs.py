@@ -68,7 +68,11 @@ class BenchmarkJobs:
 
     def hear(self, message: StartBenchmark | StopJob) -> list[JobNews]:
         """Handle a message of an HTTP process."""
-        return self._open(message) if isinstance(message, StartBenchmark) else self._stop(message.job)
+        match message:
+            case StartBenchmark():
+                return self._open(message)
+            case StopJob():
+                return self._stop(message.job)
 
     def _open(self, asked: StartBenchmark) -> list[JobNews]:
         """Queue a job. Its request has been checked."""
