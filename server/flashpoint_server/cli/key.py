@@ -81,7 +81,8 @@ def key(
 ) -> int:
     """Make an API key, and add its entry to a key file.
 
-    The key is shown only once: on stdout with --file, else on stderr. The file is replaced at once, its comments stay, and a running server reads it again within two seconds.
+    The key is shown only once: on stdout with --file, else on stderr. The file is replaced at once, its comments stay,
+    and a running server reads it again within two seconds.
     """
     flags = {"list": list, "rotate": rotate, "retire": retire, "revoke": revoke}
     asked_for = [f"--{flag}" for flag, given in flags.items() if given]
