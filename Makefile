@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PORT ?= 8000
+PORT ?= $(or $(FLASHPOINT_PORT),8000)
 PYTEST := $(BIN)/python -m pytest
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
@@ -19,7 +19,7 @@ install: $(VENV)/.server ## the server into .venv
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 $(VENV)/.server: $(VENV)/bin/python pyproject.toml constraints.txt $(NATIVE)
-	@echo "Installing the server into $(VENV): 1.9 GB, some minutes, most of it torch."
+	@echo "Installing the server into $(VENV), most of it torch: some minutes, and 1.9 GB with its CPU build, 5.2 GB with PyPI's for CUDA."
 	$(PIP) -e '.[server]'
 	@touch $@
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt $(NATIVE)

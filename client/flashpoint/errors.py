@@ -12,6 +12,7 @@
 | ServerError | the server failed: 500 and every other 5xx |
 | ConnectionFailedError (a ConnectionError) | no connection, or a broken one, also behind a proxy, after all retries |
 | ProtocolError | the answer does not follow the contract |
+| ClosedError (a RuntimeError) | the client was closed before the call |
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from typing import Any
 from flashpoint_contract.options import FieldProblem
 
 __all__ = [
-    "AuthenticationError", "BadRequestError", "CacheError", "ConnectionFailedError", "DeadlineExceededError",
-    "FieldProblem", "FlashpointError", "InvalidInputError", "OverloadedError", "ProtocolError", "ServerError",
-    "TooLargeError",
+    "AuthenticationError", "BadRequestError", "CacheError", "ClosedError", "ConnectionFailedError",
+    "DeadlineExceededError", "FieldProblem", "FlashpointError", "InvalidInputError", "OverloadedError", "ProtocolError",
+    "ServerError", "TooLargeError",
 ]  # fmt: skip
 
 
@@ -107,6 +108,10 @@ class ConnectionFailedError(FlashpointError, ConnectionError):
 
 class ProtocolError(FlashpointError):
     """The answer does not follow the contract. Another program than Flashpoint may have sent it."""
+
+
+class ClosedError(FlashpointError, RuntimeError):
+    """The client was closed before the call: make a new one, or call inside its `with` block."""
 
 
 _OF_HELD = (404, 409, 410, 421)

@@ -14,7 +14,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _constant(name: str) -> Any:
-    raise ValueError(f"{name} is not JSON")
+    raise ValueError(f'{name} is not JSON: write "{name}"')
 
 
 def loads(text: bytes | str, *, words: bool = False) -> Any:

@@ -47,7 +47,7 @@ def nano_forward(
     l, acc = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK, D], tl.float32)  # noqa: E741
     offset = kv_len - q_len
     end = tl.minimum(kv_len, (tl.program_id(1) + 1) * BLOCK + offset) if CAUSAL else kv_len
-    for j0 in range(0, end, BLOCK):
+    for j0 in range(0, end, BLOCK):  # dot(a, b, c, tf32) is a·b + c in float32, here without tf32
         j = j0 + tl.arange(0, BLOCK)
         at, keys = (head * kv_len + j)[:, None] * dim + d, (j[:, None] < kv_len) & (d < dim)
         s = dot(b_q, tl.trans(tl.load(k + at, keys, 0.0)), tl.zeros([BLOCK, BLOCK], tl.float32), False) * scale
@@ -59,15 +59,16 @@ def nano_forward(
         m, l = m_new, l * shrink + tl.sum(p, 1)  # noqa: E741
         acc = dot(cast(p, v.dtype.element_ty), tl.load(v + at, keys, 0.0), acc * shrink[:, None], False)
     l = tl.where(l == 0.0, 1.0, l)  # noqa: E741  # nothing seen: m is −inf, so o = 0 and lse = −inf
-    tl.store(o + own, cast(acc / l[:, None], o.dtype.element_ty), rows)
+    tl.store(o + own, cast(acc / l[:, None], o.dtype.element_ty), rows)  # cast: rounded to a dtype
     tl.store(lse + head * q_len + i, m + tl.log(l), i < q_len)
 
 
 def tile_rows(shared_kib: int, head_dim: int, itemsize: int) -> int:
     """Return the number of queries and keys of a tile, 16 to 128.
 
-    It is the largest power of two for which eight tiles BLOCK × D fit: five are q, and k and v twice, because the next
-    ones are loaded while these are multiplied; three are left for p and for registers.
+    It is the largest power of two for which eight tiles BLOCK × D fit. Five are in shared memory at once: q, and the
+    current and the next tile of k and of v, because the next ones are loaded while the current ones are multiplied.
+    Three more are room for p, which is BLOCK × BLOCK, and for the compiler's copies, so the rule divides by 8.
 
     Args:
         shared_kib: Shared memory of one program in KiB.

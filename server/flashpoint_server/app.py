@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from difflib import get_close_matches
 from functools import partial
 from importlib.metadata import version
 
@@ -133,6 +134,12 @@ def _masked(route: StarletteRoute) -> str:
     return re.sub(r"\{\w+\}", "*", route.path)
 
 
+# Paths that other services have, and ours for them.
+_PROBES = {
+    **dict.fromkeys(("/health", "/healthz", "/livez", "/live", "/ping"), "/health/live"),
+    **dict.fromkeys(("/readyz", "/ready"), "/health/ready"),
+}
+_LONGEST = 64  # characters of a path that is compared with ours
 _ENDLESS = "/events"  # a job's stream, which lasts as long as the job
 
 
@@ -175,9 +182,20 @@ async def _framework_error(request: Request, error: Exception) -> Response:
         allowed = _allowed(request)
         refusal = Refusal(code, f"{what} is not served; send {allowed}", headers={"Allow": allowed})
     else:
-        detail = f"there is no {request.url.path}: see /docs" if error.status_code == 404 else error.detail
+        detail = _missing(request) if error.status_code == 404 else error.detail
         refusal = Refusal(code, detail, headers=error.headers)
     return _response(request, refusal)
+
+
+def _missing(request: Request) -> str:
+    path = request.url.path
+    known = [route.path for route in request.app.router.routes if isinstance(route, StarletteRoute)]
+    plain = path.lower().rstrip("/")
+    if len(path) <= _LONGEST and (
+        near := _PROBES.get(plain) or next(iter(get_close_matches(plain, known, 1, 0.7)), "")
+    ):
+        return f"there is no {path}: did you mean {near}? See /docs"
+    return f"there is no {path}: see /docs"
 
 
 def _allowed(request: Request) -> str:

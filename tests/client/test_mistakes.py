@@ -78,7 +78,7 @@ VALUES = [
     ("serve --log-format xml", "--log-format: must be 'auto', 'json' or 'console', not 'xml'"),
     ("serve --log-level verbose", "--log-level: must be 'debug', 'info', 'warning' or 'error', not 'verbose'"),
     ("serve --body-timeout soon", "--body-timeout: must be a number, not 'soon'"),
-    ("serve --body-limit 1GB", "--body-limit: must be an integer, not '1GB'"),
+    ("serve --body-limit 1GB", "--body-limit: must be bytes, such as 4294967296 or 4GiB, not '1GB'"),
     ("serve --api-keys a:root", "--api-keys: key 1 must be KEY or KEY:right+right"),
     ("serve --cache-secret short", "--cache-secret: needs 32 or more random characters"),
     ("serve --cors-origins example.org", "--cors-origins: must be origins such as https://example.org, or *, not"),

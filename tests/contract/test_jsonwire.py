@@ -34,6 +34,29 @@ def test_the_default_is_float32_and_a_mask_of_numbers_is_a_float_mask():
     assert tensors["attn_mask"].tolist() == [[0, -math.inf]]
 
 
+@pytest.mark.parametrize(
+    "mask", [[[1, 0]], [[1, 1]], {"shape": [1, 2], "data": [0, 1]}, {"shape": [], "data": [1]}, [[[1], [0]]]]
+)
+def test_a_mask_of_the_integers_0_and_1_alone_is_refused(mask):
+    with pytest.raises(FieldError, match="attn_mask: holds only 0 and 1: write true and false") as info:
+        decode(json.dumps({"attn_mask": mask}).encode())
+    assert info.value.message.endswith("numbers are added to scores, write 1.0 to add 1")
+
+
+@pytest.mark.parametrize("mask", [[[0, 0]], [[1.0, 0.0]], [[1, 0.0]], [[1, 2]], [[0, -1]], [[1, "-Infinity"]]])
+def test_a_mask_of_other_numbers_is_added(mask):
+    tensors, _ = decode(json.dumps({"attn_mask": mask, "sinks": [1, 0]}).encode())
+    assert tensors["attn_mask"].dtype == np.float32
+    assert tensors["attn_mask"].tolist() == [[float(x) for x in mask[0]]]
+    assert decode(encode(tensors, {}))[0]["attn_mask"].tolist() == tensors["attn_mask"].tolist()
+
+
+@pytest.mark.parametrize("name", ["q", "attn_mask", "kv_lengths", "block_mask"])
+def test_null_is_named(name):
+    with pytest.raises(FieldError, match=f"{name}: holds null"):
+        decode(json.dumps({name: [[None]]}).encode())
+
+
 def test_empty_tensors_keep_their_shape():
     tensors, _ = decode(b'{"q": {"shape": [0, 3, 2], "data": []}, "k": [], "v": [[], []]}')
     assert {name: t.shape for name, t in tensors.items()} == {"q": (0, 3, 2), "k": (0,), "v": (2, 0)}

@@ -39,6 +39,26 @@ def test_it_runs_to_the_served_call_and_prints_what_it_did(runner, server, monke
     assert "o: within 1e-5 and lse: within 1e-5\n" in outputs(executed)[-2][0]["text"]
 
 
+def test_without_a_server_it_says_how_to_start_one(runner, monkeypatch):
+    monkeypatch.setitem(os.environ, "FLASHPOINT_URL", "")
+    random = torch.random.get_rng_state()
+    executed = runner.executed(json.loads(runner.NOTEBOOK.read_text(encoding="utf-8")), "http://127.0.0.1:9")
+    torch.random.set_rng_state(random)
+    *_, call, operation = (cell[0]["text"] for cell in outputs(executed) if cell)
+    assert call == [
+        "No server answers at http://127.0.0.1:9: run make serve in another terminal, and then this cell again.\n"
+    ]
+    assert operation == ["This cell needs the served call above.\n"]
+
+
+def test_the_kernel_has_no_marks_for_linters(runner):
+    notebook = json.loads(runner.NOTEBOOK.read_text(encoding="utf-8"))
+    shown = json.dumps(outputs(notebook))
+    assert "@triton.jit" in shown
+    assert "noqa" not in shown
+    assert "fmt:" not in shown
+
+
 def test_jupyter_can_open_it(runner):
     notebook = json.loads(runner.NOTEBOOK.read_text(encoding="utf-8"))
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)

@@ -25,11 +25,11 @@ SHAPE = {"kv_heads": 1, "head_dim": 4}
 
 
 def key(*arguments):
-    """Run `flashpoint key`; return the key that it shows, if any."""
+    """Run `flashpoint key`; return the key that it prints to stdout, as `$(flashpoint key …)` does, if any."""
     ran = subprocess.run([FLASHPOINT, "key", *arguments], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
-    match = re.search(r"fp_[\w-]{43}", ran.stderr)
-    return match and match[0]
+    assert not ran.stdout or re.fullmatch(r"fp_[\w-]{43}\n", ran.stdout)
+    return ran.stdout.strip()
 
 
 def test_a_key_is_rotated_without_losing_its_caches(start_server, tmp_path):

@@ -55,6 +55,24 @@ assert triton_backend.compiled([problem("forward", softcap=1.0)]), "whose many k
 """
 
 
+FULL = """
+import errno, resource
+
+forward = problem("forward", keys=9)
+_, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, most))  # no file takes a byte, as on a full disk
+try:
+    triton_backend.compile_ahead([forward]).result()
+except OSError as error:
+    assert error.errno == errno.EFBIG
+else:
+    raise AssertionError("nothing was written")
+resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+triton_backend.compile_ahead([forward]).result()
+assert triton_backend.compiled([forward])
+"""
+
+
 def test_interpreted_kernels_are_always_compiled() -> None:
     q = torch.zeros(1, 1, 4, 16)
     problem = Problem.create({"q": q, "k": q, "v": q}, Options())
@@ -65,6 +83,15 @@ def test_interpreted_kernels_are_always_compiled() -> None:
 @pytest.mark.slow
 def test_what_was_compiled_ahead_is_known_to_be_compiled(tmp_path: Path) -> None:
     assert {path.stem for path in compiled(tmp_path, "-c", PROBLEM + FORWARD)} >= {"attention_forward"}
+
+
+@pytest.mark.slow
+def test_a_full_disk_fails_what_is_compiled_until_there_is_room(tmp_path: Path) -> None:
+    """A compilation that failed is made again. Kernels that are on the disk are loaded (docs/runbooks.md)."""
+    assert {path.stem for path in compiled(tmp_path, "-c", PROBLEM + FULL)} >= {"attention_forward"}
+    limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
+    known = FORWARD.replace("assert not triton_backend.compiled([forward])", limited)
+    assert compiled(tmp_path, "-c", PROBLEM + known), "a kernel in the folder is loaded from a full disk, too"
 
 
 @pytest.mark.full  # the tests before and after compile a forward, and a gradient that another process finds

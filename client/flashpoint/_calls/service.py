@@ -23,7 +23,7 @@ from flashpoint_contract.saved import TAKEN_BESIDE, refused_beside
 from flashpoint_contract.schemas import jsonwire
 from flashpoint_contract.schemas.options import AttentionOptions
 from flashpoint_contract.schemas.validation import field_problems
-from flashpoint_contract.tensors import ANSWERS, INPUT_TENSORS, REQUIRED, TAKEN, refusals
+from flashpoint_contract.tensors import ANSWERS, FLOATS, INPUT_TENSORS, REQUIRED, TAKEN, refusals
 
 Model = TypeVar("Model", bound=BaseModel)
 P = ParamSpec("P")
@@ -302,11 +302,25 @@ def message(
     if refused := refusals("sdk", (name for name, t in tensors.items() if t is not None)):
         raise all_invalid(refused)
     packed = {name: pack(name, t) for name, t in tensors.items() if t is not None or name in needed}
+    if other := list(_beside_float64(tensors, {name: p.dtype for name, p in packed.items()})):
+        raise all_invalid(other)
     head = wire.build_head(
         [(name, p.dtype, p.shape) for name, p in packed.items()],
         wire.encode_options({**options.model_dump(exclude_defaults=True), **(of_held or {})}),
     )
     return (memoryview(head), *(p.data for p in packed.values()))
+
+
+def _beside_float64(tensors: Mapping[str, Any], dtypes: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield k and v if they or q are float64 and the others are not, as where numpy made one of them."""
+    q = dtypes.get("q", "")
+    for name in ("k", "v"):
+        dtype = dtypes.get(name, q)
+        if dtype != q and "float64" in (dtype, q) and {dtype, q} <= set(FLOATS):
+            wide, narrow = ("q", dtype) if q == "float64" else (name, q)
+            numpy = isinstance(tensors[wide], (np.ndarray, np.generic)) and narrow != "bfloat16"
+            cast = f"{wide}.astype(np.{narrow})" if numpy else f"{wide} in {narrow}"
+            yield name, f"dtype {dtype} must be q's, {q}: send {cast}"
 
 
 def call_headers(keywords: dict[str, Any]) -> dict[str, str]:

@@ -18,7 +18,14 @@ from flashpoint._calls.service import DEFAULT, Call
 from flashpoint._http.exchange import Exchange
 from flashpoint._http.listening import Listening
 from flashpoint._http.transport import AsyncTransport, Transport
-from flashpoint.errors import AuthenticationError, ConnectionFailedError, FlashpointError, OverloadedError, invalid
+from flashpoint.errors import (
+    AuthenticationError,
+    ClosedError,
+    ConnectionFailedError,
+    FlashpointError,
+    OverloadedError,
+    invalid,
+)
 
 DEFAULT_URL = "http://localhost:8000"
 KEY_VARIABLE = "FLASHPOINT_API_KEY"
@@ -131,17 +138,21 @@ class ClientSettings(Generic[Http]):
         except ValueError as error:
             raise invalid("proxy", str(error)) from None
 
-    def _exchange(self, call: Call, *, once: bool = False, stop: socket.socket | None = None) -> Exchange:
+    def _ready_to_call(self) -> None:
+        if self._http.is_closed:
+            raise ClosedError("the client is closed: make a new one, or call inside its `with` block")
         if self._missing:
             self._complete()
+
+    def _exchange(self, call: Call, *, once: bool = False, stop: socket.socket | None = None) -> Exchange:
+        self._ready_to_call()
         if call.affinity is not None:
             call.affinity.replica = call.affinity.replica or self._replica
         timeout = self._timeout if call.timeout is DEFAULT else seconds(call.timeout)
         return Exchange(call, timeout=timeout, retries=0 if once else self._retries, stop=stop)
 
     def _listening(self, id: str, after: int) -> Listening:
-        if self._missing:
-            self._complete()
+        self._ready_to_call()
         return Listening(id, after, timeout=self._timeout, retries=self._retries)
 
 

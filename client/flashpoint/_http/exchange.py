@@ -10,6 +10,7 @@ from __future__ import annotations
 import email.utils
 import functools
 import random
+import re
 import socket
 import sys
 import time
@@ -42,6 +43,8 @@ MOST_RETRY_AFTER = 1_000_000  # seconds; a server's longer `Retry-After` is take
 PIECE = 256 * 1024
 
 REPLICA = "X-Flashpoint-Replica"
+# The end of a URL that names a call, where the server's root is wanted.
+_ENDPOINT = re.compile(r"/(attention(/grad)?|verify|benchmark|caches|saved|info|metrics|docs|v2|health(/\w+)?)/?$")
 _PROBLEM = "application/problem+json"  # the media type of every error of Flashpoint
 # An error of another type comes from a proxy whose server died. Nginx answers 502, Ray Serve 500.
 _BROKEN_BEHIND = (500, 502)
@@ -183,6 +186,10 @@ class Exchange:
             raise AuthenticationError(AUTHENTICATION, status=407)
         if 300 <= self._status < 400 and (location := self._headers.get("location")):
             raise ProtocolError(self._redirected(location), status=self._status, request_id=self._request_id)
+        if self._status == 404 and _ENDPOINT.search(base := str(self._url).removesuffix(self.call.path)):
+            detail = found.get("detail") or "there is no such path"
+            root = _ENDPOINT.sub("", base)
+            found = {**found, "detail": f"{detail}; url must be the server's root, {root}, not {base}"}
         if self._status != self.call.success:
             retry_after = _retry_after(self._headers)
             raise from_problem(self._status, found, request_id=self._request_id, retry_after=retry_after)

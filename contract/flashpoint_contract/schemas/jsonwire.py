@@ -33,6 +33,9 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "float32": np.dtype(np.float32),
     "float64": np.dtype(np.float64),
 }
+_ONES_AND_ZEROS = (
+    "holds only 0 and 1: write true and false to hide keys; numbers are added to scores, write 1.0 to add 1"
+)
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
@@ -84,7 +87,10 @@ def _deeper(value: Any, levels: int) -> bool:
 def _array(name: str, value: Any, dtype: str) -> NDArray[Any]:
     shape, flat = elements(name, value)
     row = TENSORS[name]
-    if row.dtypes == ("bool",) or ("bool" in row.dtypes and set(map(type, flat)) == {bool}):
+    kinds = set(map(type, flat))
+    if name == "attn_mask" and kinds == {int} and {1} <= set(flat) <= {0, 1}:
+        raise FieldError(name, _ONES_AND_ZEROS)
+    if row.dtypes == ("bool",) or ("bool" in row.dtypes and kinds == {bool}):
         target: np.dtype[Any] = np.dtype(np.bool_)
     elif row.is_index:
         target = np.dtype(np.int64)
@@ -96,6 +102,8 @@ def _array(name: str, value: Any, dtype: str) -> NDArray[Any]:
 def array(name: str, flat: list[Any], target: np.dtype[Any]) -> NDArray[Any]:
     """Return elements as a flat array of dtype `target`. Raises FieldError for a wrong type, or out of range."""
     kinds = set(map(type, flat))
+    if type(None) in kinds:
+        raise FieldError(name, "holds null")
     if target.kind == "b":
         if not kinds <= {bool}:
             raise FieldError(name, "must hold booleans alone")

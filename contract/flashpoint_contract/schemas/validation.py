@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import ValidationError
 
 from flashpoint_contract import caches, saved
 from flashpoint_contract.caches import CACHE_OPTIONS
-from flashpoint_contract.options import FieldProblem
+from flashpoint_contract.options import CausalAlignment, FieldProblem
 from flashpoint_contract.saved import SAVED_OPTIONS
+from flashpoint_contract.schemas.shapes import Shape
 from flashpoint_contract.tensors import TENSORS
-from flashpoint_contract.wording.hints import NAMES, each_meant
+from flashpoint_contract.wording.hints import NAMES, did_you_mean, each_meant
 
 # Message by the type of the pydantic error, formatted with its context. Pydantic's messages name Python types.
 _SAID = {
@@ -35,6 +36,7 @@ _SAID = {
 }
 
 
+ALIGNMENTS = get_args(CausalAlignment)
 _CALLS = (*NAMES, *CACHE_OPTIONS, *SAVED_OPTIONS)
 
 
@@ -78,8 +80,13 @@ def _follows(error: Any, found: list[Any]) -> bool:
 
 
 def _say(error: Any, hints: Mapping[str, str]) -> str:
+    place = error["loc"]
     if error["type"] == "extra_forbidden":
-        return hints.get(str(error["loc"][0]), "unknown option or tensor")
+        if len(place) > 1 and place[0] in ("shape", "shapes"):
+            return f"unknown size{did_you_mean(str(place[-1]), Shape.model_fields)}"
+        return hints.get(str(place[0]), "unknown option or tensor")
+    if place == ("causal",) and error["input"] in ALIGNMENTS:
+        return f"{said(error)}; causal_alignment takes {error['input']}"
     return said(error)
 
 

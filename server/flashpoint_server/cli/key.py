@@ -1,6 +1,7 @@
 """`flashpoint key`: draw an API key, and add its entry to a key file; list the keys of a file; rotate or revoke one.
 
-The key itself goes to stderr, once. It is not stored.
+The key itself is not stored. It is shown once: on stdout with --file, so that `KEY=$(flashpoint key …)` has it, and on
+stderr without it, because stdout then has the entry.
 """
 
 from __future__ import annotations
@@ -78,9 +79,10 @@ def key(
         int | None, _limit("Maximum bytes of KV caches and saved forwards in each engine; each fork counts in full.")
     ] = None,
 ) -> int:
-    """Make an API key, and add its entry to a key file. The key goes to stderr; it is shown only once.
+    """Make an API key, and add its entry to a key file.
 
-    The file is replaced at once, its comments stay, and a running server reads it again within two seconds.
+    The key is shown only once: on stdout with --file, else on stderr. The file is replaced at once, its comments stay,
+    and a running server reads it again within two seconds.
     """
     flags = {"list": list, "rotate": rotate, "retire": retire, "revoke": revoke}
     asked_for = [f"--{flag}" for flag, given in flags.items() if given]
@@ -103,8 +105,7 @@ def key(
     if rotate:
         drawn, digest = _drawn()
         _edited(key_edits.rotate, file, name, digest)
-        print(f"the new key of {name}, which is not stored: {drawn}", file=sys.stderr)
-        return RIGHT
+        return _show(f"the new key of {name}", drawn)
     asked = rights.split("+")
     if unknown := [right for right in asked if right not in RIGHTS]:
         near = meant(unknown[0], RIGHTS)
@@ -132,9 +133,16 @@ def key(
     text = "\n".join([f"[{name}]", *(f"{field} = {json.dumps(value)}" for field, value in entry.items()), ""])
     if file is not None:
         _edited(key_edits.add, file, name, text)
-    else:
-        print(_joint(name) + text)
+        return _show(f"the key of {name}", drawn)
+    print(_joint(name) + text)
     print(f"the key of {name}, which is not stored: {drawn}", file=sys.stderr)
+    return RIGHT
+
+
+def _show(subject: str, drawn: str) -> int:
+    """Print a key, alone, to stdout, below a sentence on stderr."""
+    print(f"{subject}, which is not stored:", file=sys.stderr, flush=True)
+    print(drawn)
     return RIGHT
 
 

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, SecretStr, ValidationInfo, field_validator
+from pydantic import BeforeValidator, Field, SecretStr, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from flashpoint_contract import wire
@@ -25,8 +25,22 @@ _ORIGIN = re.compile(r"\*|https?://[^/\s]+")
 
 LONGEST = 1_000_000  # maximum seconds (eleven days): twice as many milliseconds still fit a kernel timer
 
+_SIZE = re.compile(r"([1-9]\d*) ?(KiB|MiB|GiB)")
+_INTEGER = re.compile(r"[+-]?\d[\d_]*(\.0*)?")
+
+
+def _in_bytes(value: object) -> object:
+    """Return `4GiB` as a number of bytes."""
+    if not isinstance(value, str) or _INTEGER.fullmatch(value.strip()):
+        return value
+    if (size := _SIZE.fullmatch(value.strip())) is None:
+        raise ValueError("must be bytes, such as 4294967296 or 4GiB")
+    return int(size[1]) << {"KiB": 10, "MiB": 20, "GiB": 30}[size[2]]
+
+
+_SIZED = BeforeValidator(_in_bytes)
 Seconds = Annotated[float, Field(gt=0, le=LONGEST)]
-Bytes = Annotated[int, Field(ge=1)]
+Bytes = Annotated[int, Field(ge=1), _SIZED]
 
 
 class Settings(BaseSettings):
@@ -75,13 +89,13 @@ class Settings(BaseSettings):
     """maximum bytes of a request's body"""
     json_limit: Bytes = 32 * MIB
     """maximum bytes of a JSON body, and of the tensors of a JSON answer"""
-    head_limit: Annotated[int, Field(ge=64, le=wire.HEAD_LIMIT)] = wire.HEAD_LIMIT
+    head_limit: Annotated[int, Field(ge=64, le=wire.HEAD_LIMIT), _SIZED] = wire.HEAD_LIMIT
     """maximum bytes of a safetensors head"""
     sequence_limit: Annotated[int, Field(ge=1)] = 65536
     """maximum number of sequences in one request (its batch size)"""
     body_timeout: Seconds = 10.0
     """body idle timeout in seconds; also how far a body, or an answer's reader, may fall behind --body-rate"""
-    body_rate: Annotated[int, Field(ge=1)] = 64 * 1024
+    body_rate: Annotated[int, Field(ge=1), _SIZED] = 64 * 1024
     """minimum average rate, in bytes a second, at which a body arrives and an answer is read"""
     header_timeout: Seconds = 10.0
     """timeout in seconds for a request's head, from the start of the connection or of the head"""
@@ -92,7 +106,7 @@ class Settings(BaseSettings):
     """maximum number of admitted requests: arriving, waiting, running or being answered"""
     queue_bytes: Bytes = 4096 * MIB
     """maximum bytes of input and answer tensors of admitted requests; a single request is always admitted"""
-    grpc_bytes: Annotated[int, Field(ge=64 * MIB)] = 6144 * MIB
+    grpc_bytes: Annotated[int, Field(ge=64 * MIB), _SIZED] = 6144 * MIB
     """maximum bytes of memory for gRPC messages and answers; one message may take a sixth (docs/oip.md)"""
     queue_flops: Annotated[int, Field(ge=1)] = 1 << 50
     """maximum floating-point operations of admitted requests; a single request is always admitted"""
@@ -106,11 +120,11 @@ class Settings(BaseSettings):
     """maximum seconds that a request waits on an idle device for others to share its launch; 0: never waits"""
     hang_timeout: Seconds = 600.0
     """timeout of a launch in seconds; the engine of a hung launch is restarted"""
-    staging_bytes: Annotated[int, Field(ge=64 * MIB)] = 4096 * MIB
+    staging_bytes: Annotated[int, Field(ge=64 * MIB), _SIZED] = 4096 * MIB
     """maximum bytes of staging memory, shared with the engines for bodies and answers; it grows on demand"""
-    shared_memory_bytes: Annotated[int, Field(ge=0)] = 0
+    shared_memory_bytes: Annotated[int, Field(ge=0), _SIZED] = 0
     """maximum bytes of shared memory that callers on this host may register (docs/oip.md); 0: off. Needs one worker"""
-    cache_bytes: Annotated[int, Field(ge=0)] = 4096 * MIB
+    cache_bytes: Annotated[int, Field(ge=0), _SIZED] = 4096 * MIB
     """maximum bytes of caches and saved forwards in each engine; a GPU reserves them at the first cache. 0: neither"""
     cache_ttl: Seconds = 600.0
     """default time to live of a cache in seconds, from its last use"""

@@ -302,10 +302,24 @@ def test_it_says_what_it_is_and_leads_to_the_tutorial(open_page, server, start_s
     about.get_by_role("link", name="Tutorial").click()
     expect(page.get_by_role("heading", level=1)).to_have_text("First call")
     assert page.locator("main a").evaluate_all("links => links.filter(link => link.href.includes('.md')).length") == 0
+    text = page.locator("article").inner_text()
+    assert "localhost:8000" not in text
+    assert f"curl -s {server.url}/health/ready" in text
+    assert f'flashpoint.Client("{server.url}")' in text
+    expect(page.get_by_role("link", name=server.url, exact=True)).to_have_attribute("href", server.url)
     documented = start_server(docs_url="https://docs.example/flashpoint/")
     html = ask(documented, "/").body.decode()
     assert '<a href="https://docs.example/flashpoint/">Documentation</a>' in html
     assert 'href="https://docs.example/flashpoint/install.html#' in ask(documented, "/docs/tutorial").body.decode()
+
+
+def test_its_links_below_the_introduction_begin_where_the_text_does(open_page, server):
+    about = open_page(server, viewport={"width": 390, "height": 800}).get_by_role("region", name="About")
+    left = about.locator("p").bounding_box()["x"]
+    rows = {}
+    for box in (link.bounding_box() for link in about.get_by_role("link").all()):
+        rows.setdefault(box["y"], []).append(box["x"])
+    assert min(rows[max(rows)]) == pytest.approx(left, abs=1)
 
 
 @pytest.mark.slow
@@ -315,6 +329,7 @@ def test_with_keys_it_asks_for_one_and_holds_it_back(open_page, start_server):
     door = page.locator("#key")
     expect(door.get_by_label("Key")).to_be_focused()
     assert not page.locator("main").is_visible()
+    expect(page.locator("#health")).to_have_text("Key needed")
     enter(page, "wrong")
     expect(door.get_by_role("alert")).to_have_text("This key is not valid.")
     enter(page, "secret-2")
@@ -323,6 +338,7 @@ def test_with_keys_it_asks_for_one_and_holds_it_back(open_page, start_server):
         expect(page.locator(f"#{part} .denied")).to_contain_text(f"This key lacks the permission “{right}”")
         for form in page.locator(f"#{part} form").all():
             assert form.evaluate("form => form.inert")
+    expect(page.locator("#health")).to_have_text("Ready")
     expect(page.locator("#playground .outcome")).to_be_hidden()
     expect(page.locator("#traffic .tiles")).to_be_hidden()
     code = page.locator("#verify-code code")
@@ -334,6 +350,7 @@ def test_with_keys_it_asks_for_one_and_holds_it_back(open_page, start_server):
     expect(page.locator("main")).to_be_visible()
     page.get_by_role("button", name="Forget the key").click()
     expect(door).to_be_visible()
+    expect(page.locator("#health")).to_have_text("Key needed")
     enter(page, "secret-1")  # it has all permissions
     expect(page.locator("#traffic .tiles")).to_be_visible()
     expect(page.locator(".denied")).to_have_count(0)

@@ -57,8 +57,10 @@ def test_a_new_file_is_made_for_its_owner_alone(run, tmp_path):
         code, out, err = run("alice", "--file", path, "--rights", "info+metrics", "--concurrent", "2")
     finally:
         os.umask(old)
-    assert (code, out, stat.S_IMODE(path.stat().st_mode)) == (0, "", 0o600)
-    (drawn,) = DRAWN.findall(err)
+    assert (code, err) == (0, "the key of alice, which is not stored:\n")
+    drawn = out.removesuffix("\n")
+    assert DRAWN.fullmatch(drawn)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
     entry = key_file.read(path)["alice"]
     assert (entry.rights, entry.concurrent) == ({"info", "metrics"}, 2)
     assert drawn not in path.read_text()
@@ -100,16 +102,17 @@ def test_a_revoked_key_is_gone_and_the_other_is_not(run, file, name):
 def test_a_rotated_key_and_its_predecessor_are_valid_until_it_is_retired(run, file, name):
     before = tomllib.loads(TEXT)
     code, out, err = run(name, "--rotate", "--file", file)
-    (drawn,) = DRAWN.findall(err)
+    assert (code, err) == (0, f"the new key of {name}, which is not stored:\n")
+    drawn = out.removesuffix("\n")
+    assert DRAWN.fullmatch(drawn)
     digest = hashlib.sha256(drawn.encode()).hexdigest()
-    assert (code, out, err) == (0, "", f"the new key of {name}, which is not stored: {drawn}\n")
     old = before[name]["sha256"]
     both = {**before[name], "sha256": digest, "previous_sha256": old}
     assert tomllib.loads(file.read_text()) == {**before, name: both}
     assert key_file.read(file)[name].hashes == (digest, old)
     assert "its previous key is valid, too" in run("--list", "--file", file)[1]
-    code, _, err = run(name, "--rotate", "--file", file)
-    assert (code, f"{name} has a previous key" in err, DRAWN.search(err)) == (2, True, None)
+    code, out, err = run(name, "--rotate", "--file", file)
+    assert (code, out, f"{name} has a previous key" in err, DRAWN.search(err)) == (2, "", True, None)
     assert run(name, "--retire", "--file", file) == (0, "", f"the previous key of {name} is removed from {file}\n")
     assert tomllib.loads(file.read_text()) == {**before, name: {**before[name], "sha256": digest}}
     for comment in ("# Keys of the team", "# since May", "# [not a header]", "# Bob's [machine]", "# the end"):
@@ -149,8 +152,8 @@ def test_what_cannot_be_done_changes_nothing(run, file, text, arguments, message
 
 
 def test_a_folder_that_is_not_there(run, tmp_path):
-    code, _, err = run("alice", "--file", tmp_path / "none" / "keys.toml")
-    assert (code, DRAWN.search(err)) == (2, None)
+    code, out, err = run("alice", "--file", tmp_path / "none" / "keys.toml")
+    assert (code, out, DRAWN.search(err)) == (2, "", None)
     assert "cannot be written" in err
     for option in ("--list", "--revoke", "--rotate", "--retire"):
         assert f"{option}: needs the key file\n  hint: name it with --file" in run(option)[2]
@@ -167,8 +170,8 @@ def test_a_write_that_fails_leaves_the_file(run, file, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(key_edits.os, "fsync", full)
-    code, _, err = run("carol", "--file", file)
-    assert (code, DRAWN.search(err)) == (2, None)
+    code, out, err = run("carol", "--file", file)
+    assert (code, out, DRAWN.search(err)) == (2, "", None)
     assert "cannot be written: No space left on device" in err
     assert (file.read_text(), [each.name for each in file.parent.iterdir()]) == (TEXT, ["keys.toml"])
 

@@ -1,4 +1,7 @@
+import os
 import re
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +48,19 @@ def test_a_stray_env_file_has_no_effect(tmp_path, monkeypatch):
     assert load({}, environment={}).settings == Settings()
 
 
+@pytest.mark.parametrize(
+    ("variables", "arguments", "port"),
+    [({}, [], 8000), ({"FLASHPOINT_PORT": "8001"}, [], 8001), ({"FLASHPOINT_PORT": "8001"}, ["PORT=9000"], 9000)],
+)
+def test_make_serve_passes_port_or_the_variable(variables, arguments, port):
+    environment = {name: value for name, value in os.environ.items() if name not in ("PORT", "FLASHPOINT_PORT")}
+    command = ["make", "-n", "-o", ".venv/.server", "serve", *arguments]
+    said = subprocess.run(
+        command, cwd=Path(__file__).parents[3], env=environment | variables, capture_output=True, text=True, check=True
+    )
+    assert said.stdout.strip() == f".venv/bin/flashpoint serve --port {port}"
+
+
 def test_settings_pass_through_an_environment():
     flags = {"api_keys": "a:info,b", "cache_secret": "x" * 32, "insecure": "true", "grpc_port": "5", "port": "6"}
     settings = load(flags, environment={}).settings
@@ -74,6 +90,20 @@ def test_a_wrong_value_blames_its_source(tmp_path, flags, variables, toml, messa
     with pytest.raises(SettingError) as caught:
         load(flags, tmp_path / "x.toml", environment=variables)
     assert str(caught.value).replace(str(tmp_path / "x.toml"), "FILE").startswith(message)
+
+
+def test_bytes_may_have_a_unit():
+    names = [name for name in Settings.model_fields if name.endswith("_bytes")]
+    names += ["body_limit", "json_limit", "body_rate"]
+    given = dict.fromkeys(names, "4GiB")
+    loaded = load(given, environment={"FLASHPOINT_HEAD_LIMIT": "64 KiB"}).settings
+    assert {getattr(loaded, name) for name in names} == {4 << 30}
+    assert loaded.head_limit == 64 << 10
+    assert load({"cache_bytes": "0"}, environment={}).settings.cache_bytes == 0
+    for name in names:
+        for wrong in ("4GB", "4g", "many", "-1MiB", "1.5GiB", ""):
+            with pytest.raises(SettingError, match=f"must be bytes, such as 4294967296 or 4GiB, not '{wrong}'"):
+                load({name: wrong}, environment={})
 
 
 def test_files_that_are_not_there_are_named(tmp_path):

@@ -17,9 +17,12 @@ const showCode = code("device", () => ({
   python: python(["info = client.info()", 'print(info["device"], info["backends"])']),
 }));
 
-document.addEventListener("locked", () => {
+// Say that the page waits for a key.
+export function lock() {
   known = null; // another key may see more
-});
+  health.dataset.state = "waiting";
+  health.textContent = "Key needed";
+}
 
 // Return whether the server accepts work.
 export async function look() {

@@ -23,6 +23,7 @@ function lock() {
   if (key.get()) say(door, "This key is not valid.");
   key.forget();
   [main.hidden, parts.hidden, door.hidden] = [true, true, false];
+  device.lock();
   door.elements.key.focus();
 }
 

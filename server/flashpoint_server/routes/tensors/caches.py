@@ -346,7 +346,7 @@ def _each(name: str, value: T | list[T], layers: int) -> list[T]:
     if not isinstance(value, list):
         return [value] * layers
     if len(value) != layers:
-        raise invalid([(name, f"has {len(value)} values for {layers} layers")])
+        raise invalid([(name, f"has {len(value)} values for {layers} layer{'' if layers == 1 else 's'}")])
     return value
 
 
