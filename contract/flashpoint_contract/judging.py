@@ -161,9 +161,9 @@ class Report:
                 f"(--require accurate fails them); such as {worst.problem}: {worst.text}"
             )
         for each in self.properties:
-            if each.required:
+            if each.required and not each.name.startswith("option "):
                 found.append(f"{each.name}: {each.standing}, required: {each.text}")
-            elif each.standing == "fails" and each.name not in ("accurate", "all"):  # other lines have these
+            elif each.standing == "fails" and each.name not in ("accurate", "all", "layout"):  # other lines have these
                 found.append(f"reported, no failure: {each.text} (--require {each.name} fails it)")
         for part in self.refused:
             found.append(f"unsupported: {part.what} ({part.cases} cases): {part.reason}")
@@ -179,17 +179,21 @@ class Report:
             found.append(f"repeat it: {self.command}")
         if self.smallest is not None and self.saved is None:
             found.append("its inputs and answers: add --save case.safetensors")
-        what = {"right": "every error is within its bound", "imprecise": "no error is above L, some are above S"}
-        said = what.get(
-            self.verdict,
-            "no case could be judged"
-            if self.verdict == "not judged"
-            else f"{self.failed} of {self.cases} calls and cases fail",
-        )
-        lacking = [each.name for each in self.properties if each.required and each.standing != "holds"]
-        said += f"; required, but lacking: {', '.join(lacking)}" if lacking else ""
-        found.append(f"{'PASS' if self.ok else 'FAIL'}: {self.verdict}: {said}")
+        found.append(f"{'PASS' if self.ok else 'FAIL'}: {self._conclusion()}")
         return found
+
+    def _conclusion(self) -> str:
+        """Return the verdict in a sentence, with what is required and lacking, and what is to be said of the layout."""
+        said = {
+            "right": "every error is within its bound", "imprecise": "no error is above L, some are above S",
+            "not judged": "no case could be judged",
+        }.get(self.verdict, f"{self.failed} of {self.cases} calls and cases fail")  # fmt: skip
+        lacking = [each for each in self.properties if each.required and each.standing != "holds"]
+        if self.verdict in ("wrong", "not judged") or not lacking:
+            said = f"{self.verdict}: {said}"
+        reasons = [each.text if each.name.startswith("option ") else f"{each.text} ({each.name})" for each in lacking]
+        said += f", but {'; '.join(reasons)}" if lacking else ""
+        return "; ".join([said, *(each.text for each in self.properties if each.name == "layout")])
 
 
 def _said(failure: Failure, title: str) -> list[str]:
