@@ -10,6 +10,9 @@ from typing import Any, Literal
 
 Verdict = Literal["right", "imprecise", "wrong", "not judged"]
 Standing = Literal["holds", "fails", "not tested"]
+# Axes of q, k and v of a function in memory order, in the order in which they are tried. A letter that is missing is an
+# axis of size 1 that the function does not have.
+LAYOUTS = ("bhsd", "bshd", "sbhd", "shd", "hsd", "bsd", "sd")
 REQUIREMENTS = ("accurate", "deterministic", "batch-invariant", "masked-nan", "lse-gradient", "all")
 
 

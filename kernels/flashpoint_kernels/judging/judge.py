@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from flashpoint_contract.judging import (
+    LAYOUTS,
     REQUIREMENTS,
     Cause,
     Failure,
@@ -135,7 +136,7 @@ def _check(
     require: Sequence[str],
 ) -> None:
     allowed: list[tuple[str, Iterable[str | None], Sequence[str]]] = [
-        ("dtypes", dtypes, TYPES), ("layout", [layout], signatures.LAYOUTS), ("require", require, REQUIREMENTS),
+        ("dtypes", dtypes, TYPES), ("layout", [layout], LAYOUTS), ("require", require, REQUIREMENTS),
         ("causal_alignment", [alignment], ("top_left", "bottom_right")), ("empty_rows", [empty], ("zero", "nan")),
         ("precision", [precision], ("ieee", "tf32")),
     ]  # fmt: skip

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashpoint_contract.judging import Failure
+from flashpoint_contract.judging import LAYOUTS, Failure
 from flashpoint_kernels.judging import values
 from flashpoint_kernels.judging.cases import OUTPUTS, Case
 from flashpoint_kernels.judging.exact import bounds, places
 from flashpoint_kernels.judging.exact.bounds import Limits
 from flashpoint_kernels.judging.process import EndedError, Worker
-from flashpoint_kernels.judging.signatures import LAYOUTS, Call, Signature, call_of
+from flashpoint_kernels.judging.signatures import Call, Signature, call_of
 
 CACHE_BYTES = 192 << 20  # exact answers that are kept for the next function
 _BUGS = {
