@@ -16,7 +16,7 @@ from flashpoint_contract.judging import Cause
 from flashpoint_kernels.judging import values
 from flashpoint_kernels.judging.cases import OUTPUTS, Case
 from flashpoint_kernels.judging.exact import places
-from flashpoint_kernels.judging.naming.matching import WrongNumbers, causes_of, excess
+from flashpoint_kernels.judging.naming.matching import FEW, LEFT, WrongNumbers, causes_of, excess, left_by_factor
 from flashpoint_kernels.judging.naming.mutants import Mistake
 from flashpoint_kernels.judging.process import EndedError
 from flashpoint_kernels.judging.trial import Outcome, StopError, Trial
@@ -302,6 +302,7 @@ def _mistakes(trial: Trial, numbers: Sequence[Outcome]) -> Iterator[tuple[Cause,
         hits = causes_of(_numbers(o), earlier)
         for mistake in _unrefuted(trial, o, hits):
             texts.setdefault((mistake.code, mistake.text), (mistake, []))[1].append(o)
+    _join_factors(texts, simple)
     left = list(simple)
     while left and texts:
         mistake, explained = max(texts.values(), key=lambda each: len([o for o in each[1] if o in left]))
@@ -311,6 +312,28 @@ def _mistakes(trial: Trial, numbers: Sequence[Outcome]) -> Iterator[tuple[Cause,
         like = [o for o in numbers if o in now or (o not in simple and any(_alike(o, x) for x in now))]
         yield Cause(mistake.code, mistake.text, mistake.advice, True, 0), like
         left = [o for o in left if o not in now]
+
+
+def _join_factors(texts: dict[tuple[str, str], tuple[Mistake, list[Outcome]]], simple: Sequence[Outcome]) -> None:
+    """Make one mistake of fitted factors of the scores, with all cases that one of them explains.
+
+    Where almost all weight is on one key, several factors and other mistakes give the same numbers.
+    """
+    fitted = [key for key, (mistake, _) in texts.items() if key[0] == "scale" and "sqrt" not in mistake.text]
+    if not fitted:
+        return
+    found = [texts.pop(key) for key in fitted]
+    factors = sorted({float(mistake.text.split()[2]) for mistake, _ in found})
+    scales = [o for key, (_, named) in texts.items() if key[0].startswith(("scale", "base-2")) for o in named]
+    own = [o for _, explained in found for o in explained]
+    for o in simple:
+        if o not in own and (o in scales or any(left_by_factor(_numbers(o), factor) < LEFT for factor in factors)):
+            own.append(o)
+    mistake = found[0][0]
+    if len(factors) > 1:
+        text = f"scores are {factors[0]:g} to {factors[-1]:g} times the right ones, which differs from case to case"
+        mistake = replace(mistake, text=text)
+    texts["scale", mistake.text] = mistake, own
 
 
 def _numbers(o: Outcome) -> WrongNumbers:
@@ -348,6 +371,7 @@ def _representative(numbers: Sequence[Outcome]) -> list[Outcome]:
     """Return failures of different options, values and outputs; the small ones, and those with the largest errors."""
     kept: dict[object, Outcome] = {}
     plain = [o for o in numbers if o.relation == "accuracy"] or list(numbers)
+    plain = [o for o in plain if o.case.kv_len > FEW] or plain
     for o in sorted(plain, key=lambda o: (o.case.dtype != "float32", o.case.scores)):
         if o.case.scores <= _SMALL or not kept:
             kept.setdefault((o.case.options, o.case.window, o.case.values, "o" in o.wrong_outputs), o)
