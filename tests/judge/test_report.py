@@ -71,6 +71,15 @@ def test_the_saved_case_and_the_command_repeat_the_failure(tmp_path: Path) -> No
     assert again.failures[0].error == report.smallest.error
 
 
+def test_the_smallest_case_alone_names_the_same_cause() -> None:
+    """A mask with one key too many, of two queries and one key, has the numbers of a mask that is missing."""
+    report = flashpoint_kernels.judge(WRONG["sees_next"].function, quick=True, dtypes=("float32",))
+    assert report.smallest is not None
+    assert report.smallest.case["kv_len"] > 2
+    again = flashpoint_kernels.judge(WRONG["sees_next"].function, only=report.smallest.case)
+    assert {cause.code for cause in again.causes} == {report.causes[0].code} == {"causal-by-one"}
+
+
 def test_a_requirement_that_is_lacking_fails() -> None:
     assert judged(formula_in_float32).ok
     report = flashpoint_kernels.judge(

@@ -8,6 +8,7 @@ import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -186,7 +187,8 @@ class _Judgement:
             self.tell("the cause")
             found = causes.explain(trial, self.outcomes)
             self.tell("the smallest failing case")
-            smallest = shrinking.smallest(trial, failed, 2.0 if self.quick else 6.0)
+            tells = partial(causes.tells, code=found[0].code) if found and found[0].confirmed else None
+            smallest = shrinking.smallest(trial, failed, 2.0 if self.quick else 6.0, tells)
         if save is not None and smallest is not None:
             shrinking.save(save, smallest)
         return self.report(found, smallest, save)

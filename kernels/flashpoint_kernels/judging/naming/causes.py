@@ -336,6 +336,16 @@ def _join_factors(texts: dict[tuple[str, str], tuple[Mistake, list[Outcome]]], s
     texts["scale", mistake.text] = mistake, own
 
 
+def tells(o: Outcome, code: str) -> int:
+    """Return how well one outcome tells a cause: 2 if no other cause gives its numbers, 1 if others do, too, 0 if not."""
+    if o.call.signature.ragged or o.case.scores > _SMALL or not o.wrong_outputs:
+        return 0
+    codes = [mistake.code for mistake in causes_of(_numbers(o))]
+    if not codes or codes[0] != code:
+        return 0
+    return 2 if all(each == code or each.startswith("low-precision") for each in codes) else 1
+
+
 def _numbers(o: Outcome) -> WrongNumbers:
     top_left = o.call.problem.spec.options.causal_alignment == "top_left"
     return WrongNumbers(o.case, values.draw(o.case), top_left, o.answers, o.limits, o.wrong_outputs)
