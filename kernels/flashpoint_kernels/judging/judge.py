@@ -436,10 +436,21 @@ def _refused_what(outcome: Outcome, outcomes: Sequence[Outcome]) -> str:
 
 
 def _spread(failed: Sequence[Outcome]) -> tuple[Failure, ...]:
-    """Return failures of each relation, the smallest cases first."""
+    """Return failures of each relation, the smallest cases first.
+
+    Where plain calls of the same kind are wrong, wrong numbers say nothing of a relation.
+    """
     kept: list[Outcome] = []
     counts: dict[str, int] = {}
+    plain = {
+        (o.case.dtype, o.case.causal, name)
+        for o in failed if o.relation == "accuracy" and o.case.values == "normal" and o.case.options <= {"causal"}
+        for name in o.wrong_outputs
+    }  # fmt: skip
     for outcome in failed:
+        alike = {(outcome.case.dtype, outcome.case.causal, name) for name in outcome.wrong_outputs}
+        if outcome.relation != "accuracy" and not outcome.text and alike and alike <= plain:
+            continue
         counts[outcome.relation] = counts.get(outcome.relation, 0) + 1
         if counts[outcome.relation] <= (MOST if outcome.relation == "accuracy" else 3):
             kept.append(outcome)

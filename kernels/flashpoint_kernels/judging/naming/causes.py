@@ -433,7 +433,7 @@ _FEATURES: tuple[_Feature, ...] = (
     ("half-types", lambda c: c.dtype != "float32", "the data type has 16 bits", "keep scores, sums and accumulators in float32"),
     ("bfloat16", lambda c: c.dtype == "bfloat16", "the data type is bfloat16", "keep scores, sums and accumulators in float32"),
     ("float16", lambda c: c.dtype == "float16", "the data type is float16", "float16 ends at 65,504: keep scores and sums in float32"),
-    ("float32", lambda c: c.dtype == "float32", "the data type is float32", "ask for full float32 products"),
+    ("float32", lambda c: c.dtype == "float32", "the data type is float32", "its bound is the narrowest: compare the smallest failing case with float64, tile by tile"),
 )  # fmt: skip
 
 
