@@ -353,7 +353,8 @@ def _numbers(o: Outcome) -> WrongNumbers:
 
 def _unrefuted(trial: Trial, o: Outcome, hits: list[Mistake]) -> list[Mistake]:
     """Return the mistakes that do not predict an error on normal values where the function is right there."""
-    if len({mistake.code for mistake in hits}) < 2 or o.case.values == "normal":
+    codes = {mistake.code for mistake in hits}
+    if (len(codes) < 2 and "scale" not in codes) or o.case.values == "normal":
         return hits
     normal = trial.run(replace(o.case, values="normal"))
     if normal.status not in ("right", "imprecise"):
@@ -366,7 +367,7 @@ def _unrefuted(trial: Trial, o: Outcome, hits: list[Mistake]) -> list[Mistake]:
         names = [n for n in OUTPUTS if n in theirs and n in normal.answers and n in normal.limits]
         if all(excess(right, n, theirs[n]) <= 3 for n in names):
             kept.append(mistake)
-    return kept or hits
+    return kept or [mistake for mistake in hits if mistake.code != "scale"]
 
 
 def _alike(o: Outcome, other: Outcome) -> bool:

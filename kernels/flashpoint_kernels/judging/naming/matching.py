@@ -73,7 +73,7 @@ def scaled(w: WrongNumbers, named: list[Mistake]) -> list[Mistake]:
         low, high = (low, b) if left(2**a) < left(2**b) else (a, high)
     factor = 2 ** ((low + high) / 2)
     least = left(factor)
-    if least > LEFT:
+    if least > LEFT or abs(math.log2(factor)) > 8:  # beyond, all weights are equal, or one is 1
         return named
     most = min(LEFT, 2 * least + 0.01)
     sizes = {
