@@ -95,7 +95,8 @@ class Report:
     - `verdict`: `right`; `imprecise`: some errors are above S, none above L; `wrong`; or `not judged`.
     - `ok`: nothing that is required fails.
     - `outputs`: answers that were judged. `gradients`: whether gradients were.
-    - `cases`: calls that were judged, of relations too; `failed`: those that failed, of which `failures` has some.
+    - `cases`: cases that were judged, and relations of them; `failed`: those that failed, of which `failures` has some;
+      a failing case can have several causes. `calls`: all calls, repeated ones, too.
     - `refused`: cases that the function refused by a clear exception. `not_run`: cases without time.
     - `smallest`: the smallest failing case that was found. `command` repeats it.
     - `judge_seconds`: the judge's own work; `kernel_seconds`: time inside the function.
@@ -135,11 +136,14 @@ class Report:
         found: dict[str, Any] = _plain(dataclasses.asdict(self))
         return found
 
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
     def lines(self) -> list[str]:
         """Return the report as text: what was judged, causes, the smallest failing case, and what was not judged."""
         answers = ", ".join(self.outputs) or "nothing"
         found = [
-            f"{self.function} · {self.layout} · {self.device} · {self.cases} cases, {self.calls} calls · "
+            f"{self.function} · {self.layout} · {self.device} · {self.cases} cases judged · "
             f"{self.seconds:.1f} s, {self.kernel_seconds:.1f} s of them in the function",
             f"judged: {answers} in {', '.join(self.dtypes) or 'no data type'}"
             + ("" if self.gradients or not self.outputs else "; forward only: autograd finds no gradient on o"),
@@ -148,8 +152,10 @@ class Report:
             found.append("hint: call your backward from a torch.autograd.Function")
         for cause in self.causes:
             how = "confirmed" if cause.confirmed else "probable"
-            found.append(f"cause: {cause.text} [{cause.code}, {how}, {cause.explains} failures]")
+            found.append(f"cause: {cause.text} [{cause.code}, {how}, {cause.explains} of {self.failed} failing cases]")
             found.append(f"  hint: {cause.advice}")
+        if sum(cause.explains for cause in self.causes) > self.failed:
+            found.append("a failing case can have several causes")
         if self.smallest is not None:
             found += _said(self.smallest, "smallest failing case")
         shown = {self.smallest.relation} if self.smallest is not None else set()
@@ -190,7 +196,7 @@ class Report:
         said = {
             "right": "every error is within its bound", "imprecise": "no error is above L, some are above S",
             "not judged": "no case could be judged",
-        }.get(self.verdict, f"{self.failed} of {self.cases} calls and cases fail")  # fmt: skip
+        }.get(self.verdict, f"{self.failed} of {self.cases} cases fail")  # fmt: skip
         lacking = [each for each in self.properties if each.required and each.standing != "holds"]
         if self.verdict in ("wrong", "not judged") or not lacking:
             said = f"{self.verdict}: {said}"

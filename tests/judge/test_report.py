@@ -46,6 +46,16 @@ def test_a_report_is_valid_by_the_schema(name: str) -> None:
         jsonschema.validate(document | {"verdict": "perhaps"}, schema())
 
 
+def test_the_counts_are_of_cases_alone() -> None:
+    report = judged(late)
+    lines = report.lines()
+    assert lines[0].startswith(f"tests.judge.test_report:late · bhsd · cpu · {report.cases} cases judged · ")
+    assert lines[-1] == f"FAIL: wrong: {report.failed} of {report.cases} cases fail"
+    assert f"{report.causes[0].explains} of {report.failed} failing cases]" in lines[2]
+    assert report.causes[0].explains <= report.failed == len(report.failures)
+    assert str(report) == "\n".join(lines)
+
+
 def late(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Keys from 16 on are ignored."""
     s = q[..., :16, :] @ k[:, :, :16].mT * q.shape[-1] ** -0.5 if q.shape[2] < 17 else q @ k[:, :, :16].mT / 4
