@@ -50,7 +50,7 @@ def judge_attention() -> Callable[..., Any]:
         asked = asked_cases(options | ({} if shape is None else {"shape": checked(Shape, shape)}))
         report = registered()(kernel, quick=quick, require=tuple(require), **asked, **more)
         if not report.ok:
-            pytest.fail("\n".join(report.lines()), pytrace=False)
+            pytest.fail(str(report), pytrace=False)
         return report
 
     return judge

@@ -10,6 +10,9 @@ from typing import Any, Literal
 
 Verdict = Literal["right", "imprecise", "wrong", "not judged"]
 Standing = Literal["holds", "fails", "not tested"]
+# Axes of q, k and v of a function in memory order, in the order in which they are tried. A letter that is missing is an
+# axis of size 1 that the function does not have.
+LAYOUTS = ("bhsd", "bshd", "sbhd", "shd", "hsd", "bsd", "sd")
 REQUIREMENTS = ("accurate", "deterministic", "batch-invariant", "masked-nan", "lse-gradient", "all")
 
 
@@ -92,7 +95,8 @@ class Report:
     - `verdict`: `right`; `imprecise`: some errors are above S, none above L; `wrong`; or `not judged`.
     - `ok`: nothing that is required fails.
     - `outputs`: answers that were judged. `gradients`: whether gradients were.
-    - `cases`: calls that were judged, of relations too; `failed`: those that failed, of which `failures` has some.
+    - `cases`: cases that were judged, and relations of them; `failed`: those that failed, of which `failures` has some;
+      a failing case can have several causes. `calls`: all calls, repeated ones, too.
     - `refused`: cases that the function refused by a clear exception. `not_run`: cases without time.
     - `smallest`: the smallest failing case that was found. `command` repeats it.
     - `judge_seconds`: the judge's own work; `kernel_seconds`: time inside the function.
@@ -132,11 +136,14 @@ class Report:
         found: dict[str, Any] = _plain(dataclasses.asdict(self))
         return found
 
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
     def lines(self) -> list[str]:
         """Return the report as text: what was judged, causes, the smallest failing case, and what was not judged."""
         answers = ", ".join(self.outputs) or "nothing"
         found = [
-            f"{self.function} · {self.layout} · {self.device} · {self.cases} cases, {self.calls} calls · "
+            f"{self.function} · {self.layout} · {self.device} · {self.cases} cases judged · "
             f"{self.seconds:.1f} s, {self.kernel_seconds:.1f} s of them in the function",
             f"judged: {answers} in {', '.join(self.dtypes) or 'no data type'}"
             + ("" if self.gradients or not self.outputs else "; forward only: autograd finds no gradient on o"),
@@ -145,8 +152,10 @@ class Report:
             found.append("hint: call your backward from a torch.autograd.Function")
         for cause in self.causes:
             how = "confirmed" if cause.confirmed else "probable"
-            found.append(f"cause: {cause.text} [{cause.code}, {how}, {cause.explains} failures]")
+            found.append(f"cause: {cause.text} [{cause.code}, {how}, {cause.explains} of {self.failed} failing cases]")
             found.append(f"  hint: {cause.advice}")
+        if sum(cause.explains for cause in self.causes) > self.failed:
+            found.append("a failing case can have several causes")
         if self.smallest is not None:
             found += _said(self.smallest, "smallest failing case")
         shown = {self.smallest.relation} if self.smallest is not None else set()
@@ -161,9 +170,9 @@ class Report:
                 f"(--require accurate fails them); such as {worst.problem}: {worst.text}"
             )
         for each in self.properties:
-            if each.required:
+            if each.required and not each.name.startswith("option "):
                 found.append(f"{each.name}: {each.standing}, required: {each.text}")
-            elif each.standing == "fails" and each.name not in ("accurate", "all"):  # other lines have these
+            elif each.standing == "fails" and each.name not in ("accurate", "all", "layout"):  # other lines have these
                 found.append(f"reported, no failure: {each.text} (--require {each.name} fails it)")
         for part in self.refused:
             found.append(f"unsupported: {part.what} ({part.cases} cases): {part.reason}")
@@ -179,17 +188,21 @@ class Report:
             found.append(f"repeat it: {self.command}")
         if self.smallest is not None and self.saved is None:
             found.append("its inputs and answers: add --save case.safetensors")
-        what = {"right": "every error is within its bound", "imprecise": "no error is above L, some are above S"}
-        said = what.get(
-            self.verdict,
-            "no case could be judged"
-            if self.verdict == "not judged"
-            else f"{self.failed} of {self.cases} calls and cases fail",
-        )
-        lacking = [each.name for each in self.properties if each.required and each.standing != "holds"]
-        said += f"; required, but lacking: {', '.join(lacking)}" if lacking else ""
-        found.append(f"{'PASS' if self.ok else 'FAIL'}: {self.verdict}: {said}")
+        found.append(f"{'PASS' if self.ok else 'FAIL'}: {self._conclusion()}")
         return found
+
+    def _conclusion(self) -> str:
+        """Return the verdict in a sentence, with what is required and lacking, and what is to be said of the layout."""
+        said = {
+            "right": "every error is within its bound", "imprecise": "no error is above L, some are above S",
+            "not judged": "no case could be judged",
+        }.get(self.verdict, f"{self.failed} of {self.cases} cases fail")  # fmt: skip
+        lacking = [each for each in self.properties if each.required and each.standing != "holds"]
+        if self.verdict in ("wrong", "not judged") or not lacking:
+            said = f"{self.verdict}: {said}"
+        reasons = [each.text if each.name.startswith("option ") else f"{each.text} ({each.name})" for each in lacking]
+        said += f", but {'; '.join(reasons)}" if lacking else ""
+        return "; ".join([said, *(each.text for each in self.properties if each.name == "layout")])
 
 
 def _said(failure: Failure, title: str) -> list[str]:

@@ -212,6 +212,14 @@ def test_a_function_that_is_not_there_is_named(run, kernels, kernel, message):
     assert message in err
 
 
+@pytest.mark.parametrize("layout", ["sbhd", "shd"])
+def test_a_layout_of_the_judge_alone_is_taken_with_a_function(run, kernels, layout):
+    flags = (*SMALL, "--dtype", "float32", "--layout", layout)
+    code, out, err = run("verify", "--kernel", "my_kernels:plain", *flags)
+    assert (code, err) == (1, "")  # plain takes bhsd
+    assert f"my_kernels:plain · {layout} · " in out
+
+
 def test_a_function_without_a_gradient_is_judged_by_its_forward_alone_and_says_so(run, kernels):
     code, out, _ = run("verify", "--kernel", "my_kernels:forward_alone", *SMALL, "--dtype", "float32")
     assert code == 0

@@ -103,7 +103,12 @@ VALUES = [
     ("verify --q-len 8", "--q-len, --head-dim: give both for a problem, or give a FILE"),
     ("verify {sizes} --dtype float23", "--dtype: 'float23' is not one of float16"),
     ("verify {sizes} --dtype flaot32", "hint: did you mean float32?"),
-    ("verify {sizes} --layout bhds", "--layout: 'bhds' is not one of bhsd, bshd, thd\n  hint: did you mean bshd?"),
+    (
+        "verify {sizes} --layout bhds",
+        "--layout: 'bhds' is not one of bhsd, bshd, thd, sbhd, shd, hsd, bsd, sd\n  hint: did you mean sbhd?",
+    ),
+    ("verify {sizes} --layout shd", "--layout: shd is for --kernel; others are bhsd, bshd, thd"),
+    ("verify --kernel math:sqrt --layout thd", "--layout: thd is not for --kernel"),
     ("verify {sizes} --backend cuda", "--backend: 'cuda' is not one of auto, triton, torch, tiled, reference"),
     ("verify {sizes} --backend trition", "hint: did you mean triton?"),
     ("verify {sizes} --window 3", "--window: item 2 is missing"),

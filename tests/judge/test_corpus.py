@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 import flashpoint_kernels
 from flashpoint_kernels.judging.cases import random_case
@@ -46,6 +48,44 @@ def test_a_mistake_is_told_from_one_that_is_equal_in_the_smallest_case():
     """Without keys to the left of the window, a missing window equals a window without a right side."""
     report = flashpoint_kernels.judge(WRONG["window_of_future"].function, quick=True, dtypes=("float32",))
     assert [cause.code for cause in report.causes] == ["window-right"]
+
+
+def with_scale(scale: Callable[[int, int], float]) -> Callable[..., Tensor]:
+    """Return attention whose scale depends on D and Sk in its own way."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+        s = q.float() @ k.float().mT * scale(q.shape[3], k.shape[2])
+        return (s.softmax(-1) @ v.float()).to(q.dtype)
+
+    return attention
+
+
+@pytest.mark.parametrize(
+    ("scale", "said"),
+    [
+        (lambda d, m: m**-0.5, "1/sqrt(Sk), not 1/sqrt(D): scores are sqrt(D/Sk) times the right ones"),
+        (lambda d, m: (d + 1) ** -0.5, "1/sqrt(D + 1), not 1/sqrt(D): scores are sqrt(D/(D + 1)) times the right ones"),
+        (lambda d, m: 1.3 * d**-0.5, "scores are 1.3 times the right ones"),
+        (lambda d, m: (1.1 + m / 500) * d**-0.5, "times the right ones, which differs from case to case"),
+    ],
+)
+def test_a_factor_of_the_scores_is_found_with_its_formula(scale: Callable[[int, int], float], said: str) -> None:
+    report = flashpoint_kernels.judge(with_scale(scale), quick=True, dtypes=("float32",), layout="bhsd")
+    assert [(cause.code, cause.confirmed) for cause in report.causes] == [("scale", True)], report.lines()
+    assert said in report.causes[0].text
+
+
+def wrong_with_two_keys(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+    o = RIGHT["formula_in_float32"](q, k, v, causal)
+    return o * (1.25 if k.shape[2] < 3 else 1.0)  # type: ignore[no-any-return]
+
+
+def test_no_cause_is_confirmed_by_cases_of_one_or_two_keys() -> None:
+    """Too many mistakes give the numbers of such cases."""
+    report = flashpoint_kernels.judge(wrong_with_two_keys, quick=True, dtypes=("float32",))
+    assert report.verdict == "wrong"
+    assert [cause.confirmed for cause in report.causes] == [False]
 
 
 @pytest.mark.parametrize("name", QUICK_RIGHT)

@@ -46,6 +46,16 @@ def test_a_report_is_valid_by_the_schema(name: str) -> None:
         jsonschema.validate(document | {"verdict": "perhaps"}, schema())
 
 
+def test_the_counts_are_of_cases_alone() -> None:
+    report = judged(late)
+    lines = report.lines()
+    assert lines[0].startswith(f"tests.judge.test_report:late · bhsd · cpu · {report.cases} cases judged · ")
+    assert lines[-1] == f"FAIL: wrong: {report.failed} of {report.cases} cases fail"
+    assert f"{report.causes[0].explains} of {report.failed} failing cases]" in lines[2]
+    assert report.causes[0].explains <= report.failed == len(report.failures)
+    assert str(report) == "\n".join(lines)
+
+
 def late(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Keys from 16 on are ignored."""
     s = q[..., :16, :] @ k[:, :, :16].mT * q.shape[-1] ** -0.5 if q.shape[2] < 17 else q @ k[:, :, :16].mT / 4
@@ -69,6 +79,16 @@ def test_the_saved_case_and_the_command_repeat_the_failure(tmp_path: Path) -> No
     again = flashpoint_kernels.judge(late, only=case)
     assert (again.verdict, again.cases) == ("wrong", 1)
     assert again.failures[0].error == report.smallest.error
+
+
+def test_the_smallest_case_alone_names_the_same_cause() -> None:
+    """A mask with one key too many, of two queries and one key, has the numbers of a mask that is missing."""
+    report = flashpoint_kernels.judge(WRONG["sees_next"].function, quick=True, dtypes=("float32",))
+    assert report.smallest is not None
+    assert report.smallest.case["kv_len"] > 2
+    assert {failure.relation for failure in report.failures} == {"accuracy"}  # plain calls fail as relations do
+    again = flashpoint_kernels.judge(WRONG["sees_next"].function, only=report.smallest.case)
+    assert {cause.code for cause in again.causes} == {report.causes[0].code} == {"causal-by-one"}
 
 
 def test_a_requirement_that_is_lacking_fails() -> None:

@@ -245,3 +245,85 @@ def test_a_call_has_the_functions_own_arguments() -> None:
     assert described_call.asked["kwargs"] == {
         "q": {"tensor": "q"}, "k": {"tensor": "k"}, "v": {"tensor": "v"}, "is_causal": True,
     }  # fmt: skip
+
+
+# Layouts that are guessed
+
+
+def scaled_by_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The scale has the wrong axis in bhsd, and the right one in hsd."""
+    s = q.float() @ k.float().mT * k.shape[2] ** -0.5
+    return (s.softmax(-1) @ v.float()).to(q.dtype)
+
+
+def over_axis_1(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Right in bshd; in bhsd it attends over the heads."""
+    return attention(q, k, v, layout="bshd")  # type: ignore[no-any-return]
+
+
+def three_axes(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Take (length, heads, D) alone."""
+    _, _, dim = q.shape
+    s = torch.einsum("shd,thd->hst", q, k) * dim**-0.5
+    return torch.einsum("hst,thd->shd", s.softmax(-1), v)
+
+
+def needs_whole_tiles(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Take (batch, length, heads, D), of lengths that tiles of 64 divide."""
+    if q.shape[1] % 64:
+        raise ValueError("the length must be a multiple of 64")
+    return attention(q, k, v, layout="bshd")  # type: ignore[no-any-return]
+
+
+def test_a_wrong_axis_is_not_right_in_a_layout_of_fewer_axes() -> None:
+    report = judged(scaled_by_keys, **SIZES, value_dim=16)
+    assert (report.verdict, report.layout, report.ok) == ("wrong", "bhsd", False)
+    assert report.lines()[-1].endswith("; judged as bhsd (guessed); as hsd it is right: --layout hsd")
+    only = {"values": "normal", "seed": 3, "q_heads": 3, "kv_heads": 3, "q_len": 9, "kv_len": 9}
+    named = flashpoint_kernels.judge(scaled_by_keys, quick=True, only=only, dtypes=("float32",), layout="hsd")
+    assert (named.verdict, named.lines()[-1]) == ("right", "PASS: right: every error is within its bound")
+
+
+def test_a_guessed_layout_is_said_where_another_runs_and_is_wrong() -> None:
+    report = judged(over_axis_1, **SIZES, value_dim=16)
+    assert (report.verdict, report.layout, report.ok) == ("right", "bshd", True)
+    assert report.lines()[-1] == (
+        "PASS: right: every error is within its bound; right as bshd (guessed); as bhsd it is wrong: --layout bhsd"
+    )
+    known = judged(flash_attn_func, **sizes_of("flash_attn_func"))
+    assert known.lines()[-1] == "PASS: right: every error is within its bound"
+
+
+def test_a_layout_is_found_of_functions_that_refuse_others() -> None:
+    sizes = {"batch": 1, "q_heads": 3, "kv_heads": 3, "q_len": 64, "kv_len": 64, "head_dim": 16, "value_dim": 16}
+    for function, layout in ((three_axes, "shd"), (needs_whole_tiles, "bshd")):
+        report = judged(function, **sizes)
+        assert (report.verdict, report.layout) == ("right", layout), report.lines()
+
+
+# Options that the signature names
+
+
+def raises_if_causal(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+    if causal:
+        raise ValueError("no such mask")
+    return attention(q, k, v)  # type: ignore[no-any-return]
+
+
+def lacks_causal(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+    if causal:
+        raise NotImplementedError("causal comes later")
+    return attention(q, k, v)  # type: ignore[no-any-return]
+
+
+def test_an_option_that_always_raises_does_not_pass() -> None:
+    last = {}
+    for function, ok in ((raises_if_causal, False), (lacks_causal, True)):
+        report = flashpoint_kernels.judge(function, quick=True, dtypes=("float32",), only={"head_dim": 16})
+        assert (report.verdict, report.ok) == ("right", ok), report.lines()
+        assert "unsupported: causal" in "\n".join(report.lines())
+        last[function] = report.lines()[-1]
+    assert last[raises_if_causal] == (
+        "FAIL: every error is within its bound, but causal, which the signature names, raised in every case: "
+        "ValueError: no such mask"
+    )

@@ -16,15 +16,18 @@ from flashpoint.commands.running import OPTIONS as OPTIONS_PANEL
 from flashpoint_contract.options import LAYOUTS, OPTIONS, Flag, Integer, Kind, Names, Number, OneOf, Option, Pair
 
 
-def takes_options(command: Callable[..., int]) -> Callable[..., int]:
-    """Add a flag for each option to `command`. It receives the options that were given in its keyword `options`."""
+def takes_options(command: Callable[..., int], **others: Any) -> Callable[..., int]:
+    """Add a flag for each option to `command`. It receives the options that were given in its keyword `options`.
+
+    `others`: flags in the place of the table's, by the names of their options.
+    """
     hints = typing.get_type_hints(command, include_extras=True)
     own = [
         each.replace(annotation=hints[each.name])
         for each in inspect.signature(command).parameters.values()
         if each.name != "options"
     ]
-    flags = {name: _flag(option) for name, option in OPTIONS.items() if "cli" not in option.refused}
+    flags = {name: _flag(option) for name, option in OPTIONS.items() if "cli" not in option.refused} | others
     first = next(i for i, each in enumerate(own) if each.name == "url")
     added = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=flag)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as jsons
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
@@ -18,6 +19,9 @@ from flashpoint.cases import MEANT, read_case
 from flashpoint.commands import verify_kernel
 from flashpoint.commands.app import RIGHT, WRONG, examples
 from flashpoint.commands.flags import takes_options
+from flashpoint.commands.running import (
+    OPTIONS as OPTIONS_PANEL,
+)  # fmt: skip
 from flashpoint.commands.running import (
     Json,
     Key,
@@ -35,11 +39,12 @@ from flashpoint.commands.running import (
     words,
     working,
     write_json,
-)  # fmt: skip
+)
 from flashpoint.commands.terminal.tables import verification_table
 from flashpoint.errors import invalid
+from flashpoint_contract.judging import LAYOUTS as OF_KERNELS
 from flashpoint_contract.judging import REQUIREMENTS
-from flashpoint_contract.options import OPTIONS
+from flashpoint_contract.options import LAYOUTS, OPTIONS
 from flashpoint_contract.schemas.options import AttentionOptions
 from flashpoint_contract.schemas.shapes import Direction, Dtype, Shape
 from flashpoint_contract.schemas.verify import Judgement, VerifyProgress, VerifyReport, VerifyRequest
@@ -66,6 +71,12 @@ _KERNEL = (
 _REQUIRE = f"Further properties that must hold: {', '.join(REQUIREMENTS)}."
 _AXES = {"B": "batch", "Hq": "head", "Hk": "head", "Sq": "row", "Sk": "row", "D": "column", "Dv": "column"}
 of_kernel = group("Own function")
+_LAYOUT = (
+    "bhsd (B,H,S,D), bshd (B,S,H,D), or thd (T,H,D): packed sequences of different lengths; with --kernel the axes of "
+    "its q, k and v in any of these orders."
+)
+_LAYOUTS = Literal["bhsd", "bshd", "thd", "sbhd", "shd", "hsd", "bsd", "sd"]
+Layout = Annotated[_LAYOUTS | None, group(OPTIONS_PANEL)(_LAYOUT, show_default="bhsd; with --kernel, found by trial")]
 EmptyRows = Literal["zero", "nan"]
 
 
@@ -78,7 +89,7 @@ def _of_kernels(
 
 
 @examples(EXAMPLES)
-@takes_options
+@partial(takes_options, layout=Layout)
 def verify(
     file: Annotated[Path | None, typer.Argument(help=_FILE, exists=True, dir_okay=False, readable=True)] = None,
     kernel: Annotated[str | None, typer.Option(metavar="MODULE:FUNCTION", help=_KERNEL)] = None,
@@ -137,6 +148,10 @@ def verify(
             )
         if plot is not None:
             raise typer.BadParameter("draws one problem; --kernel has many", param_hint="--plot")
+        if (layout := keywords.get("layout", "bhsd")) not in OF_KERNELS:
+            raise typer.BadParameter(
+                f"{layout} is not for --kernel: its packed sequences are known by cu_seqlens_q", param_hint="--layout"
+            )
         if keywords.get("shape") is not None:
             keywords["shape"] = checked(Shape, keywords["shape"])
         return verify_kernel.judge(
@@ -145,6 +160,8 @@ def verify(
         )  # fmt: skip
     if unused := [flag for flag, value in _of_kernels(quick, require, case, seconds, empty_rows, save) if value]:
         raise typer.BadParameter("is for --kernel", param_hint=unused[0])
+    if (layout := keywords.get("layout", "bhsd")) not in LAYOUTS:
+        raise typer.BadParameter(f"{layout} is for --kernel; others are {', '.join(LAYOUTS)}", param_hint="--layout")
     if file is None and q_len is None and head_dim is None:
         keywords["shape"] = {"q_len": 256, "head_dim": 64, "q_heads": 2} | keywords.get("shape", {})
     elif file is None and (q_len is None or head_dim is None):

@@ -64,6 +64,13 @@ class Case:
         used |= {"scale"} if self.scale is not None else set()
         return frozenset(used | ({"attn_mask"} if self.mask else set()) | set(self.extras))
 
+    def without(self, option: str) -> Case:
+        """Return the case without one of its `options`."""
+        if option in self.extras:
+            return replace(self, extras=tuple(each for each in self.extras if each != option))
+        name = "mask" if option == "attn_mask" else option
+        return replace(self, **{name: getattr(_USUAL, name)})
+
     @property
     def shape(self) -> tuple[int, ...]:
         return (self.batch, self.q_heads, self.kv_heads, self.q_len, self.kv_len, self.head_dim, self.value_dim)
@@ -116,6 +123,9 @@ class Case:
         said += [*self.extras, *(["do = 1"] if self.ones else [])]
         values = [] if self.values == "normal" else [f"values {self.values!r}"]
         return ", ".join([f"{self.dtype} {' '.join(sizes)}", *said, *values])
+
+
+_USUAL = Case()
 
 
 def _case(values: str, shape: Sequence[int], **more: Any) -> Case:

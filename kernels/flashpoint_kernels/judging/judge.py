@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import shlex
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from flashpoint_contract.judging import (
+    LAYOUTS,
     REQUIREMENTS,
     Cause,
     Failure,
@@ -30,8 +31,8 @@ from flashpoint_kernels.judging import cases, relations, shrinking, signatures
 from flashpoint_kernels.judging.cases import OUTPUTS, TYPES, Case
 from flashpoint_kernels.judging.naming import causes
 from flashpoint_kernels.judging.process import EndedError, NotLoadedError, Worker, target_of
-from flashpoint_kernels.judging.signatures import Signature, UnusableError
-from flashpoint_kernels.judging.trial import Clock, Outcome, StopError, Trial, reseeded
+from flashpoint_kernels.judging.signatures import UnusableError
+from flashpoint_kernels.judging.trial import Clock, Outcome, StopError, Trial, find_layout, reseeded
 
 MOST = 40  # failures and imprecise cases in a report; the smallest ones
 QUICK_SECONDS, SECONDS = 120.0, 600.0  # of all, with the function's own time
@@ -136,7 +137,7 @@ def _check(
     require: Sequence[str],
 ) -> None:
     allowed: list[tuple[str, Iterable[str | None], Sequence[str]]] = [
-        ("dtypes", dtypes, TYPES), ("layout", [layout], signatures.LAYOUTS), ("require", require, REQUIREMENTS),
+        ("dtypes", dtypes, TYPES), ("layout", [layout], LAYOUTS), ("require", require, REQUIREMENTS),
         ("causal_alignment", [alignment], ("top_left", "bottom_right")), ("empty_rows", [empty], ("zero", "nan")),
         ("precision", [precision], ("ieee", "tf32")),
     ]  # fmt: skip
@@ -178,6 +179,7 @@ class _Judgement:
         except StopError as error:
             self.skip("relations", str(error))
         self.settle()
+        self.refusals()
         failed = [o for o in self.outcomes if o.failed]
         found: list[Cause] = []
         smallest = None
@@ -185,46 +187,22 @@ class _Judgement:
             self.tell("the cause")
             found = causes.explain(trial, self.outcomes)
             self.tell("the smallest failing case")
-            smallest = shrinking.smallest(trial, failed, 2.0 if self.quick else 6.0)
+            tells = partial(causes.tells, code=found[0].code) if found and found[0].confirmed else None
+            smallest = shrinking.smallest(trial, failed, 2.0 if self.quick else 6.0, tells)
         if save is not None and smallest is not None:
             shrinking.save(save, smallest)
         return self.report(found, smallest, save)
 
     def recognise(self) -> None:
-        """Choose the layout in which the function is right, or that it accepts: the guess first."""
+        """Choose the layout by trial, and keep what the trial says of the function."""
         trial = self.trial
         if trial.signature.packed or trial.signature.ragged or trial.signature.style in ("sdpa", "flashpoint"):
             return
-        guess = trial.signature.layout
-        best: tuple[float, Signature] | None = None
-        first: Outcome | None = None
-        for layout in dict.fromkeys((guess, *signatures.LAYOUTS)):
-            signature = replace(trial.signature, layout=layout)
-            one = "b" not in layout
-            case = Case(
-                batch=1 if one else 2, q_heads=3 if "h" in layout else 1, kv_heads=3 if "h" in layout else 1, q_len=5,
-                kv_len=5, head_dim=16, value_dim=16, dtype=self.dtypes[0], seed=11, forward=True,
-            )  # fmt: skip
-            trial.signature = signature
-            outcome = trial.run(case)
-            first = first or outcome
-            if outcome.status == "ended":  # a crash or a hang tells nothing of the layout
-                self.outcomes.append(outcome)
-                trial.signature = replace(trial.signature, layout=guess)
-                return
-            if outcome.status == "refused" and layout == guess:
-                outcome = trial.run(
-                    replace(case, head_dim=64, value_dim=64, q_len=64, kv_len=64, dtype=self.dtypes[-1])
-                )
-            excess = outcome.excess.get("o", math.inf)
-            if outcome.status in ("right", "imprecise") or excess <= 1:  # another answer may be wrong
-                return
-            if outcome.status == "wrong" and "o" in outcome.excess and (best is None or excess < 0.01 * best[0]):
-                best = (excess, signature)
-        trial.signature = best[1] if best is not None and best[0] < 1e3 else replace(trial.signature, layout=guess)
-        trial.accepted.clear()
-        if first is not None and first.status == "wrong" and trial.signature.layout == guess:
-            self.outcomes.append(first)  # the first call counts like the others
+        text, failed = find_layout(trial, self.dtypes)
+        if text:
+            self.properties.append(Property("layout", "fails", text))
+        if failed is not None:  # the first call counts like the others
+            self.outcomes.append(failed)
 
     def cases(self, only: Mapping[str, Any] | None) -> tuple[list[Case], bool]:
         """Return the cases to judge, and whether relations are tried."""
@@ -342,6 +320,26 @@ class _Judgement:
             ):
                 outcome.status, outcome.text = "wrong", "o has no gradient, though it has one with other values"
 
+    def refusals(self) -> None:
+        """Report options that the signature names, and that always raise, though the same call without them runs.
+
+        NotImplementedError says that an option is not there yet: it is listed as unsupported, and does not count.
+        """
+        for name in sorted(self.trial.signature.options):
+            having = [o for o in self.outcomes if o.relation == "accuracy" and name in o.case.options]
+            raised = [o for o in having if o.status == "refused"]
+            if not raised or len(raised) < len(having):
+                continue
+            first = min(raised, key=lambda o: (len(o.case.options), o.case.scores))
+            if first.facts["raised"]["type"] == "NotImplementedError":
+                continue
+            with contextlib.suppress(StopError):
+                if self.trial.run(first.case.without(name)).status in ("refused", "ended"):
+                    continue
+                text = first.text.removeprefix("it raised ")[:300]
+                text = f"{name}, which the signature names, raised in every case: {text}"
+                self.properties.append(Property(f"option {name}", "fails", text, required=True))
+
     def report(self, found: list[Cause], smallest: Outcome | None, save: Path | None) -> Report:
         trial, clock = self.trial, self.trial.clock
         judged = [o for o in self.outcomes if o.status != "refused"]
@@ -395,7 +393,7 @@ class _Judgement:
         found.append(Property("accurate", "fails" if imprecise else "holds", text))
         text = f"{sum(n for _, n in refused.values())} cases were refused" if refused else "no case was refused"
         found.append(Property("all", "fails" if refused else "holds", text))
-        return [replace(p, required=p.name in self.require) for p in found] + [
+        return [replace(p, required=p.required or p.name in self.require) for p in found] + [
             Property(name, "not tested", "it was not tested", required=True)
             for name in self.require if name not in {p.name for p in found}
         ]  # fmt: skip
@@ -438,10 +436,21 @@ def _refused_what(outcome: Outcome, outcomes: Sequence[Outcome]) -> str:
 
 
 def _spread(failed: Sequence[Outcome]) -> tuple[Failure, ...]:
-    """Return failures of each relation, the smallest cases first."""
+    """Return failures of each relation, the smallest cases first.
+
+    Where plain calls of the same kind are wrong, wrong numbers say nothing of a relation.
+    """
     kept: list[Outcome] = []
     counts: dict[str, int] = {}
+    plain = {
+        (o.case.dtype, o.case.causal, name)
+        for o in failed if o.relation == "accuracy" and o.case.values == "normal" and o.case.options <= {"causal"}
+        for name in o.wrong_outputs
+    }  # fmt: skip
     for outcome in failed:
+        alike = {(outcome.case.dtype, outcome.case.causal, name) for name in outcome.wrong_outputs}
+        if outcome.relation != "accuracy" and not outcome.text and alike and alike <= plain:
+            continue
         counts[outcome.relation] = counts.get(outcome.relation, 0) + 1
         if counts[outcome.relation] <= (MOST if outcome.relation == "accuracy" else 3):
             kept.append(outcome)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,13 +17,24 @@ from flashpoint_kernels.problems.problem import DTYPE_NAMES
 _LENGTHS = (1, 2, 3, 4, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 1024, 1025, 4096, 4097)
 
 
-def smallest(trial: Trial, failed: Sequence[Outcome], seconds: float) -> Outcome:
-    """Return the smallest failing call that is found within `seconds`."""
+def smallest(
+    trial: Trial, failed: Sequence[Outcome], seconds: float, tells: Callable[[Outcome], int] | None = None
+) -> Outcome:
+    """Return the smallest failing call that is found within `seconds`.
+
+    `tells`: how well a call tells the cause that is named: a smaller one must tell it as well.
+    """
     accuracy = [o for o in failed if o.relation == "accuracy" and o.status == "wrong"]
     start = time.monotonic()
     if not accuracy:
         return min(failed, key=lambda o: o.case.scores)
-    best = min(accuracy, key=lambda o: (o.case.scores, len(o.case.options)))
+    ordered = sorted(accuracy, key=lambda o: (o.case.scores, len(o.case.options)))
+    best, least = ordered[0], 0
+    for o in ordered:
+        if tells is None or time.monotonic() - start > seconds / 2 or least == 2:
+            break
+        if (told := tells(o)) > least:
+            best, least = o, told
     tried = {best.case}
     again = True
     try:
@@ -39,7 +50,7 @@ def smallest(trial: Trial, failed: Sequence[Outcome], seconds: float) -> Outcome
                 same = set(outcome.wrong_outputs) & set(best.wrong_outputs) or (
                     not best.wrong_outputs and outcome.failed
                 )
-                if outcome.status == "wrong" and same:
+                if outcome.status == "wrong" and same and (tells is None or not least or tells(outcome) >= least):
                     best, again = outcome, True
                     break
     except StopError:

@@ -15,9 +15,6 @@ from flashpoint_contract.tensors import TENSORS
 from flashpoint_kernels.judging.cases import Case
 from flashpoint_kernels.problems.problem import Problem
 
-# Axes of q in memory order. A letter that is missing is an axis of size 1 that the function does not have.
-LAYOUTS = ("bhsd", "bshd", "sbhd", "shd", "hsd", "bsd", "sd")
-
 _NAMES = {
     "causal": ("causal", "is_causal"),
     "scale": ("scale", "softmax_scale", "sm_scale", "scaling"),

@@ -7,7 +7,7 @@ import threading
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashpoint_contract.judging import Failure
+from flashpoint_contract.judging import LAYOUTS, Failure
 from flashpoint_kernels.judging import values
 from flashpoint_kernels.judging.cases import OUTPUTS, Case
 from flashpoint_kernels.judging.exact import bounds, places
@@ -393,6 +393,70 @@ def exact(call: Call, *, gradients: bool) -> Exact:
         found = bounds.limits(call.problem, OUTPUTS if gradients else OUTPUTS[:2])
         _cache.put(key, found)
     return found
+
+
+def find_layout(trial: Trial, dtypes: Sequence[str]) -> tuple[str, Outcome | None]:
+    """Choose the layout of a function by calling it: the guess of its signature, then those of 4 dimensions.
+
+    Where it runs with 4 dimensions, fewer are not tried for a right answer: a wrong axis may have the right size there.
+    Return what is to be said of a layout that was guessed, and the first call, or one that ended the process, where
+    these failed in the layout that is judged.
+    """
+    guess = trial.signature.layout
+    runs: list[tuple[float, str]] = []  # error/L in each layout in which the function runs
+    first: Outcome | None = None
+
+    def judged_as(layout: str) -> None:
+        trial.signature = replace(trial.signature, layout=layout)
+        trial.accepted.clear()
+
+    def right_in(layout: str) -> bool | None:
+        """Return whether the answer is right; None if the process ended."""
+        nonlocal first
+        trial.signature = replace(trial.signature, layout=layout)
+        heads = 3 if "h" in layout else 1
+        case = Case(
+            batch=2 if "b" in layout else 1, q_heads=heads, kv_heads=heads, q_len=5, kv_len=5, dtype=dtypes[0],
+            seed=11, forward=True,
+        )  # fmt: skip
+        outcome = trial.run(case)
+        first = first or outcome
+        if outcome.status == "refused" and (layout == guess or len(layout) == 4):
+            sizes = {"head_dim": 64, "value_dim": 64, "q_len": 128, "kv_len": 128}
+            outcome = trial.run(replace(case, dtype=dtypes[-1], **sizes))  # type: ignore[arg-type]
+        if outcome.status == "ended":
+            first = outcome
+            return None
+        if "o" in outcome.excess:
+            runs.append((outcome.excess["o"], layout))
+        return outcome.excess.get("o", math.inf) <= 1  # another answer may be wrong
+
+    found = ""
+    for layout in dict.fromkeys((guess, *LAYOUTS)):
+        if len(layout) < 4 and layout != guess and any(len(each) == 4 for _, each in runs):
+            break
+        right = right_in(layout)
+        if right is None:  # a crash or a hang tells nothing of the layout
+            judged_as(guess)
+            return "", first
+        if right:
+            found = layout
+            break
+    if found:
+        other = next((each for _, each in runs if each != found and len(each) == 4), None)
+        said = f"right as {found} (guessed); as {other} it is wrong: --layout {other}" if other else ""
+        judged_as(found)
+        return said, None
+    best: tuple[float, str] = (math.inf, guess)
+    for excess, layout in runs:
+        if excess < 0.01 * best[0]:
+            best = excess, layout
+    layout, failed = best[1] if best[0] < 1e3 else guess, first
+    fewer = [each for each in LAYOUTS if len(each) < 4] if any(len(each) == 4 for _, each in runs) else []
+    other = next((each for each in fewer if right_in(each)), None)
+    judged_as(layout)
+    said = f"judged as {layout} (guessed); as {other} it is right: --layout {other}" if other else ""
+    return said, failed if failed is not None and failed.status == "wrong" and layout == guess else None
 
 
 def reseeded(case: Case, seed: int) -> Case:

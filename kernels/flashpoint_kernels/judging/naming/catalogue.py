@@ -317,6 +317,14 @@ def known(case: Case) -> Iterator[Mistake]:
                 'ask for full float32 products (input_precision="ieee"), or judge with --precision tf32',
                 products=kind,
             )
+    for kind, text in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if case.dtype == "float32" or (case.dtype, kind) == ("bfloat16", "fp16"):
+            yield make(
+                "low-precision",
+                f"o is rounded to {text}",
+                f"keep o in float32, and round it once, to {case.dtype}",
+                rounded=kind,
+            )
     for kind, text in (("fp8", "8 bits"), ("bf16", "bfloat16"), ("fp16", "float16")):
         yield make(
             "low-precision-weights",

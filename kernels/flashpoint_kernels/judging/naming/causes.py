@@ -16,7 +16,7 @@ from flashpoint_contract.judging import Cause
 from flashpoint_kernels.judging import values
 from flashpoint_kernels.judging.cases import OUTPUTS, Case
 from flashpoint_kernels.judging.exact import places
-from flashpoint_kernels.judging.naming.matching import WrongNumbers, causes_of, excess
+from flashpoint_kernels.judging.naming.matching import FEW, LEFT, WrongNumbers, causes_of, excess, left_by_factor
 from flashpoint_kernels.judging.naming.mutants import Mistake
 from flashpoint_kernels.judging.process import EndedError
 from flashpoint_kernels.judging.trial import Outcome, StopError, Trial
@@ -302,6 +302,7 @@ def _mistakes(trial: Trial, numbers: Sequence[Outcome]) -> Iterator[tuple[Cause,
         hits = causes_of(_numbers(o), earlier)
         for mistake in _unrefuted(trial, o, hits):
             texts.setdefault((mistake.code, mistake.text), (mistake, []))[1].append(o)
+    _join_factors(texts, simple)
     left = list(simple)
     while left and texts:
         mistake, explained = max(texts.values(), key=lambda each: len([o for o in each[1] if o in left]))
@@ -313,6 +314,38 @@ def _mistakes(trial: Trial, numbers: Sequence[Outcome]) -> Iterator[tuple[Cause,
         left = [o for o in left if o not in now]
 
 
+def _join_factors(texts: dict[tuple[str, str], tuple[Mistake, list[Outcome]]], simple: Sequence[Outcome]) -> None:
+    """Make one mistake of fitted factors of the scores, with all cases that one of them explains.
+
+    Where almost all weight is on one key, several factors and other mistakes give the same numbers.
+    """
+    fitted = [key for key, (mistake, _) in texts.items() if key[0] == "scale" and "sqrt" not in mistake.text]
+    if not fitted:
+        return
+    found = [texts.pop(key) for key in fitted]
+    factors = sorted({float(mistake.text.split()[2]) for mistake, _ in found})
+    scales = [o for key, (_, named) in texts.items() if key[0].startswith(("scale", "base-2")) for o in named]
+    own = [o for _, explained in found for o in explained]
+    for o in simple:
+        if o not in own and (o in scales or any(left_by_factor(_numbers(o), factor) < LEFT for factor in factors)):
+            own.append(o)
+    mistake = found[0][0]
+    if len(factors) > 1:
+        text = f"scores are {factors[0]:g} to {factors[-1]:g} times the right ones, which differs from case to case"
+        mistake = replace(mistake, text=text)
+    texts["scale", mistake.text] = mistake, own
+
+
+def tells(o: Outcome, code: str) -> int:
+    """Return how well one outcome tells a cause: 2 if no other cause gives its numbers, 1 if others do, too, 0 if not."""
+    if o.call.signature.ragged or o.case.scores > _SMALL or not o.wrong_outputs:
+        return 0
+    codes = [mistake.code for mistake in causes_of(_numbers(o))]
+    if not codes or codes[0] != code:
+        return 0
+    return 2 if all(each == code or each.startswith("low-precision") for each in codes) else 1
+
+
 def _numbers(o: Outcome) -> WrongNumbers:
     top_left = o.call.problem.spec.options.causal_alignment == "top_left"
     return WrongNumbers(o.case, values.draw(o.case), top_left, o.answers, o.limits, o.wrong_outputs)
@@ -320,7 +353,8 @@ def _numbers(o: Outcome) -> WrongNumbers:
 
 def _unrefuted(trial: Trial, o: Outcome, hits: list[Mistake]) -> list[Mistake]:
     """Return the mistakes that do not predict an error on normal values where the function is right there."""
-    if len({mistake.code for mistake in hits}) < 2 or o.case.values == "normal":
+    codes = {mistake.code for mistake in hits}
+    if (len(codes) < 2 and "scale" not in codes) or o.case.values == "normal":
         return hits
     normal = trial.run(replace(o.case, values="normal"))
     if normal.status not in ("right", "imprecise"):
@@ -333,7 +367,7 @@ def _unrefuted(trial: Trial, o: Outcome, hits: list[Mistake]) -> list[Mistake]:
         names = [n for n in OUTPUTS if n in theirs and n in normal.answers and n in normal.limits]
         if all(excess(right, n, theirs[n]) <= 3 for n in names):
             kept.append(mistake)
-    return kept or hits
+    return kept or [mistake for mistake in hits if mistake.code != "scale"]
 
 
 def _alike(o: Outcome, other: Outcome) -> bool:
@@ -348,6 +382,7 @@ def _representative(numbers: Sequence[Outcome]) -> list[Outcome]:
     """Return failures of different options, values and outputs; the small ones, and those with the largest errors."""
     kept: dict[object, Outcome] = {}
     plain = [o for o in numbers if o.relation == "accuracy"] or list(numbers)
+    plain = [o for o in plain if o.case.kv_len > FEW] or plain
     for o in sorted(plain, key=lambda o: (o.case.dtype != "float32", o.case.scores)):
         if o.case.scores <= _SMALL or not kept:
             kept.setdefault((o.case.options, o.case.window, o.case.values, "o" in o.wrong_outputs), o)
@@ -399,7 +434,7 @@ _FEATURES: tuple[_Feature, ...] = (
     ("half-types", lambda c: c.dtype != "float32", "the data type has 16 bits", "keep scores, sums and accumulators in float32"),
     ("bfloat16", lambda c: c.dtype == "bfloat16", "the data type is bfloat16", "keep scores, sums and accumulators in float32"),
     ("float16", lambda c: c.dtype == "float16", "the data type is float16", "float16 ends at 65,504: keep scores and sums in float32"),
-    ("float32", lambda c: c.dtype == "float32", "the data type is float32", "ask for full float32 products"),
+    ("float32", lambda c: c.dtype == "float32", "the data type is float32", "its bound is the narrowest: compare the smallest failing case with float64, tile by tile"),
 )  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import Tensor
 
@@ -15,6 +16,8 @@ from flashpoint_kernels.judging.naming.catalogue import TILES, known, of_gradien
 from flashpoint_kernels.judging.naming.mutants import Mistake
 
 LEFT = 0.08  # part of the error that a mistake may leave
+FEW = 2  # keys with which too many mistakes give the same numbers
+_FITTED = 4_000_000  # products of q·k of a problem in which a factor is fitted
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +37,8 @@ class WrongNumbers:
 
 def causes_of(w: WrongNumbers, earlier: Iterable[Mistake] = ()) -> list[Mistake]:
     """Return the mistakes that explain the numbers; `earlier` ones, of other cases, are tried first."""
+    if w.case.kv_len <= FEW:
+        return []
     forward = "o" in w.names or "lse" in w.names
     kinds = [known] if forward else [of_gradients, known]
     texts = {(mistake.code, mistake.text.partition(" (in ")[0]) for mistake in earlier}
@@ -42,10 +47,59 @@ def causes_of(w: WrongNumbers, earlier: Iterable[Mistake] = ()) -> list[Mistake]
         hits = list(matching(w, (m for kind in kinds for m in kind(w.case) if (m.code, m.text) in texts)))
     for kind in kinds:
         hits = hits or list(matching(w, kind(w.case)))
+    if "o" in w.names and all(mistake.code.startswith(("low-precision", "scale", "base-2")) for mistake in hits):
+        hits = scaled(w, [mistake for mistake in hits if not mistake.code.startswith("low-precision")]) or hits
     if all(mistake.code.startswith("low-precision") for mistake in hits):
         direct = of_the_numbers(w) or _of_rows(w)
         return [direct] if direct is not None else hits
     return hits
+
+
+def scaled(w: WrongNumbers, named: list[Mistake]) -> list[Mistake]:
+    """Return the scales that give the wrong numbers: those of `named`, by a formula of the sizes, or else as a number.
+
+    One factor of the scores is fitted, on a grid of powers of 2 and then by sections of the best interval. A mistake of
+    `named`, or a formula, must leave about as little of the error.
+    """
+    case = w.case
+    if case.scores * case.head_dim > _FITTED or not bool(w.answers["o"].isfinite().all()):
+        return named
+    right = case.head_dim**-0.5 if case.scale is None else case.scale
+    left = partial(left_by_factor, w)
+    best = min(range(-8, 9), key=lambda power: left(2.0**power))
+    low, high, golden = best - 1.0, best + 1.0, (math.sqrt(5) - 1) / 2
+    for _ in range(24):
+        a, b = high - golden * (high - low), low + golden * (high - low)
+        low, high = (low, b) if left(2**a) < left(2**b) else (a, high)
+    factor = 2 ** ((low + high) / 2)
+    least = left(factor)
+    if least > LEFT or abs(math.log2(factor)) > 8:  # beyond, all weights are equal, or one is 1
+        return named
+    most = min(LEFT, 2 * least + 0.01)
+    sizes = {
+        "Sk": case.kv_len, "Sq": case.q_len, "Hq": case.q_heads, "Hk": case.kv_heads, "B": case.batch,
+        "(D + 1)": case.head_dim + 1, "(D - 1)": case.head_dim - 1, "(Hq · D)": case.q_heads * case.head_dim,
+    }  # fmt: skip
+    advice = "multiply q·k by the scale once: the given one, or 1/sqrt(D)"
+    hits = [each for each in named if unexplained(w, "o", w.with_mistake(each, False)["o"]) < most]
+    for name, size in sizes.items() if case.scale is None else ():
+        if size != case.head_dim and left((case.head_dim / size) ** 0.5) < most:
+            text = f"the scale is 1/sqrt({name.strip('()')}), not 1/sqrt(D): "
+            text += f"scores are sqrt(D/{name}) times the right ones"
+            here = f"; the factor is {factor:.4g} where D is {case.head_dim} and {name} is {size}"
+            hits.append(Mistake("scale", text, advice + here, {"scale": size**-0.5}))
+    if hits:
+        return hits
+    return [Mistake("scale", f"scores are {factor:.3g} times the right ones", advice, {"scale": right * factor})]
+
+
+def left_by_factor(w: WrongNumbers, factor: float) -> float:
+    """Return the part of the error of o that scores with a factor leave."""
+    if "o" not in w.names:
+        return math.inf
+    right = w.case.head_dim**-0.5 if w.case.scale is None else w.case.scale
+    theirs = w.with_mistake(Mistake("scale", "", "", {"scale": right * factor}), False)
+    return unexplained(w, "o", theirs["o"])
 
 
 def _of_rows(w: WrongNumbers) -> Mistake | None:

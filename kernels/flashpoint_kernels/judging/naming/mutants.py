@@ -152,6 +152,8 @@ class Forward:
         empty = ~seen.any(-1, keepdim=True)
         if not self.get("empty"):
             o = o.masked_fill(empty, 0.0)
+        if self.get("rounded"):
+            o = rounded_to(o, self.get("rounded"))
         rows = self.get("rows")
         if rows:
             o = o.masked_fill(torch.arange(self.case.q_len)[:, None] >= rows, 0.0)
