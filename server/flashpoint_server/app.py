@@ -190,12 +190,9 @@ async def _framework_error(request: Request, error: Exception) -> Response:
 def _missing(request: Request) -> str:
     path = request.url.path
     known = [route.path for route in request.app.router.routes if isinstance(route, StarletteRoute)]
-    plain = path.lower().rstrip("/")
-    if len(path) <= _LONGEST and (
-        near := _PROBES.get(plain) or next(iter(get_close_matches(plain, known, 1, 0.7)), "")
-    ):
-        return f"there is no {path}: did you mean {near}? See /docs"
-    return f"there is no {path}: see /docs"
+    plain = path.lower().rstrip("/") if len(path) <= _LONGEST else ""
+    near = [_PROBES[plain]] if plain in _PROBES else get_close_matches(plain, known, 1, 0.7)
+    return f"there is no {path}: did you mean {near[0]}? See /docs" if near else f"there is no {path}: see /docs"
 
 
 def _allowed(request: Request) -> str:

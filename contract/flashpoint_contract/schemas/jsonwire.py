@@ -87,7 +87,7 @@ def _deeper(value: Any, levels: int) -> bool:
 def _array(name: str, value: Any, dtype: str) -> NDArray[Any]:
     shape, flat = elements(name, value)
     row = TENSORS[name]
-    kinds = set(map(type, flat))
+    kinds = set(map(type, flat)) if "bool" in row.dtypes else set()
     if name == "attn_mask" and kinds == {int} and {1} <= set(flat) <= {0, 1}:
         raise FieldError(name, _ONES_AND_ZEROS)
     if row.dtypes == ("bool",) or ("bool" in row.dtypes and kinds == {bool}):

@@ -99,14 +99,8 @@ async def compute_cached(
 def _layer(asked: CacheOptions, ids: Sequence[CacheId]) -> LayerShape:
     """Return the sizes of the layer, which all caches of the call must have. Raises Refusal 422."""
     if asked.layer >= (layers := ids[0].shape.layers):
-        raise invalid(
-            [
-                (
-                    "layer",
-                    f"{asked.layer} does not exist: each cache has {layers} layer{'' if layers == 1 else 's'}, from 0",
-                )
-            ]
-        )
+        many = f"{layers} layer{'' if layers == 1 else 's'}"
+        raise invalid([("layer", f"{asked.layer} does not exist: each cache has {many}, from 0")])
     layer = ids[0].layer(asked.layer)
     if any(one.shape.layers <= asked.layer or one.layer(asked.layer) != layer for one in ids[1:]):
         raise invalid([("caches", "have different shapes or dtypes in this layer")])
