@@ -102,11 +102,12 @@ def show(report: Report, to: Console) -> None:
         "FAIL": "bold red",
         "unsupported": "dim",
         "not run": "dim",
-        "races": "dim",
+        "no race in": "dim",
     }
     for line in report.lines():
         soft = line.startswith("repeat it")  # a command stays on one line, to be copied
-        to.print(line, style=styles.get(line.partition(":")[0]), markup=False, soft_wrap=soft)
+        style = next((style for start, style in styles.items() if line.startswith(start)), None)
+        to.print(line, style=style, markup=False, soft_wrap=soft)
 
 
 @contextmanager

@@ -391,7 +391,8 @@ class _Judgement:
             else "every error is within S"
         )
         found.append(Property("accurate", "fails" if imprecise else "holds", text))
-        text = f"{sum(n for _, n in refused.values())} cases were refused" if refused else "no case was refused"
+        text = ", ".join(f"{what} ({n} cases)" for what, (_, n) in refused.items())
+        text = f"not every option and data type was accepted: {text}" if refused else "no case was refused"
         found.append(Property("all", "fails" if refused else "holds", text))
         return [replace(p, required=p.required or p.name in self.require) for p in found] + [
             Property(name, "not tested", "it was not tested", required=True)
