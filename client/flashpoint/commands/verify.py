@@ -38,6 +38,7 @@ from flashpoint.commands.running import (
     picture_format,
     words,
     working,
+    write_file,
     write_json,
 )
 from flashpoint.commands.tables import verification_table
@@ -172,7 +173,6 @@ def verify(
         keywords = of_file | keywords
     with working("judging against float64") as show_progress:
         report = _report(tensors, keywords, asked_server(url), api_key, timeout, show_progress)
-    write_json(json, report.model_dump(mode="json"))
     show = console(json)
     _show(report, show, of_file=file is not None)
     show.print(_options_line(keywords), style="dim", highlight=False, markup=False)
@@ -182,7 +182,8 @@ def verify(
     if plot is not None:
         from flashpoint.plots import plot_verification
 
-        plot.write_bytes(plot_verification(report, format, theme))
+        write_file("--plot", plot, plot_verification(report, format, theme))
+    write_json(json, report.model_dump(mode="json"))
     return RIGHT if report.ok else WRONG
 
 

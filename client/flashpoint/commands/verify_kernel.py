@@ -88,8 +88,10 @@ def judge(
         raise CommandError(
             f"--kernel: {error}", "docs/judge-my-kernel.md shows what a function must look like"
         ) from None
-    write_json(json_file, report.to_dict())
     show(report, console(json_file))
+    write_json(json_file, report.to_dict())
+    if save is not None and report.smallest is not None and report.saved is None:
+        raise CommandError(f"--save: {save} cannot be written", code=WRONG)
     return RIGHT if report.ok else WRONG
 
 

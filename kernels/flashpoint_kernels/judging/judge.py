@@ -6,6 +6,7 @@ import contextlib
 import json
 import shlex
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -190,7 +191,11 @@ class _Judgement:
             tells = partial(causes.tells, code=found[0].code) if found and found[0].confirmed else None
             smallest = shrinking.smallest(trial, failed, 2.0 if self.quick else 6.0, tells)
         if save is not None and smallest is not None:
-            shrinking.save(save, smallest)
+            try:
+                shrinking.save(save, smallest)
+            except OSError as error:  # the report must not be lost
+                warnings.warn(f"{save} cannot be written: {error}", stacklevel=3)
+                save = None
         return self.report(found, smallest, save)
 
     def recognise(self) -> None:
