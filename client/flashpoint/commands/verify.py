@@ -17,7 +17,7 @@ from flashpoint._calls import checked
 from flashpoint._proof import DRAWN
 from flashpoint.cases import MEANT, read_case
 from flashpoint.commands import verify_kernel
-from flashpoint.commands.app import RIGHT, WRONG, examples
+from flashpoint.commands.app import RIGHT, WRONG, CommandError, examples
 from flashpoint.commands.flags import takes_options
 from flashpoint.commands.running import (
     OPTIONS as OPTIONS_PANEL,
@@ -169,6 +169,11 @@ def verify(
         raise typer.BadParameter("give both for a problem, or give a FILE", param_hint="--q-len, --head-dim")
     tensors: dict[str, Any] = {}
     if file is not None:
+        if file.suffix == ".py":
+            raise CommandError(
+                f"FILE: {file} is Python, and no safetensors file",
+                f"write --kernel {file.stem}:FUNCTION for a function of it",
+            )
         tensors, of_file = read_case(file)
         keywords = of_file | keywords
     with working("judging against float64") as show_progress:
