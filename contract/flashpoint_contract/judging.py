@@ -141,14 +141,13 @@ class Report:
 
     def lines(self) -> list[str]:
         """Return the report as text: what was judged, causes, the smallest failing case, and what was not judged."""
-        answers = ", ".join(self.outputs) or "nothing"
         found = [
             f"{self.function} · {self.layout} · {self.device} · {self.cases} cases judged · "
             f"{self.seconds:.1f} s, {self.kernel_seconds:.1f} s of them in the function",
-            f"judged: {answers} in {', '.join(self.dtypes) or 'no data type'}"
-            + ("" if self.gradients or not self.outputs else "; forward only: autograd finds no gradient on o"),
-        ]  # fmt: skip
+            f"judged: {', '.join(self.outputs)} in {', '.join(self.dtypes)}" if self.outputs else "nothing was judged",
+        ]
         if self.outputs and not self.gradients:
+            found[-1] += "; forward only: autograd finds no gradient on o"
             found.append("hint: call your backward from a torch.autograd.Function")
         for cause in self.causes:
             how = "confirmed" if cause.confirmed else "probable"
@@ -170,7 +169,7 @@ class Report:
                 f"(--require accurate fails them); such as {worst.problem}: {worst.text}"
             )
         for each in self.properties:
-            if each.required and not each.name.startswith("option "):
+            if each.required and each.standing == "holds":
                 found.append(f"{each.name}: {each.standing}, required: {each.text}")
             elif each.standing == "fails" and each.name not in ("accurate", "all", "layout"):  # other lines have these
                 found.append(f"reported, no failure: {each.text} (--require {each.name} fails it)")
@@ -179,8 +178,10 @@ class Report:
         for part in self.not_run:
             found.append(f"not run: {part.what} ({part.cases} cases): {part.reason}")
         if self.race is not None:
+            found_one = any(failure.relation == "repeated calls" for failure in self.failures)
             found.append(
-                f"races: {self.race.calls} equal calls; 99% of races in {self.race.excluded:.2%} of calls would show"
+                f"{'' if found_one else 'no race in '}{self.race.calls} repeated calls; "
+                f"a race in {self.race.excluded:.2%} of calls or more would have shown (99%)"
             )
         if self.saved is not None:
             found.append(f"saved: {self.saved}, which flashpoint verify and POST /verify take")
@@ -200,7 +201,9 @@ class Report:
         lacking = [each for each in self.properties if each.required and each.standing != "holds"]
         if self.verdict in ("wrong", "not judged") or not lacking:
             said = f"{self.verdict}: {said}"
-        reasons = [each.text if each.name.startswith("option ") else f"{each.text} ({each.name})" for each in lacking]
+        reasons = [
+            each.text if each.name.startswith("option ") else f"{each.text} (--require {each.name})" for each in lacking
+        ]
         said += f", but {'; '.join(reasons)}" if lacking else ""
         return "; ".join([said, *(each.text for each in self.properties if each.name == "layout")])
 

@@ -1,5 +1,7 @@
 """`flashpoint verify`, `benchmark` and `info` without a server: they run the kernels on this machine."""
 
+import json
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -101,6 +103,23 @@ def test_a_tensor_of_the_file_that_has_an_unknown_name_is_refused(run, tmp_path,
     code, out, err = run("verify", saved(tmp_path / "mine", tensors, {}))
     assert (code, out) == (2, "")
     assert err.startswith(f"flashpoint verify: {name}: unknown tensor; {hint}")
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        (("verify", "--q-len", "8", "--head-dim", "16", "--backend", "tiled"), "PASS"),
+        (("verify", "--kernel", "torch.nn.functional:scaled_dot_product_attention", "--case", "{}"), "PASS: right"),
+        (("benchmark", "--q-len", "8", "--head-dim", "16", "--backend", "naive", "--max-seconds", "0.01"), "naive"),
+        (("info",), "tiled"),
+    ],
+)
+def test_a_result_is_shown_before_its_file_cannot_be_written(run, command, shown):
+    if "--case" in command:
+        command = (*command[:-1], json.dumps({"q_len": 9, "kv_len": 9, "seed": 1, "values": "normal"}))
+    code, out, err = run(*command, "--json", "/dev/full")
+    assert (code, shown in out) == (1, True), out
+    assert err.endswith(f"flashpoint {command[0]}: --json: /dev/full cannot be written: no space left on device\n")
 
 
 @pytest.mark.parametrize("body", [b"", b"nonsense", b"\x08\0\0\0\0\0\0\0{}      ", b"\x02\0\0\0\0\0\0\0{}more"])

@@ -134,6 +134,17 @@ VALUES = [
         "verify --kernel no.such:f",
         "--kernel: there is no module no: run it in the folder of the module",
     ),
+    (
+        "verify --kernel ./text.py:f",
+        "--kernel: must be MODULE:FUNCTION, not the file ./text.py\n  hint: write --kernel text:f\n",
+    ),
+    ("verify --kernel text.py", "not the file text.py\n  hint: write --kernel text:FUNCTION\n"),
+    ("verify --kernel /work/text:f", "hint: write --kernel text:f, and run it in /work\n"),
+    (
+        "verify text.py",
+        "FILE: text.py is Python, and no safetensors file\n  hint: write --kernel text:FUNCTION for a function of it\n",
+    ),
+    ("benchmark {sizes} --kernel ./text.py:f", "not the file ./text.py\n  hint: write --kernel text:f\n"),
     ("verify --kernel math:sqart", "--kernel: math has no sqart; did you mean sqrt?"),
     ("verify --kernel math:pi", "--kernel: math:pi must be a function, not float"),
     ("verify --kernel math:sqrt --url http://x", "--kernel: is not taken with --url"),
@@ -194,6 +205,7 @@ def folder(tmp_path_factory):
     (folder_path / "port.toml").write_text('port = "abc"')
     (folder_path / "bad.env").write_text("FLASHPOINT_PORT=abc")
     (folder_path / "text.txt").write_text("Flash attention as an endpoint, and no tensors.")
+    (folder_path / "text.py").write_text("def f(q, k, v): ...")
     x = np.zeros((2, 4), np.float32)
     case = flashpoint.save_case(folder_path / "case", q=x, k=x, v=x, o=x, scale=1.0).read_bytes()
     renamed = case.replace(b'"scale":', b'"softmax_scale":')  # longer than the head says

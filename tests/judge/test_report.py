@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from torch import Tensor
 
 import flashpoint_kernels
 from flashpoint.cases import read_case
-from flashpoint_contract.judging import REQUIREMENTS, Report, schema
+from flashpoint_contract.judging import REQUIREMENTS, Failure, Race, Report, schema
 from flashpoint_kernels import judging
-from tests.judge.corpus import WRONG
+from tests.judge.corpus import RIGHT, WRONG
 from tests.judge.right import formula_in_float32
 
 ROOT = Path(__file__).parents[2]
@@ -54,6 +55,37 @@ def test_the_counts_are_of_cases_alone() -> None:
     assert f"{report.causes[0].explains} of {report.failed} failing cases]" in lines[2]
     assert report.causes[0].explains <= report.failed == len(report.failures)
     assert str(report) == "\n".join(lines)
+
+
+def in_numpy(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    return RIGHT["formula_in_float32"](q, k, v).numpy()
+
+
+def test_a_kernel_in_numpy_is_told_what_to_return() -> None:
+    lines = judged(in_numpy).lines()
+    assert lines[1] == "nothing was judged"
+    assert "  hint: return torch.from_numpy(o), or judge a file that flashpoint.save_case writes" in lines
+
+
+def test_the_rate_of_races_is_said_of_the_calls() -> None:
+    report = Report(**(vars(judged(formula_in_float32)) | {"race": Race(1474, 0.0031)}))
+    said = "1474 repeated calls; a race in 0.31% of calls or more would have shown (99%)"
+    assert f"no race in {said}" in report.lines()
+    race = Failure("repeated calls", "", {}, "the bits of the forward differ from call to call")
+    assert said in replace(report, failures=(race,)).lines()
+
+
+def float32_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    if q.dtype != torch.float32:
+        raise NotImplementedError("float32 alone")
+    return RIGHT["formula_in_float32"](q, k, v)  # type: ignore[no-any-return]
+
+
+def test_what_all_lacks_is_said() -> None:
+    report = flashpoint_kernels.judge(float32_alone, quick=True, only=SMALL, require=("all",))
+    assert report.lines()[-1].startswith(
+        "FAIL: every error is within its bound, but not every option and data type was accepted: bfloat16 ("
+    )
 
 
 def late(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

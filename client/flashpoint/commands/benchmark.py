@@ -35,6 +35,7 @@ from flashpoint.commands.running import (
     of_shape,
     picture_format,
     words,
+    write_file,
     write_json,
 )  # fmt: skip
 from flashpoint.commands.terminal.tables import OF_NAIVE, benchmark_tables, machine, problem
@@ -131,7 +132,6 @@ def benchmark(
         with client(url, api_key, timeout) as server:
             started = server.benchmark(**dict(request), timeout=timeout)
             job, interrupted = _watched(started.job(), started.events(), started)
-    write_json(json, job.model_dump(mode="json"))
     show = console(json)
     show.print(machine(job.environment), style="dim", markup=False)
     for table in benchmark_tables(job.rows, show.width):
@@ -139,6 +139,7 @@ def benchmark(
         show.print()
     if any(row.backend.startswith("naive") and row.roofline_percent is not None for row in job.rows):
         show.print(OF_NAIVE, style="dim")
+    write_json(json, job.model_dump(mode="json"))
     if plot is not None:
         _draw(job, plot, kind, format, theme, show)
     if kernel is not None:
@@ -217,8 +218,9 @@ def _draw(job: BenchmarkJob, plot: Path, kind: Kind, format: Any, theme: PlotThe
     for each in KINDS if kind == "all" else (kind,):
         path = plot.with_stem(f"{plot.stem}-{each}") if kind == "all" else plot
         try:
-            path.write_bytes(plot_benchmark(job, each, format, theme))
+            picture = plot_benchmark(job, each, format, theme)
         except ValueError as error:
             print(f"flashpoint benchmark: no picture of {each}: {error}", file=sys.stderr)
         else:
+            write_file("--plot", path, picture)
             show.print(f"wrote {path}")

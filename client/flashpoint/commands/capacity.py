@@ -114,6 +114,15 @@ def capacity(
     prediction = calculator.predict(need, rates)
     needed = None if load is None else prediction.for_load(load)
     held = _held(shape, dtype, layers, cache_gb, prediction) if cached else None
+    show = console(json)
+    show.print(_stages(need, prediction))
+    passing = "all of it, on the same cores" if rates.shared else prediction.bottleneck
+    show.print(f"\nat most {number(prediction.requests_per_second)} requests a second; bound by: {passing}")
+    if needed is not None:
+        said = ", ".join(f"{name} × {count}" for name, count in needed.items())
+        show.print(f"for {number(load)} requests a second: {said}")
+    if held is not None:
+        _show_held(show, held, layers)
     write_json(json, {
         "rates": {name: None if value == math.inf else value for name, value in dataclasses.asdict(rates).items()},
         "need": dataclasses.asdict(need),
@@ -124,15 +133,6 @@ def capacity(
         "for_load": needed,
         "cache": held,
     })  # fmt: skip
-    show = console(json)
-    show.print(_stages(need, prediction))
-    passing = "all of it, on the same cores" if rates.shared else prediction.bottleneck
-    show.print(f"\nat most {number(prediction.requests_per_second)} requests a second; bound by: {passing}")
-    if needed is not None:
-        said = ", ".join(f"{name} × {count}" for name, count in needed.items())
-        show.print(f"for {number(load)} requests a second: {said}")
-    if held is not None:
-        _show_held(show, held, layers)
     return RIGHT
 
 

@@ -35,7 +35,6 @@ def info(url: Url = None, api_key: Key = None, timeout: Timeout = 60.0, json: Js
     else:
         with client(url, api_key, timeout) as server:
             found = server.info()
-    write_json(json, found)
     show = console(json)
     device = found.get("device") or {}
     rows = {"flashpoint": found.get("version"), "device": device.get("title"), "torch's name": device.get("name")}
@@ -55,6 +54,7 @@ def info(url: Url = None, api_key: Key = None, timeout: Timeout = 60.0, json: Js
         show.print(f"\n{said}", style="yellow", highlight=False)
     if found.get("options"):
         show.print(_options(found["options"]))
+    write_json(json, found)
     return 0
 
 

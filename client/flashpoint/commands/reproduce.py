@@ -68,10 +68,10 @@ def reproduce(
     except ValueError as error:
         raise invalid("--only", str(error)) from None
     found, interrupted = _watched(events)
-    write_json(json, found)
     show = console(json)
     show.print(machine(found["environment"]), style="dim", markup=False)
     _show(found["claims"], show)
+    write_json(json, found)
     if plots is not None and found["rows"]:
         _draw(found, plots, show)
     if interrupted:

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from flashpoint import errors
 from flashpoint._client.client import Client
 from flashpoint.commands import completion
-from flashpoint.commands.app import CommandError
+from flashpoint.commands.app import WRONG, CommandError
 from flashpoint.commands.registry import missing
 from flashpoint.commands.terminal import streams
 from flashpoint_contract.schemas.benchmark import PlotTheme
@@ -195,7 +195,17 @@ def working(what: str) -> Iterator[Callable[[VerifyProgress], None] | None]:
         yield show
 
 
+def write_file(option: str, path: Path, data: bytes) -> None:
+    """Write the file of an option. Raises CommandError: a command first shows its result, which must not be lost."""
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        raise CommandError(f"{option}: {path} cannot be written: {reason}", code=WRONG) from error
+
+
 def write_json(path: Path | None, document: Any) -> None:
+    """Write the file of --json, or stdout if it is `-`. Raises CommandError."""
     if path is None:
         return
     to_stdout = str(path) == "-"
@@ -203,7 +213,7 @@ def write_json(path: Path | None, document: Any) -> None:
     if to_stdout:
         sys.stdout.write(text)
     else:
-        path.write_text(text, encoding="utf-8")
+        write_file("--json", path, text.encode())
 
 
 def console(json_file: Path | None = None) -> Console:

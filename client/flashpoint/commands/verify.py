@@ -17,7 +17,7 @@ from flashpoint._calls.service import checked
 from flashpoint._calls.verification import DRAWN
 from flashpoint.cases import MEANT, read_case
 from flashpoint.commands import verify_kernel
-from flashpoint.commands.app import RIGHT, WRONG, examples
+from flashpoint.commands.app import RIGHT, WRONG, CommandError, examples
 from flashpoint.commands.flags import takes_options
 from flashpoint.commands.running import (
     OPTIONS as OPTIONS_PANEL,
@@ -38,6 +38,7 @@ from flashpoint.commands.running import (
     picture_format,
     words,
     working,
+    write_file,
     write_json,
 )
 from flashpoint.commands.terminal.tables import verification_table
@@ -168,11 +169,15 @@ def verify(
         raise typer.BadParameter("give both for a problem, or give a FILE", param_hint="--q-len, --head-dim")
     tensors: dict[str, Any] = {}
     if file is not None:
+        if file.suffix == ".py":
+            raise CommandError(
+                f"FILE: {file} is Python, and no safetensors file",
+                f"write --kernel {file.stem}:FUNCTION for a function of it",
+            )
         tensors, of_file = read_case(file)
         keywords = of_file | keywords
     with working("judging against float64") as show_progress:
         report = _report(tensors, keywords, asked_server(url), api_key, timeout, show_progress)
-    write_json(json, report.model_dump(mode="json"))
     show = console(json)
     _show(report, show, of_file=file is not None)
     show.print(_options_line(keywords), style="dim", highlight=False, markup=False)
@@ -182,7 +187,8 @@ def verify(
     if plot is not None:
         from flashpoint.plots import plot_verification
 
-        plot.write_bytes(plot_verification(report, format, theme))
+        write_file("--plot", plot, plot_verification(report, format, theme))
+    write_json(json, report.model_dump(mode="json"))
     return RIGHT if report.ok else WRONG
 
 

@@ -21,11 +21,24 @@ from flashpoint_contract.judging import Report
 from flashpoint_contract.wording.hints import how_to_install, meant
 
 
-def load_kernel(name: str) -> Callable[..., Any]:
-    """Import and return the function MODULE:FUNCTION, also from the current folder. Raises CommandError."""
+def parts_of(name: str) -> tuple[str, str]:
+    """Return the module and the function of MODULE:FUNCTION. Raises CommandError; a file is told its module."""
     module, colon, function = name.partition(":")
+    if module.endswith(".py") or os.sep in module:
+        path = Path(module)
+        folder = "" if path.parent == Path() else f" in {path.parent}"
+        raise CommandError(
+            f"--kernel: must be MODULE:FUNCTION, not the file {module}",
+            f"write --kernel {path.stem}:{function or 'FUNCTION'}{folder and f', and run it{folder}'}",
+        )
     if not (module and colon and function):
         raise CommandError(f"--kernel: must be MODULE:FUNCTION, not {name!r}", "such as --kernel mykernels:attention")
+    return module, function
+
+
+def load_kernel(name: str) -> Callable[..., Any]:
+    """Import and return the function MODULE:FUNCTION, also from the current folder. Raises CommandError."""
+    module, function = parts_of(name)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -57,9 +70,7 @@ def judge(
     json_file: Path | None,
 ) -> int:
     """Judge a function, show the report, and return the exit code. Raises CommandError."""
-    module, colon, function = name.partition(":")
-    if not (module and colon and function):
-        raise CommandError(f"--kernel: must be MODULE:FUNCTION, not {name!r}", "such as --kernel mykernels:attention")
+    parts_of(name)
     check_file("--json", json_file)
     check_file("--save", save)
     if os.getcwd() not in sys.path:
@@ -88,8 +99,10 @@ def judge(
         raise CommandError(
             f"--kernel: {error}", "docs/judge-my-kernel.md shows what a function must look like"
         ) from None
-    write_json(json_file, report.to_dict())
     show(report, console(json_file))
+    write_json(json_file, report.to_dict())
+    if save is not None and report.smallest is not None and report.saved is None:
+        raise CommandError(f"--save: {save} cannot be written", code=WRONG)
     return RIGHT if report.ok else WRONG
 
 
@@ -102,11 +115,12 @@ def show(report: Report, to: Console) -> None:
         "FAIL": "bold red",
         "unsupported": "dim",
         "not run": "dim",
-        "races": "dim",
+        "no race in": "dim",
     }
     for line in report.lines():
         soft = line.startswith("repeat it")  # a command stays on one line, to be copied
-        to.print(line, style=styles.get(line.partition(":")[0]), markup=False, soft_wrap=soft)
+        style = next((style for start, style in styles.items() if line.startswith(start)), None)
+        to.print(line, style=style, markup=False, soft_wrap=soft)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import contextlib
 import json
 import shlex
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -190,7 +191,11 @@ class _Judgement:
             tells = partial(causes.tells, code=found[0].code) if found and found[0].confirmed else None
             smallest = shrinking.smallest(trial, failed, 2.0 if self.quick else 6.0, tells)
         if save is not None and smallest is not None:
-            shrinking.save(save, smallest)
+            try:
+                shrinking.save(save, smallest)
+            except OSError as error:  # the report must not be lost
+                warnings.warn(f"{save} cannot be written: {error}", stacklevel=3)
+                save = None
         return self.report(found, smallest, save)
 
     def recognise(self) -> None:
@@ -391,7 +396,8 @@ class _Judgement:
             else "every error is within S"
         )
         found.append(Property("accurate", "fails" if imprecise else "holds", text))
-        text = f"{sum(n for _, n in refused.values())} cases were refused" if refused else "no case was refused"
+        text = ", ".join(f"{what} ({n} cases)" for what, (_, n) in refused.items())
+        text = f"not every option and data type was accepted: {text}" if refused else "no case was refused"
         found.append(Property("all", "fails" if refused else "holds", text))
         return [replace(p, required=p.required or p.name in self.require) for p in found] + [
             Property(name, "not tested", "it was not tested", required=True)

@@ -121,7 +121,9 @@ def _beyond_accuracy(
         )
     shaped = [o for o in failed if "has shape" in o.text or "must be" in o.text or "it returned" in o.text]
     if shaped:
-        yield cause("answer-form", shaped[0].text, "return o in the shape and type of q"), shaped
+        numpy = "ndarray" in shaped[0].text
+        advice = "return torch.from_numpy(o), or judge a file that flashpoint.save_case writes"
+        yield cause("answer-form", shaped[0].text, advice if numpy else "return o in the shape and type of q"), shaped
     repeated = [
         o for o in failed if o.relation == "repeated calls" and ("equal" in o.text or "bits of the forward" in o.text)
     ]
@@ -341,9 +343,8 @@ def tells(o: Outcome, code: str) -> int:
     if o.call.signature.ragged or o.case.scores > _SMALL or not o.wrong_outputs:
         return 0
     codes = [mistake.code for mistake in causes_of(_numbers(o))]
-    if not codes or codes[0] != code:
-        return 0
-    return 2 if all(each == code or each.startswith("low-precision") for each in codes) else 1
+    alone = all(each == code or each.startswith("low-precision") for each in codes)
+    return 0 if codes[:1] != [code] else 2 if alone else 1
 
 
 def _numbers(o: Outcome) -> WrongNumbers:
