@@ -213,7 +213,7 @@ def test_the_library_is_installed_alone(built, alone, tmp_path):
     program = (
         "from flashpoint_kernels import attention, judge\n"
         "if __name__ == '__main__':\n"
-        "    print(judge(attention, quick=True, dtypes=['float32']).verdict)\n"
+        "    print(judge(attention, quick=True, dtype='float32').verdict)\n"
     )
     (tmp_path / "judged.py").write_text(program)
     assert output_of(alone("torch"), "judged.py", cwd=tmp_path).stdout == "right\n"

@@ -34,7 +34,7 @@ def asked_cases(keywords: Mapping[str, Any]) -> dict[str, Any]:
     if shape is not None:
         only |= {name: getattr(shape, name) for name in _SIZES}
     if (dtype := given.pop("dtype", None)) is not None:
-        asked["dtypes"] = (dtype,)
+        asked["dtype"] = dtype
     for name in ("layout", "precision", "causal_alignment"):
         if name in given:
             asked[name] = given.pop(name)

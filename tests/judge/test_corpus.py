@@ -41,12 +41,12 @@ def test_the_corpus_is_as_large_as_the_page_says():
 
 @pytest.mark.parametrize("name", QUICK_WRONG)
 def test_a_wrong_kernel_is_caught_and_named(name):
-    _caught(name, only=SHAPE, dtypes=("float32",))
+    _caught(name, only=SHAPE, dtype="float32")
 
 
 def test_a_mistake_is_told_from_one_that_is_equal_in_the_smallest_case():
     """Without keys to the left of the window, a missing window equals a window without a right side."""
-    report = flashpoint_kernels.judge(WRONG["window_of_future"].function, quick=True, dtypes=("float32",))
+    report = flashpoint_kernels.judge(WRONG["window_of_future"].function, quick=True, dtype="float32")
     assert [cause.code for cause in report.causes] == ["window-right"]
 
 
@@ -71,7 +71,7 @@ def with_scale(scale: Callable[[int, int], float]) -> Callable[..., Tensor]:
     ],
 )
 def test_a_factor_of_the_scores_is_found_with_its_formula(scale: Callable[[int, int], float], said: str) -> None:
-    report = flashpoint_kernels.judge(with_scale(scale), quick=True, dtypes=("float32",), layout="bhsd")
+    report = flashpoint_kernels.judge(with_scale(scale), quick=True, dtype="float32", layout="bhsd")
     assert [(cause.code, cause.confirmed) for cause in report.causes] == [("scale", True)], report.lines()
     assert said in report.causes[0].text
 
@@ -83,21 +83,21 @@ def wrong_with_two_keys(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -
 
 def test_no_cause_is_confirmed_by_cases_of_one_or_two_keys() -> None:
     """Too many mistakes give the numbers of such cases."""
-    report = flashpoint_kernels.judge(wrong_with_two_keys, quick=True, dtypes=("float32",))
+    report = flashpoint_kernels.judge(wrong_with_two_keys, quick=True, dtype="float32")
     assert report.verdict == "wrong"
     assert [cause.confirmed for cause in report.causes] == [False]
 
 
 @pytest.mark.parametrize("name", QUICK_RIGHT)
 def test_a_right_kernel_is_not_blamed(name):
-    report = flashpoint_kernels.judge(RIGHT[name], quick=True, only=SHAPE, dtypes=("bfloat16",), seed=1)
+    report = flashpoint_kernels.judge(RIGHT[name], quick=True, only=SHAPE, dtype="bfloat16", seed=1)
     assert report.verdict in ("right", "imprecise"), report.lines()
     assert report.gradients
 
 
 def test_a_right_kernel_keeps_every_relation():
     """All cases and relations of one type are judged, also those that need several shapes."""
-    report = flashpoint_kernels.judge(RIGHT["half_weights"], quick=True, dtypes=("float32",), seed=4)
+    report = flashpoint_kernels.judge(RIGHT["half_weights"], quick=True, dtype="float32", seed=4)
     assert report.verdict == "right", report.lines()
     assert report.race is not None
     assert report.calls > report.cases > 100

@@ -28,7 +28,7 @@ SMALL = {"q_len": 20, "head_dim": 16}
 
 
 def judged(function: Any, **more: Any) -> Report:
-    return flashpoint_kernels.judge(function, quick=True, only=SMALL, dtypes=("float32",), **more)
+    return flashpoint_kernels.judge(function, quick=True, only=SMALL, dtype="float32", **more)
 
 
 def test_the_published_schema_is_that_of_the_class() -> None:
@@ -115,7 +115,7 @@ def test_the_saved_case_and_the_command_repeat_the_failure(tmp_path: Path) -> No
 
 def test_the_smallest_case_alone_names_the_same_cause() -> None:
     """A mask with one key too many, of two queries and one key, has the numbers of a mask that is missing."""
-    report = flashpoint_kernels.judge(WRONG["sees_next"].function, quick=True, dtypes=("float32",))
+    report = flashpoint_kernels.judge(WRONG["sees_next"].function, quick=True, dtype="float32")
     assert report.smallest is not None
     assert report.smallest.case["kv_len"] > 2
     assert {failure.relation for failure in report.failures} == {"accuracy"}  # plain calls fail as relations do
@@ -126,7 +126,7 @@ def test_the_smallest_case_alone_names_the_same_cause() -> None:
 def test_a_requirement_that_is_lacking_fails() -> None:
     assert judged(formula_in_float32).ok
     report = flashpoint_kernels.judge(
-        formula_in_float32, quick=True, dtypes=("float32",), require=("masked-nan",), seconds=20
+        formula_in_float32, quick=True, dtype="float32", require=("masked-nan",), seconds=20
     )
     assert not report.ok
     assert "masked-nan" in report.lines()[-1]
@@ -167,3 +167,13 @@ def test_the_workflow_calls_commands_that_there_are() -> None:
         report_path = next(step["with"]["path"] for step in job["steps"] if "upload-artifact" in step.get("uses", ""))
         assert {words[words.index(flag) + 1] for flag in ("--json", "--save")} == set(report_path.split())
     assert set(REQUIREMENTS) >= {"accurate", "deterministic"}
+
+
+def test_a_data_type_or_a_requirement_may_be_one_word_or_several() -> None:
+    reports = [
+        flashpoint_kernels.judge(formula_in_float32, quick=True, only=SMALL, dtype=dtype, require=require)
+        for dtype, require in (("bfloat16", "accurate"), (["bfloat16"], ["accurate"]))
+    ]
+    assert [(report.dtypes, report.ok) for report in reports] == 2 * [(("bfloat16",), True)]
+    with pytest.raises(judging.UnusableError, match="dtype must be one of"):
+        flashpoint_kernels.judge(formula_in_float32, dtype="half")

@@ -31,7 +31,7 @@ def test_no_function_ends_the_judge(name: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(process, "_SENDING", 1.0)  # seconds in which a started answer must end
     only = SMALL if name == "crash_at_some" else ONE
     report = flashpoint_kernels.judge(
-        f"tests.judge.rude:{name}", quick=True, only=only, dtypes=("float32",), timeout=timeout, device="cpu"
+        f"tests.judge.rude:{name}", quick=True, only=only, dtype="float32", timeout=timeout, device="cpu"
     )
     assert report.verdict == verdict, report.lines()
     assert not code or code in [cause.code for cause in report.causes], report.lines()
@@ -63,7 +63,7 @@ def judged(q, k, v):
     return flashpoint_kernels.attention(q, k, v)
 
 only = {"batch": 1, "q_heads": 1, "kv_heads": 1, "q_len": 9, "kv_len": 9, "head_dim": 16, "value_dim": 16}
-report = flashpoint_kernels.judge(lambda q, k, v: judged(q, k, v), quick=True, only=only, dtypes=("float32",))
+report = flashpoint_kernels.judge(lambda q, k, v: judged(q, k, v), quick=True, only=only, dtype="float32")
 print(report.verdict)
 """
 

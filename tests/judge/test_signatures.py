@@ -138,7 +138,7 @@ FUNCTIONS: dict[str, tuple[Any, str, str, set[str]]] = {
 
 def judged(function: Any, **only: Any) -> Report:
     return flashpoint_kernels.judge(
-        function, quick=True, only={"values": "normal", "seed": 3, **only}, dtypes=("float32",), device="cpu"
+        function, quick=True, only={"values": "normal", "seed": 3, **only}, dtype="float32", device="cpu"
     )
 
 
@@ -199,7 +199,7 @@ def test_causal_is_aligned_as_the_signature_says() -> None:
     sizes = SIZES | {"value_dim": 16, "causal": True}
     assert judged(sdpa, **sizes).verdict == "right"
     only = {"values": "normal", "seed": 3, **sizes}
-    other = flashpoint_kernels.judge(sdpa, only=only, dtypes=("float32",), causal_alignment="bottom_right")
+    other = flashpoint_kernels.judge(sdpa, only=only, dtype="float32", causal_alignment="bottom_right")
     assert other.verdict == "wrong"
     assert other.causes[0].code == "causal-alignment"
 
@@ -280,7 +280,7 @@ def test_a_wrong_axis_is_not_right_in_a_layout_of_fewer_axes() -> None:
     assert (report.verdict, report.layout, report.ok) == ("wrong", "bhsd", False)
     assert report.lines()[-1].endswith("; judged as bhsd (guessed); as hsd it is right: --layout hsd")
     only = {"values": "normal", "seed": 3, "q_heads": 3, "kv_heads": 3, "q_len": 9, "kv_len": 9}
-    named = flashpoint_kernels.judge(scaled_by_keys, quick=True, only=only, dtypes=("float32",), layout="hsd")
+    named = flashpoint_kernels.judge(scaled_by_keys, quick=True, only=only, dtype="float32", layout="hsd")
     assert (named.verdict, named.lines()[-1]) == ("right", "PASS: right: every error is within its bound")
 
 
@@ -319,7 +319,7 @@ def lacks_causal(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tenso
 def test_an_option_that_always_raises_does_not_pass() -> None:
     last = {}
     for function, ok in ((raises_if_causal, False), (lacks_causal, True)):
-        report = flashpoint_kernels.judge(function, quick=True, dtypes=("float32",), only={"head_dim": 16})
+        report = flashpoint_kernels.judge(function, quick=True, dtype="float32", only={"head_dim": 16})
         assert (report.verdict, report.ok) == ("right", ok), report.lines()
         assert "unsupported: causal" in "\n".join(report.lines())
         last[function] = report.lines()[-1]

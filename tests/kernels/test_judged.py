@@ -32,7 +32,7 @@ def test_our_kernels_are_right(backend: str, causal: bool) -> None:
     if backend == "triton" and not ON_GPU:
         pytest.skip("the interpreter would take minutes; make gpu judges it")
     only = SHAPE | {"causal": causal}
-    report = _judged(OURS[backend], only=only, dtypes=("float32", "bfloat16"), seed=int(causal))
+    report = _judged(OURS[backend], only=only, dtype=("float32", "bfloat16"), seed=int(causal))
     assert report.ok, "\n".join(report.lines())
     assert set(report.outputs) >= {"o", "lse", "dq", "dk", "dv"}
 

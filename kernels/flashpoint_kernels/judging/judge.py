@@ -54,12 +54,12 @@ def judge(
     function: Callable[..., Any] | str,
     *,
     quick: bool = False,
-    dtypes: Sequence[str] = (),
+    dtype: str | Sequence[str] = (),
     layout: str | None = None,
     causal_alignment: str | None = None,
     empty_rows: str | None = None,
     precision: str = "ieee",
-    require: Sequence[str] = (),
+    require: str | Sequence[str] = (),
     seed: int = 0,
     seconds: float | None = None,
     timeout: float | None = None,
@@ -76,7 +76,7 @@ def judge(
         function: Called as function(q, k, v, causal=…, …) with torch tensors; or its name, MODULE:FUNCTION. Parameters
             of flash-attn, SDPA, FlashInfer and `flashpoint_kernels.attention` are recognised, and so are their layouts.
         quick: About 10 seconds of the judge's own work in place of 60.
-        dtypes: Data types to judge, of float32, bfloat16 and float16; all that the function takes by default.
+        dtype: Data type to judge, or several, of float32, bfloat16 and float16; all that the function takes by default.
         layout: Layout of q, k and v: bhsd, bshd, sbhd, shd, hsd, bsd or sd. Found by trial by default.
         causal_alignment: top_left or bottom_right; by default bottom_right, and top_left for `is_causal`.
         empty_rows: Rows without keys must be: `zero`, or `nan` to accept NaN, the default for SDPA's signature.
@@ -96,6 +96,7 @@ def judge(
     Raises:
         UnusableError: the function cannot be imported or called, or an argument is not valid. It is a ValueError.
     """
+    dtypes, require = ((each,) if isinstance(each, str) else tuple(each) for each in (dtype, require))
     _check(dtypes, layout, causal_alignment, empty_rows, precision, require)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -116,7 +117,7 @@ def judge(
             nan_rows=nan_rows,
         )
         name = function if isinstance(function, str) else f"{about['module']}:{about['name']}"
-        own = _Judgement(trial, name, tuple(dtypes) or TYPES, quick, seed, tuple(require), progress, layout is None)
+        own = _Judgement(trial, name, dtypes or TYPES, quick, seed, require, progress, layout is None)
         return own.run(only, Path(save) if save is not None else None)
     except NotLoadedError as error:
         raise UnusableError(str(error)) from None
@@ -138,7 +139,7 @@ def _check(
     require: Sequence[str],
 ) -> None:
     allowed: list[tuple[str, Iterable[str | None], Sequence[str]]] = [
-        ("dtypes", dtypes, TYPES), ("layout", [layout], LAYOUTS), ("require", require, REQUIREMENTS),
+        ("dtype", dtypes, TYPES), ("layout", [layout], LAYOUTS), ("require", require, REQUIREMENTS),
         ("causal_alignment", [alignment], ("top_left", "bottom_right")), ("empty_rows", [empty], ("zero", "nan")),
         ("precision", [precision], ("ieee", "tf32")),
     ]  # fmt: skip
