@@ -267,7 +267,9 @@ def test_a_function_is_timed_beside_the_backends(run, kernels, tmp_path):
     assert code == 0, err
     assert len(rows) == 4
     assert all(row.ms > 0 and row.speedup_over_naive > 0 and row.skipped is None for row in rows)
-    assert "`flashpoint verify --kernel my_kernels:plain` judges its answers" in out
+    assert "plain is my_kernels:plain; `flashpoint verify --kernel my_kernels:plain` judges its answers" in out
+    lines = [line.split()[0] for line in out.splitlines() if line.strip()]
+    assert (lines.count("plain"), lines.count("kernel")) == (5, 0)  # four rows, and the line above
     assert "naive writes the matrix of scores, so its limit is low" in " ".join(out.split())
 
 
@@ -285,7 +287,7 @@ def test_a_function_is_timed_beside_the_backends(run, kernels, tmp_path):
 def test_a_function_that_cannot_be_timed_says_why(run, kernels, tmp_path, kernel, flags, message):
     code, out, err, rows = timed(run, tmp_path, kernel, *flags)
     assert (code, [row.skipped for row in rows]) == (1, [message])
-    assert f"kernel skipped: {message}" in " ".join(out.split())
+    assert f"{kernel} skipped: {message}" in " ".join(out.split())
     assert f"my_kernels:{kernel} ran no case; the table has the reasons" in err
 
 

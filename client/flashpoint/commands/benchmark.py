@@ -38,7 +38,7 @@ from flashpoint.commands.running import (
     write_file,
     write_json,
 )  # fmt: skip
-from flashpoint.commands.terminal.tables import OF_NAIVE, benchmark_tables, machine, problem
+from flashpoint.commands.terminal.tables import OF_NAIVE, benchmark_tables, machine, named_rows, problem
 from flashpoint.commands.verify_kernel import load_kernel
 from flashpoint.errors import FlashpointError
 from flashpoint_contract.schemas.benchmark import (
@@ -134,7 +134,7 @@ def benchmark(
             job, interrupted = _watched(started.job(), started.events(), started)
     show = console(json)
     show.print(machine(job.environment), style="dim", markup=False)
-    for table in benchmark_tables(job.rows, show.width):
+    for table in benchmark_tables(named_rows(job.rows, kernel), show.width):
         show.print(table)
         show.print()
     if any(row.backend.startswith("naive") and row.roofline_percent is not None for row in job.rows):
@@ -143,7 +143,10 @@ def benchmark(
     if plot is not None:
         _draw(job, plot, kind, format, theme, show)
     if kernel is not None:
-        show.print(f"kernel is {kernel}; `flashpoint verify --kernel {kernel}` judges its answers", style="dim")
+        show.print(
+            f"{kernel.partition(':')[2]} is {kernel}; `flashpoint verify --kernel {kernel}` judges its answers",
+            style="dim",
+        )
         if job.state == "done" and all(row.ms is None for row in job.rows if row.backend == "kernel"):
             print(f"flashpoint benchmark: {kernel} ran no case; the table has the reasons", file=sys.stderr)
             return WRONG

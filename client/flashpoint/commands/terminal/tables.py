@@ -95,6 +95,16 @@ def columns(rows: Sequence[BenchmarkRow]) -> dict[str, Callable[[BenchmarkRow], 
     return found
 
 
+def named_rows(rows: Iterable[BenchmarkRow], kernel: str | None) -> list[BenchmarkRow]:
+    """Return rows in which the caller's function MODULE:FUNCTION has its name; all of it if a backend has that, too."""
+    rows = list(rows)
+    if kernel is None:
+        return rows
+    function = kernel.partition(":")[2]
+    name = kernel if function in {row.backend for row in rows} - {"kernel"} else function
+    return [row.model_copy(update={"backend": name}) if row.backend == "kernel" else row for row in rows]
+
+
 def benchmark_tables(rows: Iterable[BenchmarkRow], width: int) -> Iterator[Table]:
     """Yield a table for each problem, with a row for each backend. The caption says why backends were skipped."""
     for title, group in groupby(rows, key=problem):
