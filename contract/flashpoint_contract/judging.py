@@ -193,7 +193,7 @@ class Report:
         return found
 
     def _conclusion(self) -> str:
-        """Return the verdict in a sentence, with what is required and lacking, and what is to be said of the layout."""
+        """Return the verdict in a sentence, with what is required and lacking, a guessed layout, options that raise."""
         said = {
             "right": "every error is within its bound", "imprecise": "no error is above L, some are above S",
             "not judged": "no case could be judged",
@@ -201,11 +201,9 @@ class Report:
         lacking = [each for each in self.properties if each.required and each.standing != "holds"]
         if self.verdict in ("wrong", "not judged") or not lacking:
             said = f"{self.verdict}: {said}"
-        reasons = [
-            each.text if each.name.startswith("option ") else f"{each.text} (--require {each.name})" for each in lacking
-        ]
-        said += f", but {'; '.join(reasons)}" if lacking else ""
-        return "; ".join([said, *(each.text for each in self.properties if each.name == "layout")])
+        said += f", but {'; '.join(f'{each.text} (--require {each.name})' for each in lacking)}" if lacking else ""
+        last = [each.text for each in self.properties if each.name == "layout" or each.name.startswith("option ")]
+        return "; ".join([said, *last])
 
 
 def _said(failure: Failure, title: str) -> list[str]:

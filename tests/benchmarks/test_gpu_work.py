@@ -120,7 +120,8 @@ import types
 
 import torch
 from flashpoint_kernels import Options, Problem
-from flashpoint_kernels.triton_backend import ahead, launch
+from flashpoint_kernels.triton_backend.host import launch
+from flashpoint_kernels.triton_backend.tools import ahead
 
 from benchmarks.gpu_day.device import Cuda
 

@@ -20,7 +20,7 @@ from flashpoint_kernels.triton_backend.tools import ahead
 PROBLEM = """
 import torch
 from flashpoint_kernels import Options, Problem, triton_backend
-from flashpoint_kernels.triton_backend import ahead
+from flashpoint_kernels.triton_backend.tools import ahead
 
 ahead.pretend(90)
 
@@ -137,7 +137,7 @@ def test_a_process_compiles_for_one_architecture(monkeypatch: pytest.MonkeyPatch
 WARM = """
 import torch
 from flashpoint_kernels import Options, Problem, triton_backend
-from flashpoint_kernels.triton_backend import ahead
+from flashpoint_kernels.triton_backend.tools import ahead
 
 ahead.pretend(90)
 for batch, heads, length in ((1, 1, 16), (2, 4, 333), (3, 8, 4096)):

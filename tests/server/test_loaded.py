@@ -18,7 +18,7 @@ def test_a_server_imports_no_client():
 @pytest.mark.slow
 def test_an_engine_starts_without_sympy():
     """torch imports it, in half a second, when autograd gets gradients of outputs."""
-    program = "import sys; from flashpoint_server.engine import proof; proof.start('cpu')"
+    program = "import sys; from flashpoint_server.engine import self_test; self_test.start('cpu')"
     program += "; print('sympy' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ran.stdout.splitlines()[-1] == "False"

@@ -124,7 +124,7 @@ def test_a_device_is_lost_only_where_nothing_works_any_more(error_text, works, k
 COMPILE = """
 import numpy as np
 from tests.server.engine.test_device import submit
-from flashpoint_kernels.triton_backend import ahead
+from flashpoint_kernels.triton_backend.tools import ahead
 from flashpoint_server.engine.execution.device import TorchDevice
 from flashpoint_server.ipc.messages import DeviceInfo
 
