@@ -83,7 +83,7 @@ def scaled(w: WrongNumbers, named: list[Mistake]) -> list[Mistake]:
     advice = "multiply q·k by the scale once: the given one, or 1/sqrt(D)"
     hits = [each for each in named if unexplained(w, "o", w.with_mistake(each, False)["o"]) < most]
     for name, size in sizes.items() if case.scale is None else ():
-        if size != case.head_dim and left((case.head_dim / size) ** 0.5) < most:
+        if size not in (1, case.head_dim) and left((case.head_dim / size) ** 0.5) < most:  # 1: no scale at all
             text = f"the scale is 1/sqrt({name.strip('()')}), not 1/sqrt(D): "
             text += f"scores are sqrt(D/{name}) times the right ones"
             here = f"; the factor is {factor:.4g} where D is {case.head_dim} and {name} is {size}"
