@@ -113,9 +113,9 @@ def tiles(
         packed = replace(packed, block_n=max(packed.block_n // 2, 16))
     if quantized and paged:
         forward = replace(forward, block_n=max(forward.block_n // 2, 16))
+        packed = replace(packed, num_stages=2 if arch >= 100 else packed.num_stages)  # a third stage spills on sm_100
     if blocks and arch == 100 and widest == 128:  # with 64 keys the loop of tiles without a cut spills
         forward = replace(forward, block_n=32)
-        packed = replace(packed, num_stages=2 if arch >= 100 else packed.num_stages)  # a third stage spills on sm_100
     config = replace(config, forward=forward, packed=packed)
     if arch == 90 and not has_fences(triton.__version__):
         config = config.without_copies()
