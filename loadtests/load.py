@@ -81,7 +81,7 @@ class Step:
             "callers": self.callers,
             "offered": self.offered and round(self.offered, 1),
             "answered": round(self.rate, 1),
-            **{f"p{part}_ms": self._shown(part) for part in (50, 95, 99)},
+            **{f"p{part}_ms": self._finite(part) for part in (50, 95, 99)},
             "calls": len(self.calls),
             "errors": self.errors.total(),
             "generator_busy": round(self.busy, 2),
@@ -101,7 +101,7 @@ class Load:
         self._runner = self.environment.create_local_runner()
         self._calls: list[Call] = []
         self._steps: list[Step] = []
-        self.environment.events.request.add_listener(self._heard)
+        self.environment.events.request.add_listener(self._record_call)
 
     def __enter__(self) -> Load:
         self._history = gevent.spawn(stats_history, self._runner)

@@ -4,34 +4,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from flashpoint_kernels import Options, Problem, run
 from flashpoint_kernels.triton_backend.host import launch
-from tests.conftest import DEVICE, INTERPRETING
+from tests.conftest import INTERPRETING
 from tests.support.kernels.shared_pages import check, tree
 from tests.support.kernels.solving import normal
 
-F8 = torch.float8_e4m3fn
 UNIT = 1 if INTERPRETING else 16  # tiles for the interpreter have fewer keys than those for a GPU
-
-
-@given(
-    keys=st.lists(st.tuples(st.sampled_from([0, 32, 64, 100, 128, 160]), st.integers(1, 80)), min_size=1, max_size=5),
-    first=st.sampled_from([64, 160, 200]), page=st.sampled_from([16, 32, 48]), q_len=st.sampled_from([1, 1, 2]),
-    group=st.sampled_from([1, 3, 4]), dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    kind=st.sampled_from([None, None, torch.int8, F8]), sinks=st.booleans(),
-    options=st.sampled_from([{}, {}, {"softcap": 2.0}, {"window": (90 * UNIT, 0)}]),
-)  # fmt: skip
-@settings(max_examples=15, deadline=None)
-def test_sequences_of_a_tree_have_their_bits_in_triton(
-    keys: list[tuple[int, int]], first: int, page: int, q_len: int, group: int, dtype: torch.dtype,
-    kind: torch.dtype | None, options: dict[str, Any], sinks: bool,
-) -> None:  # fmt: skip
-    shared, own = ([pair[n] * UNIT for pair in keys] for n in range(2))
-    more = {"sinks": torch.linspace(-1, 1, 2 * group, device=DEVICE)} if sinks else {}
-    check([0, *shared], [first * UNIT, *own], page, q_len, group, dtype, kind, "triton", **options, **more)
 
 
 def forks(lengths: list[int], *, fixed: bool = True, group: int = 1, **options: Any) -> Problem:
@@ -61,6 +41,24 @@ def test_a_triton_program_reads_a_shared_part_for_all_sequences() -> None:
     # a query of more than half a block shares nothing, nor does a window without the first keys
     assert "attention_cascade" not in programs([forks(lengths, group=9)])
     assert "attention_cascade" not in programs([forks(lengths, window=(60, 0))])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "group", "options"),
+    [
+        (torch.float32, None, 1, {}),
+        (torch.bfloat16, None, 4, {"softcap": 2.0}),
+        (torch.float16, torch.int8, 1, {"window": (90 * UNIT, 0)}),
+        (torch.bfloat16, torch.float8_e4m3fn, 2, {}),
+    ],
+    ids=str,
+)
+def test_forks_have_the_bits_of_each_alone(
+    dtype: torch.dtype, kind: torch.dtype | None, group: int, options: dict[str, Any]
+) -> None:
+    shared, own = [0, 160, 128, 100], [200, 7, 40, 64]
+    sizes = ([n * UNIT for n in lengths] for lengths in (shared, own))
+    check(*sizes, 16, 1, group, dtype, kind, "triton", **options)
 
 
 def test_parts_that_begin_alike_and_end_apart_are_not_shared() -> None:

@@ -44,7 +44,7 @@ from flashpoint_server.ipc.messages import (
     JobEvent,
     JobNews,
     JobOpened,
-    Reply,
+    CallReply,
     SavedOwners,
     StartBenchmark,
     StopJob,
@@ -241,7 +241,7 @@ class Engine:
                     self._died()
                     return
                 match message:
-                    case Done() | Failed() | Verified() | Reply():
+                    case Done() | Failed() | Verified() | CallReply():
                         self._settle(message)
                     case Hello() if self.device is not None and message.device.name != self.device.name:
                         # Waiting jobs were planned for the first device, and a CPU must not replace a GPU silently.
@@ -273,12 +273,12 @@ class Engine:
         if sent.job.progress is not None and not sent.future.done():
             sent.job.progress(message.progress)
 
-    def _settle(self, message: Done | Failed | Verified | Reply) -> None:
+    def _settle(self, message: Done | Failed | Verified | CallReply) -> None:
         match message:
-            case Reply(more=True):
+            case CallReply(more=True):
                 self._sent[message.id].told += message.caches
                 return
-            case Reply():
+            case CallReply():
                 self._sent[message.id].told += message.caches
         sent = self._sent.pop(message.id)
         self._let_go(sent)
@@ -297,7 +297,7 @@ class Engine:
                 result = JobResult(message.metadata, message.batch_size, message.launch, incarnation=self.incarnation)
             case Verified():
                 result = JobResult({}, 1, report=message.report)
-            case Reply():
+            case CallReply():
                 result = JobResult({}, 1, caches=tuple(sent.told), saved=tuple(message.saved))
         if not future.done():
             sent.job.timings.compute, sent.job.timings.encode = message.began, message.ended

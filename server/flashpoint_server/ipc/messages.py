@@ -233,7 +233,7 @@ class Verified(msgspec.Struct, frozen=True, tag=True):
     ended: float
 
 
-class Reply(msgspec.Struct, frozen=True, tag=True):
+class CallReply(msgspec.Struct, frozen=True, tag=True):
     """From the engine: the answer to a CacheCall or a SavedCall. Times are as in `Done`.
 
     After a message with `more`, another one follows.
@@ -249,7 +249,7 @@ class Reply(msgspec.Struct, frozen=True, tag=True):
     @classmethod
     def parts(
         cls, id: int, caches: Sequence[CacheRecord], saved: list[SavedRecord], began: float, ended: float
-    ) -> Iterator[Reply]:
+    ) -> Iterator[CallReply]:
         """Yield the answer about `caches` in messages that fit the socket. `saved` is in the last one."""
         most = max((one.shape.layers for one in caches), default=0)
         count = max(1, LARGEST_MESSAGE // 2 // (_RECORD + _RECORD_LAYER * most))
@@ -297,7 +297,7 @@ class JobDropped(msgspec.Struct, frozen=True, tag=True):
 
 JobNews = JobOpened | JobEvent | JobDropped
 ToEngine = Attach | Detach | Submit | SavedOwners | Forget | StartBenchmark | StopJob | Cancel
-FromEngine = Hello | Broken | Done | Failed | Unmapped | VerifyProgressed | Verified | Reply | Holding | JobNews
+FromEngine = Hello | Broken | Done | Failed | Unmapped | VerifyProgressed | Verified | CallReply | Holding | JobNews
 
 Incoming = TypeVar("Incoming")
 

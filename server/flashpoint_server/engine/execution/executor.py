@@ -30,7 +30,7 @@ from flashpoint_server.ipc.messages import (
     CacheRecord,
     Done,
     Failed,
-    Reply,
+    CallReply,
     SavedRecord,
     Verified,
     VerifyProgressed,
@@ -168,7 +168,7 @@ class Executor:
         except Exception as error:
             self._fail([entry], OutOfMemoryError() if isinstance(error, MemoryError) else error)
         else:
-            for told in Reply.parts(entry.submit.id, caches, saved, entry.began, time.perf_counter()):
+            for told in CallReply.parts(entry.submit.id, caches, saved, entry.began, time.perf_counter()):
                 entry.peer.send(told)
 
     def _launch(self, batch: Sequence[Entry]) -> None:
