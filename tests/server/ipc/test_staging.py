@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashpoint_contract.tensors import TensorInfo
-from flashpoint_server.http.body_buffer import MOST_AT_ONCE, Places
+from flashpoint_server.http.body_buffer import MOST_AT_ONCE, BodyBuffer
 from flashpoint_server.ipc.memory import ALIGNMENT, Pool
 from flashpoint_server.ipc.staging import Layout, Staging
 from flashpoint_server.refusal import Refusal
@@ -35,7 +35,7 @@ def test_every_tensor_is_whole_and_aligned_however_the_chunks_fall(pool, pieces)
     staging = Staging.take(pool, Layout.of(INPUTS, OUTPUTS))
     size = sum(info.nbytes for _, info in INPUTS)
     data = np.random.default_rng(0).integers(0, 256, size, np.uint8).tobytes()
-    places = Places(staging.views(staging.inputs).values())
+    places = BodyBuffer(staging.views(staging.inputs).values())
     assert places.left == size
     for start in range(0, size, pieces):
         assert not places.full
@@ -70,7 +70,7 @@ def test_no_room_is_429_and_what_never_fits_is_413():
 @given(st.lists(st.integers(0, 3 * MOST_AT_ONCE // 2), max_size=4), st.integers(0, 1000))
 def test_what_is_discarded_touches_nothing_and_keeps_the_count(sizes, first):
     memory = [bytearray(size) for size in sizes]
-    places = Places(map(memoryview, memory))
+    places = BodyBuffer(map(memoryview, memory))
     n = min(first, places.left)
     places.copy(memoryview(b"x" * n))
     before, left = [bytes(m) for m in memory], places.left
