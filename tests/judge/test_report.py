@@ -177,3 +177,5 @@ def test_a_data_type_or_a_requirement_may_be_one_word_or_several() -> None:
     assert [(report.dtypes, report.ok) for report in reports] == 2 * [(("bfloat16",), True)]
     with pytest.raises(judging.UnusableError, match="dtype must be one of"):
         flashpoint_kernels.judge(formula_in_float32, dtype="half")
+    with pytest.raises(judging.UnusableError, match="dtype must be one of"):
+        flashpoint_kernels.judge(formula_in_float32, dtypes=("half",))  # the name before 0.3

@@ -67,6 +67,7 @@ def judge(
     only: Mapping[str, Any] | None = None,
     save: str | Path | None = None,
     progress: Callable[[Progress], None] | None = None,
+    dtypes: str | Sequence[str] = (),
 ) -> Report:
     """Judge an attention function against float64: accuracy, purity, repeatability, and the causes of what is wrong.
 
@@ -89,6 +90,7 @@ def judge(
         only: One case, as a report has it (`Failure.case`); or sizes and options that all cases have.
         save: File for the smallest failing case with its answers, as safetensors.
         progress: Called before each case. An exception that it raises ends the judgement.
+        dtypes: The name of `dtype` before 0.3, which still works.
 
     Returns:
         The report. `report.ok` is the verdict.
@@ -96,7 +98,7 @@ def judge(
     Raises:
         UnusableError: the function cannot be imported or called, or an argument is not valid. It is a ValueError.
     """
-    dtypes, require = ((each,) if isinstance(each, str) else tuple(each) for each in (dtype, require))
+    dtypes, require = ((each,) if isinstance(each, str) else tuple(each) for each in (dtype or dtypes, require))
     _check(dtypes, layout, causal_alignment, empty_rows, precision, require)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -400,7 +402,7 @@ class _Judgement:
         text = ", ".join(f"{what} ({n} cases)" for what, (_, n) in refused.items())
         text = f"not every option and data type was accepted: {text}" if refused else "no case was refused"
         found.append(Property("all", "fails" if refused else "holds", text))
-        return [replace(p, required=p.required or p.name in self.require) for p in found] + [
+        return [replace(p, required=p.name in self.require) for p in found] + [
             Property(name, "not tested", "it was not tested", required=True)
             for name in self.require if name not in {p.name for p in found}
         ]  # fmt: skip
