@@ -19,7 +19,7 @@ install: $(VENV)/.server ## the server into .venv
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 $(VENV)/.server: $(VENV)/bin/python pyproject.toml constraints.txt $(NATIVE)
-	@echo "Installing the server into $(VENV), most of it torch: some minutes, and 1.9 GB with its CPU build, 5.2 GB with PyPI's for CUDA."
+	@echo "Installing the server into $(VENV), most of it torch: some minutes, and 1.9 GB with its CPU build, about 5.2 GB with PyPI's for CUDA."
 	$(PIP) -e '.[server]'
 	@touch $@
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt $(NATIVE)

@@ -139,7 +139,7 @@ VALUES = [
         "--kernel: must be MODULE:FUNCTION, not the file ./text.py\n  hint: write --kernel text:f\n",
     ),
     ("verify --kernel text.py", "not the file text.py\n  hint: write --kernel text:FUNCTION\n"),
-    ("verify --kernel /work/text:f", "hint: write --kernel text:f, and run it in /work\n"),
+    ("verify --kernel /kernels/text:f", "hint: write --kernel text:f, and run it in /kernels\n"),
     (
         "verify text.py",
         "FILE: text.py is Python, and no safetensors file\n  hint: write --kernel text:FUNCTION for a function of it\n",

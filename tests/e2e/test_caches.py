@@ -1,11 +1,9 @@
 """KV caches over HTTP equal a model in numpy and the kernel library; keys, quotas and lost engines."""
 
-import asyncio
 import concurrent.futures
 import contextlib
 import hashlib
 import json
-import math
 import os
 import signal
 
@@ -13,8 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-import flashpoint
-from flashpoint import InvalidInputError
 from flashpoint_kernels import attention, dequantize, quantize
 from tests.support.caches import (
     HK,
@@ -358,89 +354,6 @@ def test_a_server_without_memory_has_no_caches_and_saves_nothing(start_server):
     q, (k, v) = normal(1, HQ, 9, D), kv(9, 0)
     problem(post(server, "/attention", message({"q": q, "k": k, "v": v}, save=True)), 413, "work_too_large")
     problem(ask(server, "/saved"), 404, "not_found")
-
-
-def test_calls_on_one_cache_keep_their_order_and_the_sdk_its_lengths(shared_server):
-    with client(shared_server) as alice, alice.cache(**SHAPE) as cache:
-        q, (k, v) = normal(1, HQ, 64, D, seed=1), kv(64, 2)
-        with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            done = [pool.submit(cache.append, k[0, :, n : n + 1], v[0, :, n : n + 1], layer=1) for n in range(64)]
-            lengths = [one.result() for one in done]
-        assert sorted(lengths) == list(range(1, 65))
-        cache.refresh()  # the threads got their answers in any order
-        o, meta = cache.attention(q[:, :, :9], k[:, :, :9], v[:, :, :9], causal=True, with_meta=True)
-        torch.testing.assert_close(
-            o, attention(q[:, :, :9], k[:, :, :9], v[:, :, :9], causal=True), rtol=1e-4, atol=1e-5
-        )
-        assert (meta.lengths, cache.length, cache.lengths) == ((9,), 64, [9, 64])
-        draft = cache.fork()
-        cache.truncate(5)
-        assert (cache.lengths, draft.lengths) == ([5, 5], [9, 64])
-        both = alice.attention(q[:, :, :1].repeat(2, 1, 1, 1), caches=[cache, draft])
-        for n, length in enumerate((5, 9)):
-            expected = attention(q[:, :, :1], k[:, :, :length], v[:, :, :length])
-            torch.testing.assert_close(both[n : n + 1], expected, rtol=1e-4, atol=1e-5)
-        held_k, held_v = draft.tensors(0, like=q)
-        assert torch.equal(held_k, k[:, :, :9])
-        assert torch.equal(held_v, v[:, :, :9])
-        draft.renew()
-        copies = alice.fork_caches([cache, cache], [1, 2], free=[draft])
-        assert [copy.length for copy in copies] == [1, 2]
-        with pytest.raises(flashpoint.CacheError) as error:
-            draft.refresh()
-        assert error.value.code == "cache_not_found"
-        draft.delete()
-        for copy in copies:
-            copy.delete()
-        with pytest.raises(flashpoint.InvalidInputError):
-            alice.attention(q, k, v, layer=1)
-    assert ask(shared_server, "/caches", **bearer("alice")).json == {"caches": []}
-
-
-def test_the_sdk_takes_numpy_numbers_for_numbers(shared_server):
-    q, (k, v) = normal(1, HQ, 3, D), kv(3, 2)
-    sizes = {"layers": np.int64(2), "kv_heads": np.array([HK, HK]), "head_dim": np.int32(D), "ttl_s": np.float32(60)}
-    with client(shared_server) as alice, alice.caches(np.int64(1), **sizes)[0] as cache:
-        assert cache.append(k[0], v[0], layer=np.int64(1), at=np.int64(0)) == 3
-        cache.attention(q, k, v, layer=np.int64(0), at=np.int64(0))
-        copies = [cache.fork(np.int64(2)), *alice.fork_caches([cache, cache], np.array([1, 2]))]
-        assert [copy.lengths for copy in copies] == [[2, 2], [1, 1], [2, 2]]
-        alice.delete_caches(copies)
-        cache.truncate(np.int64(1))
-        assert cache.lengths == [1, 1]
-        cache.truncate(torch.tensor(0))
-        assert cache.lengths == [0, 0]
-
-
-@pytest.mark.parametrize("ttl", [math.nan, np.float32("inf"), {60}, object()], ids=["nan", "inf", "set", "object"])
-def test_the_sdk_names_a_number_that_json_cannot_hold(shared_server, ttl):
-    with client(shared_server) as alice, pytest.raises(InvalidInputError, match="ttl_s: must be text, finite numbers"):
-        alice.cache(**SHAPE, ttl_s=ttl)
-
-
-def test_the_asyncio_twin_does_the_same(shared_server):
-    async def run():
-        async with flashpoint.AsyncClient(shared_server.url, api_key=KEYS["bob"], timeout=240) as bob:
-            q, (k, v) = normal(1, HQ, 3, D).numpy(), (t.numpy() for t in kv(3, 2))
-            async with await bob.cache(**SHAPE) as cache:
-                assert await cache.append(k[0], v[0], layer=1) == 3
-                o = await cache.attention(q, k, v, causal=True)
-                copy = await cache.fork(2)
-                await copy.truncate(1)
-                await copy.renew()
-                await cache.refresh()
-                assert (cache.lengths, copy.lengths) == ([3, 3], [1, 1])
-                assert np.array_equal((await cache.tensors())[0], k)
-                made = await bob.fork_caches([cache], free=[copy])
-                made += await bob.caches(2, **SHAPE, beside=cache)
-                assert (await bob.attention(np.concatenate((q, q)), caches=[cache, made[0]])).shape == (2, *o.shape[1:])
-                for one in made:
-                    await one.delete()
-            return o
-
-    o = asyncio.run(run())
-    q, (k, v) = normal(1, HQ, 3, D), kv(3, 2)
-    np.testing.assert_allclose(o, attention(q, k, v, causal=True).numpy(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

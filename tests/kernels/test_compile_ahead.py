@@ -20,6 +20,7 @@ from flashpoint_kernels.triton_backend.tools import ahead
 PROBLEM = """
 import torch
 from flashpoint_kernels import Options, Problem, triton_backend
+from flashpoint_kernels.triton_backend.host import launch
 from flashpoint_kernels.triton_backend.tools import ahead
 
 ahead.pretend(90)
@@ -52,6 +53,14 @@ assert triton_backend.compiled([gradient])
 single = problem("forward", keys=9, softcap=1.0)
 triton_backend.compile_ahead([single]).result()
 assert triton_backend.compiled([problem("forward", softcap=1.0)]), "whose many keys are split: of the same launch key"
+pages = {"q": (3, 2, 1, 16), "k": (130, 1, 16, 16), "v": (130, 1, 16, 16)}
+pages = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in pages.items()}
+pages |= {"block_table": torch.arange(130, dtype=torch.int32).repeat(3, 1), "kv_lengths": torch.tensor([2080] * 3)}
+own, forks = (Problem.create(pages, Options(), fixed_pages=fixed) for fixed in (False, True))
+triton_backend.compile_ahead([own]).result()
+assert triton_backend.compiled([own, forks]), "whose pages are shared: of the same launch key"
+calls = [call.kernel.__name__ for call in launch.forward_calls([forks]) if call.programs]
+assert calls == ["attention_cascade", "attention_forward", "merge_parts"]
 """
 
 
@@ -137,6 +146,7 @@ def test_a_process_compiles_for_one_architecture(monkeypatch: pytest.MonkeyPatch
 WARM = """
 import torch
 from flashpoint_kernels import Options, Problem, triton_backend
+from flashpoint_kernels.triton_backend.host import launch
 from flashpoint_kernels.triton_backend.tools import ahead
 
 ahead.pretend(90)

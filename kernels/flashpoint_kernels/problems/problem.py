@@ -33,7 +33,7 @@ from torch import Tensor
 from flashpoint_contract.options import Direction, Options, ProblemError
 from flashpoint_contract.spec import Row, Spec, plan
 from flashpoint_contract.tensors import FORWARD_TENSORS, INDEX_TENSORS, SCALES, TENSORS, TensorInfo
-from flashpoint_kernels.problems import pages
+from flashpoint_kernels.problems import pages, sequences
 from flashpoint_kernels.problems.cost import flops_of
 from flashpoint_kernels.problems.readings import readings
 from flashpoint_kernels.problems.strides import empty_like
@@ -171,17 +171,17 @@ class Problem:
         t, first = self._mask_sequences(t)
         row = rows[0]
         own = t[:, :, : row.q_len if t.shape[2] > 1 else 1, : row.kv_len if t.shape[3] > 1 else 1]
-        return _sequences_of(own, rows, first)
+        return sequences.of_mask(own, rows, first)
 
     def block_part(self, rows: Sequence[Row]) -> Tensor:
         """Return the part of the block mask for `rows`, like `mask_part`: (n|1,Hq|1,ceil(sq/Mq),ceil(sk/Mk))."""
         t, first = self._mask_sequences(self.tensors["block_mask"])
         (queries, keys), row = self.spec.options.block_size, rows[0]
-        return _sequences_of(t[:, :, : -(-row.q_len // queries), : -(-row.kv_len // keys)], rows, first)
+        return sequences.of_mask(t[:, :, : -(-row.q_len // queries), : -(-row.kv_len // keys)], rows, first)
 
     def put_mask_part(self, t: Tensor, rows: Sequence[Row], part: Tensor) -> None:
         """Write back into `t` the `part` that `mask_part` has copied for `rows`; a view needs nothing."""
-        if part.shape[0] > 1 and not consecutive(rows):
+        if part.shape[0] > 1 and not sequences.consecutive(rows):
             full, first = self._mask_sequences(t)
             own = full[:, :, : part.shape[2], : part.shape[3]]
             own.index_copy_(0, torch.tensor([row.batch - first for row in rows], device=t.device), part)
@@ -213,15 +213,15 @@ class Problem:
         inputs = {name: self.canonical(name, t) for name, t in self.tensors.items() if name not in _NOT_OF_ROWS}
         outputs = {name: self.canonical(name, t) for name, t in self.outputs.items() if name not in _NOT_OF_ROWS}
         for rows in self._alike(most):
-            if consecutive(rows):
-                own = {name: self._read(name, view, rows, _own) for name, view in inputs.items()}
-                yield rows, own | {name: _own(name, view, rows) for name, view in outputs.items()}
+            if sequences.consecutive(rows):
+                own = {name: self._read(name, view, rows, sequences.viewed) for name, view in inputs.items()}
+                yield rows, own | {name: sequences.viewed(name, view, rows) for name, view in outputs.items()}
                 continue
-            gathered = {name: self._read(name, view, rows, _gathered) for name, view in inputs.items()}
-            answers = {name: torch.empty_like(_gathered(name, view, rows)) for name, view in outputs.items()}
+            gathered = {name: self._read(name, view, rows, sequences.gathered) for name, view in inputs.items()}
+            answers = {name: torch.empty_like(sequences.gathered(name, view, rows)) for name, view in outputs.items()}
             yield rows, gathered | answers
             for name, view in outputs.items():
-                _scatter(name, view, rows, answers[name])
+                sequences.scatter(name, view, rows, answers[name])
 
     def _read(self, name: str, view: Tensor, rows: Sequence[Row], read: _Read) -> Tensor:
         """Return the part of an input for `rows`, of equal lengths.
@@ -418,18 +418,6 @@ def _one_head(t: Tensor, rank: int) -> Tensor:
     return t.unsqueeze(1) if t.ndim == rank - 1 else t[None, None]
 
 
-def _sequences_of(mask: Tensor, rows: Sequence[Row], first: int) -> Tensor:
-    """Return the part of a mask for some sequences; the mask starts at sequence `first`.
-
-    A shared mask is returned whole.
-    """
-    if mask.shape[0] == 1:
-        return mask
-    if consecutive(rows):
-        return mask.narrow(0, rows[0].batch - first, len(rows))
-    return mask.index_select(0, torch.tensor([row.batch - first for row in rows], device=mask.device))
-
-
 def shared_by_heads(mask: Sequence[int]) -> bool:
     """Return whether a mask of this shape is the same for all heads."""
     return len(mask) < 3 or mask[-3] == 1
@@ -444,62 +432,6 @@ _NOT_OF_ROWS = {
     for name, row in TENSORS.items()
     if row.is_index or name == "block_table" or row.broadcast or (row.per_head and name not in FORWARD_TENSORS)
 }
-
-
-def consecutive(rows: Sequence[Row]) -> bool:
-    """Return whether sequences of equal lengths are adjacent in memory, so that one view contains them."""
-    return rows[-1].index - rows[0].index == len(rows) - 1
-
-
-def _span(name: str, row: Row) -> tuple[int, int]:
-    """Return first row and number of valid rows of a sequence in the canonical view of a tensor."""
-    return (row.kv_start, row.kv_len) if TENSORS[name].of_keys else (row.q_start, row.q_len)
-
-
-def _own(name: str, view: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Return a view of consecutive sequences: (n, …)."""
-    row, count = rows[0], len(rows)
-    if TENSORS[name].per_head:
-        return view if view.ndim == 1 else view.narrow(0, row.index, count)
-    start, length = _span(name, row)
-    if view.shape[0] > 1 or row.batch != rows[-1].batch:
-        view = view.narrow(0, row.batch, count)
-    elif count > 1:  # packed: (1, H, n·length, …) becomes (n, H, length, …)
-        return parted(view[0].narrow(1, start, count * length), 1, (count, length)).transpose(0, 1)
-    return view if length == view.shape[2] else view.narrow(2, start, length)
-
-
-def _gathered(name: str, view: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Return a copy of sequences of equal lengths at any places: (n, …)."""
-    if TENSORS[name].per_head:
-        index = torch.tensor([row.index for row in rows], device=view.device)
-        return view if view.ndim == 1 else view.index_select(0, index)
-    start, length = _span(name, rows[0])
-    if rows[0].batch != rows[-1].batch:
-        own = view.narrow(2, start, length)
-        return own.index_select(0, torch.tensor([row.batch for row in rows], device=view.device))
-    return parted(view[0].index_select(1, _positions(name, view, rows)), 1, (len(rows), length)).transpose(0, 1)
-
-
-def _scatter(name: str, view: Tensor, rows: Sequence[Row], answer: Tensor) -> None:
-    """Write a result back to the places from which `_gathered` has copied."""
-    start, length = _span(name, rows[0])
-    if rows[0].batch != rows[-1].batch:
-        index = torch.tensor([row.batch for row in rows], device=view.device)
-        view.narrow(2, start, length).index_copy_(0, index, answer.to(view.dtype))
-    else:
-        view[0].index_copy_(1, _positions(name, view, rows), answer.transpose(0, 1).flatten(1, 2))
-
-
-def _positions(name: str, view: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Return the rows of sequences of equal lengths in a packed tensor, one sequence after another."""
-    starts = torch.tensor([_span(name, row)[0] for row in rows], device=view.device)
-    return (starts[:, None] + torch.arange(_span(name, rows[0])[1], device=view.device)).flatten()
-
-
-def parted(t: Tensor, dim: int, sizes: tuple[int, int]) -> Tensor:
-    """Return a view of `t` with one dimension split into two, the first of which is slower."""
-    return t.view(*t.shape[:dim], *sizes, *t.shape[dim + 1 :])
 
 
 def narrowed(t: Tensor) -> Tensor:

@@ -27,8 +27,9 @@ from flashpoint_contract.spec import Row
 from flashpoint_kernels.problems import bounds
 from flashpoint_kernels.problems.dropout import kept_bits, room_for
 from flashpoint_kernels.problems.masks import added, outside
-from flashpoint_kernels.problems.problem import Problem, parted
+from flashpoint_kernels.problems.problem import Problem
 from flashpoint_kernels.problems.reproducible import aligned, can_be_cut, flushing, sharing, threads
+from flashpoint_kernels.problems.sequences import parted
 from flashpoint_kernels.quantization import scaled
 from flashpoint_kernels.tiled_backend import blocks
 from flashpoint_kernels.tiled_backend.products import add_product, product

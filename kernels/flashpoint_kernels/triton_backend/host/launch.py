@@ -180,7 +180,8 @@ def _may_share(launch: Launch, found: ForwardList) -> bool:
     shared = launch.route.shared("PAGED", "LEVEL")
     if not found.rows or not shared["PAGED"] or shared["LEVEL"] > 1 or launch.route.blocks:
         return False
-    return launch.every or (found.slots > 0 and any(problem.pages is not None for problem in launch.problems))
+    several = found.slots > 0 and len(launch.ints) > 1
+    return launch.every or (several and any(problem.pages is not None for problem in launch.problems))
 
 
 def _forward_code(route: Route, rows: int, kernel: Any = attention_forward) -> Code:

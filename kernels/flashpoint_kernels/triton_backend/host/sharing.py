@@ -89,14 +89,13 @@ def _groups(
     starts = np.unique(items[:, 2])
     at = np.full((len(rows), len(starts)), -1)  # the item of each sequence and part
     order = np.argsort(rows)
-    at[order[np.searchsorted(rows, items[:, 0], sorter=order)], np.searchsorted(starts, items[:, 2])] = np.arange(
-        len(items)
-    )
+    sequence = order[np.searchsorted(rows, items[:, 0], sorter=order)]
+    at[sequence, np.searchsorted(starts, items[:, 2])] = np.arange(len(items))
     width = int(items[:, 3].max()) // unit
     numbers = np.full((len(rows), width), -1, np.int64)
-    for own, table in zip(numbers, tables, strict=True):
+    for of_sequence, table in zip(numbers, tables, strict=True):
         assert table is not None
-        own[: len(table)] = table[:width]
+        of_sequence[: len(table)] = table[:width]
     same = np.logical_and.reduceat(numbers[1:] == numbers[:-1], starts // unit, axis=1)
     stops = np.where(at >= 0, items[at, 3], -1)
     joined = same & (stops[1:] == stops[:-1]) & (stops[1:] >= 0)  # with the sequence before
@@ -108,11 +107,11 @@ def _groups(
     return at.T[shared], edges
 
 
-def _chunks(edges: np.ndarray, most: int) -> np.ndarray:
-    """Return (n, 2): first member and number of members of each work item, at most `most`, which lie in one group."""
+def _chunks(edges: np.ndarray, largest: int) -> np.ndarray:
+    """Return (n, 2): first member and number of members of each work item, at most `largest`, all of one group."""
     counts = np.diff(edges)
-    pieces = -(-counts // most)
+    pieces = -(-counts // largest)
     group, nth = np.repeat(np.arange(len(counts)), pieces), np.arange(pieces.sum())
     nth -= np.repeat(np.cumsum(pieces) - pieces, pieces)
-    first = edges[:-1][group] + nth * most
-    return np.stack([first, np.minimum(edges[1:][group] - first, most)], 1)
+    first = edges[:-1][group] + nth * largest
+    return np.stack([first, np.minimum(edges[1:][group] - first, largest)], 1)

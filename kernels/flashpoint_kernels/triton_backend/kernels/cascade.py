@@ -42,12 +42,12 @@ def attention_cascade(
         return
     part_lo, part_hi = tl.load(item + 2), tl.load(item + 3)
     within = tl.arange(0, C.BLOCK_M)
-    count = tl.load(t + col.Q_ROWS).to(tl.int32) * group
-    exists = within // count < tl.load(item + 1)
-    p_member = p_members + tl.where(exists, within // count, 0) * MEMBER
+    member_rows = tl.load(t + col.Q_ROWS).to(tl.int32) * group
+    exists = within // member_rows < tl.load(item + 1)
+    p_member = p_members + tl.where(exists, within // member_rows, 0) * MEMBER
     t_rows = table + tl.load(p_member).to(tl.int64) * col.WIDTH  # (M,): each row has its sequence
     slot = tl.load(p_member + 1).to(tl.int64)
-    o_r = within % count  # the row in its sequence's block
+    o_r = within % member_rows  # the row in its sequence's block
     o_m, o_h = o_r // group, kv_head * group + o_r % group
 
     base, head_stride, stride = locate(t_rows, col.Q, C.DTYPE, C)

@@ -1,0 +1,79 @@
+"""Sequences of canonical tensors (see problem.py): views of consecutive ones, and copies of any."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flashpoint_contract.spec import Row
+from flashpoint_contract.tensors import TENSORS
+
+
+def consecutive(rows: Sequence[Row]) -> bool:
+    """Return whether sequences of equal lengths are adjacent in memory, so that one view contains them."""
+    return rows[-1].index - rows[0].index == len(rows) - 1
+
+
+def _span(name: str, row: Row) -> tuple[int, int]:
+    """Return first row and number of valid rows of a sequence in the canonical view of a tensor."""
+    return (row.kv_start, row.kv_len) if TENSORS[name].of_keys else (row.q_start, row.q_len)
+
+
+def viewed(name: str, view: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Return a view of consecutive sequences: (n, …)."""
+    row, count = rows[0], len(rows)
+    if TENSORS[name].per_head:
+        return view if view.ndim == 1 else view.narrow(0, row.index, count)
+    start, length = _span(name, row)
+    if view.shape[0] > 1 or row.batch != rows[-1].batch:
+        view = view.narrow(0, row.batch, count)
+    elif count > 1:  # packed: (1, H, n·length, …) becomes (n, H, length, …)
+        return parted(view[0].narrow(1, start, count * length), 1, (count, length)).transpose(0, 1)
+    return view if length == view.shape[2] else view.narrow(2, start, length)
+
+
+def gathered(name: str, view: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Return a copy of sequences of equal lengths at any places: (n, …)."""
+    if TENSORS[name].per_head:
+        index = torch.tensor([row.index for row in rows], device=view.device)
+        return view if view.ndim == 1 else view.index_select(0, index)
+    start, length = _span(name, rows[0])
+    if rows[0].batch != rows[-1].batch:
+        own = view.narrow(2, start, length)
+        return own.index_select(0, torch.tensor([row.batch for row in rows], device=view.device))
+    return parted(view[0].index_select(1, _positions(name, view, rows)), 1, (len(rows), length)).transpose(0, 1)
+
+
+def scatter(name: str, view: Tensor, rows: Sequence[Row], answer: Tensor) -> None:
+    """Write a result back to the places from which `gathered` has copied."""
+    start, length = _span(name, rows[0])
+    if rows[0].batch != rows[-1].batch:
+        index = torch.tensor([row.batch for row in rows], device=view.device)
+        view.narrow(2, start, length).index_copy_(0, index, answer.to(view.dtype))
+    else:
+        view[0].index_copy_(1, _positions(name, view, rows), answer.transpose(0, 1).flatten(1, 2))
+
+
+def _positions(name: str, view: Tensor, rows: Sequence[Row]) -> Tensor:
+    """Return the rows of sequences of equal lengths in a packed tensor, one sequence after another."""
+    starts = torch.tensor([_span(name, row)[0] for row in rows], device=view.device)
+    return (starts[:, None] + torch.arange(_span(name, rows[0])[1], device=view.device)).flatten()
+
+
+def parted(t: Tensor, dim: int, sizes: tuple[int, int]) -> Tensor:
+    """Return a view of `t` with one dimension split into two, the first of which is slower."""
+    return t.view(*t.shape[:dim], *sizes, *t.shape[dim + 1 :])
+
+
+def of_mask(mask: Tensor, rows: Sequence[Row], first: int) -> Tensor:
+    """Return the part of a mask for some sequences; the mask starts at sequence `first`.
+
+    A shared mask is returned whole.
+    """
+    if mask.shape[0] == 1:
+        return mask
+    if consecutive(rows):
+        return mask.narrow(0, rows[0].batch - first, len(rows))
+    return mask.index_select(0, torch.tensor([row.batch - first for row in rows], device=mask.device))
