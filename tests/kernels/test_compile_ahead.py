@@ -110,8 +110,8 @@ def test_a_variant_is_compiled_ahead_into_the_cache_that_processes_share(tmp_pat
     # Nine queries over 2000 keys are split, so they use pointers; so does the forward of their gradient.
     # This request has no sinks, but others with the same launch key may have sinks.
     assert kernels == {
-        "attention_forward", "merge_parts", "attention_delta", "attention_backward_kv", "attention_backward_q",
-        "attention_backward_sinks",
+        "attention_forward", "attention_cascade", "merge_parts", "attention_delta", "attention_backward_kv",
+        "attention_backward_q", "attention_backward_sinks",
     }  # fmt: skip
     assert made[0] == made[1], "the second process compiled again"
 
