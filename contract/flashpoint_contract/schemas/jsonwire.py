@@ -103,7 +103,7 @@ def array(name: str, flat: list[Any], target: np.dtype[Any]) -> NDArray[Any]:
     """Return elements as a flat array of dtype `target`. Raises FieldError for a wrong type, or out of range."""
     kinds = set(map(type, flat))
     if type(None) in kinds:
-        raise FieldError(name, "holds null")
+        raise FieldError(name, "holds null in the place of a value")
     if target.kind == "b":
         if not kinds <= {bool}:
             raise FieldError(name, "must hold booleans alone")
