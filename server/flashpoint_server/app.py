@@ -16,13 +16,14 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute, Match
 from starlette.routing import Route as StarletteRoute
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from flashpoint_contract.options import Direction
 from flashpoint_contract.schemas.validation import said
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Exchange
-from flashpoint_server.http.envelope import Envelope
+from flashpoint_server.formats.message import Kind
+from flashpoint_server.http.envelope import ENDLESS, Application, Envelope
 from flashpoint_server.http.origin_policy import Cors
 from flashpoint_server.ipc.counts import WorkerGroup
 from flashpoint_server.oip import memory_routes, schema
@@ -34,8 +35,9 @@ from flashpoint_server.page import page
 from flashpoint_server.processes.processes import ENGINE, running_engines
 from flashpoint_server.refusal import STATUS, Refusal, invalid
 from flashpoint_server.routes import status
-from flashpoint_server.routes.compute.attention import attention
-from flashpoint_server.routes.pipeline import Route
+from flashpoint_server.routes.compute.cached_attention import compute_cached
+from flashpoint_server.routes.compute.saved_forward import compute_recalled, compute_saving
+from flashpoint_server.routes.pipeline import Compute, Route, attention
 from flashpoint_server.routes.schema import openapi
 from flashpoint_server.routes.tensors import caches, saved
 from flashpoint_server.routes.timing import benchmark
@@ -44,6 +46,7 @@ from flashpoint_server.routes.verify import verify
 from flashpoint_server.service import Service
 
 PATHS: dict[str, Direction] = {"/attention": "forward", "/attention/grad": "backward"}
+PLANNERS: dict[Kind, Compute] = {"caches": compute_cached, "save": compute_saving, "saved": compute_recalled}
 _CODES = {status: code for code, status in reversed(STATUS.items())}  # the first code of each status
 
 
@@ -87,7 +90,8 @@ def create_app(
     )
     app.state.service = service
     posts: dict[str, ASGIApp] = {
-        path: Route(service, partial(attention, direction=direction)) for path, direction in PATHS.items()
+        path: Route(service, partial(attention, direction=direction, planners=PLANNERS))
+        for path, direction in PATHS.items()
     }
     posts["/verify"] = Route(service, verify)
     app.state.statistics = statistics = Statistics(service.metrics.registry)
@@ -140,20 +144,6 @@ _PROBES = {
     **dict.fromkeys(("/readyz", "/ready"), "/health/ready"),
 }
 _LONGEST = 64  # characters of a path that is compared with ours
-_ENDLESS = "/events"  # a job's stream, which lasts as long as the job
-
-
-class Application(FastAPI):
-    """The FastAPI application. A POST to a path in `posts` bypasses its layers: they take 10% of a small call."""
-
-    posts: Mapping[str, ASGIApp]
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "HEAD" and not scope["path"].endswith(_ENDLESS):
-            Exchange.open(scope)  # logged as HEAD
-            scope = {**scope, "method": "GET"}  # answered like GET; uvicorn omits the body (RFC 9110, §9.3.2)
-        post = self.posts.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
-        await (post or super().__call__)(scope, receive, send)
 
 
 async def _ended(task: asyncio.Task[None]) -> None:
@@ -205,7 +195,7 @@ def _allowed(request: Request) -> str:
     routes = [r for r in routes if getattr(r, "path", None) == request.url.path] or routes
     asked = {method: {**request.scope, "method": method} for method in ("GET", "POST", "DELETE")}
     found = [m for m, scope in asked.items() if any(r.matches(scope)[0] is Match.FULL for r in routes)]
-    if "GET" in found and not request.url.path.endswith(_ENDLESS):
+    if "GET" in found and not request.url.path.endswith(ENDLESS):
         found.insert(1, "HEAD")
     return ", ".join(found)
 

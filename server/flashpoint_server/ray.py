@@ -13,9 +13,10 @@ import ray
 from ray import serve
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from flashpoint_server.app import Application, create_app
+from flashpoint_server.app import create_app
 from flashpoint_server.autoscaling import WAITING
 from flashpoint_server.config.settings import Settings
+from flashpoint_server.http.envelope import Application
 from flashpoint_server.ipc.client import Engines, State
 from flashpoint_server.observability import logs
 from flashpoint_server.processes.parent import raise_descriptor_limit

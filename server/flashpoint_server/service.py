@@ -19,9 +19,9 @@ from flashpoint_server.formats.codec import Codec
 from flashpoint_server.http.origin_policy import OriginPolicy
 from flashpoint_server.ipc.client import Engines
 from flashpoint_server.ipc.counts import Counts, WorkerGroup
-from flashpoint_server.ipc.memory import Pool
 from flashpoint_server.ipc.messages import DeviceInfo, SavedOwners
 from flashpoint_server.ipc.regions import Regions
+from flashpoint_server.ipc.staging import Pool
 from flashpoint_server.observability.lines import LINES
 from flashpoint_server.observability.metrics import Metrics
 from flashpoint_server.refusal import Refusal

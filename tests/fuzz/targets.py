@@ -37,7 +37,7 @@ from flashpoint_kernels.problems.problem import launch_key
 from flashpoint_server.access.admission import check_size
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import combined
-from flashpoint_server.formats.message import make_spec, read_model, read_text
+from flashpoint_server.formats.message import make_spec, read_model
 from flashpoint_server.formats.negotiation import SERVED, answer_format, request_format
 from flashpoint_server.formats.safetensors import SafetensorsMessage
 from flashpoint_server.http.body import RequestBody
@@ -315,8 +315,8 @@ def documents(data: bytes) -> None:
 def compressed(data: bytes) -> None:
     """Read a compressed body: the data as either coding, and the data compressed by each."""
     for coding, pack in (("gzip", gzip.compress), ("deflate", zlib.compress)):
-        served(read_text(body_of(data, InflatedBody, coding)))
-        assert served(read_text(body_of(pack(data), InflatedBody, coding))) == data
+        served(body_of(data, InflatedBody, coding).text())
+        assert served(body_of(pack(data), InflatedBody, coding).text()) == data
 
 
 def headers(data: bytes) -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.ipc.counts import Count
+from flashpoint_server.ipc.counts import Counts
 from flashpoint_server.oip.grpc import arrivals
 from flashpoint_server.oip.grpc.arrivals import QUICK, RATE, Hold, Memory
 from flashpoint_server.refusal import Refusal
@@ -23,7 +23,7 @@ class Calls:
         self.now = 1000.0
         monkeypatch.setattr(arrivals, "time", SimpleNamespace(monotonic=lambda: self.now))
         bytes_ = LARGEST * (messages + 2)
-        self.memory = Memory(Settings(grpc_bytes=bytes_, body_limit=LARGEST, **settings), locked, Count(), lambda: 0)
+        self.memory = Memory(Settings(grpc_bytes=bytes_, body_limit=LARGEST, **settings), locked, Counts())
         self.reads = []
 
     async def begin(self, owner="", *, counted=True, patience=600):
@@ -140,7 +140,7 @@ def test_no_more_calls_are_awaited_than_the_queue_admits(monkeypatch):
         for call in waits:
             call.task.cancel()
         await asyncio.wait([call.task for call in waits])
-        assert (calls.memory.held, calls.memory._arriving.total) == (2 * LARGEST, 0)
+        assert (calls.memory.held, sum(calls.memory._counts.arriving)) == (2 * LARGEST, 0)
         with pytest.raises(Refusal, match="this call needs 1 more"):
             first.hold.add(1)
         second.hold.release()
@@ -158,7 +158,7 @@ def test_a_call_waits_for_a_while(monkeypatch):
         for call in waits:
             with pytest.raises(Refusal, match="grpc-bytes"):
                 call.task.result()
-        assert (calls.memory.held, calls.memory._arriving.total) == (2 * LARGEST, 0)
+        assert (calls.memory.held, sum(calls.memory._counts.arriving)) == (2 * LARGEST, 0)
 
     asyncio.run(run())
 

@@ -103,6 +103,7 @@ class Admission:
         self._flops_limit = settings.queue_flops
         self._seconds_limit = settings.queue_seconds
         counts = counts or Counts()
+        self._own = counts.own
         self._requests, self._bytes = counts.requests, counts.bytes
         self._flops, self._seconds = counts.flops, counts.seconds
         self._inside: dict[Permit, None] = {}  # the requests of this process, in the order of arrival
@@ -114,16 +115,16 @@ class Admission:
 
     @property
     def bytes(self) -> int:
-        return int(self._bytes.own)
+        return int(self._bytes[self._own])
 
     @property
     def flops(self) -> int:
-        return int(self._flops.own)
+        return int(self._flops[self._own])
 
     @property
     def seconds(self) -> float:
         """The predicted seconds of the requests."""
-        return self._seconds.own
+        return self._seconds[self._own]
 
     @property
     def oldest_seconds(self) -> float:
@@ -147,13 +148,13 @@ class Admission:
 
     def _check(self, nbytes: int) -> None:
         """Raise Refusal 429 if there is no room for a request that is already counted."""
-        if (others := int(self._requests.total) - 1) >= self._requests_limit:
+        if (others := int(sum(self._requests)) - 1) >= self._requests_limit:
             raise Refusal("queue_full", f"the queue is full: it has {others} requests, its limit")
         self._check_bytes(others, nbytes)
 
     def _check_bytes(self, others: int, nbytes: int) -> None:
         # A request that is alone is admitted, whatever its size: it passed the limits on a body.
-        if others and (held := int(self._bytes.total)) > self._bytes_limit:
+        if others and (held := int(sum(self._bytes))) > self._bytes_limit:
             held -= nbytes
             raise Refusal(
                 "queue_full", f"the queue is full: its requests hold {held} bytes, and this one needs {nbytes}"
@@ -161,26 +162,26 @@ class Admission:
 
     def _enter(self, permit: Permit) -> None:
         self._inside[permit] = None
-        self._requests.add(1)
-        self._bytes.add(permit.nbytes)
+        self._requests[self._own] += 1
+        self._bytes[self._own] += permit.nbytes
 
     def _exit(self, permit: Permit) -> None:
         del self._inside[permit]
-        self._requests.add(-1)
-        self._bytes.add(-permit.nbytes)
+        self._requests[self._own] -= 1
+        self._bytes[self._own] -= permit.nbytes
 
     def grow(self, permit: Permit, nbytes: int) -> None:
         """Count `nbytes` more for an admitted request. Raises Refusal 429."""
         permit.nbytes += nbytes
-        self._bytes.add(nbytes)
-        self._check_bytes(int(self._requests.total) - 1, nbytes)
+        self._bytes[self._own] += nbytes
+        self._check_bytes(int(sum(self._requests)) - 1, nbytes)
 
     def leave(self, permit: Permit) -> None:
         self._exit(permit)
         self.correct(permit.price, FREE)
         if not self._inside:
-            self._flops.set(0.0)  # remove rounding errors of the sums
-            self._seconds.set(0.0)
+            self._flops[self._own] = 0.0  # remove rounding errors of the sums
+            self._seconds[self._own] = 0.0
         if permit.quota is not None:
             permit.quota.leave()
 
@@ -201,15 +202,15 @@ class Admission:
 
     def add(self, price: Price, quota: Quota | None) -> None:
         """Count a request's price. Raises Refusal 429 if the queue or the request's key has no room for it."""
-        before = self._flops.own, self._seconds.own
+        before = self._flops[self._own], self._seconds[self._own]
         self.correct(FREE, price)
         try:
             self._check_price(price)
             if quota is not None:
                 self._take(price, quota)
         except Refusal:
-            self._flops.set(before[0])
-            self._seconds.set(before[1])
+            self._flops[self._own] = before[0]
+            self._seconds[self._own] = before[1]
             raise
 
     @staticmethod
@@ -224,14 +225,14 @@ class Admission:
 
     def _check_price(self, price: Price) -> None:
         """Raise Refusal 429 if a price that is already counted exceeds a limit."""
-        if self._requests.total <= 1:
+        if sum(self._requests) <= 1:
             return
-        if (flops := self._flops.total) > self._flops_limit:
+        if (flops := sum(self._flops)) > self._flops_limit:
             flops -= price.flops
             raise Refusal(
                 "queue_full", f"the queue is full: its requests need {flops:.3g} FLOPs, and this one {price.flops:.3g}"
             )
-        if (seconds := self._seconds.total) > self._seconds_limit:
+        if (seconds := sum(self._seconds)) > self._seconds_limit:
             seconds -= price.seconds
             raise Refusal(
                 "queue_full",
@@ -240,8 +241,8 @@ class Admission:
 
     def correct(self, before: Price, after: Price) -> None:
         """Count the price `after` instead of `before`."""
-        self._flops.add(after.flops - before.flops)
-        self._seconds.add(after.seconds - before.seconds)
+        self._flops[self._own] += after.flops - before.flops
+        self._seconds[self._own] += after.seconds - before.seconds
 
 
 def check_size(spec: Spec, memory: int, sequence_limit: int) -> None:

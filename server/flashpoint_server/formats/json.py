@@ -13,9 +13,8 @@ from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.codec import Arrays, Codec
-from flashpoint_server.formats.message import Format, TensorMessage, read_text
-from flashpoint_server.http.body import RequestBody
-from flashpoint_server.http.body_buffer import Part
+from flashpoint_server.formats.message import Format, TensorMessage
+from flashpoint_server.http.body import Part, RequestBody
 from flashpoint_server.ipc.job import AttentionJob, JobResult
 from flashpoint_server.refusal import Refusal, invalid
 
@@ -62,7 +61,7 @@ class Json(Format):
 
     async def read(self, body: RequestBody, settings: Settings, codec: Codec) -> TensorMessage:
         """Read the whole body. Raises Refusal."""
-        return await JsonMessage.parse(await read_text(body), codec, body.deadline)
+        return await JsonMessage.parse(await body.text(), codec, body.deadline)
 
     def numbers(self, spec: Spec) -> list[TensorInfo]:
         """Return all outputs."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
+from msgspec import Raw
 from pydantic import BaseModel, ValidationError
 
 from flashpoint_contract import caches, saved, strictjson
@@ -17,8 +18,8 @@ from flashpoint_contract.spec import Spec, plan
 from flashpoint_contract.tensors import TensorInfo, refusals
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.codec import Codec
-from flashpoint_server.http.body import RequestBody
-from flashpoint_server.http.body_buffer import Part
+from flashpoint_server.http.body import Part, RequestBody
+from flashpoint_server.ipc.bodies import pack_options
 from flashpoint_server.ipc.job import AttentionJob, JobResult
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import Price, price_of
@@ -32,14 +33,21 @@ _NUMBER = 25  # maximum bytes of a float and its comma, for example -1.234567880
 
 
 class RequestPlan(NamedTuple):
-    """A planned problem: its backend, device and price; and its layout, unless that differs between requests."""
+    """A planned problem: its backend, device and price, and its options, packed for the engine.
+
+    The layout is None if it differs between requests.
+    """
 
     spec: Spec
     backend: str
     price: Price
     device: DeviceInfo
+    options: Raw
     layout: Layout | None = None
 
+
+# What a call uses beside its tensors: nothing, KV caches, memory to save its forward, or a saved forward.
+Kind = Literal["plain", "caches", "save", "saved"]
 
 Choose = Callable[[Spec, DeviceInfo], str]  # (problem, device) -> backend. Raises Refusal 413 and 422.
 
@@ -59,20 +67,12 @@ class TensorMessage(ABC):
     def options(self) -> Mapping[str, Any]:
         """Return the options, not yet checked."""
 
-    @property
-    def names_caches(self) -> bool:
-        """Whether the request is attention over caches."""
-        return "caches" in self.options()
-
-    @property
-    def saves(self) -> bool:
-        """Whether the request saves its forward."""
-        return self.options().get("save") is True
-
-    @property
-    def recalls(self) -> bool:
-        """Whether the request needs the gradients of a saved forward."""
-        return self.options().get("saved") is not None
+    def kind(self, direction: Direction) -> Kind:
+        """Return what the call uses beside its tensors."""
+        options = self.options()
+        if direction == "forward":
+            return "save" if options.get("save") is True else "caches" if "caches" in options else "plain"
+        return "plain" if options.get("saved") is None else "saved"
 
     def spec(self, direction: Direction) -> Spec:
         """Return the problem. Raises Refusal 422."""
@@ -82,7 +82,7 @@ class TensorMessage(ABC):
         """Return the plan of the problem. Raises Refusal 413 and 422."""
         spec = self.spec(direction)
         backend = choose(spec, device)
-        return RequestPlan(spec, backend, price_of(spec, backend, device), device)
+        return RequestPlan(spec, backend, price_of(spec, backend, device), device, pack_options(spec.options))
 
     def elsewhere(self, spec: Spec) -> Mapping[str, tuple[Region, int]]:
         """Return the tensors in shared memory of the caller, each with its region and offset. Raises Refusal 422."""
@@ -138,19 +138,11 @@ def read_options(options: Mapping[str, Any]) -> Options:
     return Options(**AttentionOptions.model_validate(options).model_dump())
 
 
-async def read_text(body: RequestBody) -> bytes:
-    """Read a whole body. Raises Refusal like `RequestBody.next`."""
-    text = bytearray()
-    while chunk := await body.next():
-        text += chunk
-    return bytes(text)
-
-
 async def read_model(body: RequestBody, model: type[M], limit: int) -> M:
     """Read a JSON body of at most `limit` bytes. Raises Refusal 400 and 422, and like `RequestBody.next`."""
     body.limit = limit
     body.check_length(body.length)
-    text = await read_text(body)
+    text = await body.text()
     try:
         strictjson.loads(text)
         return model.model_validate_json(text)

@@ -20,6 +20,12 @@ SERVED = (SAFETENSORS.media_type, JSON.media_type)
 _TAKEN = {SAFETENSORS.media_type: SAFETENSORS, JSON.media_type: JSON, OCTETS: SAFETENSORS}
 
 
+def formats(headers: Mapping[str, str]) -> tuple[Format, Format]:
+    """Return the formats of the request and of its answer. Raises Refusal 406 and 415."""
+    given = request_format(headers)
+    return given, answer_format(headers, given)
+
+
 def request_format(headers: Mapping[str, str]) -> Format:
     """Return the format that Content-Type names. Raises Refusal 415."""
     given = headers.get("content-type", "")

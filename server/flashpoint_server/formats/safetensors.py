@@ -13,14 +13,14 @@ from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.codec import Codec
-from flashpoint_server.formats.message import Choose, Format, RequestPlan, TensorMessage
-from flashpoint_server.http.body import RequestBody
-from flashpoint_server.http.body_buffer import Part
+from flashpoint_server.formats.message import Choose, Format, Kind, RequestPlan, TensorMessage
+from flashpoint_server.http.body import Part, RequestBody
 from flashpoint_server.ipc.job import AttentionJob, JobResult
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.staging import Layout
 from flashpoint_server.refusal import Refusal
 
+_SPECIAL = frozenset(("caches", "save", "saved"))  # options of calls that are not plain
 OCTETS = "application/octet-stream"  # media type of callers that do not know safetensors' own
 
 
@@ -91,20 +91,9 @@ class SafetensorsMessage(TensorMessage):
         """Return the options in the head's `__metadata__`, each parsed as JSON."""
         return self._reading.options
 
-    @property
-    def names_caches(self) -> bool:
-        """Whether the request is attention over caches."""
-        return "caches" in self._reading.head.metadata
-
-    @property
-    def saves(self) -> bool:
-        """Whether the request saves its forward."""
-        return "save" in self._reading.head.metadata and super().saves
-
-    @property
-    def recalls(self) -> bool:
-        """Whether the request needs the gradients of a saved forward."""
-        return "saved" in self._reading.head.metadata and super().recalls
+    def kind(self, direction: Direction) -> Kind:
+        """Return what the call uses beside its tensors."""
+        return "plain" if _SPECIAL.isdisjoint(self._reading.head.metadata) else super().kind(direction)
 
     def spec(self, direction: Direction) -> Spec:
         """Return the problem, which is cached with its head. Raises Refusal 422."""

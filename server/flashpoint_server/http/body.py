@@ -1,18 +1,40 @@
-"""The body of a request: limits of size and time, and draining when the request is refused early."""
+"""The bodies of a request and of its answer: limits of size and time, and the ways without copies.
+
+ASGI passes a body in chunks that have been copied twice. On our own server (protocol.py), a route that has read the
+head of its message receives the rest into its own memory: until that many bytes have arrived, the transport reads into
+this memory, and the HTTP parser sees none of them. An answer is sent in one write from the memory into which it was
+computed. Routes find this in the scope's extension `EXTENSION`. Other servers do not have the extension; there, routes
+read ASGI messages and send copies.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
+import httptools
+import numpy as np
 from starlette.types import Receive, Scope
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.http.body_buffer import BodyBuffer
-from flashpoint_server.http.protocol import EXTENSION, GRACE, Direct
 from flashpoint_server.refusal import Refusal, out_of_time
+
+if TYPE_CHECKING:
+    from flashpoint_server.http.protocol import HttpProtocol
+
+EXTENSION = "flashpoint.direct"
+
+Part = bytes | memoryview  # a part of an answer's body
+
+MOST_AT_ONCE = 1 << 20  # maximum bytes of one read, so that other connections get their turn
+ENCRYPTED_AT_ONCE = 1 << 20  # bytes that take half a millisecond, in which all other connections wait
+_SCRATCH = memoryview(bytearray(MOST_AT_ONCE))  # target of unwanted bytes; nothing reads it
+# An event loop that had to wait for a core runs its timers before it reads its sockets: late data may already be there.
+GRACE = 0.02  # seconds to check for that data
 
 # If no more than this remains of a refused body, the connection is kept. Most clients send the whole body before they
 # read, and to discard it costs less than another connection.
@@ -105,6 +127,18 @@ class RequestBody:
         said = f"it may pause for {pause:g} s, and must average {rate} bytes a second"
         return Refusal("body_timeout", f"the body arrived too slowly: {said}")
 
+    async def text(self) -> bytes:
+        """Return the whole body, of which nothing has been read. Raises like `next`."""
+        if self.direct is not None and self.length is not None:
+            self.check_length(self.length)
+            place = np.empty(self.length, np.uint8)  # the system provides its pages as the bytes arrive
+            await self.into([place.data], b"")
+            return place.tobytes()
+        text = bytearray()
+        while chunk := await self.next():
+            text += chunk
+        return bytes(text)
+
     async def into(self, places: Iterable[memoryview], head: bytes) -> None:
         """Read the rest of the body into `places`, which it must fill exactly. `head` is its beginning, already read.
 
@@ -152,9 +186,10 @@ class RequestBody:
         self._draining = direct
         try:
             received = direct.receive(places)
-            received.add_done_callback(end)
-            look(look)
-            await over
+            if not received.done():
+                received.add_done_callback(end)
+                look(look)
+                await over
             received.result()
             self._received = before + places.filled_bytes
             self._see_end(True)
@@ -190,3 +225,241 @@ class RequestBody:
 
 def _too_long() -> Refusal:
     return Refusal("malformed_body", "the body is longer than its head says")
+
+
+class BodyBuffer:
+    """Memory that a body fills in order: the places of its tensors.
+
+    `filled_bytes` counts the bytes, and `filled_last` is when the last ones arrived, in `time.monotonic` seconds.
+    """
+
+    def __init__(self, places: Iterable[memoryview]) -> None:
+        self._places = [place for place in places if len(place)]
+        self._places.reverse()
+        self._unwanted = 0  # bytes to discard
+        self.filled_bytes = 0
+        self.filled_last = 0.0
+
+    @property
+    def full(self) -> bool:
+        return not self._places and not self._unwanted
+
+    @property
+    def left(self) -> int:
+        """The number of bytes that are missing."""
+        return sum(map(len, self._places)) + self._unwanted
+
+    def next(self) -> memoryview:
+        return self._places[-1][:MOST_AT_ONCE] if self._places else _SCRATCH[: self._unwanted]
+
+    def filled(self, n: int) -> None:
+        """Record that `n` bytes of `next` have been written."""
+        self.filled_bytes += n
+        self.filled_last = time.monotonic()
+        if not self._places:
+            self._unwanted -= n
+            return
+        rest = self._places.pop()[n:]
+        if len(rest):
+            self._places.append(rest)
+
+    def copy(self, data: memoryview) -> None:
+        while len(data):
+            place = self._places[-1]
+            n = min(len(place), len(data))
+            place[:n] = data[:n]
+            self.filled(n)
+            data = data[n:]
+
+    def discard(self) -> None:
+        """Release the memory. The missing bytes are then discarded on arrival."""
+        self._unwanted, self._places = self.left, []
+
+
+class Direct:
+    """One request after its head: direct reads and writes beside ASGI's `receive` and `send`."""
+
+    def __init__(self, http: HttpProtocol) -> None:
+        self._http = http
+        self._cycle = http.cycle
+        self._received: asyncio.Future[None] | None = None
+
+    def receive(self, places: BodyBuffer) -> asyncio.Future[None]:
+        """Receive the rest of the body, which ASGI's `receive` has not delivered, into `places` of that size.
+
+        The future is done when all has arrived; it raises ConnectionError if the client disconnects first. A reader
+        that gives up calls `places.discard()`: the rest is then discarded (see `drain`).
+        """
+        http, cycle = self._http, self._cycle
+        self._received = received = http.loop.create_future()
+        places.copy(memoryview(self.early()))  # arrived with the head and is already parsed
+        if places.full:
+            received.set_result(None)
+        elif self.gone:
+            received.set_exception(ConnectionError("the client disconnected"))
+        else:
+            if cycle.waiting_for_100_continue:
+                http.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+                cycle.waiting_for_100_continue = False
+            switch_state(http, BodyReceiver(http, places, received))
+        return received
+
+    async def drain(self) -> None:
+        """After an abandoned `receive`, wait until the rest of the body has arrived and has been discarded."""
+        if self._received is not None:
+            await asyncio.wait({self._received})
+
+    def early(self) -> bytes:
+        """Return the part of the body that has arrived but was not delivered yet."""
+        early, self._cycle.body = self._cycle.body, bytearray()
+        return bytes(early)
+
+    @property
+    def ended(self) -> bool:
+        """Whether the whole body has arrived."""
+        return not self._cycle.more_body
+
+    @property
+    def invited(self) -> bool:
+        """Whether the client sends the body without waiting for 100 Continue (RFC 9110, §10.1.1)."""
+        return not self._cycle.waiting_for_100_continue
+
+    @property
+    def gone(self) -> bool:
+        """Whether the client has disconnected. This also tells uvicorn, which would answer 500 otherwise."""
+        if self._http.transport.is_closing():
+            self._cycle.disconnected = True
+        return self._cycle.disconnected
+
+    def watch(self, gone: Callable[[], None]) -> None:
+        """Call `gone` when the client disconnects, at once if it already has, until `unwatch`. The body has arrived.
+
+        If the client has already sent its next request, its disconnection is not noticed.
+        """
+        http = self._http
+        if self.gone:
+            gone()
+        http.watcher = gone
+        if not (http.half_closed or http.pipeline):
+            http.flow.resume_reading()  # without reading, the disconnection would not be noticed
+
+    def unwatch(self) -> None:
+        self._http.watcher = None
+
+    async def answer(self, status: int, headers: Mapping[str, str], parts: list[Part], seconds: float) -> bool:
+        """Send the whole answer in one write. Return whether the client received it within `seconds`.
+
+        When this returns, the transport holds no memory of `parts`. `headers` must be valid and contain the length.
+        """
+        http, cycle = self._http, self._cycle
+        if self.gone:
+            return True
+        cycle.response_started = True
+        named = "".join([f"{name}: {value}\r\n" for name, value in headers.items()]).encode()
+        first, last = ([b"%s: %s\r\n" % one for one in some] for some in (cycle.default_headers, persistence(cycle)))
+        head = b"".join((STATUS_LINE[status], *first, named, *last, b"\r\n"))
+        end = http.loop.time() + seconds
+        for piece in pieces([head, *parts]) if http.secure else [[head, *parts]]:
+            if http.transport.is_closing():
+                return True
+            http.transport.writelines(piece)
+            if http.flow.write_paused and not await self._left(end):
+                return False
+        if not cycle.disconnected:
+            cycle.response_complete = True
+            cycle.message_event.set()
+            if not cycle.keep_alive:
+                http.end()
+            cycle.on_response()
+        return True
+
+    async def _left(self, end: float) -> bool:
+        """Wait until the transport has sent everything. At `end`, drop the connection and return False."""
+        http = self._http
+        for seconds in (end - http.loop.time(), GRACE):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await http.flow.drain()
+                    return True
+        http.transport.abort()  # takes effect in a later turn of the loop; until then the transport may still send
+        await http.flow.drain()
+        return False
+
+
+def pieces(parts: list[Part]) -> Iterator[list[Part]]:
+    """Yield `parts` in pieces, because TLS encrypts everything that it is given at once, into new memory."""
+    if sum(map(len, parts)) <= ENCRYPTED_AT_ONCE:
+        yield parts
+        return
+    for part in parts:
+        for start in range(0, len(part), ENCRYPTED_AT_ONCE):
+            yield [part[start : start + ENCRYPTED_AT_ONCE]]
+
+
+def persistence(cycle: RequestResponseCycle) -> list[tuple[bytes, bytes]]:
+    """Return the Connection field; nothing if the HTTP version implies it."""
+    if not cycle.keep_alive:
+        return [(b"connection", b"close")]
+    return [(b"connection", b"keep-alive")] if cycle.scope["http_version"] == "1.0" else []
+
+
+class ConnectionState(asyncio.BufferedProtocol):
+    """The transport's protocol in one of the states. It defines how to read; everything else is uvicorn's."""
+
+    def __init__(self, http: HttpProtocol) -> None:
+        self._http = http
+
+    def eof_received(self) -> bool | None:
+        return None  # closes the transport: half a body is not a request
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._http.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        self._http.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._http.resume_writing()
+
+
+class BodyReceiver(ConnectionState):
+    """The state in which every read goes directly into `places`."""
+
+    def __init__(self, http: HttpProtocol, places: BodyBuffer, received: asyncio.Future[None]) -> None:
+        super().__init__(http)
+        self._places = places
+        self._received = received
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._places.next()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._places.filled(nbytes)
+        if not self._places.full:
+            return
+        http = self._http
+        # The parser still waits for this body, so a new one parses the next request.
+        http.parser = new_parser(http)
+        http.cycle.more_body = False
+        switch_state(http, http.parsing)
+        if not self._received.done():
+            self._received.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self._received.done():
+            self._received.set_exception(ConnectionError("the client disconnected"))
+        super().connection_lost(exc)
+
+
+def new_parser(http: HttpProtocol) -> httptools.HttpRequestParser:
+    parser = httptools.HttpRequestParser(http)
+    parser.set_dangerous_leniencies(lenient_data_after_close=True)  # like uvicorn's own parser: see its __init__
+    return parser
+
+
+def switch_state(http: HttpProtocol, protocol: ConnectionState) -> None:
+    """Give the transport another protocol. Pausing and resuming makes the transport use the new read method."""
+    http.flow.resume_reading()
+    http.transport.pause_reading()
+    http.transport.set_protocol(protocol)
+    http.transport.resume_reading()

@@ -38,15 +38,12 @@ class EndingProtocol(HttpToolsProtocol):
     """uvicorn's HTTP protocol, whose clients receive the last answer. `HttpProtocol.__init__` sets its state."""
 
     config: Config
+    secure: bool  # whether the connection uses TLS
     wrong: Refusal | None  # of a head that is not valid, but that the parser accepts
     last_words: bytes  # the last answer of a connection whose input cannot be read any further
     over: bool  # nothing more is answered
     discarded: int  # bytes
     running: RequestResponseCycle | None  # the request that is being answered, or the last one
-
-    @property
-    def secure(self) -> bool:
-        return self.scheme == "https"
 
     def refuse_input(self, error: Exception) -> None:
         """Parse nothing more after an error: refuse the request in which it occurred, and then end the connection.

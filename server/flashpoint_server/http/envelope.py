@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import structlog
+from fastapi import FastAPI
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from flashpoint_server.exchange import Exchange
@@ -25,7 +26,21 @@ log = structlog.stdlib.get_logger("flashpoint.http")
 _PARTS = 8  # maximum parts of a path; the longest path of /v2 has 7
 CLIENT_GONE = 499  # not an HTTP status: nginx logs it for a client that disconnects before its answer
 REPLICA_FIELD = "x-flashpoint-replica"
+ENDLESS = "/events"  # the end of the path of a job's stream, which lasts as long as the job
 _NO_GUESSING = (b"x-content-type-options", b"nosniff")  # browsers must not guess the media type
+
+
+class Application(FastAPI):
+    """The FastAPI application. A POST to a path in `posts` bypasses its layers: they take 10% of a small call."""
+
+    posts: Mapping[str, ASGIApp]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD" and not scope["path"].endswith(ENDLESS):
+            Exchange.open(scope)  # logged as HEAD
+            scope = {**scope, "method": "GET"}  # answered like GET; uvicorn omits the body (RFC 9110, §9.3.2)
+        post = self.posts.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        await (post or super().__call__)(scope, receive, send)
 
 
 class Envelope:

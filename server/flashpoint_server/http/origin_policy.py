@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from flashpoint_server.config.hosts import host_name, is_loopback
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Exchange
-from flashpoint_server.http.protocol import EXTENSION
+from flashpoint_server.http.body import EXTENSION
 from flashpoint_server.refusal import Refusal
 
 _MOST_KNOWN = 256  # Host values that are cached as allowed

@@ -1,40 +1,37 @@
-"""uvicorn's HTTP protocol, extended by zero-copy bodies and answers.
+"""uvicorn's HTTP protocol, extended by bodies and answers without copies (`Direct` in body.py) and limits.
 
-ASGI passes a body in chunks that have been copied twice. With this protocol, a route that has read the head of its
-message receives the rest into its own memory (`Direct.receive`): until that many bytes have arrived, the transport
-reads into this memory, and the HTTP parser sees none of them. An answer is sent in one write from the memory into which
-it was computed (`Direct.answer`). Routes find this in the scope's extension `EXTENSION`. Other servers do not have the
-extension; there, routes read ASGI messages and send copies.
-
-States of a connection: parsing (`_Parsing`) → receiving (`_Receiver`) → parsing.
+States of a connection: parsing (`_Parsing`) → receiving a body (`BodyReceiver` in body.py) → parsing.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import httptools
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn._types import ASGI3Application
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from flashpoint_server.exchange import FIELDS, combined
-from flashpoint_server.http.body_buffer import BodyBuffer, Part, pieces
+from flashpoint_server.http.body import (
+    EXTENSION,
+    GRACE,
+    ConnectionState,
+    Direct,
+    new_parser,
+    persistence,
+    switch_state,
+)
 from flashpoint_server.http.ending import Closing, EndingProtocol
 from flashpoint_server.http.heads import HEAD_BYTES, too_large, with_host_of, wrong
-from flashpoint_server.http.persistence import answering, persistence
 from flashpoint_server.refusal import Refusal
-
-EXTENSION = "flashpoint.direct"
 
 # Maximum bytes of one read for the parser. The parser copies its part of a body several times, so this is small.
 PARSED_AT_ONCE = 1 << 15
 _SCRATCH = memoryview(bytearray(PARSED_AT_ONCE))  # shared by all connections: data is copied before the next read
-# An event loop that had to wait for a core runs its timers before it reads its sockets: late data may already be there.
-GRACE = 0.02  # seconds to check for that data
 
 
 class HttpProtocol(EndingProtocol):
@@ -55,7 +52,7 @@ class HttpProtocol(EndingProtocol):
         self.last_words = b""
         self.discarded = 0
         self.running: RequestResponseCycle | None = None
-        self.closing: Closing  # made with the transport
+        self.closing: Closing  # made with the transport, like `secure`
         self._head_timer: asyncio.TimerHandle | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
         self._idle_since: float | None = None  # in the loop's seconds; None while a request arrives or is answered
@@ -70,13 +67,14 @@ class HttpProtocol(EndingProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.secure = self.scheme == "https"
         # The kernel closes the connection if the client acknowledges nothing for this time (man 7 tcp).
         patience = int(1000 * self.config.answer_timeout)
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience)
         transport.set_write_buffer_limits(high=int(self.secure))  # TLS pauses at `high`, plain TCP above it
         self.closing = Closing(self)
         self._await_head()
-        _switch(self, self.parsing)
+        switch_state(self, self.parsing)
 
     def check_limits(self) -> None:
         """Check the limits after a read that gave neither the end of a head nor bytes of a body."""
@@ -129,7 +127,7 @@ class HttpProtocol(EndingProtocol):
                 raise httptools.HttpParserError("CONNECT is not supported") from None
             line = b"%s %s HTTP/%s\r\n" % (method, self.url, self.parser.get_http_version().encode())
             fields = [b"%s: %s\r\n" % field for field in self.headers if field[0] != b"upgrade"]
-            self.parser = _parser(self)
+            self.parser = new_parser(self)
             return b"".join((line, *fields, b"\r\n", data[upgrade.args[0] :]))
         return b""
 
@@ -239,136 +237,7 @@ class HttpProtocol(EndingProtocol):
             self.watcher()
 
 
-class Direct:
-    """One request after its head: direct reads and writes beside ASGI's `receive` and `send`."""
-
-    def __init__(self, http: HttpProtocol) -> None:
-        self._http = http
-        self._cycle = http.cycle
-        self._received: asyncio.Future[None] | None = None
-
-    def receive(self, places: BodyBuffer) -> asyncio.Future[None]:
-        """Receive the rest of the body, which ASGI's `receive` has not delivered, into `places` of that size.
-
-        The future is done when all has arrived; it raises ConnectionError if the client disconnects first. A reader
-        that gives up calls `places.discard()`: the rest is then discarded (see `drain`).
-        """
-        http, cycle = self._http, self._cycle
-        self._received = received = http.loop.create_future()
-        places.copy(memoryview(self.early()))  # arrived with the head and is already parsed
-        if places.full:
-            received.set_result(None)
-        elif self.gone:
-            received.set_exception(ConnectionError("the client disconnected"))
-        else:
-            if cycle.waiting_for_100_continue:
-                http.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-                cycle.waiting_for_100_continue = False
-            _switch(http, _Receiver(http, places, received))
-        return received
-
-    async def drain(self) -> None:
-        """After an abandoned `receive`, wait until the rest of the body has arrived and has been discarded."""
-        if self._received is not None:
-            await asyncio.wait({self._received})
-
-    def early(self) -> bytes:
-        """Return the part of the body that has arrived but was not delivered yet."""
-        early, self._cycle.body = self._cycle.body, bytearray()
-        return bytes(early)
-
-    @property
-    def ended(self) -> bool:
-        """Whether the whole body has arrived."""
-        return not self._cycle.more_body
-
-    @property
-    def invited(self) -> bool:
-        """Whether the client sends the body without waiting for 100 Continue (RFC 9110, §10.1.1)."""
-        return not self._cycle.waiting_for_100_continue
-
-    @property
-    def gone(self) -> bool:
-        """Whether the client has disconnected. This also tells uvicorn, which would answer 500 otherwise."""
-        if self._http.transport.is_closing():
-            self._cycle.disconnected = True
-        return self._cycle.disconnected
-
-    def watch(self, gone: Callable[[], None]) -> None:
-        """Call `gone` when the client disconnects, at once if it already has, until `unwatch`. The body has arrived.
-
-        If the client has already sent its next request, its disconnection is not noticed.
-        """
-        http = self._http
-        if self.gone:
-            gone()
-        http.watcher = gone
-        if not (http.half_closed or http.pipeline):
-            http.flow.resume_reading()  # without reading, the disconnection would not be noticed
-
-    def unwatch(self) -> None:
-        self._http.watcher = None
-
-    async def answer(self, status: int, headers: Mapping[str, str], parts: list[Part], seconds: float) -> bool:
-        """Send the whole answer in one write. Return whether the client received it within `seconds`.
-
-        When this returns, the transport holds no memory of `parts`. `headers` must be valid and contain the length.
-        """
-        http, cycle = self._http, self._cycle
-        if self.gone:
-            return True
-        cycle.response_started = True
-        named = "".join([f"{name}: {value}\r\n" for name, value in headers.items()]).encode()
-        first, last = ([b"%s: %s\r\n" % one for one in some] for some in (cycle.default_headers, persistence(cycle)))
-        head = b"".join((STATUS_LINE[status], *first, named, *last, b"\r\n"))
-        end = http.loop.time() + seconds
-        for piece in pieces([head, *parts]) if http.secure else [[head, *parts]]:
-            if http.transport.is_closing():
-                return True
-            http.transport.writelines(piece)
-            if http.flow.write_paused and not await self._left(end):
-                return False
-        if not cycle.disconnected:
-            cycle.response_complete = True
-            cycle.message_event.set()
-            if not cycle.keep_alive:
-                http.end()
-            cycle.on_response()
-        return True
-
-    async def _left(self, end: float) -> bool:
-        """Wait until the transport has sent everything. At `end`, drop the connection and return False."""
-        http = self._http
-        for seconds in (end - http.loop.time(), GRACE):
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await http.flow.drain()
-                    return True
-        http.transport.abort()  # takes effect in a later turn of the loop; until then the transport may still send
-        await http.flow.drain()
-        return False
-
-
-class _State(asyncio.BufferedProtocol):
-    """The transport's protocol in one of the states. It defines how to read; everything else is uvicorn's."""
-
-    def __init__(self, http: HttpProtocol) -> None:
-        self._http = http
-
-    def eof_received(self) -> bool | None:
-        return None  # closes the transport: half a body is not a request
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._http.connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        self._http.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._http.resume_writing()
-
-
-class _Parsing(_State):
+class _Parsing(ConnectionState):
     """The state in which every read goes through the HTTP parser."""
 
     def eof_received(self) -> bool | None:
@@ -385,44 +254,27 @@ class _Parsing(_State):
             http.check_limits()
 
 
-class _Receiver(_State):
-    """The state in which every read goes directly into `places`."""
+def answering(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
+    """Return `app` for an HTTP/1.0 request: an answer without a length ends with its connection.
 
-    def __init__(self, http: HttpProtocol, places: BodyBuffer, received: asyncio.Future[None]) -> None:
-        super().__init__(http)
-        self._places = places
-        self._received = received
+    HTTP/1.0 has no chunks, and keeps a connection only if the client asks for it. uvicorn implements neither.
+    """
 
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._places.next()
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        endless = False
 
-    def buffer_updated(self, nbytes: int) -> None:
-        self._places.filled(nbytes)
-        if not self._places.full:
-            return
-        http = self._http
-        # The parser still waits for this body, so a new one parses the next request.
-        http.parser = _parser(http)
-        http.cycle.more_body = False
-        _switch(http, http.parsing)
-        if not self._received.done():
-            self._received.set_result(None)
+        async def send_sized(message: Message) -> None:
+            nonlocal endless
+            if message["type"] == "http.response.start":
+                names = {name.lower() for name, _ in message.get("headers", ())}
+                if endless := b"content-length" not in names:
+                    cycle.keep_alive = cycle.chunked_encoding = False
+                elif cycle.keep_alive and b"connection" not in names:
+                    message["headers"] = [*message["headers"], *persistence(cycle)]
+            elif endless:
+                cycle.expected_content_length = len(message.get("body", b""))  # uvicorn compares the two lengths
+            await send(message)
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self._received.done():
-            self._received.set_exception(ConnectionError("the client disconnected"))
-        super().connection_lost(exc)
+        await app(scope, receive, send_sized)
 
-
-def _parser(http: HttpProtocol) -> httptools.HttpRequestParser:
-    parser = httptools.HttpRequestParser(http)
-    parser.set_dangerous_leniencies(lenient_data_after_close=True)  # like uvicorn's own parser: see its __init__
-    return parser
-
-
-def _switch(http: HttpProtocol, protocol: _State) -> None:
-    """Give the transport another protocol. Pausing and resuming makes the transport use the new read method."""
-    http.flow.resume_reading()
-    http.transport.pause_reading()
-    http.transport.set_protocol(protocol)
-    http.transport.resume_reading()
+    return answer

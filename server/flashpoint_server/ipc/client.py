@@ -17,7 +17,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from flashpoint_server.ipc.job import Job, JobResult
 from flashpoint_server.ipc.messages import (
     Attach,
     Broken,
-    CacheRecord,
     CallReply,
     Cancel,
     Channel,
@@ -54,7 +52,6 @@ from flashpoint_server.ipc.messages import (
     VerifyProgressed,
 )
 from flashpoint_server.ipc.price import PASSED
-from flashpoint_server.ipc.service_rate import ServiceRate
 from flashpoint_server.refusal import Refusal
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
@@ -62,6 +59,7 @@ log = structlog.stdlib.get_logger("flashpoint.engine")
 # One step of priority equals this many seconds of waiting, so no job starves: a job of priority 0 that is 9 s older
 # than a job of priority 9 runs first.
 PRIORITY_SECONDS = 1.0
+WINDOW = 0.5  # seconds of uninterrupted work for one measurement; a service below its capacity has shorter periods
 
 
 class State(enum.Enum):
@@ -71,18 +69,28 @@ class State(enum.Enum):
     STOPPED = "stopped"
 
 
-@dataclass(eq=False)
-class Sent:
-    """A job and its future. `since`: the submit time in `time.monotonic` seconds.
+class ServiceRate:
+    """The speed of an engine. `rate`: predicted seconds answered in one second under load; 0 means unknown.
 
-    `number`: its id on an engine's channel.
+    Each measurement counts half, and all earlier ones together the other half.
     """
 
-    job: Job[Any]
-    future: asyncio.Future[JobResult]
-    since: float
-    number: int = -1
-    told: list[CacheRecord] = field(default_factory=list)  # from the parts of the answer that have arrived
+    def __init__(self) -> None:
+        self.rate = 0.0
+        self._since = 0.0
+        self._done = 0.0
+
+    def begin(self, now: float) -> None:
+        """Start a measurement, because there is work again. `now` is in `time.monotonic` seconds."""
+        self._since, self._done = now, 0.0
+
+    def did(self, seconds: float, now: float) -> None:
+        """Record that a request of `seconds` predicted seconds was answered."""
+        self._done += seconds
+        if (passed := now - self._since) >= WINDOW:
+            rate = self._done / passed
+            self.rate = (self.rate + rate) / 2 if self.rate else rate
+            self.begin(now)
 
 
 class Listener:
@@ -111,7 +119,7 @@ class Engine:
         self,
         address: bytes,
         ready: Callable[[], None],
-        kept: Callable[[list[Sent]], None],
+        kept: Callable[[list[Job[Any]]], None],
         listeners: Sequence[Listener],
     ) -> None:
         self._ready = ready
@@ -128,7 +136,7 @@ class Engine:
         self.load = 0.0  # predicted seconds of all unanswered jobs
         self._address = address
         self._channel: Channel[FromEngine] | None = None
-        self._sent: dict[int, Sent] = {}
+        self._sent: dict[int, Job[Any]] = {}
         self._numbers = itertools.count()
         self._attached: set[int] = set()
         # messages to send when the socket's buffer has room; encoded, because one that cannot be would hold up the rest
@@ -148,29 +156,28 @@ class Engine:
         self.state = State.STOPPED
         self._lose("draining", "the server stopped before it answered this request; retry")
 
-    def submit(self, sent: Sent) -> None:
+    def submit(self, job: Job[Any]) -> None:
         """Send a job to this engine, which must be ready."""
         assert self.device is not None
-        job = sent.job
         for segment in job.staging.segments:
             if segment.number not in self._attached:
                 self._attached.add(segment.number)
                 self._send(Attach(segment.number, segment.mapped), (segment.fd,))
-        number = sent.number = next(self._numbers)
+        job.number = next(self._numbers)
         wait = PASSED * job.price.seconds - job.priority * PRIORITY_SECONDS
-        message = encode(job.message(number, sent.since + wait))  # if this fails, the engine knows nothing of the job
+        message = encode(job.message(job.since + wait))  # if this fails, the engine knows nothing of the job
         if not self._sent:
             self.pace.begin(time.monotonic())
-        self._sent[number] = sent
+        self._sent[job.number] = job
         job.staging.slot.mark = False
         job.staging.hold()
         self.load += job.price.seconds
         self._send_encoded(message)
 
     @property
-    def unbegun(self) -> Iterator[Sent]:
+    def unbegun(self) -> Iterator[Job[Any]]:
         """Yield the jobs that the engine has not started."""
-        return (sent for sent in self._sent.values() if not sent.job.staging.slot.mark)
+        return (job for job in self._sent.values() if not job.staging.slot.mark)
 
     @property
     def process(self) -> tuple[str, int]:
@@ -187,10 +194,10 @@ class Engine:
             return False
         return behind_name[0] in "Tt"
 
-    def cancel(self, sent: Sent) -> None:
+    def cancel(self, job: Job[Any]) -> None:
         """Tell the engine that nobody waits for a job, unless the engine has answered."""
-        if self._sent.get(sent.number) is sent:
-            self._send(Cancel(sent.number))
+        if self._sent.get(job.number) is job:
+            self._send(Cancel(job.number))
 
     def tell(self, message: StartBenchmark | StopJob | SavedOwners | Forget) -> None:
         """Send a message about benchmarks, about owners of caches, or about a saved forward to free."""
@@ -269,47 +276,46 @@ class Engine:
                         self._attached.discard(message.segment)
 
     def _proceeds(self, message: VerifyProgressed) -> None:
-        sent = self._sent[message.id]
-        if sent.job.progress is not None and not sent.future.done():
-            sent.job.progress(message.progress)
+        job = self._sent[message.id]
+        if job.progress is not None and not job.answer.done():
+            job.progress(message.progress)
 
     def _settle(self, message: Done | Failed | Verified | CallReply) -> None:
         match message:
-            case CallReply(more=True):
-                self._sent[message.id].told += message.caches
-                return
             case CallReply():
-                self._sent[message.id].told += message.caches
-        sent = self._sent.pop(message.id)
-        self._let_go(sent)
-        future, result = sent.future, JobResult({}, 1)
+                self._sent[message.id].records += message.caches
+                if message.more:
+                    return
+        job = self._sent.pop(message.id)
+        self._let_go(job)
+        answer, result = job.answer, JobResult({}, 1)
         match message:
             case Failed():
-                if not future.done():
-                    future.set_exception(Refusal(message.code, message.detail, errors=message.errors))
+                if not answer.done():
+                    answer.set_exception(Refusal(message.code, message.detail, errors=message.errors))
                 return
             case Done():
-                self.pace.did(sent.job.price.seconds, time.monotonic())
-                future.get_loop().call_soon(self._computed, message)  # after the waiting caller's callbacks
-                if future.done() and (saved := message.metadata.get("saved")) is not None:
+                self.pace.did(job.price.seconds, time.monotonic())
+                answer.get_loop().call_soon(self._computed, message)  # after the waiting caller's callbacks
+                if answer.done() and (saved := message.metadata.get("saved")) is not None:
                     self.tell(Forget(saved))  # the caller has disconnected
-                sent.job.timings.copy_in, sent.job.timings.copy_out = message.copy_in, message.copy_out
+                job.timings.copy_in, job.timings.copy_out = message.copy_in, message.copy_out
                 result = JobResult(message.metadata, message.batch_size, message.launch, incarnation=self.incarnation)
             case Verified():
                 result = JobResult({}, 1, report=message.report)
             case CallReply():
-                result = JobResult({}, 1, caches=tuple(sent.told), saved=tuple(message.saved))
-        if not future.done():
-            sent.job.timings.compute, sent.job.timings.encode = message.began, message.ended
-            future.set_result(result)
+                result = JobResult({}, 1, caches=tuple(job.records), saved=tuple(message.saved))
+        if not answer.done():
+            job.timings.compute, job.timings.encode = message.began, message.ended
+            answer.set_result(result)
 
     def _computed(self, done: Done) -> None:
         for listener in self._listeners:
             listener.computed(self, done)
 
-    def _let_go(self, sent: Sent) -> None:
-        self.load -= sent.job.price.seconds
-        sent.job.staging.release()
+    def _let_go(self, job: Job[Any]) -> None:
+        self.load -= job.price.seconds
+        job.staging.release()
 
     def _died(self) -> None:
         if self.state is State.FAILED:
@@ -321,9 +327,9 @@ class Engine:
         self.before.add(self.incarnation)
         self.incarnation, self.holding = 0, Holding(0, 0)
         kept = list(self.unbegun)
-        for sent in kept:
-            del self._sent[sent.number]
-            self._let_go(sent)
+        for job in kept:
+            del self._sent[job.number]
+            self._let_go(job)
         self._lose("engine_lost", "the engine died while it ran this request; retry")
         try:
             self.connect()
@@ -344,10 +350,10 @@ class Engine:
         self._attached.clear()
         self._unsent.clear()
         lost, self._sent = list(self._sent.values()), {}
-        for sent in lost:
-            self._let_go(sent)
-            if not sent.future.done():
-                sent.future.set_exception(Refusal(code, detail))
+        for job in lost:
+            self._let_go(job)
+            if not job.answer.done():
+                job.answer.set_exception(Refusal(code, detail))
 
 
 class Engines:
@@ -356,7 +362,7 @@ class Engines:
     def __init__(self, listeners: Iterable[Listener] = ()) -> None:
         self.listeners = list(listeners)
         self._engines: list[Engine] = []
-        self._kept: deque[Sent] = deque()  # jobs that wait until an engine is ready
+        self._kept: deque[Job[Any]] = deque()  # jobs that wait until an engine is ready
 
     def connect(self, addresses: Sequence[bytes]) -> None:
         """Connect to the engines at these addresses; `state` shows when one is ready."""
@@ -398,7 +404,7 @@ class Engines:
     def waiting_seconds(self) -> float:
         """The longest time in seconds that a job has waited and no engine has started it; 0 if none waits."""
         unbegun = itertools.chain(self._kept, *(engine.unbegun for engine in self._engines))
-        return max((time.monotonic() - sent.since for sent in unbegun), default=0.0)
+        return max((time.monotonic() - job.since for job in unbegun), default=0.0)
 
     @property
     def pace(self) -> float:
@@ -419,9 +425,9 @@ class Engines:
         """
         self._check_ready()
         job.timings.queue = time.perf_counter()
-        sent = Sent(job, asyncio.get_running_loop().create_future(), time.monotonic())
-        self._send(sent)
-        return sent.future
+        job.answer, job.since = asyncio.get_running_loop().create_future(), time.monotonic()
+        self._send(job)
+        return job.answer
 
     def least(self, load: Callable[[Engine], int]) -> Engine:
         """Return the ready engine with the smallest `load`. Raises Refusal."""
@@ -467,21 +473,21 @@ class Engines:
         if not self._ready():
             raise Refusal("not_ready", f"the engine is {self.state.value}")
 
-    def _send(self, sent: Sent) -> None:
-        wanted = sent.job.incarnation
+    def _send(self, job: Job[Any]) -> None:
+        wanted = job.incarnation
         able = [engine for engine in self._ready() if not wanted or engine.incarnation == wanted]
         if not able:
-            if sent.job.body.serials:
-                refusal = Refusal(sent.job.lost, "the engine that held it restarted")
+            if job.body.serials:
+                refusal = Refusal(job.lost, "the engine that held it restarted")
             else:
                 refusal = Refusal("engine_lost", "the engine died before it started this request; retry")
-            sent.future.set_exception(refusal)
+            job.answer.set_exception(refusal)
             return
         engine = min(able, key=lambda engine: engine.load) if len(able) > 1 else able[0]
-        engine.submit(sent)
-        sent.future.add_done_callback(lambda _: engine.cancel(sent))
+        engine.submit(job)
+        job.answer.add_done_callback(lambda _: engine.cancel(job))
 
-    def _keep(self, lost: list[Sent]) -> None:
+    def _keep(self, lost: list[Job[Any]]) -> None:
         """Called when an engine died, with the jobs that it had not started."""
         self._kept.extend(lost)
         self._resume()
@@ -491,10 +497,10 @@ class Engines:
         if self.state is State.FAILED:
             self._refuse_kept("engine_lost", "no engine can work on this machine: see the log")
         while self._kept and self.state is State.READY:
-            if not (sent := self._kept.popleft()).future.done():
-                self._send(sent)
+            if not (job := self._kept.popleft()).answer.done():
+                self._send(job)
 
     def _refuse_kept(self, code: str, detail: str) -> None:
         while self._kept:
-            if not (sent := self._kept.popleft()).future.done():
-                sent.future.set_exception(Refusal(code, detail))
+            if not (job := self._kept.popleft()).answer.done():
+                job.answer.set_exception(Refusal(code, detail))

@@ -46,67 +46,21 @@ class Table:
             row[shared.process] = 0  # remove the counts of a former process with this number
 
 
-class Count:
-    """One count of the service's only HTTP process; `own` is its value."""
-
-    __slots__ = ("own",)
-
-    def __init__(self) -> None:
-        self.own: float = 0
-
-    def set(self, own: float) -> None:
-        self.own = own
-
-    def add(self, amount: float) -> None:
-        self.own += amount
-
-    @property
-    def total(self) -> float:
-        """The sum over all HTTP processes."""
-        return self.own
-
-    @property
-    def largest(self) -> float:
-        """The largest value of any HTTP process."""
-        return self.own
-
-
-class SharedCount(Count):
-    """The same for several processes. `row` has a column for each; `process` is the own column."""
-
-    __slots__ = ("_process", "_row")
-
-    def __init__(self, row: memoryview[float], process: int) -> None:
-        super().__init__()
-        self._row = row
-        self._process = process
-
-    def set(self, own: float) -> None:
-        self.own = self._row[self._process] = own
-
-    def add(self, amount: float) -> None:
-        self.own = self._row[self._process] = self.own + amount
-
-    @property
-    def total(self) -> float:
-        return sum(self._row)
-
-    @property
-    def largest(self) -> float:
-        return max(self._row)
-
-
 class Counts:
-    """The counts of the whole service. Admission, staging memory and gRPC update their own parts."""
+    """The counts of the whole service, as rows: `sum(row)` is that of all HTTP processes, `row[own]` that of this one.
+
+    Admission, staging memory and gRPC update their own rows.
+    """
 
     def __init__(self, shared: WorkerGroup = WorkerGroup()) -> None:  # noqa: B008  # a tuple
         names = ("requests", "bytes", "flops", "seconds", "arriving", "staged", "wanted")
+        self.own = shared.process
         if shared.directory is None:
-            counts = [Count() for _ in names]
+            rows = [memoryview(bytearray(_NUMBER)).cast("d") for _ in names]
         else:
             self._table = Table("service.counts", shared, len(names))  # not a key's name: those contain no dot
-            counts = [SharedCount(row, shared.process) for row in self._table.rows]
-        self.requests, self.bytes, self.flops, self.seconds, self.arriving, self.staged, self.wanted = counts
+            rows = self._table.rows
+        self.requests, self.bytes, self.flops, self.seconds, self.arriving, self.staged, self.wanted = rows
 
 
 def clear(directory: Path, process: int) -> None:

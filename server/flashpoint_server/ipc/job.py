@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from flashpoint_contract.spec import Spec
@@ -17,11 +18,29 @@ from flashpoint_server.ipc.staging import Staging
 B = TypeVar("B", bound=Body, covariant=True)
 
 
+@dataclass(frozen=True)
+class JobResult:
+    """The parts of an answer other than tensors, which the engine writes into the job's staging memory.
+
+    `launch` is the number of the job's launch. `report` is the VerifyReport of a verification, in JSON. `caches` and
+    `saved` are the answer to a CacheCall or a SavedCall. `incarnation` identifies the engine that answered.
+    """
+
+    metadata: dict[str, Any]
+    batch_size: int
+    launch: int = 0
+    report: bytes = b""
+    caches: tuple[CacheRecord, ...] = ()
+    saved: tuple[SavedRecord, ...] = ()
+    incarnation: int = 0
+
+
 @dataclass(eq=False, kw_only=True)
 class Job(Generic[B]):
     """The work of one request for an engine. `deadline` is in `time.monotonic` seconds; None means no deadline.
 
     `progress` is called with each VerifyProgress in JSON. The first call means that the verification has started.
+    Submitting sets `answer` and `since`, in `time.monotonic` seconds. `number` is the job's id on an engine's channel.
     """
 
     id: str
@@ -34,11 +53,15 @@ class Job(Generic[B]):
     incarnation: int = 0  # engine that holds the job's caches or forward; 0: any engine
     lost: str = "cache_lost"  # error code if that engine is gone
     progress: Callable[[bytes], None] | None = None
+    answer: asyncio.Future[JobResult] = field(init=False)
+    since: float = field(init=False)
+    number: int = field(init=False, default=-1)
+    records: list[CacheRecord] = field(init=False, default_factory=list)  # from the parts of an answer that arrived
 
-    def message(self, number: int, rank: float) -> Submit:
-        """Return the message to the engine, with the job's `number` on the channel."""
+    def message(self, rank: float) -> Submit:
+        """Return the message to the engine."""
         return Submit(
-            id=number,
+            id=self.number,
             request_id=self.id,
             body=self.body,
             segment=self.staging.slot.segment.number,
@@ -65,20 +88,3 @@ class AttentionJob(Job[AttentionCall]):
     """Attention or its gradients: the problem `spec`."""
 
     spec: Spec
-
-
-@dataclass(frozen=True)
-class JobResult:
-    """The parts of an answer other than tensors, which the engine writes into the job's staging memory.
-
-    `launch` is the number of the job's launch. `report` is the VerifyReport of a verification, in JSON. `caches` and
-    `saved` are the answer to a CacheCall or a SavedCall. `incarnation` identifies the engine that answered.
-    """
-
-    metadata: dict[str, Any]
-    batch_size: int
-    launch: int = 0
-    report: bytes = b""
-    caches: tuple[CacheRecord, ...] = ()
-    saved: tuple[SavedRecord, ...] = ()
-    incarnation: int = 0

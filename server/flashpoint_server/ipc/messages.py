@@ -1,6 +1,6 @@
 """The messages between HTTP processes and engines, and the socket that carries them.
 
-Tensors stay in shared memory (memory.py); `Attach` sends its descriptors, and other messages only refer to it. The
+Tensors stay in shared memory (staging.py); `Attach` sends its descriptors, and other messages only refer to it. The
 socket is a Unix socket that keeps message boundaries (SOCK_SEQPACKET): a message arrives whole or not at all. An end of
 file means that the other process and its mappings are gone.
 """

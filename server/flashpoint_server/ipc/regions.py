@@ -15,13 +15,14 @@ import os
 import re
 import stat
 from collections.abc import Callable, Mapping
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
 from flashpoint_contract.tensors import ITEMSIZE, TensorInfo
-from flashpoint_server.ipc.memory import Segment
 from flashpoint_server.refusal import Refusal, invalid
 
+SEGMENT_NUMBERS = count()  # ids of segments on the channels to the engines
 MOST = 256  # maximum regions: each needs a mapping and a descriptor, also in the engine
 _OBJECTS = Path("/dev/shm")  # the directory of shared memory objects on Linux
 _KEY = re.compile(r"/?[^/\0]{1,255}")
@@ -46,7 +47,7 @@ class Region:
         self.fd = fd
         self.offset = offset
         self.size = size
-        self.number = next(Segment.numbers)
+        self.number = next(SEGMENT_NUMBERS)
         self.mapped = offset + size
         about = os.fstat(fd)
         self.identity = (about.st_dev, about.st_ino)

@@ -1,9 +1,23 @@
-"""The layout of one request's tensors in its slot: inputs, then outputs, each aligned to 64 bytes."""
+"""Staging memory: an HTTP process fills it from sockets, and the engines compute in it.
+
+A pool manages slots by size class in anonymous memory files (memfd); their descriptors are sent to the engines. The
+files have no name, so none can be left behind: a segment is freed when the last process unmaps it. The pool reuses
+released slots before it grows. Pages are touched when a segment is made, because the page faults of fresh memory cost
+more than the copy into it. A slot above the largest class gets its own segment, which is unmapped at its release.
+
+States of a slot: free (in the list of its class) → held by one or more holders → free. A request's tensors lie in its
+slot: inputs, then outputs, each aligned to 64 bytes.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterable, Mapping
+import mmap
+import os
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,11 +25,208 @@ import numpy as np
 
 from flashpoint_contract.tensors import INDEX_TENSORS, ITEMSIZE, TensorInfo
 from flashpoint_server.ipc.bodies import PlacedTensor
-from flashpoint_server.ipc.memory import Pool, PoolFullError, Segment, Slot, aligned, size_class
-from flashpoint_server.ipc.regions import Region
+from flashpoint_server.ipc.counts import Counts
+from flashpoint_server.ipc.regions import SEGMENT_NUMBERS, Region
 from flashpoint_server.refusal import Refusal
 
+ALIGNMENT = 64  # bytes of a cache line: enough for the widest vector load of a CPU and for a GPU's copy engine
+SMALLEST = 1 << 16
+LARGEST = 1 << 28  # largest pooled class; larger slots are freed after their request
+WARM = (1 << 16, 1 << 20, 1 << 22, 1 << 24)  # bytes: 24 MiB in all
+GROWTH = 1 << 22  # minimum growth of the pool, in several slots of a small class
+
 NOWHERE: Mapping[str, tuple[Region, int]] = {}
+
+
+class PoolFullError(Exception):
+    """The pool has reached its limit or the system's, and has no free slot."""
+
+
+class Segment:
+    """One memory file, mapped in this process. `number` is its id on the channel to the engines.
+
+    It has `size` bytes of slots, then a page of marks with one byte for each slot, up to `mapped` bytes.
+    """
+
+    def __init__(self, size: int, *, touch: bool) -> None:
+        self.number = next(SEGMENT_NUMBERS)
+        self.size = size
+        self.mapped = size + mmap.PAGESIZE
+        self.fd = os.memfd_create("flashpoint-staging", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.fd, self.mapped)
+            flags = mmap.MAP_SHARED | (mmap.MAP_POPULATE if touch else 0)
+            self._map = mmap.mmap(self.fd, self.mapped, flags=flags)
+        except BaseException:
+            os.close(self.fd)
+            raise
+        self.view = memoryview(self._map)
+
+    def close(self) -> None:
+        os.close(self.fd)
+        with contextlib.suppress(BufferError):  # a view that is still in use keeps the mapping alive
+            self.view.release()
+            self._map.close()
+
+
+class Slot:
+    """`size` bytes of a segment at `offset`. The request's route holds it; so does the engine while it has the job."""
+
+    def __init__(self, pool: Pool, segment: Segment, offset: int, size: int) -> None:
+        self._pool = pool
+        self._holders = 0
+        self.segment = segment
+        self.offset = offset
+        self.size = size
+        self.mark_at = segment.size + offset // size  # position of the slot's mark in the segment
+
+    @property
+    def mark(self) -> bool:
+        """A flag that the engine also writes: see `Submit.mark`."""
+        return bool(self.segment.view[self.mark_at])
+
+    @mark.setter
+    def mark(self, value: bool) -> None:
+        self.segment.view[self.mark_at] = value
+
+    def view(self, start: int, size: int) -> memoryview:
+        """Return `size` bytes of the slot from `start`."""
+        return self.segment.view[self.offset + start : self.offset + start + size]
+
+    def hold(self) -> Slot:
+        """Add a holder, which must call `release` once."""
+        self._holders += 1
+        return self
+
+    def release(self) -> None:
+        """Remove a holder. After the last one, another request may use the slot."""
+        self._holders -= 1
+        if not self._holders:
+            self._pool.put_back(self)
+
+
+class Pool:
+    """Slots of at most `limit` bytes in total, counted together with the pools of the other HTTP processes.
+
+    `dropped` is called with the number of each freed segment. A pool without room announces this in `counts.wanted`,
+    and the other pools free their unused segments (`make_room`).
+    """
+
+    def __init__(
+        self,
+        limit: int,
+        dropped: Callable[[int], None] = lambda number: None,
+        counts: Counts | None = None,
+    ) -> None:
+        counts = counts or Counts()
+        self.limit = limit
+        self._dropped = dropped
+        self.segments: dict[int, Segment] = {}
+        self.taken = 0  # slots
+        self._own = counts.own
+        self._staged = counts.staged  # bytes
+        self._wanted = counts.wanted  # time at which a pool last had no room, in `time.monotonic` seconds
+        self._trimmed = 0.0  # time at which this pool last freed its unused segments
+        self._free: dict[int, list[Slot]] = defaultdict(list)
+
+    def warm(self) -> None:
+        """Make the first slots of common sizes before the first request needs them, as far as there is room."""
+        slots = []
+        with contextlib.suppress(PoolFullError):
+            for size in WARM:
+                slots.append(self.take(size))  # if one fails, those before it are released, too
+        for slot in slots:
+            slot.release()
+
+    def take(self, size: int) -> Slot:
+        """Return a slot of at least `size` bytes, aligned to 64 bytes. Raises PoolFullError."""
+        wanted = size_class(size)
+        if wanted > LARGEST:
+            slot = Slot(self, self._grow(wanted, touch=False), 0, wanted)
+        else:
+            if not self._free[wanted]:
+                segment = self._grow(max(GROWTH // wanted, 1) * wanted, touch=True)
+                self._free[wanted] = [Slot(self, segment, at, wanted) for at in range(0, segment.size, wanted)]
+            slot = self._free[wanted].pop()  # the slot released last: its pages are probably still in the CPU's cache
+        self.taken += 1
+        return slot.hold()
+
+    def put_back(self, slot: Slot) -> None:
+        self.taken -= 1
+        if slot.size > LARGEST:
+            self._drop(slot.segment)
+        else:
+            self._free[slot.size].append(slot)
+
+    def close(self) -> None:
+        for segment in list(self.segments.values()):
+            self._drop(segment)
+
+    def make_room(self) -> None:
+        """Free unused segments, if another process had no room since the last call."""
+        if (wanted := max(self._wanted)) > self._trimmed:
+            self._trimmed = wanted
+            self._trim()
+
+    def _grow(self, size: int, *, touch: bool) -> Segment:
+        if not self._reserve(size):
+            self._trim()
+            if not self._reserve(size):
+                self._trimmed = time.monotonic()
+                self._wanted[self._own] = self._trimmed
+                raise PoolFullError(f"{sum(self._staged):.0f} of {self.limit} bytes of staging memory are in use")
+        try:
+            segment = Segment(size, touch=touch)
+        except BaseException as error:
+            self._staged[self._own] -= size
+            if isinstance(error, OSError):  # no descriptor, memory or address space is left
+                message = f"the system cannot provide {size} bytes of staging memory: {error}"
+                raise PoolFullError(message) from None
+            raise
+        self.segments[segment.number] = segment
+        return segment
+
+    def _reserve(self, size: int) -> bool:
+        """Count `size` more bytes if the limit allows it.
+
+        Counting comes first, so two processes never take the same room.
+        """
+        self._staged[self._own] += size
+        if sum(self._staged) <= self.limit:
+            return True
+        self._staged[self._own] -= size
+        return False
+
+    def _trim(self) -> None:
+        """Free the segments whose slots are all free, as room for another size class."""
+        free: dict[int, int] = defaultdict(int)
+        for slots in self._free.values():
+            for slot in slots:
+                free[slot.segment.number] += slot.size
+        idle = {number for number, size in free.items() if size == self.segments[number].size}
+        for wanted, slots in self._free.items():
+            self._free[wanted] = [slot for slot in slots if slot.segment.number not in idle]
+        for number in idle:
+            self._drop(self.segments[number])
+
+    def _drop(self, segment: Segment) -> None:
+        del self.segments[segment.number]
+        self._staged[self._own] -= segment.size
+        segment.close()
+        self._dropped(segment.number)
+
+
+def size_class(size: int) -> int:
+    """Return the size class for `size` bytes: a power of two, or 1.5 times one; above LARGEST, whole pages."""
+    if size > LARGEST:
+        return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    power = max(SMALLEST, 1 << max(size - 1, 1).bit_length())
+    return power * 3 // 4 if power > SMALLEST and size <= power * 3 // 4 else power
+
+
+def aligned(n: int) -> int:
+    """Return the next multiple of ALIGNMENT."""
+    return -(-n // ALIGNMENT) * ALIGNMENT
 
 
 class Place(NamedTuple):

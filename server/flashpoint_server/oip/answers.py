@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from flashpoint_contract.schemas import jsonwire
 from flashpoint_server.formats.codec import Codec
 from flashpoint_server.formats.safetensors import OCTETS
-from flashpoint_server.http.body_buffer import Part
+from flashpoint_server.http.body import Part
 from flashpoint_server.ipc.job import AttentionJob, JobResult
-from flashpoint_server.ipc.memory import ALIGNMENT
 from flashpoint_server.ipc.regions import RegionSlice
+from flashpoint_server.ipc.staging import ALIGNMENT
 from flashpoint_server.oip.datatypes import DATATYPE_OF, numpy_dtype
 from flashpoint_server.oip.head import Wanted
 from flashpoint_server.oip.inflated import WINDOW_BITS

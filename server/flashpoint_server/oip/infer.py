@@ -12,7 +12,6 @@ from flashpoint_contract import wire
 from flashpoint_contract.schemas.jsonwire import FieldError
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Exchange
-from flashpoint_server.formats.message import read_text
 from flashpoint_server.http.body import RequestBody
 from flashpoint_server.ipc.regions import Regions
 from flashpoint_server.oip.answers import compressed, encode
@@ -100,7 +99,7 @@ async def _read(request: RouteRequest) -> InferMessage:
     body.check_length(body.length)
     if size is None and (body.length is None or body.length > _SHORT):
         admit(request, body.length or body.limit)
-    text, rest = (await read_text(body), b"") if size is None else await _start(body, size)
+    text, rest = (await body.text(), b"") if size is None else await _start(body, size)
     try:
         short = len(text) <= _SHORT
         head = _parse_again(text) if short else await service.codec.run(body.deadline, parse, text)

@@ -25,11 +25,11 @@ from flashpoint_server.access.keys import Caller
 from flashpoint_server.config.key_file import Permission
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Exchange, LaunchInfo, Timings
-from flashpoint_server.formats.message import Format, RequestPlan, TensorMessage, text_bytes
-from flashpoint_server.http.body import ClientGoneError, RequestBody
-from flashpoint_server.http.body_buffer import Part
+from flashpoint_server.formats.message import Format, Kind, RequestPlan, TensorMessage, text_bytes
+from flashpoint_server.formats.negotiation import formats
+from flashpoint_server.http.body import ClientGoneError, Part, RequestBody
 from flashpoint_server.http.envelope import REPLICA_FIELD, send_refusal
-from flashpoint_server.ipc.bodies import AttentionCall, CacheRef, Recall, Save, pack_options
+from flashpoint_server.ipc.bodies import AttentionCall, CacheRef, Recall, Save
 from flashpoint_server.ipc.job import AttentionJob, Job, JobResult
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import Price, price_of
@@ -43,54 +43,48 @@ _DIGITS = 15  # maximum digits of milliseconds: 30,000 years, more than any sett
 
 
 class Cleanup:
-    """A context that makes calls at its end, the last one first. It takes a third of the time of an ExitStack."""
+    """A context that makes calls at its end, the last one first. It takes a third of the time of an ExitStack.
+
+    `error` is the type of the exception that ends the context, or None.
+    """
 
     def __init__(self) -> None:
-        self._calls: list[Callable[[type[BaseException] | None], object]] = []
-
-    def push(self, call: Callable[[type[BaseException] | None], object]) -> None:
-        """Call `call` at the end, with the type of the exception that ends the context, or None."""
-        self._calls.append(call)
-
-    def callback(self, call: Callable[[], object]) -> None:
-        """Call `call` at the end."""
-        self._calls.append(lambda _: call())
+        self._calls: list[Callable[[], object]] = []
+        self.error: type[BaseException] | None = None
+        self.callback = self._calls.append
 
     def __enter__(self) -> Cleanup:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self.error = error
         try:
             while self._calls:
-                self._calls.pop()(kind)
+                self._calls.pop()()
         finally:
             if self._calls:  # one has raised
-                self.__exit__(kind)
+                self.__exit__(error)
 
 
 @dataclass(eq=False)
 class RouteRequest:
-    """One request in a route. `inside` ends what the request has started.
+    """One request in a route. `cleanup` ends what the request has started.
 
     `authorize` sets `caller`, `begin` sets `device` and `priority`, and `admit` sets `permit`.
     """
 
     service: Service
     exchange: Exchange
+    headers: Mapping[str, str]  # by lower-case names
     body: RequestBody
     receive: Receive
     send: Send
-    inside: Cleanup
+    cleanup: Cleanup
     query: str = ""
     caller: Caller | None = None
     device: DeviceInfo | None = None
     priority: int = 0
     permit: Permit | None = None
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        """The header fields, by lower-case names."""
-        return self.exchange.headers
 
     def waiting_since(self) -> float | None:
         """Return when the body ended, in `time.monotonic` seconds; None before that and after the answer has begun."""
@@ -98,6 +92,8 @@ class RouteRequest:
 
 
 Handler = Callable[[RouteRequest], Awaitable[None]]
+Numbers = Callable[[Spec], list[TensorInfo]]  # the outputs that the answer carries as text
+Compute = Callable[[RouteRequest, TensorMessage, Numbers], Awaitable[tuple[AttentionJob, JobResult]]]
 MakeBody = Callable[[Scope, Receive, Mapping[str, str], Settings], RequestBody]
 
 
@@ -111,10 +107,11 @@ class Route:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange, query = Exchange.of(scope), scope["query_string"].decode("latin-1")
-        body = self._body(scope, receive, exchange.headers, self._service.settings)
+        headers = exchange.headers
+        body = self._body(scope, receive, headers, self._service.settings)
         try:
-            with Cleanup() as inside:
-                await self._handle(RouteRequest(self._service, exchange, body, receive, send, inside, query))
+            with Cleanup() as cleanup:
+                await self._handle(RouteRequest(self._service, exchange, headers, body, receive, send, cleanup, query))
         except Refusal as refusal:
             await _refuse(send, exchange, refusal, body)
         except MemoryError:
@@ -148,7 +145,7 @@ def begin(request: RouteRequest) -> DeviceInfo:
     request.body.deadline = deadline_of(request.headers, request.service.settings)
     request.priority = priority_of(request.headers)
     request.device = request.service.begin()
-    request.inside.callback(request.service.end)
+    request.cleanup.callback(request.service.end)
     return request.device
 
 
@@ -174,31 +171,48 @@ def admit(request: RouteRequest, nbytes: int) -> Permit:
     service, exchange = request.service, request.exchange
     permit = service.admission.permit(nbytes, request.caller.quota, request.waiting_since)
     request.permit = permit
-    request.inside.callback(permit.leave)
+    request.cleanup.callback(permit.leave)
     metrics = service.metrics
     metrics.accepted()
 
-    def left(kind: type[BaseException] | None) -> None:
-        if kind is not None:
-            metrics.left("cancelled" if issubclass(kind, ClientGoneError) else "refused")
+    def left() -> None:
+        if (error := request.cleanup.error) is not None:
+            metrics.left("cancelled" if issubclass(error, ClientGoneError) else "refused")
         else:
             metrics.left("answered" if exchange.code is None else "cancelled")
 
-    request.inside.push(left)
+    request.cleanup.callback(left)
     return permit
 
 
 def stage(request: RouteRequest, layout: Layout) -> Staging:
     """Allocate the request's staging memory until its answer has left. Raises Refusal 413 and 429."""
     staging = Staging.take(request.service.pool, layout)
-    request.inside.callback(staging.release)
+    request.cleanup.callback(staging.release)
     return staging
 
 
+async def attention(request: RouteRequest, direction: Direction, planners: Mapping[Kind, Compute]) -> None:
+    """Answer a request for attention or its gradients; `planners` compute the kinds of calls that are not plain.
+
+    Raises Refusal and ClientGoneError.
+    """
+    authorize(request, "attention")
+    given, wanted = formats(request.headers)
+    begin(request)
+    message = await read(request, given)
+    if (kind := message.kind(direction)) == "plain":
+        job, answer = await compute(request, message, direction, wanted.numbers)
+    else:
+        job, answer = await planners[kind](request, message, wanted.numbers)
+    parts = await wanted.write(job, answer, request.service.codec)
+    await write(request, job, answer, parts, {"content-type": wanted.media_type})
+
+
 async def compute(
-    request: RouteRequest, message: TensorMessage, direction: Direction, numbers: Callable[[Spec], list[TensorInfo]]
+    request: RouteRequest, message: TensorMessage, direction: Direction, numbers: Numbers
 ) -> tuple[AttentionJob, JobResult]:
-    """Plan, admit, stage and submit attention or its gradients. `numbers` returns the outputs to send as text."""
+    """Plan, admit, stage and submit attention or its gradients. Raises Refusal and ClientGoneError."""
     assert request.device is not None
     plan = message.plan(direction, request.device, partial(choose, request.service.settings))
     return await carry_out(request, message, plan, numbers(plan.spec), plan.spec.input_bytes + plan.spec.output_bytes)
@@ -232,7 +246,7 @@ async def carry_out(
     the fields of `Job` that say which engine must compute it. Raises Refusal and ClientGoneError.
     """
     service, body = request.service, request.body
-    spec, backend, price, device, _ = plan
+    spec, backend, price, device, options, _ = plan
     if (size := sum(info.nbytes for info in text)) > (most := service.settings.json_limit):
         raise Refusal(
             "work_too_large", f"a JSON answer of {size} bytes exceeds the limit of {most}: request a binary answer"
@@ -240,7 +254,7 @@ async def carry_out(
     permit = request.permit or admit(request, nbytes)
     if text:
         permit.grow(text_bytes(text))
-    permit.charge(price, body.deadline, service.engine.pace)
+    permit.charge(price, body.deadline, service.engine.pace if body.deadline is not None else 0.0)
     layout = plan.layout or Layout.of(message.inputs, spec.outputs, message.elsewhere(spec))
     staging = stage(request, layout)
     await message.receive(body, staging.views(staging.inputs))
@@ -248,8 +262,8 @@ async def carry_out(
     if index and cache_ref is None:  # the body contained the lengths
         permit.correct(price_of(spec, backend, device, index))
     request.exchange.facts.update(backend=backend, shapes=layout.shapes)
-    asked = AttentionCall(spec.direction, pack_options(spec.options), backend, cache_ref, saved(index))
-    job = make_job(request, asked, staging, permit.price, partial(AttentionJob, spec=spec, **engine))
+    call = AttentionCall(spec.direction, options, backend, cache_ref, saved(index))
+    job = make_job(request, call, staging, permit.price, partial(AttentionJob, spec=spec, **engine))
     return job, await submit(request, job)
 
 
@@ -302,7 +316,7 @@ async def write(
         raise out_of_time()
     exchange, timings = request.exchange, job.timings
     timings.done = time.perf_counter()
-    durations = timings.durations()
+    durations, stages = timings.durations(), timings.stages()
     for name, ms in durations.items():
         exchange.facts[f"{name}_ms"] = ms
     exchange.facts["batch_size"] = answer.batch_size
@@ -315,7 +329,7 @@ async def write(
         "server-timing": ", ".join([f"{name};dur={ms}" for name, ms in durations.items()]),
     }
     await reply(request, parts, said)
-    request.service.metrics.took(timings.stages())
+    request.service.metrics.took(stages)
 
 
 async def reply(request: RouteRequest, parts: list[Part], fields: Mapping[str, str]) -> None:

@@ -105,7 +105,7 @@ def router(service: Service) -> APIRouter:
             kernels=device.kernels if device else {},
             missing=[said for said in (device.no_triton, device.no_kernels, device.no_gpu) if said] if device else [],
             options={name: sorted(features(name, device.name)) for name in backends} if device else {},
-            load={"requests": int(service.counts.requests.total), "bytes": int(service.counts.bytes.total)},
+            load={"requests": int(sum(service.counts.requests)), "bytes": int(sum(service.counts.bytes))},
             caches={
                 "caches": held.caches,
                 "bytes": held.nbytes,

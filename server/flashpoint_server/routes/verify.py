@@ -20,7 +20,7 @@ from flashpoint_contract.wording.hints import each_meant
 from flashpoint_server.access.admission import check_size
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.json import JSON, JsonMessage
-from flashpoint_server.formats.message import TensorMessage, read_text
+from flashpoint_server.formats.message import TensorMessage
 from flashpoint_server.formats.negotiation import HEARTBEAT_SECONDS, request_format, takes_events
 from flashpoint_server.http.body import ClientGoneError
 from flashpoint_server.ipc.bodies import VerifyCall
@@ -59,7 +59,7 @@ async def verify(request: RouteRequest) -> None:
     drawn: VerifyRequest | None = None
     message: TensorMessage | None = None
     if given is JSON:
-        text = await read_text(body)
+        text = await body.text()
         if (drawn := _drawn(text)) is None:
             message = await JsonMessage.parse(text, service.codec, body.deadline)
     else:

@@ -121,6 +121,11 @@ def shared(tmp_path, process, **settings):
     return Admission(Settings(**settings), counts), counts
 
 
+def totals(counts):
+    """Return the numbers of requests, bytes, FLOPs and seconds of all processes."""
+    return tuple(map(sum, (counts.requests, counts.bytes, counts.flops, counts.seconds)))
+
+
 def test_limits_hold_over_all_processes_together(tmp_path):
     """Requests, bytes, FLOPs and seconds of three processes are added up, and finished requests no longer count."""
     limits = {"queue_limit": 3, "queue_bytes": 100, "queue_flops": 100, "queue_seconds": 10}
@@ -136,9 +141,9 @@ def test_limits_hold_over_all_processes_together(tmp_path):
         with pytest.raises(Refusal, match=re.escape("take 6 compute seconds, and this one 4.1")):
             second.charge(Price(0, 4.1))
         second.charge(Price(40, 4.0))
-        assert (counts.requests.total, counts.bytes.total, counts.flops.total, counts.seconds.total) == (2, 90, 100, 10)
+        assert totals(counts) == (2, 90, 100, 10)
         assert (two.requests, two.bytes, two.flops, two.seconds) == (1, 30, 40, 4.0)
-    assert (counts.requests.total, counts.bytes.total, counts.flops.total, counts.seconds.total) == (0, 0, 0, 0)
+    assert totals(counts) == (0, 0, 0, 0)
     with three.permit(1000) as alone:
         alone.charge(Price(1000, 100.0))
 
@@ -152,7 +157,7 @@ def test_what_a_process_that_died_had_inside_counts_no_more(tmp_path):
     one.permit(60).charge(Price(7, 1.0))
     two.permit(40)
     clear(tmp_path, 0)
-    assert (counts.requests.total, counts.bytes.total, counts.flops.total, counts.seconds.total) == (1, 40, 0, 0)
+    assert totals(counts) == (1, 40, 0, 0)
     assert list(spent[1].inside[:3]) == [0, 3, 0]
     _, successor = shared(tmp_path, 1)
-    assert (successor.requests.total, successor.bytes.total) == (0, 0)
+    assert totals(successor)[:2] == (0, 0)

@@ -14,7 +14,7 @@ import uvloop
 
 from flashpoint_contract.schemas import jsonwire
 from flashpoint_server.formats.codec import Codec
-from flashpoint_server.ipc.memory import Pool, PoolFullError
+from flashpoint_server.ipc.staging import Pool, PoolFullError
 from flashpoint_server.refusal import Refusal
 from tests.support.held import hold
 

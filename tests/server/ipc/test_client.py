@@ -25,9 +25,8 @@ from flashpoint_server.ipc import client as engine
 from flashpoint_server.ipc.bodies import AttentionCall, PlacedTensor, pack_options
 from flashpoint_server.ipc.client import Engines, State
 from flashpoint_server.ipc.job import AttentionJob
-from flashpoint_server.ipc.memory import Pool
 from flashpoint_server.ipc.messages import Submit
-from flashpoint_server.ipc.staging import Layout, Staging
+from flashpoint_server.ipc.staging import Layout, Pool, Staging
 from flashpoint_server.observability.metrics import Metrics
 from flashpoint_server.processes.processes import running_engines
 from flashpoint_server.refusal import Refusal

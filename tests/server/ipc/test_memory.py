@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashpoint_server.ipc.counts import Counts, WorkerGroup
-from flashpoint_server.ipc.memory import ALIGNMENT, GROWTH, LARGEST, SMALLEST, Pool, PoolFullError, size_class
+from flashpoint_server.ipc.staging import ALIGNMENT, GROWTH, LARGEST, SMALLEST, Pool, PoolFullError, size_class
 
 MIB = 1 << 20
 

@@ -8,8 +8,8 @@ import pytest
 from flashpoint_server.access import admission as module
 from flashpoint_server.access.admission import FEW, PATIENCE, Admission
 from flashpoint_server.config.settings import Settings
+from flashpoint_server.ipc.client import WINDOW, ServiceRate
 from flashpoint_server.ipc.price import Price
-from flashpoint_server.ipc.service_rate import WINDOW, ServiceRate
 from flashpoint_server.refusal import Refusal
 
 NOW = 1000.0

@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flashpoint_contract.tensors import TensorInfo
-from flashpoint_server.http.body_buffer import MOST_AT_ONCE, BodyBuffer
-from flashpoint_server.ipc.memory import ALIGNMENT, Pool
-from flashpoint_server.ipc.staging import Layout, Staging
+from flashpoint_server.http.body import MOST_AT_ONCE, BodyBuffer
+from flashpoint_server.ipc.staging import ALIGNMENT, Layout, Pool, Staging
 from flashpoint_server.refusal import Refusal
 
 INPUTS = [

@@ -26,9 +26,9 @@ from flashpoint_kernels.problems.problem import launch_key
 from flashpoint_server.engine.scheduling.waiting import Budget
 from flashpoint_server.engine.state.saved import SavedForward
 from flashpoint_server.ipc.bodies import AttentionCall, VerifyCall, read_options
-from flashpoint_server.ipc.memory import LARGEST
 from flashpoint_server.ipc.messages import Batch, Channel, FromEngine, Submit, ToEngine
 from flashpoint_server.ipc.price import PASSED
+from flashpoint_server.ipc.staging import LARGEST
 
 if TYPE_CHECKING:
     from flashpoint_server.engine.caches.attending import CachedCall, CallTensors

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashpoint_server.formats.codec import Codec
-from flashpoint_server.http.body_buffer import Part
+from flashpoint_server.http.body import Part
 from flashpoint_server.ipc.job import AttentionJob, JobResult
 from flashpoint_server.ipc.regions import RegionSlice
 from flashpoint_server.oip.datatypes import DATATYPE_OF, numpy_dtype

@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.ipc.counts import Count
+from flashpoint_server.ipc.counts import Counts
 from flashpoint_server.processes import heap
 from flashpoint_server.refusal import Refusal
 
@@ -101,11 +101,8 @@ class _Reading:
 class Memory:
     """The memory limit of gRPC in one HTTP process: its share of `--grpc-bytes`. A key may use half of it."""
 
-    def __init__(self, settings: Settings, locked: bool, arriving: Count, inside: Callable[[], float]) -> None:
-        """`locked`: callers need keys.
-
-        `arriving` counts awaited messages; `inside` returns the number of admitted requests.
-        """
+    def __init__(self, settings: Settings, locked: bool, counts: Counts) -> None:
+        """`locked`: callers need keys."""
         part = settings.grpc_bytes // settings.workers
         messages = 4 if locked else 2  # in largest messages: a key then has room for two, one of which can make way
         self.largest = min(settings.body_limit, LARGEST_MESSAGE, part // (messages + _COPIES))
@@ -114,8 +111,7 @@ class Memory:
         self._patience = settings.body_timeout
         self._slow = settings.body_timeout + self.largest / RATE  # seconds
         self._queue_limit = settings.queue_limit
-        self._arriving = arriving
-        self._inside = inside
+        self._counts = counts
         self.held = 0
         self._kept = 0  # maximum of freed memory that heaps may still keep
         self._of: dict[str, int] = {}  # by owner
@@ -151,7 +147,7 @@ class Memory:
         """Wait until there is room for the largest message. Raises Refusal 429."""
         if reading.hold.counted:
             self._check_number()
-            self._arriving.add(1)
+            self._counts.arriving[self._counts.own] += 1
         self._waiting[reading] = None
         if len(self._waiting) == 1 and self._begin(reading):
             return
@@ -197,11 +193,11 @@ class Memory:
     def _awaited(self, reading: _Reading) -> None:
         """Record that a message is no longer awaited."""
         if reading.hold.counted:
-            self._arriving.add(-1)
+            self._counts.arriving[self._counts.own] -= 1
 
     def _check_number(self) -> None:
         """Raise Refusal 429 if the queue is full, unless a slow message can make way."""
-        if self._arriving.total + self._inside() < self._queue_limit:
+        if sum(self._counts.arriving) + sum(self._counts.requests) < self._queue_limit:
             return
         first = next((one for one in self._reading if one.hold.counted and not one.leaving), None)
         if first is None or time.monotonic() - first.since <= self._patience:

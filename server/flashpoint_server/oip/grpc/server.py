@@ -93,7 +93,7 @@ class RpcServer:
     def __init__(self, app: ASGIApp, service: Service, statistics: Statistics) -> None:
         """Raises OSError if it cannot listen."""
         settings = self._settings = service.settings
-        memory = Memory(settings, service.keys.locked, service.counts.arriving, lambda: service.counts.requests.total)
+        memory = Memory(settings, service.keys.locked, service.counts)
         self._server = grpc.aio.server(
             options=[
                 ("grpc.max_receive_message_length", memory.largest),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple, cast
 
+from msgspec import Raw
 from pydantic import ValidationError
 
 from flashpoint_contract import saved
@@ -23,13 +24,13 @@ from flashpoint_server.access.admission import check_size
 from flashpoint_server.access.cache_ids import CacheId
 from flashpoint_server.config.settings import REPLICA
 from flashpoint_server.formats.message import RequestPlan, TensorMessage, read_options
-from flashpoint_server.ipc.bodies import CacheRef
+from flashpoint_server.ipc.bodies import CacheRef, pack_options
 from flashpoint_server.ipc.job import AttentionJob, JobResult
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import MOST_FLOPS, Price
 from flashpoint_server.ipc.staging import Layout
 from flashpoint_server.refusal import Refusal, invalid
-from flashpoint_server.routes.pipeline import RouteRequest, carry_out
+from flashpoint_server.routes.pipeline import Numbers, RouteRequest, carry_out
 
 # seconds a byte of keys or values that one core reads; 8-bit values count as float32, because they are converted
 READ_SECONDS = 1e-10
@@ -41,7 +42,7 @@ REMEMBERED = 1 << 16  # number of caches whose lengths are stored here, for the 
 
 
 async def compute_cached(
-    request: RouteRequest, message: TensorMessage, numbers: Callable[[Spec], list[TensorInfo]]
+    request: RouteRequest, message: TensorMessage, numbers: Numbers
 ) -> tuple[AttentionJob, JobResult]:
     """Plan, admit, stage and submit attention over caches. Raises Refusal and ClientGoneError."""
     service, device = request.service, request.device
@@ -74,7 +75,7 @@ async def compute_cached(
         quota=cache_quota(request),
         left=plan.left,
     )
-    planned = RequestPlan(spec, plan.backend, price, device, plan.layout)
+    planned = RequestPlan(spec, plan.backend, price, device, plan.options, plan.layout)
     job, answer = await carry_out(
         request,
         message,
@@ -160,6 +161,7 @@ class _Plan(NamedTuple):
     """
 
     spec: Spec
+    options: Raw
     left: int
     backend: str
     layout: Layout
@@ -203,7 +205,7 @@ def _planned(inputs: list[tuple[str, TensorInfo]], call: _CacheCall, layer: Laye
     """Plan the call. Raises ProblemError."""
     spec, left, backend = _problem(tuple(inputs), call.options, layer, len(call.asked.caches), device.choices)
     rates = _Rates.of(spec, backend, device, ITEMSIZE["float32" if layer.quantized else layer.dtype])
-    return _Plan(spec, left, backend, Layout.of(inputs, spec.outputs), rates, layer, device)
+    return _Plan(spec, pack_options(spec.options), left, backend, Layout.of(inputs, spec.outputs), rates, layer, device)
 
 
 @lru_cache(256)  # a model makes few kinds of calls

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,23 +22,22 @@ from flashpoint_contract.saved import (
 from flashpoint_contract.schemas.options import AttentionOptions
 from flashpoint_contract.schemas.validation import field_problems
 from flashpoint_contract.spec import Spec, plan
-from flashpoint_contract.tensors import TensorInfo
 from flashpoint_kernels.problems.cost import extent_of, flops_of, seconds_of
 from flashpoint_server.access.saved_ids import SavedId, SavedIds
 from flashpoint_server.formats.message import RequestPlan, TensorMessage, read_options
-from flashpoint_server.ipc.bodies import Recall, Save
+from flashpoint_server.ipc.bodies import Recall, Save, pack_options
 from flashpoint_server.ipc.job import AttentionJob, JobResult
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import MOST_FLOPS, Price, price_of
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes.compute.cached_attention import cache_quota, set_replica_header
-from flashpoint_server.routes.pipeline import RouteRequest, carry_out, choose
+from flashpoint_server.routes.pipeline import Numbers, RouteRequest, carry_out, choose
 
 SEED_BITS = 53  # bits of a seed that the server draws: float64 represents it exactly
 
 
 async def compute_saving(
-    request: RouteRequest, message: TensorMessage, numbers: Callable[[Spec], list[TensorInfo]]
+    request: RouteRequest, message: TensorMessage, numbers: Numbers
 ) -> tuple[AttentionJob, JobResult]:
     """Compute attention and save it; the answer's metadata has the id, `saved`. Raises Refusal and ClientGoneError."""
     service, device = request.service, request.device
@@ -62,17 +61,17 @@ async def compute_saving(
         head = SavedIds.head(spec, extent_of(spec, index) if index else None)
         return Save(owner, quota, size, head)
 
-    planned = RequestPlan(spec, backend, price_of(spec, backend, device), device)
+    planned = RequestPlan(spec, backend, price_of(spec, backend, device), device, pack_options(spec.options))
     nbytes = spec.input_bytes + spec.output_bytes
     job, answer = await carry_out(request, message, planned, numbers(told), nbytes, saved=save)
     job.staging.outputs = {name: job.staging.outputs[name] for name in told.outputs}
     engine, serial = answer.incarnation, answer.metadata["saved"]
 
-    def left(kind: type[BaseException] | None) -> None:
-        if kind is not None or request.exchange.code is not None:  # the caller does not know the id
+    def left() -> None:
+        if request.cleanup.error is not None or request.exchange.code is not None:  # the caller does not know the id
             service.engine.forget_saved(engine, serial)
 
-    request.inside.push(left)
+    request.cleanup.callback(left)
     saved = service.saved_ids.make(owner, engine, serial, head)
     return job, replace(answer, metadata={**answer.metadata, "saved": saved})
 
@@ -104,7 +103,7 @@ def _check_memory(request: RouteRequest, size: int, quota: int | None) -> None:
 
 
 async def compute_recalled(
-    request: RouteRequest, message: TensorMessage, numbers: Callable[[Spec], list[TensorInfo]]
+    request: RouteRequest, message: TensorMessage, numbers: Numbers
 ) -> tuple[AttentionJob, JobResult]:
     """Compute the gradients of a saved forward. Raises Refusal and ClientGoneError."""
     service, device = request.service, request.device
@@ -125,7 +124,7 @@ async def compute_recalled(
     backend = choose(service.settings, spec, device)
     tensors = [(name, info.dtype, info.shape) for name, info in saved_tensors(one.forward).items()]
     recall = Recall(_owner(request), one.serial, tensors)
-    planned = RequestPlan(spec, backend, _price(one, spec, backend, device), device)
+    planned = RequestPlan(spec, backend, _price(one, spec, backend, device), device, pack_options(spec.options))
     nbytes = sum(info.nbytes for info in infos.values()) + spec.output_bytes
     return await carry_out(
         request, message, planned, numbers(spec), nbytes, saved=lambda _: recall, incarnation=one.incarnation,
