@@ -117,7 +117,7 @@ class Spec:
         """Return `Row.offset` of sequences of these lengths, numbers or arrays, if the caller gives none."""
         return kv_len - q_len if self.options.causal_alignment == "bottom_right" else 0
 
-    @property
+    @cached_property
     def has_columns(self) -> bool:
         """Whether q, k and v have columns, D and Dv: without those of q and k, each score is 0 before its mask."""
         return min(self.head_dim, self.value_dim) > 0

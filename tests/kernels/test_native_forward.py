@@ -167,7 +167,7 @@ def test_bits_do_not_depend_on_the_number_of_threads(rows: int, kv_len: int, mon
         results = []
         for threads in (1, 2, 3, 5, 16):
             problem = problem_of(t, **options)
-            native_forward.prepared(problem, problem.rows)(threads)
+            native_forward.prepared(problem, problem.rows, threads)()
             results.append(problem.outputs)
         for other, name in itertools.product(results[1:], ("o", "lse")):
             assert torch.equal(other[name], results[0][name]), (name, heads)

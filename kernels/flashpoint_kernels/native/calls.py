@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -42,9 +42,19 @@ def _functions() -> tuple[Any, Any]:
 
 def share(compute: Any, calls: Sequence[ctypes.Structure]) -> None:
     """Compute some calls of one function, each on a thread of its own, the first in this one."""
-    memory = (type(calls[0]) * len(calls))(*calls)
-    if _functions()[0](compute, memory, ctypes.sizeof(calls[0]), len(calls)):
-        raise MemoryError
+    prepared(compute, calls)()
+
+
+def prepared(compute: Any, calls: Sequence[ctypes.Structure], held: object = None) -> Callable[[], None]:
+    """Return a function like `share` with these calls, which may be called again; it keeps `held` alive."""
+    memory, size, count = (type(calls[0]) * len(calls))(*calls), ctypes.sizeof(calls[0]), len(calls)
+    run = _functions()[0]
+
+    def again(_: object = held) -> None:
+        if run(compute, memory, size, count):
+            raise MemoryError
+
+    return again
 
 
 class Table:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any
@@ -137,7 +137,7 @@ class Forward:
 
     def compute(self, first: int, last: int) -> None:
         """Compute units [first, last) in this thread."""
-        self.run([self._whole(first, last)])
+        self.call([self._whole(first, last)])()
 
     def shares(self, workers: int) -> tuple[list[list[int]], list[tuple[list[int], torch.Tensor]]]:
         """Cut the work into about equal tasks for `workers` threads: between units, or between chunks if units are few.
@@ -192,8 +192,8 @@ class Forward:
         """Return whether `compute_together` takes `rows` sequences, of which the longest has this many queries."""
         return rows >= TOGETHER and queries * self.group <= TILE
 
-    def compute_together(self, rows: Rows, threads: int) -> list[array[int]]:
-        """Compute many short sequences on at most `threads` threads; return the tasks of each thread.
+    def shares_together(self, rows: Rows, threads: int) -> list[array[int]]:
+        """Return the tasks of many short sequences for each of at most `threads` threads.
 
         `rows` has an array (n,) in the place of each number that differs between them: Python would take longer to
         make their tasks one by one than the kernel to compute them.
@@ -205,21 +205,26 @@ class Forward:
         workers = self._workers(threads, int(keys.sum()), int((queries * keys).sum()))
         edges = (queries * np.maximum(keys, 1)).cumsum()
         cuts = [0, *np.searchsorted(edges, edges[-1] * np.arange(1, workers) // workers), len(tasks)]
-        shares = [array("q", tasks[first:last].tobytes()) for first, last in pairwise(cuts) if first < last]
-        self._run(shares)
-        return shares
+        return [array("q", tasks[first:last].tobytes()) for first, last in pairwise(cuts) if first < last]
 
-    def run(self, shares: Sequence[list[int]]) -> None:
-        """Compute shares of the work, each in a thread of its own."""
-        self._run([array("q", tasks) for tasks in shares])
+    def call(
+        self, shares: Sequence[Sequence[int]], merged: Sequence[tuple[list[int], torch.Tensor]] = ()
+    ) -> Callable[[], None]:
+        """Return the call that computes shares of the work, each in a thread of its own, and then merges the units that
+        threads share. It may be called again while the tensors stay where they are.
+        """
+        functions, memory = self._functions(), [array("q", tasks) for tasks in shares]
+        compute = calls.prepared(functions.forward, [self._call(tasks) for tasks in memory], (self, memory))
+        if not merged:
+            return compute
+        together = array("q", [number for task, _ in merged for number in task])
+        merge = calls.prepared(functions.merge, [self._call(together)], (self, together, merged))
 
-    def _run(self, memory: Sequence[array[int]]) -> None:
-        calls.share(self._functions().forward, [self._call(tasks) for tasks in memory])
+        def compute_and_merge() -> None:
+            compute()
+            merge()
 
-    def merge(self, tasks: Sequence[tuple[list[int], torch.Tensor]]) -> None:
-        """Write the answers of units that several threads have computed."""
-        memory = array("q", [number for task, _ in tasks for number in task])
-        calls.share(self._functions().merge, [self._call(memory)])
+        return compute_and_merge
 
     def replay(self, shares: Sequence[Sequence[int]], spans: Spans, tensors: Mapping[str, int]) -> calls.Replay | None:
         """Return the shares as a call of q, k, v, o and lse, whose addresses now are in `tensors`, in any order.

@@ -318,12 +318,17 @@ class Problem:
         """
         return replace(self, rows=self.rows[start:stop])
 
+    @property
+    def has_gaps(self) -> bool:
+        """Whether the sequences may not write all rows of the outputs."""
+        return not all(0 < row.q_len == row.q_rows and 0 < row.kv_len == row.kv_rows for row in self.rows)
+
     def clear_outputs(self) -> None:
         """Fill output rows that no sequence may write with the answer of a row that sees no key.
 
         This is 0, and −inf for `lse`.
         """
-        if all(0 < row.q_len == row.q_rows and 0 < row.kv_len == row.kv_rows for row in self.rows):
+        if not self.has_gaps:
             return
         for name in self.outputs:
             self.own_part(name).fill_(float("-inf") if name == "lse" else 0.0)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 
 from flashpoint_kernels.problems.problem import Problem
 from flashpoint_kernels.torch_backend.backward import differentiate
@@ -12,15 +11,21 @@ from flashpoint_kernels.torch_backend.forward import prepared, repeats
 
 def forward(problems: Sequence[Problem]) -> None:
     for problem in problems:
-        problem.clear_outputs()
-        if problem.calls:
-            for call in problem.calls:
-                call()
-        elif rows := [row for row in problem.rows if row.q_len]:
-            call = partial(prepared(problem, rows), problem.threads or 1)
+        for call in problem.calls or _calls(problem):
             call()
-            if repeats(problem):
-                problem.calls = [call]
+
+
+def _calls(problem: Problem) -> Sequence[Callable[[], object]]:
+    """Clear the outputs' gaps, and return the calls of a forward.
+
+    They are kept with the problem if they stay right when its tensors get other numbers.
+    """
+    problem.clear_outputs()
+    rows = [row for row in problem.rows if row.q_len]
+    calls = [prepared(problem, rows, problem.threads or 1)] if rows else []
+    if repeats(problem) and not problem.has_gaps:
+        problem.calls = calls
+    return calls
 
 
 def backward(problems: Sequence[Problem]) -> None:

@@ -8,7 +8,6 @@ do not depend on the place of its keys, on other rows, or on the number of threa
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -57,31 +56,23 @@ def attend_dense(
     shares: Sequence[Sequence[int]]
     merged: list[tuple[list[int], Tensor]] = []
     if forward.takes_together(len(q), row.q_len):
-        shares = forward.compute_together(moved(each), threads)
+        shares = forward.shares_together(moved(each), threads)
     else:
         for n in range(len(q)):
             forward.add(moved(n))
         shares, merged = forward.shares(forward.workers(threads))
-        _compute(forward, shares, merged)
+    forward.call(shares, merged)()
     if merged or any(own is not t for own, t in zip((q, k, v), given, strict=True)):
         return None
     addresses = {name: t.data_ptr() for name, t in zip(("q", "k", "v", "o", "lse"), (q, k, v, o, lse), strict=True)}
     return forward.replay(shares, spans, addresses)
 
 
-def _all_units(forward: Forward, threads: int) -> None:
-    forward.share_prefixes(forward.workers(threads))
-    _compute(forward, *forward.shares(forward.workers(threads)))
+def prepared(problem: Problem, rows: Sequence[Row], threads: int) -> Callable[[], object]:
+    """Return the call that computes `rows` of a forward on at most `threads` threads, in place.
 
-
-def _compute(forward: Forward, shares: Sequence[list[int]], merged: list[tuple[list[int], Tensor]]) -> None:
-    forward.run(shares)
-    if merged:
-        forward.merge(merged)
-
-
-def prepared(problem: Problem, rows: Sequence[Row]) -> Callable[[int], object]:
-    """Return what computes `rows` of a forward on at most some threads. The kernels read and write tensors in place."""
+    It may be called again while the tensors stay where they are: see `repeats`.
+    """
     spec = problem.spec
     q, o = in_rows(problem.view("q")), problem.view("o")
     lse = problem.view("lse") if "lse" in problem.outputs else None
@@ -121,10 +112,12 @@ def prepared(problem: Problem, rows: Sequence[Row]) -> Callable[[int], object]:
 
     if forward.takes_together(len(rows), max(row.q_len for row in rows)):
         together = Row(*numbers_of(rows))
-        return partial(forward.compute_together, place(together, spans.of_sequence(np.arange(len(rows)))))
+        every = place(together, spans.of_sequence(np.arange(len(rows))))
+        return forward.call(forward.shares_together(every, threads))
     for number, row in enumerate(rows):
         forward.add(place(row, spans.of_sequence(number)))
-    return partial(_all_units, forward)
+    forward.share_prefixes(forward.workers(threads))
+    return forward.call(*forward.shares(forward.workers(threads)))
 
 
 def repeats(problem: Problem) -> bool:

@@ -165,10 +165,12 @@ class EngineLoop:
 
     def _look_at_held(self) -> None:
         """Free expired items, and send the HTTP processes the new counts of held items."""
-        self._executor.device.ledger.sweep()
+        ledger = self._executor.device.ledger
+        if time.monotonic() >= ledger.due:
+            ledger.sweep()
         if not self._unseen:
             return
-        self._changes = self._executor.device.ledger.changes
+        self._changes = ledger.changes
         if (held := self._held_now) != self._held:
             self._held = held
             with self._lock:

@@ -1,6 +1,7 @@
 """The scheduler, without sockets, torch or a device, chooses the next task and answers at the right time."""
 
 import itertools
+import math
 import mmap
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -65,6 +66,7 @@ class Resources:
 
 class Plugin:
     suspect = False
+    active = True
 
     def __init__(self):
         self.wanted = False
@@ -293,7 +295,7 @@ class Calls(Bench):
         super().__init__()
         self.scheduler = Scheduler(
             self.device, Budget(1 << 60, 1 << 60, 0.0), self.answer, self.wake, holder=SimpleNamespace(
-                enter=lambda serials: None, leave=lambda serials, used: None, next_look=lambda: None
+                enter=lambda serials: None, leave=lambda serials, used: None, due=math.inf
             )
         )  # fmt: skip
         self.peers = [self.peer, Worker(channel=None, pinning=None, segments={0: mmap.mmap(-1, 4096)})]
@@ -316,7 +318,7 @@ def test_calls_with_the_same_first_keys_are_cut_together_if_they_wait_at_the_sam
     assert [entry.submit.id for entry in cut.entries] == [numbers[0], numbers[2], numbers[5]]
     late = bench.call(1)
     others = []
-    while bench.scheduler._waiting:
+    while bench.scheduler._waiting.items:
         another = bench.take(Split)
         others.append([entry.submit.id for entry in another.entries])
         another.group.add([object()])

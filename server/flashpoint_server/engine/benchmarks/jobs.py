@@ -52,13 +52,10 @@ class BenchmarkJobs:
         self._used: defaultdict[str, float] = defaultdict(float)  # seconds, by owner
         self._others_until = 0.0
         self.suspect = False
+        self.active = False  # whether a job has not ended
 
     def wants(self, now: float, *, others: bool) -> bool:
-        """Return whether a slice is to run now. `others`: whether requests wait."""
-        if not self._jobs:
-            return False
-        if self._running is None and not any(job.ended is None for job in self._jobs.values()):
-            return False
+        """Return whether a slice is to run now; `active` is true. `others`: whether requests wait."""
         return not others or now >= self._others_until
 
     def history(self) -> Iterator[JobNews]:
@@ -80,6 +77,7 @@ class BenchmarkJobs:
         job = _TimedJob(asked, local.slices(request, self._device, self._slice_ms))
         total = len(cases_of(request, self._device))
         self._jobs[asked.job] = job
+        self.active = True
         job.said.append(JobOpened(asked.job, asked.owner, asked.request, asked.created, total))
         return [*job.said, *self._drop_old()]
 
@@ -149,6 +147,7 @@ class BenchmarkJobs:
             self._running = None
         job.events.close()
         job.ended = time.monotonic()
+        self.active = any(job.ended is None for job in self._jobs.values())
 
     def _say(self, job: _TimedJob, event: BenchmarkEvent) -> JobEvent:
         job.last = event.id

@@ -10,7 +10,7 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from operator import mul
@@ -25,7 +25,7 @@ from flashpoint_kernels import Problem
 from flashpoint_kernels.problems.problem import launch_key
 from flashpoint_server.engine.scheduling.waiting import Budget
 from flashpoint_server.engine.state.saved import SavedForward
-from flashpoint_server.ipc.bodies import AttentionCall, VerifyCall, read_options
+from flashpoint_server.ipc.bodies import AttentionCall, CacheCall, SavedCall, VerifyCall, read_options
 from flashpoint_server.ipc.messages import Batch, Channel, FromEngine, Submit, ToEngine
 from flashpoint_server.ipc.price import PASSED
 from flashpoint_server.ipc.staging import LARGEST
@@ -41,6 +41,7 @@ KEPT = 256  # maximum plans for one peer; each takes some KiB
 # millisecond
 FEW_SEQUENCES = 64
 LONG_SECONDS = 0.01  # a part with a longer prediction leaves a lane to short ones
+ALONE: Hashable = "alone"  # stands for a key that no other request has
 _MOST = 1e18  # maximum FLOPs in a message, far beyond any device
 
 
@@ -85,6 +86,7 @@ class PlannedProblem:
     """
 
     spec: Spec
+    key: Hashable | None  # as in `Entry`; ALONE for a key that no other request has
     parts: list[Problem] = field(default_factory=list)
     lengths: Lengths = NO_LENGTHS  # of `parts`
     tensors: CallTensors | None = None  # of a call over caches, instead of parts
@@ -139,17 +141,21 @@ class Worker:
         with contextlib.suppress(BufferError):  # a tensor that is still in use keeps the mapping alive
             memory.close()
 
-    def plan(self, submit: Submit, body: AttentionCall) -> PlannedProblem:
+    def plan(self, submit: Submit, body: AttentionCall, cuts: Callable[[str], bool]) -> PlannedProblem:
         """Return the plan of a message, from the cache or new. Raises ProblemError if the problem is not valid."""
-        key: Hashable = (body.direction, bytes(body.options), tuple(submit.inputs), tuple(submit.outputs))
+        inputs, outputs = tuple(submit.inputs), tuple(submit.outputs)
+        key: Hashable = (body.backend, body.direction, bytes(body.options), inputs, outputs)
         if (cache_ref := body.cache_ref) is not None:
             key = key, cache_ref.shape, len(cache_ref.caches)
-        if (recall := body.recall) is not None:
+        recall = None if body.saved is None else body.recall
+        if recall is not None:
             key = key, tuple(recall.tensors)
         if (planned := self.planned.get(key)) is None:
             if len(self.planned) == KEPT:
                 self.planned.clear()
-            planned = self.planned[key] = PlannedProblem(spec_of(submit, body), recalls=recall is not None)
+            spec = spec_of(submit, body)
+            planned = PlannedProblem(spec, _launch_key(spec, body, cuts), recalls=recall is not None)
+            self.planned[key] = planned
         return planned
 
     def send(self, reply: FromEngine) -> None:
@@ -186,6 +192,13 @@ class Worker:
             self.detach(number)
 
 
+def _launch_key(spec: Spec, body: AttentionCall, cuts: Callable[[str], bool]) -> Hashable | None:
+    """Return the key of a plan: without common launches, which would not help other backends than Triton, ALONE."""
+    if body.backend != "triton":
+        return None if cuts(body.backend) else ALONE
+    return launch_key(spec, "triton", None if body.cache_ref is None else LayerShape(*body.cache_ref.shape).dtype)
+
+
 def accept(listener: socket.socket) -> socket.socket | None:
     """Accept a connection; None if another user has connected, who may know the socket's name. Raises OSError."""
     sock, _ = listener.accept()
@@ -207,6 +220,9 @@ class Entry:
     peer: Worker
     planned: PlannedProblem | None  # only of attention
     key: Hashable | None
+    rank: float  # `Submit.rank`
+    over_caches: bool  # it is attention over caches
+    caches: tuple[int, ...]  # serials of the caches, or of the saved forward, that the request uses, each once
     arrived: float
     began: float = 0.0  # in `time.perf_counter` seconds; 0 until it starts
     lengths: Lengths = NO_LENGTHS
@@ -227,27 +243,28 @@ class Entry:
         """
         planned: PlannedProblem | None = None
         key: Hashable | None = None
+        serials: Iterable[int] = ()
+        over_caches = False
         match submit.body:
             case AttentionCall() as body:
-                planned = peer.plan(submit, body)
-                if body.backend == "triton":
-                    cached = None if body.cache_ref is None else LayerShape(*body.cache_ref.shape).dtype
-                    key = launch_key(planned.spec, "triton", cached)
-                elif not cuts(body.backend):
-                    key = object()  # a unique key: no common launch, which would not help these backends
+                planned = peer.plan(submit, body, cuts)
+                key, over_caches = planned.key, body.cache_ref is not None
+                if over_caches or body.saved is not None:
+                    serials = body.serials
             case VerifyCall():
-                key = object()
-        return cls(submit, peer, planned, key, time.monotonic())
+                key = ALONE
+            case CacheCall() | SavedCall() as call:
+                serials = call.serials
+        if key is ALONE:
+            key = object()
+        caches = tuple(dict.fromkeys(serials))
+        return cls(submit, peer, planned, key, submit.rank, over_caches, caches, time.monotonic())
 
     @property
     def spec(self) -> Spec:
         """The problem of attention."""
         assert self.planned is not None
         return self.planned.spec
-
-    @property
-    def rank(self) -> float:
-        return self.submit.rank
 
     @property
     def flops(self) -> int:
@@ -281,16 +298,6 @@ class Entry:
         """Whether all memory of the request is mapped."""
         submit, segments = self.submit, self.peer.segments
         return submit.segment in segments and all(t.segment in segments for t in (*submit.inputs, *submit.outputs))
-
-    @cached_property
-    def caches(self) -> tuple[int, ...]:
-        """The serials of the caches, or of the saved forward, that the request uses, each once."""
-        return tuple(dict.fromkeys(self.submit.body.serials))
-
-    @property
-    def over_caches(self) -> bool:
-        """Whether the request is attention over caches."""
-        return self.planned is not None and self.attention.cache_ref is not None
 
     def cut(self, parts_of: Callable[[Entry], list[Problem]]) -> list[Problem]:
         """Return the request's parts, new or from the cached plan. Raises Refusal 422."""
@@ -360,18 +367,17 @@ class Group:
     parts: deque[Problem] = field(default_factory=deque)  # parts that no lane has taken
     left: int = 0  # number of parts that have not ended
     part_seconds: float = 0.0  # predicted seconds of one part
+    seconds: float = field(init=False)  # the predicted seconds of all parts together
     key: ClassVar[None] = None  # each part runs alone
+
+    def __post_init__(self) -> None:
+        self.seconds = sum([entry.submit.seconds for entry in self.entries])
 
     def add(self, parts: Sequence[Any]) -> None:
         """Add the parts, after cutting."""
         self.parts.extend(parts)
         self.left = len(parts)
         self.part_seconds = self.seconds / max(len(parts), 1)
-
-    @property
-    def seconds(self) -> float:
-        """The predicted seconds of all parts together."""
-        return sum(entry.submit.seconds for entry in self.entries)
 
     @property
     def rank(self) -> float:

@@ -17,6 +17,7 @@ tasks and answer the requests.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
@@ -75,9 +76,10 @@ class Resources(Protocol):
 class Holder(Protocol):
     """The ledger as the scheduler sees it: items do not expire between `enter` and `leave` of a call."""
 
+    due: float  # when an item may have expired, in `time.monotonic` seconds
+
     def enter(self, serials: Sequence[int]) -> None: ...
     def leave(self, serials: Sequence[int], *, used: bool) -> None: ...
-    def next_look(self) -> float | None: ...
 
 
 class Scheduler:
@@ -136,8 +138,8 @@ class Scheduler:
         key = entry.key
         if entry.over_caches and key is None:
             entry.kin = self._device.kin(entry)  # no other call changes its caches from now on
-        compiled = entry.planned is None or entry.attention.backend != "triton" or entry.over_caches
-        if compiled or key is None or key in self._compiled:
+        attention = key is not None and entry.planned is not None and not entry.over_caches
+        if not attention or entry.attention.backend != "triton" or key in self._compiled:
             self._waiting.put(entry)
         elif key in self._waiting_for_compile:
             self._waiting_for_compile[key].append(entry)
@@ -193,7 +195,7 @@ class Scheduler:
 
     def _stop(self, unwanted: Callable[[Entry], bool]) -> None:
         """Let started requests that are `unwanted` end early: they have failed, and parts only for them are dropped."""
-        cut = [item for item in self._waiting if isinstance(item, Group)]
+        cut = [item for item in self._waiting.items if isinstance(item, Group)]
         for entry in filter(unwanted, [*self._stoppable, *(entry for group in cut for entry in group.entries)]):
             entry.failure = entry.failure or out_of_time()
         for group in cut:
@@ -254,7 +256,7 @@ class Scheduler:
         while not self._alone:
             now = time.monotonic()
             for plugin in self.plugins:
-                if plugin.wants(now, others=bool(self._waiting)):
+                if plugin.active and plugin.wants(now, others=bool(self._waiting.items)):
                     if not self._running:
                         return self._begin(self._slice(plugin))
                     self._holding = now if self._holding is None else self._holding
@@ -262,6 +264,8 @@ class Scheduler:
                         return None  # nothing else starts, so the slice runs alone soon
                     plugin.postpone(now)  # the running tasks take too long to wait for
             self._holding = None
+            if not self._waiting.items:
+                return None
             found = self._waiting.take(now, groups=self._may_launch, may=self._has_lane)
             if not found:
                 return None
@@ -297,9 +301,9 @@ class Scheduler:
             return None
         if self._holding is not None:
             return self._holding + HOLD_SECONDS
-        expires = None if self._holder is None else self._holder.next_look()
-        closes = self._waiting.closes() if self._may_launch else None
-        return min((at for at in (expires, closes) if at is not None), default=None)
+        expires = math.inf if self._holder is None else self._holder.due
+        closes = self._waiting.closes() if self._waiting.items and self._may_launch else math.inf
+        return None if (at := min(expires, closes)) == math.inf else at
 
     def finish(self, task: Task, failure: Exception | None) -> Task | None:
         """Record the end of a task, with the error of its part or of its cutting.
@@ -363,8 +367,8 @@ class Scheduler:
             entry.peer.running += 1
         if entry.many:
             self._stoppable += batch
-            cores = max(1, self._device.cores - self._running - len(self._waiting))
-            brief = bool(entry.caches) and group.seconds <= UNCUT_SECONDS and not self._waiting
+            cores = max(1, self._device.cores - self._running - len(self._waiting.items))
+            brief = bool(entry.caches) and group.seconds <= UNCUT_SECONDS and not self._waiting.items
             return Split(batch, group, entry.long, brief, cores)
         group.add(entry.parts)
         return self._part(group)
@@ -376,7 +380,7 @@ class Scheduler:
             self._waiting.put(group)
             self._wake()
         small = group.seconds <= BRIEF_SECONDS and group.nbytes <= BRIEF_BYTES
-        return Compute(group.entries, group, problem, group.long, small and not self._waiting)
+        return Compute(group.entries, group, problem, group.long, small and not self._waiting.items)
 
     @property
     def _may_launch(self) -> bool:
@@ -394,22 +398,22 @@ class Scheduler:
             return True
         if item.long or self._running > self._device.cores:
             return False
-        return self._waiting.first is item or self._running == self._long
+        return self._waiting.items[0] is item or self._running == self._long
 
     def _begins(self, entry: Entry) -> bool:
         """Start a request that has not started. Return False if it failed or is late, and was answered."""
         try:
-            if not entry.mapped:
-                raise OutOfMemoryError
             if _late(entry):
                 raise out_of_time()
+            if not entry.mapped:
+                raise OutOfMemoryError
             if entry.computed:
                 return True
             entry.begin()
             self._log.debug("begin", request_id=entry.submit.request_id, kind=type(entry.submit.body).__name__)
             if entry.planned is None:
                 return True
-            if (save := entry.attention.save) is not None:
+            if entry.attention.saved is not None and (save := entry.attention.save) is not None:
                 entry.kept = self._device.reserve(save)
             if entry.key is None:
                 if not entry.many:

@@ -23,6 +23,7 @@ class Plugin(Protocol):
 
     name: str  # its name in the log
     suspect: bool  # the last slice may have broken the device
+    active: bool  # it may want a slice
 
     def hear(self, message: StartBenchmark | StopJob) -> Sequence[FromEngine]: ...
     def history(self) -> Iterable[FromEngine]: ...

@@ -12,8 +12,10 @@ once.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Generic, Protocol, TypeVar
 
 
@@ -50,31 +52,20 @@ class Budget:
 
 
 class Waiting(Generic[W]):
-    """The queue; see the module. Times are in `time.monotonic` seconds."""
+    """The queue; see the module. Times are in `time.monotonic` seconds. `items` are in their order."""
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
-        self._queue: list[W] = []
-
-    def __len__(self) -> int:
-        return len(self._queue)
-
-    def __iter__(self) -> Iterator[W]:
-        return iter(self._queue)
-
-    @property
-    def first(self) -> W:
-        """The first item."""
-        return self._queue[0]
+        self.items: list[W] = []
 
     def put(self, item: W) -> None:
-        bisect.insort(self._queue, item, key=lambda waits: waits.rank)  # behind items of equal rank
+        bisect.insort(self.items, item, key=attrgetter("rank"))  # behind items of equal rank
 
     def remove(self, unwanted: Callable[[W], bool]) -> list[W]:
         """Remove and return the items that are `unwanted`."""
-        found = [item for item in self._queue if unwanted(item)]
+        found = [item for item in self.items if unwanted(item)]
         if found:
-            self._queue = [item for item in self._queue if item not in found]
+            self.items = [item for item in self.items if item not in found]
         return found
 
     def take(self, now: float, *, groups: bool, may: Callable[[W], bool] = lambda _: True) -> list[W]:
@@ -83,24 +74,24 @@ class Waiting(Generic[W]):
         `groups`: whether a launch may start. `may`: whether an item that runs alone may start.
         """
         passed: set[Hashable] = set()
-        for item in self._queue:
+        for item in self.items:
             if item.key is None:
                 if not may(item):
                     continue
-                self._queue.remove(item)
+                self.items.remove(item)
                 return [item]
             if groups and item.key not in passed:
                 passed.add(item.key)
                 batch, full = self._batch(item.key)
                 if full or now >= self._closes(batch):
-                    self._queue = [other for other in self._queue if other not in batch]
+                    self.items = [other for other in self.items if other not in batch]
                     return batch
         return []
 
-    def closes(self) -> float | None:
-        """Return when the next waiting batch closes; None if there is none."""
-        keys = {item.key for item in self._queue if item.key is not None}
-        return min((self._closes(self._batch(key)[0]) for key in keys), default=None)
+    def closes(self) -> float:
+        """Return when the next waiting batch closes; inf if there is none."""
+        keys = {item.key for item in self.items if item.key is not None}
+        return min((self._closes(self._batch(key)[0]) for key in keys), default=math.inf)
 
     def _closes(self, batch: Iterable[W]) -> float:
         return min(item.arrived for item in batch) + self.budget.delay
@@ -109,7 +100,7 @@ class Waiting(Generic[W]):
         """Return the first items of this key that fit into a launch, and whether the launch is full."""
         batch: list[W] = []
         flops = nbytes = 0
-        for item in self._queue:
+        for item in self.items:
             if item.key != key:
                 continue
             flops, nbytes = flops + item.flops, nbytes + item.nbytes

@@ -24,6 +24,7 @@ from flashpoint_server.refusal import Refusal
 TOMBSTONE_SECONDS = 3600.0
 TOMBSTONES = 1 << 17  # maximum number
 SWEEP_SECONDS = 1.0  # between two checks for expired items
+LOST_SECONDS = 60.0  # the same without items: only the ends of their reports are checked
 
 
 @dataclass(eq=False, kw_only=True)
@@ -67,7 +68,7 @@ class Ledger:
         self._owned: defaultdict[str, int] = defaultdict(int)
         # end of the time in which their loss is reported, by serial
         self._lost: OwnerLru[float] = OwnerLru(TOMBSTONES)
-        self._swept = clock()
+        self.due = math.inf  # when to call `sweep` next, on the ledger's clock
 
     @property
     def used(self) -> int:
@@ -98,7 +99,7 @@ class Ledger:
         if quota is not None and net > 0 and (owned := self.owned(owner)) + net > quota:
             raise Refusal("key_limit", f"the API key holds {owned} bytes; {net} more exceed its limit of {quota}")
         if self._used + new > self.limit:
-            self._swept = -math.inf  # free expired items now, not at the next check
+            self.due = -math.inf  # free expired items now, not at the next check
             self.sweep()
         if self._used + new > self.limit:
             raise Refusal(
@@ -140,6 +141,7 @@ class Ledger:
 
     def add(self, item: Owned, nbytes: int, new: int) -> None:
         """Add an item of `nbytes`; `new` of them are not shared with another item."""
+        self.due = min(self.due, self.clock() + SWEEP_SECONDS)
         self._items[item.serial] = item
         self._counts[item.word] += 1
         self.count(item, nbytes, new)
@@ -206,17 +208,12 @@ class Ledger:
                 if item.disowned and not item.users:
                     self._lose(item)
 
-    def next_look(self) -> float | None:
-        """Return when to call `sweep` next, on the ledger's clock; None if there are no items."""
-        return self._swept + SWEEP_SECONDS if self._items else None
-
     def sweep(self) -> None:
         """Free expired items, unless the last check was less than SWEEP_SECONDS ago."""
         with self.lock:
-            now = self.clock()
-            if now < self._swept + SWEEP_SECONDS:
+            if (now := self.clock()) < self.due:
                 return
-            self._swept = now
             for item in [item for item in self._items.values() if not item.users and now >= item.expires]:
                 self._lose(item)
             self._lost.drop_while(lambda until: until <= now)
+            self.due = now + SWEEP_SECONDS if self._items else now + LOST_SECONDS if self._lost else math.inf

@@ -18,6 +18,9 @@ class OwnerLru(Generic[V]):
         self._weights: Counter[str] = Counter()
         self._total = 0
 
+    def __bool__(self) -> bool:
+        return bool(self._owners)
+
     def get(self, owner: str, key: Hashable) -> V | None:
         """Return the value; None if there is none."""
         values = self._owners.get(owner)
