@@ -27,7 +27,7 @@ _MODULES = {
     "tiled": "tiled_backend.tiles",
     "reference": "reference_backend.formula",
 }
-_OWN_FORWARD = ("reference",)  # its `backward` computes `o` and `lse` if they are missing
+_OWN_FORWARD = ("reference", "torch on the CPU")  # their `backward` computes `o` and `lse` if they are missing
 
 # Triton reads the variable when kernels are defined, so its value at import counts.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -112,7 +112,7 @@ def _run(problems: Sequence[Problem], backend: str) -> None:
     elif problems[0].spec.direction == "forward":
         _module(backend, kind).forward(problems)
     else:
-        forwards, problems = ([], problems) if backend in _OWN_FORWARD else with_forwards(problems)
+        forwards, problems = ([], problems) if _name(backend, kind) in _OWN_FORWARD else with_forwards(problems)
         if forwards:
             if backend == "tiled" and kind == "cpu":  # the forward can be cut by heads, even if the gradients cannot
                 forwards = [part for problem in forwards for part in split(problem, backend)]
@@ -120,7 +120,10 @@ def _run(problems: Sequence[Problem], backend: str) -> None:
         _module(backend, kind).backward(problems)
 
 
+def _name(backend: str, device: str) -> str:
+    return "torch on the CPU" if (backend, device) == ("torch", "cpu") else backend
+
+
 @cache
 def _module(backend: str, device: str) -> ModuleType:
-    name = "torch on the CPU" if (backend, device) == ("torch", "cpu") else backend
-    return import_module(f"flashpoint_kernels.{_MODULES[name]}")
+    return import_module(f"flashpoint_kernels.{_MODULES[_name(backend, device)]}")

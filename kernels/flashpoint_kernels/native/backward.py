@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, groupby, pairwise
@@ -137,14 +137,14 @@ class Backward:
         self._places = {name: _Place.of(self.t.get(name)) for name in (*_OF_QUERIES, *_OF_KEYS, *_OF_PAIRS)}
 
     def takes_together(self, rows: int, queries: int) -> bool:
-        """Return whether `compute_together` takes `rows` sequences, of which the longest has this many queries."""
+        """Return whether `shares_together` takes `rows` sequences, of which the longest has this many queries."""
         q_heads, kv_heads = (self.t[name].shape[1] for name in "qk")
         return rows >= forward.TOGETHER and not self.adds and queries <= _ROWS * kv_heads // q_heads
 
-    def compute_together(self, own: Sequence, threads: int) -> list[list[Step]]:
-        """Compute many short sequences on at most `threads` threads; `finish` ends it. Return the shares.
+    def shares_together(self, own: Sequence, threads: int) -> list[list[Step]]:
+        """Return the tasks of many short sequences for at most `threads` threads, like `shares`.
 
-        `own` has arrays (n,). See `Forward.compute_together`.
+        `own` has arrays (n,). See `Forward.shares_together`.
         """
         pairs = own.pairs(0, own.queries)
         tasks = np.empty((len(pairs), len(PART)), np.int64)
@@ -156,9 +156,7 @@ class Backward:
         workers = self._workers(threads, int(edges[-1]))
         cuts = [0, *np.searchsorted(edges, edges[-1] * np.arange(1, workers) // workers), len(tasks)]
         edges_of = [(first, last) for first, last in pairwise(cuts) if first < last]
-        shares = [[Step(array("q", tasks[first:last].tobytes()), None)] for first, last in edges_of]
-        self.run(shares)
-        return shares
+        return [[Step(array("q", tasks[first:last].tobytes()), None)] for first, last in edges_of]
 
     def _workers(self, threads: int, pairs: int) -> int:
         """Return the number of threads for this work, at most `threads`; each head has `pairs` scores."""
@@ -182,6 +180,20 @@ class Backward:
             spread([partial(self._add, share) for share in shares])
         elif shares:
             calls.share(self._function(), [self._call(step.tasks) for share in shares for step in share])
+
+    def call(self, shares: list[list[Step]]) -> Callable[[], None]:
+        """Return the call that runs and finishes shares without a mask's gradient and dsinks.
+
+        It may be called again while the tensors stay where they are.
+        """
+        tasks = [self._call(step.tasks) for share in shares for step in share]
+        compute = calls.prepared(self._function(), tasks, (self, shares))
+
+        def compute_and_finish() -> None:
+            compute()
+            self.finish()
+
+        return compute_and_finish if self._sums else compute
 
     def _add(self, share: list[Step]) -> None:
         """Compute a share in this thread, and add the gradient of each sequence's mask to their sum."""

@@ -7,19 +7,20 @@ number of threads.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from flashpoint_contract.spec import Row, Spec
-from flashpoint_kernels.native.backward import Backward, Sequence
+from flashpoint_kernels.native.backward import Backward, Sequence, Step
 from flashpoint_kernels.native.calls import Replay
 from flashpoint_kernels.native.forward import Dropped
 from flashpoint_kernels.problems.problem import Problem
-from flashpoint_kernels.torch_backend.forward import in_rows, mask_of, numbers_of
+from flashpoint_kernels.torch_backend.forward import in_rows, mask_of, numbers_of, repeats
 
 _IN_ROWS = ("q", "k", "v", "o", "do")
 
@@ -81,12 +82,25 @@ def gradients(
         {name: in_rows(x) if name in _IN_ROWS else x for name, x in t.items()}, spec.scale, spec.options.softcap,
         1.0 - p, Dropped.of(seed, p), first_head, adds, spec.options.block_size,
     )  # fmt: skip
-    own = [row for row in rows if row.q_len]
-    if backward.takes_together(len(own), max((row.q_len for row in own), default=0)):
-        backward.compute_together(_sequence(spec, Row(*numbers_of(own))), threads)
-    else:
-        backward.run(backward.shares([_sequence(spec, row) for row in own], threads))
+    backward.run(_shares(backward, spec, [row for row in rows if row.q_len], threads))
     return backward.finish()
+
+
+def _shares(backward: Backward, spec: Spec, rows: list[Row] | tuple[Row, ...], threads: int) -> list[list[Step]]:
+    """Return the work of sequences with queries, for at most `threads` threads."""
+    if backward.takes_together(len(rows), max((row.q_len for row in rows), default=0)):
+        return backward.shares_together(_sequence(spec, Row(*numbers_of(rows))), threads)
+    return backward.shares([_sequence(spec, row) for row in rows], threads)
+
+
+def prepared(problem: Problem, threads: int) -> Callable[[], None]:
+    """Return the call of `differentiate`; for a problem that `repeats`, it is made ready to be called again."""
+    t = {name: problem.view(name) for name in (*_IN_ROWS, "lse")} | {n: problem.view(n) for n in problem.outputs}
+    rows = [row for row in problem.rows if row.q_len]
+    if not rows or not repeats(problem) or "dlse" in problem.tensors or any(t[n].stride(-1) != 1 for n in _IN_ROWS):
+        return partial(differentiate, problem, threads)
+    backward = Backward(t, problem.spec.scale, problem.spec.options.softcap, 1.0, Dropped(), 0, False)
+    return backward.call(_shares(backward, problem.spec, rows, threads))
 
 
 def differentiate_dense(spec: Spec, t: Mapping[str, Tensor], threads: int) -> Replay | None:
@@ -97,12 +111,8 @@ def differentiate_dense(spec: Spec, t: Mapping[str, Tensor], threads: int) -> Re
     """
     in_place = {name: in_rows(x) if name in _IN_ROWS else x for name, x in t.items()}
     backward = Backward(in_place, spec.scale, spec.options.softcap, 1.0, Dropped(), 0, False)
-    rows = spec.rows({})
-    if backward.takes_together(len(rows), spec.q_len):
-        shares = backward.compute_together(_sequence(spec, Row(*numbers_of(rows))), threads)
-    else:
-        shares = backward.shares([_sequence(spec, row) for row in rows], threads)
-        backward.run(shares)
+    shares = _shares(backward, spec, spec.rows({}), threads)
+    backward.run(shares)
     backward.finish()
     if any(in_place[name] is not x for name, x in t.items()):
         return None

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from flashpoint_kernels.problems.problem import Problem
-from flashpoint_kernels.torch_backend.backward import differentiate
+from flashpoint_kernels.problems.problem import Problem, forward_of
+from flashpoint_kernels.torch_backend.backward import prepared as prepared_gradient
 from flashpoint_kernels.torch_backend.forward import prepared, repeats
+
+KEPT_BYTES = 1 << 19  # maximum bytes of a forward that is kept with its gradients
 
 
 def forward(problems: Sequence[Problem]) -> None:
@@ -29,7 +32,23 @@ def _calls(problem: Problem) -> Sequence[Callable[[], object]]:
 
 
 def backward(problems: Sequence[Problem]) -> None:
-    """Compute gradients from the forward's `o` and `lse`."""
+    """Compute gradients, and the forward's `o` and `lse` if they are missing."""
     for problem in problems:
-        problem.clear_outputs()
-        differentiate(problem, problem.threads or 1)
+        for call in problem.calls or _gradient_calls(problem):
+            call()
+
+
+def _gradient_calls(problem: Problem) -> Sequence[Callable[[], object]]:
+    """Like `_calls`, for gradients. The memory of a forward that they need is kept with a small problem."""
+    calls: list[Callable[[], object]] = []
+    whole, nbytes = problem, 0
+    if "lse" not in problem.tensors:
+        forward = forward_of(problem)
+        calls += _calls(forward)
+        whole = replace(problem, tensors=problem.tensors | forward.outputs)
+        nbytes = sum(t.nbytes for t in forward.outputs.values())
+    problem.clear_outputs()
+    calls.append(prepared_gradient(whole, problem.threads or 1))
+    if repeats(problem) and not problem.has_gaps and nbytes <= KEPT_BYTES:
+        problem.calls = calls
+    return calls

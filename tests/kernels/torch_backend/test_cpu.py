@@ -1,0 +1,90 @@
+"""A problem that is run again with other numbers in the same memory has the bits of a new problem."""
+
+import gc
+from dataclasses import replace
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flashpoint_kernels import Options, Problem
+from flashpoint_kernels.native import backward as native_backward
+from flashpoint_kernels.native import forward as native_forward
+from flashpoint_kernels.torch_backend import cpu
+
+GRADS = ["dq", "dk", "dv"]
+OPTIONS = [
+    {}, {"causal": True}, {"window": (9, 3)}, {"softcap": 2.0}, {"return_lse": True}, {"layout": "bshd"},
+    {"dropout_p": 0.4, "dropout_seed": 7},
+]  # fmt: skip
+
+
+def problem_of(direction: str, tensors: dict[str, torch.Tensor], options: dict[str, Any], threads: int) -> Problem:
+    return replace(Problem.create(tensors, Options(**options), direction), threads=threads)
+
+
+def outputs(problem: Problem, direction: str) -> dict[str, torch.Tensor]:
+    with torch.no_grad():
+        (cpu.forward if direction == "forward" else cpu.backward)([problem])
+    return {name: t.clone() for name, t in problem.outputs.items()}
+
+
+@given(
+    direction=st.sampled_from(["forward", "backward"]), options=st.sampled_from(OPTIONS), threads=st.integers(1, 3),
+    queries=st.integers(1, 70), keys=st.integers(1, 90), dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    with_lse=st.booleans(), several=st.booleans(),
+)  # fmt: skip
+def test_a_problem_runs_again_with_other_numbers(
+    direction: str, options: dict[str, Any], threads: int, queries: int, keys: int, dtype: torch.dtype, with_lse: bool,
+    several: bool,
+) -> None:  # fmt: skip
+    """This holds on several threads, for parts whose sums threads share, and for many short sequences."""
+    batch = native_forward.TOGETHER if several else 2
+    queries, keys = (min(queries, 5), min(keys, 5)) if several else (queries, keys)
+    if direction == "backward":
+        options = {name: value for name, value in options.items() if name != "return_lse"}
+    lengths = {"q": queries, "k": keys, "v": keys, "do": queries}
+    names = ["q", "k", "v"] if direction == "forward" else ["q", "k", "v", "do"]
+    rows_first = options.get("layout") == "bshd"
+    shapes = {n: (batch, lengths[n], 2, 16) if rows_first else (batch, 2, lengths[n], 16) for n in names}
+    tensors = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+
+    def with_forward() -> dict[str, torch.Tensor]:
+        """Return the tensors, and for gradients with their forward, `o` and `lse`."""
+        if direction == "forward" or not with_lse:
+            return tensors
+        inputs = {name: tensors[name] for name in "qkv"}
+        return tensors | outputs(problem_of("forward", inputs, {**options, "return_lse": True}, 1), "forward")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native_forward, "_LEAST_BYTES", 1)
+        patch.setattr(native_backward, "_LEAST_FLOPS", 1)
+        patch.setattr(native_backward, "_ROWS", 32)
+        held = with_forward()
+        problem = problem_of(direction, held, options, threads)
+        for _ in range(3):
+            again, fresh = outputs(problem, direction), outputs(problem_of(direction, held, options, 1), direction)
+            assert all(torch.equal(again[name], fresh[name]) for name in fresh)
+            for t in tensors.values():
+                t.copy_(torch.randn(t.shape))
+            for name, t in with_forward().items():
+                held[name].copy_(t)
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_problem_that_is_dropped_frees_its_memory(direction: str) -> None:
+    """Its calls refer to its tensors, and not to the problem: no cycle waits for the garbage collector."""
+    tensors = {name: torch.randn(1, 1, 4, 16) for name in ("q", "k", "v", "do")[: 3 if direction == "forward" else 4]}
+    problem = problem_of(direction, tensors, {}, 1)
+    outputs(problem, direction)
+    assert problem.calls
+    watched = ref(problem.outputs["o" if direction == "forward" else "dq"])
+    gc.disable()
+    try:
+        del problem
+        assert watched() is None
+    finally:
+        gc.enable()
