@@ -15,9 +15,10 @@ _AUTHORITY = re.compile(
 )
 
 
-@lru_cache(256)
-def _parsed(host: str) -> str | None:
-    found = _AUTHORITY.fullmatch(host)
+@lru_cache(32)  # hosts; a value that is not valid may be as long as a head
+def host_name(host: str) -> str | None:
+    """Return the name or address in a Host header, in lower case and without the port; None if it is not valid."""
+    found = _AUTHORITY.fullmatch(host) if len(host) <= LONGEST_HOST else None
     if found is None or int(found[2] or 0) > 65535:
         return None
     name = found[1].lower()
@@ -27,11 +28,6 @@ def _parsed(host: str) -> str | None:
         return f"[{IPv6Address(name[1:-1])}]"
     except ValueError:
         return None
-
-
-def host_name(host: str) -> str | None:
-    """Return the name or address in a Host header, in lower case and without the port; None if it is not valid."""
-    return _parsed(host) if len(host) <= LONGEST_HOST else None
 
 
 def is_loopback(name: str) -> bool:

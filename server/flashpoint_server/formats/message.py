@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from msgspec import Raw
@@ -29,6 +31,8 @@ from flashpoint_server.refusal import Refusal, invalid
 
 M = TypeVar("M", bound=BaseModel)
 
+_SPECIAL = frozenset((*caches.CACHE_OPTIONS, *saved.SAVED_OPTIONS))  # options of calls that are not plain
+_SHORT = 512  # maximum characters of options whose checked form is cached
 _NUMBER = 25  # maximum bytes of a float and its comma, for example -1.2345678806304932e-05
 
 
@@ -124,9 +128,11 @@ def make_spec(infos: Mapping[str, TensorInfo], options: Mapping[str, Any], direc
     if refused := refusals(surface, infos):
         raise invalid(refused)
     try:
-        if refused := [*caches.refused(options), *saved.refused(options)]:
-            raise invalid(refused)
-        return plan(infos, read_options(saved.plain(options)), direction)
+        if not _SPECIAL.isdisjoint(options):
+            if refused := [*caches.refused(options), *saved.refused(options)]:
+                raise invalid(refused)
+            options = saved.plain(options)
+        return plan(infos, read_options(options), direction)
     except ValidationError as error:
         raise invalid(field_problems(error)) from None
     except ProblemError as error:
@@ -134,8 +140,14 @@ def make_spec(infos: Mapping[str, TensorInfo], options: Mapping[str, Any], direc
 
 
 def read_options(options: Mapping[str, Any]) -> Options:
-    """Return the checked options of a call. Raises ValidationError."""
-    return Options(**AttentionOptions.model_validate(options).model_dump())
+    """Return the checked options of a call. Raises ValidationError and ProblemError."""
+    text = json.dumps(dict(options))
+    return (_read_options if len(text) <= _SHORT else _read_options.__wrapped__)(text)
+
+
+@lru_cache(256)  # a model makes few kinds of calls
+def _read_options(text: str) -> Options:
+    return Options(**AttentionOptions.model_validate(json.loads(text)).model_dump())
 
 
 async def read_model(body: RequestBody, model: type[M], limit: int) -> M:

@@ -35,7 +35,6 @@ from flashpoint_server.routes.pipeline import Numbers, RouteRequest, carry_out
 # seconds a byte of keys or values that one core reads; 8-bit values count as float32, because they are converted
 READ_SECONDS = 1e-10
 KEY_LENGTH = 128  # maximum characters of an Idempotency-Key
-REMEMBERED_TEXT = 512  # maximum characters of options whose checked form is cached
 _CALL, _PLAN = "call over caches", "plan over caches"  # in `TensorMessage.kept`
 _MANY = 1 << 30  # pairs of a call from whose price that of one pair follows
 REMEMBERED = 1 << 16  # number of caches whose lengths are stored here, for the prices of later calls
@@ -228,18 +227,11 @@ def _options(message: TensorMessage) -> _CacheCall:
         if refused := saved.refused(said):
             raise invalid(refused)
         plain = saved.plain({name: value for name, value in said.items() if name not in CACHE_OPTIONS})
-        text = json.dumps(plain)
-        return _CacheCall(asked, _checked(text) if len(text) <= REMEMBERED_TEXT else _checked.__wrapped__(text))
+        return _CacheCall(asked, read_options(plain))
     except ValidationError as error:
         raise invalid(field_problems(error)) from None
     except ProblemError as error:
         raise invalid(error.errors) from None
-
-
-@lru_cache(256)
-def _checked(plain: str) -> Options:
-    """Return options from JSON. Raises ValidationError and ProblemError."""
-    return read_options(json.loads(plain))
 
 
 def _for_single_queries(spec: Spec) -> tuple[Options, int]:
