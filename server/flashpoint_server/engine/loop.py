@@ -26,7 +26,7 @@ import structlog
 
 from flashpoint_server.engine.caches.cache import StoredCache
 from flashpoint_server.engine.execution.executor import Executor
-from flashpoint_server.engine.scheduling.entry import Worker, accept
+from flashpoint_server.engine.scheduling.engine_request import Worker, accept
 from flashpoint_server.engine.scheduling.scheduler import Scheduler
 from flashpoint_server.engine.scheduling.tasks import BenchmarkSlice, Task
 from flashpoint_server.engine.state.saved import SavedForward
@@ -208,8 +208,8 @@ class EngineLoop:
         failure = self._executor.run(task)
         with self._lock:
             following = self._scheduler.finish(task, failure)
-            for entry in task.entries:
-                self._let_go(entry.peer)
+            for request in task.requests:
+                self._let_go(request.peer)
             if self._unseen:  # the listening thread sends the counts, and plans the next expiry
                 self._waker.wake()
             match task:

@@ -16,7 +16,7 @@ import torch
 from flashpoint_contract.options import Options
 from flashpoint_server.engine.benchmarks import local
 from flashpoint_server.engine.execution.device import NO_COPIES, DeviceLostError, TorchDevice
-from flashpoint_server.engine.scheduling.entry import Entry, OutOfMemoryError, Worker
+from flashpoint_server.engine.scheduling.engine_request import EngineRequest, OutOfMemoryError, Worker
 from flashpoint_server.ipc.bodies import AttentionCall, PlacedTensor, pack_options
 from flashpoint_server.ipc.messages import DeviceInfo, Submit
 from flashpoint_server.refusal import Refusal
@@ -45,7 +45,7 @@ def submit(inputs, outputs, room=1 << 16, **options):
     packed = pack_options(Options(**options))
     body = AttentionCall("forward", packed, "tiled")
     job = Submit(0, "an-id", body, 0, placed, made, 0, 0, 0.0, 0.0, None)
-    return Entry.of(job, Worker(channel=None, pinning=None, segments={0: memory}), lambda _: True)
+    return EngineRequest.of(job, Worker(channel=None, pinning=None, segments={0: memory}), lambda _: True)
 
 
 def test_a_gpu_that_is_not_there_is_named(monkeypatch):

@@ -15,7 +15,7 @@ from flashpoint_contract.options import Options
 from flashpoint_server.engine.caches.cache import Terms
 from flashpoint_server.engine.caches.store import CacheStore
 from flashpoint_server.engine.scheduling import scheduler as module
-from flashpoint_server.engine.scheduling.entry import Worker
+from flashpoint_server.engine.scheduling.engine_request import Worker
 from flashpoint_server.engine.scheduling.scheduler import Scheduler
 from flashpoint_server.engine.scheduling.tasks import Ask, BenchmarkSlice, Compute, Launch, Split
 from flashpoint_server.engine.scheduling.waiting import Budget
@@ -92,8 +92,8 @@ class Bench:
         self.scheduler = Scheduler(self.device, Budget(1 << 60, 1 << 60, 0.0), self.answer, self.wake, plugins)
         self.peer = Worker(channel=None, pinning=None, segments={0: mmap.mmap(-1, 4096)})
 
-    def answer(self, entry):
-        self.answered.append((entry.submit.id, entry.failure and entry.failure.code))
+    def answer(self, request):
+        self.answered.append((request.submit.id, request.failure and request.failure.code))
 
     def wake(self):
         self.woken += 1
@@ -156,11 +156,11 @@ def test_the_last_parts_of_a_long_request_are_not_passed_by_a_longer_one(bench):
     third = bench.take()
     second = bench.admit(sequences=2, seconds=2 * LONG, rank=PASSED * 2 * LONG)
     last = bench.take()
-    assert (last.entries[0].submit.id, bench.scheduler.take()) == (first, None)
+    assert (last.requests[0].submit.id, bench.scheduler.take()) == (first, None)
     bench.finish(third, last)
     assert bench.answered == [(first, None)]
     shorter = bench.admit(seconds=LONG, rank=PASSED * LONG)
-    assert [bench.take().entries[0].submit.id for _ in range(2)] == [shorter, second]
+    assert [bench.take().requests[0].submit.id for _ in range(2)] == [shorter, second]
 
 
 def test_a_short_part_runs_beside_long_ones_on_every_core(bench):
@@ -168,7 +168,7 @@ def test_a_short_part_runs_beside_long_ones_on_every_core(bench):
     running = [bench.take(), bench.take()]
     number = bench.admit()
     short = bench.take()
-    assert (short.entries[0].submit.id, short.long, [task.long for task in running]) == (number, False, [True, True])
+    assert (short.requests[0].submit.id, short.long, [task.long for task in running]) == (number, False, [True, True])
     assert bench.scheduler.take() is None
     bench.finish(short, *running)
 
@@ -178,7 +178,7 @@ def test_one_short_part_more_runs_than_there_are_cores(bench):
     tasks = [bench.take() for _ in range(3)]
     assert bench.scheduler.take() is None
     bench.finish(tasks[0])
-    assert bench.take().entries[0].submit.id == numbers[3]
+    assert bench.take().requests[0].submit.id == numbers[3]
 
 
 def test_short_parts_do_not_pass_a_long_one_for_ever(bench):
@@ -191,7 +191,7 @@ def test_short_parts_do_not_pass_a_long_one_for_ever(bench):
     bench.finish(tasks[0])
     assert bench.scheduler.take() is None
     bench.finish(tasks[1])
-    assert bench.take().entries[0].submit.id == long
+    assert bench.take().requests[0].submit.id == long
 
 
 def test_nobody_need_listen_during_a_small_part_when_nothing_else_waits(bench):
@@ -217,14 +217,14 @@ def test_a_verification_that_runs_is_told_that_nobody_waits(bench):
     ]  # fmt: skip
     bench.scheduler.admit(cancelled, bench.peer)
     launch = bench.take(Launch)
-    assert launch.entries[0].failure is None
+    assert launch.requests[0].failure is None
     bench.scheduler.cancel(bench.peer, cancelled.id)
-    assert launch.entries[0].failure.code == "deadline_exceeded"
+    assert launch.requests[0].failure.code == "deadline_exceeded"
     bench.finish(launch)
     bench.scheduler.admit(gone, bench.peer)
     launch = bench.take(Launch)
     bench.scheduler.forget(bench.peer)
-    assert launch.entries[0].failure.code == "deadline_exceeded"
+    assert launch.requests[0].failure.code == "deadline_exceeded"
     bench.finish(launch)
     assert bench.peer.running == 0
 
@@ -248,11 +248,11 @@ def test_many_sequences_are_cut_in_a_task_of_its_own(bench):
     cuts = [bench.take(Split), bench.take(Split)]
     bench.scheduler.cancel(bench.peer, cancelled)
     for cut in cuts:
-        cut.group.add(cut.entries[0].cut(bench.device.parts))
+        cut.group.add(cut.requests[0].cut(bench.device.parts))
     none, first = bench.finish(*cuts)
     assert (none, bench.answered) == (None, [(cancelled, "deadline_exceeded")])
     assert isinstance(first, Compute)  # the request continues at once
-    assert (first.entries[0].submit.id, bench.peer.running) == (number, 2)
+    assert (first.requests[0].submit.id, bench.peer.running) == (number, 2)
 
 
 def test_requests_that_share_a_key_share_a_launch(bench):
@@ -260,21 +260,21 @@ def test_requests_that_share_a_key_share_a_launch(bench):
         bench.admit(backend="triton")
     launch = bench.take(Launch)
     bench.admit(backend="triton")
-    assert (len(launch.entries), bench.peer.running, bench.scheduler.take()) == (3, 3, None)
+    assert (len(launch.requests), bench.peer.running, bench.scheduler.take()) == (3, 3, None)
     bench.finish(launch)
-    assert (len(bench.take(Launch).entries), bench.woken) == (1, 1)
+    assert (len(bench.take(Launch).requests), bench.woken) == (1, 1)
 
 
 def test_a_request_waits_aside_for_its_kernels(bench):
     bench.device.compiling = Future()
     waiting, cancelled = bench.admit(backend="triton"), bench.admit(backend="triton")
     other = bench.admit()
-    assert bench.take().entries[0].submit.id == other
+    assert bench.take().requests[0].submit.id == other
     assert bench.scheduler.take() is None
     bench.scheduler.cancel(bench.peer, cancelled)
     bench.device.compiling.set_result(None)
-    (entry,) = bench.take(Launch).entries
-    assert (entry.submit.id, bench.woken) == (waiting, 1)
+    (request,) = bench.take(Launch).requests
+    assert (request.submit.id, bench.woken) == (waiting, 1)
     assert bench.answered == [(cancelled, "deadline_exceeded")]
 
 
@@ -315,12 +315,12 @@ def test_calls_with_the_same_first_keys_are_cut_together_if_they_wait_at_the_sam
     numbers = [bench.call(1), bench.call(2), bench.call(1, peer=1), bench.call(0), bench.call(0), bench.call(1)]
     much_longer = bench.call(1, seconds=3 * SHORT)
     cut = bench.take(Split)
-    assert [entry.submit.id for entry in cut.entries] == [numbers[0], numbers[2], numbers[5]]
+    assert [request.submit.id for request in cut.requests] == [numbers[0], numbers[2], numbers[5]]
     late = bench.call(1)
     others = []
     while bench.scheduler._waiting.items:
         another = bench.take(Split)
-        others.append([entry.submit.id for entry in another.entries])
+        others.append([request.submit.id for request in another.requests])
         another.group.add([object()])
         bench.finish(bench.finish(another)[0])
     assert others == [[numbers[1]], [numbers[3]], [numbers[4]], [late], [much_longer]]
@@ -349,7 +349,7 @@ def test_a_call_that_ends_early_does_not_end_those_that_were_cut_with_it(ends):
         bench.scheduler.forget(bench.peer)
         assert bench.peer.running > 0  # the parts still compute in its memory
     else:
-        cut.entries[0].submit = replace(cut.entries[0].submit, deadline=0.0)
+        cut.requests[0].submit = replace(cut.requests[0].submit, deadline=0.0)
     bench.finish(part, bench.take())
     assert bench.answered == [(first, "deadline_exceeded"), (second, None)]
     assert [peer.running for peer in bench.peers] == [0, 0]
@@ -387,7 +387,7 @@ def test_calls_on_a_cache_of_a_process_that_is_gone_are_dropped_once():
     assert sorted(bench.answered) == [(number, "deadline_exceeded") for number in numbers[:3]]
     assert [cache.users for cache in store.find(terms, (one, two))] == [1, 1]
     task = bench.take(Ask)
-    assert task.entries[0].submit.id == numbers[3]
+    assert task.requests[0].submit.id == numbers[3]
     bench.finish(task)
     assert [cache.users for cache in store.find(terms, (one, two))] == [0, 0]
     assert bench.scheduler.take() is None
@@ -403,7 +403,7 @@ def test_a_slice_of_a_plugin_runs_alone(monkeypatch):
     plugin.wanted = False
     bench.finish(piece)
     part = bench.take()
-    assert (part.entries[0].submit.id, bench.woken) == (number, 1)
+    assert (part.requests[0].submit.id, bench.woken) == (number, 1)
     plugin.wanted = True
     bench.admit()
     assert bench.scheduler.take() is None  # postponed, so that the slice soon runs alone

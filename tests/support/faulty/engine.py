@@ -43,7 +43,7 @@ from flashpoint_server.engine.caches.parts import CachedPart
 from flashpoint_server.engine.execution import executor
 from flashpoint_server.engine.execution.device import DeviceLostError, TorchDevice
 from flashpoint_server.engine.scheduling import scheduler
-from flashpoint_server.engine.scheduling.entry import Group, OutOfMemoryError
+from flashpoint_server.engine.scheduling.engine_request import Group, OutOfMemoryError
 from flashpoint_server.engine.scheduling.tasks import Compute
 from flashpoint_server.engine.state import ledger
 from flashpoint_server.ipc.messages import Channel, Done
@@ -161,7 +161,7 @@ class TellingExecutor(executor.Executor):
 
     def run(self, task):
         if isinstance(task, Compute):
-            self.tell(task.entries[0].submit.request_id)
+            self.tell(task.requests[0].submit.request_id)
         return super().run(task)
 
     def tell(self, name):
@@ -185,9 +185,9 @@ class TellingScheduler(scheduler.Scheduler):
 
     def cancel(self, peer, number):
         super().cancel(peer, number)
-        for entry in self._stoppable:
-            if entry.peer is peer and entry.submit.id == number:
-                log.debug("stopped", request_id=entry.submit.request_id)
+        for request in self._stoppable:
+            if request.peer is peer and request.submit.id == number:
+                log.debug("stopped", request_id=request.submit.request_id)
 
     def take(self):
         return self._counted(super().take())
@@ -197,24 +197,24 @@ class TellingScheduler(scheduler.Scheduler):
 
     def _counted(self, task):
         if isinstance(task, Compute):
-            self.taken[task.entries[0].submit.request_id] += 1
+            self.taken[task.requests[0].submit.request_id] += 1
         return task
 
     def _has_lane(self, item):
-        name = (item.entries[0] if isinstance(item, Group) else item).submit.request_id
+        name = (item.requests[0] if isinstance(item, Group) else item).submit.request_id
         at_gate = name.startswith("step-") and self.taken[name] >= 2 and not gate("step").exists()
         return not at_gate and super()._has_lane(item)
 
     def _remove(self, unwanted):
         removed = super()._remove(unwanted)
-        for entry in removed:
-            log.debug("dropped", request_id=entry.submit.request_id)
+        for request in removed:
+            log.debug("dropped", request_id=request.submit.request_id)
         return removed
 
     def _drop_parts(self, group):
         if group.parts:
-            for entry in group.entries:
-                log.debug("dropped", request_id=entry.submit.request_id)
+            for request in group.requests:
+                log.debug("dropped", request_id=request.submit.request_id)
         super()._drop_parts(group)
 
 

@@ -34,7 +34,7 @@ from flashpoint_server.engine.caches.attending import CachedCall, CallTensors
 from flashpoint_server.engine.caches.cache import StoredCache
 from flashpoint_server.engine.caches.parts import CachedPart, Sequences, attend, shares
 from flashpoint_server.engine.caches.store import CacheStore
-from flashpoint_server.engine.scheduling.entry import Entry, OutOfMemoryError
+from flashpoint_server.engine.scheduling.engine_request import EngineRequest, OutOfMemoryError
 from flashpoint_server.engine.state.ledger import Ledger
 from flashpoint_server.engine.state.memory import bytes_in, tensor_in
 from flashpoint_server.engine.state.saved import SavedForward, SavedStore
@@ -180,7 +180,7 @@ class TorchDevice:
         """Return whether a request on `backend` is cut into `parts` for several lanes; otherwise it is one launch."""
         return self.is_cpu and backend != "triton"
 
-    def compile(self, job: Entry) -> Future[None] | None:
+    def compile(self, job: EngineRequest) -> Future[None] | None:
         """Compile a Triton job's kernels in the background, and return the future; None if they are compiled.
 
         This reads the shapes of the tensors, not their values. `rows` has checked the values of index tensors.
@@ -197,7 +197,7 @@ class TorchDevice:
             problem = replace(problem, device=torch.device(self.info.name))
             return None if triton_backend.compiled([problem]) else triton_backend.compile_ahead([problem])
 
-    def rows(self, job: Entry) -> tuple[Row, ...]:
+    def rows(self, job: EngineRequest) -> tuple[Row, ...]:
         """Return the sequences of a job. Raises Refusal 422 if values of its tensors are not valid."""
         index = {t.name: tensor_in(job.memory, t).tolist() for t in job.submit.inputs if t.name in INDEX_TENSORS}
         index |= {name: t.tolist() for name, t in self._recalled(job).items() if name in INDEX_TENSORS}
@@ -207,11 +207,11 @@ class TorchDevice:
         except ProblemError as error:
             raise invalid(error.errors) from None
 
-    def parts(self, job: Entry) -> list[Problem]:
+    def parts(self, job: EngineRequest) -> list[Problem]:
         """Cut a job into parts that compute in its shared memory. Raises Refusal 422."""
         return split(self._in_place(job), job.attention.backend)
 
-    def call_tensors(self, job: Entry) -> CallTensors:
+    def call_tensors(self, job: EngineRequest) -> CallTensors:
         """Return the tensors of a job over caches: on the CPU in shared memory, on a GPU as copies.
 
         Raises Refusal 422.
@@ -222,7 +222,7 @@ class TorchDevice:
         there = {name: t if name in INDEX_TENSORS else t.to(self.info.name) for name, t in given.items()}
         return CallTensors.of(job.spec, there, {})
 
-    def kin(self, job: Entry) -> Hashable | None:
+    def kin(self, job: EngineRequest) -> Hashable | None:
         """Return what calls over caches on the CPU have in common that may read their first keys together, or None."""
         cache_ref, spec = job.attention.cache_ref, job.spec
         assert cache_ref is not None
@@ -256,7 +256,7 @@ class TorchDevice:
             else:
                 run_part(part, backend)
 
-    def launch(self, jobs: Sequence[Entry]) -> tuple[list[int | None], Stages]:
+    def launch(self, jobs: Sequence[EngineRequest]) -> tuple[list[int | None], Stages]:
         """Compute jobs of one launch key in their memory. Return the seed of each, and the times of the copies.
 
         On a GPU, copies and kernels run on the lane's own stream, with one wait at the end. So one lane copies while
@@ -292,7 +292,7 @@ class TorchDevice:
         """Return the problem of a call over caches whose tokens have been written. Raises Refusal 422."""
         return call.problem(self.caches.find(call.terms, call.cache_ref.caches))
 
-    def _copied(self, job: Entry) -> Problem:
+    def _copied(self, job: EngineRequest) -> Problem:
         """Return the job's problem with its tensors on the GPU; the copies may still run."""
 
         def there(t: PlacedTensor) -> Tensor:
@@ -302,7 +302,7 @@ class TorchDevice:
         return self._problem(job, there)
 
     def _problem(
-        self, job: Entry, there: Callable[[PlacedTensor], Tensor],
+        self, job: EngineRequest, there: Callable[[PlacedTensor], Tensor],
         recalled: Callable[[str, Tensor], Tensor] = lambda _, t: t,
     ) -> Problem:  # fmt: skip
         """Return the job's problem. Index tensors are read here; `there` makes the other tensors.
@@ -334,12 +334,12 @@ class TorchDevice:
         """Free the memory of a forward that has failed."""
         self.saved.drop(kept.serial)
 
-    def keep(self, job: Entry) -> None:
+    def keep(self, job: EngineRequest) -> None:
         """Save a forward on the CPU after all its parts have run. Raises OutOfMemoryError."""
         with self._device_errors:
             self._keep(job, None)
 
-    def _keep(self, job: Entry, problem: Problem | None) -> None:
+    def _keep(self, job: EngineRequest, problem: Problem | None) -> None:
         """Save a forward, if the job asks for it. On a GPU its tensors stay where they are.
 
         On the CPU they are copied out of staging memory, which an HTTP process reuses. The copy takes 1/30 of the
@@ -357,12 +357,12 @@ class TorchDevice:
             tensors |= {name: t.clone() for name, t in tensors.items() if name in INDEX_TENSORS}
         self.saved.keep(job.kept, tensors)
 
-    def _recalled(self, job: Entry) -> Mapping[str, Tensor]:
+    def _recalled(self, job: EngineRequest) -> Mapping[str, Tensor]:
         """Return the tensors of the saved forward that a job uses. Raises Refusal 404 and 410."""
         recall = job.attention.recall
         return {} if recall is None else self.saved.tensors(recall.owner, recall.serial)
 
-    def _in_place(self, job: Entry) -> Problem:
+    def _in_place(self, job: EngineRequest) -> Problem:
         """Return the job's problem in its own memory. Raises Refusal 422 like `rows`, and 404 and 410."""
         spec, memory = job.spec, job.memory
         given = {t.name: tensor_in(memory, t) for t in job.submit.inputs} | dict(self._recalled(job))
@@ -379,7 +379,7 @@ class TorchDevice:
         stream: torch.cuda.Stream = self._streams.stream
         return stream
 
-    def verify(self, job: Entry, progress: local.Tell) -> bytes:
+    def verify(self, job: EngineRequest, progress: local.Tell) -> bytes:
         """Return the VerifyReport of a verification, in JSON. Raises Refusal 422, OutOfMemoryError and DeviceLostError.
 
         `progress` is called before each block of work. If it raises, the verification ends.

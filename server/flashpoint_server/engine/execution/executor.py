@@ -20,7 +20,7 @@ from flashpoint_server.engine.caches.cache_calls import execute
 from flashpoint_server.engine.caches.parts import CachedPart
 from flashpoint_server.engine.execution.device import NO_COPIES, DeviceLostError, Stages, TorchDevice
 from flashpoint_server.engine.execution.kernel_threads import KernelThreads
-from flashpoint_server.engine.scheduling.entry import Entry, OutOfMemoryError, account
+from flashpoint_server.engine.scheduling.engine_request import EngineRequest, OutOfMemoryError, account
 from flashpoint_server.engine.scheduling.tasks import Ask, BenchmarkSlice, Compute, Launch, SaveForward, Split, Task
 from flashpoint_server.engine.scheduling.waiting import Budget
 from flashpoint_server.ipc.bodies import CacheCall, SavedCall
@@ -58,36 +58,36 @@ class Executor:
         """Run a task. Return the error of a part or of cutting; the requests of a launch are answered here."""
         match task:
             case Compute():
-                return self._compute(task.entries[0], task.problem)
+                return self._compute(task.requests[0], task.problem)
             case Split():
                 return self._cut(task)
             case SaveForward():
-                return self._keep(task.entries[0])
+                return self._keep(task.requests[0])
             case Ask():
-                self._ask(task.entries[0])
+                self._ask(task.requests[0])
             case Launch():
-                self._launch(task.entries)
+                self._launch(task.requests)
             case BenchmarkSlice():
                 with self._watchdog.watched():
                     task.plugin.step()
         return None
 
-    def answer(self, entry: Entry) -> None:
+    def answer(self, request: EngineRequest) -> None:
         """Answer a request whose parts have all ended, or that failed."""
-        if entry.failure is None:
-            self._done(entry, 1, NO_COPIES, entry.alone(self._budget), next(self._numbers))
+        if request.failure is None:
+            self._done(request, 1, NO_COPIES, request.alone(self._budget), next(self._numbers))
         else:
-            entry.peer.send(_failed(entry))
+            request.peer.send(_failed(request))
 
     def end_if_lost(self, by: str) -> None:
         """End the process if the device does not work any more. `by` says what may have broken it."""
         if self.device.lost():
             _lost(by=by)
 
-    def _compute(self, entry: Entry, problem: Problem) -> Exception | None:
+    def _compute(self, request: EngineRequest, problem: Problem) -> Exception | None:
         try:
             with self._watchdog.watched():
-                self._run_part(problem, entry.attention.backend)
+                self._run_part(problem, request.attention.backend)
         except Exception as error:
             return error
         return None
@@ -100,15 +100,15 @@ class Executor:
             self.device.run(problem, backend)
 
     def _cut(self, task: Split) -> Exception | None:
-        entry = task.entries[0]
+        request = task.requests[0]
         try:
-            if not entry.over_caches:
-                task.group.add(entry.cut(self.device.parts))
+            if not request.over_caches:
+                task.group.add(request.cut(self.device.parts))
                 return None
             with self._watchdog.watched():
-                parts = self._cut_calls(task.entries, task.cores)
+                parts = self._cut_calls(task.requests, task.cores)
                 if len(parts) == 1 and not task.group.unwanted:
-                    run = partial(self._run_part, parts[0], entry.attention.backend)
+                    run = partial(self._run_part, parts[0], request.attention.backend)
                     if task.cores > 1 or task.long:
                         run()
                     else:  # other requests need the cores, too
@@ -119,102 +119,102 @@ class Executor:
             return error
         return None
 
-    def _cut_calls(self, entries: Sequence[Entry], cores: int) -> Sequence[Problem | CachedPart]:
+    def _cut_calls(self, requests: Sequence[EngineRequest], cores: int) -> Sequence[Problem | CachedPart]:
         """Write the tokens of calls over caches. Return the parts of all calls; one that fails has none."""
-        ready: list[tuple[Entry, CachedCall, Sequence[StoredCache]]] = []
-        for entry in entries:
+        ready: list[tuple[EngineRequest, CachedCall, Sequence[StoredCache]]] = []
+        for request in requests:
             try:
-                call = self._call(entry)
-                ready.append((entry, call, self.device.write(call)))
+                call = self._call(request)
+                ready.append((request, call, self.device.write(call)))
             except Exception as error:
-                if len(entries) == 1:
+                if len(requests) == 1:
                     raise
-                entry.failure = entry.failure or error
+                request.failure = request.failure or error
         if not ready:
             return ()
         backend = ready[0][0].attention.backend
         sequences, parts = self.device.attend([(call, caches) for _, call, caches in ready], backend, cores)
-        for (entry, call, caches), (rows, seed) in zip(ready, sequences, strict=True):
-            entry.of_rows(rows, seed)
-            entry.reads = self.device.caches.reads(caches, call.cache_ref.layer)
+        for (request, call, caches), (rows, seed) in zip(ready, sequences, strict=True):
+            request.of_rows(rows, seed)
+            request.reads = self.device.caches.reads(caches, call.cache_ref.layer)
         return parts
 
-    def _call(self, entry: Entry) -> CachedCall:
-        """Return the call over caches of an entry. Raises Refusal 422."""
-        device, cache_ref = self.device, entry.attention.cache_ref
+    def _call(self, request: EngineRequest) -> CachedCall:
+        """Return the call over caches of a request. Raises Refusal 422."""
+        device, cache_ref = self.device, request.attention.cache_ref
         assert cache_ref is not None
         of = device.call_tensors
-        return CachedCall(entry.tensors(of) if device.is_cpu else of(entry), cache_ref)
+        return CachedCall(request.tensors(of) if device.is_cpu else of(request), cache_ref)
 
-    def _keep(self, entry: Entry) -> Exception | None:
+    def _keep(self, request: EngineRequest) -> Exception | None:
         try:
             with self._watchdog.watched():
-                self.device.keep(entry)
+                self.device.keep(request)
         except Exception as error:
             return error
         return None
 
-    def _ask(self, entry: Entry) -> None:
+    def _ask(self, request: EngineRequest) -> None:
         """Execute a call about caches or saved forwards, and answer it."""
         caches: list[CacheRecord] = []
         saved: list[SavedRecord] = []
         try:
             with self._watchdog.watched(), self.device.in_order():
-                match entry.submit.body:
+                match request.submit.body:
                     case CacheCall() as call:
-                        caches = execute(self.device.caches, call, entry.submit, entry.memory)
+                        caches = execute(self.device.caches, call, request.submit, request.memory)
                     case SavedCall() as about:
                         saved = self.device.saved.execute(about)
         except Exception as error:
-            self._fail([entry], OutOfMemoryError() if isinstance(error, MemoryError) else error)
+            self._fail([request], OutOfMemoryError() if isinstance(error, MemoryError) else error)
         else:
-            for told in CallReply.parts(entry.submit.id, caches, saved, entry.began, time.perf_counter()):
-                entry.peer.send(told)
+            for told in CallReply.parts(request.submit.id, caches, saved, request.began, time.perf_counter()):
+                request.peer.send(told)
 
-    def _launch(self, batch: Sequence[Entry]) -> None:
+    def _launch(self, batch: Sequence[EngineRequest]) -> None:
         if batch[0].planned is None:
             self._prove(batch[0])
-        elif written := [entry for entry in batch if self._writes(entry)]:
+        elif written := [request for request in batch if self._writes(request)]:
             self._solve(written, splits=0, tries=2)
 
-    def _writes(self, entry: Entry) -> bool:
+    def _writes(self, request: EngineRequest) -> bool:
         """Write the new tokens of a call over caches, once for all tries.
 
         Return False if it failed and was answered.
         """
-        if entry.over_caches:
+        if request.over_caches:
             try:
-                entry.call = self._call(entry)
-                self.device.write(entry.call)
+                request.call = self._call(request)
+                self.device.write(request.call)
             except Exception as error:
-                self._fail([entry], error)
+                self._fail([request], error)
                 return False
         return True
 
-    def _prove(self, entry: Entry) -> None:
+    def _prove(self, request: EngineRequest) -> None:
         try:
             with self._watchdog.watched():
-                report = self.device.verify(entry, self._telling(entry))
+                report = self.device.verify(request, self._telling(request))
         except Exception as error:
-            self._fail([entry], error)
+            self._fail([request], error)
         else:
-            entry.peer.send(Verified(entry.submit.id, report, entry.began, time.perf_counter()))
+            request.peer.send(Verified(request.submit.id, report, request.began, time.perf_counter()))
 
-    def _telling(self, entry: Entry) -> Callable[[VerifyProgress], None]:
+    def _telling(self, request: EngineRequest) -> Callable[[VerifyProgress], None]:
         """Return a function that ends a verification when nobody waits for it, and sends its progress if asked."""
         last = -TOLD_SECONDS
 
         def tell(progress: VerifyProgress) -> None:
             nonlocal last
-            if entry.failure is not None:  # set by the scheduler
-                raise entry.failure
-            if entry.verification.wants_progress and (now := time.monotonic()) >= last + TOLD_SECONDS:
+            if request.failure is not None:  # set by the scheduler
+                raise request.failure
+            if request.verification.wants_progress and (now := time.monotonic()) >= last + TOLD_SECONDS:
                 last = now
-                entry.peer.send(VerifyProgressed(entry.submit.id, progress.model_dump_json().encode()))
+                request.peer.send(VerifyProgressed(request.submit.id, progress.model_dump_json().encode()))
 
         return tell
 
-    def _solve(self, batch: Sequence[Entry], *, splits: int, tries: int) -> None:
+    def _solve(self, batch: Sequence[EngineRequest], *, splits: int, tries: int) -> None:
         """Compute a batch and answer it. If memory runs out, retry in halves; if something else fails, one by one."""
         failure: Exception | None = None
         try:
@@ -225,9 +225,9 @@ class Executor:
         if failure is None:
             about: Batch | None = account(batch, self._budget, splits)
             number = next(self._numbers)
-            for entry, seed in zip(batch, seeds, strict=True):
-                entry.seed = seed
-                self._done(entry, len(batch), stages, about, number)
+            for request, seed in zip(batch, seeds, strict=True):
+                request.seed = seed
+                self._done(request, len(batch), stages, about, number)
                 about = None
         elif isinstance(failure, OutOfMemoryError) and (len(batch) > 1 or tries > 1):
             failure.__traceback__ = None  # its frames hold memory that must be freed
@@ -242,40 +242,40 @@ class Executor:
             self._fail(batch, failure)
         else:
             failure.__traceback__ = None
-            for entry in batch:
-                self._solve([entry], splits=splits, tries=tries)
+            for request in batch:
+                self._solve([request], splits=splits, tries=tries)
 
-    def _fail(self, batch: Sequence[Entry], error: Exception) -> None:
-        for entry in batch:
-            entry.failure = error
-            self.answer(entry)
+    def _fail(self, batch: Sequence[EngineRequest], error: Exception) -> None:
+        for request in batch:
+            request.failure = error
+            self.answer(request)
 
-    def _done(self, entry: Entry, size: int, stages: Stages, about: Batch | None, number: int) -> None:
+    def _done(self, request: EngineRequest, size: int, stages: Stages, about: Batch | None, number: int) -> None:
         """Answer a computed request.
 
         It ran in launch `number` with `size` requests. `about` describes the launch in the answer of one of them.
         """
-        body, spec = entry.attention, entry.spec
+        body, spec = request.attention, request.spec
         metadata: dict[str, Any] = {"backend": body.backend}
         if body.backend == "torch" and (kernel := self.device.info.kernels.get(spec.dtype)):
             metadata["kernel"] = kernel
         if spec.options.dropout_p:
-            metadata["dropout_seed"] = entry.seed
+            metadata["dropout_seed"] = request.seed
         if (cache_ref := body.cache_ref) is not None:
             metadata["lengths"] = self.device.caches.lengths(cache_ref.owner, cache_ref.caches, cache_ref.layer)
-            if entry.reads is not None:
-                metadata["reads"] = entry.reads
-        if entry.kept is not None:
-            metadata["saved"] = entry.kept.serial
+            if request.reads is not None:
+                metadata["reads"] = request.reads
+        if request.kept is not None:
+            metadata["saved"] = request.kept.serial
         ended, memory, dropped = time.perf_counter(), self.device.memory(), LINES.dropped()
-        entry.peer.send(
-            Done(entry.submit.id, metadata, entry.began, ended, size, *stages, memory, number, about, dropped)
+        request.peer.send(
+            Done(request.submit.id, metadata, request.began, ended, size, *stages, memory, number, about, dropped)
         )
 
 
-def _failed(entry: Entry) -> Failed:
+def _failed(request: EngineRequest) -> Failed:
     """Return the error message for a failed request. Ends the process if its device is lost."""
-    submit, error = entry.submit, entry.failure
+    submit, error = request.submit, request.failure
     assert error is not None
     if isinstance(error, DeviceLostError):
         _lost(request_id=submit.request_id, error=str(error))
@@ -291,7 +291,7 @@ def _failed(entry: Entry) -> Failed:
     else:
         log.error("failed", request_id=submit.request_id, error=type(error).__name__, exc_info=error)
         reply = Failed(submit.id, "internal_error", "the server failed: a bug, logged by its engine", [])
-    error.__traceback__ = None  # the entry may live longer, and must not keep tensors alive
+    error.__traceback__ = None  # the request may live longer, and must not keep tensors alive
     return reply
 
 

@@ -1,1 +1,1 @@
-"""The scheduler: entries, their queue and order, and the tasks that it chooses."""
+"""The scheduler: requests, their queue and order, and the tasks that it chooses."""

@@ -29,7 +29,7 @@ import structlog
 from flashpoint_contract.spec import Row
 from flashpoint_kernels import Problem
 from flashpoint_server.engine.scheduling.cache_order import CacheQueue
-from flashpoint_server.engine.scheduling.entry import Entry, Group, Lengths, OutOfMemoryError, Worker
+from flashpoint_server.engine.scheduling.engine_request import EngineRequest, Group, Lengths, OutOfMemoryError, Worker
 from flashpoint_server.engine.scheduling.tasks import (
     Ask,
     BenchmarkSlice,
@@ -65,10 +65,10 @@ class Resources(Protocol):
     launches: int
 
     def cuts(self, backend: str) -> bool: ...
-    def rows(self, job: Entry) -> tuple[Row, ...]: ...
-    def parts(self, job: Entry) -> list[Problem]: ...
-    def kin(self, job: Entry) -> Hashable | None: ...
-    def compile(self, job: Entry) -> Future[None] | None: ...
+    def rows(self, job: EngineRequest) -> tuple[Row, ...]: ...
+    def parts(self, job: EngineRequest) -> list[Problem]: ...
+    def kin(self, job: EngineRequest) -> Hashable | None: ...
+    def compile(self, job: EngineRequest) -> Future[None] | None: ...
     def reserve(self, asked: Save) -> SavedForward: ...
     def drop(self, kept: SavedForward) -> None: ...
 
@@ -83,7 +83,7 @@ class Holder(Protocol):
 
 
 class Scheduler:
-    """See the module. Hold `lock` for all calls; it protects the queue, the entries and the peers' segments.
+    """See the module. Hold `lock` for all calls; it protects the queue, the requests and the peers' segments.
 
     `answer` is called with each request that has failed, or whose parts have all ended. `wake` is called when there may
     be a task that no thread has asked for.
@@ -93,7 +93,7 @@ class Scheduler:
         self,
         device: Resources,
         budget: Budget,
-        answer: Callable[[Entry], None],
+        answer: Callable[[EngineRequest], None],
         wake: Callable[[], None],
         plugins: Sequence[Plugin] = (),
         holder: Holder | None = None,
@@ -105,13 +105,13 @@ class Scheduler:
         self._send_answer = answer
         self._wake = wake
         self._holder = holder
-        self._turns: CacheQueue[Entry] = CacheQueue()
-        self._waiting: Waiting[Entry | Group] = Waiting(budget)
+        self._turns: CacheQueue[EngineRequest] = CacheQueue()
+        self._waiting: Waiting[EngineRequest | Group] = Waiting(budget)
         self._compiled: set[Hashable] = set()  # launch keys
         self._waiting_for_compile: dict[
-            Hashable, list[Entry]
+            Hashable, list[EngineRequest]
         ] = {}  # requests that wait for the compilation of their launch key
-        self._stoppable: list[Entry] = []  # requests in tasks that can end early: cuts and verifications
+        self._stoppable: list[EngineRequest] = []  # requests in tasks that can end early: cuts and verifications
         self._running = 0  # tasks
         self._launches = 0  # of the running tasks
         self._long = 0  # of the running tasks
@@ -125,91 +125,91 @@ class Scheduler:
 
         A request whose kernel must be compiled waits outside the queue, and does not delay other requests.
         """
-        entry = Entry.of(message, peer, self._device.cuts)
-        if entry.caches:
+        request = EngineRequest.of(message, peer, self._device.cuts)
+        if request.caches:
             assert self._holder is not None
-            self._holder.enter(entry.caches)
-            if not self._turns.join(entry):
+            self._holder.enter(request.caches)
+            if not self._turns.join(request):
                 return
-        self._queue(entry)
+        self._queue(request)
 
-    def _queue(self, entry: Entry) -> None:
+    def _queue(self, request: EngineRequest) -> None:
         """Put a request into the queue, or hold it until its kernel is compiled."""
-        key = entry.key
-        if entry.over_caches and key is None:
-            entry.kin = self._device.kin(entry)  # no other call changes its caches from now on
-        attention = key is not None and entry.planned is not None and not entry.over_caches
-        if not attention or entry.attention.backend != "triton" or key in self._compiled:
-            self._waiting.put(entry)
+        key = request.key
+        if request.over_caches and key is None:
+            request.kin = self._device.kin(request)  # no other call changes its caches from now on
+        attention = key is not None and request.planned is not None and not request.over_caches
+        if not attention or request.attention.backend != "triton" or key in self._compiled:
+            self._waiting.put(request)
         elif key in self._waiting_for_compile:
-            self._waiting_for_compile[key].append(entry)
-        elif not entry.mapped:
-            self._waiting.put(entry)
+            self._waiting_for_compile[key].append(request)
+        elif not request.mapped:
+            self._waiting.put(request)
         else:
-            self._compile(entry, key)
+            self._compile(request, key)
 
-    def _compile(self, entry: Entry, key: Hashable) -> None:
+    def _compile(self, request: EngineRequest, key: Hashable) -> None:
         try:
-            self._device.rows(entry)
-            compiling = self._device.compile(entry)
+            self._device.rows(request)
+            compiling = self._device.compile(request)
         except OutOfMemoryError:
-            self._waiting.put(entry)  # compiled when there is memory to run it
+            self._waiting.put(request)  # compiled when there is memory to run it
         except Exception as error:  # an error of one request must not affect its peer
-            self._fail(entry, error)
+            self._fail(request, error)
         else:
             if compiling is None:
                 self._compiled.add(key)
-                self._waiting.put(entry)
+                self._waiting.put(request)
             else:
-                self._waiting_for_compile[key] = [entry]
+                self._waiting_for_compile[key] = [request]
                 compiling.add_done_callback(lambda _: self._has_compiled(key))
 
     def _has_compiled(self, key: Hashable) -> None:
         """Release the requests whose kernels are compiled. If compilation failed, their launch reports the error."""
         with self.lock:
             self._compiled.add(key)
-            for entry in self._waiting_for_compile.pop(key):
-                self._waiting.put(entry)
+            for request in self._waiting_for_compile.pop(key):
+                self._waiting.put(request)
             self._wake()
 
     def cancel(self, peer: Worker, number: int) -> None:
         """Drop a request that nobody waits for any more. It is still answered."""
 
-        def asked(entry: Entry) -> bool:
-            return entry.peer is peer and entry.submit.id == number
+        def asked(request: EngineRequest) -> bool:
+            return request.peer is peer and request.submit.id == number
 
-        for entry in self._remove(asked):
-            self._fail(entry, out_of_time())
+        for request in self._remove(asked):
+            self._fail(request, out_of_time())
         self._stop(asked)
 
     def forget(self, peer: Worker) -> None:
         """Drop all requests of an HTTP process that has disconnected."""
-        found = self._remove(lambda entry: entry.peer is peer)
+        found = self._remove(lambda request: request.peer is peer)
         # others wait for their end, or for their memory
-        awaited = [entry for entry in found if entry.caches or entry.kept is not None]
-        for entry in awaited:  # all fail before the first ends, so that it does not queue the next
-            entry.failure = out_of_time()
-        for entry in awaited:
-            self._answer(entry)
-        self._stop(lambda entry: entry.peer is peer)
+        awaited = [request for request in found if request.caches or request.kept is not None]
+        for request in awaited:  # all fail before the first ends, so that it does not queue the next
+            request.failure = out_of_time()
+        for request in awaited:
+            self._answer(request)
+        self._stop(lambda request: request.peer is peer)
 
-    def _stop(self, unwanted: Callable[[Entry], bool]) -> None:
+    def _stop(self, unwanted: Callable[[EngineRequest], bool]) -> None:
         """Let started requests that are `unwanted` end early: they have failed, and parts only for them are dropped."""
         cut = [item for item in self._waiting.items if isinstance(item, Group)]
-        for entry in filter(unwanted, [*self._stoppable, *(entry for group in cut for entry in group.entries)]):
-            entry.failure = entry.failure or out_of_time()
+        for request in filter(unwanted, [*self._stoppable, *(request for group in cut for request in group.requests)]):
+            request.failure = request.failure or out_of_time()
         for group in cut:
             if group.unwanted:
                 self._waiting.remove(lambda item, group=group: item is group)  # type: ignore[misc]
                 self._drop_parts(group)
 
-    def _remove(self, unwanted: Callable[[Entry], bool]) -> list[Entry]:
+    def _remove(self, unwanted: Callable[[EngineRequest], bool]) -> list[EngineRequest]:
         """Remove the requests that are `unwanted` from the queue and from the waiting lists."""
-        items = self._waiting.remove(lambda item: isinstance(item, Entry) and unwanted(item))
-        found = [*(item for item in items if isinstance(item, Entry)), *self._turns.waiting(unwanted)]
+        items = self._waiting.remove(lambda item: isinstance(item, EngineRequest) and unwanted(item))
+        found = [*(item for item in items if isinstance(item, EngineRequest)), *self._turns.waiting(unwanted)]
         for key, held in self._waiting_for_compile.items():
-            found += [entry for entry in held if unwanted(entry)]
-            self._waiting_for_compile[key] = [entry for entry in held if not unwanted(entry)]
+            found += [request for request in held if unwanted(request)]
+            self._waiting_for_compile[key] = [request for request in held if not unwanted(request)]
         return found
 
     def _drop_parts(self, group: Group) -> None:
@@ -220,31 +220,31 @@ class Scheduler:
 
     def _end(self, group: Group) -> None:
         """Answer the requests of a group that has no parts left any more, or let their tensors be saved."""
-        for entry in group.entries:
-            entry.peer.running -= 1
-            if entry.kept is None or entry.failure is not None:
-                self._answer(entry)
+        for request in group.requests:
+            request.peer.running -= 1
+            if request.kept is None or request.failure is not None:
+                self._answer(request)
             else:
-                entry.computed = True
-                self._waiting.put(entry)
+                request.computed = True
+                self._waiting.put(request)
                 self._wake()
 
-    def _fail(self, entry: Entry, error: Exception) -> None:
-        entry.failure = error
-        self._answer(entry)
+    def _fail(self, request: EngineRequest, error: Exception) -> None:
+        request.failure = error
+        self._answer(request)
 
-    def _answer(self, entry: Entry) -> None:
-        self._send_answer(entry)
-        self._end_turn(entry)
+    def _answer(self, request: EngineRequest) -> None:
+        self._send_answer(request)
+        self._end_turn(request)
 
-    def _end_turn(self, entry: Entry) -> None:
+    def _end_turn(self, request: EngineRequest) -> None:
         """Let the next calls on the same caches run, and free the memory of a forward that failed."""
-        if entry.kept is not None and entry.failure is not None:
-            self._device.drop(entry.kept)
-        if entry.caches:
+        if request.kept is not None and request.failure is not None:
+            self._device.drop(request.kept)
+        if request.caches:
             assert self._holder is not None
-            self._holder.leave(entry.caches, used=entry.submit.body.uses and entry.failure is None)
-            for other in self._turns.leave(entry):
+            self._holder.leave(request.caches, used=request.submit.body.uses and request.failure is None)
+            for other in self._turns.leave(request):
                 if other.failure is None:  # else `forget` is about to drop it
                     self._queue(other)
                     self._wake()
@@ -273,19 +273,19 @@ class Scheduler:
                 if self._goes_on(group):
                     return self._begin(self._part(group))
                 continue
-            entries = [item for item in found if isinstance(item, Entry)]
-            if entries[0].kin is not None:
-                entries += self._kindred(entries[0])
-            if batch := [entry for entry in entries if self._begins(entry)]:
+            requests = [item for item in found if isinstance(item, EngineRequest)]
+            if requests[0].kin is not None:
+                requests += self._kindred(requests[0])
+            if batch := [request for request in requests if self._begins(request)]:
                 return self._begin(self._task(batch))
         return None
 
-    def _kindred(self, first: Entry) -> list[Entry]:
+    def _kindred(self, first: EngineRequest) -> list[EngineRequest]:
         """Remove and return waiting requests to be cut together with one of equal `kin`."""
-        some: list[Entry] = []
+        some: list[EngineRequest] = []
 
-        def joins(item: Entry | Group) -> bool:
-            if not isinstance(item, Entry) or item.kin != first.kin or len(some) >= TOGETHER - 1:
+        def joins(item: EngineRequest | Group) -> bool:
+            if not isinstance(item, EngineRequest) or item.kin != first.kin or len(some) >= TOGETHER - 1:
                 return False
             if item.submit.seconds > LONGER * first.submit.seconds:
                 return False
@@ -312,24 +312,24 @@ class Scheduler:
         """
         self._running -= 1
         self._long -= task.long
-        for entry in task.entries:
-            entry.peer.running -= 1
+        for request in task.requests:
+            request.peer.running -= 1
         match task:
             case Compute():
                 self._part_ended(task.group, failure)
             case Split():
                 return self._cut_ended(task.group, failure)
             case SaveForward():
-                entry = task.entries[0]
-                entry.failure = failure
-                self._answer(entry)
+                request = task.requests[0]
+                request.failure = failure
+                self._answer(request)
             case Ask():
-                self._end_turn(task.entries[0])
+                self._end_turn(task.requests[0])
             case Launch():
-                for entry in task.entries:
-                    if entry.planned is None:  # a verification
-                        self._stoppable.remove(entry)
-                    self._end_turn(entry)
+                for request in task.requests:
+                    if request.planned is None:  # a verification
+                        self._stoppable.remove(request)
+                    self._end_turn(request)
                 self._launches -= 1
                 self._wake()  # the next one may have to wait until a batch closes
             case BenchmarkSlice():
@@ -340,8 +340,8 @@ class Scheduler:
     def _begin(self, task: Task) -> Task:
         self._running += 1
         self._long += task.long
-        for entry in task.entries:
-            entry.peer.running += 1
+        for request in task.requests:
+            request.peer.running += 1
         return task
 
     def _slice(self, plugin: Plugin) -> BenchmarkSlice:
@@ -350,27 +350,27 @@ class Scheduler:
         plugin.begin()
         return BenchmarkSlice(plugin)
 
-    def _task(self, batch: list[Entry]) -> Task:
+    def _task(self, batch: list[EngineRequest]) -> Task:
         """Return the task for requests that run together: one, unless they share a launch or the first keys."""
-        entry = batch[0]
-        if entry.key is not None:
+        request = batch[0]
+        if request.key is not None:
             self._launches += 1
-            if entry.planned is None:  # a verification
-                self._stoppable.append(entry)
+            if request.planned is None:  # a verification
+                self._stoppable.append(request)
             return Launch(batch)
-        if entry.planned is None:
-            return Ask((entry,))
-        if entry.computed:
-            return SaveForward((entry,))
+        if request.planned is None:
+            return Ask((request,))
+        if request.computed:
+            return SaveForward((request,))
         group = Group(batch)
-        for entry in batch:
-            entry.peer.running += 1
-        if entry.many:
+        for request in batch:
+            request.peer.running += 1
+        if request.many:
             self._stoppable += batch
             cores = max(1, self._device.cores - self._running - len(self._waiting.items))
-            brief = bool(entry.caches) and group.seconds <= UNCUT_SECONDS and not self._waiting.items
-            return Split(batch, group, entry.long, brief, cores)
-        group.add(entry.parts)
+            brief = bool(request.caches) and group.seconds <= UNCUT_SECONDS and not self._waiting.items
+            return Split(batch, group, request.long, brief, cores)
+        group.add(request.parts)
         return self._part(group)
 
     def _part(self, group: Group) -> Compute:
@@ -380,7 +380,7 @@ class Scheduler:
             self._waiting.put(group)
             self._wake()
         small = group.seconds <= BRIEF_SECONDS and group.nbytes <= BRIEF_BYTES
-        return Compute(group.entries, group, problem, group.long, small and not self._waiting.items)
+        return Compute(group.requests, group, problem, group.long, small and not self._waiting.items)
 
     @property
     def _may_launch(self) -> bool:
@@ -388,7 +388,7 @@ class Scheduler:
         free = self._running < self._device.cores or not self._device.is_cpu
         return free and self._launches < self._device.launches
 
-    def _has_lane(self, item: Entry | Group) -> bool:
+    def _has_lane(self, item: EngineRequest | Group) -> bool:
         """Return whether a part of the request may start: on a free core, or on the additional lane.
 
         The additional lane takes a short part if it is the first in the queue, or if all cores run long parts. So a
@@ -400,36 +400,36 @@ class Scheduler:
             return False
         return self._waiting.items[0] is item or self._running == self._long
 
-    def _begins(self, entry: Entry) -> bool:
+    def _begins(self, request: EngineRequest) -> bool:
         """Start a request that has not started. Return False if it failed or is late, and was answered."""
         try:
-            if _late(entry):
+            if _late(request):
                 raise out_of_time()
-            if not entry.mapped:
+            if not request.mapped:
                 raise OutOfMemoryError
-            if entry.computed:
+            if request.computed:
                 return True
-            entry.begin()
-            self._log.debug("begin", request_id=entry.submit.request_id, kind=type(entry.submit.body).__name__)
-            if entry.planned is None:
+            request.begin()
+            self._log.debug("begin", request_id=request.submit.request_id, kind=type(request.submit.body).__name__)
+            if request.planned is None:
                 return True
-            if entry.attention.saved is not None and (save := entry.attention.save) is not None:
-                entry.kept = self._device.reserve(save)
-            if entry.key is None:
-                if not entry.many:
-                    entry.parts = entry.cut(self._device.parts)
-            elif not entry.over_caches:
-                entry.lengths = Lengths.of(self._device.rows(entry))
+            if request.attention.saved is not None and (save := request.attention.save) is not None:
+                request.kept = self._device.reserve(save)
+            if request.key is None:
+                if not request.many:
+                    request.parts = request.cut(self._device.parts)
+            elif not request.over_caches:
+                request.lengths = Lengths.of(self._device.rows(request))
         except Exception as error:
-            self._fail(entry, error)
+            self._fail(request, error)
             return False
         return True
 
     def _goes_on(self, group: Group) -> bool:
         """Return whether some request of the group is still in time. If not, its parts are dropped."""
-        for entry in group.entries:
-            if _late(entry):
-                entry.failure = entry.failure or out_of_time()
+        for request in group.requests:
+            if _late(request):
+                request.failure = request.failure or out_of_time()
         if group.unwanted:
             self._drop_parts(group)
         return not group.unwanted
@@ -443,8 +443,8 @@ class Scheduler:
             self._end(group)
 
     def _cut_ended(self, group: Group, failure: Exception | None) -> Task | None:
-        for entry in group.entries:
-            self._stoppable.remove(entry)
+        for request in group.requests:
+            self._stoppable.remove(request)
         if failure is not None:
             self._fail_all(group, failure)
         elif group.unwanted or not group.left:  # cancelled while they were cut, or computed
@@ -454,10 +454,10 @@ class Scheduler:
         return None
 
     def _fail_all(self, group: Group, failure: Exception) -> None:
-        for entry in group.entries:
-            entry.failure = entry.failure or failure
+        for request in group.requests:
+            request.failure = request.failure or failure
         self._drop_parts(group)
 
 
-def _late(entry: Entry) -> bool:
-    return entry.submit.deadline is not None and time.monotonic() >= entry.submit.deadline
+def _late(request: EngineRequest) -> bool:
+    return request.submit.deadline is not None and time.monotonic() >= request.submit.deadline

@@ -1,6 +1,6 @@
 """The tasks of an engine: the scheduler chooses them, and the executor runs them.
 
-`entries` are the requests of a task. `long`: other requests should not have to wait for it. `brief`: it is so short
+`requests` are the requests of a task. `long`: other requests should not have to wait for it. `brief`: it is so short
 that no thread needs to listen meanwhile.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from flashpoint_kernels import Problem
-from flashpoint_server.engine.scheduling.entry import Entry, Group
+from flashpoint_server.engine.scheduling.engine_request import EngineRequest, Group
 from flashpoint_server.ipc.messages import FromEngine, StartBenchmark, StopJob
 
 
@@ -37,7 +37,7 @@ class Plugin(Protocol):
 class Compute(NamedTuple):
     """Compute one part of a request, or of requests that were cut together."""
 
-    entries: Sequence[Entry]
+    requests: Sequence[EngineRequest]
     group: Group
     problem: Problem
     long: bool
@@ -51,7 +51,7 @@ class Split(NamedTuple):
     is the number of free cores for the parts.
     """
 
-    entries: Sequence[Entry]
+    requests: Sequence[EngineRequest]
     group: Group
     long: bool
     brief: bool
@@ -61,7 +61,7 @@ class Split(NamedTuple):
 class SaveForward(NamedTuple):
     """Save the tensors of a request whose parts have all ended, and answer it."""
 
-    entries: tuple[Entry]
+    requests: tuple[EngineRequest]
     long: bool = False
     brief: bool = False
 
@@ -69,7 +69,7 @@ class SaveForward(NamedTuple):
 class Ask(NamedTuple):
     """Execute a call about caches or saved forwards, and answer it."""
 
-    entries: tuple[Entry]
+    requests: tuple[EngineRequest]
     long: bool = False
     brief: bool = False
 
@@ -77,7 +77,7 @@ class Ask(NamedTuple):
 class Launch(NamedTuple):
     """Compute requests in one launch, or verify one."""
 
-    entries: Sequence[Entry]
+    requests: Sequence[EngineRequest]
     long: bool = True
     brief: bool = False
 
@@ -86,7 +86,7 @@ class BenchmarkSlice(NamedTuple):
     """Run a slice of a plugin while nothing else runs."""
 
     plugin: Plugin
-    entries: Sequence[Entry] = ()
+    requests: Sequence[EngineRequest] = ()
     long: bool = True
     brief: bool = False
 

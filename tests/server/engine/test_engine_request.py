@@ -1,4 +1,4 @@
-"""The engine's entry for an HTTP process drops a peer that reads nothing."""
+"""An engine drops an HTTP process that reads nothing."""
 
 import select
 import socket
@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
-from flashpoint_server.engine.scheduling import entry
-from flashpoint_server.engine.scheduling.entry import Worker
+from flashpoint_server.engine.scheduling import engine_request
+from flashpoint_server.engine.scheduling.engine_request import Worker
 from flashpoint_server.ipc.messages import Cancel, Channel, FromEngine, ToEngine, Unmapped
 
 
@@ -23,7 +23,7 @@ def received(channel):
 
 
 def test_a_peer_that_reads_nothing_is_dropped_and_told_only_when_its_memory_is_free(monkeypatch):
-    monkeypatch.setattr(entry, "PATIENCE", 0.0)
+    monkeypatch.setattr(engine_request, "PATIENCE", 0.0)
     pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs, ours = Channel(pair[0], FromEngine), Channel(pair[1], ToEngine)
     theirs.send(Cancel(7))
@@ -32,7 +32,7 @@ def test_a_peer_that_reads_nothing_is_dropped_and_told_only_when_its_memory_is_f
         peer.send(Unmapped(0))
     assert ours.receive() == (Cancel(7), [])
     assert select.select([ours], [], [], 240)[0]
-    with pytest.raises(EOFError):  # the loop then removes the entry
+    with pytest.raises(EOFError):  # the loop then removes the process
         ours.receive()
     assert set(received(theirs)) == {Unmapped(0)}  # and no end of file
     peer.close()

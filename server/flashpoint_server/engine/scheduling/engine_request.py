@@ -86,7 +86,7 @@ class PlannedProblem:
     """
 
     spec: Spec
-    key: Hashable | None  # as in `Entry`; ALONE for a key that no other request has
+    key: Hashable | None  # as in `EngineRequest`; ALONE for a key that no other request has
     parts: list[Problem] = field(default_factory=list)
     lengths: Lengths = NO_LENGTHS  # of `parts`
     tensors: CallTensors | None = None  # of a call over caches, instead of parts
@@ -210,7 +210,7 @@ def accept(listener: socket.socket) -> socket.socket | None:
 
 
 @dataclass(eq=False)
-class Entry:
+class EngineRequest:
     """A request. Requests with equal `key` may share a launch; None means that it is cut into parts.
 
     Requests over caches with equal `kin` begin with the same keys, and are cut together if they wait at the same time.
@@ -236,8 +236,8 @@ class Entry:
     failure: Exception | None = None
 
     @classmethod
-    def of(cls, submit: Submit, peer: Worker, cuts: Callable[[str], bool]) -> Entry:
-        """Return the entry of a message that has just arrived. Raises ProblemError if the problem is not valid.
+    def of(cls, submit: Submit, peer: Worker, cuts: Callable[[str], bool]) -> EngineRequest:
+        """Return the request of a message that has just arrived. Raises ProblemError if the problem is not valid.
 
         `cuts` says whether requests on a backend are cut into parts.
         """
@@ -299,7 +299,7 @@ class Entry:
         submit, segments = self.submit, self.peer.segments
         return submit.segment in segments and all(t.segment in segments for t in (*submit.inputs, *submit.outputs))
 
-    def cut(self, parts_of: Callable[[Entry], list[Problem]]) -> list[Problem]:
+    def cut(self, parts_of: Callable[[EngineRequest], list[Problem]]) -> list[Problem]:
         """Return the request's parts, new or from the cached plan. Raises Refusal 422."""
         planned = self.planned
         assert planned is not None
@@ -328,7 +328,7 @@ class Entry:
             return False
         return self.planned.spec.batch > FEW_SEQUENCES or self.over_caches
 
-    def tensors(self, of: Callable[[Entry], CallTensors]) -> CallTensors:
+    def tensors(self, of: Callable[[EngineRequest], CallTensors]) -> CallTensors:
         """Return the tensors of a call over caches in place, from the cached plan or new. Raises Refusal 422."""
         planned = self.planned
         assert planned is not None
@@ -363,7 +363,7 @@ class Entry:
 class Group:
     """The parts of a request, or of requests that are cut together. It waits in the queue while it has parts."""
 
-    entries: Sequence[Entry]
+    requests: Sequence[EngineRequest]
     parts: deque[Problem] = field(default_factory=deque)  # parts that no lane has taken
     left: int = 0  # number of parts that have not ended
     part_seconds: float = 0.0  # predicted seconds of one part
@@ -371,7 +371,7 @@ class Group:
     key: ClassVar[None] = None  # each part runs alone
 
     def __post_init__(self) -> None:
-        self.seconds = sum([entry.submit.seconds for entry in self.entries])
+        self.seconds = sum([request.submit.seconds for request in self.requests])
 
     def add(self, parts: Sequence[Any]) -> None:
         """Add the parts, after cutting."""
@@ -387,19 +387,19 @@ class Group:
         in the queue.
         """
         taken = self.seconds - self.part_seconds * len(self.parts)
-        return min(entry.rank for entry in self.entries) - PASSED * taken
+        return min(request.rank for request in self.requests) - PASSED * taken
 
     @property
     def arrived(self) -> float:
-        return min(entry.arrived for entry in self.entries)
+        return min(request.arrived for request in self.requests)
 
     @property
     def flops(self) -> int:
-        return sum(entry.flops for entry in self.entries)
+        return sum(request.flops for request in self.requests)
 
     @property
     def nbytes(self) -> int:
-        return sum(entry.nbytes for entry in self.entries)
+        return sum(request.nbytes for request in self.requests)
 
     @property
     def long(self) -> bool:
@@ -409,7 +409,7 @@ class Group:
     @property
     def unwanted(self) -> bool:
         """Whether all its requests have failed, are late or cancelled."""
-        return all(entry.failure is not None for entry in self.entries)
+        return all(request.failure is not None for request in self.requests)
 
     def drop_parts(self) -> None:
         """Drop the parts that no lane has taken."""
@@ -417,13 +417,13 @@ class Group:
         self.parts.clear()
 
 
-def account(batch: Sequence[Entry], budget: Budget, splits: int) -> Batch:
+def account(batch: Sequence[EngineRequest], budget: Budget, splits: int) -> Batch:
     """Return the FLOPs and the fill of a launch, and the FLOPs that padding to the longest sequence would add."""
-    longest_q = max(entry.lengths.longest_q for entry in batch)
-    longest_k = max(entry.lengths.longest_k for entry in batch)
+    longest_q = max(request.lengths.longest_q for request in batch)
+    longest_k = max(request.lengths.longest_k for request in batch)
     flops = padding = 0.0
-    for entry in batch:
-        pairs, cost = entry.pairs()
+    for request in batch:
+        pairs, cost = request.pairs()
         flops += pairs * cost
-        padding += (entry.lengths.sequences * longest_q * longest_k - pairs) * cost
+        padding += (request.lengths.sequences * longest_q * longest_k - pairs) * cost
     return Batch(int(min(flops, _MOST)), int(min(padding, _MOST)), budget.fill(batch), splits)
