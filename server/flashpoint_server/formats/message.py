@@ -50,7 +50,7 @@ class RequestPlan(NamedTuple):
     layout: Layout | None = None
 
 
-# What a call uses beside its tensors: nothing, KV caches, memory to save its forward, or a saved forward.
+# The parts of a call beside its tensors: none, KV caches, memory to save its forward, or a saved forward.
 Kind = Literal["plain", "caches", "save", "saved"]
 
 Choose = Callable[[Spec, DeviceInfo], str]  # (problem, device) -> backend. Raises Refusal 413 and 422.
@@ -72,7 +72,7 @@ class TensorMessage(ABC):
         """Return the options, not yet checked."""
 
     def kind(self, direction: Direction) -> Kind:
-        """Return what the call uses beside its tensors."""
+        """Return which parts the call has beside its tensors."""
         options = self.options()
         if direction == "forward":
             return "save" if options.get("save") is True else "caches" if "caches" in options else "plain"

@@ -92,7 +92,7 @@ class SafetensorsMessage(TensorMessage):
         return self._reading.options
 
     def kind(self, direction: Direction) -> Kind:
-        """Return what the call uses beside its tensors."""
+        """Return which parts the call has beside its tensors."""
         return "plain" if _SPECIAL.isdisjoint(self._reading.head.metadata) else super().kind(direction)
 
     def spec(self, direction: Direction) -> Spec:

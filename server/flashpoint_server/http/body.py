@@ -24,7 +24,7 @@ from flashpoint_server.config.settings import Settings
 from flashpoint_server.refusal import Refusal, out_of_time
 
 if TYPE_CHECKING:
-    from flashpoint_server.http.protocol import HttpProtocol
+    from flashpoint_server.http.ending import EndingProtocol
 
 EXTENSION = "flashpoint.direct"
 
@@ -279,7 +279,7 @@ class BodyBuffer:
 class Direct:
     """One request after its head: direct reads and writes beside ASGI's `receive` and `send`."""
 
-    def __init__(self, http: HttpProtocol) -> None:
+    def __init__(self, http: EndingProtocol) -> None:
         self._http = http
         self._cycle = http.cycle
         self._received: asyncio.Future[None] | None = None
@@ -406,7 +406,7 @@ def persistence(cycle: RequestResponseCycle) -> list[tuple[bytes, bytes]]:
 class ConnectionState(asyncio.BufferedProtocol):
     """The transport's protocol in one of the states. It defines how to read; everything else is uvicorn's."""
 
-    def __init__(self, http: HttpProtocol) -> None:
+    def __init__(self, http: EndingProtocol) -> None:
         self._http = http
 
     def eof_received(self) -> bool | None:
@@ -425,7 +425,7 @@ class ConnectionState(asyncio.BufferedProtocol):
 class BodyReceiver(ConnectionState):
     """The state in which every read goes directly into `places`."""
 
-    def __init__(self, http: HttpProtocol, places: BodyBuffer, received: asyncio.Future[None]) -> None:
+    def __init__(self, http: EndingProtocol, places: BodyBuffer, received: asyncio.Future[None]) -> None:
         super().__init__(http)
         self._places = places
         self._received = received
@@ -451,13 +451,13 @@ class BodyReceiver(ConnectionState):
         super().connection_lost(exc)
 
 
-def new_parser(http: HttpProtocol) -> httptools.HttpRequestParser:
+def new_parser(http: EndingProtocol) -> httptools.HttpRequestParser:
     parser = httptools.HttpRequestParser(http)
     parser.set_dangerous_leniencies(lenient_data_after_close=True)  # like uvicorn's own parser: see its __init__
     return parser
 
 
-def switch_state(http: HttpProtocol, protocol: ConnectionState) -> None:
+def switch_state(http: EndingProtocol, protocol: asyncio.BufferedProtocol) -> None:
     """Give the transport another protocol. Pausing and resuming makes the transport use the new read method."""
     http.flow.resume_reading()
     http.transport.pause_reading()

@@ -6,7 +6,9 @@ for lack of memory, httptools raises an error of its own, with ours as its conte
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Callable
 
 import httptools
 import structlog
@@ -44,6 +46,9 @@ class EndingProtocol(HttpToolsProtocol):
     over: bool  # nothing more is answered
     discarded: int  # bytes
     running: RequestResponseCycle | None  # the request that is being answered, or the last one
+    parsing: asyncio.BufferedProtocol  # the state in which every read goes through the HTTP parser
+    half_closed: bool  # the client has ended its sending
+    watcher: Callable[[], None] | None  # called when the client disconnects
 
     def refuse_input(self, error: Exception) -> None:
         """Parse nothing more after an error: refuse the request in which it occurred, and then end the connection.

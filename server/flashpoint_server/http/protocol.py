@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import httptools
@@ -63,7 +63,7 @@ class HttpProtocol(EndingProtocol):
         # Per-request state; `scope`, `url`, `headers` and `cycle` are uvicorn's
         self.unparsed_bytes = 0
         self.wrong: Refusal | None = None
-        self.watcher: Callable[[], None] | None = None
+        self.watcher = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -239,6 +239,8 @@ class HttpProtocol(EndingProtocol):
 
 class _Parsing(ConnectionState):
     """The state in which every read goes through the HTTP parser."""
+
+    _http: HttpProtocol
 
     def eof_received(self) -> bool | None:
         return self._http.eof_received()
