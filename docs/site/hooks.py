@@ -69,6 +69,11 @@ def on_post_page(output: str, **_: Any) -> str:
     return output.replace(dialog, f'{dialog} aria-label="Search"')
 
 
+def on_post_template(output_content: str, **_: Any) -> str:
+    """Return the page for missing addresses, 404.html, with a name for the theme's search."""
+    return on_post_page(output_content)
+
+
 def _mathml(found: re.Match[str]) -> str:
     """Return a formula. One of its own line can be scrolled where it is wider than the screen."""
     if found[1] == "div":

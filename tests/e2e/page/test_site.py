@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -87,6 +88,17 @@ def test_axe_finds_nothing(site, opened, scheme, width):
     assert violations == {name: [] for name in PAGES}
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, re.findall(r"\d+", ground)[:3])) < 3 * 64) == (scheme == "dark")
+
+
+def test_no_page_leaves_out_a_level_of_headings_or_the_name_of_a_dialog(site):
+    """axe on every page takes minutes, and these two faults depend on a page's text."""
+    faults = []
+    for name in site.pages:
+        text = (site.folder / name).read_text()
+        levels = [int(level) for level in re.findall("<h([1-6])[ >]", text.partition("<article")[2])]
+        faults += [(name, lower) for upper, lower in pairwise([0, *levels]) if lower > upper + 1]
+        faults += [(name, tag) for tag in re.findall("<[^>]*role=.dialog[^>]*>", text) if "aria-label=" not in tag]
+    assert faults == []
 
 
 @pytest.mark.full
