@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
 PATIENCE = 5.0  # seconds that everything waits for an HTTP process that does not read its answers
-KEPT = 256  # maximum plans for one peer; each takes some KiB
+KEPT = 256  # maximum plans for one peer; each takes some KiB, one of small gradients up to 512 KiB
 # requests with at most this many sequences are planned under the queue's lock and cached: it takes less than a
 # millisecond
 FEW_SEQUENCES = 64
