@@ -14,7 +14,7 @@ from flashpoint_kernels.dispatching.support import unsupported
 from flashpoint_kernels.problems import reproducible
 from flashpoint_kernels.problems.cost import NOMINAL, extent_of, flops_of, seconds_of
 from flashpoint_kernels.problems.reproducible import PART_SECONDS, exactly, sharing, split
-from flashpoint_kernels.tiled_backend.products import add_product, product
+from flashpoint_kernels.tiled_backend.arithmetic import add_product, product
 from tests.support.kernels.solving import normal, qkv
 
 LENGTHS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=9)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from flashpoint_kernels import Options, Problem, run, verify
 from flashpoint_kernels.problems.reproducible import exactly
 from flashpoint_kernels.tiled_backend import tiles
-from flashpoint_kernels.tiled_backend.tanh import tanh_
+from flashpoint_kernels.tiled_backend.arithmetic import tanh_
 from tests.conftest import DEVICE
 from tests.support.kernels.made import Made
 from tests.support.kernels.solving import backward, forward, normal, qkv

@@ -238,16 +238,6 @@ KINDS: Mapping[str, Callable[[Draw], None]] = {
     "falling-exact": _falling_exact, "mixed-exact": _mixed_exact,
 }  # fmt: skip
 EXACT = tuple(name for name in KINDS if name.endswith("-exact"))
-MEANING = {
-    "massive": "a few channels 100 times larger (20 in float16)",
-    "low": "all scores below -5e4", "neg": "all scores near -400", "high": "all scores above 88",
-    "gap": "scores 12 to 80 below the largest, whose value is 0", "rising": "a larger maximum in each tile",
-    "lastmax": "the largest score at the last key", "falling": "the largest scores at the first keys",
-    "mixed": "scores of 0 to 8", "ties": "equal keys", "dup": "each key twice",
-    "edges": "one hot key for each query, at edges of tiles", "offset": "v and do with a large constant part",
-    "flat": "equal weights, all values positive", "unseen": "large keys and values that few queries see",
-    "small": "small values", "sharp": "most weight on few keys", "normal": "normal values",
-}  # fmt: skip
 
 
 def draw(case: Any) -> dict[str, Tensor]:

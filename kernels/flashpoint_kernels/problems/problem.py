@@ -33,7 +33,7 @@ from torch import Tensor
 from flashpoint_contract.options import Direction, Options, ProblemError
 from flashpoint_contract.spec import Row, Spec, plan
 from flashpoint_contract.tensors import FORWARD_TENSORS, INDEX_TENSORS, SCALES, TENSORS, TensorInfo
-from flashpoint_kernels.problems import pages, sequences
+from flashpoint_kernels.problems import sequences
 from flashpoint_kernels.problems.cost import flops_of
 from flashpoint_kernels.problems.readings import readings
 from flashpoint_kernels.problems.strides import empty_like
@@ -127,7 +127,7 @@ class Problem:
         given = {name: _placed(name, t, device) for name, t in tensors.items()}
         rows = spec.rows({name: readings.numbers(tensors[name]) for name in INDEX_TENSORS if name in tensors})
         if spec.paged and not trusted:
-            pages.check(spec, rows, tensors["block_table"])
+            sequences.check_pages(spec, rows, tensors["block_table"])
         if spec.quantized and not trusted:
             check_scales(tensors)
         places = outputs or {}
@@ -233,7 +233,7 @@ class Problem:
                 return view.expand(len(rows), -1, -1)
             return view.index_select(0, torch.tensor([row.index for row in rows], device=view.device))
         if self.spec.paged and TENSORS[name].of_keys:
-            return pages.gathered(self.spec, view, self.tensors["block_table"], rows)
+            return sequences.gathered_pages(self.spec, view, self.tensors["block_table"], rows)
         return read(name, view, rows)
 
     def _alike(self, most: Callable[[Row], int] | None) -> Iterator[tuple[Row, ...]]:

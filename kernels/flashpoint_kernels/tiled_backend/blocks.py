@@ -26,9 +26,8 @@ from flashpoint_kernels.problems.dropout import kept_bits
 from flashpoint_kernels.problems.problem import Problem, narrowed
 from flashpoint_kernels.problems.reproducible import aligned
 from flashpoint_kernels.quantization import scaled
+from flashpoint_kernels.tiled_backend.arithmetic import add_product, product, tanh_
 from flashpoint_kernels.tiled_backend.cells import Cells, Flags, Group, Numbers, groups
-from flashpoint_kernels.tiled_backend.products import add_product, product
-from flashpoint_kernels.tiled_backend.tanh import tanh_
 
 INF = float("inf")
 _WAVE = 1 << 20  # maximum scores in a wave

@@ -32,8 +32,7 @@ from flashpoint_kernels.problems.reproducible import aligned, can_be_cut, flushi
 from flashpoint_kernels.problems.sequences import parted
 from flashpoint_kernels.quantization import scaled
 from flashpoint_kernels.tiled_backend import blocks
-from flashpoint_kernels.tiled_backend.products import add_product, product
-from flashpoint_kernels.tiled_backend.tanh import tanh_
+from flashpoint_kernels.tiled_backend.arithmetic import add_product, product, tanh_
 
 INF = float("inf")
 

@@ -1,4 +1,4 @@
-"""A launch of problems that run together: their joint table, and the calls of kernels that read it."""
+"""A launch of problems that run together: their joint table, its upload, and the calls of kernels that read it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,55 @@ from flashpoint_kernels.problems.problem import Problem
 from flashpoint_kernels.triton_backend.host.calls import Call, Code
 from flashpoint_kernels.triton_backend.host.route import Route
 from flashpoint_kernels.triton_backend.host.table import SHAPE, Table
-from flashpoint_kernels.triton_backend.host.upload import Upload
 from flashpoint_kernels.triton_backend.kernels import columns
+
+_ALIGNMENT = 16  # bytes: the alignment that kernels are compiled for
+_DTYPES = {np.dtype(np.int64): torch.int64, np.dtype(np.float32): torch.float32}
+
+
+class Upload:
+    """Arrays that a launch reads, copied to its device together when the first is requested, from pinned memory.
+
+    Arrays that are added later are copied later.
+
+    It keeps both copies. Kernels that run again read the same addresses and copy nothing, so a CUDA graph can capture a
+    launch that has run once.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._waiting: list[np.ndarray] = []
+        self._views: list[Tensor] = []
+        self._kept: list[Tensor] = []
+
+    def add(self, array: np.ndarray) -> int:
+        """Add a contiguous array, and return its number for `view`."""
+        self._waiting.append(array)
+        return len(self._views) + len(self._waiting) - 1
+
+    def view(self, number: int) -> Tensor:
+        """Return an array on the device, in one dimension."""
+        if number >= len(self._views):
+            self._copy()
+        return self._views[number]
+
+    def _copy(self) -> None:
+        words = [-(-array.nbytes // _ALIGNMENT) * (_ALIGNMENT // 4) for array in self._waiting]
+        host = torch.empty(sum(words), dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        there = host if self._device.type == "cpu" else torch.empty_like(host, device=self._device)
+        numbers, start, of_dtype = host.numpy(), 0, {np.dtype(np.int32): there}
+        for array, count in zip(self._waiting, words, strict=True):
+            numbers[start : start + array.nbytes // 4] = array.reshape(-1).view(np.int32)
+            view = of_dtype.get(array.dtype)
+            if view is None:
+                view = of_dtype.setdefault(array.dtype, there.view(_DTYPES[array.dtype]))
+            first = start * 4 // array.itemsize
+            self._views.append(view[first : first + array.size])
+            start += count
+        if there is not host:
+            there.copy_(host, non_blocking=True)
+        self._kept += [host, there]
+        self._waiting.clear()
 
 
 class Launch:
