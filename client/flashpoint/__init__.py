@@ -46,41 +46,13 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
-    "AsyncBenchmarkRun",
-    "AsyncCache",
-    "AsyncClient",
-    "AttentionOptions",
-    "AuthenticationError",
-    "BadRequestError",
-    "BenchmarkEvent",
-    "BenchmarkJob",
-    "BenchmarkRequest",
-    "BenchmarkRow",
-    "BenchmarkRun",
-    "Cache",
-    "CacheError",
-    "Client",
-    "ClosedError",
-    "ConnectionFailedError",
-    "DeadlineExceededError",
-    "FieldProblem",
-    "FlashpointError",
-    "InvalidInputError",
-    "Meta",
-    "OverloadedError",
-    "ProtocolError",
-    "SavedAttention",
-    "ServerError",
-    "Shape",
-    "TooLargeError",
-    "VerifyProgress",
-    "VerifyReport",
-    "VerifyRequest",
-    "__version__",
-    "capacity",
-    "save_case",
+    "AsyncBenchmarkRun", "AsyncCache", "AsyncClient", "AttentionOptions", "AuthenticationError", "BadRequestError",
+    "BenchmarkEvent", "BenchmarkJob", "BenchmarkRequest", "BenchmarkRow", "BenchmarkRun", "Cache", "CacheError",
+    "Client", "ClosedError", "ConnectionFailedError", "DeadlineExceededError", "FieldProblem", "FlashpointError",
+    "InvalidInputError", "Meta", "OverloadedError", "ProtocolError", "SavedAttention", "ServerError", "Shape",
+    "TooLargeError", "VerifyProgress", "VerifyReport", "VerifyRequest", "__version__", "capacity", "save_case",
     "sharded",
-]
+]  # fmt: skip
 
 # Imported at first use: `import flashpoint` alone takes no time.
 _NAMES = {

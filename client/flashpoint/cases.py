@@ -10,14 +10,14 @@ import numpy as np
 
 from flashpoint._calls.arrays import Array, unpack
 from flashpoint._calls.service import checked, message
+from flashpoint._calls.verification import CASE_TENSORS
 from flashpoint.errors import all_invalid, invalid
 from flashpoint_contract import wire
 from flashpoint_contract.options import OPTIONS
 from flashpoint_contract.schemas.options import AttentionOptions
-from flashpoint_contract.tensors import ALL_ANSWERS, INPUT_TENSORS, REQUIRED, refusals
+from flashpoint_contract.tensors import REQUIRED, refusals
 from flashpoint_contract.wording.hints import each_meant
 
-_KNOWN = tuple(dict.fromkeys((*INPUT_TENSORS, *ALL_ANSWERS)))
 # Options that define the result: all but those of how it is computed. One that is not in a file has its default.
 _HOW = ("block_size", "dropout_seed", "precision", "return_lse", "grads", "deterministic", "backend")
 MEANT = tuple(name for name in OPTIONS if name not in _HOW)
@@ -42,7 +42,7 @@ def save_case(path: str | PathLike[str], *, q: Array, k: Array, v: Array, o: Arr
     Raises:
         InvalidInputError: an unknown name, a value that is not valid, or a tensor that cannot be saved.
     """
-    tensors = {"q": q, "k": k, "v": v, "o": o} | {name: more.pop(name) for name in list(more) if name in _KNOWN}
+    tensors = {"q": q, "k": k, "v": v, "o": o} | {name: more.pop(name) for name in list(more) if name in CASE_TENSORS}
     given = {name: value for name, value in more.items() if value is not None}
     options = checked(AttentionOptions, given)
     parts = message(tensors, options, {name: getattr(options, name) for name in given})

@@ -144,10 +144,9 @@ def from_problem(
     if status < 400:
         return ProtocolError(f"an answer with status {status}", status=status, request_id=request_id)
     code = _text(problem.get("code"))
+    family = _BY_STATUS.get(status) or (ServerError if status >= 500 else BadRequestError)
     if status in _OF_HELD and (code or "").startswith(("cache_", "saved_")):
-        family: type[FlashpointError] = CacheError
-    else:
-        family = _family(status)
+        family = CacheError
     return family(
         str(problem.get("detail") or problem.get("title") or "no detail was given"),
         status=status,
@@ -156,10 +155,6 @@ def from_problem(
         errors=_fields(problem.get("errors")),
         retry_after=retry_after,
     )
-
-
-def _family(status: int) -> type[FlashpointError]:
-    return _BY_STATUS.get(status) or (ServerError if status >= 500 else BadRequestError)
 
 
 def _text(value: object) -> str | None:

@@ -30,9 +30,9 @@ from flashpoint._client import saved as _saved
 from flashpoint._client.client import Client
 from flashpoint._derivatives.vmapped import batch_shape, fold, single
 from flashpoint.errors import CacheError, all_invalid, invalid
-from flashpoint_contract.options import GRADS, is_integer
+from flashpoint_contract.options import GRADS, Grad, is_integer
 from flashpoint_contract.saved import ID_LENGTH
-from flashpoint_contract.schemas.options import AttentionOptions, Grad
+from flashpoint_contract.schemas.options import AttentionOptions
 from flashpoint_contract.tensors import INDEX_TENSORS, REQUIRED, TENSORS, refusals
 from flashpoint_contract.wording.docstrings import documented
 

@@ -8,6 +8,8 @@ import typing
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from flashpoint_contract import strictjson
+
 Verdict = Literal["right", "imprecise", "wrong", "not judged"]
 Standing = Literal["holds", "fails", "not tested"]
 # Axes of q, k and v of a function in memory order, in the order in which they are tried. A letter that is missing is an
@@ -216,9 +218,7 @@ def _plain(value: Any) -> Any:
         return {name: _plain(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(each) for each in value]
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
-    return value
+    return strictjson.written(value) if isinstance(value, float) else value
 
 
 def schema() -> dict[str, Any]:
@@ -254,5 +254,5 @@ def _type(hint: Any) -> dict[str, Any]:
     if dataclasses.is_dataclass(hint):
         return {"$ref": f"#/$defs/{hint.__name__}"}  # type: ignore[union-attr]
     if hint is float:
-        return {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
+        return {"anyOf": [{"type": "number"}, {"enum": list(strictjson.WORDS)}]}
     return {"type": {str: "string", int: "integer", bool: "boolean", type(None): "null"}[hint]}

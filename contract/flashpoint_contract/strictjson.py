@@ -1,9 +1,15 @@
-"""Strict JSON: no duplicate keys, no NaN literals, and no text that cannot be encoded again."""
+"""Strict JSON: no duplicate keys, no NaN literals, and no text that cannot be encoded again.
+
+JSON has no NaN and no infinities: messages have these numbers as strings, `WORDS`.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
+
+WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -15,6 +21,13 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _constant(name: str) -> Any:
     raise ValueError(f'{name} is not JSON: write "{name}"')
+
+
+def written(number: float) -> float | str:
+    """Return a number as JSON can have it: itself, or its word."""
+    if math.isfinite(number):
+        return number
+    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
 
 
 def loads(text: bytes | str, *, words: bool = False) -> Any:

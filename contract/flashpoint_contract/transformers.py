@@ -59,21 +59,11 @@ def register(name: str, compute: Solve, make_mask: Callable[..., Any], invalid: 
         )
 
     def attention(
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        dropout: float = 0.0,
-        scaling: float | None = None,
-        is_causal: bool | None = None,
-        position_bias: Tensor | None = None,
-        softcap: float | None = None,
-        s_aux: Tensor | None = None,
-        sliding_window: int | None = None,
-        cache: object = None,
-        **_: Any,
-    ) -> tuple[Tensor, None]:
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0,
+        scaling: float | None = None, is_causal: bool | None = None, position_bias: Tensor | None = None,
+        softcap: float | None = None, s_aux: Tensor | None = None, sliding_window: int | None = None,
+        cache: object = None, **_: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
         """Return o (B,Sq,Hq,D) of query (B,Hq,Sq,D), key and value (B,Hk,Sk,D); and None in place of the weights."""
         if cache is not None:
             raise invalid("cache", "is not taken: the model needs another attn_implementation")

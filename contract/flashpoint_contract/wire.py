@@ -27,22 +27,11 @@ _SIZE_LIMIT = (1 << 63) - 1  # a size that any array library can hold
 
 # safetensors' name: our name, bytes of an element. Unsupported types are listed, so that errors can name them.
 _DTYPES = {
-    "BOOL": ("bool", 1),
-    "U8": ("uint8", 1),
-    "I8": ("int8", 1),
-    "F8_E5M2": ("float8_e5m2", 1),
-    "F8_E4M3": ("float8_e4m3fn", 1),
-    "U16": ("uint16", 2),
-    "I16": ("int16", 2),
-    "F16": ("float16", 2),
-    "BF16": ("bfloat16", 2),
-    "U32": ("uint32", 4),
-    "I32": ("int32", 4),
-    "F32": ("float32", 4),
-    "U64": ("uint64", 8),
-    "I64": ("int64", 8),
-    "F64": ("float64", 8),
-}
+    "BOOL": ("bool", 1), "U8": ("uint8", 1), "I8": ("int8", 1), "F8_E5M2": ("float8_e5m2", 1),
+    "F8_E4M3": ("float8_e4m3fn", 1), "U16": ("uint16", 2), "I16": ("int16", 2), "F16": ("float16", 2),
+    "BF16": ("bfloat16", 2), "U32": ("uint32", 4), "I32": ("int32", 4), "F32": ("float32", 4), "U64": ("uint64", 8),
+    "I64": ("int64", 8), "F64": ("float64", 8),
+}  # fmt: skip
 _CODES = {name: code for code, (name, _) in _DTYPES.items()}
 ITEMSIZE = dict(_DTYPES.values())
 

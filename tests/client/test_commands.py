@@ -63,7 +63,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(run, tmp_path,
     def work(*_):
         raise AssertionError("the work has started")
 
-    monkeypatch.setattr(f"flashpoint.commands.{command}.local", lambda _: work)
+    monkeypatch.setattr("flashpoint.commands.running.local", lambda _: work)
     (tmp_path / "file").touch()
     (tmp_path / "folder.svg").mkdir()
     code, out, err = run(command, *GRID, option, tmp_path / path)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from typing_extensions import TypedDict  # typing's own has no bases at run time before Python 3.12
 
 from flashpoint._calls.arrays import Array
-from flashpoint_contract.schemas.options import Backend, CausalAlignment, Grad, Layout, Precision
+from flashpoint_contract.options import Backend, CausalAlignment, Grad, Layout, Precision
 from flashpoint_contract.schemas.shapes import Direction, Dtype, Shape
 from flashpoint_contract.schemas.verify import Extra, VerifyProgress
 from flashpoint_contract.wording.docstrings import documented
@@ -298,8 +298,8 @@ class Benchmark(Sending, total=False):
     warmup_ms: float
 
 
-class ShardedForward(Forward, total=False):
-    """Keywords of `flashpoint.sharded.attention`.
+class Parts(TypedDict, total=False):
+    """How a sharded call is cut.
 
     Args:
         parts: (r, c): cut every sequence's queries into r parts and its keys into c. Parts beyond the number of clients
@@ -310,14 +310,12 @@ class ShardedForward(Forward, total=False):
     parts: tuple[int, int] | None
 
 
-class ShardedBackward(Backward, total=False):
-    """Keywords of `flashpoint.sharded.attention_grad`.
+class ShardedForward(Forward, Parts, total=False):
+    """Keywords of `flashpoint.sharded.attention`."""
 
-    Args:
-        parts: (r, c): cut every sequence's queries into r parts and its keys into c, as in `attention`. Default: None.
-    """
 
-    parts: tuple[int, int] | None
+class ShardedBackward(Backward, Parts, total=False):
+    """Keywords of `flashpoint.sharded.attention_grad`."""
 
 
 class TorchKeywords(Problem, Scales, total=False):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
+from importlib import import_module
 
 from flashpoint_contract.schemas import benchmark, verify
 
@@ -20,13 +21,7 @@ class VerifyReport(verify.VerifyReport):
 
     def plot(self) -> Picture:
         """Draw the errors of each tensor beside its bound: an SVG, which a notebook shows. Needs matplotlib."""
-
-        def draw() -> bytes:
-            from flashpoint.plots import plot_verification
-
-            return plot_verification(self)
-
-        return _picture(draw)
+        return _picture("plot_verification", self)
 
     def _repr_html_(self) -> str:
         verdict = "PASS" if self.ok else "FAIL"
@@ -52,13 +47,7 @@ class BenchmarkJob(benchmark.BenchmarkJob):
             ValueError: no row has the figures of this picture.
             ModuleNotFoundError: matplotlib is not installed.
         """
-
-        def draw() -> bytes:
-            from flashpoint.plots import plot_benchmark
-
-            return plot_benchmark(self, kind)
-
-        return _picture(draw)
+        return _picture("plot_benchmark", self, kind)
 
     def _repr_html_(self) -> str:
         heads = ("direction", "dtype", "causal", "B", "H", "N", "D", "backend", "ms", "TFLOP/s", "× naive", "")
@@ -70,10 +59,10 @@ class BenchmarkJob(benchmark.BenchmarkJob):
         return _table(f"{self.state}, {self.done} of {self.total} cases · {self.device or ''}", heads, rows)
 
 
-def _picture(draw: Callable[[], bytes]) -> Picture:
-    """Return a picture. Raises ModuleNotFoundError if matplotlib is not installed."""
+def _picture(draw: str, *arguments: object) -> Picture:
+    """Return a picture by a function of `flashpoint.plots`. Raises ModuleNotFoundError if matplotlib is missing."""
     try:
-        return Picture(draw())
+        return Picture(getattr(import_module("flashpoint.plots"), draw)(*arguments))
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise

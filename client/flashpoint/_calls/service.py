@@ -49,6 +49,18 @@ def asynchronous(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatena
     return run
 
 
+class Caller(Protocol):
+    """A client that blocks, as the objects that it returns need it."""
+
+    def _call(self, call: Call, /) -> Any: ...
+
+
+class AsyncCaller(Protocol):
+    """A client for asyncio, likewise."""
+
+    async def _call(self, call: Call, /) -> Any: ...
+
+
 class Affinity:
     """The replica that holds caches: the value of X-Flashpoint-Replica, "" while it is unknown."""
 

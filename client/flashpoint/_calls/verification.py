@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from flashpoint._calls.arrays import Array
 from flashpoint._calls.results import BenchmarkJob, VerifyReport
@@ -21,12 +21,14 @@ from flashpoint_contract.schemas.verify import (
     VERIFY_EVENT,
     ProblemEvent,
     ReportEvent,
+    VerifyEvent,
     VerifyProgress,
     VerifyRequest,
 )
 from flashpoint_contract.tensors import ALL_ANSWERS, INPUT_TENSORS
 
 DRAWN = ("shape", "dtype", "seed", "direction", "extras")  # keywords only for a problem that the server draws
+CASE_TENSORS = tuple(dict.fromkeys((*INPUT_TENSORS, *ALL_ANSWERS)))  # tensors of a problem, and answers to judge
 
 
 def verify(q: Array | None, k: Array | None, v: Array | None, keywords: Mapping[str, Any]) -> Call:
@@ -38,11 +40,7 @@ def verify(q: Array | None, k: Array | None, v: Array | None, keywords: Mapping[
     timeout, progress = rest.pop("timeout", DEFAULT), rest.pop("progress", None)
     expected = jsonwire.MEDIA_TYPE if progress is None else sse.MEDIA_TYPE
     headers = {"Accept": expected, **call_headers(rest)}
-    given = {name: rest.pop(name, None) for name in dict.fromkeys((*INPUT_TENSORS, *ALL_ANSWERS))} | {
-        "q": q,
-        "k": k,
-        "v": v,
-    }
+    given = {name: rest.pop(name, None) for name in CASE_TENSORS} | {"q": q, "k": k, "v": v}
     if q is None:
         if alone := [name for name, t in given.items() if t is not None]:
             raise invalid(alone[0], "is taken only with q, k and v")
@@ -55,31 +53,45 @@ def verify(q: Array | None, k: Array | None, v: Array | None, keywords: Mapping[
     call = Call("POST", "/verify", expected, headers, body, timeout, _reads(VerifyReport))
     if progress is None:
         return call
-    return replace(call, reader=partial(_Events, progress), read=lambda report: report)
+    return replace(call, reader=partial(_Verification, progress), read=lambda report: report)
 
 
-class _Events:
-    """Reads the events of a verification: passes progress to the callback, and keeps the last event."""
+class Events:
+    """Reads server-sent events of type `kind`, and passes each to `take`. Implements `Reader`."""
 
-    def __init__(self, progress: Callable[[VerifyProgress], object]) -> None:
+    def __init__(self, kind: TypeAdapter[Any], take: Callable[[Any], object]) -> None:
         self._space = memoryview(bytearray(16 * 1024))
         self._frames = sse.Frames()
-        self._progress = progress
-        self._last: ReportEvent | ProblemEvent | None = None
+        self._kind, self._take = kind, take
 
     def space(self) -> memoryview:
         return self._space
 
     def filled(self, count: int) -> None:
         try:
-            events = [VERIFY_EVENT.validate_json(data) for data in self._frames.feed(bytes(self._space[:count]))]
+            events = [self._kind.validate_json(data) for data in self._frames.feed(bytes(self._space[:count]))]
         except ValueError as error:
             raise ProtocolError(f"an event that cannot be read: {error}") from error
         for event in events:
-            if isinstance(event, VerifyProgress):
-                self._progress(event)
-            else:
-                self._last = event
+            self._take(event)
+
+    def finish(self) -> Any:
+        """Return None: `take` has the events."""
+
+
+class _Verification(Events):
+    """Passes the progress of a verification to the callback, and keeps the last event."""
+
+    def __init__(self, progress: Callable[[VerifyProgress], object]) -> None:
+        super().__init__(VERIFY_EVENT, self._note)
+        self._progress = progress
+        self._last: ReportEvent | ProblemEvent | None = None
+
+    def _note(self, event: VerifyEvent) -> None:
+        if isinstance(event, VerifyProgress):
+            self._progress(event)
+        else:
+            self._last = event
 
     def finish(self) -> VerifyReport:
         """Return the report. Raises the error that the verification ended with."""

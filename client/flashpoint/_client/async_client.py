@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 from typing import Any, Self, Unpack
 
 import httpx
@@ -132,21 +133,27 @@ class AsyncClient(AsyncAttending, ClientSettings[httpx.AsyncClient]):
             self._http.cookies.extract_cookies(response)
         return response
 
+    async def _received(self, exchange: Exchange) -> AsyncGenerator[None]:
+        response = await self._send(exchange.request(self._http))
+        try:
+            exchange.begin(response)
+            if read_into := response.extensions.get("read_into"):
+                while count := await read_into(space := exchange.space(), exchange.least(space)):
+                    exchange.filled(count)
+                    yield
+            else:
+                assert isinstance(response.stream, httpx.AsyncByteStream)
+                async for chunk in response.stream:
+                    exchange.feed(chunk)
+                    yield
+        finally:
+            await response.aclose()
+
     async def _run(self, exchange: Exchange) -> Any:
         while True:
             try:
-                response = await self._send(exchange.request(self._http))
-                try:
-                    exchange.begin(response)
-                    if read_into := response.extensions.get("read_into"):
-                        while count := await read_into(space := exchange.space(), exchange.least(space)):
-                            exchange.filled(count)
-                    else:
-                        assert isinstance(response.stream, httpx.AsyncByteStream)
-                        async for chunk in response.stream:
-                            exchange.feed(chunk)
-                finally:
-                    await response.aclose()
+                async for _ in self._received(exchange):
+                    pass
                 return exchange.answer()
             except FAILURES as error:
                 delay = exchange.failed(error)
@@ -156,27 +163,12 @@ class AsyncClient(AsyncAttending, ClientSettings[httpx.AsyncClient]):
         listening = self._listening(id, after)
         while True:
             try:
-                self._check_process()
-                response = await self._http.send(listening.request(self._http), stream=True)
-                try:
-                    listening.begin(response)
-                    if read_into := response.extensions.get("read_into"):
-                        while count := await read_into(listening.space(), 1):
-                            listening.filled(count)
-                            for event in listening.events():
-                                yield event
-                            if listening.ended:
-                                return
-                    else:
-                        assert isinstance(response.stream, httpx.AsyncByteStream)
-                        async for chunk in response.stream:
-                            listening.feed(chunk)
-                            for event in listening.events():
-                                yield event
-                            if listening.ended:
-                                return
-                finally:
-                    await response.aclose()
+                async with aclosing(self._received(listening)) as parts:
+                    async for _ in parts:
+                        for event in listening.events():
+                            yield event
+                        if listening.ended:
+                            return
                 listening.finish()
             except FAILURES as error:
                 await asyncio.sleep(listening.failed(error))

@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol, Self, Unpack, overload
+from typing import Any, Literal, Self, Unpack, overload
 
 from flashpoint._calls import caches as cache_calls
 from flashpoint._calls.arrays import Array
 from flashpoint._calls.caches import AnyCache, Described, not_copied
 from flashpoint._calls.keywords import Layer, OfLayer, call
-from flashpoint._calls.service import Call, asynchronous, unless_gone
+from flashpoint._calls.service import AsyncCaller, Caller, asynchronous, unless_gone
 from flashpoint._client.attending import A
 from flashpoint.meta import Meta
 from flashpoint_contract.wording.docstrings import twin_of
-
-
-class _Client(Protocol):
-    def _call(self, call: Call, /) -> Any: ...
-
-
-class _AsyncClient(Protocol):
-    async def _call(self, call: Call, /) -> Any: ...
 
 
 class Cache(AnyCache):
@@ -34,7 +26,7 @@ class Cache(AnyCache):
     make a new cache, and send the tokens again.
     """
 
-    def __init__(self, client: _Client, found: Described) -> None:
+    def __init__(self, client: Caller, found: Described) -> None:
         super().__init__(found)
         self._client = client
 
@@ -171,7 +163,7 @@ class AsyncCache(AnyCache):
         o = await cache.attention(q, k, v, layer=0, causal=True)
     """
 
-    def __init__(self, client: _AsyncClient, found: Described) -> None:
+    def __init__(self, client: AsyncCaller, found: Described) -> None:
         super().__init__(found)
         self._client = client
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ssl
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from typing import Any, Self, Unpack
 
 import httpx
@@ -217,21 +218,28 @@ class Client(Attending, ClientSettings[httpx.Client]):
             self._http.cookies.extract_cookies(response)
         return response
 
+    def _received(self, exchange: Exchange) -> Generator[None]:
+        """Make one attempt. Yield after each part of the answer that has arrived."""
+        response = self._send(exchange.request(self._http))
+        try:
+            exchange.begin(response)
+            if read_into := response.extensions.get("read_into"):  # only with our own transport
+                while count := read_into(space := exchange.space(), exchange.least(space)):
+                    exchange.filled(count)
+                    yield
+            else:
+                assert isinstance(response.stream, httpx.SyncByteStream)
+                for chunk in response.stream:
+                    exchange.feed(chunk)
+                    yield
+        finally:
+            response.close()
+
     def _run(self, exchange: Exchange) -> Any:
         while True:
             try:
-                response = self._send(exchange.request(self._http))
-                try:
-                    exchange.begin(response)
-                    if read_into := response.extensions.get("read_into"):  # only with our own transport
-                        while count := read_into(space := exchange.space(), exchange.least(space)):
-                            exchange.filled(count)
-                    else:
-                        assert isinstance(response.stream, httpx.SyncByteStream)
-                        for chunk in response.stream:
-                            exchange.feed(chunk)
-                finally:
-                    response.close()
+                for _ in self._received(exchange):
+                    pass
                 return exchange.answer()
             except FAILURES as error:
                 delay = exchange.failed(error)
@@ -241,25 +249,11 @@ class Client(Attending, ClientSettings[httpx.Client]):
         listening = self._listening(id, after)
         while True:
             try:
-                self._check_process()
-                response = self._http.send(listening.request(self._http), stream=True)
-                try:
-                    listening.begin(response)
-                    if read_into := response.extensions.get("read_into"):
-                        while count := read_into(listening.space(), 1):
-                            listening.filled(count)
-                            yield from listening.events()
-                            if listening.ended:
-                                return
-                    else:
-                        assert isinstance(response.stream, httpx.SyncByteStream)
-                        for chunk in response.stream:
-                            listening.feed(chunk)
-                            yield from listening.events()
-                            if listening.ended:
-                                return
-                finally:
-                    response.close()
+                with closing(self._received(listening)) as parts:
+                    for _ in parts:
+                        yield from listening.events()
+                        if listening.ended:
+                            return
                 listening.finish()
             except FAILURES as error:
                 time.sleep(listening.failed(error))

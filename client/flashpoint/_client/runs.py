@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, Protocol
+from typing import Protocol
 
 from flashpoint._calls import verification
 from flashpoint._calls.results import BenchmarkJob
-from flashpoint._calls.service import Call, asynchronous
+from flashpoint._calls.service import AsyncCaller, Caller, asynchronous
 from flashpoint_contract.schemas.benchmark import BenchmarkEvent
 from flashpoint_contract.wording.docstrings import twin_of
 
 
-class _Client(Protocol):
-    def _call(self, call: Call, /) -> Any: ...
-
+class _Client(Caller, Protocol):
     def _listen(self, id: str, after: int, /) -> Iterator[BenchmarkEvent]: ...
 
 
-class _AsyncClient(Protocol):
-    async def _call(self, call: Call, /) -> Any: ...
-
+class _AsyncClient(AsyncCaller, Protocol):
     def _listen(self, id: str, after: int, /) -> AsyncIterator[BenchmarkEvent]: ...
 
 

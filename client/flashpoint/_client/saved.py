@@ -8,17 +8,13 @@ import queue
 import sys
 import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
-from flashpoint._calls.service import DEFAULT, Call, SavedAttention, named
+from flashpoint._calls.service import DEFAULT, Call, Caller, SavedAttention, named
 from flashpoint._http import forked
 
 SETTLING = 2.0  # seconds that `Client.close` waits for forwards to be freed
 LONGEST = 10.0  # timeout in seconds of the call that frees a forward; if it fails, the forward's time to live ends it
-
-
-class _Client(Protocol):
-    def _call(self, call: Call, /) -> Any: ...
 
 
 def delete(saved: SavedAttention | str, timeout: Any = DEFAULT) -> Call:
@@ -36,7 +32,7 @@ class _Freeing:
 
     def forked(self) -> None:
         # Forwards to free, and events to set once all forwards before them are freed.
-        self._ended: queue.SimpleQueue[tuple[_Client, SavedAttention | str] | threading.Event] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[tuple[Caller, SavedAttention | str] | threading.Event] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -45,7 +41,7 @@ class _Freeing:
             self._thread = threading.Thread(target=self._free, name="flashpoint-leases", daemon=True)
             self._thread.start()
 
-    def free(self, client: _Client, saved: SavedAttention | str) -> None:
+    def free(self, client: Caller, saved: SavedAttention | str) -> None:
         """Free a forward soon. Destructors may call this."""
         self._ended.put((client, saved))
 
@@ -82,7 +78,7 @@ class Lease:
 
     saved: SavedAttention | str | None = None  # torch.compile also makes leases without calling `__init__`
 
-    def __init__(self, client: _Client, saved: SavedAttention | str) -> None:
+    def __init__(self, client: Caller, saved: SavedAttention | str) -> None:
         self._client = client
         self._process = os.getpid()
         self.saved = saved

@@ -8,7 +8,7 @@ answered, the part may hold wrong tokens from that position on. They are cut bef
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -107,8 +107,7 @@ class Spread:
         )
         made = [AnyCache(found[0]) for found in results if not isinstance(found, FlashpointError)]
         if len(made) < len(results):
-            yield from _freed([PartCall(self.server(part), cache_calls.delete(cache))
-                               for part, cache in zip(_good(missing, results), made, strict=True)])  # fmt: skip
+            yield from _freed(self._deletions(zip(_good(missing, results), made, strict=True)))
             raise _first(results)
         self.parts += made
 
@@ -227,13 +226,8 @@ class Spread:
     def _ask(
         self, question: SpanQuestion, layer: int, sending: Mapping[str, Any], tokens: _Tokens | None = None, at: int = 0
     ) -> PartCall:
-        given = {
-            **question.keywords,
-            **sending,
-            "caches": [self.parts[question.place]],
-            "layer": layer,
-            "with_meta": True,
-        }
+        caches = [self.parts[question.place]]
+        given = {**question.keywords, **sending, "caches": caches, "layer": layer, "with_meta": True}
         k = v = None
         if tokens is not None:
             k, v = tokens.in_layout(question.call.options.layout)
@@ -244,9 +238,8 @@ class Spread:
         """Return the `Part` of an answer. Raises ProtocolError if the part's length is wrong."""
         url, (first, behind) = self.urls[self.server(question.place)], question.keys
         if meta.lengths != (behind - first,):
-            raise ProtocolError(
-                f"{url}: the cache has {meta.lengths} tokens, not {behind - first}: another client wrote"
-            )
+            held = f"{meta.lengths} tokens, not {behind - first}"
+            raise ProtocolError(f"{url}: the cache has {held}: another client wrote")
         return Part(url, "/attention", (0, question.rows), question.keys, question.pairs, meta)
 
     def truncate(self, length: int) -> Steps[None]:
@@ -254,17 +247,13 @@ class Spread:
         kept = self._kept(length)
         place = length - (kept - 1) * self.span
         if any(self._held(kept - 1, layer) > place for layer in range(len(self.lengths))):
-            last = PartCall(
-                self.server(kept - 1), cache_calls.change(self.parts[kept - 1], "truncate", {"length": place})
-            )
-            yield Round([last])
+            cut = cache_calls.change(self.parts[kept - 1], "truncate", {"length": place})
+            yield Round([PartCall(self.server(kept - 1), cut)])
         self.lengths = [min(own, length) for own in self.lengths]
         self._unsure = {(part, layer) for part, layer in self._unsure if part < kept}
         gone, self.parts = self.parts[kept:], self.parts[:kept]
         if gone:
-            yield from _freed(
-                [PartCall(self.server(kept + n), cache_calls.delete(cache)) for n, cache in enumerate(gone)]
-            )
+            yield from _freed(self._deletions(enumerate(gone, kept)))
 
     def _kept(self, length: int) -> int:
         """Return the number of parts for `length` tokens, at least one. Raises InvalidInputError."""
@@ -286,7 +275,7 @@ class Spread:
         copy.parts = [AnyCache(found[0]) for found in results if not isinstance(found, FlashpointError)]
         if len(copy.parts) < len(results):
             made = zip(_good(range(len(results)), results), copy.parts, strict=True)
-            yield from _freed([PartCall(self.server(part), cache_calls.delete(cache)) for part, cache in made])
+            yield from _freed(self._deletions(made))
             raise _first(results)
         copy.lengths = [min(own, end) for own in self.lengths]
         return copy
@@ -299,7 +288,10 @@ class Spread:
 
     def delete(self) -> Steps[None]:
         """Delete every part. Raises the error of a server that could not be reached."""
-        yield from _freed([PartCall(self.server(n), cache_calls.delete(cache)) for n, cache in enumerate(self.parts)])
+        yield from _freed(self._deletions(enumerate(self.parts)))
+
+    def _deletions(self, parts: Iterable[tuple[int, AnyCache]]) -> list[PartCall]:
+        return [PartCall(self.server(part), cache_calls.delete(cache)) for part, cache in parts]
 
 
 @dataclass(frozen=True)

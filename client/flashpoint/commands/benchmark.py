@@ -12,32 +12,14 @@ from typing import Annotated, Any, Literal, get_args
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from flashpoint._calls.service import checked
+from flashpoint._client.client import Client
 from flashpoint._client.runs import BenchmarkRun
+from flashpoint.commands import running
 from flashpoint.commands.app import INTERRUPTED, RIGHT, WRONG, examples
 from flashpoint.commands.completion import of_kernels
-from flashpoint.commands.running import (
-    INTS,
-    OUTPUT,
-    Json,
-    Key,
-    Plot,
-    Theme,
-    Timeout,
-    Url,
-    asked_server,
-    client,
-    console,
-    group,
-    local,
-    of_shape,
-    picture_format,
-    words,
-    write_file,
-    write_json,
-)  # fmt: skip
+from flashpoint.commands.running import INTS, OUTPUT, Json, Key, Plot, Theme, Timeout, Url, group, of_shape, words
 from flashpoint.commands.terminal.tables import OF_NAIVE, benchmark_tables, machine, named_rows, problem
 from flashpoint.commands.verify_kernel import load_kernel
 from flashpoint.errors import FlashpointError
@@ -109,7 +91,7 @@ def benchmark(
     Lengths, dimensions, dtypes, directions and backends may be lists: 512,1024. Without sizes it times 8 heads of head
     dimension 64 at 256, 512 and 1,024.
     """
-    format = picture_format(json, plot)
+    format = running.picture_format(json, plot)
     if preset is None and (q_len, kv_len, head_dim) == (None, None, None):
         q_len, head_dim, q_heads = _LENGTHS, (64,), _HEADS if q_heads is None else q_heads
     sizes = (q_len, kv_len, head_dim, value_dim, batch, q_heads, kv_heads)
@@ -117,7 +99,7 @@ def benchmark(
         raise typer.BadParameter("give both for a grid, or give a --preset", param_hint="--q-len, --head-dim")
     if preset is not None and sizes != (None, None, None, None, 1, None, None):
         raise typer.BadParameter("has its own shapes: leave out the sizes", param_hint="--preset")
-    url = asked_server(url, {"--kernel": kernel}, ": the function runs on this machine")
+    url = running.asked_server(url, {"--kernel": kernel}, ": the function runs on this machine")
     function = None if kernel is None else load_kernel(kernel)
     grid: dict[str, Any] = {"shapes": _shapes(*sizes)}
     grid |= {"dtypes": dtype, "causal": _CAUSAL[causal], "directions": direction}
@@ -125,21 +107,21 @@ def benchmark(
     request = checked(BenchmarkRequest, {"preset": preset, **grid, "backends": backend or (), **how})
     if url is None:
         job = BenchmarkJob(id="local", created=datetime.datetime.now(datetime.UTC), request=request)
-        job, interrupted = _watched(job, local("benchmark")(request, function))
+        job, interrupted = _watched(job, running.local("benchmark")(request, function))
         if kernel is not None:
             job = job.model_copy(update={"environment": {**job.environment, "kernel": kernel}})
     else:
-        with client(url, api_key, timeout) as server:
+        with Client(url, api_key=api_key, timeout=timeout) as server:
             started = server.benchmark(**dict(request), timeout=timeout)
             job, interrupted = _watched(started.job(), started.events(), started)
-    show = console(json)
+    show = running.console(json)
     show.print(machine(job.environment), style="dim", markup=False)
     for table in benchmark_tables(named_rows(job.rows, kernel), show.width):
         show.print(table)
         show.print()
     if any(row.backend.startswith("naive") and row.roofline_percent is not None for row in job.rows):
         show.print(OF_NAIVE, style="dim")
-    write_json(json, job.model_dump(mode="json"))
+    running.write_json(json, job.model_dump(mode="json"))
     if plot is not None:
         _draw(job, plot, kind, format, theme, show)
     if kernel is not None:
@@ -199,17 +181,13 @@ def _watched(
 @contextmanager
 def _progress() -> Iterator[Callable[[BenchmarkJob, BenchmarkEvent], None]]:
     """Yield a function that shows progress on stderr: a bar in a terminal, otherwise one line for each case."""
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    seen = Console(stderr=True)
-    with Progress(*columns, console=seen, transient=True, disable=not seen.is_terminal) as bar:
-        task = bar.add_task("starting", total=None)
+    with running.progress_bar() as (update, is_terminal):
 
         def show(job: BenchmarkJob, event: BenchmarkEvent) -> None:
-            bar.update(task, completed=job.done, total=job.total or None)
+            update(completed=job.done, total=job.total or None)
             if isinstance(event, ProgressEvent):
-                what = f"timing {event.backend}" if event.backend else "measuring what the device can do"
-                bar.update(task, description=what)
-            elif isinstance(event, RowEvent) and not seen.is_terminal:
+                update(description=f"timing {event.backend}" if event.backend else "measuring what the device can do")
+            elif isinstance(event, RowEvent) and not is_terminal:
                 print(f"{event.done}/{event.total} {problem(event.row)} · {event.row.backend}", file=sys.stderr)
 
         yield show
@@ -225,5 +203,5 @@ def _draw(job: BenchmarkJob, plot: Path, kind: Kind, format: Any, theme: PlotThe
         except ValueError as error:
             print(f"flashpoint benchmark: no picture of {each}: {error}", file=sys.stderr)
         else:
-            write_file("--plot", path, picture)
+            running.write_file("--plot", path, picture)
             show.print(f"wrote {path}")

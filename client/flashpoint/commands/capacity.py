@@ -12,20 +12,10 @@ from rich.table import Table
 
 from flashpoint import capacity as calculator
 from flashpoint._calls.service import checked
+from flashpoint._client.client import Client
+from flashpoint.commands import running
 from flashpoint.commands.app import RIGHT, examples
-from flashpoint.commands.running import (
-    Json,
-    Key,
-    Timeout,
-    Url,
-    asked_server,
-    check_file,
-    client,
-    console,
-    group,
-    of_shape,
-    write_json,
-)
+from flashpoint.commands.running import Json, Key, Timeout, Url, group, of_shape
 from flashpoint.commands.terminal.tables import number
 from flashpoint_contract.schemas.shapes import Dtype, Shape
 
@@ -76,7 +66,7 @@ def capacity(
 
     The rates are those given, or with --url measured at a server, some seconds long. Queues are not in it.
     """
-    check_file("--json", json)
+    running.check_file("--json", json)
     sizes: dict[str, Any] = {"q_len": q_len, "kv_len": kv_len, "head_dim": head_dim, "value_dim": value_dim}
     sizes |= {"batch": batch, "q_heads": q_heads, "kv_heads": kv_heads}
     shape = checked(Shape, {name: size for name, size in sizes.items() if size is not None})
@@ -90,8 +80,8 @@ def capacity(
     if cache_gb is not None and not cache_gb > 0:
         raise typer.BadParameter(f"must be above 0, not {cache_gb:g}", param_hint="--cache-gb")
     given["--call-ms"] = call_ms
-    if (url := asked_server(url, given, ", which measures it")) is not None:
-        with client(url, api_key, timeout) as server:
+    if (url := running.asked_server(url, given, ", which measures it")) is not None:
+        with Client(url, api_key=api_key, timeout=timeout) as server:
             rates = calculator.measure(server, dtype, shared=same_cores)
             if cached and cache_gb is None:
                 cache_gb = server.info()["caches"]["limit_bytes"] / 1e9
@@ -114,7 +104,7 @@ def capacity(
     prediction = calculator.predict(need, rates)
     needed = None if load is None else prediction.for_load(load)
     held = _held(shape, dtype, layers, cache_gb, prediction) if cached else None
-    show = console(json)
+    show = running.console(json)
     show.print(_stages(need, prediction))
     passing = "all of it, on the same cores" if rates.shared else prediction.bottleneck
     show.print(f"\nat most {number(prediction.requests_per_second)} requests a second; bound by: {passing}")
@@ -123,7 +113,7 @@ def capacity(
         show.print(f"for {number(load)} requests a second: {said}")
     if held is not None:
         _show_held(show, held, layers)
-    write_json(json, {
+    running.write_json(json, {
         "rates": {name: None if value == math.inf else value for name, value in dataclasses.asdict(rates).items()},
         "need": dataclasses.asdict(need),
         "stages": prediction.stages,

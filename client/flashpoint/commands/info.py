@@ -6,19 +6,10 @@ from typing import Any
 
 from rich.table import Table
 
+from flashpoint._client.client import Client
+from flashpoint.commands import running
 from flashpoint.commands.app import examples
-from flashpoint.commands.running import (
-    Json,
-    Key,
-    Timeout,
-    Url,
-    asked_server,
-    check_file,
-    client,
-    console,
-    local,
-    write_json,
-)
+from flashpoint.commands.running import Json, Key, Timeout, Url
 
 EXAMPLES = """
   flashpoint info
@@ -29,13 +20,13 @@ EXAMPLES = """
 @examples(EXAMPLES)
 def info(url: Url = None, api_key: Key = None, timeout: Timeout = 60.0, json: Json = None) -> int:
     """Show the device, the versions, and the backends with their options, here or at a server."""
-    check_file("--json", json)
-    if (url := asked_server(url)) is None:
-        found = local("info")()
+    running.check_file("--json", json)
+    if (url := running.asked_server(url)) is None:
+        found = running.local("info")()
     else:
-        with client(url, api_key, timeout) as server:
+        with Client(url, api_key=api_key, timeout=timeout) as server:
             found = server.info()
-    show = console(json)
+    show = running.console(json)
     device = found.get("device") or {}
     rows = {"flashpoint": found.get("version"), "device": device.get("title"), "torch's name": device.get("name")}
     if device.get("memory"):
@@ -54,7 +45,7 @@ def info(url: Url = None, api_key: Key = None, timeout: Timeout = 60.0, json: Js
         show.print(f"\n{said}", style="yellow", highlight=False)
     if found.get("options"):
         show.print(_options(found["options"]))
-    write_json(json, found)
+    running.write_json(json, found)
     return 0
 
 

@@ -12,22 +12,12 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
+from flashpoint.commands import running
 from flashpoint.commands.app import INTERRUPTED, RIGHT, WRONG, examples
 from flashpoint.commands.completion import of_kernels
-from flashpoint.commands.running import (
-    OUTPUT,
-    Json,
-    check_file,
-    check_matplotlib,
-    console,
-    local,
-    make_folder,
-    words,
-    write_json,
-)
+from flashpoint.commands.running import OUTPUT, Json, words
 from flashpoint.commands.terminal.tables import machine
 from flashpoint.errors import invalid
 from flashpoint_contract.schemas.benchmark import BenchmarkJob, BenchmarkRequest, BenchmarkRow, PlotTheme
@@ -59,19 +49,19 @@ def reproduce(
 
     A claim that this machine cannot show says what it needs.
     """
-    check_file("--json", json)
+    running.check_file("--json", json)
     if plots is not None:
-        check_matplotlib("--plots")
-        make_folder("--plots", plots)
+        running.check_matplotlib("--plots")
+        running.make_folder("--plots", plots)
     try:
-        events = local("reproduce", served=False)(only or ())
+        events = running.local("reproduce", served=False)(only or ())
     except ValueError as error:
         raise invalid("--only", str(error)) from None
     found, interrupted = _watched(events)
-    show = console(json)
+    show = running.console(json)
     show.print(machine(found["environment"]), style="dim", markup=False)
     _show(found["claims"], show)
-    write_json(json, found)
+    running.write_json(json, found)
     if plots is not None and found["rows"]:
         _draw(found, plots, show)
     if interrupted:
@@ -103,21 +93,18 @@ def _watched(events: Iterator[Event]) -> tuple[dict[str, Any], bool]:
 @contextmanager
 def _progress() -> Iterator[Callable[[Event], None]]:
     """Yield a function that shows progress on stderr: a bar in a terminal, otherwise one line for each claim."""
-    seen = Console(stderr=True)
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=seen, transient=True, disable=not seen.is_terminal) as bar:
-        task = bar.add_task("starting", total=None)
+    with running.progress_bar() as (update, is_terminal):
         name = ""
 
         def show(event: Event) -> None:
             nonlocal name
             if event["type"] == "claim":
                 name = event["name"]
-                bar.update(task, completed=event["number"] - 1, total=event["total"], description=name)
-                if not seen.is_terminal:
+                update(completed=event["number"] - 1, total=event["total"], description=name)
+                if not is_terminal:
                     print(f"{event['number']}/{event['total']} {name}", file=sys.stderr)
             elif event["type"] == "progress":
-                bar.update(task, description=f"{name}: {event['what']}")
+                update(description=f"{name}: {event['what']}")
 
         yield show
 

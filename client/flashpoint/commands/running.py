@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import MappingProxyType
@@ -17,7 +18,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from flashpoint import errors
-from flashpoint._client.client import Client
 from flashpoint.commands import completion
 from flashpoint.commands.app import WRONG, CommandError
 from flashpoint.commands.registry import missing
@@ -107,10 +107,6 @@ def asked_server(url: str | None, alone: Mapping[str, Any] = MappingProxyType({}
     raise typer.BadParameter(f"is not taken with --url{reason}", param_hint=excluded[0])
 
 
-def client(url: str, api_key: str | None, timeout: float) -> Client:
-    return Client(url, api_key=api_key, timeout=timeout)
-
-
 def local(name: str, *, served: bool = True) -> Callable[..., Any]:
     """Return the function that does `name` on this machine. Raises CommandError if a package is missing.
 
@@ -176,23 +172,27 @@ def check_matplotlib(option: str) -> None:
 
 
 @contextmanager
+def progress_bar(text: str = "starting", *, counted: bool = True) -> Iterator[tuple[Callable[..., None], bool]]:
+    """Yield a function that updates a bar on stderr, and whether stderr is a terminal: otherwise there is no bar."""
+    stderr = Console(stderr=True)
+    columns = (BarColumn(), *([MofNCompleteColumn()] if counted else []), TimeElapsedColumn())
+    disabled = not stderr.is_terminal
+    with Progress(*columns, TextColumn("{task.description}"), console=stderr, transient=True, disable=disabled) as bar:
+        yield partial(bar.update, bar.add_task(text, total=None)), stderr.is_terminal
+
+
+@contextmanager
 def working(what: str) -> Iterator[Callable[[VerifyProgress], None] | None]:
     """Yield a function that shows the progress of a verification; None if stderr is not a terminal.
 
     The progress bar shows the text `what` until the verification begins.
     """
-    stderr = Console(stderr=True)
-    if not stderr.is_terminal:
-        yield None
-        return
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=stderr, transient=True) as bar:
-        task = bar.add_task(what, total=None)
+    with progress_bar(what) as (update, is_terminal):
 
         def show(at: VerifyProgress) -> None:
-            bar.update(task, completed=at.done, total=at.total, description=f"{STAGES[at.stage]}, {at.direction}")
+            update(completed=at.done, total=at.total, description=f"{STAGES[at.stage]}, {at.direction}")
 
-        yield show
+        yield show if is_terminal else None
 
 
 def write_file(option: str, path: Path, data: bytes) -> None:

@@ -15,32 +15,12 @@ from rich.console import Console
 from flashpoint._calls.arrays import pack
 from flashpoint._calls.service import checked
 from flashpoint._calls.verification import DRAWN
+from flashpoint._client.client import Client
 from flashpoint.cases import MEANT, read_case
-from flashpoint.commands import verify_kernel
+from flashpoint.commands import running, verify_kernel
 from flashpoint.commands.app import RIGHT, WRONG, CommandError, examples
 from flashpoint.commands.flags import takes_options
-from flashpoint.commands.running import (
-    OPTIONS as OPTIONS_PANEL,
-)  # fmt: skip
-from flashpoint.commands.running import (
-    Json,
-    Key,
-    Plot,
-    Theme,
-    Timeout,
-    Url,
-    asked_server,
-    client,
-    console,
-    group,
-    local,
-    of_shape,
-    picture_format,
-    words,
-    working,
-    write_file,
-    write_json,
-)
+from flashpoint.commands.running import Json, Key, Plot, Theme, Timeout, Url, group, of_shape, words
 from flashpoint.commands.terminal.tables import verification_table
 from flashpoint.errors import invalid
 from flashpoint_contract.judging import LAYOUTS as OF_KERNELS
@@ -77,16 +57,8 @@ _LAYOUT = (
     "its q, k and v in any of these orders."
 )
 _LAYOUTS = Literal["bhsd", "bshd", "thd", "sbhd", "shd", "hsd", "bsd", "sd"]
-Layout = Annotated[_LAYOUTS | None, group(OPTIONS_PANEL)(_LAYOUT, show_default="bhsd; with --kernel, found by trial")]
+Layout = Annotated[_LAYOUTS | None, group(running.OPTIONS)(_LAYOUT, show_default="bhsd; with --kernel, found by trial")]
 EmptyRows = Literal["zero", "nan"]
-
-
-def _of_kernels(
-    quick: bool, require: Any, case: str | None, seconds: float | None, empty_rows: str | None, save: Path | None
-) -> list[tuple[str, object]]:
-    """Return the flags that only --kernel has, with their values."""
-    names = ("--quick", "--require", "--case", "--seconds", "--empty-rows", "--save")
-    return list(zip(names, (quick, require, case, seconds, empty_rows, save), strict=True))
 
 
 @examples(EXAMPLES)
@@ -131,7 +103,7 @@ def verify(
     Without sizes and without a FILE it draws 2 heads of 256 queries and keys, of head dimension 64. Each tensor's
     largest error is held to a bound that comes from torch's own math in the same dtype.
     """
-    format = picture_format(json, plot)
+    format = running.picture_format(json, plot)
     sizes = {
         "batch": batch, "q_heads": q_heads, "kv_heads": kv_heads, "q_len": q_len, "kv_len": kv_len,
         "head_dim": head_dim, "value_dim": value_dim,
@@ -142,7 +114,7 @@ def verify(
     }  # fmt: skip
     keywords = {name: value for name, value in asked.items() if value is not None} | dict(options)
     if kernel is not None:
-        asked_server(url, {"--kernel": kernel}, ": the function runs on this machine")
+        running.asked_server(url, {"--kernel": kernel}, ": the function runs on this machine")
         if file is not None:
             raise typer.BadParameter(
                 "is not taken with FILE: the function runs on drawn problems", param_hint="--kernel"
@@ -159,7 +131,11 @@ def verify(
             kernel, keywords, quick=quick, require=require or (), case=case, seconds=seconds, empty_rows=empty_rows,
             save=save, json_file=json,
         )  # fmt: skip
-    if unused := [flag for flag, value in _of_kernels(quick, require, case, seconds, empty_rows, save) if value]:
+    for_kernel = {
+        "--quick": quick, "--require": require, "--case": case, "--seconds": seconds, "--empty-rows": empty_rows,
+        "--save": save,
+    }  # fmt: skip
+    if unused := [flag for flag, value in for_kernel.items() if value]:
         raise typer.BadParameter("is for --kernel", param_hint=unused[0])
     if (layout := keywords.get("layout", "bhsd")) not in LAYOUTS:
         raise typer.BadParameter(f"{layout} is for --kernel; others are {', '.join(LAYOUTS)}", param_hint="--layout")
@@ -176,9 +152,9 @@ def verify(
             )
         tensors, of_file = read_case(file)
         keywords = of_file | keywords
-    with working("judging against float64") as show_progress:
-        report = _report(tensors, keywords, asked_server(url), api_key, timeout, show_progress)
-    show = console(json)
+    with running.working("judging against float64") as show_progress:
+        report = _report(tensors, keywords, running.asked_server(url), api_key, timeout, show_progress)
+    show = running.console(json)
     _show(report, show, of_file=file is not None)
     show.print(_options_line(keywords), style="dim", highlight=False, markup=False)
     for line in _findings(report, keywords.get("layout", "bhsd")):
@@ -187,33 +163,29 @@ def verify(
     if plot is not None:
         from flashpoint.plots import plot_verification
 
-        write_file("--plot", plot, plot_verification(report, format, theme))
-    write_json(json, report.model_dump(mode="json"))
+        running.write_file("--plot", plot, plot_verification(report, format, theme))
+    running.write_json(json, report.model_dump(mode="json"))
     return RIGHT if report.ok else WRONG
 
 
 def _report(
-    tensors: dict[str, Any],
-    keywords: dict[str, Any],
-    url: str | None,
-    api_key: str | None,
-    timeout: float,
+    tensors: dict[str, Any], keywords: dict[str, Any], url: str | None, api_key: str | None, timeout: float,
     progress: Callable[[VerifyProgress], None] | None,
-) -> VerifyReport:
+) -> VerifyReport:  # fmt: skip
     """Verify here or on a server."""
     if url is not None:
-        with client(url, api_key, timeout) as server:
+        with Client(url, api_key=api_key, timeout=timeout) as server:
             return server.verify(**tensors, **keywords, progress=progress)
-    found: VerifyReport
+    report: VerifyReport
     if not tensors:
-        found = local("verify")(checked(VerifyRequest, keywords), progress=progress)
-        return found
+        report = running.local("verify")(checked(VerifyRequest, keywords), progress=progress)
+        return report
     if drawn := [name for name in DRAWN if name in keywords]:
         raise invalid(drawn[0], "cannot be combined with tensors")
     options = checked(AttentionOptions, keywords)
     packed = {name: pack(name, array) for name, array in tensors.items()}
-    found = local("verify_tensors")(packed, options, progress)
-    return found
+    report = running.local("verify_tensors")(packed, options, progress)
+    return report
 
 
 def _show(report: VerifyReport, show: Console, *, of_file: bool) -> None:
@@ -229,20 +201,16 @@ def _show(report: VerifyReport, show: Console, *, of_file: bool) -> None:
         show.print(f"{t.name}: at most {t.bound:.1e}, {t.rule}", style="dim")
 
 
-def _pairs(options: Mapping[str, Any]) -> Iterator[str]:
-    return (f"{name}={_written(value)}" for name, value in options.items())
+def _pairs(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{n}={value if isinstance(value, str) else jsons.dumps(value)}" for n, value in options.items())
 
 
-def _written(value: Any) -> str:
-    return value if isinstance(value, str) else jsons.dumps(value)
-
-
-def _options_line(given: Mapping[str, Any]) -> str:
+def _options_line(keywords: Mapping[str, Any]) -> str:
     """Return a line with the options of a problem: the given ones, and the defaults of the others."""
-    said = {name: value for name, value in given.items() if name in OPTIONS}
-    missing = {n: "1/sqrt(D)" if n == "scale" else OPTIONS[n].default for n in MEANT if n not in said}
-    parts = [f"options: {', '.join(_pairs(said)) or 'none given'}"]
-    return "; not given, so the default: ".join([*parts, *([", ".join(_pairs(missing))] if missing else [])])
+    given = {name: value for name, value in keywords.items() if name in OPTIONS}
+    missing = {n: "1/sqrt(D)" if n == "scale" else OPTIONS[n].default for n in MEANT if n not in given}
+    parts = [f"options: {_pairs(given) or 'none given'}", *([_pairs(missing)] if missing else [])]
+    return "; not given, so the default: ".join(parts)
 
 
 def _place(judged: Judgement, layout: str) -> str:

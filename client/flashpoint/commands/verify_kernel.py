@@ -6,16 +6,14 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from flashpoint.commands.app import RIGHT, WRONG, CommandError
-from flashpoint.commands.running import check_file, console, write_json
+from flashpoint.commands.running import check_file, console, progress_bar, write_json
 from flashpoint.judging import asked_cases, registered
 from flashpoint_contract.judging import Report
 from flashpoint_contract.wording.hints import how_to_install, meant
@@ -58,17 +56,9 @@ def load_kernel(name: str) -> Callable[..., Any]:
 
 
 def judge(
-    name: str,
-    keywords: Mapping[str, Any],
-    *,
-    quick: bool,
-    require: tuple[str, ...],
-    case: str | None,
-    seconds: float | None,
-    empty_rows: str | None,
-    save: Path | None,
-    json_file: Path | None,
-) -> int:
+    name: str, keywords: Mapping[str, Any], *, quick: bool, require: tuple[str, ...], case: str | None,
+    seconds: float | None, empty_rows: str | None, save: Path | None, json_file: Path | None,
+) -> int:  # fmt: skip
     """Judge a function, show the report, and return the exit code. Raises CommandError."""
     parts_of(name)
     check_file("--json", json_file)
@@ -76,29 +66,28 @@ def judge(
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        function_of_kernels = registered()
+        judge_function = registered()
     except ModuleNotFoundError as error:
         raise CommandError(f"--kernel: needs {error.name}, which is not installed", how_to_install("torch")) from None
-    asked = asked_cases(keywords)
+    arguments = asked_cases(keywords)
     if case is not None:
         try:
-            asked["only"] = json.loads(case)
+            arguments["only"] = json.loads(case)
         except ValueError as error:
             raise CommandError(f"--case: is not JSON: {error}", "copy it from the report") from None
-    more: dict[str, Any] = {
-        "quick": quick,
-        "require": require,
-        "seconds": seconds,
-        "empty_rows": empty_rows,
-        "save": save,
-    }
     try:
-        with _progress() as show_progress:
-            report: Report = function_of_kernels(name, progress=show_progress, **asked, **more)
+        with progress_bar(counted=False) as (update, is_terminal):
+
+            def progress(at: Any) -> None:
+                update(completed=at.done, total=at.total, description=at.stage)
+
+            report = judge_function(
+                name, progress=progress if is_terminal else None, quick=quick, require=require, seconds=seconds,
+                empty_rows=empty_rows, save=save, **arguments,
+            )  # fmt: skip
     except ValueError as error:
-        raise CommandError(
-            f"--kernel: {error}", "docs/judge-my-kernel.md shows what a function must look like"
-        ) from None
+        hint = "docs/judge-my-kernel.md shows what a function must look like"
+        raise CommandError(f"--kernel: {error}", hint) from None
     show(report, console(json_file))
     write_json(json_file, report.to_dict())
     if save is not None and report.smallest is not None and report.saved is None:
@@ -109,27 +98,10 @@ def judge(
 def show(report: Report, to: Console) -> None:
     """Print a report."""
     styles = {
-        "cause": "bold",
-        "smallest failing case": "bold",
-        "PASS": "green",
-        "FAIL": "bold red",
-        "unsupported": "dim",
-        "not run": "dim",
-        "no race in": "dim",
-    }
+        "cause": "bold", "smallest failing case": "bold", "PASS": "green", "FAIL": "bold red", "unsupported": "dim",
+        "not run": "dim", "no race in": "dim",
+    }  # fmt: skip
     for line in report.lines():
         soft = line.startswith("repeat it")  # a command stays on one line, to be copied
         style = next((style for start, style in styles.items() if line.startswith(start)), None)
         to.print(line, style=style, markup=False, soft_wrap=soft)
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[Any], None] | None]:
-    stderr = Console(stderr=True)
-    if not stderr.is_terminal:
-        yield None
-        return
-    columns = (BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=stderr, transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-        yield lambda at: bar.update(task, completed=at.done, total=at.total, description=at.stage)

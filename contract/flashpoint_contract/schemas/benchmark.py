@@ -43,10 +43,7 @@ class BenchmarkRequest(Request):
         default=(), description="implementations to time, in this order; default: all that the device supports"
     )
     relative_precision: float = Field(
-        default=0.01,
-        gt=0,
-        le=1,
-        description="target precision of the median, as a part of it, with 95% confidence",
+        default=0.01, gt=0, le=1, description="target precision of the median, as a part of it, with 95% confidence"
     )
     max_seconds: float = Field(default=3.0, gt=0, le=600, description="maximum seconds of repeats for a case")
     warmup_ms: float = Field(default=50.0, ge=0, le=60_000, description="warm-up in milliseconds")
@@ -61,6 +58,10 @@ class BenchmarkRequest(Request):
         if self.preset and (own := [name for name in _GRID if getattr(self, name) != fields[name].default]):
             raise ValueError(f"the preset has its own {', '.join(own)}")
         return self
+
+
+def _figure(description: str) -> Any:
+    return Field(default=None, description=description)
 
 
 class BenchmarkRow(Answer):
@@ -79,42 +80,31 @@ class BenchmarkRow(Answer):
     kv_len: int = Field(description="keys of a sequence, Sk")
     head_dim: int = Field(description="columns of q and k, D")
     value_dim: int = Field(description="columns of v and o, Dv")
-    ms: Number | None = Field(default=None, description="median milliseconds of a call")
-    ms_p20: Number | None = Field(default=None, description="20th percentile of the milliseconds")
-    ms_p80: Number | None = Field(default=None, description="80th percentile of the milliseconds")
-    repeats: int | None = Field(default=None, description="number of timed calls")
-    threads: int | None = Field(
-        default=None,
-        description="threads of the CPU with which ms is measured: all, or fewer if they are faster by more than noise",
+    ms: Number | None = _figure("median milliseconds of a call")
+    ms_p20: Number | None = _figure("20th percentile of the milliseconds")
+    ms_p80: Number | None = _figure("80th percentile of the milliseconds")
+    repeats: int | None = _figure("number of timed calls")
+    threads: int | None = _figure(
+        "threads of the CPU with which ms is measured: all, or fewer if they are faster by more than noise"
     )
-    ms_by_threads: dict[str, Number] | None = Field(
-        default=None, description="median milliseconds with each number of threads that was tried"
+    ms_by_threads: dict[str, Number] | None = _figure("median milliseconds with each number of threads that was tried")
+    waited: Number | None = _figure("share of the time for which threads waited for a core that other programs used")
+    busy: bool | None = _figure("other programs disturbed ms: measure again when the machine is quiet")
+    tflops: Number | None = _figure("10^12 FLOPs a second, by the algorithm's count")
+    tflops_standard: Number | None = _figure("10^12 FLOPs a second, by the papers' count")
+    flops: Number | None = _figure("FLOPs that the algorithm computes")
+    flops_standard: Number | None = _figure("4·B·Hq·Sq·Sk·D forward, half where causal; backward 2.5 times")
+    bytes: Number | None = _figure("minimum traffic in bytes: each input read once, each output written once")
+    gb_per_s: Number | None = _figure("minimum traffic in 10^9 bytes a second")
+    arithmetic_intensity: Number | None = _figure("the algorithm's FLOPs a byte")
+    roofline_percent: Number | None = _figure("percent of the roofline at that intensity")
+    peak_bytes: Number | None = _figure("peak memory of a call beside its inputs")
+    peak_bytes_low: bool | None = _figure(
+        "peak_bytes is below what the algorithm must hold, also after further attempts"
     )
-    waited: Number | None = Field(
-        default=None, description="share of the time for which threads waited for a core that other programs used"
-    )
-    busy: bool | None = Field(
-        default=None, description="other programs disturbed ms: measure again when the machine is quiet"
-    )
-    tflops: Number | None = Field(default=None, description="10^12 FLOPs a second, by the algorithm's count")
-    tflops_standard: Number | None = Field(default=None, description="10^12 FLOPs a second, by the papers' count")
-    flops: Number | None = Field(default=None, description="FLOPs that the algorithm computes")
-    flops_standard: Number | None = Field(
-        default=None, description="4·B·Hq·Sq·Sk·D forward, half where causal; backward 2.5 times"
-    )
-    bytes: Number | None = Field(
-        default=None, description="minimum traffic in bytes: each input read once, each output written once"
-    )
-    gb_per_s: Number | None = Field(default=None, description="minimum traffic in 10^9 bytes a second")
-    arithmetic_intensity: Number | None = Field(default=None, description="the algorithm's FLOPs a byte")
-    roofline_percent: Number | None = Field(default=None, description="percent of the roofline at that intensity")
-    peak_bytes: Number | None = Field(default=None, description="peak memory of a call beside its inputs")
-    peak_bytes_low: bool | None = Field(
-        default=None, description="peak_bytes is below what the algorithm must hold, also after further attempts"
-    )
-    speedup_over_naive: Number | None = Field(default=None, description="naive's median time over this row's")
-    longest_slice_ms: Number | None = Field(default=None, description="longest time slice in milliseconds")
-    skipped: str | None = Field(default=None, description="reason for missing figures")
+    speedup_over_naive: Number | None = _figure("naive's median time over this row's")
+    longest_slice_ms: Number | None = _figure("longest time slice in milliseconds")
+    skipped: str | None = _figure("reason for missing figures")
 
     @property
     def noisy(self) -> bool:
@@ -190,8 +180,7 @@ class BenchmarkJob(Answer):
     ended: AwareDatetime | None = Field(default=None, description="time of the end")
     device: str | None = Field(default=None, description="device, known once it runs")
     environment: dict[str, Any] = Field(
-        default_factory=dict,
-        description="versions, commit, and peaks of the device by dtype",
+        default_factory=dict, description="versions, commit, and peaks of the device by dtype"
     )
     request: BenchmarkRequest = Field(description="grid that is timed")
     rows: tuple[BenchmarkRow, ...] = Field(default=(), description="finished cases, in their order")
@@ -200,12 +189,12 @@ class BenchmarkJob(Answer):
     def after(self, event: BenchmarkEvent) -> Self:
         """Return the job as it is after `event`, one event of its stream."""
         changed: dict[str, Any]
-        if isinstance(event, RowEvent):
-            changed = {"done": event.done, "total": event.total, "rows": (*self.rows, event.row)}
-        elif isinstance(event, ProgressEvent):
-            changed = {"done": event.done, "total": event.total}
-        elif isinstance(event, DeviceEvent):
+        if isinstance(event, DeviceEvent):
             changed = {"device": event.device, "environment": event.environment}
+        elif not isinstance(event, StateEvent):
+            changed = {"done": event.done, "total": event.total}
+            if isinstance(event, RowEvent):
+                changed["rows"] = (*self.rows, event.row)
         else:
             changed = {"state": event.state, "errors": (*self.errors, *([event.error] if event.error else []))}
             if event.state != "queued":

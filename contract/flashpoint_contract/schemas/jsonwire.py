@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flashpoint_contract import strictjson
+from flashpoint_contract.strictjson import WORDS
 from flashpoint_contract.tensors import TENSORS
 from flashpoint_contract.wire import RANK_LIMIT, WireError
 
@@ -36,7 +37,6 @@ DTYPES: dict[str, np.dtype[Any]] = {
 _ONES_AND_ZEROS = (
     "holds only 0 and 1: write true and false to hide keys; numbers are added to scores, write 1.0 to add 1"
 )
-_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class FieldError(ValueError):
@@ -116,17 +116,13 @@ def array(name: str, flat: list[Any], target: np.dtype[Any]) -> NDArray[Any]:
         except OverflowError:
             raise FieldError(name, f"holds an integer beyond {8 * target.itemsize} bits") from None
     if not kinds <= {int, float, str}:
-        raise FieldError(
-            name,
-            "must hold numbers alone"
-            + (", or booleans alone" if name in TENSORS and "bool" in TENSORS[name].dtypes else ""),
-        )
+        other = ", or booleans alone" if name in TENSORS and "bool" in TENSORS[name].dtypes else ""
+        raise FieldError(name, f"must hold numbers alone{other}")
     if str in kinds:
-        unknown = next((x for x in flat if isinstance(x, str) and x not in _WORDS), None)
-        if unknown is not None:
+        if any(isinstance(x, str) and x not in WORDS for x in flat):
             raise FieldError(name, 'holds a string other than "NaN", "Infinity" and "-Infinity"')
         numbers = [x for x in flat if not isinstance(x, str)]
-        flat = [_WORDS[x] if isinstance(x, str) else x for x in flat]
+        flat = [WORDS[x] if isinstance(x, str) else x for x in flat]
     else:
         numbers = flat
     try:
@@ -205,8 +201,4 @@ def listed(array: NDArray[Any]) -> list[Any]:
         numbers = [float(x) for x in array.astype(np.float32).ravel().astype(str).tolist()]
     else:
         numbers = array.ravel().tolist()
-    return [x if math.isfinite(x) else _word(x) for x in numbers]
-
-
-def _word(x: float) -> str:
-    return "NaN" if math.isnan(x) else "Infinity" if x > 0 else "-Infinity"
+    return list(map(strictjson.written, numbers))

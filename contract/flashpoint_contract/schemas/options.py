@@ -11,22 +11,15 @@ from flashpoint_contract.options import (
     LARGEST_FLOAT32,
     LEAST_NORMAL_FLOAT32,
     OPTIONS,
-    Backend,
-    CausalAlignment,
     Flag,
-    Grad,
     Integer,
     Kind,
-    Layout,
     Names,
     Number,
     OneOf,
     Pair,
-    Precision,
 )
 from flashpoint_contract.wording.docstrings import section_of_options
-
-__all__ = ["AttentionOptions", "Backend", "CausalAlignment", "Grad", "Layout", "Precision"]
 
 
 def _off_or_normal(number: float) -> float:

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WithJsonSchema, model_validator
 
+from flashpoint_contract.strictjson import WORDS, written
+
 Dtype = Literal["float16", "bfloat16", "float32", "float64"]
 Direction = Literal["forward", "backward", "both"]
 
-_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-NUMBER_SCHEMA = {"anyOf": [{"type": "number"}, {"enum": list(_WORDS)}]}
+NUMBER_SCHEMA = {"anyOf": [{"type": "number"}, {"enum": list(WORDS)}]}
 
 
 def _read(value: Any) -> Any:
-    return _WORDS.get(value, value) if isinstance(value, str) else value
-
-
-def _write(value: float) -> float | str:
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return WORDS.get(value, value) if isinstance(value, str) else value
 
 
 # A float. In JSON, NaN and infinities are the strings "NaN", "Infinity" and "-Infinity".
@@ -29,7 +23,7 @@ Number = Annotated[
     float,
     Field(strict=True),
     BeforeValidator(_read),
-    PlainSerializer(_write, when_used="json"),
+    PlainSerializer(written, when_used="json"),
     WithJsonSchema(NUMBER_SCHEMA),
 ]
 Size = Annotated[int, Field(ge=0, le=1 << 31)]

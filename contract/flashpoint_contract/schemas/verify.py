@@ -65,8 +65,7 @@ class Judgement(TensorErrors):
     ok: bool = Field(description="every error is within its bound")
     excess: Number = Field(default=0.0, description="largest error over its own bound; above 1 it is wrong")
     imprecise: bool = Field(
-        default=False,
-        description="right, but less exact than scores in float32, or than torch: of the caller's",
+        default=False, description="right, but less exact than scores in float32, or than torch: of the caller's"
     )
     where: str = Field(default="", description="sequences, heads, rows and columns that are wrong, of the caller's")
     torch: TensorErrors = Field(description="plain materialised attention in the same dtype")

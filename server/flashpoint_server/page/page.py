@@ -17,8 +17,8 @@ from markupsafe import Markup, escape
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
+from flashpoint_contract.options import Backend, CausalAlignment, Layout, Precision
 from flashpoint_contract.schemas.benchmark import BenchmarkRequest, PlotKind, Preset, TimedDtype
-from flashpoint_contract.schemas.options import Backend, CausalAlignment, Layout, Precision
 from flashpoint_contract.schemas.shapes import Direction, Dtype, Shape
 from flashpoint_contract.schemas.verify import Extra, VerifyRequest
 from flashpoint_server.page.errors import ERRORS

@@ -25,18 +25,8 @@ OF_NAIVE = "% roof: of each algorithm's own limit: naive writes the matrix of sc
 
 # The columns that a narrow terminal does not show: the first ones go first.
 _LEAST = (
-    "standard",
-    "FLOPs",
-    "bytes",
-    "FLOP/B",
-    "GB/s",
-    "p20 – p80",
-    "% roof",
-    "threads",
-    "memory",
-    "TFLOP/s",
-    "GFLOP/s",
-)
+    "standard", "FLOPs", "bytes", "FLOP/B", "GB/s", "p20 – p80", "% roof", "threads", "memory", "TFLOP/s", "GFLOP/s",
+)  # fmt: skip
 _LEAST_OF_VERIFICATION = ("float64", "there", "RMS", "cosine", "torch's own", " worst at")
 
 

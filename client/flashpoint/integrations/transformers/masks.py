@@ -62,30 +62,20 @@ def _whole(value: Any) -> Any:
 
 
 def held_mask(
-    *,
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    attention_mask: Tensor | None = None,
-    local_size: int | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
-    use_vmap: bool = False,
-    config: Any = None,
-    device: Any = "cpu",
-    **rest: Any,
-) -> Tensor | None:
+    *, batch_size: int, q_length: int, kv_length: int, attention_mask: Tensor | None = None,
+    local_size: int | None = None, allow_is_causal_skip: bool = True, allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False, config: Any = None, device: Any = "cpu", **rest: Any,
+) -> Tensor | None:  # fmt: skip
     """Return a `HeldMask` for the keys of a `RemoteCache`, otherwise the mask of transformers' `sdpa_mask`."""
-    asked = {
+    arguments = {
         **rest, "batch_size": batch_size, "q_length": q_length, "kv_length": int(kv_length), "use_vmap": use_vmap,
         "attention_mask": attention_mask, "local_size": local_size, "config": config, "device": device,
     }  # fmt: skip
     if not isinstance(kv_length, LengthInCache):
         made: Tensor | None = sdpa_mask(
-            **asked,
-            allow_is_causal_skip=allow_is_causal_skip,
+            **arguments, allow_is_causal_skip=allow_is_causal_skip,
             allow_is_bidirectional_skip=allow_is_bidirectional_skip,
-        )
+        )  # fmt: skip
         return made
     space = torch.ones((), dtype=torch.bool, device=device).expand(batch_size, 1, q_length, int(kv_length))
     mask = Tensor._make_subclass(HeldMask, space)
@@ -97,7 +87,7 @@ def held_mask(
     mask.plain = allow_is_causal_skip and not use_vmap and in_window and not chunked
     mask.window = local_size
     mask._made = None
-    mask._make = partial(sdpa_mask, **asked, allow_is_causal_skip=False)
+    mask._make = partial(sdpa_mask, **arguments, allow_is_causal_skip=False)
     return mask
 
 
