@@ -14,7 +14,7 @@ import threading
 from typing import Any
 
 import numpy as np
-from forms import SAFETENSORS, Case
+from forms import SAFETENSORS, Case, Request
 from load import drive
 from record import percentile
 from runner import Option, run, target
@@ -39,7 +39,7 @@ MOVES = 0.1  # largest relative change of a row's milliseconds
 
 def traffic(port: int, seconds: float, seed: int) -> list[float]:
     """Return the latency of each request in seconds, from its arrival."""
-    request = SAFETENSORS.request("/attention", CASE)
+    request = Request.post(CASE.path, SAFETENSORS.write(CASE.tensors))
     arrivals = np.random.default_rng(seed).exponential(1 / RATE, int(RATE * seconds)).cumsum()
     return [timed.latency for timed in drive(port, [request] * len(arrivals), CONNECTIONS, arrivals.tolist())]
 

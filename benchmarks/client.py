@@ -7,55 +7,48 @@ benchmarks/results/client-<cpu>.json with device, versions, commit and date. Nee
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import functools
 import http.client
 import json
-import multiprocessing
 import re
 import socket
-import statistics
 import threading
-import time
-from collections.abc import Awaitable, Callable, Iterator
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from typing import Any
 
 import httpx
 import numpy as np
-from runner import Option, run
+from forms import SAFETENSORS
+from runner import Args, Option, apart, in_turn, medians, run, seconds
 
 import flashpoint
 from flashpoint_contract import wire
 
 MIB = 1 << 20
+LITTLE = 4096  # bytes of a small body
 SMALL_CALLS = 50
+Call = Callable[[], Any]
 
 
-def message(name: str, size: int) -> bytearray:
-    """Return a message of one float32 tensor of `size` bytes."""
-    return bytearray(wire.build_head([(name, "float32", (1, size // 4))], {})) + bytes(size)
-
-
-def peer(size: int, ports: Connection) -> None:
-    """Answer on two ports: on the first with 4,096 bytes, on the second with `size` bytes."""
-    for answer_size in (4096, size):
-        body = message("o", answer_size)
+def peer(size: int) -> dict[str, Callable[[], list[int]]]:
+    """Answer on two ports: on the first with `LITTLE` bytes, on the second with `size` bytes."""
+    ports = []
+    for answer_size in (LITTLE, size):
+        body = SAFETENSORS.whole({"o": np.zeros((1, answer_size // 4), np.float32)})[1]
         listener = socket.create_server(("127.0.0.1", 0))
-        ports.send(listener.getsockname()[1])
+        ports.append(listener.getsockname()[1])
         threading.Thread(target=accept, args=(listener, body), daemon=True).start()
-    with contextlib.suppress(EOFError):
-        ports.recv()
+    return {"ports": lambda: ports}
 
 
-def accept(listener: socket.socket, body: bytearray) -> None:
+def accept(listener: socket.socket, body: bytes) -> None:
     while True:
         threading.Thread(target=answer, args=(listener.accept()[0], body), daemon=True).start()
 
 
-def answer(connection: socket.socket, body: bytearray) -> None:
+def answer(connection: socket.socket, body: bytes) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     head = f"HTTP/1.1 200 OK\r\nContent-Type: {wire.MEDIA_TYPE}\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     buffer = memoryview(bytearray(4 * MIB))
@@ -74,29 +67,12 @@ def answer(connection: socket.socket, body: bytearray) -> None:
         connection.sendall(body)
 
 
-@contextlib.contextmanager
-def peer_process(size: int) -> Iterator[tuple[str, str]]:
-    """Yield the addresses that answer with 4,096 bytes and with `size` bytes."""
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=peer, args=(size, theirs))
-    process.start()
-    theirs.close()
-    try:
-        yield f"127.0.0.1:{ours.recv()}", f"127.0.0.1:{ours.recv()}"
-    finally:
-        ours.close()
-        process.join()
-
-
-Call = Callable[[], Any]
-AsyncCall = Callable[[], Awaitable[Any]]
-
-
-def through_http_client(address: str, body: bytearray, answer_size: int) -> Call:
+def through_http_client(address: str, q: Any, answer_size: int) -> Call:
     connection = http.client.HTTPConnection(address, timeout=60)
+    headers, body = SAFETENSORS.whole({"q": q})
 
     def call() -> Any:
-        connection.request("POST", "/attention", body, {"Content-Type": wire.MEDIA_TYPE})
+        connection.request("POST", "/attention", body, headers)
         response = connection.getresponse()
         buffer = np.empty(int(response.headers["Content-Length"]), np.uint8)
         view = buffer.data
@@ -108,81 +84,58 @@ def through_http_client(address: str, body: bytearray, answer_size: int) -> Call
     return call
 
 
-def calls(address: str, q: Any, answer_size: int, stack: contextlib.ExitStack) -> dict[str, Call]:
-    """Return every synchronous way of sending `q` to `address`."""
+def measured(address: str, q: Any, answer_size: int, rounds: int, repeat: int) -> dict[str, float]:
+    """Return the median seconds of a call with `q` in each way. A turn makes `repeat` calls."""
     tiny = np.zeros((1, 4), np.float32)
-    ours = stack.enter_context(flashpoint.Client(f"http://{address}"))
-    httpxs = stack.enter_context(flashpoint.Client(f"http://{address}", transport=httpx.HTTPTransport()))
-    body = message("q", q.nbytes)
-    return {
-        "http.client": through_http_client(address, body, answer_size),
-        "flashpoint": lambda: ours.attention(q, tiny, tiny),
-        "httpx": lambda: httpxs.attention(q, tiny, tiny),
-    }
+    with asyncio.Runner() as runner, contextlib.ExitStack() as stack:
+        ways = {"http.client": through_http_client(address, q, answer_size)}
+        transports = {"flashpoint": None, "httpx": httpx.HTTPTransport()}
+        for name, transport in transports.items():
+            client = stack.enter_context(flashpoint.Client(f"http://{address}", transport=transport))
+            ways[name] = functools.partial(client.attention, q, tiny, tiny)
 
-
-def async_calls(address: str, q: Any) -> tuple[dict[str, Any], list[flashpoint.AsyncClient]]:
-    """Return every asynchronous way, and the clients to close."""
-    tiny = np.zeros((1, 4), np.float32)
-    clients = {
-        "flashpoint async": flashpoint.AsyncClient(f"http://{address}"),
-        "httpx async": flashpoint.AsyncClient(f"http://{address}", transport=httpx.AsyncHTTPTransport()),
-    }
-    made = {name: functools.partial(client.attention, q, tiny, tiny) for name, client in clients.items()}
-    return made, list(clients.values())
-
-
-def measure(address: str, q: Any, answer_size: int, rounds: int, repeat: int) -> dict[str, float]:
-    """Return each way's median seconds per call. A turn makes `repeat` calls; the first round does not count."""
-    times: dict[str, list[float]] = {}
-    with contextlib.ExitStack() as stack, asyncio.Runner() as runner:
-        ways = calls(address, q, answer_size, stack)
-        async_ways, clients = async_calls(address, q)
-
-        async def repeated(call: AsyncCall) -> None:
+        def repeated(call: Call) -> None:
             for _ in range(repeat):
-                await call()
+                call()
 
-        for _ in range(rounds + 1):
-            for name, call in ways.items():
-                start = time.perf_counter()
-                for _ in range(repeat):
-                    call()
-                times.setdefault(name, []).append((time.perf_counter() - start) / repeat)
-            for name, async_call in async_ways.items():
-                start = time.perf_counter()
-                runner.run(repeated(async_call))
-                times.setdefault(name, []).append((time.perf_counter() - start) / repeat)
-        for client in clients:
-            runner.run(client.aclose())
-    return {name: statistics.median(samples[1:]) for name, samples in times.items()}
+        async def awaited(client: flashpoint.AsyncClient) -> None:
+            for _ in range(repeat):
+                await client.attention(q, tiny, tiny)
+
+        turns = {name: functools.partial(repeated, call) for name, call in ways.items()}
+        async_transports = {"flashpoint async": None, "httpx async": httpx.AsyncHTTPTransport()}
+        for name, async_transport in async_transports.items():
+            async_client = flashpoint.AsyncClient(f"http://{address}", transport=async_transport)
+            stack.callback(lambda each=async_client: runner.run(each.aclose()))
+            turns[name] = lambda each=async_client: runner.run(awaited(each))
+        timed = {name: lambda turn=turn: seconds(turn) / repeat for name, turn in turns.items()}
+        return medians(list(in_turn(timed, rounds)), digits=9)
 
 
-def rates(seconds: dict[str, float], size: int) -> dict[str, dict[str, float]]:
-    base = seconds["http.client"]
+def rates(taken: dict[str, float], size: int) -> dict[str, dict[str, float]]:
+    base = taken["http.client"]
     return {
-        name: {"mib_per_second": round(size / MIB / taken), "of_http_client": round(base / taken, 3)}
-        for name, taken in seconds.items()
+        name: {"mib_per_second": round(size / MIB / each), "of_http_client": round(base / each, 3)}
+        for name, each in taken.items()
     }
 
 
-def run_all(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     size = args.mib * MIB
-    big, small = np.zeros((1, size // 4), np.float32), np.zeros((1, 1024), np.float32)
-    with peer_process(size) as (little, much):
+    big, small = np.zeros((1, size // 4), np.float32), np.zeros((1, LITTLE // 4), np.float32)
+    with apart(peer, size) as ask:
+        little, much = (f"127.0.0.1:{port}" for port in ask("ports"))
+        calls = measured(little, small, LITTLE, args.rounds, SMALL_CALLS)
         result = {
             "mib": args.mib,
             "rounds": args.rounds,
-            "upload": rates(measure(little, big, 4096, args.rounds, 1), size),
-            "download": rates(measure(much, small, size, args.rounds, 1), size),
-            "small_call_microseconds": {
-                name: round(taken * 1e6)
-                for name, taken in measure(little, small, 4096, args.rounds, SMALL_CALLS).items()
-            },
+            "upload": rates(measured(little, big, LITTLE, args.rounds, 1), size),
+            "download": rates(measured(much, small, size, args.rounds, 1), size),
+            "small_call_microseconds": {name: round(taken * 1e6) for name, taken in calls.items()},
         }
     print(json.dumps(result, indent=1))
     return result
 
 
 if __name__ == "__main__":
-    run(run_all, "client", packages=("httpx", "numpy"), malloc=False, mib=Option(64), rounds=Option(15))
+    run(measure, "client", packages=("httpx", "numpy"), malloc=False, mib=Option(64), rounds=Option(15))

@@ -9,32 +9,27 @@ minutes. Exits with 1 if a target is missed.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import http.client
 import json
-import multiprocessing
 import os
 import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
-from protocol import PATH, infer
+from forms import OIP_BINARY, SAFETENSORS, Tensors
+from protocol import PATH
 from record import percentile
-from rpc import METHOD, free_port
-from rpc import message as rpc_message
-from runner import SERVICE, Option, run, target
-from serving import SMALL, message, service
-
-from flashpoint_contract import wire
-from flashpoint_server.oip.grpc import protos
+from rpc import METHOD, UNLIMITED, message
+from runner import SERVICE, Args, Option, apart, run, target
+from serving import SMALL, free_ports, service
 
 COUNT = 65536
 LARGE = 4  # requests in flight
@@ -47,12 +42,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 KINDS = ("plain", "mask", "kv_lengths", "thd", *OPTIONS)
 PROTOCOLS = ("http", "oip", "grpc")
 LIMITS = {"1 MFLOP/s": {"flops_per_second": 1e6}, "one request at a time": {"concurrent": 1}}
-Tensors = dict[str, np.ndarray[Any, Any]]
 
 
 def large(kind: str) -> tuple[Tensors, dict[str, Any]]:
     one = np.ones((COUNT, 1, 1, 1), np.float32)
-    tensors, options = {"q": one, "k": one, "v": one}, dict(OPTIONS.get(kind, {}))
+    tensors: dict[str, Any] = {"q": one, "k": one, "v": one}
+    options = dict(OPTIONS.get(kind, {}))
     if kind == "mask":
         tensors["attn_mask"] = np.zeros((COUNT, 1, 1, 1), np.float32)
     elif kind == "kv_lengths":
@@ -72,23 +67,18 @@ class Caller:
     ) -> None:
         self._key = {"Authorization": f"Bearer {key}"} if key else {}
         if protocol == "grpc":
-            request = protos.message("inference.ModelInferRequest").FromString(rpc_message(tensors))
+            request = message(tensors)
             for name, value in options.items():
                 kind = {int: "int64_param", float: "double_param", str: "string_param"}[type(value)]
                 setattr(request.parameters[name], kind, value)
-            unlimited = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
-            self._channel = grpc.insecure_channel(f"127.0.0.1:{ports['grpc']}", options=unlimited)
+            self._channel = grpc.insecure_channel(f"127.0.0.1:{ports['grpc']}", options=UNLIMITED)
             self._call, self._body = self._channel.unary_unary(METHOD), request.SerializeToString()
             self.send = self._grpc
             return
         self._http = http.client.HTTPConnection("127.0.0.1", ports["http"], timeout=PATIENCE)
-        if protocol == "oip":
-            self._body, fields = infer(tensors, **options)
-            self._path = PATH
-            self._headers = {name.replace("_", "-"): value for name, value in fields.items()} | self._key
-        else:
-            self._path, self._body = "/attention", message(tensors, **options)
-            self._headers = {"Content-Type": wire.MEDIA_TYPE} | self._key
+        self._path, form = (PATH, OIP_BINARY) if protocol == "oip" else ("/attention", SAFETENSORS)
+        headers, self._body = form.whole(tensors, **options)
+        self._headers = headers | self._key
         self.send = self._over_http
 
     def _over_http(self) -> bool:
@@ -109,33 +99,19 @@ class Caller:
         return True
 
 
-def load(protocol: str, ports: dict[str, int], kind: str, key: str, answered: Any, stop: Any) -> None:
-    """Keep LARGE requests in flight until `stop`; count the answers."""
+def load(protocol: str, ports: dict[str, int], kind: str, key: str) -> dict[str, Callable[[], int]]:
+    """Keep LARGE requests in flight as long as this process lives; return a function that counts the answers."""
+    answered: list[bool] = []
 
-    def send_until_stopped() -> None:
+    def send_until_the_end() -> None:
         caller = Caller(protocol, ports, *large(kind), key)
-        while not stop.is_set():
+        while True:
             if caller.send():
-                with answered.get_lock():
-                    answered.value += 1
+                answered.append(True)
 
     for _ in range(LARGE):
-        threading.Thread(target=send_until_stopped, daemon=True).start()
-    stop.wait()
-
-
-@contextlib.contextmanager
-def loaded(protocol: str, ports: dict[str, int], kind: str, key: str) -> Iterator[Any]:
-    """Send large requests while this context is open; yield the counter of their answers."""
-    spawn = multiprocessing.get_context("spawn")
-    answered, stop = spawn.Value("i", 0), spawn.Event()
-    child = spawn.Process(target=load, args=(protocol, ports, kind, key, answered, stop))
-    child.start()
-    try:
-        yield answered
-    finally:
-        stop.set()
-        child.join(PATIENCE)
+        threading.Thread(target=send_until_the_end, daemon=True).start()
+    return {"answered": lambda: len(answered)}
 
 
 def inside(port: int) -> int:
@@ -163,13 +139,13 @@ def row(
     alone = [seconds(small) for _ in range(calls)]
     big = Caller(protocol, ports, *large(kind), "small-caller")
     large_alone = [seconds(big) for _ in range(1 if kind == "reference" else 3)]
-    with loaded(protocol, ports, kind, key or "small-caller") as answered:
+    with apart(load, protocol, ports, kind, key or "small-caller") as ask:
         wait(ports["http"], 1 if limit else LARGE)
-        before, began = answered.value, time.perf_counter()
+        before, began = ask("answered"), time.perf_counter()
         beside = []
         while len(beside) < calls or time.perf_counter() - began < 2.0:
             beside.append(seconds(small))
-        done = answered.value - before
+        done = ask("answered") - before
     wait(ports["http"], 0, 0)
     result = {
         "kind": kind,
@@ -208,11 +184,11 @@ def keys(path: Path) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         keys(file := Path(folder) / "keys.toml")
-        ports = {"grpc": free_port()}
+        ports = {"grpc": free_ports(1)[0]}
         os.environ |= {"FLASHPOINT_GRPC_PORT": str(ports["grpc"]), "FLASHPOINT_API_KEYS_FILE": str(file)}
         with service() as (_, ports["http"], _):
             for protocol in args.protocols:

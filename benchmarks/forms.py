@@ -1,28 +1,55 @@
-"""Write requests and read answers in the formats of the service and of its peers.
-
-The inputs of all calls share one block of memory, so that a body is a head and a part of that block.
-"""
+"""Write requests and read answers in the formats of the service and of its peers."""
 
 from __future__ import annotations
 
 import json
 import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-from load import Buffer, Request
 from numpy.typing import NDArray
 
 from flashpoint_contract import wire
 
-Array = NDArray[np.float32]
+Array = NDArray[Any]
+Tensors = Mapping[str, Array]
 Headers = Mapping[str, str]
+Buffer = bytes | memoryview
+Message = tuple[dict[str, str], tuple[Buffer, ...]]  # headers, and the body in pieces
 
 HEADS, DIM = 8, 64
 LONGEST = 2048
+DATATYPES = {"float32": "FP32", "int64": "INT64"}  # the Open Inference Protocol's names
+# The inputs of all cases share one block of memory.
 _BLOCK = np.random.default_rng(0).random(4 * HEADS * LONGEST * DIM, np.float32)
+
+
+class Request(NamedTuple):
+    """A request in pieces, its head first."""
+
+    pieces: tuple[Buffer, ...]
+
+    @classmethod
+    def post(cls, path: str, message: Message) -> Request:
+        headers, body = message
+        length = sum(memoryview(piece).nbytes for piece in body)
+        lines = {"Host": "127.0.0.1", "Content-Length": str(length), **headers}
+        text = f"POST {path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in lines.items()) + "\r\n"
+        return cls((text.encode(), *body))
+
+
+class Form(NamedTuple):
+    """A format: `write` returns the message of tensors and options, `read` an answer's tensors."""
+
+    write: Callable[..., Message]
+    read: Callable[[Headers, bytes], dict[str, Array]]
+
+    def whole(self, tensors: Tensors, **options: Any) -> tuple[dict[str, str], bytes]:
+        """Return the headers, and the body in one piece."""
+        headers, body = self.write(tensors, **options)
+        return headers, b"".join(body)
 
 
 class Case(NamedTuple):
@@ -40,71 +67,76 @@ class Case(NamedTuple):
         return f"{'gradient' if self.gradient else 'forward'} {self.length}"
 
     @property
+    def path(self) -> str:
+        """Return the service's path."""
+        return "/attention/grad" if self.gradient else "/attention"
+
+    @property
     def tensors(self) -> dict[str, Array]:
         size = math.prod(self.shape)
         names = ("q", "k", "v", "do") if self.gradient else ("q", "k", "v")
         return {name: _BLOCK[i * size : (i + 1) * size].reshape(self.shape) for i, name in enumerate(names)}
 
-    @property
-    def data(self) -> memoryview:
-        """Return the bytes of all tensors, one after the other."""
-        return memoryview(_BLOCK[: len(self.tensors) * math.prod(self.shape)]).cast("B")
 
-    def truth(self) -> dict[str, NDArray[np.float64]]:
-        """Return the right answers, computed in float64 from the definition."""
-        t = {name: a.astype(np.float64) for name, a in self.tensors.items()}
-        s = t["q"] @ t["k"].swapaxes(-1, -2) / DIM**0.5
-        p = np.exp(s - s.max(-1, keepdims=True))
-        p /= p.sum(-1, keepdims=True)
-        o = p @ t["v"]
-        if not self.gradient:
-            return {"o": o}
-        ds = p * (t["do"] @ t["v"].swapaxes(-1, -2) - (t["do"] * o).sum(-1, keepdims=True)) / DIM**0.5
-        return {"dq": ds @ t["k"], "dk": ds.swapaxes(-1, -2) @ t["q"], "dv": p.swapaxes(-1, -2) @ t["do"]}
+def truth(tensors: Tensors, causal: bool = False) -> dict[str, Array]:
+    """Return `o`, computed in float64 from the definition; if `tensors` has `do`, return the gradients."""
+    q, k, v = (tensors[name].astype(np.float64) for name in "qkv")
+    group = q.shape[1] // k.shape[1]
+    keys, values = k.repeat(group, 1), v.repeat(group, 1)
+    scale = q.shape[-1] ** -0.5
+    s = scale * q @ keys.swapaxes(-1, -2)
+    if causal:  # the last query sees the last key
+        s = np.where(np.tri(*s.shape[-2:], s.shape[-1] - s.shape[-2], dtype=bool), s, -np.inf)
+    p = np.exp(s - s.max(-1, keepdims=True))
+    p /= p.sum(-1, keepdims=True)
+    o = p @ values
+    if "do" not in tensors:
+        return {"o": o}
+    do = tensors["do"].astype(np.float64)
+    ds = scale * p * (do @ values.swapaxes(-1, -2) - (do * o).sum(-1, keepdims=True))
 
+    def shared(grad: Array) -> Array:
+        return grad.reshape(len(k), k.shape[1], group, *grad.shape[2:]).sum(2)
 
-class Form(NamedTuple):
-    """A format: `write` returns a case's headers and body, `read` an answer's tensors from its headers and body."""
-
-    write: Callable[[Case], tuple[Headers, tuple[Buffer, ...]]]
-    read: Callable[[Headers, bytes], dict[str, Array]]
-
-    def request(self, path: str, case: Case) -> Request:
-        headers, body = self.write(case)
-        return Request.post(path, headers, body)
+    return {"dq": ds @ keys, "dk": shared(ds.swapaxes(-1, -2) @ q), "dv": shared(p.swapaxes(-1, -2) @ do)}
 
 
-def _floats(data: bytes, shape: Any, start: int) -> Array:
-    return np.frombuffer(data, np.float32, math.prod(shape), start).reshape(shape)
+def _pieces(tensors: Tensors) -> tuple[Buffer, ...]:
+    return tuple(np.ascontiguousarray(t).reshape(-1).view(np.uint8).data for t in tensors.values())
 
 
-def _write_safetensors(case: Case) -> tuple[Headers, tuple[Buffer, ...]]:
-    head = wire.build_head([(name, "float32", case.shape) for name in case.tensors], {})
-    return {"Content-Type": wire.MEDIA_TYPE}, (head, case.data)
+def _arrays(named: Iterable[tuple[str, Any]], data: bytes, start: int) -> dict[str, Array]:
+    """Return float32 arrays with these names and shapes; their data begin at `start`, one after the other."""
+    arrays = {}
+    for name, shape in named:
+        arrays[name] = np.frombuffer(data, np.float32, math.prod(shape), start).reshape(shape)
+        start += arrays[name].nbytes
+    return arrays
+
+
+def _write_safetensors(tensors: Tensors, **options: Any) -> Message:
+    head = wire.build_head([(n, t.dtype.name, t.shape) for n, t in tensors.items()], wire.encode_options(options))
+    return {"Content-Type": wire.MEDIA_TYPE}, (head, *_pieces(tensors))
 
 
 def _read_safetensors(headers: Headers, body: bytes) -> dict[str, Array]:
     head = wire.parse_head(body[: wire.head_size(body[:8])])
-    return {t.name: _floats(body, t.shape, head.size + t.start) for t in head.tensors}
+    return _arrays([(t.name, t.shape) for t in head.tensors], body, head.size)
 
 
-def _write_raw(case: Case) -> tuple[Headers, tuple[Buffer, ...]]:
-    head = json.dumps([[name, case.shape] for name in case.tensors]).encode()
+def _write_raw(tensors: Tensors) -> Message:
+    head = json.dumps([[name, t.shape] for name, t in tensors.items()]).encode()
     head += b" " * (-(4 + len(head)) % 64)  # so that the tensors are aligned
-    return {"Content-Type": "application/octet-stream"}, (struct.pack("<I", len(head)) + head, case.data)
+    return {"Content-Type": "application/octet-stream"}, (struct.pack("<I", len(head)) + head, *_pieces(tensors))
 
 
 def _read_raw(headers: Headers, body: bytes) -> dict[str, Array]:
     start = 4 + struct.unpack_from("<I", body)[0]
-    answer = {}
-    for name, shape in json.loads(body[4:start]):
-        answer[name] = _floats(body, shape, start)
-        start += answer[name].nbytes
-    return answer
+    return _arrays(json.loads(body[4:start]), body, start)
 
 
-def _write_lists(case: Case) -> tuple[Headers, tuple[Buffer, ...]]:
-    body = json.dumps({name: a.tolist() for name, a in case.tensors.items()}).encode()
+def _write_lists(tensors: Tensors) -> Message:
+    body = json.dumps({name: t.tolist() for name, t in tensors.items()}).encode()
     return {"Content-Type": "application/json"}, (body,)
 
 
@@ -112,28 +144,24 @@ def _read_lists(headers: Headers, body: bytes) -> dict[str, Array]:
     return {name: np.array(lists, np.float32) for name, lists in json.loads(body).items()}
 
 
-def _described(case: Case, tensor: Callable[[Array], dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the tensors in the form of the Open Inference Protocol, each with the fields that `tensor` returns."""
-    return [{"name": n, "shape": a.shape, "datatype": "FP32", **tensor(a)} for n, a in case.tensors.items()]
+def _described(tensors: Tensors, fields: Callable[[Array], dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the tensors in the form of the Open Inference Protocol, each with the fields that `fields` returns."""
+    return [{"name": n, "shape": t.shape, "datatype": DATATYPES[t.dtype.name], **fields(t)} for n, t in tensors.items()]
 
 
-def _write_binary(case: Case) -> tuple[Headers, tuple[Buffer, ...]]:
-    inputs = _described(case, lambda a: {"parameters": {"binary_data_size": a.nbytes}})
-    head = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True}}).encode()
-    return {"Inference-Header-Content-Length": str(len(head))}, (head, case.data)
+def _write_binary(tensors: Tensors, **options: Any) -> Message:
+    inputs = _described(tensors, lambda t: {"parameters": {"binary_data_size": t.nbytes}})
+    head = json.dumps({"inputs": inputs, "parameters": {"binary_data_output": True, **options}}).encode()
+    return {"Inference-Header-Content-Length": str(len(head))}, (head, *_pieces(tensors))
 
 
 def _read_binary(headers: Headers, body: bytes) -> dict[str, Array]:
     start = int(headers["Inference-Header-Content-Length"])
-    answer = {}
-    for output in json.loads(body[:start])["outputs"]:
-        answer[output["name"]] = _floats(body, output["shape"], start)
-        start += answer[output["name"]].nbytes
-    return answer
+    return _arrays([(output["name"], output["shape"]) for output in json.loads(body[:start])["outputs"]], body, start)
 
 
-def _write_oip_json(case: Case) -> tuple[Headers, tuple[Buffer, ...]]:
-    inputs = _described(case, lambda a: {"data": a.ravel().tolist()})
+def _write_oip_json(tensors: Tensors) -> Message:
+    inputs = _described(tensors, lambda t: {"data": t.ravel().tolist()})
     return {"Content-Type": "application/json"}, (json.dumps({"inputs": inputs}).encode(),)
 
 

@@ -10,26 +10,13 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-Buffer = bytes | memoryview
+from forms import Request
 
 _SCRATCH = memoryview(bytearray(256 * 1024))  # an answer's head and the start of its body
 PATIENCE = 120.0  # timeout in seconds without any progress
-
-
-class Request(NamedTuple):
-    """A request in pieces, its head first."""
-
-    pieces: tuple[Buffer, ...]
-
-    @classmethod
-    def post(cls, path: str, headers: Mapping[str, str], body: Sequence[Buffer]) -> Request:
-        length = sum(memoryview(piece).nbytes for piece in body)
-        lines = {"Host": "127.0.0.1", "Content-Length": str(length), **headers}
-        text = f"POST {path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in lines.items()) + "\r\n"
-        return cls((text.encode(), *body))
 
 
 class Timed(NamedTuple):

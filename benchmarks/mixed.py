@@ -12,14 +12,14 @@ The slowdown of a request is its latency divided by its time alone.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-from forms import LONGEST, Case
-from load import Request, drive, rate
+from forms import LONGEST, SAFETENSORS, Case, Request
+from load import drive, rate
 from record import percentile
+from runner import medians
 
 COUNT = 200
 SHORTEST = 16
@@ -30,12 +30,11 @@ LENGTHS: dict[str, Callable[[np.random.Generator], Any]] = {
 }
 
 
-def cases(lengths: str, seed: int) -> list[Case]:
+def requests(lengths: str, seed: int) -> list[Request]:
     rng = np.random.default_rng(seed)
-    return [
-        Case(int(length), bool(gradient))
-        for length, gradient in zip(LENGTHS[lengths](rng), rng.integers(0, 2, COUNT), strict=True)
-    ]
+    chosen = zip(LENGTHS[lengths](rng), rng.integers(0, 2, COUNT), strict=True)
+    cases = [Case(int(length), bool(gradient)) for length, gradient in chosen]
+    return [Request.post(case.path, SAFETENSORS.write(case.tensors)) for case in cases]
 
 
 def repetition(port: int, requests: Sequence[Request], connections: int, seed: int) -> dict[str, Any]:
@@ -48,25 +47,17 @@ def repetition(port: int, requests: Sequence[Request], connections: int, seed: i
     return {"alone": alone, "saturated": saturated, "latency": latency}
 
 
-def summary(repetitions: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def summary(repetitions: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Return medians over the repetitions of their percentiles, in milliseconds, and of the rate in requests/s.
 
     The result is empty without repetitions.
     """
-    if not repetitions:
-        return {}
-    alone = np.median([each["alone"] for each in repetitions], axis=0)
     rows = []
     for each in repetitions:
-        latency = np.array(each["latency"])
-        figures = {"saturated_rps": each["saturated"]}
-        for name, values in (
-            ("latency_ms", latency * 1e3),
-            ("alone_ms", np.array(each["alone"]) * 1e3),
-            ("slowdown", latency / alone),
-        ):
-            figures |= {f"{name}_p{p}": percentile(values, p) for p in (50, 99)}
-        figures["latency_p99_over_p50"] = figures["latency_ms_p99"] / figures["latency_ms_p50"]
-        figures["alone_p99_over_p50"] = figures["alone_ms_p99"] / figures["alone_ms_p50"]
-        rows.append(figures)
-    return {name: round(statistics.median(row[name] for row in rows), 3) for name in rows[0]}
+        latency, alone = np.array(each["latency"]), np.median([other["alone"] for other in repetitions], axis=0)
+        samples = {"latency_ms": latency * 1e3, "alone_ms": np.array(each["alone"]) * 1e3, "slowdown": latency / alone}
+        row = {"saturated_rps": each["saturated"]}
+        row |= {f"{name}_p{p}": percentile(values, p) for name, values in samples.items() for p in (50, 99)}
+        row |= {f"{name}_p99_over_p50": row[f"{name}_ms_p99"] / row[f"{name}_ms_p50"] for name in ("latency", "alone")}
+        rows.append(row)
+    return medians(rows) if rows else {}

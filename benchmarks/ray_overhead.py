@@ -9,7 +9,6 @@ order. The medians go to benchmarks/results/ray-<device>.json. Takes about three
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import subprocess
@@ -17,9 +16,8 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
-from runner import MALLOC, ROOT, SERVICE, Measured, Option, run
-from serving import MIB, Connection, message, process, ready, service, until
+from runner import MALLOC, ROOT, SERVICE, Args, Option, in_turn, medians, run
+from serving import MIB, Connection, bodies, process, ready, service, until
 
 sys.path.append(str(ROOT))  # for the tests' functions that start Ray
 from tests.support.ray_cluster import deploy, free_port
@@ -40,20 +38,6 @@ uvicorn.run(create_app(Settings(device="cpu")), port=int(sys.argv[1]), access_lo
 """
 
 
-def messages() -> dict[tuple[str, str], bytes]:
-    """Return the messages by direction and size."""
-    made = {}
-    one = np.array([1], np.int64)
-    for name, size in SIZES.items():
-        k = np.zeros((1, 1, size // 2 // 256, 64), np.float32)  # half of it is v
-        made["in", name] = message({"q": k[:, :, :1], "kv_lengths": one, "k": k, "v": k})
-        q = np.zeros((1, 1, size // 1024, 1), np.float32)  # 256 float32 of o for each
-        made["out", name] = message(
-            {"q": q, "k": q[:, :, :1], "v": np.ones((1, 1, 1, 256), np.float32), "q_lengths": one}
-        )
-    return made
-
-
 @contextlib.contextmanager
 def plain_uvicorn() -> Iterator[int]:
     """Run the application on uvicorn with its defaults, and yield the port."""
@@ -69,8 +53,8 @@ def plain_uvicorn() -> Iterator[int]:
         yield port
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    measured = Measured()
+def measure(args: Args) -> dict[str, Any]:
+    table: dict[str, dict[str, dict[str, float]]] = {"in": {}, "out": {}}
     with contextlib.ExitStack() as inside:
         ports = [
             inside.enter_context(service())[1],
@@ -78,22 +62,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             *(inside.enter_context(deploy(haproxy=h, environment=MALLOC)).port for h in (False, True)),
         ]
         opened = [inside.enter_context(contextlib.closing(Connection(port))) for port in ports]
-        connections = dict(zip(WAYS, opened, strict=True))
-        for counts in range(args.rounds + 1):  # the first does not count
-            for (direction, size), body in messages().items():
-                for way in WAYS if counts % 2 else reversed(WAYS):
-                    for _ in range(args.calls if SIZES[size] <= MIB else max(1, args.calls // 10)):
-                        seconds = connections[way].post("/attention", body).whole
-                        if counts:
-                            measured.add(f"{direction}, {size}, {way}", seconds)
-    medians = {
-        f"{direction}, {size}": {w: round(measured.median(f"{direction}, {size}, {w}") * 1e3, 2) for w in WAYS}
-        for direction in ("in", "out")
-        for size in SIZES
-    }
-    for name, ways in medians.items():
+        for size, nbytes in SIZES.items():
+            calls = args.calls if nbytes <= MIB else max(1, args.calls // 10)
+            for direction, message in zip(table, bodies(nbytes), strict=True):
+                ways = {
+                    way: lambda at=connection, sent=message: at.post("/attention", *sent).whole * 1e3
+                    for way, connection in zip(WAYS, opened, strict=True)
+                }
+                table[direction][size] = medians(list(in_turn(ways, args.rounds * calls, warm=calls)), digits=2)
+    milliseconds = {f"{direction}, {size}": ways for direction in table for size, ways in table[direction].items()}
+    for name, ways in milliseconds.items():
         print(f"{name:<12}", *(f"{way} {ms:>8}" for way, ms in ways.items()))
-    return {"rounds": args.rounds, "calls": args.calls, "median_milliseconds": medians}
+    return {"rounds": args.rounds, "calls": args.calls, "median_milliseconds": milliseconds}
 
 
 if __name__ == "__main__":

@@ -7,80 +7,65 @@ benchmarks/results/rpc-<device>.json. Takes about a minute.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
-import socket
-import time
 from typing import Any
 
 import grpc
 import numpy as np
-from protocol import PATH, infer
-from runner import SERVICE, Measured, Option, run
-from serving import MIB, Connection, service
+from forms import DATATYPES, OIP_BINARY, Tensors
+from protocol import PATH
+from runner import SERVICE, Args, Option, in_turn, medians, run, seconds
+from serving import MIB, Connection, free_ports, service
 
-from flashpoint_server.oip.datatypes import DATATYPE_OF
 from flashpoint_server.oip.grpc import protos
 
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
+UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 DIM = 64
 SIZES = (4096, 65536, MIB, 16 * MIB, 64 * MIB)  # bytes of a request in, or of an answer out
 CALLS = {4096: 60, 65536: 60, MIB: 20}  # calls of a size in a round; 2 of larger sizes
 
 
-def requests(nbytes: int) -> dict[str, dict[str, np.ndarray[Any, Any]]]:
-    """Return a request with `nbytes` bytes in, and one with `nbytes` bytes out. Only one row is computed."""
-    one = np.ones((1, 1, 1, DIM), np.float32)
-    keys = np.ones((1, 1, nbytes // (8 * DIM), DIM), np.float32)  # k and v
+def request(way: str, nbytes: int) -> Tensors:
+    """Return a request with `nbytes` bytes "in", or one with `nbytes` bytes "out". Only one row is computed."""
+    one, single = np.ones((1, 1, 1, DIM), np.float32), np.ones(1, np.int64)
+    if way == "in":
+        keys = np.ones((1, 1, nbytes // (8 * DIM), DIM), np.float32)  # k and v
+        return {"q": one, "k": keys, "v": keys, "kv_lengths": single}
     rows = np.ones((1, 1, nbytes // (4 * DIM), DIM), np.float32)  # of o
-    single = np.ones(1, np.int64)
-    return {
-        "in": {"q": one, "k": keys, "v": keys, "kv_lengths": single},
-        "out": {"q": rows[..., :1], "k": one[..., :1], "v": one, "q_lengths": single},
-    }
+    return {"q": rows[..., :1], "k": one[..., :1], "v": one, "q_lengths": single}
 
 
-def message(tensors: dict[str, np.ndarray[Any, Any]]) -> bytes:
-    request = protos.message("inference.ModelInferRequest")(model_name="attention")
+def message(tensors: Tensors) -> Any:
+    """Return the request as gRPC's message."""
+    made = protos.message("inference.ModelInferRequest")(model_name="attention")
     for name, t in tensors.items():
-        request.inputs.add(name=name, datatype=DATATYPE_OF[t.dtype.name], shape=t.shape)
-        request.raw_input_contents.append(t.tobytes())
-    return bytes(request.SerializeToString())
+        made.inputs.add(name=name, datatype=DATATYPES[t.dtype.name], shape=t.shape)
+        made.raw_input_contents.append(t.tobytes())
+    return made
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    measured, port = Measured(), free_port()
+def measure(args: Args) -> dict[str, Any]:
+    (port,) = free_ports(1)
     os.environ["FLASHPOINT_GRPC_PORT"] = str(port)
-    unlimited = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+    rows = []
     with contextlib.ExitStack() as inside:
         _, http_port, _ = inside.enter_context(service())
         http = inside.enter_context(contextlib.closing(Connection(http_port)))
-        channel = inside.enter_context(grpc.insecure_channel(f"127.0.0.1:{port}", options=unlimited))
+        channel = inside.enter_context(grpc.insecure_channel(f"127.0.0.1:{port}", options=UNLIMITED))
         call = channel.unary_unary(METHOD)
-        for counts in range(args.rounds + 1):
+        for way in ("in", "out"):
             for size in SIZES:
-                for way, tensors in requests(size).items():
-                    (body, fields), other = infer(tensors), message(tensors)
-                    for _ in range(CALLS.get(size, 2)):
-                        over_http = http.post(PATH, body, **fields).whole
-                        began = time.perf_counter()
-                        call(other)
-                        over_grpc = time.perf_counter() - began
-                        if counts:
-                            measured.add(f"{size} {way} http", over_http)
-                            measured.add(f"{size} {way} grpc", over_grpc)
-    rows = []
-    for way in ("in", "out"):
-        for size in SIZES:
-            medians = {kind: round(measured.median(f"{size} {way} {kind}") * 1e6) for kind in ("http", "grpc")}
-            rows.append({"bytes": size, "way": way} | {f"{kind}_microseconds": us for kind, us in medians.items()})
-            print(rows[-1])
+                tensors, calls = request(way, size), CALLS.get(size, 2)
+                over_http, over_grpc = OIP_BINARY.whole(tensors), message(tensors).SerializeToString()
+                ways = {
+                    "http_microseconds": lambda sent=over_http: http.post(PATH, *sent).whole * 1e6,
+                    "grpc_microseconds": lambda sent=over_grpc: seconds(lambda: call(sent)) * 1e6,
+                }
+                taken = medians(list(in_turn(ways, args.rounds * calls, warm=calls)), digits=0)
+                rows.append({"bytes": size, "way": way, **{name: round(us) for name, us in taken.items()}})
+                print(rows[-1])
     return {"rounds": args.rounds, "medians": rows}
 
 

@@ -6,23 +6,28 @@ A benchmark is a function that takes its options and returns its measurements. `
         run(measure, "rpc", rounds=Option(10, "rounds of all sizes"))
 
 Each benchmark has `--out`, and `--help` with its module's docstring. On a shared machine only the ratio of alternating
-times is meaningful: `pair` and `in_turn`.
+times is meaningful: `pair` and `in_turn`. `apart` runs functions in a separate process.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import inspect
 import json
 import math
+import multiprocessing
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, NamedTuple, NoReturn
+from unittest import mock
 
 from record import ROOT, environment, write
 
@@ -30,6 +35,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 # The allocator keeps large buffers and does not return them to the kernel at each free; 32 MiB is glibc's maximum.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
 SERVICE = ("torch", "uvicorn", "uvloop", "httptools", "fastapi")  # packages whose versions count for the service
+Args = argparse.Namespace
+Ask = Callable[..., Any]
 BUSY = 0.5  # load average per core above which other programs disturb the times
 
 
@@ -110,39 +117,81 @@ def seconds(call: Callable[[], Any], least: float = 0.0) -> float:
     return median(taken)
 
 
+def in_turn(
+    ways: Mapping[str, Callable[[], Any]], rounds: int, warm: int = 1, ends: str = ""
+) -> Iterator[dict[str, Any]]:
+    """Yield what the ways return in each round. Their order rotates; the first `warm` rounds do not count.
+
+    The way `ends` is called at both ends of each round. Its value is the pair of its results (`undisturbed`).
+    """
+    names = [name for name in ways if name != ends]
+    for number in range(-warm, rounds):
+        turn = number % len(names)
+        first = ways[ends]() if ends else None
+        results = {name: ways[name]() for name in names[turn:] + names[:turn]}
+        if ends:
+            results[ends] = first, ways[ends]()
+        if number >= 0:
+            yield {name: results[name] for name in ways}
+
+
+def undisturbed(rounds: Sequence[dict[str, Any]], ends: str, deviation: float) -> list[dict[str, Any]]:
+    """Return the rounds in which both values of `ends` are within `deviation` of their overall median.
+
+    In the others, another program used the machine. The pair becomes its mean.
+    """
+    middle = median(value for each in rounds for value in each[ends])
+    clean = [each for each in rounds if all(abs(value / middle - 1) <= deviation for value in each[ends])]
+    return [{**each, ends: mean(each[ends])} for each in clean]
+
+
+def medians(rows: Sequence[Mapping[str, float]], digits: int = 3) -> dict[str, float]:
+    """Return the median of each name over the rows."""
+    return {name: round(median(row[name] for row in rows), digits) for name in rows[0]}
+
+
+def ratio(rounds: Iterable[Mapping[str, float]], name: str, other: str) -> float:
+    """Return the median over the rounds of the first value over the second."""
+    return median(each[name] / each[other] for each in rounds)
+
+
 def pair(ours: Callable[[], Any], other: Callable[[], Any], rounds: int, least: float = 0.0) -> dict[str, float]:
     """Return milliseconds of two calls that alternate, and the median over rounds of the other's time over ours."""
-    ours(), other()
-    times = [(seconds(ours, least), seconds(other, least)) for _ in range(rounds)]
-    mine, theirs = ([pair[n] for pair in times] for n in (0, 1))
-    return {
-        "ms": round(median(mine) * 1e3, 3),
-        "other_ms": round(median(theirs) * 1e3, 3),
-        "times": round(median(b / a for a, b in times), 3),
-    }
+    ways = {"ms": partial(seconds, ours, least), "other_ms": partial(seconds, other, least)}
+    times = list(in_turn(ways, rounds))
+    milliseconds = {name: round(median(each[name] for each in times) * 1e3, 3) for name in ways}
+    return {**milliseconds, "times": round(ratio(times, "other_ms", "ms"), 3)}
 
 
-class Measured(dict[str, list[float]]):
-    """Measured seconds by name."""
+@contextlib.contextmanager
+def apart(make: Callable[..., Mapping[str, Callable[..., Any]]], *given: Any, **variables: str) -> Iterator[Ask]:
+    """Call `make` in a separate process with the settings `MALLOC`; yield a function that calls, by name, what it made.
 
-    def add(self, name: str, *seen: float) -> None:
-        self.setdefault(name, []).extend(seen)
+    `variables` are more of the process's environment variables.
+    """
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs, make, given))
+    with mock.patch.dict(os.environ, MALLOC | variables):
+        process.start()
+    theirs.close()
 
-    def median(self, name: str) -> float:
-        return median(self[name])
+    def ask(name: str, *arguments: Any) -> Any:
+        ours.send((name, arguments))
+        return ours.recv()
 
-    def ratio(self, name: str, other: str) -> float:
-        """Return the median of the first over the second, round by round."""
-        return median(a / b for a, b in zip(self[name], self[other], strict=True))
+    try:
+        yield ask
+    finally:
+        ours.close()
+        process.join()
 
 
-def in_turn(ways: Mapping[str, Callable[[], float]], rounds: int, measured: Measured) -> None:
-    """Add the seconds that each way returns, in alternating order. The first round does not count."""
-    for counts in range(rounds + 1):
-        for name in sorted(ways, reverse=counts % 2 == 1):
-            taken = ways[name]()
-            if counts:
-                measured.add(name, taken)
+def _serve(pipe: Connection, make: Callable[..., Mapping[str, Callable[..., Any]]], given: Sequence[Any]) -> None:
+    made = make(*given)
+    with contextlib.suppress(EOFError):
+        while True:
+            name, arguments = pipe.recv()
+            pipe.send(made[name](*arguments))
 
 
 def rows_of_child(*arguments: str, script: str = "", **variables: str) -> Iterator[Any]:

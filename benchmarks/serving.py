@@ -8,50 +8,31 @@ go to benchmarks/results/serving-<device>.json and a table. Takes under two minu
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import http.client
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from statistics import median
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
-from runner import MALLOC, ROOT, Measured, Option, in_turn, run, target
-
-from flashpoint_contract import wire
+from forms import SAFETENSORS
+from runner import MALLOC, ROOT, Args, Option, apart, in_turn, ratio, run, seconds, target
 
 MIB = 1 << 20
 BIG = 64 * MIB
 SMALL = (1, 8, 128, 64)  # shape of q, k and v in the call whose latency is measured
 START_SECONDS = 60.0
 LARGE = 4  # rounds of large bodies per round of small calls: they take less time, and vary more
-
-# Runs the operator as the engine does, with copies to and from a GPU if there is one. Reads a count from each line, and
-# answers with the seconds of as many calls.
-OPERATOR = """
-import json, sys, time, torch
-from flashpoint_kernels import Options, Problem, available_backends, run
-shape, device = json.loads(sys.argv[1]), sys.argv[2]
-backend, pinned = available_backends(device)[0], device != "cpu"
-tensors = {name: torch.rand(shape, pin_memory=pinned) for name in "qkv"}
-answer = torch.empty(shape, pin_memory=pinned)
-def call():
-    start = time.perf_counter()
-    problem = Problem.create({name: t.to(device, non_blocking=True) for name, t in tensors.items()}, Options())
-    run([problem], backend)
-    if pinned:
-        answer.copy_(problem.outputs["o"])
-    return time.perf_counter() - start
-call()
-for line in sys.stdin:
-    print(json.dumps([call() for _ in range(int(line))]), flush=True)
-"""
 
 
 class Call(NamedTuple):
@@ -68,11 +49,10 @@ class Connection:
         self._http = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
         self._buffer = memoryview(bytearray(BIG + MIB))
 
-    def post(self, path: str, body: bytes, **fields: str) -> Call:
-        """Post `body`, a safetensors message unless there are header `fields`. Raises RuntimeError unless 200."""
-        fields = {name.replace("_", "-"): value for name, value in fields.items()} or {"Content-Type": wire.MEDIA_TYPE}
+    def post(self, path: str, headers: Mapping[str, str] = MappingProxyType({}), body: bytes = b"") -> Call:
+        """Send a request. Raises RuntimeError if the answer's status is not 200."""
         began = time.perf_counter()
-        self._http.request("POST", path, body, fields)
+        self._http.request("POST", path, body, headers)
         response = self._http.getresponse()
         answered = time.perf_counter()
         length = int(response.headers["Content-Length"])
@@ -89,9 +69,11 @@ class Connection:
         self._http.close()
 
 
-def message(tensors: dict[str, np.ndarray[Any, Any]], **options: Any) -> bytes:
-    infos = [(name, t.dtype.name, t.shape) for name, t in tensors.items()]
-    return wire.build_head(infos, wire.encode_options(options)) + b"".join(t.tobytes() for t in tensors.values())
+def free_ports(count: int) -> list[int]:
+    """Return free ports, for servers that cannot choose one and report it."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [each.getsockname()[1] for each in sockets]
 
 
 @contextlib.contextmanager
@@ -148,93 +130,98 @@ def ready(port: int) -> bool:
         return connection.getresponse().status == 200
 
 
-def large_bodies(ours: Connection, bare: Connection, rounds: int, measured: Measured) -> None:
-    """Time 64 MiB in and 64 MiB out, with almost no computation. The first round does not count."""
-    keys = BIG // 2 // 256  # 64 float32 each, in k and in v; the query attends to one of them
-    k = np.zeros((1, 1, keys, 64), np.float32)
-    lengths = np.array([1], np.int64)
-    upload = message({"q": k[:, :, :1], "kv_lengths": lengths, "k": k, "v": k})
-    rows = BIG // 1024  # 256 float32 each, of o; one of them is computed
-    q = np.zeros((1, 1, rows, 1), np.float32)
-    download = message({"q": q, "k": q[:, :, :1], "v": np.ones((1, 1, 1, 256), np.float32), "q_lengths": lengths})
+def large_bodies(ours: Connection, bare: Connection, rounds: int) -> list[dict[str, float]]:
+    """Time 64 MiB in and 64 MiB out, with almost no computation."""
+    upload, download = bodies(BIG)
     ways = {
-        "bare discard": lambda: bare.post("/discard", upload).whole,
-        "ingest": lambda: ours.post("/attention", upload).whole,
-        "bare response": lambda: bare.post(f"/bytes/{BIG}", b"").answer,
-        "answer": lambda: ours.post("/attention", download).answer,
+        "bare discard": lambda: bare.post("/discard", *upload).whole,
+        "ingest": lambda: ours.post("/attention", *upload).whole,
+        "bare response": lambda: bare.post(f"/bytes/{BIG}").answer,
+        "answer": lambda: ours.post("/attention", *download).answer,
     }
-    in_turn(ways, rounds, measured)
+    return list(in_turn(ways, rounds))
 
 
-def small_calls(ours: Connection, bare: Connection, device: str, rounds: int, calls: int, measured: Measured) -> None:
-    """Time sequential calls at `SMALL`, beside bare uvicorn with the same bytes, and the operator alone."""
+def bodies(size: int) -> list[tuple[dict[str, str], bytes]]:
+    """Return a message of `size` bytes, and one whose answer has `size` bytes. Each computes one row over one key."""
+    one = np.array([1], np.int64)
+    k = np.zeros((1, 1, size // 2 // 256, 64), np.float32)  # v has the other half
+    q = np.zeros((1, 1, size // 1024, 1), np.float32)  # each has 256 float32 of o
+    v = np.ones((1, 1, 1, 256), np.float32)
+    return [
+        SAFETENSORS.whole({"q": k[:, :, :1], "kv_lengths": one, "k": k, "v": k}),
+        SAFETENSORS.whole({"q": q, "k": q[:, :, :1], "v": v, "q_lengths": one}),
+    ]
+
+
+def small_calls(ours: Connection, bare: Connection, device: str, rounds: int, calls: int) -> dict[str, float]:
+    """Return the median seconds of sequential calls at `SMALL`, of bare uvicorn's with the same bytes, and of the
+    operator's alone."""
     t = np.random.default_rng(0).random(SMALL, np.float32)
-    body = message({"q": t, "k": t, "v": t})
-    with operator(SMALL, device) as alone:
-        for counts in range(rounds + 1):
-            samples = {
-                "bare echo": [bare.post("/echo", body).whole for _ in range(calls)],
-                "call": [ours.post("/attention", body).whole for _ in range(calls)],
-                "bare exchange": [bare.post(f"/bytes/{t.nbytes}", body).whole for _ in range(calls)],
-                "operator": alone(calls),
-            }
-            if counts:
-                for name, seconds in samples.items():
-                    measured.add(name, *seconds)
+    message = SAFETENSORS.whole(dict.fromkeys("qkv", t))
+
+    def posts(connection: Connection, path: str) -> list[float]:
+        return [connection.post(path, *message).whole for _ in range(calls)]
+
+    with apart(operator, SMALL, device, **engine_variables()) as alone:
+        ways = {
+            "bare echo": partial(posts, bare, "/echo"),
+            "call": partial(posts, ours, "/attention"),
+            "bare exchange": partial(posts, bare, f"/bytes/{t.nbytes}"),
+            "operator": lambda: alone("calls", calls),
+        }
+        samples = list(in_turn(ways, rounds))
+    return {name: median(taken for each in samples for taken in each[name]) for name in ways}
 
 
-@contextlib.contextmanager
-def environment_of_the_engine() -> Iterator[None]:
-    """Set the variables that the service gives its engines, so that a child computes as they do."""
+def operator(shape: tuple[int, ...], device: str = "cpu") -> dict[str, Callable[[int], list[float]]]:
+    """Return a function: the seconds of each of some calls as the engine makes them, with copies to and from a GPU."""
+    import torch
+
+    from flashpoint_kernels import Options, Problem, available_backends, run
+
+    backend, pinned = available_backends(device)[0], device != "cpu"
+    tensors = {name: torch.rand(shape, pin_memory=pinned) for name in "qkv"}
+    answer = torch.empty(shape, pin_memory=pinned)
+
+    def call() -> None:
+        problem = Problem.create({name: t.to(device, non_blocking=True) for name, t in tensors.items()}, Options())
+        run([problem], backend)
+        if pinned:
+            answer.copy_(problem.outputs["o"])
+
+    call()
+    return {"calls": lambda count: [seconds(call) for _ in range(count)]}
+
+
+def engine_variables() -> dict[str, str]:
+    """Return the variables that the service gives its engines, so that a child computes as they do."""
     from flashpoint_server.processes.processes import ENGINE_VARIABLES
 
-    before = dict(os.environ)
-    os.environ.update({name: value for name, value in ENGINE_VARIABLES.items() if name not in before})
-    try:
-        yield
-    finally:
-        for name in ENGINE_VARIABLES.keys() - before.keys():
-            del os.environ[name]
+    return {name: value for name, value in ENGINE_VARIABLES.items() if name not in os.environ}
 
 
 def resident(child: subprocess.Popen[str]) -> dict[str, float]:
     """Return the resident MiB of the HTTP process and of its engine; shared memory counts in both."""
     http_process = psutil.Process(child.pid)
     (engine,) = http_process.children()
-    return {"http": http_process.memory_info().rss / MIB, "engine": engine.memory_info().rss / MIB}
+    sizes = {"http": http_process.memory_info().rss, "engine": engine.memory_info().rss}
+    return {name: round(size / MIB, 1) for name, size in sizes.items()}
 
 
-def memory(ours: Connection, child: subprocess.Popen[str], early: int, late: int) -> dict[str, dict[str, float]]:
-    """Return the resident memory after `early` and after `late` requests of many shapes, forward and gradients."""
-    bodies = []
+def memory(ours: Connection, child: subprocess.Popen[str], *counts: int) -> list[dict[str, float]]:
+    """Return the resident memory after each of the `counts` of requests of many shapes, forward and gradients."""
+    messages = []
     for length in (1, 7, 16, 33, 64, 96, 128, 200):
         t = np.ones((1, 4, length, 32), np.float32)
-        bodies.append(("/attention", message({"q": t, "k": t, "v": t}, causal=True, return_lse=True)))
-        bodies.append(("/attention/grad", message({"q": t, "k": t, "v": t, "do": t})))
-    sizes = {}
-    for count in range(late + 1):
-        if count in (early, late):
-            sizes["early" if count == early else "late"] = resident(child)
-        ours.post(*bodies[count % len(bodies)])
+        messages.append(("/attention", *SAFETENSORS.whole(dict.fromkeys("qkv", t), causal=True, return_lse=True)))
+        messages.append(("/attention/grad", *SAFETENSORS.whole(dict.fromkeys(("q", "k", "v", "do"), t))))
+    sizes = []
+    for count in range(counts[-1] + 1):
+        if count in counts:
+            sizes.append(resident(child))
+        ours.post(*messages[count % len(messages)])
     return sizes
-
-
-@contextlib.contextmanager
-def operator(shape: tuple[int, ...], device: str = "cpu") -> Iterator[Callable[[int], list[float]]]:
-    """Run the operator in a separate process; yield a function that returns the seconds of each of `count` calls."""
-    command = [sys.executable, "-c", OPERATOR, json.dumps(shape), device]
-    with environment_of_the_engine(), process(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
-        to, out = child.stdin, child.stdout
-        assert to is not None
-        assert out is not None
-
-        def calls(count: int) -> list[float]:
-            to.write(f"{count}\n")
-            to.flush()
-            taken: list[float] = json.loads(out.readline())
-            return taken
-
-        yield calls
 
 
 @contextlib.contextmanager
@@ -246,41 +233,37 @@ def bare_uvicorn() -> Iterator[int]:
         yield int(child.stdout.readline())
 
 
-def report(measured: Measured, resident_mib: dict[str, dict[str, float]], requests: int) -> dict[str, Any]:
-    median = measured.median
-    bound = median("bare echo") + median("operator")
-    growth = max(resident_mib["late"][name] / size for name, size in resident_mib["early"].items())
-    big = ("ingest", "bare discard", "answer", "bare response")
-    small = ("call", "bare echo", "bare exchange", "operator")
-    return {
+def measure(args: Args) -> dict[str, Any]:
+    starts = []
+    for _ in range(args.starts - 1):
+        with service(args.device) as (_, _, taken):
+            starts.append(taken)
+    with bare_uvicorn() as bare_port, service(args.device) as (child, port, taken):
+        starts.append(taken)
+        with contextlib.closing(Connection(port)) as ours, contextlib.closing(Connection(bare_port)) as bare:
+            small = small_calls(ours, bare, args.device, args.rounds, args.calls)
+            early, late = memory(ours, child, args.requests // 10, args.requests)
+            large = large_bodies(ours, bare, LARGE * args.rounds)
+    bound = small["bare echo"] + small["operator"]
+    growth = max(late[name] / early[name] for name in early)
+    result = {
         "targets": [
-            target("64 MiB in / bare uvicorn discarding", measured.ratio("bare discard", "ingest"), "rate", least=0.9),
-            target("64 MiB out / bare uvicorn's", measured.ratio("bare response", "answer"), "rate", least=0.9),
-            target("small call / (bare uvicorn's echo + operator)", median("call") / bound, "time", most=1.3),
-            target("ready after its start", median("start"), "seconds", most=5.0),
-            target(f"resident after {requests} calls / a tenth of them", growth, "size", most=1.05),
+            target("64 MiB in / bare uvicorn discarding", ratio(large, "bare discard", "ingest"), "rate", least=0.9),
+            target("64 MiB out / bare uvicorn's", ratio(large, "bare response", "answer"), "rate", least=0.9),
+            target("small call / (bare uvicorn's echo + operator)", small["call"] / bound, "time", most=1.3),
+            target("ready after its start", median(starts), "seconds", most=5.0),
+            target(f"resident after {args.requests} calls / a tenth of them", growth, "size", most=1.05),
         ],
         "small_call_shape": SMALL,
-        "mib_per_second": {name: round(BIG / MIB / median(name)) for name in big},
-        "median_microseconds": {name: round(median(name) * 1e6) for name in small},
-        "resident_mib": {
-            when: {name: round(size, 1) for name, size in of.items()} for when, of in resident_mib.items()
+        "mib_per_second": {
+            name: round(BIG / MIB / median(each[name] for each in large))
+            for name in ("ingest", "bare discard", "answer", "bare response")
         },
+        "median_microseconds": {
+            name: round(small[name] * 1e6) for name in ("call", "bare echo", "bare exchange", "operator")
+        },
+        "resident_mib": {"early": early, "late": late},
     }
-
-
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    measured = Measured()
-    for _ in range(args.starts - 1):
-        with service(args.device) as (_, _, seconds):
-            measured.add("start", seconds)
-    with bare_uvicorn() as bare_port, service(args.device) as (child, port, seconds):
-        measured.add("start", seconds)
-        with contextlib.closing(Connection(port)) as ours, contextlib.closing(Connection(bare_port)) as bare:
-            small_calls(ours, bare, args.device, args.rounds, args.calls, measured)
-            resident_mib = memory(ours, child, args.requests // 10, args.requests)
-            large_bodies(ours, bare, LARGE * args.rounds, measured)
-    result = report(measured, resident_mib, args.requests)
     for name in ("mib_per_second", "median_microseconds", "resident_mib"):
         print(f"{name}: {result[name]}")
     return {"rounds": args.rounds, "calls": args.calls, **result}

@@ -9,13 +9,12 @@ minutes.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from runner import Measured, Option, run, seconds, target
+from runner import Args, Option, in_turn, medians, run, seconds, target
 from serving import service
 
 import flashpoint
@@ -41,7 +40,7 @@ def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tens
     return o, size
 
 
-def measure(given: argparse.Namespace) -> dict[str, Any]:
+def measure(given: Args) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     q = torch.randn((1, HEADS, 1, DIM), generator=generator).bfloat16()
     k, v = (torch.empty((1, HEADS, given.tokens, DIM), dtype=torch.bfloat16) for _ in range(2))
@@ -67,15 +66,13 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             "sdpa": lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v),
             "sharded": lambda: cache.attention(q),
         }
-        measured, answers = Measured(), {name: call() for name, call in ways.items()}
-        for _ in range(given.rounds):
-            for name, call in ways.items():
-                measured.add(name, seconds(call))
+        answers = {name: call() for name, call in ways.items()}
+        timed = {name: lambda call=call: 1e3 * seconds(call) for name, call in ways.items()}
+        milliseconds = medians(list(in_turn(timed, given.rounds, warm=0)))
     o, size = exact(q, k, v)
     bound = UNIT * (size + o.abs()) + 1e-6
     errors = {name: float(((answer.double() - o).abs() / bound).max()) for name, answer in answers.items()}
-    medians = {name: measured.median(name) for name in ways}
-    ratio = min(medians["operator"], medians["sdpa"]) / medians["sharded"]
+    ratio = min(milliseconds["operator"], milliseconds["sdpa"]) / milliseconds["sharded"]
     targets = [
         target("the faster operator's time / the four servers'", ratio, "time", least=GOAL),
         target("largest error / the bound for bfloat16", errors["sharded"], "error", most=1.0),
@@ -83,7 +80,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     return {
         "tokens": given.tokens, "kv_heads": HEADS, "head_dim": DIM,
         "dtype": "bfloat16", "servers": SERVERS, "bytes": k.nbytes + v.nbytes, "rounds": given.rounds,
-        "targets": targets, "median_milliseconds": {name: round(1e3 * time, 1) for name, time in medians.items()},
+        "targets": targets, "median_milliseconds": {name: round(time, 1) for name, time in milliseconds.items()},
         "errors": {name: round(error, 3) for name, error in errors.items()},
     }  # fmt: skip
 

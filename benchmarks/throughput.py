@@ -11,23 +11,21 @@ with 1 if a target is missed, or if no round of a case is left.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
 import math
+import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import count
 from typing import Any, NamedTuple
 
 import mixed
 import numpy as np
-from forms import SAFETENSORS, Case, Form
+from forms import SAFETENSORS, Case, Form, Request, truth
 from load import drive
-from peers.servers import HERE, INSTALLABLE, PEERS, ask, install, installed_version, started
-from runner import Option, run, target
-from serving import environment_of_the_engine, process, service
+from peers.servers import INSTALLABLE, PEERS, ask, install, installed_version, started
+from runner import Args, Ask, Option, apart, in_turn, ratio, run, target, undisturbed
+from serving import engine_variables, service
 
 CONNECTIONS = 8
 CASES = tuple(Case(length, gradient) for length in (128, 1024) for gradient in (False, True))
@@ -65,44 +63,18 @@ NO_ROUND = "not measured: another program used the machine in every round"
 Calls = Callable[[Case, int], float]
 
 
-class Rounds:
-    """The rates of a case in requests per second: of each way in each round, and of `STEADY` at a round's ends."""
-
-    def __init__(self) -> None:
-        self._rates: list[dict[str, float]] = []
-        self._steady: list[tuple[float, ...]] = []
-
-    def add(self, rates: dict[str, float], steady: Sequence[float]) -> None:
-        self._rates.append({STEADY: statistics.mean(steady), **rates})
-        self._steady.append(tuple(steady))
-
-    def clean(self, deviation: float) -> list[dict[str, float]]:
-        return [
-            rates for rates, is_clean in zip(self._rates, undisturbed(self._steady, deviation), strict=True) if is_clean
-        ]
-
-    def __len__(self) -> int:
-        return len(self._rates)
-
-
-def undisturbed(steady: Sequence[Sequence[float]], deviation: float) -> list[bool]:
-    """Return for each round whether all its rates of the operator are within `deviation` of their overall median."""
-    median = statistics.median(rate for rates in steady for rate in rates)
-    return [all(abs(rate / median - 1) <= deviation for rate in rates) for rates in steady]
-
-
 def over_http(port: int, path: Callable[[Case], str], form: Form) -> Calls:
     """Return a way through a server. Raises RuntimeError if its answers to the shorter cases are wrong."""
     for case in CASES[:2]:
         status, headers, body = ask(port, path(case), form, case)
         if status != 200:
             raise RuntimeError(f"{path(case)}: {status} {body[:2000].decode(errors='replace')}")
-        answers, truth = form.read(headers, body), case.truth()
-        for name, right in truth.items():
+        answers = form.read(headers, body)
+        for name, right in truth(case.tensors).items():
             error = np.abs(answers[name] - right).max() / np.abs(right).max()
             if not error <= BOUND:
                 raise RuntimeError(f"{path(case)}: {name} of {case.name} is off by {error:.1e} of its largest value")
-    requests = {case: form.request(path(case), case) for case in CASES}
+    requests = {case: Request.post(path(case), form.write(case.tensors)) for case in CASES}
 
     def calls(case: Case, count: int) -> float:
         return max(timed.ended for timed in drive(port, [requests[case]] * count, CONNECTIONS))
@@ -110,16 +82,16 @@ def over_http(port: int, path: Callable[[Case], str], form: Form) -> Calls:
     return calls
 
 
-def in_process(child: subprocess.Popen[str], way: str) -> Calls:
-    assert child.stdin is not None
-    assert child.stdout is not None
-    to, out = child.stdin, child.stdout
+def operators() -> dict[str, Callable[..., float]]:
+    from peers import in_process
 
+    return in_process.WAYS
+
+
+def in_process(ask: Ask, way: str) -> Calls:
     def calls(case: Case, count: int) -> float:
-        request = {"way": way, "shape": case.shape, "gradient": case.gradient, "calls": count}
-        to.write(json.dumps(request) + "\n")
-        to.flush()
-        return float(out.readline())
+        taken: float = ask(way, case.shape, case.gradient, count)
+        return taken
 
     for case in CASES:  # warm-up: imports, and makes pools
         calls(case, 1)
@@ -135,22 +107,18 @@ class Running(NamedTuple):
 @contextlib.contextmanager
 def running(wanted: Sequence[str]) -> Iterator[Running]:
     """Start the service, its peers, and the operator in processes; yield every way that can be timed."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    command = [sys.executable, str(HERE / "in_process.py")]
     ways, versions = {}, {}
     with contextlib.ExitStack() as stack:
         _, port, _ = stack.enter_context(service())
-        path = {False: "/attention", True: "/attention/grad"}
-        ways[OURS] = over_http(port, lambda case: path[case.gradient], SAFETENSORS)
+        ways[OURS] = over_http(port, lambda case: case.path, SAFETENSORS)
         for peer in PEERS:
             if peer.packages and peer.environment not in wanted:
                 continue
             ways[peer.name] = over_http(stack.enter_context(started(peer)), peer.path, peer.form)
             if peer.packages:
                 versions[peer.name] = installed_version(peer)
-        torch = stack.enter_context(process(command, **pipes))
-        with environment_of_the_engine():
-            kernels = stack.enter_context(process(command, **pipes))
+        torch = stack.enter_context(apart(operators))
+        kernels = stack.enter_context(apart(operators, **engine_variables()))
         for name, way in IN_PROCESS.items():
             ways[name] = in_process(torch if way.startswith("sdpa") else kernels, way)
         yield Running(port, ways, versions)
@@ -170,52 +138,50 @@ def counts(ways: dict[str, Calls], seconds: float) -> dict[Case, dict[str, int]]
     return planned
 
 
-def timed_rounds(ways: dict[str, Calls], rounds: int, seconds: float) -> dict[Case, Rounds]:
-    planned = counts(ways, seconds)
-    measured = {case: Rounds() for case in CASES}
+def timed_rounds(ways: dict[str, Calls], rounds: int, seconds: float) -> dict[Case, list[dict[str, Any]]]:
+    """Return the rates of each case in requests per second, by way, in each round."""
+    turns = {}
+    for case, planned in counts(ways, seconds).items():
+        timed = {
+            name: lambda case=case, name=name, calls=calls: calls / ways[name](case, calls)
+            for name, calls in planned.items()
+            if calls
+        }
+        turns[case] = in_turn(timed, rounds, warm=0, ends=STEADY)
+    measured: dict[Case, list[dict[str, Any]]] = {case: [] for case in CASES}
     for number in range(rounds):
-        for case, rows in measured.items():
-            names = [name for name, count in planned[case].items() if count and name != STEADY]
-            turn = number * len(names) // rounds
-            steady = [planned[case][STEADY] / ways[STEADY](case, planned[case][STEADY])]
-            order = names[turn:] + names[:turn]
-            rates = {name: planned[case][name] / ways[name](case, planned[case][name]) for name in order}
-            steady.append(planned[case][STEADY] / ways[STEADY](case, planned[case][STEADY]))
-            rows.add(rates, steady)
-            print(f"round {number + 1} of {rounds}, {case.name}: ours {rates[OURS]:.1f}/s, op {steady}", flush=True)
+        for case, turn in turns.items():
+            rates = next(turn)
+            measured[case].append(rates)
+            print(
+                f"round {number + 1} of {rounds}, {case.name}: ours {rates[OURS]:.1f}/s, op {rates[STEADY]}", flush=True
+            )
     return measured
 
 
 def timed_mixed(at: Running, lengths: str, repetitions: int, deviation: float) -> dict[str, Any]:
     """Time requests of many lengths (mixed.py). The summary has only undisturbed repetitions."""
-    chosen = mixed.cases(lengths, seed=0)
-    requests = [SAFETENSORS.request("/attention/grad" if case.gradient else "/attention", case) for case in chosen]
-    runs, steady = [], []
-
-    def operator() -> float:
-        return CONNECTIONS / at.ways[STEADY](CASES[-1], CONNECTIONS)
-
-    for number in range(repetitions):
-        before = operator()
-        runs.append(mixed.repetition(at.port, requests, CONNECTIONS, seed=number + 1))
-        steady.append((before, operator()))
-        print(f"mixed, {lengths}, {number + 1} of {repetitions}: {mixed.summary(runs[-1:])}", flush=True)
-    clean_runs = [each for each, clean in zip(runs, undisturbed(steady, deviation), strict=True) if clean]
-    return {"repetitions": len(clean_runs), "thrown_away": len(runs) - len(clean_runs), **mixed.summary(clean_runs)}
+    requests, seeds = mixed.requests(lengths, seed=0), count(1)
+    ways = {
+        STEADY: lambda: CONNECTIONS / at.ways[STEADY](CASES[-1], CONNECTIONS),
+        "mixed": lambda: mixed.repetition(at.port, requests, CONNECTIONS, seed=next(seeds)),
+    }
+    runs = []
+    for each in in_turn(ways, repetitions, warm=0, ends=STEADY):
+        runs.append(each)
+        print(f"mixed, {lengths}, {len(runs)} of {repetitions}: {mixed.summary([each['mixed']])}", flush=True)
+    clean = [each["mixed"] for each in undisturbed(runs, STEADY, deviation)]
+    return {"repetitions": len(clean), "thrown_away": len(runs) - len(clean), **mixed.summary(clean)}
 
 
-def medians(rounds: Sequence[dict[str, float]]) -> dict[str, dict[str, float]]:
+def table_of(rounds: Sequence[dict[str, float]]) -> dict[str, dict[str, float]]:
     """Return each way's requests per second, and our rate over it in the same round. Empty without rounds."""
     table = {}
     for name in rounds[0] if rounds else ():
-        rates = [rates_of_round[name] for rates_of_round in rounds]
-        ratios = [rates_of_round[OURS] / rates_of_round[name] for rates_of_round in rounds]
-        table[name] = {
-            "rps": round(statistics.median(rates), 2),
-            "least": round(min(rates), 2),
-            "most": round(max(rates), 2),
-            "ours_over_it": round(statistics.median(ratios), 3),
-        }
+        rates = [each[name] for each in rounds]
+        figures = {"rps": statistics.median(rates), "least": min(rates), "most": max(rates)}
+        table[name] = {what: round(figure, 2) for what, figure in figures.items()}
+        table[name]["ours_over_it"] = round(ratio(rounds, OURS, name), 3)
     return table
 
 
@@ -245,16 +211,17 @@ def print_table(result: dict[str, Any]) -> None:
         print(f"\nmixed, {lengths}: {figures}")
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     wanted = INSTALLABLE if "all" in args.peers else args.peers
     for peer in PEERS:
         if peer.environment in wanted:
             install(peer)
+    os.environ["FLASHPOINT_HEADER_TIMEOUT"] = "600"  # connections of mixed requests are idle until one is due
     with running(wanted) as at:
         measured = timed_rounds(at.ways, args.rounds, args.seconds)
         tails = {name: timed_mixed(at, name, args.repetitions, args.deviation) for name in mixed.LENGTHS}
-    clean = {case: rounds.clean(args.deviation) for case, rounds in measured.items()}
-    tables = {case: medians(rounds) for case, rounds in clean.items()}
+    clean = {case: undisturbed(rounds, STEADY, args.deviation) for case, rounds in measured.items()}
+    tables = {case: table_of(rounds) for case, rounds in clean.items()}
     absent = {peer.name: "not installed" for peer in PEERS if peer.name not in at.ways}
     slow = f"not measured: a call takes over {SLOWEST:g} s"
     unmeasured = {case: dict.fromkeys(at.ways, slow if rounds else NO_ROUND) for case, rounds in clean.items()}

@@ -8,15 +8,14 @@ benchmarks/results/train-saved-<cpu>.json, and takes about three minutes. The ex
 
 from __future__ import annotations
 
-import argparse
-import statistics
 import sys
 import time
 import urllib.request
+from functools import partial
 from typing import Any
 
 import torch
-from runner import ROOT, Option, run, target
+from runner import ROOT, Args, Option, in_turn, medians, run, target
 from serving import service
 
 import flashpoint
@@ -42,38 +41,41 @@ def training(client: flashpoint.Client, port: int, rounds: int, steps: int) -> d
     """Return the losses, bytes per step and milliseconds per step of each way."""
     losses: dict[str, list[float]] = {}
     nbytes: dict[str, float] = {}
-    took: dict[str, list[float]] = {name: [] for name in WAYS}
-    for _ in range(rounds):
-        for name in WAYS:
-            attend, before = train_gpt.way(name, client, "torch"), sent_and_received(port)
-            overhead = sent_and_received(port) - before  # bytes of one request for the metrics
-            began = time.perf_counter()
-            losses[name] = train_gpt.train(attend, steps=steps).losses
-            took[name].append((time.perf_counter() - began) / steps * 1e3)
-            nbytes[name] = (sent_and_received(port) - before - 2 * overhead) / steps
+
+    def trained(name: str) -> float:
+        """Train, and return the milliseconds of a step."""
+        attend, before = train_gpt.way(name, client, "torch"), sent_and_received(port)
+        overhead = sent_and_received(port) - before  # bytes of one request for the metrics
+        began = time.perf_counter()
+        losses[name] = train_gpt.train(attend, steps=steps).losses
+        taken = (time.perf_counter() - began) / steps * 1e3
+        nbytes[name] = (sent_and_received(port) - before - 2 * overhead) / steps
+        return taken
+
+    ms = medians(list(in_turn({name: partial(trained, name) for name in WAYS}, rounds, warm=0)))
     return {
         "steps": steps, "rounds": rounds, "last_loss": losses["saved"][-1],
         "same_losses": losses["served"] == losses["saved"],
-        "bytes_per_step": {name: round(n) for name, n in nbytes.items()},
-        "ms_per_step": {name: round(statistics.median(each), 3) for name, each in took.items()},
+        "bytes_per_step": {name: round(nbytes[name]) for name in WAYS}, "ms_per_step": ms,
     }  # fmt: skip
 
 
 def saving(client: flashpoint.Client, rounds: int) -> dict[str, float]:
     """Return the milliseconds of a forward of LARGE, with and without saving, timed in turn."""
     q, k, v = (torch.randn(LARGE, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
-    took: dict[str, list[float]] = {"unsaved": [], "saved": []}
-    for _ in range(rounds):
-        for name, samples in took.items():
-            began = time.perf_counter()
-            result = client.attention(q, k, v, return_lse=True, save=name == "saved")
-            samples.append((time.perf_counter() - began) * 1e3)
-            if name == "saved":
-                client.delete_saved(result.saved)
-    return {name: round(statistics.median(samples), 3) for name, samples in took.items()}
+
+    def forward(save: bool) -> float:
+        began = time.perf_counter()
+        result = client.attention(q, k, v, return_lse=True, save=save)
+        taken = (time.perf_counter() - began) * 1e3
+        if save:
+            client.delete_saved(result.saved)
+        return taken
+
+    return medians(list(in_turn({"unsaved": partial(forward, False), "saved": partial(forward, True)}, rounds, warm=0)))
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     torch.set_num_threads(1)
     with service() as (_, port, _), flashpoint.Client(f"http://127.0.0.1:{port}") as client:
         train_gpt.train(train_gpt.way("saved", client, "torch"), steps=3)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from typing import NamedTuple
 import psutil
 from forms import LISTS, OIP_BINARY, OIP_JSON, RAW, SAFETENSORS, Case, Form
 from runner import MALLOC
-from serving import START_SECONDS
+from serving import START_SECONDS, free_ports
 
 HERE = Path(__file__).resolve().parent
 CONSTRAINTS = HERE.parent.parent / "constraints.txt"
@@ -51,11 +50,11 @@ class Peer(NamedTuple):
 CORES = os.cpu_count() or 1
 PEERS = (
     Peer("bare asyncio protocol", "python HERE/bare_protocol.py PORT"),
-    Peer("bare ASGI", "python HERE/bare_asgi.py PORT"),
-    Peer("FastAPI, inline", "python HERE/fastapi_safetensors.py PORT inline 1", SAFETENSORS),
-    Peer("FastAPI, inline, a thread a core", f"python HERE/fastapi_safetensors.py PORT inline {CORES}", SAFETENSORS),
-    Peer("FastAPI, thread pool", "python HERE/fastapi_safetensors.py PORT pool 1", SAFETENSORS),
-    Peer("FastAPI, JSON lists", "python HERE/fastapi_json.py PORT", LISTS),
+    Peer("bare ASGI", "python HERE/on_uvicorn.py PORT bare 1"),
+    Peer("FastAPI, inline", "python HERE/on_uvicorn.py PORT inline 1", SAFETENSORS),
+    Peer("FastAPI, inline, a thread a core", f"python HERE/on_uvicorn.py PORT inline {CORES}", SAFETENSORS),
+    Peer("FastAPI, thread pool", "python HERE/on_uvicorn.py PORT pool 1", SAFETENSORS),
+    Peer("FastAPI, JSON lists", "python HERE/on_uvicorn.py PORT json 1", LISTS),
     Peer("LitServe", "python HERE/litserve_app.py PORT", packages=("litserve==0.2.19",), environment="litserve"),
     Peer(
         "BentoML",
@@ -148,13 +147,6 @@ def started(peer: Peer) -> Iterator[int]:
             end(child)
 
 
-def free_ports(count: int) -> list[int]:
-    """Return free ports: most peers cannot choose a free port and report it."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [s.getsockname()[1] for s in sockets]
-
-
 def answers(peer: Peer, port: int) -> bool:
     try:
         return all(ask(port, peer.path(case), peer.form, case)[0] == 200 for case in FIRST_CALLS)
@@ -164,9 +156,9 @@ def answers(peer: Peer, port: int) -> bool:
 
 def ask(port: int, path: str, form: Form, case: Case) -> tuple[int, http.client.HTTPMessage, bytes]:
     """Make one call; return the status, headers and body of its answer."""
-    headers, body = form.write(case)
+    headers, body = form.whole(case.tensors)
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=START_SECONDS)) as connection:
-        connection.request("POST", path, b"".join(body), dict(headers))
+        connection.request("POST", path, body, headers)
         response = connection.getresponse()
         return response.status, response.headers, response.read()
 
