@@ -25,7 +25,7 @@ def test_a_tensor_has_its_shape_in_each_layout_and_rank(name, layout, rank, shap
     axis = row.head_axis(layout)
     if axis is not None and rank != 2 and not (rank == 3 and layout != "thd"):
         assert shape[axis] in (6, 3)
-    least = row.least_shape(SIZES, layout, rank)
+    least = row.smallest_shape(SIZES, layout, rank)
     assert all(m in (1, n) for m, n in zip(least, shape, strict=True))
     assert (least == shape) == (not row.broadcast)
 

@@ -3,6 +3,7 @@
 import pytest
 
 pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
+pytest.importorskip("transformers")
 
 import torch
 
