@@ -100,16 +100,18 @@ class Spread:
     def grow(self, tokens: int) -> Steps[None]:
         """Make the missing parts for this number of tokens, at least one part in all."""
         missing = range(len(self.parts), max(1, -(-tokens // self.span)))
-        if not missing:
-            return
-        results = yield Round(
-            [PartCall(self.server(part), cache_calls.create(self._shape)) for part in missing], whole=True
-        )
-        made = [AnyCache(result[0]) for result in results if not isinstance(result, FlashpointError)]
+        if missing:
+            self.parts += yield from self._make({part: cache_calls.create(self._shape) for part in missing})
+
+    def _make(self, calls: Mapping[int, Call]) -> Steps[list[AnyCache]]:
+        """Make the caches of parts, all or none: after an error, delete those that were made, and raise it."""
+        results = yield Round([PartCall(self.server(part), call) for part, call in calls.items()], whole=True)
+        by_part = dict(zip(calls, results, strict=True))
+        made = {part: AnyCache(result[0]) for part, result in by_part.items() if not _is_error(result)}
         if len(made) < len(results):
-            yield from _freed(self._deletions(zip(_good(missing, results), made, strict=True)))
-            raise _first(results)
-        self.parts += made
+            yield from self._free(made.items())
+            raise next(filter(_is_error, results))
+        return list(made.values())
 
     def _tokens_of(self, part: int, layer: int) -> int:
         """Return the number of a layer's tokens in a part."""
@@ -253,7 +255,7 @@ class Spread:
         self._unsure = {(part, layer) for part, layer in self._unsure if part < parts}
         gone, self.parts = self.parts[parts:], self.parts[:parts]
         if gone:
-            yield from _freed(self._deletions(enumerate(gone, parts)))
+            yield from self._free(enumerate(gone, parts))
 
     def _parts_for(self, length: int) -> int:
         """Return the number of parts for `length` tokens, at least one. Raises InvalidInputError."""
@@ -270,13 +272,8 @@ class Spread:
             yield from self._mend(layer)
         ends = [min(self.span, end - part * self.span) for part in range(len(sources))]
         calls = [cache_calls.fork([cache], [tokens], []) for cache, tokens in zip(sources, ends, strict=True)]
-        results = yield Round([PartCall(self.server(part), call) for part, call in enumerate(calls)], whole=True)
         copy = Spread(self.urls, {**self._shape, "span": self.span})
-        copy.parts = [AnyCache(result[0]) for result in results if not isinstance(result, FlashpointError)]
-        if len(copy.parts) < len(results):
-            made = zip(_good(range(len(results)), results), copy.parts, strict=True)
-            yield from _freed(self._deletions(made))
-            raise _first(results)
+        copy.parts = yield from self._make(dict(enumerate(calls)))
         copy.lengths = [min(tokens, end) for tokens in self.lengths]
         return copy
 
@@ -288,10 +285,14 @@ class Spread:
 
     def delete(self) -> Steps[None]:
         """Delete every part. Raises the error of a server that could not be reached."""
-        yield from _freed(self._deletions(enumerate(self.parts)))
+        yield from self._free(enumerate(self.parts))
 
-    def _deletions(self, parts: Iterable[tuple[int, AnyCache]]) -> list[PartCall]:
-        return [PartCall(self.server(part), cache_calls.delete(cache)) for part, cache in parts]
+    def _free(self, parts: Iterable[tuple[int, AnyCache]]) -> Steps[None]:
+        """Delete caches on all servers. Afterwards raise the first error, unless the cache was gone already."""
+        calls = [PartCall(self.server(part), cache_calls.delete(cache)) for part, cache in parts]
+        for error in filter(_is_error, (yield Round(calls, whole=True))):
+            with unless_gone():
+                raise error
 
 
 @dataclass(frozen=True)
@@ -340,18 +341,5 @@ class _Tokens:
         return k, v
 
 
-def _freed(asks: Sequence[PartCall]) -> Steps[None]:
-    """Delete caches on all servers. Afterwards raise the first error, unless the cache was gone already."""
-    results = yield Round(asks, whole=True)
-    for result in results:
-        if isinstance(result, FlashpointError):
-            with unless_gone():
-                raise result
-
-
-def _first(results: Sequence[Any]) -> FlashpointError:
-    return next(result for result in results if isinstance(result, FlashpointError))
-
-
-def _good(numbers: Sequence[int], results: Sequence[Any]) -> list[int]:
-    return [number for number, result in zip(numbers, results, strict=True) if not isinstance(result, FlashpointError)]
+def _is_error(result: object) -> bool:
+    return isinstance(result, FlashpointError)
