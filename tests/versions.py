@@ -25,7 +25,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = ("server", "grpc", "otel")
 # The packages of the extra dev that these tests import.
 TOOLS = ("hypothesis", "psutil", "pytest", "pytest-randomly", "pytest-xdist", "pyyaml", "safetensors")
-HTTP_SIDE = ("tests/client", "tests/server", "tests/fuzz")
+HTTP_SIDE = ("tests/client", "tests/contract", "tests/server", "tests/fuzz")
 SERVED = ("http_errors", "http_exact", "http_lifecycle", "observability", "page", "sdk", "traces")
 SERVICE = (
     *HTTP_SIDE,

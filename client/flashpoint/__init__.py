@@ -79,13 +79,13 @@ if not TYPE_CHECKING:  # with __getattr__, type checkers would accept names that
         if name in _MODULES:
             return import_module(f"{__name__}.{name}")
         if name == "__version__":
-            found = version(__name__)
+            value = version(__name__)
         elif name in _HOMES:
-            found = getattr(import_module(_HOMES[name]), name)
+            value = getattr(import_module(_HOMES[name]), name)
         else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        globals()[name] = found
-        return found
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -68,8 +68,8 @@ def read_case(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     specs = {spec.name: spec for spec in head.tensors}
     if not specs.keys() >= set(REQUIRED["forward"]):
         named = ((name, hint.removeprefix("; ")) for name, hint in each_meant(specs, REQUIRED["forward"]))
-        found = ", ".join(f"{name} ({hint})" if hint else name for name, hint in named)
-        raise invalid("file", f"{path} needs tensors q, k and v. It has {found or 'none'}")
+        listing = ", ".join(f"{name} ({hint})" if hint else name for name, hint in named)
+        raise invalid("file", f"{path} needs tensors q, k and v. It has {listing or 'none'}")
     if refused := refusals("cli", specs):
         raise all_invalid(refused)
     return unpack(buffer[head.size :], specs, buffer), wire.decode_options(head.metadata)

@@ -163,10 +163,10 @@ def _text(value: object) -> str | None:
 
 def _fields(errors: object) -> list[FieldProblem]:
     """Return the problems in `[{"loc": ["q"], "msg": "…"}]`; `loc` may also be a single name."""
-    found = []
+    problems = []
     for error in errors if isinstance(errors, list) else []:
         if isinstance(error, dict):
             loc = error.get("loc")
             path = loc if isinstance(loc, list) else [loc]
-            found.append(FieldProblem(".".join(map(str, path)), str(error.get("msg"))))
-    return found
+            problems.append(FieldProblem(".".join(map(str, path)), str(error.get("msg"))))
+    return problems

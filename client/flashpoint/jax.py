@@ -181,8 +181,8 @@ class _Call:
         if self.saving:
             if not mapped:
                 return self._save(arrays)
-            found = dataclasses.replace(self, saving=False)._answer(arrays)
-            return (*found, np.zeros((*found[0].shape[: arrays["q"].ndim - self.rank], ID_LENGTH), np.uint8))
+            results = dataclasses.replace(self, saving=False)._answer(arrays)
+            return (*results, np.zeros((*results[0].shape[: arrays["q"].ndim - self.rank], ID_LENGTH), np.uint8))
         if token is not None and not mapped and (saved := token.tobytes().rstrip(b"\0").decode()):
             try:
                 return self._of_saved(saved, arrays)
@@ -191,21 +191,21 @@ class _Call:
         return self._answer(arrays)
 
     def _save(self, arrays: dict[str, NDArray[Any]]) -> tuple[NDArray[Any], ...]:
-        found = self.client.attention(**self._keywords(arrays), return_lse=True, save=True)
-        assert isinstance(found, SavedAttention)
+        saved = self.client.attention(**self._keywords(arrays), return_lse=True, save=True)
+        assert isinstance(saved, SavedAttention)
         token = np.zeros(ID_LENGTH, np.uint8)
-        written = np.frombuffer((found.saved or "").encode(), np.uint8)
+        written = np.frombuffer((saved.saved or "").encode(), np.uint8)
         token[: len(written)] = written
-        return found.o, found.lse, token
+        return saved.o, saved.lse, token
 
     def _of_saved(self, saved: str, arrays: dict[str, NDArray[Any]]) -> tuple[NDArray[Any], ...]:
         """Return the gradients of a saved forward, and free it."""
         sending: dict[str, Any] = {name: value for name, value in self.sending if name != "request_id"}
-        found: tuple[NDArray[Any], ...] = self.client.attention_grad(
+        gradients: tuple[NDArray[Any], ...] = self.client.attention_grad(
             arrays["do"], dlse=arrays.get("dlse"), saved=saved, grads=self.grads, **sending
         )
         _saved.Lease(self.client, saved).release()
-        return found
+        return gradients
 
     def _answer(self, arrays: dict[str, NDArray[Any]]) -> tuple[NDArray[Any], ...]:
         if not (lead := arrays["q"].ndim - self.rank):
@@ -214,8 +214,8 @@ class _Call:
         # Dropout's random numbers depend on the place of a sequence in its request, so folding would change them.
         folded = None if self.options.dropout_p else fold(arrays, lead, self.options.layout, self.grads)
         if folded:
-            found = zip(wanted.items(), self._send(folded.tensors), strict=True)
-            return tuple(folded.unfold(name, answer, like.shape) for (name, like), answer in found)
+            results = zip(wanted.items(), self._send(folded.tensors), strict=True)
+            return tuple(folded.unfold(name, answer, like.shape) for (name, like), answer in results)
         batch = batch_shape(arrays, lead)
         answers = tuple(np.empty((*batch, *like.shape), like.dtype) for like in wanted.values())
 
@@ -234,8 +234,8 @@ class _Call:
             answer = self.client.attention_grad(**keywords, grads=self.grads)
         else:
             answer = self.client.attention(**keywords, return_lse=True)
-        found: tuple[NDArray[Any], ...] = answer
-        return found
+        results: tuple[NDArray[Any], ...] = answer
+        return results
 
     def _keywords(self, arrays: dict[str, NDArray[Any]]) -> dict[str, Any]:
         return {**self.options.model_dump(exclude_defaults=True), **dict(self.sending), **arrays}
@@ -245,8 +245,8 @@ def _ask(call: _Call, tensors: Arrays) -> tuple[jax.Array, ...]:
     """Return the answers of `call`. Concrete arrays on one device need no callback, so errors keep their class."""
     if any(isinstance(t, jax.core.Tracer) or not isinstance(t.device, jax.Device) for t in tensors.values()):
         answers = tuple(jax.ShapeDtypeStruct(*answer) for answer in call.answers(tensors).values())  # type: ignore[no-untyped-call]
-        found: tuple[jax.Array, ...] = jax.pure_callback(call, answers, tensors, vmap_method="expand_dims")
-        return found
+        results: tuple[jax.Array, ...] = jax.pure_callback(call, answers, tensors, vmap_method="expand_dims")
+        return results
     return tuple(jax.device_put(t, tensors["q"].device) for t in call(tensors))
 
 
@@ -262,21 +262,21 @@ def _forward(call: _Call, primals: dict[str, Any]) -> tuple[Any, Any]:
         if name not in _GRADS:
             raise invalid(name, "has no gradient: wrap it in jax.lax.stop_gradient")
     tensors = {name: primal.value for name, primal in primals.items()}
-    found = _attention(dataclasses.replace(call, saving=call.save), tensors)
-    kept = dict(zip(("o", "lse", _TOKEN), found, strict=False))
-    answer = found if call.saving else found[:2]
-    return answer, (tensors, kept, dict.fromkeys(needed))  # as keys of a dict: jit does not trace them
+    results = _attention(dataclasses.replace(call, saving=call.save), tensors)
+    outputs = dict(zip(("o", "lse", _TOKEN), results, strict=False))
+    answer = results if call.saving else results[:2]
+    return answer, (tensors, outputs, dict.fromkeys(needed))  # as keys of a dict: jit does not trace them
 
 
 def _backward(call: _Call, residuals: Any, cotangents: Any) -> tuple[dict[str, Any]]:
-    tensors, kept, needed = residuals
+    tensors, outputs, needed = residuals
     do, dlse, *_ = cotangents
-    o = kept["o"]
-    sent = {**tensors, **kept, "do": jnp.zeros_like(o) if isinstance(do, SymbolicZero) else jnp.asarray(do)}
+    o = outputs["o"]
+    sent = {**tensors, **outputs, "do": jnp.zeros_like(o) if isinstance(do, SymbolicZero) else jnp.asarray(do)}
     if not isinstance(dlse, SymbolicZero):
         sent["dlse"] = jnp.asarray(dlse)
-    found = _gradients(dataclasses.replace(call, grads=tuple(_GRADS[name] for name in needed)), sent)
-    return ({**dict.fromkeys(tensors), **dict(zip(needed, found, strict=True))},)
+    gradients = _gradients(dataclasses.replace(call, grads=tuple(_GRADS[name] for name in needed)), sent)
+    return ({**dict.fromkeys(tensors), **dict(zip(needed, gradients, strict=True))},)
 
 
 _attention.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -18,26 +18,26 @@ _SIZES = ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim", "value_
 def registered() -> Callable[..., Report]:
     """Return the judge, `flashpoint_kernels.judge`. Raises ModuleNotFoundError for a package that it needs."""
     for each in entry_points(group=GROUP, name="judge"):
-        found: Callable[..., Report] = each.load()
-        return found
+        judge: Callable[..., Report] = each.load()
+        return judge
     raise ModuleNotFoundError(
         "flashpoint_kernels registers no judge: install flashpoint again", name="flashpoint_kernels"
     )
 
 
-def asked_cases(keywords: Mapping[str, Any]) -> dict[str, Any]:
+def judge_arguments(keywords: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of the judge for a shape and options as VerifyRequest has them. Raises InvalidInputError."""
     given = dict(keywords)
-    asked: dict[str, Any] = {"seed": given.pop("seed", 0)}
+    arguments: dict[str, Any] = {"seed": given.pop("seed", 0)}
     only: dict[str, Any] = {}
     shape = given.pop("shape", None)
     if shape is not None:
         only |= {name: getattr(shape, name) for name in _SIZES}
     if (dtype := given.pop("dtype", None)) is not None:
-        asked["dtype"] = dtype
+        arguments["dtype"] = dtype
     for name in ("layout", "precision", "causal_alignment"):
         if name in given:
-            asked[name] = given.pop(name)
+            arguments[name] = given.pop(name)
     if given.pop("direction", "both") == "forward":
         only["forward"] = True
     extras = given.pop("extras", ())
@@ -49,4 +49,4 @@ def asked_cases(keywords: Mapping[str, Any]) -> dict[str, Any]:
     if given:
         name = next(iter(given))
         raise invalid(name, "is not an option of a function that is judged")
-    return asked | ({"only": only} if only else {})
+    return arguments | ({"only": only} if only else {})

@@ -43,12 +43,12 @@ def judge_attention() -> Callable[..., Any]:
     ) -> Any:
         __tracebackhide__ = True
         from flashpoint._calls.service import checked
-        from flashpoint.judging import asked_cases, registered
+        from flashpoint.judging import judge_arguments, registered
         from flashpoint_contract.schemas.shapes import Shape
 
         more = {name: options.pop(name) for name in ("empty_rows", "seconds", "timeout", "save") if name in options}
-        asked = asked_cases(options | ({} if shape is None else {"shape": checked(Shape, shape)}))
-        report = registered()(kernel, quick=quick, require=tuple(require), **asked, **more)
+        arguments = judge_arguments(options | ({} if shape is None else {"shape": checked(Shape, shape)}))
+        report = registered()(kernel, quick=quick, require=tuple(require), **arguments, **more)
         if not report.ok:
             pytest.fail(str(report), pytrace=False)
         return report

@@ -144,8 +144,8 @@ def plan_cached(tensors: Mapping[str, TensorInfo], options: Options, layer: Laye
         if name in given:
             shape = _shape(q.shape, options.layout, length, heads, dim)
             if given[name] != TensorInfo(q.dtype, shape):
-                found = f"{given[name].dtype} of {list(given[name].shape)}"
-                errors.append((name, f"is {found}, but q and the cache need {q.dtype} of {list(shape)}"))
+                actual = f"{given[name].dtype} of {list(given[name].shape)}"
+                errors.append((name, f"is {actual}, but q and the cache need {q.dtype} of {list(shape)}"))
         given[name] = TensorInfo(q.dtype, _shape(q.shape, options.layout, keys, heads, dim))
     if len(q.shape) < 4 and not ragged and layer.kv_heads != 1:
         errors.append(("q", f"has one head, but the cache has {layer.kv_heads} key/value heads"))

@@ -84,7 +84,7 @@ class NotJudged:
 
 @dataclass(frozen=True)
 class Race:
-    """Repeated calls: with `calls` of them, a wrong answer in a fraction `excluded` of calls is found with 99%."""
+    """Repeated calls: `calls` of them find a wrong answer in a fraction `excluded` of calls with 99% probability."""
 
     calls: int
     excluded: float
@@ -135,82 +135,82 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain dicts, lists, numbers and strings. Numbers that JSON does not have are strings, as `NaN`."""
-        found: dict[str, Any] = _plain(dataclasses.asdict(self))
-        return found
+        document: dict[str, Any] = _plain(dataclasses.asdict(self))
+        return document
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
     def lines(self) -> list[str]:
         """Return the report as text: what was judged, causes, the smallest failing case, and what was not judged."""
-        found = [
+        lines = [
             f"{self.function} · {self.layout} · {self.device} · {self.cases} cases judged · "
             f"{self.seconds:.1f} s, {self.kernel_seconds:.1f} s of them in the function",
             f"judged: {', '.join(self.outputs)} in {', '.join(self.dtypes)}" if self.outputs else "nothing was judged",
         ]
         if self.outputs and not self.gradients:
-            found[-1] += "; forward only: autograd finds no gradient on o"
-            found.append("hint: call your backward from a torch.autograd.Function")
+            lines[-1] += "; forward only: autograd finds no gradient on o"
+            lines.append("hint: call your backward from a torch.autograd.Function")
         for cause in self.causes:
             how = "confirmed" if cause.confirmed else "probable"
-            found.append(f"cause: {cause.text} [{cause.code}, {how}, {cause.explains} of {self.failed} failing cases]")
-            found.append(f"  hint: {cause.advice}")
+            lines.append(f"cause: {cause.text} [{cause.code}, {how}, {cause.explains} of {self.failed} failing cases]")
+            lines.append(f"  hint: {cause.advice}")
         if sum(cause.explains for cause in self.causes) > self.failed:
-            found.append("a failing case can have several causes")
+            lines.append("a failing case can have several causes")
         if self.smallest is not None:
-            found += _said(self.smallest, "smallest failing case")
+            lines += _failure_lines(self.smallest, "smallest failing case")
         shown = {self.smallest.relation} if self.smallest is not None else set()
         for failure in self.failures:
             if failure.relation not in shown:
-                found += _said(failure, failure.relation)
+                lines += _failure_lines(failure, failure.relation)
                 shown.add(failure.relation)
         if self.imprecise and not self.failures:
             worst = max(self.imprecise, key=lambda f: (f.error or 0) / (f.accurate or 1))
-            found.append(
+            lines.append(
                 f"imprecise: {len(self.imprecise)} cases have larger errors than scores in float32 explain "
                 f"(--require accurate fails them); such as {worst.problem}: {worst.text}"
             )
         for each in self.properties:
             if each.required and each.standing == "holds":
-                found.append(f"{each.name}: {each.standing}, required: {each.text}")
+                lines.append(f"{each.name}: {each.standing}, required: {each.text}")
             elif each.standing == "fails" and each.name not in ("accurate", "all", "layout"):  # other lines have these
-                found.append(f"reported, no failure: {each.text} (--require {each.name} fails it)")
+                lines.append(f"reported, no failure: {each.text} (--require {each.name} fails it)")
         for part in self.refused:
-            found.append(f"unsupported: {part.what} ({part.cases} cases): {part.reason}")
+            lines.append(f"unsupported: {part.what} ({part.cases} cases): {part.reason}")
         for part in self.not_run:
-            found.append(f"not run: {part.what} ({part.cases} cases): {part.reason}")
+            lines.append(f"not run: {part.what} ({part.cases} cases): {part.reason}")
         if self.race is not None:
-            found_one = any(failure.relation == "repeated calls" for failure in self.failures)
-            found.append(
-                f"{'' if found_one else 'no race in '}{self.race.calls} repeated calls; "
+            raced = any(failure.relation == "repeated calls" for failure in self.failures)
+            lines.append(
+                f"{'' if raced else 'no race in '}{self.race.calls} repeated calls; "
                 f"a race in {self.race.excluded:.2%} of calls or more would have shown (99%)"
             )
         if self.saved is not None:
-            found.append(f"saved: {self.saved}, which flashpoint verify and POST /verify take")
+            lines.append(f"saved: {self.saved}, which flashpoint verify and POST /verify take")
         if self.command is not None:
-            found.append(f"repeat it: {self.command}")
+            lines.append(f"repeat it: {self.command}")
         if self.smallest is not None and self.saved is None:
-            found.append("its inputs and answers: add --save case.safetensors")
-        found.append(f"{'PASS' if self.ok else 'FAIL'}: {self._conclusion()}")
-        return found
+            lines.append("its inputs and answers: add --save case.safetensors")
+        lines.append(f"{'PASS' if self.ok else 'FAIL'}: {self._conclusion()}")
+        return lines
 
     def _conclusion(self) -> str:
         """Return the verdict in a sentence, with what is required and lacking, a guessed layout, options that raise."""
-        said = {
+        text = {
             "right": "every error is within its bound", "imprecise": "no error is above L, some are above S",
             "not judged": "no case could be judged",
         }.get(self.verdict, f"{self.failed} of {self.cases} cases fail")  # fmt: skip
         lacking = [each for each in self.properties if each.required and each.standing != "holds"]
         if self.verdict in ("wrong", "not judged") or not lacking:
-            said = f"{self.verdict}: {said}"
-        said += f", but {'; '.join(f'{each.text} (--require {each.name})' for each in lacking)}" if lacking else ""
+            text = f"{self.verdict}: {text}"
+        text += f", but {'; '.join(f'{each.text} (--require {each.name})' for each in lacking)}" if lacking else ""
         last = [each.text for each in self.properties if each.name == "layout" or each.name.startswith("option ")]
-        return "; ".join([said, *last])
+        return "; ".join([text, *last])
 
 
-def _said(failure: Failure, title: str) -> list[str]:
-    found = [f"{title}: {failure.problem}", f"  {failure.text}"]
-    return found + ([f"  wrong: {failure.where}"] if failure.where else [])
+def _failure_lines(failure: Failure, title: str) -> list[str]:
+    lines = [f"{title}: {failure.problem}", f"  {failure.text}"]
+    return lines + ([f"  wrong: {failure.where}"] if failure.where else [])
 
 
 def _plain(value: Any) -> Any:

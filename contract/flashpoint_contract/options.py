@@ -71,16 +71,16 @@ class Number:
     below: float | None = None
     normal: bool = False
     optional: bool = False
-    said: str = "must be a number within float32's range"
+    message: str = "must be a number within float32's range"
 
     def error(self, value: object) -> str | None:
         if value is None and self.optional:
             return None
         if not isinstance(value, numbers.Real) or isinstance(value, bool):
-            return self.said
+            return self.message
         number = cast(float, value)  # NaN fails both comparisons; an int may have any size
         right = self.least <= number <= LARGEST_FLOAT32 and (self.below is None or number < self.below)
-        return None if right and not (self.normal and 0 != number < LEAST_NORMAL_FLOAT32) else self.said
+        return None if right and not (self.normal and 0 != number < LEAST_NORMAL_FLOAT32) else self.message
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,13 @@ class Integer:
 
     least: int
     most: int
-    said: str
+    message: str
     optional: bool = False
 
     def error(self, value: object) -> str | None:
         right = value is None and self.optional
         right = right or (is_integer(value) and self.least <= cast(int, value) <= self.most)
-        return None if right else self.said
+        return None if right else self.message
 
 
 @dataclass(frozen=True)
@@ -104,13 +104,13 @@ class Pair:
 
     least: int
     most: int
-    said: str
+    message: str
     step: int = 1
     sides: tuple[str, str] = ("left", "right")
 
     def error(self, value: object) -> str | None:
         right = isinstance(value, tuple) and len(value) == 2
-        return None if right and all(map(self._has, cast(Any, value))) else self.said
+        return None if right and all(map(self._has, cast(Any, value))) else self.message
 
     def _has(self, value: Any) -> bool:
         return is_integer(value) and self.least <= value <= self.most and value % self.step == 0
@@ -239,12 +239,12 @@ class Options:
     )  # fmt: skip
     scale: float | None = _row(None, Number(optional=True), "factor of q·k; by default 1/sqrt(D)", 0.25)
     softcap: float = _row(
-        0.0, Number(0.0, normal=True, said="must be 0 (off) or a positive number within float32's normal range"),
+        0.0, Number(0.0, normal=True, message="must be 0 (off) or a positive number within float32's normal range"),
         "s = softcap·tanh(s/softcap), before mask and bias; 0 is off",
         1.0, feature=Feature("softcap", level=1, per_score=True),
     )  # fmt: skip
     dropout_p: float = _row(
-        0.0, Number(0.0, below=1.0, said="must be a number with 0 <= dropout_p < 1"),
+        0.0, Number(0.0, below=1.0, message="must be a number with 0 <= dropout_p < 1"),
         "probability of dropping an attention weight",
         0.5, feature=Feature("dropout", "dropout", level=2, per_score=True),
         refused={"sharded": "needs positions in the whole sequence, which a shard does not know"},

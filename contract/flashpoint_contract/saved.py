@@ -36,13 +36,13 @@ _ELSEWHERE = {
 
 def refused(options: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return (option, reason) for each option about saving, for a call that does not support it."""
-    found = []
+    errors = []
     for name in SAVED_OPTIONS.keys() & options.keys():
         if name == "save" and not isinstance(options[name], bool):
-            found.append((name, "must be true or false"))
+            errors.append((name, "must be true or false"))
         elif options[name] not in (False, None):
-            found.append((name, _ELSEWHERE[name]))
-    return found
+            errors.append((name, _ELSEWHERE[name]))
+    return errors
 
 
 def plain(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -157,11 +157,11 @@ class Spec:
         names = ("B", "B+1", "Hq", "Hk", "Sq", "Sk", "D", "Dv")
         heads, lengths = (self.q_heads, self.kv_heads), (self.q_len, self.kv_len)
         sizes = (self.batch, self.batch + 1, *heads, *lengths, self.head_dim, self.value_dim)
-        found = dict(zip(names, sizes, strict=True))
-        found |= {f"{of}_blocks": -(-n // m) for of, n, m in zip("qk", lengths, self.options.block_size, strict=True)}
+        by_axis = dict(zip(names, sizes, strict=True))
+        by_axis |= {f"{of}_blocks": -(-n // m) for of, n, m in zip("qk", lengths, self.options.block_size, strict=True)}
         if self.paged:
-            found |= {"pool": self.pool, "pages": self.kv_len // self.page_size, "page_size": self.page_size}
-        return found
+            by_axis |= {"pool": self.pool, "pages": self.kv_len // self.page_size, "page_size": self.page_size}
+        return by_axis
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the largest shape that a tensor of this name may have in this problem."""
@@ -179,10 +179,10 @@ class Spec:
 
     def with_keys(self, kv_len: int, tensors: Mapping[str, TensorInfo]) -> Spec:
         """Return this forward problem with another length of keys; what does not depend on it is not computed again."""
-        found = replace(self, kv_len=kv_len, tensors=tensors)
+        spec = replace(self, kv_len=kv_len, tensors=tensors)
         same = {name: getattr(self, name) for name in ("features", "level", "window", "outputs", "lse_shape")}
-        found.__dict__.update(same)
-        return found
+        spec.__dict__.update(same)
+        return spec
 
     @property
     def has_forward(self) -> bool:
@@ -335,10 +335,9 @@ def _plan(named: tuple[tuple[str, TensorInfo], ...], options: Options, direction
 
 
 def _grown(named: tuple[tuple[str, TensorInfo], ...], options: Options, direction: Direction) -> Spec | None:
-    """Return the problem from that of another length of keys; None if lengths decide whether it is valid, or which it
-    is.
+    """Return the problem, made from the same problem with one key; None if the number of keys decides more than sizes.
 
-    In a loop that adds a key in each call, every call has another length.
+    In a loop that adds a key in each call, every call has a new number of keys, but all share the problem with one.
     """
     tensors = dict(named)
     k, v = tensors.get("k"), tensors.get("v")
@@ -349,10 +348,10 @@ def _grown(named: tuple[tuple[str, TensorInfo], ...], options: Options, directio
         return None
     short = tuple((name, _one_key(info, axis) if name in ("k", "v") else info) for name, info in named)
     try:
-        found = _planned(short, options, direction)
+        planned = _planned(short, options, direction)
     except ProblemError:
         return None  # whose sizes are not those of this call
-    return found.with_keys(k.shape[axis], tensors)
+    return planned.with_keys(k.shape[axis], tensors)
 
 
 # tensors whose shapes do not depend on the number of keys, and k and v
@@ -453,8 +452,8 @@ def _check_shapes(spec: Spec) -> Iterable[tuple[str, str]]:
             yield name, f"is only for layout {' and '.join(row.layouts)}, not {layout}"
         elif row.broadcast:
             padded = (1,) * (len(full) - len(info.shape)) + info.shape
-            least = row.least_shape(spec.sizes, layout, spec.rank)
-            if len(padded) > len(full) or any(n not in (m, f) for n, m, f in zip(padded, least, full, strict=True)):
+            smallest = row.smallest_shape(spec.sizes, layout, spec.rank)
+            if len(padded) > len(full) or any(n not in (m, f) for n, m, f in zip(padded, smallest, full, strict=True)):
                 yield name, f"shape {list(info.shape)} does not broadcast to {list(full)}{_of_blocks(spec, row)}"
         elif info.shape not in (allowed := _allowed(spec, row, full)):
             yield name, f"shape {list(info.shape)} must be {' or '.join(str(list(shape)) for shape in allowed)}"

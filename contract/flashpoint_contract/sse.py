@@ -26,10 +26,10 @@ class Frames:
             piece = piece.removeprefix(b"\n")
         self._after_cr = piece.endswith(b"\r")
         *lines, self._rest = (self._rest + piece.replace(b"\r\n", b"\n").replace(b"\r", b"\n")).split(b"\n")
-        found = [data for line in lines if (data := self._line(line.decode("utf-8"))) is not None]
+        events = [data for line in lines if (data := self._line(line.decode("utf-8"))) is not None]
         if len(self._rest) + sum(map(len, self._data)) > FRAME_LIMIT:
             raise ValueError(f"an event is over {FRAME_LIMIT} bytes")
-        return found
+        return events
 
     def _line(self, line: str) -> str | None:
         if line:

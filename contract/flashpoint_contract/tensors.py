@@ -110,8 +110,8 @@ class Tensor(NamedTuple):
         """Return the axis of the heads, counted from the end, or None."""
         if self.in_layout:
             return (-2 if layout == "bhsd" else -1) - self.has_columns
-        found = [axis - len(self.axes) for axis, name in enumerate(self.axes) if name in ("Hq", "Hk")]
-        return found[0] if found else None
+        axes = [axis - len(self.axes) for axis, name in enumerate(self.axes) if name in ("Hq", "Hk")]
+        return axes[0] if axes else None
 
     def axes_in(self, layout: str, rank: int, *, paged: bool = False) -> tuple[str, ...]:
         """Return its axes in order, for q of `rank` dimensions; with `paged`, keys are in pages."""
@@ -137,7 +137,7 @@ class Tensor(NamedTuple):
         """
         return tuple(sizes[axis] for axis in self.axes_in(layout, rank, paged="page_size" in sizes))
 
-    def least_shape(self, sizes: Mapping[str, int], layout: str, rank: int) -> tuple[int, ...]:
+    def smallest_shape(self, sizes: Mapping[str, int], layout: str, rank: int) -> tuple[int, ...]:
         """Return this shape with 1 for each axis that may be 1."""
         return self.shape({axis: 1 if axis in self.broadcast else n for axis, n in sizes.items()}, layout, rank)
 
@@ -278,12 +278,12 @@ EXTRAS = tuple(
 
 def _features() -> dict[str, tuple[str, Feature]]:
     """Return each feature by name, with the field that needs it."""
-    found: dict[str, tuple[str, Feature]] = {}
+    features: dict[str, tuple[str, Feature]] = {}
     for option in OPTIONS.values():
         if option.feature is not None:
-            found[option.feature.name] = option.name, option.feature
+            features[option.feature.name] = option.name, option.feature
     for row in _ROWS:
-        found.update({feature.name: (row.name, feature) for _, feature in row.features})
+        features.update({feature.name: (row.name, feature) for _, feature in row.features})
     of_sizes = (
         ("k", Feature("gqa", "fewer key/value heads than query heads")),
         ("v", Feature("value_dim", "a value head dimension other than q's")),
@@ -293,7 +293,7 @@ def _features() -> dict[str, tuple[str, Feature]]:
         *(("grads", Feature(name, name)) for name in GRADS if not TENSORS[name[1:]].required),
         *(("q", Feature(dtype, dtype)) for dtype in FLOATS),
     )
-    return found | {feature.name: (field, feature) for field, feature in of_sizes}
+    return features | {feature.name: (field, feature) for field, feature in of_sizes}
 
 
 FEATURES = _features()

@@ -117,15 +117,16 @@ def _check(model: PreTrainedModel) -> None:
     name = getattr(model.config, "_attn_implementation", None)
     if name not in _OURS:
         return
-    kinds: set[Any] = {kind for module in _own(model) if _named(kind := type(module))}
+    kinds: set[Any] = {kind for module in _own_modules(model) if _named(kind := type(module))}
     every: set[Any] = {type(module) for module in model.modules()}
-    own = {kind for kind in kinds if _asks(kind) is False}
+    computing = {kind for kind in kinds if _asks(kind) is False}
     if not any(map(_asks, every)):
         if kinds:
-            raise _refusal(name, type(model), own or kinds)
-    elif own:
+            raise _refusal(name, type(model), computing or kinds)
+    elif computing:
         warnings.warn(
-            f"{_computes(type(model), own)}: this part keeps its own attention, the rest runs as {name!r}", stacklevel=2
+            f"{_computes(type(model), computing)}: this part keeps its own attention, the rest runs as {name!r}",
+            stacklevel=2,
         )
 
 
@@ -142,25 +143,25 @@ def _check_class(model: PreTrainedModel, name: Any) -> None:
         raise _refusal(name, type(model), ())
 
 
-def _refusal(name: str, kind: type, own: Iterable[type]) -> Exception:
+def _refusal(name: str, kind: type, computing: Iterable[type]) -> Exception:
     return _OURS[name](
         "attn_implementation",
-        f"cannot be {name!r}: {_computes(kind, own)}. Leave it out; in a model of several parts give it by part, "
+        f"cannot be {name!r}: {_computes(kind, computing)}. Leave it out; in a model of several parts give it by part, "
         f'such as {{"text_config": {name!r}}}',
     )
 
 
-def _computes(kind: type, own: Iterable[type]) -> str:
-    what = ", ".join(sorted(each.__name__ for each in own)) or "its attention"
+def _computes(kind: type, computing: Iterable[type]) -> str:
+    what = ", ".join(sorted(each.__name__ for each in computing)) or "its attention"
     return f"{kind.__name__} computes {what} itself, where transformers takes no other attention"
 
 
-def _own(model: Any) -> Iterator[Any]:
+def _own_modules(model: Any) -> Iterator[Any]:
     """Yield the modules of a model, without those of models inside it."""
     for module in model.children():
         if not isinstance(module, PreTrainedModel):
             yield module
-            yield from _own(module)
+            yield from _own_modules(module)
 
 
 def _named(kind: type) -> bool:

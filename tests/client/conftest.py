@@ -2,6 +2,7 @@ import asyncio
 import contextlib
 import ssl
 import subprocess
+import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -13,6 +14,7 @@ from flashpoint import cli
 from flashpoint._client import async_client as _async_client
 from flashpoint._client import client as _client
 from flashpoint._http import exchange, transport
+from tests.support.own_kernels import KERNELS
 from tests.support.raw_server import RawServer
 from tests.support.scripted_server import ScriptedServer
 
@@ -165,3 +167,41 @@ def tls_server(certificate, trusted):
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
     return context
+
+
+@pytest.fixture
+def reach(connect):
+    """Return a factory of clients of either kind; `benchmark_run` needs no await."""
+
+    def reach(*args, **settings):
+        client = connect(*args, **settings)
+        if not isinstance(client, flashpoint.Client):
+            client.benchmark_run = client._client.benchmark_run
+        return client
+
+    return reach
+
+
+@pytest.fixture
+def kernels(tmp_path, monkeypatch):
+    """Return a folder with the module `my_kernels`, which is the current folder."""
+    (tmp_path / "my_kernels.py").write_text(KERNELS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "my_kernels", raising=False)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def connected(server):
+    from tests.support.jax_calls import Counted
+
+    with Counted(server.url) as client:
+        yield client
+
+
+@pytest.fixture
+def jax_client(connected):
+    """Return a client that records its calls, with an empty record."""
+    connected.asked = ()
+    return connected

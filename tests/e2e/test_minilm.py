@@ -1,4 +1,4 @@
-"""A real model on real sentences works with served attention. Slow; test_sdk_transformers is fast."""
+"""A real model on real sentences works with served attention. Slow; the tests of the integration are fast."""
 
 import importlib.util
 import re

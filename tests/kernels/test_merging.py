@@ -153,7 +153,7 @@ def test_the_sdk_merges_the_same_parts_to_the_same(options: dict[str, bool]) -> 
     q, k, v = normal(1, 2, 5, 8).cpu(), normal(1, 2, 11, 8, seed=1).cpu(), normal(1, 2, 11, 16, seed=2).cpu()
     call = Queries.of(q.numpy(), {name: t.cpu().numpy() for name, t in keywords.items()})
     answers, parts = [], []
-    for question in call.asked(11, [(0, 4), (4, 5), (5, 11)]):
+    for question in call.questions(11, [(0, 4), (4, 5), (5, 11)]):
         span = slice(*question.keys)
         given = {n: torch.tensor(t) if n == "attn_mask" else t for n, t in question.keywords.items()}
         o, lse = attention(q, k[:, :, span], v[:, :, span], **given)

@@ -27,8 +27,8 @@ class Described(NamedTuple):
 class AnyCache(HeldCache):
     """Base class of `Cache` and `AsyncCache`: the id, and the state from the latest answers."""
 
-    def __init__(self, found: Described) -> None:
-        described, self.affinity = found
+    def __init__(self, description: Described) -> None:
+        described, self.affinity = description
         try:
             self.id: str = described["id"]
             self.layers: int = described["layers"]
@@ -59,13 +59,13 @@ def not_copied(cache: object) -> TypeError:
 
 def create(shape: Mapping[str, Any], count: int = 1) -> Call:
     """Return the call that makes caches, for their descriptions."""
-    asked = dict(shape)
-    if unknown := [name for name in asked if name not in CacheSizes.__annotations__]:
+    options = dict(shape)
+    if unknown := [name for name in options if name not in CacheSizes.__annotations__]:
         raise invalid(unknown[0], "is not an option of a cache")
     affinity = Affinity()
-    if isinstance(beside := asked.get("beside"), AnyCache):
-        asked["beside"], affinity = beside.id, beside.affinity
-    return _asks("POST", "/caches", {**asked, "count": count}, affinity, _made(affinity), success=201)
+    if isinstance(beside := options.get("beside"), AnyCache):
+        options["beside"], affinity = beside.id, beside.affinity
+    return _json_call("POST", "/caches", {**options, "count": count}, affinity, _made(affinity), success=201)
 
 
 def attend(
@@ -97,33 +97,33 @@ def append(cache: AnyCache, k: Array, v: Array, layer: int, at: int | None, layo
 
 def fork(caches: Sequence[AnyCache], lengths: Sequence[int] | None, free: Sequence[AnyCache]) -> Call:
     """Return the call that copies `caches` and deletes `free`, for the descriptions of the copies."""
-    asked: dict[str, Any] = {"caches": [c.id for c in caches], "lengths": None if lengths is None else list(lengths)}
+    fields: dict[str, Any] = {"caches": [c.id for c in caches], "lengths": None if lengths is None else list(lengths)}
     affinity = caches[0].affinity if caches else Affinity()
-    asked["free"] = [c.id for c in free]
-    return _asks("POST", "/caches/fork", asked, affinity, _made(affinity), success=201)
+    fields["free"] = [c.id for c in free]
+    return _json_call("POST", "/caches/fork", fields, affinity, _made(affinity), success=201)
 
 
-def change(cache: AnyCache, what: str, asked: Mapping[str, Any]) -> Call:
+def change(cache: AnyCache, what: str, fields: Mapping[str, Any]) -> Call:
     """Return the call that truncates or renews a cache, as `what` says, and takes its description."""
-    return _asks("POST", f"/caches/{cache.id}/{what}", asked, cache.affinity, cache._hear)
+    return _json_call("POST", f"/caches/{cache.id}/{what}", fields, cache.affinity, cache._hear)
 
 
 def look(cache: AnyCache) -> Call:
     """Return the call that takes the description of a cache."""
-    return _asks("GET", f"/caches/{cache.id}", None, cache.affinity, cache._hear)
+    return _json_call("GET", f"/caches/{cache.id}", None, cache.affinity, cache._hear)
 
 
 def delete(cache: AnyCache) -> Call:
     """Return the call that deletes a cache."""
-    call = _asks("DELETE", f"/caches/{cache.id}", None, cache.affinity, lambda document: None, success=204)
+    call = _json_call("DELETE", f"/caches/{cache.id}", None, cache.affinity, lambda document: None, success=204)
     return replace(call, expected="")  # the answer has no body
 
 
 def delete_many(caches: Sequence[AnyCache]) -> Call:
     """Return the call that deletes several caches, all or none."""
-    asked = {"caches": [cache.id for cache in caches]}
+    fields = {"caches": [cache.id for cache in caches]}
     affinity = caches[0].affinity if caches else Affinity()
-    call = _asks("POST", "/caches/delete", asked, affinity, lambda document: None, success=204)
+    call = _json_call("POST", "/caches/delete", fields, affinity, lambda document: None, success=204)
     return replace(call, expected="")
 
 
@@ -132,8 +132,8 @@ def tensors(cache: AnyCache, layer: int, like: Array | None) -> Call:
     kind = np.empty(0) if like is None else like
 
     def read(answer: Answer) -> tuple[Any, Any]:
-        found = unpack(answer.buffer, {spec.name: spec for spec in answer.head.tensors}, kind)
-        return found["k"], found["v"]
+        arrays = unpack(answer.buffer, {spec.name: spec for spec in answer.head.tensors}, kind)
+        return arrays["k"], arrays["v"]
 
     headers = {"Accept": wire.MEDIA_TYPE}
     path = f"/caches/{cache.id}/tensors?layer={layer}"
@@ -142,27 +142,27 @@ def tensors(cache: AnyCache, layer: int, like: Array | None) -> Call:
 
 def _made(affinity: Affinity) -> Callable[[Any], list[Described]]:
     def read(document: Any) -> list[Described]:
-        found = document.get("caches")
-        if not isinstance(found, list) or not found:
+        descriptions = document.get("caches")
+        if not isinstance(descriptions, list) or not descriptions:
             raise ProtocolError("the answer describes no caches")
-        return [Described(one, affinity) for one in found]
+        return [Described(one, affinity) for one in descriptions]
 
     return read
 
 
-def _asks(
-    method: str, path: str, asked: Mapping[str, Any] | None, affinity: Affinity, read: Callable[[Any], Any],
+def _json_call(
+    method: str, path: str, fields: Mapping[str, Any] | None, affinity: Affinity, read: Callable[[Any], Any],
     success: int = 200,
 ) -> Call:  # fmt: skip
     headers, parts = {"Accept": jsonwire.MEDIA_TYPE}, tuple[memoryview, ...]()
-    if asked is not None:
+    if fields is not None:
         headers |= {"Content-Type": jsonwire.MEDIA_TYPE, **idempotent()}
-        parts = (memoryview(_document(asked)),)
+        parts = (memoryview(_document(fields)),)
     return Call(method, path, jsonwire.MEDIA_TYPE, headers, parts, DEFAULT, read, success=success, affinity=affinity)
 
 
-def _document(asked: Mapping[str, Any]) -> bytes:
-    document = plain(dict(asked))
+def _document(fields: Mapping[str, Any]) -> bytes:
+    document = plain(dict(fields))
     for name, value in document.items():
         try:
             json.dumps(value, allow_nan=False)

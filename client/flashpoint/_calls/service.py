@@ -183,8 +183,8 @@ def _saving(keywords: Mapping[str, Any]) -> Call:
 
     def made(call: Call) -> Call:
         def read(answer: Answer) -> Any:
-            found, meta = call.read(answer)
-            o, lse = found if isinstance(found, tuple) else (found, None)
+            result, meta = call.read(answer)
+            o, lse = result if isinstance(result, tuple) else (result, None)
             result = SavedAttention(o, lse, meta.saved, affinity.replica)
             return (result, meta) if with_meta else result
 
@@ -206,10 +206,10 @@ def _cached(q: Array, k: Array | None, v: Array | None, keywords: dict[str, Any]
     layer, at = keywords.pop("layer", 0), keywords.pop("at", None)
     ids = [cache.id if isinstance(cache, HeldCache) else cache for cache in given]
     try:
-        said = CacheOptions.read({"caches": ids, "layer": plain(layer), "at": plain(at)})
+        over = CacheOptions.read({"caches": ids, "layer": plain(layer), "at": plain(at)})
     except ProblemError as error:
         raise all_invalid(error.errors) from None
-    options = {"caches": list(said.caches), "layer": said.layer} | ({} if said.at is None else {"at": list(said.at)})
+    options = {"caches": list(over.caches), "layer": over.layer} | ({} if over.at is None else {"at": list(over.at)})
     affinity = next((cache.affinity for cache in given if isinstance(cache, HeldCache)), None) or Affinity()
     call = replace(_call("/attention", {"q": q, "k": k, "v": v, **keywords}, options, needed=("q",)), affinity=affinity)
     if k is None:
@@ -218,7 +218,7 @@ def _cached(q: Array, k: Array | None, v: Array | None, keywords: dict[str, Any]
     def read(answer: Answer) -> Any:
         for cache, length in zip(given, answer.meta.lengths or (), strict=False):
             if isinstance(cache, HeldCache):
-                cache.lengths[said.layer] = length
+                cache.lengths[over.layer] = length
         return call.read(answer)
 
     return replace(call, headers={**call.headers, **idempotent()}, read=read)
@@ -226,7 +226,7 @@ def _cached(q: Array, k: Array | None, v: Array | None, keywords: dict[str, Any]
 
 @contextmanager
 def unless_gone() -> Iterator[None]:
-    """Ignore that a cache or a saved forward to delete is gone. One that another replica holds is not."""
+    """Ignore the error that a cache or a saved forward is gone already, but not that another replica holds it."""
     try:
         yield
     except CacheError as error:
@@ -279,7 +279,7 @@ def _refuse(keywords: Mapping[str, Any], names: set[str]) -> None:
 
 
 def _call(
-    path: str, keywords: dict[str, Any], of_held: Mapping[str, Any] | None = None,
+    path: str, keywords: dict[str, Any], references: Mapping[str, Any] | None = None,
     needed: Iterable[str] = REQUIRED["forward"],
 ) -> Call:  # fmt: skip
     timeout = keywords.pop("timeout", DEFAULT)
@@ -300,16 +300,16 @@ def _call(
         result = tensors["o"] if names == ("o",) else tuple(tensors[name] for name in names)
         return (result, answer.meta) if with_meta else result
 
-    return Call("POST", path, wire.MEDIA_TYPE, headers, message(given, options, of_held, needed), timeout, read)
+    return Call("POST", path, wire.MEDIA_TYPE, headers, message(given, options, references, needed), timeout, read)
 
 
 def message(
-    tensors: Mapping[str, Any], options: AttentionOptions, of_held: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, Any], options: AttentionOptions, references: Mapping[str, Any] | None = None,
     needed: Iterable[str] = REQUIRED["forward"],
 ) -> tuple[memoryview, ...]:  # fmt: skip
     """Return the parts of a message with `tensors`. It leaves out tensors that are None, unless they are `needed`.
 
-    `of_held`: options that name caches or saved forwards on the server.
+    `references`: options that name caches or saved forwards on the server.
     """
     if refused := refusals("sdk", (name for name, t in tensors.items() if t is not None)):
         raise all_invalid(refused)
@@ -318,13 +318,13 @@ def message(
         raise all_invalid(other)
     head = wire.build_head(
         [(name, p.dtype, p.shape) for name, p in packed.items()],
-        wire.encode_options({**options.model_dump(exclude_defaults=True), **(of_held or {})}),
+        wire.encode_options({**options.model_dump(exclude_defaults=True), **(references or {})}),
     )
     return (memoryview(head), *(p.data for p in packed.values()))
 
 
 def _beside_float64(tensors: Mapping[str, Any], dtypes: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield k and v if they or q are float64 and the others are not, as where numpy made one of them."""
+    """Yield an error for k and v where of it and q only one is float64, which is numpy's default."""
     q = dtypes.get("q", "")
     for name in ("k", "v"):
         dtype = dtypes.get(name, q)

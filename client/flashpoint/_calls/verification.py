@@ -76,7 +76,7 @@ class Events:
             self._take(event)
 
     def finish(self) -> Any:
-        """Return None: `take` has the events."""
+        """Return None: the events went to `take`."""
 
 
 class _Verification(Events):

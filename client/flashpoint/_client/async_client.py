@@ -138,7 +138,7 @@ class AsyncClient(AsyncAttending, ClientSettings[httpx.AsyncClient]):
         try:
             exchange.begin(response)
             if read_into := response.extensions.get("read_into"):
-                while count := await read_into(space := exchange.space(), exchange.least(space)):
+                while count := await read_into(space := exchange.space(), exchange.minimum(space)):
                     exchange.filled(count)
                     yield
             else:

@@ -26,8 +26,8 @@ class Cache(AnyCache):
     make a new cache, and send the tokens again.
     """
 
-    def __init__(self, client: Caller, found: Described) -> None:
-        super().__init__(found)
+    def __init__(self, client: Caller, description: Described) -> None:
+        super().__init__(description)
         self._client = client
 
     @overload
@@ -140,8 +140,8 @@ class Cache(AnyCache):
         Returns:
             k (1, Hk, S, D) and v (1, Hk, S, Dv) in the cache's dtype; in float32 for a cache in 8 bits.
         """
-        found: tuple[Any, Any] = self._client._call(cache_calls.tensors(self, layer, like))
-        return found
+        keys_and_values: tuple[Any, Any] = self._client._call(cache_calls.tensors(self, layer, like))
+        return keys_and_values
 
     def delete(self) -> None:
         """Free its memory. Do nothing if it is gone already."""
@@ -163,8 +163,8 @@ class AsyncCache(AnyCache):
         o = await cache.attention(q, k, v, layer=0, causal=True)
     """
 
-    def __init__(self, client: AsyncCaller, found: Described) -> None:
-        super().__init__(found)
+    def __init__(self, client: AsyncCaller, description: Described) -> None:
+        super().__init__(description)
         self._client = client
 
     attention = asynchronous(Cache.attention)

@@ -175,8 +175,8 @@ class Client(Attending, ClientSettings[httpx.Client]):
 
     def info(self) -> dict[str, Any]:
         """Return the server's versions, device, backends with their features, limits, and what it holds."""
-        found: dict[str, Any] = self._call(service.lookup("/info"))
-        return found
+        document: dict[str, Any] = self._call(service.lookup("/info"))
+        return document
 
     def ready(self) -> bool:
         """Return whether the server takes work now. False also if no server answers."""
@@ -224,7 +224,7 @@ class Client(Attending, ClientSettings[httpx.Client]):
         try:
             exchange.begin(response)
             if read_into := response.extensions.get("read_into"):  # only with our own transport
-                while count := read_into(space := exchange.space(), exchange.least(space)):
+                while count := read_into(space := exchange.space(), exchange.minimum(space)):
                     exchange.filled(count)
                     yield
             else:

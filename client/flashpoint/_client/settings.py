@@ -35,7 +35,8 @@ RETRIES = 4
 FAILURES = (httpx.TransportError, FlashpointError)
 NOT_THERE = (OverloadedError, ConnectionFailedError)
 
-# Attributes that a copy makes anew, and those that a copy shares but a pickle does not have, with their arguments.
+# Attributes that each copy makes anew; and attributes that a copy shares and a pickle leaves out, with the names of
+# their arguments.
 _CONNECTED = ("_http", "_own", "_process")
 _UNPICKLED = {"_authorization": "api_key", "_tls": "tls", "_transport": "transport"}
 _NO_SOCKETS = (httpx.MockTransport, httpx.ASGITransport, httpx.WSGITransport)

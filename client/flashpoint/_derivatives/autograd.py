@@ -137,31 +137,31 @@ class Served:
         """Return o, lse and the ticket of the saved forward."""
         named = dict(zip(self.names, tensors, strict=True))
         save = {"save": True} if self.save else {}
-        found, self.meta = self.method("attention")(
+        answer, self.meta = self.method("attention")(
             **named, **self.keywords, **seeded(seed), **save, return_lse=True, with_meta=True
         )
-        if not isinstance(found, SavedAttention):
-            return *found, None
+        if not isinstance(answer, SavedAttention):
+            return *answer, None
         assert isinstance(self.client, Client)
-        held = None if found.saved is None else _ticket(Lease(self.client, replace(found, o=None, lse=None)))
-        return found.o, found.lse, held
+        ticket = None if answer.saved is None else _ticket(Lease(self.client, replace(answer, o=None, lse=None)))
+        return answer.o, answer.lse, ticket
 
     def backward(
-        self, asked: dict[str, Any], named: dict[str, Any], seed: Tensor | None, ticket: Tensor | None
+        self, request: dict[str, Any], named: dict[str, Any], seed: Tensor | None, ticket: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """Return the gradients in `asked["grads"]`: from the saved forward, or where it is gone from all tensors."""
+        """Return the gradients named in `request`: from the saved forward; if it is gone, from all tensors."""
         sending = {n: value for n, value in self.keywords.items() if n in Sending.__annotations__ and n != "request_id"}
         if (lease := _lease_of(ticket)) is not None and lease.saved is not None:
             try:
-                found: tuple[Tensor, ...] = self.method("attention_grad")(**asked, saved=lease.saved, **sending)
+                gradients: tuple[Tensor, ...] = self.method("attention_grad")(**request, saved=lease.saved, **sending)
             except CacheError:  # the saved forward expired, or its engine restarted
                 pass
             else:
                 if not torch._C._autograd._get_current_graph_task_keep_graph():
                     lease.release()  # no other backward follows
-                return found
+                return gradients
         others = {n: value for n, value in self.keywords.items() if n != "request_id"}
-        return tuple(self.method("attention_grad")(**asked, **named, **others, **seeded(seed)))
+        return tuple(self.method("attention_grad")(**request, **named, **others, **seeded(seed)))
 
 
 class _Lending(np.ndarray):
@@ -170,31 +170,23 @@ class _Lending(np.ndarray):
     lease: Lease
 
 
-class _Lent:
-    """A lease that can be referred to weakly."""
-
-    def __init__(self, lease: Lease) -> None:
-        self.lease = lease
-
-
 _numbers = itertools.count()
-_lent: WeakValueDictionary[int, _Lent] = WeakValueDictionary()
+_leases: WeakValueDictionary[int, Lease] = WeakValueDictionary()
 
 
 def _ticket(lease: Lease) -> Tensor:
-    """Return a tensor that stands for a saved forward, which ends with the tensor's memory.
+    """Return a tensor that stands for a saved forward. The server frees the forward after torch frees the tensor.
 
     The graph keeps it with the other tensors of that forward; so does a checkpoint for its second forward.
     """
-    number, lent = next(_numbers), _Lent(lease)
+    number = next(_numbers)
     memory: Any = np.array([number], np.int64).view(_Lending)
-    memory.lease, _lent[number] = lent, lent
+    memory.lease = _leases[number] = lease
     return torch.from_numpy(memory)
 
 
 def _lease_of(ticket: Tensor | None) -> Lease | None:
-    lent = None if ticket is None else _lent.get(int(ticket))
-    return None if lent is None else lent.lease
+    return None if ticket is None else _leases.get(int(ticket))
 
 
 class Attention(torch.autograd.Function):
@@ -219,8 +211,8 @@ class Attention(torch.autograd.Function):
         needed = dict(zip(call.names, ctx.needs_input_grad[2:], strict=True))
         wanted = tuple(grad for grad in GRADS if needed.get(grad[1:]))
         do = torch.zeros_like(o) if do is None else do
-        found = Gradient.apply(call, wanted, ticket, seed, do, dlse, o, lse, *tensors)  # type: ignore[no-untyped-call]
-        grads = dict(zip(wanted, found, strict=True))
+        gradients = Gradient.apply(call, wanted, ticket, seed, do, dlse, o, lse, *tensors)  # type: ignore[no-untyped-call]
+        grads = dict(zip(wanted, gradients, strict=True))
         return None, None, *(grads.get(f"d{name}") for name in call.names)
 
 
@@ -232,9 +224,9 @@ class Gradient(torch.autograd.Function):
         ctx: Any, call: Served, wanted: tuple[str, ...], ticket: Tensor | None, seed: Tensor | None,
         do: Tensor, dlse: Tensor | None, o: Tensor, lse: Tensor, *tensors: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        asked = {"do": do, "dlse": dlse, "grads": wanted}
+        request = {"do": do, "dlse": dlse, "grads": wanted}
         named = dict(zip(call.names, tensors, strict=True)) | {"o": o, "lse": lse}
-        return call.backward(asked, named, seed, ticket)
+        return call.backward(request, named, seed, ticket)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:

@@ -95,25 +95,25 @@ def fold(tensors: Mapping[str, Numbers], lead: int, layout: str, grads: Sequence
 
 def _one_axis(t: Numbers, lead: int, batch: tuple[int, ...]) -> Numbers:
     """Return a tensor with its leading axes as one axis, of length 1 if none of them is mapped."""
-    own = t.shape[lead:]
+    shape = t.shape[lead:]
     if math.prod(t.shape[:lead]) == 1:
-        return t.reshape(1, *own)
-    return np.broadcast_to(t, (*batch, *own)).reshape(math.prod(batch), *own)
+        return t.reshape(1, *shape)
+    return np.broadcast_to(t, (*batch, *shape)).reshape(math.prod(batch), *shape)
 
 
-def _whole(name: str, own: tuple[int, ...], rank: int, layout: str) -> tuple[int, ...]:
-    """Return the shape `own` of a tensor, extended to all axes of the layout. `rank` is q's number of axes."""
+def _whole(name: str, shape: tuple[int, ...], rank: int, layout: str) -> tuple[int, ...]:
+    """Return `shape`, a tensor's own axes, extended to all axes of the layout. `rank` is q's number of axes."""
     row = TENSORS[name]
     if row.shared:
-        return own if len(own) == len(row.axes) else (1, *own)
+        return shape if len(shape) == len(row.axes) else (1, *shape)
     if row.is_index or row.per_head or layout == "thd":
-        return own
+        return shape
     if row.broadcast:
-        own = (1,) * (rank - len(own)) + own
+        shape = (1,) * (rank - len(shape)) + shape
     if rank == 2:
-        own = (1, *own)
+        shape = (1, *shape)
     heads = _axis(name, layout, by_heads=True)
-    return own if rank == 4 else (*own[:heads], 1, *own[heads:])
+    return shape if rank == 4 else (*shape[:heads], 1, *shape[heads:])
 
 
 def _axis(name: str, layout: str, by_heads: bool) -> int:

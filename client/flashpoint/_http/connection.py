@@ -132,10 +132,10 @@ class Connection:
             raise
         return reply
 
-    def read_into(self, reply: Reply, view: memoryview, least: int) -> Steps[int]:
-        """Read at least `least` bytes of the body into `view` (flat bytes), fewer only at its end. Return the count."""
+    def read_into(self, reply: Reply, view: memoryview, minimum: int) -> Steps[int]:
+        """Read at least `minimum` bytes of the body into `view` (flat bytes); fewer at its end. Return the count."""
         filled = reply.take(view)
-        while filled < least and not reply.done:
+        while filled < minimum and not reply.done:
             if reply.left is None:
                 yield from self._receive_into(reply)
                 filled += reply.take(view[filled:])

@@ -50,7 +50,7 @@ class _Lookup:
     def __init__(self) -> None:
         self.waiting: list[socket.socket] = []
         self.done = False
-        self.found: Sequence[Any] = ()
+        self.addresses: Sequence[Any] = ()
         self.failure: Exception | None = None
 
 
@@ -83,7 +83,7 @@ class _Lookups:
 
     def _run(self, key: Key, lookup: _Lookup) -> None:
         try:
-            lookup.found = socket.getaddrinfo(*key, type=socket.SOCK_STREAM)
+            lookup.addresses = socket.getaddrinfo(*key, type=socket.SOCK_STREAM)
         except Exception as error:  # OSError; UnicodeError for a name that IDNA cannot encode
             lookup.failure = error
         with self._lock:
@@ -112,7 +112,7 @@ def resolve(host: str, port: int) -> Steps[list[Address]]:
         raise httpx.ConnectError(str(error)) from error
     if lookup.failure is not None:
         raise httpx.ConnectError(str(lookup.failure)) from lookup.failure
-    return _interleaved([Address(*found) for found in lookup.found])
+    return _interleaved([Address(*address) for address in lookup.addresses])
 
 
 def _interleaved(addresses: Sequence[Address]) -> list[Address]:
@@ -162,11 +162,11 @@ def race(addresses: Sequence[Address], dial: Callable[[Address], tuple[C, Steps[
                 running[attempt] = steps, Wait(-1, 0)
                 ready = None
             else:
-                found = yield Several(tuple(wait for _, wait in running.values()), pause if waiting else None)
-                if found is None:
+                event = yield Several(tuple(wait for _, wait in running.values()), pause if waiting else None)
+                if event is None:
                     continue
-                attempt, (steps, _) = next(one for one in running.items() if one[1][1].fd == found.fd)
-                ready = found.events
+                attempt, (steps, _) = next(one for one in running.items() if one[1][1].fd == event.fd)
+                ready = event.events
             if advance(attempt, steps, ready):
                 return attempt
             if attempt not in running:

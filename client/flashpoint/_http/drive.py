@@ -33,12 +33,12 @@ class Several(NamedTuple):
     seconds: float | None
 
 
-Asked: TypeAlias = Wait | Several
-Steps: TypeAlias = Generator[Asked, Any, T]
+Pending: TypeAlias = Wait | Several
+Steps: TypeAlias = Generator[Pending, Any, T]
 
 
-def _each(asked: Asked | None) -> tuple[Wait, ...]:
-    return () if asked is None else (asked,) if isinstance(asked, Wait) else asked.waits
+def _each(pending: Pending | None) -> tuple[Wait, ...]:
+    return () if pending is None else (pending,) if isinstance(pending, Wait) else pending.waits
 
 
 def readable(wait: Wait) -> bool:
@@ -59,7 +59,7 @@ def run(
         with _Selector() as selector:
             if stop is not None:
                 selector.register(stop, EVENT_READ)
-            watched: Asked | None = None
+            watched: Pending | None = None
             wait = next(steps)
             while True:
                 if wait != watched:
@@ -101,7 +101,7 @@ class _Task(Generic[T]):
         self._steps = steps
         self._loop = asyncio.get_running_loop()
         self._done: asyncio.Future[T] = self._loop.create_future()
-        self._watched: Asked | None = None
+        self._watched: Pending | None = None
         self._pause: asyncio.TimerHandle | None = None
         self._deadline = deadline
         self._late = late
@@ -135,8 +135,8 @@ class _Task(Generic[T]):
             self._watch(None)
             self._done.set_exception(error)
 
-    def _watch(self, asked: Asked | None) -> None:
-        if isinstance(asked, Wait) and asked == self._watched:
+    def _watch(self, pending: Pending | None) -> None:
+        if isinstance(pending, Wait) and pending == self._watched:
             return
         if self._pause is not None:
             self._pause.cancel()
@@ -144,12 +144,12 @@ class _Task(Generic[T]):
         for wait in _each(self._watched):
             self._loop.remove_reader(wait.fd)
             self._loop.remove_writer(wait.fd)
-        single = isinstance(asked, Wait)
-        for wait in _each(asked):
+        single = isinstance(pending, Wait)
+        for wait in _each(pending):
             if wait.events & EVENT_READ:
                 self._loop.add_reader(wait.fd, self._step, EVENT_READ if single else Wait(wait.fd, EVENT_READ))
             if wait.events & EVENT_WRITE:
                 self._loop.add_writer(wait.fd, self._step, EVENT_WRITE if single else Wait(wait.fd, EVENT_WRITE))
-        if isinstance(asked, Several) and asked.seconds is not None:
-            self._pause = self._loop.call_later(asked.seconds, self._step, None)
-        self._watched = asked
+        if isinstance(pending, Several) and pending.seconds is not None:
+            self._pause = self._loop.call_later(pending.seconds, self._step, None)
+        self._watched = pending

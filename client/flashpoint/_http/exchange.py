@@ -155,7 +155,7 @@ class Exchange:
         """Return the memory for the next bytes of the answer; never empty."""
         return self._reader.space()
 
-    def least(self, space: memoryview) -> int:
+    def minimum(self, space: memoryview) -> int:
         """Return how many bytes to wait for. Events are read as soon as one byte arrives; otherwise `space` is filled.
 
         The answer may end before.
@@ -179,7 +179,7 @@ class Exchange:
 
     def answer(self) -> Any:
         """Return the call's result once the whole answer has been read. Raises the error that the server answered."""
-        found = self._reader.finish()
+        received = self._reader.finish()
         if self._status in _BROKEN_BEHIND and _media_type(self._headers) != _PROBLEM:
             raise ConnectionFailedError(f"the connection broke behind a proxy, which answered {self._status}")
         if self._status == 407:
@@ -187,17 +187,17 @@ class Exchange:
         if 300 <= self._status < 400 and (location := self._headers.get("location")):
             raise ProtocolError(self._redirected(location), status=self._status, request_id=self._request_id)
         if self._status == 404 and _ENDPOINT.search(base := str(self._url).removesuffix(self.call.path)):
-            detail = found.get("detail") or "there is no such path"
+            detail = received.get("detail") or "there is no such path"
             root = _ENDPOINT.sub("", base)
-            found = {**found, "detail": f"{detail}; url must be the server's root, {root}, not {base}"}
+            received = {**received, "detail": f"{detail}; url must be the server's root, {root}, not {base}"}
         if self._status != self.call.success:
             retry_after = _retry_after(self._headers)
-            raise from_problem(self._status, found, request_id=self._request_id, retry_after=retry_after)
+            raise from_problem(self._status, received, request_id=self._request_id, retry_after=retry_after)
         if self.call.affinity is not None and (replica := self._headers.get(REPLICA)):
             self.call.affinity.replica = replica
         if not isinstance(self._reader, Message):
-            return self.call.read(found)
-        head, buffer = found
+            return self.call.read(received)
+        head, buffer = received
         meta = read_meta(self._headers, wire.decode_options(head.metadata), self._failures)
         return self.call.read(Answer(head, buffer, meta))
 
@@ -255,14 +255,14 @@ def _target(base: httpx.URL, path: str) -> httpx.URL:
 
 def _merged(defaults: Iterable[tuple[bytes, bytes]], headers: Mapping[str, str]) -> Iterator[tuple[bytes, bytes]]:
     """Yield the headers of a client and of a call. A header of the call replaces the client's."""
-    own = {name.lower(): (name.encode("ascii"), value.encode("utf-8")) for name, value in headers.items()}
-    yield from (one for one in defaults if one[0].lower().decode("ascii") not in own)
-    yield from own.values()
+    encoded = {name.lower(): (name.encode("ascii"), value.encode("utf-8")) for name, value in headers.items()}
+    yield from (one for one in defaults if one[0].lower().decode("ascii") not in encoded)
+    yield from encoded.values()
 
 
 def _cookies(http: httpx.Client | httpx.AsyncClient, url: httpx.URL) -> str:
-    found: str = httpx.Request("GET", url, cookies=http.cookies).headers.get("cookie", "")
-    return found
+    cookies: str = httpx.Request("GET", url, cookies=http.cookies).headers.get("cookie", "")
+    return cookies
 
 
 def backoff(failures: int) -> float:
@@ -294,20 +294,20 @@ def _translated(error: httpx.TransportError, url: httpx.URL) -> FlashpointError:
     return translated
 
 
-def _broken(said: str, scheme: str, server: str) -> str:
-    """Return the text of the error for a connection that failed with the text `said`, and what may be the cause."""
-    if any(each in said for each in _NO_TLS):
+def _broken(failure: str, scheme: str, server: str) -> str:
+    """Return the text of the error for a connection that failed with the text `failure`, and what may be the cause."""
+    if any(each in failure for each in _NO_TLS):
         return f"{server} does not use TLS: begin its address with http://, or give the port at which it serves HTTPS"
-    if USES_TLS in said:
+    if USES_TLS in failure:
         return f"{server} uses TLS: begin its address with https://"
-    text = f"the connection to {server} failed: {said}"
+    text = f"the connection to {server} failed: {failure}"
     if scheme == "http":
-        hung_up = CLOSED in said or "Connection reset" in said
+        hung_up = CLOSED in failure or "Connection reset" in failure
         return text + ("; if it uses TLS, begin its address with https://" if hung_up else "")
-    if any(each in said for each in _NO_HANDSHAKE):
+    if any(each in failure for each in _NO_HANDSHAKE):
         text += "; if it does not use TLS, begin its address with http://"
     # TLS 1.3 has an alert for a missing certificate, but a server under asyncio closes the connection without it.
-    elif "CERTIFICATE_REQUIRED" in said or CLOSED in said:
+    elif "CERTIFICATE_REQUIRED" in failure or CLOSED in failure:
         text += "; if it asks for a client certificate, give `tls`, an ssl.SSLContext that has loaded one"
     return text
 

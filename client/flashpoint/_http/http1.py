@@ -55,8 +55,8 @@ class Reply:
         if proxy is not None:
             target, headers = b"http://" + request.url.netloc + target, [*headers, *proxy.headers]
         try:
-            asked = h11.Request(method=request.method, target=target, headers=headers)
-            self.request_head = self._h11.send(asked) or b""
+            head = h11.Request(method=request.method, target=target, headers=headers)
+            self.request_head = self._h11.send(head) or b""
         except h11.LocalProtocolError as error:
             raise httpx.LocalProtocolError(str(error), request=request) from error
 
@@ -99,15 +99,15 @@ class Reply:
 
     def _begin(self, head: h11.Response) -> None:
         self.status, self.headers = head.status_code, list(head.headers.raw_items())
-        found = dict(head.headers)  # h11 makes the names lower-case, and refuses a second, different Content-Length
-        tokens = {token.strip().lower() for token in found.get(b"connection", b"").split(b",")}
+        headers = dict(head.headers)  # h11 makes the names lower-case, and refuses a second, different Content-Length
+        tokens = {token.strip().lower() for token in headers.get(b"connection", b"").split(b",")}
         self._keep_alive = head.http_version == b"1.1" and b"close" not in tokens
         if self._no_body or self.status in (204, 304):
             length = 0
-        elif b"transfer-encoding" in found or b"content-length" not in found:
+        elif b"transfer-encoding" in headers or b"content-length" not in headers:
             return
         else:
-            length = int(found[b"content-length"])
+            length = int(headers[b"content-length"])
         data = self._h11.trailing_data[0]
         self._keep_alive &= len(data) <= length
         self._arrived += data[:length]

@@ -57,7 +57,7 @@ class Proxy:
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """The headers by which an HTTP proxy knows this client."""
+        """The header with the credentials for an HTTP proxy; empty without credentials."""
         if not self.user and not self.password:
             return []
         credentials = base64.b64encode(f"{self.user}:{self.password}".encode())
@@ -101,7 +101,7 @@ def _http_tunnel(proxy: Proxy, pipe: _Pipe, host: str, port: int) -> Steps[None]
     yield from pipe.write(protocol.send(h11.Request(method=b"CONNECT", target=target, headers=headers)) or b"")
     try:
         while not isinstance(event := protocol.next_event(), h11.Response):
-            if event is h11.NEED_DATA:  # behind its answer nothing comes: in TLS the client speaks first
+            if event is h11.NEED_DATA:  # nothing follows the answer: in TLS the client sends first
                 protocol.receive_data((yield from _more(pipe)))
     except h11.RemoteProtocolError as error:
         raise httpx.ProxyError(f"it answered with no HTTP: {error}") from error
@@ -145,16 +145,16 @@ def _socks_address(host: str) -> bytes:
 
 
 def _exactly(pipe: _Pipe, size: int) -> Steps[bytes]:
-    found = b""
-    while len(found) < size:
-        found += yield from _more(pipe, size - len(found))
-    return found
+    data = b""
+    while len(data) < size:
+        data += yield from _more(pipe, size - len(data))
+    return data
 
 
-def _more(pipe: _Pipe, most: int = 4096) -> Steps[bytes]:
-    if not (found := (yield from pipe.read(most))):
+def _more(pipe: _Pipe, limit: int = 4096) -> Steps[bytes]:
+    if not (data := (yield from pipe.read(limit))):
         raise httpx.ProxyError("it closed the connection")
-    return found
+    return data
 
 
 class NestedTls:
@@ -177,7 +177,7 @@ class NestedTls:
 
     def send(self, data: memoryview) -> int:
         self._flush()
-        return self._inner.write(data[: 16 * 1024])  # `_flush` sends it: the next call of any method
+        return self._inner.write(data[: 16 * 1024])  # the next call of any method sends it, by `_flush`
 
     def recv_into(self, view: memoryview) -> int:
         while True:

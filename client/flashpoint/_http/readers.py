@@ -34,9 +34,9 @@ class Document:
     def finish(self) -> dict[str, Any]:
         """Return the object; empty if the text is not a JSON object."""
         with contextlib.suppress(ValueError, RecursionError):
-            found = json.loads(self._text)
-            if isinstance(found, dict):
-                return found
+            document = json.loads(self._text)
+            if isinstance(document, dict):
+                return document
         return {}
 
 

@@ -6,8 +6,8 @@ Extensions of a request:
 - `deadline`: a time of `time.monotonic`, or None. It holds for all waits of the exchange.
 - `stop`: a socket. When it becomes readable, the blocking transport raises ReadError.
 
-A response has the extension `read_into(memoryview, least) -> int`, which reads the body into a buffer: at least `least`
-bytes, fewer only at the end of the body. Its `stream` can only be closed.
+A response has the extension `read_into(memoryview, minimum) -> int`, which reads the body into a buffer: at least
+`minimum` bytes, fewer only at the end of the body. Its `stream` can only be closed.
 """
 
 from __future__ import annotations
@@ -114,12 +114,14 @@ class _Body(httpx.SyncByteStream, httpx.AsyncByteStream):
         self._deadline = request.extensions["deadline"]
         self._stop = request.extensions.get("stop")
 
-    def read_into(self, view: memoryview, least: int) -> int:
-        steps = self._connection.read_into(self._reply, view, least)
+    def read_into(self, view: memoryview, minimum: int) -> int:
+        steps = self._connection.read_into(self._reply, view, minimum)
         return run(steps, self._deadline, httpx.ReadTimeout, self._stop)
 
-    async def async_read_into(self, view: memoryview, least: int) -> int:
-        return await run_async(self._connection.read_into(self._reply, view, least), self._deadline, httpx.ReadTimeout)
+    async def async_read_into(self, view: memoryview, minimum: int) -> int:
+        return await run_async(
+            self._connection.read_into(self._reply, view, minimum), self._deadline, httpx.ReadTimeout
+        )
 
     def response(self, read_into: Callable[..., object]) -> httpx.Response:
         head = self._reply

@@ -52,13 +52,13 @@ class Band(NamedTuple):
 
         Every pair of a query and a key that see each other is in exactly one piece.
         """
-        found = []
+        pieces = []
         for queries in _equal(self._seen((0, self.q_len), (0, self.kv_len)), query_parts):
             for keys in _equal(self._seen_by(queries), key_parts):
                 piece = self._trimmed(Piece(queries, keys, self.offset + queries[0] - keys[0]))
                 if min(piece.shape) > 0:
-                    found.append(piece)
-        return found
+                    pieces.append(piece)
+        return pieces
 
     def pairs(self, piece: Piece) -> int:
         """Return the number of (query, key) pairs in a piece that see each other."""

@@ -55,10 +55,10 @@ class Question:
             return service.backward(keywords.pop("do"), q, k, v, keywords)
         return service.forward(q, k, v, keywords)
 
-    def answers(self, found: Any) -> list[Numbers]:
+    def answers(self, tensors: Any) -> list[Numbers]:
         """Return the tensors of an answer as views (B,H,S,D)."""
         names = self.options.get("grads", ("o", "lse"))
-        return [t.swapaxes(1, 2) if self._turned(n) else t for n, t in zip(names, found, strict=True)]
+        return [t.swapaxes(1, 2) if self._turned(n) else t for n, t in zip(names, tensors, strict=True)]
 
     def _turned(self, name: str) -> bool:
         return self.options["layout"] == "bshd" and TENSORS[name].in_layout
@@ -110,18 +110,18 @@ def backward(problem: Problem, plan: Plan) -> Steps:
     }
     names: tuple[str, ...] = _BACKWARD
     if "lse" not in problem.tensors and needs_whole:
-        found = yield from forward(problem, plan)
-        lse = found["lse"].reshape(problem.tensors["q"].shape[:3])
-        problem = replace(problem, tensors={**problem.tensors, "o": problem.view(found["o"]), "lse": lse})
+        whole = yield from forward(problem, plan)
+        lse = whole["lse"].reshape(problem.tensors["q"].shape[:3])
+        problem = replace(problem, tensors={**problem.tensors, "o": problem.view(whole["o"]), "lse": lse})
     if "lse" in problem.tensors:
         names = (*names, "o", "lse")
     if "dsinks" in wanted:
         _add_dsinks(problem, sums["dsinks"])
-    asked = [name for name in wanted if name != "dsinks"]
-    questions = [_question(problem, shard, names, {"grads": asked}) for shard in plan.shards if asked]
+    by_servers = [name for name in wanted if name != "dsinks"]
+    questions = [_question(problem, shard, names, {"grads": by_servers}) for shard in plan.shards if by_servers]
     answers = yield questions
     for question, answer in zip(questions, answers, strict=True):
-        for name, part in zip(asked, answer, strict=True):
+        for name, part in zip(by_servers, answer, strict=True):
             _add(problem, question.shard, name, part, sums[name])
     return sums
 

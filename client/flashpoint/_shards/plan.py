@@ -70,7 +70,7 @@ def _best(band: Band, ways: Sequence[tuple[int, int]], heads: tuple[int, int]) -
     def sent(pieces: list[Piece]) -> int:
         return sum(n * heads[0] + m * heads[1] for n, m in (piece.shape for piece in pieces))
 
-    even = [pieces for pieces, most in zip(cut, longest, strict=True) if most <= UNEVEN * min(longest)]
+    even = [pieces for pieces, largest in zip(cut, longest, strict=True) if largest <= UNEVEN * min(longest)]
     return min(even, key=sent)
 
 

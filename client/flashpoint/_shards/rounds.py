@@ -69,16 +69,16 @@ class Threads:
     def close(self) -> None:
         self._pool.shutdown()
 
-    def _round(self, asked: Round, deadline: Deadline) -> list[Any]:
-        if len(asked.asks) == 1 and not asked.whole:
-            return [self._one(asked.asks[0], deadline, None)]
+    def _round(self, batch: Round, deadline: Deadline) -> list[Any]:
+        if len(batch.asks) == 1 and not batch.whole:
+            return [self._one(batch.asks[0], deadline, None)]
         theirs, ours = socket.socketpair()  # a byte for `theirs` ends the calls of all threads
         with theirs, ours:
             context = contextvars.copy_context  # passes the caller's trace context to the threads
-            calls = [self._pool.submit(context().run, self._one, ask, deadline, theirs) for ask in asked.asks]
+            calls = [self._pool.submit(context().run, self._one, ask, deadline, theirs) for ask in batch.asks]
             try:
-                ended, _ = wait(calls, return_when=FIRST_EXCEPTION) if not asked.whole else wait(calls)
-                if not asked.whole:
+                ended, _ = wait(calls, return_when=FIRST_EXCEPTION) if not batch.whole else wait(calls)
+                if not batch.whole:
                     for call in ended:
                         call.result()
                 return [_outcome(call) for call in calls]
@@ -117,18 +117,18 @@ class Tasks:
                 result: T = end.value
                 return result
 
-    async def _round(self, asked: Round, deadline: Deadline) -> list[Any]:
-        calls = [asyncio.ensure_future(self._one(ask, deadline)) for ask in asked.asks]
+    async def _round(self, batch: Round, deadline: Deadline) -> list[Any]:
+        calls = [asyncio.ensure_future(self._one(ask, deadline)) for ask in batch.asks]
         try:
-            found = await asyncio.gather(*calls, return_exceptions=asked.whole)
+            results = await asyncio.gather(*calls, return_exceptions=batch.whole)
         finally:
             for call in calls:
                 call.cancel()
             await asyncio.gather(*calls, return_exceptions=True)
-        for one in found:
+        for one in results:
             if isinstance(one, BaseException) and not isinstance(one, FlashpointError):
                 raise one
-        return list(found)
+        return list(results)
 
     async def _one(self, ask: PartCall, deadline: Deadline) -> Any:
         client = self.clients[ask.server]

@@ -76,7 +76,7 @@ class Queries:
         left, right = (UNBOUNDED if side < 0 else side for side in self.options.window)
         return left, min(right, 0) if self.options.causal else right
 
-    def asked(self, total: int, spans: Iterable[Range]) -> Iterator[SpanQuestion]:
+    def questions(self, total: int, spans: Iterable[Range]) -> Iterator[SpanQuestion]:
         """Yield the question for each span that at least one query sees. Raises InvalidInputError."""
         mask = self.tensors.get("attn_mask")
         if mask is not None and 1 < mask.shape[3] < total:
@@ -117,15 +117,15 @@ class SpanQuestion(NamedTuple):
     def keywords(self) -> dict[str, Any]:
         """Return the options and the tensors other than q. `merged` adds the sinks."""
         given, (first, behind) = self.call.tensors, self.keys
-        found: dict[str, Any] = dict(self.options)
+        keywords: dict[str, Any] = dict(self.options)
         if (mask := given.get("attn_mask")) is not None:
             mask = mask[:, :, : self.rows] if mask.shape[2] > 1 else mask
-            found["attn_mask"] = mask[..., first:behind] if mask.shape[3] > 1 else mask
+            keywords["attn_mask"] = mask[..., first:behind] if mask.shape[3] > 1 else mask
         if "alibi_slopes" in given and self._knows_distances:
-            found["alibi_slopes"] = given["alibi_slopes"]
+            keywords["alibi_slopes"] = given["alibi_slopes"]
         elif "alibi_slopes" in given:
-            found["attn_mask"] = _with_columns(found.get("attn_mask"), self._bias())
-        return found
+            keywords["attn_mask"] = _with_columns(keywords.get("attn_mask"), self._bias())
+        return keywords
 
     @property
     def pairs(self) -> int:
@@ -182,14 +182,14 @@ def merged(
     total = np.full((1, heads, count), -np.inf)
     parts = []
     for question, o, lse in answers:
-        own = question.right_lse(lse)
-        parts.append((question.rows, _turned(o, call.options.layout), own))
-        total[..., : question.rows] = np.logaddexp(total[..., : question.rows], own)
+        corrected = question.right_lse(lse)
+        parts.append((question.rows, _turned(o, call.options.layout), corrected))
+        total[..., : question.rows] = np.logaddexp(total[..., : question.rows], corrected)
     if "sinks" in call.tensors:
         total = np.logaddexp(total, call.tensors["sinks"].astype(np.float64)[:, None])
     whole = np.zeros((1, heads, count, value_dim), np.float32)
-    for rows, o, own in parts:
-        weight = np.exp(own - _or_zero(total[..., :rows])).astype(np.float32)
+    for rows, o, corrected in parts:
+        weight = np.exp(corrected - _or_zero(total[..., :rows])).astype(np.float32)
         whole[:, :, :rows] += weight[..., None] * o.astype(np.float32)
     return _turned(whole.astype(call.q.dtype, copy=False), call.options.layout), total.astype(np.float32)
 

@@ -63,7 +63,7 @@ class PartCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """Calls to make concurrently. The first error ends all. With `whole` all calls end, and errors are results."""
+    """Calls to make concurrently. The first error ends all; with `whole` all calls end, and errors are results."""
 
     asks: Sequence[PartCall]
     whole: bool = False
@@ -75,8 +75,8 @@ Steps: TypeAlias = Generator[Round, list[Any], T]
 class Spread:
     """The parts of a cache, and the length of each layer."""
 
-    def __init__(self, urls: Sequence[str], asked: Mapping[str, Any]) -> None:
-        shape = service.plain(dict(asked))
+    def __init__(self, urls: Sequence[str], options: Mapping[str, Any]) -> None:
+        shape = service.plain(dict(options))
         span = shape.pop("span", SPAN)
         if type(span) is not int or span < 1:
             raise invalid("span", "must be a number of tokens, 1 or more")
@@ -100,18 +100,20 @@ class Spread:
     def grow(self, tokens: int) -> Steps[None]:
         """Make the missing parts for this number of tokens, at least one part in all."""
         missing = range(len(self.parts), max(1, -(-tokens // self.span)))
-        if not missing:
-            return
-        results = yield Round(
-            [PartCall(self.server(part), cache_calls.create(self._shape)) for part in missing], whole=True
-        )
-        made = [AnyCache(found[0]) for found in results if not isinstance(found, FlashpointError)]
-        if len(made) < len(results):
-            yield from _freed(self._deletions(zip(_good(missing, results), made, strict=True)))
-            raise _first(results)
-        self.parts += made
+        if missing:
+            self.parts += yield from self._make({part: cache_calls.create(self._shape) for part in missing})
 
-    def _held(self, part: int, layer: int) -> int:
+    def _make(self, calls: Mapping[int, Call]) -> Steps[list[AnyCache]]:
+        """Make the caches of parts, all or none: after an error, delete those that were made, and raise it."""
+        results = yield Round([PartCall(self.server(part), call) for part, call in calls.items()], whole=True)
+        by_part = dict(zip(calls, results, strict=True))
+        made = {part: AnyCache(result[0]) for part, result in by_part.items() if not _is_error(result)}
+        if len(made) < len(results):
+            yield from self._free(made.items())
+            raise next(filter(_is_error, results))
+        return list(made.values())
+
+    def _tokens_of(self, part: int, layer: int) -> int:
         """Return the number of a layer's tokens in a part."""
         return min(max(0, self.lengths[layer] - part * self.span), self.span)
 
@@ -119,7 +121,7 @@ class Spread:
         """Cut the tokens that unanswered writes may have left in a layer."""
         torn = [part for part, of in self._unsure if of == layer]
         if torn:
-            yield Round([self._cut(part, layer, self._held(part, layer)) for part in torn])
+            yield Round([self._cut(part, layer, self._tokens_of(part, layer)) for part in torn])
             self._unsure -= {(part, layer) for part in torn}
 
     def _cut(self, part: int, layer: int, length: int) -> PartCall:
@@ -166,7 +168,7 @@ class Spread:
             if start < stop:
                 k, v = tokens.between(start - place, stop - place)
                 asks[part] = PartCall(self.server(part), cache_calls.append(cache, k, v, layer, start - first, "bhsd"))
-            elif self._held(part, layer) > max(0, behind - first):
+            elif self._tokens_of(part, layer) > max(0, behind - first):
                 asks[part] = self._cut(part, layer, max(0, behind - first))
         yield from self._writing(layer, place, asks)
         self.lengths[layer] = behind
@@ -199,7 +201,7 @@ class Spread:
         alone = tokens is not None and self._fits(layer, place, total)
         if tokens is not None and not alone:
             yield from self._write(tokens, layer, place)
-        questions = list(call.asked(total, self._spans(total)))
+        questions = list(call.questions(total, self._spans(total)))
         asks = [self._ask(question, layer, sending) for question in questions]
         if tokens is not None and alone:
             last = questions[-1].place
@@ -209,8 +211,8 @@ class Spread:
             results = [*rest, first]
         else:
             results = (yield Round(asks)) if asks else []
-        found = [(question, *answer) for question, (answer, _) in zip(questions, results, strict=True)]
-        o, lse = merged(call, found, self._sizes(layer)[1][1])
+        answered = [(question, *answer) for question, (answer, _) in zip(questions, results, strict=True)]
+        o, lse = merged(call, answered, self._sizes(layer)[1][1])
         parts = [self._part(question, meta) for question, (_, meta) in zip(questions, results, strict=True)]
         answers = (to_like(o, q), to_like(lse, q)) if call.options.return_lse else to_like(o, q)
         return (answers, parts) if with_meta else answers
@@ -238,24 +240,24 @@ class Spread:
         """Return the `Part` of an answer. Raises ProtocolError if the part's length is wrong."""
         url, (first, behind) = self.urls[self.server(question.place)], question.keys
         if meta.lengths != (behind - first,):
-            held = f"{meta.lengths} tokens, not {behind - first}"
-            raise ProtocolError(f"{url}: the cache has {held}: another client wrote")
+            tokens = f"{meta.lengths} tokens, not {behind - first}"
+            raise ProtocolError(f"{url}: the cache has {tokens}: another client wrote")
         return Part(url, "/attention", (0, question.rows), question.keys, question.pairs, meta)
 
     def truncate(self, length: int) -> Steps[None]:
         """Drop the tokens from `length` on, in every layer."""
-        kept = self._kept(length)
-        place = length - (kept - 1) * self.span
-        if any(self._held(kept - 1, layer) > place for layer in range(len(self.lengths))):
-            cut = cache_calls.change(self.parts[kept - 1], "truncate", {"length": place})
-            yield Round([PartCall(self.server(kept - 1), cut)])
-        self.lengths = [min(own, length) for own in self.lengths]
-        self._unsure = {(part, layer) for part, layer in self._unsure if part < kept}
-        gone, self.parts = self.parts[kept:], self.parts[:kept]
+        parts = self._parts_for(length)
+        place = length - (parts - 1) * self.span
+        if any(self._tokens_of(parts - 1, layer) > place for layer in range(len(self.lengths))):
+            cut = cache_calls.change(self.parts[parts - 1], "truncate", {"length": place})
+            yield Round([PartCall(self.server(parts - 1), cut)])
+        self.lengths = [min(before, length) for before in self.lengths]
+        self._unsure = {(part, layer) for part, layer in self._unsure if part < parts}
+        gone, self.parts = self.parts[parts:], self.parts[:parts]
         if gone:
-            yield from _freed(self._deletions(enumerate(gone, kept)))
+            yield from self._free(enumerate(gone, parts))
 
-    def _kept(self, length: int) -> int:
+    def _parts_for(self, length: int) -> int:
         """Return the number of parts for `length` tokens, at least one. Raises InvalidInputError."""
         if type(length) is not int or not 0 <= length <= max(self.lengths):
             raise invalid("length", f"must be from 0 to {max(self.lengths)}, the length of the longest layer")
@@ -265,19 +267,14 @@ class Spread:
         """Return a copy of the first `length` tokens; None copies all."""
         longest = max(self.lengths)
         end = longest if length is None else length
-        sources = self.parts[: self._kept(end)]
+        sources = self.parts[: self._parts_for(end)]
         for layer in {layer for _, layer in self._unsure}:
             yield from self._mend(layer)
         ends = [min(self.span, end - part * self.span) for part in range(len(sources))]
-        calls = [cache_calls.fork([cache], [own], []) for cache, own in zip(sources, ends, strict=True)]
-        results = yield Round([PartCall(self.server(part), call) for part, call in enumerate(calls)], whole=True)
+        calls = [cache_calls.fork([cache], [tokens], []) for cache, tokens in zip(sources, ends, strict=True)]
         copy = Spread(self.urls, {**self._shape, "span": self.span})
-        copy.parts = [AnyCache(found[0]) for found in results if not isinstance(found, FlashpointError)]
-        if len(copy.parts) < len(results):
-            made = zip(_good(range(len(results)), results), copy.parts, strict=True)
-            yield from _freed(self._deletions(made))
-            raise _first(results)
-        copy.lengths = [min(own, end) for own in self.lengths]
+        copy.parts = yield from self._make(dict(enumerate(calls)))
+        copy.lengths = [min(tokens, end) for tokens in self.lengths]
         return copy
 
     def renew(self) -> Steps[None]:
@@ -288,10 +285,14 @@ class Spread:
 
     def delete(self) -> Steps[None]:
         """Delete every part. Raises the error of a server that could not be reached."""
-        yield from _freed(self._deletions(enumerate(self.parts)))
+        yield from self._free(enumerate(self.parts))
 
-    def _deletions(self, parts: Iterable[tuple[int, AnyCache]]) -> list[PartCall]:
-        return [PartCall(self.server(part), cache_calls.delete(cache)) for part, cache in parts]
+    def _free(self, parts: Iterable[tuple[int, AnyCache]]) -> Steps[None]:
+        """Delete caches on all servers. Afterwards raise the first error, unless the cache was gone already."""
+        calls = [PartCall(self.server(part), cache_calls.delete(cache)) for part, cache in parts]
+        for error in filter(_is_error, (yield Round(calls, whole=True))):
+            with unless_gone():
+                raise error
 
 
 @dataclass(frozen=True)
@@ -305,16 +306,16 @@ class _Tokens:
     def of(cls, k: Array, v: Array, layout: str) -> _Tokens:
         if layout not in ("bhsd", "bshd"):
             raise invalid("layout", "must be bhsd or bshd")
-        found = []
+        tensors = []
         for name, given in (("k", k), ("v", v)):
             t = to_numpy(name, given)
             t = t[0] if t.ndim == 4 and t.shape[0] == 1 else t
             if t.ndim != 3:
                 raise invalid(name, f"has shape {list(t.shape)}, and must be (1,H,S,D) or (H,S,D) of one sequence")
-            found.append(t if layout == "bhsd" else t.swapaxes(0, 1))
-        if found[0].shape[:2] != found[1].shape[:2]:
-            raise invalid("v", f"has {list(found[1].shape)}, and k has {list(found[0].shape)}")
-        return cls(*found)
+            tensors.append(t if layout == "bhsd" else t.swapaxes(0, 1))
+        if tensors[0].shape[:2] != tensors[1].shape[:2]:
+            raise invalid("v", f"has {list(tensors[1].shape)}, and k has {list(tensors[0].shape)}")
+        return cls(*tensors)
 
     @classmethod
     def beside(cls, call: Queries, k: Array | None, v: Array | None) -> _Tokens | None:
@@ -340,18 +341,5 @@ class _Tokens:
         return k, v
 
 
-def _freed(asks: Sequence[PartCall]) -> Steps[None]:
-    """Delete caches on all servers. Afterwards raise the first error, unless the cache was gone already."""
-    results = yield Round(asks, whole=True)
-    for found in results:
-        if isinstance(found, FlashpointError):
-            with unless_gone():
-                raise found
-
-
-def _first(results: Sequence[Any]) -> FlashpointError:
-    return next(found for found in results if isinstance(found, FlashpointError))
-
-
-def _good(numbers: Sequence[int], results: Sequence[Any]) -> list[int]:
-    return [number for number, found in zip(numbers, results, strict=True) if not isinstance(found, FlashpointError)]
+def _is_error(result: object) -> bool:
+    return isinstance(result, FlashpointError)

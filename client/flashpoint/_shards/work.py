@@ -26,7 +26,7 @@ class Item:
     """A question and its state.
 
     - `failed`: servers that failed it; cleared when all have.
-    - `asked`: servers that have it now.
+    - `serving`: servers that have it now.
     - `late`: time of `time.monotonic` from which another server may get it too.
     - `failures`: number of failures in all.
     - `server`, `answer`: the first server that answered, and its answer.
@@ -34,7 +34,7 @@ class Item:
 
     question: Question
     failed: set[int] = field(default_factory=set)
-    asked: set[int] = field(default_factory=set)
+    serving: set[int] = field(default_factory=set)
     late: float = math.inf
     failures: int = 0
     server: int = -1
@@ -69,7 +69,7 @@ class Work:
         else:
             item = next((item for item in self._elsewhere(server) if item.late <= time.monotonic()), None)
         if item is not None:
-            item.asked.add(server)
+            item.serving.add(server)
             if (left := self.timeout()) is not None:
                 item.late = time.monotonic() + left / 2
         return item
@@ -87,7 +87,7 @@ class Work:
 
     def _elsewhere(self, server: int) -> Iterator[Item]:
         """Yield the unanswered items that other servers were asked and this one was not."""
-        return (item for item in self.items if item.answer is None and item.asked and server not in item.asked)
+        return (item for item in self.items if item.answer is None and item.serving and server not in item.serving)
 
     def timeout(self) -> float | None:
         """Return the seconds left for an attempt; None without a deadline. Raises DeadlineExceededError."""
@@ -110,7 +110,7 @@ class Work:
         Raises `error` if another server cannot help, or if the question has failed too often. It does not raise if
         another server has answered the question meanwhile.
         """
-        item.asked.remove(server)
+        item.serving.remove(server)
         if item.answer is None:
             item.failures += 1
             self._last = error
@@ -119,7 +119,7 @@ class Work:
             item.failed.add(server)
             if len(item.failed) == self._servers:
                 item.failed.clear()
-            if not item.asked:
+            if not item.serving:
                 self._waiting.insert(0, item)
         rest = max(backoff(self._in_a_row[server]), error.retry_after or 0.0)
         self._in_a_row[server] += 1

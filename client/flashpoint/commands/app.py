@@ -58,8 +58,8 @@ class _Commands(_Page, TyperGroup):
     """All commands. Resolving a command imports it; listing the commands imports none."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name, found, rest = super().resolve_command(ctx, args)
-        return name, found and load(str(name)), rest
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command and load(str(name)), rest
 
 
 def load(name: str) -> Any:
@@ -132,10 +132,10 @@ def run(arguments: Sequence[str]) -> int:
     except SystemExit as end:  # from shell completion, or because the reader closed the pipe
         return end.code if isinstance(end.code, int) else RIGHT
     except errors.FlashpointError as error:
-        complain(name, _said(error, first), hint(error))
+        complain(name, _error_text(error, first), hint(error))
         return exit_code(error)
     except ProblemError as error:  # of work on this machine
-        complain(name, _said(errors.all_invalid(error.errors), first))
+        complain(name, _error_text(errors.all_invalid(error.errors), first))
         return MISUSED
     except CommandError as error:
         complain(name, error.message, error.hint)
@@ -147,7 +147,7 @@ def run(arguments: Sequence[str]) -> int:
         return INTERRUPTED
 
 
-def _said(error: errors.FlashpointError, command: str) -> str:
+def _error_text(error: errors.FlashpointError, command: str) -> str:
     """Return the text of an error. For a field that the client refused, it names the option of the command line."""
     if not error.errors or error.status is not None:
         return str(error)
@@ -199,8 +199,11 @@ def _usage(error: Any, name: str) -> tuple[str, str | None]:
     if message.startswith("No such command"):
         message, _, near = message.partition(" Did you mean ")
         typed = (_QUOTED.findall(message) or [""])[0]
-        found = ", ".join(_QUOTED.findall(near))
-        return f"no command {typed!r}", f"did you mean {found}?" if found else "flashpoint --help lists the commands"
+        names = ", ".join(_QUOTED.findall(near))
+        return (
+            f"no command {typed!r}",
+            f"did you mean {names}?" if names else "flashpoint --help lists the commands",
+        )
     if " is not one of " in message:
         given, *allowed = _QUOTED.findall(message)
         near = meant(given, allowed)

@@ -99,7 +99,7 @@ def benchmark(
         raise typer.BadParameter("give both for a grid, or give a --preset", param_hint="--q-len, --head-dim")
     if preset is not None and sizes != (None, None, None, None, 1, None, None):
         raise typer.BadParameter("has its own shapes: leave out the sizes", param_hint="--preset")
-    url = running.asked_server(url, {"--kernel": kernel}, ": the function runs on this machine")
+    url = running.server_of(url, {"--kernel": kernel}, ": the function runs on this machine")
     function = None if kernel is None else load_kernel(kernel)
     grid: dict[str, Any] = {"shapes": _shapes(*sizes)}
     grid |= {"dtypes": dtype, "causal": _CAUSAL[causal], "directions": direction}

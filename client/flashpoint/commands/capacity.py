@@ -80,7 +80,7 @@ def capacity(
     if cache_gb is not None and not cache_gb > 0:
         raise typer.BadParameter(f"must be above 0, not {cache_gb:g}", param_hint="--cache-gb")
     given["--call-ms"] = call_ms
-    if (url := running.asked_server(url, given, ", which measures it")) is not None:
+    if (url := running.server_of(url, given, ", which measures it")) is not None:
         with Client(url, api_key=api_key, timeout=timeout) as server:
             rates = calculator.measure(server, dtype, shared=same_cores)
             if cached and cache_gb is None:
@@ -103,16 +103,16 @@ def capacity(
     need = calculator.need(shape, dtype=dtype, side=side, causal=causal, cached=cached)
     prediction = calculator.predict(need, rates)
     needed = None if load is None else prediction.for_load(load)
-    held = _held(shape, dtype, layers, cache_gb, prediction) if cached else None
+    cache = _cache_of(shape, dtype, layers, cache_gb, prediction) if cached else None
     show = running.console(json)
     show.print(_stages(need, prediction))
     passing = "all of it, on the same cores" if rates.shared else prediction.bottleneck
     show.print(f"\nat most {number(prediction.requests_per_second)} requests a second; bound by: {passing}")
     if needed is not None:
-        said = ", ".join(f"{name} × {count}" for name, count in needed.items())
-        show.print(f"for {number(load)} requests a second: {said}")
-    if held is not None:
-        _show_held(show, held, layers)
+        counts = ", ".join(f"{name} × {count}" for name, count in needed.items())
+        show.print(f"for {number(load)} requests a second: {counts}")
+    if cache is not None:
+        _show_cache(show, cache, layers)
     running.write_json(json, {
         "rates": {name: None if value == math.inf else value for name, value in dataclasses.asdict(rates).items()},
         "need": dataclasses.asdict(need),
@@ -121,12 +121,12 @@ def capacity(
         "requests_per_second": prediction.requests_per_second,
         "bottleneck": prediction.bottleneck,
         "for_load": needed,
-        "cache": held,
+        "cache": cache,
     })  # fmt: skip
     return RIGHT
 
 
-def _held(
+def _cache_of(
     shape: Shape, dtype: Dtype, layers: int, cache_gb: float | None, prediction: calculator.Prediction
 ) -> dict[str, Any]:
     """Return the size of a sequence's cache, how many caches fit, and the time of a step through all layers."""
@@ -138,10 +138,10 @@ def _held(
     }
 
 
-def _show_held(show: Console, held: dict[str, Any], layers: int) -> None:
-    fit = "" if held["that_fit"] is None else f"; {held['that_fit']:,} fit"
-    show.print(f"\na sequence's cache: {held['bytes'] / 1e6:.3g} MB{fit}")
-    step = held["seconds_of_a_step"]
+def _show_cache(show: Console, cache: dict[str, Any], layers: int) -> None:
+    fit = "" if cache["that_fit"] is None else f"; {cache['that_fit']:,} fit"
+    show.print(f"\na sequence's cache: {cache['bytes'] / 1e6:.3g} MB{fit}")
+    step = cache["seconds_of_a_step"]
     show.print(f"a step through {layers} layers: {number(step * 1e3)} ms, {number(1 / step)} a second")
 
 

@@ -11,12 +11,12 @@ _BREAKS = ("=", ":")  # bash passes these as words of their own (COMP_WORDBREAKS
 
 
 def values(choices: Callable[[], Sequence[str]], separator: str = ",") -> Callable[[str], list[str]]:
-    """Return a completion for Typer: the choices that continue the last item of a list, which names each once."""
+    """Return a completion for Typer: the choices that continue the last item of a list and are not in it yet."""
 
     def complete(incomplete: str) -> list[str]:
-        before, found, last = incomplete.rpartition(separator)
+        before, comma, last = incomplete.rpartition(separator)
         named = before.split(separator)
-        return [f"{before}{found}{each}" for each in choices() if each.startswith(last) and each not in named]
+        return [f"{before}{comma}{each}" for each in choices() if each.startswith(last) and each not in named]
 
     return complete
 
@@ -24,14 +24,14 @@ def values(choices: Callable[[], Sequence[str]], separator: str = ",") -> Callab
 def of_kernels(module: str, name: str) -> Callable[[], Sequence[str]]:
     """Return a function that looks names up in `flashpoint_kernels`; none if it is not installed."""
 
-    def found() -> Sequence[str]:
+    def look_up() -> Sequence[str]:
         try:
             names: Sequence[str] = getattr(importlib.import_module(f"flashpoint_kernels.{module}"), name)
         except ImportError:
             return ()
         return names
 
-    return found
+    return look_up
 
 
 def join_words() -> None:

@@ -22,25 +22,25 @@ def takes_options(command: Callable[..., int], **others: Any) -> Callable[..., i
     `others`: flags in the place of the table's, by the names of their options.
     """
     hints = typing.get_type_hints(command, include_extras=True)
-    own = [
+    parameters = [
         each.replace(annotation=hints[each.name])
         for each in inspect.signature(command).parameters.values()
         if each.name != "options"
     ]
     flags = {name: _flag(option) for name, option in OPTIONS.items() if "cli" not in option.refused} | others
-    first = next(i for i, each in enumerate(own) if each.name == "url")
+    first = next(i for i, each in enumerate(parameters) if each.name == "url")
     added = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=flag)
         for name, flag in flags.items()
     ]
-    kept = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
+    by_keyword = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
 
     @functools.wraps(command)
     def done(**keywords: Any) -> int:
         given = {name: keywords.pop(name, None) for name in flags}
         return command(**keywords, options={name: value for name, value in given.items() if value is not None})
 
-    signature = inspect.Signature([*kept[:first], *added, *kept[first:]], return_annotation=int)
+    signature = inspect.Signature([*by_keyword[:first], *added, *by_keyword[first:]], return_annotation=int)
     done.__signature__ = signature  # type: ignore[attr-defined]
     done.__annotations__ = {**hints, **flags}
     return done

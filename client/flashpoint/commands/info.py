@@ -21,31 +21,31 @@ EXAMPLES = """
 def info(url: Url = None, api_key: Key = None, timeout: Timeout = 60.0, json: Json = None) -> int:
     """Show the device, the versions, and the backends with their options, here or at a server."""
     running.check_file("--json", json)
-    if (url := running.asked_server(url)) is None:
-        found = running.local("info")()
+    if (url := running.server_of(url)) is None:
+        document = running.local("info")()
     else:
         with Client(url, api_key=api_key, timeout=timeout) as server:
-            found = server.info()
+            document = server.info()
     show = running.console(json)
-    device = found.get("device") or {}
-    rows = {"flashpoint": found.get("version"), "device": device.get("title"), "torch's name": device.get("name")}
+    device = document.get("device") or {}
+    rows = {"flashpoint": document.get("version"), "device": device.get("title"), "torch's name": device.get("name")}
     if device.get("memory"):
         rows["memory"] = f"{device['memory'] / 2**30:.1f} GiB"
-    if (held := found.get("caches")) and held["limit_bytes"]:
-        used, limit = held["bytes"] / 2**30, held["limit_bytes"] / 2**30
-        rows["KV caches"] = f"{held['caches']:,}, {used:.3g} GiB; at most {limit:.3g} GiB in each engine"
-    if kernels := found.get("kernels"):
+    if (caches := document.get("caches")) and caches["limit_bytes"]:
+        used, limit = caches["bytes"] / 2**30, caches["limit_bytes"] / 2**30
+        rows["KV caches"] = f"{caches['caches']:,}, {used:.3g} GiB; at most {limit:.3g} GiB in each engine"
+    if kernels := document.get("kernels"):
         rows["kernels in C"] = ", ".join(f"{dtype} {kernel}" for dtype, kernel in kernels.items())
-    rows |= found.get("versions", {})
+    rows |= document.get("versions", {})
     facts = Table(box=None, show_header=False, pad_edge=False)
     for name, value in rows.items():
         facts.add_row(name, str(value if value is not None else "not known yet"))
     show.print(facts)
-    for said in found.get("missing", ()):
-        show.print(f"\n{said}", style="yellow", highlight=False)
-    if found.get("options"):
-        show.print(_options(found["options"]))
-    running.write_json(json, found)
+    for line in document.get("missing", ()):
+        show.print(f"\n{line}", style="yellow", highlight=False)
+    if document.get("options"):
+        show.print(_options(document["options"]))
+    running.write_json(json, document)
     return 0
 
 

@@ -57,37 +57,37 @@ def reproduce(
         events = running.local("reproduce", served=False)(only or ())
     except ValueError as error:
         raise invalid("--only", str(error)) from None
-    found, interrupted = _watched(events)
+    results, interrupted = _watched(events)
     show = running.console(json)
-    show.print(machine(found["environment"]), style="dim", markup=False)
-    _show(found["claims"], show)
-    running.write_json(json, found)
-    if plots is not None and found["rows"]:
-        _draw(found, plots, show)
+    show.print(machine(results["environment"]), style="dim", markup=False)
+    _show(results["claims"], show)
+    running.write_json(json, results)
+    if plots is not None and results["rows"]:
+        _draw(results, plots, show)
     if interrupted:
         return INTERRUPTED
-    return WRONG if any(claim["verdict"] == "FAIL" for claim in found["claims"]) else RIGHT
+    return WRONG if any(claim["verdict"] == "FAIL" for claim in results["claims"]) else RIGHT
 
 
 def _watched(events: Iterator[Event]) -> tuple[dict[str, Any], bool]:
     """Collect the results until the events end, or Ctrl-C: the second value. It keeps the results so far."""
     interrupted = False
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    found: dict[str, Any] = {"environment": {"date": now}, "claims": [], "rows": []}
+    results: dict[str, Any] = {"environment": {"date": now}, "claims": [], "rows": []}
     with _progress() as show:
         try:
             for event in events:
                 show(event)
                 if event["type"] == "environment":
-                    found["environment"] |= event["environment"]
+                    results["environment"] |= event["environment"]
                 elif event["type"] == "row":
-                    found["rows"].append(event["row"])
+                    results["rows"].append(event["row"])
                 elif event["type"] == "verdict":
-                    found["claims"].append({name: value for name, value in event.items() if name != "type"})
+                    results["claims"].append({name: value for name, value in event.items() if name != "type"})
         except KeyboardInterrupt:
             interrupted = True
             print("flashpoint reproduce: ended early", file=sys.stderr)
-    return found, interrupted
+    return results, interrupted
 
 
 @contextmanager
@@ -122,15 +122,15 @@ def _show(claims: Sequence[dict[str, Any]], show: Console) -> None:
         show.print()
 
 
-def _draw(found: dict[str, Any], folder: Path, show: Console) -> None:
+def _draw(results: dict[str, Any], folder: Path, show: Console) -> None:
     """Write one figure of each kind for light pages, and one for dark pages."""
     from flashpoint.plots import KINDS, plot_benchmark
 
-    rows = tuple(BenchmarkRow.model_validate(row) for row in found["rows"])
-    made = datetime.datetime.fromisoformat(found["environment"]["date"])
+    rows = tuple(BenchmarkRow.model_validate(row) for row in results["rows"])
+    made = datetime.datetime.fromisoformat(results["environment"]["date"])
     job = BenchmarkJob(
         id="local", created=made, request=BenchmarkRequest(preset="papers"), device=rows[0].device, rows=rows,
-        environment=found["environment"],
+        environment=results["environment"],
     )  # fmt: skip
     for kind in KINDS:
         for theme in THEMES:

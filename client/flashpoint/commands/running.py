@@ -93,11 +93,11 @@ def words(choices: Callable[[], Sequence[str]]) -> dict[str, Any]:
     return {"parser": _words, "metavar": "NAME,…", "autocompletion": completion.values(choices)}
 
 
-def asked_server(url: str | None, alone: Mapping[str, Any] = MappingProxyType({}), reason: str = "") -> str | None:
-    """Return the server to ask, None for this machine: --url, or FLASHPOINT_URL. An empty one is this machine.
+def server_of(url: str | None, alone: Mapping[str, Any] = MappingProxyType({}), reason: str = "") -> str | None:
+    """Return the URL of the server to ask, from --url or FLASHPOINT_URL; None for this machine, also for an empty URL.
 
-    `alone` has the values of options that --url excludes, for this reason: with one of them the variable does not
-    count. Raises BadParameter for --url beside one.
+    `alone`: the values of options that are not taken with --url; `reason` says why. With one of them FLASHPOINT_URL is
+    ignored, and --url raises BadParameter.
     """
     excluded = [flag for flag, value in alone.items() if value is not None]
     if not url or not excluded:
@@ -114,12 +114,12 @@ def local(name: str, *, served: bool = True) -> Callable[..., Any]:
     """
     try:
         (registered,) = entry_points(group="flashpoint.local", name=name)
-        found: Callable[..., Any] = registered.load()
+        function: Callable[..., Any] = registered.load()
     except ModuleNotFoundError as error:
         message, hint = missing(error, "flashpoint_server")
         other = "; or ask a server with --url" if served else ""
         raise CommandError(f"{message} on this machine", hint + other) from error
-    return found
+    return function
 
 
 def check_file(option: str, path: Path | None) -> None:
@@ -219,7 +219,7 @@ def write_json(path: Path | None, document: Any) -> None:
 def console(json_file: Path | None = None) -> Console:
     """Return the console for tables: stdout, or stderr if the JSON goes to stdout."""
     to_stderr = str(json_file) == "-"
-    found = Console(stderr=to_stderr, highlight=False, emoji=False)
-    if not found.is_terminal:
-        found.width = int(os.environ["COLUMNS"]) if os.environ.get("COLUMNS", "").isdecimal() else WIDTH
-    return found
+    output = Console(stderr=to_stderr, highlight=False, emoji=False)
+    if not output.is_terminal:
+        output.width = int(os.environ["COLUMNS"]) if os.environ.get("COLUMNS", "").isdecimal() else WIDTH
+    return output

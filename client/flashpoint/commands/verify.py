@@ -108,13 +108,13 @@ def verify(
         "batch": batch, "q_heads": q_heads, "kv_heads": kv_heads, "q_len": q_len, "kv_len": kv_len,
         "head_dim": head_dim, "value_dim": value_dim,
     }  # fmt: skip
-    asked = {
+    drawn = {
         "shape": {name: value for name, value in sizes.items() if value is not None} or None,
         "dtype": dtype, "seed": seed, "direction": direction, "extras": extras,
     }  # fmt: skip
-    keywords = {name: value for name, value in asked.items() if value is not None} | dict(options)
+    keywords = {name: value for name, value in drawn.items() if value is not None} | dict(options)
     if kernel is not None:
-        running.asked_server(url, {"--kernel": kernel}, ": the function runs on this machine")
+        running.server_of(url, {"--kernel": kernel}, ": the function runs on this machine")
         if file is not None:
             raise typer.BadParameter(
                 "is not taken with FILE: the function runs on drawn problems", param_hint="--kernel"
@@ -153,7 +153,7 @@ def verify(
         tensors, of_file = read_case(file)
         keywords = of_file | keywords
     with running.working("judging against float64") as show_progress:
-        report = _report(tensors, keywords, running.asked_server(url), api_key, timeout, show_progress)
+        report = _report(tensors, keywords, running.server_of(url), api_key, timeout, show_progress)
     show = running.console(json)
     _show(report, show, of_file=file is not None)
     show.print(_options_line(keywords), style="dim", highlight=False, markup=False)

@@ -14,13 +14,13 @@ from rich.console import Console
 
 from flashpoint.commands.app import RIGHT, WRONG, CommandError
 from flashpoint.commands.running import check_file, console, progress_bar, write_json
-from flashpoint.judging import asked_cases, registered
+from flashpoint.judging import judge_arguments, registered
 from flashpoint_contract.judging import Report
 from flashpoint_contract.wording.hints import how_to_install, meant
 
 
 def parts_of(name: str) -> tuple[str, str]:
-    """Return the module and the function of MODULE:FUNCTION. Raises CommandError; a file is told its module."""
+    """Return the module and the function of MODULE:FUNCTION. Raises CommandError; its hint names a file's module."""
     module, colon, function = name.partition(":")
     if module.endswith(".py") or os.sep in module:
         path = Path(module)
@@ -40,16 +40,16 @@ def load_kernel(name: str) -> Callable[..., Any]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = importlib.import_module(module)
+        imported = importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise CommandError(
             f"--kernel: there is no module {error.name}",
             "run the command in the folder of the module, or install the module",
         ) from error
-    if not hasattr(found, function):
-        near = meant(function, [each for each in dir(found) if not each.startswith("_")])
+    if not hasattr(imported, function):
+        near = meant(function, [each for each in dir(imported) if not each.startswith("_")])
         raise CommandError(f"--kernel: {module} has no {function}", f"did you mean {near}?" if near else None)
-    kernel: Callable[..., Any] = getattr(found, function)
+    kernel: Callable[..., Any] = getattr(imported, function)
     if not callable(kernel):
         raise CommandError(f"--kernel: {name} must be a function, not {type(kernel).__name__}")
     return kernel
@@ -69,7 +69,7 @@ def judge(
         judge_function = registered()
     except ModuleNotFoundError as error:
         raise CommandError(f"--kernel: needs {error.name}, which is not installed", how_to_install("torch")) from None
-    arguments = asked_cases(keywords)
+    arguments = judge_arguments(keywords)
     if case is not None:
         try:
             arguments["only"] = json.loads(case)

@@ -52,14 +52,14 @@ def benchmark_figure(job: BenchmarkJob, kind: Kind) -> Figure:
     if not rows:
         raise ValueError(f"there is nothing to plot yet: no row has {_NEEDS[kind]}")
     subtitle = job.device or rows[0].device
-    own = _own_name(job.environment.get("kernel"))
+    kernel_name = _kernel_name(job.environment.get("kernel"))
     if kind == "roofline":
-        return roofline(rows, peaks, subtitle, own)
-    return quantity(QUANTITIES[kind], rows, subtitle, own)
+        return roofline(rows, peaks, subtitle, kernel_name)
+    return quantity(QUANTITIES[kind], rows, subtitle, kernel_name)
 
 
-def _own_name(kernel: str | None) -> str:
-    """Return the name of the function in MODULE:FUNCTION; all of it if the function is called like a backend."""
+def _kernel_name(kernel: str | None) -> str:
+    """Return FUNCTION of MODULE:FUNCTION; MODULE:FUNCTION itself if a backend has the function's name."""
     function = (kernel or style.OWN).rpartition(":")[2]
     return kernel if kernel and function in style.LOOKS and function != style.OWN else function
 

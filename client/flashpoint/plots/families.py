@@ -43,10 +43,10 @@ class Family(NamedTuple):
 
 def families(rows: Rows) -> dict[Family, list[BenchmarkRow]]:
     """Return the rows of each family, in the order of `rows`. No family is empty."""
-    found: dict[Family, list[BenchmarkRow]] = {}
+    by_family: dict[Family, list[BenchmarkRow]] = {}
     for row in rows:
-        found.setdefault(_family(row), []).append(row)
-    parts = [(family, part) for family, members in found.items() for part in _apart(members)]
+        by_family.setdefault(_family(row), []).append(row)
+    parts = [(family, part) for family, members in by_family.items() for part in _apart(members)]
     return {family._replace(batch=_same(row.batch for row in part), length=_same(row.kv_len for row in part)): part
             for family, part in parts}  # fmt: skip
 

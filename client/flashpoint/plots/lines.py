@@ -34,43 +34,43 @@ class Quantity:
     baseline: float | None = None
 
 
-def quantity(what: Quantity, rows: Rows, subtitle: str, own: str = style.OWN) -> Figure:
+def quantity(what: Quantity, rows: Rows, subtitle: str, kernel_name: str = style.OWN) -> Figure:
     """Return a figure of `what` for all rows. A panel with a single length has one bar for each backend.
 
-    `own` is the name of the caller's kernel.
+    `kernel_name` is the name of the caller's kernel.
     """
-    found = families(rows)
-    over_lengths = [row for family, members in found.items() if not family.length for row in members]
+    by_family = families(rows)
+    over_lengths = [row for family, members in by_family.items() if not family.length for row in members]
     figure, axes = style.panels(
         what.title,
         " · ".join(filter(None, (subtitle, what.about))),
-        len(found),
-        _legend(what, rows, over_lengths, own),
+        len(by_family),
+        _legend(what, rows, over_lengths, kernel_name),
     )
-    for ax, (family, members) in zip(axes, found.items(), strict=True):
+    for ax, (family, members) in zip(axes, by_family.items(), strict=True):
         style.name(ax, str(family))
         if family.length:
-            _one_length(ax, what, members, own)
+            _one_length(ax, what, members, kernel_name)
         else:
             what.draw(ax, what, members)
             ax.set_ylabel(what.unit, fontsize=9)
     return figure
 
 
-def _legend(what: Quantity, rows: Rows, over_lengths: Rows, own: str) -> list[Artist]:
+def _legend(what: Quantity, rows: Rows, over_lengths: Rows, kernel_name: str) -> list[Artist]:
     """Return the legend: the backends, unless all panels name them, the line at 1, and the meaning of marks."""
     backends = style.ordered(row.backend for row in over_lengths)
     entries: list[Artist] = [
         Patch(label=named, **style.bar(backend)) if what.draw is _grouped else style.key(backend, named)
         for backend in backends
-        for named in [style.named(backend, own)]
+        for named in [style.named(backend, kernel_name)]
     ]
     if what.baseline is not None:
         entries.append(Line2D([], [], label=f"{what.baseline:g}: as fast as naive", **_baseline()))
-    found = "".join(_marks(what, row) for row in rows)
+    marks = "".join(_marks(what, row) for row in rows)
     hollow = "" if what.draw is _grouped or not over_lengths else "hollow, "
     for mark, meaning in style.MARKS.items():
-        if mark in found:
+        if mark in marks:
             entries.append(Line2D([], [], linestyle="none", label=f"{hollow}{mark}: {meaning}"))
     return entries
 
@@ -80,7 +80,7 @@ def _marks(what: Quantity, row: BenchmarkRow) -> str:
     return row.marks if what.timed else "<" if row.peak_bytes_low else ""
 
 
-def _one_length(ax: Axes, what: Quantity, rows: Rows, own: str) -> None:
+def _one_length(ax: Axes, what: Quantity, rows: Rows, kernel_name: str) -> None:
     """Draw a horizontal bar for each backend, with its name, and its value at the end."""
     by_backend = {row.backend: row for row in rows}
     backends = style.ordered(by_backend)
@@ -102,7 +102,7 @@ def _one_length(ax: Axes, what: Quantity, rows: Rows, own: str) -> None:
     if what.baseline is not None:
         ax.axvline(what.baseline, **_baseline())
         ends.append(what.baseline)
-    ax.set_yticks(range(len(backends)), [style.named(backend, own) for backend in backends])
+    ax.set_yticks(range(len(backends)), [style.named(backend, kernel_name) for backend in backends])
     for label, backend in zip(ax.get_yticklabels(), backends, strict=True):
         label.set_fontweight("bold" if style.look(backend).bold else "normal")
     ax.set_ylim(len(backends) - 0.4, -0.6)

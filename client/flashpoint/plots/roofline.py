@@ -30,15 +30,17 @@ _STACKED = {-1: "top", 0: "center", 1: "bottom"}
 Boxes = NDArray[np.float64]  # rows of (left, bottom, right, top) in pixels
 
 
-def roofline(rows: Rows, peaks: Peaks, subtitle: str, own: str = style.OWN) -> Figure:
+def roofline(rows: Rows, peaks: Peaks, subtitle: str, kernel_name: str = style.OWN) -> Figure:
     """Return a figure with a panel for each family, and in it a line for each backend through its lengths.
 
     The points have labels with their lengths if there are several. `peaks`, by dtype: the measured `tflops` and
-    `gb_per_s`, and `sheet_tflops` and `sheet_gb_per_s` if a data sheet is known. `own` is the name of the caller's
-    kernel.
+    `gb_per_s`, and `sheet_tflops` and `sheet_gb_per_s` if a data sheet is known. `kernel_name` is the name of the
+    caller's kernel.
     """
-    found = families(rows)
-    legend = [style.key(backend, style.named(backend, own)) for backend in style.ordered(row.backend for row in rows)]
+    by_family = families(rows)
+    legend = [
+        style.key(backend, style.named(backend, kernel_name)) for backend in style.ordered(row.backend for row in rows)
+    ]
     for mark in sorted(set("".join(row.marks for row in rows))):
         legend.append(Line2D([], [], linestyle="none", label=f"hollow: {style.MARKS[mark]}"))
     if any(row.above_roof for row in rows):
@@ -46,13 +48,13 @@ def roofline(rows: Rows, peaks: Peaks, subtitle: str, own: str = style.OWN) -> F
     about = [subtitle, *_roofs(rows, peaks), "each algorithm by its own operations and bytes", SHARE]
     if any(row.backend.startswith("naive") for row in rows):
         about.append(OF_NAIVE)
-    figure, axes = style.panels("Roofline", " · ".join(about), len(found), legend)
-    for ax, (family, members) in zip(axes, found.items(), strict=True):
+    figure, axes = style.panels("Roofline", " · ".join(about), len(by_family), legend)
+    for ax, (family, members) in zip(axes, by_family.items(), strict=True):
         _panel(ax, members, peaks[family.dtype])
         style.name(ax, str(family))
     FigureCanvasAgg(figure)
     figure.draw_without_rendering()  # computes the layout, which the places of the labels need
-    for ax, (family, members) in zip(axes, found.items(), strict=True):
+    for ax, (family, members) in zip(axes, by_family.items(), strict=True):
         _label(ax, () if family.length else members, peaks[family.dtype])
     return figure
 

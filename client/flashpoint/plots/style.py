@@ -124,10 +124,10 @@ def grey() -> str:
 
 def look(backend: str) -> Look:
     """Return the look of a backend in the current theme."""
-    found = LOOKS.get(backend, _OTHER)
+    plain = LOOKS.get(backend, _OTHER)
     now = _COLOURS.get()
     themed = {INK: now.ink, GREY: now.grey, BLUE: now.blue, CRIMSON: now.crimson}
-    return found._replace(colour=themed.get(found.colour, found.colour))
+    return plain._replace(colour=themed.get(plain.colour, plain.colour))
 
 
 def ordered(backends: Iterable[str]) -> list[str]:
@@ -148,14 +148,14 @@ def panels(
     rows = math.ceil(count / columns)
     wide, high = panel or ({1: 6.4, 2: 4.8}.get(columns, 4.0), _PANEL_INCHES)
     width = wide * columns
-    said = textwrap.wrap(subtitle, int(width * 13.8))  # about 13.8 characters of 9 points in an inch
+    lines = textwrap.wrap(subtitle, int(width * 13.8))  # about 13.8 characters of 9 points in an inch
     keys = keys or max(1, int(width / 2.0))  # about two inches for an entry of the legend
-    above, below = 0.43 + _LINE_INCHES * len(said), _KEY_INCHES * math.ceil(len(legend) / keys)
+    above, below = 0.43 + _LINE_INCHES * len(lines), _KEY_INCHES * math.ceil(len(legend) / keys)
     height = high * rows + above + below
     figure = Figure(figsize=(width, height))
     figure.set_layout_engine("constrained", rect=(0, below / height, 1, 1 - (above + below) / height))
     figure.text(0.012, 1 - 0.12 / height, title, ha="left", va="top", fontsize=13, fontweight="bold")
-    figure.text(0.012, 1 - 0.38 / height, "\n".join(said), ha="left", va="top", fontsize=9, color=grey())
+    figure.text(0.012, 1 - 0.38 / height, "\n".join(lines), ha="left", va="top", fontsize=9, color=grey())
     grid = figure.subplots(rows, columns, squeeze=False)
     axes = list(grid.flat)
     for spare in axes[count:]:
@@ -175,9 +175,9 @@ def name(ax: Axes, title: str) -> None:
     ax.set_title(title, loc="left", fontsize=9.5)
 
 
-def named(backend: str, own: str) -> str:
-    """Return the name of a backend in a picture; `own` is that of the caller's kernel."""
-    return own if backend == OWN else backend
+def named(backend: str, kernel_name: str) -> str:
+    """Return the name of a backend in a picture; `kernel_name` is that of the caller's."""
+    return kernel_name if backend == OWN else backend
 
 
 def key(backend: str, label: str | None = None) -> Line2D:
@@ -197,8 +197,8 @@ def line(backend: str, width: float = 1.7, size: float = 5.5) -> dict[str, Any]:
 
 def hollow(backend: str, size: float = 5.5) -> dict[str, Any]:
     """Return the hollow marker of a backend, without a line."""
-    found = line(backend, size=size)
-    return found | {"linestyle": "none", "markerfacecolor": paper(), "markeredgecolor": found["color"],
+    marker = line(backend, size=size)
+    return marker | {"linestyle": "none", "markerfacecolor": paper(), "markeredgecolor": marker["color"],
                     "markeredgewidth": 1.2}  # fmt: skip
 
 
@@ -238,10 +238,10 @@ def decades(ax: Axes, which: Literal["x", "y"]) -> None:
     axis.set_minor_locator(NullLocator())
 
 
-def around(values: Iterable[float], least: float = 12.0, room: float = 1.4) -> tuple[float, float]:
-    """Return limits of a logarithmic axis for `values`, with a margin of factor `room`. Their ratio is >= `least`."""
+def around(values: Iterable[float], ratio: float = 12.0, room: float = 1.4) -> tuple[float, float]:
+    """Return limits of a logarithmic axis for `values`, with a margin of factor `room`. Their ratio is >= `ratio`."""
     low, high = min(values := list(values)) / room, max(values) * room
-    more = max(1.0, math.sqrt(least / (high / low)))
+    more = max(1.0, math.sqrt(ratio / (high / low)))
     return low / more, high * more
 
 

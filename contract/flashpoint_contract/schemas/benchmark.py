@@ -55,8 +55,8 @@ class BenchmarkRequest(Request):
         if any(0 in (shape.batch, shape.q_len, shape.kv_len) for shape in self.shapes):
             raise ValueError("a shape without queries or keys leaves nothing to time")
         fields = type(self).model_fields
-        if self.preset and (own := [name for name in _GRID if getattr(self, name) != fields[name].default]):
-            raise ValueError(f"the preset has its own {', '.join(own)}")
+        if self.preset and (given := [name for name in _GRID if getattr(self, name) != fields[name].default]):
+            raise ValueError(f"the preset has its own {', '.join(given)}")
         return self
 
 

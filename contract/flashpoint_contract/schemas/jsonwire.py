@@ -129,12 +129,12 @@ def array(name: str, flat: list[Any], target: np.dtype[Any]) -> NDArray[Any]:
         # A number that overflows becomes infinite here, and is refused below. An infinity in the message is allowed.
         with np.errstate(over="ignore"):
             finite = np.isfinite(np.array(numbers, np.float64).astype(target)).all()
-            found: NDArray[Any] = np.array(flat, np.float64).astype(target)
+            converted: NDArray[Any] = np.array(flat, np.float64).astype(target)
     except OverflowError:
         finite = np.False_
     if not finite:
         raise FieldError(name, f"holds a number beyond {target.name}")
-    return found
+    return converted
 
 
 def elements(name: str, value: Any) -> tuple[tuple[int, ...], list[Any]]:

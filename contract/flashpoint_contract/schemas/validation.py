@@ -46,13 +46,13 @@ def field_problems(error: ValidationError, known: Iterable[str] = ()) -> list[Fi
     The message of an unknown name suggests a name of the contract or of `known`. The message of another call's option
     names that call.
     """
-    found = error.errors(include_url=False)
-    unknown = [str(e["loc"][0]) for e in found if e["type"] == "extra_forbidden" and len(e["loc"]) == 1]
+    errors = error.errors(include_url=False)
+    unknown = [str(e["loc"][0]) for e in errors if e["type"] == "extra_forbidden" and len(e["loc"]) == 1]
     elsewhere = dict(caches.refused(unknown) + saved.refused(dict.fromkeys(unknown, True)))
     near = each_meant(unknown, (*known, *_CALLS))
     hints = {name: f"unknown option or tensor{hint}" for name, hint in near} | elsewhere
     hints |= {name: "is a tensor, not an option: send it with the tensors" for name in unknown if name in TENSORS}
-    return [FieldProblem(_field(e), _say(e, hints)) for e in found if not _follows(e, found)]
+    return [FieldProblem(_field(e), _say(e, hints)) for e in errors if not _follows(e, errors)]
 
 
 # pydantic's name of a type in a union, in the path of an error: constrained-int, list[constrained-int]
@@ -64,19 +64,19 @@ def _field(error: Any) -> str:
     return ".".join(part for part in error["loc"] if isinstance(part, str) and not _OF_UNION.fullmatch(part))
 
 
-def _follows(error: Any, found: list[Any]) -> bool:
-    """Return whether an error only follows from another one.
+def _follows(error: Any, errors: list[Any]) -> bool:
+    """Return whether an error is only a consequence of another one.
 
-    A default that depends on a wrong field cannot be computed, and a list is too short because an item was wrong. A
-    value of one type of a union is not of the others.
+    Such errors are: a default that depends on a wrong field; a list that is too short because an item was wrong; and,
+    for a field of several types, the errors of the types that the value was not meant to have.
     """
     if error["type"] == "default_factory_not_called":
         return True
     place = error["loc"]
     if error["type"].endswith("_type") and any(isinstance(part, str) and _OF_UNION.fullmatch(part) for part in place):
         field = _field(error)
-        return any(_field(e) == field and not e["type"].endswith("_type") for e in found)
-    return error["type"] == "too_short" and any(e is not error and e["loc"][: len(place)] == place for e in found)
+        return any(_field(e) == field and not e["type"].endswith("_type") for e in errors)
+    return error["type"] == "too_short" and any(e is not error and e["loc"][: len(place)] == place for e in errors)
 
 
 def _say(error: Any, hints: Mapping[str, str]) -> str:

@@ -49,7 +49,7 @@ class TensorErrors(Answer):
 class Decade(Answer):
     """How many elements have an error in [10^exponent, 10^(exponent + 1)).
 
-    With no exponent an error of 0; with 309, beyond what a float64 holds, an infinite one.
+    `exponent` is null for errors of 0, and 309, which no float64 has, for infinite errors.
     """
 
     exponent: int | None

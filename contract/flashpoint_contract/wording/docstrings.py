@@ -52,9 +52,9 @@ def documented(function: F, raises: str = "") -> F:
         return function
     text = inspect.cleandoc(function.__doc__)
     before, *sections = re.split(r"\n\n(?=(?:Args|Returns|Raises):\n)", text)
-    code, own = function.__code__, entries(text)
+    code, described = function.__code__, entries(text)
     arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    known = _shared() | own
+    known = _shared() | described
     taken = [known[name] for name in arguments if name in known]
     behind = [section for section in sections if not section.startswith("Args:")]
     if raises and not (behind and behind[-1].startswith("Raises:")):
@@ -62,16 +62,18 @@ def documented(function: F, raises: str = "") -> F:
     unpacked = re.search(r"Unpack\[(\w+)\]", str(function.__annotations__))
     keywords = _of_keywords(function.__globals__[unpacked[1]]) if unpacked else {}
     added = [
-        "\n".join([f"{head}:", *said]) for head, said in (("Args", taken), ("Keyword Args", keywords.values())) if said
+        "\n".join([f"{head}:", *lines])
+        for head, lines in (("Args", taken), ("Keyword Args", keywords.values()))
+        if lines
     ]
     function.__doc__ = "\n\n".join([before, *added, *behind])
     return function
 
 
 def twin_of(source: Any) -> Callable[[F], F]:
-    """Return a decorator that completes a function's docstring, or those of a class's methods, by a namesake's.
+    """Return a decorator that takes docstrings from `source`: a function's, or those of a class's methods, by name.
 
-    A docstring of one line, which is the first line of the namesake's, becomes the whole.
+    It replaces only a docstring that is the first line of the other.
     """
 
     def fill(twin: F) -> F:
@@ -110,6 +112,6 @@ def _of_keywords(kind: type) -> dict[str, str]:
     inherited: dict[str, str] = {}
     for base in getattr(kind, "__orig_bases__", ()):
         if isinstance(base, type):
-            inherited |= {name: said for name, said in _of_keywords(base).items() if name not in inherited}
+            inherited |= {name: entry for name, entry in _of_keywords(base).items() if name not in inherited}
     known = _shared() | entries(kind.__doc__)
     return {name: known[name] for name in kind.__annotations__ if name not in inherited} | inherited

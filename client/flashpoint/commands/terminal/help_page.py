@@ -38,8 +38,8 @@ def page(command: Any, ctx: Any) -> str:
         if not getattr(param, "hidden", False):
             group = getattr(param, "rich_help_panel", None) or ("Options" if _is_option(param) else "Arguments")
             rows.setdefault(group, []).append((_name(param, ctx), _text(param)))
-    column = min(_NAMES, 4 + max((len(name) for found in rows.values() for name, _ in found), default=0))
-    parts += [_section(title, found, column, width) for title, found in _in_order(rows)]
+    column = min(_NAMES, 4 + max((len(name) for group_rows in rows.values() for name, _ in group_rows), default=0))
+    parts += [_section(title, group_rows, column, width) for title, group_rows in _in_order(rows)]
     for part in (command.epilog or "").strip("\n").split("\n\n"):
         parts.append(part if "\n  " in part else _paragraphs(part, width))
     return "\n\n".join(part for part in parts if part)
@@ -70,8 +70,8 @@ def _paragraphs(text: str, width: int) -> str:
 def _usage(command: Any, ctx: Any) -> str:
     params = [param for param in command.get_params(ctx) if not _is_option(param) or param.required]
     names = [_name(param, ctx) if _is_option(param) else _name(param, ctx).upper() for param in params]
-    asked = [name if param.required else f"[{name}]" for name, param in zip(names, params, strict=True)]
-    return " ".join([*asked, "[OPTIONS]"])
+    shown = [name if param.required else f"[{name}]" for name, param in zip(names, params, strict=True)]
+    return " ".join([*shown, "[OPTIONS]"])
 
 
 def _is_option(param: Any) -> bool:

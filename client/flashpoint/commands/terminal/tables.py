@@ -24,17 +24,17 @@ MARKS = {
 OF_NAIVE = "% roof: of each algorithm's own limit: naive writes the matrix of scores, so its limit is low. Compare ms."
 
 # The columns that a narrow terminal does not show: the first ones go first.
-_LEAST = (
+_DROPPABLE = (
     "standard", "FLOPs", "bytes", "FLOP/B", "GB/s", "p20 – p80", "% roof", "threads", "memory", "TFLOP/s", "GFLOP/s",
 )  # fmt: skip
-_LEAST_OF_VERIFICATION = ("float64", "there", "RMS", "cosine", "torch's own", " worst at")
+_DROPPABLE_OF_VERIFICATION = ("float64", "there", "RMS", "cosine", "torch's own", " worst at")
 
 
-def fitting(columns: Mapping[str, Sequence[str]], width: int, least: Sequence[str], **more: Any) -> Table:
+def fitting(columns: Mapping[str, Sequence[str]], width: int, droppable: Sequence[str], **more: Any) -> Table:
     """Return a table of text columns by title, which fits into `width` without a break inside a cell.
 
-    Columns of `least` are left out until the others fit, the first ones first. A title with a space in front is aligned
-    left. `more` goes to `Table`.
+    Columns of `droppable` are left out until the others fit, the first ones first. A title with a space in front is
+    aligned left. `more` goes to `Table`.
     """
 
     def needed() -> int:
@@ -42,7 +42,7 @@ def fitting(columns: Mapping[str, Sequence[str]], width: int, least: Sequence[st
         return sum(widths) + 2 * (len(shown) - 1)
 
     shown = dict(columns)
-    for title in least:
+    for title in droppable:
         if needed() <= width:
             break
         shown.pop(title, None)
@@ -66,7 +66,7 @@ def columns(rows: Sequence[BenchmarkRow]) -> dict[str, Callable[[BenchmarkRow], 
     def rate(tflops: float | None) -> str:
         return number(None if tflops is None else tflops * scale)
 
-    found: dict[str, Callable[[BenchmarkRow], str]] = {
+    writers: dict[str, Callable[[BenchmarkRow], str]] = {
         "ms": lambda row: f"{row.marks}{number(row.ms)}",
         "p20 – p80": lambda row: f"{number(row.ms_p20)} – {number(row.ms_p80)}",
         "threads": lambda row: number(row.threads),
@@ -81,12 +81,12 @@ def columns(rows: Sequence[BenchmarkRow]) -> dict[str, Callable[[BenchmarkRow], 
         "× naive": lambda row: number(row.speedup_over_naive),
     }
     if all(row.threads is None for row in rows):
-        del found["threads"]
-    return found
+        del writers["threads"]
+    return writers
 
 
 def named_rows(rows: Iterable[BenchmarkRow], kernel: str | None) -> list[BenchmarkRow]:
-    """Return rows in which the caller's function MODULE:FUNCTION has its name; all of it if a backend has that, too."""
+    """Return rows that name the caller's function FUNCTION; MODULE:FUNCTION if a backend has the function's name."""
     rows = list(rows)
     if kernel is None:
         return rows
@@ -102,9 +102,9 @@ def benchmark_tables(rows: Iterable[BenchmarkRow], width: int) -> Iterator[Table
         timed = [row for row in members if row.skipped is None]
         texts = {" ": [row.backend for row in timed]}
         texts |= {name: [write(row) for row in timed] for name, write in columns(members).items()}
-        said = [text for mark, text in MARKS.items() if any(_marked(row, mark) for row in members)]
-        said += [f"{row.backend} skipped: {row.skipped}" for row in members if row.skipped is not None]
-        yield fitting(texts, width, _LEAST, title=title, caption="\n".join(said) or None)
+        notes = [text for mark, text in MARKS.items() if any(_marked(row, mark) for row in members)]
+        notes += [f"{row.backend} skipped: {row.skipped}" for row in members if row.skipped is not None]
+        yield fitting(texts, width, _DROPPABLE, title=title, caption="\n".join(notes) or None)
 
 
 def _marked(row: BenchmarkRow, mark: str) -> bool:
@@ -113,12 +113,12 @@ def _marked(row: BenchmarkRow, mark: str) -> bool:
 
 def machine(environment: Mapping[str, Any]) -> str:
     """Return a line about the machine of a measurement: its device, its threads, and the load when it began."""
-    found = [str(environment.get("device", "the device is not known yet"))]
+    facts = [str(environment.get("device", "the device is not known yet"))]
     if "threads" in environment:
-        found.append(f"{environment['threads']} threads on {environment.get('cores')} cores")
+        facts.append(f"{environment['threads']} threads on {environment.get('cores')} cores")
     if load := environment.get("load_average"):
-        found.append(f"load average {' '.join(f'{each:.2f}' for each in load)} at the start")
-    return " · ".join(found)
+        facts.append(f"load average {' '.join(f'{each:.2f}' for each in load)} at the start")
+    return " · ".join(facts)
 
 
 def problem(row: BenchmarkRow) -> str:
@@ -144,7 +144,7 @@ def verification_table(report: VerifyReport, width: int) -> Table:
         "there": [number(t.worst_value) for t in judged],
         "float64": [number(t.worst_expected) for t in judged],
     }
-    return fitting(columns, width, _LEAST_OF_VERIFICATION)
+    return fitting(columns, width, _DROPPABLE_OF_VERIFICATION)
 
 
 def pair(name: str, q: int, kv: int) -> str:

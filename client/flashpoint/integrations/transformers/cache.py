@@ -156,8 +156,8 @@ class RemoteCache(Cache):
         """Let each sequence n continue sequence sources[n]. Those that continue the same one share its caches."""
         before = self._distinct()
         self._caches = {sizes: [rows[source] for source in sources] for sizes, rows in self._caches.items()}
-        kept = set(self._distinct())
-        if free := [cache for cache in before if cache not in kept]:
+        still_used = set(self._distinct())
+        if free := [cache for cache in before if cache not in still_used]:
             self.client.delete_caches(free)
         self.history = self.history.take(sources)
 
@@ -237,7 +237,7 @@ class RemoteCache(Cache):
         """Return the unfinished forward; begin one if there is none. The first layer's mask has its padding."""
         if self._forward is None:
             step = self.history.step(mask.padding if isinstance(mask, HeldMask) else None, k.shape[2])
-            self._forward = Forward(self.history, step, self.history.held(len(k)))
+            self._forward = Forward(self.history, step, self.history.cached_lengths(len(k)))
             self._last_start = max(self._last_start, self.history.length)
         return self._forward
 
@@ -263,7 +263,7 @@ class RemoteCache(Cache):
             options["q_lengths"] = step.lengths
         (q,) = autocast(q)
         call = {"q": _packed(q, step), "k": k, "v": v, **options}
-        numbers, count = self._told_apart(update, call)
+        numbers, count = self._distinct_sequences(update, call)
         caches = self._caches[_sizes(update)]
         if count < len(numbers):
             some = [numbers.index(n) for n in range(count)]
@@ -277,7 +277,7 @@ class RemoteCache(Cache):
         whole = o.new_zeros(*q.shape[:3], o.shape[3])
         return whole.scatter_(2, _spread(step.order, o), o)
 
-    def _told_apart(self, update: Update, call: dict[str, Any]) -> tuple[list[int], int]:
+    def _distinct_sequences(self, update: Update, call: dict[str, Any]) -> tuple[list[int], int]:
         """Return the number of each sequence among the different ones, and how many there are.
 
         Sequences are equal if they have the same cache, and the same values in all tensors of the call. Where a call
@@ -290,12 +290,12 @@ class RemoteCache(Cache):
         numbers: list[int] = []
         by_cache: dict[ServerCache | None, list[int]] = {}  # numbers
         for n, cache in enumerate(rows or [None] * batch):
-            own = by_cache.setdefault(cache, [])
-            alike = (i for i in own if all(_equal(t[n], t[firsts[i]]) for t in tensors))
+            candidates = by_cache.setdefault(cache, [])
+            alike = (i for i in candidates if all(_equal(t[n], t[firsts[i]]) for t in tensors))
             number = next(alike, len(firsts))
             if number == len(firsts):
                 firsts.append(n)
-                own.append(number)
+                candidates.append(number)
             numbers.append(number)
         if call["k"] is not None and rows is not None:
             self._part(numbers, firsts)
@@ -312,8 +312,10 @@ class RemoteCache(Cache):
             return
         copies = iter(self._fork([rows[n] for rows in self._caches.values() for n in shared]))
         for sizes, rows in self._caches.items():
-            own = {numbers[n]: next(copies) for n in shared}
-            self._caches[sizes] = [own.get(number, cache) for number, cache in zip(numbers, rows, strict=True)]
+            copies_by_number = {numbers[n]: next(copies) for n in shared}
+            self._caches[sizes] = [
+                copies_by_number.get(number, cache) for number, cache in zip(numbers, rows, strict=True)
+            ]
 
     def _made(self, update: Update, count: int) -> list[ServerCache]:
         """Make caches for the sizes of a layer."""

@@ -52,10 +52,10 @@ class History:
     valid: Tensor | None = None
     batch: int = 0
 
-    def held(self, batch: int) -> list[int]:
+    def cached_lengths(self, batch: int) -> list[int]:
         """Return the number of tokens of each sequence that the caches hold."""
-        found: list[int] = [self.length] * batch if self.valid is None else self.valid.sum(1).tolist()
-        return found
+        lengths: list[int] = [self.length] * batch if self.valid is None else self.valid.sum(1).tolist()
+        return lengths
 
     def step(self, mask: Tensor | None, count: int) -> Step:
         """Return the step of a forward over `count` tokens.
@@ -70,13 +70,13 @@ class History:
             return Step(count)
         mask = pad(mask, (0, whole - mask.shape[1])) if mask.shape[1] < whole else mask
         before, new = mask[:, : self.length], mask[:, self.length : whole]
-        held = torch.ones_like(before) if self.valid is None else self.valid.to(mask.device)
-        if bool((before & ~held).any()):
+        in_caches = torch.ones_like(before) if self.valid is None else self.valid.to(mask.device)
+        if bool((before & ~in_caches).any()):
             raise _shown()
-        after = torch.cat((held, new), 1)
+        after = torch.cat((in_caches, new), 1)
         runs = after[:, :1].sum(1) + (after[:, 1:] & ~after[:, :-1]).sum(1)
         valid = None if bool(new.all()) else new
-        return Step(count, valid, gaps=bool((runs > 1).any()), hides=not torch.equal(before, held))
+        return Step(count, valid, gaps=bool((runs > 1).any()), hides=not torch.equal(before, in_caches))
 
     def after(self, step: Step, batch: int) -> History:
         """Return the history after a step."""

@@ -1,0 +1,235 @@
+"""A call is sent again when that can help, and ends at its timeout."""
+
+import socket
+import threading
+import time
+from types import SimpleNamespace
+
+import httpx
+import numpy as np
+import pytest
+
+import flashpoint
+from flashpoint._calls.service import lookup
+from flashpoint._http import exchange, transport
+from tests.support.framed import Q, echo
+from tests.support.scripted_server import message
+
+PATIENCE = 60  # seconds; only ends a hang
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_server_that_is_full_is_asked_again(scripted, connect, delays, status):
+    scripted.script.extend([lambda h: h.problem(status)] * 2)
+    assert np.array_equal(connect(scripted.url).attention(Q, Q, Q), Q)
+    assert len(scripted.requests) == 3
+    assert {body for *_, body in scripted.requests} == {scripted.requests[0][3]}
+
+
+def test_retry_after_is_honoured(scripted, connect, delays):
+    scripted.script.append(lambda h: h.problem(503, Retry_After="7"))
+    connect(scripted.url).attention(Q, Q, Q)
+    assert delays == [7]
+
+
+def test_retry_after_may_be_a_date(monkeypatch):
+    monkeypatch.setattr(exchange, "time", SimpleNamespace(time=lambda: 1_000_000_000.0))
+    assert exchange._retry_after({"retry-after": "Sun, 09 Sep 2001 01:47:10 GMT"}) == 30
+    assert exchange._retry_after({"retry-after": "Thu, 01 Jan 1970 00:00:00 GMT"}) == 0
+    assert exchange._retry_after({"retry-after": "soon"}) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "seconds"),
+    [("9" * 400, 1_000_000), ("99999999999", 1_000_000), ("-5", None), ("1e999", None), ("inf", None), ("nan", None),
+     ("²", None), ("", None), ("Fri, 31 Dec 9999 23:59:59 GMT", 1_000_000), ("Mon, 01 Jan 0001 00:00:00 +1400", None),
+     ("Mon, 99 Foo 99999999999999999999 00:00:00 GMT", None), ("Sun, 06 Nov 1994 08:49:37 -9999", None)],
+)  # fmt: skip
+def test_a_retry_after_of_any_text_is_a_wait_that_can_be_slept_or_none(value, seconds):
+    wait = exchange._retry_after({"retry-after": value})
+    assert wait == seconds or (value.startswith(("Mon, 01", "Sun, 06")) and wait in (0.0, None))
+
+
+def test_the_delay_of_any_retry_is_bounded():
+    assert 5 <= exchange.backoff(10**6) <= 10
+
+
+def test_no_retry_is_begun_that_the_timeout_would_cut_off(scripted, connect, delays):
+    scripted.script.append(lambda h: h.problem(503, Retry_After="301"))
+    with pytest.raises(flashpoint.OverloadedError) as info:
+        connect(scripted.url, timeout=300).attention(Q, Q, Q)
+    assert info.value.retry_after == 301
+    assert (delays, len(scripted.requests)) == ([], 1)
+
+
+def test_retries_end(scripted, connect, delays):
+    scripted.script.extend([lambda h: h.problem(429)] * 10)
+    with pytest.raises(flashpoint.OverloadedError):
+        connect(scripted.url, retries=3).attention(Q, Q, Q)
+    assert len(scripted.requests) == 4
+    assert all(longest / 2 <= delay <= longest for delay, longest in zip(delays, (0.1, 0.2, 0.4), strict=True))
+
+
+def test_a_request_that_would_fail_again_is_not_sent_again(scripted, connect, delays):
+    for status in (400, 422, 500, 504):
+        scripted.script.append(lambda h, status=status: h.problem(status))
+        before = len(scripted.requests)
+        with pytest.raises(flashpoint.FlashpointError):
+            connect(scripted.url).attention(Q, Q, Q)
+        assert len(scripted.requests) == before + 1
+
+
+def test_a_call_whose_connection_broke_is_sent_again(scripted, connect, delays):
+    def half(handler):
+        handler.answer(body=message({"o": Q})[:-8], length=len(message({"o": Q})))
+        handler.close_connection = True
+
+    scripted.script.extend([lambda h: h.vanish(), half])
+    client = connect(scripted.url)
+    assert np.array_equal(client.attention(Q, Q, Q), Q)
+    assert len(scripted.requests) == 3
+
+
+@pytest.mark.parametrize("status", [500, 502])
+def test_a_call_whose_connection_broke_behind_a_proxy_is_sent_again(scripted, connect, delays, status):
+    scripted.script.extend([lambda h: h.answer(status, b"Internal Server Error", "text/plain; charset=utf-8")] * 3)
+    assert np.array_equal(connect(scripted.url).attention(Q, Q, Q), Q)
+    scripted.script.append(lambda h: h.answer(status, b"<html>", "text/html"))
+    with pytest.raises(flashpoint.ConnectionFailedError, match=str(status)):
+        connect(scripted.url, retries=0).attention(Q, Q, Q)
+
+
+def test_no_server_is_a_connection_error_after_the_retries(connect, delays):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        client = connect(f"http://127.0.0.1:{unused.getsockname()[1]}", retries=2)
+        with pytest.raises(ConnectionError) as info:
+            client.attention(Q, Q, Q)
+        assert isinstance(info.value, flashpoint.ConnectionFailedError)
+        assert isinstance(info.value.__cause__, httpx.ConnectError)
+        assert not client.live()
+        assert not client.ready()
+
+
+@pytest.fixture
+def connected(scripted, connect):
+    """Return a client with a connection, so that the timeout of its next call expires after the connect."""
+    client = connect(scripted.url, retries=0)
+    client.attention(Q, Q, Q)
+    return client
+
+
+def test_a_server_that_never_answers_meets_the_timeout(scripted, connected):
+    done = threading.Event()
+    scripted.script.append(lambda h: done.wait(PATIENCE))
+    with pytest.raises(TimeoutError) as info:
+        connected.attention(Q, Q, Q, timeout=0.2)
+    done.set()
+    assert isinstance(info.value, flashpoint.DeadlineExceededError)
+
+
+def test_a_server_that_trickles_meets_the_timeout_too(scripted, connected):
+    """Arriving bytes do not renew the timeout: they arrive until the client has left."""
+    stop = threading.Event()
+
+    def trickle(handler):
+        handler.answer(body=message({"o": Q})[:8], length=1 << 20)
+        while not stop.wait(0.05):
+            handler.wfile.write(b" ")
+
+    scripted.script.append(trickle)
+    with pytest.raises(flashpoint.DeadlineExceededError):
+        connected.attention(Q, Q, Q, timeout=0.3)
+    stop.set()
+
+
+def test_time_spent_sending_is_not_given_again_to_the_wait(scripted, connect, monkeypatch):
+    """Connecting, sending, waiting and receiving share the deadline of the call."""
+    deadlines = []
+    now, run, run_async = time.monotonic(), transport.run, transport.run_async
+
+    def observed(steps, deadline, *more):
+        deadlines.append(deadline)
+        return run(steps, deadline, *more)
+
+    def observed_async(steps, deadline, *more):
+        deadlines.append(deadline)
+        return run_async(steps, deadline, *more)
+
+    monkeypatch.setattr(exchange, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(transport, "run", observed)
+    monkeypatch.setattr(transport, "run_async", observed_async)
+    connect(scripted.url).attention(Q, Q, Q, timeout=600)
+    assert len(deadlines) >= 3
+    assert set(deadlines) == {now + 600}
+
+
+def test_a_connection_that_takes_too_long_says_that_the_deadline_passed(connect, timed_waits):
+    with socket.socket() as full, socket.socket() as first:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)  # one connection is queued, and the others wait
+        first.connect(full.getsockname())
+        url = f"http://127.0.0.1:{full.getsockname()[1]}"
+        with pytest.raises(flashpoint.ConnectionFailedError) as info:
+            connect(url, timeout=0.1, retries=0).attention(Q, Q, Q)
+    assert str(info.value) == f"the deadline passed before there was a connection to {url}"
+
+
+def test_backoff_doubles_jitters_and_is_bounded():
+    for failures, longest in [(0, 0.1), (1, 0.2), (3, 0.8), (20, 10.0)]:
+        delays = [exchange.backoff(failures) for _ in range(50)]
+        assert all(longest / 2 <= delay <= longest for delay in delays)
+        assert len(set(delays)) > 1
+
+
+def test_a_deadline_that_passes_before_a_retry_tells_the_last_failure(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(exchange, "time", SimpleNamespace(monotonic=lambda: clock[0], time=time.time))
+    attempts = exchange.Exchange(lookup("/info"), timeout=1.0, retries=4)
+    with httpx.Client(base_url="http://127.0.0.1:9") as http:
+        attempts.request(http)
+        assert attempts.failed(httpx.ConnectError("refused")) < 1
+        clock[0] = 2.0  # a busy machine slept longer than requested
+        with pytest.raises(flashpoint.ConnectionFailedError, match="refused") as error:
+            attempts.request(http)
+        with pytest.raises(flashpoint.ConnectionFailedError, match="refused"):
+            attempts.failed(error.value)
+
+
+@pytest.mark.parametrize("to", ["https://me:S3cret@other.example/attention", "/login?next=1"])
+def test_a_redirect_names_its_location_without_credentials(scripted, connect, to):
+    scripted.script.append(lambda handler: handler.answer(307, Location=to))
+    with pytest.raises(flashpoint.ProtocolError, match="redirects to http") as refused:
+        connect(scripted.url, retries=0).info()
+    assert "S3" not in str(refused.value)
+    assert ("other.example/attention" if "other" in to else "/login?next=1") in str(refused.value)
+
+
+@pytest.mark.parametrize("media", ["Application/Vnd.Safetensors", "APPLICATION/VND.SAFETENSORS ; Charset=Binary"])
+def test_media_types_are_read_in_any_case(scripted, connect, media):
+    import numpy as np
+
+    from tests.support.scripted_server import message
+
+    q = np.zeros((1, 1, 2, 4), np.float32)
+    scripted.script.append(lambda handler: handler.answer(body=message({"o": q}), media=media))
+    assert np.array_equal(connect(scripted.url).attention(q, q, q), q)
+
+
+def test_https_to_a_server_of_http_says_so(scripted, connect):
+    with pytest.raises(flashpoint.ConnectionFailedError, match="does not use TLS: begin its address with http://"):
+        connect(scripted.url.replace("http", "https"), retries=0).info()
+
+
+def test_https_to_a_server_that_hangs_up_says_so(raw, connect):
+    server = raw(lambda connection: connection.recv(1 << 16))
+    with pytest.raises(
+        flashpoint.ConnectionFailedError, match="if it does not use TLS, begin its address with http://"
+    ):
+        connect(server.url.replace("http", "https"), retries=0).info()
+
+
+def test_http_to_a_server_of_https_says_so(raw, connect, tls_server):
+    server = raw(echo, tls=tls_server)
+    with pytest.raises(flashpoint.ConnectionFailedError, match=r"uses TLS.* begin its address with https://"):
+        connect(server.url.replace("https", "http"), retries=0).info()

@@ -1,0 +1,75 @@
+"""Servers that fail are named, and what they left is mended; sizes are checked."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
+import flashpoint
+from flashpoint import sharded
+from tests.support.balancer import balancer
+from tests.support.messages import ask
+from tests.support.sharded import HQ, SHAPE, D, clients_of, normal, tokens, whole
+
+
+def test_a_server_that_fails_is_named_and_what_it_left_is_mended(server, left):
+    up = {"up": True}
+
+    def choose(_):
+        if not up["up"]:
+            raise ConnectionError
+        return server
+
+    made = tokens(20)
+    with (
+        balancer(choose) as failing, clients_of(server, failing, retries=0) as pair,
+        sharded.cache(pair, **SHAPE, span=8) as cache,
+    ):  # fmt: skip
+        cache.append(*(t[:, :, :6] for t in made))
+        cache.append(*(t[:, :, 6:10] for t in made))  # the second server has a part now
+        up["up"] = False
+        for call in (
+            lambda: cache.attention(normal(1, HQ, 1, D)), lambda: cache.append(*tokens(20)),
+            lambda: cache.append(*tokens(9), at=3), lambda: cache.fork(), lambda: cache.renew(),
+        ):  # fmt: skip
+            with pytest.raises(flashpoint.ConnectionFailedError, match=failing.url):
+                call()
+        assert cache.length == 3  # the tokens before the place of the last write
+        assert len(left()) == 2  # no fork remains
+        up["up"] = True
+        whole(cache, [t[:, :, :3] for t in made])
+        cache.append(*(t[:, :, 3:] for t in made))
+        whole(cache, made)
+        with pytest.raises(flashpoint.DeadlineExceededError, match="http://"):
+            cache.attention(normal(1, HQ, 1, D), timeout=1e-6)
+    for each in left():
+        ask(server, f"/caches/{each}", "DELETE")
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"span": 0},
+        {"keep": 3},
+        {"max_length": 5},
+        {"beside": "x"},
+        {"kvheads": 1},
+        {"layers": "x"},
+        {"layers": None},
+        {"layers": 0},
+    ],
+    ids=str,
+)
+def test_sizes_that_it_does_not_take_are_refused_by_name(clients, given):
+    with pytest.raises(flashpoint.InvalidInputError, match=next(iter(given))):
+        sharded.cache(clients, **given)
+
+
+def test_sizes_may_be_numpys_numbers(clients):
+    k, v = tokens(5)
+    heads, dim = (np.int64(SHAPE[name]) for name in ("kv_heads", "head_dim"))
+    with sharded.cache(
+        clients, **{**SHAPE, "kv_heads": heads, "head_dim": dim, "layers": np.int64(1)}, span=3
+    ) as cache:
+        cache.append(k, v)
+        cache.append(k, v, at=1)
+        assert cache.length == 6

@@ -1,0 +1,54 @@
+"""Files are checked before the work; JSON stands alone on stdout; a missing package is named."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from flashpoint.commands import running
+from flashpoint.commands.app import CommandError
+from tests.support.proof_answers import says
+
+GRID = ("--q-len", "64", "--head-dim", "16")
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+@pytest.mark.parametrize("command", ["verify", "benchmark"])
+@pytest.mark.parametrize("path", ["missing/a.svg", "file/a.svg", "folder.svg"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_work(run, tmp_path, monkeypatch, option, command, path):
+    def work(*_):
+        raise AssertionError("the work has started")
+
+    monkeypatch.setattr("flashpoint.commands.running.local", lambda _: work)
+    (tmp_path / "file").touch()
+    (tmp_path / "folder.svg").mkdir()
+    code, out, err = run(command, *GRID, option, tmp_path / path)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith(f"flashpoint {command}: {option}: {tmp_path / path} ")
+
+
+def test_a_file_in_a_folder_that_may_not_be_written_is_refused(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path)  # root may write everywhere
+    code, _, err = run("info", "--json", tmp_path / "info.json")
+    assert (code, err) == (2, f"flashpoint info: --json: {tmp_path / 'info.json'} cannot be written: no permission\n")
+
+
+def test_json_alone_on_stdout(run, scripted):
+    scripted.script.append(says({"version": "1", "device": None, "versions": {}, "options": {}}))
+    code, out, err = run("info", "--url", scripted.url, "--json", "-")
+    assert (code, json.loads(out)["version"]) == (0, "1")
+    assert "not known yet" in err
+    assert "KV caches" not in err
+
+
+def test_what_is_missing_says_what_to_install(monkeypatch):
+    class WithoutTorch:
+        def load(self):
+            raise ModuleNotFoundError(name="torch")
+
+    monkeypatch.setattr(running, "entry_points", lambda **_: [WithoutTorch()])
+    with pytest.raises(CommandError, match="needs torch, which is not installed on this machine") as caught:
+        running.local("verify")
+    assert caught.value.hint.startswith("install it with: pip install '.[server]' in a checkout")
+    assert "--url" in caught.value.hint
