@@ -1,4 +1,4 @@
-"""The HTTP side never imports torch, and imports gRPC only if it is used; each test runs a separate process."""
+"""The HTTP side never imports torch or the clients, and imports gRPC only if it is used."""
 
 import importlib.util
 import subprocess
@@ -11,6 +11,8 @@ def say():
 import flashpoint_server.app, flashpoint_server.cli.serve, flashpoint_server.cli.serving
 say()
 """
+
+
 GRPC = """
 import flashpoint_server.oip.grpc.server
 say()
@@ -22,3 +24,12 @@ def test_the_http_side_does_not_import_torch():
     command = [sys.executable, "-c", PROGRAM + (GRPC if has_grpc else "")]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert out.splitlines() == ["[]", *(["['grpc']"] if has_grpc else [])]
+
+
+def test_a_server_imports_no_client():
+    program = "import sys, flashpoint_server.cli.serving; print([name in sys.modules for name in NAMES])"
+    program = (
+        f"NAMES = ('flashpoint_contract.schemas.options', 'flashpoint._client.client', 'httpx', 'torch')\n{program}"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout == "[True, False, False, False]\n"

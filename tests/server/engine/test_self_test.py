@@ -1,5 +1,8 @@
 """A backend must pass a check before it serves; a failed start may be retried."""
 
+import subprocess
+import sys
+
 import pytest
 
 pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
@@ -27,3 +30,12 @@ def test_what_keeps_a_gpu_from_starting_may_pass():
     for error_text in ("CUDA error: all CUDA-capable devices are busy or unavailable", "CUDA error: out of memory"):
         assert may_pass(RuntimeError(error_text))
     assert not may_pass(RuntimeError("device cuda:3 is not available: torch finds no CUDA device"))
+
+
+@pytest.mark.slow
+def test_an_engine_starts_without_sympy():
+    """torch imports it, in half a second, when autograd gets gradients of outputs."""
+    program = "import sys; from flashpoint_server.engine import self_test; self_test.start('cpu')"
+    program += "; print('sympy' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines()[-1] == "False"

@@ -27,7 +27,7 @@ def device():
     return TorchDevice.open("cpu")
 
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 def submit(inputs, outputs, room=1 << 16, **options):
@@ -123,7 +123,7 @@ def test_a_device_is_lost_only_where_nothing_works_any_more(error_text, works, k
 
 COMPILE = """
 import numpy as np
-from tests.server.engine.test_device import submit
+from tests.server.engine.execution.test_device import submit
 from flashpoint_kernels.triton_backend.tools import ahead
 from flashpoint_server.engine.execution.device import TorchDevice
 from flashpoint_server.ipc.messages import DeviceInfo

@@ -1,26 +1,13 @@
-"""Several engines have one state, and a dead child process is restarted; no engine process runs."""
+"""Child processes are started again after they die, and end when they are told to."""
 
 import asyncio
 
 import psutil
 
-from flashpoint_server.ipc.client import Engine, Engines, State
 from flashpoint_server.processes import processes
 from flashpoint_server.processes.processes import Child
 
 PATIENCE = 240  # seconds; only ends a hang
-
-
-def test_the_service_fails_only_when_all_engines_have_failed():
-    engines = Engines()
-    engines._engines = [Engine(name, engines._resume, engines._keep, []) for name in (b"a", b"b")]
-    first, second = engines._engines
-    first.state, first.failure = State.FAILED, "broken"
-    assert (engines.state, engines.failure) == (State.STARTING, None)
-    second.state = State.READY
-    assert (engines.state, engines.failure) == (State.READY, None)
-    second.state, second.failure = State.FAILED, "broken too"
-    assert (engines.state, engines.failure) == (State.FAILED, "broken")
 
 
 def test_a_child_that_dies_is_started_again_and_ends_when_it_is_told_to(tmp_path, monkeypatch):
