@@ -52,7 +52,9 @@ def server():
 @pytest.fixture(scope="session")
 def rpc_server():
     """Start a server with gRPC, shared memory and small limits; a test must leave it unchanged."""
-    server = start_service(grpc_port=0, shared_memory_bytes=1 << 20, body_limit=4 << 20, json_limit=1 << 20, log_level="debug")
+    server = start_service(
+        grpc_port=0, shared_memory_bytes=1 << 20, body_limit=4 << 20, json_limit=1 << 20, log_level="debug"
+    )
     yield server
     server.stop()
 

@@ -3,6 +3,7 @@
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 PROGRAM = """
 import sys
@@ -33,3 +34,8 @@ def test_a_server_imports_no_client():
     )
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert ran.stdout == "[True, False, False, False]\n"
+
+
+def test_http_processes_do_not_load_torch(server):
+    assert "libtorch" not in Path(f"/proc/{server.pid}/maps").read_text()
+    assert "libtorch" in Path(f"/proc/{server.engine_pid}/maps").read_text()

@@ -86,6 +86,11 @@ def normal(*shape, seed=0, dtype=None):
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype or torch.float32)
 
 
+def small(**options):
+    """Return a message with tensors of two rows."""
+    return message({name: normal(2, 3, seed=seed) for seed, name in enumerate("qkv")}, **options)
+
+
 def problem(answer, status, code):
     """Check the problem document of `answer`, and return it."""
     assert (answer.status, answer.json.get("code")) == (status, code), answer

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from flashpoint_server.access.keys import ANYONE, Keyring
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.refusal import Refusal
+from tests.support.messages import ask, post, problem, small
 
 
 def ring(**settings):
@@ -145,3 +146,19 @@ def test_what_a_key_has_used_outlasts_a_reload(tmp_path):
     keys_file(path, alice={"requests_per_second": 0.002})
     keyring.reload()
     assert status(keyring, "Bearer alicealice") == 429
+
+
+def test_without_a_known_key_401(strict):
+    for headers in ({}, *({"authorization": value} for value in ("Bearer wrong", "Bearer ", "Basic all", "all"))):
+        answer = post(strict, "/attention", small(), **headers)
+        problem(answer, 401, "unauthorized")
+        assert answer.headers["www-authenticate"] == "Bearer"
+
+
+def test_a_key_without_the_right_403(strict):
+    problem(post(strict, "/attention", small(), authorization="Bearer looker"), 403, "forbidden")
+    assert post(strict, "/attention", small(), authorization="Bearer all").status == 200
+    for key, status in (("looker", 200), ("all", 200), ("no", 401)):
+        assert ask(strict, "/info", authorization=f"Bearer {key}").status == status
+    assert ask(strict, "/health/live").status == 200
+    assert ask(strict, "/health/ready").status == 200

@@ -1,12 +1,21 @@
 """A server that cannot start prints the reason and the remedy in one line."""
 
+import concurrent.futures
+import contextlib
 import json
+import os
+import resource
+import signal
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.gated import GatedServer
+from tests.support.messages import PATIENCE, problem, small
+from tests.support.servers import wait_for
 
 FLASHPOINT = Path(sys.executable).parent / "flashpoint"
 
@@ -55,3 +64,58 @@ def test_a_device_that_is_not_there_is_one_sentence():
     assert [line["error"] for line in lines if line["event"] == "broken"] == [sentence]
     assert [line["reason"] for line in lines if line["event"] == "failed"] == [sentence]
     assert all("exception" not in line for line in lines)
+
+
+@pytest.fixture
+def background():
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        yield pool
+
+
+@pytest.mark.slow
+def test_work_beyond_the_shutdown_timeout_is_refused_and_left(start_server, background, tmp_path):
+    gated = GatedServer(start_server, tmp_path, shutdown_timeout=0.1)
+    server = gated.server
+    with gated.busy(background, small(backend="reference")) as running:
+        queued = gated.post(background, "queued", small(backend="reference"))
+        server.process.send_signal(signal.SIGTERM)
+        problem(running.result(), 503, "draining")
+        problem(queued.result(), 503, "draining")
+        assert server.wait_exit() == 0
+    assert [line["requests"] for line in server.lines if line["event"] == "abandoned"] == [2]
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_it_at_once(start_server, background, tmp_path):
+    gated = GatedServer(start_server, tmp_path, shutdown_timeout=3600)
+    server = gated.server
+    with gated.busy(background, small(backend="reference")) as running:
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for_line(lambda line: line["event"] == "draining")
+        server.process.send_signal(signal.SIGINT)
+        problem(running.result(), 503, "draining")
+        assert server.wait_exit() == 1
+
+
+def test_without_descriptors_the_log_says_that_connections_are_dropped(server):
+    used = {int(name) for name in os.listdir(f"/proc/{server.pid}/fd")}
+    before = resource.prlimit(server.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (max(used) + 1, before[1]))
+    try:
+        with contextlib.ExitStack() as held:
+            for _ in range(max(used) + 1):  # all free descriptors and more, which wait to be accepted
+                connection = held.enter_context(socket.socket())
+                connection.settimeout(PATIENCE)
+                connection.connect(("127.0.0.1", server.port))
+            said = server.wait_for_line(lambda line: line["event"] == "connections are dropped")
+    finally:
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, before)
+    assert said["limit"] == max(used) + 1
+    wait_for(lambda: reached(server), lambda: "no connection is taken any more")
+
+
+def reached(server):
+    try:
+        return server.get("/health")[0] == 200
+    except (ConnectionError, json.JSONDecodeError):
+        return False

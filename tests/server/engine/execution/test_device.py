@@ -2,15 +2,17 @@
 
 import mmap
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
+import numpy as np
+import psutil
 import torch
 
 from flashpoint_contract.options import Options
@@ -20,6 +22,7 @@ from flashpoint_server.engine.scheduling.engine_request import EngineRequest, Ou
 from flashpoint_server.ipc.bodies import AttentionCall, PlacedTensor, pack_options
 from flashpoint_server.ipc.messages import DeviceInfo, Submit
 from flashpoint_server.refusal import Refusal
+from tests.support.messages import message, post, problem, small
 
 
 @pytest.fixture(scope="module")
@@ -159,3 +162,21 @@ def test_a_cuda_build_of_torch_that_finds_no_gpu_says_so(monkeypatch):
     assert reason.startswith("torch is built for CUDA 13.0 but finds no GPU, so the CPU computes")
     assert reason in local.info()["missing"]
     assert TorchDevice.open("cpu").info.no_gpu == ""
+
+
+GOOD = small()
+
+
+def test_out_of_memory_is_503_for_the_culprit_alone(server):
+    engine = server.engine_pid
+    room = psutil.Process(engine).memory_info().vms + (64 << 20)
+    before = resource.prlimit(engine, resource.RLIMIT_AS, (room, resource.RLIM_INFINITY))
+    big = {name: torch.zeros(1, 8, 4096, 8) for name in ("q", "k", "v", "do")}  # 215 MiB of scores in float64
+    try:
+        answer = post(server, "/attention/grad", message(big, backend="reference"))
+    finally:
+        resource.prlimit(engine, resource.RLIMIT_AS, before)
+    problem(answer, 503, "out_of_memory")
+    assert int(answer.headers["retry-after"]) >= 1
+    assert post(server, "/attention", GOOD).status == 200
+    assert server.get("/health/ready")[0] == 200

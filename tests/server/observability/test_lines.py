@@ -3,14 +3,14 @@
 import contextlib
 import http.client
 import json
-import os
-import re
 import signal
 import subprocess
 import sys
 import textwrap
 
 import pytest
+
+pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
 from flashpoint_server.observability.lines import ROOM
 from tests.conftest import DEVICE
@@ -19,6 +19,8 @@ from tests.support.messages import PATIENCE, ask, message, normal, post, read_me
 from tests.support.servers import START_SECONDS, wait_for
 
 PIPE = 1 << 16  # bytes that a pipe holds
+
+
 SMALL = message({name: normal(2, 3) for name in "qkv"})
 
 
@@ -147,33 +149,3 @@ def test_all_lines_are_written_before_the_end_of_a_process_whose_log_is_read():
     dropped = sum(line["lines"] for line in lines if line["event"] == "log lines dropped")
     assert all(found == sorted(found) for found in numbers.values())
     assert len(said) + dropped + any(line["event"] == "last" for line in lines) == 4001
-
-
-def test_probes_are_logged_at_debug_alone(server, gated):
-    probes = ("/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready", "/v2/models/attention/ready")
-    names = [f"probe-{number}-{os.urandom(4).hex()}" for number in range(len(probes))]
-    for target in (server, gated.server):
-        for path, name in zip(probes, names, strict=True):
-            assert ask(target, path, x_request_id=name).status == 200
-    levels = [gated.server.wait_for_request(name)["level"] for name in names]
-    assert levels == ["debug"] * len(probes)
-    last = f"after-{os.urandom(4).hex()}"
-    ask(server, "/info", x_request_id=last)
-    assert server.wait_for_request(last)["level"] == "info"
-    assert not [line for line in server.lines if line.get("request_id") in names]
-
-
-def test_a_start_that_a_person_reads_ends_with_where_the_page_is():
-    command = [sys.executable, *PROGRAM, "--port=0", f"--device={DEVICE}", "--log-format=console"]
-    lines = []
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            while not (lines and "Open " in lines[-1]):
-                lines.append(process.stderr.readline())
-                assert lines[-1], "the server has ended"
-        finally:
-            process.terminate()
-    (port,) = re.findall(r"port=(\d+)", "".join(lines))
-    assert re.search(rf"\] Open http://localhost:{port} ", lines[-1])
-    assert len([line for line in lines if "] ready " in line]) == 1
-    assert max(map(len, lines)) < 400

@@ -4,11 +4,16 @@ import concurrent.futures
 import os
 
 import pytest
+
+pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
+
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 from opentelemetry.sdk.trace import TracerProvider
 
 import flashpoint
 from tests.support.messages import ask, message, normal, post
+from tests.support.servers import wait_for
+from tests.support.sockets import send
 
 PARTS = ["decode", "queue", "compute", "encode"]
 
@@ -97,3 +102,18 @@ def test_what_was_not_sent_is_sent_when_the_server_stops(start_server, receiver)
     assert post(server, "/attention", message(q), traceparent=f"00-{trace}-{1:016x}-01").status == 200
     server.stop()
     assert sorted(s.name for s in receiver.spans if s.trace_id.hex() == trace) == sorted([*PARTS, "POST /attention"])
+
+
+ALONE = message({name: normal(2, 3) for name in "qkv"}, backend="reference")
+
+
+def test_a_client_that_vanishes_from_the_queue_is_499_in_its_trace(gated, receiver):
+    trace = os.urandom(16).hex()
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, gated.busy(pool, ALONE):
+        name = f"leaves-{os.urandom(4).hex()}"
+        with send(gated.server, ALONE, request_id=name, traceparent=f"00-{trace}-{1:016x}-01"):
+            wait_for(lambda: gated.inside() == 2, lambda: f"{name} never got in")
+        gated.server.wait_for_request(name)
+    (span,) = receiver.wait("POST /attention", trace)
+    said = {a.key: a.value.string_value or a.value.int_value for a in span.attributes}
+    assert (said["http.response.status_code"], said["error.type"]) == (499, "client_gone")

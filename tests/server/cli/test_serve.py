@@ -1,0 +1,44 @@
+"""`flashpoint serve` ends with a reason for a person where it cannot start."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+@pytest.mark.slow
+def test_a_wrong_start_ends_with_a_reason_for_a_person():
+    ended = start("--port", "70000")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert "--port: " in ended.stderr
+
+
+def test_a_variable_that_is_nearly_a_setting_is_warned_of(server):
+    """The server prints the warning and then ends, because its port is taken."""
+    variables = {
+        "FLASHPOINT_QEUE_LIMIT": "1",
+        "FLASHPOINT_API_KEY": "a-client-s",
+        "FLASHPOINT_PORT_8000_TCP": "tcp://x",
+    }
+    ended = start("--port", str(server.port), **variables)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    *warned, last = map(json.loads, ended.stderr.splitlines())
+    warnings = [(line["variable"], line["perhaps"]) for line in warned if line["event"] == "unknown setting"]
+    assert warnings == [("FLASHPOINT_QEUE_LIMIT", "FLASHPOINT_QUEUE_LIMIT")]
+    assert last["event"] == "cannot listen"
+
+
+@pytest.mark.slow
+def test_a_server_whose_device_is_not_there_ends_with_a_reason():
+    ended = start("--log-format", "console", "--port", "0", "--device", "cuda:9")
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert "listening" in ended.stderr
+    assert "no CUDA device" in ended.stderr
+
+
+def start(*flags, **variables):
+    """Run `flashpoint serve` with these flags, which ends by itself."""
+    command = [sys.executable, "-m", "flashpoint_server.cli.serve", *flags]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **variables})
