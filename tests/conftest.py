@@ -73,6 +73,12 @@ def start_server():
 
 
 @pytest.fixture(scope="session")
+def url(request):
+    """Return the address of a server with the models of the Open Inference Protocol: FLASHPOINT_OIP_URL, or ours."""
+    return os.environ.get("FLASHPOINT_OIP_URL", "").rstrip("/") or request.getfixturevalue("server").url
+
+
+@pytest.fixture(scope="session")
 def receiver():
     """Start a receiver of the spans that `gated` sends."""
     from tests.support.otlp import Receiver

@@ -1,4 +1,4 @@
-"""A server that several test files share."""
+"""Servers that several test files share."""
 
 import pytest
 
@@ -25,3 +25,32 @@ def strict():
     )
     yield server
     server.stop()
+
+
+@pytest.fixture(scope="session")
+def cache_server(tmp_path_factory):
+    """Start a server with keys and little memory for caches; a test deletes its caches."""
+    from tests.support.caches import started
+
+    server = started(start_service, tmp_path_factory)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def saved_server(tmp_path_factory):
+    """Start a server with keys and little memory for saved forwards; a test deletes its saved forwards."""
+    from tests.support.caches import started_for_saved
+
+    server = started_for_saved(start_service, tmp_path_factory)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    """Return a client of the SDK."""
+    import flashpoint
+
+    with flashpoint.Client(server.url) as client:
+        yield client

@@ -9,6 +9,8 @@ import sys
 import psutil
 import pytest
 
+pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
+
 from tests.support.messages import JSON, message, normal, post
 from tests.support.servers import wait_for
 

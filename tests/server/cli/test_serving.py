@@ -1,4 +1,4 @@
-"""A server that cannot start prints the reason and the remedy in one line."""
+"""A server that cannot start prints the reason and the remedy in one line; a server that ends is not held up."""
 
 import concurrent.futures
 import contextlib
@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from flashpoint_server.cli.serving import open_to_all
+from flashpoint_server.config.settings import Settings
 from tests.support.gated import GatedServer
 from tests.support.messages import PATIENCE, problem, small
 from tests.support.servers import wait_for
@@ -119,3 +121,27 @@ def reached(server):
         return server.get("/health")[0] == 200
     except (ConnectionError, json.JSONDecodeError):
         return False
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", None),
+        ("127.3.2.1", None),
+        ("localhost", None),
+        ("::1", None),
+        ("::ffff:127.0.0.1", None),
+        ("", "0.0.0.0"),
+        ("0.0.0.0", "0.0.0.0"),
+        ("::", "::"),
+        ("192.0.2.1", "192.0.2.1"),
+    ],
+)
+def test_an_address_that_others_reach_is_known_as_one(host, expected, tmp_path):
+    """`192.0.2.1` is a documentation address, which no machine has. Keys or client certificates protect it."""
+    settings = Settings(host=host)
+    assert open_to_all(settings) == expected
+    assert open_to_all(settings.model_copy(update={"tls_client_ca": tmp_path})) is None
+    assert open_to_all(Settings(host=host, api_keys="k")) is None
+    assert open_to_all(Settings(host=host, insecure=True)) == expected  # the log warns of it
+    assert Settings().host == "127.0.0.1"

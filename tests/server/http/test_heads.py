@@ -1,6 +1,9 @@
 """A head is refused for its size, its Host and the coding of its body, as HTTP demands."""
 
+import concurrent.futures
+import contextlib
 import http.client
+import socket
 
 import pytest
 
@@ -8,6 +11,7 @@ pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
 from tests.support.messages import SAFETENSORS, problem, read_metrics, reply, small
 from tests.support.raw_http import answers, get, one, post, read_to_end, talk
+from tests.support.servers import wait_for
 from tests.support.sockets import connect
 
 GOOD = small()
@@ -103,3 +107,39 @@ def test_a_malformed_head_is_counted_and_logged_with_its_peer(server):
     logged = server.wait_for_line(lambda line: line["event"] == "malformed request" and line["peer"] == peer)
     assert (logged["request_id"], logged["status"], logged["code"]) == (document["request_id"], 400, "malformed_head")
     assert read_metrics(server)[counted] == before + 1
+
+
+HEAD = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n"
+
+
+SLOW = [b"", HEAD[:10], HEAD, b"\r\n", HEAD + b"\r\n" + HEAD, HEAD + b"Content-Length: 99\r\n\r\n"]
+
+
+def wait_closed(server, begin):
+    """Open a connection with `begin`, send single bytes, and wait until the server closes it."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=0.05) as connection:
+
+        def is_closed():
+            try:
+                return not connection.recv(1 << 16)
+            except TimeoutError:
+                if begin:
+                    connection.sendall(b"\r\n" if begin == b"\r\n" else b"x")
+                return False
+
+        def is_closed_or_reset():
+            try:
+                return is_closed()
+            except ConnectionError:
+                return True
+
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(begin)
+        wait_for(is_closed_or_reset, lambda: f"the connection that began with {begin} is still open")
+
+
+def test_a_slow_head_is_closed_in_bounded_time(start_server):
+    """Slowloris: single bytes of a head, blank lines or an unwanted body do not keep a connection open."""
+    server = start_server(ready=False, header_timeout=0.3)
+    with concurrent.futures.ThreadPoolExecutor(len(SLOW)) as pool:
+        list(pool.map(lambda begin: wait_closed(server, begin), SLOW))

@@ -8,6 +8,9 @@ import torch
 
 from tests.support.constant_answers import wide
 from tests.support.messages import JSON, message, normal, post, problem, small
+from tests.support.servers import wait_for
+from tests.support.short_sequences import short_sequences
+from tests.support.sockets import send
 
 GOOD = small()
 
@@ -42,3 +45,15 @@ def test_work_that_can_never_fit_413(strict, server):
 def test_work_that_never_fits_the_staging_memory_is_413(gated):
     problem(post(gated.server, "/attention", wide(1, 1 << 17)), 413, "work_too_large")
     assert post(gated.server, "/attention", GOOD).status == 200
+
+
+@pytest.mark.slow
+def test_a_price_in_predicted_seconds_fills_the_queue(start_server):
+    server = start_server(queue_seconds=0.01)
+    tensors, options = short_sequences("reference")
+    large = message(tensors, **options)
+    with send(server, large, request_id="first"):
+        wait_for(lambda: server.get("/info")[1]["load"]["requests"], lambda: "it does not arrive")
+        refused = post(server, "/attention", large)
+        problem(refused, 429, "queue_full")
+        assert "compute seconds" in refused.json["detail"]

@@ -11,6 +11,9 @@ import subprocess
 import grpc
 import numpy as np
 import pytest
+
+pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
+
 import torch
 from pydantic import ValidationError
 
@@ -212,7 +215,7 @@ def test_canary_slow_readers_see_nobody_elses_bytes(server, authority):
             assert bool((reply(connection.getresponse()).tensors["o"] == value).all())
 
 
-@pytest.mark.slow  # a separate server with a short timeout; test_security.py has the same test without TLS
+@pytest.mark.slow  # a separate server with a short timeout; tests/server/http/test_heads.py has the same without TLS
 def test_a_head_that_never_ends_is_closed(start_server, authority):
     server = start_server(ready=False, header_timeout=1, **tls_settings(authority))
     cut_off = (ConnectionError, ssl.SSLEOFError)  # a slow machine may fail in the handshake

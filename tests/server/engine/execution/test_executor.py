@@ -7,6 +7,9 @@ import signal
 
 import psutil
 import pytest
+
+pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
+
 import torch
 
 from flashpoint_contract.options import Options

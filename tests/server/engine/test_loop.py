@@ -1,8 +1,11 @@
-"""Small requests pass between the parts of a large one, which stops there if its client leaves or it is late."""
+"""The engine listens between the parts of a large request: small ones pass it, and it ends early."""
 
 import concurrent.futures
 
 import pytest
+
+pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
+
 import torch
 
 from tests.support.gated import parts_of, wait_for_parts
@@ -92,15 +95,3 @@ def test_a_small_request_passes_an_exact_one_of_many_sequences(server, pool):
         assert not [line for line in list(server.lines) if line.get("request_id") == "exact"]
     assert server.wait_for_request("exact")["code"] == "client_gone"
     nothing_inside(server)
-
-
-@pytest.mark.slow
-def test_a_price_in_predicted_seconds_fills_the_queue(start_server):
-    server = start_server(queue_seconds=0.01)
-    tensors, options = short_sequences("reference")
-    large = message(tensors, **options)
-    with send(server, large, request_id="first"):
-        wait_for(lambda: server.get("/info")[1]["load"]["requests"], lambda: "it does not arrive")
-        refused = post(server, "/attention", large)
-        problem(refused, 429, "queue_full")
-        assert "compute seconds" in refused.json["detail"]

@@ -1,22 +1,26 @@
-"""A server's memory stays bounded while many clients send large messages at once, over gRPC and over HTTP."""
+"""The memory of a server stays bounded while many clients send large messages at once, over gRPC and over HTTP."""
 
 import concurrent.futures
 import contextlib
 import threading
 from collections import Counter
 
+import pytest
+
+pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
+
 import grpc
 import numpy as np
 import psutil
-import pytest
 
 from flashpoint_server.oip.grpc import protos
 from tests.support.messages import ask, message_head, post
-from tests.support.oip.grpc_calls import HANG, NO_LIMIT, port_of
+from tests.support.oip.grpc_calls import HANG, METHOD, NO_LIMIT, port_of
 from tests.support.servers import wait_for
 
 MIB = 1 << 20
-METHOD = "/inference.GRPCInferenceService/ModelInfer"
+
+
 CLIENTS = 10
 
 

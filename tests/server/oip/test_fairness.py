@@ -3,6 +3,9 @@
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+
+pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
+
 import torch
 
 from tests.support.gated import parts_of, wait_for_parts
