@@ -28,8 +28,8 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.gpu_day import checkout  # noqa: E402
 
 NO_GPU = 3
-NAMES = ("batching", "saved_batches", "caches_in_pages", "gpu_served")
-TESTS = tuple(f"tests/e2e/test_{name}.py" for name in NAMES)
+NAMES = ("saved_batches", "caches_in_pages", "gpu_served")
+TESTS = ("tests/server/engine/execution/test_executor.py", *(f"tests/e2e/test_{name}.py" for name in NAMES))
 PARTS = ("tests", "timings")
 WANTED = ("flashpoint[server,otel]", "httptools", "psutil", "safetensors")
 # Machines with a GPU have these and their dependencies. torch is larger than all other packages together.

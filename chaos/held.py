@@ -25,7 +25,8 @@ from flashpoint_contract.schemas import jsonwire
 LAYERS, Q_HEADS, KV_HEADS, DIM = 2, 4, 2, 16
 SHAPE = {"layers": LAYERS, "kv_heads": KV_HEADS, "head_dim": DIM}
 KEYS = 64  # idempotency keys that a cache remembers
-RELATIVE, ABSOLUTE = 1e-4, 1e-5  # allowed errors of attention in float32, as in tests/e2e/test_caches.py
+# Allowed errors of attention in float32, as in tests/server/routes/compute/test_cached_attention.py.
+RELATIVE, ABSOLUTE = 1e-4, 1e-5
 
 
 @dataclass(eq=False)

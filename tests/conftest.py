@@ -33,12 +33,18 @@ with contextlib.suppress(ImportError):
     hypothesis.settings.load_profile("patient")
 
 
+def start_service(**how):
+    """Start a server as `tests.support.servers.serve`; skip the test without torch, which every engine needs."""
+    pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
+    from tests.support.servers import serve
+
+    return serve(**how)
+
+
 @pytest.fixture(scope="session")
 def server():
     """Start a server with default settings; all tests of a pytest process share it and must leave it unchanged."""
-    from tests.support.servers import serve
-
-    server = serve()
+    server = start_service()
     yield server
     server.stop()
 
@@ -46,9 +52,9 @@ def server():
 @pytest.fixture(scope="session")
 def rpc_server():
     """Start a server with gRPC, shared memory and small limits; a test must leave it unchanged."""
-    from tests.support.servers import serve
-
-    server = serve(grpc_port=0, shared_memory_bytes=1 << 20, body_limit=4 << 20, json_limit=1 << 20, log_level="debug")
+    server = start_service(
+        grpc_port=0, shared_memory_bytes=1 << 20, body_limit=4 << 20, json_limit=1 << 20, log_level="debug"
+    )
     yield server
     server.stop()
 
@@ -56,16 +62,20 @@ def rpc_server():
 @pytest.fixture(scope="module")
 def start_server():
     """Return `start_server(ready=True, interpret=False, **settings)`; its servers end with the module."""
-    from tests.support.servers import serve
-
     with contextlib.ExitStack() as stack:
 
         def start(**how):
-            server = serve(**how)
+            server = start_service(**how)
             stack.callback(server.stop)
             return server
 
         yield start
+
+
+@pytest.fixture(scope="session")
+def url(request):
+    """Return the address of a server with the models of the Open Inference Protocol: FLASHPOINT_OIP_URL, or ours."""
+    return os.environ.get("FLASHPOINT_OIP_URL", "").rstrip("/") or request.getfixturevalue("server").url
 
 
 @pytest.fixture(scope="session")
@@ -86,11 +96,10 @@ def gated(receiver, tmp_path_factory):
     shared memory, and gives up a body or an answer that pauses for two seconds.
     """
     from tests.support.gated import GatedServer
-    from tests.support.servers import serve
 
     settings = {"body_timeout": 2, "body_rate": 1 << 30, "staging_bytes": 256 << 20, "otlp_endpoint": receiver.url}
     soon = {"OTEL_BSP_SCHEDULE_DELAY": "50"}  # milliseconds
-    gated = GatedServer(serve, tmp_path_factory.mktemp("gates"), interpret=True, environment=soon, **settings)
+    gated = GatedServer(start_service, tmp_path_factory.mktemp("gates"), interpret=True, environment=soon, **settings)
     yield gated
     gated.server.stop()
 

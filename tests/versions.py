@@ -26,13 +26,8 @@ EXTRAS = ("server", "grpc", "otel")
 # The packages of the extra dev that these tests import.
 TOOLS = ("hypothesis", "psutil", "pytest", "pytest-randomly", "pytest-xdist", "pyyaml", "safetensors")
 HTTP_SIDE = ("tests/client", "tests/contract", "tests/server", "tests/fuzz")
-SERVED = ("http_errors", "http_exact", "http_lifecycle", "observability", "page", "sdk", "traces")
-SERVICE = (
-    *HTTP_SIDE,
-    *(f"tests/e2e/test_{name}.py" for name in SERVED),
-    "tests/oip/test_oip_conformance.py",
-    "tests/oip/test_oip_grpc_queue.py",
-)
+SERVED = ("http_exact", "observability", "sdk")
+SERVICE = (*HTTP_SIDE, *(f"tests/e2e/test_{name}.py" for name in SERVED))
 
 
 def main() -> int:

@@ -95,16 +95,16 @@ def _size(value: int) -> str:
 
 
 def _bounds() -> dict[str, tuple[Bound, ...]]:
-    e2e, oip = "e2e/test_", "oip/test_oip_"
-    held = f"{e2e}processes.py#test_limits_hold_over_all_workers_and_a_dead_one_has_nothing_inside"
+    e2e = "e2e/test_"
+    held = "server/cli/test_supervisor.py#test_limits_hold_over_all_workers_and_a_dead_one_has_nothing_inside"
     inside = "server/access/test_admission.py#test_requests_and_bytes_are_counted_while_they_are_inside"
-    too_late = (f"{e2e}processes.py#test_an_answer_that_nobody_takes_is_dropped_after_a_while",)
+    too_late = ("server/http/test_body.py#test_an_answer_that_nobody_takes_is_dropped_after_a_while",)
     grpc = (
-        f"{oip}grpc_memory.py#test_messages_that_wait_and_messages_that_were_read_hold_no_more_than_the_limit",
-        f"{oip}grpc_arrivals.py#test_a_key_has_half_of_the_memory_at_most",
-        f"{oip}grpc_queue.py#test_silent_calls_make_way",
+        "server/oip/grpc/test_memory.py#test_messages_that_wait_and_messages_that_were_read_hold_no_more_than_the_limit",
+        "server/oip/grpc/test_arrivals.py#test_a_key_has_half_of_the_memory_at_most",
+        "server/oip/grpc/test_server.py#test_silent_calls_make_way",
     )
-    quota = f"{e2e}caches_adverse.py#test_a_key_that_uses_up_its_quota_is_refused_alone"
+    quota = "server/routes/tensors/test_caches.py#test_a_key_that_uses_up_its_quota_is_refused_alone"
     return {
         "Head and body": (
             Bound(
@@ -123,21 +123,21 @@ def _bounds() -> dict[str, tuple[Bound, ...]]:
                 "`Host`, `Transfer-Encoding`",
                 "one valid host; `chunked`",
                 "400 `malformed_head`, 501 `transfer_encoding`, closed",
-                (f"{e2e}http_rules.py#test_a_request_has_one_valid_host",),
+                ("server/http/test_heads.py#test_a_request_has_one_valid_host",),
             ),
             Bound("`Idempotency-Key`", f"{KEY_LENGTH} characters", "422 `invalid_request`"),
             Bound(
                 "body",
                 ("body_limit",),
                 "413 `body_too_large`",
-                (f"{e2e}http_errors.py#test_an_early_refusal_is_read_by_every_client",),
+                ("server/http/test_body.py#test_an_early_refusal_is_read_by_every_client",),
             ),
             Bound("JSON body; tensors of a JSON answer", ("json_limit",), "413 `body_too_large`; 413 `work_too_large`"),
             Bound(
                 "safetensors head, checked before memory is allocated",
                 ("head_limit",),
                 "400 `malformed_body`",
-                (f"{e2e}http_errors.py#test_a_malformed_body_is_400_and_the_server_goes_on",),
+                ("server/formats/test_safetensors.py#test_a_malformed_body_is_400_and_the_server_goes_on",),
             ),
             Bound(
                 "tensors of a message; dimensions of a tensor; entries of `__metadata__`",
@@ -196,13 +196,13 @@ def _bounds() -> dict[str, tuple[Bound, ...]]:
                 "caches of a call; layers of a cache; layers of all caches that a call makes",
                 f"{MOST_CACHES:,}; {MOST_LAYERS}; {MOST_MADE:,}",
                 "422 `invalid_request`",
-                (f"{e2e}caches_adverse.py#test_absurd_sizes_are_refused_before_memory_is_taken",),
+                ("server/routes/tensors/test_cache_schema.py#test_absurd_sizes_are_refused_before_memory_is_taken",),
             ),
             Bound(
                 f"shared memory that callers register; at most {REGIONS} regions",
                 ("shared_memory_bytes",),
                 "413 `work_too_large`",
-                (f"{oip}shared_memory.py#test_what_is_registered_is_bounded",),
+                ("server/oip/test_memory_routes.py#test_what_is_registered_is_bounded",),
             ),
         ),
         "Time": (
@@ -210,7 +210,7 @@ def _bounds() -> dict[str, tuple[Bound, ...]]:
                 "arrival of a head",
                 ("header_timeout",),
                 "closed",
-                (f"{e2e}security.py#test_a_slow_head_is_closed_in_bounded_time",),
+                ("server/http/test_heads.py#test_a_slow_head_is_closed_in_bounded_time",),
             ),
             Bound("pause in a body; its average rate", ("body_timeout", "body_rate"), "408 `body_timeout`"),
             Bound("pause of an answer's reader; its average rate", ("body_timeout", "body_rate"), "closed", too_late),
@@ -222,7 +222,7 @@ def _bounds() -> dict[str, tuple[Bound, ...]]:
                 "one part of a request on the CPU, before others run",
                 "about 3 ms",
                 "–",
-                (f"{e2e}fairness.py#test_a_small_request_is_answered_between_the_parts_of_a_large_one",),
+                ("server/engine/test_loop.py#test_a_small_request_is_answered_between_the_parts_of_a_large_one",),
             ),
             Bound("unused cache; unused saved forward", ("cache_ttl", "saved_ttl"), "410 `cache_lost`, `saved_lost`"),
             Bound("admitted work after SIGTERM", ("shutdown_timeout",), "cut off"),

@@ -135,7 +135,7 @@ def test_the_entry_point_links_what_is_compiled_and_runs_the_command(tmp_path):
 
 
 def test_the_health_check_asks_the_port_that_is_served():
-    """The command reads the same variables. tests/server/config/test_settings.py and test_security_tls.py run it."""
+    """The command reads the same variables. tests/server/cli/test_health.py and config/test_tls.py run it."""
     (check,) = every("HEALTHCHECK")
     assert json.loads(check[check.index("[") :]) == ["flashpoint", "health"]
     assert "health" in COMMANDS

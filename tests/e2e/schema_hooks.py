@@ -98,7 +98,7 @@ def messages_get_what_they_ask(ctx, response, case):
     """A safetensors message that fits the call is answered; any other is refused for its real fault."""
     if not (isinstance(case.body, bytes) and case.meta.generation.mode.is_positive) or response.status_code == 504:
         return
-    if case.path.startswith("/caches/"):  # ids cannot be drawn: see test_caches.py
+    if case.path.startswith("/caches/"):  # ids cannot be drawn: see tests/server/routes/tensors/test_caches.py
         return
     head = head_of(case.body)
     wrong = {name for name in MISSPELT if name in head["__metadata__"]}

@@ -28,7 +28,7 @@ RUN_EACH = f"import runpy, sys\nfor path in sys.argv[1:]: runpy.run_path(path); 
 def examples(page, language):
     """Return (code, kind of output, output) for each example of a page."""
     blocks = EXAMPLE.findall((ROOT / page).read_text())
-    # The gRPC example needs another port: tests/oip/test_oip_grpc.py runs it.
+    # The gRPC example needs another port: tests/server/oip/grpc/test_infer.py runs it.
     here = [each for each in blocks if "tritonclient.grpc" not in each[1]]
     return [(code, kind, output) for lang, code, kind, output in here if lang == language]
 

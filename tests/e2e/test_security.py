@@ -14,15 +14,18 @@ import pytest
 import torch
 
 import flashpoint
-from flashpoint_server.cli.serve import main as serve
-from flashpoint_server.cli.serving import open_to_all
-from flashpoint_server.config.settings import Settings
 from tests.support.messages import JSON, SAFETENSORS, Reply, message, normal, post, problem, reply
 from tests.support.servers import wait_for
 
 GOOD = message({name: normal(2, 3, seed=seed) for seed, name in enumerate("qkv")})
+
+
 Q = np.random.default_rng(0).standard_normal((1, 2, 8, 16)).astype(np.float32)
+
+
 ORIGIN = "https://page.example"
+
+
 # By name; the key of alice is alice-s3cret. Only one test uses a key whose limit it exhausts. The limited rates are so
 # low that a retry would wait for hours, however long the test takes.
 KEYS = {
@@ -213,7 +216,11 @@ def closed(connection):
 
 
 HEAD = b"GET /health/live HTTP/1.1\r\nHost: localhost\r\n"
+
+
 CHUNKED = b"POST /attention HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
 ENDLESS = {
     "one field": (HEAD + b"X: ", b"x" * 4096),
     "fields": (HEAD, b"X: " + b"x" * 4091 + b"\r\n"),
@@ -250,39 +257,6 @@ def test_a_large_head_is_taken_and_one_too_large_is_431(locked):
             received = closed(connection)
         assert received.startswith(b"HTTP/1.1 %d " % status), (size, count, received[:100])
         assert (b'"code": "head_too_large"' in received) == (status == 431)
-
-
-SLOW = [b"", HEAD[:10], HEAD, b"\r\n", HEAD + b"\r\n" + HEAD, HEAD + b"Content-Length: 99\r\n\r\n"]
-
-
-def wait_closed(server, begin):
-    """Open a connection with `begin`, send single bytes, and wait until the server closes it."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=0.05) as connection:
-
-        def is_closed():
-            try:
-                return not connection.recv(1 << 16)
-            except TimeoutError:
-                if begin:
-                    connection.sendall(b"\r\n" if begin == b"\r\n" else b"x")
-                return False
-
-        def is_closed_or_reset():
-            try:
-                return is_closed()
-            except ConnectionError:
-                return True
-
-        with contextlib.suppress(ConnectionError):
-            connection.sendall(begin)
-        wait_for(is_closed_or_reset, lambda: f"the connection that began with {begin} is still open")
-
-
-def test_a_slow_head_is_closed_in_bounded_time(start_server):
-    """Slowloris: single bytes of a head, blank lines or an unwanted body do not keep a connection open."""
-    server = start_server(ready=False, header_timeout=0.3)
-    with concurrent.futures.ThreadPoolExecutor(len(SLOW)) as pool:
-        list(pool.map(lambda begin: wait_closed(server, begin), SLOW))
 
 
 def test_keys_are_read_again_and_a_wrong_file_changes_nothing(locked, keys_path):
@@ -356,49 +330,8 @@ def test_the_client_reads_the_refusal_of_a_body_that_it_still_sends(locked):
         assert client.attention(Q, Q, Q).shape == Q.shape
 
 
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [
-        ("127.0.0.1", None),
-        ("127.3.2.1", None),
-        ("localhost", None),
-        ("::1", None),
-        ("::ffff:127.0.0.1", None),
-        ("", "0.0.0.0"),
-        ("0.0.0.0", "0.0.0.0"),
-        ("::", "::"),
-        ("192.0.2.1", "192.0.2.1"),
-    ],
-)
-def test_an_address_that_others_reach_is_known_as_one(host, expected, tmp_path):
-    """`192.0.2.1` is a documentation address, which no machine has. Keys or client certificates protect it."""
-    settings = Settings(host=host)
-    assert open_to_all(settings) == expected
-    assert open_to_all(settings.model_copy(update={"tls_client_ca": tmp_path})) is None
-    assert open_to_all(Settings(host=host, api_keys="k")) is None
-    assert open_to_all(Settings(host=host, insecure=True)) == expected  # the log warns of it
-    assert Settings().host == "127.0.0.1"
-
-
 def test_with_keys_a_server_answers_to_every_host(locked):
     assert ask(locked, "GET", "/health", host="any.example").status == 200
-
-
-def test_without_keys_others_are_served_by_choice_alone(capsys, monkeypatch):
-    """The refusal comes before a socket is opened, and names both remedies. No machine has this test's address."""
-    host = ["--host", "192.0.2.1", "--port", "0"]
-    assert serve(host) == 2
-    errors = capsys.readouterr().err
-    assert errors.startswith("flashpoint serve: --host: other machines can reach 192.0.2.1")
-    for way in ("--api-keys-file", "--tls-client-ca", "--insecure", "FLASHPOINT_INSECURE=true", "--host 127.0.0.1"):
-        assert way in errors
-    chosen = []
-    monkeypatch.setattr("flashpoint_server.cli.serve.run", lambda settings: chosen.append(settings.insecure) or 0)
-    monkeypatch.setattr("flashpoint_server.observability.logs.configure", lambda *_: None)
-    assert serve([*host, "--insecure"]) == 0
-    monkeypatch.setenv("FLASHPOINT_INSECURE", "true")
-    assert serve(host) == 0
-    assert chosen == [True, True]
 
 
 def test_without_origins_no_page_of_another_may_call(server):

@@ -1,8 +1,9 @@
-"""The HTTP side never imports torch, and imports gRPC only if it is used; each test runs a separate process."""
+"""The HTTP side never imports torch or the clients, and imports gRPC only if it is used."""
 
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 PROGRAM = """
 import sys
@@ -11,6 +12,8 @@ def say():
 import flashpoint_server.app, flashpoint_server.cli.serve, flashpoint_server.cli.serving
 say()
 """
+
+
 GRPC = """
 import flashpoint_server.oip.grpc.server
 say()
@@ -22,3 +25,17 @@ def test_the_http_side_does_not_import_torch():
     command = [sys.executable, "-c", PROGRAM + (GRPC if has_grpc else "")]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert out.splitlines() == ["[]", *(["['grpc']"] if has_grpc else [])]
+
+
+def test_a_server_imports_no_client():
+    program = "import sys, flashpoint_server.cli.serving; print([name in sys.modules for name in NAMES])"
+    program = (
+        f"NAMES = ('flashpoint_contract.schemas.options', 'flashpoint._client.client', 'httpx', 'torch')\n{program}"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout == "[True, False, False, False]\n"
+
+
+def test_http_processes_do_not_load_torch(server):
+    assert "libtorch" not in Path(f"/proc/{server.pid}/maps").read_text()
+    assert "libtorch" in Path(f"/proc/{server.engine_pid}/maps").read_text()

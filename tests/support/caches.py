@@ -9,6 +9,7 @@ from tests.support.servers import wait_for
 
 HQ, HK, D, DV, LAYERS = 4, 2, 16, 16, 2
 SHAPE = {"layers": LAYERS, "kv_heads": HK, "head_dim": D}
+SAVED_QUOTA = 100_000
 KEYS = {name: f"key-of-{name}-with-some-length" for name in ("alice", "bob", "carol")}
 
 
@@ -20,6 +21,11 @@ def started(start_server, tmp_path_factory, cache_bytes=8 << 20, quota=1_000_000
     server.keys_file = file
     wait_both(server)
     return server
+
+
+def started_for_saved(start_server, tmp_path_factory):
+    """Start a server as `started` does, with memory for few saved forwards."""
+    return started(start_server, tmp_path_factory, cache_bytes=1 << 20, quota=SAVED_QUOTA)
 
 
 def wait_both(server):
@@ -62,3 +68,11 @@ def attended(server, tensors, name="alice", headers=(), **options):
 
 def kv(count, seed, batch=1):
     return normal(batch, HK, count, D, seed=seed), normal(batch, HK, count, DV, seed=seed + 1000)
+
+
+def lengths(server, one, name="alice"):
+    return ask(server, f"/caches/{one}", **bearer(name)).json["lengths"]
+
+
+def appended(server, one, k, v, name="alice", **options):
+    return post(server, f"/caches/{one}/append", message({"k": k[0], "v": v[0]}, **options), **bearer(name))

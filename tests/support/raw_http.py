@@ -53,6 +53,12 @@ def answers(received):
     return read
 
 
+def one(received):
+    """Return the only answer in `received`."""
+    (answer,) = answers(received)
+    return answer
+
+
 def get(path, *fields, version="1.1", host="Host: localhost"):
     """Return a GET request; `host` may be several lines or none."""
     lines = [f"GET {path} HTTP/{version}", *([host] if host else []), *fields]

@@ -10,8 +10,6 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import expect
 
 import flashpoint
-from flashpoint_server.page.errors import ERRORS
-from flashpoint_server.refusal import STATUS
 from tests.support.browser import PATIENCE_MS, drawn, enter, fill, never_known, run_shown_code, said, start_benchmark
 from tests.support.messages import ask, message, normal, post
 
@@ -365,37 +363,3 @@ def test_the_documentation_is_drawn_from_this_server_alone(open_page, server):
     policy = ask(server, "/docs").headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; script-src 'self'; ")
     assert ask(server, "/redoc").status == 404
-
-
-def test_it_is_served_with_a_strict_policy_and_asked_for_again_in_vain(server):
-    page = ask(server, "/")
-    assert page.headers["content-type"] == "text/html; charset=utf-8"
-    text = page.body.decode()
-    linked = re.findall(r'(?:href|src)="(static/[^"]+)"', text)
-    assert len(linked) == 4
-    for path in ("", *linked, "static/uPlot.esm.js"):
-        answer = ask(server, f"/{path}")
-        assert answer.status == 200
-        policy = answer.headers["content-security-policy"]
-        assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'; ")
-        assert "unsafe" not in policy
-        assert answer.headers["x-content-type-options"] == "nosniff"
-        again = ask(server, f"/{path}", if_none_match=answer.headers["etag"])
-        assert (again.status, again.body) == (304, b"")
-    assert not re.search(r"<style|<script(?![^>]+src=)| style=| on[a-z]+=|https?://", text)
-    missing = ask(server, "/static/nothing.js")
-    assert (missing.status, missing.json["code"]) == (404, "not_found")
-    assert ask(server, "/static/..%2fpage.py").status == 404
-
-
-def test_every_error_has_its_line_under_the_type_of_its_problem(server):
-    refused = ask(server, "/nowhere").json
-    page, _, anchor = refused["type"].partition("#")
-    answer = ask(server, page)
-    assert (answer.status, answer.headers["content-type"]) == (200, "text/html; charset=utf-8")
-    assert "unsafe" not in answer.headers["content-security-policy"]
-    assert ERRORS.keys() == STATUS.keys()
-    text = answer.body.decode()
-    assert f'<section id="{anchor}">' in text
-    assert re.findall(r'<section id="([^"]+)">', text) == list(STATUS)
-    assert not re.search(r"https?://", text)

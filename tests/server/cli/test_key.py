@@ -12,10 +12,16 @@ from pathlib import Path
 import pytest
 
 from flashpoint import cli
+from flashpoint_server.access.keys import Keyring
 from flashpoint_server.config import key_edits, key_file
+from flashpoint_server.config.settings import Settings
 
 FLASHPOINT = Path(sys.executable).parent / "flashpoint"
+
+
 DRAWN = re.compile(r"fp_[\w-]{43}")
+
+
 TEXT = f"""# Keys of the team
 
 # Alice's laptop
@@ -197,13 +203,26 @@ def test_keys_appended_by_the_shell(tmp_path):
     assert set(key_file.read(path)) == {"alice", "bob"}
 
 
-def test_writers_at_the_same_time_lose_nothing(tmp_path):
-    path = tmp_path / "keys.toml"
-    program = (
-        "import sys; from pathlib import Path; from flashpoint_server.config.key_edits import add\n"
-        "for n in range(20): add(Path(sys.argv[1]), f'{sys.argv[2]}{n}', "
-        "f'[{sys.argv[2]}{n}]\\nsha256 = \"' + 64 * '0' + '\"\\nrights = [\"info\"]\\n')"
+def test_the_command_draws_a_key_for_the_file(tmp_path, capsys):
+    assert (
+        cli.main(["key", "alice", "--rights", "attention+info", "--concurrent", "3", "--flops-per-second", "1e12"]) == 0
     )
-    writers = [subprocess.Popen([sys.executable, "-c", program, path, name]) for name in "abc"]
-    assert [each.wait(300) for each in writers] == [0, 0, 0]
-    assert len(key_file.read(path)) == 60
+    out, err = capsys.readouterr()
+    path = tmp_path / "keys.toml"
+    path.write_text(out)
+    key = err.split()[-1]
+    assert key not in out
+    caller = Keyring(Settings(api_keys_file=path)).find({"authorization": f"Bearer {key}"})
+    assert (caller.name, caller.rights) == ("alice", {"attention", "info"})
+    assert key_file.read(path)["alice"].model_dump(exclude={"sha256", "rights"}, exclude_none=True) == {
+        "concurrent": 3, "flops_per_second": 1e12,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [(["a/b"], "NAME: "), (["alice", "--rights", "all"], "'all'"), (["alice", "--bytes-per-second", "0"], "above 0")],
+)
+def test_the_command_refuses_what_the_file_would(arguments, why, capsys):
+    assert cli.main(["key", *arguments]) == 2
+    assert why in capsys.readouterr().err

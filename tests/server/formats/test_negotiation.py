@@ -1,8 +1,10 @@
+"""The formats of a request and its answer follow from Content-Type and Accept."""
+
 import pytest
 
-from flashpoint_server.exchange import combined
 from flashpoint_server.formats.negotiation import answer_format, request_format
 from flashpoint_server.refusal import Refusal
+from tests.support.messages import post, problem, small
 
 BINARY, JSON, OCTETS = "application/vnd.safetensors", "application/json", "application/octet-stream"
 
@@ -47,14 +49,20 @@ def test_the_answers_encoding(accept, of_binary, of_json):
         assert answer_format(headers, request_format(headers)).media_type == expected
 
 
-def test_several_accept_headers_are_one_list():
-    headers = combined([(b"content-type", JSON.encode()), (b"accept", b"text/html"), (b"accept", BINARY.encode())])
-    assert answer_format(headers, request_format(headers)).media_type == BINARY
-
-
 @pytest.mark.parametrize("accept", ["text/html", "*/*;q=0", "application/problem+json", f"{JSON};q=0"])
 def test_what_cannot_be_given(accept):
     headers = {"content-type": BINARY, "accept": accept}
     with pytest.raises(Refusal) as caught:
         answer_format(headers, request_format(headers))
     assert caught.value.status == 406
+
+
+@pytest.mark.parametrize("accept", ["text/html", "application/json;q=0", "image/*, text/plain;q=0.5", "*/*;q=0"])
+def test_an_answer_that_cannot_be_given_406(server, accept):
+    problem(post(server, "/attention", small(), accept=accept), 406, "not_acceptable")
+
+
+@pytest.mark.parametrize("media", ["text/plain", "application/x-npy", "multipart/form-data; boundary=x", None])
+def test_a_body_of_another_type_415(server, media):
+    problem(post(server, "/attention", small(), media), 415, "unsupported_media_type")
+    problem(post(server, "/attention", small(), content_encoding="gzip"), 415, "unsupported_media_type")

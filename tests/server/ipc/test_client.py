@@ -13,8 +13,6 @@ import numpy as np
 import psutil
 import pytest
 
-pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
-
 from flashpoint_contract.options import Options
 from flashpoint_contract.spec import plan
 from flashpoint_contract.tensors import TensorInfo
@@ -23,7 +21,7 @@ from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Timings
 from flashpoint_server.ipc import client as engine
 from flashpoint_server.ipc.bodies import AttentionCall, PlacedTensor, pack_options
-from flashpoint_server.ipc.client import Engines, State
+from flashpoint_server.ipc.client import WINDOW, Engine, Engines, ServiceRate, State
 from flashpoint_server.ipc.job import AttentionJob
 from flashpoint_server.ipc.messages import Submit
 from flashpoint_server.ipc.staging import Layout, Pool, Staging
@@ -32,6 +30,8 @@ from flashpoint_server.processes.processes import running_engines
 from flashpoint_server.refusal import Refusal
 
 PATIENCE = 240  # seconds; only ends a hang
+
+
 ENGINE = "tests.support.faulty.engine"
 
 
@@ -89,6 +89,7 @@ class Bench:
 
 @asynccontextmanager
 async def bench():
+    pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
     made = Bench()
     async with running_engines(Settings(device="cpu", log_level="error"), ENGINE) as addresses:
         made.engines.connect(addresses)
@@ -206,6 +207,8 @@ def test_a_killed_engine_fails_what_it_had_begun_and_another_does_the_rest(gate)
 def test_a_peer_that_reads_nothing_holds_up_the_others_for_a_while_only():
     """The answers of a stopped HTTP process fill its socket, and it is dropped; another's job is answered."""
 
+    pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
+
     async def run():
         async with running_engines(Settings(device="cpu", log_level="error"), ENGINE) as (address,):
             with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as deaf:
@@ -231,3 +234,34 @@ def test_a_peer_that_reads_nothing_holds_up_the_others_for_a_while_only():
                 made.pool.close()
 
     asyncio.run(run())
+
+
+def test_the_service_fails_only_when_all_engines_have_failed():
+    engines = Engines()
+    engines._engines = [Engine(name, engines._resume, engines._keep, []) for name in (b"a", b"b")]
+    first, second = engines._engines
+    first.state, first.failure = State.FAILED, "broken"
+    assert (engines.state, engines.failure) == (State.STARTING, None)
+    second.state = State.READY
+    assert (engines.state, engines.failure) == (State.READY, None)
+    second.state, second.failure = State.FAILED, "broken too"
+    assert (engines.state, engines.failure) == (State.FAILED, "broken")
+
+
+def test_a_rate_is_that_of_a_window_without_a_pause():
+    pace = ServiceRate()
+    pace.begin(100.0)
+    pace.did(0.5, 100.0 + WINDOW / 2)
+    assert pace.rate == 0
+    pace.did(0.5, 100.0 + WINDOW)
+    assert pace.rate == 1 / WINDOW
+    pace.did(3, 100.0 + 2 * WINDOW)
+    assert pace.rate == 2 / WINDOW  # the new window counts half
+
+
+def test_a_pause_is_no_work_and_tells_no_speed():
+    pace = ServiceRate()
+    for second in range(5):
+        pace.begin(float(second))
+        pace.did(7, second + WINDOW / 5)
+    assert pace.rate == 0

@@ -1,6 +1,7 @@
 """Calls through a gRPC channel, with messages built from the .proto file, also messages that no client sends."""
 
 import contextlib
+import threading
 
 import grpc
 
@@ -8,6 +9,8 @@ from flashpoint_server.oip.grpc import protos
 from tests.support.oip.message import NAMES, raw
 
 SERVICE = "inference.GRPCInferenceService"
+METHOD = f"/{SERVICE}/ModelInfer"
+HEALTH = "grpc.health.v1.Health"
 TYPED = {"BOOL": "bool_contents", "INT32": "int_contents", "INT64": "int64_contents", "FP32": "fp32_contents",
          "FP64": "fp64_contents"}  # fmt: skip
 Request, Response = protos.message("inference.ModelInferRequest"), protos.message("inference.ModelInferResponse")
@@ -110,3 +113,18 @@ def refused(status, *words):
 
 def port_of(server):
     return server.wait_for_line(lambda line: line["event"] == "listening for gRPC")["port"]
+
+
+@contextlib.contextmanager
+def silent_call(caller, metadata=(), method=METHOD):
+    """Start a call without a deadline that sends no message until the end."""
+    never = threading.Event()
+
+    def messages():
+        never.wait(HANG)
+        yield from ()
+
+    try:
+        yield caller.channel.stream_unary(method).future(messages(), metadata=metadata)
+    finally:
+        never.set()

@@ -1,72 +1,37 @@
 """The store of caches behaves like a model in numpy, and counts its memory."""
 
-import numpy as np
 import pytest
 
 pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
-import torch
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from flashpoint_contract.caches import CHUNK
-from flashpoint_kernels import dequantize, quantize
-from flashpoint_server.engine.caches.cache import CACHE_BYTES, LAYER_BYTES, StoredCache, Terms
-from flashpoint_server.engine.caches.chunks import TokenSize, Track
-from flashpoint_server.engine.caches.slabs import HUGE
-from flashpoint_server.engine.caches.store import CacheStore
-from flashpoint_server.engine.state.ledger import Ledger
-from flashpoint_server.ipc.bodies import CacheShape
+from flashpoint_server.engine.caches.cache import StoredCache, Terms
 from flashpoint_server.refusal import Refusal
+from tests.support.cache_store import (
+    BASE,
+    DV,
+    HEADS,
+    LAYERS,
+    TOKEN,
+    TTL,
+    Clock,
+    D,
+    create,
+    read,
+    refused,
+    store_of,
+    tokens,
+)
 
-HEADS, D, DV, LAYERS = 2, 4, 3, 2
-SHAPE = CacheShape((HEADS,) * LAYERS, (D,) * LAYERS, (DV,) * LAYERS, "float32")
-TOKEN = HEADS * (D + DV) * 4
-BASE = CACHE_BYTES + LAYER_BYTES * LAYERS
-LIMIT = 24 * CHUNK * TOKEN
-TTL = 100.0
+pytestmark = pytest.mark.usefixtures("in_slabs")
+
+
 OWNERS = ("alice", "bob")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def in_slabs():
-    """Put whole chunks into slabs, although they are small."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("flashpoint_server.engine.caches.chunks.LEAST_BYTES", 0)
-        yield
-
-
-class Clock:
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
-
-
-def store_of(limit=LIMIT, clock=None, paged=False):
-    return CacheStore(Ledger(limit, clock or Clock()), TTL, paged=paged)
-
-
-def create(store, owner="alice", count=1, **how):
-    request = {"max_length": None, "keep": [None] * LAYERS, "ttl": None, **how}
-    terms = Terms(owner, request.pop("quota", None), request.pop("key", ""))
-    return [record.serial for record in store.create(terms, SHAPE, count, **request)]
-
-
-def tokens(count, seed=0):
-    values = np.random.default_rng(seed).standard_normal((HEADS, count, D + DV), np.float32)
-    return torch.from_numpy(values[..., :D]), torch.from_numpy(values[..., D:])
-
-
-def read(store, owner, serial, layer):
-    """Return (first, k and v of the present tokens, side by side) of a layer."""
-    (cache,) = store.find(Terms(owner), [serial])
-    track = cache.tracks[layer]
-    runs = track.pieces(track.first, track.length)
-    pieces = [torch.cat((k, v), -1) for run in runs for k, v in zip(run.k, run.v, strict=True)]
-    return track.first, torch.cat(pieces, 1).numpy() if pieces else np.zeros((HEADS, 0, D + DV), np.float32)
 
 
 def outcome(call, *arguments, **keywords):
@@ -75,13 +40,6 @@ def outcome(call, *arguments, **keywords):
         return None, call(*arguments, **keywords)
     except Refusal as refusal:
         return refusal.code, None
-
-
-def refused(code, call, *arguments, **keywords):
-    with pytest.raises(Refusal) as error:
-        call(*arguments, **keywords)
-    assert error.value.code == code, error.value.code
-    return error.value
 
 
 class Model:
@@ -276,7 +234,11 @@ class PagedStateful(Stateful):
 
 
 TestStateful, TestPagedStateful = Stateful.TestCase, PagedStateful.TestCase
+
+
 TestStateful.settings = settings(max_examples=25, stateful_step_count=30, deadline=None)
+
+
 TestPagedStateful.settings = TestStateful.settings
 
 
@@ -334,40 +296,6 @@ def test_a_late_copy_of_a_write_is_refused_and_the_last_one_repeats():
     assert write("a", 1) == [67]  # 64 keys are remembered
 
 
-def test_an_owner_is_held_to_a_quota_and_all_to_the_limit():
-    store = store_of(limit=8 * CHUNK * TOKEN)
-    (serial,) = create(store, quota=2 * CHUNK * TOKEN)
-    small = Terms("alice", 2 * CHUNK * TOKEN)
-    refused("key_limit", store.write, small, [serial], 0, None, [tokens(2 * CHUNK)])
-    store.write(small, [serial], 0, None, [tokens(CHUNK)])
-    refused("key_limit", store.fork, small, [serial], None, [])  # shared memory counts in full
-    (other,) = create(store, "bob")
-    refused("cache_memory", store.write, Terms("bob"), [other], 0, None, [tokens(7 * CHUNK)])
-    refused("work_too_large", store.write, Terms("bob"), [other], 0, None, [tokens(9 * CHUNK)])
-    refused("work_too_large", create, store, max_length=100 * CHUNK)
-
-
-def test_a_cache_in_use_does_not_expire_and_one_that_has_is_known_for_an_hour():
-    clock = Clock()
-    store = store_of(clock=clock)
-    (serial,) = create(store)
-    store._ledger.enter([serial])
-    clock.now += 10 * TTL
-    store._ledger.sweep()
-    assert len(store._ledger.all(StoredCache)) == 1
-    store._ledger.leave([serial], used=True)
-    clock.now += TTL - 1
-    assert store.look(Terms("alice"), [serial])[0].expires_in == 1.0
-    clock.now += 1
-    lost = refused("cache_lost", store.look, Terms("alice"), [serial])
-    assert lost.detail == "the cache expired, or its engine restarted"
-    refused("cache_not_found", store.look, Terms("bob"), [serial])
-    clock.now += 3601
-    store._ledger.sweep()
-    refused("cache_not_found", store.look, Terms("alice"), [serial])
-    assert store._ledger.used == 0
-
-
 def test_creations_and_forks_repeat_their_first_answer():
     store = store_of()
     first = create(store, count=2, key="k")
@@ -386,84 +314,3 @@ def test_a_reserved_cache_takes_its_memory_at_once_and_keeps_it():
     refused("cache_full", store.write, Terms("alice"), [serial], 0, None, [tokens(1)])
     store.truncate(Terms("alice"), serial, 0)
     assert store._ledger.used == taken
-
-
-def test_tokens_before_the_last_are_freed_where_a_layer_keeps_so_many():
-    store = store_of()
-    (serial,) = create(store, keep=[100, None])
-    for seed in range(3):
-        store.write(Terms("alice"), [serial], 0, None, [tokens(CHUNK, seed)])
-    record = store.look(Terms("alice"), [serial])[0]
-    assert (record.lengths, record.firsts) == ([3 * CHUNK, 0], [CHUNK, 0])
-    refused("cache_dropped", store.write, Terms("alice"), [serial], 0, [5], [tokens(1)])
-    refused("cache_dropped", store.truncate, Terms("alice"), serial, 5)
-    refused(
-        "cache_dropped", store.write, Terms("alice"), [serial], 0, None, [tokens(1)], lambda queries, length: CHUNK - 1
-    )
-
-
-def test_memory_that_changes_hands_shows_nothing_of_its_last_owner():
-    store = store_of()
-    for owner, canary in (("alice", 7777.0), ("bob", 1.0)):
-        (serial,) = create(store, owner, max_length=CHUNK)
-        k, v = torch.full((HEADS, 900, D), canary), torch.full((HEADS, 900, DV), canary)
-        if owner == "bob":
-            assert read(store, owner, serial, 0)[1].size == 0
-            k, v = k[:, :5], v[:, :5]
-        store.write(Terms(owner), [serial], 0, None, [(k, v)])
-        assert (read(store, owner, serial, 0)[1] == canary).all()
-        store.truncate(Terms(owner), serial, 2)
-        assert read(store, owner, serial, 0)[1].shape[1] == 2
-        store.delete(Terms(owner), [serial])
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
-def test_8_bits_have_a_scale_for_each_token_and_head(dtype):
-    store = store_of()
-    shape = CacheShape((HEADS,), (D,), (DV,), str(dtype).removeprefix("torch."))
-    (record,) = store.create(Terms("alice"), shape, 1, None, [None], None)
-    base = store._ledger.used
-    k, v = tokens(CHUNK + 5)
-    store.write(Terms("alice"), [record.serial], 0, None, [(k[:, :7], v[:, :7])])  # in a chunk that grows
-    store.write(Terms("alice"), [record.serial], 0, None, [(k[:, 7:], v[:, 7:])])
-    assert store._ledger.used - base == (CHUNK + 16) * HEADS * (D + DV + 8)
-    store.fork(Terms("alice"), [record.serial], [CHUNK - 1], [])
-    (cache,) = store.find(Terms("alice"), [record.serial])
-    track = cache.tracks[0]
-    for name, given in (("k", k), ("v", v)):
-        values, scale = quantize(given, dtype)
-        pieces = [getattr(piece, name)[0] for piece in track.pieces(0, track.length)]
-        assert torch.equal(torch.cat(pieces, 1), dequantize(values, scale))
-        assert torch.equal(torch.cat([getattr(run, name)[0] for run in track.scales(0, track.length)], 1), scale)
-        (part,) = track.pieces(3, 9)
-        assert torch.equal(getattr(part, name)[0], dequantize(values, scale)[:, 3:9])
-
-
-def test_chunks_as_large_as_a_huge_page_begin_on_one():
-    for heads, dtype in ((8, torch.float32), (8, torch.bfloat16), (1, torch.float32), (9, torch.int8)):
-        size = TokenSize(heads, 64, 72, dtype, "cpu")
-        chunk = Track(size).new_chunk(0, CHUNK, None)
-        assert (chunk.k.shape, chunk.v.shape) == ((1, heads, CHUNK, 64), (1, heads, CHUNK, 72))
-        if heads * (64 + 72) * CHUNK * dtype.itemsize >= HUGE:
-            assert chunk.k.data_ptr() % HUGE == 0
-        for t in (chunk.k, chunk.v):
-            assert t.is_contiguous()
-            assert t.data_ptr() % 64 == 0
-            t.fill_(1)
-        assert bool((chunk.k == 1).all())
-
-
-def test_no_owner_makes_what_another_may_ask_be_forgotten(monkeypatch):
-    monkeypatch.setattr("flashpoint_server.engine.state.ledger.TOMBSTONES", 8)
-    monkeypatch.setattr("flashpoint_server.engine.caches.store.ANSWERS", 8)
-    clock = Clock()
-    store = store_of(clock=clock)
-    first = create(store, "bob", key="mine")
-    (lost,) = create(store, "bob", ttl=1.0)
-    clock.now += 2
-    for number in range(20):
-        create(store, key=f"k{number}", ttl=1.0)
-        clock.now += 2
-        store._ledger.sweep()
-    assert create(store, "bob", key="mine") == first
-    refused("cache_lost", store.look, Terms("bob"), [lost])

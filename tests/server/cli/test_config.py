@@ -1,0 +1,39 @@
+"""`flashpoint config` prints the settings in force and their sources."""
+
+import re
+
+import pytest
+
+from flashpoint.cli import main
+from flashpoint_server.config.sources import load
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "a.toml").write_text(
+        'queue_limit = 1\nkeep_alive = 2\ncors_origins = ["https://a.org", "https://b.org"]\n'
+    )
+    (tmp_path / "a.env").write_text("export FLASHPOINT_KEEP_ALIVE='3'\n# no\nflashpoint_workers=2\nOTHER=$HOME\n")
+    return tmp_path / "a.toml", tmp_path / "a.env"
+
+
+def test_config_prints_what_is_in_force_and_where_it_comes_from(files, monkeypatch, capsys, tmp_path):
+    toml, env = files
+    monkeypatch.setenv("FLASHPOINT_CACHE_SECRET", "s" * 40)
+    monkeypatch.setenv("FLASHPOINT_PROT", "1")
+    assert main(["config", "--config", str(toml), "--env-file", str(env), "--port", "9", "--changed"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [re.split(r"  +# ", line) for line in lines] == [
+        ["port = 9", "--port"],
+        ["workers = 2", f"flashpoint_workers in {env}"],
+        ['cors_origins = ["https://a.org", "https://b.org"]', f"cors_origins in {toml}"],
+        ["keep_alive = 3", f"FLASHPOINT_KEEP_ALIVE in {env}"],
+        ["queue_limit = 1", f"queue_limit in {toml}"],
+        ['# cache_secret = "**********"', "FLASHPOINT_CACHE_SECRET"],
+        ["# FLASHPOINT_PROT is not a setting: did you mean FLASHPOINT_PORT?"],
+    ]
+    assert main(["config", "--keep-alive", "7"]) == 0
+    again = tmp_path / "again.toml"
+    again.write_text(capsys.readouterr().out)
+    monkeypatch.delenv("FLASHPOINT_CACHE_SECRET")
+    assert load({}, again, environment={}).settings.keep_alive == 7

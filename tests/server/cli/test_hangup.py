@@ -1,0 +1,78 @@
+"""SIGHUP ends no process of the service, and temporary files of a killed process are removed."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
+
+from tests.support.messages import JSON, message, normal, post
+from tests.support.servers import wait_for
+
+SMALL = message({name: normal(2, 3) for name in "qkv"})
+PREFIX = "flashpoint-serve-"  # of the directories of a server
+
+
+def hang_up(server):
+    """Send SIGHUP to every process of a server, as a terminal does to a group when it closes."""
+    family = [server.pid, *(child.pid for child in psutil.Process(server.pid).children(recursive=True))]
+    for pid in family:
+        os.kill(pid, signal.SIGHUP)
+    return family
+
+
+def hang_ups(server):
+    return len([line for line in server.lines if line["event"] == "nothing to read again"])
+
+
+def test_sighup_without_anything_to_read_again_is_logged_and_changes_nothing(server):
+    assert post(server, "/attention", SMALL, accept=JSON).status == 200  # starts the process that writes JSON
+    before = hang_ups(server)
+    family = hang_up(server)
+    assert len(family) >= 3
+    wait_for(lambda: hang_ups(server) == before + 1, lambda: server.lines[-3:])
+    assert post(server, "/attention", SMALL, accept=JSON).status == 200
+    assert all(psutil.pid_exists(pid) for pid in family)
+    assert server.get("/health/ready")[0] == 200
+
+
+def start_another(folder):
+    """Start a server with this temporary directory; it ends at once because its port is taken."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        command = [sys.executable, "-m", "flashpoint_server.cli.serve", "--port", str(taken.getsockname()[1])]
+        variables = {**os.environ, "TMPDIR": str(folder)}
+        ran = subprocess.run(command, capture_output=True, text=True, check=False, env=variables)
+    assert (ran.returncode, "cannot listen" in ran.stderr) == (1, True), ran.stderr
+
+
+def content(folder):
+    return {path.name for path in folder.iterdir()}
+
+
+@pytest.mark.slow
+def test_several_processes_outlast_sighup_and_leave_no_files_behind(start_server, tmp_path):
+    """The next server removes the files of a killed one. Files of a live server and other files stay."""
+    (tmp_path / "other").mkdir()
+    (tmp_path / f"{PREFIX}link").symlink_to(tmp_path / "other")
+    (tmp_path / f"{PREFIX}file").touch()
+    before = content(tmp_path)
+    server = start_server(workers=2, environment={"TMPDIR": str(tmp_path)})
+
+    family = hang_up(server)
+    wait_for(lambda: hang_ups(server) == 3, lambda: server.lines[-3:])
+    assert all(post(server, "/attention", SMALL).status == 200 for _ in range(4))
+    assert not [line for line in server.lines if line["event"] == "lost"]
+
+    (directory,) = content(tmp_path) - before
+    start_another(tmp_path)
+    assert content(tmp_path) == {*before, directory}
+    server.process.kill()
+    assert server.wait_exit() == -signal.SIGKILL
+    wait_for(lambda: not any(map(psutil.pid_exists, family)), lambda: f"left behind: {family}")
+    start_another(tmp_path)
+    assert content(tmp_path) == before

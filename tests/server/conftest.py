@@ -1,0 +1,56 @@
+"""Servers that several test files share."""
+
+import pytest
+
+from tests.conftest import start_service
+
+
+@pytest.fixture(scope="session")
+def strict():
+    """Start a server with keys and small limits, for callers of some names and pages of one origin.
+
+    A test must leave it unchanged.
+    """
+    server = start_service(
+        api_keys="all,looker:info,prover:benchmark+verify",
+        body_limit=1 << 20,
+        json_limit=65536,
+        sequence_limit=8,
+        head_limit=4096,
+        body_timeout=1,
+        body_rate=1000,
+        benchmark_jobs=2,
+        allowed_hosts="attention.example,*.pods.example",
+        cors_origins="https://friend.example",
+    )
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def cache_server(tmp_path_factory):
+    """Start a server with keys and little memory for caches; a test deletes its caches."""
+    from tests.support.caches import started
+
+    server = started(start_service, tmp_path_factory)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="session")
+def saved_server(tmp_path_factory):
+    """Start a server with keys and little memory for saved forwards; a test deletes its saved forwards."""
+    from tests.support.caches import started_for_saved
+
+    server = started_for_saved(start_service, tmp_path_factory)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    """Return a client of the SDK."""
+    import flashpoint
+
+    with flashpoint.Client(server.url) as client:
+        yield client

@@ -1,0 +1,41 @@
+"""A backend must pass a check before it serves; a failed start may be retried."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
+
+from flashpoint_kernels.tiled_backend import tiles
+from flashpoint_server.engine.execution.device import TorchDevice
+from flashpoint_server.engine.self_test import may_pass, prove
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_backend_that_computes_wrongly_is_not_served(direction, monkeypatch):
+    """One element in one answer is wrong by a hundredth, as after a miscompilation."""
+    compute = getattr(tiles, direction)
+
+    def miscompiled(problems):
+        compute(problems)
+        next(reversed(problems[0].outputs.values())).view(-1)[-1] += 0.01
+
+    monkeypatch.setattr(tiles, direction, miscompiled)
+    with pytest.raises(RuntimeError, match="the tiled backend disagrees with the reference on cpu"):
+        prove(TorchDevice.open("cpu"))
+
+
+def test_what_keeps_a_gpu_from_starting_may_pass():
+    for error_text in ("CUDA error: all CUDA-capable devices are busy or unavailable", "CUDA error: out of memory"):
+        assert may_pass(RuntimeError(error_text))
+    assert not may_pass(RuntimeError("device cuda:3 is not available: torch finds no CUDA device"))
+
+
+@pytest.mark.slow
+def test_an_engine_starts_without_sympy():
+    """torch imports it, in half a second, when autograd gets gradients of outputs."""
+    program = "import sys; from flashpoint_server.engine import self_test; self_test.start('cpu')"
+    program += "; print('sympy' in sys.modules)"
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert ran.stdout.splitlines()[-1] == "False"

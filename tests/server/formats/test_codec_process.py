@@ -1,0 +1,24 @@
+"""The process that reads and writes JSON is given up at the deadline of a request, and serves the next one."""
+
+import os
+import signal
+
+import pytest
+
+pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
+
+from tests.support.messages import JSON, post, problem, small
+
+GOOD = small()
+
+
+def test_a_deadline_that_passes_while_the_answer_is_written_as_json_is_504(server):
+    """The process that writes JSON is stopped until the answer has arrived."""
+    assert post(server, "/attention", GOOD, accept=JSON).status == 200  # starts this process
+    (codec,) = server.children("formats.codec_process")
+    os.kill(codec, signal.SIGSTOP)
+    try:
+        problem(post(server, "/attention", GOOD, accept=JSON, x_timeout_ms=200), 504, "deadline_exceeded")
+    finally:
+        os.kill(codec, signal.SIGCONT)
+    assert post(server, "/attention", GOOD, accept=JSON).status == 200

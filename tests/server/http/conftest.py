@@ -1,0 +1,17 @@
+"""A stream of events that several test files read."""
+
+import json
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def job(server):
+    """Return the address of a finished benchmark."""
+    from tests.support.messages import JSON, ask, post
+    from tests.support.servers import wait_for
+
+    grid = {"shapes": [{"q_len": 16, "head_dim": 16}], "max_seconds": 0.01, "backends": ["torch"]}
+    path = post(server, "/benchmark", json.dumps(grid).encode(), JSON).headers["location"]
+    wait_for(lambda: ask(server, path).json["state"] == "done", lambda: "the benchmark goes on")
+    return path

@@ -1,0 +1,167 @@
+"""A server answers the right hosts and pages: every rule is tested without a server, and each effect with one."""
+
+import json
+
+import pytest
+
+from flashpoint_server.exchange import Exchange
+from flashpoint_server.http.origin_policy import OriginPolicy
+from flashpoint_server.refusal import Refusal
+from tests.support.messages import SAFETENSORS, ask, problem, read_metrics, small
+from tests.support.raw_http import get, one, post, talk
+
+HERE = "10.0.0.7"  # where the connections of these tests arrive
+
+
+def answer(sites, host=None, method="POST", path="/attention", **fields):
+    """Return the error code of the refusal; None if the request continues."""
+    headers = {name.replace("_", "-"): value for name, value in fields.items()}
+    try:
+        sites.check(Exchange(method, path, headers | ({"host": host} if host else {}), "id"), HERE)
+    except Refusal as refusal:
+        return refusal.code
+    return None
+
+
+LOOPBACK = ("localhost", "localhost:1", "a.localhost", "127.0.0.1", "127.8.9.1:80", "[::1]:8000", "LOCALHOST.")
+
+
+OTHERS = (
+    "evil.example",
+    "localhost.evil.example",
+    "127.0.0.1.evil.example",
+    "0.0.0.0",
+    "192.0.2.1",
+    "notlocalhost",
+    "[::2]",
+)
+
+
+def test_a_server_that_anybody_may_call_on_loopback_answers_to_loopback_names():
+    sites = OriginPolicy((), ())
+    assert {answer(sites, host) for host in (*LOOPBACK, *OTHERS)} == {None}
+    sites.only_loopback()
+    for _ in range(2):  # the second time from the cache
+        assert {answer(sites, host) for host in (None, *LOOPBACK)} == {None}
+        assert {answer(sites, host) for host in OTHERS} == {"host_not_allowed"}
+
+
+@pytest.mark.parametrize("only_loopback", [False, True])
+def test_allowed_hosts(only_loopback):
+    sites = OriginPolicy(("A.example", "*.b.example", "[::2]"), ())
+    if only_loopback:
+        sites.only_loopback()
+    allowed = ("a.example:80", "x.b.example", "x.y.B.example.", "[::2]:1", *LOOPBACK)
+    assert {answer(sites, host) for host in allowed} == {None}
+    assert {answer(sites, host) for host in ("b.example", "xb.example", "x.a.example")} == {"host_not_allowed"}
+    assert answer(sites, f"{HERE}:8000") is None  # a probe, or Prometheus: the address that the connection reached
+    assert answer(sites, "10.0.0.8:8000") == "host_not_allowed"
+
+
+def test_any_host():
+    sites = OriginPolicy(("*",), ())
+    sites.only_loopback()
+    assert answer(sites, "evil.example") is None
+
+
+OWN, OTHER, FRIEND = "http://a.example:8000", "http://evil.example", "https://friend.example"
+
+
+NAVIGATES = {"sec_fetch_site": "cross-site", "sec_fetch_mode": "navigate"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({}, None),
+        ({"sec_fetch_site": "same-origin", "origin": OWN}, None),
+        ({"sec_fetch_site": "none"}, None),
+        ({"origin": OWN}, None),
+        ({"origin": OWN.upper()}, None),
+        ({"sec_fetch_site": "cross-site", "origin": FRIEND}, None),
+        ({"origin": FRIEND}, None),
+        ({"sec_fetch_site": "cross-site"}, "cross_site"),
+        ({"sec_fetch_site": "cross-site", "origin": OTHER}, "cross_site"),
+        ({"sec_fetch_site": "cross-site", "origin": "null"}, "cross_site"),
+        ({"sec_fetch_site": "same-site", "origin": "http://a.example:3000"}, "cross_site"),
+        ({"sec_fetch_site": "same-site"}, "cross_site"),
+        ({"origin": "http://a.example"}, "cross_site"),  # another port
+        ({"origin": OTHER}, "cross_site"),
+        ({"origin": "null"}, "cross_site"),
+        ({"origin": ""}, "cross_site"),
+        (NAVIGATES, "cross_site"),
+        (NAVIGATES | {"method": "GET", "path": "/"}, None),
+        (NAVIGATES | {"method": "GET", "path": "/docs"}, None),
+        (NAVIGATES | {"method": "GET", "path": "/info"}, "cross_site"),
+        (NAVIGATES | {"method": "POST", "path": "/"}, "cross_site"),
+        ({"sec_fetch_site": "cross-site", "sec_fetch_mode": "no-cors", "method": "GET", "path": "/"}, "cross_site"),
+    ],
+)
+def test_pages_of_other_sites(fields, code):
+    assert answer(OriginPolicy((), (FRIEND,)), "a.example:8000", **fields) == code
+    assert answer(OriginPolicy((), ("*",)), "a.example:8000", **fields) is None
+
+
+CLOSE = "Connection: close"
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "localhost.evil.example", "192.0.2.1"])
+def test_a_name_that_leads_here_is_not_ours(server, host):
+    """DNS rebinding makes a browser take this server for the page's origin. A server on loopback without keys answers
+    only to loopback names."""
+    before = read_metrics(server)["flashpoint_accepted_total"]
+    fields = f"Origin: http://{host}", "Sec-Fetch-Site: same-origin", CLOSE
+    for sent in (get("/info", *fields, host=f"Host: {host}"), get(f"http://{host}/info", *fields)):
+        detail = problem(one(talk(server, sent)), 421, "host_not_allowed")["detail"]
+        assert repr(host.partition(":")[0]) in detail
+        assert "--allowed-hosts" in detail
+    head = post("/attention", small(), SAFETENSORS, *fields).replace(b"Host: localhost", f"Host: {host}".encode())
+    problem(one(talk(server, head)), 421, "host_not_allowed")
+    refused = one(talk(server, get("/v2/models/attention", *fields, host=f"Host: {host}")))
+    assert (refused.status, list(refused.json)) == (421, ["error"])
+    assert read_metrics(server)["flashpoint_accepted_total"] == before
+
+
+@pytest.mark.parametrize("host", ["localhost", "app.localhost:1", "127.3.2.1", "[::1]:8000", "LOCALHOST."])
+def test_loopback_names_are_ours(server, host):
+    assert one(talk(server, get("/info", CLOSE, host=f"Host: {host}"))).status == 200
+    assert one(talk(server, get("http://localhost/info", CLOSE, host="Host: ignored.example"))).status == 200
+
+
+def test_allowed_hosts_are_answered(strict):
+    for host, status in (("attention.example:80", 200), ("a.b.pods.example", 200), ("pods.example", 421), ("x.y", 421)):
+        assert one(talk(strict, get("/health", CLOSE, host=f"Host: {host}"))).status == status
+    assert strict.get("/health")[1]["live"]  # by address, as probes do
+
+
+EVIL = ("Origin: http://evil.example", "Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: no-cors")
+
+
+@pytest.mark.parametrize("fields", [EVIL, EVIL[:1], EVIL[1:], ("Sec-Fetch-Site: same-site",)])
+def test_a_page_of_another_site_has_nothing_computed(server, fields):
+    """A POST of text/plain needs no CORS preflight: the browser sends it and only hides the answer."""
+    before = read_metrics(server)["flashpoint_accepted_total"]
+    numbers = {"shape": [1, 2], "datatype": "FP32", "data": [1, 2]}
+    infer = json.dumps({"inputs": [{"name": name, **numbers} for name in "qkv"]}).encode()
+    path = "/v2/models/attention/infer"
+    assert one(talk(server, post(path, infer, "text/plain", CLOSE))).status == 200
+    refused = one(talk(server, post(path, infer, "text/plain", CLOSE, *fields)))
+    assert refused.status == 403
+    assert "--cors-origins" in refused.json["error"]
+    problem(one(talk(server, post("/benchmark", b"{}", "text/plain", CLOSE, *fields))), 403, "cross_site")
+    problem(one(talk(server, get("/metrics", CLOSE, *fields))), 403, "cross_site")
+    assert read_metrics(server)["flashpoint_accepted_total"] == before + 1
+
+
+def test_links_of_other_sites_lead_to_the_page_and_the_documentation(server):
+    link = {"sec_fetch_site": "cross-site", "sec_fetch_mode": "navigate"}
+    assert [ask(server, path, **link).status for path in ("/", "/docs", "/info")] == [200, 200, 403]
+
+
+def test_pages_of_allowed_origins_call(strict):
+    for origin, status in (("https://friend.example", 200), ("https://evil.example", 403)):
+        answer = ask(strict, "/health", origin=origin, sec_fetch_site="cross-site", host="attention.example")
+        assert answer.status == status
+        assert ("access-control-allow-origin" in answer.headers) == (status == 200)
+    preflight = {"origin": "https://evil.example", "access_control_request_method": "POST"}
+    problem(ask(strict, "/attention", "OPTIONS", **preflight), 403, "cross_site")

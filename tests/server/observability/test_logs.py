@@ -1,0 +1,40 @@
+"""The log has a level for each line, and text for a person where that is chosen."""
+
+import os
+import re
+import subprocess
+import sys
+
+from tests.conftest import DEVICE
+from tests.support.gated import PROGRAM
+from tests.support.messages import ask
+
+
+def test_probes_are_logged_at_debug_alone(server, gated):
+    probes = ("/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready", "/v2/models/attention/ready")
+    names = [f"probe-{number}-{os.urandom(4).hex()}" for number in range(len(probes))]
+    for target in (server, gated.server):
+        for path, name in zip(probes, names, strict=True):
+            assert ask(target, path, x_request_id=name).status == 200
+    levels = [gated.server.wait_for_request(name)["level"] for name in names]
+    assert levels == ["debug"] * len(probes)
+    last = f"after-{os.urandom(4).hex()}"
+    ask(server, "/info", x_request_id=last)
+    assert server.wait_for_request(last)["level"] == "info"
+    assert not [line for line in server.lines if line.get("request_id") in names]
+
+
+def test_a_start_that_a_person_reads_ends_with_where_the_page_is():
+    command = [sys.executable, *PROGRAM, "--port=0", f"--device={DEVICE}", "--log-format=console"]
+    lines = []
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            while not (lines and "Open " in lines[-1]):
+                lines.append(process.stderr.readline())
+                assert lines[-1], "the server has ended"
+        finally:
+            process.terminate()
+    (port,) = re.findall(r"port=(\d+)", "".join(lines))
+    assert re.search(rf"\] Open http://localhost:{port} ", lines[-1])
+    assert len([line for line in lines if "] ready " in line]) == 1
+    assert max(map(len, lines)) < 400

@@ -1,0 +1,128 @@
+"""Metrics of a real server are right: readiness, queued work, and clients that vanish."""
+
+import concurrent.futures
+import contextlib
+import json
+import os
+import signal
+
+import pytest
+
+pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
+
+import psutil
+
+from tests.support.messages import JSON, PATIENCE, message, normal, post, read_metrics
+from tests.support.servers import wait_for
+from tests.support.sockets import connect, nothing_inside, send
+
+SMALL = message({name: normal(2, 3) for name in "qkv"})
+
+
+ALONE = message({name: normal(2, 3) for name in "qkv"}, backend="reference")
+
+
+LAUNCHES = "flashpoint_batch_size_count"
+
+
+# An answer of 16 MiB, more than socket buffers hold.
+LONG_ANSWER = message({"q": normal(1, 4, 1 << 12, 1), "k": normal(1, 4, 1, 1), "v": normal(1, 4, 1, 256)})
+
+
+OLDEST = "flashpoint_queue_oldest_seconds"
+
+
+AS_JSON = json.dumps({"q": [[1, 0]], "k": [[1, 0]], "v": [[1, 2]]}).encode()
+
+
+def test_ready_is_what_the_health_check_says(server):
+    server.wait_ready()
+    assert read_metrics(server)["flashpoint_ready"] == 1
+    os.kill(server.engine_pid, signal.SIGSTOP)
+    try:
+        wait_for(lambda: server.get("/health/ready")[0] == 503, lambda: "ready, with an engine that does nothing")
+        assert read_metrics(server)["flashpoint_ready"] == 0
+    finally:
+        os.kill(server.engine_pid, signal.SIGCONT)
+    server.wait_ready()
+    assert read_metrics(server)["flashpoint_ready"] == 1
+
+
+def test_a_body_that_comes_slowly_and_an_answer_that_is_taken_slowly_are_not_queued_work(server, gated):
+    """A request counts as queued after the end of its body, while it waits for the engine.
+
+    Two servers show it: one allows long pauses of a body and an answer, the other has an engine that waits.
+    """
+    nothing_inside(server)
+    with send(server, SMALL[:-8], length=len(SMALL)):
+        wait_for(lambda: server.get("/info")[1]["load"]["requests"] == 1, lambda: "it never got in")
+        assert read_metrics(server)["flashpoint_queue_requests"] == 1
+        assert read_metrics(server)[OLDEST] == 0
+    nothing_inside(server)
+    launches = read_metrics(server)[LAUNCHES]
+    with send(server, LONG_ANSWER, receive_buffer=1 << 16):
+        wait_for(lambda: read_metrics(server)[LAUNCHES] > launches, lambda: "it is not computed")
+        assert read_metrics(server)[OLDEST] == 0
+    nothing_inside(server)
+    server = gated.server
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, gated.busy(pool, ALONE):
+        first = read_metrics(server)[OLDEST]
+        assert first > 0
+        wait_for(lambda: read_metrics(server)[OLDEST] > first, lambda: "it does not age")
+    nothing_inside(server)
+    assert read_metrics(server)[OLDEST] == 0
+
+
+def test_json_that_waits_to_be_read_is_queued_work(server):
+    assert post(server, "/attention", AS_JSON, JSON).status == 200
+    (codec,) = server.children("formats.codec_process")
+    os.kill(codec, signal.SIGSTOP)
+    try:
+        with asking(server, AS_JSON, f"queued-{os.urandom(4).hex()}"):
+            wait_for(lambda: read_metrics(server)[OLDEST] > 0, lambda: "it does not age")
+    finally:
+        os.kill(codec, signal.SIGCONT)
+    nothing_inside(server)
+
+
+@contextlib.contextmanager
+def asking(server, body, name):
+    """Let a client wait for a JSON answer inside the block, and leave at its end."""
+    head = f"POST /attention HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: {name}\r\nContent-Type: {JSON}\r\n"
+    with connect(server) as connection:
+        connection.settimeout(PATIENCE)
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        yield
+
+
+def peers(server):
+    """Return the ports of the clients that are connected to the server."""
+    return {
+        connection.raddr.port for connection in psutil.Process(server.pid).net_connections("tcp") if connection.raddr
+    }
+
+
+def client_gone(server):
+    labels = 'reason="client_gone",route="/attention",status="499"'
+    return read_metrics(server).get(f"flashpoint_requests_total{{{labels}}}", 0)
+
+
+def test_a_client_that_vanishes_while_its_answer_is_written_is_499(server):
+    """The log line and the metric have 499; no client took the answer."""
+    assert post(server, "/attention", SMALL, accept=JSON).status == 200
+    (codec,) = server.children("formats.codec_process")
+    nothing_inside(server)
+    before, name = client_gone(server), f"vanishes-{os.urandom(4).hex()}"
+    computed = 'flashpoint_compute_flops_total{backend="torch"}'
+    flops = read_metrics(server)[computed]
+    os.kill(codec, signal.SIGSTOP)
+    try:
+        with send(server, SMALL, request_id=name, accept=JSON) as connection:
+            port = connection.getsockname()[1]
+            wait_for(lambda: read_metrics(server)[computed] > flops, lambda: "it is not computed")
+        wait_for(lambda: port not in peers(server), lambda: "the server does not notice")
+    finally:
+        os.kill(codec, signal.SIGCONT)
+    line = server.wait_for_request(name)
+    assert (line["status"], line["code"]) == (499, "client_gone")
+    wait_for(lambda: client_gone(server) == before + 1, lambda: read_metrics(server))

@@ -1,0 +1,174 @@
+"""The gRPC port gives the answers and statuses of the application, and is shared by workers."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
+
+import grpc
+import grpc.aio
+
+from flashpoint_server.oip.grpc.server import STATUSES, _end
+from flashpoint_server.refusal import STATUS
+from tests.support.messages import read_metrics
+from tests.support.oip.grpc_calls import HANG, HEALTH, METHOD, Caller, port_of, refused, request, silent_call
+from tests.support.oip.grpc_calls import request as rpc_request
+from tests.support.oip.message import call, infer
+from tests.support.oip.problem import problem
+from tests.support.servers import wait_for
+
+SMALL = problem()
+
+
+@pytest.mark.slow
+def test_workers_share_the_grpc_port_and_their_statistics(start_server):
+    server = start_server(workers=2, grpc_port=0)
+
+    def ports():
+        return [line["port"] for line in list(server.lines) if line["event"] == "listening for gRPC"]
+
+    def count():
+        (stats,) = call(server.url, "GET", "/v2/models/attention/stats").head["model_stats"]
+        return stats["inference_stats"]["success"]["count"]
+
+    wait_for(lambda: len(ports()) == 2, ports)
+    (port,) = set(ports())
+    for _ in range(8):  # either worker may take a connection
+        with contextlib.closing(Caller(port)) as caller:
+            wait_for(lambda caller=caller: caller.ask("ServerReady").ready, lambda: "not ready")
+            assert caller.infer(rpc_request(SMALL)).bits
+    for _ in range(12):
+        assert infer(server.url, "attention", SMALL).status == 200
+    wait_for(lambda: count() == 20, count)  # a worker may count a request after it has sent the answer
+    assert {count() for _ in range(8)} == {20}
+    metrics = call(server.url, "GET", "/metrics").body.decode()
+    assert 'flashpoint_model_requests_total{how="success",model="attention"} 20.0' in metrics
+
+
+def test_a_call_has_its_line_in_the_log_and_its_place_in_the_metrics(server, caller):
+    before = read_metrics(server)
+    metadata = (("x-request-id", "told"), ("x-priority", "9"))
+    answer = caller.infer(request(SMALL), metadata=metadata)
+    line = server.wait_for_request("told")
+    assert (line["route"], line["status"], line["model"]) == (METHOD, 200, "attention")
+    assert line["bytes_in"] == request(SMALL).ByteSize()
+    assert line["bytes_out"] == answer.message.ByteSize()
+    assert answer.beside["x-request-id"] == "told"
+    with refused("INVALID_ARGUMENT", "X-Priority"):
+        caller.infer(request(SMALL), metadata=(("x-priority", "10"),))
+    after = read_metrics(server)
+    for name, labels in (
+        ("flashpoint_requests_total", f'reason="ok",route="{METHOD}",status="200"'),
+        ("flashpoint_requests_total", f'reason="invalid_request",route="{METHOD}",status="422"'),
+        ("flashpoint_model_requests_total", 'how="success",model="attention"'),
+    ):
+        name = f"{name}{{{labels}}}"
+        assert after[name] - before.get(name, 0) == 1, name
+
+
+def test_a_refusal_of_a_call_that_is_over_is_a_cancellation_and_no_error():
+    """gRPC raises InternalError when it aborts a call whose client has left, and logs errors that a method raises."""
+
+    class Gone:
+        async def abort(self, code, details, metadata):
+            raise grpc.aio.InternalError(details)
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(_end(Gone(), "INVALID_ARGUMENT", "no such message"))
+
+
+@pytest.mark.slow
+def test_calls_whose_deadlines_pass_during_the_refusal_are_no_errors_in_the_log(server, caller):
+    """The deadlines are near the duration of a refusal; each call may end either way."""
+    method, before = caller.channel.unary_unary(METHOD), len(server.lines)
+    for _ in range(20):
+        calls = [method.future(b"\xff", timeout=0.002 + 0.0005 * step) for step in range(50)]
+        assert {call.exception(HANG).code() for call in calls} <= {
+            grpc.StatusCode.DEADLINE_EXCEEDED,
+            grpc.StatusCode.INVALID_ARGUMENT,
+        }
+    answer = caller.infer(request(SMALL))
+    server.wait_for_request(answer.beside["x-request-id"])
+    assert not [line for line in server.lines[before:] if line["level"] == "error"]
+
+
+def test_every_refusal_has_its_status():
+    assert STATUSES.keys() >= STATUS.keys()
+    assert all(grpc.StatusCode[name] for name in STATUSES.values())
+
+
+@pytest.mark.slow
+def test_a_grpc_port_that_is_taken_ends_the_server(server):
+    command = [sys.executable, "-m", "flashpoint_server.cli.serve", "--port=0", f"--grpc-port={port_of(server)}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=HANG)
+    assert done.returncode == 1
+    assert "cannot listen" in done.stderr
+
+
+@pytest.mark.slow
+def test_silent_calls_make_way(private_server):
+    """A silent call loses its place to a later one, and a stopping server answers all admitted calls."""
+    private_server = private_server(queue_limit=2, body_timeout=0.5)
+
+    def answered():
+        """Return False while the server has both silent calls and neither counts as slow."""
+        try:
+            return bool(private_server.caller.infer(private_server.question).bits)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                raise
+            return False
+
+    with silent_call(private_server.caller, method=f"/{HEALTH}/Check") as probe:  # it needs no key
+        assert probe.exception(HANG).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    with silent_call(private_server.caller) as first, silent_call(private_server.caller) as second:
+        calls = (first, second)
+        wait_for(lambda: answered() and any(call.done() for call in calls), lambda: "the silent calls stay")
+        (gone,) = (call for call in calls if call.done())
+        assert gone.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "too slowly" in gone.details()
+
+    def drains():
+        """Return False while the server is ready, or after it took this call's message for a slow one."""
+        try:
+            return not private_server.caller.ask("ServerReady").ready
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise
+            return False
+
+    with private_server.busy() as inside:
+        private_server.server.process.send_signal(signal.SIGTERM)
+        wait_for(drains, lambda: "it never drains")
+        with refused("UNAVAILABLE", "shutting down"):
+            private_server.caller.infer(private_server.question)
+    assert inside.result(HANG)
+    assert private_server.server.wait_exit() == 0
+
+
+@pytest.mark.slow
+def test_an_engine_that_dies_is_unavailable_until_the_next_is_there(private_server):
+    private_server = private_server()
+
+    def ready():
+        return private_server.caller.ask("ServerReady").ready
+
+    with private_server.busy() as first:
+        private_server.gate("closed").touch()  # the next engine waits at its start
+        os.kill(private_server.server.engine_pid, signal.SIGKILL)
+        assert first.code() is grpc.StatusCode.UNAVAILABLE
+        assert "engine died" in first.details()
+        assert not ready()
+        assert not private_server.caller.ask("ModelReady", name="attention").ready
+        assert private_server.caller.ask("Check", HEALTH).status == 2  # NOT_SERVING
+        with refused("UNAVAILABLE"):
+            private_server.caller.infer(private_server.question)
+    private_server.gate("closed").unlink()
+    wait_for(ready, lambda: "never ready again")
+    assert private_server.queue("after").result(HANG)

@@ -1,0 +1,48 @@
+"""The statistics of a model count the requests that it has served."""
+
+import pytest
+
+pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
+
+from tests.support.oip.message import call, infer
+from tests.support.oip.problem import GRAD, problem
+from tests.support.servers import wait_for
+
+MODELS = {"attention": ("o", "lse"), "attention_grad": ("dq", "dk", "dv", "dattn_mask", "dsinks")}
+
+
+SMALL = problem()
+
+
+def test_statistics_count_what_is_served(url):
+    def stats():
+        (statistics,) = call(url, "GET", "/v2/models/attention_grad/stats").head["model_stats"]
+        assert (statistics["name"], statistics["version"]) == ("attention_grad", "1")
+        return statistics
+
+    before = stats()
+    for _ in range(3):
+        assert infer(url, "attention_grad", problem(names=GRAD)).status == 200
+    assert infer(url, "attention_grad", SMALL).status == 422
+
+    def counted():
+        """Return the statistics when they include the last call: a server may count it after it sends the answer."""
+        now = stats()
+        both = now["inference_stats"], before["inference_stats"]
+        more = [now["fail"]["count"] + now["success"]["count"] for now in both]
+        return now if more[0] - more[1] >= 4 else None
+
+    after = wait_for(counted, lambda: f"{stats()} after {before}")
+    count, spent = after["inference_stats"], before["inference_stats"]
+    assert after["inference_count"] - before["inference_count"] == 3
+    assert after["execution_count"] - before["execution_count"] == 3
+    assert count["success"]["count"] - spent["success"]["count"] == 3
+    assert count["fail"]["count"] - spent["fail"]["count"] == 1
+    for part in ("success", "queue", "compute_infer"):
+        assert count[part]["count"] - spent[part]["count"] == 3
+        assert count[part]["ns"] > spent[part]["ns"]
+    assert count["success"]["ns"] >= count["queue"]["ns"] + count["compute_infer"]["ns"]
+    assert after["last_inference"] > before["last_inference"]
+    assert sum(batch["compute_infer"]["count"] for batch in after["batch_stats"]) == after["execution_count"]
+    everything = call(url, "GET", "/v2/models/stats").head["model_stats"]
+    assert {model["name"] for model in everything} >= set(MODELS)

@@ -1,0 +1,36 @@
+"""Child processes are started again after they die, and end when they are told to."""
+
+import asyncio
+
+import psutil
+
+from flashpoint_server.processes import processes
+from flashpoint_server.processes.processes import Child
+
+PATIENCE = 240  # seconds; only ends a hang
+
+
+def test_a_child_that_dies_is_started_again_and_ends_when_it_is_told_to(tmp_path, monkeypatch):
+    """The child writes a letter to a file at each start, and stays alive from the third start."""
+    module = tmp_path / "dies_twice.py"
+    module.write_text(
+        "import pathlib, signal, sys\n"
+        "notes = pathlib.Path(sys.argv[-1])\n"
+        "notes.write_text(notes.read_text() + 'x')\n"
+        "sys.exit(3) if len(notes.read_text()) < 3 else signal.pause()\n"
+    )
+    notes = tmp_path / "notes"
+    notes.write_text("")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(processes, "FIRST_PAUSE", 0.005)  # seconds between two starts
+
+    async def run():
+        child = Child("dies twice", "dies_twice", [str(notes)], [])
+        async with child.kept(PATIENCE):
+            async with asyncio.timeout(PATIENCE):
+                while len(notes.read_text()) < 3 or child.starts < 3:  # noqa: ASYNC110  # another process's state
+                    await asyncio.sleep(0.005)
+            pid = child.pid
+        assert not psutil.pid_exists(pid)
+
+    asyncio.run(run())

@@ -1,0 +1,59 @@
+"""A call to an engine is refused for its headers, its size or its price before it is computed."""
+
+import pytest
+
+pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
+
+import torch
+
+from tests.support.constant_answers import wide
+from tests.support.messages import JSON, message, normal, post, problem, small
+from tests.support.servers import wait_for
+from tests.support.short_sequences import short_sequences
+from tests.support.sockets import send
+
+GOOD = small()
+
+
+INVALID_HEADERS = {"x_timeout_ms": ["0", "-1", "1.5", "soon"], "x_priority": ["10", "-1", "high", ""]}
+
+
+@pytest.mark.parametrize(("header", "value"), [(h, v) for h, values in INVALID_HEADERS.items() for v in values])
+def test_invalid_headers_are_422(server, header, value):
+    document = problem(post(server, "/attention", GOOD, **{header: value}), 422, "invalid_request")
+    assert document["errors"][0]["loc"][0].lower() == header.replace("_", "-")
+
+
+@pytest.mark.parametrize("ms", ["1000000000000000", "9" * 5000, "0" * 30 + "60000"])
+def test_a_longer_deadline_than_the_servers_is_cut(server, ms):
+    assert post(server, "/attention", GOOD, x_timeout_ms=ms).status == 200
+
+
+KEY = {"authorization": "Bearer all"}
+
+
+def test_work_that_can_never_fit_413(strict, server):
+    many = {name: torch.empty(9, 1, 0, 8) for name in "qkv"}
+    problem(post(strict, "/attention", message(many), **KEY), 413, "work_too_large")
+    # 40 MB of q and v, without keys; the answer would have 10^12 zeros
+    wide = {"q": torch.zeros(1, 1, 10**6, 1), "k": torch.zeros(1, 1, 0, 1), "v": torch.zeros(1, 1, 0, 10**6)}
+    problem(post(server, "/attention", message(wide, backend="reference")), 413, "work_too_large")
+    as_json = post(strict, "/attention", message({n: normal(1, 1, 200, 128) for n in "qkv"}), accept=JSON, **KEY)
+    problem(as_json, 413, "work_too_large")
+
+
+def test_work_that_never_fits_the_staging_memory_is_413(gated):
+    problem(post(gated.server, "/attention", wide(1, 1 << 17)), 413, "work_too_large")
+    assert post(gated.server, "/attention", GOOD).status == 200
+
+
+@pytest.mark.slow
+def test_a_price_in_predicted_seconds_fills_the_queue(start_server):
+    server = start_server(queue_seconds=0.01)
+    tensors, options = short_sequences("reference")
+    large = message(tensors, **options)
+    with send(server, large, request_id="first"):
+        wait_for(lambda: server.get("/info")[1]["load"]["requests"], lambda: "it does not arrive")
+        refused = post(server, "/attention", large)
+        problem(refused, 429, "queue_full")
+        assert "compute seconds" in refused.json["detail"]

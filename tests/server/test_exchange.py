@@ -1,0 +1,11 @@
+"""A request has its header fields once, joined where they come several times."""
+
+from flashpoint_server.exchange import combined
+from flashpoint_server.formats.negotiation import answer_format, request_format
+
+BINARY, JSON, OCTETS = "application/vnd.safetensors", "application/json", "application/octet-stream"
+
+
+def test_several_accept_headers_are_one_list():
+    headers = combined([(b"content-type", JSON.encode()), (b"accept", b"text/html"), (b"accept", BINARY.encode())])
+    assert answer_format(headers, request_format(headers)).media_type == BINARY

@@ -1,0 +1,62 @@
+"""The service refuses work before an engine is ready and while it drains, and waits for the work that it has."""
+
+import asyncio
+
+import pytest
+
+from flashpoint_server.config.settings import Settings
+from flashpoint_server.ipc.client import Engine, State
+from flashpoint_server.ipc.counts import WorkerGroup
+from flashpoint_server.ipc.messages import DeviceInfo
+from flashpoint_server.refusal import Refusal
+from flashpoint_server.service import Service
+
+DEVICE = DeviceInfo("cpu", "a processor", 1 << 30, ("torch",), 1e9)
+
+
+def with_engine(settings):
+    """Return a service with an engine that is ready, although its process does not run."""
+    service = Service(settings, WorkerGroup())
+    engines = service.engine
+    engine = Engine(b"none", engines._resume, engines._keep, [])
+    engine.state, engine.device = State.READY, DEVICE
+    engines._engines = [engine]
+    return service
+
+
+def code(call):
+    with pytest.raises(Refusal) as caught:
+        call()
+    assert caught.value.status == 503
+    return caught.value.code
+
+
+def test_work_is_refused_until_an_engine_is_ready():
+    async def run():
+        service = Service(Settings(), WorkerGroup())
+        assert not service.ready
+        assert code(service.begin) == "not_ready"
+        assert await service.drain()  # the refused request is not waited for
+        assert code(service.begin) == "draining"
+        service.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_drain_waits_for_the_work_that_has_begun(ends):
+    async def run():
+        service = with_engine(Settings(shutdown_timeout=60 if ends else 0.01))
+        assert service.begin() == service.begin() == DEVICE
+        draining = asyncio.create_task(service.drain())
+        await asyncio.sleep(0)
+        assert code(service.begin) == "draining"
+        service.end()
+        await asyncio.sleep(0)
+        assert not draining.done()
+        if ends:
+            service.end()
+        assert await draining is ends
+        service.close()
+
+    asyncio.run(run())
