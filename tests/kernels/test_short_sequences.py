@@ -1,7 +1,5 @@
 """Short sequences share operator calls; each gets right answers with the bits that it has alone."""
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -13,8 +11,7 @@ from flashpoint_kernels.dispatching.dispatch import run_part
 from flashpoint_kernels.dispatching.support import unsupported
 from flashpoint_kernels.problems import reproducible
 from flashpoint_kernels.problems.cost import NOMINAL, extent_of, flops_of, seconds_of
-from flashpoint_kernels.problems.reproducible import PART_SECONDS, exactly, sharing, split
-from flashpoint_kernels.tiled_backend.arithmetic import add_product, product
+from flashpoint_kernels.problems.reproducible import PART_SECONDS, sharing, split
 from tests.support.kernels.solving import normal, qkv
 
 LENGTHS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=9)
@@ -130,26 +127,6 @@ def test_answers_agree_with_float64(lengths, layout, mask, extras, options, back
         given = Options(**options, **more, layout=layout, grads=grads, backend="tiled")
     report = verify(t, given)
     assert report.ok, [e for e in report.tensors if not e.ok]
-
-
-SIZES = (1, 2, 3, 9, 18, 34, 128, 300)
-
-
-@pytest.mark.parametrize("rows", SIZES)
-def test_a_product_has_the_same_bits_alone_and_among_others(rows):
-    """Products are plain, added, or with one matrix transposed, as in the tiles of forward and gradient."""
-    for inner, columns in itertools.product(SIZES, SIZES):
-        a, b, c = normal(3, rows, inner), normal(3, inner, columns, seed=1), normal(3, rows, columns, seed=2)
-        layouts = [(a, b), (a.mT.contiguous().mT, b), (a, b.mT.contiguous().mT)]
-        for x, y in layouts:
-            results = []
-            for count in (1, 2, 3):
-                total = c[:count].clone()
-                with exactly(1):  # as in a shared call
-                    add_product(total, x[:count], y[:count])
-                    results.append(torch.stack([product(x[:count], y[:count])[0], total[0]]))
-            assert torch.equal(results[0], results[2]), (rows, inner, columns)
-            assert torch.equal(results[1], results[2]), (rows, inner, columns)
 
 
 @pytest.mark.slow

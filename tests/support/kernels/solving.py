@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashpoint_contract.options import Direction
 from flashpoint_contract.spec import Spec, plan
-from flashpoint_kernels import Options, Problem, run
+from flashpoint_kernels import Options, Problem, run, verify
 from flashpoint_kernels.problems.problem import tensor_info
 from tests.conftest import DEVICE
 
@@ -58,3 +58,15 @@ def backward(backend: str, tensors: Mapping[str, Tensor], **options: object) -> 
     problem = poisoned(tensors, Options(**options), "backward")  # type: ignore[arg-type]
     run([problem], backend)
     return problem.outputs
+
+
+def check(backend: str, tensors: Mapping[str, Tensor], **options: object) -> None:
+    """Assert by `verify` that the answers of a backend are right."""
+    report = verify(tensors, Options(backend=backend, **options))  # type: ignore[arg-type]
+    assert report.ok, [e for e in report.tensors if not e.ok]
+
+
+def forward_of(tensors: Mapping[str, Tensor], **options: object) -> Problem:
+    """Return the problem of o and lse."""
+    inputs = {name: t for name, t in tensors.items() if name not in ("do", "dlse", "o", "lse")}
+    return Problem.create(inputs, Options(return_lse=True, **options))  # type: ignore[arg-type]

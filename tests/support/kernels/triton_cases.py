@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from flashpoint_kernels import Options
-from tests.conftest import DEVICE
+from flashpoint_kernels import Options, verify
+from tests.conftest import DEVICE, INTERPRETING
 
 # The factors of a case and their levels. A covering array has every pair of levels in some case.
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -137,3 +137,10 @@ def options_of(case: dict[str, Any], **more: Any) -> Options:
 def name_of(case: dict[str, Any]) -> str:
     """Return the levels in which `case` differs from the plain one."""
     return "-".join(f"{n}={v}" for n, v in case.items() if v != PLAIN[n]).replace(" ", "") or "plain"
+
+
+def check(case: dict[str, Any], q_len: int, kv_len: int, *, batch: int = 2, **more: Any) -> None:
+    """Assert right answers. The interpreter takes `batch` sequences; a GPU always takes two."""
+    report = verify(tensors_of(case, q_len, kv_len, batch=batch if INTERPRETING else 2), options_of(case, **more))
+    assert report.backend == "triton"
+    assert report.ok, "\n".join(str(t) for t in report.tensors if not t.ok)
