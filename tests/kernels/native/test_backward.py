@@ -1,64 +1,31 @@
 """The gradient in C is exact for each option, instruction set and dtype."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from flashpoint_kernels import Options, Problem, run
+from tests.support.kernels.problems import Sizes, problems
 from tests.support.kernels.solving import backward, check, forward, normal, qkv
 
 GRADS = ("dq", "dk", "dv")
 
 
-@given(
-    kv_heads=st.integers(1, 3), group=st.sampled_from([1, 2, 5]), q_len=st.sampled_from([1, 2, 63, 64, 130, 257]),
-    kv_len=st.sampled_from([1, 5, 127, 128, 200, 385]), dim=st.sampled_from([1, 8, 16, 40, 64, 111, 256]),
-    value_dim=st.sampled_from([16, 24, 64, 100]),
-    dtype=st.sampled_from([torch.float32, torch.float32, torch.bfloat16, torch.float16]), causal=st.booleans(),
-    window=st.sampled_from([(-1, -1), (0, 0), (63, -1), (20, 5), (5, 200)]), top_left=st.booleans(),
-    softcap=st.sampled_from([0.0, 0.0, 0.7, 30.0]), scale=st.sampled_from([None, -0.2, 0.0]),
-    alibi=st.sampled_from([0, 1, 2]), sinks=st.booleans(), layout=st.sampled_from(["bhsd", "bshd"]),
-    mask=st.sampled_from(["", "bool", "float", "own", "double", "queries", "keys", "head", "batch", "one"]),
-    dropout_p=st.sampled_from([0.0, 0.0, 0.4]),
-    dlse=st.booleans(), lengths=st.booleans(), blocks=st.sampled_from([None, None, (16, 16), (48, 80), (128, 128)]),
+SIZES = Sizes(
+    q_len=st.sampled_from([1, 2, 63, 64, 130, 257]), kv_len=st.sampled_from([1, 5, 127, 128, 200, 385]),
+    dim=st.sampled_from([1, 8, 16, 40, 64, 111, 256]), value_dim=st.sampled_from([16, 24, 64, 100]),
 )  # fmt: skip
+
+
+@given(problem=problems(SIZES, backward=True))
 @settings(max_examples=120, deadline=None)
-def test_any_problem_agrees_with_float64(
-    kv_heads: int, group: int, q_len: int, kv_len: int, dim: int, value_dim: int, dtype: torch.dtype, causal: bool,
-    window: tuple[int, int], top_left: bool, softcap: float, scale: float | None, alibi: int, sinks: bool, layout: str,
-    mask: str, dropout_p: float, dlse: bool, lengths: bool, blocks: tuple[int, int] | None,
-) -> None:  # fmt: skip
-    heads, grads = kv_heads * group, list(GRADS)
-    t = qkv(2, heads, q_len, kv_len, dim, kv_heads=kv_heads, value_dim=value_dim, dtype=dtype)
-    if layout == "bshd":
-        t = {name: x.transpose(1, 2).contiguous() for name, x in t.items()}
-    if alibi:
-        t["alibi_slopes"] = normal(*((heads,) if alibi == 1 else (2, heads))).abs() / 8
-    if sinks:
-        t["sinks"] = normal(heads)
-        grads.append("dsinks")
-    if mask:
-        whole = (2, heads, q_len, kv_len)
-        shape = {
-            "own": whole, "double": whole, "queries": (q_len, 1), "keys": (2, 1, 1, kv_len), "head": (heads, 1, 1),
-            "batch": (2, 1, q_len, kv_len), "one": (1,),
-        }  # fmt: skip
-        numbers = normal(*shape.get(mask, (heads, q_len, kv_len)), seed=9)
-        t["attn_mask"] = numbers > -1 if mask == "bool" else numbers.to(torch.float64 if mask == "double" else dtype)
-        if mask != "bool":
-            grads.append("dattn_mask")
-    if dlse:
-        t["dlse"] = normal(2, heads, q_len)
-    if blocks:
-        t["block_mask"] = normal(1, heads, -(-q_len // blocks[0]), -(-kv_len // blocks[1]), seed=5) > -0.5
-    if lengths:
-        t |= {"q_lengths": torch.tensor([q_len, q_len // 2]), "kv_lengths": torch.tensor([kv_len // 3, kv_len])}
-    check(
-        "torch", t, causal=causal, window=window, causal_alignment="top_left" if top_left else "bottom_right",
-        scale=scale, softcap=softcap, layout=layout, dropout_p=dropout_p,
-        dropout_seed=(1 << 63) + 5 if dropout_p else None, grads=grads, block_size=blocks or (128, 128),
-    )  # fmt: skip
+def test_any_problem_agrees_with_float64(problem: tuple[dict[str, Tensor], dict[str, Any]]) -> None:
+    tensors, options = problem
+    check("torch", tensors, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

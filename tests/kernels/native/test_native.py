@@ -1,5 +1,7 @@
 """The forward in C is exact for each instruction set and dtype; its conversions, and how the library is found."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -8,6 +10,7 @@ from torch import Tensor
 
 from flashpoint_kernels import attention, native, quantize
 from flashpoint_kernels.native import build
+from tests.support.kernels.problems import Sizes, problems
 from tests.support.kernels.serving import in_pages
 from tests.support.kernels.solving import check, normal, qkv
 
@@ -20,53 +23,18 @@ def test_this_machine_has_a_compiler_and_the_kernels() -> None:
     assert native.library() is not None
 
 
-@given(
-    kv_heads=st.integers(1, 3), group=st.sampled_from([1, 2, 3, 4, 7]), q_len=st.sampled_from([1, 2, 3, 5, 9, 40]),
-    kv_len=st.sampled_from([1, 31, 100, 257, 700, 1024, 1025, 2100]), dim=st.sampled_from([1, 16, 40, 64, 111, 256]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]), causal=st.booleans(),
-    window=st.sampled_from([(-1, -1), (0, 0), (63, -1), (1023, 5), (5, 600)]), top_left=st.booleans(),
-    value_dim=st.sampled_from([5, 16, 64, 144]), softcap=st.sampled_from([0.0, 0.0, 0.7, 30.0]),
-    scale=st.sampled_from([None, -0.2, 0.0]), alibi=st.sampled_from([0, 1, 2]), sinks=st.booleans(),
-    layout=st.sampled_from(["bhsd", "bshd"]), page=st.sampled_from([0, 16, 100]),
-    mask=st.sampled_from(["", "bool", "float"]), dropout_p=st.sampled_from([0.0, 0.4]),
+SIZES = Sizes(
+    q_len=st.sampled_from([1, 2, 3, 5, 9, 40]), kv_len=st.sampled_from([1, 31, 100, 257, 700, 1024, 1025, 2100]),
+    dim=st.sampled_from([1, 16, 40, 64, 111, 256]), value_dim=st.sampled_from([5, 16, 64, 144]),
+    group=st.sampled_from([1, 2, 3, 4, 7]),
 )  # fmt: skip
+
+
+@given(problem=problems(SIZES, backward=False, windows=((-1, -1), (0, 0), (63, -1), (1023, 5), (5, 600))))
 @settings(max_examples=60, deadline=None)
-def test_any_problem_agrees_with_float64(
-    kv_heads: int, group: int, q_len: int, kv_len: int, dim: int, dtype: torch.dtype, causal: bool,
-    window: tuple[int, int], top_left: bool, value_dim: int, softcap: float, scale: float | None, alibi: int,
-    sinks: bool, layout: str, page: int, mask: str, dropout_p: float,
-) -> None:  # fmt: skip
-    heads = kv_heads * group
-    t = {n: x for n, x in qkv(2, heads, q_len, kv_len, dim, kv_heads=kv_heads, dtype=dtype).items() if n != "do"}
-    t["v"] = normal(2, kv_heads, kv_len, value_dim, dtype=dtype, seed=5)
-    if layout == "bshd":
-        t = {name: x.transpose(1, 2).contiguous() for name, x in t.items()}
-    if page:
-        t["kv_lengths"] = torch.tensor([kv_len, max(1, kv_len - 300)])
-        t = in_pages(t, layout, page)
-    if alibi:
-        t["alibi_slopes"] = normal(*((heads,) if alibi == 1 else (2, heads))).abs() / 8
-    if sinks:
-        t["sinks"] = normal(heads)
-    if mask:
-        numbers = normal(1, heads, q_len, kv_len)
-        t["attn_mask"] = numbers > -1 if mask == "bool" else numbers.to(dtype)
-        if page:
-            t["attn_mask"] = torch.nn.functional.pad(t["attn_mask"], (0, -kv_len % page))
-    alignment = "top_left" if top_left else "bottom_right"
-    check(
-        "torch",
-        t,
-        causal=causal,
-        window=window,
-        causal_alignment=alignment,
-        scale=scale,
-        softcap=softcap,
-        layout=layout,
-        dropout_p=dropout_p,
-        dropout_seed=7 if dropout_p else None,
-        return_lse=True,
-    )
+def test_any_problem_agrees_with_float64(problem: tuple[dict[str, Tensor], dict[str, Any]]) -> None:
+    tensors, options = problem
+    check("torch", tensors, **options)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

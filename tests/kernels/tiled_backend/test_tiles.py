@@ -1,6 +1,7 @@
 """The tile loop is exact for any shape, strides and options, and its memory does not grow with Sq·Sk."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,60 +13,23 @@ from flashpoint_kernels import Options, Problem, run, verify
 from flashpoint_kernels.tiled_backend import tiles
 from tests.conftest import DEVICE
 from tests.support.kernels.made import Made
+from tests.support.kernels.problems import Sizes, problems
 from tests.support.kernels.solving import backward, forward, normal, qkv
 
-
-def strided(t: torch.Tensor, kind: str) -> torch.Tensor:
-    """Return `t`'s values in memory that is not contiguous, or aligned to one element only."""
-    if kind == "wide":
-        return torch.stack([t, torch.full_like(t, torch.nan)], -1)[..., 0]  # every second element
-    if kind == "turned":
-        return t.transpose(-1, -2).contiguous().transpose(-1, -2)
-    if kind == "odd":
-        return torch.cat([t.new_zeros(1), t.flatten()])[1:].view(t.shape)
-    return t
-
-
-@st.composite
-def problems(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Draw the tensors and options of a gradient request in bhsd; tiles are small, so that few rows cross many."""
-    length, yes, seed = st.integers(1, 70), st.booleans(), st.integers(0, 2**31)
-    batch, kv_heads, group = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 3))
-    heads, q_len, kv_len, dim = kv_heads * group, draw(length), draw(st.integers(0, 70)), draw(st.integers(1, 40))
-    dtype = draw(st.sampled_from([torch.float32, torch.float16, torch.bfloat16]))
-    t = qkv(batch, heads, q_len, kv_len, dim, kv_heads=kv_heads, value_dim=draw(st.integers(1, 40)), dtype=dtype,
-            seed=draw(seed))  # fmt: skip
-    grads = ["dq", "dk", "dv"]
-    options: dict[str, Any] = {
-        "causal": draw(yes),
-        "causal_alignment": draw(st.sampled_from(["bottom_right", "top_left"])),
-        "window": draw(st.tuples(st.integers(-1, 40), st.integers(-1, 40))),
-        "softcap": draw(st.sampled_from([0.0, 2.5])),
-        "scale": draw(st.sampled_from([None, 0.3])),
-    }
-    if draw(yes):
-        options |= {"dropout_p": draw(st.sampled_from([0.1, 0.75])), "dropout_seed": draw(st.integers(0, 2**64 - 1))}
-    if draw(yes):
-        t["alibi_slopes"] = normal(batch, heads).abs()
-    if draw(yes):
-        t["sinks"] = normal(heads)
-        grads.append("dsinks")
-    if draw(yes):
-        t["dlse"] = normal(batch, heads, q_len, seed=9)
-    if draw(yes):
-        t["q_lengths"] = torch.tensor(draw(st.lists(st.integers(0, q_len), min_size=batch, max_size=batch)))
-        t["kv_lengths"] = torch.tensor(draw(st.lists(st.integers(0, kv_len), min_size=batch, max_size=batch)))
-    mask = draw(st.sampled_from(["", "bool", "float"]))
-    if mask:
-        shape = [n if draw(yes) else 1 for n in (batch, heads, q_len, kv_len)]
-        t["attn_mask"] = normal(*shape, seed=5) > -0.5 if mask == "bool" else normal(*shape, seed=5)
-        grads += ["dattn_mask"] if mask == "float" else []
-    kinds = st.sampled_from(["", "wide", "turned", "odd"])
-    t = {name: strided(x, draw(kinds)) if name in ("q", "k", "v", "do") else x for name, x in t.items()}
-    return t, options | {"grads": grads, "backend": "tiled"}
+# Tiles are small, so that few rows cross many.
+SIZES = Sizes(
+    q_len=st.integers(1, 70), kv_len=st.integers(0, 70), dim=st.integers(1, 40), value_dim=st.integers(1, 40),
+    batch=st.integers(1, 2), kv_heads=st.integers(1, 2), group=st.integers(1, 3),
+)  # fmt: skip
+any_problem = given(
+    problem=problems(
+        SIZES, backward=True, slope=1.0, windows=[*product((-1, 0, 3, 15, 40), repeat=2)],
+        block_sizes=(None, None, None, (16, 16), (48, 80)),
+    )
+)  # fmt: skip
 
 
-@given(problem=problems())
+@any_problem
 @settings(max_examples=30, deadline=None)
 def test_any_problem_is_exact(problem: tuple[dict[str, torch.Tensor], dict[str, Any]]) -> None:
     tensors, options = problem
@@ -73,12 +37,12 @@ def test_any_problem_is_exact(problem: tuple[dict[str, torch.Tensor], dict[str, 
         for name, tile in (("FORWARD_TILE", (16, 24)), ("BACKWARD_TILE", (24, 16))):
             patch.setattr(tiles, name, tile)
             patch.setattr(tiles, f"DROPOUT_{name}", tile)
-        report = verify(tensors, Options(**options))
+        report = verify(tensors, Options(**options, backend="tiled"))
     assert report.ok, "\n".join(str(t) for t in report.tensors if not t.ok)
 
 
 @pytest.mark.full
-@given(problem=problems())
+@any_problem
 @settings(max_examples=2000, deadline=None)
 def test_very_many_problems_are_exact(problem: tuple[dict[str, torch.Tensor], dict[str, Any]]) -> None:
     test_any_problem_is_exact.hypothesis.inner_test(problem)  # type: ignore[attr-defined]

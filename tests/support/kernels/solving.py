@@ -34,6 +34,25 @@ def qkv(
     }
 
 
+MEMORY = ("plain", "apart", "slice", "turned", "odd")
+
+
+def restrided(t: Tensor, memory: str) -> Tensor:
+    """Return the same numbers in other memory.
+
+    Every second element of wider rows, beside NaN; a slice of wider rows; transposed; or at an odd address.
+    """
+    if memory == "apart":
+        return torch.stack([t, torch.full_like(t, torch.nan)], -1)[..., 0]
+    if memory == "slice":
+        return torch.nn.functional.pad(t, (3, 5))[..., 3 : 3 + t.shape[-1]]
+    if memory == "turned":
+        return t.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if memory == "odd":
+        return torch.nn.functional.pad(t.flatten(), (1, 0))[1:].view(t.shape)
+    return t
+
+
 def spec_of(tensors: Mapping[str, Tensor], options: Options, direction: Direction) -> Spec:
     return plan({name: tensor_info(name, t) for name, t in tensors.items()}, options, direction)
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import combinations, product
 from random import Random
 from typing import Any
 
+import pytest
 import torch
 
 from flashpoint_kernels import Options, verify
@@ -144,3 +146,17 @@ def check(case: dict[str, Any], q_len: int, kv_len: int, *, batch: int = 2, **mo
     report = verify(tensors_of(case, q_len, kv_len, batch=batch if INTERPRETING else 2), options_of(case, **more))
     assert report.backend == "triton"
     assert report.ok, "\n".join(str(t) for t in report.tensors if not t.ok)
+
+
+BACKENDS = ["torch", "tiled", "reference", "triton"]
+# The interpreter is slow, so in the fast tier only the property tests run the Triton kernels.
+EACH = [*BACKENDS[:3], pytest.param("triton", marks=pytest.mark.slow)]
+CASES = pairs()
+
+
+def each_pair() -> Iterator[Any]:
+    """Yield backend and case. A third of the Triton cases is slow, and the rest is in the wide sweep."""
+    for backend, (n, case) in product(BACKENDS, enumerate(CASES)):
+        if backend != "reference":
+            marks = [] if backend != "triton" else pytest.mark.full if n % 3 else pytest.mark.slow
+            yield pytest.param(backend, case, marks=marks, id=f"{backend}-{name_of(case)}")

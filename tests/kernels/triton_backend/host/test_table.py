@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from flashpoint_kernels import Options, Problem
 from flashpoint_kernels.triton_backend.host.table import SHAPE, Table
 from flashpoint_kernels.triton_backend.kernels import columns as col
-from tests.support.kernels.solving import normal
+from tests.support.kernels.solving import MEMORY, normal, restrided
 
 PLACES = {"q": col.Q, "k": col.K, "v": col.V}
 
@@ -20,18 +20,9 @@ def number_at(address: int) -> float:
     return ctypes.c_float.from_address(address).value
 
 
-def restrided(t: torch.Tensor, how: str) -> torch.Tensor:
-    """Return the same numbers in other memory."""
-    if how == "columns":  # not innermost: the table copies them
-        return t.mT.contiguous().mT
-    if how == "wide":
-        return torch.nn.functional.pad(t, (3, 5))[..., 3 : 3 + t.shape[-1]]
-    return t
-
-
 @given(
     layout=st.sampled_from(["bhsd", "bshd", "thd"]), seed=st.integers(0, 99),
-    how=st.sampled_from(["plain", "wide", "columns"]),
+    how=st.sampled_from(MEMORY),
     lengths=st.lists(st.tuples(st.integers(1, 4), st.integers(1, 5)), min_size=1, max_size=3),
 )  # fmt: skip
 @settings(max_examples=40, deadline=None)
