@@ -105,7 +105,7 @@ def gated(receiver, tmp_path_factory):
 
 
 # The slowest test files. They start first, so that no process still runs one of them when the others have ended.
-LONG = ("test_corpus.py", "test_gpu_run.py", "test_native.py", "test_chaos.py", "test_tutorial.py", "test_artefacts.py")
+LONG = ("test_corpus.py", "test_gpu_run.py", "test_build.py", "test_chaos.py", "test_tutorial.py", "test_artefacts.py")
 
 
 @pytest.hookimpl(trylast=True)

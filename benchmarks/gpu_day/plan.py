@@ -216,11 +216,22 @@ class Suite(NamedTuple):
 
 
 # The files of tests/kernels that run on FLASHPOINT_TEST_DEVICE; they import torch, triton, numpy and pytest alone.
-TRITON_TESTS = ("test_triton_*.py", "test_nano.py")
-BACKENDS_TESTS = tuple(
-    f"test_{name}.py" for name in ("torch_fused", "edges", "extremes", "backends", "functional", "ops", "verification")
+TRITON_TESTS = (
+    "test_triton_*.py", "test_nano.py", "problems/test_dropout.py", "problems/test_readings.py",
+    *(f"triton_backend/host/test_{name}.py" for name in ("grouped", "launch", "route", "sharing")),
+    *(f"triton_backend/kernels/test_{name}.py" for name in ("backward", "cascade", "forward", "tiles")),
+    "triton_backend/kernels/test_backward_inputs.py",
+    "triton_backend/hopper/test_*.py",
+)  # fmt: skip
+BACKENDS_TESTS = (
+    *(f"test_{name}.py" for name in ("edges", "extremes", "backends", "functional", "verification")),
+    *(f"judging/{name}.py" for name in ("test_captured", "exact/test_bounds")),
+    "operators/test_ops.py", "torch_backend/test_fused.py",
+)  # fmt: skip
+SERVING_TESTS = (
+    *(f"test_{name}.py" for name in ("wide_heads", "quantization", "pages", "block_masks")),
+    "triton_backend/kernels/test_blocks.py",
 )
-SERVING_TESTS = tuple(f"test_{name}.py" for name in ("wide_heads", "quantization", "pages", "block_masks"))
 # The serving tests that run kernels; the others test refusals, costs and functions that make masks.
 KERNELS_OF_SERVING = (
     "(answers or 8_bit_keys or first_columns or each_form or every_pair or one_head or stand_for or among_others or "

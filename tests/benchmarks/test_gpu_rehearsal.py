@@ -91,7 +91,7 @@ def test_the_tests_of_a_device_can_be_read_on_a_bare_machine(python: Path) -> No
     env = {"PATH": os.environ["PATH"], "PYTHONPATH": python_path(), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stdout
-    assert "test_torch_fused.py" in process.stdout
+    assert "torch_backend/test_fused.py" in process.stdout
 
 
 @pytest.mark.full  # in test_gpu_run.py a call goes on from the rows of another, without a kill

@@ -28,6 +28,12 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     return str(request.param)
 
 
+@pytest.fixture
+def hopper_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Request the path for Hopper."""
+    monkeypatch.setenv("FLASHPOINT_HOPPER", "1")
+
+
 @pytest.fixture(scope="session")
 def lanes_of_four(tmp_path_factory: pytest.TempPathFactory) -> native.Library:
     """Return the kernels for processors without a known instruction set, built with registers of four floats."""

@@ -1,26 +1,16 @@
 """Block masks give the answers of the dense mask with the same scores, and skipped blocks are never read."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from flashpoint_kernels import Options, Problem, ProblemError, attention, create_block_mask, run, verify
+from flashpoint_kernels import Options, Problem, ProblemError, attention, create_block_mask, verify
 from flashpoint_kernels.problems.problem import launch_key
 from flashpoint_kernels.problems.reproducible import split
 from tests.conftest import DEVICE
 from tests.support.kernels.serving import drawn_blocks
 from tests.support.kernels.solving import backward, forward, normal, qkv
-from tests.support.kernels.triton_cases import name_of, options_of, pairs, tensors_of
-
-CASES = [case for case in pairs() if case["blocks"]]
-
-
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_every_pair_of_options_in_tiles(case: dict[str, Any]) -> None:
-    report = verify(tensors_of(case, 150, 170), replace(options_of(case), backend="tiled"))
-    assert report.ok, "\n".join(str(t) for t in report.tensors if not t.ok)
 
 
 @pytest.mark.parametrize("backend", ["tiled", "triton"])
@@ -49,48 +39,6 @@ def test_a_query_without_a_block_attends_to_nothing(backend: str) -> None:
     assert not actual["o"][:, :, 16:32].any()
     assert actual["lse"][:, :, 16:32].isneginf().all()
     assert not backward(backend, tensors, block_size=(16, 16))["dq"][:, :, 16:32].any()
-
-
-def mixed() -> list[tuple[dict[str, torch.Tensor], Options]]:
-    """Return requests of one launch: several block sizes, per head or shared, few or many queries, split keys."""
-    requests = []
-    for n, (size, heads, lengths, lead) in enumerate([
-        ((16, 16), (2, 2), (40, 70), (1, 2)),
-        ((64, 32), (4, 2), (70, 40), (2, 1)),
-        ((16, 48), (2, 1), (3, 100), (2, 2)),
-        ((128, 128), (1, 1), (33, 65), (1, 1)),
-        ((16, 16), (2, 1), (1, 150), (1, 1)),
-    ]):  # fmt: skip
-        tensors = qkv(2, heads[0], *lengths, 16, kv_heads=heads[1], seed=n)
-        blocks = (-(-length // m) for length, m in zip(lengths, size, strict=True))
-        tensors["block_mask"] = drawn_blocks(*lead, *blocks, seed=n)
-        requests.append((tensors, Options(block_size=size, backend="triton", causal=n == 0)))
-    return requests
-
-
-def solved(requests: list[tuple[dict[str, torch.Tensor], Options]], direction: Any) -> list[dict[str, torch.Tensor]]:
-    made = []
-    for tensors, options in requests:
-        inputs = {name: t for name, t in tensors.items() if name != "do" or direction == "backward"}
-        made.append(Problem.create(inputs, options, direction))
-    assert len({launch_key(problem.spec, "triton") for problem in made}) == 1
-    for problem in made:
-        for t in problem.outputs.values():
-            t.fill_(torch.nan)
-    run(made, "triton")
-    return [problem.outputs for problem in made]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_neighbours_of_one_launch_change_no_bits(direction: str) -> None:
-    requests = mixed() if direction == "forward" else mixed()[1:4]
-    for (tensors, options), answer in zip(requests, solved(requests, direction), strict=True):
-        (alone,) = solved([(tensors, options)], direction)
-        for name, t in alone.items():
-            assert torch.equal(t, answer[name]), name
-        if direction == "forward":
-            assert verify({name: t for name, t in tensors.items() if name != "do"}, options).ok
 
 
 def test_without_blocks_the_variant_is_another() -> None:
@@ -134,15 +82,6 @@ def test_gradients_flow_through_attention() -> None:
     masked = mask.double().requires_grad_()
     with pytest.raises(ProblemError, match="block_mask"):
         attention(*leaves, block_mask=masked)
-
-
-def test_a_float_masks_gradient_is_zero_in_blocks_that_are_skipped() -> None:
-    tensors = qkv(2, 2, 130, 140, 8)
-    tensors["block_mask"] = drawn_blocks(2, 2, 2, 2, share=0.5)
-    for shape in ((2, 2, 130, 140), (1, 1, 130, 140)):
-        tensors["attn_mask"] = normal(*shape)
-        options = Options(backend="tiled", grads=("dattn_mask", "dq"))
-        assert verify(tensors, options).ok
 
 
 def test_auto_takes_a_backend_that_skips() -> None:

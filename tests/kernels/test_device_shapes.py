@@ -19,8 +19,12 @@ OWN_TILES = "tests/kernels/test_nano.py"
 NOT_HERE = "tests/kernels/test_block_masks.py::test_a_block_that_is_skipped_is_not_read[triton]"
 
 
-_FIRST = ("hopper", "prepare", "packed", "route")  # the tests that assert which kernels run
-QUICK = plan.Suite("quick", tuple(f"test_triton_{name}.py" for name in _FIRST), {"FLASHPOINT_HOPPER": "1"})
+# The tests that assert which kernels run.
+_FIRST = (
+    "test_triton_hopper.py", "test_triton_packed.py",
+    *(f"triton_backend/host/test_{name}.py" for name in ("launch", "route", "sharing")),
+)  # fmt: skip
+QUICK = plan.Suite("quick", _FIRST, {"FLASHPOINT_HOPPER": "1"})
 HOPPER, GENERAL, SERVING, _ = plan.SUITES["tests"]
 
 

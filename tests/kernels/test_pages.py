@@ -1,8 +1,6 @@
 """Keys and values in any pages give the bits of dense ones, and nothing else is read."""
 
-from collections.abc import Iterator
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import pytest
@@ -16,21 +14,7 @@ from flashpoint_kernels.problems.reproducible import split
 from tests.conftest import DEVICE
 from tests.support.kernels.serving import DTYPES, in_pages, of_eight_bits
 from tests.support.kernels.solving import forward, normal, qkv, spec_of
-from tests.support.kernels.triton_cases import PLAIN, name_of, options_of, pairs, tensors_of
-
-BACKENDS = ["torch", "tiled", "reference", "triton"]
-# The interpreter is slow, so in the fast tier only the property tests run the Triton kernels.
-EACH = [*BACKENDS[:3], pytest.param("triton", marks=pytest.mark.slow)]
-CASES = pairs()
-
-
-def each_pair() -> Iterator[Any]:
-    """Yield backend and case. A third of the Triton cases is slow, and the rest is in the wide sweep."""
-    for backend, (n, case) in product(BACKENDS, enumerate(CASES)):
-        if backend != "reference":
-            marks = [] if backend != "triton" else pytest.mark.full if n % 3 else pytest.mark.slow
-            yield pytest.param(backend, case, marks=marks, id=f"{backend}-{name_of(case)}")
-
+from tests.support.kernels.triton_cases import BACKENDS, CASES, EACH, PLAIN, each_pair, options_of, tensors_of
 
 SIZES = (1, 7, 16, 35)  # of a page: 70 keys are whole pages of each size but 16
 

@@ -1,6 +1,5 @@
 """8-bit keys and values are made correctly, and attention over them equals float64 of the dequantized values."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -15,20 +14,7 @@ from flashpoint_kernels.quantization import restored
 from tests.conftest import DEVICE
 from tests.support.kernels.serving import DTYPES, FORMS, of_eight_bits
 from tests.support.kernels.solving import forward, normal, qkv, spec_of
-from tests.support.kernels.triton_cases import PLAIN, name_of, options_of, pairs, tensors_of
-
-BACKENDS = ["torch", "tiled", "reference", "triton"]
-# The interpreter is slow, so in the fast tier only the property tests run the Triton kernels.
-EACH = [*BACKENDS[:3], pytest.param("triton", marks=pytest.mark.slow)]
-CASES = pairs()
-
-
-def each_pair() -> Iterator[Any]:
-    """Yield backend and case. A third of the Triton cases is slow, and the rest is in the wide sweep."""
-    for backend, (n, case) in product(BACKENDS, enumerate(CASES)):
-        if backend != "reference":
-            marks = [] if backend != "triton" else pytest.mark.full if n % 3 else pytest.mark.slow
-            yield pytest.param(backend, case, marks=marks, id=f"{backend}-{name_of(case)}")
+from tests.support.kernels.triton_cases import BACKENDS, CASES, EACH, PLAIN, each_pair, options_of, tensors_of
 
 
 def request(case: dict[str, Any], backend: str) -> tuple[dict[str, torch.Tensor], Options]:

@@ -1,21 +1,19 @@
 """Short sequences share operator calls; each gets right answers with the bits that it has alone."""
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from flashpoint_contract.spec import Row
-from flashpoint_kernels import Options, Problem, verify
+from flashpoint_kernels import Options, Problem
 from flashpoint_kernels.dispatching.dispatch import run_part
 from flashpoint_kernels.dispatching.support import unsupported
 from flashpoint_kernels.problems import reproducible
 from flashpoint_kernels.problems.cost import NOMINAL, extent_of, flops_of, seconds_of
-from flashpoint_kernels.problems.reproducible import PART_SECONDS, exactly, sharing, split
-from flashpoint_kernels.tiled_backend.arithmetic import add_product, product
-from tests.support.kernels.solving import normal, qkv
+from flashpoint_kernels.problems.reproducible import PART_SECONDS, sharing, split
+from tests.support.kernels.problems import Sizes, problems
+from tests.support.kernels.solving import check, normal, qkv
 
 LENGTHS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=9)
 OPTIONS = st.fixed_dictionaries(
@@ -113,43 +111,21 @@ def test_bits_are_those_of_each_sequence_alone(lengths, layout, heads, dim, dtyp
                 assert torch.equal(expected[name], x), (name, b)
 
 
+SHORT = Sizes(
+    q_len=st.integers(0, 9), kv_len=st.integers(0, 9), dim=st.just(8), value_dim=st.just(8), batch=st.integers(1, 9),
+    kv_heads=st.just(1), group=st.just(2),
+)  # fmt: skip
+
+
 @given(
-    lengths=LENGTHS, layout=st.sampled_from(["bhsd", "bshd", "thd"]),
-    mask=st.sampled_from(["none", "own", "shared", "row"]), extras=st.booleans(), options=OPTIONS,
+    problem=problems(SHORT, backward=True, windows=((-1, -1), (2, 1)), block_sizes=(None, None, None, (16, 16))),
     backend=st.sampled_from(["torch", "tiled"]),
 )  # fmt: skip
 @settings(max_examples=25)
-def test_answers_agree_with_float64(lengths, layout, mask, extras, options, backend):
+def test_answers_agree_with_float64(problem, backend):
     """This holds for all options and every gradient of the problem."""
-    mask = "none" if layout == "thd" else mask
-    t = problem_of(lengths, layout, 2, 8, torch.float32, mask, extras)
-    grads = ("dq", "dk", "dv") + (("dattn_mask",) if mask != "none" else ()) + (("dsinks",) if extras else ())
-    more = {"dropout_seed": 3} if options["dropout_p"] else {}
-    given = Options(**options, **more, layout=layout, grads=grads, backend=backend)
-    if unsupported(backend, Problem.create(t, given, "backward").spec):
-        given = Options(**options, **more, layout=layout, grads=grads, backend="tiled")
-    report = verify(t, given)
-    assert report.ok, [e for e in report.tensors if not e.ok]
-
-
-SIZES = (1, 2, 3, 9, 18, 34, 128, 300)
-
-
-@pytest.mark.parametrize("rows", SIZES)
-def test_a_product_has_the_same_bits_alone_and_among_others(rows):
-    """Products are plain, added, or with one matrix transposed, as in the tiles of forward and gradient."""
-    for inner, columns in itertools.product(SIZES, SIZES):
-        a, b, c = normal(3, rows, inner), normal(3, inner, columns, seed=1), normal(3, rows, columns, seed=2)
-        layouts = [(a, b), (a.mT.contiguous().mT, b), (a, b.mT.contiguous().mT)]
-        for x, y in layouts:
-            results = []
-            for count in (1, 2, 3):
-                total = c[:count].clone()
-                with exactly(1):  # as in a shared call
-                    add_product(total, x[:count], y[:count])
-                    results.append(torch.stack([product(x[:count], y[:count])[0], total[0]]))
-            assert torch.equal(results[0], results[2]), (rows, inner, columns)
-            assert torch.equal(results[1], results[2]), (rows, inner, columns)
+    tensors, options = problem
+    check(backend, tensors, **options)
 
 
 @pytest.mark.slow

@@ -3,23 +3,17 @@
 import json
 import math
 from dataclasses import FrozenInstanceError
-from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.attention import SDPBackend
 
 from flashpoint_kernels import Options, ProblemError, verify
-from flashpoint_kernels.judging.exact import bounds
 from flashpoint_kernels.reference_backend import formula
-from flashpoint_kernels.verification import Progress, Verification
+from flashpoint_kernels.verification import Progress
 from tests.conftest import DEVICE
 from tests.support.kernels.solving import backward, forward, normal, qkv
-
-
-def errors_of(report: Verification) -> dict[str, bool]:
-    return {t.name: t.ok for t in report.tensors}
+from tests.support.kernels.verified import errors_of, sdpa, told
 
 
 def test_names_what_it_judged_and_who_ran() -> None:
@@ -101,74 +95,6 @@ def test_float32_has_torchs_error_where_torch_itself_misses_the_bound() -> None:
     assert o.ok
 
 
-@pytest.mark.parametrize(("off", "ok"), [(0.0, True), (1e-7, True), (1e-4, False)])
-def test_what_cancels_is_forgiven_its_rounding(off: float, ok: bool) -> None:
-    """With one key, dq is 0, and its error is the rounding of rowsum(o*do)."""
-    t = qkv(1, 1, 6, 1, 16)
-    (dq,) = verify(t, answers={"dq": torch.full_like(t["q"], off)}).tensors
-    assert dq.rule == "the rounding of float32, element by element"
-    assert (dq.ok, dq.excess <= 1) == (ok, ok)
-    assert dq.bound > 0
-
-
-def test_a_backend_is_forgiven_the_rounding_of_what_cancels() -> None:
-    """With one key of large values, torch's dq may be exact by chance."""
-    t = qkv(1, 1, 6, 1, 16)
-    t["v"] *= 1000
-    errors = {e.name: e for e in verify(t, Options(backend="tiled")).tensors}
-    assert errors["dq"].ok
-    assert errors["dq"].rule in ("the rounding of rowsum(o*do)", "2e-06 of the largest value")
-
-
-def test_errors_between_the_bounds_are_imprecise() -> None:
-    """The whole formula runs in bfloat16, which rounds these scores by tenths."""
-    t = qkv(1, 2, 40, 50, 64, dtype=torch.bfloat16)
-    t["q"] *= 8
-    errors = {e.name: e for e in verify(t, answers=sdpa(t, SDPBackend.MATH)).tensors}
-    rounded = (t["q"] @ t["k"].mT * 64**-0.5).softmax(-1) @ t["v"]
-    (o,) = verify({n: t[n] for n in "qkv"}, answers={"o": rounded}).tensors
-    assert (o.ok, o.imprecise, o.where) == (True, True, "")
-    assert errors["o"].ok
-
-
-def test_wrong_answers_say_where_and_why() -> None:
-    t = qkv(2, 4, 20, 36, 16)
-    right = forward("tiled", t)
-    right["o"][1, 2, 16:] = 0.0
-    (o,) = verify(t, answers={"o": right["o"]}).tensors
-    assert o.where.startswith("64 of 2560 elements; sequence 1 (the last) of 2; head 2 of 4; rows 16 to 19")
-    report = verify(t, Options(causal=True), answers=forward("tiled", t, causal=True, causal_alignment="top_left"))
-    assert report.causes[0].code == "causal-alignment"
-    assert report.causes[0].confirmed
-    packed = {n: x.transpose(1, 2).flatten(0, 1).contiguous() for n, x in t.items()}
-    packed |= {"cu_seqlens_q": torch.tensor([0, 13, 40]), "cu_seqlens_k": torch.tensor([0, 30, 72])}
-    answers = forward("tiled", {n: x for n, x in packed.items() if n != "do"}, layout="thd", scale=1.0)
-    report = verify({n: x for n, x in packed.items() if n != "do"}, Options(layout="thd"), answers=answers)
-    assert report.causes[0].code.startswith("scale")
-
-
-def test_tf32_that_cuts_its_factors_is_right_where_it_is_allowed() -> None:
-    """Tensor cores truncate factors to ten bits. Each number loses nearly 2⁻¹⁰, and the errors do not cancel."""
-
-    def cut(t: torch.Tensor) -> torch.Tensor:
-        return (t.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
-
-    shapes = {"q": (1, 2, 40, 4), "k": (1, 2, 50, 4), "v": (1, 2, 50, 4)}
-    t = {
-        name: ((1 + torch.rand(shape) / 64).view(torch.int32) | 0x1FFF).view(torch.float32)
-        for name, shape in shapes.items()
-    }
-    s = cut(t["q"]) @ cut(t["k"]).mT / 2
-    answers = {"o": cut(s.softmax(-1)) @ cut(t["v"]), "lse": s.logsumexp(-1)}
-    allowed = verify(t, Options(precision="tf32"), answers=answers)
-    assert allowed.ok, allowed
-    assert not verify(t, answers=answers).ok
-    assert (
-        verify(t, Options(precision="tf32", backend="tiled")).tensors[0].rule
-        == "the rounding of TF32, element by element"
-    )
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_types_have_twice_and_thrice_torchs_error(dtype: torch.dtype) -> None:
     errors = {e.name: e for e in verify(qkv(2, 4, 100, 128, 64, dtype=dtype), Options(backend="tiled")).tensors}
@@ -242,14 +168,6 @@ def test_the_callers_o_and_lse_are_what_the_gradient_is_made_from() -> None:
     assert wrong == {"o": True, "lse": True, "dq": False, "dk": False, "dv": False}
 
 
-def sdpa(t: dict[str, torch.Tensor], backend: SDPBackend, **options: Any) -> dict[str, torch.Tensor]:
-    """Return torch's attention and its gradients: an independent kernel."""
-    leaves = [t[name].clone().requires_grad_() for name in ("q", "k", "v")]
-    with sdpa_kernel(backend):
-        o = scaled_dot_product_attention(*leaves, **options)
-    return dict(zip(("o", "dq", "dk", "dv"), (o.detach(), *torch.autograd.grad(o, leaves, t["do"])), strict=True))
-
-
 @pytest.mark.skipif(DEVICE != "cpu", reason="a GPU may have other kernels of torch")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("backend", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
@@ -257,40 +175,6 @@ def sdpa(t: dict[str, torch.Tensor], backend: SDPBackend, **options: Any) -> dic
 def test_torchs_own_attention_passes(dtype: torch.dtype, backend: SDPBackend, causal: bool) -> None:
     t = qkv(1, 4, 64, 64, 32, dtype=dtype)
     assert verify(t, Options(causal=causal), answers=sdpa(t, backend, is_causal=causal)).ok
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("name", ["o", "dq", "dk", "dv"])
-def test_an_element_off_by_a_hundredth_is_located(dtype: torch.dtype, name: str) -> None:
-    t = qkv(1, 4, 64, 64, 32, dtype=dtype)
-    answers = sdpa(t, SDPBackend.MATH)
-    answers[name][0, 3, 41, 7] += 1e-2
-    errors = {e.name: e for e in verify(t, answers=answers).tensors}
-    assert [n for n, e in errors.items() if not e.ok or e.imprecise] == [name]
-    assert errors[name].worst_index == (0, 3, 41, 7)
-    assert errors[name].histogram[-1].count == 1
-    assert errors[name].histogram[-1].exponent in (-3, -2)  # rounding may reduce it a little
-    assert errors[name].torch.max_abs < 2e-3  # torch's figures do not show it
-
-
-def test_a_wrong_causal_alignment_is_located() -> None:
-    """torch's is_causal is top left: with more keys than queries, every row sees fewer keys than bottom right."""
-    t = qkv(1, 2, 32, 48, 32)
-    answers = sdpa(t, SDPBackend.MATH, is_causal=True)
-    assert verify(t, Options(causal=True, causal_alignment="top_left"), answers=answers).ok
-    report = verify(t, Options(causal=True), answers=answers)
-    assert errors_of(report) == dict.fromkeys(answers, False)
-    o = report.tensors[0]
-    assert o.max_rel > 0.1
-    assert o.worst_index is not None
-    assert o.worst_index[2] < 8  # the first rows see few keys in place of 17 or more
-
-
-def test_a_missing_scale_is_caught() -> None:
-    t = qkv(1, 2, 64, 64, 32)
-    report = verify(t, answers=sdpa(t, SDPBackend.MATH, scale=1.0))
-    assert errors_of(report) == {"o": False, "dq": False, "dk": False, "dv": False}
-    assert report.tensors[0].cosine < 0.9
 
 
 def test_the_histogram_counts_every_element_by_decade() -> None:
@@ -315,12 +199,6 @@ def test_torchs_figures_are_of_the_same_problem_in_its_dtype() -> None:
         assert abs(e.torch.worst_value - e.torch.worst_expected) == e.torch.max_abs  # type: ignore[operator]
 
 
-def told(t: dict[str, torch.Tensor], **how: Any) -> tuple[Verification, list[tuple[int, int, str, str]]]:
-    events: list[Progress] = []
-    report = verify(t, progress=events.append, **how)
-    return report, [(at.done, at.total, at.stage, at.direction) for at in events]
-
-
 def test_progress_counts_every_block(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(formula, "CHUNK", 2 * 30 * 8)  # scores: 8 of 20 queries at a time, so 3 blocks
     report, events = told(qkv(1, 2, 20, 30, 16))
@@ -329,21 +207,6 @@ def test_progress_counts_every_block(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = [(stage, way) for way in ("forward", "backward") for stage in ("float64", "torch") for _ in range(3)]
     assert [at[2:] for at in events] == both + blocks
     assert [at[:2] for at in events] == [(n, 14) for n in range(14)]
-
-
-def test_progress_of_given_answers_counts_what_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (formula, bounds):
-        monkeypatch.setattr(module, "CHUNK", 2 * 30 * 8)
-    t = qkv(1, 2, 20, 30, 16)
-    _, events = told(t, answers=forward("tiled", t))
-    assert [at[0] for at in events] == list(range(6))
-    assert {at[1:] for at in events} == {(6, "float64", "forward"), (6, "torch", "forward")}
-    wrong = {name: x + 1 for name, x in backward("tiled", t | forward("tiled", t)).items()}
-    report, events = told(t, answers=wrong)
-    assert not report.ok
-    assert [at[0] for at in events] == list(range(len(events)))
-    assert {(at[1], at[2]) for at in events[:6]} == {(6, "float64"), (6, "torch")}
-    assert {at[2] for at in events[6:]} == {"causes"}
 
 
 def test_what_progress_raises_ends_the_verification() -> None:

@@ -1,4 +1,4 @@
-"""A problem that is run again with other numbers in the same memory has the bits of a new problem."""
+"""A problem that runs again with other numbers in the same memory has the bits of a new problem."""
 
 import gc
 from dataclasses import replace
@@ -14,6 +14,7 @@ from flashpoint_kernels import Options, Problem
 from flashpoint_kernels.native import backward as native_backward
 from flashpoint_kernels.native import forward as native_forward
 from flashpoint_kernels.torch_backend import cpu
+from tests.support.kernels.solving import backward, forward_of, qkv
 
 GRADS = ["dq", "dk", "dv"]
 OPTIONS = [
@@ -88,3 +89,16 @@ def test_a_problem_that_is_dropped_frees_its_memory(direction: str) -> None:
         assert watched() is None
     finally:
         gc.enable()
+
+
+def test_problems_run_one_by_one_and_padding_is_cleared() -> None:
+    requests = [qkv(2, 2, 5, 7, 16, seed=n) | {"q_lengths": torch.tensor([2, n])} for n in range(3)]
+    problems = [forward_of(t) for t in requests]
+    for problem in problems:
+        problem.outputs["o"].fill_(torch.nan)
+    cpu.forward(problems)
+    for n, (t, problem) in enumerate(zip(requests, problems, strict=True)):
+        assert not problem.outputs["o"][0, :, 2:].any()
+        assert not problem.outputs["o"][1, :, n:].any()
+        gradients = backward("torch", t | problem.outputs)
+        assert all(torch.equal(x, gradients[name]) for name, x in backward("torch", t).items())

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashpoint_contract.options import Direction
 from flashpoint_contract.spec import Spec, plan
-from flashpoint_kernels import Options, Problem, run
+from flashpoint_kernels import Options, Problem, run, verify
 from flashpoint_kernels.problems.problem import tensor_info
 from tests.conftest import DEVICE
 
@@ -32,6 +32,25 @@ def qkv(
         "v": normal(batch, kv_heads, kv_len, value_dim, seed=seed + 2, dtype=dtype),
         "do": normal(batch, heads, q_len, value_dim, seed=seed + 3, dtype=dtype),
     }
+
+
+MEMORY = ("plain", "apart", "slice", "turned", "odd")
+
+
+def restrided(t: Tensor, memory: str) -> Tensor:
+    """Return the same numbers in other memory.
+
+    Every second element of wider rows, beside NaN; a slice of wider rows; transposed; or at an odd address.
+    """
+    if memory == "apart":
+        return torch.stack([t, torch.full_like(t, torch.nan)], -1)[..., 0]
+    if memory == "slice":
+        return torch.nn.functional.pad(t, (3, 5))[..., 3 : 3 + t.shape[-1]]
+    if memory == "turned":
+        return t.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if memory == "odd":
+        return torch.nn.functional.pad(t.flatten(), (1, 0))[1:].view(t.shape)
+    return t
 
 
 def spec_of(tensors: Mapping[str, Tensor], options: Options, direction: Direction) -> Spec:
@@ -58,3 +77,15 @@ def backward(backend: str, tensors: Mapping[str, Tensor], **options: object) -> 
     problem = poisoned(tensors, Options(**options), "backward")  # type: ignore[arg-type]
     run([problem], backend)
     return problem.outputs
+
+
+def check(backend: str, tensors: Mapping[str, Tensor], **options: object) -> None:
+    """Assert by `verify` that the answers of a backend are right."""
+    report = verify(tensors, Options(backend=backend, **options))  # type: ignore[arg-type]
+    assert report.ok, [e for e in report.tensors if not e.ok]
+
+
+def forward_of(tensors: Mapping[str, Tensor], **options: object) -> Problem:
+    """Return the problem of o and lse."""
+    inputs = {name: t for name, t in tensors.items() if name not in ("do", "dlse", "o", "lse")}
+    return Problem.create(inputs, Options(return_lse=True, **options))  # type: ignore[arg-type]

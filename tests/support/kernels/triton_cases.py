@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import combinations, product
 from random import Random
 from typing import Any
 
+import pytest
 import torch
 
-from flashpoint_kernels import Options
-from tests.conftest import DEVICE
+from flashpoint_kernels import Options, verify
+from tests.conftest import DEVICE, INTERPRETING
 
 # The factors of a case and their levels. A covering array has every pair of levels in some case.
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -137,3 +139,24 @@ def options_of(case: dict[str, Any], **more: Any) -> Options:
 def name_of(case: dict[str, Any]) -> str:
     """Return the levels in which `case` differs from the plain one."""
     return "-".join(f"{n}={v}" for n, v in case.items() if v != PLAIN[n]).replace(" ", "") or "plain"
+
+
+def check(case: dict[str, Any], q_len: int, kv_len: int, *, batch: int = 2, **more: Any) -> None:
+    """Assert right answers. The interpreter takes `batch` sequences; a GPU always takes two."""
+    report = verify(tensors_of(case, q_len, kv_len, batch=batch if INTERPRETING else 2), options_of(case, **more))
+    assert report.backend == "triton"
+    assert report.ok, "\n".join(str(t) for t in report.tensors if not t.ok)
+
+
+BACKENDS = ["torch", "tiled", "reference", "triton"]
+# The interpreter is slow, so in the fast tier only the property tests run the Triton kernels.
+EACH = [*BACKENDS[:3], pytest.param("triton", marks=pytest.mark.slow)]
+CASES = pairs()
+
+
+def each_pair() -> Iterator[Any]:
+    """Yield backend and case. A third of the Triton cases is slow, and the rest is in the wide sweep."""
+    for backend, (n, case) in product(BACKENDS, enumerate(CASES)):
+        if backend != "reference":
+            marks = [] if backend != "triton" else pytest.mark.full if n % 3 else pytest.mark.slow
+            yield pytest.param(backend, case, marks=marks, id=f"{backend}-{name_of(case)}")

@@ -1,0 +1,53 @@
+"""A backend is chosen by the features of a problem; one that is asked for by name is never replaced."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashpoint_kernels import Options, Problem, ProblemError, available_backends, native, run
+from flashpoint_kernels.dispatching import dispatch
+from flashpoint_kernels.dispatching.support import choose_backend
+from tests.support.kernels.solving import normal, poisoned, qkv, spec_of
+
+
+def test_other_kinds_of_devices_run_tiles_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = spec_of({n: x for n, x in qkv(1, 1, 2, 2, 8).items() if n != "do"}, Options(), "forward")
+    assert choose_backend(spec, available_backends("mps")) == "tiled"
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    backends = dispatch.available_backends.__wrapped__("cuda:0")
+    assert choose_backend(spec, backends) == "tiled"
+    with pytest.raises(ProblemError, match="on this device: the kernels are for NVIDIA's GPUs; use tiled or reference"):
+        choose_backend(replace(spec, options=Options(backend="triton")), backends)
+
+
+def test_a_backend_asked_for_is_never_substituted() -> None:
+    spec = spec_of({n: x for n, x in qkv(1, 1, 2, 2, 8).items() if n != "do"}, Options(backend="triton"), "forward")
+    with pytest.raises(ProblemError, match="backend: triton is not available"):
+        choose_backend(spec, ("torch", "tiled", "reference"))
+
+
+def test_unsupported_options_are_refused_before_any_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "library", lambda: None)
+    problem = poisoned(qkv(1, 2, 5, 5, 8), Options(softcap=2.0), "backward")
+    with pytest.raises(ProblemError, match="backend: the kernels in C are not there"):
+        run([problem], "torch")
+    assert problem.outputs["dq"].isnan().all()
+
+
+def test_which_problems_torch_has_through_the_kernels() -> None:
+    def chosen(t: dict[str, Tensor], device: tuple[str, ...] = ("torch", "tiled", "reference"), **options: Any) -> str:
+        return choose_backend(Problem.create(t, Options(**options)).spec, device)
+
+    t = {n: x for n, x in qkv(1, 2, 3, 5, 32).items() if n != "do"}
+    assert chosen(t, softcap=2.0) == "torch"
+    assert chosen(t | {"v": normal(1, 2, 5, 48)}) == "torch"
+    assert chosen(t, softcap=2.0, dropout_p=0.1, dropout_seed=1) == "torch"
+    assert chosen(t | {"attn_mask": normal(3, 5)}, softcap=2.0) == "torch"
+    assert chosen(t | {"v": normal(1, 2, 5, 24)}) == "torch"
+    assert chosen({n: x.double() for n, x in t.items()}) == "reference"
+    assert chosen(t | {"block_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool)}) == "torch"
+    with pytest.raises(ProblemError, match="softcap"):
+        chosen(t, ("triton", "torch", "tiled"), softcap=2.0, backend="torch")

@@ -1,0 +1,26 @@
+"""The causes of failures are those that explain more than the smallest case."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+import flashpoint_kernels
+from tests.judge.corpus import RIGHT, WRONG
+
+
+def test_a_mistake_is_told_from_one_that_is_equal_in_the_smallest_case():
+    """Without keys to the left of the window, a missing window equals a window without a right side."""
+    report = flashpoint_kernels.judge(WRONG["window_of_future"].function, quick=True, dtype="float32")
+    assert [cause.code for cause in report.causes] == ["window-right"]
+
+
+def wrong_with_two_keys(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+    o = RIGHT["formula_in_float32"](q, k, v, causal)
+    return o * (1.25 if k.shape[2] < 3 else 1.0)  # type: ignore[no-any-return]
+
+
+def test_no_cause_is_confirmed_by_cases_of_one_or_two_keys() -> None:
+    """Too many mistakes give the numbers of such cases."""
+    report = flashpoint_kernels.judge(wrong_with_two_keys, quick=True, dtype="float32")
+    assert report.verdict == "wrong"
+    assert [cause.confirmed for cause in report.causes] == [False]

@@ -1,0 +1,61 @@
+"""No function ends the judge; it reports crashes, hangs, odd answers and odd exceptions."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flashpoint_kernels
+from flashpoint_kernels.judging import process
+from tests.judge.rude import HANGS, RUDE
+from tests.judge.small import SMALL
+
+ONE = SMALL | {"kv_len": 20, "value_dim": 16, "values": "normal", "seed": 1}
+
+
+# `make test` runs one of each kind; `make test-all` runs the rest.
+FIRST = (
+    "segfault", "exits", "hang", "recursion", "nothing", "sparse", "other_shape", "nan", "odd_text", "prints",
+    "changes_the_default_type", "crash_in_backward", "raise_in_backward", "lse_is_nan", "crash_at_some",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in FIRST else pytest.mark.slow) for n in RUDE])
+def test_no_function_ends_the_judge(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    verdict, code = RUDE[name]
+    timeout = 2.0 if name in HANGS else 120.0
+    monkeypatch.setattr(process, "_SENDING", 1.0)  # seconds in which a started answer must end
+    only = SMALL if name == "crash_at_some" else ONE
+    report = flashpoint_kernels.judge(
+        f"tests.judge.rude:{name}", quick=True, only=only, dtype="float32", timeout=timeout, device="cpu"
+    )
+    assert report.verdict == verdict, report.lines()
+    assert not code or code in [cause.code for cause in report.causes], report.lines()
+    assert json.loads(json.dumps(report.to_dict(), allow_nan=False))["verdict"] == verdict
+    "\n".join(report.lines()).encode()
+
+
+BESIDE_JAX = """
+import jax.numpy
+import flashpoint_kernels
+
+jax.numpy.zeros(1)  # starts the threads of JAX
+
+def judged(q, k, v):
+    return flashpoint_kernels.attention(q, k, v)
+
+only = {"batch": 1, "q_heads": 1, "kv_heads": 1, "q_len": 9, "kv_len": 9, "head_dim": 16, "value_dim": 16}
+report = flashpoint_kernels.judge(lambda q, k, v: judged(q, k, v), quick=True, only=only, dtype="float32")
+print(report.verdict)
+"""
+
+
+def test_a_local_function_beside_jax_is_judged_without_warnings() -> None:
+    """It runs in a fork of this process. JAX warns at each fork, but the child never calls JAX."""
+    command = [sys.executable, "-W", "error::RuntimeWarning", "-c", BESIDE_JAX]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3])
+    assert (ran.stdout, ran.stderr) == ("right\n", ""), ran

@@ -1,0 +1,14 @@
+"""A right kernel keeps every relation between calls."""
+
+from __future__ import annotations
+
+import flashpoint_kernels
+from tests.judge.corpus import RIGHT
+
+
+def test_a_right_kernel_keeps_every_relation():
+    """All cases and relations of one type are judged, also those that need several shapes."""
+    report = flashpoint_kernels.judge(RIGHT["half_weights"], quick=True, dtype="float32", seed=4)
+    assert report.verdict == "right", report.lines()
+    assert report.race is not None
+    assert report.calls > report.cases > 100

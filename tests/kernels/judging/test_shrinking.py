@@ -1,0 +1,43 @@
+"""The smallest failing case alone repeats the failure, also from the file and the command that are kept."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import torch
+
+import flashpoint_kernels
+from flashpoint.cases import read_case
+from tests.judge.corpus import WRONG
+from tests.judge.small import judged, late
+
+
+def test_the_saved_case_and_the_command_repeat_the_failure(tmp_path: Path) -> None:
+    report = judged(late, save=tmp_path / "case.safetensors")
+    assert report.verdict == "wrong"
+    assert report.causes[0].code in ("key-limit", "last-tile")
+    assert report.smallest is not None
+    assert report.saved == str(tmp_path / "case.safetensors")
+    tensors, options = read_case(tmp_path / "case.safetensors")
+    problem = {n: torch.from_numpy(t) for n, t in tensors.items()}
+    answers = {n: problem.pop(n) for n in ("o", "dq", "dk", "dv") if n in problem}
+    verification = flashpoint_kernels.verify(problem, flashpoint_kernels.Options(**options), answers=answers)
+    assert not verification.ok
+    assert report.command is not None
+    words = shlex.split(report.command)
+    case = json.loads(words[words.index("--case") + 1])
+    again = flashpoint_kernels.judge(late, only=case)
+    assert (again.verdict, again.cases) == ("wrong", 1)
+    assert again.failures[0].error == report.smallest.error
+
+
+def test_the_smallest_case_alone_names_the_same_cause() -> None:
+    """A mask with one key too many, of two queries and one key, has the numbers of a mask that is missing."""
+    report = flashpoint_kernels.judge(WRONG["sees_next"].function, quick=True, dtype="float32")
+    assert report.smallest is not None
+    assert report.smallest.case["kv_len"] > 2
+    assert {failure.relation for failure in report.failures} == {"accuracy"}  # plain calls fail as relations do
+    again = flashpoint_kernels.judge(WRONG["sees_next"].function, only=report.smallest.case)
+    assert {cause.code for cause in again.causes} == {report.causes[0].code} == {"causal-by-one"}

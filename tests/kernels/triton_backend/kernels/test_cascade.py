@@ -1,0 +1,34 @@
+"""A part of keys that several sequences share gives each the bits that it has alone."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import INTERPRETING
+from tests.support.kernels.shared_pages import check
+
+UNIT = 1 if INTERPRETING else 16  # tiles for the interpreter have fewer keys than those for a GPU
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "group", "options"),
+    [
+        (torch.float32, None, 1, {}),
+        (torch.bfloat16, None, 4, {"softcap": 2.0}),
+        (torch.float16, torch.int8, 1, {"window": (90 * UNIT, 0)}),
+        (torch.bfloat16, torch.float8_e4m3fn, 2, {}),
+    ],
+    ids=str,
+)
+def test_forks_have_the_bits_of_each_alone(
+    dtype: torch.dtype, kind: torch.dtype | None, group: int, options: dict[str, Any]
+) -> None:
+    shared, own = [0, 160, 128, 100], [200, 7, 40, 64]
+    sizes = ([n * UNIT for n in lengths] for lengths in (shared, own))
+    check(*sizes, 16, 1, group, dtype, kind, "triton", **options)
+
+
+def test_parts_that_begin_alike_and_end_apart_are_not_shared() -> None:
+    """The last part of the first sequence ends where its keys end, in the middle of a part of the others."""
+    check([0, 160 * UNIT, 160 * UNIT], [160 * UNIT, 90 * UNIT, 91 * UNIT], 16, 1, 2, torch.float32, None, "triton")

@@ -1,0 +1,54 @@
+"""The variants that ship have the stages that their release of Triton compiles rightly."""
+
+import json
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+
+from flashpoint_kernels.triton_backend.host.configurations import SHARED_KIB, TABLES
+from flashpoint_kernels.triton_backend.tools.aot import Report, faults, tile_of
+from flashpoint_kernels.triton_backend.tools.shipped import Variant, all_of
+
+RESULTS = Path(__file__).parents[4] / "benchmarks" / "results"
+
+
+@pytest.mark.parametrize("arch", TABLES)
+def test_the_findings_are_of_the_tiles_that_ship_and_all_fit(arch: int) -> None:
+    actual = json.loads((RESULTS / f"compile-sm{arch}.json").read_text())["kernels"]
+    names = [field.name for field in fields(Report)]
+    reports = [Report(**{name: kernel[name] for name in names}) for kernel in actual]
+    variants = [Variant(*(getattr(report, name) for name in Variant._fields)) for report in reports]
+    # The sinks' gradient is always float32.
+    dtypes = list(dict.fromkeys(variant.dtype for variant in variants if variant.kernel != "backward_sinks"))
+    assert "bfloat16" in dtypes  # float16 uses its tiles; float32's are equal on every chip
+    assert variants == all_of(arch, dtypes), "run make compile-all"
+    for report, variant in zip(reports, variants, strict=True):
+        tile = tile_of(variant)
+        shipped = (tile.block_m, tile.block_n, tile.num_warps, tile.num_stages)
+        found_with = (report.block_m, report.block_n, report.num_warps, report.num_stages)
+        assert shipped == found_with, f"{variant}: run make compile-all"
+        assert report.shared_bytes <= SHARED_KIB[arch] * 1024
+        assert faults(replace(report, matrix_instructions=tuple(report.matrix_instructions))) == []
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.7.0", "3.7.1", "3.10.0+git1234"])
+def test_before_triton_3_7_1_no_product_of_sm_90_reads_an_asynchronous_copy(
+    version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only products of 64 rows are wgmma; smaller products and the path for Hopper are unaffected."""
+    monkeypatch.setattr("triton.__version__", version)
+    old = version in ("3.6.0", "3.7.0")
+    several = 0
+    for variant in all_of(90):
+        tile = tile_of(variant)
+        rows = tile.block_n if variant.kernel.startswith("backward_kv") else tile.block_m
+        if variant.kernel.startswith(("merge", "delta", "backward_mask", "backward_sinks")):
+            continue
+        if rows >= 64 and not variant.kernel.endswith("_hopper"):
+            assert tile.num_stages == 1 or not old, variant
+        several += tile.num_stages > 1
+    assert several > 0
+    assert tile_of(Variant("forward_packed16", 90, "bfloat16", 128)).num_stages == 3
+    assert tile_of(Variant("forward", 90, "bfloat16", 128)).num_stages == (1 if old else 3)
+    assert tile_of(Variant("backward_q_hopper", 90, "bfloat16", 128)).num_stages == 3

@@ -1,0 +1,29 @@
+"""The tiles of the path for Hopper, a case that takes it, and the kernels that would run for a problem."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from flashpoint_kernels import Options, Problem
+from flashpoint_kernels.problems.problem import with_forwards
+from flashpoint_kernels.triton_backend.host import config
+from flashpoint_kernels.triton_backend.host.launch import backward_calls, forward_calls
+from tests.conftest import DEVICE
+from tests.support.kernels.triton_cases import PLAIN
+
+ON_SM_90 = pytest.mark.skipif(config.chip_of(torch.device(DEVICE)).arch != 90, reason="the path of sm_90")
+TILES = config.config_for(torch.device(DEVICE), "float16", 16, 16, 0, True)
+HALF = PLAIN | {"dtype": "float16"}
+
+
+def kernels(tensors: dict[str, torch.Tensor], options: Options) -> list[str]:
+    """Return the forward kernels that would run for a problem."""
+    problem = Problem.create({n: t for n, t in tensors.items() if n not in ("do", "dlse")}, options)
+    return [call.kernel.__name__ for call in forward_calls([problem]) if call.programs]
+
+
+def backward_kernels(tensors: dict[str, torch.Tensor], options: Options) -> list[str]:
+    problem = Problem.create(tensors, options, "backward")
+    _, whole = with_forwards([problem])
+    return [call.kernel.__name__ for call in backward_calls(whole, [{}]) if call.programs]
