@@ -38,6 +38,7 @@ from benchmarks.gpu_day.device import Cuda  # noqa: E402
 from benchmarks.gpu_day.plan import STAGES  # noqa: E402
 from benchmarks.gpu_day.record import FILE, Record, current, is_bad  # noqa: E402
 from benchmarks.gpu_day.run import Budget, Run  # noqa: E402
+from benchmarks.record import commit  # noqa: E402
 
 DONE, FAILED, NO_GPU, UNFINISHED = 0, 1, 3, 4
 FIRST_MINUTES, MINUTES = 3.75, 9.0
@@ -86,7 +87,7 @@ def _parse(arguments: Iterable[str] | None) -> argparse.Namespace:
         help="Triton's folder of compiled kernels, outside OUT; OUT has them packed",
     )  # fmt: skip
     parser.add_argument("--cache-mib", type=int, default=40, help="MiB of compiled kernels in OUT, at most")
-    parser.add_argument("--commit", default=checkout.commit(), help="the commit that runs, where git is missing")
+    parser.add_argument("--commit", default=commit(), help="the commit that runs, where git is missing")
     args = parser.parse_args(None if arguments is None else list(arguments))
     if unknown := set(args.stages) - set(STAGES):
         parser.error(f"no stage: {', '.join(sorted(unknown))}; the stages are {', '.join(STAGES)}")
@@ -96,9 +97,9 @@ def _parse(arguments: Iterable[str] | None) -> argparse.Namespace:
     return args
 
 
-def _set_environment(device: Cuda, compiled: Path, installed: Path, commit: str) -> None:
+def _set_environment(device: Cuda, compiled: Path, installed: Path, version: str) -> None:
     """Set the variables that child processes inherit: paths of our packages, their version, Triton's cache folder."""
-    described = checkout.pretend_installed(installed, f"0+{commit[:10]}")
+    described = checkout.pretend_installed(installed, f"0+{version[:10]}")
     variables = {
         **device.environment(),
         "TRITON_CACHE_DIR": str(compiled.resolve()),
@@ -123,8 +124,8 @@ def _take_over(run: Run, args: argparse.Namespace) -> None:
     rows = run.record.rows
     current_rows = {id(row) for row in current(rows, run.environment)}
     others = Counter(row["environment"]["commit"][:10] for row in rows if id(row) not in current_rows)
-    for commit, count in others.items():
-        print(f"{count} rows of commit {commit} are of other sources, versions or devices: kept, and measured again")
+    for other, count in others.items():
+        print(f"{count} rows of commit {other} are of other sources, versions or devices: kept, and measured again")
 
 
 def _save(run: Run, args: argparse.Namespace) -> None:

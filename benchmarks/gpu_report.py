@@ -6,11 +6,11 @@ versions or devices are left out; the report gives their number.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -98,11 +98,7 @@ def ratios(rows: Iterable[Row], ours: str = "triton") -> dict[str, dict[str, flo
         if name_of(row) != ours and point(row) in our_ms:
             times.setdefault(f"{row['direction']} {name_of(row)}", []).append(row["ms"] / our_ms[point(row)])
     return {
-        name: {
-            "mean": math.exp(sum(map(math.log, factors)) / len(factors)),
-            "worst": min(factors),
-            "points": len(factors),
-        }
+        name: {"mean": geometric_mean(factors), "worst": min(factors), "points": len(factors)}
         for name, factors in sorted(times.items())
     }
 
@@ -195,10 +191,12 @@ def plot(rows: Sequence[Row], device: str, path: Path) -> None:
     figure.savefig(path)
 
 
-def table(head: Sequence[str], lines: Iterable[Sequence[Any]]) -> str:
-    """Return a table in Markdown."""
+def table(head: Sequence[str], lines: Iterable[Sequence[Any]], title: str = "") -> str:
+    """Return a table in Markdown; with a title, a section, which is empty without lines."""
     rows = [head, ["---"] * len(head), *lines]
-    return "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
+    if title and len(rows) == 2:
+        return ""
+    return f"## {title}\n\n" * bool(title) + "\n".join(f"| {' | '.join(map(str, row))} |" for row in rows)
 
 
 def _head(environment: Row, measured: Sequence[Row], others: int) -> str:
@@ -230,7 +228,7 @@ def _progress(measured: Sequence[Row], sizes: plan.Sizes, environment: Row) -> s
             planned = {row["key"] for row in measured if row["stage"] == stage}
         size = len(planned) if stage in plan.TIMED_STAGES else "" if planned else "not run"
         lines.append((stage, size, len(planned & keys), len(planned & bad)))
-    return "## Progress\n\n" + table(("stage", "planned", "measured", "failed or wrong"), lines)
+    return table(("stage", "planned", "measured", "failed or wrong"), lines, "Progress")
 
 
 def _smoke(measured: Sequence[Row]) -> str:
@@ -241,7 +239,7 @@ def _smoke(measured: Sequence[Row]) -> str:
             verdict = row.get("failed") or ("ok" if result["ok"] else f"WRONG {' '.join(result['missing'])}".strip())
             errors = ", ".join(f"{name} {error:.2g} ({bound:.2g})" for name, (error, bound) in result["errors"].items())
             lines.append((row["task"]["name"], verdict, errors))
-    return "## Smoke tests\n\n" + table(("kernel", "", "error (bound)"), lines) if lines else ""
+    return table(("kernel", "", "error (bound)"), lines, "Smoke tests")
 
 
 def _levels(measured: Sequence[Row]) -> str:
@@ -259,15 +257,18 @@ def _levels(measured: Sequence[Row]) -> str:
 
 def _grid(measured: Sequence[Row]) -> str:
     """Return TFLOP/s by length: a table for each direction, head dimension, mask and group of heads."""
+
+    def of(row: Row) -> tuple[Any, ...]:
+        return row["direction"], row["head_dim"], row["causal"], row["q_heads"] // row["kv_heads"]
+
     rows = timed(measured)
     parts = []
     names = list(dict.fromkeys(name_of(row) for row in rows if row["ms"] is not None))
-    titles = dict.fromkeys((r["direction"], r["head_dim"], r["causal"], r["q_heads"] // r["kv_heads"]) for r in rows)
-    for title in sorted(titles, key=lambda t: (t[0] != "forward", t[1:])):
+    for title in sorted(set(map(of, rows)), key=lambda t: (t[0] != "forward", t[1:])):
         direction, dim, causal, group = title
         here: dict[int, dict[str, Row]] = {}
         for row in rows:
-            if (row["direction"], row["head_dim"], row["causal"], row["q_heads"] // row["kv_heads"]) == title:
+            if of(row) == title:
                 here.setdefault(row["q_len"], {})[name_of(row)] = row
         lines = [(seq, *(_rate(by.get(name)) for name in names)) for seq, by in sorted(here.items())]
         what = f"{direction}, D {dim}{', causal' if causal else ''}{f', {group} heads a key' if group > 1 else ''}"
@@ -291,7 +292,7 @@ def _papers(measured: Sequence[Row]) -> str:
         what = f"{row['direction']}, {row['dtype']}{', causal' if row['causal'] else ''}"
         lines.append((shape, what, name_of(row), f"{row['ms']:.4g}", faster, memory))
     head = ("shape", "", "", "ms", "times as fast as naive", "MiB")
-    return "## The papers' tables\n\n" + table(head, lines) if lines else ""
+    return table(head, lines, "The papers' tables")
 
 
 def _decode(measured: Sequence[Row]) -> str:
@@ -303,7 +304,7 @@ def _decode(measured: Sequence[Row]) -> str:
             pages = f"pages of {t['page']}" if t["page"] else "whole"
             lines.append((shape, pages, t["backend"], f"{1e3 * r['ms']:.4g}", f"{r['gb_per_s']:.0f}"))
     head = ("shape", "keys and values", "", "µs", "GB/s")
-    return "## Decode\n\n" + table(head, lines) if lines else ""
+    return table(head, lines, "Decode")
 
 
 def _sweep(measured: Sequence[Row]) -> str:
@@ -336,7 +337,7 @@ def _tests(measured: Sequence[Row]) -> str:
             counts.setdefault(row["key"].split()[1], Counter())[row["result"]["outcome"]] += 1
     names = ("passed", "failed", "skipped")
     lines = [(suite, *(count[name] for name in names)) for suite, count in counts.items()]
-    return "## Tests\n\n" + table(("suite", *names), lines) if lines else ""
+    return table(("suite", *names), lines, "Tests")
 
 
 def _failures(measured: Sequence[Row]) -> str:
@@ -345,9 +346,8 @@ def _failures(measured: Sequence[Row]) -> str:
     for row in measured:
         if records.is_bad(row):
             result = row.get("result") or {}
-            message = (
-                row.get("failed") or result.get("message") or f"wrong: {result.get('wrong_by', result.get('errors'))}"
-            )
+            wrong = f"wrong: {result.get('wrong_by', result.get('errors'))}"
+            message = row.get("failed") or result.get("message") or wrong
             lines.append(f"- `{row['key']}`: {' '.join(str(message).split())[-400:]}")
     skipped = {
         (row["task"].get("backend") or row["task"]["case"]["backend"], row["result"]["skipped"]): None

@@ -18,6 +18,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from options_peers import mods
 from runner import Option, run, target
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
@@ -161,24 +162,11 @@ def sdpa(q: Sequences, k: Sequences, v: Sequences, chosen: Chosen) -> Sequences:
 
 def flex(q: Sequences, k: Sequences, v: Sequences, chosen: Chosen) -> Sequences:
     tensors = [torch.stack(t).transpose(1, 2) for t in (q, k, v)]
-    shift, (left, right) = 0 if chosen.get("top_left") else len(k[0]) - len(q[0]), chosen.get("window", (-1, -1))
-
-    def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        if "softcap" in chosen:
-            s = chosen["softcap"] * torch.tanh(s / chosen["softcap"])
-        if "alibi" in chosen:
-            s = s - chosen["alibi"][h] * (i + shift - j).abs()
-        return s + chosen["mask"][b, h, i, j] if "mask" in chosen else s
-
-    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        seen = j <= i + shift if "causal" in chosen else j >= 0
-        seen = seen & (j >= i + shift - left) if left >= 0 else seen
-        return seen & (j <= i + shift + right) if right >= 0 else seen
-
-    hides = chosen.keys() & {"causal", "window"}
-    blocks = create_block_mask(mask_mod, None, None, len(q[0]), len(k[0]), "cpu") if hides else None
-    changes = score_mod if chosen.keys() & {"softcap", "alibi", "mask"} else None
-    o = flex_attention(*tensors, changes, blocks, chosen.get("scale"), "heads" in chosen)
+    names = {"alibi": "alibi_slopes", "mask": "attn_mask"}
+    keywords = {names.get(name, name): value for name, value in chosen.items()}
+    score_mod, mask_mod = mods(0 if chosen.get("top_left") else len(k[0]) - len(q[0]), **keywords)
+    blocks = mask_mod and create_block_mask(mask_mod, None, None, len(q[0]), len(k[0]), "cpu")
+    o = flex_attention(*tensors, score_mod, blocks, chosen.get("scale"), "heads" in chosen)
     assert isinstance(o, Tensor)
     return list(o.transpose(1, 2))
 

@@ -1,128 +1,260 @@
-"""Measure rows of options.py: each option beside compiled FlexAttention, and decode beside torch's fused operator."""
+"""The sections of options.py: each yields rows of calls of ours beside the same calls of a peer."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial, reduce
+from itertools import product
 from typing import Any
 
 import torch
-from runner import pair
+from runner import pair, seconds
 from torch import Tensor
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.functional import scaled_dot_product_attention
 
-from flashpoint_kernels import attention
+from flashpoint_kernels import attention, flex_attention, native
+from flashpoint_kernels.timing.clock import peak_bytes
 
-HEADS, LENGTH, DIM, DOCUMENT, CAP, KEYS = 8, 2048, 64, 256, 30.0, 4096
+HEADS, LENGTH, DIM, DOCUMENT, KEYS = 8, 2048, 64, 256, 4096
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
 ROUND = 0.15  # least seconds of each of the two sides in a round
+PASSES = ("forward", "with gradient")
 
-Call = Callable[[], Tensor]
+Call = Callable[[], Any]
+Mod = Callable[..., Tensor]
+Row = dict[str, Any]
 
 
-def qkv(length: int = LENGTH, kv_heads: int = HEADS, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
-    return tuple(torch.randn(1, heads, length, DIM).to(dtype) for heads in (HEADS, kv_heads, kv_heads))
+def options() -> dict[str, tuple[Row, Row]]:
+    """Return the keywords of each option by name, and the sizes and types of its q, k and v (`qkv`)."""
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator)
+
+    causal: Row = {"causal": True}
+    slopes = {"alibi_slopes": torch.tensor([2.0 ** -(head + 1) for head in range(HEADS)])}
+    return {
+        "no options": ({}, {}),
+        "causal": (causal, {}),
+        "window [256, 0], causal": (causal | {"window": (256, 0)}, {}),
+        "window [1024, 1024]": ({"window": (1024, 1024)}, {}),
+        "alibi_slopes, causal": (causal | slopes, {}),
+        "softcap": ({"softcap": 30.0}, {}),
+        "softcap, causal": (causal | {"softcap": 30.0}, {}),
+        "sinks": ({"sinks": normal(HEADS)}, {}),
+        "attn_mask, bool": ({"attn_mask": torch.rand((LENGTH, LENGTH), generator=generator) < 0.8}, {}),
+        "attn_mask, float": ({"attn_mask": normal(LENGTH, LENGTH)}, {}),
+        "attn_mask, float, with its gradient": ({"attn_mask": normal(HEADS, LENGTH, LENGTH)}, {}),
+        "dropout_p 0.1": ({"dropout_p": 0.1, "dropout_seed": 1}, {}),
+        "kv_lengths": ({"kv_lengths": torch.tensor([1500])}, {}),
+        "Hk 2 (GQA)": ({}, {"kv_heads": 2}),
+        "Hk 2 (GQA), causal": (causal, {"kv_heads": 2}),
+        "Dv 128": ({}, {"value_dim": 128}),
+        "causal, N 512": (causal, {"length": 512}),
+        "float16": ({}, {"dtype": torch.float16}),
+        "bfloat16, causal": (causal, {"dtype": torch.bfloat16}),
+        "causal, bfloat16": (causal, {"dtype": torch.bfloat16}),
+        "softcap, bfloat16": ({"softcap": 30.0}, {"dtype": torch.bfloat16}),
+    }
 
 
-def flex(q: Tensor, k: Tensor, v: Tensor, mod: Any = None, sees: Any = None) -> Call:
-    """Return a call of FlexAttention that compiles when first called; `sees` is a mask_mod, `mod` a score_mod."""
+# In the order of the rows; options() has more names.
+BESIDE_FORMULA = (
+    "window [256, 0], causal", "window [1024, 1024]", "softcap", "softcap, causal", "alibi_slopes, causal", "sinks",
+    "attn_mask, bool", "attn_mask, float", "attn_mask, float, with its gradient", "dropout_p 0.1", "kv_lengths",
+    "Hk 2 (GQA)", "Dv 128", "float16", "bfloat16, causal",
+)  # fmt: skip
+DOCUMENTS = f"documents of {DOCUMENT}, causal (ours: ragged)"
+BESIDE_FLEX = (
+    "no options", "causal", "window [256, 0], causal", "window [1024, 1024]", "alibi_slopes, causal", "softcap",
+    "softcap, causal", "attn_mask, bool", "attn_mask, float", DOCUMENTS, "Hk 2 (GQA), causal",
+)  # fmt: skip
+UNCOUNTED = ("causal, N 512", "causal, bfloat16", "softcap, bfloat16")  # beside FlexAttention, too, without targets
+
+
+def qkv(
+    length: int = LENGTH, kv_heads: int = HEADS, value_dim: int = DIM, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
+    shapes = (HEADS, DIM), (kv_heads, DIM), (kv_heads, value_dim)
+    return [torch.randn(1, heads, length, dim).to(dtype) for heads, dim in shapes]
+
+
+def call_of(
+    attend: Callable[..., Any], tensors: Sequence[Tensor], keywords: Mapping[str, Any], gradient: str,
+    captured: Sequence[Tensor] = (),
+) -> Call:  # fmt: skip
+    """Return a call of the forward, or of it and the gradient of q, k, v, sinks, a mask for each head, `captured`."""
+    if gradient == "forward":
+        return partial(attend, *tensors, **keywords)
+    inputs = [t.clone().requires_grad_() for t in tensors]
+    options = dict(keywords)
+    for name, t in keywords.items():
+        if name == "sinks" or (name == "attn_mask" and t.ndim == 3):
+            options[name] = t.clone().requires_grad_()
+    do = torch.ones(*tensors[0].shape[:-1], tensors[-1].shape[-1], dtype=tensors[0].dtype)
+    leaves = [*inputs, *(t for t in options.values() if isinstance(t, Tensor) and t.requires_grad), *captured]
+
+    def call() -> Any:
+        return torch.autograd.grad(attend(*inputs, **options), leaves, do)
+
+    return call
+
+
+def written_out(
+    q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor | None = None, alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None, kv_lengths: Tensor | None = None, causal: bool = False,
+    window: tuple[int, int] = (-1, -1), softcap: float = 0.0, dropout_p: float = 0.0, dropout_seed: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Return attention by the contract's formula, with s (B,Hq,Sq,Sk) in memory, in float32.
+
+    The mask of dropout is torch's here. It differs from the contract's, and is cheaper.
+    """
+    dtype = q.dtype
+    q, k, v = q.float(), k.float(), v.float()
+    group = q.shape[1] // k.shape[1]
+    if group > 1:
+        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    s = q @ k.mT / math.sqrt(q.shape[-1])
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    i, j = torch.arange(q.shape[2])[:, None] + k.shape[2] - q.shape[2], torch.arange(k.shape[2])
+    if alibi_slopes is not None:
+        s = s - alibi_slopes[:, None, None] * (i - j).abs()
+    hidden = []
+    if causal:
+        hidden.append(j > i)
+    if window[0] >= 0:
+        hidden.append(j < i - window[0])
+    if window[1] >= 0:
+        hidden.append(j > i + window[1])
+    if kv_lengths is not None:
+        hidden.append(j >= kv_lengths[:, None, None, None])
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        hidden.append(~attn_mask)
+    elif attn_mask is not None:
+        s = s + attn_mask
+    if hidden:
+        s = s.masked_fill(reduce(torch.logical_or, hidden), float("-inf"))
+    if sinks is None:
+        p = torch.softmax(s, -1)
+    else:
+        sink = sinks[:, None, None].expand(*s.shape[:-1], 1)
+        p = torch.softmax(torch.cat([s, sink], -1), -1)[..., :-1]
+    if dropout_p:
+        p = torch.dropout(p, dropout_p, True)
+    return (p @ v).to(dtype)
+
+
+def memory(call: Call) -> int:
+    """Return the peak memory that a call adds, in bytes."""
+    peak = peak_bytes(call, "cpu")
+    if peak is None:
+        raise SystemExit("this system does not report a process's peak memory: run this benchmark on Linux")
+    return peak
+
+
+def working_memory(call: Call) -> float:
+    """Return the peak memory of a call in MiB, without its inputs and its answers."""
+    answers = call()
+    answer_bytes = sum(t.nbytes for t in ((answers,) if isinstance(answers, Tensor) else answers))
+    del answers
+    return (memory(call) - answer_bytes) / 2**20
+
+
+def beside_formula(gradient: str, rounds: int) -> Iterator[Row]:
+    every = options()
+    for name in BESIDE_FORMULA:
+        keywords, sizes = every[name]
+        tensors = qkv(**sizes)
+        ours, other = (call_of(attend, tensors, keywords, gradient) for attend in (attention, written_out))
+        row: Row = {"option": name, "pass": gradient, **pair(ours, other, rounds)}
+        mine, theirs = working_memory(ours), working_memory(other)
+        yield row | {"mib": round(mine, 1), "other_mib": round(theirs, 1), "memory": round(mine / theirs, 3)}
+
+
+def mods(shift: int = 0, **keywords: Any) -> tuple[Mod | None, Mod | None]:
+    """Return FlexAttention's score_mod and mask_mod for options of the contract; None for one that is not needed.
+
+    `shift`: the number of keys less that of queries, or 0 where the first query sees the first key alone.
+    """
+    mask, slopes, cap = (keywords.get(name) for name in ("attn_mask", "alibi_slopes", "softcap"))
+    left, right = keywords.get("window", (-1, -1))
+    right = 0 if keywords.get("causal") else right
+    bias = mask if mask is not None and mask.is_floating_point() else None
+    allowed = mask if bias is None else None
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if cap:
+            s = cap * torch.tanh(s / cap)
+        if slopes is not None:
+            s = s - slopes[h] * (i + shift - j).abs()
+        return s if bias is None else s + bias[(b, h, i, j)[-bias.ndim :]]
+
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        seen = [] if allowed is None else [allowed[(b, h, i, j)[-allowed.ndim :]]]
+        if right >= 0:
+            seen.append(j <= i + shift + right)
+        if left >= 0:
+            seen.append(j >= i + shift - left)
+        return reduce(torch.logical_and, seen)
+
+    scores, hides = cap or slopes is not None or bias is not None, allowed is not None or max(left, right) >= 0
+    return score_mod if scores else None, mask_mod if hides else None
+
+
+def compiled_flex(tensors: Sequence[Tensor], score_mod: Mod | None, mask_mod: Mod | None) -> Call:
+    """Return a call of FlexAttention that compiles when first called."""
     torch.compiler.reset()
+    q, k, _ = tensors
     lengths = q.shape[2], k.shape[2]
-    blocks = None if sees is None else create_block_mask(sees, None, None, *lengths, device="cpu")
-    compiled = torch.compile(flex_attention)
-    return lambda: compiled(q, k, v, score_mod=mod, block_mask=blocks, enable_gqa=q.shape[1] != k.shape[1])
+    blocks = None if mask_mod is None else torch_flex.create_block_mask(mask_mod, None, None, *lengths, device="cpu")
+    keywords = {"score_mod": score_mod, "block_mask": blocks, "enable_gqa": q.shape[1] != k.shape[1]}
+    return partial(torch.compile(torch_flex.flex_attention), *tensors, **keywords)
 
 
-def cases() -> Iterator[tuple[str, bool, Callable[[], tuple[Call, Call]]]]:
-    """Yield each option's name, whether it counts for the targets, and a function that makes the two calls."""
-    slopes = torch.tensor([2.0 ** -(head + 1) for head in range(HEADS)])
-    allowed, bias = torch.rand(LENGTH, LENGTH) < 0.8, torch.randn(LENGTH, LENGTH)
-    document = torch.arange(LENGTH) // DOCUMENT
+def documents() -> tuple[Call, Call]:
+    """Return a call of ours with ragged sequences, and one of FlexAttention."""
+    tensors, document = qkv(), torch.arange(LENGTH) // DOCUMENT
 
-    def causal(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return i >= j
-
-    def narrow(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (i >= j) & (i - j <= 256)
-
-    def wide(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return (i - j <= 1024) & (j - i <= 1024)
-
-    def dense(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return allowed[i, j]
-
-    def documents(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (document[i] == document[j]) & (i >= j)
 
-    def linear(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return s - slopes[h] * (i - j)
-
-    def capped(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return CAP * torch.tanh(s / CAP)
-
-    def biased(s: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return s + bias[i, j]
-
-    def both(mod: Any = None, sees: Any = None, sizes: dict[str, Any] | None = None, **keywords: Any) -> Any:
-        def calls() -> tuple[Call, Call]:
-            q, k, v = qkv(**(sizes or {}))
-            return lambda: attention(q, k, v, **keywords), flex(q, k, v, mod, sees)
-
-        return calls
-
-    def packed() -> tuple[Call, Call]:
-        q, k, v = qkv()
-        ragged_qkv = [t[0].transpose(0, 1).contiguous() for t in (q, k, v)]
-        starts = torch.arange(0, LENGTH + 1, DOCUMENT, dtype=torch.int32)
-        ragged: dict[str, Any] = {"layout": "thd", "cu_seqlens_q": starts, "cu_seqlens_k": starts, "causal": True}
-        return lambda: attention(*ragged_qkv, **ragged).transpose(0, 1)[None], flex(q, k, v, sees=documents)
-
-    yield "no options", True, both()
-    yield "causal", True, both(sees=causal, causal=True)
-    yield "window [256, 0], causal", True, both(sees=narrow, causal=True, window=(256, 0))
-    yield "window [1024, 1024]", True, both(sees=wide, window=(1024, 1024))
-    yield "alibi_slopes, causal", True, both(linear, causal, causal=True, alibi_slopes=slopes)
-    yield "softcap", True, both(capped, softcap=CAP)
-    yield "softcap, causal", True, both(capped, causal, softcap=CAP, causal=True)
-    yield "attn_mask, bool", True, both(sees=dense, attn_mask=allowed)
-    yield "attn_mask, float", True, both(biased, attn_mask=bias)
-    yield "documents of 256, causal (ours: ragged)", True, packed
-    yield "Hk 2 (GQA), causal", True, both(sees=causal, made={"kv_heads": 2}, causal=True)
-    yield "causal, N 512", False, both(sees=causal, made={"length": 512}, causal=True)
-    yield "causal, bfloat16", False, both(sees=causal, made={"dtype": torch.bfloat16}, causal=True)
-    yield "softcap, bfloat16", False, both(capped, made={"dtype": torch.bfloat16}, softcap=CAP)
+    ragged_qkv = [t[0].transpose(0, 1).contiguous() for t in tensors]
+    starts = torch.arange(0, LENGTH + 1, DOCUMENT, dtype=torch.int32)
+    ragged: Row = {"layout": "thd", "cu_seqlens_q": starts, "cu_seqlens_k": starts, "causal": True}
+    return lambda: attention(*ragged_qkv, **ragged).transpose(0, 1)[None], compiled_flex(tensors, None, mask_mod)
 
 
-def beside_flex(rounds: int) -> Iterator[dict[str, Any]]:
+def beside_flex(rounds: int) -> Iterator[Row]:
     """Yield each option beside FlexAttention. Its first call, which compiles, is timed apart."""
     torch.manual_seed(0)
-    for name, counted, make in cases():
-        ours, other = make()
-        began = time.perf_counter()
-        theirs = other()
-        compiled = time.perf_counter() - began
-        check(name, ours(), theirs)
-        yield {
-            "option": name,
-            "counted": counted,
-            **pair(ours, other, rounds, ROUND),
-            "compile_s": round(compiled, 2),
-        }
+    every = options()
+    for name in (*BESIDE_FLEX, *UNCOUNTED):
+        if name == DOCUMENTS:
+            ours, other = documents()
+        else:
+            keywords, sizes = every[name]
+            tensors = qkv(**sizes)
+            ours, other = partial(attention, *tensors, **keywords), compiled_flex(tensors, *mods(**keywords))
+        compile_s = round(seconds(other), 2)
+        check(name, ours(), other())
+        row = {"option": name, "counted": name not in UNCOUNTED}
+        yield {**row, **pair(ours, other, rounds, ROUND), "compile_s": compile_s}
 
 
 def check(name: str, ours: Tensor, theirs: Tensor) -> None:
     """Raise AssertionError if the two answers differ by more than rounding."""
-    torch.testing.assert_close(
-        ours, theirs, atol=CLOSE[ours.dtype], rtol=CLOSE[ours.dtype], msg=lambda text: f"{name}: {text}"
-    )
+    close = CLOSE[ours.dtype]
+    torch.testing.assert_close(ours, theirs, atol=close, rtol=close, msg=lambda text: f"{name}: {text}")
 
 
-def paged(k: Tensor, v: Tensor, size: int) -> dict[str, Any]:
+def paged(k: Tensor, v: Tensor, size: int) -> Row:
     """Return the keys and values in pages of `size` keys, in random order."""
     batch, heads, length, _ = k.shape
-    count = batch * length // size
-    order = torch.randperm(count)
+    order = torch.randperm(batch * length // size)
     pools = (t.view(batch, heads, -1, size, t.shape[-1]).transpose(1, 2).flatten(0, 1) for t in (k, v))
     pool_k, pool_v = (pool[order].contiguous() for pool in pools)
     table = order.argsort().view(batch, -1).to(torch.int32)
@@ -130,30 +262,97 @@ def paged(k: Tensor, v: Tensor, size: int) -> dict[str, Any]:
     return {"k": pool_k, "v": pool_v, "block_table": table, "kv_lengths": lengths}
 
 
-def decode(rounds: int) -> Iterator[dict[str, Any]]:
+def decode(rounds: int) -> Iterator[Row]:
     """Yield rows of one query of 8 sequences against 4,096 keys, beside torch's operator with contiguous keys.
 
     Torch's operator reads grouped keys once for each query head. So it gets the heads of a group as queries.
     """
     torch.manual_seed(0)
     q, k, v = (torch.randn(8, 8, length, 64) for length in (1, KEYS, KEYS))
-
-    def torchs() -> Tensor:
-        return scaled_dot_product_attention(q, k, v)
-
-    def row(name: str, ours: Call, other: Call, least: float) -> dict[str, Any]:
-        check(name, ours(), other())
-        return {"decode": name, **pair(ours, other, rounds, ROUND), "least": least}
-
-    yield row("(8,8,1,64), float32", lambda: attention(q, k, v), torchs, 0.95)
-    for size, least in ((1024, 0.95), (16, 0.35)):
-        pages = paged(k, v, size)
-        yield row(f"(8,8,1,64), float32, pages of {size:,}", lambda p=pages: attention(q, **p), torchs, least)
+    torchs = partial(scaled_dot_product_attention, q, k, v)
     grouped = [torch.randn(8, heads, length, 128).bfloat16() for heads, length in ((32, 1), (8, KEYS), (8, KEYS))]
     folded = [grouped[0].view(8, 8, 4, 128), *grouped[1:]]
-    yield row(
-        "(8,32,1,128), 8 key heads, bfloat16",
-        lambda: attention(*grouped),
-        lambda: scaled_dot_product_attention(*folded).view(8, 32, 1, 128),
-        0.95,
-    )
+    rows: list[tuple[str, Call, Call, float]] = [
+        ("(8,8,1,64), float32", partial(attention, q, k, v), torchs, 0.95),
+        *(
+            (f"(8,8,1,64), float32, pages of {size:,}", partial(attention, q, **paged(k, v, size)), torchs, least)
+            for size, least in ((1024, 0.95), (16, 0.35))
+        ),
+        (
+            "(8,32,1,128), 8 key heads, bfloat16", partial(attention, *grouped),
+            lambda: scaled_dot_product_attention(*folded).view(8, 32, 1, 128), 0.95,
+        ),
+    ]  # fmt: skip
+    for name, ours, other, least in rows:
+        check(name, ours(), other())
+        yield {"decode": name, **pair(ours, other, rounds, ROUND), "least": least}
+
+
+def plain(rounds: int) -> Iterator[Row]:
+    """Yield rows of (1,8,N,D) without options, beside torch's operator."""
+    kinds = product(PASSES, ("float32", "float16", "bfloat16"), (64, 128), (128, 512, LENGTH), (False, True))
+    for gradient, dtype, dim, length, causal in kinds:
+        tensors = [torch.randn(1, HEADS, length, dim, dtype=getattr(torch, dtype)) for _ in range(3)]
+        ours = call_of(attention, tensors, {"causal": causal}, gradient)
+        other = call_of(scaled_dot_product_attention, tensors, {"is_causal": causal}, gradient)
+        yield {
+            "pass": gradient, "dtype": dtype, "head_dim": dim, "length": length, "causal": causal,
+            "kernel": native.names().get(dtype), **pair(ours, other, rounds, 0.1),
+        }  # fmt: skip
+
+
+def flex_kinds() -> Iterator[tuple[str, Row, Sequence[Tensor]]]:
+    """Yield each kind's name, its keywords of `flex_attention`, and its captured tensors."""
+    generator = torch.Generator().manual_seed(0)
+    table = torch.randn(HEADS, 2 * LENGTH, generator=generator, requires_grad=True)
+    gain = torch.rand(HEADS, generator=generator, requires_grad=True)
+    blocks = torch_flex.create_block_mask(mods(causal=True, window=(255, 0))[1], None, None, LENGTH, LENGTH, "cpu")
+    yield "a sigmoid of scores", {"score_mod": lambda s, b, h, i, j: 4 * torch.sigmoid(s)}, ()
+    yield "a table of distances", {"score_mod": lambda s, b, h, i, j: s + table[h, i - j + LENGTH]}, (table,)
+    by_head = {"score_mod": lambda s, b, h, i, j: s * gain[h]}
+    yield "a gain of each head", by_head, (gain,)
+    yield "the same in a causal window", by_head | {"block_mask": blocks}, (gain,)
+
+
+def flex_written_out(q: Tensor, k: Tensor, v: Tensor, score_mod: Mod, block_mask: Any = None) -> Tensor:
+    """Return attention by the formula, with s (B,H,Sq,Sk) in memory."""
+    s = q @ k.mT / math.sqrt(q.shape[-1])
+    numbers = [torch.arange(n).view([-1 if axis == d else 1 for d in range(4)]) for axis, n in enumerate(s.shape)]
+    s = score_mod(s, *numbers)
+    if block_mask is not None:
+        s = s.masked_fill(~block_mask.mask_mod(*numbers), -torch.inf)
+    return torch.softmax(s, -1) @ v
+
+
+def beside_eager_flex(rounds: int) -> Iterator[Row]:
+    """Yield our `flex_attention` with score_mods that no option covers.
+
+    The forward runs beside torch's flex_attention without torch.compile, which has no gradient on the CPU. The
+    gradient, also of captured tensors, runs beside the formula; memory is measured, too.
+    """
+    tensors = torch.randn(3, 1, HEADS, LENGTH, DIM, generator=torch.Generator().manual_seed(1)).unbind()
+    for name, keywords, captured in flex_kinds():
+        with torch.no_grad():
+            ways = (
+                call_of(attend, tensors, keywords, "forward") for attend in (flex_attention, torch_flex.flex_attention)
+            )
+            times = pair(*ways, rounds)
+        yield {"kind": name, "pass": "forward", **times}
+        ours, other = (
+            call_of(attend, tensors, keywords, "with gradient", captured)
+            for attend in (flex_attention, flex_written_out)
+        )
+        times = pair(ours, other, rounds)
+        yield {
+            "kind": name, "pass": "with gradient", **times, "mib": memory(ours) >> 20, "other_mib": memory(other) >> 20,
+        }  # fmt: skip
+
+
+SECTIONS: dict[str, Callable[[int], Iterator[Row]]] = {
+    "forward": partial(beside_formula, "forward"),
+    "gradient": partial(beside_formula, "with gradient"),
+    "flex": torch.no_grad()(beside_flex),
+    "decode": torch.no_grad()(decode),
+    "plain": plain,
+    "flex_attention": beside_eager_flex,
+}

@@ -1,11 +1,18 @@
 """Time the service beside its peers in one run, with the same operator, malloc settings and load.
 
 `python benchmarks/throughput.py --peers all` (in `.venv`, with the `dev` extra). Eight connections in a closed loop,
-forward and gradient at (1,8,128,64) and (1,8,1024,64), float32. peers/servers.py has the peers, load.py the load,
-mixed.py the requests of many lengths. Each round times every way for most of a second, in rotating order. The operator
+forward and gradient at (1,8,128,64) and (1,8,1024,64), float32. peers/servers.py has the peers, load.py the load. Each
+round times every way for most of a second, in rotating order. The operator
 in a process is timed at both ends of a round. If it deviates from its median, another program used the machine, and the
 round is discarded. Medians of the other rounds, and of ratios within a round, go to
-benchmarks/results/throughput-<cpu>.json. Takes twelve minutes, and twice that if it first makes environments. Exits
+benchmarks/results/throughput-<cpu>.json.
+
+Then come 200 requests as if from many callers, (1, 8, length, 64) in float32 with lengths from 16 to 2048, about half
+of them gradients, in three passes: each request alone, one after another; all in a closed loop, which gives the
+saturated rate; and an open loop with Poisson arrivals at 70% of that rate, where the latency of a request counts from
+its arrival. The slowdown of a request is its latency divided by its time alone.
+
+Takes twelve minutes, and twice that if it first makes environments. Exits
 with 1 if a target is missed, or if no round of a case is left.
 """
 
@@ -19,12 +26,12 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
-import mixed
 import numpy as np
-from forms import SAFETENSORS, Case, Form, Request, truth
-from load import drive
+from forms import LONGEST, SAFETENSORS, Case, Form, Request, truth
+from load import drive, rate
 from peers.servers import INSTALLABLE, PEERS, ask, install, installed_version, started
-from runner import Args, Ask, Option, apart, in_turn, ratio, run, target, undisturbed
+from record import percentile
+from runner import Args, Ask, Option, apart, in_turn, medians, ratio, run, target, undisturbed
 from serving import engine_variables, service
 
 CONNECTIONS = 8
@@ -52,6 +59,13 @@ WANTED: dict[int, tuple[tuple[float, str, tuple[str, ...]], ...]] = {
         (80.0, "FastAPI, JSON lists", ("FastAPI, JSON lists",)),
     ),
     1024: ((0.8, "the op on all cores", ALL_CORES), (1.1, "the best plain FastAPI", PLAIN)),
+}
+MIXED = 200  # requests of many lengths
+SHORTEST = 16
+LOAD = 0.7  # of the saturated rate
+LENGTHS: dict[str, Callable[[np.random.Generator], Any]] = {
+    "log-uniform": lambda rng: np.exp(rng.uniform(np.log(SHORTEST), np.log(LONGEST + 1), MIXED)),
+    "uniform": lambda rng: rng.uniform(SHORTEST, LONGEST + 1, MIXED),
 }
 TAIL = 5.0  # p99 over p50 of mixed requests, at most
 # Seconds. Rounds leave out a way whose single call takes longer: eight connections would hold each for many seconds.
@@ -133,8 +147,8 @@ def counts(ways: dict[str, Calls], seconds: float) -> dict[Case, dict[str, int]]
             if calls(case, 1) > SLOWEST:
                 planned[case][name] = 0
                 continue
-            rate = 2 * CONNECTIONS / calls(case, 2 * CONNECTIONS)
-            planned[case][name] = CONNECTIONS * math.ceil(rate * seconds / CONNECTIONS)
+            a_second = 2 * CONNECTIONS / calls(case, 2 * CONNECTIONS)
+            planned[case][name] = CONNECTIONS * math.ceil(a_second * seconds / CONNECTIONS)
     return planned
 
 
@@ -159,19 +173,52 @@ def timed_rounds(ways: dict[str, Calls], rounds: int, seconds: float) -> dict[Ca
     return measured
 
 
+def mixed_requests(lengths: str, seed: int) -> list[Request]:
+    rng = np.random.default_rng(seed)
+    chosen = zip(LENGTHS[lengths](rng), rng.integers(0, 2, MIXED), strict=True)
+    cases = [Case(int(length), bool(gradient)) for length, gradient in chosen]
+    return [Request.post(case.path, SAFETENSORS.write(case.tensors)) for case in cases]
+
+
+def repetition(port: int, requests: Sequence[Request], connections: int, seed: int) -> dict[str, Any]:
+    """Run each pass once; return the seconds of each request alone and under load, and the saturated rate."""
+    alone = [timed.latency for timed in drive(port, requests, 1)]
+    saturated = rate(drive(port, requests, connections))
+    arrivals = np.random.default_rng(seed).exponential(1 / (LOAD * saturated), len(requests)).cumsum()
+    # One connection for each request, so that no request waits for a connection.
+    latency = [timed.latency for timed in drive(port, requests, len(requests), arrivals.tolist())]
+    return {"alone": alone, "saturated": saturated, "latency": latency}
+
+
+def summary(repetitions: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Return medians over the repetitions of their percentiles, in milliseconds, and of the rate in requests/s.
+
+    The result is empty without repetitions.
+    """
+    rows = []
+    for each in repetitions:
+        latency, alone = np.array(each["latency"]), np.median([other["alone"] for other in repetitions], axis=0)
+        samples = {"latency_ms": latency * 1e3, "alone_ms": np.array(each["alone"]) * 1e3, "slowdown": latency / alone}
+        row = {"saturated_rps": each["saturated"]}
+        row |= {f"{name}_p{p}": percentile(values, p) for name, values in samples.items() for p in (50, 99)}
+        row |= {f"{name}_p99_over_p50": row[f"{name}_ms_p99"] / row[f"{name}_ms_p50"] for name in ("latency", "alone")}
+        rows.append(row)
+    return medians(rows) if rows else {}
+
+
 def timed_mixed(at: Running, lengths: str, repetitions: int, deviation: float) -> dict[str, Any]:
-    """Time requests of many lengths (mixed.py). The summary has only undisturbed repetitions."""
-    requests, seeds = mixed.requests(lengths, seed=0), count(1)
+    """Time requests of many lengths. The summary has only undisturbed repetitions."""
+    requests, seeds = mixed_requests(lengths, seed=0), count(1)
     ways = {
         STEADY: lambda: CONNECTIONS / at.ways[STEADY](CASES[-1], CONNECTIONS),
-        "mixed": lambda: mixed.repetition(at.port, requests, CONNECTIONS, seed=next(seeds)),
+        "mixed": lambda: repetition(at.port, requests, CONNECTIONS, seed=next(seeds)),
     }
     runs = []
     for each in in_turn(ways, repetitions, warm=0, ends=STEADY):
         runs.append(each)
-        print(f"mixed, {lengths}, {len(runs)} of {repetitions}: {mixed.summary([each['mixed']])}", flush=True)
+        print(f"mixed, {lengths}, {len(runs)} of {repetitions}: {summary([each['mixed']])}", flush=True)
     clean = [each["mixed"] for each in undisturbed(runs, STEADY, deviation)]
-    return {"repetitions": len(clean), "thrown_away": len(runs) - len(clean), **mixed.summary(clean)}
+    return {"repetitions": len(clean), "thrown_away": len(runs) - len(clean), **summary(clean)}
 
 
 def table_of(rounds: Sequence[dict[str, float]]) -> dict[str, dict[str, float]]:
@@ -196,7 +243,7 @@ def targets(tables: dict[Case, dict[str, dict[str, float]]], tails: dict[str, di
                 rows.append(target(label, table[fastest]["ours_over_it"], "times", least=least))
     for lengths, figures in tails.items():
         if figures["repetitions"]:
-            label = f"mixed, {lengths} lengths: p99 / p50 at {mixed.LOAD:.0%} of the saturated rate"
+            label = f"mixed, {lengths} lengths: p99 / p50 at {LOAD:.0%} of the saturated rate"
             rows.append(target(label, figures["latency_p99_over_p50"], "times", most=TAIL))
     return rows
 
@@ -219,7 +266,7 @@ def measure(args: Args) -> dict[str, Any]:
     os.environ["FLASHPOINT_HEADER_TIMEOUT"] = "600"  # connections of mixed requests are idle until one is due
     with running(wanted) as at:
         measured = timed_rounds(at.ways, args.rounds, args.seconds)
-        tails = {name: timed_mixed(at, name, args.repetitions, args.deviation) for name in mixed.LENGTHS}
+        tails = {name: timed_mixed(at, name, args.repetitions, args.deviation) for name in LENGTHS}
     clean = {case: undisturbed(rounds, STEADY, args.deviation) for case, rounds in measured.items()}
     tables = {case: table_of(rounds) for case, rounds in clean.items()}
     absent = {peer.name: "not installed" for peer in PEERS if peer.name not in at.ways}

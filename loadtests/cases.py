@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import forms
 from flashpoint_contract import wire
 from flashpoint_contract.schemas import jsonwire
 
@@ -24,11 +29,7 @@ class WrongAnswerError(Exception):
     """The content of an answer is wrong."""
 
 
-SAFETENSORS, JSON, OIP = (
-    wire.MEDIA_TYPE,
-    jsonwire.MEDIA_TYPE,
-    "application/octet-stream",
-)  # media types of the forms
+SAFETENSORS, JSON, OIP = wire.MEDIA_TYPE, jsonwire.MEDIA_TYPE, "application/octet-stream"  # media types of the forms
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def make(
     if grad:
         shapes["do"] = shapes["q"]
     tensors = {n: rng.standard_normal((1, *shape, dim)).astype(np.float32) for n, shape in shapes.items()}
-    expected = truth(tensors, causal=causal)
+    expected = forms.truth(tensors, causal)
     headers = {"Content-Type": form}
     if form == OIP:
         path = f"/v2/models/attention{'_grad' if grad else ''}/infer"
@@ -72,40 +73,9 @@ def make(
     return Case(path, form, headers, write(tensors, {"causal": causal}, form), expected)
 
 
-def truth(tensors: Mapping[str, Array], *, causal: bool) -> dict[str, Array]:
-    """Return `o` in float64; if `tensors` has `do`, return the gradients."""
-    q, k, v = (tensors[name].astype(np.float64) for name in "qkv")
-    group = q.shape[1] // k.shape[1]
-    keys, values = k.repeat(group, 1), v.repeat(group, 1)
-    scale = q.shape[-1] ** -0.5
-    s = scale * q @ keys.swapaxes(-1, -2)
-    if causal:  # the last query sees the last key
-        s = np.where(np.tri(*s.shape[-2:], s.shape[-1] - s.shape[-2], dtype=bool), s, -np.inf)
-    p = np.exp(s - s.max(-1, keepdims=True))
-    p /= p.sum(-1, keepdims=True)
-    o = p @ values
-    if "do" not in tensors:
-        return {"o": o}
-    do = tensors["do"].astype(np.float64)
-    ds = scale * p * (do @ values.swapaxes(-1, -2) - (do * o).sum(-1, keepdims=True))
-
-    def shared(grad: Array) -> Array:
-        return grad.reshape(1, k.shape[1], group, *grad.shape[2:]).sum(2)
-
-    return {"dq": ds @ keys, "dk": shared(ds.swapaxes(-1, -2) @ q), "dv": shared(p.swapaxes(-1, -2) @ do)}
-
-
 def write(tensors: Mapping[str, Array], options: Mapping[str, Any], form: str) -> bytes:
     """Return a message in JSON or safetensors."""
-    if form == JSON:
-        return jsonwire.encode(tensors, options)
-    head: dict[str, Any] = {"__metadata__": {name: json.dumps(value) for name, value in options.items()}}
-    end = 0
-    for name, array in tensors.items():
-        head[name] = {"dtype": "F32", "shape": array.shape, "data_offsets": [end, end + array.nbytes]}
-        end += array.nbytes
-    text = json.dumps(head).encode()
-    return len(text).to_bytes(8, "little") + text + b"".join(array.tobytes() for array in tensors.values())
+    return jsonwire.encode(tensors, options) if form == JSON else forms.SAFETENSORS.whole(tensors, **options)[1]
 
 
 def oip(tensors: Mapping[str, Array], options: Mapping[str, Any], role: str) -> tuple[bytes, bytes]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import gevent
@@ -18,8 +16,6 @@ from locust.env import Environment
 from locust.html import get_html_report
 from locust.stats import stats_history
 from locustfile import KINDS
-
-sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.record import percentile
 

@@ -7,11 +7,7 @@ holds, 1 otherwise.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import locust  # noqa: F401  # first: it makes the standard library's sockets gevent's
@@ -19,14 +15,12 @@ import report
 from cases import CASES, make
 from load import Call, Load, Step
 from locustfile import KINDS, Caller
-from scenarios import REFUSED, Verdict
+from scenarios import REFUSED, Verdict, ended
 
 from benchmarks import figures
 from benchmarks.record import percentile
-from flashpoint.plots import style
 from server import Server
 
-HERE = Path(__file__).resolve().parent
 LENGTH = 3 << 13  # takes a core 0.2 s; callers that get ten times as many refusals take a twentieth of that
 LOADS = (0.5, 1.0, 2.0, 5.0, 10.0)  # offered rates over the capacity
 CALLERS = 4  # callers of the closed loop that finds the capacity
@@ -46,12 +40,9 @@ KINDS["long"] = Long
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--seconds", type=float, default=10.0, help="seconds of each step; default: %(default)s")
-    parser.add_argument("--out", type=Path, default=HERE / "out", help="default: %(default)s")
-    parser.add_argument("--record", action="store_true", help="keep the result in benchmarks/results and docs/images")
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
+    args = report.parsed(parser)
     env, server = report.environment(), Server(args.out)
     try:
         server.warm()
@@ -64,15 +55,8 @@ def main() -> int:
         code = server.stop()
     best = max(step.rate for step in (capacity, *steps))
     rows = [{**step.row(), **refusals(step)} for step in (capacity, *steps, after)]
-    verdicts = judged(best, steps[-1], after, code)
-    result = {"environment": env, "verdicts": [asdict(verdict) for verdict in verdicts], "steps": rows}
-    (args.out / "overload.json").write_text(json.dumps(result, indent=1) + "\n")
-    (args.out / "overload.svg").write_bytes(style.saved(lambda: figures.overload(result), "svg"))
-    for verdict in verdicts:
-        print(f"{'yes' if verdict.met else 'NO '}  {verdict.question}  {verdict.found} ({verdict.wanted})")
-    if args.record:
-        report.keep(args.out, "overload", env, result="overload.json", picture="overload.svg")
-    return 0 if all(verdict.met for verdict in verdicts) else 1
+    result = {"environment": env, "verdicts": [], "steps": rows}
+    return report.finish(args, "overload", result, judged(best, steps[-1], after, code), figures.overload)
 
 
 def refused(step: Step) -> list[Call]:
@@ -99,7 +83,7 @@ def judged(best: float, worst: Step, after: Step, code: int) -> list[Verdict]:
                 f"at most {MOST_REFUSAL_MS:g} ms", refusal_ms is not None and refusal_ms <= MOST_REFUSAL_MS),
         Verdict("When is everything answered again?", f"after {recovery:.1f} s", f"at most {MOST_RECOVERY:g} s",
                 recovery <= MOST_RECOVERY),
-        Verdict("Did it end well?", f"exit code {code}", "0", code == 0),
+        ended(code),
     ]  # fmt: skip
 
 

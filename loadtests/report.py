@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import html
 import json
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from scenarios import Report
+from matplotlib.figure import Figure
+from scenarios import Report, Verdict
 
 from benchmarks import figures, record
 from benchmarks.record import ROOT
@@ -26,6 +28,21 @@ def environment() -> dict[str, Any]:
     return record.environment("flashpoint", "torch", "uvicorn", "locust")
 
 
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options of every load test."""
+    made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--out", type=Path, default=ROOT / "loadtests" / "out", help="default: %(default)s")
+    made.add_argument("--record", action="store_true", help="keep the result in benchmarks/results and docs/images")
+    return made
+
+
+def parsed(made: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse the command line, and make the folder of the results."""
+    args = made.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    return args
+
+
 def keep(folder: Path, what: str, env: dict[str, Any], *, result: str, picture: str) -> None:
     """Copy a result to benchmarks/results and its picture to docs/images, both named after the device."""
     name = f"{what}-{record.file_name(env['device'])}"
@@ -33,19 +50,29 @@ def keep(folder: Path, what: str, env: dict[str, Any], *, result: str, picture: 
     shutil.copy(folder / picture, ROOT / "docs" / "images" / f"{name}.svg")
 
 
-def document(report: Report, env: dict[str, Any]) -> dict[str, Any]:
-    """Return the whole result as plain data for JSON. `made` is the environment before the load."""
-    return {
+def finish(
+    args: argparse.Namespace, what: str, result: dict[str, Any], verdicts: Sequence[Verdict],
+    draw: Callable[[dict[str, Any]], Figure],
+) -> int:  # fmt: skip
+    """Write WHAT.json and WHAT.svg, print the verdicts, and return the exit code."""
+    result["verdicts"] = [asdict(verdict) for verdict in verdicts]
+    (args.out / f"{what}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (args.out / f"{what}.svg").write_bytes(style.saved(lambda: draw(result), "svg"))
+    for verdict in verdicts:
+        print(f"{'yes' if verdict.met else 'NO '}  {verdict.question}  {verdict.found} ({verdict.wanted})")
+    if args.record:
+        keep(args.out, what, result["environment"], result=f"{what}.json", picture=f"{what}.svg")
+    return 0 if all(verdict.met for verdict in verdicts) else 1
+
+
+def write(report: Report, env: dict[str, Any], folder: Path) -> None:
+    """Write report.html, latency.svg, steps.csv, result.json, and locust's page of each scenario."""
+    result = {
         "environment": env,
         "capacity": round(report.capacity, 1),
         "verdicts": [asdict(verdict) for verdict in report.verdicts],
         "steps": [step.row() for step in report.steps],
     }
-
-
-def write(report: Report, env: dict[str, Any], folder: Path) -> None:
-    """Write report.html, latency.svg, steps.csv, result.json, and locust's page of each scenario."""
-    result = document(report, env)
     (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n")
     with (folder / "steps.csv").open("w", newline="") as stream:
         writer = csv.DictWriter(stream, list(result["steps"][0]))

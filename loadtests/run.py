@@ -6,9 +6,7 @@ cores; run it on a machine that does nothing else.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 
 import locust  # noqa: F401  # first: it makes the standard library's sockets gevent's
 import report
@@ -18,11 +16,9 @@ from scenarios import LOADS, SCENARIOS, Bounds, Report
 
 from server import Server, ServerError
 
-HERE = Path(__file__).resolve().parent
 
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main() -> int:
+    parser = report.parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=[*SCENARIOS], default=[*SCENARIOS], help="default: all of them")
     parser.add_argument("--scale", type=float, default=1.0, help="factor of every step's seconds; default: %(default)s")
     parser.add_argument(
@@ -31,14 +27,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--most-errors", type=float, default=0.0, help="part of the calls; default: %(default)s")
     parser.add_argument("--most-p99-ms", type=float, default=500.0, help="at up to 70%% load; default: %(default)s")
     parser.add_argument("--least-throughput", type=float, default=20.0, help="calls per second; default: %(default)s")
-    parser.add_argument("--out", type=Path, default=HERE / "out", help="default: %(default)s")
-    parser.add_argument("--record", action="store_true", help="keep the result in benchmarks/results and docs/images")
-    return parser.parse_args()
-
-
-def main() -> int:
-    args = arguments()
-    args.out.mkdir(parents=True, exist_ok=True)
+    args = report.parsed(parser)
     bounds = Bounds(
         args.most_errors, args.most_p99_ms, args.least_throughput, loads=tuple(args.loads), scale=args.scale
     )
@@ -50,11 +39,10 @@ def main() -> int:
         return 2
     try:
         server.warm()
-        for name in (
-            name for name in SCENARIOS if name in ("capacity", *args.only)
-        ):  # the other scenarios need the capacity
-            console.print(f"[bold]{name}[/bold]: {(SCENARIOS[name].__doc__ or '').splitlines()[0]}")
-            SCENARIOS[name](result, server, bounds)
+        for name, scenario in SCENARIOS.items():
+            if name in ("capacity", *args.only):  # the other scenarios need the capacity
+                console.print(f"[bold]{name}[/bold]: {(scenario.__doc__ or '').splitlines()[0]}")
+                scenario(result, server, bounds)
     finally:
         server.stop()
     report.write(result, env, args.out)

@@ -36,6 +36,10 @@ class Verdict:
     met: bool
 
 
+def ended(code: int | None) -> Verdict:
+    return Verdict("Did it end well?", f"exit code {code}", "0", code == 0)
+
+
 @dataclass
 class Report:
     steps: list[Step] = field(default_factory=list)
@@ -143,7 +147,7 @@ def drain(report: Report, server: Server, bounds: Bounds) -> None:
     report.judge("Who asked before SIGTERM, and was answered?", outcome, "all that were read", bool(early) and not lost)
     wrong = [e for e in ending.errors if not e.startswith((*REFUSED, "no answer"))]
     report.judge("Who asked later, and got half an answer?", "; ".join(wrong) or "nobody", "nobody", not wrong)
-    report.judge("Did it end well?", f"exit code {code}", "0", code == 0)
+    report.verdicts.append(ended(code))
 
 
 SCENARIOS = {each.__name__: each for each in (capacity, saturation, spike, soak, drain)}

@@ -7,7 +7,6 @@ latency, are the same in the last third as in the first. Exits with 0 if they ho
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import statistics
@@ -15,21 +14,17 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import locust  # noqa: F401  # first: it makes the standard library's sockets gevent's
 import psutil
 import report
 from load import Load
-from scenarios import REFUSED, SOAK_LOAD, Verdict
+from scenarios import REFUSED, SOAK_LOAD, Verdict, ended
 
 from benchmarks import figures
-from flashpoint.plots import style
 from server import Server
 
-HERE = Path(__file__).resolve().parent
 CALLERS = 8  # callers of the closed loop that finds the capacity
 WARM_WINDOWS = 1  # windows in which the service makes slots of every size, and libraries fill their caches
 MIB = 1 << 20
@@ -46,13 +41,10 @@ LATENCY = (1.5, 5.0)  # allowed growth of the median: a factor, and milliseconds
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = report.parser(__doc__)
     parser.add_argument("--minutes", type=float, default=60.0, help="minutes of load; default: %(default)s")
     parser.add_argument("--window", type=float, default=30.0, help="seconds between two counts; default: %(default)s")
-    parser.add_argument("--out", type=Path, default=HERE / "out", help="default: %(default)s")
-    parser.add_argument("--record", action="store_true", help="keep the result in benchmarks/results and docs/images")
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
+    args = report.parsed(parser)
     env, server = report.environment(), Server(args.out)
     windows: list[dict[str, Any]] = []
     result: dict[str, Any] = {"environment": env, "windows": windows}
@@ -69,20 +61,12 @@ def main() -> int:
                 step = load.open(rate, args.window, f"window {number}")
             windows.append({"minutes": round((time.monotonic() - began) / 60, 2), **step.row(), **held(server)})
             windows[-1]["errors_by_kind"] = dict(Counter(step.errors))
-            (args.out / "soak.json").write_text(
-                json.dumps(result, indent=1) + "\n"
-            )  # keeps the windows if a later one fails
+            # Keep the windows if a later one fails.
+            (args.out / "soak.json").write_text(json.dumps(result, indent=1) + "\n")
         verdicts = [*judged(windows[WARM_WINDOWS:]), ended(server.stop())]
     finally:
         server.stop()
-    result["verdicts"] = [asdict(verdict) for verdict in verdicts]
-    (args.out / "soak.json").write_text(json.dumps(result, indent=1) + "\n")
-    (args.out / "soak.svg").write_bytes(style.saved(lambda: figures.soak(result), "svg"))
-    for verdict in result["verdicts"]:
-        print(f"{'yes' if verdict['met'] else 'NO '}  {verdict['question']}  {verdict['found']} ({verdict['wanted']})")
-    if args.record:
-        report.keep(args.out, "soak", env, result="soak.json", picture="soak.svg")
-    return 0 if all(verdict["met"] for verdict in result["verdicts"]) else 1
+    return report.finish(args, "soak", result, verdicts, figures.soak)
 
 
 def held(server: Server) -> dict[str, float]:
@@ -133,10 +117,6 @@ def judged(windows: Sequence[dict[str, Any]]) -> list[Verdict]:
         compare(name, lambda first, times=times, more=more: first * times + more)
     compare("p50_ms", lambda first: first * LATENCY[0] + LATENCY[1])
     return verdicts
-
-
-def ended(code: int) -> Verdict:
-    return Verdict("Did it end well?", f"exit code {code}", "0", code == 0)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
-"""The checkout that runs: its packages, its commit, and hashes of the files that a row depends on."""
+"""The checkout that runs: its packages, and hashes of the files that a row depends on."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,12 +33,3 @@ def sources(*folders: str, root: Path = ROOT) -> str:
     files = sorted(path for folder in folders for path in (root / folder).rglob("*.py"))
     each = [f"{path.relative_to(root)} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files]
     return hashlib.sha256("\n".join(each).encode()).hexdigest()[:16]
-
-
-def commit(root: Path = ROOT) -> str:
-    """Return the commit that is checked out, or "unknown" if git fails or is missing."""
-    try:
-        result = subprocess.run(["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, check=False)
-    except OSError:
-        return "unknown"
-    return "unknown" if result.returncode else result.stdout.strip()

@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from threading import Thread
+from time import monotonic
 from typing import Any
 
 from benchmarks.gpu_day import plan
-from benchmarks.gpu_day.clocks import NVIDIA_SMI
 from flashpoint_kernels.timing.case import TIMED, Case
 
 Row = dict[str, Any]
 
 REGISTERS = 65536  # of a multiprocessor, on every architecture since Kepler
+FIELDS = {"clocks.sm": "sm_mhz", "clocks.mem": "memory_mhz", "temperature.gpu": "celsius", "power.draw": "watts"}
+NVIDIA_SMI = ("nvidia-smi", "-i", "0", "--format=csv,noheader,nounits")
+SAMPLES = (*NVIDIA_SMI, f"--query-gpu={','.join(FIELDS)}", "-lms", "500")
+_KEPT = 1200  # samples: ten minutes
 
 
 class Cuda:
@@ -26,7 +32,7 @@ class Cuda:
     sizes = plan.Sizes()
     suites = plan.SUITES
     processes = 12  # number of parallel processes that compile or test
-    clocks: tuple[str, ...] = NVIDIA_SMI
+    clocks: tuple[str, ...] = SAMPLES  # the command that `Clocks` reads
 
     def environment(self) -> dict[str, str | None]:
         """Return the variables of all processes that use the device; None removes a variable."""
@@ -105,8 +111,8 @@ class Cuda:
 
 def driver() -> str | None:
     """Return the version of the NVIDIA driver, or None if nvidia-smi fails."""
-    command = ["nvidia-smi", "-i", "0", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
+        command = [*NVIDIA_SMI, "--query-gpu=driver_version"]
         result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -125,3 +131,47 @@ def absent() -> list[str]:
             names.append(name)
             print(f"{name}: {error}", file=sys.stderr)
     return names
+
+
+class Clocks:
+    """Clock rates, temperature and power while tasks run: samples in the background. Without the command, none."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._samples: deque[tuple[float, list[float]]] = deque(maxlen=_KEPT)
+        try:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            )
+        except OSError:
+            return
+        Thread(target=self._read, name="clocks", daemon=True).start()
+
+    def since(self, begin: float) -> dict[str, list[float]]:
+        """Return [least, most] of each field since `begin` (time.monotonic); without newer samples, of the last one."""
+        samples = list(self._samples)
+        recent = [values for at, values in samples if at >= begin] or [values for _, values in samples[-1:]]
+        if not recent:
+            return {}
+        columns = zip(*recent, strict=True)
+        return {name: [min(column), max(column)] for name, column in zip(FIELDS.values(), columns, strict=True)}
+
+    def close(self) -> None:
+        if hasattr(self, "_process"):
+            self._process.kill()
+            self._process.wait()
+
+    def _read(self) -> None:
+        pipe: Any = self._process.stdout
+        for line in pipe:
+            values = [_number(text) for text in line.split(",")]
+            if len(values) == len(FIELDS):
+                self._samples.append((monotonic(), values))
+        pipe.close()
+
+
+def _number(text: str) -> float:
+    """Return a number, or -1 for a value that the device does not report."""
+    try:
+        return float(text)
+    except ValueError:
+        return -1.0

@@ -6,7 +6,6 @@ in its process, ends only that process: pytest-xdist reports it and starts anoth
 
 from __future__ import annotations
 
-import datetime
 import faulthandler
 import json
 import os
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 
 from benchmarks.gpu_day.record import Record
+from benchmarks.record import now
 from flashpoint_kernels.timing.device import is_lost
 
 FRAME = "FLASHPOINT_GPU_FRAME"  # path of a JSON file: record, common fields of rows, known tests, device, limit
@@ -72,11 +72,9 @@ class Outcomes:
 
     def _write(self, name: str, outcome: dict[str, Any]) -> None:
         assert self.record is not None
-        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         key = f"test {self.frame['suite']} {name}"
-        self.record.append(
-            {"key": key, "at": now, "seconds": outcome.pop("seconds"), **self.frame["row"], "result": outcome}
-        )
+        taken = outcome.pop("seconds")
+        self.record.append({"key": key, "at": now(), "seconds": taken, **self.frame["row"], "result": outcome})
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import datetime
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 from benchmarks.gpu_day import checkout, plan, suites
-from benchmarks.gpu_day.clocks import Clocks
-from benchmarks.gpu_day.device import Cuda
+from benchmarks.gpu_day.device import Clocks, Cuda
 from benchmarks.gpu_day.guard import Answer, Guard, Pool
 from benchmarks.gpu_day.plan import Group, Suite, Task
 from benchmarks.gpu_day.record import Record, Row, current, is_bad, latest
+from benchmarks.record import now
 
 DESCRIBE_SECONDS = 90.0
 COMPILE_SECONDS = 150.0  # limit for the parallel compilations of a group
@@ -139,12 +138,7 @@ class Run:
         begin = time.monotonic()
         answer = self.guard.ask("perform", task, limit)
         if answer.lost and not answer.fresh and not answer.timed_out:
-            # The cause may be an earlier task in that process.
-            limit = self._limit(task)
-            if limit <= 0:
-                return False
-            begin = time.monotonic()
-            answer = self.guard.ask("perform", task, limit)
+            return self._timed(stage, task)  # in a new process: the cause may be an earlier task in the old one
         return self._write(stage, task, answer, begin)
 
     def _limit(self, task: Task) -> float:
@@ -156,7 +150,7 @@ class Run:
             return False
         row = self._row(stage, plan.OF_OURS if task.ours else plan.OF_PEERS) | {
             "key": task.key,
-            "at": _now(),
+            "at": now(),
             "seconds": round(time.monotonic() - begin, 3),
             "clocks": self.clocks.since(begin),
             "task": plan.parameters(task),
@@ -200,7 +194,3 @@ def _brief(result: Row) -> str:
         more = f", {result['tflops_standard']:.0f} TFLOP/s" if result.get("tflops_standard") else ""
         return f"{result['ms']:.4g} ms{more}"
     return next((f"{name}: {result[name]}" for name in ("skipped", "refused", "wrong_by") if result.get(name)), "?")
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -148,28 +148,24 @@ def _config(device: Cuda, task: Trial) -> Config:
 def _calls_of(device: Cuda, task: Trial) -> tuple[list[Call], list[Tensor]]:
     """Return the calls of a trial's kernel, and the tensors that they write."""
     with path_of_hopper(task.hopper):
-        return _calls(device, task)
-
-
-def _calls(device: Cuda, task: Trial) -> tuple[list[Call], list[Tensor]]:
-    generator = torch.Generator(device.name).manual_seed(0)
-    tensors = {
-        name: torch.randn(task.shape, generator=generator, device=device.name, dtype=torch.bfloat16)
-        for name in ("q", "k", "v", "do")
-    }
-    config = _config(device, task)
-    if task.tile is not None:
-        tiles: dict[str, Any] = {task.name: Tile(*task.tile)}
-        config = replace(config, **tiles)
-    options = Options(causal=True, return_lse=True)
-    forward = Problem.create({name: tensors[name] for name in "qkv"}, options)
-    if task.name == "forward":
-        return list(launch.forward_calls([forward], config)), list(forward.outputs.values())
-    launch.forward([forward])  # so the gradients have the same inputs for every tile
-    backward = Problem.create({**tensors, **forward.outputs}, options, "backward")
-    calls = list(launch.backward_calls([backward], [launch.scratch_of(backward)], config))
-    for call in calls:
-        if call.kernel.__name__ == "attention_delta":
-            call.run()
-    mine = [call for call in calls if call.kernel.__name__ == f"attention_{task.kernel}"]
-    return mine, [t for name, t in backward.outputs.items() if (name == "dq") == (task.name == "backward_q")]
+        generator = torch.Generator(device.name).manual_seed(0)
+        tensors = {
+            name: torch.randn(task.shape, generator=generator, device=device.name, dtype=torch.bfloat16)
+            for name in ("q", "k", "v", "do")
+        }
+        config = _config(device, task)
+        if task.tile is not None:
+            tiles: dict[str, Any] = {task.name: Tile(*task.tile)}
+            config = replace(config, **tiles)
+        options = Options(causal=True, return_lse=True)
+        forward = Problem.create({name: tensors[name] for name in "qkv"}, options)
+        if task.name == "forward":
+            return list(launch.forward_calls([forward], config)), list(forward.outputs.values())
+        launch.forward([forward])  # so the gradients have the same inputs for every tile
+        backward = Problem.create({**tensors, **forward.outputs}, options, "backward")
+        calls = list(launch.backward_calls([backward], [launch.scratch_of(backward)], config))
+        for call in calls:
+            if call.kernel.__name__ == "attention_delta":
+                call.run()
+        mine = [call for call in calls if call.kernel.__name__ == f"attention_{task.kernel}"]
+        return mine, [t for name, t in backward.outputs.items() if (name == "dq") == (task.name == "backward_q")]
