@@ -8,16 +8,15 @@ Writes benchmarks/results/beside-<cpu>.json. Exits with 1 if a target is missed.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 from forms import SAFETENSORS, Case, Request
 from load import drive
 from record import percentile
-from runner import Option, run, target
+from runner import Args, Option, run, target
 from serving import service
 
 import flashpoint
@@ -54,45 +53,39 @@ def rows(port: int) -> list[BenchmarkRow]:
 
 def beside(port: int, seed: int) -> tuple[list[float], list[BenchmarkRow]]:
     """Run both at once, the traffic until the benchmark ends; return the latencies and the rows."""
-    measured: list[BenchmarkRow] = []
-    thread = threading.Thread(target=lambda: measured.extend(rows(port)))
-    thread.start()
     latencies = []
-    while thread.is_alive():
-        latencies += traffic(port, 2.0, seed)
-        seed += 1000
-    if not measured:
-        raise RuntimeError("the benchmark failed")
-    return latencies, measured
+    with ThreadPoolExecutor(1) as pool:
+        benchmark = pool.submit(rows, port)
+        while not benchmark.done():
+            latencies += traffic(port, 2.0, seed)
+            seed += 1000
+    return latencies, benchmark.result()
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    latencies_alone: list[float] = []
-    latencies_beside: list[float] = []
-    rows_alone: list[list[BenchmarkRow]] = []
-    rows_beside: list[list[BenchmarkRow]] = []
+def measure(args: Args) -> dict[str, Any]:
+    latencies: dict[str, list[float]] = {"alone": [], "beside": []}
+    measured: dict[str, list[list[BenchmarkRow]]] = {"alone": [], "beside": []}
     with service() as (_, port, _):
         traffic(port, 1.0, 0)
         for number in range(args.rounds):
-            latencies_alone += traffic(port, 10.0, number + 1)
-            rows_alone.append(rows(port))
-            latencies, measured = beside(port, number + 100)
-            latencies_beside += latencies
-            rows_beside.append(measured)
-    slices = [row.longest_slice_ms for measured in rows_beside for row in measured if row.longest_slice_ms is not None]
+            latencies["alone"] += traffic(port, 10.0, number + 1)
+            measured["alone"].append(rows(port))
+            seen, rows_beside = beside(port, number + 100)
+            latencies["beside"] += seen
+            measured["beside"].append(rows_beside)
+    slices = [row.longest_slice_ms for run in measured["beside"] for row in run if row.longest_slice_ms is not None]
     table = []
-    for index, row in enumerate(rows_alone[0]):
-        before = statistics.median(measured[index].ms or 0.0 for measured in rows_alone)
-        after = statistics.median(measured[index].ms or 0.0 for measured in rows_beside)
-        table.append({"backend": row.backend, "q_len": row.q_len, "alone_ms": before, "beside_ms": after})
+    for index, row in enumerate(measured["alone"][0]):
+        ms = {f"{when}_ms": statistics.median(run[index].ms or 0.0 for run in runs) for when, runs in measured.items()}
+        table.append({"backend": row.backend, "q_len": row.q_len, **ms})
     moved = max(abs(row["beside_ms"] / row["alone_ms"] - 1) for row in table)
-    rise = (percentile(latencies_beside, 99) - percentile(latencies_alone, 99)) * 1e3
+    rise = (percentile(latencies["beside"], 99) - percentile(latencies["alone"], 99)) * 1e3
     return {
         "requests_a_second": RATE,
-        "requests": {"alone": len(latencies_alone), "beside": len(latencies_beside)},
+        "requests": {when: len(seen) for when, seen in latencies.items()},
         "latency_ms": {
-            name: {f"p{part}": round(percentile(seen, part) * 1e3, 2) for part in (50, 99)}
-            for name, seen in (("alone", latencies_alone), ("beside", latencies_beside))
+            when: {f"p{part}": round(percentile(seen, part) * 1e3, 2) for part in (50, 99)}
+            for when, seen in latencies.items()
         },
         "longest_slice_ms": round(max(slices), 2),
         "rows": table,

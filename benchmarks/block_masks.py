@@ -7,12 +7,11 @@ as fast with 1/16. Writes benchmarks/results/block-masks-<cpu>.json. Exits with 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from runner import Option, pair, rows_of_child, run, target
+from runner import Args, Option, pair, rows_of_child, run, target
 from torch import Tensor
 
 from flashpoint_kernels import attention, attention_backward, create_block_mask
@@ -45,7 +44,7 @@ def call_of(tensors: list[Tensor], mask: Tensor | None, gradient: bool) -> Calla
     return lambda: attention_backward(do, q, k, v, o, lse, **keywords)
 
 
-def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def rows(args: Args) -> Iterator[dict[str, Any]]:
     """Yield a row for each mask and direction: milliseconds with and without the mask, and the median ratio."""
     generator = torch.Generator().manual_seed(1)
     tensors = [torch.randn(SHAPE, generator=generator) for _ in range(4)]
@@ -59,7 +58,7 @@ def rows(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             }  # fmt: skip
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     table = list(rows_of_child("--rounds", str(args.rounds), "--measure", "all"))
     targets = [
         target(f"{row['pass']} without / with {SPARSE}", row["times"], "times faster", least=FASTER)

@@ -8,7 +8,6 @@ the rounds of measurement / prediction, both of the same round. Client, server a
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import math
 import statistics
@@ -17,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from runner import Option, run, seconds
+from runner import Args, Option, medians, run, seconds
 from serving import service
 
 import flashpoint
@@ -84,18 +83,14 @@ def compare(client: flashpoint.Client, rounds: int, calls: int) -> dict[str, Any
                 "predicted_rps": predicted.requests_per_second, "measured_rps": a_second,
                 "rps_ratio": a_second / predicted.requests_per_second,
             })  # fmt: skip
-    medians = {name: statistics.median(each[name] for each in rates) for name in rates[0]}
+    middle = {name: statistics.median(each[name] for each in rates) for name in rates[0]}
     return {
-        "rates": {name: value if math.isfinite(value) else None for name, value in medians.items() if name != "shared"},
-        "cases": [{"case": name, **_medians(samples)} for name, samples in rows.items()],
+        "rates": {name: value if math.isfinite(value) else None for name, value in middle.items() if name != "shared"},
+        "cases": [{"case": name, **medians(samples)} for name, samples in rows.items()],
     }
 
 
-def _medians(rows: list[dict[str, float]]) -> dict[str, float]:
-    return {name: round(statistics.median(row[name] for row in rows), 3) for name in rows[0]}
-
-
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     with service() as (_, port, _), flashpoint.Client(f"http://127.0.0.1:{port}") as client:
         result = compare(client, args.rounds, args.calls)
     for row in result["cases"]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,10 @@ def cases() -> dict[str, Call]:
         return lambda: attention(q, k, v), lambda: torch.autograd.grad(attention(*leaves), leaves, do)
 
     calls: dict[str, Call] = {}
-    for dtype in TYPES:
-        for dim in DIMS:
-            for length in LENGTHS:
-                forward, gradient = pair(dtype, dim, length)
-                calls[f"forward, {dtype}, D {dim}, N {length}"] = forward
-                calls[f"with gradient, {dtype}, D {dim}, N {length}"] = gradient
+    for dtype, dim, length in product(TYPES, DIMS, LENGTHS):
+        forward, gradient = pair(dtype, dim, length)
+        calls[f"forward, {dtype}, D {dim}, N {length}"] = forward
+        calls[f"with gradient, {dtype}, D {dim}, N {length}"] = gradient
     return calls
 
 

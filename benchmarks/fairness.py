@@ -9,7 +9,6 @@ minutes. Exits with 1 if a target is missed.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import http.client
 import json
@@ -30,6 +29,8 @@ from record import percentile
 from rpc import METHOD, UNLIMITED, message
 from runner import SERVICE, Args, Option, apart, run, target
 from serving import SMALL, free_ports, service
+
+import flashpoint
 
 COUNT = 65536
 LARGE = 4  # requests in flight
@@ -114,20 +115,14 @@ def load(protocol: str, ports: dict[str, int], kind: str, key: str) -> dict[str,
     return {"answered": lambda: len(answered)}
 
 
-def inside(port: int) -> int:
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)) as connection:
-        connection.request("GET", "/info", headers={"Authorization": "Bearer small-caller"})
-        requests: int = json.load(connection.getresponse())["load"]["requests"]
-        return requests
-
-
 def wait(port: int, at_least: int, at_most: int = 1 << 30) -> None:
     """Wait until the service holds from `at_least` to `at_most` requests. Raises RuntimeError after PATIENCE."""
     deadline = time.monotonic() + PATIENCE
-    while not at_least <= inside(port) <= at_most:
-        if time.monotonic() > deadline:
-            raise RuntimeError("the load does not come, or does not end")
-        time.sleep(0.01)
+    with flashpoint.Client(f"http://127.0.0.1:{port}", api_key="small-caller") as client:
+        while not at_least <= client.info()["load"]["requests"] <= at_most:
+            if time.monotonic() > deadline:
+                raise RuntimeError("the load does not come, or does not end")
+            time.sleep(0.01)
 
 
 def row(

@@ -11,7 +11,6 @@ missed.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import socket
 import statistics
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from runner import ROOT, Option, run, target
+from runner import ROOT, Args, Option, run, target
 from serving import service
 from transformers import DynamicCache, Gemma3ForCausalLM
 
@@ -194,7 +193,7 @@ def stages(client: flashpoint.Client, count: int) -> dict[str, float]:
     return {name: round(statistics.median(taken), 3) for name, taken in samples.items()}
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     model, tokenizer = load(args.folder)
     with service() as (_, port, _), torch.no_grad():
         relay = Relay(port)

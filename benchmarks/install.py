@@ -9,7 +9,6 @@ benchmarks/results/install-<cpu>.json. Takes two to four minutes and 2 GB of dis
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import re
@@ -20,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from runner import ROOT, run
+from runner import ROOT, Args, run
 
 ASK = """
 import numpy as np, flashpoint
@@ -73,7 +72,7 @@ def seconds_of_call(python: Path, url: str, folder: Path) -> float:
     return round(time.perf_counter() - began, 2)
 
 
-def measure(_: argparse.Namespace) -> dict[str, Any]:
+def measure(_: Args) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="flashpoint-install-") as name:
         folder = Path(name)
         wheel, sdist = built(folder / "dist")

@@ -9,17 +9,17 @@ Writes benchmarks/results/library-errors-<cpu>.json. Exits with 1 if a target is
 
 from __future__ import annotations
 
-import argparse
 import math
 import random
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from options_peers import mods
-from runner import Option, run, target
+from runner import Args, Option, run, target
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask
@@ -75,45 +75,33 @@ def of_flash_attn(chosen: Chosen) -> dict[str, Any]:
     return {names[name]: value for name, value in chosen.items() if name in names} | {"causal": "causal" in chosen}
 
 
-def batched(packed: int) -> Call:
-    """Return the call of flash_attn_func or of its packed forms."""
-
-    def call(q: Sequences, k: Sequences, v: Sequences, chosen: Chosen) -> Sequences:
-        tensors, options = [torch.stack(t) for t in (q, k, v)], of_flash_attn(chosen)
-        if packed == 3:
-            o = flash_attn.flash_attn_qkvpacked_func(torch.stack(tensors, 2), **options)
-        elif packed == 2:
-            o = flash_attn.flash_attn_kvpacked_func(tensors[0], torch.stack(tensors[1:], 2), **options)
-        else:
-            o = flash_attn.flash_attn_func(*tensors, **options)
-        assert isinstance(o, Tensor)
-        return list(o)
-
-    return call
+def batched(packed: int, q: Sequences, k: Sequences, v: Sequences, chosen: Chosen) -> Sequences:
+    """Call flash_attn_func or one of its packed forms: `packed` tensors share one."""
+    tensors, options = [torch.stack(t) for t in (q, k, v)], of_flash_attn(chosen)
+    if packed == 3:
+        o = flash_attn.flash_attn_qkvpacked_func(torch.stack(tensors, 2), **options)
+    elif packed == 2:
+        o = flash_attn.flash_attn_kvpacked_func(tensors[0], torch.stack(tensors[1:], 2), **options)
+    else:
+        o = flash_attn.flash_attn_func(*tensors, **options)
+    assert isinstance(o, Tensor)
+    return list(o)
 
 
-def starts(rows: Sequences) -> Tensor:
-    return torch.tensor([0, *(len(t) for t in rows)]).cumsum(0).int()
-
-
-def ragged(packed: int) -> Call:
-    """Return the call of flash_attn_varlen_func or of its packed forms."""
-
-    def call(q: Sequences, k: Sequences, v: Sequences, chosen: Chosen) -> Sequences:
-        tensors, options = [torch.cat(t) for t in (q, k, v)], of_flash_attn(chosen)
-        of_q, of_k = starts(q), starts(k)
-        max_lengths = max(map(len, q)), max(map(len, k))
-        if packed == 3:
-            o = flash_attn.flash_attn_varlen_qkvpacked_func(torch.stack(tensors, 1), of_q, max_lengths[0], **options)
-        elif packed == 2:
-            kv = torch.stack(tensors[1:], 1)
-            o = flash_attn.flash_attn_varlen_kvpacked_func(tensors[0], kv, of_q, of_k, *max_lengths, **options)
-        else:
-            o = flash_attn.flash_attn_varlen_func(*tensors, of_q, of_k, *max_lengths, **options)
-        assert isinstance(o, Tensor)
-        return [o[a:b] for a, b in pairwise(of_q.tolist())]
-
-    return call
+def ragged(packed: int, q: Sequences, k: Sequences, v: Sequences, chosen: Chosen) -> Sequences:
+    """Call flash_attn_varlen_func or one of its packed forms."""
+    tensors, options = [torch.cat(t) for t in (q, k, v)], of_flash_attn(chosen)
+    of_q, of_k = (torch.tensor([0, *map(len, rows)]).cumsum(0).int() for rows in (q, k))
+    max_lengths = max(map(len, q)), max(map(len, k))
+    if packed == 3:
+        o = flash_attn.flash_attn_varlen_qkvpacked_func(torch.stack(tensors, 1), of_q, max_lengths[0], **options)
+    elif packed == 2:
+        kv = torch.stack(tensors[1:], 1)
+        o = flash_attn.flash_attn_varlen_kvpacked_func(tensors[0], kv, of_q, of_k, *max_lengths, **options)
+    else:
+        o = flash_attn.flash_attn_varlen_func(*tensors, of_q, of_k, *max_lengths, **options)
+    assert isinstance(o, Tensor)
+    return [o[a:b] for a, b in pairwise(of_q.tolist())]
 
 
 def cached(q: Sequences, k: Sequences, v: Sequences, chosen: Chosen) -> Sequences:
@@ -173,12 +161,12 @@ def flex(q: Sequences, k: Sequences, v: Sequences, chosen: Chosen) -> Sequences:
 
 OF_ALL = ("none", "causal", "window", "softcap", "alibi", "scale", "heads")
 FUNCTIONS: dict[str, tuple[Call, tuple[str, ...]]] = {
-    "flash_attn_func": (batched(1), OF_ALL),
-    "flash_attn_kvpacked_func": (batched(2), OF_ALL),
-    "flash_attn_qkvpacked_func": (batched(3), OF_ALL[:-1]),
-    "flash_attn_varlen_func": (ragged(1), OF_ALL),
-    "flash_attn_varlen_kvpacked_func": (ragged(2), OF_ALL),
-    "flash_attn_varlen_qkvpacked_func": (ragged(3), OF_ALL[:-1]),
+    "flash_attn_func": (partial(batched, 1), OF_ALL),
+    "flash_attn_kvpacked_func": (partial(batched, 2), OF_ALL),
+    "flash_attn_qkvpacked_func": (partial(batched, 3), OF_ALL[:-1]),
+    "flash_attn_varlen_func": (partial(ragged, 1), OF_ALL),
+    "flash_attn_varlen_kvpacked_func": (partial(ragged, 2), OF_ALL),
+    "flash_attn_varlen_qkvpacked_func": (partial(ragged, 3), OF_ALL[:-1]),
     "flash_attn_with_kvcache": (cached, (*OF_ALL, "append", "rotary", "leftpad", "batch_idx", "pages")),
     "scaled_dot_product_attention": (sdpa, ("none", "causal", "top_left", "bool mask", "float mask", "scale", "heads")),
     "flex_attention": (flex, (*OF_ALL, "top_left", "float mask")),
@@ -276,9 +264,8 @@ def errors(name: str, call: Call, tensors: list[Sequences], chosen: Chosen, dtyp
         do = [torch.randn(t.shape, generator=torch.Generator().manual_seed(1)).to(dtype) for t in answers]
         ours = torch.autograd.grad([*answers], [t for each in leaves for t in each], do)
         right = torch.autograd.grad(truth, [t for each in exact for t in each], [t.double() for t in do])
-        relative_errors["gradients"] = relative_error(
-            ours, right
-        )  # over the largest of all: one of them may be 0 except for rounding
+        # Over the largest of all: one of them may be 0 except for rounding.
+        relative_errors["gradients"] = relative_error(ours, right)
     return relative_errors
 
 
@@ -288,7 +275,7 @@ def relative_error(answers: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
     return largest_error / max(1e-3, *(float(t.detach().abs().max()) for t in truth))
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     draw, rows, functions = random.Random(args.seed), [], []
     for name, (call, options) in FUNCTIONS.items():
         shown = SHOWN | SHOWN_BY.get(name, {})

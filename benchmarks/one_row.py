@@ -8,13 +8,12 @@ Writes benchmarks/results/one-row-<cpu>.json. Exits with 1 if a target is missed
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from runner import Option, run, target
+from runner import Args, Option, run, target
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -72,7 +71,7 @@ def torchs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scaled_dot_product_attention(q, k, v, attn_mask=hidden, enable_gqa=True)
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
+def measure(args: Args) -> dict[str, Any]:
     draw, rows, wrong, problems = random.Random(args.seed), 0, 0, 0
     control_rows = control_wrong = 0
     failures: list[str] = []

@@ -43,13 +43,7 @@ def plain_uvicorn() -> Iterator[int]:
     """Run the application on uvicorn with its defaults, and yield the port."""
     port = free_port()
     with process([sys.executable, "-c", PLAIN, str(port)], stderr=subprocess.DEVNULL) as child:
-
-        def there() -> bool:
-            with contextlib.suppress(OSError):
-                return ready(port)
-            return False
-
-        until(there, child)
+        until(lambda: ready(port), child)
         yield port
 
 

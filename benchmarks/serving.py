@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import median
 from types import MappingProxyType
@@ -31,8 +31,10 @@ from runner import MALLOC, ROOT, Args, Option, apart, in_turn, ratio, run, secon
 MIB = 1 << 20
 BIG = 64 * MIB
 SMALL = (1, 8, 128, 64)  # shape of q, k and v in the call whose latency is measured
-START_SECONDS = 60.0
+START_SECONDS, ENDING_SECONDS = 60.0, 30.0
 LARGE = 4  # rounds of large bodies per round of small calls: they take less time, and vary more
+
+Child = subprocess.Popen[str]
 
 
 class Call(NamedTuple):
@@ -77,25 +79,27 @@ def free_ports(count: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def process(command: list[str], **pipes: Any) -> Iterator[subprocess.Popen[str]]:
-    """Run a child process with the settings `MALLOC`; end it with SIGTERM, after a timeout with SIGKILL."""
-    child = subprocess.Popen(command, env={**os.environ, **MALLOC}, text=True, **pipes)
-    try:
-        yield child
-    finally:
-        child.terminate()
+def process(command: Sequence[str], variables: Mapping[str, str] | None = None, **how: Any) -> Iterator[Child]:
+    """Run a child process with the settings `MALLOC` and `variables`, and end it with all its child processes.
+
+    They get SIGTERM by the child, and SIGKILL after ENDING_SECONDS: several peers leave workers behind.
+    """
+    with subprocess.Popen(command, env={**os.environ, **MALLOC, **(variables or {})}, text=True, **how) as child:
         try:
-            child.wait(START_SECONDS)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            child.wait()
-        for pipe in (child.stdin, child.stdout):
-            if pipe is not None:
-                pipe.close()
+            yield child
+        finally:
+            family = []
+            if child.poll() is None:
+                family = [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]
+                child.terminate()
+            _, alive = psutil.wait_procs(family, timeout=ENDING_SECONDS)
+            for each in alive:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    each.kill()
 
 
 @contextlib.contextmanager
-def service(device: str = "cpu") -> Iterator[tuple[subprocess.Popen[str], int, float]]:
+def service(device: str = "cpu") -> Iterator[tuple[Child, int, float]]:
     """Run `flashpoint serve`; yield its process, its port, and the seconds from its start until it was ready."""
     with tempfile.TemporaryFile() as log:
         began = time.perf_counter()
@@ -106,7 +110,7 @@ def service(device: str = "cpu") -> Iterator[tuple[subprocess.Popen[str], int, f
             yield child, port, time.perf_counter() - began
 
 
-def until(check: Callable[[], int | None], child: subprocess.Popen[str]) -> int:
+def until(check: Callable[[], int | None], child: Child) -> int:
     """Return the first true value of `check`. Raises RuntimeError if the child ends, or after START_SECONDS."""
     deadline = time.monotonic() + START_SECONDS
     while child.poll() is None and time.monotonic() < deadline:
@@ -125,9 +129,13 @@ def listening(log: int) -> int | None:
 
 
 def ready(port: int) -> bool:
-    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection:
+    with (
+        contextlib.suppress(OSError),
+        contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=10)) as connection,
+    ):
         connection.request("GET", "/health/ready")
         return connection.getresponse().status == 200
+    return False
 
 
 def large_bodies(ours: Connection, bare: Connection, rounds: int) -> list[dict[str, float]]:
@@ -201,7 +209,7 @@ def engine_variables() -> dict[str, str]:
     return {name: value for name, value in ENGINE_VARIABLES.items() if name not in os.environ}
 
 
-def resident(child: subprocess.Popen[str]) -> dict[str, float]:
+def resident(child: Child) -> dict[str, float]:
     """Return the resident MiB of the HTTP process and of its engine; shared memory counts in both."""
     http_process = psutil.Process(child.pid)
     (engine,) = http_process.children()
@@ -209,7 +217,7 @@ def resident(child: subprocess.Popen[str]) -> dict[str, float]:
     return {name: round(size / MIB, 1) for name, size in sizes.items()}
 
 
-def memory(ours: Connection, child: subprocess.Popen[str], *counts: int) -> list[dict[str, float]]:
+def memory(ours: Connection, child: Child, *counts: int) -> list[dict[str, float]]:
     """Return the resident memory after each of the `counts` of requests of many shapes, forward and gradients."""
     messages = []
     for length in (1, 7, 16, 33, 64, 96, 128, 200):

@@ -2,18 +2,17 @@
 
 `python benchmarks/throughput.py --peers all` (in `.venv`, with the `dev` extra). Eight connections in a closed loop,
 forward and gradient at (1,8,128,64) and (1,8,1024,64), float32. peers/servers.py has the peers, load.py the load. Each
-round times every way for most of a second, in rotating order. The operator
-in a process is timed at both ends of a round. If it deviates from its median, another program used the machine, and the
-round is discarded. Medians of the other rounds, and of ratios within a round, go to
-benchmarks/results/throughput-<cpu>.json.
+round times every way for most of a second, in rotating order. The operator in a process is timed at both ends of a
+round. If it deviates from its median, another program used the machine, and the round is discarded. Medians of the
+other rounds, and of ratios within a round, go to benchmarks/results/throughput-<cpu>.json.
 
 Then come 200 requests as if from many callers, (1, 8, length, 64) in float32 with lengths from 16 to 2048, about half
 of them gradients, in three passes: each request alone, one after another; all in a closed loop, which gives the
 saturated rate; and an open loop with Poisson arrivals at 70% of that rate, where the latency of a request counts from
 its arrival. The slowdown of a request is its latency divided by its time alone.
 
-Takes twelve minutes, and twice that if it first makes environments. Exits
-with 1 if a target is missed, or if no round of a case is left.
+Takes twelve minutes, and twice that if it first makes environments. Exits with 1 if a target is missed, or if no round
+of a case is left.
 """
 
 from __future__ import annotations

@@ -13,21 +13,17 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-import psutil
 from forms import LISTS, OIP_BINARY, OIP_JSON, RAW, SAFETENSORS, Case, Form
-from runner import MALLOC
-from serving import START_SECONDS, free_ports
+from serving import START_SECONDS, free_ports, process, until
 
 HERE = Path(__file__).resolve().parent
 CONSTRAINTS = HERE.parent.parent / "constraints.txt"
 ENVIRONMENTS = Path(tempfile.gettempdir()) / "flashpoint-peers"
 PYTRITON_SYSTEM = "/usr/bin/python3"
-ENDING_SECONDS = 15.0
 FIRST_CALLS = (Case(16, False), Case(16, True))  # both: a peer may start the models of both one after the other
 
 
@@ -128,23 +124,19 @@ def started(peer: Peer) -> Iterator[int]:
         return text.replace("PORT", str(ports[0])).replace("HERE", str(HERE))
 
     variables = {name: filled(value) for name, value in peer.variables.items()}
-    variables |= {"PYTHONPATH": str(HERE), "PATH": f"{programs}:{os.environ['PATH']}", **MALLOC}
+    variables |= {"PYTHONPATH": str(HERE), "PATH": f"{programs}:{os.environ['PATH']}"}
     program, *rest = (filled(word) for word in peer.command.split())
-    # Some peers write files to their working directory.
-    with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory() as directory:
-        child = subprocess.Popen(
-            [str(programs / program), *rest], cwd=directory, env={**os.environ, **variables}, stdout=log, stderr=log
-        )
+    with contextlib.ExitStack() as stack:
+        log = stack.enter_context(tempfile.TemporaryFile())
+        directory = stack.enter_context(tempfile.TemporaryDirectory())  # some peers write files to it
+        how = {"cwd": directory, "stdout": log, "stderr": log}
+        child = stack.enter_context(process([str(programs / program), *rest], variables, **how))
         try:
-            deadline = time.monotonic() + START_SECONDS
-            while not answers(peer, ports[0]):
-                if child.poll() is not None or time.monotonic() > deadline:
-                    log.seek(0)
-                    raise RuntimeError(f"{peer.name} did not start: {log.read().decode(errors='replace')[-3000:]}")
-                time.sleep(0.1)
-            yield ports[0]
-        finally:
-            end(child)
+            until(lambda: answers(peer, ports[0]), child)
+        except RuntimeError as error:
+            log.seek(0)
+            raise RuntimeError(f"{peer.name}: {error}: {log.read().decode(errors='replace')[-3000:]}") from None
+        yield ports[0]
 
 
 def answers(peer: Peer, port: int) -> bool:
@@ -161,16 +153,3 @@ def ask(port: int, path: str, form: Form, case: Case) -> tuple[int, http.client.
         connection.request("POST", path, body, headers)
         response = connection.getresponse()
         return response.status, response.headers, response.read()
-
-
-def end(child: subprocess.Popen[bytes]) -> None:
-    """End a peer and all its child processes: several peers leave workers behind."""
-    family = []
-    if child.poll() is None:
-        family = [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]
-        child.terminate()
-    _, alive = psutil.wait_procs(family, timeout=ENDING_SECONDS)
-    for process in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-    child.wait()
