@@ -99,21 +99,21 @@ def create_app(
         route = Route(service, partial(infer, model=model, statistics=statistics), make_body)
         posts |= dict.fromkeys(oip.infer_paths(model), Counted(route, statistics, model.name))
     words = {part for path in posts for part in path.split("/")}
-    held = [*caches.routes(service), *saved.routes(service)]
-    words |= {part for route in held for part in _words(route)}
-    paths = {*posts, *map(_masked, held)}
-    told = (paths, service.metrics, service.traces, words, service.sites.check, {"v2": oip.written})
+    tensor_routes = [*caches.routes(service), *saved.routes(service)]
+    words |= {part for route in tensor_routes for part in _words(route)}
+    paths = {*posts, *map(_masked, tensor_routes)}
+    shared_arguments = (paths, service.metrics, service.traces, words, service.sites.check, {"v2": oip.written})
     probes = status.PROBES | oip.PROBES
     direct: Mapping[str, ASGIApp] = posts
     if settings.cors_origins:
         app.add_middleware(Cors, settings)
         direct = {path: Cors(route, settings) for path, route in posts.items()}
-    app.add_middleware(Envelope, *told, probes)
-    app.posts = {path: Envelope(route, *told) for path, route in direct.items()}
+    app.add_middleware(Envelope, *shared_arguments, probes)
+    app.posts = {path: Envelope(route, *shared_arguments) for path, route in direct.items()}
     app.add_exception_handler(Refusal, _refused)
     app.add_exception_handler(HTTPException, _framework_error)
     app.add_exception_handler(RequestValidationError, _invalid)
-    app.router.routes += held
+    app.router.routes += tensor_routes
     for path, post in posts.items():  # register them with the framework, so that it answers other methods with 405
         app.router.routes.append(StarletteRoute(path, post, methods=["POST"]))
     for routes in (
@@ -193,11 +193,11 @@ def _allowed(request: Request) -> str:
     routes = request.app.router.routes
     # an exact path wins over {id}
     routes = [r for r in routes if getattr(r, "path", None) == request.url.path] or routes
-    asked = {method: {**request.scope, "method": method} for method in ("GET", "POST", "DELETE")}
-    found = [m for m, scope in asked.items() if any(r.matches(scope)[0] is Match.FULL for r in routes)]
-    if "GET" in found and not request.url.path.endswith(ENDLESS):
-        found.insert(1, "HEAD")
-    return ", ".join(found)
+    scopes = {method: {**request.scope, "method": method} for method in ("GET", "POST", "DELETE")}
+    methods = [m for m, scope in scopes.items() if any(r.matches(scope)[0] is Match.FULL for r in routes)]
+    if "GET" in methods and not request.url.path.endswith(ENDLESS):
+        methods.insert(1, "HEAD")
+    return ", ".join(methods)
 
 
 async def _invalid(request: Request, error: Exception) -> Response:

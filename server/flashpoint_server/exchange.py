@@ -95,8 +95,8 @@ class Exchange:
         if _KEY in scope:
             return cls.of(scope)
         headers = scope[FIELDS] if FIELDS in scope else combined(scope["headers"])
-        asked = headers.get("x-request-id")
-        request_id = asked if asked is not None and _SANE_ID.fullmatch(asked) else next(_IDS)
+        given_id = headers.get("x-request-id")
+        request_id = given_id if given_id is not None and _SANE_ID.fullmatch(given_id) else next(_IDS)
         exchange = scope[_KEY] = cls(scope["method"], scope["path"], headers, request_id)
         return exchange
 

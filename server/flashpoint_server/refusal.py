@@ -118,12 +118,12 @@ def shortened(text: str) -> str:
     """Return an error's text, with the middle of each long name or value cut out: the caller may have sent them."""
     if len(text) <= LONGEST_NAME:
         return text
-    return _cut(_LONG_NAME.sub(lambda found: _cut(found[0], LONGEST_NAME), text), LONGEST_MESSAGE)
+    return _cut(_LONG_NAME.sub(lambda match: _cut(match[0], LONGEST_NAME), text), LONGEST_MESSAGE)
 
 
-def _cut(text: str, most: int) -> str:
-    end = most // 3
-    return text if len(text) <= most else f"{text[: most - end - 1]}…{text[-end:]}"
+def _cut(text: str, limit: int) -> str:
+    end = limit // 3
+    return text if len(text) <= limit else f"{text[: limit - end - 1]}…{text[-end:]}"
 
 
 def invalid(errors: Iterable[tuple[str, str]]) -> Refusal:

@@ -54,7 +54,7 @@ class Service:
         self.keys = Keyring(settings, shared)
         self.cache_ids = CacheIds(settings, shared)
         self.saved_ids = SavedIds(self.cache_ids)
-        # by number, of caches used in this process: their length, and the keys that the last call read for them
+        # For caches that this process has used, by serial: the length, and how many keys the last call read.
         self.cache_lengths: OrderedDict[int, tuple[int, int]] = OrderedDict()
         self.sites = OriginPolicy(settings.allowed_hosts, settings.cors_origins)
         self.admission = Admission(settings, self.counts)
@@ -121,8 +121,8 @@ class Service:
         """Set the metrics of the present state: admitted requests, readiness and processes."""
         self.metrics.ready(self.ready)
         number = self._shared.process
-        self.metrics.process(own := f"http-{number}", os.getpid())
-        self.metrics.dropped(own, LINES.dropped())
+        self.metrics.process(process_name := f"http-{number}", os.getpid())
+        self.metrics.dropped(process_name, LINES.dropped())
         self.metrics.process(f"json-{number}", self.codec.pid)
         for name, pid in self.engine.processes():
             self.metrics.process(name, pid)

@@ -103,7 +103,7 @@ class Admission:
         self._flops_limit = settings.queue_flops
         self._seconds_limit = settings.queue_seconds
         counts = counts or Counts()
-        self._own = counts.own
+        self._column = counts.column
         self._requests, self._bytes = counts.requests, counts.bytes
         self._flops, self._seconds = counts.flops, counts.seconds
         self._inside: dict[Permit, None] = {}  # the requests of this process, in the order of arrival
@@ -115,16 +115,16 @@ class Admission:
 
     @property
     def bytes(self) -> int:
-        return int(self._bytes[self._own])
+        return int(self._bytes[self._column])
 
     @property
     def flops(self) -> int:
-        return int(self._flops[self._own])
+        return int(self._flops[self._column])
 
     @property
     def seconds(self) -> float:
         """The predicted seconds of the requests."""
-        return self._seconds[self._own]
+        return self._seconds[self._column]
 
     @property
     def oldest_seconds(self) -> float:
@@ -154,34 +154,34 @@ class Admission:
 
     def _check_bytes(self, others: int, nbytes: int) -> None:
         # A request that is alone is admitted, whatever its size: it passed the limits on a body.
-        if others and (held := int(sum(self._bytes))) > self._bytes_limit:
-            held -= nbytes
+        if others and (inside_bytes := int(sum(self._bytes))) > self._bytes_limit:
+            inside_bytes -= nbytes
             raise Refusal(
-                "queue_full", f"the queue is full: its requests hold {held} bytes, and this one needs {nbytes}"
+                "queue_full", f"the queue is full: its requests hold {inside_bytes} bytes, and this one needs {nbytes}"
             )
 
     def _enter(self, permit: Permit) -> None:
         self._inside[permit] = None
-        self._requests[self._own] += 1
-        self._bytes[self._own] += permit.nbytes
+        self._requests[self._column] += 1
+        self._bytes[self._column] += permit.nbytes
 
     def _exit(self, permit: Permit) -> None:
         del self._inside[permit]
-        self._requests[self._own] -= 1
-        self._bytes[self._own] -= permit.nbytes
+        self._requests[self._column] -= 1
+        self._bytes[self._column] -= permit.nbytes
 
     def grow(self, permit: Permit, nbytes: int) -> None:
         """Count `nbytes` more for an admitted request. Raises Refusal 429."""
         permit.nbytes += nbytes
-        self._bytes[self._own] += nbytes
+        self._bytes[self._column] += nbytes
         self._check_bytes(int(sum(self._requests)) - 1, nbytes)
 
     def leave(self, permit: Permit) -> None:
         self._exit(permit)
         self.correct(permit.price, FREE)
         if not self._inside:
-            self._flops[self._own] = 0.0  # remove rounding errors of the sums
-            self._seconds[self._own] = 0.0
+            self._flops[self._column] = 0.0  # remove rounding errors of the sums
+            self._seconds[self._column] = 0.0
         if permit.quota is not None:
             permit.quota.leave()
 
@@ -202,15 +202,15 @@ class Admission:
 
     def add(self, price: Price, quota: Quota | None) -> None:
         """Count a request's price. Raises Refusal 429 if the queue or the request's key has no room for it."""
-        before = self._flops[self._own], self._seconds[self._own]
+        before = self._flops[self._column], self._seconds[self._column]
         self.correct(FREE, price)
         try:
             self._check_price(price)
             if quota is not None:
                 self._take(price, quota)
         except Refusal:
-            self._flops[self._own] = before[0]
-            self._seconds[self._own] = before[1]
+            self._flops[self._column] = before[0]
+            self._seconds[self._column] = before[1]
             raise
 
     @staticmethod
@@ -241,8 +241,8 @@ class Admission:
 
     def correct(self, before: Price, after: Price) -> None:
         """Count the price `after` instead of `before`."""
-        self._flops[self._own] += after.flops - before.flops
-        self._seconds[self._own] += after.seconds - before.seconds
+        self._flops[self._column] += after.flops - before.flops
+        self._seconds[self._column] += after.seconds - before.seconds
 
 
 def check_size(spec: Spec, memory: int, sequence_limit: int) -> None:

@@ -84,10 +84,10 @@ class CacheIds:
             return None
         if (payload := opened(self.secret, owner, text[1:])) is None:
             return None
-        said = msgspec.msgpack.decode(payload, type=_Payload)
-        kv_heads, head_dim, value_dim = zip(*(said.sizes[place] for place in said.layers), strict=True)
-        shape = CacheShape(kv_heads, head_dim, value_dim, said.dtype)
-        return CacheId(said.replica, said.incarnation, said.serial, shape)
+        decoded = msgspec.msgpack.decode(payload, type=_Payload)
+        kv_heads, head_dim, value_dim = zip(*(decoded.sizes[place] for place in decoded.layers), strict=True)
+        shape = CacheShape(kv_heads, head_dim, value_dim, decoded.dtype)
+        return CacheId(decoded.replica, decoded.incarnation, decoded.serial, shape)
 
 
 def sealed(secret: bytes, owner: str, payload: bytes) -> str:
@@ -116,10 +116,10 @@ def shared_secret(directory: Path | None) -> bytes:
     drawn = secrets.token_bytes(_SECRET)
     if directory is None:
         return drawn
-    own, path = directory / f"{_FILE}.{os.getpid()}", directory / _FILE
-    own.touch(0o600)
-    own.write_bytes(drawn)
+    draft, path = directory / f"{_FILE}.{os.getpid()}", directory / _FILE
+    draft.touch(0o600)
+    draft.write_bytes(drawn)
     with suppress(FileExistsError):
-        os.link(own, path)  # atomic: the file appears with its content, or not at all
-    own.unlink()
+        os.link(draft, path)  # atomic: the file appears with its content, or not at all
+    draft.unlink()
     return path.read_bytes()

@@ -80,17 +80,17 @@ class Keyring:
             return ANYONE
         scheme, _, key = headers.get("authorization", "").partition(" ")
         given = _digest(key.strip())
-        found: Caller | None = None
+        owner: Caller | None = None
         for digest, caller in self._callers:  # compare all of them, so that the time reveals nothing
             if hmac.compare_digest(digest, given):
-                found = caller
-        if found is None or scheme.lower() != "bearer":
+                owner = caller
+        if owner is None or scheme.lower() != "bearer":
             raise Refusal(
                 "unauthorized",
                 "the request has no valid API key: send Authorization: Bearer KEY",
                 headers={"WWW-Authenticate": "Bearer"},
             )
-        return found
+        return owner
 
     def _load(self) -> None:
         entries = dict(self._fixed)
@@ -103,7 +103,7 @@ class Keyring:
         if len(set(hashes)) != len(hashes):
             raise ValueError("two entries have the same key; remove one of them")
         callers = [(self._caller(name, entry), entry.hashes) for name, entry in entries.items()]
-        self._callers = [(bytes.fromhex(one), caller) for caller, own in callers for one in own]
+        self._callers = [(bytes.fromhex(one), caller) for caller, key_hashes in callers for one in key_hashes]
 
     def _caller(self, name: str, entry: KeyEntry) -> Caller:
         if not entry.limits:

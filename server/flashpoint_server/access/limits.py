@@ -40,7 +40,7 @@ class Spent:
         self._fd = self._table.fd
         self.numbers = self._table.numbers
         self.inside = self._table.rows[0]
-        self.own = shared.process
+        self.column = shared.process
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
@@ -104,10 +104,10 @@ class Quota:
             if self._concurrent is not None and sum(spent.inside) >= self._concurrent:
                 raise _refused(f"the API key may have {self._concurrent} requests at the same time", 1)
             self._take("bytes", nbytes)
-            spent.inside[spent.own] += 1
+            spent.inside[spent.column] += 1
 
     def leave(self) -> None:
-        self._spent.inside[self._spent.own] -= 1
+        self._spent.inside[self._spent.column] -= 1
 
     def _take(self, what: What, cost: float) -> None:
         if (rate := self._rates.get(what)) is None:

@@ -60,10 +60,10 @@ class SavedIds:
     @staticmethod
     def read_head(head: bytes) -> tuple[Spec, Extent | None]:
         """Return the forward in a head, and its extent."""
-        said = msgspec.msgpack.decode(head, type=_Head)
-        infos = {name: TensorInfo(dtype, shape) for name, dtype, shape in said.tensors}
-        extent = None if said.extent is None else Extent(*said.extent)
-        return plan_saved(infos, Options(**said.options)), extent
+        decoded = msgspec.msgpack.decode(head, type=_Head)
+        infos = {name: TensorInfo(dtype, shape) for name, dtype, shape in decoded.tensors}
+        extent = None if decoded.extent is None else Extent(*decoded.extent)
+        return plan_saved(infos, Options(**decoded.options)), extent
 
     def make(self, owner: str, incarnation: int, serial: int, head: bytes) -> str:
         """Return the id of a saved forward. It is the same each time."""

@@ -38,14 +38,14 @@ def config(
     check_file("--json", json)
     names = [name for name in Settings.model_fields if name in sourced.sources or not changed]
     values = {name: shown(getattr(sourced.settings, name)) for name in names}
-    found = {n: {"value": values[n], "source": sourced.sources.get(n, DEFAULT)} for n in names}
-    write_json(json, found)
+    report = {n: {"value": values[n], "source": sourced.sources.get(n, DEFAULT)} for n in names}
+    write_json(json, report)
     if json is not None:
         return RIGHT
     lines = {name: _line(name, value) for name, value in values.items()}
     column = max((len(line) for line in lines.values() if len(line) < 40), default=0) + 2
     for name, line in lines.items():
-        print(_toml(f"{line.ljust(column)}  # {found[name]['source']}"))
+        print(_toml(f"{line.ljust(column)}  # {report[name]['source']}"))
     for variable, perhaps in sourced.misspelt:
         print(f"# {variable} is not a setting: did you mean {perhaps}?")
     return RIGHT

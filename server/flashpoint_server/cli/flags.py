@@ -43,7 +43,7 @@ _CONFIG, _ENV_FILE = (
 def takes_settings(command: Callable[..., int]) -> Callable[..., int]:
     """Add --config, --env-file and a flag for each setting to `command`. It receives a `Sourced` as `sourced`."""
     hints = typing.get_type_hints(command, include_extras=True)
-    own = [
+    parameters = [
         each.replace(annotation=hints[each.name])
         for each in inspect.signature(command).parameters.values()
         if each.name != "sourced"
@@ -62,8 +62,8 @@ def takes_settings(command: Callable[..., int]) -> Callable[..., int]:
         return command(sourced=sourced, **keywords)
 
     added = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=a) for n, a in flags.items()]
-    kept = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in own]
-    done.__signature__ = inspect.Signature([*kept, *added], return_annotation=int)  # type: ignore[attr-defined]
+    of_command = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
+    done.__signature__ = inspect.Signature([*of_command, *added], return_annotation=int)  # type: ignore[attr-defined]
     done.__annotations__ = {**{n: h for n, h in hints.items() if n != "sourced"}, **flags}
     return done
 
@@ -79,8 +79,8 @@ def _flags() -> dict[str, Any]:
     for name, field in Settings.model_fields.items():
         group = GROUPS.get(name, group)
         default = field.default
-        said = field.description or ""
-        text = f"{said if said.startswith('auto,') else said[:1].upper() + said[1:]}."
+        description = field.description or ""
+        text = f"{description if description.startswith('auto,') else description[:1].upper() + description[1:]}."
         more: dict[str, Any] = {
             "help": text,
             "rich_help_panel": group,
@@ -101,10 +101,12 @@ def _flags() -> dict[str, Any]:
 
 
 def _metavar(kind: Any, *, several: bool) -> str:
-    said = str(kind)
+    type_name = str(kind)
     if several:
         return "NAME,…"
-    return "INT" if "int" in said else "NUMBER" if "float" in said else "FILE" if "Path" in said else "TEXT"
+    return (
+        "INT" if "int" in type_name else "NUMBER" if "float" in type_name else "FILE" if "Path" in type_name else "TEXT"
+    )
 
 
 def _text(value: Any) -> str:

@@ -33,11 +33,11 @@ def health(*, sourced: Sourced) -> int:
     if settings.port == 0:
         raise CommandError("--port: must be the port of the server, not 0", "the log of the server names it: listening")
     try:
-        said = ask(settings)
+        state = ask(settings)
     except (OSError, http.client.HTTPException) as error:
         hint = "is the server running, and with the same flags and variables?"
         raise CommandError(f"no answer on port {settings.port}: {error}", hint, WRONG) from None
-    print(said)
+    print(state)
     return RIGHT
 
 

@@ -106,8 +106,8 @@ def key(
         drawn, digest = _drawn()
         _edited(key_edits.rotate, file, name, digest)
         return _show(f"the new key of {name}", drawn)
-    asked = rights.split("+")
-    if unknown := [right for right in asked if right not in RIGHTS]:
+    chosen_rights = rights.split("+")
+    if unknown := [right for right in chosen_rights if right not in RIGHTS]:
         near = meant(unknown[0], RIGHTS)
         hint = "put + between two: attention+info" if "," in rights else f"did you mean {near}?" if near else None
         raise CommandError(f"--rights: {unknown[0]!r} is not one of {', '.join(RIGHTS)}", hint)
@@ -129,7 +129,7 @@ def key(
             raise CommandError(f"--{limit.replace('_', '-')}: must be above 0, not {value:g}")
 
     drawn, digest = _drawn()
-    entry = {"sha256": digest, "rights": asked, **limits}
+    entry = {"sha256": digest, "rights": chosen_rights, **limits}
     text = "\n".join([f"[{name}]", *(f"{field} = {json.dumps(value)}" for field, value in entry.items()), ""])
     if file is not None:
         _edited(key_edits.add, file, name, text)
@@ -170,10 +170,10 @@ def _list(file: Path | None, name: str | None, others: Sequence[str]) -> int:
         raise CommandError(f"--file: {error}") from None
     show = console()
     for name, entry in entries.items():
-        said = [f"{field} {number(value)}" for field, value in entry.limits.items()]
-        said += ["its previous key is valid, too"] if entry.previous_sha256 else []
+        details = [f"{field} {number(value)}" for field, value in entry.limits.items()]
+        details += ["its previous key is valid, too"] if entry.previous_sha256 else []
         rights = "+".join(right for right in RIGHTS if right in entry.rights)
-        show.print(f"{name}  {rights}  {', '.join(said) or 'no limits'}", markup=False, soft_wrap=True)
+        show.print(f"{name}  {rights}  {', '.join(details) or 'no limits'}", markup=False, soft_wrap=True)
     return RIGHT
 
 

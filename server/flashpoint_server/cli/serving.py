@@ -217,17 +217,17 @@ def open_to_all(settings: Settings) -> str | None:
         return None
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     try:
-        found = socket.getaddrinfo(
+        addresses = socket.getaddrinfo(
             settings.host or None, settings.port, family, socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
     except OSError:  # `listen` reports this error
         return None
-    return next((str(where[0]) for *_, where in found if not _loopback(str(where[0]))), None)
+    return next((str(where[0]) for *_, where in addresses if not _loopback(str(where[0]))), None)
 
 
 def _loopback(address: str) -> bool:
-    found = ip_address(address)
-    return (getattr(found, "ipv4_mapped", None) or found).is_loopback
+    ip = ip_address(address)
+    return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback
 
 
 def listen(settings: Settings) -> socket.socket:

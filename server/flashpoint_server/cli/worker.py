@@ -28,14 +28,14 @@ def main() -> int:
         "--limits", type=Path, required=True, help="directory in which the processes count the usage of keys"
     )
     parser.add_argument("--parent", type=int, required=True, help="process id of the supervisor")
-    asked = parser.parse_args()
-    die_with_parent(asked.parent)
+    arguments = parser.parse_args()
+    die_with_parent(arguments.parent)
     HANGUP.catch()
     settings = Settings()
     logs.configure(settings.log_format, settings.log_level)
-    engines = [bytes.fromhex(address) for address in asked.engines.split(",")]
-    shared = WorkerGroup(asked.limits, asked.number, settings.workers)
-    ended = serve_on(socket.socket(fileno=asked.listener), app := create_app(settings, engines, shared=shared))
+    engines = [bytes.fromhex(address) for address in arguments.engines.split(",")]
+    shared = WorkerGroup(arguments.limits, arguments.number, settings.workers)
+    ended = serve_on(socket.socket(fileno=arguments.listener), app := create_app(settings, engines, shared=shared))
     return CANNOT_WORK if app.state.service.engine.failure else ended
 
 

@@ -18,10 +18,10 @@ _AUTHORITY = re.compile(
 @lru_cache(32)  # hosts; a value that is not valid may be as long as a head
 def host_name(host: str) -> str | None:
     """Return the name or address in a Host header, in lower case and without the port; None if it is not valid."""
-    found = _AUTHORITY.fullmatch(host) if len(host) <= LONGEST_HOST else None
-    if found is None or int(found[2] or 0) > 65535:
+    match = _AUTHORITY.fullmatch(host) if len(host) <= LONGEST_HOST else None
+    if match is None or int(match[2] or 0) > 65535:
         return None
-    name = found[1].lower()
+    name = match[1].lower()
     if not name.startswith("["):
         return name.removesuffix(".") or None
     try:

@@ -142,12 +142,12 @@ def _replace(path: Path, text: str) -> None:
     """Replace the file at once: a reader sees the old one or the new one. Its permissions and owner stay."""
     temporary = None
     try:
-        found = path.stat() if path.exists() else None
+        present = path.stat() if path.exists() else None
         descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         with open(descriptor, "w", encoding="utf-8", newline="") as file:
-            os.fchmod(descriptor, MODE if found is None else found.st_mode & 0o777)
-            if found is not None and (found.st_uid, found.st_gid) != (os.geteuid(), os.getegid()):
-                os.fchown(descriptor, found.st_uid, found.st_gid)
+            os.fchmod(descriptor, MODE if present is None else present.st_mode & 0o777)
+            if present is not None and (present.st_uid, present.st_gid) != (os.geteuid(), os.getegid()):
+                os.fchown(descriptor, present.st_uid, present.st_gid)
             file.write(text)
             file.flush()
             os.fsync(descriptor)

@@ -98,7 +98,7 @@ def _config(path: Path | None, source: str) -> dict[str, tuple[str, str]]:
         raise SettingError([(source, f"{path} cannot be read: {_reason(error)}", None)]) from None
     except tomllib.TOMLDecodeError as error:
         raise SettingError([(source, f"{path} is not TOML: {error}", "write a setting as: port = 8000")]) from None
-    found: dict[str, tuple[str, str]] = {}
+    settings: dict[str, tuple[str, str]] = {}
     wrong: list[tuple[str, str, str | None]] = []
     for name, value in document.items():
         if name not in Settings.model_fields:
@@ -107,10 +107,10 @@ def _config(path: Path | None, source: str) -> dict[str, tuple[str, str]]:
         elif isinstance(value, dict):
             wrong.append((f"{name} in {path}", "must be a value, not a table", None))
         else:
-            found[name] = _text(value), f"{name} in {path}"
+            settings[name] = _text(value), f"{name} in {path}"
     if wrong:
         raise SettingError(wrong)
-    return found
+    return settings
 
 
 def _text(value: Any) -> str:
@@ -123,10 +123,10 @@ def _text(value: Any) -> str:
 def _env_file(path: Path, source: str) -> dict[str, str]:
     try:
         with path.open(encoding="utf-8") as stream:
-            found = dotenv_values(stream=stream, interpolate=False)
+            variables = dotenv_values(stream=stream, interpolate=False)
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError([(source, f"{path} cannot be read: {_reason(error)}", None)]) from None
-    return {name: value or "" for name, value in found.items()}
+    return {name: value or "" for name, value in variables.items()}
 
 
 def _reason(error: Exception) -> str:
@@ -164,9 +164,9 @@ def misspelt(variables: Iterable[str]) -> Iterator[tuple[str, str]]:
 def as_environment(settings: Settings, environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Return an environment in which `Settings()` has these values, for a child process. It contains the secrets."""
     ours = {PREFIX + name.upper() for name in Settings.model_fields}
-    kept = {name: value for name, value in environment.items() if name.upper() not in ours}
+    others = {name: value for name, value in environment.items() if name.upper() not in ours}
     given = {PREFIX + name.upper(): _plain(value) for name, value in settings if value is not None}
-    return kept | given
+    return others | given
 
 
 def _plain(value: Any) -> str:

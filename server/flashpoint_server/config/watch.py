@@ -21,15 +21,15 @@ class Watch:
     def __init__(self, files: Iterable[Path | None], changed: Callable[[], None]) -> None:
         self._files = [path for path in files if path is not None]
         self._changed = changed
-        self._found = self._look()
+        self._stamps = self._look()
 
     def _look(self) -> list[_Stamp]:
         return [_stamp(path) for path in self._files]
 
     def look(self) -> None:
         """Call `changed` if a file has changed since the last check."""
-        if (found := self._look()) != self._found:
-            self._found = found
+        if (stamps := self._look()) != self._stamps:
+            self._stamps = stamps
             self._changed()
 
     async def run(self) -> None:
@@ -41,7 +41,7 @@ class Watch:
 
 def _stamp(path: Path) -> _Stamp:
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

@@ -51,8 +51,8 @@ log = structlog.stdlib.get_logger("flashpoint.engine")
 
 _FREED = 64 << 20  # bytes of freed caches and saved forwards after which heaps are trimmed
 
-# A thread that needs Python's lock after its op waits at most this long for a thread that runs Python code; the default
-# is 5 ms.
+# A thread that needs Python's lock after a kernel waits at most this long for a thread that runs Python code; the
+# default is 5 ms.
 SWITCH_INTERVAL = 0.0005  # seconds
 
 
@@ -94,9 +94,9 @@ class EngineLoop:
         self._peers: list[Worker] = []
         self._stopping = False
         self._incarnation = secrets.randbits(63)
-        self._held = 0, 0, 0, 0  # as last sent to the peers
+        self._sent = 0, 0, 0, 0  # as last sent to the peers
         self._changes = 0  # the ledger's counter at the last check
-        self._most_held = 0  # maximum bytes since heaps were trimmed
+        self._peak = 0  # maximum bytes since heaps were trimmed
         self._turn = threading.Lock()
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
@@ -151,7 +151,7 @@ class EngineLoop:
         timeout: float | None = 0
         while not self._stopping:
             self._hear_all(timeout)
-            self._look_at_held()
+            self._look_at_ledger()
             with self._lock:
                 if (task := self._take()) is not None:
                     return task
@@ -163,7 +163,7 @@ class EngineLoop:
             timeout = None if until is None else max(until - time.monotonic(), 0)
         return None
 
-    def _look_at_held(self) -> None:
+    def _look_at_ledger(self) -> None:
         """Free expired items, and send the HTTP processes the new counts of held items."""
         ledger = self._executor.device.ledger
         if time.monotonic() >= ledger.due:
@@ -171,17 +171,17 @@ class EngineLoop:
         if not self._unseen:
             return
         self._changes = ledger.changes
-        if (held := self._held_now) != self._held:
-            self._held = held
+        if (holding := self._holding) != self._sent:
+            self._sent = holding
             with self._lock:
-                self._tell_all([Holding(*held)])
-            self._trim(Holding(*held).total)
+                self._tell_all([Holding(*holding)])
+            self._trim(Holding(*holding).total)
 
-    def _trim(self, held: int) -> None:
+    def _trim(self, nbytes: int) -> None:
         """Trim the C library's heaps after many held bytes have been freed."""
-        self._most_held = max(self._most_held, held)
-        if self._most_held - held >= _FREED or (self._most_held and not held):
-            self._most_held = held
+        self._peak = max(self._peak, nbytes)
+        if self._peak - nbytes >= _FREED or (self._peak and not nbytes):
+            self._peak = nbytes
             heap.trim()
 
     @property
@@ -190,10 +190,10 @@ class EngineLoop:
         return self._executor.device.ledger.changes != self._changes
 
     @property
-    def _held_now(self) -> tuple[int, int, int, int]:
+    def _holding(self) -> tuple[int, int, int, int]:
         """The number of caches and their bytes, and the number of saved forwards and their bytes."""
         ledger = self._executor.device.ledger
-        return *ledger.held(StoredCache), *ledger.held(SavedForward)
+        return *ledger.usage(StoredCache), *ledger.usage(SavedForward)
 
     def _take(self) -> Task | None:
         return None if self._stopping else self._scheduler.take()
@@ -239,13 +239,13 @@ class EngineLoop:
             device = self._executor.device
             peer = Worker(Channel(sock, ToEngine), device)
             peer.channel.send(Hello(device.info, os.getpid(), self._incarnation))
-            peer.channel.send(Holding(*self._held))
+            peer.channel.send(Holding(*self._sent))
             self._selector.register(peer.channel, selectors.EVENT_READ, peer)
             with self._lock:
                 self._peers.append(peer)
                 for plugin in self._scheduler.plugins:
-                    for said in plugin.history():
-                        peer.send(said)
+                    for news in plugin.history():
+                        peer.send(news)
 
     def _hear(self, peer: Worker) -> None:
         try:
@@ -290,9 +290,9 @@ class EngineLoop:
             log.error("segment not mapped", size=message.size, error=str(error))
             peer.send(Unmapped(message.segment))
 
-    def _tell_all(self, said: Sequence[FromEngine]) -> None:
+    def _tell_all(self, messages: Sequence[FromEngine]) -> None:
         for peer in self._peers:
-            for one in said:
+            for one in messages:
                 peer.send(one)
 
     def _forget(self, peer: Worker) -> None:

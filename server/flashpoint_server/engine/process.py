@@ -51,10 +51,10 @@ def main(start: Callable[[str], TorchDevice] | None = None) -> int:
     parser.add_argument("--saved-ttl", type=float, required=True)
     parser.add_argument("--log-format", required=True)
     parser.add_argument("--log-level", required=True)
-    asked = parser.parse_args()
-    die_with_parent(asked.parent)
+    arguments = parser.parse_args()
+    die_with_parent(arguments.parent)
     raise_descriptor_limit()
-    logs.configure(asked.log_format, asked.log_level)
+    logs.configure(arguments.log_format, arguments.log_level)
     from flashpoint_server.engine import self_test  # imports torch, which takes seconds
     from flashpoint_server.engine.benchmarks.jobs import BenchmarkJobs
     from flashpoint_server.engine.caches.store import CacheStore
@@ -65,25 +65,25 @@ def main(start: Callable[[str], TorchDevice] | None = None) -> int:
     from flashpoint_server.engine.state.ledger import Ledger
     from flashpoint_server.engine.state.saved import SavedStore
 
-    listener = socket.socket(fileno=asked.listener)
+    listener = socket.socket(fileno=arguments.listener)
     try:
-        device = (start or self_test.start)(asked.device)
+        device = (start or self_test.start)(arguments.device)
     except Exception as error:
         if self_test.may_pass(error):
-            log.exception("cannot start", device=asked.device)
+            log.exception("cannot start", device=arguments.device)
             return 1
         missing = isinstance(error, DeviceMissingError)  # a setting is wrong: a traceback would not help
-        log.error("broken", device=asked.device, exc_info=not missing, **({"error": str(error)} if missing else {}))
+        log.error("broken", device=arguments.device, exc_info=not missing, **({"error": str(error)} if missing else {}))
         sock, _ = listener.accept()
         Channel(sock, ToEngine).send(Broken(str(error) if missing else f"{type(error).__name__}: {error}"))
         return CANNOT_WORK
-    budget = Budget(asked.batch_flops, asked.batch_bytes, asked.max_queue_delay)
+    budget = Budget(arguments.batch_flops, arguments.batch_bytes, arguments.max_queue_delay)
     waker = Waker()
-    device.ledger = ledger = Ledger(asked.cache_bytes)
-    device.caches = CacheStore(ledger, asked.cache_ttl, device.info.name, paged="triton" in device.info.backends)
-    device.saved = SavedStore(ledger, asked.saved_ttl)
-    executor = Executor(device, budget, asked.hang_timeout)
-    benchmarks = BenchmarkJobs(device.info.name, asked.benchmark_slice_ms, asked.benchmark_keep)
+    device.ledger = ledger = Ledger(arguments.cache_bytes)
+    device.caches = CacheStore(ledger, arguments.cache_ttl, device.info.name, paged="triton" in device.info.backends)
+    device.saved = SavedStore(ledger, arguments.saved_ttl)
+    executor = Executor(device, budget, arguments.hang_timeout)
+    benchmarks = BenchmarkJobs(device.info.name, arguments.benchmark_slice_ms, arguments.benchmark_keep)
     scheduler = Scheduler(device, budget, executor.answer, waker.wake, [benchmarks], ledger)
     loop = EngineLoop(listener, waker, scheduler, executor)
     keep_what_is_there()

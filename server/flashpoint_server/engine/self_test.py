@@ -22,9 +22,9 @@ BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 _PASSING = ("out of memory", "ALLOC_FAILED", "busy or unavailable", "uncorrectable ECC error")
 
 
-def start(asked: str) -> TorchDevice:
-    """Return the device `asked` (auto, cpu, cuda or cuda:N), checked and calibrated. Raises RuntimeError."""
-    device = TorchDevice.open(asked)
+def start(name: str) -> TorchDevice:
+    """Return the device `name` (auto, cpu, cuda or cuda:N), checked and calibrated. Raises RuntimeError."""
+    device = TorchDevice.open(name)
     prove(device)
     calibrate(device)
     return device

@@ -71,8 +71,8 @@ class Codec:
         except OSError as error:  # no descriptor or process is left
             raise Refusal("out_of_memory", f"the process that reads JSON cannot be started: {error}") from None
         if returned:
-            found: T = value
-            return found
+            result: T = value
+            return result
         if isinstance(value, MemoryError):
             raise Refusal("out_of_memory", "the process that reads JSON ran out of memory for this request")
         raise value

@@ -60,10 +60,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--socket", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True, help="process id of the parent")
-    asked = parser.parse_args()
-    die_with_parent(asked.parent)
+    flags = parser.parse_args()
+    die_with_parent(flags.parent)
     take_stderr()
-    with socket.socket(fileno=asked.socket) as sock:
+    with socket.socket(fileno=flags.socket) as sock:
         while True:
             try:
                 function, arguments = unpack([_read(sock, _number(sock)) for _ in range(_number(sock))])

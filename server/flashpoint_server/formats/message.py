@@ -65,7 +65,9 @@ class TensorMessage(ABC):
 
     inputs: list[tuple[str, TensorInfo]]
     surface = "safetensors"
-    kept: dict[str, Any] | None = None  # what routes derive from the head alone, shared by requests with the same head
+    derived: dict[str, Any] | None = (
+        None  # what routes derive from the head alone, shared by requests with the same head
+    )
 
     @abstractmethod
     def options(self) -> Mapping[str, Any]:

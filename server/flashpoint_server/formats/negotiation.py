@@ -82,7 +82,7 @@ def takes_events(headers: Mapping[str, str]) -> bool:
 
 
 def _ranges(accept: str) -> list[tuple[str, float]]:
-    found = []
+    ranges = []
     for part in accept.split(","):
         media, *parameters = (piece.strip().lower() for piece in part.split(";"))
         if not media:
@@ -95,8 +95,8 @@ def _ranges(accept: str) -> list[tuple[str, float]]:
                     quality = min(max(0.0, float(value)), 1.0)
                 except ValueError:
                     quality = 0.0
-        found.append((media, quality))
-    return found
+        ranges.append((media, quality))
+    return ranges
 
 
 def _quality(media: str, ranges: list[tuple[str, float]]) -> float:

@@ -32,7 +32,7 @@ class _HeadReading:
     inputs: list[tuple[str, TensorInfo]]
     specs: dict[Direction, Spec] = field(default_factory=dict)
     plans: dict[Direction, RequestPlan] = field(default_factory=dict)
-    kept: dict[str, Any] = field(default_factory=dict)
+    derived: dict[str, Any] = field(default_factory=dict)
 
     @cached_property
     def options(self) -> Mapping[str, Any]:
@@ -60,7 +60,7 @@ class SafetensorsMessage(TensorMessage):
         self._reading = reading
         self._rest = rest
         self.inputs = reading.inputs
-        self.kept = reading.kept
+        self.derived = reading.derived
 
     @classmethod
     async def begin(cls, body: RequestBody, head_limit: int) -> SafetensorsMessage:
@@ -133,9 +133,9 @@ class Safetensors(Format):
         places = job.staging.outputs
         tensors = tuple((name, place.dtype, place.shape) for name, place in places.items())
         views = job.staging.views(places).values()
-        said = tuple((name, tuple(one) if isinstance(one, list) else one) for name, one in answer.metadata.items())
+        metadata = tuple((name, tuple(one) if isinstance(one, list) else one) for name, one in answer.metadata.items())
         make = _head if job.body.saved is None else _head.__wrapped__  # each saved forward has a new id
-        return [make(tensors, said), *(view for view in views if len(view))]
+        return [make(tensors, metadata), *(view for view in views if len(view))]
 
 
 @lru_cache(256)  # a model's answers have few shapes, and its caches have the same length in all layers

@@ -124,8 +124,8 @@ class RequestBody:
         if end == self.deadline:
             return out_of_time()
         pause, rate = self._settings.body_timeout, self._settings.body_rate
-        said = f"it may pause for {pause:g} s, and must average {rate} bytes a second"
-        return Refusal("body_timeout", f"the body arrived too slowly: {said}")
+        rule = f"it may pause for {pause:g} s, and must average {rate} bytes a second"
+        return Refusal("body_timeout", f"the body arrived too slowly: {rule}")
 
     async def text(self) -> bytes:
         """Return the whole body, of which nothing has been read. Raises like `next`."""

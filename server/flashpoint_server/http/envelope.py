@@ -120,8 +120,8 @@ class Envelope:
             log.exception("failed", request_id=exchange.request_id, error=type(error).__name__)
             if exchange.status is not None:
                 raise  # an answer that has started cannot be replaced: the connection is closed
-            said = Refusal("internal_error", "the server failed: a bug, logged with this request's id")
-            await send_refusal(stamped_send, exchange, said)
+            failure = Refusal("internal_error", "the server failed: a bug, logged with this request's id")
+            await send_refusal(stamped_send, exchange, failure)
         finally:
             seconds = time.perf_counter() - exchange.arrived
             route = exchange.path if exchange.path in self._paths else _masked(exchange.path, self._words)
@@ -130,7 +130,7 @@ class Envelope:
             if known and self._traces is not None:
                 self._traces.request(exchange, route)
             tell = self._log.debug if not known and exchange.path in self._probes else self._log.info
-            tell("request", **_said(exchange, route, seconds))
+            tell("request", **_log_fields(exchange, route, seconds))
 
 
 async def send_refusal(send: Send, exchange: Exchange, refusal: Refusal, *, more: bool = False) -> None:
@@ -153,7 +153,7 @@ def _masked(path: str, words: Collection[str]) -> str:
     return "/".join((first and "*", *(part if part in words else "*" for part in parts)))
 
 
-def _said(exchange: Exchange, route: str, seconds: float) -> Mapping[str, Any]:
+def _log_fields(exchange: Exchange, route: str, seconds: float) -> Mapping[str, Any]:
     """Return the fields of the log line."""
     fields: dict[str, Any] = {
         "request_id": exchange.request_id,

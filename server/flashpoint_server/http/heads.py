@@ -26,9 +26,9 @@ def too_large() -> Refusal:
 
 def with_host_of(url: bytes, fields: list[Field]) -> list[Field]:
     """Return `fields` with the host of `url` if that is absolute: it overrides the Host field (RFC 9112, §3.2.2)."""
-    if (found := _ABSOLUTE.match(url)) is None:
+    if (match := _ABSOLUTE.match(url)) is None:
         return fields
-    return [*(field for field in fields if field[0] != b"host"), (b"host", found[1])]
+    return [*(field for field in fields if field[0] != b"host"), (b"host", match[1])]
 
 
 def wrong(version: str, url: bytes, fields: list[Field]) -> Refusal | None:
@@ -50,8 +50,8 @@ def wrong(version: str, url: bytes, fields: list[Field]) -> Refusal | None:
             "malformed_head", f"an HTTP/{version} request needs {due} Host field, and this one has {len(hosts)}"
         )
     if hosts and host_name(host := hosts[0].decode("latin-1").strip()) is None:
-        said = "a host name, an IPv4 address or an [IPv6] address, with or without a :port"
-        return Refusal("malformed_head", f"the Host field must be {said}, not {host!r}")
+        form = "a host name, an IPv4 address or an [IPv6] address, with or without a :port"
+        return Refusal("malformed_head", f"the Host field must be {form}, not {host!r}")
     return _wrong_coding(version, codings) if codings else None
 
 

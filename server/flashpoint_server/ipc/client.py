@@ -99,10 +99,10 @@ class Listener:
     def computed(self, engine: Engine, done: Done) -> None:
         """Called when an attention request was computed. `done.batch` describes its launch, once for each launch."""
 
-    def heard(self, engine: Engine, said: JobNews) -> None:
+    def heard(self, engine: Engine, news: JobNews) -> None:
         """Called for each event of a benchmark."""
 
-    def held(self, engine: Engine, said: Holding) -> None:
+    def holding_changed(self, engine: Engine, holding: Holding) -> None:
         """Called when the caches and saved forwards of an engine have changed."""
 
     def lost(self, engine: Engine) -> None:
@@ -112,18 +112,18 @@ class Listener:
 class Engine:
     """One engine process, connected through the abstract Unix socket `address`.
 
-    `ready` is called when the engine is ready. `kept` is called when it dies, with the jobs that had not started.
+    `ready` is called when the engine is ready. `unstarted` is called when it dies, with the jobs that had not started.
     """
 
     def __init__(
         self,
         address: bytes,
         ready: Callable[[], None],
-        kept: Callable[[list[Job[Any]]], None],
+        unstarted: Callable[[list[Job[Any]]], None],
         listeners: Sequence[Listener],
     ) -> None:
         self._ready = ready
-        self._kept = kept
+        self._unstarted = unstarted
         self._listeners = listeners
         self.state = State.STARTING
         self.device: DeviceInfo | None = None
@@ -252,10 +252,10 @@ class Engine:
                         self._settle(message)
                     case Hello() if self.device is not None and message.device.name != self.device.name:
                         # Waiting jobs were planned for the first device, and a CPU must not replace a GPU silently.
-                        found = (
+                        reason = (
                             f"the engine's restart changed its device from {self.device.name} to {message.device.name}"
                         )
-                        self.state, self.failure = State.FAILED, found
+                        self.state, self.failure = State.FAILED, reason
                     case Hello():
                         self.device, self._pid, self.state = message.device, message.pid, State.READY
                         self.incarnation = message.incarnation
@@ -271,7 +271,7 @@ class Engine:
                     case Holding():
                         self.holding = message
                         for listener in self._listeners:
-                            listener.held(self, message)
+                            listener.holding_changed(self, message)
                     case Unmapped():
                         self._attached.discard(message.segment)
 
@@ -320,14 +320,14 @@ class Engine:
     def _died(self) -> None:
         if self.state is State.FAILED:
             self._lose("engine_lost", "the engine cannot work on this machine: see the log")
-            self._kept([])
+            self._unstarted([])
             return
         log.error("engine lost", jobs=len(self._sent))
         self.state = State.STARTING
         self.before.add(self.incarnation)
         self.incarnation, self.holding = 0, Holding(0, 0)
-        kept = list(self.unbegun)
-        for job in kept:
+        unbegun = list(self.unbegun)
+        for job in unbegun:
             del self._sent[job.number]
             self._let_go(job)
         self._lose("engine_lost", "the engine died while it ran this request; retry")
@@ -337,7 +337,7 @@ class Engine:
             self.state, self.failure = State.FAILED, f"the engine's socket is gone: {error}"
         for listener in self._listeners:
             listener.lost(self)
-        self._kept(kept)
+        self._unstarted(unbegun)
 
     def _lose(self, code: str, detail: str) -> None:
         """Close the connection, and refuse the jobs sent over it."""
@@ -362,7 +362,7 @@ class Engines:
     def __init__(self, listeners: Iterable[Listener] = ()) -> None:
         self.listeners = list(listeners)
         self._engines: list[Engine] = []
-        self._kept: deque[Job[Any]] = deque()  # jobs that wait until an engine is ready
+        self._waiting_jobs: deque[Job[Any]] = deque()  # jobs that wait until an engine is ready
 
     def connect(self, addresses: Sequence[bytes]) -> None:
         """Connect to the engines at these addresses; `state` shows when one is ready."""
@@ -374,7 +374,7 @@ class Engines:
         """Refuse the jobs that wait for an answer, and close the connections."""
         for engine in self._engines:
             engine.close()
-        self._refuse_kept("draining", "the server stopped before it answered this request; retry")
+        self._refuse_waiting("draining", "the server stopped before it answered this request; retry")
 
     def forget_segment(self, number: int) -> None:
         for engine in self._engines:
@@ -403,7 +403,7 @@ class Engines:
     @property
     def waiting_seconds(self) -> float:
         """The longest time in seconds that a job has waited and no engine has started it; 0 if none waits."""
-        unbegun = itertools.chain(self._kept, *(engine.unbegun for engine in self._engines))
+        unbegun = itertools.chain(self._waiting_jobs, *(engine.unbegun for engine in self._engines))
         return max((time.monotonic() - job.since for job in unbegun), default=0.0)
 
     @property
@@ -429,7 +429,7 @@ class Engines:
         self._send(job)
         return job.answer
 
-    def least(self, load: Callable[[Engine], int]) -> Engine:
+    def least_loaded(self, load: Callable[[Engine], int]) -> Engine:
         """Return the ready engine with the smallest `load`. Raises Refusal."""
         self._check_ready()
         return min(self._ready(), key=load)
@@ -466,8 +466,8 @@ class Engines:
     @property
     def holding(self) -> Holding:
         """The sums of caches, saved forwards and their bytes over all engines."""
-        found = [Holding(0, 0), *(engine.holding for engine in self._engines)]
-        return Holding(*(sum(counts) for counts in zip(*map(msgspec.structs.astuple, found), strict=True)))
+        holdings = [Holding(0, 0), *(engine.holding for engine in self._engines)]
+        return Holding(*(sum(counts) for counts in zip(*map(msgspec.structs.astuple, holdings), strict=True)))
 
     def _check_ready(self) -> None:
         if not self._ready():
@@ -489,18 +489,18 @@ class Engines:
 
     def _keep(self, lost: list[Job[Any]]) -> None:
         """Called when an engine died, with the jobs that it had not started."""
-        self._kept.extend(lost)
+        self._waiting_jobs.extend(lost)
         self._resume()
 
     def _resume(self) -> None:
         """Send the waiting jobs if an engine is ready. Refuse them if no engine will be."""
         if self.state is State.FAILED:
-            self._refuse_kept("engine_lost", "no engine can work on this machine: see the log")
-        while self._kept and self.state is State.READY:
-            if not (job := self._kept.popleft()).answer.done():
+            self._refuse_waiting("engine_lost", "no engine can work on this machine: see the log")
+        while self._waiting_jobs and self.state is State.READY:
+            if not (job := self._waiting_jobs.popleft()).answer.done():
                 self._send(job)
 
-    def _refuse_kept(self, code: str, detail: str) -> None:
-        while self._kept:
-            if not (job := self._kept.popleft()).answer.done():
+    def _refuse_waiting(self, code: str, detail: str) -> None:
+        while self._waiting_jobs:
+            if not (job := self._waiting_jobs.popleft()).answer.done():
                 job.answer.set_exception(Refusal(code, detail))

@@ -47,14 +47,14 @@ class Table:
 
 
 class Counts:
-    """The counts of the whole service, as rows: `sum(row)` is that of all HTTP processes, `row[own]` that of this one.
+    """The counts of the whole service in rows: `sum(row)` is for all HTTP processes, `row[column]` for this one.
 
     Admission, staging memory and gRPC update their own rows.
     """
 
     def __init__(self, shared: WorkerGroup = WorkerGroup()) -> None:  # noqa: B008  # a tuple
         names = ("requests", "bytes", "flops", "seconds", "arriving", "staged", "wanted")
-        self.own = shared.process
+        self.column = shared.process
         if shared.directory is None:
             rows = [memoryview(bytearray(_NUMBER)).cast("d") for _ in names]
         else:

@@ -251,8 +251,8 @@ class CallReply(msgspec.Struct, frozen=True, tag=True):
         cls, id: int, caches: Sequence[CacheRecord], saved: list[SavedRecord], began: float, ended: float
     ) -> Iterator[CallReply]:
         """Yield the answer about `caches` in messages that fit the socket. `saved` is in the last one."""
-        most = max((one.shape.layers for one in caches), default=0)
-        count = max(1, LARGEST_MESSAGE // 2 // (_RECORD + _RECORD_LAYER * most))
+        layers = max((one.shape.layers for one in caches), default=0)
+        count = max(1, LARGEST_MESSAGE // 2 // (_RECORD + _RECORD_LAYER * layers))
         for start in range(0, max(len(caches), 1), count):
             more = start + count < len(caches)
             yield cls(id, list(caches[start : start + count]), began, ended, [] if more else saved, more)

@@ -127,8 +127,8 @@ class Regions:
             raise invalid([(tensor, f"region {shared.region!r} is not registered{off}")])
         if shared.size < info.nbytes or (shared.size > info.nbytes and not spare):
             due = f"at least {info.nbytes}" if spare else f"{info.nbytes}"
-            said = f"{due} bytes for this shape and datatype, not {shared.size}"
-            raise invalid([(tensor, f"shared_memory_byte_size must be {said}")])
+            expected = f"{due} bytes for this shape and datatype, not {shared.size}"
+            raise invalid([(tensor, f"shared_memory_byte_size must be {expected}")])
         if shared.offset + shared.size > region.size:
             raise invalid(
                 [(tensor, f"bytes {shared.offset} to {shared.offset + shared.size} exceed the region's {region.size}")]

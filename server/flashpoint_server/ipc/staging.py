@@ -123,7 +123,7 @@ class Pool:
         self._dropped = dropped
         self.segments: dict[int, Segment] = {}
         self.taken = 0  # slots
-        self._own = counts.own
+        self._column = counts.column
         self._staged = counts.staged  # bytes
         self._wanted = counts.wanted  # time at which a pool last had no room, in `time.monotonic` seconds
         self._trimmed = 0.0  # time at which this pool last freed its unused segments
@@ -173,12 +173,12 @@ class Pool:
             self._trim()
             if not self._reserve(size):
                 self._trimmed = time.monotonic()
-                self._wanted[self._own] = self._trimmed
+                self._wanted[self._column] = self._trimmed
                 raise PoolFullError(f"{sum(self._staged):.0f} of {self.limit} bytes of staging memory are in use")
         try:
             segment = Segment(size, touch=touch)
         except BaseException as error:
-            self._staged[self._own] -= size
+            self._staged[self._column] -= size
             if isinstance(error, OSError):  # no descriptor, memory or address space is left
                 message = f"the system cannot provide {size} bytes of staging memory: {error}"
                 raise PoolFullError(message) from None
@@ -191,10 +191,10 @@ class Pool:
 
         Counting comes first, so two processes never take the same room.
         """
-        self._staged[self._own] += size
+        self._staged[self._column] += size
         if sum(self._staged) <= self.limit:
             return True
-        self._staged[self._own] -= size
+        self._staged[self._column] -= size
         return False
 
     def _trim(self) -> None:
@@ -211,7 +211,7 @@ class Pool:
 
     def _drop(self, segment: Segment) -> None:
         del self.segments[segment.number]
-        self._staged[self._own] -= segment.size
+        self._staged[self._column] -= segment.size
         segment.close()
         self._dropped(segment.number)
 

@@ -131,10 +131,10 @@ class Metrics(Listener):
 
     def _of(self, metric: M, *labels: str) -> M:
         """Return the metric with these labels, of which there are few: `labels` checks them and takes a lock."""
-        found = self._children.get(key := (metric, *labels))
-        if found is None:
-            found = self._children[key] = metric.labels(*labels)
-        return cast(M, found)
+        child = self._children.get(key := (metric, *labels))
+        if child is None:
+            child = self._children[key] = metric.labels(*labels)
+        return cast(M, child)
 
     def ended(self, exchange: Exchange, route: str, seconds: float) -> None:
         """Count a request that has ended, with or without an answer."""
@@ -190,11 +190,11 @@ class Metrics(Listener):
         if batch.splits:
             self._splits.inc(batch.splits)
 
-    def held(self, engine: Engine, said: Holding) -> None:
-        self._caches.labels(engine.process[0]).set(said.caches)
-        self._cache_bytes.labels(engine.process[0]).set(said.nbytes)
-        self._saved.labels(engine.process[0]).set(said.saved)
-        self._saved_bytes.labels(engine.process[0]).set(said.saved_nbytes)
+    def holding_changed(self, engine: Engine, holding: Holding) -> None:
+        self._caches.labels(engine.process[0]).set(holding.caches)
+        self._cache_bytes.labels(engine.process[0]).set(holding.nbytes)
+        self._saved.labels(engine.process[0]).set(holding.saved)
+        self._saved_bytes.labels(engine.process[0]).set(holding.saved_nbytes)
 
     def cache_limit(self, engine: str, nbytes: int) -> None:
         """Set the maximum bytes of caches that an engine may hold."""
@@ -202,7 +202,7 @@ class Metrics(Listener):
 
     def lost(self, engine: Engine) -> None:
         self._restarts.inc()
-        self.held(engine, Holding(0, 0))
+        self.holding_changed(engine, Holding(0, 0))
 
     def queue(self, **now: float) -> None:
         """Set the gauges of admitted requests. `oldest_seconds` is the age of the oldest one."""

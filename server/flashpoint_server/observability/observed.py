@@ -19,13 +19,13 @@ _OF_BUILD = ("python", "torch", "triton")
 @cache
 def versions() -> dict[str, str]:
     """Return the versions of Python and of the installed libraries, without importing them."""
-    found = {"python": platform.python_version()}
+    by_package = {"python": platform.python_version()}
     for name in _LIBRARIES:
         try:
-            found[name] = version(name)
+            by_package[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return by_package
 
 
 def build_info(device: DeviceInfo | None) -> Metric:
@@ -45,8 +45,8 @@ def used(processes: Mapping[str, int]) -> Iterable[Metric]:
     """
     families: dict[str, Metric] = {}
     for name, pid in processes.items():
-        for found in ProcessCollector(pid=partial(int, pid), registry=None).collect():
-            family = families.setdefault(found.name, Metric(found.name, found.documentation, found.type))
-            for sample in found.samples:
+        for metric in ProcessCollector(pid=partial(int, pid), registry=None).collect():
+            family = families.setdefault(metric.name, Metric(metric.name, metric.documentation, metric.type))
+            for sample in metric.samples:
                 family.add_sample(sample.name, {"process": name}, sample.value)
     return families.values()

@@ -137,12 +137,12 @@ def parse(text: bytes) -> InferHead:
 
 
 def make_head(
-    identity: str, inputs: Sequence[Input], outputs: Sequence[Output], said: dict[str, Any], *, binary: bool
+    identity: str, inputs: Sequence[Input], outputs: Sequence[Output], parameters: dict[str, Any], *, binary: bool
 ) -> InferHead:
-    """Return the head from the parameters `said`, the inputs and the outputs. Raises WireError and FieldError."""
-    binary = _flag("binary_data_output", said.pop("binary_data_output", binary))
-    timeout = _count("timeout", said.pop("timeout", 0), _SIZE_LIMIT)
-    level = _count("priority", said.pop("priority", 0), PRIORITY_LEVELS)
+    """Return the head from the parameters, the inputs and the outputs. Raises WireError and FieldError."""
+    binary = _flag("binary_data_output", parameters.pop("binary_data_output", binary))
+    timeout = _count("timeout", parameters.pop("timeout", 0), _SIZE_LIMIT)
+    level = _count("priority", parameters.pop("priority", 0), PRIORITY_LEVELS)
     for what, names in (("inputs", [i.name for i in inputs]), ("outputs", [o.name for o in outputs])):
         if len(names) > TENSOR_LIMIT:
             raise WireError(f"{len(names)} {what} exceed the limit of {TENSOR_LIMIT}")
@@ -150,24 +150,24 @@ def make_head(
             raise FieldError(what, f"{twice[0]!r} appears twice")
     wanted = tuple(Wanted(o.name, binary if o.binary is None else o.binary, o.shared) for o in outputs)
     priority = PRIORITY_LEVELS - level if level else 0
-    return InferHead(identity, tuple(inputs), wanted, _options(said), binary, timeout, priority)
+    return InferHead(identity, tuple(inputs), wanted, _options(parameters), binary, timeout, priority)
 
 
-def _options(said: dict[str, Any]) -> dict[str, Any]:
+def _options(parameters: dict[str, Any]) -> dict[str, Any]:
     """Return parameters as options. Raises FieldError."""
-    for name, value in said.items():
+    for name, value in parameters.items():
         if not isinstance(value, str | int | float):
             raise FieldError(name, "must be a string, a number, true or false")
     for name, sides in SIDES.items():
-        if name in said:
+        if name in parameters:
             raise FieldError(name, f"is not a parameter: use {' and '.join(sides)}")
-        if any(side in said for side in sides):
+        if any(side in parameters for side in sides):
             defaults = zip(sides, OPTIONS[name].default, strict=True)
-            said[name] = [said.pop(side, default) for side, default in defaults]
+            parameters[name] = [parameters.pop(side, default) for side, default in defaults]
     for name, option in OPTIONS.items():
-        if name in said and isinstance(option.kind, Names):
-            said[name] = [word.strip() for word in str(said[name]).split(",")]
-    return said
+        if name in parameters and isinstance(option.kind, Names):
+            parameters[name] = [word.strip() for word in str(parameters[name]).split(",")]
+    return parameters
 
 
 def _input(entry: Any) -> Input:
@@ -279,7 +279,7 @@ def _flag(name: str, value: Any) -> bool:
     return value
 
 
-def _count(name: str, value: Any, most: int) -> int:
-    if type(value) is not int or not 0 <= value <= most:
-        raise FieldError(name, f"must be an integer from 0 to {most}")
+def _count(name: str, value: Any, limit: int) -> int:
+    if type(value) is not int or not 0 <= value <= limit:
+        raise FieldError(name, f"must be an integer from 0 to {limit}")
     return value

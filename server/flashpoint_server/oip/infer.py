@@ -115,22 +115,22 @@ async def _read(request: RouteRequest) -> InferMessage:
     return _HttpMessage(head, service.regions, request.caller.name, rest)
 
 
-def _head_size(said: str | None, limit: int) -> int | None:
+def _head_size(text: str | None, limit: int) -> int | None:
     """Return the bytes of JSON before the tensors from the header; None if the body is only JSON.
 
     Raises Refusal 400.
     """
-    if said is None:
+    if text is None:
         return None
-    if not (said.isascii() and said.isdecimal() and len(said) < 16):
+    if not (text.isascii() and text.isdecimal() and len(text) < 16):
         raise Refusal("malformed_body", "Inference-Header-Content-Length must be a number of bytes")
-    if not int(said):
+    if not int(text):
         raise Refusal(
             "malformed_body", "raw requests are not supported: they have one input, and attention needs three"
         )
-    if int(said) > limit:
-        raise Refusal("malformed_body", f"a head of {said} bytes exceeds the limit of {limit}")
-    return int(said)
+    if int(text) > limit:
+        raise Refusal("malformed_body", f"a head of {text} bytes exceeds the limit of {limit}")
+    return int(text)
 
 
 async def _start(body: RequestBody, size: int) -> tuple[bytes, bytes]:

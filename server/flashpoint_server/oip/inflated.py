@@ -25,21 +25,21 @@ class InflatedBody(RequestBody):
         super().__init__(scope, receive, headers, settings)
         self.length = None  # the decompressed length is unknown
         self._zlib = zlib.decompressobj(WINDOW_BITS[coding])
-        self._held = b""  # arrived, but not decompressed
+        self._compressed = b""  # arrived, but not decompressed
         self._within = False  # zlib may hold more output
         self._inflated = 0
 
     async def next(self) -> bytes:
         while not self._zlib.eof:
-            if not self._held and not self._within:
-                self._held = await super().next()
-                if not self._held:
+            if not self._compressed and not self._within:
+                self._compressed = await super().next()
+                if not self._compressed:
                     raise Refusal("malformed_body", "the compressed body is incomplete")
             try:
-                piece = self._zlib.decompress(self._held, AT_ONCE)
+                piece = self._zlib.decompress(self._compressed, AT_ONCE)
             except zlib.error as error:
                 raise Refusal("malformed_body", f"the body does not have its content coding: {error}") from None
-            self._held, self._within = self._zlib.unconsumed_tail, len(piece) == AT_ONCE
+            self._compressed, self._within = self._zlib.unconsumed_tail, len(piece) == AT_ONCE
             self._inflated += len(piece)
             self.check_length(self._inflated)
             if piece:

@@ -82,8 +82,8 @@ def router(service: Service) -> APIRouter:
         owner = admit(request)
         check_on()
         body = RequestBody(request.scope, request.receive, request.headers, service.settings)
-        asked = await read_model(body, Registration, REQUEST_LIMIT)
-        service.regions.register(owner, name, asked.key, asked.offset, asked.byte_size)
+        registration = await read_model(body, Registration, REQUEST_LIMIT)
+        service.regions.register(owner, name, registration.key, registration.offset, registration.byte_size)
         return Nothing()
 
     @routes.post("/region/{name}/unregister", summary="Unregister a region", responses=errors(*locked))

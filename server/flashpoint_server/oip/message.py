@@ -41,10 +41,10 @@ class InferMessage(TensorMessage):
         locate = partial(self._regions.locate, self._owner)
         inputs, wanted = self.head.inputs, self.head.wanted(spec)
         given = {i.name: locate(i.name, i.info, i.shared) for i in inputs if i.shared and i.name not in INDEX_TENSORS}
-        asked = {o.name: locate(o.name, spec.outputs[o.name], o.shared, spare=True) for o in wanted if o.shared}
-        if asked:
-            check_apart(given, asked, {**spec.tensors, **spec.outputs})
-        return given | asked
+        outputs = {o.name: locate(o.name, spec.outputs[o.name], o.shared, spare=True) for o in wanted if o.shared}
+        if outputs:
+            check_apart(given, outputs, {**spec.tensors, **spec.outputs})
+        return given | outputs
 
     @property
     def following(self) -> Iterable[Input]:

@@ -138,10 +138,10 @@ def configuration(model: Model, max_queue_delay: float) -> dict[str, Any]:
 
 def _defaults() -> dict[str, Any]:
     """Return the defaults of the options as parameters, which have one value each (see head.py)."""
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for name, option in OPTIONS.items():
         if name in SIDES:
-            found |= dict(zip(SIDES[name], option.default, strict=True))
+            defaults |= dict(zip(SIDES[name], option.default, strict=True))
         else:
-            found[name] = ",".join(option.default) if isinstance(option.kind, Names) else option.default
-    return found
+            defaults[name] = ",".join(option.default) if isinstance(option.kind, Names) else option.default
+    return defaults

@@ -132,9 +132,9 @@ def router(service: Service) -> APIRouter:
         service.admit(Exchange.of(request.scope), "info")
         return models.metadata(_model(request))
 
-    def stats(*asked: Model) -> dict[str, Any]:
+    def stats(*models: Model) -> dict[str, Any]:
         counted = list(service.metrics.everywhere().collect())
-        return {"model_stats": [model_stats(model.name, VERSION, counted) for model in asked]}
+        return {"model_stats": [model_stats(model.name, VERSION, counted) for model in models]}
 
     return routes
 

@@ -43,8 +43,8 @@ def errors(*codes: str, **details: str) -> dict[int | str, dict[str, Any]]:
 
 
 def _plain(examples: dict[str, Any]) -> dict[str, Any]:
-    said = {code: one | {"value": {"error": one["value"]["detail"]}} for code, one in examples.items()}
-    return {"schema": {"$ref": "#/components/schemas/ProtocolError"}, "examples": said}
+    errors = {code: one | {"value": {"error": one["value"]["detail"]}} for code, one in examples.items()}
+    return {"schema": {"$ref": "#/components/schemas/ProtocolError"}, "examples": errors}
 
 
 def add(document: dict[str, Any]) -> None:
@@ -61,7 +61,7 @@ def _operation(model: Model) -> dict[str, Any]:
     example = _EXAMPLE
     if model.direction == "backward":
         example = {**_EXAMPLE, "inputs": [*_EXAMPLE["inputs"], _DO]}
-    asked = {
+    content = {
         "schema": {"$ref": f"#/components/schemas/Infer_{model.name}"},
         "examples": {"causal": {"summary": "Two positions, causal", "value": example}},
     }
@@ -70,7 +70,7 @@ def _operation(model: Model) -> dict[str, Any]:
         "summary": f"Infer with {model.name}",
         "description": _DESCRIPTION,
         "operationId": f"infer_{model.name}",
-        "requestBody": {"required": True, "content": {jsonwire.MEDIA_TYPE: asked}},
+        "requestBody": {"required": True, "content": {jsonwire.MEDIA_TYPE: content}},
         "responses": {
             "200": {
                 "description": "The outputs.",

@@ -57,23 +57,23 @@ class Statistics:
 
 def model_stats(model: str, version: str, metrics: Iterable[Metric]) -> dict[str, Any]:
     """Return a model's entry in `model_stats`, from the metrics of all processes. Times are in nanoseconds."""
-    found: dict[str, dict[tuple[str, ...], float]] = {}
+    counts: dict[str, dict[tuple[str, ...], float]] = {}
     for metric in metrics:
         for sample in metric.samples:
             if sample.name.startswith("flashpoint_model_") and sample.labels["model"] == model:
                 labels = tuple(sample.labels[name] for name in ("how", "size", "stage") if name in sample.labels)
                 name = sample.name.removeprefix("flashpoint_model_").removesuffix("_total")
-                found.setdefault(name, {})[labels] = sample.value
+                counts.setdefault(name, {})[labels] = sample.value
 
     def of(name: str, *labels: str) -> float:
-        return found.get(name, {}).get(labels, 0.0)
+        return counts.get(name, {}).get(labels, 0.0)
 
     def duration(count: float, seconds: float) -> dict[str, int]:
         return {"count": int(count), "ns": round(seconds * 1e9)}
 
     sizes = {
         size: int(of("batched_requests", str(size)))
-        for size in sorted(int(s) for (s,) in found.get("batched_requests", {}))
+        for size in sorted(int(s) for (s,) in counts.get("batched_requests", {}))
     }
     # a launch serves as many requests as its size
     launches = {size: -(-count // size) for size, count in sizes.items()}

@@ -25,8 +25,8 @@ log = structlog.stdlib.get_logger("flashpoint.processes")
 # seconds between two starts; after a long run, the pause starts again at the first value
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
 # An OpenMP thread that waits by spinning occupies the core that the other threads, or the HTTP process, need: on 2
-# cores with another busy process, an op of 1 ms took 24 ms; with sleeping threads it took 0.9 ms. While one thread asks
-# torch for deterministic kernels, cuBLAS refuses those of all threads without its workspaces.
+# cores with another busy process, an operation of 1 ms took 24 ms; with sleeping threads it took 0.9 ms. While one
+# thread asks torch for deterministic kernels, cuBLAS refuses those of all threads without its workspaces.
 ENGINE_VARIABLES = {"OMP_WAIT_POLICY": "passive", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 ENGINE = "flashpoint_server.engine.process"
 ENGINE_SETTINGS = (
@@ -89,7 +89,7 @@ class Child:
             await asyncio.sleep(pause)
 
     @asynccontextmanager
-    async def kept(self, patience: float) -> AsyncIterator[Child]:
+    async def running(self, patience: float) -> AsyncIterator[Child]:
         """Keep the process running inside the context.
 
         At its end, stop the process, which has `patience` seconds to end.
@@ -144,7 +144,7 @@ async def running_engines(settings: Settings, module: str = ENGINE) -> AsyncIter
             for name in ENGINE_SETTINGS:
                 arguments += [f"--{name.replace('_', '-')}", str(getattr(settings, name))]
             child = Child(f"engine {device}", module, arguments, [listener.fileno()], environment)
-            await inside.enter_async_context(child.kept(ENGINE_PATIENCE))
+            await inside.enter_async_context(child.running(ENGINE_PATIENCE))
             addresses.append(listener.getsockname())
         yield addresses
 
@@ -158,10 +158,10 @@ def _listener() -> Iterator[socket.socket]:
         yield sock
 
 
-async def devices(asked: str) -> list[str]:
-    """Return the devices that `asked` means: itself, or for "all" every CUDA device, or the CPU if there is none."""
-    if asked != "all":
-        return [asked]
+async def devices(name: str) -> list[str]:
+    """Return the devices that `name` means: itself, or for "all" every CUDA device, or the CPU if there is none."""
+    if name != "all":
+        return [name]
     # A separate process counts them, because this one must not import torch.
     count = await asyncio.create_subprocess_exec(
         sys.executable, "-c", "import torch; print(torch.cuda.device_count())", stdout=asyncio.subprocess.PIPE

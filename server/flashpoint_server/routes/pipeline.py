@@ -115,8 +115,8 @@ class Route:
         except Refusal as refusal:
             await _refuse(send, exchange, refusal, body)
         except MemoryError:
-            said = Refusal("out_of_memory", "the HTTP process ran out of memory for this request")
-            await _refuse(send, exchange, said, body)
+            failure = Refusal("out_of_memory", "the HTTP process ran out of memory for this request")
+            await _refuse(send, exchange, failure, body)
         finally:
             exchange.bytes_in = max(exchange.bytes_in, body.received)
 
@@ -247,9 +247,9 @@ async def carry_out(
     """
     service, body = request.service, request.body
     spec, backend, price, device, options, _ = plan
-    if (size := sum(info.nbytes for info in text)) > (most := service.settings.json_limit):
+    if (size := sum(info.nbytes for info in text)) > (limit := service.settings.json_limit):
         raise Refusal(
-            "work_too_large", f"a JSON answer of {size} bytes exceeds the limit of {most}: request a binary answer"
+            "work_too_large", f"a JSON answer of {size} bytes exceeds the limit of {limit}: request a binary answer"
         )
     permit = request.permit or admit(request, nbytes)
     if text:
@@ -321,14 +321,14 @@ async def write(
         exchange.facts[f"{name}_ms"] = ms
     exchange.facts["batch_size"] = answer.batch_size
     exchange.way = LaunchInfo(job.body.backend, answer.batch_size, answer.launch, timings)
-    said = {
+    headers = {
         **fields,
         "x-backend": job.body.backend,
         **({"x-kernel": kernel} if (kernel := answer.metadata.get("kernel")) else {}),
         "x-batch-size": str(answer.batch_size),
         "server-timing": ", ".join([f"{name};dur={ms}" for name, ms in durations.items()]),
     }
-    await reply(request, parts, said)
+    await reply(request, parts, headers)
     request.service.metrics.took(stages)
 
 

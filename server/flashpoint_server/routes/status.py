@@ -95,7 +95,7 @@ def router(service: Service) -> APIRouter:
     @routes.get("/info", summary="Describe versions, device, backends, load and limits", responses=problems(*_LOCKED))
     async def info(request: Request) -> Info:
         caller = service.admit(Exchange.of(request.scope), "info")
-        device, settings, held = service.engine.device, service.settings, service.engine.holding
+        device, settings, holding = service.engine.device, service.settings, service.engine.holding
         backends = list(device.backends) if device else []
         return Info(
             version=version("flashpoint"),
@@ -103,14 +103,16 @@ def router(service: Service) -> APIRouter:
             device=Device(name=device.name, title=device.title, memory=device.memory) if device else None,
             backends=backends,
             kernels=device.kernels if device else {},
-            missing=[said for said in (device.no_triton, device.no_kernels, device.no_gpu) if said] if device else [],
+            missing=[reason for reason in (device.no_triton, device.no_kernels, device.no_gpu) if reason]
+            if device
+            else [],
             options={name: sorted(features(name, device.name)) for name in backends} if device else {},
             load={"requests": int(sum(service.counts.requests)), "bytes": int(sum(service.counts.bytes))},
             caches={
-                "caches": held.caches,
-                "bytes": held.nbytes,
-                "saved": held.saved,
-                "saved_bytes": held.saved_nbytes,
+                "caches": holding.caches,
+                "bytes": holding.nbytes,
+                "saved": holding.saved,
+                "saved_bytes": holding.saved_nbytes,
                 "limit_bytes": settings.cache_bytes,
             },
             limits={

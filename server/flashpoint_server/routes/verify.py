@@ -66,17 +66,21 @@ async def verify(request: RouteRequest) -> None:
         message = await given.read(body, service.settings, service.codec)
     if message is None:
         assert drawn is not None
-        asked, price, inputs = drawn.model_dump_json().encode(), _price(_spec_of(drawn), device, service.settings), []
+        request_json, price, inputs = (
+            drawn.model_dump_json().encode(),
+            _price(_spec_of(drawn), device, service.settings),
+            [],
+        )
     else:
         inputs = message.inputs
-        asked, price = _check(message, device, service.settings)
+        request_json, price = _check(message, device, service.settings)
     permit = request.permit or admit(request, sum(info.nbytes for _, info in inputs))
     permit.charge(price)
     staging = stage(request, Layout.of(inputs, {}))
     if message is not None:
         await message.receive(body, staging.views(staging.inputs))
     events = takes_events(request.headers)
-    job = make_job(request, VerifyCall(asked, events), staging, price, Job[VerifyCall])
+    job = make_job(request, VerifyCall(request_json, events), staging, price, Job[VerifyCall])
     if events:
         await _stream(request, job)
     else:
@@ -92,7 +96,7 @@ async def _stream(request: RouteRequest, job: Job[VerifyCall]) -> None:
     A verification that is refused before it runs has an error status; one that fails later ends with a problem event.
     Raises Refusal and ClientGoneError.
     """
-    newest: bytes | None = None  # that was not sent yet
+    newest: bytes | None = None  # the newest progress that was not sent yet
     news = asyncio.Event()
 
     def proceeds(progress: bytes) -> None:
@@ -172,8 +176,10 @@ def _price(spec: Spec, device: DeviceInfo, settings: Settings) -> Price:
     """Return the price of a verification, which also holds the problem in float64. Raises Refusal 413."""
     check_size(spec, device.memory // IN_FLOAT64, settings.sequence_limit)
     price = proof_price(spec, device)
-    if price.flops > (most := settings.verify_flops):
-        raise Refusal("work_too_large", f"the verification needs {price.flops:.3g} FLOPs, over the limit of {most:.3g}")
+    if price.flops > (limit := settings.verify_flops):
+        raise Refusal(
+            "work_too_large", f"the verification needs {price.flops:.3g} FLOPs, over the limit of {limit:.3g}"
+        )
     return price
 
 

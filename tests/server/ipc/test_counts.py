@@ -10,13 +10,13 @@ import sys
 from pathlib import Path
 from flashpoint_server.ipc.counts import Counts, WorkerGroup
 counts = Counts(WorkerGroup(Path(sys.argv[1]), 1, 3))
-counts.requests[counts.own], counts.seconds[counts.own] = 5, 0.25
+counts.requests[counts.column], counts.seconds[counts.column] = 5, 0.25
 """
 
 
 def test_counts_of_another_process_are_seen_until_they_are_cleared(tmp_path):
     here = Counts(WorkerGroup(tmp_path, 0, 3))
-    here.requests[here.own] = 2
+    here.requests[here.column] = 2
     subprocess.run([sys.executable, "-c", WRITER, tmp_path], check=True)
     assert (list(here.requests), list(here.seconds), sum(here.bytes)) == ([2, 5, 0], [0, 0.25, 0], 0)
     clear(tmp_path, 1)
@@ -36,5 +36,5 @@ def test_a_successor_begins_with_nothing_and_leaves_the_others(tmp_path):
 
 def test_without_a_directory_a_process_counts_alone():
     one, other = Counts(), Counts()
-    one.bytes[one.own] = 7
+    one.bytes[one.column] = 7
     assert (list(one.bytes), list(other.bytes)) == ([7], [0])

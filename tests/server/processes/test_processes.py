@@ -26,7 +26,7 @@ def test_a_child_that_dies_is_started_again_and_ends_when_it_is_told_to(tmp_path
 
     async def run():
         child = Child("dies twice", "dies_twice", [str(notes)], [])
-        async with child.kept(PATIENCE):
+        async with child.running(PATIENCE):
             async with asyncio.timeout(PATIENCE):
                 while len(notes.read_text()) < 3 or child.starts < 3:  # noqa: ASYNC110  # another process's state
                     await asyncio.sleep(0.005)

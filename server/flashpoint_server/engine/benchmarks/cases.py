@@ -10,13 +10,13 @@ from flashpoint_kernels.timing import Case, grid, preset
 from flashpoint_kernels.timing.case import OWN
 
 
-def cases_of(request: BenchmarkRequest, device: str, *, own: bool = False) -> list[Case]:
-    """Return the cases that a request times on `device`; `own` adds the caller's function. Raises ProblemError."""
+def cases_of(request: BenchmarkRequest, device: str, *, own_kernel: bool = False) -> list[Case]:
+    """Return the cases of a request on `device`; `own_kernel` adds the caller's function. Raises ProblemError."""
     if OWN in request.backends:
         reason = "is a function of your own: flashpoint benchmark --kernel MODULE:FUNCTION times it"
         raise ProblemError([("backend", f"{OWN!r} {reason}")])
     cases = _named(request, device)
-    problems = {case.problem: case for case in cases}.values() if own else ()
+    problems = {case.problem: case for case in cases}.values() if own_kernel else ()
     return [*(replace(case, backend=OWN) for case in problems), *cases]
 
 

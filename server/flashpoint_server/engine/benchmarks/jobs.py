@@ -28,9 +28,9 @@ MOST_KEPT = 64  # maximum number of ended jobs that are kept for later queries
 
 @dataclass(eq=False)
 class _TimedJob:
-    asked: StartBenchmark
+    start: StartBenchmark
     events: Generator[BenchmarkEvent | None, None, None]
-    said: list[JobNews] = field(default_factory=list)
+    news: list[JobNews] = field(default_factory=list)
     last: int = 0  # the number of its last event
     unwanted: bool = False
     ended: float | None = None  # in `time.monotonic` seconds
@@ -61,7 +61,7 @@ class BenchmarkJobs:
     def history(self) -> Iterator[JobNews]:
         """Yield all messages about the jobs that are kept."""
         for job in self._jobs.values():
-            yield from job.said
+            yield from job.news
 
     def hear(self, message: StartBenchmark | StopJob) -> list[JobNews]:
         """Handle a message of an HTTP process."""
@@ -71,15 +71,15 @@ class BenchmarkJobs:
             case StopJob():
                 return self._stop(message.job)
 
-    def _open(self, asked: StartBenchmark) -> list[JobNews]:
+    def _open(self, start: StartBenchmark) -> list[JobNews]:
         """Queue a job. Its request has been checked."""
-        request = BenchmarkRequest.model_validate_json(asked.request)
-        job = _TimedJob(asked, local.slices(request, self._device, self._slice_ms))
+        request = BenchmarkRequest.model_validate_json(start.request)
+        job = _TimedJob(start, local.slices(request, self._device, self._slice_ms))
         total = len(cases_of(request, self._device))
-        self._jobs[asked.job] = job
+        self._jobs[start.job] = job
         self.active = True
-        job.said.append(JobOpened(asked.job, asked.owner, asked.request, asked.created, total))
-        return [*job.said, *self._drop_old()]
+        job.news.append(JobOpened(start.job, start.owner, start.request, start.created, total))
+        return [*job.news, *self._drop_old()]
 
     def _stop(self, name: str) -> list[JobNews]:
         """Cancel a job; a running slice ends first. Ignore a job that has ended."""
@@ -111,30 +111,30 @@ class BenchmarkJobs:
         finally:
             torch.set_num_threads(before)
             took = time.monotonic() - began
-            self._used[job.asked.owner] += took
+            self._used[job.start.owner] += took
             self._others_until = time.monotonic() + OTHERS_SHARE * took
 
     def conclude(self) -> list[JobNews]:
         """Return the messages after a slice. After a CUDA error, the device is suspect."""
-        said = self._concluded()
-        self.suspect = any(isinstance(one, JobEvent) and b"CUDA" in one.event for one in said)
-        return said
+        news = self._concluded()
+        self.suspect = any(isinstance(one, JobEvent) and b"CUDA" in one.event for one in news)
+        return news
 
     def _concluded(self) -> list[JobNews]:
         job, outcome, self._in_slice = self._in_slice, self._outcome, None
         assert job is not None
         if isinstance(outcome, Exception):
             return self._end(job, "failed", f"{type(outcome).__name__}: {outcome}")
-        said: list[JobNews] = [] if outcome is None else [self._say(job, outcome)]
+        news: list[JobNews] = [] if outcome is None else [self._say(job, outcome)]
         if isinstance(outcome, StateEvent) and outcome.state in ENDED:
             self._close(job)
         elif job.unwanted:
-            said += self._end(job, "cancelled")
-        return said
+            news += self._end(job, "cancelled")
+        return news
 
     def _next(self) -> _TimedJob:
         return min(
-            (job for job in self._jobs.values() if job.ended is None), key=lambda job: self._used[job.asked.owner]
+            (job for job in self._jobs.values() if job.ended is None), key=lambda job: self._used[job.start.owner]
         )
 
     def _end(self, job: _TimedJob, state: State, error: str | None = None) -> list[JobNews]:
@@ -151,13 +151,13 @@ class BenchmarkJobs:
 
     def _say(self, job: _TimedJob, event: BenchmarkEvent) -> JobEvent:
         job.last = event.id
-        said = JobEvent(job.asked.job, event.model_dump_json().encode())
-        job.said.append(said)
-        return said
+        news = JobEvent(job.start.job, event.model_dump_json().encode())
+        job.news.append(news)
+        return news
 
     def _drop_old(self) -> list[JobNews]:
         ended = [job for job in self._jobs.values() if job.ended is not None]
         old = [job for job in ended if time.monotonic() - (job.ended or 0) > self._keep] + ended[:-MOST_KEPT]
         for job in dict.fromkeys(old):
-            del self._jobs[job.asked.job]
-        return [JobDropped(job.asked.job) for job in dict.fromkeys(old)]
+            del self._jobs[job.start.job]
+        return [JobDropped(job.start.job) for job in dict.fromkeys(old)]

@@ -48,7 +48,7 @@ Tell = Callable[[VerifyProgress], None]  # called before each block of a verific
 
 
 def benchmark(request: BenchmarkRequest, kernel: Kernel | None = None) -> Iterator[BenchmarkEvent]:
-    """Time a grid; the events of a job, as a server streams them. Raises ProblemError at the first.
+    """Time a grid, and yield the events of a job as a server streams them. Raises ProblemError before the first event.
 
     `kernel`, the caller's own function, is timed beside the backends.
     """
@@ -62,7 +62,7 @@ def slices(
 
     A single call that takes longer is not split. Closing the generator stops the benchmark. Raises like `benchmark`.
     """
-    cases = cases_of(request, device, own=kernel is not None)
+    cases = cases_of(request, device, own_kernel=kernel is not None)
     timing = Timing(
         precision=request.relative_precision,
         max_seconds=request.max_seconds,
@@ -81,8 +81,8 @@ def slices(
         with closing(run_grid(cases, device, timing, kernel)) as events:
             for event in events:
                 if event["type"] == "device":
-                    found = event["environment"] | {"load_average": load, "commit": _commit()}
-                    yield DeviceEvent(id=next(ids), device=found["device"], environment=found)
+                    environment = event["environment"] | {"load_average": load, "commit": _commit()}
+                    yield DeviceEvent(id=next(ids), device=environment["device"], environment=environment)
                 elif event["type"] == "row":
                     row = BenchmarkRow.model_validate(event["row"])
                     yield RowEvent(id=next(ids), done=event["done"], total=event["total"], row=row)
@@ -102,8 +102,8 @@ def verify(request: VerifyRequest, device: str | None = None, progress: Tell | N
     """Run a drawn problem on a backend, and check the answers. Raises ProblemError."""
     device, start = device or _device(), time.monotonic()
     options = Options(**{name: getattr(request, name) for name in AttentionOptions.model_fields})
-    found = judge(draw(request, device), options, progress=_telling(progress))
-    report = _report(found, device, start, request.seed)
+    verification = judge(draw(request, device), options, progress=_telling(progress))
+    report = _report(verification, device, start, request.seed)
     if request.direction != "backward":
         return report
     judged = tuple(t for t in report.tensors if t.name not in ("o", "lse"))
@@ -140,17 +140,17 @@ def judge_given(
     start = time.monotonic()
     problem = {name: t for name, t in given.items() if name not in ALL_ANSWERS}
     answers = {name: t for name, t in given.items() if name in ALL_ANSWERS}
-    found = judge(problem, options, answers=answers or None, progress=_telling(progress))
-    return _report(found, device, start)
+    verification = judge(problem, options, answers=answers or None, progress=_telling(progress))
+    return _report(verification, device, start)
 
 
 def _telling(progress: Tell | None) -> Callable[[Progress], None] | None:
     return None if progress is None else lambda at: progress(VerifyProgress.model_validate(asdict(at)))
 
 
-def _report(found: Verification, device: str, start: float, seed: int | None = None) -> VerifyReport:
+def _report(verification: Verification, device: str, start: float, seed: int | None = None) -> VerifyReport:
     about = {"device": describe(device)["device"], "seed": seed, "seconds": time.monotonic() - start}
-    return VerifyReport.model_validate(found.to_dict() | about)
+    return VerifyReport.model_validate(verification.to_dict() | about)
 
 
 def _tensor(packed: PackedBody) -> Tensor:
@@ -162,17 +162,17 @@ def _tensor(packed: PackedBody) -> Tensor:
 def info() -> dict[str, Any]:
     """Describe this machine like `/info`: versions, device, backends and the options of each."""
     name = _device()
-    found, backends = describe(name), available_backends(name)
+    described, backends = describe(name), available_backends(name)
     kernels = native.names() if name == "cpu" else {}
     no_kernels = native.MISSING if name == "cpu" and not kernels else ""
     return {
         "name": "flashpoint",
-        "version": found["flashpoint"],
-        "versions": {package: found[package] for package in ("python", "torch", "triton")},
-        "device": {"name": name, "title": found["device"], "memory": found.get("memory_bytes")},
+        "version": described["flashpoint"],
+        "versions": {package: described[package] for package in ("python", "torch", "triton")},
+        "device": {"name": name, "title": described["device"], "memory": described.get("memory_bytes")},
         "backends": list(backends),
         "kernels": kernels,
-        "missing": [said for said in (backends.no_triton, no_kernels, no_gpu()) if said],
+        "missing": [reason for reason in (backends.no_triton, no_kernels, no_gpu()) if reason],
         "options": {backend: sorted(features(backend, name)) for backend in backends},
     }
 

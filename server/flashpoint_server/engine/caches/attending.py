@@ -67,7 +67,7 @@ class CallTensors:
             return None
         shell = self.shell(self.tensors)
         k, v = (shell.canonical(name, self.tensors[name]) for name in ("k", "v"))
-        return [(_own(k, row), _own(v, row)) for row in self.rows]
+        return [(_rows_of(k, row), _rows_of(v, row)) for row in self.rows]
 
     @cached_property
     def places(self) -> tuple[dict[str, Steps], list[dict[str, int]]]:
@@ -76,8 +76,10 @@ class CallTensors:
         """
         shell = self.shell({"q": self.tensors["q"]})
         whole = {name: shell.canonical(name, t) for name, t in (*shell.tensors.items(), *self.outputs.items())}
-        own = [{name: address(view, row.batch, row.q_start) for name, view in whole.items()} for row in self.rows]
-        return {name: steps(view, 1) for name, view in whole.items()}, own
+        row_addresses = [
+            {name: address(view, row.batch, row.q_start) for name, view in whole.items()} for row in self.rows
+        ]
+        return {name: steps(view, 1) for name, view in whole.items()}, row_addresses
 
     def clear_outputs(self) -> None:
         """Write the answer of a row without keys to the outputs, if the sequences may not cover them."""
@@ -125,8 +127,8 @@ class CachedCall(NamedTuple):
         lengths = [cache.tracks[cache_ref.layer].length for cache in caches]
         first = [self.lowest(row.q_len, length) for row, length in zip(rows, lengths, strict=True)]
         store.readable(caches, cache_ref.layer, first)
-        asked = [length for length, row in zip(lengths, rows, strict=True) if row.q_len]
-        self._check_mask(max(asked, default=0))
+        read_lengths = [length for length, row in zip(lengths, rows, strict=True) if row.q_len]
+        self._check_mask(max(read_lengths, default=0))
         return caches
 
     def _first_seen(self, queries: int, length: int) -> int:
@@ -140,8 +142,8 @@ class CachedCall(NamedTuple):
             raise invalid([("attn_mask", f"has {mask.shape[-1]} columns, but a cache has {length} tokens")])
         blocks, size = self.of.tensors.get("block_mask"), self.of.spec.options.block_size[1]
         if blocks is not None and blocks.shape[-1] * size < length:
-            said = f"has {blocks.shape[-1]} blocks of {size} keys, but a cache has {length} tokens"
-            raise invalid([("block_mask", said)])
+            mismatch = f"has {blocks.shape[-1]} blocks of {size} keys, but a cache has {length} tokens"
+            raise invalid([("block_mask", mismatch)])
 
     def reading(self, caches: Sequence[StoredCache]) -> Reading:
         """Return the work of the kernels in C, after the tokens are written."""
@@ -241,7 +243,7 @@ class CachedCall(NamedTuple):
         return t.unsqueeze(-3 if columns else -2) if self.of.spec.rank == 3 else t[None, None]
 
 
-def _own(view: Tensor, row: Row) -> Tensor:
+def _rows_of(view: Tensor, row: Row) -> Tensor:
     """Return a sequence's valid rows of a canonical view of q, o, lse, or of new k and v."""
     return view[row.batch].narrow(1, row.q_start, row.q_len)
 
@@ -268,10 +270,10 @@ def _from_start(tracks: Sequence[Track], pool: PagePool) -> _Pages:
     table = torch.zeros(len(tracks), _pages_of(max(lengths)), dtype=torch.int32)
     numbers = [track.numbers(track.first) for track in tracks]
     count = 1
-    for row, track, own in zip(table, tracks, numbers, strict=True):
+    for row, track, pages_of_track in zip(table, tracks, numbers, strict=True):
         first = track.first // SMALLEST_CHUNK
-        row[first : first + len(own)] = torch.arange(count, count + len(own), dtype=torch.int32)
-        count += len(own)
+        row[first : first + len(pages_of_track)] = torch.arange(count, count + len(pages_of_track), dtype=torch.int32)
+        count += len(pages_of_track)
     index = torch.cat(numbers).to(pool.k.device)
     pages = {}
     for name, t in pool.tensors.items():
@@ -305,11 +307,11 @@ def _copied(tracks: Sequence[Track], starts: Sequence[int], q: Tensor) -> _Pages
 def _gather(track: Track, start: int, k: Tensor, v: Tensor) -> None:
     """Copy a track's tokens from `start` on into pages (n, Hk, page, D); dropped tokens are 0."""
     page = k.shape[2]
-    held = max(start, track.first)
-    for n in range(min(len(k), (held - start) // page + 1) if held > start else 0):
+    first = max(start, track.first)
+    for n in range(min(len(k), (first - start) // page + 1) if first > start else 0):
         k[n].zero_()
         v[n].zero_()
-    for piece in track.pieces(held, track.length):
+    for piece in track.pieces(first, track.length):
         done = 0
         while done < piece.k.shape[2]:
             n, inside = divmod(piece.start + done - start, page)

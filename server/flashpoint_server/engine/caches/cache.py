@@ -104,8 +104,8 @@ def released(track: Track, chunks: Iterable[Chunk]) -> int:
 def freeable(caches: Iterable[StoredCache]) -> int:
     """Return the bytes that the deletion of these caches frees: chunks that another track holds are not counted."""
     tracks = [track for cache in dict.fromkeys(caches) for track in cache.tracks]
-    held = Counter(chunk for track in tracks for chunk in (*track.chunks, *track.spares) if chunk is not None)
-    chunks = sum(chunk.nbytes for chunk, holders in held.items() if chunk.holders == holders)
+    counts = Counter(chunk for track in tracks for chunk in (*track.chunks, *track.spares) if chunk is not None)
+    chunks = sum(chunk.nbytes for chunk, holders in counts.items() if chunk.holders == holders)
     return chunks + sum(base_bytes(len(cache.tracks)) for cache in dict.fromkeys(caches))
 
 

@@ -43,8 +43,8 @@ def execute(store: CacheStore, call: CacheCall, submit: Submit, memory: Mapping[
             store.write(terms, ids, tokens.layer, None if tokens.at is None else [tokens.at], [(k, v)])
         case TruncateCache(length):
             return [store.truncate(terms, ids[0], length)]
-        case ExportTokens() as asked:
-            _export(store, terms, ids, asked, submit, memory)
+        case ExportTokens() as export:
+            _export(store, terms, ids, export, submit, memory)
         case DeleteCaches():
             store.delete(terms, ids)
             return []
@@ -52,14 +52,14 @@ def execute(store: CacheStore, call: CacheCall, submit: Submit, memory: Mapping[
 
 
 def _export(
-    store: CacheStore, terms: Terms, ids: tuple[int, ...], asked: ExportTokens, submit: Submit,
+    store: CacheStore, terms: Terms, ids: tuple[int, ...], export: ExportTokens, submit: Submit,
     memory: Mapping[int, mmap.mmap],
 ) -> None:  # fmt: skip
     """Copy a layer's tokens to the outputs. Raises Refusal 409 if they are not the requested ones."""
     (cache,) = store.find(terms, ids)
-    track = cache.tracks[asked.layer]
+    track = cache.tracks[export.layer]
     k, v, *scales = (tensor_in(memory, t) for t in submit.outputs)
-    if (track.first, track.length) != (asked.first, asked.length):
+    if (track.first, track.length) != (export.first, export.length):
         raise Refusal("cache_position", "the cache's length changed while it was read: send the request again")
     for piece in track.pieces(track.first, track.length):
         inside = slice(piece.start - track.first, piece.start - track.first + piece.k.shape[2])

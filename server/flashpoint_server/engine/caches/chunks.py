@@ -40,10 +40,10 @@ class Chunk:
         shapes = [(1, size.heads, capacity, dim) for dim in (size.head_dim, size.value_dim)]
         counts = [math.prod(shape) for shape in shapes]
         if slab is None:
-            own = torch.empty(sum(counts), dtype=size.dtype, device=size.device)
+            memory = torch.empty(sum(counts), dtype=size.dtype, device=size.device)
         else:
-            own = slab.whole.narrow(0, place * slab.distance, sum(counts))
-        self.k, self.v = (t.view(shape) for t, shape in zip(torch.split(own, counts), shapes, strict=True))
+            memory = slab.whole.narrow(0, place * slab.distance, sum(counts))
+        self.k, self.v = (t.view(shape) for t, shape in zip(torch.split(memory, counts), shapes, strict=True))
         self.k_scale: Tensor | None = None
         self.v_scale: Tensor | None = None
         if size.quantized:
@@ -69,8 +69,8 @@ class Chunk:
         """Write k (Hk, n, D) and v (Hk, n, Dv), which are not 8-bit numbers, at position `at` of the chunk."""
         for t, scale, new in ((self.k, self.k_scale, k), (self.v, self.v_scale, v)):
             if scale is not None:
-                new, own = quantize(new, t.dtype)
-                self._put(scale, at, own)
+                new, new_scale = quantize(new, t.dtype)
+                self._put(scale, at, new_scale)
             self._put(t, at, new)
 
     def take_over(self, other: Chunk, count: int) -> None:
@@ -184,7 +184,7 @@ class Change(NamedTuple):
 
     place: int
     capacity: int
-    kept: int
+    copied: int
 
 
 class TokenRun(NamedTuple):
@@ -254,14 +254,14 @@ class Track:
         released: list[Chunk] = []
         if made:
             self._changed()
-        for (place, _, kept), chunk in made:
+        for (place, _, copied), chunk in made:
             if place == len(self.chunks):
                 self.chunks.append(chunk)
                 continue
             old, self.chunks[place] = self.chunks[place], chunk
             if old is not None:
-                if kept:
-                    chunk.take_over(old, kept)
+                if copied:
+                    chunk.take_over(old, copied)
                 released.append(old)
         end = at + k.shape[1]
         for place in range(at // CHUNK, -(-end // CHUNK)) if end > at else ():
@@ -271,18 +271,18 @@ class Track:
             if stop - start == end - at:
                 chunk_.write(start - place * CHUNK, k, v)
             else:
-                own = slice(start - at, stop - at)
-                chunk_.write(start - place * CHUNK, k[:, own], v[:, own])
+                part = slice(start - at, stop - at)
+                chunk_.write(start - place * CHUNK, k[:, part], v[:, part])
         return released + self.cut(end)
 
     def cut(self, end: int) -> list[Chunk]:
         """Drop the tokens from `end` on. Return the chunks that the track released."""
         self.length = end
-        kept = -(-end // CHUNK)
-        if kept == len(self.chunks):
+        remaining = -(-end // CHUNK)
+        if remaining == len(self.chunks):
             return []
         self._changed()
-        gone, self.chunks[kept:] = self.chunks[kept:], []
+        gone, self.chunks[remaining:] = self.chunks[remaining:], []
         return [chunk for chunk in gone if chunk is not None]
 
     def _changed(self) -> None:
@@ -327,11 +327,11 @@ class Track:
 
     def numbers(self, start: int) -> Tensor:
         """Return the page numbers (int32) of the tokens from `start` on, which is the first token of a held chunk."""
-        if (found := self._numbers.get(start)) is None:
+        if (numbers := self._numbers.get(start)) is None:
             chunks = (chunk for chunk in self.chunks[start // CHUNK :] if chunk is not None)
             runs = [torch.arange(c.place, c.place + len(c.k), dtype=torch.int32) for c in chunks]
-            found = self._numbers[start] = torch.cat(runs) if runs else torch.empty(0, dtype=torch.int32)
-        return found[: -(-(self.length - start) // SMALLEST_CHUNK)]
+            numbers = self._numbers[start] = torch.cat(runs) if runs else torch.empty(0, dtype=torch.int32)
+        return numbers[: -(-(self.length - start) // SMALLEST_CHUNK)]
 
     def scales(self, start: int, stop: int) -> Iterator[TokenRun]:
         """Yield the scales of 8-bit tokens like `pieces`: k (1, Hk, n) and v (1, Hk, n)."""

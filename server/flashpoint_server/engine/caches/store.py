@@ -1,7 +1,8 @@
 """The caches of an engine: create, write, fork, cut and read them. The ledger knows their owners (ledger.py).
 
-Every operation checks everything before it changes anything. Calls on one cache run one after the other (scheduler.py);
-calls on different caches may run at the same time. This module uses no sockets, and torch only for memory.
+Every operation checks everything before it changes anything. Calls on one cache run one after the other
+(cache_order.py); calls on different caches may run at the same time. This module uses no sockets, and torch only for
+memory.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class CacheStore:
             if (again := self._answered(terms, "create")) is not None:
                 return again
             sizes = self._sizes(shape)
-            chunks = [reserved_chunks(max_length, kept) for kept in keep] if max_length else [0] * len(sizes)
+            chunks = [reserved_chunks(max_length, keep_last) for keep_last in keep] if max_length else [0] * len(sizes)
             base = base_bytes(len(sizes))
             each = base + sum(size.nbytes * CHUNK * n for size, n in zip(sizes, chunks, strict=True))
             self._check(terms, each * count, each * count, each * count)
@@ -102,14 +103,14 @@ class CacheStore:
             if (again := self._answered(terms, "fork")) is not None:
                 return again
             fields = [f"{name}.{n}" for name, some in (("caches", serials), ("free", free)) for n in range(len(some))]
-            found = self._find(terms.owner, [*serials, *free], fields)
-            sources, freed = found[: len(serials)], found[len(serials) :]
+            caches = self._find(terms.owner, [*serials, *free], fields)
+            sources, freed = caches[: len(serials)], caches[len(serials) :]
             ends = [None] * len(sources) if lengths is None else lengths
             self._refuse([cut_problem(c, end) for c, end in zip(sources, ends, strict=True)])
             tracks = [[t.fork(t.length if end is None else min(end, t.length)) for t in c.tracks]
                       for c, end in zip(sources, ends, strict=True)]  # fmt: skip
             base = [base_bytes(len(c.tracks)) for c in sources]
-            full = [own + sum(t.nbytes for t in some) for own, some in zip(base, tracks, strict=True)]
+            full = [unshared + sum(t.nbytes for t in some) for unshared, some in zip(base, tracks, strict=True)]
             try:
                 gone = sum(c.nbytes for c in dict.fromkeys(freed))
                 self._check(terms, sum(base) - freeable(freed), sum(full) - gone, max(base, default=0))
@@ -118,9 +119,9 @@ class CacheStore:
                     released(track, track.cut(0))  # other tracks still hold them
                 raise
             made = []
-            for source, own, nbytes, some in zip(sources, base, full, tracks, strict=True):
+            for source, unshared, nbytes, some in zip(sources, base, full, tracks, strict=True):
                 made.append(self._new(terms.owner, source.shape, source.ttl, some, source.keep, source.max_length))
-                self._ledger.add(made[-1], nbytes, own)
+                self._ledger.add(made[-1], nbytes, unshared)
             answer = self._answer(terms, "fork", made)
             for cache in dict.fromkeys(freed):
                 self._ledger.end(cache)
@@ -233,8 +234,8 @@ class CacheStore:
         if any(problems):
             fields = fields or [f"caches.{i}" for i in range(len(problems))]
             errors = [(field, f"{p[0]}: {p[1]}") for field, p in zip(fields, problems, strict=True) if p is not None]
-            code, said = next(p for p in problems if p is not None)
-            raise Refusal(code, said, errors=errors)
+            code, detail = next(p for p in problems if p is not None)
+            raise Refusal(code, detail, errors=errors)
 
     # Tokens
 
@@ -279,9 +280,9 @@ class CacheStore:
                 cache.marked(mark)
                 cache.expires = self._ledger.clock() + cache.ttl  # also if the call's attention fails later
         for write, (k, v) in zip(writes, tokens, strict=True):
-            if (kept := write.cache.keep[layer]) is not None:
+            if (keep_last := write.cache.keep[layer]) is not None:
                 with self._lock:
-                    self._let_go(write.cache, write.track, write.track.drop_before(write.at - kept))
+                    self._let_go(write.cache, write.track, write.track.drop_before(write.at - keep_last))
             if released := write.track.write(write.at, k, v, write.made):
                 self._wait_for_copies()
                 with self._lock:
@@ -376,5 +377,5 @@ class CacheStore:
             return
         spares = len(track.spares)
         gone = released(track, chunks)
-        kept = sum(chunk.nbytes for chunk in track.spares[spares:])
-        self._ledger.uncount(cache, sum(chunk.nbytes for chunk in chunks) - kept, gone)
+        spare_bytes = sum(chunk.nbytes for chunk in track.spares[spares:])
+        self._ledger.uncount(cache, sum(chunk.nbytes for chunk in chunks) - spare_bytes, gone)

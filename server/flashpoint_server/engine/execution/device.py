@@ -99,25 +99,27 @@ class TorchDevice:
         self._memory, self._looked = 0, -MEMORY_SECONDS
 
     @classmethod
-    def open(cls, asked: str) -> TorchDevice:
-        """Open the device `asked`: auto, cpu, cuda or cuda:N. Raises DeviceMissingError if it does not exist."""
+    def open(cls, requested: str) -> TorchDevice:
+        """Open the device `requested`: auto, cpu, cuda or cuda:N. Raises DeviceMissingError if it does not exist."""
         # code that uses more threads sets their number itself: see flashpoint_kernels.problems.reproducible
         torch.set_num_threads(1)
-        name = ("cuda" if torch.cuda.is_available() else "cpu") if asked == "auto" else asked
+        name = ("cuda" if torch.cuda.is_available() else "cpu") if requested == "auto" else requested
         if not name.startswith("cuda"):
             speed = _speed("cpu") * CORES
             kernels = native.names()
             return cls(
                 DeviceInfo(
                     "cpu", device_name("cpu"), _ram(), available_backends("cpu"), speed, cores=CORES, kernels=kernels,
-                    no_kernels="" if kernels else native.MISSING, no_gpu=local.no_gpu() if asked == "auto" else "",
+                    no_kernels="" if kernels else native.MISSING, no_gpu=local.no_gpu() if requested == "auto" else "",
                 )
             )  # fmt: skip
         if not torch.cuda.is_available():
-            raise DeviceMissingError(f"device {asked} is not available: torch finds no CUDA device; set --device cpu")
+            raise DeviceMissingError(
+                f"device {requested} is not available: torch finds no CUDA device; set --device cpu"
+            )
         if (torch.device(name).index or 0) >= torch.cuda.device_count():
             last = torch.cuda.device_count() - 1
-            raise DeviceMissingError(f"device {asked} is not available: the last CUDA device is cuda:{last}")
+            raise DeviceMissingError(f"device {requested} is not available: the last CUDA device is cuda:{last}")
         properties = torch.cuda.get_device_properties(name)
         device = torch.device(name)
         name = f"cuda:{torch.cuda.current_device() if device.index is None else device.index}"
@@ -162,14 +164,14 @@ class TorchDevice:
 
         A CUDA error may concern only one call, so the device is tested.
         """
-        said = str(error)
+        text = str(error)
         # Triton, cuBLAS and torch on the CPU ("DefaultCPUAllocator: can't allocate memory") say it only in their text.
-        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in said:
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in text:
             short = True
-        elif any(name in said for name in ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS")):
+        elif any(name in text for name in ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS")):
             if self.lost():
-                raise DeviceLostError(said.splitlines()[0]) from error
-            short = "out of memory" in said or "ALLOC_FAILED" in said
+                raise DeviceLostError(text.splitlines()[0]) from error
+            short = "out of memory" in text or "ALLOC_FAILED" in text
         else:
             short = False
         if short:
@@ -326,13 +328,13 @@ class TorchDevice:
 
     # Saved forwards
 
-    def reserve(self, asked: Save) -> SavedForward:
+    def reserve(self, save: Save) -> SavedForward:
         """Reserve memory for a forward that will be saved. Raises Refusal 413 and 429."""
-        return self.saved.reserve(asked)
+        return self.saved.reserve(save)
 
-    def drop(self, kept: SavedForward) -> None:
+    def drop(self, forward: SavedForward) -> None:
         """Free the memory of a forward that has failed."""
-        self.saved.drop(kept.serial)
+        self.saved.drop(forward.serial)
 
     def keep(self, job: EngineRequest) -> None:
         """Save a forward on the CPU after all its parts have run. Raises OutOfMemoryError."""
@@ -345,7 +347,7 @@ class TorchDevice:
         On the CPU they are copied out of staging memory, which an HTTP process reuses. The copy takes 1/30 of the
         forward's time at 1,024 tokens, and less at more tokens.
         """
-        if job.kept is None:
+        if job.saved_forward is None:
             return
         places = [*job.submit.inputs, *job.submit.outputs]
         if self.is_cpu or problem is None:
@@ -355,7 +357,7 @@ class TorchDevice:
             tensors = {t.name: here[t.name].view(t.shape) for t in places}
             # these are views of staging memory
             tensors |= {name: t.clone() for name, t in tensors.items() if name in INDEX_TENSORS}
-        self.saved.keep(job.kept, tensors)
+        self.saved.keep(job.saved_forward, tensors)
 
     def _recalled(self, job: EngineRequest) -> Mapping[str, Tensor]:
         """Return the tensors of the saved forward that a job uses. Raises Refusal 404 and 410."""
@@ -384,15 +386,15 @@ class TorchDevice:
 
         `progress` is called before each block of work. If it raises, the verification ends.
         """
-        asked, inputs = job.verification.request, job.submit.inputs
+        request_json, inputs = job.verification.request, job.submit.inputs
         with self._device_errors:
             try:
                 if not inputs:
-                    drawn = VerifyRequest.model_validate_json(asked)
+                    drawn = VerifyRequest.model_validate_json(request_json)
                     return local.verify(drawn, self.info.name, progress).model_dump_json().encode()
                 given = {t.name: tensor_in(job.memory, t) for t in inputs}
                 given = {name: t if name in INDEX_TENSORS else t.to(self.info.name) for name, t in given.items()}
-                options = Options(**AttentionOptions.model_validate_json(asked).model_dump())
+                options = Options(**AttentionOptions.model_validate_json(request_json).model_dump())
                 return local.judge_given(given, options, self.info.name, progress).model_dump_json().encode()
             except ProblemError as error:
                 raise invalid(error.errors) from None

@@ -168,8 +168,8 @@ class Executor:
         except Exception as error:
             self._fail([request], OutOfMemoryError() if isinstance(error, MemoryError) else error)
         else:
-            for told in CallReply.parts(request.submit.id, caches, saved, request.began, time.perf_counter()):
-                request.peer.send(told)
+            for reply in CallReply.parts(request.submit.id, caches, saved, request.began, time.perf_counter()):
+                request.peer.send(reply)
 
     def _launch(self, batch: Sequence[EngineRequest]) -> None:
         if batch[0].planned is None:
@@ -265,8 +265,8 @@ class Executor:
             metadata["lengths"] = self.device.caches.lengths(cache_ref.owner, cache_ref.caches, cache_ref.layer)
             if request.reads is not None:
                 metadata["reads"] = request.reads
-        if request.kept is not None:
-            metadata["saved"] = request.kept.serial
+        if request.saved_forward is not None:
+            metadata["saved"] = request.saved_forward.serial
         ended, memory, dropped = time.perf_counter(), self.device.memory(), LINES.dropped()
         request.peer.send(
             Done(request.submit.id, metadata, request.began, ended, size, *stages, memory, number, about, dropped)

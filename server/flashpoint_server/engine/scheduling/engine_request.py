@@ -229,9 +229,9 @@ class EngineRequest:
     seed: int | None = None
     call: CachedCall | None = None  # a call over caches whose tokens have been written
     kin: Hashable | None = None
-    parts: Sequence[Problem] = ()  # from a cut that takes no time
-    reads: list[int] | None = None  # of each cache: the keys read for it, if caches share some
-    kept: SavedForward | None = None  # where its tensors will be saved
+    parts: Sequence[Problem] = ()  # set at its start if the cut takes no time
+    reads: list[int] | None = None  # the number of keys read for each cache, if caches share some
+    saved_forward: SavedForward | None = None  # where its tensors will be saved
     computed: bool = False  # all parts have ended; its tensors must still be saved
     failure: Exception | None = None
 

@@ -8,8 +8,8 @@ of all requests that may share it.
 
     admitted → waiting → started → answered      waiting → cancelled or late: answered without a start
 
-A call that uses caches or a saved forward first waits until the earlier calls on them have ended (turns.py). Memory for
-a forward to be saved is reserved when the call starts.
+A call that uses caches or a saved forward first waits until the earlier calls on them have ended (cache_order.py).
+Memory for a forward to be saved is reserved when the call starts.
 
 The scheduler uses neither sockets nor torch. The device describes its abilities (`Resources`); other objects run the
 tasks and answer the requests.
@@ -69,8 +69,8 @@ class Resources(Protocol):
     def parts(self, job: EngineRequest) -> list[Problem]: ...
     def kin(self, job: EngineRequest) -> Hashable | None: ...
     def compile(self, job: EngineRequest) -> Future[None] | None: ...
-    def reserve(self, asked: Save) -> SavedForward: ...
-    def drop(self, kept: SavedForward) -> None: ...
+    def reserve(self, save: Save) -> SavedForward: ...
+    def drop(self, forward: SavedForward) -> None: ...
 
 
 class Holder(Protocol):
@@ -175,18 +175,18 @@ class Scheduler:
     def cancel(self, peer: Worker, number: int) -> None:
         """Drop a request that nobody waits for any more. It is still answered."""
 
-        def asked(request: EngineRequest) -> bool:
+        def is_cancelled(request: EngineRequest) -> bool:
             return request.peer is peer and request.submit.id == number
 
-        for request in self._remove(asked):
+        for request in self._remove(is_cancelled):
             self._fail(request, out_of_time())
-        self._stop(asked)
+        self._stop(is_cancelled)
 
     def forget(self, peer: Worker) -> None:
         """Drop all requests of an HTTP process that has disconnected."""
-        found = self._remove(lambda request: request.peer is peer)
+        dropped = self._remove(lambda request: request.peer is peer)
         # others wait for their end, or for their memory
-        awaited = [request for request in found if request.caches or request.kept is not None]
+        awaited = [request for request in dropped if request.caches or request.saved_forward is not None]
         for request in awaited:  # all fail before the first ends, so that it does not queue the next
             request.failure = out_of_time()
         for request in awaited:
@@ -206,11 +206,11 @@ class Scheduler:
     def _remove(self, unwanted: Callable[[EngineRequest], bool]) -> list[EngineRequest]:
         """Remove the requests that are `unwanted` from the queue and from the waiting lists."""
         items = self._waiting.remove(lambda item: isinstance(item, EngineRequest) and unwanted(item))
-        found = [*(item for item in items if isinstance(item, EngineRequest)), *self._turns.waiting(unwanted)]
-        for key, held in self._waiting_for_compile.items():
-            found += [request for request in held if unwanted(request)]
-            self._waiting_for_compile[key] = [request for request in held if not unwanted(request)]
-        return found
+        removed = [*(item for item in items if isinstance(item, EngineRequest)), *self._turns.waiting(unwanted)]
+        for key, requests in self._waiting_for_compile.items():
+            removed += [request for request in requests if unwanted(request)]
+            self._waiting_for_compile[key] = [request for request in requests if not unwanted(request)]
+        return removed
 
     def _drop_parts(self, group: Group) -> None:
         """Drop the parts that have not started. The requests are answered when the running parts have ended."""
@@ -222,7 +222,7 @@ class Scheduler:
         """Answer the requests of a group that has no parts left any more, or let their tensors be saved."""
         for request in group.requests:
             request.peer.running -= 1
-            if request.kept is None or request.failure is not None:
+            if request.saved_forward is None or request.failure is not None:
                 self._answer(request)
             else:
                 request.computed = True
@@ -239,8 +239,8 @@ class Scheduler:
 
     def _end_turn(self, request: EngineRequest) -> None:
         """Let the next calls on the same caches run, and free the memory of a forward that failed."""
-        if request.kept is not None and request.failure is not None:
-            self._device.drop(request.kept)
+        if request.saved_forward is not None and request.failure is not None:
+            self._device.drop(request.saved_forward)
         if request.caches:
             assert self._holder is not None
             self._holder.leave(request.caches, used=request.submit.body.uses and request.failure is None)
@@ -266,14 +266,14 @@ class Scheduler:
             self._holding = None
             if not self._waiting.items:
                 return None
-            found = self._waiting.take(now, groups=self._may_launch, may=self._has_lane)
-            if not found:
+            items = self._waiting.take(now, groups=self._may_launch, may=self._has_lane)
+            if not items:
                 return None
-            if isinstance(group := found[0], Group):
+            if isinstance(group := items[0], Group):
                 if self._goes_on(group):
                     return self._begin(self._part(group))
                 continue
-            requests = [item for item in found if isinstance(item, EngineRequest)]
+            requests = [item for item in items if isinstance(item, EngineRequest)]
             if requests[0].kin is not None:
                 requests += self._kindred(requests[0])
             if batch := [request for request in requests if self._begins(request)]:
@@ -414,7 +414,7 @@ class Scheduler:
             if request.planned is None:
                 return True
             if request.attention.saved is not None and (save := request.attention.save) is not None:
-                request.kept = self._device.reserve(save)
+                request.saved_forward = self._device.reserve(save)
             if request.key is None:
                 if not request.many:
                     request.parts = request.cut(self._device.parts)

@@ -15,7 +15,7 @@ from flashpoint_server.ipc.messages import FromEngine, StartBenchmark, StopJob
 
 
 class Plugin(Protocol):
-    """Group beside the requests. It runs in slices, one at a time, while nothing else runs on the device.
+    """Work beside the requests. It runs in slices, one at a time, while nothing else runs on the device.
 
     A slice is `begin`, `step` and `conclude`. All calls except `step` are made under the scheduler's lock. The messages
     that `hear`, `history` and `conclude` return go to every HTTP process.

@@ -63,10 +63,10 @@ class Waiting(Generic[W]):
 
     def remove(self, unwanted: Callable[[W], bool]) -> list[W]:
         """Remove and return the items that are `unwanted`."""
-        found = [item for item in self.items if unwanted(item)]
-        if found:
-            self.items = [item for item in self.items if item not in found]
-        return found
+        removed = [item for item in self.items if unwanted(item)]
+        if removed:
+            self.items = [item for item in self.items if item not in removed]
+        return removed
 
     def take(self, now: float, *, groups: bool, may: Callable[[W], bool] = lambda _: True) -> list[W]:
         """Remove and return the items to run next, together; empty if none may start.

@@ -75,7 +75,7 @@ class Ledger:
         """The bytes of all items; shared memory counts once."""
         return self._used
 
-    def held(self, of: type[Owned]) -> tuple[int, int]:
+    def usage(self, of: type[Owned]) -> tuple[int, int]:
         """Return the number of items of a class, and their bytes; shared memory counts once."""
         return self._counts[of.word], self._bytes[of.word]
 
@@ -175,8 +175,8 @@ class Ledger:
     def keep_owners(self, names: Iterable[str]) -> None:
         """Free the items of all other owners, whose keys were removed. Items in use are freed after their last call."""
         with self.lock:
-            kept = set(names)
-            for item in [item for item in self._items.values() if item.owner not in kept]:
+            owners = set(names)
+            for item in [item for item in self._items.values() if item.owner not in owners]:
                 item.disowned = True
                 if not item.users:
                     self._lose(item)

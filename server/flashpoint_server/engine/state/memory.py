@@ -15,8 +15,8 @@ from flashpoint_server.ipc.bodies import PlacedTensor
 
 def tensor_in(segments: Mapping[int, mmap.mmap], t: PlacedTensor) -> Tensor:
     """Return a tensor as a view of shared memory; a bool tensor is a copy."""
-    found = bytes_in(segments, t)
-    return found.ne(0) if t.dtype == "bool" else found
+    view = bytes_in(segments, t)
+    return view.ne(0) if t.dtype == "bool" else view
 
 
 def bytes_in(segments: Mapping[int, mmap.mmap], t: PlacedTensor) -> Tensor:

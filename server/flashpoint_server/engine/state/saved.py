@@ -1,7 +1,7 @@
 """The forwards that an engine saves: inputs, o and lse, from which gradients are computed. Owners: see ledger.py.
 
-reserved (its memory is counted before it runs) → kept (it has its tensors) → deleted or expired reserved → dropped (the
-call failed)
+reserved (its memory is counted before it runs) → kept (it has its tensors) → deleted or expired
+reserved → dropped (the call failed)
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class SavedStore:
         self._ledger = ledger
         self._ttl = ttl
 
-    def reserve(self, asked: Save) -> SavedForward:
+    def reserve(self, save: Save) -> SavedForward:
         """Reserve memory for a forward before it runs. Raises Refusal 413 and 429."""
         ledger = self._ledger
         with ledger.lock:
             ledger.sweep()
-            ledger.check(asked.owner, asked.quota, asked.nbytes, asked.nbytes, asked.nbytes, SavedForward.kind)
+            ledger.check(save.owner, save.quota, save.nbytes, save.nbytes, save.nbytes, SavedForward.kind)
             expires = ledger.clock() + self._ttl
             saved = SavedForward(
-                serial=ledger.serial(), owner=asked.owner, ttl=self._ttl, expires=expires, head=asked.head
+                serial=ledger.serial(), owner=save.owner, ttl=self._ttl, expires=expires, head=save.head
             )
-            ledger.add(saved, asked.nbytes, asked.nbytes)
+            ledger.add(saved, save.nbytes, save.nbytes)
             ledger.enter([saved.serial])
             return saved
 
@@ -74,21 +74,21 @@ class SavedStore:
         """Describe or delete forwards. Raises Refusal 404 and 410."""
         with self._ledger.lock:
             if call.operation == "list":
-                own = self._ledger.listed(SavedForward, call.owner)
-                kept = [self._record(one) for one in own if one.tensors and one.serial > call.after]
-                return kept[:MOST_LISTED]
-            found = [self._find(call.owner, serial) for serial in call.forwards]
+                listed = self._ledger.listed(SavedForward, call.owner)
+                records = [self._record(one) for one in listed if one.tensors and one.serial > call.after]
+                return records[:MOST_LISTED]
+            forwards = [self._find(call.owner, serial) for serial in call.forwards]
             if call.operation == "delete":
-                for saved in found:
+                for saved in forwards:
                     self._ledger.end(saved)
                 return []
-            return [self._record(one) for one in found]
+            return [self._record(one) for one in forwards]
 
     def _find(self, owner: str, serial: int) -> SavedForward:
-        found = self._ledger.find(SavedForward, owner, serial)
-        if isinstance(found, tuple):
-            raise Refusal(*found)
-        return found
+        result = self._ledger.find(SavedForward, owner, serial)
+        if isinstance(result, tuple):
+            raise Refusal(*result)
+        return result
 
     def _record(self, saved: SavedForward) -> SavedRecord:
         expires_in = max(0.0, saved.expires - self._ledger.clock())

@@ -52,15 +52,15 @@ class Hold:
         try:
             async with asyncio.timeout(until - time.monotonic()) as reading.timeout:
                 await self._memory.room(reading)
-                found = await message()
+                data = await message()
         except TimeoutError:
             self._memory.failed(reading)
             raise reading.made_way or TimeoutError from None
         except BaseException:
             self._memory.failed(reading)
             raise
-        self._memory.came(reading, size(found))
-        return found
+        self._memory.came(reading, size(data))
+        return data
 
     @property
     def largest(self) -> int:
@@ -70,7 +70,7 @@ class Hold:
     def add(self, nbytes: int) -> None:
         """Count `nbytes` more. Raises Refusal 429 if there is no room; a call that is alone always finds room."""
         if self._memory.others(self) and not self._memory.fits(self.owner, nbytes):
-            raise Refusal("queue_full", f"gRPC holds {self._memory.held} bytes, and this call needs {nbytes} more")
+            raise Refusal("queue_full", f"gRPC holds {self._memory.used} bytes, and this call needs {nbytes} more")
         self._memory.set(self, self.nbytes + nbytes)
 
     def drop(self, nbytes: int) -> None:
@@ -112,8 +112,8 @@ class Memory:
         self._slow = settings.body_timeout + self.largest / RATE  # seconds
         self._queue_limit = settings.queue_limit
         self._counts = counts
-        self.held = 0
-        self._kept = 0  # maximum of freed memory that heaps may still keep
+        self.used = 0
+        self._freed = 0  # maximum of freed memory that heaps may still keep
         self._of: dict[str, int] = {}  # by owner
         self._reading: dict[_Reading, None] = {}  # in the order of their start
         self._waiting: dict[_Reading, None] = {}  # in the order of arrival
@@ -123,7 +123,7 @@ class Memory:
         """Set the number of bytes of a call."""
         if more := nbytes - hold.nbytes:
             hold.nbytes = nbytes
-            self.held += more
+            self.used += more
             if owned := self._of.get(hold.owner, 0) + more:
                 self._of[hold.owner] = owned
             else:
@@ -133,13 +133,13 @@ class Memory:
 
     def others(self, hold: Hold) -> bool:
         """Return whether other calls hold memory."""
-        return self.held > hold.nbytes
+        return self.used > hold.nbytes
 
     def fits(self, owner: str, nbytes: int) -> bool:
         """Return whether there is room for `nbytes` more, in total and for the owner."""
-        if self._of.get(owner, 0) + nbytes > self._share or self.held + nbytes > self.limit:
+        if self._of.get(owner, 0) + nbytes > self._share or self.used + nbytes > self.limit:
             return False
-        if self.held + self._kept + nbytes > self.limit:
+        if self.used + self._freed + nbytes > self.limit:
             self._trim()
         return True
 
@@ -147,7 +147,7 @@ class Memory:
         """Wait until there is room for the largest message. Raises Refusal 429."""
         if reading.hold.counted:
             self._check_number()
-            self._counts.arriving[self._counts.own] += 1
+            self._counts.arriving[self._counts.column] += 1
         self._waiting[reading] = None
         if len(self._waiting) == 1 and self._begin(reading):
             return
@@ -163,8 +163,8 @@ class Memory:
         """Record that a message of `nbytes` has arrived."""
         del self._reading[reading]
         self._awaited(reading)
-        self._kept += nbytes
-        if self._kept >= KEPT:
+        self._freed += nbytes
+        if self._freed >= KEPT:
             self._trim()
         self.set(reading.hold, nbytes)
 
@@ -182,18 +182,18 @@ class Memory:
         failed = [reading for reading in self._reading if reading.hold is hold]
         for reading in failed:
             del self._reading[reading]
-            self._kept += hold.nbytes  # the size of the arrived part is unknown
+            self._freed += hold.nbytes  # the size of the arrived part is unknown
         self.set(hold, 0)
 
     def _trim(self) -> None:
         """Return the free memory of the heaps to the system."""
-        self._kept = 0
+        self._freed = 0
         heap.trim()
 
     def _awaited(self, reading: _Reading) -> None:
         """Record that a message is no longer awaited."""
         if reading.hold.counted:
-            self._counts.arriving[self._counts.own] -= 1
+            self._counts.arriving[self._counts.column] -= 1
 
     def _check_number(self) -> None:
         """Raise Refusal 429 if the queue is full, unless a slow message can make way."""

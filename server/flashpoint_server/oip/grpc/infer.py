@@ -22,7 +22,7 @@ from flashpoint_server.oip.datatypes import DATATYPE_OF
 from flashpoint_server.oip.grpc.answer import encode
 from flashpoint_server.oip.grpc.arrivals import LARGEST_MESSAGE, Hold
 from flashpoint_server.oip.grpc.framing import split
-from flashpoint_server.oip.grpc.request import CONTENTS, RAW_INPUTS, Asked, parse
+from flashpoint_server.oip.grpc.request import CONTENTS, RAW_INPUTS, ParsedRequest, parse
 from flashpoint_server.oip.head import InferHead
 from flashpoint_server.oip.message import InferMessage
 from flashpoint_server.oip.models import VERSION, find
@@ -103,17 +103,17 @@ class _GrpcMessage(InferMessage):
 
     def plan(self, direction: Direction, device: DeviceInfo, choose: Choose) -> RequestPlan:
         """Return the plan, after reserving memory for the answer, its joined form and gRPC's copy. Raises Refusal."""
-        found = super().plan(direction, device, choose)
-        spec = found.spec
+        planned = super().plan(direction, device, choose)
+        spec = planned.spec
         in_numbers = [o.name for o in self.head.wanted(spec) if not (o.binary or o.shared)]
         for name in in_numbers:
             if (dtype := spec.outputs[name].dtype) not in CONTENTS:
-                said = f"{name!r} is {DATATYPE_OF[dtype]}, which is only available as raw_output_contents"
-                raise invalid([("outputs", said)])
+                problem = f"{name!r} is {DATATYPE_OF[dtype]}, which is only available as raw_output_contents"
+                raise invalid([("outputs", problem)])
         if (size := spec.output_bytes + _HEAD_ROOM) > LARGEST_MESSAGE:
             raise Refusal("work_too_large", f"an answer of {size} bytes exceeds gRPC's limit of {LARGEST_MESSAGE}")
         self._hold.add(2 * spec.output_bytes)
-        return found
+        return planned
 
     async def receive(self, body: RequestBody, places: Mapping[str, memoryview]) -> None:
         """Copy the tensors to their places, and release the message."""
@@ -141,8 +141,8 @@ async def _infer(request: RouteRequest, body: MessageBody, statistics: Statistic
     begin(request)
     body.deadline = earlier(body.deadline, body.incoming.deadline)
     body.incoming.hold.owner = caller.name
-    asked, message = await _read(request, body)
-    model, head = find(asked.model, asked.version), asked.head
+    parsed, message = await _read(request, body)
+    model, head = find(parsed.model, parsed.version), parsed.head
     request.exchange.facts["model"] = model.name
     body.deadline = earlier(body.deadline, head.deadline(service.settings))
     request.priority = max(request.priority, head.priority)
@@ -152,7 +152,7 @@ async def _infer(request: RouteRequest, body: MessageBody, statistics: Statistic
     statistics.computed(model.name, answer.batch_size, job.timings.stages())
 
 
-async def _read(request: RouteRequest, body: MessageBody) -> tuple[Asked, InferMessage]:
+async def _read(request: RouteRequest, body: MessageBody) -> tuple[ParsedRequest, InferMessage]:
     """Return the parsed request, and its message. Raises Refusal 400, 413 and 422."""
     service = request.service
     message = await body.read()
@@ -162,10 +162,10 @@ async def _read(request: RouteRequest, body: MessageBody) -> tuple[Asked, InferM
             raise Refusal("body_too_large", f"{len(text)} bytes without raw_input_contents exceed the limit of {limit}")
         sizes = tuple(map(len, tensors))
         short = len(text) <= _SHORT
-        asked = _parse_again(text, sizes) if short else await service.codec.run(body.deadline, parse, text, sizes)
+        parsed = _parse_again(text, sizes) if short else await service.codec.run(body.deadline, parse, text, sizes)
     except WireError as error:
         raise Refusal("malformed_body", str(error)) from None
     except FieldError as error:
         raise invalid([(error.field, error.message)]) from None
     hold = body.incoming.hold
-    return asked, _GrpcMessage(asked.head, service.regions, hold.owner, tensors, len(message), hold)
+    return parsed, _GrpcMessage(parsed.head, service.regions, hold.owner, tensors, len(message), hold)

@@ -20,42 +20,42 @@ class Method(NamedTuple):
 
     verb: str
     path: Callable[[Any], str]
-    body: Callable[[Any], bytes] = lambda asked: b""
+    body: Callable[[Any], bytes] = lambda _: b""
     answer: Callable[[Any], Any] = lambda document: document
     unready: dict[str, Any] | None = None
 
 
 def _model(below: str = "") -> Callable[[Any], str]:
     """Return a function for the path of a model, followed by `below`. It raises Refusal 404."""
-    return lambda asked: f"/v2/models/{find(asked.name, asked.version).name}/versions/{VERSION}{below}"
+    return lambda request: f"/v2/models/{find(request.name, request.version).name}/versions/{VERSION}{below}"
 
 
-def _statistics(asked: Any) -> str:
-    return _model("/stats")(asked) if asked.name else "/v2/models/stats"
+def _statistics(request: Any) -> str:
+    return _model("/stats")(request) if request.name else "/v2/models/stats"
 
 
 def _region(below: str, of_all: bool = True, kind: str = "system") -> Callable[[Any], str]:
     """Return a function for the path of a region, or of all regions without a name. It raises Refusal 422."""
 
-    def path(asked: Any) -> str:
-        if "/" in asked.name or not (asked.name or of_all):
+    def path(request: Any) -> str:
+        if "/" in request.name or not (request.name or of_all):
             raise invalid([("name", "must be a name without '/'")])
-        return f"/v2/{kind}sharedmemory" + (f"/region/{asked.name}{below}" if asked.name else below)
+        return f"/v2/{kind}sharedmemory" + (f"/region/{request.name}{below}" if request.name else below)
 
     return path
 
 
-def _regions(found: Any) -> dict[str, Any]:
-    return {"regions": {region["name"]: region for region in found}}
+def _regions(regions: Any) -> dict[str, Any]:
+    return {"regions": {region["name"]: region for region in regions}}
 
 
-def _registration(asked: Any) -> bytes:
-    return json.dumps({"key": asked.key, "offset": asked.offset, "byte_size": asked.byte_size}).encode()
+def _registration(request: Any) -> bytes:
+    return json.dumps({"key": request.key, "offset": request.offset, "byte_size": request.byte_size}).encode()
 
 
-def _health(asked: Any) -> str:
-    if asked.service not in ("", SERVICE, HEALTH):
-        raise Refusal("not_found", f"service {asked.service!r} does not exist")
+def _health(request: Any) -> str:
+    if request.service not in ("", SERVICE, HEALTH):
+        raise Refusal("not_found", f"service {request.service!r} does not exist")
     return "/health/ready"
 
 

@@ -26,5 +26,7 @@ def message(name: str) -> Any:
 
 def methods(service: str) -> dict[str, tuple[Any, Any]]:
     """Return the request class and the answer class of each method of a service."""
-    found = _POOL.FindServiceByName(service).methods
-    return {method.name: (GetMessageClass(method.input_type), GetMessageClass(method.output_type)) for method in found}
+    descriptors = _POOL.FindServiceByName(service).methods
+    return {
+        method.name: (GetMessageClass(method.input_type), GetMessageClass(method.output_type)) for method in descriptors
+    }

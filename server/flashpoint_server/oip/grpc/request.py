@@ -48,7 +48,7 @@ CONTENTS = {
 _ModelInferRequest = protos.message("inference.ModelInferRequest")
 
 
-class Asked(NamedTuple):
+class ParsedRequest(NamedTuple):
     """An inference request: the model's name and version (empty if not given), and the head."""
 
     model: str
@@ -56,7 +56,7 @@ class Asked(NamedTuple):
     head: InferHead
 
 
-def parse(text: bytes, sizes: tuple[int, ...]) -> Asked:
+def parse(text: bytes, sizes: tuple[int, ...]) -> ParsedRequest:
     """Parse a message. `sizes` are those of the raw contents taken out of it. Raises WireError and FieldError."""
     try:
         message = _ModelInferRequest.FromString(text)
@@ -73,7 +73,7 @@ def parse(text: bytes, sizes: tuple[int, ...]) -> Asked:
     head = make_head(message.id, inputs, outputs, _values(message.parameters), binary=not in_numbers)
     if len({output.binary for output in head.outputs if output.shared is None}) > 1:
         raise FieldError("outputs", "binary_data must be the same for all: the answer is in bytes or in numbers")
-    return Asked(message.model_name, message.model_version, head)
+    return ParsedRequest(message.model_name, message.model_version, head)
 
 
 def _input(entry: Any, raw: Iterator[int] | None) -> Input:
@@ -82,8 +82,8 @@ def _input(entry: Any, raw: Iterator[int] | None) -> Input:
     info = tensor_info(name, list(entry.shape), entry.datatype)
     parameters = parameters_of(name, {"parameters": _values(entry.parameters)}, {"binary_data_size", *SHARED})
     shared = shared_at(name, parameters)
-    said = parameters.get("binary_data_size")
-    if said is not None and (raw is None or shared is not None):
+    stated = parameters.get("binary_data_size")
+    if stated is not None and (raw is None or shared is not None):
         raise WireError(f"{name!r} has a binary_data_size, but is not in raw_input_contents")
     if shared is not None:
         if entry.HasField("contents"):
@@ -95,8 +95,8 @@ def _input(entry: Any, raw: Iterator[int] | None) -> Input:
         raise WireError(f"{name!r} has no raw_input_contents, no contents, and is not in shared memory")
     if size != (due := size_of(info)):
         raise WireError(f"{name!r} has {size} bytes, but {entry.datatype} of its shape needs {due}")
-    if said is not None and said != size:
-        raise WireError(f"{name!r} has a binary_data_size of {said!r}, but its raw_input_contents have {size} bytes")
+    if stated is not None and stated != size:
+        raise WireError(f"{name!r} has a binary_data_size of {stated!r}, but its raw_input_contents have {size} bytes")
     return Input(name, info, size=size)
 
 
@@ -118,7 +118,7 @@ def _numbers(name: str, info: TensorInfo, contents: Any) -> NDArray[Any]:
         raise FieldError(name, f"has a number out of the range of {DATATYPE_OF[info.dtype]}") from None
 
 
-def _values(said: Mapping[str, Any]) -> dict[str, Any]:
+def _values(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return parameters as JSON values; one without a value is None."""
-    chosen = {name: parameter.WhichOneof("parameter_choice") for name, parameter in said.items()}
-    return {name: choice and getattr(said[name], choice) for name, choice in chosen.items()}
+    chosen = {name: parameter.WhichOneof("parameter_choice") for name, parameter in parameters.items()}
+    return {name: choice and getattr(parameters[name], choice) for name, choice in chosen.items()}

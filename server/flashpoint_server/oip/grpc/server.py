@@ -109,7 +109,8 @@ class RpcServer:
         for name, methods in METHODS.items():
             classes = protos.methods(name)
             behaviours = {
-                method: _small(app, service, memory, asked, *classes[method]) for method, asked in methods.items()
+                method: _small(app, service, memory, described, *classes[method])
+                for method, described in methods.items()
             }
             if name == SERVICE:
                 behaviours[PATH.rpartition("/")[2]] = infer
@@ -155,19 +156,21 @@ def _infer(app: ASGIApp, memory: Memory) -> Behaviour:
     return behaviour
 
 
-def _small(app: ASGIApp, service: Service, memory: Memory, method: Method, asked: Any, answered: Any) -> Behaviour:
+def _small(
+    app: ASGIApp, service: Service, memory: Memory, method: Method, request_class: Any, answer_class: Any
+) -> Behaviour:
     """Return the behaviour of a method with a small message, which must arrive within the body timeout."""
 
     async def behaviour(_: object, context: Any) -> bytes:
         hold = _hold(memory, owner=_owner(service, context))
         try:
             came = await hold.read(_reader(context), _size, time.monotonic() + service.settings.body_timeout)
-            message = asked.FromString(came or b"")
+            message = request_class.FromString(came or b"")
             path, body = method.path(message), method.body(message)
         except TimeoutError:
             await _end(context, "DEADLINE_EXCEEDED", "the message arrived too slowly")
         except DecodeError:
-            await _end(context, "INVALID_ARGUMENT", f"the message is not a {asked.DESCRIPTOR.name}")
+            await _end(context, "INVALID_ARGUMENT", f"the message is not a {request_class.DESCRIPTOR.name}")
         except Refusal as refusal:
             await _end(context, STATUSES[refusal.code], refusal.detail)
         reply = await _ask(app, context, method.verb, path, body)
@@ -175,7 +178,7 @@ def _small(app: ASGIApp, service: Service, memory: Memory, method: Method, asked
             document = method.unready
         else:
             document = method.answer(json.loads(await _answered(reply, context)))
-        return bytes(ParseDict(document, answered(), ignore_unknown_fields=True).SerializeToString())
+        return bytes(ParseDict(document, answer_class(), ignore_unknown_fields=True).SerializeToString())
 
     return behaviour
 
@@ -262,8 +265,8 @@ async def _answered(reply: RpcReply, context: Any) -> bytes:
     beside = {name: value for name, value in reply.fields.items() if not name.startswith(("content-", "connection"))}
     context.set_trailing_metadata(tuple(beside.items()))
     if reply.status != 200:
-        said = json.loads(reply.body)
-        detail = said.get("detail") or said.get("error")
+        document = json.loads(reply.body)
+        detail = document.get("detail") or document.get("error")
         await _end(context, STATUSES[reply.code or "internal_error"], detail, context.trailing_metadata())
     return reply.body
 

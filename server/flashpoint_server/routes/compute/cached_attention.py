@@ -35,7 +35,7 @@ from flashpoint_server.routes.pipeline import Numbers, RouteRequest, carry_out
 # seconds a byte of keys or values that one core reads; 8-bit values count as float32, because they are converted
 READ_SECONDS = 1e-10
 KEY_LENGTH = 128  # maximum characters of an Idempotency-Key
-_CALL, _PLAN = "call over caches", "plan over caches"  # in `TensorMessage.kept`
+_CALL, _PLAN = "call over caches", "plan over caches"  # in `TensorMessage.derived`
 _MANY = 1 << 30  # pairs of a call from whose price that of one pair follows
 REMEMBERED = 1 << 16  # number of caches whose lengths are stored here, for the prices of later calls
 
@@ -47,17 +47,17 @@ async def compute_cached(
     service, device = request.service, request.device
     assert device is not None
     set_replica_header(request)
-    asked, options = call = _call(message)
-    ids = found(request, asked.caches)
-    layer = _layer(asked, ids)
+    cache_options, options = call = _call(message)
+    ids = found_caches(request, cache_options.caches)
+    layer = _layer(cache_options, ids)
     writes = any(name == "k" for name, _ in message.inputs)
-    if writes and len(asked.caches) > 1 and len(set(asked.caches)) < len(asked.caches):
+    if writes and len(cache_options.caches) > 1 and len(set(cache_options.caches)) < len(cache_options.caches):
         raise invalid([("caches", "contains a cache twice, but the call writes to it")])
-    if asked.at is not None and not writes:
+    if cache_options.at is not None and not writes:
         raise invalid([("at", "needs k and v: it says where they are written")])
     key = idempotency_key(request) if writes else ""
     if key and options.dropout_p and options.dropout_seed is None:
-        call = _CacheCall(asked, replace(options, dropout_seed=_seed_of(key, asked)))
+        call = _CacheCall(cache_options, replace(options, dropout_seed=_seed_of(key, cache_options)))
     plan = _plan(message, call, layer, device)
     spec = plan.spec
     check_size(spec, device.memory, service.settings.sequence_limit)
@@ -68,8 +68,8 @@ async def compute_cached(
         owner=request.caller.name,
         caches=tuple([one.serial for one in ids]),
         shape=layer,
-        layer=asked.layer,
-        at=asked.at,
+        layer=cache_options.layer,
+        at=cache_options.at,
         key=key,
         quota=cache_quota(request),
         left=plan.left,
@@ -96,23 +96,23 @@ async def compute_cached(
     return job, answer
 
 
-def _layer(asked: CacheOptions, ids: Sequence[CacheId]) -> LayerShape:
+def _layer(cache_options: CacheOptions, ids: Sequence[CacheId]) -> LayerShape:
     """Return the sizes of the layer, which all caches of the call must have. Raises Refusal 422."""
-    if asked.layer >= (layers := ids[0].shape.layers):
+    if cache_options.layer >= (layers := ids[0].shape.layers):
         many = f"{layers} layer{'' if layers == 1 else 's'}"
-        raise invalid([("layer", f"{asked.layer} does not exist: each cache has {many}, from 0")])
-    layer = ids[0].layer(asked.layer)
-    if any(one.shape.layers <= asked.layer or one.layer(asked.layer) != layer for one in ids[1:]):
+        raise invalid([("layer", f"{cache_options.layer} does not exist: each cache has {many}, from 0")])
+    layer = ids[0].layer(cache_options.layer)
+    if any(one.shape.layers <= cache_options.layer or one.layer(cache_options.layer) != layer for one in ids[1:]):
         raise invalid([("caches", "have different shapes or dtypes in this layer")])
     return layer
 
 
-def _seed_of(key: str, asked: CacheOptions) -> int:
+def _seed_of(key: str, cache_options: CacheOptions) -> int:
     """Return the dropout seed of a write, of 53 bits: the same when the write is repeated, so that its answer is, too.
 
     It depends on the caches and the layer, because callers may use a key for several of them.
     """
-    text = json.dumps([key, asked.layer, *asked.caches])
+    text = json.dumps([key, cache_options.layer, *cache_options.caches])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 11
 
 
@@ -172,16 +172,16 @@ class _Plan(NamedTuple):
 class _CacheCall(NamedTuple):
     """The options of a call."""
 
-    asked: CacheOptions
+    cache_options: CacheOptions
     options: Options
 
 
 def _call(message: TensorMessage) -> _CacheCall:
     """Return the checked options, which are kept with the message's head. Raises Refusal 422."""
-    if message.kept is None:
+    if message.derived is None:
         return _options(message)
-    if (call := message.kept.get(_CALL)) is None:
-        call = message.kept[_CALL] = _options(message)
+    if (call := message.derived.get(_CALL)) is None:
+        call = message.derived[_CALL] = _options(message)
     return cast(_CacheCall, call)
 
 
@@ -190,11 +190,11 @@ def _plan(message: TensorMessage, call: _CacheCall, layer: LayerShape, device: D
 
     Raises Refusal 422.
     """
-    kept = message.kept if message.kept is not None and message.kept.get(_CALL) is call else {}
-    plan: _Plan | None = kept.get(_PLAN)
+    derived = message.derived if message.derived is not None and message.derived.get(_CALL) is call else {}
+    plan: _Plan | None = derived.get(_PLAN)
     if plan is None or plan.device is not device or plan.layer != layer:
         try:
-            plan = kept[_PLAN] = _planned(message.inputs, call, layer, device)
+            plan = derived[_PLAN] = _planned(message.inputs, call, layer, device)
         except ProblemError as error:
             raise invalid(error.errors) from None
     return plan
@@ -202,7 +202,7 @@ def _plan(message: TensorMessage, call: _CacheCall, layer: LayerShape, device: D
 
 def _planned(inputs: list[tuple[str, TensorInfo]], call: _CacheCall, layer: LayerShape, device: DeviceInfo) -> _Plan:
     """Plan the call. Raises ProblemError."""
-    spec, left, backend = _problem(tuple(inputs), call.options, layer, len(call.asked.caches), device.choices)
+    spec, left, backend = _problem(tuple(inputs), call.options, layer, len(call.cache_options.caches), device.choices)
     rates = _Rates.of(spec, backend, device, ITEMSIZE["float32" if layer.quantized else layer.dtype])
     return _Plan(spec, pack_options(spec.options), left, backend, Layout.of(inputs, spec.outputs), rates, layer, device)
 
@@ -221,13 +221,13 @@ def _problem(
 
 def _options(message: TensorMessage) -> _CacheCall:
     """Return the checked options. Raises Refusal 422."""
-    said = message.options()
+    options = message.options()
     try:
-        asked = CacheOptions.read(said)
-        if refused := saved.refused(said):
+        cache_options = CacheOptions.read(options)
+        if refused := saved.refused(options):
             raise invalid(refused)
-        plain = saved.plain({name: value for name, value in said.items() if name not in CACHE_OPTIONS})
-        return _CacheCall(asked, read_options(plain))
+        plain = saved.plain({name: value for name, value in options.items() if name not in CACHE_OPTIONS})
+        return _CacheCall(cache_options, read_options(plain))
     except ValidationError as error:
         raise invalid(field_problems(error)) from None
     except ProblemError as error:
@@ -256,7 +256,7 @@ def set_replica_header(request: RouteRequest) -> None:
     request.exchange.replica = sent if REPLICA.fullmatch(sent) else request.service.cache_ids.replica
 
 
-def found(request: RouteRequest, texts: Sequence[str], fields: Sequence[str] = ()) -> list[CacheId]:
+def found_caches(request: RouteRequest, texts: Sequence[str], fields: Sequence[str] = ()) -> list[CacheId]:
     """Return the decoded ids of caches, all on one engine. Errors name each by its field, or else as `caches.0` ….
 
     Raises Refusal 404, 410, 421, 422 and 503.
@@ -264,26 +264,33 @@ def found(request: RouteRequest, texts: Sequence[str], fields: Sequence[str] = (
     assert request.caller is not None
     service, owner = request.service, request.caller.name
     ids = [service.cache_ids.read(owner, text) for text in texts]
-    own = service.cache_ids.replica
-    if len(ids) == 1 and ids[0] is not None and ids[0].replica == own and service.engine.holder(ids[0].incarnation):
+    own_replica = service.cache_ids.replica
+    if (
+        len(ids) == 1
+        and ids[0] is not None
+        and ids[0].replica == own_replica
+        and service.engine.holder(ids[0].incarnation)
+    ):
         return [ids[0]]  # most calls: nothing to compare
-    here = {one.incarnation for one in ids if one is not None and one.replica == own}
+    here = {one.incarnation for one in ids if one is not None and one.replica == own_replica}
     there = {incarnation: service.engine.holder(incarnation) for incarnation in here}
     errors = []
     for place, one in enumerate(ids):
         field = fields[place] if fields else f"caches.{place}"
         if one is None:
             errors.append((field, "cache_not_found: this cache does not exist, or belongs to another API key"))
-        elif one.replica != own:
-            said = f"replica {one.replica!r} holds the cache: send X-Flashpoint-Replica: {one.replica}"
-            errors.append((field, f"cache_elsewhere: {said}"))
+        elif one.replica != own_replica:
+            detail = f"replica {one.replica!r} holds the cache: send X-Flashpoint-Replica: {one.replica}"
+            errors.append((field, f"cache_elsewhere: {detail}"))
         elif not there[one.incarnation]:
             errors.append((field, "cache_lost: the engine that held the cache restarted"))
     if errors:
-        code, _, said = errors[0][1].partition(": ")
+        code, _, detail = errors[0][1].partition(": ")
         if code == "cache_elsewhere":
-            request.exchange.replica = next(one.replica for one in ids if one is not None and one.replica != own)
-        raise Refusal(code, said, errors=errors)
+            request.exchange.replica = next(
+                one.replica for one in ids if one is not None and one.replica != own_replica
+            )
+        raise Refusal(code, detail, errors=errors)
     known = [one for one in ids if one is not None]
     if len({one.incarnation for one in known}) > 1:
         raise invalid([("caches", "are on different engines: create them with one call, with `beside`, or by a fork")])

@@ -48,7 +48,7 @@ async def compute_saving(
         options = replace(options, dropout_seed=secrets.randbits(SEED_BITS))
     try:
         spec = plan_saved(infos := dict(message.inputs), options)
-        told = plan(infos, options, "forward")  # plans the answer, which has lse only if the caller wants it
+        answer_spec = plan(infos, options, "forward")  # plans the answer, which has lse only if the caller wants it
     except ProblemError as error:
         raise invalid(error.errors) from None
     backend = choose(service.settings, spec, device)
@@ -63,8 +63,8 @@ async def compute_saving(
 
     planned = RequestPlan(spec, backend, price_of(spec, backend, device), device, pack_options(spec.options))
     nbytes = spec.input_bytes + spec.output_bytes
-    job, answer = await carry_out(request, message, planned, numbers(told), nbytes, saved=save)
-    job.staging.outputs = {name: job.staging.outputs[name] for name in told.outputs}
+    job, answer = await carry_out(request, message, planned, numbers(answer_spec), nbytes, saved=save)
+    job.staging.outputs = {name: job.staging.outputs[name] for name in answer_spec.outputs}
     engine, serial = answer.incarnation, answer.metadata["saved"]
 
     def left() -> None:
@@ -78,13 +78,13 @@ async def compute_saving(
 
 def _options(message: TensorMessage) -> Options:
     """Return the options of a call with `save`. Raises Refusal 422."""
-    said = message.options()
-    if said.get("caches") is not None:
+    options = message.options()
+    if options.get("caches") is not None:
         raise invalid([("save", "cannot be combined with caches, which have no gradients")])
-    if said.get("saved") is not None:
+    if options.get("saved") is not None:
         raise invalid([("saved", "is only for POST /attention/grad")])
     try:
-        return read_options(plain(said))
+        return read_options(plain(options))
     except ValidationError as error:
         raise invalid(field_problems(error)) from None
     except ProblemError as error:
@@ -98,8 +98,8 @@ def _check_memory(request: RouteRequest, size: int, quota: int | None) -> None:
         raise Refusal("work_too_large", f"a saved forward of {size} bytes exceeds the server's limit of {limit}")
     if quota is not None and size > quota:
         raise Refusal("key_limit", f"a saved forward of {size} bytes exceeds the API key's limit of {quota}")
-    if (held := engines.least(lambda engine: engine.holding.total).holding.total) + size > limit:
-        raise Refusal("cache_memory", f"{held} of {limit} bytes are in use, and this call needs {size} more")
+    if (used := engines.least_loaded(lambda engine: engine.holding.total).holding.total) + size > limit:
+        raise Refusal("cache_memory", f"{used} of {limit} bytes are in use, and this call needs {size} more")
 
 
 async def compute_recalled(
@@ -108,14 +108,14 @@ async def compute_recalled(
     """Compute the gradients of a saved forward. Raises Refusal and ClientGoneError."""
     service, device = request.service, request.device
     assert device is not None
-    said, infos = dict(message.options()), dict(message.inputs)
-    if said.get("save") is False:
-        del said["save"]
-    if refused := refused_beside(infos, said):
+    options, infos = dict(message.options()), dict(message.inputs)
+    if options.get("save") is False:
+        del options["save"]
+    if refused := refused_beside(infos, options):
         raise invalid(refused)
-    one = found_saved(request, said["saved"])
+    one = found_saved(request, options["saved"])
     try:
-        chosen = AttentionOptions.model_validate(plain(said)).model_dump(exclude_unset=True)
+        chosen = AttentionOptions.model_validate(plain(options)).model_dump(exclude_unset=True)
         spec = plan_recalled(one.forward, infos, chosen)
     except ValidationError as error:
         raise invalid(field_problems(error)) from None
@@ -151,8 +151,8 @@ def found_saved(request: RouteRequest, text: object) -> SavedId:
     set_replica_header(request)
     if one.replica != service.cache_ids.replica:
         request.exchange.replica = one.replica
-        said = f"replica {one.replica!r} holds the saved forward: send X-Flashpoint-Replica: {one.replica}"
-        raise Refusal("cache_elsewhere", said)
+        detail = f"replica {one.replica!r} holds the saved forward: send X-Flashpoint-Replica: {one.replica}"
+        raise Refusal("cache_elsewhere", detail)
     if not service.engine.holder(one.incarnation):
         raise Refusal("saved_lost", "the engine that held the saved forward restarted")
     return one

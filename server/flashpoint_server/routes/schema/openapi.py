@@ -38,7 +38,7 @@ _HEADERS = {
     "X-Batch-Size": "Number of requests in the same launch.",
     "Server-Timing": "Milliseconds of decode (includes the arrival of the body), queue, compute and encode.",
 }
-_ASKED = {
+_FIELDS = {
     "X-Timeout-Ms": {
         "schema": {"type": "integer", "minimum": 1},
         "description": "Deadline in milliseconds from the arrival of the head; the server's longest one caps it.",
@@ -62,9 +62,9 @@ _TEXT = {
     "backward": "Send the forward's inputs and `do`; the answer has the gradients that `grads` names. "
     "If you send `o` and `lse` of the forward, the server does not compute them again.",
 }
-_HELD = ("cache_", "saved_")  # prefixes of the codes about caches and saved forwards
-_ERRORS = [code for code in STATUS if code not in ("not_found", "method_not_allowed") and not code.startswith(_HELD)]
-_HELD_ERRORS = {
+_STORED = ("cache_", "saved_")  # prefixes of the codes about caches and saved forwards
+_ERRORS = [code for code in STATUS if code not in ("not_found", "method_not_allowed") and not code.startswith(_STORED)]
+_STORED_ERRORS = {
     "forward": [code for code in STATUS if code.startswith("cache_")],
     "backward": [*(code for code in STATUS if code.startswith("saved_")), "cache_elsewhere"],
 }
@@ -144,7 +144,7 @@ def _add_schemas(schemas: dict[str, Any]) -> None:
         schemas[schema["title"]] = schema
 
     def answer(names: tuple[str, ...], needed: list[str]) -> dict[str, Any]:
-        said = {
+        beside = {
             "dtype": {
                 "enum": list(jsonwire.DTYPES),
                 "description": "Data type of the tensors that have the inputs' data type.",
@@ -153,7 +153,7 @@ def _add_schemas(schemas: dict[str, Any]) -> None:
             "kernel": {"type": "string", "description": "The CPU kernel in C, such as `c-amx`, if one ran."},
             "dropout_seed": {"type": "integer", "description": "The seed of the dropout, if dropout ran."},
         }
-        properties = {**_tensors(names), **said}
+        properties = {**_tensors(names), **beside}
         needed = [*needed, "dtype", "backend"]
         return {"type": "object", "properties": properties, "required": needed, "additionalProperties": False}
 
@@ -201,7 +201,7 @@ def _json_tensor(element: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any
 
 
 def _tensors(names: tuple[str, ...]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    properties: dict[str, Any] = {}
     for name in names:
         row = TENSORS[name]
         kinds = ["JsonIntegers"] if row.is_index else ["JsonTensor"]
@@ -213,21 +213,21 @@ def _tensors(names: tuple[str, ...]) -> dict[str, Any]:
         if row.may_be_number:
             references.insert(0, {"type": "integer", "minimum": -FARTHEST_OFFSET, "maximum": FARTHEST_OFFSET})
         one = references[0] if len(references) == 1 else {"anyOf": references}
-        found[name] = {**one, "description": row.text}
-    return found
+        properties[name] = {**one, "description": row.text}
+    return properties
 
 
 def _verification() -> dict[str, Any]:
     """Return the operation of /verify: two kinds of request, one report."""
-    ours = _operation("forward", held=False)
+    ours = _operation("forward", stored=False)
     # /verify answers only in JSON
     errors = problems(*(c for c in _ERRORS if c != "not_acceptable"), **_DETAILS["verify"])
     kinds = [{"$ref": f"#/components/schemas/{name}"} for name in ("VerifyRequest", "VerifyTensors")]
     content = ours["requestBody"]["content"]
     content[jsonwire.MEDIA_TYPE] = {"schema": {"oneOf": kinds}, "examples": examples.VERIFY}
     report = {"schema": {"$ref": "#/components/schemas/VerifyReport"}}
-    told = "If Accept contains this type: `VerifyProgress` events, then a `ReportEvent` or a `ProblemEvent`."
-    stream = {"schema": {"type": "string", "description": told}}
+    text = "If Accept contains this type: `VerifyProgress` events, then a `ReportEvent` or a `ProblemEvent`."
+    stream = {"schema": {"type": "string", "description": text}}
     answers = {jsonwire.MEDIA_TYPE: report, EVENT_STREAM: stream}
     answered = {"description": "The errors of each tensor.", "content": answers}
     return ours | {
@@ -240,33 +240,33 @@ def _verification() -> dict[str, Any]:
     }
 
 
-def _operation(direction: Direction, *, held: bool = True) -> dict[str, Any]:
+def _operation(direction: Direction, *, stored: bool = True) -> dict[str, Any]:
     name = "Attention" if direction == "forward" else "AttentionGrad"
-    asked = {
+    content = {
         "schema": {"$ref": f"#/components/schemas/{name}Request"},
         "examples": examples.FORWARD if direction == "forward" else examples.BACKWARD,
     }
     answered = {"schema": {"$ref": f"#/components/schemas/{name}Answer"}}
-    told = {h: {"schema": {"type": "string"}, "description": text} for h, text in _HEADERS.items()}
-    cached = held and direction == "forward"
-    codes = [*_ERRORS, *(_HELD_ERRORS[direction] if held else ())]
+    headers = {h: {"schema": {"type": "string"}, "description": text} for h, text in _HEADERS.items()}
+    cached = stored and direction == "forward"
+    codes = [*_ERRORS, *(_STORED_ERRORS[direction] if stored else ())]
     return {
         "tags": ["attention"],
         "summary": _SUMMARY[direction],
         "description": _TEXT[direction],
         "operationId": "attention" if direction == "forward" else "attention_grad",
         "parameters": [
-            *({"name": name, "in": "header", "required": False, **said} for name, said in _ASKED.items()),
+            *({"name": name, "in": "header", "required": False, **field} for name, field in _FIELDS.items()),
             *([openapi_caches.REPLICA] if cached else []),
         ],
         "requestBody": {
             "required": True,
-            "content": {jsonwire.MEDIA_TYPE: asked, **dict.fromkeys(_OCTETS, _BINARY)},
+            "content": {jsonwire.MEDIA_TYPE: content, **dict.fromkeys(_OCTETS, _BINARY)},
         },
         "responses": {
             "200": {
                 "description": "The answer, in the format of Accept, or in the request's format without Accept.",
-                "headers": told | (openapi_caches.TOLD if cached else {}),
+                "headers": headers | (openapi_caches.TOLD if cached else {}),
                 "content": {jsonwire.MEDIA_TYPE: answered, **dict.fromkeys(_OCTETS, _BINARY)},
             },
             **{str(status): response for status, response in problems(*codes, **_DETAILS[direction]).items()},

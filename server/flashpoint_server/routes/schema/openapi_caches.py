@@ -63,7 +63,7 @@ class CacheRow(NamedTuple):
     name: str
     summary: str
     answer: type[BaseModel] | None = None
-    asked: type[BaseModel] | None = None
+    request: type[BaseModel] | None = None
     codes: tuple[str, ...] = ()
     wrong: str = _IS_NO_NUMBER
     success: int = 200
@@ -123,29 +123,32 @@ def _add_tensors(append: dict[str, Any]) -> None:
         "layer": {"type": "integer", "minimum": 0, "default": 0},
         "at": {"type": ["integer", "null"], "minimum": 0, "description": "Position; by default the layer's end."},
     }
-    asked = {"type": "object", "properties": properties, "required": ["k", "v"], "additionalProperties": False}
-    content = {jsonwire.MEDIA_TYPE: {"schema": asked}, wire.MEDIA_TYPE: _BINARY, "application/octet-stream": _BINARY}
+    schema = {"type": "object", "properties": properties, "required": ["k", "v"], "additionalProperties": False}
+    content = {jsonwire.MEDIA_TYPE: {"schema": schema}, wire.MEDIA_TYPE: _BINARY, "application/octet-stream": _BINARY}
     append["requestBody"] = {"required": True, "content": content}
     append["parameters"].append(_KEY)
 
 
 def _operation(call: CacheRow) -> dict[str, Any]:
-    said: dict[str, Any] = {"description": HTTPStatus(call.success).phrase, "headers": TOLD}
+    success: dict[str, Any] = {"description": HTTPStatus(call.success).phrase, "headers": TOLD}
     if call.answer is not None:
-        said["content"] = {jsonwire.MEDIA_TYPE: {"schema": _reference(call.answer)}}
-    codes = {*_EACH, *call.codes, *(_BODY if call.asked is not None else ())}
+        success["content"] = {jsonwire.MEDIA_TYPE: {"schema": _reference(call.answer)}}
+    codes = {*_EACH, *call.codes, *(_BODY if call.request is not None else ())}
     refusals = problems(*codes, not_found=_OFF, invalid_request=call.wrong)
-    found: dict[str, Any] = {
+    operation: dict[str, Any] = {
         "tags": ["caches"],
         "summary": call.summary,
         "operationId": call.name,
         "parameters": [_ID, REPLICA] if "{id}" in call.path else [REPLICA],
-        "responses": {str(call.success): said, **{str(status): one for status, one in refusals.items()}},
+        "responses": {str(call.success): success, **{str(status): one for status, one in refusals.items()}},
     }
-    if call.asked is not None:
-        found["requestBody"] = {"required": True, "content": {jsonwire.MEDIA_TYPE: {"schema": _reference(call.asked)}}}
-        found["parameters"].append(_KEY)
-    return found
+    if call.request is not None:
+        operation["requestBody"] = {
+            "required": True,
+            "content": {jsonwire.MEDIA_TYPE: {"schema": _reference(call.request)}},
+        }
+        operation["parameters"].append(_KEY)
+    return operation
 
 
 def _reference(model: type[BaseModel]) -> dict[str, Any]:

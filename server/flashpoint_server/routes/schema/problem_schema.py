@@ -82,21 +82,21 @@ def problems(*codes: str, **details: str) -> dict[int | str, dict[str, Any]]:
 
     `details` replace the `detail` in the examples of some codes.
     """
-    found: dict[int | str, dict[str, Any]] = {}
+    responses: dict[int | str, dict[str, Any]] = {}
     for code in sorted(codes, key=[*STATUS].index):
         status = STATUS[code]
-        if status not in found:
-            found[status] = _response(status)
-        response = found[status]
+        if status not in responses:
+            responses[status] = _response(status)
+        response = responses[status]
         response["description"] += f"{', ' if response['content'][MEDIA_TYPE]['examples'] else ': '}{code}"
         value = _example(code, details.get(code, DETAILS[code]))
         response["content"][MEDIA_TYPE]["examples"][code] = {"summary": code, "value": value}
-    return found
+    return responses
 
 
 def _response(status: int) -> dict[str, Any]:
-    said = _HEADERS.get(status, {})
-    headers = {name: {"schema": {"type": "string"}, "description": text} for name, text in said.items()}
+    texts = _HEADERS.get(status, {})
+    headers = {name: {"schema": {"type": "string"}, "description": text} for name, text in texts.items()}
     content = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}, "examples": {}}}
     return {"description": HTTPStatus(status).phrase, "headers": headers, "content": content}
 

@@ -39,7 +39,12 @@ from flashpoint_server.ipc.messages import CacheRecord
 from flashpoint_server.ipc.price import Price
 from flashpoint_server.ipc.staging import Layout, Staging
 from flashpoint_server.refusal import Refusal, invalid
-from flashpoint_server.routes.compute.cached_attention import cache_quota, found, idempotency_key, set_replica_header
+from flashpoint_server.routes.compute.cached_attention import (
+    cache_quota,
+    found_caches,
+    idempotency_key,
+    set_replica_header,
+)
 from flashpoint_server.routes.pipeline import (
     Handler,
     Route,
@@ -104,17 +109,21 @@ async def _served(request: RouteRequest, handle: Handler) -> None:
 
 async def create(request: RouteRequest) -> None:
     """Create caches: 201."""
-    asked = await _read(request, CacheRequest)
-    n = asked.layers
-    kv_heads, head_dim = _each("kv_heads", asked.kv_heads, n), _each("head_dim", asked.head_dim, n)
-    value_dim = head_dim if asked.value_dim is None else _each("value_dim", asked.value_dim, n)
-    _check_made("count", n * asked.count)
+    cache_request = await _read(request, CacheRequest)
+    n = cache_request.layers
+    kv_heads, head_dim = _each("kv_heads", cache_request.kv_heads, n), _each("head_dim", cache_request.head_dim, n)
+    value_dim = head_dim if cache_request.value_dim is None else _each("value_dim", cache_request.value_dim, n)
+    _check_made("count", n * cache_request.count)
     if len(set(zip(kv_heads, head_dim, value_dim, strict=True))) > MOST_SIZES:
         raise invalid([("layers", f"may have at most {MOST_SIZES} different sizes")])
-    shape = CacheShape(tuple(kv_heads), tuple(head_dim), tuple(value_dim), asked.dtype)
-    made = CreateCaches(shape, asked.count, asked.max_length, _each("keep", asked.keep, n), asked.ttl_s)
+    shape = CacheShape(tuple(kv_heads), tuple(head_dim), tuple(value_dim), cache_request.dtype)
+    made = CreateCaches(
+        shape, cache_request.count, cache_request.max_length, _each("keep", cache_request.keep, n), cache_request.ttl_s
+    )
     incarnation = (
-        found(request, [asked.beside], ["beside"])[0].incarnation if asked.beside is not None else _engine_for(request)
+        found_caches(request, [cache_request.beside], ["beside"])[0].incarnation
+        if cache_request.beside is not None
+        else _engine_for(request)
     )
     answer = await _ask(request, incarnation, made)
     await send_json(request, 201, {"caches": _described(request, incarnation, answer.caches)})
@@ -138,16 +147,16 @@ async def look(request: RouteRequest) -> None:
 
 async def fork(request: RouteRequest) -> None:
     """Fork caches: 201."""
-    asked = await _read(request, ForkRequest)
-    if asked.lengths is not None and len(asked.lengths) != len(asked.caches):
-        raise invalid([("lengths", f"has {len(asked.lengths)} numbers for {len(asked.caches)} caches")])
-    fields = [f"{name}.{n}" for name in ("caches", "free") for n in range(len(getattr(asked, name)))]
-    ids = found(request, [*asked.caches, *asked.free], fields)
-    _check_made("caches", sum(one.shape.layers for one in ids[: len(asked.caches)]))
+    fork_request = await _read(request, ForkRequest)
+    if fork_request.lengths is not None and len(fork_request.lengths) != len(fork_request.caches):
+        raise invalid([("lengths", f"has {len(fork_request.lengths)} numbers for {len(fork_request.caches)} caches")])
+    fields = [f"{name}.{n}" for name in ("caches", "free") for n in range(len(getattr(fork_request, name)))]
+    ids = found_caches(request, [*fork_request.caches, *fork_request.free], fields)
+    _check_made("caches", sum(one.shape.layers for one in ids[: len(fork_request.caches)]))
     serials = [one.serial for one in ids]
     unique = list(dict.fromkeys(serials))
     places = {serial: place for place, serial in enumerate(unique)}
-    copies = ForkCaches([places[serial] for serial in serials], len(asked.caches), asked.lengths)
+    copies = ForkCaches([places[serial] for serial in serials], len(fork_request.caches), fork_request.lengths)
     incarnation = ids[0].incarnation
     answer = await _ask(request, incarnation, copies, list({one.serial: one for one in ids}.values()))
     await send_json(request, 201, {"caches": _described(request, incarnation, answer.caches)})
@@ -168,8 +177,8 @@ async def delete(request: RouteRequest) -> None:
 
 async def delete_many(request: RouteRequest) -> None:
     """Delete all of the caches, or none: 204."""
-    asked = await _read(request, DeleteRequest)
-    ids = found(request, asked.caches)
+    delete_request = await _read(request, DeleteRequest)
+    ids = found_caches(request, delete_request.caches)
     await _ask(request, ids[0].incarnation, DeleteCaches(), ids)
     await send_json(request, 204)
 
@@ -177,8 +186,8 @@ async def delete_many(request: RouteRequest) -> None:
 async def truncate(request: RouteRequest) -> None:
     """Truncate a cache: 200."""
     one = _named(request)
-    asked = await _read(request, TruncateRequest)
-    answer = await _ask(request, one.incarnation, TruncateCache(asked.length), [one])
+    truncate_request = await _read(request, TruncateRequest)
+    answer = await _ask(request, one.incarnation, TruncateCache(truncate_request.length), [one])
     await send_json(request, 200, _described(request, one.incarnation, answer.caches)[0])
 
 
@@ -221,7 +230,7 @@ async def append(request: RouteRequest) -> None:
 
 def _token_shapes(infos: Mapping[str, TensorInfo], one: CacheId, layer: int, layout: str) -> dict[str, tuple[int, ...]]:
     """Return the shapes of k and v of one sequence, without a batch: (Hk,S,D) or (S,Hk,D). Raises Refusal 422."""
-    sizes, errors, found_ = one.layer(layer), [], {}
+    sizes, errors, shapes = one.layer(layer), [], {}
     count = None
     for name, dim in (("k", sizes.head_dim), ("v", sizes.value_dim)):
         info = infos[name]
@@ -235,10 +244,10 @@ def _token_shapes(infos: Mapping[str, TensorInfo], one: CacheId, layer: int, lay
             taken = " or ".join(sizes.taken)
             errors.append((name, f"is {info.dtype} of {list(info.shape)}, not {taken} of {due} with one S for k and v"))
         else:
-            count, found_[name] = shape[length], shape
+            count, shapes[name] = shape[length], shape
     if errors:
         raise invalid(errors)
-    return found_
+    return shapes
 
 
 async def tensors(request: RouteRequest) -> None:
@@ -260,9 +269,9 @@ async def tensors(request: RouteRequest) -> None:
     staging = stage(request, Layout.of([], outputs))
     await _submit(request, one.incarnation, ExportTokens(layer, first, length), [one.serial], staging)
     listed_ = [(name, info.dtype, (1, *info.shape)) for name, info in outputs.items()]
-    said = wire.encode_options({"first": first, "length": length})
+    metadata = wire.encode_options({"first": first, "length": length})
     views = [view for view in staging.views(staging.outputs).values() if len(view)]
-    await reply(request, [wire.build_head(listed_, said), *views], {"content-type": answers.media_type})
+    await reply(request, [wire.build_head(listed_, metadata), *views], {"content-type": answers.media_type})
 
 
 def _layer(request: RouteRequest, one: CacheId) -> int:
@@ -283,7 +292,7 @@ async def _read(request: RouteRequest, model: type[M]) -> M:
 
 def _named(request: RouteRequest) -> CacheId:
     """Return the decoded id in the path. Raises Refusal 404, 410 and 503."""
-    return found(request, [request.exchange.path.split("/")[2]])[0]
+    return found_caches(request, [request.exchange.path.split("/")[2]])[0]
 
 
 def _owner(request: RouteRequest) -> str:
@@ -299,7 +308,7 @@ def _engine_for(request: RouteRequest) -> int:
     key = idempotency_key(request)
     if key:
         return sorted(engines)[sum(key.encode()) % len(engines)]
-    return request.service.engine.least(lambda engine: engine.holding.total).incarnation
+    return request.service.engine.least_loaded(lambda engine: engine.holding.total).incarnation
 
 
 async def _ask(

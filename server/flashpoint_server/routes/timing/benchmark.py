@@ -28,7 +28,7 @@ CANCEL_SECONDS = 5.0  # maximum wait for a running slice, which cannot be interr
 REQUEST_LIMIT = 1 << 16  # bytes; enough for hundreds of shapes
 _SCHEMA = {"$ref": "#/components/schemas/BenchmarkRequest"}
 _CONTENT = {jsonwire.MEDIA_TYPE: {"schema": _SCHEMA, "examples": openapi_examples.BENCHMARK}}
-_ASKED = {"requestBody": {"required": True, "content": _CONTENT}}
+_BODY = {"requestBody": {"required": True, "content": _CONTENT}}
 # Another format is answered with 404.
 PictureFormat = Annotated[str, Path(json_schema_extra={"enum": [*pictures.MEDIA_TYPES]})]
 _READ = ("unauthorized", "forbidden", "cross_site", "not_found", "invalid_request")
@@ -61,15 +61,15 @@ def router(service: Service, benchmarks: Benchmarks) -> APIRouter:
             raise no_such_benchmark()
         return benchmark
 
-    @routes.post("", status_code=202, summary="Start a benchmark", responses=refused, openapi_extra=_ASKED)
+    @routes.post("", status_code=202, summary="Start a benchmark", responses=refused, openapi_extra=_BODY)
     async def start(request: Request, response: Response) -> BenchmarkJob:
         """The benchmark runs in short slices. Between them the device serves other requests."""
         caller = service.admit(Exchange.of(request.scope), "benchmark")  # before the body is read
         if request_format(request.headers) is not JSON:
             raise Refusal("unsupported_media_type", f"send a benchmark as {jsonwire.MEDIA_TYPE}")
         body = RequestBody(request.scope, request.receive, request.headers, service.settings)
-        asked = await read_model(body, BenchmarkRequest, REQUEST_LIMIT)
-        opened = await benchmarks.open(asked, caller.name, service.check_ready())
+        benchmark_request = await read_model(body, BenchmarkRequest, REQUEST_LIMIT)
+        opened = await benchmarks.open(benchmark_request, caller.name, service.check_ready())
         response.headers["Location"] = f"/benchmark/{opened.job.id}"
         return opened.job
 
@@ -78,9 +78,11 @@ def router(service: Service, benchmarks: Benchmarks) -> APIRouter:
         return (await find(request, id)).job
 
     wrong = problems(*_READ, invalid_request="last-event-id: must be an integer")
-    told = _answers("The events, as server-sent events.", EVENT_STREAM) | wrong
+    event_answers = _answers("The events, as server-sent events.", EVENT_STREAM) | wrong
 
-    @routes.get("/{id}/events", summary="Follow a benchmark's events", responses=told, response_class=StreamingResponse)
+    @routes.get(
+        "/{id}/events", summary="Follow a benchmark's events", responses=event_answers, response_class=StreamingResponse
+    )
     async def events(
         request: Request,
         id: str,
@@ -123,8 +125,8 @@ def router(service: Service, benchmarks: Benchmarks) -> APIRouter:
                 f"plot.{format} does not exist; use {' or '.join(f'plot.{kind}' for kind in pictures.MEDIA_TYPES)}",
             )
         try:
-            asked = (benchmark.job.model_dump_json(), kind, format, theme)
-            picture = await service.codec.run(None, pictures.draw, *asked)
+            arguments = (benchmark.job.model_dump_json(), kind, format, theme)
+            picture = await service.codec.run(None, pictures.draw, *arguments)
         except ValueError as error:
             raise invalid([("kind", str(error))]) from None
         return Response(picture, media_type=pictures.MEDIA_TYPES[format])

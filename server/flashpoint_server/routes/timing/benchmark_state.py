@@ -127,15 +127,15 @@ class Benchmarks(Listener):
         self._drop_old()
         unfinished = [benchmark for benchmark in self._known.values() if not benchmark.over]
         owners = [benchmark.owner for benchmark in unfinished] + [one.owner for one in self._opening.values()]
-        limit, own = self._settings.benchmark_jobs, owners.count(owner)
-        if len(owners) >= limit or own >= math.ceil(limit / 2):
+        limit, owner_count = self._settings.benchmark_jobs, owners.count(owner)
+        if len(owners) >= limit or owner_count >= math.ceil(limit / 2):
             raise Refusal(
                 "queue_full",
-                f"{len(owners)} benchmarks are queued or running, {own} of them yours; wait until one ends",
+                f"{len(owners)} benchmarks are queued or running, {owner_count} of them yours; wait until one ends",
             )
         name, created = uuid.uuid4().hex, datetime.datetime.now(datetime.UTC).isoformat()
         opening = self._opening[name] = _Opening(owner, asyncio.get_running_loop().create_future())
-        engine = self._engines.least(self._load_of)
+        engine = self._engines.least_loaded(self._load_of)
         try:
             engine.tell(StartBenchmark(name, owner, request.model_dump_json(exclude_defaults=True).encode(), created))
             return await asyncio.wait_for(opening.done, OPENING_SECONDS)
@@ -149,18 +149,18 @@ class Benchmarks(Listener):
         """Ask the engine to stop a benchmark. Its last event confirms that."""
         benchmark.engine.tell(StopJob(benchmark.job.id))
 
-    def heard(self, engine: Engine, said: JobNews) -> None:
-        match said:
+    def heard(self, engine: Engine, news: JobNews) -> None:
+        match news:
             case JobOpened():
-                benchmark = self._known[said.job] = KnownBenchmark(engine, said)
-                if said.job in self._opening and not self._opening[said.job].done.done():
-                    self._opening[said.job].done.set_result(benchmark)
+                benchmark = self._known[news.job] = KnownBenchmark(engine, news)
+                if news.job in self._opening and not self._opening[news.job].done.done():
+                    self._opening[news.job].done.set_result(benchmark)
                 self._heard.set()
                 self._heard = asyncio.Event()
             case JobDropped():
-                self._known.pop(said.job, None)
-            case JobEvent() if said.job in self._known:
-                self._known[said.job].add(EVENT.validate_json(said.event))
+                self._known.pop(news.job, None)
+            case JobEvent() if news.job in self._known:
+                self._known[news.job].add(EVENT.validate_json(news.event))
 
     def _drop_old(self) -> None:
         """Remove old benchmarks. A dead engine cannot report that its benchmarks were dropped."""
@@ -181,18 +181,18 @@ class Benchmarks(Listener):
     def _check(self, request: BenchmarkRequest, device: DeviceInfo) -> None:
         """Raise Refusal 422, with the limit that the request exceeds."""
         settings, what = self._settings, "preset" if request.preset else "shapes"
-        most = settings.benchmark_cases
+        case_limit = settings.benchmark_cases
         if len(set(request.backends)) < len(request.backends):
             raise invalid([("backends", "contains a backend twice")])
         grid = len(request.shapes) * len(request.dtypes) * len(request.causal) * len(request.directions)
-        if grid * max(len(request.backends), 1) > most:  # before the cases are made
-            raise invalid([(what, f"these exceed the limit of {most} cases for one benchmark")])
+        if grid * max(len(request.backends), 1) > case_limit:  # before the cases are made
+            raise invalid([(what, f"these exceed the limit of {case_limit} cases for one benchmark")])
         try:
             cases = cases_of(request, device.name)
         except ProblemError as error:
             raise invalid(error.errors) from None
-        if len(cases) > most:
-            raise invalid([(what, f"{len(cases)} cases exceed the limit of {most} for one benchmark")])
+        if len(cases) > case_limit:
+            raise invalid([(what, f"{len(cases)} cases exceed the limit of {case_limit} for one benchmark")])
         seconds = len(cases) * (request.max_seconds + request.warmup_ms / 1000)
         if seconds > settings.benchmark_seconds:
             bound = f"limit of {settings.benchmark_seconds:g} for one benchmark"

@@ -164,7 +164,7 @@ class Holding(RuleBasedStateMachine):
         assert self.ledger.used == sum(map(self.owned, OWNERS)) <= LIMIT
         assert [self.ledger.owned(owner) for owner in OWNERS] == [self.owned(owner) for owner in OWNERS]
         sizes = [size for _, size, *_ in (*self.running.values(), *self.there.values())]
-        assert self.ledger.held(SavedForward) == (len(sizes), sum(sizes))
+        assert self.ledger.usage(SavedForward) == (len(sizes), sum(sizes))
         for owner in OWNERS:
             listed = [one.serial for one in self.saved.execute(ask("list", owner, after=0))]
             assert listed == [one for one, (name, *_) in sorted(self.there.items()) if name == owner]

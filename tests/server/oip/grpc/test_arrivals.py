@@ -58,7 +58,7 @@ def test_a_message_counts_as_the_largest_until_it_has_come(monkeypatch):
         calls = Calls(monkeypatch, locked=False, messages=2)
         assert (calls.memory.largest, calls.memory.limit) == (LARGEST, 2 * LARGEST)
         first, second, third = [await calls.begin() for _ in range(3)]
-        assert ([call.begun for call in (first, second, third)], calls.memory.held) == (
+        assert ([call.begun for call in (first, second, third)], calls.memory.used) == (
             [True, True, False],
             2 * LARGEST,
         )
@@ -67,14 +67,14 @@ def test_a_message_counts_as_the_largest_until_it_has_come(monkeypatch):
         assert (first.hold.nbytes, third.begun) == (1000, False)
         second.message.set_result(b"")
         await calls.settle()
-        assert (third.begun, calls.memory.held) == (True, LARGEST + 1000)
+        assert (third.begun, calls.memory.used) == (True, LARGEST + 1000)
         for call in (first, second):
             call.hold.release()
         third.message.set_result(bytes(10))
         await calls.settle()
-        assert calls.memory.held == 10
+        assert calls.memory.used == 10
         third.hold.release()
-        assert calls.memory.held == 0
+        assert calls.memory.used == 0
 
     asyncio.run(run())
 
@@ -113,7 +113,7 @@ def test_a_key_has_half_of_the_memory_at_most(monkeypatch):
         greedy = [await calls.begin("greedy") for _ in range(4)]
         assert [call.begun for call in greedy] == [True, True, False, False]
         other, probe = await calls.begin("other"), await calls.begin(counted=False)
-        assert (other.begun, probe.begun, calls.memory.held) == (True, True, 4 * LARGEST)
+        assert (other.begun, probe.begun, calls.memory.used) == (True, True, 4 * LARGEST)
         for call in (*greedy, other, probe):
             call.task.cancel()
 
@@ -140,7 +140,7 @@ def test_no_more_calls_are_awaited_than_the_queue_admits(monkeypatch):
         for call in waits:
             call.task.cancel()
         await asyncio.wait([call.task for call in waits])
-        assert (calls.memory.held, sum(calls.memory._counts.arriving)) == (2 * LARGEST, 0)
+        assert (calls.memory.used, sum(calls.memory._counts.arriving)) == (2 * LARGEST, 0)
         with pytest.raises(Refusal, match="this call needs 1 more"):
             first.hold.add(1)
         second.hold.release()
@@ -158,7 +158,7 @@ def test_a_call_waits_for_a_while(monkeypatch):
         for call in waits:
             with pytest.raises(Refusal, match="grpc-bytes"):
                 call.task.result()
-        assert (calls.memory.held, sum(calls.memory._counts.arriving)) == (2 * LARGEST, 0)
+        assert (calls.memory.used, sum(calls.memory._counts.arriving)) == (2 * LARGEST, 0)
 
     asyncio.run(run())
 
