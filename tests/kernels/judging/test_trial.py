@@ -85,7 +85,7 @@ def test_answers_of_prepared_cases_are_the_same(trial: Trial) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 50, 10))
+@pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.full) for n in range(10, 50, 10))])
 def test_no_right_kernel_is_blamed_on_random_cases(first: int) -> None:
     """Each gets the random cases of ten seeds; `python -m tests.judge.seeds` takes 500 seeds."""
     failures = [failure for _, _, failure in verdicts_of(list(RIGHT), range(first, first + 10))]
