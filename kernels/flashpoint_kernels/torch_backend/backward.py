@@ -81,11 +81,11 @@ def gradients(
         {name: in_rows(x) if name in _IN_ROWS else x for name, x in t.items()}, spec.scale, spec.options.softcap,
         1.0 - p, Dropped.of(seed, p), first_head, adds, spec.options.block_size,
     )  # fmt: skip
-    own = [row for row in rows if row.q_len]
-    if backward.takes_together(len(own), max((row.q_len for row in own), default=0)):
-        backward.compute_together(_sequence(spec, Row(*numbers_of(own))), threads)
+    with_queries = [row for row in rows if row.q_len]
+    if backward.takes_together(len(with_queries), max((row.q_len for row in with_queries), default=0)):
+        backward.compute_together(_sequence(spec, Row(*numbers_of(with_queries))), threads)
     else:
-        backward.run(backward.shares([_sequence(spec, row) for row in own], threads))
+        backward.run(backward.shares([_sequence(spec, row) for row in with_queries], threads))
     return backward.finish()
 
 
