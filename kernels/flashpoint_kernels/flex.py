@@ -97,11 +97,11 @@ def flex_attention(
     key, value = (t.expand(len(query), -1, -1, -1) for t in (key, value))
     blocks = None if block_mask is None else _Blocks.of(block_mask, query.shape[2], key.shape[2])
     scale = 1 / math.sqrt(max(query.shape[3], 1)) if scale is None else scale
-    out, lse, most = _run(_Flex(float(scale), score_mod, blocks), query, key, value)
+    out, lse, largest = _run(_Flex(float(scale), score_mod, blocks), query, key, value)
     if return_aux is not None:
         from torch.nn.attention.flex_attention import AuxOutput
 
-        return out, AuxOutput(lse if return_aux.lse else None, most if return_aux.max_scores else None)
+        return out, AuxOutput(lse if return_aux.lse else None, largest if return_aux.max_scores else None)
     return (out, lse) if return_lse else out
 
 
@@ -130,9 +130,9 @@ def _check(
     if return_lse and return_aux is not None:
         errors.append(("return_lse", "must be False with return_aux: ask for AuxRequest(lse=True)"))
     if block_mask is not None:
-        own = block_mask.kv_num_blocks
-        if own.shape[0] not in (1, batch) or own.shape[1] not in (1, heads):
-            errors.append(("block_mask", f"is for {tuple(own.shape[:2])} sequences and heads, not {(batch, heads)}"))
+        counts = block_mask.kv_num_blocks
+        if counts.shape[0] not in (1, batch) or counts.shape[1] not in (1, heads):
+            errors.append(("block_mask", f"is for {tuple(counts.shape[:2])} sequences and heads, not {(batch, heads)}"))
         if block_mask.seq_lengths[0] < length or block_mask.seq_lengths[1] < keys:
             errors.append(("block_mask", f"is for {block_mask.seq_lengths} queries and keys, not {(length, keys)}"))
     if errors:
@@ -161,9 +161,9 @@ class _Blocks:
     def keys_of(self, first: int, stop: int, keys: int) -> Tensor:
         """Return the keys, in order, of the blocks that some head sees for queries [first, stop)."""
         rows = self.seen[:, :, first // self.size[0] : -(-stop // self.size[0])]
-        found = rows.flatten(0, 2).any(0)
-        places = torch.arange(keys, device=found.device)
-        return places[found[places // self.size[1]]]
+        named = rows.flatten(0, 2).any(0)
+        places = torch.arange(keys, device=named.device)
+        return places[named[places // self.size[1]]]
 
     def allowed(self, numbers: Sequence[Tensor]) -> Tensor | None:
         """Return which scores are seen, for numbers of sequences, heads, queries and keys; None for all of them."""
@@ -179,8 +179,8 @@ def _dense(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
     """Return which blocks the first `counts` numbers of `indices` name: bool, (B, H, rows, columns)."""
     place = torch.arange(indices.shape[-1], device=indices.device)
     named = torch.where(place < counts[..., None], indices.long(), columns)
-    found = torch.zeros(*counts.shape, columns + 1, dtype=torch.bool, device=counts.device)
-    return found.scatter_(-1, named, True)[..., :columns]
+    flags = torch.zeros(*counts.shape, columns + 1, dtype=torch.bool, device=counts.device)
+    return flags.scatter_(-1, named, True)[..., :columns]
 
 
 def _mapped(function: Callable[..., Tensor], numbers: Sequence[Tensor], *scores: Tensor) -> Tensor:
@@ -216,11 +216,11 @@ class _Flex:
 
     def scores(self, products: Tensor, numbers: list[Tensor]) -> Tensor:
         """Return the scores of scaled products (B, Hq, queries, keys); −∞ where a query does not see a key."""
-        found = products
+        scores = products
         if self.score_mod is not None:
-            found = _mapped(self.score_mod, numbers, found).to(products.dtype)
+            scores = _mapped(self.score_mod, numbers, scores).to(products.dtype)
         allowed = None if self.blocks is None else self.blocks.allowed(numbers)
-        return found if allowed is None else torch.where(allowed, found, -torch.inf)
+        return scores if allowed is None else torch.where(allowed, scores, -torch.inf)
 
 
 def _range(part: slice, device: torch.device) -> Tensor:
@@ -260,22 +260,22 @@ class _Tiled(torch.autograd.Function):
         largest = lse.clone()
         for rows, tiles in flex.tiles(q, k):
             queries = _grouped(_exact(q[:, :, rows]), heads)
-            most = queries.new_full((*q.shape[:2], rows.stop - rows.start, 1), -torch.inf)
-            total, sums = torch.zeros_like(most), queries.new_zeros(*most.shape[:3], v.shape[3])
+            largest_so_far = queries.new_full((*q.shape[:2], rows.stop - rows.start, 1), -torch.inf)
+            total, sums = torch.zeros_like(largest_so_far), queries.new_zeros(*largest_so_far.shape[:3], v.shape[3])
             for columns in tiles:
                 keys, values = _exact(k[:, :, columns]), _exact(v[:, :, columns])
-                products = (queries @ keys.mT).view(*most.shape[:3], -1) * flex.scale
+                products = (queries @ keys.mT).view(*largest_so_far.shape[:3], -1) * flex.scale
                 scores = flex.scores(products, flex.numbers(q, rows, columns))
-                found = torch.maximum(most, scores.amax(-1, keepdim=True))
-                base = found.masked_fill(found == -torch.inf, 0)
-                p, alpha = (scores - base).exp(), (most - base).exp()
+                new_largest = torch.maximum(largest_so_far, scores.amax(-1, keepdim=True))
+                base = new_largest.masked_fill(new_largest == -torch.inf, 0)
+                p, alpha = (scores - base).exp(), (largest_so_far - base).exp()
                 total = total * alpha + p.sum(-1, keepdim=True)
                 sums = sums * alpha + (_grouped(p, heads) @ values).view(sums.shape)
-                most = found
+                largest_so_far = new_largest
             seen = total != 0
             out[:, :, rows] = torch.where(seen, sums / total, 0).to(q.dtype)
-            lse[:, :, rows] = torch.where(seen, most + total.log(), -torch.inf).squeeze(-1)
-            largest[:, :, rows] = most.squeeze(-1)
+            lse[:, :, rows] = torch.where(seen, largest_so_far + total.log(), -torch.inf).squeeze(-1)
+            largest[:, :, rows] = largest_so_far.squeeze(-1)
         ctx.flex, ctx.captured = flex, captured  # kept by score_mod, too
         ctx.save_for_backward(q, k, v, out, lse, *captured)
         ctx.mark_non_differentiable(largest)
@@ -287,8 +287,8 @@ class _Tiled(torch.autograd.Function):
         refuse_batched_gradients(dout, dlse)
         q, k, v, out, lse = ctx.saved_tensors[:5]  # checks that captured tensors were not changed, either
         dout = torch.zeros_like(out) if dout is None else dout
-        found = _TiledGradient.apply(ctx.flex, ctx.captured, q, k, v, out, lse, dout, dlse)  # type: ignore[no-untyped-call]
-        return None, *found
+        gradients = _TiledGradient.apply(ctx.flex, ctx.captured, q, k, v, out, lse, dout, dlse)  # type: ignore[no-untyped-call]
+        return None, *gradients
 
 
 class _TiledGradient(torch.autograd.Function):
@@ -342,11 +342,11 @@ def _through(
     """Return the gradient of products from that of scores, and add those of captured tensors to theirs."""
     if not scores.requires_grad:  # score_mod depends on neither
         return torch.zeros_like(products)
-    found = torch.autograd.grad(scores, (products, *captured), ds, allow_unused=True)
-    for total, own in zip(of_captured, found[1:], strict=True):
-        if own is not None:
-            total += own
-    return torch.zeros_like(products) if found[0] is None else found[0]
+    gradients = torch.autograd.grad(scores, (products, *captured), ds, allow_unused=True)
+    for total, gradient in zip(of_captured, gradients[1:], strict=True):
+        if gradient is not None:
+            total += gradient
+    return torch.zeros_like(products) if gradients[0] is None else gradients[0]
 
 
 class _Captured(TorchFunctionMode):
@@ -387,8 +387,8 @@ def _captured(flex: _Flex, q: Tensor) -> tuple[Tensor, ...]:
 
 def _run(flex: _Flex, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Compute outside of a compiled program: `torch.compile` breaks its graph here."""
-    found: tuple[Tensor, Tensor, Tensor] = _Tiled.apply(flex, q, k, v, *_captured(flex, q))  # type: ignore[no-untyped-call]
-    return found
+    answers: tuple[Tensor, Tensor, Tensor] = _Tiled.apply(flex, q, k, v, *_captured(flex, q))  # type: ignore[no-untyped-call]
+    return answers
 
 
 _run = torch._disable_dynamo(_run)  # type: ignore[attr-defined]  # torch.compiler.disable imports torch._dynamo: seconds

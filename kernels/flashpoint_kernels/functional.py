@@ -262,20 +262,20 @@ def _checked(tensors: Mapping[str, Any]) -> dict[str, Tensor | None]:
 
     Raises ProblemError for other values that are not tensors: the dispatcher's message would be about its schema.
     """
-    found = dict(tensors)
+    checked = dict(tensors)
     for name, t in tensors.items():
         if t is None or (isinstance(t, Tensor) and name != "block_table"):
             continue
         number = name in _INTEGERS and TENSORS[name].may_be_number
         listed = isinstance(t, (list, tuple)) or hasattr(t, "tolist") or (number and is_integer(t))
         if not isinstance(t, Tensor) and name in _INTEGERS and listed:
-            t = found[name] = _integers(name, t)
+            t = checked[name] = _integers(name, t)
         if not isinstance(t, Tensor):
             kinds = f"{'an integer, ' if number else ''}a list, an array or " if name in _INTEGERS else ""
             raise ProblemError([(name, f"must be {kinds}a torch tensor, not {type(t).__name__}")])
         if name == "block_table" and t.dtype == torch.int64:
-            found[name] = t.clamp(-1, 2**31 - 1).int()  # a number beyond int32 stays one beyond the pool
-    return found
+            checked[name] = t.clamp(-1, 2**31 - 1).int()  # a number beyond int32 stays one beyond the pool
+    return checked
 
 
 def _integers(name: str, value: Any) -> Tensor:
@@ -285,9 +285,9 @@ def _integers(name: str, value: Any) -> Tensor:
     """
     given = number_of(value)
     try:
-        found = torch.tensor(given, dtype=torch.int64 if isinstance(given, (list, tuple)) and not given else None)
+        integers = torch.tensor(given, dtype=torch.int64 if isinstance(given, (list, tuple)) and not given else None)
     except (TypeError, ValueError, OverflowError, RuntimeError):
-        found = torch.zeros(0)
-    if found.dtype != torch.int64:
+        integers = torch.zeros(0)
+    if integers.dtype != torch.int64:
         raise ProblemError([(name, f"must be integers of 64 bits, not {value!r}")])
-    return found
+    return integers

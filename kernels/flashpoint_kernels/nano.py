@@ -125,15 +125,15 @@ def source() -> str:
 
 def tried(device: str) -> list[tuple[str, Verification]]:
     """Run the kernel on some problems on `device`: each in words, and its errors against float64 beside torch's own."""
-    found = []
+    lines = []
     for q_len, kv_len, dim, causal, dtype in _SHOWN:
         generator = torch.Generator().manual_seed(0)
         q, k, v = (torch.randn(1, 2, n, dim, generator=generator).to(device, dtype) for n in (q_len, kv_len, kv_len))
         o, lse = nano_attention(q, k, v, causal)
         judged = verify({"q": q, "k": k, "v": v}, Options(causal=causal), answers={"o": o, "lse": lse})
         words = f"Sq {q_len}, Sk {kv_len}, D {dim}{', causal' if causal else ''}, {judged.dtype}"
-        found.append((words, judged))
-    return found
+        lines.append((words, judged))
+    return lines
 
 
 def main() -> int:

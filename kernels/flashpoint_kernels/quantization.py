@@ -35,8 +35,8 @@ def quantize(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tenso
         raise ProblemError([("dtype", f"must be torch.{' or torch.'.join(EIGHT_BIT)}, not {dtype}")])
     largest = _LARGEST[dtype]
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    most = wide.abs().amax(-1) if x.shape[-1] else wide.new_zeros(x.shape[:-1])
-    scale = (most / largest).float().clamp(min=_LEAST_SCALE)
+    of_row = wide.abs().amax(-1) if x.shape[-1] else wide.new_zeros(x.shape[:-1])
+    scale = (of_row / largest).float().clamp(min=_LEAST_SCALE)
     values = (wide / scale[..., None]).clamp(-largest, largest)
     if dtype == torch.int8:
         values = values.round().nan_to_num(0.0)

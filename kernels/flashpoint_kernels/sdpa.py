@@ -109,8 +109,8 @@ def scaled_dot_product_attention(
 
 def _in_one_batch(t: Tensor, lead: Sequence[int]) -> Tensor:
     """Return (…, H, L, E) in the batch dimensions `lead`, as one: a view, if its own are not broadcast among others."""
-    own = t.shape[-3:]
-    return t.reshape(1, *own) if not lead else t.expand(*lead, *own).reshape(math.prod(lead), *own)
+    shape = t.shape[-3:]
+    return t.reshape(1, *shape) if not lead else t.expand(*lead, *shape).reshape(math.prod(lead), *shape)
 
 
 def _is_causal_bias(mask: Tensor | None) -> TypeGuard[CausalBias]:

@@ -196,11 +196,11 @@ def verify(
         names = [name for name in problem.outputs if name in answers]
         exact = _solve(problem, torch.float64, work.of("float64", problem))
         plain = _solve(problem, DTYPES[problem.spec.dtype], work.of("torch", problem))
-        found = [_judge(problem.spec, name, answers[name], exact[name], plain[name]) for name in names]
-        if not all(t.ok for t in found):
+        of_problem = [_judge(problem.spec, name, answers[name], exact[name], plain[name]) for name in names]
+        if not all(t.ok for t in of_problem):
             noise = _noise(problem, forward, work)  # takes as much time again
-            found = [t if t.ok or t.name not in noise else _forgiven(t, *noise[t.name]) for t in found]
-        judged += found
+            of_problem = [t if t.ok or t.name not in noise else _forgiven(t, *noise[t.name]) for t in of_problem]
+        judged += of_problem
     return Verification(backend, forward.spec.dtype, all(t.ok for t in judged), tuple(judged))
 
 
@@ -209,12 +209,12 @@ def _given(problems: list[Problem], answers: Mapping[str, Tensor], dtype: str, w
     judged: list[Judgement] = []
     causes: list[Cause] = []
     for problem in problems:
-        own = {name: answers[name] for name in problem.outputs if name in answers}
+        given = {name: answers[name] for name in problem.outputs if name in answers}
         inputs = {name: t for name, t in problem.tensors.items() if name not in ("o", "lse")}
-        problem = replace(problem, tensors=inputs, outputs={name: problem.outputs[name] for name in own})
+        problem = replace(problem, tensors=inputs, outputs={name: problem.outputs[name] for name in given})
         plain = _solve(problem, DTYPES[problem.spec.dtype], work.of("torch", problem))
-        found = captured.held(problem, own, partial(_usual, problem.spec, plain), work.of("float64", problem))
-        for name, held in found.items():
+        held_answers = captured.held(problem, given, partial(_usual, problem.spec, plain), work.of("float64", problem))
+        for name, held in held_answers.items():
             exact = held.limits.value
             difference = _difference(answers[name], exact)
             errors = _errors(answers[name], exact, difference)
@@ -225,7 +225,7 @@ def _given(problems: list[Problem], answers: Mapping[str, Tensor], dtype: str, w
                 torch=_errors(plain[name], exact, _difference(plain[name], exact)), histogram=_histogram(difference),
             ))  # fmt: skip
         if not causes:
-            causes = captured.explain(problem, own, found, work.more("causes", problem))
+            causes = captured.explain(problem, given, held_answers, work.more("causes", problem))
     return Verification("given", dtype, all(t.ok for t in judged), tuple(judged), tuple(causes))
 
 

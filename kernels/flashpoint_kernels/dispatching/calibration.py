@@ -41,19 +41,19 @@ def measure(backend: str) -> Rates:
     one, many = (_seconds(partial(_solve, _problem(n, 1, _NARROW), backend)) for n in (1, count))
     slow = _seconds(partial(run_part, narrow, backend))
     scores = length * length * narrow.spec.q_heads
-    least = NOMINAL[backend]
-    sequence = max((many - one) / (count - 1), _LEAST * least.sequence)
+    nominal = NOMINAL[backend]
+    sequence = max((many - one) / (count - 1), _LEAST * nominal.sequence)
     flop = _flop(backend, length, "float32")
     types = {name: _flop(backend, length, name) for name in _TYPES.get(backend, ())}
-    score = max((slow - one - narrow.flops * flop) / scores, _LEAST * least.score)
+    score = max((slow - one - narrow.flops * flop) / scores, _LEAST * nominal.score)
     options = {}
     for name in SCORE_FEATURES:
         if name in features(backend):
             problem = _with_feature(narrow, name)
             taken = _seconds(partial(run_part, problem, backend)) - slow
-            options[name] = max(taken / scores, _LEAST * least.options[name])
-    byte = _byte(backend, one, flop, score) if least.byte else 0.0
-    return Rates(max(one - sequence, _LEAST * least.call), sequence, flop, score, options, byte, types)
+            options[name] = max(taken / scores, _LEAST * nominal.options[name])
+    byte = _byte(backend, one, flop, score) if nominal.byte else 0.0
+    return Rates(max(one - sequence, _LEAST * nominal.call), sequence, flop, score, options, byte, types)
 
 
 def _flop(backend: str, length: int, dtype: str) -> float:

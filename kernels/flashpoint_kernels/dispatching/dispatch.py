@@ -46,11 +46,11 @@ def available_backends(device: str) -> Backends:
     """
     kind = torch.device(device).type
     if kind == "cpu":
-        own = ("torch",) if native.library() is not None else ()
-        return Backends((*own, "tiled", "reference", *(("triton",) if _INTERPRETED else ())), kind)
+        in_c = ("torch",) if native.library() is not None else ()
+        return Backends((*in_c, "tiled", "reference", *(("triton",) if _INTERPRETED else ())), kind)
     if kind != "cuda" or torch.version.hip is not None:
-        found = ("tiled", "reference") if kind == "cuda" else ("tiled",)  # others may lack float64
-        return Backends(found, kind, "the kernels are for NVIDIA's GPUs")
+        names = ("tiled", "reference") if kind == "cuda" else ("tiled",)  # others may lack float64
+        return Backends(names, kind, "the kernels are for NVIDIA's GPUs")
     # Without a GPU the answer is that of a supported one: code may ask before there is a device.
     reason = ""
     if torch.cuda.is_available():

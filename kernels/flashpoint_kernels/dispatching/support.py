@@ -71,17 +71,17 @@ def choose_backend(spec: Spec, available: tuple[str, ...]) -> str:
     """
     if not isinstance(available, Backends):
         available = Backends(available, "cuda" if available[:1] == ("triton",) else "cpu")
-    device, asked = available.kind, spec.options.backend
-    if asked != "auto":
-        if asked == "torch" and device == "cpu" and asked not in available:
+    device, requested = available.kind, spec.options.backend
+    if requested != "auto":
+        if requested == "torch" and device == "cpu" and requested not in available:
             raise ProblemError([("backend", f"torch is not available on this device: {native.MISSING}")])
-        if asked not in available:
-            why = f": {available.no_triton}" if asked == "triton" and available.no_triton else ""
+        if requested not in available:
+            why = f": {available.no_triton}" if requested == "triton" and available.no_triton else ""
             others = " or ".join(available)
-            raise ProblemError([("backend", f"{asked} is not available on this device{why}; use {others}")])
-        if errors := unsupported(asked, spec, device):
+            raise ProblemError([("backend", f"{requested} is not available on this device{why}; use {others}")])
+        if errors := unsupported(requested, spec, device):
             raise ProblemError(errors)
-        return asked
+        return requested
     for backend in available:
         if not unsupported(backend, spec, device):
             return backend

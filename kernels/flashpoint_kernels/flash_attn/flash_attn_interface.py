@@ -189,10 +189,10 @@ def flash_attn_varlen_func(
         end_k = _end(cu_seqlens_k, k)
         k, v = k[:end_k], v[:end_k]
         options["cu_seqlens_k"] = cu_seqlens_k
-    found = attention(q[:end_q], k, v, cu_seqlens_q=cu_seqlens_q, **options, return_lse=return_attn_probs)
+    answer = attention(q[:end_q], k, v, cu_seqlens_q=cu_seqlens_q, **options, return_lse=return_attn_probs)
     if end_q == len(q):
-        return _answer(found)
-    o, lse = found if isinstance(found, tuple) else (found, None)
+        return _answer(answer)
+    o, lse = answer if isinstance(answer, tuple) else (answer, None)
     o = torch.cat([o, o.new_zeros(len(q) - end_q, *o.shape[1:])])
     if lse is None:
         return o
@@ -373,8 +373,8 @@ def _append(
     v_cache[page, row] = v
 
 
-def _answer(found: Tensor | tuple[Tensor, Tensor]) -> Answer:
-    return (*found, None) if isinstance(found, tuple) else found
+def _answer(answer: Tensor | tuple[Tensor, Tensor]) -> Answer:
+    return (*answer, None) if isinstance(answer, tuple) else answer
 
 
 def _window(window_size: Sequence[int]) -> tuple[int, int]:

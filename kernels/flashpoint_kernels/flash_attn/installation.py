@@ -83,15 +83,15 @@ def _checks() -> list[tuple[Any, str, Any]]:
             return True
         return bool(refuse(self, flash_attn_version, is_init_check))
 
-    found: list[tuple[Any, str, Any]] = [
+    replacements: list[tuple[Any, str, Any]] = [
         (PreTrainedModel, "_flash_attn_can_dispatch", can_dispatch),
         (utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2], "general_availability_check", available),
         (utils, "_loaded_implementation", None),  # functions of flash-attn are looked up anew, now and afterwards
     ]
     import_utils = import_module("transformers.utils.import_utils")
     for check in ("is_flash_attn_2_available", "is_flash_attn_greater_or_equal"):
-        own = getattr(import_utils, check)
+        original = getattr(import_utils, check)
         for name, module in list(sys.modules.items()):
-            if name.partition(".")[0] == "transformers" and vars(module).get(check) is own:
-                found.append((module, check, available))
-    return found
+            if name.partition(".")[0] == "transformers" and vars(module).get(check) is original:
+                replacements.append((module, check, available))
+    return replacements

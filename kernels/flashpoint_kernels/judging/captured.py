@@ -49,38 +49,38 @@ def held(
     above `usual` is imprecise. `block` is called before each of `bounds.blocks`.
     """
     limits, _ = bounds.limits(problem, tuple(answers), block)
-    found = {}
+    held_answers = {}
     for name, answer in answers.items():
-        own = limits[name]
-        most = usual(name, own.value)
-        own = replace(own, allowed=torch.maximum(own.accurate, own.allowed.clamp_max(most)))
+        limit = limits[name]
+        usual_error = usual(name, limit.value)
+        limit = replace(limit, allowed=torch.maximum(limit.accurate, limit.allowed.clamp_max(usual_error)))
         dtype = "float32" if name == "lse" else problem.spec.dtype
-        strict, loose = own.excess(answer, dtype)
+        strict, loose = limit.excess(answer, dtype)
         where = ""
         if name in OUTPUTS and bool((loose > 1).any()):
             where = places.where(problem.canonical(name, loose > 1), name)
         largest = [float(each.max()) if each.numel() else 0.0 for each in (loose, strict)]
-        unlike = bool(((answer.double() - own.value).abs() > most).any())
-        found[name] = Held(own, largest[0], where, largest[0] <= 1 and (largest[1] > 1 or unlike))
-    return found
+        unlike = bool(((answer.double() - limit.value).abs() > usual_error).any())
+        held_answers[name] = Held(limit, largest[0], where, largest[0] <= 1 and (largest[1] > 1 or unlike))
+    return held_answers
 
 
 def explain(
-    problem: Problem, answers: Mapping[str, Tensor], found: Mapping[str, Held], block: Callable[[], None]
+    problem: Problem, answers: Mapping[str, Tensor], held_answers: Mapping[str, Held], block: Callable[[], None]
 ) -> list[Cause]:
     """Return the known mistakes that give the wrong answers of a problem."""
-    wrong = [name for name in found if not found[name].ok and name in OUTPUTS]
+    wrong = [name for name in held_answers if not held_answers[name].ok and name in OUTPUTS]
     if not wrong or sum(row.q_len * row.kv_len for row in problem.rows) * problem.spec.q_heads > 10 * _SMALL:
         return []
     causes = [Cause("input-ignored", f"{name} is ignored", f"read {name}", True, len(names))
-              for name, names in _ignored(problem, answers, found, wrong, block)]  # fmt: skip
+              for name, names in _ignored(problem, answers, held_answers, wrong, block)]  # fmt: skip
     if not causes:
-        for w in _dense(problem, answers, found, wrong):
+        for w in _dense(problem, answers, held_answers, wrong):
             block()
             for names in dict.fromkeys([w.names, *((name,) for name in w.names)]):  # all by one mistake, or each
-                own = causes_of(replace(w, names=names))
-                causes += [Cause(m.code, m.text, m.advice, True, len(names)) for m in own]
-                if own and names == w.names:
+                mistakes = causes_of(replace(w, names=names))
+                causes += [Cause(m.code, m.text, m.advice, True, len(names)) for m in mistakes]
+                if mistakes and names == w.names:
                     break
             if causes:
                 break
@@ -88,7 +88,7 @@ def explain(
 
 
 def _ignored(
-    problem: Problem, answers: Mapping[str, Tensor], found: Mapping[str, Held], wrong: Sequence[str],
+    problem: Problem, answers: Mapping[str, Tensor], held_answers: Mapping[str, Held], wrong: Sequence[str],
     block: Callable[[], None],
 ) -> Iterator[tuple[str, list[str]]]:  # fmt: skip
     """Yield optional inputs without which the wrong answers are right, and those answers."""
@@ -107,7 +107,7 @@ def _ignored(
         solve = formula.solve_forward if problem.spec.direction == "forward" else formula.solve_backward
         with torch.no_grad():
             solve(other, torch.float64)
-        hit = [n for n, theirs in outputs.items() if _left(answers[n], theirs, found[n].limits.value) < LEFT]
+        hit = [n for n, theirs in outputs.items() if _left(answers[n], theirs, held_answers[n].limits.value) < LEFT]
         if hit:
             yield name, hit
 
@@ -121,7 +121,7 @@ def _left(answer: Tensor, theirs: Tensor, exact: Tensor) -> float:
 
 
 def _dense(
-    problem: Problem, answers: Mapping[str, Tensor], found: Mapping[str, Held], wrong: Sequence[str]
+    problem: Problem, answers: Mapping[str, Tensor], held_answers: Mapping[str, Held], wrong: Sequence[str]
 ) -> Iterator[WrongNumbers]:
     """Yield the sequences of equal lengths whose answers are wrong as a problem in bhsd, the small ones first."""
     spec = problem.spec
@@ -131,19 +131,21 @@ def _dense(
     inputs = {n: t for n, t in problem.tensors.items() if n not in ("o", "lse")}
     parts = [
         {n: answers[n] for n in wrong},
-        *({n: getattr(found[n].limits, field) for n in wrong} for field in ("value", "accurate", "allowed")),
+        *({n: getattr(held_answers[n].limits, field) for n in wrong} for field in ("value", "accurate", "allowed")),
     ]
     views = [replace(problem, tensors=inputs, outputs=each) for each in parts]
-    most = lambda row: max(1, _SMALL // max(1, spec.q_heads * row.q_len * row.kv_len))  # noqa: E731
+    together = lambda row: max(1, _SMALL // max(1, spec.q_heads * row.q_len * row.kv_len))  # noqa: E731
     groups = []
-    for (rows, x), (_, value), (_, accurate), (_, allowed) in zip(*(view.batches(most) for view in views), strict=True):
+    for (rows, x), (_, value), (_, accurate), (_, allowed) in zip(
+        *(view.batches(together) for view in views), strict=True
+    ):
         limits = {n: Limits(value[n].clone(), accurate[n].clone(), allowed[n].clone()) for n in wrong}
-        own = {n: x[n].clone() for n in wrong}
-        bad = tuple(n for n in OUTPUTS if n in wrong and _is_wrong(limits[n], own[n], spec.dtype))
+        part = {n: x[n].clone() for n in wrong}
+        bad = tuple(n for n in OUTPUTS if n in wrong and _is_wrong(limits[n], part[n], spec.dtype))
         if bad and rows[0].q_len * rows[0].kv_len * spec.q_heads <= _SMALL:
             case, tensors = _case(problem, rows, x)
             top_left = spec.options.causal_alignment == "top_left"
-            groups.append(WrongNumbers(case, tensors, top_left, own, limits, bad))
+            groups.append(WrongNumbers(case, tensors, top_left, part, limits, bad))
     yield from sorted(groups, key=lambda w: w.case.scores)[:2]
 
 

@@ -77,9 +77,9 @@ class Case:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults, for `from_dict`."""
-        own, usual = asdict(self), asdict(Case())
+        fields, usual = asdict(self), asdict(Case())
         sizes = ("values", "batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim", "value_dim", "dtype", "seed")
-        kept = {name: v for name, v in own.items() if name in sizes or v != usual[name]}
+        kept = {name: v for name, v in fields.items() if name in sizes or v != usual[name]}
         return {name: list(v) if isinstance(v, tuple) else v for name, v in kept.items()}
 
     @classmethod
@@ -323,10 +323,10 @@ def usual(seed: int) -> Iterator[Case]:
 def listed(seed: int, *, quick: bool, takes: Iterable[str], unlike_dims: bool) -> list[Case]:
     """Return all cases in the order in which they are judged, each once."""
     takes = set(takes)
-    found = [*usual(seed), *hostile(seed, quick), *edges(seed), *options(seed, quick)]
-    found += [*covering(seed, quick, takes, unlike_dims), *large(seed, quick)]
+    cases = [*usual(seed), *hostile(seed, quick), *edges(seed), *options(seed, quick)]
+    cases += [*covering(seed, quick, takes, unlike_dims), *large(seed, quick)]
     kept = dict.fromkeys(
-        case for case in found if case.options <= takes | {"causal"} and ("causal" in takes or not case.causal)
+        case for case in cases if case.options <= takes | {"causal"} and ("causal" in takes or not case.causal)
     )
     return list(kept)
 

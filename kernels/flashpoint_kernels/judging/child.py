@@ -42,10 +42,10 @@ _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def send(connection: Connection, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Send a header and tensors."""
-    own = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
-    listed = [[name, DTYPE_NAMES.get(t.dtype, str(t.dtype)), list(t.shape)] for name, t in own.items()]
+    contiguous = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
+    listed = [[name, DTYPE_NAMES.get(t.dtype, str(t.dtype)), list(t.shape)] for name, t in contiguous.items()]
     connection.send_bytes(json.dumps({**header, "tensors": listed}).encode())
-    for t in own.values():
+    for t in contiguous.values():
         connection.send_bytes(ctypes.string_at(t.data_ptr(), t.numel() * t.element_size()) if t.numel() else b"")
 
 
@@ -68,19 +68,19 @@ def load(name: str) -> Any:
     """Import and return MODULE:FUNCTION; FUNCTION may be an attribute of a class. Raises NotFoundError."""
     module, _, path = name.partition(":")
     try:
-        found = importlib.import_module(module)
+        target = importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
             raise
         raise NotFoundError(f"there is no module {error.name}: run it in the folder of the module") from None
     for part in path.split("."):
-        if not hasattr(found, part):
-            near = meant(part, [each for each in dir(found) if not each.startswith("_")])
+        if not hasattr(target, part):
+            near = meant(part, [each for each in dir(target) if not each.startswith("_")])
             raise NotFoundError(f"{module} has no {part}" + (f"; did you mean {near}?" if near else ""))
-        found = getattr(found, part)
-    if not callable(found):
-        raise NotFoundError(f"{name} must be a function, not {type(found).__name__}")
-    return found
+        target = getattr(target, part)
+    if not callable(target):
+        raise NotFoundError(f"{name} must be a function, not {type(target).__name__}")
+    return target
 
 
 def described(function: Callable[..., Any]) -> dict[str, Any]:
@@ -90,10 +90,10 @@ def described(function: Callable[..., Any]) -> dict[str, Any]:
     try:
         of: Any = owner.forward if applied else function  # type: ignore[union-attr]
         of = function.forward if isinstance(function, torch.nn.Module) else of
-        found = list(inspect.signature(of).parameters.values())[1 if applied else 0 :]
+        parameters = list(inspect.signature(of).parameters.values())[1 if applied else 0 :]
         known = True
     except Exception:  # an object of the function's own may raise anything
-        found, known = [], False
+        parameters, known = [], False
     listed: Any = [
         {
             "name": each.name,
@@ -106,7 +106,7 @@ def described(function: Callable[..., Any]) -> dict[str, Any]:
             if isinstance(each.default, (tuple, list))
             else "",
         }
-        for each in found
+        for each in parameters
     ]
     module = getattr(function, "__module__", None) or ""
     name = getattr(function, "__name__", type(function).__name__)
@@ -123,12 +123,12 @@ class Session:
         self.stream: Any = None
         self.settings = _settings()
 
-    def handle(self, asked: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        inputs = self.placed(tensors, asked.get("views", {}), asked.get("reuse", False))
-        if asked["op"] == "repeat":
-            return self.repeat(asked, inputs)
-        with self.mode(asked):
-            return self.call(asked, inputs)
+    def handle(self, request: dict[str, Any], tensors: dict[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        inputs = self.placed(tensors, request.get("views", {}), request.get("reuse", False))
+        if request["op"] == "repeat":
+            return self.repeat(request, inputs)
+        with self.mode(request):
+            return self.call(request, inputs)
 
     def placed(self, tensors: Mapping[str, Tensor], views: Mapping[str, str], reuse: bool) -> dict[str, Tensor]:
         """Return the inputs on the device, in the memory form that `views` names.
@@ -137,69 +137,71 @@ class Session:
         """
         placed = {}
         for name, t in tensors.items():
-            own = t.to(self.device)
+            sent = t.to(self.device)
             kept = self.inputs.get(name)
-            if reuse and kept is not None and (kept.shape, kept.dtype) == (own.shape, own.dtype):
-                kept.copy_(own)
+            if reuse and kept is not None and (kept.shape, kept.dtype) == (sent.shape, sent.dtype):
+                kept.copy_(sent)
                 placed[name] = kept
             else:
-                placed[name] = viewed(own, views.get(name, "plain"))
+                placed[name] = viewed(sent, views.get(name, "plain"))
         self.inputs = placed
         return placed
 
     @contextlib.contextmanager
-    def mode(self, asked: Mapping[str, Any]) -> Iterator[None]:
+    def mode(self, request: Mapping[str, Any]) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
-            if asked.get("poison"):
+            if request.get("poison"):
                 stack.enter_context(_poisoned_memory())
-            if asked.get("stream") and self.device.type == "cuda":
+            if request.get("stream") and self.device.type == "cuda":
                 self.stream = self.stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
                 self.stream.wait_stream(torch.cuda.current_stream())
                 stack.enter_context(torch.cuda.stream(self.stream))
             yield
 
-    def call(self, asked: Mapping[str, Any], inputs: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def call(
+        self, request: Mapping[str, Any], inputs: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         before = {name: t.clone() for name, t in inputs.items()}
         start = time.perf_counter()
-        facts, answers = self.answers(asked, inputs)
+        facts, answers = self.answers(request, inputs)
         self.wait()
         facts["seconds"] = time.perf_counter() - start
-        ours = ("deterministic algorithms",) if asked.get("poison") else ()
+        ours = ("deterministic algorithms",) if request.get("poison") else ()
         now = {name: value for name, value in _settings().items() if name not in ours}
         facts["state"] = [name for name, value in now.items() if value != self.settings[name]]
         facts["changed"] = [name for name, t in inputs.items() if not _same(t, before[name])]
         facts["overwritten"] = sorted({
-            name for own, copies in self.earlier for name, t in own.items() if not _same(t, copies[name])
+            name for made, copies in self.earlier for name, t in made.items() if not _same(t, copies[name])
         })  # fmt: skip
         facts["aliases"] = [
             [name, other] for name, t in answers.items() for other, u in inputs.items() if _overlap(t, u)
         ]
-        for own, _ in self.earlier:
+        for earlier_answers, _ in self.earlier:
             facts["aliases"] += [
-                [n, "an earlier answer"] for n, t in answers.items() for u in own.values() if _overlap(t, u)
+                [n, "an earlier answer"] for n, t in answers.items() for u in earlier_answers.values() if _overlap(t, u)
             ]
-        if answers and not asked.get("poison"):
+        if answers and not request.get("poison"):
             kept = (dict(answers), {name: t.clone() for name, t in answers.items()})
             self.earlier = [*self.earlier[1 - _KEPT :], kept]
         return facts, answers
 
     def answers(
-        self, asked: Mapping[str, Any], inputs: Mapping[str, Tensor]
+        self, request: Mapping[str, Any], inputs: Mapping[str, Tensor]
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Make one call, with gradients if they are asked. Return facts, and o, lse and the gradients of the leaves."""
-        leaves = asked.get("leaves", [])
-        own = {name: t.detach() for name, t in inputs.items()}
+        leaves = request.get("leaves", [])
+        given = {name: t.detach() for name, t in inputs.items()}
         for name in leaves:
-            own[name] = own[name].requires_grad_()
+            given[name] = given[name].requires_grad_()
 
         def value(each: Any) -> Any:
-            return own[each["tensor"]] if isinstance(each, dict) else tuple(each) if isinstance(each, list) else each
+            return given[each["tensor"]] if isinstance(each, dict) else tuple(each) if isinstance(each, list) else each
 
-        arguments = [value(each) for each in asked["args"]]
-        keywords = {name: value(each) for name, each in asked["kwargs"].items()}
+        arguments = [value(each) for each in request["args"]]
+        keywords = {name: value(each) for name, each in request["kwargs"].items()}
         facts: dict[str, Any] = {}
         try:
-            with torch.no_grad() if asked.get("no_grad") else contextlib.nullcontext():
+            with torch.no_grad() if request.get("no_grad") else contextlib.nullcontext():
                 result = self.function(*arguments, **keywords)
             parts = list(result) if isinstance(result, (tuple, list)) else [result]
             if (bad := self.unusable(parts[0] if parts else None)) is not None:
@@ -215,7 +217,7 @@ class Session:
         facts["grad"] = parts[0].requires_grad
         if leaves and parts[0].requires_grad:
             try:
-                grads = self.gradients(asked, own, answers, leaves, facts)
+                grads = self.gradients(request, given, answers, leaves, facts)
             except BaseException as error:
                 facts["grad_error"] = _told(error)
                 grads = {}
@@ -234,54 +236,56 @@ class Session:
 
     def gradients(
         self,
-        asked: Mapping[str, Any],
-        own: Mapping[str, Tensor],
+        request: Mapping[str, Any],
+        given: Mapping[str, Tensor],
         answers: Mapping[str, Tensor],
         leaves: Sequence[str],
         facts: dict[str, Any],
     ) -> dict[str, Tensor]:
-        outputs, upstream = [answers["o"]], [own["do"]]
-        if asked.get("dlse") and facts["lse_grad"]:
+        outputs, upstream = [answers["o"]], [given["do"]]
+        if request.get("dlse") and facts["lse_grad"]:
             outputs.append(answers["lse"])
-            upstream.append(own["dlse"])
+            upstream.append(given["dlse"])
         if upstream[0].shape != outputs[0].shape:
             raise ValueError(f"o has shape {list(outputs[0].shape)}, not {list(upstream[0].shape)}")
-        of = [own[name] for name in leaves]
-        twice = bool(asked.get("twice"))
+        of = [given[name] for name in leaves]
+        twice = bool(request.get("twice"))
         grads = torch.autograd.grad(outputs, of, upstream, allow_unused=True, retain_graph=twice)
         facts["unused"] = [name for name, g in zip(leaves, grads, strict=True) if g is None]
-        found = {f"d{n}": g for n, g in zip(leaves, grads, strict=True) if g is not None}
+        named_gradients = {f"d{n}": g for n, g in zip(leaves, grads, strict=True) if g is not None}
         if twice:
-            kept = {name: g.clone() for name, g in found.items()}
+            kept = {name: g.clone() for name, g in named_gradients.items()}
             again = torch.autograd.grad(outputs, of, upstream, allow_unused=True)
-            facts["overwritten_by_second"] = [name for name, g in found.items() if not _same(g, kept[name])]
-            found = {f"d{n}": g for n, g in zip(leaves, again, strict=True) if g is not None}
-        return found
+            facts["overwritten_by_second"] = [name for name, g in named_gradients.items() if not _same(g, kept[name])]
+            named_gradients = {f"d{n}": g for n, g in zip(leaves, again, strict=True) if g is not None}
+        return named_gradients
 
     def repeat(
-        self, asked: Mapping[str, Any], inputs: Mapping[str, Tensor]
+        self, request: Mapping[str, Any], inputs: Mapping[str, Tensor]
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Call again and again with the same inputs. Return how often bits differed, and the first such answers."""
         first: dict[str, Tensor] = {}
         facts: dict[str, Any] = {"calls": 0, "forward": 0, "gradient": 0, "other": []}
         answers: dict[str, Tensor] = {}
         start = time.perf_counter()
-        while facts["calls"] < asked["times"] and (facts["calls"] < 2 or time.perf_counter() - start < asked["within"]):
-            own, found = self.answers(asked, inputs)
+        while facts["calls"] < request["times"] and (
+            facts["calls"] < 2 or time.perf_counter() - start < request["within"]
+        ):
+            facts_of_call, answers_of_call = self.answers(request, inputs)
             self.wait()
             facts["calls"] += 1
-            if "error" in own or "grad_error" in own or "bad" in own:
-                return {**facts, **own, "seconds": time.perf_counter() - start}, answers
+            if "error" in facts_of_call or "grad_error" in facts_of_call or "bad" in facts_of_call:
+                return {**facts, **facts_of_call, "seconds": time.perf_counter() - start}, answers
             if not first:
-                first = {name: t.clone() for name, t in found.items()}
+                first = {name: t.clone() for name, t in answers_of_call.items()}
                 answers |= {f"0.{name}": t for name, t in first.items()}
                 continue
-            other = [name for name, t in found.items() if name not in first or not _same(t, first[name])]
+            other = [name for name, t in answers_of_call.items() if name not in first or not _same(t, first[name])]
             facts["forward"] += any(name in ("o", "lse") for name in other)
             facts["gradient"] += any(name.startswith("d") for name in other)
             if other and len(facts["other"]) < _DIFFERENT:
                 facts["other"].append(facts["calls"])
-                answers |= {f"{facts['calls']}.{name}": t.clone() for name, t in found.items()}
+                answers |= {f"{facts['calls']}.{name}": t.clone() for name, t in answers_of_call.items()}
         return {**facts, "seconds": time.perf_counter() - start}, answers
 
     def wait(self) -> None:
@@ -291,14 +295,14 @@ class Session:
 
 def _settings() -> dict[str, str]:
     """Return torch's global settings that a function must leave as they were."""
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "default data type": torch.get_default_dtype(), "default device": torch.get_default_device(),
         "gradient mode": torch.is_grad_enabled(), "precision of float32 products": torch.get_float32_matmul_precision(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "autocast": torch.is_autocast_enabled(),
         "flush of denormal numbers": float(torch.tensor(1e-39, dtype=torch.float32, device="cpu") * 1) == 0,
     }  # fmt: skip
-    return {name: str(value) for name, value in found.items()}
+    return {name: str(value) for name, value in facts.items()}
 
 
 def viewed(t: Tensor, view: str) -> Tensor:
@@ -317,9 +321,9 @@ def viewed(t: Tensor, view: str) -> Tensor:
     if view in ("offset", "misaligned"):
         ahead = 1 if view == "misaligned" else 64
         room = t.new_full((t.numel() + ahead + 64,), filler)
-        own = room[ahead : ahead + t.numel()].view(t.shape)
-        own.copy_(t)
-        return own
+        part = room[ahead : ahead + t.numel()].view(t.shape)
+        part.copy_(t)
+        return part
     if view == "columns" and t.ndim >= 2:  # the last two dimensions in the other order
         return t.mT.contiguous().mT
     if view == "expanded":  # equal numbers, one in memory: the gradient of a sum
@@ -381,11 +385,11 @@ def serve(connection: Connection, start: Callable[[], Callable[..., Any]], devic
     session = Session(function, device)
     while True:
         try:
-            asked, tensors = receive(connection)
+            request, tensors = receive(connection)
         except (EOFError, OSError):
             return
         try:
-            facts, answers = session.handle(asked, tensors)
+            facts, answers = session.handle(request, tensors)
         except BaseException as error:  # the function has left torch, or this process, in a state that no call survives
             facts, answers = {"error": _told(error) | {"clear": False}}, {}
         send(connection, facts, answers)
@@ -417,7 +421,7 @@ def spawner(control: socket.socket, function: Callable[..., Any] | None = None) 
         text, files, _, _ = socket.recv_fds(control, 1 << 16, 2)
         if not text:
             return
-        asked = json.loads(text)
+        request = json.loads(text)
         pid = os.fork()
         if pid == 0:
             try:
@@ -425,11 +429,11 @@ def spawner(control: socket.socket, function: Callable[..., Any] | None = None) 
                 os.setsid()
                 _end_with_parent()
                 _redirect(files[1])
-                sys.path[:] = asked["path"]
+                sys.path[:] = request["path"]
                 importlib.invalidate_caches()
-                os.chdir(asked["cwd"])
-                start = (lambda: function) if function is not None else functools.partial(load, asked["target"])
-                serve(Connection(files[0]), start, asked["device"], asked["threads"])
+                os.chdir(request["cwd"])
+                start = (lambda: function) if function is not None else functools.partial(load, request["target"])
+                serve(Connection(files[0]), start, request["device"], request["threads"])
             finally:
                 os._exit(0)
         for file in files:

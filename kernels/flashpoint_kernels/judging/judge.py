@@ -119,8 +119,8 @@ def judge(
             nan_rows=nan_rows,
         )
         name = function if isinstance(function, str) else f"{about['module']}:{about['name']}"
-        own = _Judgement(trial, name, dtypes or TYPES, quick, seed, require, progress, layout is None)
-        return own.run(only, Path(save) if save is not None else None)
+        judgement = _Judgement(trial, name, dtypes or TYPES, quick, seed, require, progress, layout is None)
+        return judgement.run(only, Path(save) if save is not None else None)
     except NotLoadedError as error:
         raise UnusableError(str(error)) from None
     except EndedError as error:
@@ -185,13 +185,13 @@ class _Judgement:
         self.settle()
         self.refusals()
         failed = [o for o in self.outcomes if o.failed]
-        found: list[Cause] = []
+        named: list[Cause] = []
         smallest = None
         if failed:
             self.tell("the cause")
-            found = causes.explain(trial, self.outcomes)
+            named = causes.explain(trial, self.outcomes)
             self.tell("the smallest failing case")
-            tells = partial(causes.tells, code=found[0].code) if found and found[0].confirmed else None
+            tells = partial(causes.tells, code=named[0].code) if named and named[0].confirmed else None
             smallest = shrinking.smallest(trial, failed, 2.0 if self.quick else 6.0, tells)
         if save is not None and smallest is not None:
             try:
@@ -199,7 +199,7 @@ class _Judgement:
             except OSError as error:  # the report must not be lost
                 warnings.warn(f"{save} cannot be written: {error}", stacklevel=3)
                 save = None
-        return self.report(found, smallest, save)
+        return self.report(named, smallest, save)
 
     def recognise(self) -> None:
         """Choose the layout by trial, and keep what the trial says of the function."""
@@ -253,7 +253,7 @@ class _Judgement:
                 continue
             self.tell(f"{case.values} values, {case.dtype}")
             outcome = trial.run(case)
-            if outcome.status == "refused" and outcome.asked["leaves"]:
+            if outcome.status == "refused" and outcome.request["leaves"]:
                 forward = trial.run(replace(case, forward=True))
                 if forward.status != "refused":
                     forward.facts["raised"] = outcome.facts["raised"]
@@ -274,8 +274,8 @@ class _Judgement:
                 self.outcomes.append(outcome)
             if number == 0:
                 self.properties += [relations.batch_invariant(trial, case), relations.masked_nan(trial, case)]
-                found, outcome_of_lse = relations.lse_gradient(trial, case)
-                self.properties.append(found)
+                property_of_lse, outcome_of_lse = relations.lse_gradient(trial, case)
+                self.properties.append(property_of_lse)
                 if outcome_of_lse is not None:
                     outcome_of_lse.status, outcome_of_lse.relation = "wrong", "the gradient of lse"
                     self.outcomes.append(outcome_of_lse)
@@ -291,13 +291,13 @@ class _Judgement:
             dict.fromkeys(case for case in (small, wide, *chosen[1:]) if trial.signature.refuses(case) is None)
         )
         calls, forward, gradient = [], False, False
-        for found in relations.repeats(trial, listed, QUICK_REPEATS if self.quick else REPEATS, self.tell):
-            if isinstance(found, Outcome):
-                self.outcomes.append(found)
+        for repeated in relations.repeats(trial, listed, QUICK_REPEATS if self.quick else REPEATS, self.tell):
+            if isinstance(repeated, Outcome):
+                self.outcomes.append(repeated)
                 continue
-            calls.append(found[0])
-            forward |= found[1]
-            gradient |= found[2]
+            calls.append(repeated[0])
+            forward |= repeated[1]
+            gradient |= repeated[2]
         total = sum(calls)
         if total > 1:
             self.race = Race(total, 1 - 0.01 ** (1 / total))
@@ -324,7 +324,9 @@ class _Judgement:
             if "grad_error" in facts or "refused_gradient" in facts:
                 outcome.status = "wrong"
             elif (
-                outcome.asked.get("leaves") and outcome.status in ("right", "imprecise") and facts.get("grad") is False
+                outcome.request.get("leaves")
+                and outcome.status in ("right", "imprecise")
+                and facts.get("grad") is False
             ):
                 outcome.status, outcome.text = "wrong", "o has no gradient, though it has one with other values"
 
@@ -348,7 +350,7 @@ class _Judgement:
                 text = f"{name}, which the signature names, raised in every case: {text}"
                 self.properties.append(Property(f"option {name}", "not tested", text))
 
-    def report(self, found: list[Cause], smallest: Outcome | None, save: Path | None) -> Report:
+    def report(self, named: list[Cause], smallest: Outcome | None, save: Path | None) -> Report:
         trial, clock = self.trial, self.trial.clock
         judged = [o for o in self.outcomes if o.status != "refused"]
         failed = sorted((o for o in judged if o.failed), key=lambda o: (o.relation != "accuracy", o.case.scores))
@@ -382,7 +384,7 @@ class _Judgement:
             judge_seconds=round(max(0.0, spent - clock.waiting), 3), kernel_seconds=round(clock.kernel, 3),
             versions=_versions(), failures=_spread(failed),
             imprecise=tuple(o.failure(imprecise=True) for o in imprecise[:MOST]),
-            causes=tuple(found), properties=tuple(properties),
+            causes=tuple(named), properties=tuple(properties),
             refused=tuple(NotJudged(what, reason, n) for what, (reason, n) in refused.items()),
             not_run=tuple(NotJudged(what, reason, n) for (what, reason), n in self.not_run.items()), race=self.race,
             smallest=None if smallest is None else smallest.failure(), command=self.command(smallest),
@@ -391,20 +393,20 @@ class _Judgement:
 
     def demanded(self, imprecise: list[Outcome], refused: Mapping[str, tuple[str, int]]) -> list[Property]:
         """Return all properties, with what `require` asks of them."""
-        found = list(self.properties)
+        properties = list(self.properties)
         worst = max((max(o.strict.values()) for o in imprecise), default=0.0)
         text = (
             f"{len(imprecise)} cases are between S and L, by up to {worst:.3g} times S"
             if imprecise
             else "every error is within S"
         )
-        found.append(Property("accurate", "fails" if imprecise else "holds", text))
+        properties.append(Property("accurate", "fails" if imprecise else "holds", text))
         text = ", ".join(f"{what} ({n} cases)" for what, (_, n) in refused.items())
         text = f"not every option and data type was accepted: {text}" if refused else "no case was refused"
-        found.append(Property("all", "fails" if refused else "holds", text))
-        return [replace(p, required=p.name in self.require) for p in found] + [
+        properties.append(Property("all", "fails" if refused else "holds", text))
+        return [replace(p, required=p.name in self.require) for p in properties] + [
             Property(name, "not tested", "it was not tested", required=True)
-            for name in self.require if name not in {p.name for p in found}
+            for name in self.require if name not in {p.name for p in properties}
         ]  # fmt: skip
 
     def command(self, smallest: Outcome | None) -> str | None:
@@ -467,8 +469,8 @@ def _spread(failed: Sequence[Outcome]) -> tuple[Failure, ...]:
 
 
 def _versions() -> dict[str, str]:
-    found = {"torch": str(torch.__version__)}
+    versions = {"torch": str(torch.__version__)}
     for name in ("flashpoint", "triton"):
         with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found | {"date": time.strftime("%Y-%m-%d")}
+            versions[name] = version(name)
+    return versions | {"date": time.strftime("%Y-%m-%d")}

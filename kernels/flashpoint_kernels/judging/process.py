@@ -40,8 +40,8 @@ class NotLoadedError(Exception):
     """The function cannot be imported, or is not a function."""
 
     def __init__(self, told: Mapping[str, Any]) -> None:
-        own = told["type"] == child.NotFoundError.__name__
-        super().__init__(told["text"] if own else f"it cannot be imported: {told['type']}: {told['text']}")
+        not_found = told["type"] == child.NotFoundError.__name__
+        super().__init__(told["text"] if not_found else f"it cannot be imported: {told['type']}: {told['text']}")
         self.told = told
 
 
@@ -71,8 +71,8 @@ class _Spawner:
                 "from flashpoint_kernels.judging.child import main; main()",
                 str(theirs.fileno()),
             ]
-            own = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-            environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [own, *sys.path]))}
+            sources = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+            environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [sources, *sys.path]))}
             self.process: subprocess.Popen[bytes] | None = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], env=environment, stdin=subprocess.DEVNULL
             )
@@ -105,8 +105,8 @@ class _Spawner:
             self.lines.append(part)
         text, _, rest = b"".join(self.lines).partition(b"\n")
         self.lines = [rest] if rest else []
-        found: dict[str, Any] = json.loads(text)
-        return found
+        message: dict[str, Any] = json.loads(text)
+        return message
 
     @property
     def alive(self) -> bool:
@@ -127,22 +127,22 @@ class _Spawner:
 
 @functools.cache
 def _shared() -> list[_Spawner]:
-    found: list[_Spawner] = []
+    spawners: list[_Spawner] = []
 
     def close() -> None:
-        for each in found:
+        for each in spawners:
             each.close()
 
     atexit.register(close)
-    return found
+    return spawners
 
 
 def _spawner(module: str) -> _Spawner:
     """Return the process that forks sessions, which all judgements of this process share."""
-    found = _shared()
-    if not found or not found[-1].alive:
-        found[:] = [_Spawner(fork=module not in sys.modules and _may_fork())]
-    return found[-1]
+    spawners = _shared()
+    if not spawners or not spawners[-1].alive:
+        spawners[:] = [_Spawner(fork=module not in sys.modules and _may_fork())]
+    return spawners[-1]
 
 
 class Worker:
@@ -168,17 +168,17 @@ class Worker:
             self.spawner = _Spawner(self.local, fork=True)
         self.output = tempfile.TemporaryFile()  # noqa: SIM115
         ours, theirs = socket.socketpair()
-        asked = {
+        request = {
             "target": self.target if self.local is None else "", "device": self.device, "path": sys.path,
             "cwd": os.getcwd(), "threads": 1,
         }  # fmt: skip
-        socket.send_fds(self.spawner.control, [json.dumps(asked).encode()], [theirs.fileno(), self.output.fileno()])
+        socket.send_fds(self.spawner.control, [json.dumps(request).encode()], [theirs.fileno(), self.output.fileno()])
         theirs.close()
         self.connection = Connection(ours.detach())
-        found = self.spawner.line(timeout)
-        if found is None:
+        started = self.spawner.line(timeout)
+        if started is None:
             raise EndedError("crash", "the process of the function did not start")
-        self.pid = found["pid"]
+        self.pid = started["pid"]
         self.about, _ = self._answer(timeout)
         if "failed" in self.about:
             told = self.about["failed"]
@@ -186,7 +186,7 @@ class Worker:
             raise NotLoadedError(told)
         return self.about
 
-    def ask(self, asked: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    def ask(self, request: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         """Send a call. Raises EndedError if the process has ended."""
         if self.connection is None:
             self.start()
@@ -195,7 +195,7 @@ class Worker:
         if os.fstat(self.output.fileno()).st_size > _OUTPUT:
             self.output.truncate(0)
         try:
-            child.send(self.connection, asked, tensors)
+            child.send(self.connection, request, tensors)
         except OSError:
             raise self._ended() from None
 
@@ -232,9 +232,9 @@ class Worker:
             self.output.seek(-min(os.fstat(self.output.fileno()).st_size, _TAIL), os.SEEK_END)
             lines = self.output.read().decode(errors="replace").strip().splitlines()
             said = lines[-1][:300] if lines else ""
-        found = self.spawner.line(1.0) if self.spawner is not None else None
-        self.stop(reported=found is not None)
-        status = None if found is None else found.get("status")
+        ended = self.spawner.line(1.0) if self.spawner is not None else None
+        self.stop(reported=ended is not None)
+        status = None if ended is None else ended.get("status")
         if status is None:
             text, kind = "its process sent no answer, or closed or wrote into files that are not its own", "crash"
         elif status < 0:
@@ -291,9 +291,9 @@ def target_of(function: str | Callable[..., Any]) -> str | Callable[..., Any]:
     """
     if isinstance(function, str):
         return function
-    found = importable(function)
-    if found is not None:
-        return found
+    name = importable(function)
+    if name is not None:
+        return name
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise ValueError(
             "a function that cannot be imported needs a process that has not used the GPU yet: define it in a module"

@@ -29,15 +29,15 @@ def base(dtype: str, seed: int, **more: object) -> Case:
 
 def chosen(trial: Trial, dtypes: tuple[str, ...], seed: int) -> list[Case]:
     """Return the cases that relations are tried on: one that the function accepts, for each of at most two types."""
-    found = []
+    properties = []
     shapes = [(2, 4, 2, 33, 77, 64, 64), (2, 2, 2, 64, 64, 64, 64)]
     for dtype in dtypes:
         for shape in shapes:
             if (dtype, shape, frozenset()) in trial.accepted:
                 names = ("batch", "q_heads", "kv_heads", "q_len", "kv_len", "head_dim", "value_dim")
-                found.append(Case(**dict(zip(names, shape, strict=True)), dtype=dtype, seed=seed))  # type: ignore[arg-type]
+                properties.append(Case(**dict(zip(names, shape, strict=True)), dtype=dtype, seed=seed))  # type: ignore[arg-type]
                 break
-    return found[:1] + found[1:2]
+    return properties[:1] + properties[1:2]
 
 
 def purity(trial: Trial, case: Case) -> Iterator[Outcome]:

@@ -29,12 +29,12 @@ def smallest(
     if not accuracy:
         return min(failed, key=lambda o: o.case.scores)
     ordered = sorted(accuracy, key=lambda o: (o.case.scores, len(o.case.options)))
-    best, least = ordered[0], 0
+    best, clearest = ordered[0], 0
     for o in ordered:
-        if tells is None or time.monotonic() - start > seconds / 2 or least == 2:
+        if tells is None or time.monotonic() - start > seconds / 2 or clearest == 2:
             break
-        if (told := tells(o)) > least:
-            best, least = o, told
+        if (told := tells(o)) > clearest:
+            best, clearest = o, told
     tried = {best.case}
     again = True
     try:
@@ -50,7 +50,7 @@ def smallest(
                 same = set(outcome.wrong_outputs) & set(best.wrong_outputs) or (
                     not best.wrong_outputs and outcome.failed
                 )
-                if outcome.status == "wrong" and same and (tells is None or not least or tells(outcome) >= least):
+                if outcome.status == "wrong" and same and (tells is None or not clearest or tells(outcome) >= clearest):
                     best, again = outcome, True
                     break
     except StopError:
@@ -96,7 +96,7 @@ def save(path: Path, outcome: Outcome) -> None:
         answers["lse"] = answers["lse"].float()
     if not any(n.startswith("d") for n in answers):
         tensors.pop("do", None)
-    own = {n: t.detach().cpu().contiguous() for n, t in (tensors | answers).items()}
+    saved = {n: t.detach().cpu().contiguous() for n, t in (tensors | answers).items()}
     names = ("layout", "causal", "causal_alignment", "window", "scale", "softcap", "precision")
     options = {n: getattr(problem.spec.options, n) for n in names}
     given = {
@@ -105,9 +105,9 @@ def save(path: Path, outcome: Outcome) -> None:
         if v != OPTIONS[n].default or n == "causal"
     }
     head = wire.build_head(
-        [(n, DTYPE_NAMES[t.dtype], list(t.shape)) for n, t in own.items()], wire.encode_options(given)
+        [(n, DTYPE_NAMES[t.dtype], list(t.shape)) for n, t in saved.items()], wire.encode_options(given)
     )
     with path.open("wb") as file:
         file.write(head)
-        for t in own.values():
+        for t in saved.values():
             file.write(ctypes.string_at(t.data_ptr(), t.numel() * t.element_size()) if t.numel() else b"")

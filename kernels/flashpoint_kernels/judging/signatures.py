@@ -172,7 +172,7 @@ class Call:
     """A case as a call of one function: what the function's process gets, and the problem in our own form."""
 
     case: Case
-    asked: dict[str, Any]
+    request: dict[str, Any]
     tensors: dict[str, Tensor]  # in the function's layout
     problem: Problem  # of both directions: with do
     signature: Signature
@@ -180,31 +180,31 @@ class Call:
     def canonical(self, answers: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str | None]:
         """Return answers in bhsd (or thd), by our names, and what is wrong with a shape or a data type."""
         s, spec = self.signature, self.problem.spec
-        found: dict[str, Tensor] = {}
+        canonical: dict[str, Tensor] = {}
         for name, t in answers.items():
             if name == "dqkv":
-                found |= dict(zip(("dq", "dk", "dv"), t.unbind(-3), strict=True))
+                canonical |= dict(zip(("dq", "dk", "dv"), t.unbind(-3), strict=True))
             elif name == "dkv":
-                found |= dict(zip(("dk", "dv"), t.unbind(-3), strict=True))
+                canonical |= dict(zip(("dk", "dv"), t.unbind(-3), strict=True))
             else:
-                found[name] = t
-        for name, t in list(found.items()):
+                canonical[name] = t
+        for name, t in list(canonical.items()):
             if name == "lse":
-                found[name] = _lse(t, s, self.case) * (math.log(2) if s.base_2 else 1)
-                if found[name].shape != spec.lse_shape:
-                    del found[name]  # another statistic, not lse
+                canonical[name] = _lse(t, s, self.case) * (math.log(2) if s.base_2 else 1)
+                if canonical[name].shape != spec.lse_shape:
+                    del canonical[name]  # another statistic, not lse
                 continue
             if name == "o" or name[1:] in ("q", "k", "v"):
-                found[name] = t if s.ragged else _to_bhsd(t, s.layout)
+                canonical[name] = t if s.ragged else _to_bhsd(t, s.layout)
             wanted = (*spec.lse_shape, spec.value_dim) if name == "o" and not s.ragged else None
             if name == "o" and s.ragged:
                 wanted = (*self.problem.tensors["q"].shape[:-1], spec.value_dim)
-            if wanted is not None and tuple(found[name].shape) != tuple(wanted):
+            if wanted is not None and tuple(canonical[name].shape) != tuple(wanted):
                 expected = list(self.tensors["do"].shape)
                 return {}, f"o has shape {list(t.shape)}, but must have {expected} (layout {s.layout})"
             if name == "o" and t.dtype != self.problem.tensors["q"].dtype:
                 return {}, f"o is {str(t.dtype)[6:]}, but must be {spec.dtype}, as q is"
-        return found, None
+        return canonical, None
 
 
 def _to_bhsd(t: Tensor, layout: str) -> Tensor:
@@ -219,25 +219,27 @@ def _to_bhsd(t: Tensor, layout: str) -> Tensor:
 
 
 def _from_bhsd(t: Tensor, layout: str) -> Tensor:
-    own = t.permute(*("bhsd".index(letter) for letter in layout), *("bhsd".index(x) for x in "bhsd" if x not in layout))
-    return own.reshape(own.shape[: len(layout)]).contiguous()
+    permuted = t.permute(
+        *("bhsd".index(letter) for letter in layout), *("bhsd".index(x) for x in "bhsd" if x not in layout)
+    )
+    return permuted.reshape(permuted.shape[: len(layout)]).contiguous()
 
 
 def _lse(t: Tensor, s: Signature, case: Case) -> Tensor:
     if s.ragged:
         return t if t.shape[0] == case.q_heads else t.mT
-    own = case.batch, case.q_heads, case.q_len
-    if t.shape == own:
+    shape = case.batch, case.q_heads, case.q_len
+    if t.shape == shape:
         return t
-    if t.ndim == 3 and tuple(t.shape) == (own[0], own[2], own[1]):
+    if t.ndim == 3 and tuple(t.shape) == (shape[0], shape[2], shape[1]):
         return t.mT
-    if t.ndim == 2 and own[0] == 1 and tuple(t.shape) == own[1:]:
+    if t.ndim == 2 and shape[0] == 1 and tuple(t.shape) == shape[1:]:
         return t[None]
-    if t.ndim == 2 and own[0] == 1 and tuple(t.shape) == (own[2], own[1]):
+    if t.ndim == 2 and shape[0] == 1 and tuple(t.shape) == (shape[2], shape[1]):
         return t.mT[None]
-    if t.ndim == 2 and own[1] == 1 and tuple(t.shape) == (own[0], own[2]):
+    if t.ndim == 2 and shape[1] == 1 and tuple(t.shape) == (shape[0], shape[2]):
         return t[:, None]
-    if t.ndim == 1 and own[:2] == (1, 1):
+    if t.ndim == 1 and shape[:2] == (1, 1):
         return t[None, None]
     return t
 
@@ -245,7 +247,7 @@ def _lse(t: Tensor, s: Signature, case: Case) -> Tensor:
 def call_of(signature: Signature, case: Case, tensors: Mapping[str, Tensor], precision: str = "ieee") -> Call:
     """Return the call for a case, whose tensors are bhsd, as `values.draw` makes them."""
     s = signature
-    own = dict(tensors)
+    sent = dict(tensors)
     alignment = "top_left" if s.top_left else case.alignment
     options = Options(
         causal=case.causal, causal_alignment=alignment, window=case.window, softcap=case.softcap, scale=case.scale,
@@ -253,13 +255,13 @@ def call_of(signature: Signature, case: Case, tensors: Mapping[str, Tensor], pre
     )  # fmt: skip
     if s.ragged:
         for name in ("q", "k", "v", "do"):
-            own[name] = own[name].transpose(1, 2).flatten(0, 1).contiguous()
+            sent[name] = sent[name].transpose(1, 2).flatten(0, 1).contiguous()
         for name, length in (("cu_seqlens_q", case.q_len), ("cu_seqlens_k", case.kv_len)):
-            own[name] = torch.arange(case.batch + 1, dtype=torch.int32) * length
-    if "attn_mask" in own and own["attn_mask"].dtype != torch.bool:
+            sent[name] = torch.arange(case.batch + 1, dtype=torch.int32) * length
+    if "attn_mask" in sent and sent["attn_mask"].dtype != torch.bool:
         options = replace(options, grads=("dq", "dk", "dv"))
-    problem = Problem.create(own, options, "backward")
-    given = {n: t if s.ragged or n not in ("q", "k", "v", "do") else _from_bhsd(t, s.layout) for n, t in own.items()}
+    problem = Problem.create(sent, options, "backward")
+    given = {n: t if s.ragged or n not in ("q", "k", "v", "do") else _from_bhsd(t, s.layout) for n, t in sent.items()}
     leaves = ["q", "k", "v"]
     if s.packed == "qkv":
         given["qkv"] = torch.stack([given.pop(n) for n in "qkv"], dim=-3)
@@ -292,8 +294,8 @@ def call_of(signature: Signature, case: Case, tensors: Mapping[str, Tensor], pre
     keywords |= {s.takes[n]: usual.get(n) for n in s.required if n not in s.order and s.takes[n] not in keywords}
     if "layout" in keywords and s.style != "flashpoint":
         del keywords["layout"]
-    asked = {"op": "call", "args": args, "kwargs": own_names | keywords, "leaves": [] if case.forward else leaves}
-    return Call(case, asked, given, problem, s)
+    request = {"op": "call", "args": args, "kwargs": own_names | keywords, "leaves": [] if case.forward else leaves}
+    return Call(case, request, given, problem, s)
 
 
 def _window(s: Signature, case: Case) -> Any:

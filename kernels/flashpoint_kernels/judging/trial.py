@@ -56,7 +56,7 @@ class Outcome:
     strict: dict[str, float] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     ill: float = 0.0  # part of the rows that are ill-posed
-    asked: dict[str, Any] = field(default_factory=dict)
+    request: dict[str, Any] = field(default_factory=dict)
 
     @property
     def failed(self) -> bool:
@@ -145,7 +145,7 @@ class Trial:
 
     def _prepared(self, case: Case) -> tuple[Call, Exact]:
         call = call_of(self.signature, case, values.draw(case), self.precision)
-        return call, exact(call, gradients=bool(call.asked["leaves"]) and not self.forward_only)
+        return call, exact(call, gradients=bool(call.request["leaves"]) and not self.forward_only)
 
     def close(self) -> None:
         self.pool.shutdown(cancel_futures=True)
@@ -170,19 +170,19 @@ class Trial:
         """
         ahead = self.ahead.pop(case, None)
         if ahead is not None and not change:
-            call, found = ahead.result()
-            known = known or (None if mode else found)
+            call, limits_and_rows = ahead.result()
+            known = known or (None if mode else limits_and_rows)
         else:
             call = call_of(self.signature, case, values.draw(case) | dict(change or {}), self.precision)
-        asked = call.asked | mode
+        request = call.request | mode
         if self.forward_only or case.forward:
-            asked["leaves"] = []
-        if asked["leaves"] and self.signature.packed and "leaves" in mode:
-            asked["leaves"] = call.asked["leaves"]
-        if not asked["leaves"]:
-            asked.pop("twice", None)
-        sent = call.tensors if asked["leaves"] else {n: t for n, t in call.tensors.items() if n != "do"}
-        outcome = Outcome(case, call, relation, asked=asked)
+            request["leaves"] = []
+        if request["leaves"] and self.signature.packed and "leaves" in mode:
+            request["leaves"] = call.request["leaves"]
+        if not request["leaves"]:
+            request.pop("twice", None)
+        sent = call.tensors if request["leaves"] else {n: t for n, t in call.tensors.items() if n != "do"}
+        outcome = Outcome(case, call, relation, request=request)
         try:
             self._ask(outcome, sent, known)
         except EndedError as error:
@@ -200,8 +200,8 @@ class Trial:
             raise StopError("there was no time left")
         if self.ended > 5:
             raise StopError("the function's process had ended too often")
-        self.worker.ask(outcome.asked, sent)
-        found = known or exact(outcome.call, gradients=bool(outcome.asked["leaves"]))
+        self.worker.ask(outcome.request, sent)
+        limits_and_rows = known or exact(outcome.call, gradients=bool(outcome.request["leaves"]))
         facts, answers = self._answer(min(self.timeout, max(5.0, clock.left)))
         clock.calls += 1
         outcome.facts = facts
@@ -222,7 +222,7 @@ class Trial:
         if bad is not None:
             outcome.status, outcome.text = "wrong", bad
             return
-        limits, ill = found
+        limits, ill = limits_and_rows
         outcome.limits, outcome.ill = limits, float(ill.float().mean()) if ill.numel() else 0.0
 
     def _answer(self, timeout: float) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -249,17 +249,17 @@ class Trial:
     def repeat(self, case: Case, within: float, times: int) -> tuple[Outcome, list[Outcome]]:
         """Call many times with the same inputs. Return the first answers, and those with other bits, judged."""
         call = call_of(self.signature, case, values.draw(case), self.precision)
-        asked = call.asked | {"op": "repeat", "within": within, "times": times}
+        request = call.request | {"op": "repeat", "within": within, "times": times}
         if self.forward_only or case.forward:
-            asked["leaves"] = []
-        outcome = Outcome(case, call, "repeated calls", asked=asked)
+            request["leaves"] = []
+        outcome = Outcome(case, call, "repeated calls", request=request)
         clock = self.clock
         if clock.left < 0:
             raise StopError("there was no time left")
         try:
-            sent = call.tensors if asked["leaves"] else {n: t for n, t in call.tensors.items() if n != "do"}
-            self.worker.ask(asked, sent)
-            limits, _ = exact(call, gradients=bool(asked["leaves"]))
+            sent = call.tensors if request["leaves"] else {n: t for n, t in call.tensors.items() if n != "do"}
+            self.worker.ask(request, sent)
+            limits, _ = exact(call, gradients=bool(request["leaves"]))
             facts, answers = self._answer(self.timeout + within)
         except EndedError as error:
             self.ended += 1
@@ -275,15 +275,15 @@ class Trial:
             outcome.status = "wrong"
             what = facts["bad"] if raised is None else f"it raised {raised['type']}: {raised['text']}"
             outcome.text = f"call {facts.get('calls', 0)} of equal ones differs: {what}"
-        found = []
+        outcomes = []
         for number in facts.get("other", []):
-            own = {n.partition(".")[2]: t for n, t in answers.items() if n.partition(".")[0] == str(number)}
-            each = Outcome(case, call, "repeated calls", asked=asked, limits=limits)
-            each.answers, bad = call.canonical(own)
+            of_call = {n.partition(".")[2]: t for n, t in answers.items() if n.partition(".")[0] == str(number)}
+            each = Outcome(case, call, "repeated calls", request=request, limits=limits)
+            each.answers, bad = call.canonical(of_call)
             if bad is None:
                 self._judge(each)
-            found.append(each)
-        return outcome, found
+            outcomes.append(each)
+        return outcome, outcomes
 
     def _judge(self, outcome: Outcome) -> None:
         case, facts, limits = outcome.case, outcome.facts, outcome.limits
@@ -302,8 +302,8 @@ class Trial:
             outcome.excess[name] = float(loose.max()) if loose.numel() else 0.0
         if "grad_error" in facts:
             outcome.text = f"its gradient raised {facts['grad_error']['type']}: {facts['grad_error']['text']}"
-        unused = [n for n in facts.get("unused", ()) if n in outcome.asked["leaves"]]
-        if unused and len(unused) < len(outcome.asked["leaves"]):
+        unused = [n for n in facts.get("unused", ()) if n in outcome.request["leaves"]]
+        if unused and len(unused) < len(outcome.request["leaves"]):
             problems.append(f"no gradient reaches {', '.join(unused)}")
         if facts.get("changed"):
             problems.append(f"the call changes its input {', '.join(facts['changed'])}")
@@ -324,7 +324,7 @@ class Trial:
         outcome.text = "; ".join(filter(None, [outcome.text, *dict.fromkeys(problems)]))
         key = (case.dtype, case.shape, case.options)
         self.accepted.add(key)
-        if facts.get("grad") and outcome.asked["leaves"] and "grad_error" not in facts:
+        if facts.get("grad") and outcome.request["leaves"] and "grad_error" not in facts:
             self.with_gradients.add(key)
 
     def _without_empty(self, name: str, answer: Tensor, outcome: Outcome) -> Tensor:
@@ -367,11 +367,11 @@ class _Cache:
                 self.kept.move_to_end(key)
             return self.kept.get(key)
 
-    def put(self, key: Any, found: Exact) -> None:
+    def put(self, key: Any, exact: Exact) -> None:
         with self.lock:
             if key not in self.kept:
-                self.kept[key] = found
-                self.bytes += _bytes(found)
+                self.kept[key] = exact
+                self.bytes += _bytes(exact)
             while self.bytes > CACHE_BYTES and len(self.kept) > 1:
                 self.bytes -= _bytes(self.kept.popitem(last=False)[1])
 
@@ -379,20 +379,20 @@ class _Cache:
 _cache = _Cache()
 
 
-def _bytes(found: Exact) -> int:
-    return sum(3 * 8 * limits.value.numel() for limits in found[0].values())
+def _bytes(exact: Exact) -> int:
+    return sum(3 * 8 * limits.value.numel() for limits in exact[0].values())
 
 
 def exact(call: Call, *, gradients: bool) -> Exact:
     """Return the limits of all answers of a call, and its ill-posed rows."""
-    own = [t for n, t in call.tensors.items() if n != "cu_seqlens_q"]
-    sums = tuple((tuple(t.shape), float(t.double().nan_to_num(7).sum())) for t in own)
+    inputs = [t for n, t in call.tensors.items() if n != "cu_seqlens_q"]
+    sums = tuple((tuple(t.shape), float(t.double().nan_to_num(7).sum())) for t in inputs)
     key = (call.case, gradients, call.problem.spec.options, sums, call.signature.ragged)
-    found = _cache.get(key)
-    if found is None:
-        found = bounds.limits(call.problem, OUTPUTS if gradients else OUTPUTS[:2])
-        _cache.put(key, found)
-    return found
+    limits_and_rows = _cache.get(key)
+    if limits_and_rows is None:
+        limits_and_rows = bounds.limits(call.problem, OUTPUTS if gradients else OUTPUTS[:2])
+        _cache.put(key, limits_and_rows)
+    return limits_and_rows
 
 
 def find_layout(trial: Trial, dtypes: Sequence[str]) -> tuple[str, Outcome | None]:
@@ -431,7 +431,7 @@ def find_layout(trial: Trial, dtypes: Sequence[str]) -> tuple[str, Outcome | Non
             runs.append((outcome.excess["o"], layout))
         return outcome.excess.get("o", math.inf) <= 1  # another answer may be wrong
 
-    found = ""
+    same_layout = ""
     for layout in dict.fromkeys((guess, *LAYOUTS)):
         if len(layout) < 4 and layout != guess and any(len(each) == 4 for _, each in runs):
             break
@@ -440,12 +440,12 @@ def find_layout(trial: Trial, dtypes: Sequence[str]) -> tuple[str, Outcome | Non
             judged_as(guess)
             return "", first
         if right:
-            found = layout
+            same_layout = layout
             break
-    if found:
-        other = next((each for _, each in runs if each != found and len(each) == 4), None)
-        said = f"right as {found} (guessed); as {other} it is wrong: --layout {other}" if other else ""
-        judged_as(found)
+    if same_layout:
+        other = next((each for _, each in runs if each != same_layout and len(each) == 4), None)
+        said = f"right as {same_layout} (guessed); as {other} it is wrong: --layout {other}" if other else ""
+        judged_as(same_layout)
         return said, None
     best: tuple[float, str] = (math.inf, guess)
     for excess, layout in runs:

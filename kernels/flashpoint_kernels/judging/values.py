@@ -248,12 +248,12 @@ def draw(case: Any) -> dict[str, Tensor]:
         return torch.randn(size, generator=g)
 
     b, hq, hk, n, m, d, dv = case.shape
-    own = Draw(normal(b, hq, n, d), normal(b, hk, m, d), normal(b, hk, m, dv), normal(b, hq, n, dv), case, g)
-    KINDS[case.values](own)
+    drawn = Draw(normal(b, hq, n, d), normal(b, hk, m, d), normal(b, hk, m, dv), normal(b, hq, n, dv), case, g)
+    KINDS[case.values](drawn)
     if case.ones:
-        own.do.fill_(1.0)
+        drawn.do.fill_(1.0)
     to = DTYPES[case.dtype]
-    tensors = {"q": own.q.to(to), "k": own.k.to(to), "v": own.v.to(to), "do": own.do.to(to)}
+    tensors = {"q": drawn.q.to(to), "k": drawn.k.to(to), "v": drawn.v.to(to), "do": drawn.do.to(to)}
     kind, _, form = case.mask.partition("-")
     if kind:
         size = {"": (b, hq, n, m), "keys": (b, 1, 1, m), "heads": (1, hq, n, m)}[form]

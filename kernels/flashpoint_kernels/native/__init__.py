@@ -71,13 +71,13 @@ def library() -> Library | None:
     lower = LEVELS[: LEVELS.index(best) + 1]
     if float32_only():
         lower = tuple(name for name in lower if name != "amx")
-    return next((found for name in reversed(lower) if (found := level(name)) is not None), None)
+    return next((built for name in reversed(lower) if (built := level(name)) is not None), None)
 
 
 def names() -> dict[str, str]:
     """Return the name of the kernel for each data type of q, such as `c-amx`; empty without the library."""
-    own = library()
-    return {} if own is None else {name: own.of(name).kernel for name in ("float32", "float16", "bfloat16")}
+    kernels = library()
+    return {} if kernels is None else {name: kernels.of(name).kernel for name in ("float32", "float16", "bfloat16")}
 
 
 def float32_only() -> bool:
@@ -89,13 +89,13 @@ def level(name: str) -> Library | None:
     """Return the kernels of one level, such as `avx2`; None if the library does not have it."""
     loaded = ctypes.CDLL(str(HERE / LIBRARY))
 
-    def functions(own: str) -> Functions:
+    def functions(suffix: str) -> Functions:
         names = Functions._fields[1:]
-        found = [getattr(loaded, f"flashpoint_{call}_{own}", None) for call in names]
-        return Functions(f"c-{own}", *found)
+        addresses = [getattr(loaded, f"flashpoint_{call}_{suffix}", None) for call in names]
+        return Functions(f"c-{suffix}", *addresses)
 
     kernels = Library(functions(name), functions("avx512" if name == "amx" else name))
-    return kernels if all(f is not None for own in kernels for f in own) else None
+    return kernels if all(f is not None for functions_of_type in kernels for f in functions_of_type) else None
 
 
 def supports(spec: Spec) -> bool:

@@ -81,10 +81,10 @@ class Sequence(NamedTuple):
 
         Members may be arrays, of many sequences; then so is `count`.
         """
-        least, most = (np.minimum, np.maximum) if isinstance(self.keys, np.ndarray) else (min, max)
+        minimum, maximum = (np.minimum, np.maximum) if isinstance(self.keys, np.ndarray) else (min, max)
         seen = 0
         for query in (first, first + count // 2, first + count - 1):
-            seen += most(1, least(query + self.high, self.keys) - most(query + self.low, 0))
+            seen += maximum(1, minimum(query + self.high, self.keys) - maximum(query + self.low, 0))
         return count * seen // 3
 
 
@@ -107,7 +107,7 @@ class Step(NamedTuple):
     """Tasks of one call, and the sum and the mask's gradient of one sequence that it then takes; None without these."""
 
     tasks: array[int]
-    sum_and_own: tuple[Tensor, Tensor] | None
+    sum_and_part: tuple[Tensor, Tensor] | None
 
 
 @dataclass(eq=False, slots=True)
@@ -141,15 +141,15 @@ class Backward:
         q_heads, kv_heads = (self.t[name].shape[1] for name in "qk")
         return rows >= forward.TOGETHER and not self.adds and queries <= _ROWS * kv_heads // q_heads
 
-    def shares_together(self, own: Sequence, threads: int) -> list[list[Step]]:
+    def shares_together(self, sequence: Sequence, threads: int) -> list[list[Step]]:
         """Return the tasks of many short sequences for at most `threads` threads, like `shares`.
 
-        `own` has arrays (n,). See `Forward.shares_together`.
+        `sequence` has arrays (n,). See `Forward.shares_together`.
         """
-        pairs = own.pairs(0, own.queries)
+        pairs = sequence.pairs(0, sequence.queries)
         tasks = np.empty((len(pairs), len(PART)), np.int64)
         dsinks = self._memory_of_dsinks(len(tasks)) + 8 * self.t["q"].shape[1] * np.arange(len(tasks))
-        part = _Part(own, 0, self.t["k"].shape[1], 0, own.queries, pairs, cut=False)
+        part = _Part(sequence, 0, self.t["k"].shape[1], 0, sequence.queries, pairs, cut=False)
         for column, member in enumerate(self._task(part, 0, False, dsinks)):
             tasks[:, column] = member
         edges = pairs.cumsum()
@@ -167,7 +167,7 @@ class Backward:
         """Cut the work into about equal tasks for at most `threads` threads; `run` computes them, `finish` ends it."""
         if self.adds and not self._places["dattn_mask"].batch and len(sequences) > 1:
             self._dmask = torch.zeros_like(_once(self.t["dattn_mask"]))
-        workers = self._workers(threads, sum(own.pairs(0, own.queries) for own in sequences))
+        workers = self._workers(threads, sum(sequence.pairs(0, sequence.queries) for sequence in sequences))
         whole = workers == 1 or len(sequences) >= 4 * workers
         groups = self._groups(sequences, self.t["k"].shape[1] if whole else 1)
         edges = [0, *accumulate(sum(part.pairs for part in group) for group in groups)]
@@ -199,10 +199,10 @@ class Backward:
         """Compute a share in this thread, and add the gradient of each sequence's mask to their sum."""
         for step in share:
             calls.share(self._function(), [self._call(step.tasks)])
-            if step.sum_and_own is not None:
-                total, own = step.sum_and_own
-                total += own
-                own.zero_()
+            if step.sum_and_part is not None:
+                total, partial_sums = step.sum_and_part
+                total += partial_sums
+                partial_sums.zero_()
 
     def replay(self, shares: list[list[Step]], tensors: Mapping[str, int]) -> calls.Replay | None:
         """Return the shares as a call of the tensors whose addresses now are in `tensors`: there are no others.
@@ -245,9 +245,9 @@ class Backward:
             for more in others:
                 total += more
             widths = [self.t[name].shape[3] for name in "kv"]
-            for name, own in zip(("dk", "dv"), torch.split(total, widths, 1), strict=True):
+            for name, sums in zip(("dk", "dv"), torch.split(total, widths, 1), strict=True):
                 if name in self.t:
-                    self.t[name][sequence.batch, head].narrow(0, sequence.kv_start, sequence.keys).copy_(own)
+                    self.t[name][sequence.batch, head].narrow(0, sequence.kv_start, sequence.keys).copy_(sums)
         if "dsinks" not in self.t:
             return None
         each = np.concatenate([np.zeros((1, self.t["q"].shape[1])), *self._dsinks])
@@ -282,8 +282,8 @@ class Backward:
             pairs = [sequence.pairs(*chunk) for chunk in chunks]
             step = 1 if cut else together
             for head in range(0, heads, step):
-                for chunk, own in zip(chunks, pairs, strict=True):
-                    yield _Part(sequence, head, step, *chunk, step * own, cut)
+                for chunk, pairs_of_chunk in zip(chunks, pairs, strict=True):
+                    yield _Part(sequence, head, step, *chunk, step * pairs_of_chunk, cut)
 
     def _share(self, groups: list[list[_Part]]) -> list[Step]:
         """Return the steps of one thread: a single one, or with a sum over sequences one for each of a group."""
@@ -316,25 +316,25 @@ class Backward:
 
     def _task(self, part: _Part, sums: int, adds: bool, dsinks: Any) -> list[Any]:
         """Return struct part of backward.c: the members of PART. `dsinks` is the address of head 0's, 0 without."""
-        own, t = part.sequence, self.t
+        sequence, t = part.sequence, self.t
         query = part.head * t["q"].shape[1] // t["k"].shape[1]
         numbers: list[Any] = [part.heads]
         for name in _OF_QUERIES:
-            numbers += self._places[name].at(own.batch, own.q_start, query)
+            numbers += self._places[name].at(sequence.batch, sequence.q_start, query)
         for name in _OF_KEYS:
-            numbers += self._places[name].at(own.batch, own.kv_start, part.head)
+            numbers += self._places[name].at(sequence.batch, sequence.kv_start, part.head)
         slopes, sinks = t.get("alibi_slopes"), t.get("sinks")
-        first_slope = query if slopes is None or slopes.ndim == 1 else query + own.number * slopes.shape[1]
+        first_slope = query if slopes is None or slopes.ndim == 1 else query + sequence.number * slopes.shape[1]
         numbers += (
             sums, adds,
             0 if slopes is None else slopes.data_ptr() + 4 * first_slope,
             0 if sinks is None else sinks.data_ptr() + 4 * query,
             dsinks + 8 * query if "dsinks" in t else 0,
-            part.first, part.queries, own.keys, own.low, own.high, own.offset,
+            part.first, part.queries, sequence.keys, sequence.low, sequence.high, sequence.offset,
         )  # fmt: skip
         for name in _OF_PAIRS:
-            numbers += self._places[name].at(own.batch, 0, query)
-        return [*numbers, own.number, self.first_head + query]
+            numbers += self._places[name].at(sequence.batch, 0, query)
+        return [*numbers, sequence.number, self.first_head + query]
 
 
 def _once(t: Tensor) -> Tensor:

@@ -35,10 +35,10 @@ OTHERS = {"generic": ""}
 
 def checksum(folder: Path = HERE) -> int:
     """Return the checksum of the sources: a library from other sources is not loaded."""
-    found = 0
+    crc = 0
     for name in SOURCES:
-        found = zlib.crc32((folder / name).read_bytes(), found)
-    return found
+        crc = zlib.crc32((folder / name).read_bytes(), crc)
+    return crc
 
 
 def compiler() -> list[str] | None:

@@ -16,7 +16,7 @@ import torch
 from flashpoint_kernels import native
 from flashpoint_kernels.native import calls
 from flashpoint_kernels.native.prefix import SharedPrefix, together
-from flashpoint_kernels.native.rows import CHUNK, NOWHERE, TILE, UNBOUNDED, Rows, Spans, Steps
+from flashpoint_kernels.native.rows import CHUNK, NOWHERE, TILE, UNBOUNDED, ByteSteps, Rows, Spans
 from flashpoint_kernels.problems.dropout import drop_below
 
 TOGETHER = 256  # sequences: from this number on their tasks are made together
@@ -87,14 +87,14 @@ class Forward:
     softcap: float
     k_row: int
     v_row: int
-    mask: Steps = NOWHERE
+    mask: ByteSteps = NOWHERE
     mask_dtype: torch.dtype = torch.bool
     mask_step: int = 0  # from key to key, in bytes; 0 for one number for all keys
     keep: float = 1.0  # 1 - dropout_p
     dropped: Dropped = field(default_factory=Dropped)
     first_head: int = 0  # of the request's query heads, for dropout
     held: object = None
-    blocks: Steps = NOWHERE
+    blocks: ByteSteps = NOWHERE
     block_size: tuple[int, int] = (1, 1)
     rows: list[Rows | SharedPrefix] = field(default_factory=list)
     memory: list[object] = field(default_factory=list)  # of states, which tasks point to
@@ -127,13 +127,13 @@ class Forward:
     def _nbytes(self, keys: int) -> int:
         return keys * self.heads * (self.head_dim + self.value_dim) * self.k_dtype.itemsize
 
-    def workers(self, most: int) -> int:
+    def workers(self, threads: int) -> int:
         """Return the number of threads for this work, at most `most`."""
-        return self._workers(most, sum(row.keys for row in self.rows), sum(row.pairs for row in self.rows))
+        return self._workers(threads, sum(row.keys for row in self.rows), sum(row.pairs for row in self.rows))
 
-    def _workers(self, most: int, keys: int, pairs: int) -> int:
+    def _workers(self, threads: int, keys: int, pairs: int) -> int:
         flops = 2 * pairs * self.heads * self.group * (self.head_dim + self.value_dim)
-        return max(1, min(most, max(self._nbytes(keys) // _LEAST_BYTES, flops // _LEAST_FLOPS)))
+        return max(1, min(threads, max(self._nbytes(keys) // _LEAST_BYTES, flops // _LEAST_FLOPS)))
 
     def compute(self, first: int, last: int) -> None:
         """Compute units [first, last) in this thread."""
@@ -189,7 +189,7 @@ class Forward:
         return shares, [(self._task(row, head, 1, row.start, row.stop, t.data_ptr()), t) for row, head, t in whole]
 
     def takes_together(self, rows: int, queries: int) -> bool:
-        """Return whether `compute_together` takes `rows` sequences, of which the longest has this many queries."""
+        """Return whether `shares_together` takes `rows` sequences, of which the longest has this many queries."""
         return rows >= TOGETHER and queries * self.group <= TILE
 
     def shares_together(self, rows: Rows, threads: int) -> list[array[int]]:

@@ -42,8 +42,8 @@ class SharedPrefix:
     @property
     def keys(self) -> int:
         """Return the number of keys that are read, shared ones once."""
-        own = sum(row.stop - tail for row, tail in zip(self.rows, self.tails, strict=True))
-        return own + sum(run.stop - run.start for run in self.runs)
+        keys_alone = sum(row.stop - tail for row, tail in zip(self.rows, self.tails, strict=True))
+        return keys_alone + sum(run.stop - run.start for run in self.runs)
 
     @property
     def pairs(self) -> int:
@@ -72,13 +72,13 @@ def together(rows: Sequence[Rows], group: int, parts: int) -> Iterator[Rows | Sh
             yield row
         else:
             tables.setdefault((row.start, row.tokens, chunk), []).append((table, row))
-    for found in tables.values():
-        found.sort(key=lambda member: member[0])  # those with the longest common prefixes are neighbours
-        edges = list(accumulate(row.queries * group for _, row in found))
-        count = min(max(-(-edges[-1] // TILE), parts), max(len(found) // 2, 1))
+    for alike in tables.values():
+        alike.sort(key=lambda member: member[0])  # those with the longest common prefixes are neighbours
+        edges = list(accumulate(row.queries * group for _, row in alike))
+        count = min(max(-(-edges[-1] // TILE), parts), max(len(alike) // 2, 1))
         numbers = [(edge - 1) * count // edges[-1] for edge in edges]
-        for _, members in groupby(range(len(found)), numbers.__getitem__):
-            yield from _shared([found[n] for n in members])
+        for _, members in groupby(range(len(alike)), numbers.__getitem__):
+            yield from _shared([alike[n] for n in members])
 
 
 def _shareable(row: Rows) -> bytes:

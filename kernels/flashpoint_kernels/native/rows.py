@@ -16,14 +16,14 @@ _STEP = 96  # rows: tiles have a multiple of it
 SPAN = 64  # bytes of a span
 
 
-class Steps(NamedTuple):
+class ByteSteps(NamedTuple):
     """Steps in bytes from one head to the next, and from one row to the next."""
 
     head: int
     row: int
 
 
-NOWHERE = Steps(0, 0)  # of an lse that is not wanted, or a mask that is not there
+NOWHERE = ByteSteps(0, 0)  # of an lse that is not wanted, or a mask that is not there
 
 
 class Spans:
@@ -48,9 +48,9 @@ class Spans:
 class QuerySteps(NamedTuple):
     """The steps of q, o and lse."""
 
-    q: Steps
-    o: Steps
-    lse: Steps = NOWHERE
+    q: ByteSteps
+    o: ByteSteps
+    lse: ByteSteps = NOWHERE
 
 
 class Rows(NamedTuple):

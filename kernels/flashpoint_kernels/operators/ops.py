@@ -222,8 +222,8 @@ def _differentiate(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Te
         raise ProblemError([(min(ctx.alone), "is only for the forward: pages and 8-bit keys have no gradients")])
     *inputs, o, lse = ctx.saved_tensors
     needed = [name for name, yes in zip(FORWARD_TENSORS, ctx.needs_input_grad, strict=False) if yes]
-    found = gradients(inputs, do, o, lse, dlse, ctx.options, needed)
-    return *(found.get(name) for name in FORWARD_TENSORS), None, None
+    grads = gradients(inputs, do, o, lse, dlse, ctx.options, needed)
+    return *(grads.get(name) for name in FORWARD_TENSORS), None, None
 
 
 def gradients(

@@ -61,9 +61,9 @@ class Route:
 
     def backward(self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor) -> list[Tensor]:
         """Return dq, dk and dv, in the layout of q, k and v."""
-        found = [empty_like(t, t.shape) for t in (q, k, v)]
-        self._compute(self._backward, q, k, v, do, o, lse, *found)
-        return [laid_like(own, t) for own, t in zip(found, (q, k, v), strict=True)]
+        gradients = [empty_like(t, t.shape) for t in (q, k, v)]
+        self._compute(self._backward, q, k, v, do, o, lse, *gradients)
+        return [laid_like(gradient, t) for gradient, t in zip(gradients, (q, k, v), strict=True)]
 
     def _compute(self, first: Callable[..., Replay | None], *tensors: Tensor) -> None:
         """Compute by an earlier call of tensors like these, or by `first`, whose call is kept."""
@@ -153,8 +153,8 @@ class _Plain(torch.autograd.Function):
         refuse_batched_gradients(do, dlse)
         simple = dlse is None and forward_ad._current_level < 0 and not torch.is_grad_enabled()
         if do is not None and simple:
-            found = dict(zip("qkv", route.backward(do, q, k, v, o, lse), strict=True))
+            grads = dict(zip("qkv", route.backward(do, q, k, v, o, lse), strict=True))
         else:
             inputs = ops.plain_inputs(q, k, v)
-            found = ops.gradients(inputs, do, o, lse, dlse, ops.literal(route.options), needed)
-        return *(found[name] if name in needed else None for name in "qkv"), None
+            grads = ops.gradients(inputs, do, o, lse, dlse, ops.literal(route.options), needed)
+        return *(grads[name] if name in needed else None for name in "qkv"), None

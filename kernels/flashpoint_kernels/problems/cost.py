@@ -77,8 +77,8 @@ def extent_of(spec: Spec, index: Mapping[str, Any] | None = None, *, hidden: boo
         if spec.ragged:  # a single sequence may have all queries and all keys
             pairs = spec.q_len * spec.kv_len
             if not whole:
-                most = spec.q_len if spec.paged else min(spec.q_len, spec.kv_len)
-                pairs = min(pairs, most * (sum(spec.window) + 1 + 2 * TILE) * _counted(spec))
+                longest = spec.q_len if spec.paged else min(spec.q_len, spec.kv_len)
+                pairs = min(pairs, longest * (sum(spec.window) + 1 + 2 * TILE) * _counted(spec))
             return Extent(sequences, sequences, pairs, keys if spec.paged else spec.kv_len)
         choices = (spec.q_len + 1 if spec.has("q_lengths") else 1) * (spec.kv_len + 1 if spec.has("kv_lengths") else 1)
         choices = sequences if spec.has("offset") else min(sequences, choices)
@@ -131,8 +131,8 @@ def key_bytes(spec: Spec) -> int:
     return spec.kv_heads * (spec.head_dim + spec.value_dim) * ITEMSIZE[spec.tensors["k"].dtype]
 
 
-def _clip(x: int, least: int, most: int) -> int:
-    return min(max(x, least), most)
+def _clip(x: int, low: int, high: int) -> int:
+    return min(max(x, low), high)
 
 
 def _seen(spec: Spec, q: Any, k: Any, offset: Any, clip: Callable[[Any, Any, Any], Any] = _clip) -> Any:

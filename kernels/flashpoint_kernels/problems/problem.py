@@ -170,8 +170,8 @@ class Problem:
         """
         t, first = self._mask_sequences(t)
         row = rows[0]
-        own = t[:, :, : row.q_len if t.shape[2] > 1 else 1, : row.kv_len if t.shape[3] > 1 else 1]
-        return sequences.of_mask(own, rows, first)
+        valid = t[:, :, : row.q_len if t.shape[2] > 1 else 1, : row.kv_len if t.shape[3] > 1 else 1]
+        return sequences.of_mask(valid, rows, first)
 
     def block_part(self, rows: Sequence[Row]) -> Tensor:
         """Return the part of the block mask for `rows`, like `mask_part`: (n|1,Hq|1,ceil(sq/Mq),ceil(sk/Mk))."""
@@ -183,8 +183,8 @@ class Problem:
         """Write back into `t` the `part` that `mask_part` has copied for `rows`; a view needs nothing."""
         if part.shape[0] > 1 and not sequences.consecutive(rows):
             full, first = self._mask_sequences(t)
-            own = full[:, :, : part.shape[2], : part.shape[3]]
-            own.index_copy_(0, torch.tensor([row.batch - first for row in rows], device=t.device), part)
+            valid = full[:, :, : part.shape[2], : part.shape[3]]
+            valid.index_copy_(0, torch.tensor([row.batch - first for row in rows], device=t.device), part)
 
     def _mask_sequences(self, t: Tensor) -> tuple[Tensor, int]:
         """Return a mask with all four dimensions, and the batch index of its first sequence."""
@@ -199,7 +199,7 @@ class Problem:
         q = self.tensors["q"]
         return empty_like(q, (*q.shape[:-1], spec.value_dim))
 
-    def batches(self, most: Callable[[Row], int] | None = None) -> Iterator[tuple[tuple[Row, ...], dict[str, Tensor]]]:
+    def batches(self, limit: Callable[[Row], int] | None = None) -> Iterator[tuple[tuple[Row, ...], dict[str, Tensor]]]:
         """Yield sequences of equal lengths and offsets with views of their valid rows: q (n,Hq,sq,D), lse (n,Hq,sq)…
 
         Inputs and outputs alike, by name, without masks and their gradients (see `mask_part`) and without gradients
@@ -212,10 +212,10 @@ class Problem:
         """
         inputs = {name: self.canonical(name, t) for name, t in self.tensors.items() if name not in _NOT_OF_ROWS}
         outputs = {name: self.canonical(name, t) for name, t in self.outputs.items() if name not in _NOT_OF_ROWS}
-        for rows in self._alike(most):
+        for rows in self._alike(limit):
             if sequences.consecutive(rows):
-                own = {name: self._read(name, view, rows, sequences.viewed) for name, view in inputs.items()}
-                yield rows, own | {name: sequences.viewed(name, view, rows) for name, view in outputs.items()}
+                views = {name: self._read(name, view, rows, sequences.viewed) for name, view in inputs.items()}
+                yield rows, views | {name: sequences.viewed(name, view, rows) for name, view in outputs.items()}
                 continue
             gathered = {name: self._read(name, view, rows, sequences.gathered) for name, view in inputs.items()}
             answers = {name: torch.empty_like(sequences.gathered(name, view, rows)) for name, view in outputs.items()}
@@ -236,19 +236,19 @@ class Problem:
             return sequences.gathered_pages(self.spec, view, self.tensors["block_table"], rows)
         return read(name, view, rows)
 
-    def _alike(self, most: Callable[[Row], int] | None) -> Iterator[tuple[Row, ...]]:
-        if most is None:
+    def _alike(self, limit: Callable[[Row], int] | None) -> Iterator[tuple[Row, ...]]:
+        if limit is None:
             yield from ((row,) for row in self.rows)
             return
         if len(self.rows) == 1:
-            if most(self.rows[0]):
+            if limit(self.rows[0]):
                 yield self.rows
             return
         alike: dict[tuple[int, ...], list[Row]] = {}
         for row in self.rows:
             alike.setdefault((row[3], row[6], row[8]), []).append(row)  # by q_len, kv_len and offset
         for same in alike.values():
-            if not (count := most(same[0])):
+            if not (count := limit(same[0])):
                 continue
             yield from (tuple(same[start : start + count]) for start in range(0, len(same), count))
 
@@ -288,11 +288,11 @@ class Problem:
 
         tensors = {name: part(name, t) for name, t in self.tensors.items()}
         infos = {name: TensorInfo(info.dtype, tuple(tensors[name].shape)) for name, info in spec.tensors.items()}
-        own = replace(spec, tensors=infos, q_heads=(stop - start) * group, kv_heads=stop - start)
+        part_spec = replace(spec, tensors=infos, q_heads=(stop - start) * group, kv_heads=stop - start)
         outputs = {name: part(name, t) for name, t in self.outputs.items()}
         first_head = self.first_head + start * group
         cut_of = self.cut_of or spec.kv_heads
-        return replace(self, spec=own, tensors=tensors, outputs=outputs, cut_of=cut_of, first_head=first_head)
+        return replace(self, spec=part_spec, tensors=tensors, outputs=outputs, cut_of=cut_of, first_head=first_head)
 
     def with_columns(self) -> Problem:
         """Return the problem with a column of zeros for each dimension of 0. It has the same answers.
@@ -308,8 +308,8 @@ class Problem:
 
         tensors = {name: wide(name, t) for name, t in self.tensors.items()}
         infos = {name: TensorInfo(info.dtype, tuple(tensors[name].shape)) for name, info in spec.tensors.items()}
-        own = replace(spec, tensors=infos, head_dim=dims["D"], value_dim=dims["Dv"])
-        return replace(self, spec=own, tensors=tensors, outputs={n: wide(n, t) for n, t in self.outputs.items()})
+        wide_spec = replace(spec, tensors=infos, head_dim=dims["D"], value_dim=dims["Dv"])
+        return replace(self, spec=wide_spec, tensors=tensors, outputs={n: wide(n, t) for n, t in self.outputs.items()})
 
     def of_rows(self, start: int, stop: int) -> Problem:
         """Return the problem of sequences [`start`, `stop`), over the same memory.

@@ -26,8 +26,8 @@ class _Reading(NamedTuple):
 class Readings:
     """The last reading of at most `most` tensors. Threads may share it: each step changes it as a whole."""
 
-    def __init__(self, most: int = 1024) -> None:
-        self._most = most
+    def __init__(self, limit: int = 1024) -> None:
+        self._most = limit
         self._kept: OrderedDict[int, _Reading] = OrderedDict()
 
     def numbers(self, t: Tensor) -> Sequence[int]:
@@ -40,9 +40,9 @@ class Readings:
     def kept(self, t: Tensor) -> Sequence[int]:
         """Return the numbers of a tensor that has a version; read them if this version has not been read."""
         key, version = id(t), (t._version, t.data_ptr(), t.shape, t.stride())
-        found = self._kept.get(key)
-        if found is not None and found.version == version and found.of() is t:
-            return found.numbers
+        reading = self._kept.get(key)
+        if reading is not None and reading.version == version and reading.of() is t:
+            return reading.numbers
         made = _Reading(weakref.ref(t, lambda _: self._kept.pop(key, None)), version, t.tolist())
         self._kept[key] = made
         while len(self._kept) > self._most:

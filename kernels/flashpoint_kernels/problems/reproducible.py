@@ -70,7 +70,7 @@ def split(problem: Problem, backend: str) -> list[Problem]:
 
 def _runs(problem: Problem, rates: Rates) -> list[tuple[int, int, float]]:
     """Cut the sequences of a problem into runs of at most about PART_SECONDS. Return first, end and seconds of each."""
-    most = _part_seconds(problem) if _sums_no_sequences(problem) else float("inf")
+    limit = _part_seconds(problem) if _sums_no_sequences(problem) else float("inf")
     share = _share(problem)
     costs: dict[tuple[int, ...], float] = {}
     runs: list[tuple[int, int, float]] = []
@@ -81,7 +81,7 @@ def _runs(problem: Problem, rates: Rates) -> list[tuple[int, int, float]]:
         if (cost := costs.get(lengths)) is None:
             cost = costs[lengths] = row_seconds(problem.spec, rates, row) * share
         added = cost if lengths in called else cost + rates.call
-        if place > start and seconds + added > most:
+        if place > start and seconds + added > limit:
             runs.append((start, place, seconds))
             start, seconds, called = place, 0.0, set()
             added = cost + rates.call

@@ -42,8 +42,8 @@ def gathered(name: str, view: Tensor, rows: Sequence[Row]) -> Tensor:
         return view if view.ndim == 1 else view.index_select(0, index)
     start, length = _span(name, rows[0])
     if rows[0].batch != rows[-1].batch:
-        own = view.narrow(2, start, length)
-        return own.index_select(0, torch.tensor([row.batch for row in rows], device=view.device))
+        valid = view.narrow(2, start, length)
+        return valid.index_select(0, torch.tensor([row.batch for row in rows], device=view.device))
     return parted(view[0].index_select(1, _positions(name, view, rows)), 1, (len(rows), length)).transpose(0, 1)
 
 

@@ -95,13 +95,13 @@ def _gradients(
     problem: Problem, row: Row, inputs: dict[str, Tensor], x: dict[str, Tensor], queries: range, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """Return the contribution of `queries` to each requested gradient, by autograd."""
-    own = _of_queries(inputs, queries)
+    part = _of_queries(inputs, queries)
     names = [_LEAVES[name] for name in problem.outputs]
-    leaves = [own[name].detach().requires_grad_() for name in names]
+    leaves = [part[name].detach().requires_grad_() for name in names]
     rows = slice(queries.start, queries.stop)
     # A torch operator runs below autograd (ops.py), which enable_grad alone does not change; recording is needed here.
     with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
-        answers = attend(problem, row, own | dict(zip(names, leaves, strict=True)), queries)
+        answers = attend(problem, row, part | dict(zip(names, leaves, strict=True)), queries)
         do = x["do"][:, rows].to(dtype)
         dlse = x["dlse"][:, rows].to(dtype) if "dlse" in x else torch.zeros_like(answers[1])
         # A loss whose gradients for o and lse are do and dlse. If autograd.grad gets these themselves, it imports
@@ -136,19 +136,19 @@ def _inputs(problem: Problem, row: Row, x: dict[str, Tensor], dtype: torch.dtype
     """Return the inputs in `dtype`: q (Hq,sq,D), k and v (Hk,sk,D|Dv), sinks and slopes (Hq,), attn_mask
     (Hq|1,sq|1,sk|1).
     """
-    own = {name: x[name] for name in ("q", "k", "v")}
+    tensors = {name: x[name] for name in ("q", "k", "v")}
     # The canonical views of sinks and slopes are float32; a float64 problem keeps its precision.
     if "sinks" in x:
-        own["sinks"] = problem.tensors["sinks"]
+        tensors["sinks"] = problem.tensors["sinks"]
     if "alibi_slopes" in x:
         slopes = problem.tensors["alibi_slopes"]
-        own["alibi_slopes"] = slopes[row.index] if slopes.ndim == 2 else slopes
+        tensors["alibi_slopes"] = slopes[row.index] if slopes.ndim == 2 else slopes
     if problem.spec.has("attn_mask"):
-        own["attn_mask"] = problem.mask_part(problem.tensors["attn_mask"], [row])[0]
+        tensors["attn_mask"] = problem.mask_part(problem.tensors["attn_mask"], [row])[0]
     for name in ("k", "v"):
         if f"{name}_scale" in x:
-            own[name] = scaled(x[name], x[f"{name}_scale"], dtype)
-    return {name: t if t.dtype == torch.bool else t.to(dtype) for name, t in own.items()}
+            tensors[name] = scaled(x[name], x[f"{name}_scale"], dtype)
+    return {name: t if t.dtype == torch.bool else t.to(dtype) for name, t in tensors.items()}
 
 
 def attend(problem: Problem, row: Row, x: dict[str, Tensor], queries: range) -> tuple[Tensor, Tensor]:

@@ -98,12 +98,12 @@ class Bench:
 
 def marks(row: Row) -> list[str]:
     """Return why a row says little: other programs disturbed it, its times differ, or its memory cannot be right."""
-    found = {
+    marks = {
         "busy": row["busy"],
         "noisy": is_noisy(row["ms"], row["ms_p20"], row["ms_p80"]),
         "memory below the minimum": row["peak_bytes_low"],
     }
-    return [mark for mark, holds in found.items() if holds]
+    return [mark for mark, holds in marks.items() if holds]
 
 
 def _measured(case: Case, device: str, naive_ms: float | None = None) -> Row:
@@ -147,8 +147,8 @@ def example(name: str, *arguments: str, needs: Sequence[str] = ()) -> dict[str, 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         program(str(path), *arguments, "--json", str(out))
-        found: dict[str, Any] = json.loads(out.read_text())
-    return found
+        answer: dict[str, Any] = json.loads(out.read_text())
+    return answer
 
 
 Run = Callable[[Bench], Running]

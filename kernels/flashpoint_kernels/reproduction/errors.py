@@ -38,10 +38,10 @@ def errors(device: str) -> dict[str, dict[str, dict[str, float]]]:
     q, k, v, do = (torch.randn(1, 1, LENGTH, HEAD_DIM, generator=generator).to(device) for _ in range(4))
     plain = written_out(q, k, v, do)
     exact = written_out(*(t.double() for t in (q, k, v, do)))
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    by_backend: dict[str, dict[str, dict[str, float]]] = {}
     for backend in (name for name in ("triton", "torch", "tiled") if name in available_backends(device)):
         answers = ours(backend, q, k, v, do)
-        found[backend] = {
+        by_backend[backend] = {
             name: {
                 "torch": _apart(t, plain[name]),
                 "exact": _apart(t, exact[name]),
@@ -49,7 +49,7 @@ def errors(device: str) -> dict[str, dict[str, dict[str, float]]]:
             }
             for name, t in answers.items()
         }
-    return found
+    return by_backend
 
 
 def _apart(a: Tensor, b: Tensor) -> float:

@@ -49,10 +49,10 @@ def backward(problem: Problem, rows: Sequence[Row], x: dict[str, Tensor], out: d
 
 def _sequences(problem: Problem, rows: Sequence[Row], x: dict[str, Tensor]) -> Iterator[Strips]:
     blocks = problem.block_part(rows)
-    found = blocks.cpu().numpy()
+    flags = blocks.cpu().numpy()
     for n, row in enumerate(rows):
-        own = n if len(found) > 1 else 0
-        yield Strips.of(problem, row, n, blocks[own], Cells.of(found[own], problem.spec, row), x)
+        nth_mask = n if len(flags) > 1 else 0
+        yield Strips.of(problem, row, n, blocks[nth_mask], Cells.of(flags[nth_mask], problem.spec, row), x)
 
 
 def _forward(t: Strips, o: Tensor | None, lse: Tensor | None) -> None:
@@ -60,8 +60,8 @@ def _forward(t: Strips, o: Tensor | None, lse: Tensor | None) -> None:
     of_all = t.sinks[:, None].expand(-1, t.q.shape[1]).contiguous()
     memory = t.memory()
     for strips, waves in t.groups(t.seen):
-        own = t.index(strips)
-        q, m = t.q.index_select(0, own), of_all.index_select(0, own)[..., None]
+        places = t.index(strips)
+        q, m = t.q.index_select(0, places), of_all.index_select(0, places)[..., None]
         total = (m > -INF).float()  # a sink is like a key with value 0 that has been processed already
         acc = q.new_zeros(len(strips), q.shape[1], whole.shape[-1])
         for keys in waves:
@@ -76,8 +76,8 @@ def _forward(t: Strips, o: Tensor | None, lse: Tensor | None) -> None:
                 t.drop(strips[:u], keys, p, p)
             add_product(acc[:u].mul_(decay), p, t.values(keys))
             m[:u] = m_new
-        whole.index_copy_(0, own, acc.div_(total.masked_fill(total == 0, 1.0).mul_(1.0 - t.dropout_p)))
-        of_all.index_copy_(0, own, (m.clamp_(min=_LEAST) + total.log_())[..., 0])
+        whole.index_copy_(0, places, acc.div_(total.masked_fill(total == 0, 1.0).mul_(1.0 - t.dropout_p)))
+        of_all.index_copy_(0, places, (m.clamp_(min=_LEAST) + total.log_())[..., 0])
     if o is not None:
         o.copy_(t.rows_of(whole))
     if lse is not None:
@@ -100,17 +100,17 @@ def _backward(t: Strips, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
     lse = t.in_strips(lse[..., None], INF)
     dq, dk, dv = (torch.zeros_like(each) for each in (t.q, t.k, t.v))
     memory, more = t.memory(), t.memory()
-    most = torch.empty_like(memory) if t.dropout_p else memory
+    other_memory = torch.empty_like(memory) if t.dropout_p else memory
     for keys, waves in t.groups(t.seen.swapaxes(1, 2)):
-        own = t.index(keys)
-        k, v = t.k.index_select(0, own), t.v.index_select(0, own)
+        places = t.index(keys)
+        k, v = t.k.index_select(0, places), t.v.index_select(0, places)
         own_dk, own_dv = torch.zeros_like(k), torch.zeros_like(v)
         for strips in waves:
             u, at = len(strips), t.index(strips)
             q, do_u, lse_u, delta_u = (each.index_select(0, at) for each in (t.q, do, lse, delta))
             s, slope = t.scores(strips, keys[:u], q, k[:u], memory, with_slope=True)
             p = s.sub_(lse_u).exp_()
-            kept = t.drop(strips, keys[:u], p, _shaped(most, p.shape)) if t.dropout_p else p
+            kept = t.drop(strips, keys[:u], p, _shaped(other_memory, p.shape)) if t.dropout_p else p
             add_product(own_dv[:u], kept.mT, do_u)
             dp = product(do_u, v[:u].mT, _shaped(more, p.shape))
             ds = dp.mul_(kept).addcmul_(p, delta_u, value=-1.0) if t.dropout_p else dp.sub_(delta_u).mul_(p)
@@ -120,13 +120,13 @@ def _backward(t: Strips, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
                 ds.mul_(slope)
             _add_each(dq, at, product(ds, k[:u]))
             add_product(own_dk[:u], ds.mT, q)  # q contains the scale
-        dk.index_copy_(0, own, own_dk)
-        dv.index_copy_(0, own, own_dv)
+        dk.index_copy_(0, places, own_dk)
+        dv.index_copy_(0, places, own_dv)
     if "dq" in out:
         out["dq"][t.nth].copy_(t.rows_of(dq.mul_(t.scale)))
-    for name, found in (("dk", dk), ("dv", dv)):
+    for name, gradient in (("dk", dk), ("dv", dv)):
         if name in out:
-            out[name][t.nth].copy_(found.view(t.problem.spec.kv_heads, -1, found.shape[-1])[:, : t.row.kv_len])
+            out[name][t.nth].copy_(gradient.view(t.problem.spec.kv_heads, -1, gradient.shape[-1])[:, : t.row.kv_len])
 
 
 def _add_each(whole: Tensor, at: Tensor, parts: Tensor) -> None:
@@ -219,8 +219,8 @@ class Strips:
 
     def _of_strips(self, t: Tensor, scale: Tensor | None, strips: Numbers) -> Tensor:
         at = self.index(strips)
-        own = t.index_select(0, at)
-        return own if scale is None else scaled(own, scale.index_select(0, at))
+        chosen = t.index_select(0, at)
+        return chosen if scale is None else scaled(chosen, scale.index_select(0, at))
 
     def in_strips(self, t: Tensor, filling: float = 0.0) -> Tensor:
         """Return (Hq, sq, X) as (Hq·strips, m, X)."""
@@ -270,11 +270,11 @@ class Strips:
         head, i, j = self._place(strip, key)
         inside = s[: i.stop - i.start, : j.stop - j.start]
         if self.mask is not None:
-            own = _part(self.mask, head, i, j)
-            if own.dtype == torch.bool:
-                inside.masked_fill_(~own, -INF)
+            blocks = _part(self.mask, head, i, j)
+            if blocks.dtype == torch.bool:
+                inside.masked_fill_(~blocks, -INF)
             else:
-                inside.add_(narrowed(own) if own.dtype == torch.float64 else own)
+                inside.add_(narrowed(blocks) if blocks.dtype == torch.float64 else blocks)
         cells, (rows, columns) = self.cells, self.problem.spec.options.block_size
         place = i.start // cells.size[0], j.start // cells.size[1]
         if cells.edge[place]:
@@ -282,30 +282,30 @@ class Strips:
             s.masked_fill_((self.apart < -left - ahead) | (self.apart > right - ahead), -INF)
             s[:, j.stop - j.start :] = -INF
         if cells.cut[(head if len(cells.cut) > 1 else 0, *place)]:
-            own = self.blocks[head if len(self.blocks) > 1 else 0]
+            blocks = self.blocks[head if len(self.blocks) > 1 else 0]
             at_i, at_j = (torch.arange(each.start, each.stop, device=s.device) for each in (i, j))
-            inside.masked_fill_(~own[(at_i // rows)[:, None], at_j // columns], -INF)
+            inside.masked_fill_(~blocks[(at_i // rows)[:, None], at_j // columns], -INF)
 
     def drop(self, strips: Numbers, keys: Numbers, p: Tensor, out: Tensor) -> Tensor:
         """Write to `out` the probabilities `p` (u, m, n) of cells, with 0 for the dropped ones."""
         seed, (m, n) = self.problem.seed, self.cells.size
         assert seed is not None, "a problem with dropout has a seed"
         of = zip(strips.tolist(), keys.tolist(), p.view(torch.int32), out.view(torch.int32), strict=True)
-        for strip, key, own, kept in of:
+        for strip, key, weights, kept in of:
             head, i, j = self._place(strip, key)
             head = self.problem.query_heads[head]
             tile = range(head, head + 1), range(i.start, i.start + m), range(j.start, j.start + n)
             bits = kept_bits(seed, self.dropout_p, [self.row.index], *tile, p.device)
-            torch.bitwise_and(own, bits[0], out=kept)
+            torch.bitwise_and(weights, bits[0], out=kept)
         return out
 
     def add_to_mask(self, strips: Numbers, keys: Numbers, ds: Tensor, whole: Tensor) -> None:
         """Add the contributions of cells to a mask's gradient (n|1, Hq|1, sq|1, sk|1)."""
         of_sequence = whole[self.nth if len(whole) > 1 else 0]
-        for strip, key, own in zip(strips.tolist(), keys.tolist(), ds, strict=False):
+        for strip, key, ds_of_cell in zip(strips.tolist(), keys.tolist(), ds, strict=False):
             head, i, j = self._place(strip, key)
             part = _part(of_sequence, head, i, j)
-            part += own[: i.stop - i.start, : j.stop - j.start].sum_to_size(part.shape)
+            part += ds_of_cell[: i.stop - i.start, : j.stop - j.start].sum_to_size(part.shape)
 
 
 def _in_cells(t: Tensor, size: int, filling: float = 0.0) -> Tensor:
@@ -324,8 +324,8 @@ def _scales(scale: Tensor, size: int, strips: int) -> Tensor:
 
 def _part(t: Tensor, head: int, i: slice, j: slice) -> Tensor:
     """Return a cell's part of a mask (Hq|1, sq|1, sk|1): (m|1, n|1)."""
-    own = t[head if len(t) > 1 else 0]
-    return own[i if own.shape[0] > 1 else slice(None), j if own.shape[1] > 1 else slice(None)]
+    of_head = t[head if len(t) > 1 else 0]
+    return of_head[i if of_head.shape[0] > 1 else slice(None), j if of_head.shape[1] > 1 else slice(None)]
 
 
 def _shaped(memory: Tensor, shape: Sequence[int]) -> Tensor:

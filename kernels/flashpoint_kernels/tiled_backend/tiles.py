@@ -74,18 +74,18 @@ def backward(problems: Sequence[Problem]) -> None:
         }
         for rows, x in _with_queries(problem):
             with threads(problem, rows[0]) as count, flushing(problem, count):
-                own: dict[str, Tensor] = {name: x[name] for name in ("dq", "dk", "dv") if name in x}
+                outputs: dict[str, Tensor] = {name: x[name] for name in ("dq", "dk", "dv") if name in x}
                 if "dsinks" in shared:
-                    own["dsinks"] = shared["dsinks"]
+                    outputs["dsinks"] = shared["dsinks"]
                 if "dattn_mask" in problem.outputs:
                     mask = shared.get("dattn_mask", problem.outputs["dattn_mask"])
-                    own["dattn_mask"] = problem.mask_part(mask, rows)
+                    outputs["dattn_mask"] = problem.mask_part(mask, rows)
                 if problem.spec.has("block_mask"):
-                    blocks.backward(problem, rows, x, own)
+                    blocks.backward(problem, rows, x, outputs)
                 else:
-                    _backward(Tiles.of(problem, rows, x), x, own)
-                if "dattn_mask" in own:
-                    problem.put_mask_part(mask, rows, own["dattn_mask"])
+                    _backward(Tiles.of(problem, rows, x), x, outputs)
+                if "dattn_mask" in outputs:
+                    problem.put_mask_part(mask, rows, outputs["dattn_mask"])
         for name, total in shared.items():
             if total.dtype != problem.outputs[name].dtype:
                 problem.own_part(name).copy_(total)
@@ -156,7 +156,7 @@ def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
     block_m, block_n = t.block(DROPOUT_BACKWARD_TILE if t.dropout_p else BACKWARD_TILE)
     memory, more = t.memory(block_m, block_n), t.memory(block_m, block_n)
     room = t.room(block_m, block_n)
-    most = memory if room is None else torch.empty_like(memory)
+    other_memory = memory if room is None else torch.empty_like(memory)
     tangents = torch.empty_like(memory) if t.softcap else memory
     own_mask = "dattn_mask" in out and _own_mask(t.problem)
     for j0, j1 in _steps(0, t.kv_len, block_n):
@@ -171,7 +171,7 @@ def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
             tile = (*q.shape[:2], j1 - j0)
             s, tanh = t.scores(q, i0, i1, j0, j1, memory, tangents)
             p = s.sub_(lse[:, i0:i1]).exp_()
-            kept = p if room is None else t.drop(p, i0, i1, j0, j1, room, _shaped(most, p.shape))
+            kept = p if room is None else t.drop(p, i0, i1, j0, j1, room, _shaped(other_memory, p.shape))
             if "dv" in out:
                 add_product(dv, kept.view(tile).mT, do_i)
             if not out.keys() & {"dq", "dk", "dattn_mask"}:
@@ -184,9 +184,9 @@ def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
             if own_mask:
                 out["dattn_mask"][:, :, i0:i1, j0:j1] = parted(ds, 0, t.each)
             elif "dattn_mask" in out:
-                part, own = _part(out["dattn_mask"], i0, i1, j0, j1), parted(ds, 0, t.each)
+                part, ds_of_heads = _part(out["dattn_mask"], i0, i1, j0, j1), parted(ds, 0, t.each)
                 # Sum each sequence first, as if it were alone.
-                part += own.sum_to_size(own.shape[0], *part.shape[1:]).sum_to_size(part.shape)
+                part += ds_of_heads.sum_to_size(ds_of_heads.shape[0], *part.shape[1:]).sum_to_size(part.shape)
             if tanh is not None:
                 torch.ops.aten.tanh_backward.grad_input(ds, tanh, grad_input=ds)
             if dq is not None:

@@ -109,12 +109,12 @@ _TASKS = Path("/proc/self/task")  # a folder for each thread; its schedstat says
 
 def waited_ms() -> float | None:
     """Return how long all threads of this process were ready to run but had no core; None where nobody counts it."""
-    total, found = 0, False
+    total, counted = 0, False
     for task in _TASKS.iterdir() if _TASKS.exists() else ():
         with suppress(OSError):  # the thread has ended
             total += int((task / "schedstat").read_text().split()[1])
-            found = True
-    return total / 1e6 if found else None
+            counted = True
+    return total / 1e6 if counted else None
 
 
 class Waits:

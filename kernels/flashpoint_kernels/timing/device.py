@@ -36,22 +36,22 @@ def is_lost(device: str) -> bool:
 
 def describe(device: str) -> dict[str, Any]:
     """Return device, cores or multiprocessors, and versions as plain data."""
-    found: dict[str, Any] = {"device": device_name(device), "kind": torch.device(device).type}
-    if found["kind"] == "cuda":
+    about: dict[str, Any] = {"device": device_name(device), "kind": torch.device(device).type}
+    if about["kind"] == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found |= {
+        about |= {
             "multiprocessors": properties.multi_processor_count,
             "capability": f"{properties.major}.{properties.minor}",
             "memory_bytes": properties.total_memory,
             "cuda": torch.version.cuda,
         }
     else:
-        found |= {
+        about |= {
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
             "instructions": torch.backends.cpu.get_cpu_capability(),
         }
-    return found | {
+    return about | {
         "flashpoint": version_of("flashpoint"), "torch": torch.__version__, "triton": version_of("triton"),
         "python": platform.python_version(),
     }  # fmt: skip

@@ -186,8 +186,8 @@ def _versions(*packages: str) -> str:
 
 
 def _cudnn_version() -> str:
-    found = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None  # type: ignore[no-untyped-call]
-    return f"{_versions('torch')}, cudnn {found}"
+    cudnn = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None  # type: ignore[no-untyped-call]
+    return f"{_versions('torch')}, cudnn {cudnn}"
 
 
 def _package(make: Callable[[Case, str], Attend], package: str) -> Implementation:

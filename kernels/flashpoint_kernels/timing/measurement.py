@@ -132,9 +132,9 @@ class _Timed:
         """Whether other programs disturbed the time: threads waited, or all together took far longer than fewer."""
         held_up = False
         if self.by_threads:
-            most = self.by_threads[max(self.by_threads)]
-            least = min(self.by_threads.values())
-            held_up = most - least > _HELD_UP_MS and most > _HELD_UP * least
+            ms_of_all = self.by_threads[max(self.by_threads)]
+            shortest = min(self.by_threads.values())
+            held_up = ms_of_all - shortest > _HELD_UP_MS and ms_of_all > _HELD_UP * shortest
         return held_up or (self.waited or 0.0) > BUSY
 
     def about(self) -> Row:
@@ -165,14 +165,14 @@ def _timed(
         _first(whole, device)
     yield slices.end()
     slices.begin()
-    peak, least = peak_bytes(whole, device), held_bytes(algorithms(case), case)
+    peak, held = peak_bytes(whole, device), held_bytes(algorithms(case), case)
     for _ in range(_AGAIN):
-        if peak is None or peak >= least:
+        if peak is None or peak >= held:
             break
         yield slices.end()
         slices.begin()
         peak = max(peak, peak_bytes(whole, device) or 0)
-    low = peak is not None and peak < least
+    low = peak is not None and peak < held
     warm_ms = slices.spent_ms
     yield slices.end()
     slices.begin()
@@ -207,26 +207,26 @@ def _timed(
     if device.startswith("cuda"):
         began = slices.total_ms
         return _Timed((yield from repeated(precise)), peak, low)
-    found: dict[int, list[float]] = {}
+    times: dict[int, list[float]] = {}
     waited: list[float] = []
     every = torch.get_num_threads()
     count: int | None = every
     while count:
         with slices.with_threads(count) as waits:
             began = slices.total_ms
-            if found:
+            if times:
                 call()  # the first call with other threads starts them
-                found[count] = yield from repeated(lambda samples: len(samples) >= timing.min_repeats)
-            if count == every or median(found[count]) < median(found[every]):
-                found[count] = yield from repeated(precise)
+                times[count] = yield from repeated(lambda samples: len(samples) >= timing.min_repeats)
+            if count == every or median(times[count]) < median(times[every]):
+                times[count] = yield from repeated(precise)
         waited += [] if waits.share is None else [waits.share]
-        count = _fewer({number: median(ms) for number, ms in found.items()}, timing)
+        count = _fewer({number: median(ms) for number, ms in times.items()}, timing)
     best = every
-    for count in found:
-        if _faster(found[count], found[best]):
+    for count in times:
+        if _faster(times[count], times[best]):
             best = count
-    by_threads = {number: median(ms) for number, ms in found.items()}
-    return _Timed(found[best], peak, low, best, by_threads, max(waited, default=None))
+    by_threads = {number: median(ms) for number, ms in times.items()}
+    return _Timed(times[best], peak, low, best, by_threads, max(waited, default=None))
 
 
 def _fewer(ms: dict[int, float], timing: Timing) -> int | None:

@@ -28,27 +28,27 @@ class NotTakenError(Exception):
 def parameters(kernel: Kernel) -> dict[str, str] | None:
     """Return the function's parameters by our names; None if it accepts any keyword or has no signature."""
     try:
-        found = inspect.signature(kernel).parameters.values()
+        listed = inspect.signature(kernel).parameters.values()
     except (TypeError, ValueError):
         return None
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in found):
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in listed):
         return None
     known = (*OPTIONS, *TENSORS)
-    names = [each.name for each in found if each.kind is not inspect.Parameter.VAR_POSITIONAL][3:]
+    names = [each.name for each in listed if each.kind is not inspect.Parameter.VAR_POSITIONAL][3:]
     return {ours: name for name in names if (ours := name if name in known else meant(name, known))}
 
 
 def keywords(kernel: Kernel, tensors: Mapping[str, Tensor], options: Options) -> dict[str, Any]:
     """Return the keywords that the function is called with beside q, k and v. Raises NotTakenError."""
-    asked: dict[str, Any] = {
+    wanted: dict[str, Any] = {
         name: getattr(options, name)
         for name, row in OPTIONS.items()
         if name not in NOT_PASSED and getattr(options, name) != row.default
     }
-    asked |= {n: t for n, t in tensors.items() if n not in ("q", "k", "v", "do", "dlse", "o", "lse", *GRADS)}
+    wanted |= {n: t for n, t in tensors.items() if n not in ("q", "k", "v", "do", "dlse", "o", "lse", *GRADS)}
     taken = parameters(kernel)
     if taken is None:
-        return asked
-    if missing := [name for name in asked if name not in taken]:
+        return wanted
+    if missing := [name for name in wanted if name not in taken]:
         raise NotTakenError(f"it has no parameter {missing[0]}")
-    return {taken[name]: value for name, value in asked.items()}
+    return {taken[name]: value for name, value in wanted.items()}

@@ -19,7 +19,7 @@ from flashpoint_contract.spec import Row, Spec
 from flashpoint_contract.tensors import SCALES
 from flashpoint_kernels.native.calls import Replay
 from flashpoint_kernels.native.forward import Dropped, Forward
-from flashpoint_kernels.native.rows import NOWHERE, QuerySteps, Rows, Spans, Steps
+from flashpoint_kernels.native.rows import NOWHERE, ByteSteps, QuerySteps, Rows, Spans
 from flashpoint_kernels.problems.problem import Problem, narrowed
 
 
@@ -62,7 +62,7 @@ def attend_dense(
             forward.add(moved(n))
         shares, merged = forward.shares(forward.workers(threads))
     forward.call(shares, merged)()
-    if merged or any(own is not t for own, t in zip((q, k, v), given, strict=True)):
+    if merged or any(used is not t for used, t in zip((q, k, v), given, strict=True)):
         return None
     addresses = {name: t.data_ptr() for name, t in zip(("q", "k", "v", "o", "lse"), (q, k, v, o, lse), strict=True)}
     return forward.replay(shares, spans, addresses)
@@ -143,18 +143,18 @@ def rows_of(
     """
     offset, (left, right) = row.offset, spec.window
     low, high = offset - left, offset + right + 1
-    least, most = (np.minimum, np.maximum) if isinstance(row.kv_len, np.ndarray) else (min, max)
-    start = least(most(low, start), row.kv_len)
-    stop = most(least(row.kv_len, row.q_len - 1 + high), start)
+    minimum, maximum = (np.minimum, np.maximum) if isinstance(row.kv_len, np.ndarray) else (min, max)
+    start = minimum(maximum(low, start), row.kv_len)
+    stop = maximum(minimum(row.kv_len, row.q_len - 1 + high), start)
     return Rows(
         q, o, lse, at, row.q_len, start, stop, spans, tokens, first, low, high, offset, slopes, sinks, mask, blocks,
         row.index,
     )  # fmt: skip
 
 
-def steps(t: Tensor, head: int) -> Steps:
+def steps(t: Tensor, head: int) -> ByteSteps:
     """Return the steps of dimension `head`, and of the next one, which has the rows."""
-    return Steps(t.stride(head) * t.itemsize, t.stride(head + 1) * t.itemsize)
+    return ByteSteps(t.stride(head) * t.itemsize, t.stride(head + 1) * t.itemsize)
 
 
 def mask_of(problem: Problem) -> Tensor | None:
@@ -206,8 +206,8 @@ def _of_sequences(problem: Problem, rows: Sequence[Row], k: Tensor, v: Tensor, s
         numbers[:, place] = t.data_ptr() + (batch * t.stride(0) + start * t.stride(2)) * t.itemsize
         numbers[:, 2 + place] = t.stride(1) * t.itemsize
     for place, (name, t) in enumerate(zip(SCALES, scales, strict=False)):
-        own = batch if problem.spec.per_row(name) else index if len(t) > 1 else 0 * index
-        numbers[:, 4 + place] = t.data_ptr() + (own * t.stride(0) + start) * 4
+        places = batch if problem.spec.per_row(name) else index if len(t) > 1 else 0 * index
+        numbers[:, 4 + place] = t.data_ptr() + (places * t.stride(0) + start) * 4
         numbers[:, 6 + place] = t.stride(1) * 4
     return Spans(numbers, max(1, max(row.kv_len for row in rows)))
 
@@ -223,7 +223,7 @@ def _of_pages(problem: Problem, rows: Sequence[Row], k: Tensor, v: Tensor, scale
         numbers[:, :, place] = t.data_ptr() + table * (t.stride(0) * t.itemsize)
         numbers[:, :, 2 + place] = t.stride(1) * t.itemsize
     for place, (name, t) in enumerate(zip(SCALES, scales, strict=False)):
-        own = table if spec.per_row(name) else (index if len(t) > 1 else 0 * index)[:, None]
-        numbers[:, :, 4 + place] = t.data_ptr() + own * (t.stride(0) * 4)
+        places = table if spec.per_row(name) else (index if len(t) > 1 else 0 * index)[:, None]
+        numbers[:, :, 4 + place] = t.data_ptr() + places * (t.stride(0) * 4)
         numbers[:, :, 6 + place] = t.stride(1) * 4
     return Spans(numbers.numpy(), spec.page_size, pages)

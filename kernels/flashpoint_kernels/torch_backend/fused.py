@@ -44,13 +44,13 @@ def backward(problems: Sequence[Problem]) -> None:
     """Compute gradients from the forward's `o` and `lse`."""
     for problem in problems:
         problem.clear_outputs()
-        asked = problem.outputs.get("dsinks")
-        dsinks = None if asked is None else torch.zeros_like(asked, dtype=torch.float32)
+        wanted_dsinks = problem.outputs.get("dsinks")
+        dsinks = None if wanted_dsinks is None else torch.zeros_like(wanted_dsinks, dtype=torch.float32)
         for rows, x in _with_work(problem):
             with _deterministic(problem.spec.options.deterministic):
                 Prepared.of(problem, rows, x).differentiate(dsinks)
-        if asked is not None and dsinks is not None:
-            asked.copy_(dsinks)
+        if wanted_dsinks is not None and dsinks is not None:
+            wanted_dsinks.copy_(dsinks)
 
 
 @dataclass(eq=False, slots=True)
@@ -123,7 +123,7 @@ class Prepared:
     """A sequence, ready for the operators. `x` are its tensors from `Problem.batches`."""
 
     x: dict[str, Tensor]
-    own: Call
+    call: Call
     turned: float  # the factor of q that makes the scale positive
 
     @classmethod
@@ -160,7 +160,7 @@ class Prepared:
 
     def solve(self) -> tuple[Tensor, Tensor]:
         """Return o (n,Hq,sq,D) and lse (n,Hq,sq) of a forward."""
-        o, lse = self.own.forward()
+        o, lse = self.call.forward()
         if "sinks" in self.x:
             sinks = self.x["sinks"][:, None].expand(lse.shape)
             total = torch.logaddexp(lse, sinks)
@@ -170,18 +170,18 @@ class Prepared:
 
     def differentiate(self, dsinks: Tensor | None) -> None:
         """Write dq, dk and dv if requested, and add to `dsinks` (Hq,). `x` has the forward's answers."""
-        x, own = self.x, self.own
+        x, call = self.x, self.call
         o, lse = x["o"], x["lse"]
         # Rounded like the forward's answer, so that callers who send it get the same bits.
-        o = aligned(o.to(x["q"].dtype), own.q.dtype)
+        o = aligned(o.to(x["q"].dtype), call.q.dtype)
         # +∞ instead of −∞ makes the probabilities exp(s − lse) of a masked row 0.
         lse = aligned(lse, torch.float32)
         lse = lse.masked_fill(lse == -INF, INF)
-        do = aligned(x["do"], own.q.dtype)
+        do = aligned(x["do"], call.q.dtype)
         if dsinks is not None:
             delta = (o.float() * do.float()).sum(-1)
             dsinks -= ((x["sinks"][:, None] - lse).exp_() * delta).sum((0, 2))
-        dq, dk, dv = own.backward(do, o, lse)
+        dq, dk, dv = call.backward(do, o, lse)
         if self.turned != 1.0:
             dq = dq * self.turned
         for name, grad in (("dq", dq), ("dk", dk), ("dv", dv)):

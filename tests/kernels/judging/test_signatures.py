@@ -236,13 +236,13 @@ def test_a_call_has_the_functions_own_arguments() -> None:
     case = Case(q_heads=2, kv_heads=1, q_len=3, kv_len=4, batch=2, causal=True, scale=0.5, window=(2, 1))
     signature = signature_of(described(flash_attn_func))
     call = call_of(signature, case, draw(case))
-    assert call.asked["args"] == [{"tensor": "q"}, {"tensor": "k"}, {"tensor": "v"}]
-    assert call.asked["kwargs"] == {
+    assert call.request["args"] == [{"tensor": "q"}, {"tensor": "k"}, {"tensor": "v"}]
+    assert call.request["kwargs"] == {
         "softmax_scale": 0.5, "causal": True, "window_size": [2, 1], "return_attn_probs": True,
     }  # fmt: skip
     assert call.tensors["q"].shape == (2, 3, 2, 16)
     described_call = call_of(signature_of(described(by_name)), Case(causal=True), draw(Case()))
-    assert described_call.asked["kwargs"] == {
+    assert described_call.request["kwargs"] == {
         "q": {"tensor": "q"}, "k": {"tensor": "k"}, "v": {"tensor": "v"}, "is_causal": True,
     }  # fmt: skip
 

@@ -4,9 +4,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashpoint_kernels.native.rows import CHUNK, SPAN, TILE, UNBOUNDED, QuerySteps, Rows, Spans, Steps
+from flashpoint_kernels.native.rows import CHUNK, SPAN, TILE, UNBOUNDED, ByteSteps, QuerySteps, Rows, Spans
 
-STEPS = QuerySteps(Steps(7, 100), Steps(5, 60), Steps(3, 4))
+STEPS = QuerySteps(ByteSteps(7, 100), ByteSteps(5, 60), ByteSteps(3, 4))
 
 
 @given(

@@ -44,7 +44,7 @@ def test_a_devices_numbers_are_read_once_for_each_tensor_and_version() -> None:
 
 
 def test_readings_end_with_their_tensors_and_are_bounded() -> None:
-    readings = Readings(most=3)
+    readings = Readings(limit=3)
     tensors = [index(n) for n in range(5)]
     for n, t in enumerate(tensors):
         readings.kept(t)

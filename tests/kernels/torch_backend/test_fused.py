@@ -219,7 +219,7 @@ def test_cuda_takes_a_mask_of_another_dtype_without_rounding_it(
     t = {name: x.cpu() for name, x in qkv(1, 2, 4, 8, 8, dtype=dtype).items() if name != "do"} | {"attn_mask": mask}
     problem = replace(Problem.create(t, Options()), device=torch.device("cuda"))
     ((row, x),) = problem.batches()
-    call = fused.Prepared.of(problem, row, x).own
+    call = fused.Prepared.of(problem, row, x).call
     assert isinstance(call, Call)
     assert call.q.dtype == torch.float32
     s = t["q"].float() @ t["k"].float().mT * 8**-0.5 + mask.float()

@@ -53,8 +53,8 @@ def problems(
     """Draw the tensors and the options of a problem.
 
     Args:
-        draw: Of hypothesis.
-        sizes: Its sizes.
+        draw: The function of hypothesis that draws from a strategy.
+        sizes: The strategies of the sizes.
         backward: With `do` and all gradients that the problem has; without 8-bit keys and pages.
         windows: Windows, (left, right).
         layouts: Layouts; sequences of `thd` have drawn lengths, and no masks.

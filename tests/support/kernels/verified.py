@@ -1,4 +1,4 @@
-"""What the tests of `verify` ask of a report, and torch's attention as an independent kernel."""
+"""Questions to the reports of `verify`, and torch's attention as an independent kernel."""
 
 from __future__ import annotations
 

@@ -55,9 +55,9 @@ def apply_rotary_emb(
     turned, rest = x[..., : 2 * half].float(), x[..., 2 * half :]
     a, b = (turned[..., ::2], turned[..., 1::2]) if interleaved else turned.chunk(2, -1)
     a, b = a * c - b * s, a * s + b * c
-    found = torch.stack([a, b], -1).flatten(-2) if interleaved else torch.cat([a, b], -1)
-    found = torch.cat([found.to(x.dtype), rest], -1)
-    return x.copy_(found) if inplace else found
+    rotated = torch.stack([a, b], -1).flatten(-2) if interleaved else torch.cat([a, b], -1)
+    rotated = torch.cat([rotated.to(x.dtype), rest], -1)
+    return x.copy_(rotated) if inplace else rotated
 
 
 apply_rotary_emb_func = apply_rotary_emb

@@ -87,8 +87,8 @@ def limits(
         parts[0]["lse"].fill_(-math.inf)
     ill = torch.zeros(spec.lse_shape, dtype=torch.bool, device=problem.device)
     views = [replace(problem, tensors=inputs, outputs=each) for each in parts]
-    most = lambda row: max(1, CHUNK // max(1, spec.q_heads * row.q_len * row.kv_len))  # noqa: E731
-    for (rows, x), (_, s), (_, allowed) in zip(*(view.batches(most) for view in views), strict=True):
+    together = lambda row: max(1, CHUNK // max(1, spec.q_heads * row.q_len * row.kv_len))  # noqa: E731
+    for (rows, x), (_, s), (_, allowed) in zip(*(view.batches(together) for view in views), strict=True):
         _Rows(problem, rows, x, (x, s, allowed), parts, ill).solve(block)
     return {n: Limits(parts[0][n], parts[1][n] * SAFETY, parts[2][n] * SAFETY) for n in names}, ill
 
@@ -167,11 +167,11 @@ class _Rows:
         size = _ROUND * unit.u * terms[0].abs() + unit.tiny
         for part, t in zip(self.parts, (terms[0], terms[1] + size, terms[2] + size), strict=True):
             whole = part["dattn_mask"]
-            own = problem.mask_part(whole, self.rows)
-            place = own[:, :, rows] if own.shape[2] > 1 else own
+            own_mask = problem.mask_part(whole, self.rows)
+            place = own_mask[:, :, rows] if own_mask.shape[2] > 1 else own_mask
             shared = [axis for axis in range(4) if place.shape[axis] == 1]
             place += t.sum(shared, keepdim=True) if shared else t
-            problem.put_mask_part(whole, self.rows, own)
+            problem.put_mask_part(whole, self.rows, own_mask)
 
     def put_sinks(self, terms: Sequence[Tensor]) -> None:
         unit = unit_of(self.problem.spec.tensors["sinks"].dtype)
@@ -184,7 +184,7 @@ class _Chunk:
     """Some queries of some sequences. Tensors are (n, Hq, queries, ·)."""
 
     def __init__(self, rows: _Rows, queries: slice) -> None:
-        self.own, self.at, self.unit = rows, queries, rows.unit
+        self.batch, self.at, self.unit = rows, queries, rows.unit
         self.q = rows.x["q"][:, :, queries]
         self.options = rows.problem.spec.options
         self.scale = rows.problem.spec.scale
@@ -192,54 +192,54 @@ class _Chunk:
     def by_keys(self, rows: Tensor, keys: Tensor) -> Tensor:
         """Return rows (n, Hq, S, d) times keys (n, Hk, m, d) transposed: (n, Hq, S, m)."""
         n, heads, length, _ = rows.shape
-        grouped = rows.reshape(n, -1, self.own.group * length, rows.shape[-1])
+        grouped = rows.reshape(n, -1, self.batch.group * length, rows.shape[-1])
         return (grouped @ keys.mT).view(n, heads, length, keys.shape[2])
 
     def onto_keys(self, rows: Tensor, keys: Tensor) -> Tensor:
         """Return rows (n, Hq, S, m) times keys (n, Hk, m, d): (n, Hq, S, d)."""
         n, heads, length, _ = rows.shape
-        grouped = rows.reshape(n, -1, self.own.group * length, rows.shape[-1])
+        grouped = rows.reshape(n, -1, self.batch.group * length, rows.shape[-1])
         return (grouped @ keys).view(n, heads, length, keys.shape[-1])
 
     def seen(self, ahead: Tensor) -> Tensor:
-        own, options = self.own, self.options
-        left, right = own.problem.spec.window
-        seen = ((ahead <= right) & (ahead >= -left)).expand(len(own.rows), own.problem.spec.q_heads, -1, -1)
-        if own.mask is not None and own.mask.dtype == torch.bool:
+        batch, options = self.batch, self.options
+        left, right = batch.problem.spec.window
+        seen = ((ahead <= right) & (ahead >= -left)).expand(len(batch.rows), batch.problem.spec.q_heads, -1, -1)
+        if batch.mask is not None and batch.mask.dtype == torch.bool:
             seen = seen & self.mask()
-        elif own.mask is not None:
+        elif batch.mask is not None:
             seen = seen & (self.mask() > -math.inf)
-        if own.problem.spec.has("block_mask"):
+        if batch.problem.spec.has("block_mask"):
             device = ahead.device
             rows = torch.arange(self.at.start, self.at.stop, device=device)[:, None] // options.block_size[0]
-            keys = torch.arange(own.keys, device=device) // options.block_size[1]
-            seen = seen & own.problem.block_part(own.rows)[:, :, rows, keys]
+            keys = torch.arange(batch.keys, device=device) // options.block_size[1]
+            seen = seen & batch.problem.block_part(batch.rows)[:, :, rows, keys]
         return seen
 
     def mask(self) -> Tensor:
-        assert self.own.mask is not None
-        return self.own.mask[:, :, self.at] if self.own.mask.shape[2] > 1 else self.own.mask
+        assert self.batch.mask is not None
+        return self.batch.mask[:, :, self.at] if self.batch.mask.shape[2] > 1 else self.batch.mask
 
     def keep(self) -> Tensor | None:
         """Return the factor that dropout gives each weight."""
-        problem, options = self.own.problem, self.options
+        problem, options = self.batch.problem, self.options
         if not options.dropout_p:
             return None
         assert problem.seed is not None
-        numbers = [row.index for row in self.own.rows]
-        place = (numbers, problem.query_heads, range(self.at.start, self.at.stop), range(self.own.keys))
+        numbers = [row.index for row in self.batch.rows]
+        place = (numbers, problem.query_heads, range(self.at.start, self.at.stop), range(self.batch.keys))
         kept = kept_bits(problem.seed, options.dropout_p, *place, problem.device) != 0
         return kept.view(len(numbers), -1, *kept.shape[1:]).double() / (1.0 - options.dropout_p)
 
     def scores(self) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], Tensor]:
         """Return the scores (−∞ where hidden), what is seen, the errors e for S and L, and softcap's derivative."""
-        own, unit, options = self.own, self.unit, self.options
-        q, k, scale = self.q, own.k, self.scale
+        batch, unit, options = self.batch, self.unit, self.options
+        q, k, scale = self.q, batch.k, self.scale
         w = unit.w
         raw = scale * self.by_keys(q, k)
         sizes = abs(scale) * self.by_keys(q.abs(), k.abs())
         strict = (_DOT * (1 + q.shape[-1] ** 0.5 / 8) * w + unit.tf32) * sizes
-        if own.problem.spec.quantized:  # a kernel may round the restored keys to q's type
+        if batch.problem.spec.quantized:  # a kernel may round the restored keys to q's type
             strict = strict + abs(scale) * self.by_keys(q.abs(), (k.to(unit.to).double() - k).abs())
         loose = strict
         if unit.half:
@@ -262,13 +262,13 @@ class _Chunk:
                 loose = loose + 2 * unit.u * s.abs()
             else:
                 loose = strict
-        place = torch.arange(own.keys, device=raw.device)
+        place = torch.arange(batch.keys, device=raw.device)
         rows = torch.arange(self.at.start, self.at.stop, device=raw.device)
-        ahead = place - rows[:, None] - own.rows[0].offset
+        ahead = place - rows[:, None] - batch.rows[0].offset
         bias = None
-        if own.slopes is not None:
-            bias = -own.slopes[:, :, None, None] * ahead.abs()
-        if own.mask is not None and own.mask.dtype != torch.bool:
+        if batch.slopes is not None:
+            bias = -batch.slopes[:, :, None, None] * ahead.abs()
+        if batch.mask is not None and batch.mask.dtype != torch.bool:
             bias = self.mask().double() if bias is None else bias + self.mask().double()
         seen = self.seen(ahead)
         magnitude = raw.abs()
@@ -293,12 +293,12 @@ class _Chunk:
         return torch.maximum(of_q, of_both)
 
     def solve(self) -> None:
-        own, unit = self.own, self.unit
+        batch, unit = self.batch, self.unit
         s, seen, errors, derivative = self.scores()
-        top = s.amax(-1, keepdim=True) if own.keys else s.new_full((*s.shape[:-1], 1), -math.inf)
+        top = s.amax(-1, keepdim=True) if batch.keys else s.new_full((*s.shape[:-1], 1), -math.inf)
         sink = None
-        if own.sinks is not None:
-            sink = own.sinks[None, :, None, None].expand(*s.shape[:-1], 1)
+        if batch.sinks is not None:
+            sink = batch.sinks[None, :, None, None].expand(*s.shape[:-1], 1)
             top = torch.maximum(top, sink)
         none = top == -math.inf
         base = top.masked_fill(none, 0.0)
@@ -317,27 +317,29 @@ class _Chunk:
         self.r = [torch.expm1((e + m).clamp_max(50.0)) + _SUM * unit.w for e, m in zip(self.e, mean, strict=True)]
         self.z = self.keep()
         self.seen_keys = seen
-        length = 1 + own.keys**0.5 / 8
+        length = 1 + batch.keys**0.5 / 8
         z = p if self.z is None else p * self.z
-        o = self.onto_keys(z, own.v)
+        o = self.onto_keys(z, batch.v)
         sizes, spreads = self.spread(o)
         bounds = []
-        visible = self.onto_keys(seen.double(), own.v.abs())
+        visible = self.onto_keys(seen.double(), batch.v.abs())
         quantized = None
-        if own.problem.spec.quantized:
-            quantized = self.onto_keys(z, (own.v.to(unit.to).double() - own.v).abs())
+        if batch.problem.spec.quantized:
+            quantized = self.onto_keys(z, (batch.v.to(unit.to).double() - batch.v).abs())
         for spread in spreads:
             bound = spread + _ARGUMENT * unit.w * base.abs() * o.abs()
             bound = bound + (unit.half + _SUM * unit.w * length + unit.tf32) * sizes
             bound = bound + _ROUND * unit.u * o.abs() + 2 * unit.eta * visible + unit.tiny
             bounds.append(bound if quantized is None else bound + quantized)
         # The average of values is between the smallest and the largest: an error cannot be larger than that.
-        largest = own.v.abs().amax((2, 3)).repeat_interleave(own.group, 1)[..., None, None] if own.keys else 0 * total
+        largest = (
+            batch.v.abs().amax((2, 3)).repeat_interleave(batch.group, 1)[..., None, None] if batch.keys else 0 * total
+        )
         ill = (bounds[0].amax(-1, keepdim=True) > ILL_POSED * largest) & ~none & seen.any(-1, keepdim=True)
-        if own.keys and self.z is None:
+        if batch.keys and self.z is None:
             slack = 2 * unit.u * largest + unit.tiny
-            high = own.v.amax(2, keepdim=True).repeat_interleave(own.group, 1)
-            low = own.v.amin(2, keepdim=True).repeat_interleave(own.group, 1)
+            high = batch.v.amax(2, keepdim=True).repeat_interleave(batch.group, 1)
+            low = batch.v.amin(2, keepdim=True).repeat_interleave(batch.group, 1)
             if sink is not None:
                 high, low = high.clamp_min(0), low.clamp_max(0)
             room = torch.maximum(high - o, o - low) + slack
@@ -345,9 +347,9 @@ class _Chunk:
         nothing = none.expand_as(o) if sink is None else ~seen.any(-1, keepdim=True).expand_as(o)
         bounds = [bound.masked_fill(nothing, 0.0) for bound in bounds]
         self.note_ill(ill[..., 0])
-        if "o" in own.names:
-            own.put("o", self.at, o, bounds[0], bounds[-1])
-        if "lse" in own.names:
+        if "o" in batch.names:
+            batch.put("o", self.at, o, bounds[0], bounds[-1])
+        if "lse" in batch.names:
             rounding = (
                 _ARGUMENT * unit.w * (base.abs()[..., 0] + lse.abs().nan_to_num(0, 0, 0)) + _SUM * unit.w * length
             )
@@ -356,14 +358,14 @@ class _Chunk:
             if unit.half:
                 allowed = allowed + 2 * unit.u * lse.abs().nan_to_num(0, 0, 0)
             dead = none[..., 0]
-            own.put("lse", self.at, lse, accurate.masked_fill(dead, 0.0), allowed.masked_fill(dead, 0.0))
-        if own.gradients:
+            batch.put("lse", self.at, lse, accurate.masked_fill(dead, 0.0), allowed.masked_fill(dead, 0.0))
+        if batch.gradients:
             self.solve_gradients(o, z, sizes, spreads, visible, derivative, s)
 
     def note_ill(self, ill: Tensor) -> None:
-        own, problem = self.own, self.own.problem
-        view = problem.canonical("lse", own.ill)
-        for number, row in enumerate(own.rows):
+        batch, problem = self.batch, self.batch.problem
+        view = problem.canonical("lse", batch.ill)
+        for number, row in enumerate(batch.rows):
             start = row.q_start + self.at.start
             view[row.batch, :, start : start + ill.shape[2]] = ill[number]
 
@@ -372,39 +374,39 @@ class _Chunk:
 
         Errors that all weights share cancel, so values count from their mean c: Σ p·r·|v − c| + |o − c|·Σ p·r.
         """
-        own = self.own
+        batch = self.batch
         z = self.p if self.z is None else self.p * self.z
-        sizes = self.onto_keys(z, own.v.abs())
-        if self.z is not None or not own.keys:
+        sizes = self.onto_keys(z, batch.v.abs())
+        if self.z is not None or not batch.keys:
             return sizes, [
-                self.onto_keys(z * r, own.v.abs()) + o.abs() * (self.p * r).sum(-1, keepdim=True) for r in self.r
+                self.onto_keys(z * r, batch.v.abs()) + o.abs() * (self.p * r).sum(-1, keepdim=True) for r in self.r
             ]
-        centre = own.v.mean(2, keepdim=True)
-        heads = centre.repeat_interleave(own.group, 1)
-        found = []
+        centre = batch.v.mean(2, keepdim=True)
+        heads = centre.repeat_interleave(batch.group, 1)
+        partial_bounds = []
         for r in self.r:
             weighted = self.p * r
             rest = (o - heads).abs() * weighted.sum(-1, keepdim=True)
             if self.sunk is not None:
                 rest = rest + heads.abs() * self.sunk * r.amax(-1, keepdim=True).clamp_max(1e20)
-            found.append(self.onto_keys(weighted, (own.v - centre).abs()) + rest)
-        return sizes, found
+            partial_bounds.append(self.onto_keys(weighted, (batch.v - centre).abs()) + rest)
+        return sizes, partial_bounds
 
     def solve_gradients(
         self, o: Tensor, z: Tensor, sizes: Tensor, spreads: list[Tensor], visible: Tensor, derivative: Tensor, s: Tensor
     ) -> None:
-        own, unit, w, p = self.own, self.unit, self.unit.w, self.p
-        do = own.x["do"][:, :, self.at]
-        dp, dp_sizes = self.by_keys(do, own.v), self.by_keys(do.abs(), own.v.abs())
+        batch, unit, w, p = self.batch, self.unit, self.unit.w, self.p
+        do = batch.x["do"][:, :, self.at]
+        dp, dp_sizes = self.by_keys(do, batch.v), self.by_keys(do.abs(), batch.v.abs())
         if self.z is not None:
             dp, dp_sizes = dp * self.z, dp_sizes * self.z
         delta = (o * do).sum(-1, keepdim=True)
-        if "dlse" in own.x:
-            dlse = own.x["dlse"][:, :, self.at, None]
+        if "dlse" in batch.x:
+            dlse = batch.x["dlse"][:, :, self.at, None]
             delta = delta - dlse
         off = dp - delta
         ds = p * off
-        length_q, length_k = 1 + own.queries**0.5 / 8, 1 + own.keys**0.5 / 8
+        length_q, length_k = 1 + batch.queries**0.5 / 8, 1 + batch.keys**0.5 / 8
         products = o * do
         rounded = unit.u * products.abs().sum(-1, keepdim=True)
         common = 2 * (_SUM * w + unit.tf32) * sizes + 2 * unit.eta * (visible + 1)
@@ -419,7 +421,7 @@ class _Chunk:
             e_delta = (spread * do.abs()).sum(-1, keepdim=True) + shared
             if unit.half and not is_loose:  # roundings of o and P are independent: roots of sums of squares
                 e_delta = e_delta + 5 * unit.u * products.norm(dim=-1, keepdim=True)
-                squares = self.onto_keys(z * z, own.v * own.v).sqrt()
+                squares = self.onto_keys(z * z, batch.v * batch.v).sqrt()
                 e_delta = e_delta + unit.half * (squares * do.abs()).sum(-1, keepdim=True)
             else:
                 e_delta = e_delta + _ROUND * rounded
@@ -440,26 +442,26 @@ class _Chunk:
                 sinks.append(self.sunk * (r.amax(-1, keepdim=True) * delta.abs() + e_delta + _SUM * w * delta.abs()))
             of_p = p * (r + unit.half + _SUM * w * length_q) + 2 * unit.eta
             weights.append(of_p.masked_fill(~self.seen_keys, 0.0))
-        if "dattn_mask" in own.names:
-            own.put_mask(self.at, (ds, masks[0], masks[-1]))
-        if "dsinks" in own.names and self.sunk is not None:
-            own.put_sinks((-self.sunk * delta, sinks[0], sinks[-1]))
+        if "dattn_mask" in batch.names:
+            batch.put_mask(self.at, (ds, masks[0], masks[-1]))
+        if "dsinks" in batch.names and self.sunk is not None:
+            batch.put_sinks((-self.sunk * delta, sinks[0], sinks[-1]))
         ds = ds * derivative
         scale = abs(self.scale)
         more = (unit.tf32 + _SUM * w * length_q) * ds.abs()
-        if "dq" in own.names:
-            dq = self.scale * self.onto_keys(ds, own.k)
+        if "dq" in batch.names:
+            dq = self.scale * self.onto_keys(ds, batch.k)
             size = _ROUND * unit.u * dq.abs() + unit.tiny
-            found = [scale * self.onto_keys(e + unit.tf32 * ds.abs(), own.k.abs()) + size for e in bent]
-            found = [t.masked_fill(self.hidden, 0.0) for t in found]
-            own.put("dq", self.at, dq, found[0], found[-1])
-        if "dk" in own.names:
-            found = [scale * ((e + more).mT @ self.q.abs()) for e in bent]
-            own.add("dk", self.scale * (ds.mT @ self.q), found[0], found[-1])
-        if "dv" in own.names:
+            errors = [scale * self.onto_keys(e + unit.tf32 * ds.abs(), batch.k.abs()) + size for e in bent]
+            errors = [t.masked_fill(self.hidden, 0.0) for t in errors]
+            batch.put("dq", self.at, dq, errors[0], errors[-1])
+        if "dk" in batch.names:
+            errors = [scale * ((e + more).mT @ self.q.abs()) for e in bent]
+            batch.add("dk", self.scale * (ds.mT @ self.q), errors[0], errors[-1])
+        if "dv" in batch.names:
             keep = 1.0 if self.z is None else self.z
-            found = [(each * keep + unit.tf32 * z).mT @ do.abs() for each in weights]
-            own.add("dv", z.mT @ do, found[0], found[-1])
+            errors = [(each * keep + unit.tf32 * z).mT @ do.abs() for each in weights]
+            batch.add("dv", z.mT @ do, errors[0], errors[-1])
 
     @property
     def hidden(self) -> Tensor:

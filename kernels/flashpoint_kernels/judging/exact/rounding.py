@@ -62,8 +62,8 @@ class Maxima:
     def by_tiles(self, t: Tensor, tile: int, fill: float) -> Tensor:
         """Return (…, tiles, tile): the keys are filled up to whole tiles."""
         padded = torch.nn.functional.pad(t, (0, -self.keys % tile), value=fill)
-        found: Tensor = padded.unflatten(-1, (-1, tile))  # type: ignore[no-untyped-call]
-        return found
+        tiles: Tensor = padded.unflatten(-1, (-1, tile))  # type: ignore[no-untyped-call]
+        return tiles
 
     def to_keys(self, t: Tensor, tile: int) -> Tensor:
         """Return one number of each tile for each of its keys."""

@@ -406,12 +406,12 @@ def of_gradients(case: Case) -> Iterator[Mistake]:
             softcap="of the capped",
         )
     advice = "do not clip inside the kernel: gradients of real activations are large"
-    for most in (1.0, 10.0, 100.0, 5.0, 2.0, 0.5, 0.1, 1e3, 1e4, 65504.0):
-        yield make("clamped-gradient", f"dS is clipped to [-{most:g}, {most:g}]", advice, ds_most=most)
-        yield make("clamped-gradient", f"dP is clipped to [-{most:g}, {most:g}]", advice, dp_most=most)
+    for limit in (1.0, 10.0, 100.0, 5.0, 2.0, 0.5, 0.1, 1e3, 1e4, 65504.0):
+        yield make("clamped-gradient", f"dS is clipped to [-{limit:g}, {limit:g}]", advice, ds_most=limit)
+        yield make("clamped-gradient", f"dP is clipped to [-{limit:g}, {limit:g}]", advice, dp_most=limit)
     advice = "small weights count where do or v is large: skip none but those of hidden keys"
-    for least in (1e-3, 1e-4, 1e-2, 1e-5, 1e-6, 2.0**-10, 2.0**-14, 2.0**-24):
-        yield make("skipped-weights", f"the backward skips weights below {least:.2g}", advice, least=least)
+    for threshold in (1e-3, 1e-4, 1e-2, 1e-5, 1e-6, 2.0**-10, 2.0**-14, 2.0**-24):
+        yield make("skipped-weights", f"the backward skips weights below {threshold:.2g}", advice, least=threshold)
     for tile in TILES:
         for length, keys in ((n, "rows"), (m, "keys")):
             cuts = {length // tile * tile: "the last, partial tile", (-(-length // tile) - 1) * tile: "the last tile"}

@@ -50,31 +50,31 @@ def explain(trial: Trial, outcomes: Sequence[Outcome]) -> list[Cause]:
     """Return the causes of the outcomes that failed, the one that explains most first."""
     failed = [o for o in outcomes if o.failed]
     left = list(failed)
-    found: list[Cause] = []
+    named: list[Cause] = []
     try:
         for cause, explained in _beyond_accuracy(trial, outcomes, failed):
-            found.append(replace(cause, explains=len(explained)))
+            named.append(replace(cause, explains=len(explained)))
             left = [o for o in left if o not in explained]
         numbers = [o for o in left if o.wrong_outputs and o.status == "wrong"]
-        race = next((n for n, cause in enumerate(found) if cause.code == "race"), None)
+        race = next((n for n, cause in enumerate(named) if cause.code == "race"), None)
         if race is not None and numbers and not _wrong_again(trial, numbers):
-            found[race] = replace(found[race], explains=found[race].explains + len(numbers))
+            named[race] = replace(named[race], explains=named[race].explains + len(numbers))
             left = [o for o in left if o not in numbers]
             numbers = []
         if numbers and (constant := _constant(numbers, outcomes)) is not None:
-            found.append(constant)
+            named.append(constant)
             left = [o for o in left if o not in numbers]
         elif numbers:
             for cause, explained in _mistakes(trial, numbers):
-                found.append(replace(cause, explains=len(explained)))
+                named.append(replace(cause, explains=len(explained)))
                 left = [o for o in left if o not in explained]
     except StopError:
         pass
     left = [o for o in left if o.status == "wrong"]
-    if left and (not found or len(left) > 0.1 * len(failed)):
-        found.append(_pattern(left, outcomes))
+    if left and (not named or len(left) > 0.1 * len(failed)):
+        named.append(_pattern(left, outcomes))
     unique: dict[str, Cause] = {}
-    for cause in found:
+    for cause in named:
         unique.setdefault(cause.code, cause)
     return sorted(unique.values(), key=lambda c: (-c.explains, not c.confirmed))[:_MOST]
 
@@ -176,14 +176,14 @@ def _beyond_accuracy(
         yield cause("replay", "the answer of an earlier call is returned", "do not cache by address or shape"), numbers
     # Where plain calls of the same kind are wrong, a relation that fails says nothing of its own.
     inaccurate = {
-        (o.case.dtype, o.case.causal, bool(o.asked.get("leaves")))
+        (o.case.dtype, o.case.causal, bool(o.request.get("leaves")))
         for o in numbers
         if o.case.values == "normal" and o.case.options <= {"causal"}
     }
     unsteady = any(o.wrong_outputs for o in repeated) or not steady
     for o in [] if unsteady else failed:
         relation = o.relation.partition(" (")[0]
-        grads, plain = bool(o.asked.get("leaves")), (o.case.dtype, o.case.causal)
+        grads, plain = bool(o.request.get("leaves")), (o.case.dtype, o.case.causal)
         if o.relation == "accuracy" or not o.wrong_outputs or (*plain, True) in inaccurate:
             continue
         if relation != "repeated calls" and (*plain, grads) in inaccurate:
@@ -205,7 +205,7 @@ def _beyond_accuracy(
                     f"the answer is wrong {text} gradients wanted",
                     "one function must give the same o with and without autograd",
                 ),
-                [x for x in failed if x.wrong_outputs and bool(x.asked.get("leaves")) == grads],
+                [x for x in failed if x.wrong_outputs and bool(x.request.get("leaves")) == grads],
             )
         if relation in _OF_RELATION:
             code, text, advice = _OF_RELATION[relation]
@@ -283,12 +283,12 @@ def _same_as_earlier(o: Outcome, outcomes: Sequence[Outcome]) -> bool:
     for other in outcomes:
         if other is o:
             return False
-        own = other.answers.get("o")
+        other_o = other.answers.get("o")
         if (
-            own is not None
-            and own.shape == o.answers["o"].shape
+            other_o is not None
+            and other_o.shape == o.answers["o"].shape
             and other.case.seed != o.case.seed
-            and torch.equal(own, o.answers["o"])
+            and torch.equal(other_o, o.answers["o"])
         ):
             return True
     return False
@@ -324,18 +324,20 @@ def _join_factors(texts: dict[tuple[str, str], tuple[Mistake, list[Outcome]]], s
     fitted = [key for key, (mistake, _) in texts.items() if key[0] == "scale" and "sqrt" not in mistake.text]
     if not fitted:
         return
-    found = [texts.pop(key) for key in fitted]
-    factors = sorted({float(mistake.text.split()[2]) for mistake, _ in found})
+    fitted_scales = [texts.pop(key) for key in fitted]
+    factors = sorted({float(mistake.text.split()[2]) for mistake, _ in fitted_scales})
     scales = [o for key, (_, named) in texts.items() if key[0].startswith(("scale", "base-2")) for o in named]
-    own = [o for _, explained in found for o in explained]
+    explained_outcomes = [o for _, explained in fitted_scales for o in explained]
     for o in simple:
-        if o not in own and (o in scales or any(left_by_factor(_numbers(o), factor) < LEFT for factor in factors)):
-            own.append(o)
-    mistake = found[0][0]
+        if o not in explained_outcomes and (
+            o in scales or any(left_by_factor(_numbers(o), factor) < LEFT for factor in factors)
+        ):
+            explained_outcomes.append(o)
+    mistake = fitted_scales[0][0]
     if len(factors) > 1:
         text = f"scores are {factors[0]:g} to {factors[-1]:g} times the right ones, which differs from case to case"
         mistake = replace(mistake, text=text)
-    texts["scale", mistake.text] = mistake, own
+    texts["scale", mistake.text] = mistake, explained_outcomes
 
 
 def tells(o: Outcome, code: str) -> int:

@@ -72,18 +72,18 @@ def scaled(w: WrongNumbers, named: list[Mistake]) -> list[Mistake]:
         a, b = high - golden * (high - low), low + golden * (high - low)
         low, high = (low, b) if left(2**a) < left(2**b) else (a, high)
     factor = 2 ** ((low + high) / 2)
-    least = left(factor)
-    if least > LEFT or abs(math.log2(factor)) > 8:  # beyond, all weights are equal, or one is 1
+    smallest_left = left(factor)
+    if smallest_left > LEFT or abs(math.log2(factor)) > 8:  # beyond, all weights are equal, or one is 1
         return named
-    most = min(LEFT, 2 * least + 0.01)
+    allowed_left = min(LEFT, 2 * smallest_left + 0.01)
     sizes = {
         "Sk": case.kv_len, "Sq": case.q_len, "Hq": case.q_heads, "Hk": case.kv_heads, "B": case.batch,
         "(D + 1)": case.head_dim + 1, "(D - 1)": case.head_dim - 1, "(Hq · D)": case.q_heads * case.head_dim,
     }  # fmt: skip
     advice = "multiply q·k by the scale once: the given one, or 1/sqrt(D)"
-    hits = [each for each in named if unexplained(w, "o", w.with_mistake(each, False)["o"]) < most]
+    hits = [each for each in named if unexplained(w, "o", w.with_mistake(each, False)["o"]) < allowed_left]
     for name, size in sizes.items() if case.scale is None else ():
-        if size not in (1, case.head_dim) and left((case.head_dim / size) ** 0.5) < most:  # 1: no scale at all
+        if size not in (1, case.head_dim) and left((case.head_dim / size) ** 0.5) < allowed_left:  # 1: no scale at all
             text = f"the scale is 1/sqrt({name.strip('()')}), not 1/sqrt(D): "
             text += f"scores are sqrt(D/{name}) times the right ones"
             here = f"; the factor is {factor:.4g} where D is {case.head_dim} and {name} is {size}"
@@ -142,8 +142,8 @@ def _of_lost(w: WrongNumbers, rows: Tensor, what: str) -> Mistake:
 
 def matching(w: WrongNumbers, mistakes: Iterable[Mistake]) -> Iterator[Mistake]:
     """Yield the mistakes that give the wrong numbers."""
-    own = w.names
-    names: list[str] = [n for n in OUTPUTS[:2] if n in own] or [n for n in own if n.startswith("d")]
+    wrong_names = w.names
+    names: list[str] = [n for n in OUTPUTS[:2] if n in wrong_names] or [n for n in wrong_names if n.startswith("d")]
     for mistake in mistakes:
         gradients = names[0].startswith("d")
         try:
@@ -155,7 +155,7 @@ def matching(w: WrongNumbers, mistakes: Iterable[Mistake]) -> Iterator[Mistake]:
         if left > (0.5 if low else LEFT):
             continue
         # All that the mistake predicts to be wrong beside these outputs must be wrong.
-        others = [n for n in ("dq", "dk", "dv") if gradients and n not in own and n in theirs and n in w.limits]
+        others = [n for n in ("dq", "dk", "dv") if gradients and n not in wrong_names and n in theirs and n in w.limits]
         if all(excess(w, n, theirs[n]) <= 3 for n in others):
             yield mistake
         elif mistake.backward:
@@ -164,8 +164,8 @@ def matching(w: WrongNumbers, mistakes: Iterable[Mistake]) -> Iterator[Mistake]:
 
 def excess(w: WrongNumbers, name: str, theirs: Tensor) -> float:
     """Return the largest error/L of an answer with a mistake."""
-    found = w.limits[name].excess(theirs.to(w.answers[name].dtype), w.case.dtype)[1]
-    return float(found.max()) if found.numel() else 0.0
+    ratios = w.limits[name].excess(theirs.to(w.answers[name].dtype), w.case.dtype)[1]
+    return float(ratios.max()) if ratios.numel() else 0.0
 
 
 def unexplained(w: WrongNumbers, name: str, theirs: Tensor | None) -> float:

@@ -237,11 +237,11 @@ def answers(
     leaves = [x[n].clone().requires_grad_(gradients) for n in ("q", "k", "v")]
     forward = Forward(x | dict(zip(("q", "k", "v"), leaves, strict=True)), case, top_left, mistake.forward)
     o, lse = forward.solve()
-    found = {"o": o.detach(), "lse": lse.detach()}
+    computed = {"o": o.detach(), "lse": lse.detach()}
     if gradients and o.requires_grad:
         grads = torch.autograd.grad(o, leaves, x["do"], allow_unused=True)
-        found |= {f"d{n}": g for n, g in zip("qkv", grads, strict=True) if g is not None}
-    return found
+        computed |= {f"d{n}": g for n, g in zip("qkv", grads, strict=True) if g is not None}
+    return computed
 
 
 def _backward(x: Mapping[str, Tensor], case: Case, top_left: bool, change: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -255,9 +255,9 @@ def _backward(x: Mapping[str, Tensor], case: Case, top_left: bool, change: Mappi
     total = (s - top).exp().sum(-1, keepdim=True)
     p = (s - top).exp() / total.clamp_min(1e-300)
     o = p @ v
-    own = Forward(x, case, top_left, change.get("forward", {}))
+    changed = Forward(x, case, top_left, change.get("forward", {}))
     if "forward" in change:  # P is recomputed with another score, and normalised with the right lse
-        other, _ = own.scores()
+        other, _ = changed.scores()
         p = (other - top).exp() / total.clamp_min(1e-300)
         p = p.masked_fill(other == -math.inf, 0.0)
     if "lse" in change:

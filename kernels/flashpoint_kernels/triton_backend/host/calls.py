@@ -86,9 +86,9 @@ class Call:
             self.warmup()
 
     def _warmup(self) -> Any:
-        found = self.kernel.warmup(*self.args(), grid=(self.programs,), **self.code.options)
+        compiled = self.kernel.warmup(*self.args(), grid=(self.programs,), **self.code.options)
         _ready.add(self.code.variant)
-        return found
+        return compiled
 
     def _launch(self) -> None:
         self.kernel[(self.programs,)](*self.args(), **self.code.options)

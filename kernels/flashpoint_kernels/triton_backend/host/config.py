@@ -192,9 +192,9 @@ def takes_hopper(device: torch.device) -> bool:
     It is off when Triton interprets, because the interpreter does not run Gluon, unless `stand_in` replaces the device.
     Raises ValueError if FLASHPOINT_HOPPER is neither 0 nor 1.
     """
-    asked = os.environ.get("FLASHPOINT_HOPPER") or "1"
-    if asked not in ("0", "1"):
-        raise ValueError(f"FLASHPOINT_HOPPER must be 0 or 1, not {asked!r}")
-    if asked == "0" or (INTERPRETED and stand_in is None):
+    value = os.environ.get("FLASHPOINT_HOPPER") or "1"
+    if value not in ("0", "1"):
+        raise ValueError(f"FLASHPOINT_HOPPER must be 0 or 1, not {value!r}")
+    if value == "0" or (INTERPRETED and stand_in is None):
         return False
     return chip_of(device).arch == 90

@@ -98,8 +98,8 @@ class Launch:
 
     def column(self, column: Any, after: int = 0) -> np.ndarray:
         """Return a column of the joint table, or the column at `after` places behind it."""
-        found: np.ndarray = self.ints[:, column.value + after]
-        return found
+        numbers: np.ndarray = self.ints[:, column.value + after]
+        return numbers
 
     @property
     def table(self) -> Tensor:
@@ -134,11 +134,13 @@ class Launch:
 
     def call(
         self, code: Code, items: np.ndarray, heads: int, args: Callable[[Tensor], tuple[Any, ...]],
-        most: int | None = None,
+        most_programs: int | None = None,
     ) -> Call:  # fmt: skip
         """Return a call with one program per item and head, at most `most`. `args` makes the arguments from the
         device's items.
         """
         number = self.upload.add(items)
         programs = len(items) * heads
-        return Call(code, programs if most is None else min(programs, most), lambda: args(self.items(number)))
+        return Call(
+            code, programs if most_programs is None else min(programs, most_programs), lambda: args(self.items(number))
+        )

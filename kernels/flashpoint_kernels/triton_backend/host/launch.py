@@ -116,12 +116,12 @@ def forward_calls(problems: Sequence[Problem], tiles: Config | None = None, *, e
     With `every`, also yield those without programs that problems of this launch key may need.
     """
     for launch in _launches(problems, [{} for _ in problems], tiles, every):
-        found = forward_lists(launch.shapes, launch.config)
+        work = forward_lists(launch.shapes, launch.config)
         if every:
-            of_rows = {each.rows: each for each in found}
+            of_rows = {each.rows: each for each in work}
             none = np.empty((0, 5), np.int32), np.empty((0, 4), np.int32), 0
-            found = tuple(of_rows.get(rows) or ForwardList(rows, *none) for rows in (0, *launch.config.packed_rows))
-        for each in found:
+            work = tuple(of_rows.get(rows) or ForwardList(rows, *none) for rows in (0, *launch.config.packed_rows))
+        for each in work:
             if launch.route.hopper and not each.rows:
                 yield _forward_hopper(launch, each.items)
             else:
@@ -142,17 +142,17 @@ class _Parts:
         return self._launch.scratch(size * self._launch.route.block_dims[1]), self._launch.scratch(size)
 
 
-def _forward_blocks(launch: Launch, found: ForwardList) -> Iterator[Call]:
+def _forward_blocks(launch: Launch, work: ForwardList) -> Iterator[Call]:
     """Yield the forward's calls for blocks of one kind: their lists of tiles, the blocks, and the merge of parts."""
-    rows, items, route = found.rows, found.items, launch.route
+    rows, items, route = work.rows, work.items, launch.route
     heads = launch.kv_heads if rows else launch.heads
     code, listed = _forward_code(route, rows), None
     if route.blocks:
         listed = lists.of_queries(launch, items, code.tile, rows > 0, items[:, 2:4])
         yield listed.call
-    parts = _Parts(launch, found.slots * heads, code.tile.block_m)
-    if _may_share(launch, found):
-        cascade = shared_parts(launch.problems, launch.ints, launch.scalars, found)
+    parts = _Parts(launch, work.slots * heads, code.tile.block_m)
+    if _may_share(launch, work):
+        cascade = shared_parts(launch.problems, launch.ints, launch.scalars, work)
         if len(cascade.items) or launch.every:
             items = cascade.alone
             members = launch.upload.add(cascade.members)
@@ -168,19 +168,19 @@ def _forward_blocks(launch: Launch, found: ForwardList) -> Iterator[Call]:
             launch.table, launch.floats, items, listed and listed.memory(), *parts.memory, heads, *launch.dims
         ),
     )  # fmt: skip
-    if found.slots or launch.every:
+    if work.slots or launch.every:
         yield launch.call(
-            _merge_code(route, rows), found.merges, heads,
+            _merge_code(route, rows), work.merges, heads,
             lambda merges: (launch.table, merges, *parts.memory, heads, launch.dims[1]),
         )  # fmt: skip
 
 
-def _may_share(launch: Launch, found: ForwardList) -> bool:
+def _may_share(launch: Launch, work: ForwardList) -> bool:
     """Return whether sequences may read keys together: in parts of packed blocks, without masks and dropout."""
     shared = launch.route.shared("PAGED", "LEVEL")
-    if not found.rows or not shared["PAGED"] or shared["LEVEL"] > 1 or launch.route.blocks:
+    if not work.rows or not shared["PAGED"] or shared["LEVEL"] > 1 or launch.route.blocks:
         return False
-    several = found.slots > 0 and len(launch.ints) > 1
+    several = work.slots > 0 and len(launch.ints) > 1
     return launch.every or (several and any(problem.pages is not None for problem in launch.problems))
 
 
@@ -189,8 +189,8 @@ def _forward_code(route: Route, rows: int, kernel: Any = attention_forward) -> C
 
     def make() -> tuple[Tile, dict[str, Any]]:
         tile, (block_d, rest) = route.config.forward_of(rows), parts_of(route.dims[0])
-        own = {"BLOCK_N": tile.block_n, "BLOCK_D": block_d, "BLOCK_REST": rest, "EVEN": exact(*route.dims)}
-        return tile, route.shared(*FORWARD) | own | {"PACKED": rows > 0}
+        of_kernel = {"BLOCK_N": tile.block_n, "BLOCK_D": block_d, "BLOCK_REST": rest, "EVEN": exact(*route.dims)}
+        return tile, route.shared(*FORWARD) | of_kernel | {"PACKED": rows > 0}
 
     return route.code(kernel, rows, make)
 
@@ -224,8 +224,8 @@ def _code_of_hopper(route: Route, kernel: Any, name: str) -> Code:
 
     def make() -> tuple[Tile, dict[str, Any]]:
         tile: Tile = getattr(route.config, name)
-        own = {"BLOCK_N": tile.block_n, "STAGES": tile.num_stages}
-        return tile, route.shared(*OF_HOPPER) | own | {"CARRY_FLOAT32": carries_float32(name, *route.block_dims)}
+        of_kernel = {"BLOCK_N": tile.block_n, "STAGES": tile.num_stages}
+        return tile, route.shared(*OF_HOPPER) | of_kernel | {"CARRY_FLOAT32": carries_float32(name, *route.block_dims)}
 
     return route.code(kernel, name, make)
 
@@ -241,10 +241,10 @@ def _gradient_hopper(launch: Launch, name: str, items: np.ndarray, heads: int) -
     if not (len(items) or launch.every):
         return
     code = _code_of_hopper(launch.route, kernels[name], name)
-    most = max(PROGRAMS_OF_HOPPER // heads, 1)
-    for first in range(0, max(len(items), 1), most):
+    items_of_launch = max(PROGRAMS_OF_HOPPER // heads, 1)
+    for first in range(0, max(len(items), 1), items_of_launch):
         yield launch.call(
-            code, items[first : first + most], heads,
+            code, items[first : first + items_of_launch], heads,
             lambda items: (launch.table, launch.floats, items, heads, *launch.dims),
         )  # fmt: skip
 
@@ -272,18 +272,18 @@ def backward_calls(
 
 def _backward_of(launch: Launch) -> Iterator[Call]:
     route, config = launch.route, launch.config
-    found = gradient_lists(launch.shapes, config)
+    work = gradient_lists(launch.shapes, config)
     delta = route.code(attention_delta, None, lambda: (config.delta, route.shared(*VALUES)))
     yield launch.call(
-        delta, found.delta, launch.heads, lambda items: (launch.table, items, launch.heads, launch.dims[1])
+        delta, work.delta, launch.heads, lambda items: (launch.table, items, launch.heads, launch.dims[1])
     )
-    items = _asked(launch, found.keys, "dk", "dv")
+    items = _asked(launch, work.keys, "dk", "dv")
     if "backward_kv" in route.of_hopper:
         yield from _gradient_hopper(launch, "backward_kv", items, launch.kv_heads)
     else:
         yield from _products(launch, attention_backward_kv, None, items, launch.kv_heads)
-    for rows in (0, *config.packed_rows) if launch.every else found.queries:
-        items = _asked(launch, found.queries.get(rows, _NO_ITEMS), "dq")
+    for rows in (0, *config.packed_rows) if launch.every else work.queries:
+        items = _asked(launch, work.queries.get(rows, _NO_ITEMS), "dq")
         heads = launch.kv_heads if rows else launch.heads
         if "backward_q" in route.of_hopper and not rows:
             yield from _gradient_hopper(launch, "backward_q", items, heads)
@@ -324,9 +324,10 @@ def _backward_masks(launch: Launch) -> Iterator[Call]:
             continue
         spec = problem.spec
         view = problem.view("dattn_mask")
-        own = [n if stride else 1 for n, stride in zip(view.shape, view.stride(), strict=True)]
+        sizes = [n if stride else 1 for n, stride in zip(view.shape, view.stride(), strict=True)]
         items[spec.tensors["attn_mask"].dtype] += [
-            (first + b, *rest) for b, *rest in mask_parts(own, spec.q_len, spec.kv_len, spec.batch, spec.q_heads, tile)
+            (first + b, *rest)
+            for b, *rest in mask_parts(sizes, spec.q_len, spec.kv_len, spec.batch, spec.q_heads, tile)
         ]
     for dtype, listed in items.items():
         constants = {"LEVEL": 2, "DMASK_DTYPE": TYPES[dtype], "BLOCK_N": tile.block_n}
@@ -357,8 +358,8 @@ def _asked(launch: Launch, items: np.ndarray, *names: str) -> np.ndarray:
     if all(asking):
         return items
     of_row = np.repeat(asking, [len(problem.rows) for problem in launch.problems])
-    asked: np.ndarray = items[of_row[items[:, 0]]]
-    return asked
+    chosen: np.ndarray = items[of_row[items[:, 0]]]
+    return chosen
 
 
 def _launches(
@@ -392,5 +393,5 @@ def _goes_hopper(problem: Problem, table: Table) -> bool:
         return False
     if (in_parts and spec.value_dim <= 128) or not table.describable:
         return False
-    found = forward_lists(table.ints[:, SHAPE], config_of(problem, hopper=True))
-    return bool(found) and found[0].rows == 0 and not found[0].slots
+    work = forward_lists(table.ints[:, SHAPE], config_of(problem, hopper=True))
+    return bool(work) and work[0].rows == 0 and not work[0].slots

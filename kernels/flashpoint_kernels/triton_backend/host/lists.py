@@ -51,8 +51,8 @@ def of_keys(launch: Launch, items: np.ndarray, tile: Tile) -> Lists:
 
 def _own_blocks(launch: Launch) -> np.ndarray:
     """Return for each row of the table whether each head has its own block mask."""
-    own: np.ndarray = launch.column(columns.BLOCKS, 1) != 0
-    return own
+    flags: np.ndarray = launch.column(columns.BLOCKS, 1) != 0
+    return flags
 
 
 def _lists(
@@ -69,11 +69,11 @@ def _lists(
         size = int(ends[-1]) * UNIT.value if len(ends) else 0
         return torch.empty(size, dtype=torch.int32, device=launch.route.device)
 
-    most = int(lists.max())
+    most_lists = int(lists.max())
     constants = {"LEVEL": 1, "BLOCK_N": tile.block_n, "PACKED": packed}
     call = launch.call(
         launch.route.code(kernel, (tile, packed), lambda: (replace(tile, num_warps=1, num_stages=1), constants)),
-        np.column_stack([items[:, :2], parts, place]).astype(np.int32), most,
-        lambda asked: (launch.table, asked, memory(), most),
+        np.column_stack([items[:, :2], parts, place]).astype(np.int32), most_lists,
+        lambda items_there: (launch.table, items_there, memory(), most_lists),
     )  # fmt: skip
     return Lists(np.column_stack([items, place]).astype(np.int32), call, memory)

@@ -71,12 +71,12 @@ class Route:
 
     def code(self, kernel: Any, kind: Hashable, make: Callable[[], tuple[Tile, dict[str, Any]]]) -> Code:
         """Return the code of a kernel of this kind; `make` returns its tile and its constants, once for each kind."""
-        found = self._codes.get((kernel, kind))
-        if found is None:
+        code = self._codes.get((kernel, kind))
+        if code is None:
             tile, constants = make()
             made = Code(kernel, tile, self.device, Constants(BLOCK_M=tile.block_m, **constants))
-            found = self._codes.setdefault((kernel, kind), made)
-        return found
+            code = self._codes.setdefault((kernel, kind), made)
+        return code
 
 
 def route_of(problem: Problem, aligned: bool, hopper: bool, tiles: Config | None) -> Route:

@@ -110,8 +110,8 @@ def gradient_lists(shapes: np.ndarray, config: Config) -> Gradients:
 def block_rows(shape: Shape, config: Config) -> np.ndarray:
     """Return the rows of each sequence's packed blocks, 0 if its blocks are of one head; only its shape decides."""
     sizes = np.array(config.packed_rows)
-    least = np.minimum(np.searchsorted(sizes, shape.q_rows * shape.group), len(sizes) - 1)
-    return np.where((shape.q_rows > 0) & (shape.q_rows <= config.few_queries), sizes[least], 0)
+    smallest = np.minimum(np.searchsorted(sizes, shape.q_rows * shape.group), len(sizes) - 1)
+    return np.where((shape.q_rows > 0) & (shape.q_rows <= config.few_queries), sizes[smallest], 0)
 
 
 def cut(shape: Shape, band: Band, config: Config) -> Cut:
@@ -151,12 +151,12 @@ class _Kept(Generic[T]):
 
     def __init__(self, make: Callable[[np.ndarray, Config], T]) -> None:
         self._of_bytes = lru_cache(_KEPT)(
-            lambda found, count, config: make(np.frombuffer(found, np.int64).reshape(count, -1), config)
+            lambda numbers, count, config: make(np.frombuffer(numbers, np.int64).reshape(count, -1), config)
         )
         self.cache_info, self.cache_clear = self._of_bytes.cache_info, self._of_bytes.cache_clear
 
-    def __call__(self, found: np.ndarray, config: Config) -> T:
-        return self._of_bytes(found.tobytes(), len(found), config)
+    def __call__(self, numbers: np.ndarray, config: Config) -> T:
+        return self._of_bytes(numbers.tobytes(), len(numbers), config)
 
 
 def _in_steps(shapes: np.ndarray, config: Config) -> np.ndarray:
@@ -164,21 +164,21 @@ def _in_steps(shapes: np.ndarray, config: Config) -> np.ndarray:
     shape, unit = Shape(*shapes.T), config.least_keys
     lo, hi = _key_range(0, shape.q_len - 1, shape.offset, shape.left, shape.right, shape.kv_len)
     seen = (hi > lo) & (shape.q_len > 0)
-    found = np.empty((len(shapes), len(Shape._fields) + len(Band._fields)), np.int64)
-    found[:, : len(shape)] = shapes
-    found[:, len(shape) :] = np.stack([lo // unit * seen, -(-hi // unit) * seen, -(-shape.kv_len // unit)], 1) * unit
+    numbers = np.empty((len(shapes), len(Shape._fields) + len(Band._fields)), np.int64)
+    numbers[:, : len(shape)] = shapes
+    numbers[:, len(shape) :] = np.stack([lo // unit * seen, -(-hi // unit) * seen, -(-shape.kv_len // unit)], 1) * unit
     few = _is_few(shape.q_rows, config)
     for column in _OF_LENGTHS:
-        found[few, column] = 0
-    return found
+        numbers[few, column] = 0
+    return numbers
 
 
 _OF_LENGTHS = [Shape._fields.index(name) for name in ("q_len", "kv_len", "kv_rows", "offset", "left", "right")]
 
 
-def _made_lists(found: np.ndarray, config: Config) -> tuple[ForwardList, ...]:
+def _made_lists(numbers: np.ndarray, config: Config) -> tuple[ForwardList, ...]:
     """Return `forward_lists` from the answer of `_in_steps`."""
-    columns = found.T
+    columns = numbers.T
     shape, band = Shape(*columns[: len(Shape._fields)]), Band(*columns[len(Shape._fields) :])
     each = cut(shape, band, config)
     kinds = [rows for rows in (0, *config.packed_rows) if ((each.rows == rows) & (each.blocks > 0)).any()]
@@ -282,8 +282,8 @@ def mask_parts(
     `mask` is the shape (B, H, Sq, Sk) of the mask itself: 1 in each dimension that it broadcasts.
     """
 
-    def spans(own: int, full: int, block: int) -> list[tuple[int, int]]:
-        return [(0, full)] if own < full else [(at, min(at + block, full)) for at in range(0, full, block)]
+    def spans(length: int, full: int, block: int) -> list[tuple[int, int]]:
+        return [(0, full)] if length < full else [(at, min(at + block, full)) for at in range(0, full, block)]
 
     return [
         (b, b_end - b, h, h_end - h, m, m_end, n, n_end)

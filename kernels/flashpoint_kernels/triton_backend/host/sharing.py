@@ -40,7 +40,7 @@ _COMMON = np.r_[
 ]  # fmt: skip
 
 
-def shared_parts(problems: Sequence[Problem], ints: np.ndarray, floats: np.ndarray, found: ForwardList) -> Cascade:
+def shared_parts(problems: Sequence[Problem], ints: np.ndarray, floats: np.ndarray, work: ForwardList) -> Cascade:
     """Return the programs of `found`, with one for each part of keys that several sequences have in the same pages.
 
     `ints` and `floats` are the launch's table. Pages are compared where their numbers are known (`Problem.pages`).
@@ -48,8 +48,8 @@ def shared_parts(problems: Sequence[Problem], ints: np.ndarray, floats: np.ndarr
     shape, unit = Shape(*ints[:, SHAPE].T), ints[:, col.PAGE_SIZE.value]
     full_lo, full_hi = _full_key_range(0, shape.q_len - 1, shape.offset, shape.left, shape.right, shape.kv_len)
     count = shape.q_rows * shape.group
-    joins = (2 * count <= found.rows) & (shape.q_len > 0) & (ints[:, col.ALIBI.value] == 0)
-    row, _, start, stop, slot = found.items.T
+    joins = (2 * count <= work.rows) & (shape.q_len > 0) & (ints[:, col.ALIBI.value] == 0)
+    row, _, start, stop, slot = work.items.T
     fits = joins[row] & (slot >= 0) & (start >= full_lo[row]) & (stop <= full_hi[row])
     fits &= (start % unit[row] == 0) & (stop % unit[row] == 0)
     classes: dict[tuple[bytes, int], list[tuple[bytes, int]]] = {}
@@ -65,17 +65,17 @@ def shared_parts(problems: Sequence[Problem], ints: np.ndarray, floats: np.ndarr
         if len(alike) > 1:
             rows = np.array([r for _, r in sorted(alike)])  # those with the longest common prefixes are neighbours
             of_class = np.flatnonzero(fits & np.isin(row, rows))
-            groups, edges = _groups(rows, found.items[of_class], [tables[r] for r in rows], int(unit[rows[0]]))
-            places = _chunks(edges, found.rows // int(count[rows[0]]))
-            first = found.items[of_class[groups[places[:, 0]]]] if len(places) else found.items[:0]
+            groups, edges = _groups(rows, work.items[of_class], [tables[r] for r in rows], int(unit[rows[0]]))
+            places = _chunks(edges, work.rows // int(count[rows[0]]))
+            first = work.items[of_class[groups[places[:, 0]]]] if len(places) else work.items[:0]
             done = sum(map(len, chosen))
             items.append(np.concatenate([places + np.array([done, 0]), first[:, 2:4]], 1))
             chosen.append(of_class[groups])
     members = np.concatenate([np.empty(0, np.int64), *chosen])
     return Cascade(
-        np.delete(found.items, members, 0),
+        np.delete(work.items, members, 0),
         np.concatenate([np.empty((0, ITEM.value), np.int32), *items]).astype(np.int32),
-        np.ascontiguousarray(found.items[members][:, [0, 4]]),
+        np.ascontiguousarray(work.items[members][:, [0, 4]]),
     )
 
 

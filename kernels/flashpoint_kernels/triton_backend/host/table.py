@@ -150,27 +150,27 @@ class Table:
     def _place(self, name: str, t: Tensor) -> None:
         """Write the address and strides of the rows of a tensor. This is most of the work for a table: no loops."""
         spec, rows, common, column = self._problem.spec, self._rows, self._common, _TENSORS[name].value
-        own, shape = t.stride(), t.shape
+        strides, shape = t.stride(), t.shape
         h, r = _AXES[spec.options.layout]
-        if len(own) != 4:
+        if len(strides) != 4:
             t, h, r = self._problem.canonical(name, t), 1, 2
-            own, shape = t.stride(), t.shape
-        far = own[r] >= FARTHEST and name in _READ_BY_TILE and spec.direction == "forward" and not spec.paged
-        if far or (own[3] != 1 and shape[3] != 1):  # paged addresses have 64 bits in all steps
+            strides, shape = t.stride(), t.shape
+        far = strides[r] >= FARTHEST and name in _READ_BY_TILE and spec.direction == "forward" and not spec.paged
+        if far or (strides[3] != 1 and shape[3] != 1):  # paged addresses have 64 bits in all steps
             t, h, r = (t if r == 2 else t.transpose(1, 2)).contiguous(), 1, 2
-            own, shape = t.stride(), t.shape
+            strides, shape = t.stride(), t.shape
         # The stride of a dimension of size 1 is never used: write one that all loads and the copy engine accept.
-        batch = own[0] if shape[0] > 1 else _VECTOR_BYTES
-        head = own[h] if shape[h] > 1 else _VECTOR_BYTES
-        row = own[r] if shape[r] > 1 else _VECTOR_BYTES
+        batch = strides[0] if shape[0] > 1 else _VECTOR_BYTES
+        head = strides[h] if shape[h] > 1 else _VECTOR_BYTES
+        row = strides[r] if shape[r] > 1 else _VECTOR_BYTES
         address, size, of_keys = t.data_ptr(), t.element_size(), name in _KEY_TENSORS
         common[column], common[column + 1], common[column + 2] = address, head, row
         self.alive.append(t)
         if spec.paged and of_keys:
-            common[_PAGE_STRIDES[name].value] = own[0]
+            common[_PAGE_STRIDES[name].value] = strides[0]
         elif self._moves:
-            self._move(column, size * own[0], rows.batch)
-            self._move(column, size * own[r], rows.kv_start if of_keys else rows.q_start)
+            self._move(column, size * strides[0], rows.batch)
+            self._move(column, size * strides[r], rows.kv_start if of_keys else rows.q_start)
         if (address | size * (batch | head | row)) % _VECTOR_BYTES:
             self.aligned = self.describable = False
         elif row <= 0 or (head <= 0 and not of_keys):

@@ -98,10 +98,10 @@ def main() -> int:
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--levels", type=int, nargs="+", choices=(0, 1, 2), default=[0, 1, 2])
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    asked = parser.parse_args()
-    for arch in asked.arch:
-        with ProcessPoolExecutor(asked.processes, mp_context=get_context("spawn")) as pool:
-            wanted = product([arch], asked.dtypes, asked.head_dims, asked.levels, DIRECTIONS)
+    arguments = parser.parse_args()
+    for arch in arguments.arch:
+        with ProcessPoolExecutor(arguments.processes, mp_context=get_context("spawn")) as pool:
+            wanted = product([arch], arguments.dtypes, arguments.head_dims, arguments.levels, DIRECTIONS)
             for done in pool.map(fill, (Wanted(*one) for one in wanted)):
                 print(*done, flush=True)
     return 0

@@ -192,38 +192,38 @@ def build(variant: Variant, tile: Tile) -> Any:
 def faults(report: Report) -> list[str]:
     """Return the faults that a shipped variant must not have: see docs/compiled.md."""
     half = report.dtype != "float32"
-    found = []
+    problems = []
     if report.registers > 255:
-        found.append(f"{report.registers} registers")
+        problems.append(f"{report.registers} registers")
     if report.shared_bytes > SHARED_KIB[report.arch] * 1024:
-        found.append(f"{report.shared_bytes} bytes of shared memory")
+        problems.append(f"{report.shared_bytes} bytes of shared memory")
     if report.atomics:
-        found.append(f"{report.atomics} atomics")
+        problems.append(f"{report.atomics} atomics")
     if half and report.level == 0 and report.head_dim <= 128:
         if report.loop_spills:
-            found.append(f"{report.loop_spills} spills in a loop")
+            problems.append(f"{report.loop_spills} spills in a loop")
         elif report.spill_bytes and not report.loop:
-            found.append(f"{report.spill_bytes} bytes spilled")
+            problems.append(f"{report.spill_bytes} bytes spilled")
     if report.unfenced:
-        found.append(f"{report.unfenced} tiles read without a proxy fence")
+        problems.append(f"{report.unfenced} tiles read without a proxy fence")
     if report.hazards:
-        found.append(f"{report.hazards} writes to registers of a running product")
+        problems.append(f"{report.hazards} writes to registers of a running product")
     kernel = report.kernel.removesuffix("_hopper").removesuffix("_blocks")
     rows, columns = report.block_m, report.block_n
     if kernel == "backward_kv":  # it multiplies the transposed tile
         rows, columns = columns, rows
     if half and kernel in _PRODUCTS and rows >= 64 and MATRIX[report.arch] not in report.matrix_instructions:
-        found.append(f"no {MATRIX[report.arch]}, but {', '.join(report.matrix_instructions) or 'nothing'}")
+        problems.append(f"no {MATRIX[report.arch]}, but {', '.join(report.matrix_instructions) or 'nothing'}")
     pipelined = _is_plain(report) and kernel.partition("_packed")[0] in _PRODUCTS and report.num_stages > 1
     if pipelined and not report.ahead:
-        found.append("no tile is loaded while another is used")
+        problems.append("no tile is loaded while another is used")
     if report.kernel.endswith("hopper") and not report.copies:
-        found.append("no copies by descriptor")
+        problems.append("no copies by descriptor")
     if report.kernel.endswith("hopper") and not report.specialised:
-        found.append("its warps have no roles")
+        problems.append("its warps have no roles")
     if report.kernel.endswith("hopper") and report.beside < columns // 2:  # a thread's share of 64 rows of scores
-        found.append(f"{report.beside} exponentials beside a product")
-    return found
+        problems.append(f"{report.beside} exponentials beside a product")
+    return problems
 
 
 def _is_plain(report: Report) -> bool:
@@ -242,10 +242,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, nargs="+", choices=SHARED_KIB, help="compile all their variants")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    asked = parser.parse_args()
-    variants = [v for arch in asked.arch for v in all_of(arch)] if asked.arch else representative()
+    arguments = parser.parse_args()
+    variants = [v for arch in arguments.arch for v in all_of(arch)] if arguments.arch else representative()
     wrong = 0
-    for report in compile_all(variants, asked.processes):
+    for report in compile_all(variants, arguments.processes):
         print(json.dumps({**asdict(report), "faults": faults(report)}), flush=True)
         wrong += bool(faults(report))
     return 1 if wrong else 0

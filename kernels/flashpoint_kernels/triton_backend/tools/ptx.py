@@ -53,7 +53,7 @@ class Ptx:
 
     def __init__(self, text: str) -> None:
         self.lines = [line.strip() for line in text.splitlines()]
-        self._labels = {found[1]: at for at, line in enumerate(self.lines) if (found := _LABEL.match(line))}
+        self._labels = {label[1]: at for at, line in enumerate(self.lines) if (label := _LABEL.match(line))}
 
     def missing_fences(self) -> int:
         """Return the number of waits for copies after which a matrix instruction reads without a proxy fence.
@@ -63,7 +63,7 @@ class Ptx:
         """
         if not any(_WAIT.search(line) for line in self.lines):
             return 0
-        found: set[int] = set()
+        places: set[int] = set()
         seen: set[tuple[int, _State]] = set()
         paths: list[tuple[int, _State]] = [(0, _State(unfenced=False, wide=False, under_way=()))]
         while paths:
@@ -72,7 +72,7 @@ class Ptx:
                 seen.add((at, state))
                 line = self.lines[at]
                 if state.unfenced and _ASYNC_PRODUCT.search(line):
-                    found.add(at)
+                    places.add(at)
                     state = state._replace(unfenced=False)
                 state = state.after(line)
                 at += 1
@@ -84,7 +84,7 @@ class Ptx:
                         at = target
                 elif line.startswith("ret;"):
                     break
-        return len(found)
+        return len(places)
 
     def loops(self) -> list[list[str]]:
         """Return the innermost loops with a matrix product: from the target of a backward branch to the branch."""
@@ -107,7 +107,7 @@ class Ptx:
 
 def _ahead(loop: list[str]) -> int:
     """Return the least number of groups under way at a product of a loop, from its second round on."""
-    under_way, least = 0, 1 << 30
+    under_way, fewest = 0, 1 << 30
     for turn in range(3):
         for line in loop:
             if wait := _WAIT.search(line):
@@ -115,5 +115,5 @@ def _ahead(loop: list[str]) -> int:
             elif _COMMIT.search(line):
                 under_way += 1
             elif turn == 2 and _PRODUCT.search(line):
-                least = min(least, under_way)
-    return least
+                fewest = min(fewest, under_way)
+    return fewest

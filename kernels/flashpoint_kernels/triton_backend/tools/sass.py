@@ -48,8 +48,8 @@ class Code:
         for line in text.splitlines():
             if label := re.match(r"\s*(\.L_x_\d+):", line):
                 self._labels[label[1]] = len(self.instructions)
-            elif found := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*)", line):
-                self.instructions.append(found[1])
+            elif matched := re.match(r"\s*/\*[0-9a-f]+\*/\s+(.*)", line):
+                self.instructions.append(matched[1])
 
     def loops(self) -> list[list[str]]:
         """Return the innermost loops with a matrix product, in order: from the target of a backward branch to the
@@ -93,7 +93,7 @@ class Code:
         """
         if not any("HGMMA" in each for each in self.instructions):
             return []
-        found: set[int] = set()
+        places: set[int] = set()
         seen: set[tuple[int, tuple[_Group, ...], frozenset[int]]] = set()
         paths: list[tuple[int, tuple[_Group, ...], frozenset[int]]] = [(0, (), frozenset())]
         while paths:
@@ -112,21 +112,21 @@ class Code:
                 groups = groups[max(len(groups) - running, 0) :]
             elif written := _written(instruction):
                 if any(written & registers for _, registers in groups) or written & current:
-                    found.add(at)
+                    places.add(at)
             paths += [(following, groups, current) for following in self._following(at)]
-        return [self.instructions[at] for at in sorted(found)]
+        return [self.instructions[at] for at in sorted(places)]
 
     def _following(self, at: int) -> list[int]:
         """Return the instructions that may come after instruction `at`."""
         instruction = self.instructions[at]
         name = _PREDICATE.sub("", instruction)
-        found = []
+        targets = []
         if jump := re.match(r"BRA\b.*`\((\.L_x_\d+)\)", name):
-            found.append(self._labels[jump[1]])
+            targets.append(self._labels[jump[1]])
         elif name.startswith("BRX"):
-            found += self._labels.values()  # a table of jumps: any of them
+            targets += self._labels.values()  # a table of jumps: any of them
         always = name == instruction and re.match(r"(?:BRA(?! *U?P\d)(?!\.DIV)|BRX|EXIT|RET)\b", name)
-        return found if always else [*found, at + 1]
+        return targets if always else [*targets, at + 1]
 
 
 def kinds(instructions: list[str]) -> dict[str, int]:
@@ -157,8 +157,8 @@ def _written(instruction: str) -> frozenset[int]:
     if name.startswith(_NO_RESULT):
         return frozenset()
     for operand in (each.strip() for each in rest.split(",")[:2]):
-        if found := re.fullmatch(r"R(\d+)(?:\.\w+)*", operand.rstrip(" ;")):
-            return frozenset(range(int(found[1]), int(found[1]) + _width(name)))
+        if matched := re.fullmatch(r"R(\d+)(?:\.\w+)*", operand.rstrip(" ;")):
+            return frozenset(range(int(matched[1]), int(matched[1]) + _width(name)))
         if not re.fullmatch(r"!?U?PT?\d*", operand):
             break
     return frozenset()
@@ -176,10 +176,10 @@ def _width(name: str) -> int:
 def resources(cubin: bytes) -> tuple[int, int]:
     """Return (registers, local bytes) of a thread, as cuobjdump reads them from the binary."""
     text = tool("cuobjdump", "-res-usage", cubin)
-    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
-    if found is None:
+    matched = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
+    if matched is None:
         raise RuntimeError(f"cuobjdump said nothing of resources: {text}")
-    registers, stack, local = map(int, found.groups())
+    registers, stack, local = map(int, matched.groups())
     return registers, stack + local
 
 

@@ -45,29 +45,31 @@ def all_of(arch: int, dtypes: Sequence[str] = DTYPES) -> list[Variant]:
     and added. Aligned tensors represent unaligned ones, which have the same tiles and narrower loads. The smallest and
     the largest packed block represent all packed blocks, and D 128 at level 0 represents pages and 8-bit keys.
     """
-    found = []
+    variants = []
     for dtype in dtypes:
         for dim in HEAD_DIMS:
-            found += [Variant(kernel, arch, dtype, dim) for kernel in ("merge", "delta")]
+            variants += [Variant(kernel, arch, dtype, dim) for kernel in ("merge", "delta")]
             for level, kernel in product((0, 1, 2), _PRODUCTS):
-                found.append(Variant(kernel, arch, dtype, dim, level, "float32" if level == 2 else None))
-            found += _packed(arch, dtype, dim)
-            found.append(Variant("backward_mask", arch, dtype, dim, 2, "float32"))
+                variants.append(Variant(kernel, arch, dtype, dim, level, "float32" if level == 2 else None))
+            variants += _packed(arch, dtype, dim)
+            variants.append(Variant("backward_mask", arch, dtype, dim, 2, "float32"))
         if dtype == "float32":
-            found += [Variant(kernel, arch, dtype, 128, precision="tf32") for kernel in _PRODUCTS]
-            found.append(Variant("forward", arch, dtype, 576, value_dim=512))
+            variants += [Variant(kernel, arch, dtype, 128, precision="tf32") for kernel in _PRODUCTS]
+            variants.append(Variant("forward", arch, dtype, 576, value_dim=512))
         else:
-            found += [Variant(kernel, arch, dtype, dim) for dim, kernel in product(OTHER_HEAD_DIMS, _PRODUCTS)]
-            found.append(Variant("forward", arch, dtype, 192, value_dim=128))
+            variants += [Variant(kernel, arch, dtype, dim) for dim, kernel in product(OTHER_HEAD_DIMS, _PRODUCTS)]
+            variants.append(Variant("forward", arch, dtype, 192, value_dim=128))
             wide = ("forward", "forward_packed16", "merge", "merge_packed16")
-            found += [Variant(kernel, arch, dtype, 576, value_dim=512) for kernel in wide]
+            variants += [Variant(kernel, arch, dtype, 576, value_dim=512) for kernel in wide]
             kinds = product(("forward", "forward_packed16"), OTHER_KEYS)
-            found += [Variant(kernel, arch, dtype, 128, paged=paged, keys=keys) for kernel, (paged, keys) in kinds]
-            found += [Variant("cascade_packed16", arch, dtype, 128, paged=True, keys=keys) for keys in (None, "int8")]
+            variants += [Variant(kernel, arch, dtype, 128, paged=paged, keys=keys) for kernel, (paged, keys) in kinds]
+            variants += [
+                Variant("cascade_packed16", arch, dtype, 128, paged=True, keys=keys) for keys in (None, "int8")
+            ]
         if arch == 90 and dtype != "float32":
             dims = (*HEAD_DIMS, *OTHER_HEAD_DIMS)
-            found += [Variant(f"{k}_hopper", arch, dtype, dim) for dim in dims for k in hopper_tiles(dim, dim)]
-    return [*found, Variant("backward_sinks", arch, "float32", 64, 1)]
+            variants += [Variant(f"{k}_hopper", arch, dtype, dim) for dim in dims for k in hopper_tiles(dim, dim)]
+    return [*variants, Variant("backward_sinks", arch, "float32", 64, 1)]
 
 
 def _packed(arch: int, dtype: str, dim: int) -> list[Variant]:
@@ -76,33 +78,35 @@ def _packed(arch: int, dtype: str, dim: int) -> list[Variant]:
     """
     smallest, largest = PACKED_ROWS[0], packed_tile(arch, dtype, dim).block_m
     kernels = ("forward", "backward_q")
-    found = [Variant(f"{kernel}_packed{smallest}", arch, dtype, dim) for kernel in (*kernels, "merge")]
+    variants = [Variant(f"{kernel}_packed{smallest}", arch, dtype, dim) for kernel in (*kernels, "merge")]
     if dtype != "float32":
-        found += [Variant(f"{kernel}_packed{largest}", arch, dtype, dim) for kernel in kernels]
-        found += [Variant(f"{kernel}_packed{smallest}", arch, dtype, dim, 2, "float32") for kernel in kernels]
-    return found
+        variants += [Variant(f"{kernel}_packed{largest}", arch, dtype, dim) for kernel in kernels]
+        variants += [Variant(f"{kernel}_packed{smallest}", arch, dtype, dim, 2, "float32") for kernel in kernels]
+    return variants
 
 
 def representative() -> list[Variant]:
     """Return the variants that CI compiles: the fast ones of most requests on all GPUs, the heaviest ones on some."""
-    found = []
-    found += [Variant("forward", arch, "bfloat16", dim, value_dim=dv)
+    variants = []
+    variants += [Variant("forward", arch, "bfloat16", dim, value_dim=dv)
               for arch, (dim, dv) in product((80, 90, 100), ((192, 128), (576, 512)))]  # fmt: skip
     for arch in TABLES:
         dims = (64, 128) if arch in (80, 90) else (128,)
-        found += [Variant(f"{kernel}_packed16", arch, "bfloat16", 128) for kernel in ("forward", "backward_q", "merge")]
-        found.append(Variant("forward_packed16", arch, "bfloat16", 128, paged=True, keys="float8_e4m3fn"))
-        found.append(Variant("cascade_packed16", arch, "bfloat16", 128, paged=True))
+        variants += [
+            Variant(f"{kernel}_packed16", arch, "bfloat16", 128) for kernel in ("forward", "backward_q", "merge")
+        ]
+        variants.append(Variant("forward_packed16", arch, "bfloat16", 128, paged=True, keys="float8_e4m3fn"))
+        variants.append(Variant("cascade_packed16", arch, "bfloat16", 128, paged=True))
         for dim, kernel in product(dims, _PRODUCTS):
-            found.append(Variant(kernel, arch, "bfloat16", dim))
+            variants.append(Variant(kernel, arch, "bfloat16", dim))
         of_blocks = ("forward_blocks", "forward_packed16_blocks", "backward_kv_blocks", "backward_q_blocks")
-        found += [
+        variants += [
             Variant(kernel, arch, "bfloat16", 128) for kernel in (*of_blocks, "list_key_tiles", "list_query_tiles")
         ]
-    found += [Variant(f"{k}_hopper", 90, "bfloat16", dim) for dim in (64, 128) for k in hopper_tiles(dim, dim)]
+    variants += [Variant(f"{k}_hopper", 90, "bfloat16", dim) for dim in (64, 128) for k in hopper_tiles(dim, dim)]
     for kernel in ("forward", "backward_kv", "backward_q", "backward_mask"):
-        found.append(Variant(kernel, 90, "float16", 96, 2, "float32"))
-    found += [Variant(kernel, 86, "bfloat16", 256) for kernel in _PRODUCTS]
-    found += [Variant(kernel, 80, "float32", 64) for kernel in ("forward", "backward_kv", "merge", "delta")]
-    found += [Variant(kernel, 80, "float32", 64) for kernel in ("forward_blocks", "backward_kv_blocks")]
-    return [*found, Variant("forward", 80, "float16", 128, 1), Variant("backward_sinks", 80, "float32", 64, 1)]
+        variants.append(Variant(kernel, 90, "float16", 96, 2, "float32"))
+    variants += [Variant(kernel, 86, "bfloat16", 256) for kernel in _PRODUCTS]
+    variants += [Variant(kernel, 80, "float32", 64) for kernel in ("forward", "backward_kv", "merge", "delta")]
+    variants += [Variant(kernel, 80, "float32", 64) for kernel in ("forward_blocks", "backward_kv_blocks")]
+    return [*variants, Variant("forward", 80, "float16", 128, 1), Variant("backward_sinks", 80, "float32", 64, 1)]

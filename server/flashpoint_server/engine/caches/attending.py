@@ -22,7 +22,7 @@ from flashpoint_contract.options import ProblemError
 from flashpoint_contract.spec import Row, Spec
 from flashpoint_kernels import Problem
 from flashpoint_kernels.native.forward import Dropped, Forward
-from flashpoint_kernels.native.rows import NOWHERE, QuerySteps, Steps
+from flashpoint_kernels.native.rows import NOWHERE, ByteSteps, QuerySteps
 from flashpoint_kernels.problems.problem import drawn_seed
 from flashpoint_kernels.torch_backend.forward import address, readable_mask, rows_of, steps
 from flashpoint_server.engine.caches.cache import StoredCache, Terms
@@ -70,7 +70,7 @@ class CallTensors:
         return [(_rows_of(k, row), _rows_of(v, row)) for row in self.rows]
 
     @cached_property
-    def places(self) -> tuple[dict[str, Steps], list[dict[str, int]]]:
+    def places(self) -> tuple[dict[str, ByteSteps], list[dict[str, int]]]:
         """Return the steps from head to head and from row to row of q, o and lse; and their addresses for each
         sequence.
         """
