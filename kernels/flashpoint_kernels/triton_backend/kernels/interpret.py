@@ -1,15 +1,37 @@
-"""Correct the errors of Triton's interpreter with bfloat16, in one place.
+"""Correct the errors of Triton's interpreter, in one place.
 
-The interpreter (3.6 to 3.9) multiplies the raw 16-bit patterns in `tl.dot` and truncates float32 to bfloat16. When
-interpreting, these helpers convert to float32 before a dot and round to nearest even; compiled, they are `tl.dot` and
-`.to`.
+The interpreter (3.6 to 3.9) multiplies the raw 16-bit patterns of bfloat16 in `tl.dot`, and truncates float32 to
+bfloat16. When interpreting, these helpers convert to float32 before a dot and round to nearest even; compiled, they are
+`tl.dot` and `.to`.
+
+The interpreter computes `tl.dot` by NumPy's BLAS. On some processors (seen on an AMD EPYC with AVX-512) the bits of a
+row then depend on its place in the tile. So each row is multiplied alone.
 """
 
+from typing import Any
+
+import numpy as np
 import triton
 import triton.language as tl
+from triton.runtime import interpreter
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 _INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+_create_dot = interpreter.InterpreterBuilder.create_dot
+
+
+def _multiply_rows(builder: Any, a: Any, b: Any, d: Any, *more: Any) -> Any:
+    """Return d + a @ b like `create_dot`; the bits of a row do not depend on its place."""
+    if 8 in (a.dtype.primitive_bitwidth, b.dtype.primitive_bitwidth):
+        return _create_dot(builder, a, b, d, *more)
+    product = np.matmul(a.data[..., :, None, :], b.data[..., None, :, :], dtype=d.data.dtype)[..., 0, :]
+    return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
+
+if INTERPRETED:
+    interpreter.InterpreterBuilder.create_dot = _multiply_rows
 
 
 @triton.jit

@@ -48,3 +48,14 @@ def test_a_product_is_summed_in_float32(dtype: torch.dtype) -> None:
     product[(1,)](a, b, c, out, N=32)
     exact = c.double() + a.double() @ b.double()
     assert (out - exact).abs().max() <= 2.0**-20 * (c.double().abs() + a.double().abs() @ b.double().abs()).max()
+
+
+@pytest.mark.parametrize("size", [16, 32, 64])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_at_each_place_of_a_tile(dtype: torch.dtype, size: int) -> None:
+    """A tensor core has this property; a BLAS may multiply the last rows of a matrix by other code."""
+    a = normal(1, size, seed=0, dtype=dtype).expand(size, size).contiguous()
+    b, c = normal(size, size, seed=1, dtype=dtype), torch.zeros(size, size, device=DEVICE)
+    out = torch.empty_like(c)
+    product[(1,)](a, b, c, out, N=size)
+    assert torch.equal(out, out[:1].expand_as(out))
