@@ -1,4 +1,4 @@
-"""Correct the errors of Triton's interpreter with bfloat16, in one place.
+"""Work around errors of Triton's interpreter with bfloat16, in one module.
 
 The interpreter (3.6 to 3.9) multiplies the raw 16-bit patterns in `tl.dot` and truncates float32 to bfloat16. When
 interpreting, these helpers convert to float32 before a dot and round to nearest even; compiled, they are `tl.dot` and
@@ -14,7 +14,7 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 @triton.jit
 def dot(a, b, acc, TF32: tl.constexpr):
-    """Return acc + a @ b in float32. TF32 is only for float32 operands: they are rounded to tf32."""
+    """Return acc + a @ b in float32. TF32 applies only to float32 operands: it rounds them to tf32."""
     if _INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
