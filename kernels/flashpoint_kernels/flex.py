@@ -141,7 +141,7 @@ def _check(
 
 @dataclass(eq=False)
 class _Blocks:
-    """Which blocks of queries and keys are seen, (B or 1, Hq or 1, rows, columns), and which completely."""
+    """The blocks in which queries see keys, (B or 1, Hq or 1, rows, columns), and the blocks without a hidden score."""
 
     seen: Tensor
     full: Tensor
@@ -159,14 +159,14 @@ class _Blocks:
         return cls(partial | full, full, size, mask.mask_mod)
 
     def keys_of(self, first: int, stop: int, keys: int) -> Tensor:
-        """Return the keys, in order, of the blocks that some head sees for queries [first, stop)."""
+        """Return, in order, the indices of keys in the blocks that at least one head sees for queries [first, stop)."""
         rows = self.seen[:, :, first // self.size[0] : -(-stop // self.size[0])]
         named = rows.flatten(0, 2).any(0)
         places = torch.arange(keys, device=named.device)
         return places[named[places // self.size[1]]]
 
     def allowed(self, numbers: Sequence[Tensor]) -> Tensor | None:
-        """Return which scores are seen, for numbers of sequences, heads, queries and keys; None for all of them."""
+        """Return which scores are visible for these sequences, heads, queries and keys; None if all are visible."""
         _, _, i, j = numbers
         rows, columns = i // self.size[0], j // self.size[1]
         seen, full = (t[:, :, rows][..., columns] for t in (self.seen, self.full))
@@ -176,7 +176,7 @@ class _Blocks:
 
 
 def _dense(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
-    """Return which blocks the first `counts` numbers of `indices` name: bool, (B, H, rows, columns)."""
+    """Return a bool mask (B, H, rows, columns): the blocks that the first `counts` entries of `indices` name."""
     place = torch.arange(indices.shape[-1], device=indices.device)
     named = torch.where(place < counts[..., None], indices.long(), columns)
     flags = torch.zeros(*counts.shape, columns + 1, dtype=torch.bool, device=counts.device)
@@ -184,7 +184,7 @@ def _dense(counts: Tensor, indices: Tensor, columns: int) -> Tensor:
 
 
 def _mapped(function: Callable[..., Tensor], numbers: Sequence[Tensor], *scores: Tensor) -> Tensor:
-    """Return the function of each score (if given) and its numbers: (B, H, queries, keys)."""
+    """Return `function` applied to each score (if given) and its four indices: (B, H, queries, keys)."""
     for axis in (3, 2, 1, 0):
         dims = tuple(0 if n == axis else None for n in range(4))
         function = torch.vmap(function, in_dims=(*((0,) * len(scores)), *dims))
@@ -193,14 +193,14 @@ def _mapped(function: Callable[..., Tensor], numbers: Sequence[Tensor], *scores:
 
 @dataclass(eq=False)
 class _Flex:
-    """A call: the scale of products, what `score_mod` makes of them, and which scores are seen."""
+    """The options of one call: the scale, `score_mod`, and the blocks that queries see."""
 
     scale: float
     score_mod: ScoreMod | None
     blocks: _Blocks | None
 
     def tiles(self, q: Tensor, k: Tensor) -> Iterator[tuple[slice, list[slice | Tensor]]]:
-        """Yield queries, and the tiles of keys that some of them see."""
+        """Yield a tile's queries, and the tiles of keys that at least one of these queries sees."""
         for first in range(0, q.shape[2], TILE_Q):
             rows = slice(first, min(first + TILE_Q, q.shape[2]))
             if self.blocks is None:
@@ -210,12 +210,12 @@ class _Flex:
             yield rows, [_as_slice(part) for part in torch.split(keys, TILE_K) if len(part)]
 
     def numbers(self, q: Tensor, rows: slice, columns: slice | Tensor) -> list[Tensor]:
-        """Return the numbers of sequences, heads, queries and keys."""
+        """Return the indices of a tile's sequences, heads, queries and keys."""
         keys = columns if isinstance(columns, Tensor) else _range(columns, q.device)
         return [_range(slice(0, n), q.device) for n in q.shape[:2]] + [_range(rows, q.device), keys]
 
     def scores(self, products: Tensor, numbers: list[Tensor]) -> Tensor:
-        """Return the scores of scaled products (B, Hq, queries, keys); −∞ where a query does not see a key."""
+        """Return the scores from scaled products (B, Hq, queries, keys), −∞ where a query does not see a key."""
         scores = products
         if self.score_mod is not None:
             scores = _mapped(self.score_mod, numbers, scores).to(products.dtype)
@@ -228,13 +228,13 @@ def _range(part: slice, device: torch.device) -> Tensor:
 
 
 def _as_slice(keys: Tensor) -> slice | Tensor:
-    """Return numbers of adjacent keys as a slice, which copies nothing."""
+    """Return indices of adjacent keys as a slice, because indexing with a slice copies nothing."""
     first, last = int(keys[0]), int(keys[-1])
     return slice(first, last + 1) if last - first + 1 == len(keys) else keys
 
 
 def _exact(t: Tensor) -> Tensor:
-    """Return a tile's numbers in the type of its products, contiguous."""
+    """Return a tile, contiguous, in the data type in which products are computed."""
     return t.to(_products_dtype(t)).contiguous()
 
 
@@ -248,7 +248,9 @@ def _grouped(t: Tensor, heads: int) -> Tensor:
 
 
 class _Tiled(torch.autograd.Function):
-    """out, lse and the largest scores. Its inputs after v are the tensors that score_mod captures."""
+    """The autograd function with outputs out, lse and the largest scores. Inputs after v are tensors that score_mod
+    captures.
+    """
 
     @staticmethod
     def forward(
@@ -276,7 +278,7 @@ class _Tiled(torch.autograd.Function):
             out[:, :, rows] = torch.where(seen, sums / total, 0).to(q.dtype)
             lse[:, :, rows] = torch.where(seen, largest_so_far + total.log(), -torch.inf).squeeze(-1)
             largest[:, :, rows] = largest_so_far.squeeze(-1)
-        ctx.flex, ctx.captured = flex, captured  # kept by score_mod, too
+        ctx.flex, ctx.captured = flex, captured  # score_mod keeps the captured tensors alive, too
         ctx.save_for_backward(q, k, v, out, lse, *captured)
         ctx.mark_non_differentiable(largest)
         ctx.set_materialize_grads(False)
@@ -285,14 +287,16 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         refuse_batched_gradients(dout, dlse)
-        q, k, v, out, lse = ctx.saved_tensors[:5]  # checks that captured tensors were not changed, either
+        q, k, v, out, lse = ctx.saved_tensors[:5]  # also checks that no captured tensor was changed in place
         dout = torch.zeros_like(out) if dout is None else dout
         gradients = _TiledGradient.apply(ctx.flex, ctx.captured, q, k, v, out, lse, dout, dlse)  # type: ignore[no-untyped-call]
         return None, *gradients
 
 
 class _TiledGradient(torch.autograd.Function):
-    """dq, dk, dv and the gradients of the captured tensors. It has no derivative."""
+    """The autograd function with outputs dq, dk, dv and the gradients of captured tensors. It has no second
+    derivative.
+    """
 
     @staticmethod
     def forward(
@@ -339,8 +343,10 @@ class _TiledGradient(torch.autograd.Function):
 def _through(
     scores: Tensor, ds: Tensor, products: Tensor, captured: Sequence[Tensor], of_captured: Sequence[Tensor]
 ) -> Tensor:
-    """Return the gradient of products from that of scores, and add those of captured tensors to theirs."""
-    if not scores.requires_grad:  # score_mod depends on neither
+    """Return the gradient of products from the gradient of scores; add the gradients of captured tensors to their
+    sums.
+    """
+    if not scores.requires_grad:  # score_mod uses neither the score nor a captured tensor
         return torch.zeros_like(products)
     gradients = torch.autograd.grad(scores, (products, *captured), ds, allow_unused=True)
     for total, gradient in zip(of_captured, gradients[1:], strict=True):
@@ -350,10 +356,10 @@ def _through(
 
 
 class _Captured(TorchFunctionMode):
-    """Sees the arguments of each torch function that score_mod calls. Those that require a gradient are captured.
+    """Record the arguments of each torch function that score_mod calls, if they require a gradient: captured tensors.
 
-    Its own intermediate tensors require none where gradients are off. `instead` has what stands for a captured tensor,
-    by its id: a leaf of the tile, so that the tile's derivative ends there.
+    Intermediate tensors of score_mod require no gradient, because gradients are off. `instead` maps the id of a
+    captured tensor to its replacement: a leaf of autograd, at which the tile's derivative ends.
     """
 
     def __init__(self, instead: Mapping[int, Tensor] | None = None) -> None:
@@ -376,7 +382,9 @@ class _Captured(TorchFunctionMode):
 
 
 def _captured(flex: _Flex, q: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors that score_mod uses and that require a gradient, each once: it is called with one score."""
+    """Return each tensor that score_mod uses and that requires a gradient. To find them, call score_mod with one
+    score.
+    """
     if flex.score_mod is None or not torch.is_grad_enabled() or not q.numel():
         return ()
     one = [torch.zeros(1, dtype=torch.long, device=q.device)] * 4
@@ -386,7 +394,7 @@ def _captured(flex: _Flex, q: Tensor) -> tuple[Tensor, ...]:
 
 
 def _run(flex: _Flex, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute outside of a compiled program: `torch.compile` breaks its graph here."""
+    """Compute outside of a compiled program: `torch.compile` breaks its graph at this function."""
     answers: tuple[Tensor, Tensor, Tensor] = _Tiled.apply(flex, q, k, v, *_captured(flex, q))  # type: ignore[no-untyped-call]
     return answers
 

@@ -226,14 +226,16 @@ def attention_backward(
 
 
 def _options(window: Sequence[int] | None, *given: Any) -> Options:
-    """Return the cached options of a call: checking them takes as long as torch's operator on a short sequence."""
+    """Return the options of a call from a cache: to check them takes as long as torch's operator on a short
+    sequence.
+    """
     pair = window if type(window) in (tuple, list) else ()
     assert pair is not None
     given_plainly = len(pair) == 2 and _PYTHONS.issuperset(map(type, (*pair, *given)))
     if given_plainly and not torch.compiler.is_compiling():
         try:
             return _remembered(pair[0], pair[1], *given)
-        except TypeError:  # a list
+        except TypeError:  # an unhashable value, such as a list
             pass
     for name, value in zip(("window", *_OTHERS), (window, *given), strict=True):
         if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
@@ -251,7 +253,7 @@ def _made(window: Sequence[int] | None, *given: Any) -> Options:
 
 
 def _scale(value: Tensor | float | None) -> Tensor | None:
-    """Return a number as a tensor, and anything else unchanged."""
+    """Return a scale that is a number as a tensor; return any other value unchanged."""
     if isinstance(value, Real) and not isinstance(value, bool):
         return torch.tensor(float(value), dtype=torch.float64)
     return value  # type: ignore[return-value]  # the caller checks that it is a tensor
@@ -260,7 +262,7 @@ def _scale(value: Tensor | float | None) -> Tensor | None:
 def _checked(tensors: Mapping[str, Any]) -> dict[str, Tensor | None]:
     """Return the tensors of a call: lengths, offsets and page numbers may also be lists, arrays, int32 or int64.
 
-    Raises ProblemError for other values that are not tensors: the dispatcher's message would be about its schema.
+    Raises ProblemError for other values that are not tensors, because the dispatcher's error would name its schema.
     """
     checked = dict(tensors)
     for name, t in tensors.items():
@@ -274,14 +276,14 @@ def _checked(tensors: Mapping[str, Any]) -> dict[str, Tensor | None]:
             kinds = f"{'an integer, ' if number else ''}a list, an array or " if name in _INTEGERS else ""
             raise ProblemError([(name, f"must be {kinds}a torch tensor, not {type(t).__name__}")])
         if name == "block_table" and t.dtype == torch.int64:
-            checked[name] = t.clamp(-1, 2**31 - 1).int()  # a number beyond int32 stays one beyond the pool
+            checked[name] = t.clamp(-1, 2**31 - 1).int()  # a number outside int32 stays outside the pool
     return checked
 
 
 def _integers(name: str, value: Any) -> Tensor:
     """Return a number, a list or an array as a tensor on the CPU.
 
-    Raises ProblemError unless it has integers of 64 bits.
+    Raises ProblemError unless all its numbers are integers that fit 64 bits.
     """
     given = number_of(value)
     try:

@@ -36,7 +36,7 @@ def merge(outputs: Sequence[Tensor], lses: Sequence[Tensor], *, layout: str = "b
     """
     turned = _turned(outputs, lses, layout)
     largest = torch.stack([lse.detach().float() for lse in lses]).amax(0)
-    largest = torch.where(largest.isneginf(), 0.0, largest)  # its gradient cancels
+    largest = torch.where(largest.isneginf(), 0.0, largest)  # gradients through the maximum cancel
     weights = [(lse.float() - largest).exp() for lse in lses]
     total = torch.stack(weights).sum(0)
     empty = total == 0
@@ -50,7 +50,7 @@ def merge(outputs: Sequence[Tensor], lses: Sequence[Tensor], *, layout: str = "b
 
 
 def _turned(outputs: Sequence[Tensor], lses: Sequence[Tensor], layout: str) -> bool:
-    """Return whether rows come before heads in outputs, which is not so in lses. Raises ProblemError."""
+    """Return whether rows precede heads in outputs, in contrast to lses. Raises ProblemError."""
     if layout not in ("bhsd", "bshd", "thd"):
         raise ProblemError([("layout", f"must be bhsd, bshd or thd, not {layout!r}")])
     if not len(outputs) == len(lses) > 0:

@@ -74,8 +74,8 @@ def restored(values: Tensor, scale: Tensor) -> Tensor:
     On the CPU with float8_e4m3fn it takes a tenth of the time of `scaled`, because torch converts these one by one.
     """
     if values.dtype == torch.float8_e4m3fn:
-        # Moved to their places in a float16, the sign, the 4 bits of the exponent and the 3 of the mantissa give the
-        # number divided by 2^8.
+        # The sign, the 4 exponent bits and the 3 mantissa bits, moved to their places in a float16, give the number
+        # divided by 2^8.
         bits = (values.view(torch.int8).to(torch.int16) << 7) & ~(1 << 14)
         values, scale = bits.view(torch.float16), scale * 256.0
     return torch.empty(values.shape, device=values.device).copy_(values).mul_(scale[..., None])

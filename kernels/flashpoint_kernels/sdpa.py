@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias  # imports torch._dynamo, which takes seconds
 
 P = ParamSpec("P")
-# Names of `attention`'s arguments in torch's signature.
+# Maps names of `attention`'s arguments to the names in torch's signature.
 _NAMES = {"q": "query", "k": "key", "v": "value", "causal": "is_causal"}
 
 
@@ -26,7 +26,7 @@ class SdpaError(ProblemError, RuntimeError):
 
 
 def _as_torch_raises(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
-    """Raise a type of error that code which was written for torch's function catches, with its names of arguments."""
+    """Raise an error of a type that callers of torch's function catch, with torch's names of arguments."""
 
     @wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> Tensor:
@@ -94,7 +94,7 @@ def scaled_dot_product_attention(
         q, k, v = (_in_one_batch(t, lead) for t in (q, k, v))
         if attn_mask is not None and attn_mask.ndim > 3:
             attn_mask = _in_one_batch(attn_mask, () if math.prod(attn_mask.shape[:-3]) == 1 else lead)
-    if not q.shape[-3]:  # `attention` needs a head; without one o is empty, and these products have its shape and graph
+    if not q.shape[-3]:  # without heads o is empty; these products give its shape and graph
         return q @ k.mT @ v
     o = attention(
         q, k, v, attn_mask=attn_mask, causal=bool(is_causal), causal_alignment=alignment, scale=scale,
@@ -108,18 +108,20 @@ def scaled_dot_product_attention(
 
 
 def _in_one_batch(t: Tensor, lead: Sequence[int]) -> Tensor:
-    """Return (…, H, L, E) in the batch dimensions `lead`, as one: a view, if its own are not broadcast among others."""
+    """Return (…, H, L, E) with the batch dimensions `lead` flattened to one; copy only if some of these are
+    broadcast.
+    """
     shape = t.shape[-3:]
     return t.reshape(1, *shape) if not lead else t.expand(*lead, *shape).reshape(math.prod(lead), *shape)
 
 
 def _is_causal_bias(mask: Tensor | None) -> TypeGuard[CausalBias]:
-    """Return whether it is torch's `CausalBias`, without an import of its module."""
+    """Return whether an argument is torch's `CausalBias`, without an import of its module."""
     return type(mask).__module__ == "torch.nn.attention.bias"
 
 
 def _alignment(bias: CausalBias, is_causal: bool, queries: int, keys: int) -> str:
-    """Return `causal_alignment` of a bias for these numbers of rows. Raises ProblemError."""
+    """Return the `causal_alignment` that a bias means for these numbers of rows. Raises ProblemError."""
     if is_causal:
         raise ProblemError([("is_causal", "must be False with a CausalBias")])
     if (bias.seq_len_q, bias.seq_len_kv) != (queries, keys):
@@ -129,7 +131,7 @@ def _alignment(bias: CausalBias, is_causal: bool, queries: int, keys: int) -> st
 
 
 def _with_heads(q: Tensor, k: Tensor, v: Tensor, *, grouped: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tensors with heads that `attention` takes: as many of k as of v, a divisor of q's."""
+    """Return tensors with the heads that `attention` needs: k and v with equal heads, of which q's are a multiple."""
     heads, of_k, of_v = q.shape[-3], k.shape[-3], v.shape[-3]
     if heads == of_k == of_v:
         return q, k, v

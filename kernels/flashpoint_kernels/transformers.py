@@ -40,7 +40,7 @@ def _compute(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None, causal: bool,
     window: int | None, **options: Any,
 ) -> Tensor:  # fmt: skip
-    """Return o of `flashpoint_contract.transformers.Solve`. The window is in the mask."""
+    """Return o, as `flashpoint_contract.transformers.Solve` specifies. The mask contains the window."""
     o: Tensor = attention(q, k, v, **models.mask_options(mask, bias, causal, q.shape[2]), **options)
     return o
 

@@ -40,7 +40,7 @@ from flashpoint_kernels.judging.exact import bounds
 from flashpoint_kernels.problems.problem import DTYPES, Problem
 from flashpoint_kernels.reference_backend import formula
 
-# Absolute bounds for answers up to 1, scaled for larger ones: a few units of the dtype's rounding.
+# Absolute bounds for answers up to 1 (scaled for larger answers): a few rounding units of the dtype.
 _ABSOLUTE = {"float16": {"o": 4 * 2.0**-10, "grad": 8 * 2.0**-10}, "bfloat16": {"o": 4 * 2.0**-7, "grad": 8 * 2.0**-7}}
 
 
@@ -50,7 +50,7 @@ class TensorErrors:
 
     max_abs: float  # inf if exactly one of the two is NaN or infinite
     max_rel: float  # max_abs over the largest float64 value
-    rms: float  # over values that are finite in both; so is cosine
+    rms: float  # over values that are finite in both tensors, like cosine
     cosine: float
     worst_index: tuple[int, ...] | None  # the position of max_abs; None for an empty tensor
     worst_value: float | None
@@ -61,7 +61,7 @@ class TensorErrors:
 class Decade:
     """The number of elements with an error from 10^exponent to below 10^(exponent+1); None means an error of 0."""
 
-    exponent: int | None  # 309, beyond float64's range, for infinite errors
+    exponent: int | None  # for infinite errors 309, which is beyond float64's range
     count: int
 
 
@@ -70,11 +70,11 @@ class Judgement(TensorErrors):
     """One answer: its errors, its bound, and the errors of torch's plain attention in the same dtype."""
 
     name: str
-    bound: float  # the maximum for max_abs; for a caller's answers, if all errors grew alike
+    bound: float  # bound for max_abs; for a caller's answers, the bound if all errors grew proportionally
     rule: str  # the reason for the bound
     ok: bool
-    excess: float  # the largest error over its own bound: L for a caller's answers
-    imprecise: bool = False  # right, but larger than scores in float32 explain, or than torch's own errors
+    excess: float  # largest ratio of an error to its own bound, which is L for a caller's answers
+    imprecise: bool = False  # right, but with larger errors than float32 scores, or torch's plain attention, would have
     where: str = ""  # which sequences, heads, rows and columns are wrong, of a caller's answer
     torch: TensorErrors
     histogram: tuple[Decade, ...]  # all elements, smallest errors first
@@ -110,7 +110,7 @@ class Progress:
 
 
 class _Work:
-    """Counts the blocks of a verification."""
+    """Count the blocks of a verification, and report its progress."""
 
     def __init__(self, tell: Callable[[Progress], None] | None) -> None:
         self.total = 0
@@ -118,13 +118,13 @@ class _Work:
         self._tell = tell
 
     def begin(self, stage: str, problem: Problem) -> None:
-        """Report the start of a block; the earlier blocks are done."""
+        """Report the start of a block, and that earlier blocks are done."""
         if self._tell is not None:
             self._tell(Progress(self._begun, self.total, stage, problem.spec.direction))
         self._begun += 1
 
     def more(self, stage: str, problem: Problem) -> Callable[[], None]:
-        """Return what begins a block that was not counted."""
+        """Return a function that reports the start of a block that the total does not yet include."""
 
         def begin() -> None:
             self.total += 1
@@ -198,14 +198,14 @@ def verify(
         plain = _solve(problem, DTYPES[problem.spec.dtype], work.of("torch", problem))
         of_problem = [_judge(problem.spec, name, answers[name], exact[name], plain[name]) for name in names]
         if not all(t.ok for t in of_problem):
-            noise = _noise(problem, forward, work)  # takes as much time again
+            noise = _noise(problem, forward, work)  # takes the same time again
             of_problem = [t if t.ok or t.name not in noise else _forgiven(t, *noise[t.name]) for t in of_problem]
         judged += of_problem
     return Verification(backend, forward.spec.dtype, all(t.ok for t in judged), tuple(judged))
 
 
 def _given(problems: list[Problem], answers: Mapping[str, Tensor], dtype: str, work: _Work) -> Verification:
-    """Judge a caller's answers."""
+    """Judge the answers that a caller passed."""
     judged: list[Judgement] = []
     causes: list[Cause] = []
     for problem in problems:
@@ -230,7 +230,7 @@ def _given(problems: list[Problem], answers: Mapping[str, Tensor], dtype: str, w
 
 
 def _usual(spec: Spec, plain: Mapping[str, Tensor], name: str, exact: Tensor) -> float:
-    """Return the largest error of torch's plain attention, with the margin that a backend has."""
+    """Return the largest error of torch's plain attention, plus the margin that backends have."""
     of_torch = _errors(plain[name], exact, _difference(plain[name], exact)).max_abs
     return _bound(spec, name, _largest(exact), of_torch)[0]
 
@@ -244,7 +244,7 @@ def _of_elements(spec: Spec, name: str) -> str:
 
 
 def _check_names(tensors: Mapping[str, Tensor]) -> None:
-    """Refuse tensors that would not be read: the caller meant another name."""
+    """Raise ProblemError for tensors that are never read: the caller meant another name."""
     taken = INPUT_TENSORS if "do" in tensors else TAKEN["forward"]
     errors = [(name, "needs do" if name in INPUT_TENSORS else _unknown(name)) for name in tensors if name not in taken]
     if errors:
@@ -277,7 +277,7 @@ def _check_answers(answers: Mapping[str, Tensor], problems: list[Problem]) -> No
 
 
 def _solve(problem: Problem, dtype: torch.dtype, block: Callable[[], None]) -> dict[str, Tensor]:
-    """Return the answers by the plain formula, computed and stored in `dtype`."""
+    """Return the answers of the plain formula, computed and stored in `dtype`."""
     problem = replace(problem, outputs={name: torch.empty_like(t, dtype=dtype) for name, t in problem.outputs.items()})
     with torch.no_grad(), torch.autocast(problem.device.type, enabled=False):
         solve = formula.solve_forward if problem.spec.direction == "forward" else formula.solve_backward
@@ -286,16 +286,16 @@ def _solve(problem: Problem, dtype: torch.dtype, block: Callable[[], None]) -> d
 
 
 def _noise(problem: Problem, forward: Problem, work: _Work) -> dict[str, tuple[float, str]]:
-    """Return how far unavoidable float32 rounding errors move each answer, and which rounding it is.
+    """Return the error of each answer that unavoidable float32 rounding causes, and a description of the rounding.
 
-    The errors of a sum are those of its terms, which may be far larger than the sum. For o these are Σ p·|v|, two units
-    each for the sum and for p. For gradients they are those of delta: because delta contains −dlse, they equal the
-    gradient for a dlse of that size.
+    The errors of a sum are those of its terms, which may be far larger than the sum. For o, the error is Σ p·|v| times
+    two units for the sum and two for p. For gradients, it comes from delta: because delta contains −dlse, it equals the
+    gradient for a dlse of the size of delta's error.
     """
     unit, float32 = (torch.finfo(dtype).eps / 2 for dtype in (DTYPES[problem.spec.dtype], torch.float32))
     v = forward.tensors["v"]
     sizes = {"v": v.abs()}
-    if forward.spec.quantized:  # int8's lowest number has no positive counterpart
+    if forward.spec.quantized:  # |−128| does not fit int8
         sizes = {"v": v.float().abs(), "v_scale": forward.tensors["v_scale"].abs()}
     terms = replace(forward, tensors=forward.tensors | sizes)
     more = [forward] if problem is forward else [forward, forward, problem]
@@ -305,8 +305,9 @@ def _noise(problem: Problem, forward: Problem, work: _Work) -> dict[str, tuple[f
         return {"o": (4 * min(unit, float32) * _largest(largest), "the rounding of rowsum(p*v)")}
     do = problem.canonical("do", problem.tensors["do"]).double()
     o = problem.canonical("o", _solve(forward, torch.float64, work.of("rounding", forward))["o"])
-    # The rounding errors of o are independent: two units are beyond three standard deviations of their sum. Those of a
-    # running sum are not: one for delta, one for dP, and the four of o, which P also brings into dS.
+    # The rounding errors of o are independent: two units are beyond three standard deviations of their sum. The errors
+    # of a running sum are not independent: count one unit for delta, one for dP, and the four of o, which P also brings
+    # into dS.
     sums = (problem.canonical("o", largest) * do.abs()).sum(-1)
     dlse = 2 * unit * (o * do).norm(dim=-1) + 6 * min(unit, float32) * sums
     dlse = dlse.reshape(problem.spec.lse_shape)
@@ -317,7 +318,7 @@ def _noise(problem: Problem, forward: Problem, work: _Work) -> dict[str, tuple[f
 
 
 def _forgiven(judged: Judgement, noise: float, rule: str) -> Judgement:
-    """Return the verdict on an answer that misses its bound, with `noise` as the bound if that is larger."""
+    """Return the verdict on an answer that exceeds its bound; the bound becomes `noise` if that is larger."""
     if noise <= judged.bound:
         return judged
     return replace(judged, bound=noise, rule=rule, ok=judged.max_abs <= noise, excess=judged.max_abs / noise)
@@ -370,7 +371,7 @@ def _histogram(difference: Tensor) -> tuple[Decade, ...]:
 
 
 def _difference(answer: Tensor, exact: Tensor) -> Tensor:
-    """Return |answer − exact| in float64: 0 if both are the same infinity or NaN, ∞ if only one is not finite."""
+    """Return |answer − exact| in float64: 0 if both are the same infinity or both NaN, ∞ if only one is not finite."""
     answer = answer.double()
     same = (answer == exact) | (answer.isnan() & exact.isnan())
     return (answer - exact).abs().nan_to_num(nan=float("inf"), posinf=float("inf")).masked_fill(same, 0.0)

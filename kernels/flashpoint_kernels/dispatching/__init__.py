@@ -1,1 +1,1 @@
-"""The choice of a backend for a problem, and the measurements behind it."""
+"""Choose a backend for a problem, from measured rates."""

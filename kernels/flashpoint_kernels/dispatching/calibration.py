@@ -21,11 +21,11 @@ from flashpoint_kernels.problems.cost import NOMINAL, SCORE_FEATURES, Rates
 from flashpoint_kernels.problems.problem import DTYPES, Problem
 from flashpoint_kernels.problems.reproducible import split
 
-_REPEATS = 2  # the minimum of these counts
+_REPEATS = 2  # repetitions of a timing; the shortest time counts
 _LENGTH = {"torch": 256, "tiled": 256, "reference": 96}  # sequence lengths that take some milliseconds
 _NARROW, _WIDE = 16, 128  # head dimensions
-_TYPES = {"torch": ("float16", "bfloat16")}  # with kernels of their own, beside float32
-_KEYS = 1 << 17  # of two heads: 32 MiB with their values
+_TYPES = {"torch": ("float16", "bfloat16")}  # 16-bit types that have kernels of their own, beside float32
+_KEYS = 1 << 17  # keys of the two heads together: 32 MiB with their values
 _SEQUENCES = {"torch": 2048, "tiled": 2048, "reference": 16}
 _LEAST = 0.1  # fraction of the nominal rate: noise must not make a rate 0
 _OF_PEAK = 0.3  # assumed fraction of a GPU's peak that a kernel reaches; not measured
@@ -57,14 +57,14 @@ def measure(backend: str) -> Rates:
 
 
 def _flop(backend: str, length: int, dtype: str) -> float:
-    """Return the seconds of a FLOP for a data type of q, k and v."""
+    """Return the measured seconds per FLOP, for one data type of q, k and v."""
     problems = [_problem(1, length, dim, dtype) for dim in (_NARROW, _WIDE)]
     slow, slower = (_seconds(partial(run_part, problem, backend)) for problem in problems)
     return max((slower - slow) / (problems[1].flops - problems[0].flops), _LEAST * NOMINAL[backend].flop)
 
 
 def _byte(backend: str, call: float, flop: float, score: float) -> float:
-    """Return the seconds for reading one byte of keys and values, with one query."""
+    """Return the measured seconds to read one byte of keys and values, from a problem with one query."""
     q, k, v = (torch.full((1, 2, length, _NARROW), 0.1) for length in (1, _KEYS, _KEYS))
     problem = Problem.create({"q": q, "k": k, "v": v}, Options())
     taken = _seconds(partial(run_part, problem, backend)) - call - problem.flops * flop - k.shape[2] * 2 * score
@@ -72,7 +72,7 @@ def _byte(backend: str, call: float, flop: float, score: float) -> float:
 
 
 def _solve(problem: Problem, backend: str) -> None:
-    """Run a problem of many sequences like an engine: cut, one part after another."""
+    """Run a problem of many sequences as an engine does: cut it into parts, and run one part after another."""
     for part in split(problem, backend):
         run_part(part, backend)
 
@@ -89,7 +89,7 @@ def _problem(sequences: int, length: int, dim: int, dtype: str = "float32") -> P
 
 
 def _with_feature(problem: Problem, name: str) -> Problem:
-    """Return the same problem with a feature that an option or a tensor needs."""
+    """Return the same problem with one more feature, which an option or a tensor requests."""
     spec, tensors, options = problem.spec, dict(problem.tensors), problem.spec.options
     field, feature = FEATURES[name]
     if field in OPTIONS:

@@ -1,4 +1,4 @@
-"""The backends of a device, and the function that runs a group of problems on one of them."""
+"""List the backends of a device, and run a group of problems on one of them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flashpoint_kernels.problems.problem import Problem, launch_key, with_forwar
 from flashpoint_kernels.problems.reproducible import split, spread
 from flashpoint_kernels.triton_backend.host.configurations import refusal
 
-# A backend is a module with `forward(problems)` and `backward(problems)`, which is imported at its first use.
+# A backend is a module with `forward(problems)` and `backward(problems)`. It is imported at its first use.
 _MODULES = {
     "triton": "triton_backend.host.launch",
     "torch": "torch_backend.fused",
@@ -27,9 +27,9 @@ _MODULES = {
     "tiled": "tiled_backend.tiles",
     "reference": "reference_backend.formula",
 }
-_OWN_FORWARD = ("reference", "torch on the CPU")  # their `backward` computes `o` and `lse` if they are missing
+_OWN_FORWARD = ("reference", "torch on the CPU")  # their `backward` computes missing `o` and `lse` itself
 
-# Triton reads the variable when kernels are defined, so its value at import counts.
+# Triton reads this variable when it defines kernels, so only the value at import time counts.
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -37,12 +37,13 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 def available_backends(device: str) -> Backends:
     """Return the backends of a device, in the order in which `auto` prefers them.
 
-    On the CPU `torch` is there with the kernels in C. Triton's kernels run there only under Triton's interpreter
-    (TRITON_INTERPRET=1), as the last choice. A GPU for which they are not right has torch's operators, and its
-    `no_triton` is the reason. On devices other than CPUs and NVIDIA's GPUs only tiles of torch operations run.
+    On the CPU, `torch` means the kernels in C. Triton's kernels run there only under Triton's interpreter
+    (TRITON_INTERPRET=1), as the last choice. On a GPU where Triton's kernels give wrong results, torch's operators
+    replace them; `no_triton` has the reason. On devices other than CPUs and NVIDIA's GPUs only tiles of torch
+    operations run.
 
     Args:
-        device: `cpu`, `cuda`, `cuda:N` or another of torch's.
+        device: `cpu`, `cuda`, `cuda:N` or another device of torch.
     """
     kind = torch.device(device).type
     if kind == "cpu":
@@ -51,7 +52,7 @@ def available_backends(device: str) -> Backends:
     if kind != "cuda" or torch.version.hip is not None:
         names = ("tiled", "reference") if kind == "cuda" else ("tiled",)  # others may lack float64
         return Backends(names, kind, "the kernels are for NVIDIA's GPUs")
-    # Without a GPU the answer is that of a supported one: code may ask before there is a device.
+    # Without a GPU, return the backends of a supported GPU: a caller may ask before a device exists.
     reason = ""
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability(device)
@@ -64,8 +65,8 @@ def run(problems: Sequence[Problem], backend: str) -> None:
     """Run problems on a backend, in one launch, into their outputs.
 
     A gradient without `o` and `lse` first runs the same backend's forward. On the CPU `torch` and `tiled` run on all
-    cores: one problem of `torch` on its threads, else cut as `reproducible.split` says; such a part may also be run by
-    itself.
+    cores: a single problem of `torch` uses its own threads; other problems are cut by `reproducible.split`. A caller
+    may also run such a part alone.
 
     Args:
         problems: Problems with one direction, one device and one `problem.launch_key`.
@@ -114,7 +115,7 @@ def _run(problems: Sequence[Problem], backend: str) -> None:
     else:
         forwards, problems = ([], problems) if _name(backend, kind) in _OWN_FORWARD else with_forwards(problems)
         if forwards:
-            if backend == "tiled" and kind == "cpu":  # the forward can be cut by heads, even if the gradients cannot
+            if backend == "tiled" and kind == "cpu":  # the forward can be cut by heads, even where the gradients cannot
                 forwards = [part for problem in forwards for part in split(problem, backend)]
             _module(backend, kind).forward(forwards)
         _module(backend, kind).backward(problems)

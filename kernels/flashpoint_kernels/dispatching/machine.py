@@ -1,4 +1,4 @@
-"""The machine and software behind measured figures, as far as it can be read without torch."""
+"""Describe the machine and software on which figures are measured, without torch."""
 
 from __future__ import annotations
 

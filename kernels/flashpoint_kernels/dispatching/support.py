@@ -20,7 +20,7 @@ SUPPORT = {
 class Backends(tuple[str, ...]):
     """The backends of a device, in the order in which `auto` prefers them.
 
-    `kind` is the device's in torch: `cpu`, `cuda` or another. `no_triton` says why Triton is not among them.
+    `kind` is torch's name of the device: `cpu`, `cuda` or another. `no_triton` says why Triton is not among them.
     """
 
     kind: str
@@ -32,7 +32,7 @@ class Backends(tuple[str, ...]):
         return made
 
     def __eq__(self, other: object) -> bool:
-        """Return whether the names are the same, and the devices are of one kind if `other` has one, too."""
+        """Return whether the names are equal and, if `other` has a `kind`, the kinds are equal, too."""
         return super().__eq__(other) and (not isinstance(other, Backends) or self.kind == other.kind)
 
     __hash__ = tuple.__hash__
@@ -56,18 +56,17 @@ def unsupported(backend: str, spec: Spec, device: str = "cpu") -> list[tuple[str
 
 
 def said(feature: str) -> tuple[str, str]:
-    """Return the field that needs a feature, and the feature's name in errors."""
+    """Return the name of the field that needs a feature, and the name that errors use for the feature."""
     field, row = FEATURES[feature]
     return field, row.said or feature
 
 
 def choose_backend(spec: Spec, available: tuple[str, ...]) -> str:
-    """Return the backend for `spec`: the one chosen by name, which is never replaced, or else the first that supports
-    it.
+    """Return the backend for `spec`: the backend that `spec` names, or else the first one that supports `spec`. A named
+    backend is never replaced.
 
-    `available` lists the device's backends in order of preference: `Backends`, or the names alone of a CPU's or of a
-    GPU's, which begin with `triton`. Raises ProblemError, which names `backend`, or the fields that the chosen backend
-    does not support.
+    `available` lists the device's backends in order of preference: a `Backends`, or only names (for a GPU they begin
+    with `triton`). Raises ProblemError, which names `backend`, or the fields that the chosen backend does not support.
     """
     if not isinstance(available, Backends):
         available = Backends(available, "cuda" if available[:1] == ("triton",) else "cpu")

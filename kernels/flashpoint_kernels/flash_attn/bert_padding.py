@@ -1,4 +1,4 @@
-"""The functions of `flash_attn.bert_padding`: rows of padded sequences, one after another, and back. Differentiable."""
+"""The functions of `flash_attn.bert_padding`: remove padding rows from sequences, and put them back. Differentiable."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn import functional
 
 
 def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
-    """Return rows of x, (n, …), with these numbers."""
+    """Return the rows of x (n, …) at the given indices."""
     return x[indices]
 
 
@@ -18,7 +18,7 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 
 
 def index_first_axis_residual(x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """Return rows of x with these numbers, and x without a gradient of its own."""
+    """Return the rows of x at the given indices, and x detached from autograd."""
     return x[indices], x.detach()
 
 
@@ -29,12 +29,12 @@ def unpad_input(
 
     Args:
         hidden_states: (B, S, …).
-        attention_mask: (B, S), bool or 0 and 1: rows that are there.
-        unused_mask: (B, S): rows that take place in the answer without being used.
+        attention_mask: (B, S), bool or 0 and 1: true for valid rows.
+        unused_mask: (B, S): rows that the answer contains, but that do not count as used.
 
     Returns:
-        The rows (T, …), their numbers in B·S, where sequences start (int32, (B + 1,)), the longest length, and the
-        number of used rows of each sequence.
+        The rows (T, …), their indices in the B·S rows, the start of each sequence (int32, (B + 1,)), the largest
+        length, and the number of used rows of each sequence.
     """
     mask = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = mask.sum(-1, dtype=torch.int32)
@@ -47,7 +47,7 @@ def unpad_input(
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """As `unpad_input` for rows that each have several sequences: their lengths are (B, S), with 0 for none."""
+    """Remove padding like `unpad_input`, from rows that contain several sequences with lengths (B, S), 0 for none."""
     length = attention_mask_in_length.sum(-1)
     mask = torch.arange(hidden_states.shape[1], device=length.device) < length[:, None]
     lengths = attention_mask_in_length.flatten()
@@ -58,6 +58,6 @@ def unpad_input_for_concatenated_sequences(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """Return (batch, seqlen, …) with the rows at their places, and 0 elsewhere."""
+    """Return (batch, seqlen, …): the given rows at their original positions, and 0 elsewhere."""
     rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return rows.view(batch, seqlen, *hidden_states.shape[1:])

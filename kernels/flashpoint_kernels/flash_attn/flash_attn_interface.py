@@ -22,7 +22,7 @@ from flashpoint_kernels.functional import attention
 P = ParamSpec("P")
 T = TypeVar("T")
 Answer = Tensor | tuple[Tensor, Tensor, None]
-# Names of this library's errors in flash-attn's signatures.
+# Maps the names of arguments in this library's errors to flash-attn's names.
 _NAMES = {
     "scale": "softmax_scale",
     "window": "window_size",
@@ -36,7 +36,7 @@ class FlashAttnError(RuntimeError):
 
 
 def _in_flash_attns_words(function: Callable[P, T]) -> Callable[P, T]:
-    """Raise flash-attn's type of error, with its names of arguments."""
+    """Raise flash-attn's type of error, with flash-attn's names of arguments."""
 
     @wraps(function)
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -107,7 +107,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Answer:
-    """As `flash_attn_func`, with k and v in one tensor `kv`, (B, Sk, 2, Hk, D)."""
+    """Return `flash_attn_func` of q and of k and v in one tensor `kv`, (B, Sk, 2, Hk, D)."""
     k, v = _unpacked("kv", kv, 2, 5)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
@@ -125,7 +125,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Answer:
-    """As `flash_attn_func`, with q, k and v in one tensor `qkv`, (B, S, 3, H, D)."""
+    """Return `flash_attn_func` of q, k and v in one tensor `qkv`, (B, S, 3, H, D)."""
     q, k, v = _unpacked("qkv", qkv, 3, 5)
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs
@@ -215,7 +215,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Answer:
-    """As `flash_attn_varlen_func`, with k and v in one tensor `kv`, (Tk, 2, Hk, D)."""
+    """Return `flash_attn_varlen_func` of q and of k and v in one tensor `kv`, (Tk, 2, Hk, D)."""
     k, v = _unpacked("kv", kv, 2, 4)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
@@ -236,7 +236,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Answer:
-    """As `flash_attn_varlen_func`, with q, k and v in one tensor `qkv`, (T, 3, H, D)."""
+    """Return `flash_attn_varlen_func` of q, k and v in one tensor `qkv`, (T, 3, H, D)."""
     q, k, v = _unpacked("qkv", qkv, 3, 4)
     return flash_attn_varlen_func(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap,
@@ -314,7 +314,7 @@ def flash_attn_with_kvcache(
         turned = partial(
             apply_rotary_emb, cos=rotary_cos, sin=rotary_sin, interleaved=rotary_interleaved, seqlen_offsets=lengths
         )
-        moving = causal or max(window_size) >= 0  # else all queries are at one position, as the heads of one row
+        moving = causal or max(window_size) >= 0  # else all queries have one position, like heads of one row
         k, q = turned(k), turned(q) if moving else turned(q.flatten(1, 2).unsqueeze(1)).view(q.shape)
     pages = block_table
     if pages is None and cache_batch_idx is not None:  # each row of the cache is a page
@@ -337,7 +337,7 @@ def _check_cache(
     q: Tensor, k_cache: Tensor, k: Tensor | None, v: Tensor | None, cos: Tensor | None, sin: Tensor | None,
     seqlens: int | Tensor | None, batch_idx: Tensor | None, leftpad: Tensor | None, block_table: Tensor | None,
 ) -> None:  # fmt: skip
-    """Raise FlashAttnError for arguments that do not belong together."""
+    """Raise FlashAttnError for arguments that cannot be combined."""
     wrong = [
         ("v", "must be given with k", (k is None) != (v is None)),
         ("cache_seqlens", "must be given with k", k is not None and seqlens is None),
@@ -359,7 +359,7 @@ def _check_cache(
 def _append(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, lengths: Tensor, pages: Tensor | None, capacity: int
 ) -> None:
-    """Write new rows (B, S_new, Hk, D) behind the first `lengths` ones of each sequence. Raises FlashAttnError."""
+    """Write new rows (B, S_new, Hk, D) behind the first `lengths` rows of each sequence. Raises FlashAttnError."""
     places = lengths[:, None].long() + torch.arange(k.shape[1], device=k.device)
     if not lengths.is_cuda and places.numel() and int(places.max()) >= capacity:
         of = "the cache" if pages is None else "the pages of block_table"
@@ -378,7 +378,7 @@ def _answer(answer: Tensor | tuple[Tensor, Tensor]) -> Answer:
 
 
 def _window(window_size: Sequence[int]) -> tuple[int, int]:
-    """Return the window, with −1 for all negative numbers."""
+    """Return the window with −1 in place of any negative number."""
     left, right = window_size
     return max(int(left), -1), max(int(right), -1)
 
@@ -391,5 +391,5 @@ def _unpacked(name: str, t: Tensor, count: int, rank: int) -> tuple[Tensor, ...]
 
 
 def _end(cu_seqlens: Tensor, t: Tensor) -> int:
-    """Return where the last sequence ends; on a GPU, which would have to be waited for, the number of rows."""
+    """Return the end of the last sequence; on a GPU, where reading it would wait for the device, the number of rows."""
     return len(t) if cu_seqlens.is_cuda or not cu_seqlens.numel() else int(cu_seqlens[-1])

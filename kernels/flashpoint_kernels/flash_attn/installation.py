@@ -1,4 +1,4 @@
-"""Put this package where `import flash_attn` finds it, and tell transformers that FlashAttention 2 is there."""
+"""Make `import flash_attn` import this package, and tell transformers that FlashAttention 2 is available."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 _HERE = "flashpoint_kernels.flash_attn"
 _MODULES = ("", ".flash_attn_interface", ".bert_padding", ".layers", ".layers.rotary")
-TRANSFORMERS = ("5.23",)  # versions whose checks are known
-_undo: list[Callable[[], None]] = []  # in the order of what was done
+TRANSFORMERS = ("5.23",)  # the versions of transformers whose checks this module can replace
+_undo: list[Callable[[], None]] = []  # functions that undo `install`, in the order of its changes
 
 
 def install(*, transformers: bool = False) -> None:
@@ -41,7 +41,7 @@ def install(*, transformers: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Take `install` back. Modules that have imported flash_attn keep what they have."""
+    """Undo `install`. Modules that have already imported flash_attn keep the imported functions."""
     while _undo:
         _undo.pop()()
 
@@ -52,7 +52,7 @@ def _forget() -> None:
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:
-    """Set an attribute, or an item of a dict, and remember what it was."""
+    """Set an attribute of an object, or an item of a dict, and store its old value in `_undo`."""
     if isinstance(owner, dict):
         before = owner[name]
         owner[name] = value
@@ -64,7 +64,9 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 
 def _checks() -> list[tuple[Any, str, Any]]:
-    """Return what is replaced in transformers: owners, names and values. Raises RuntimeError for another version."""
+    """Return the checks of transformers to replace: (owner, name, new value). Raises RuntimeError for other
+    versions.
+    """
     import transformers
     from transformers import modeling_flash_attention_utils as utils
     from transformers.modeling_utils import PreTrainedModel
@@ -86,7 +88,7 @@ def _checks() -> list[tuple[Any, str, Any]]:
     replacements: list[tuple[Any, str, Any]] = [
         (PreTrainedModel, "_flash_attn_can_dispatch", can_dispatch),
         (utils.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2], "general_availability_check", available),
-        (utils, "_loaded_implementation", None),  # functions of flash-attn are looked up anew, now and afterwards
+        (utils, "_loaded_implementation", None),  # makes transformers look up flash-attn's functions again
     ]
     import_utils = import_module("transformers.utils.import_utils")
     for check in ("is_flash_attn_2_available", "is_flash_attn_greater_or_equal"):

@@ -1,4 +1,6 @@
-"""Judge answers that were captured elsewhere: the bounds, the places and the causes of one problem, of any layout."""
+"""Judge answers that were computed elsewhere: errors, bounds, wrong elements and causes, for a problem of any
+layout.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,14 @@ from flashpoint_kernels.problems.problem import Problem
 from flashpoint_kernels.quantization import scaled
 from flashpoint_kernels.reference_backend import formula
 
-_SMALL = 300_000  # scores of a problem with which mistakes are compared
-_MOST = 3  # causes that are named
-_UNLIKE = ("sinks", "block_mask", "dlse", "offset")  # no mistake is known of problems that have them
+_SMALL = 300_000  # largest number of scores of a problem that is compared with known mistakes
+_MOST = 3  # largest number of causes in a report
+_UNLIKE = ("sinks", "block_mask", "dlse", "offset")  # options for which the catalogue has no known mistakes
 
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """An answer beside its bounds. `excess`: the largest error over its bound."""
+    """An answer and its bounds. `excess` is the largest ratio of an error to its bound."""
 
     limits: Limits
     excess: float
@@ -42,7 +44,7 @@ class Held:
 def held(
     problem: Problem, answers: Mapping[str, Tensor], usual: Callable[[str, Tensor], float], block: Callable[[], None]
 ) -> dict[str, Held]:
-    """Return the answers of a problem beside their bounds.
+    """Compare the answers of a problem with their bounds.
 
     An error above S must be explained by the data type: it is at most L, and at most `usual`(name, exact answer), the
     largest error that the formula in the data type has on this very problem, with a margin. A smaller error that is
@@ -68,7 +70,7 @@ def held(
 def explain(
     problem: Problem, answers: Mapping[str, Tensor], held_answers: Mapping[str, Held], block: Callable[[], None]
 ) -> list[Cause]:
-    """Return the known mistakes that give the wrong answers of a problem."""
+    """Return the known mistakes that reproduce the wrong answers of a problem."""
     wrong = [name for name in held_answers if not held_answers[name].ok and name in OUTPUTS]
     if not wrong or sum(row.q_len * row.kv_len for row in problem.rows) * problem.spec.q_heads > 10 * _SMALL:
         return []
@@ -77,7 +79,7 @@ def explain(
     if not causes:
         for w in _dense(problem, answers, held_answers, wrong):
             block()
-            for names in dict.fromkeys([w.names, *((name,) for name in w.names)]):  # all by one mistake, or each
+            for names in dict.fromkeys([w.names, *((name,) for name in w.names)]):  # one mistake for all, or for each
                 mistakes = causes_of(replace(w, names=names))
                 causes += [Cause(m.code, m.text, m.advice, True, len(names)) for m in mistakes]
                 if mistakes and names == w.names:
@@ -91,7 +93,7 @@ def _ignored(
     problem: Problem, answers: Mapping[str, Tensor], held_answers: Mapping[str, Held], wrong: Sequence[str],
     block: Callable[[], None],
 ) -> Iterator[tuple[str, list[str]]]:  # fmt: skip
-    """Yield optional inputs without which the wrong answers are right, and those answers."""
+    """Yield (optional input, wrong answers) where the answers are right for the problem without that input."""
     given = {n: t for n, t in problem.tensors.items() if n not in ("o", "lse")}
     options = replace(problem.spec.options, return_lse=True)
     for name, row in TENSORS.items():
@@ -113,7 +115,7 @@ def _ignored(
 
 
 def _left(answer: Tensor, theirs: Tensor, exact: Tensor) -> float:
-    """Return the part of an answer's error that other numbers leave."""
+    """Return the part of an answer's error that remains if `other` is the expected answer."""
     answer = answer.double()
     finite = answer.isfinite() & exact.isfinite() & theirs.isfinite()
     off = float((answer - exact)[finite].norm())
@@ -123,7 +125,7 @@ def _left(answer: Tensor, theirs: Tensor, exact: Tensor) -> float:
 def _dense(
     problem: Problem, answers: Mapping[str, Tensor], held_answers: Mapping[str, Held], wrong: Sequence[str]
 ) -> Iterator[WrongNumbers]:
-    """Yield the sequences of equal lengths whose answers are wrong as a problem in bhsd, the small ones first."""
+    """Yield problems in bhsd, the smallest first, from the sequences of equal lengths whose answers are wrong."""
     spec = problem.spec
     slopes = problem.tensors.get("alibi_slopes")
     if spec.options.dropout_p or any(spec.has(name) for name in _UNLIKE) or (slopes is not None and slopes.ndim > 1):

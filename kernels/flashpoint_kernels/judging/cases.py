@@ -1,4 +1,4 @@
-"""The problems that a function is judged on: sizes, options and values, and a covering array of them."""
+"""Make the cases on which a function is judged: sizes, options and values, and a covering array of them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Case:
 
     @property
     def options(self) -> frozenset[str]:
-        """The names of the options that differ from their defaults."""
+        """Return the names of the options that differ from their defaults."""
         used = {name for name in ("causal", "softcap") if getattr(self, name)}
         used |= {"window"} if self.window != (-1, -1) else set()
         used |= {"scale"} if self.scale is not None else set()
@@ -84,7 +84,7 @@ class Case:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Case:
-        """Return the case that `to_dict` has written. Raises ValueError."""
+        """Return the case from a dict that `to_dict` returned. Raises ValueError."""
         fields = cls.__dataclass_fields__
         if unknown := [name for name in given if name not in fields]:
             raise ValueError(f"a case has no field {unknown[0]!r}; it has {', '.join(fields)}")
@@ -134,12 +134,12 @@ def _case(values: str, shape: Sequence[int], **more: Any) -> Case:
     return Case(values=values, **sizes, **more)
 
 
-_WORK = 1 << 23  # products that `quick` spends on one more pair of values of the covering array
-BASE = (2, 4, 2, 33, 77, 64)  # what relations and unusual memory forms are tried on
+_WORK = 1 << 23  # products that `quick` may spend on one more pair of values in the covering array
+BASE = (2, 4, 2, 33, 77, 64)  # sizes of the cases for relations and unusual memory forms
 
 
 def hostile(seed: int, quick: bool) -> Iterator[Case]:
-    """Yield the cases with values that break kernels, for each data type."""
+    """Yield the cases whose values expose mistakes of kernels, for each data type."""
     for dtype in TYPES:
         half = dtype != "float32"
         exact = {"dtype": dtype, "seed": seed}
@@ -168,7 +168,7 @@ def hostile(seed: int, quick: bool) -> Iterator[Case]:
 
 
 def options(seed: int, quick: bool) -> Iterator[Case]:
-    """Yield cases with each option alone, and with the values that its mistakes need."""
+    """Yield cases with one option each, and with the values that expose mistakes in that option."""
     for number, dtype in enumerate(TYPES):
         more: dict[str, Any] = {"dtype": dtype, "seed": seed}
         for scale in (0.3, 1.0, 0.04):
@@ -200,7 +200,7 @@ def options(seed: int, quick: bool) -> Iterator[Case]:
 
 
 def large(seed: int, quick: bool) -> Iterator[Case]:
-    """Yield cases of many keys, queries, heads or programs."""
+    """Yield cases with many keys, queries, heads or programs."""
     more: dict[str, Any] = {"seed": seed}
     for number, dtype in enumerate(TYPES):
         yield _case("normal", (1, 70, 70, 5, 20, 16), dtype=dtype, **more)
@@ -214,7 +214,7 @@ def large(seed: int, quick: bool) -> Iterator[Case]:
     yield _case("edges", (1, 1, 1, 6, 70000, 16), forward=True, **more)
 
 
-# Axes of the covering array. Lengths have tails of tiles, whole tiles, one query, and fewer keys than queries.
+# Axes of the covering array. Lengths are: not a multiple of a tile, a multiple, one query, fewer keys than queries.
 AXES: dict[str, tuple[Any, ...]] = {
     "heads": ((2, 2), (4, 2), (6, 3), (5, 1), (8, 2)),
     "lengths": ((64, 64), (33, 130), (128, 128), (1, 77), (40, 20), (100, 64), (130, 77), (257, 129)),
@@ -227,14 +227,14 @@ AXES: dict[str, tuple[Any, ...]] = {
 
 
 def covering(seed: int, quick: bool, takes: Iterable[str], unlike_dims: bool) -> list[Case]:
-    """Return cases in which every two values of the axes meet.
+    """Return cases such that each pair of values of two axes occurs in one of them.
 
-    Without `quick`, every three values of heads, causal, lengths and dims meet, too. `takes` are the options of the
-    function; `unlike_dims`: whether D and Dv may differ.
+    Without `quick`, each triple of values of heads, causal, lengths and dims occurs, too. `takes` are the options of
+    the function; `unlike_dims`: whether D and Dv may differ.
     """
     takes = set(takes)
     axes = dict(AXES)
-    if quick:  # `large` has such lengths
+    if quick:  # `large` already has such lengths
         axes["lengths"] = tuple(each for each in AXES["lengths"] if max(each) < 200)
     axes["option"] = tuple(each for each in AXES["option"] if each == "none" or each in takes)
     if "causal" not in takes:
@@ -266,13 +266,13 @@ def covering(seed: int, quick: bool, takes: Iterable[str], unlike_dims: bool) ->
 
 
 def _forced(axes: Mapping[str, Sequence[Any]], generator: random.Random) -> dict[str, Any]:
-    """Return grouped heads, causal, more queries than keys and D 128 together, which no covering of pairs has."""
+    """Return a case that covering arrays of pairs miss: grouped heads, causal, more queries than keys, and D 128."""
     fixed = {"heads": (4, 2), "causal": True, "lengths": (40, 20), "dims": (128, 128), "option": "none"}
     return fixed | {name: generator.choice(axes[name]) for name in ("batch", "dtype")}
 
 
 def _work(row: Mapping[str, Any]) -> int:
-    """Return about how many products the scores and sums of a row of the covering array take."""
+    """Estimate the number of products for the scores and sums of one row of the covering array."""
     (n, m), (dim, value_dim) = row["lengths"], row["dims"]
     return int(row["batch"] * row["heads"][0] * n * m * (dim + value_dim + 64))
 
@@ -312,7 +312,7 @@ def edges(seed: int) -> Iterator[Case]:
 
 
 def usual(seed: int) -> Iterator[Case]:
-    """Yield the first cases: the ones that most functions take."""
+    """Yield the first cases: most functions support them."""
     for dtype in TYPES:
         yield _case("normal", (2, 2, 2, 64, 64, 64), dtype=dtype, seed=seed)
         yield _case("normal", BASE, dtype=dtype, seed=seed)
@@ -321,7 +321,7 @@ def usual(seed: int) -> Iterator[Case]:
 
 
 def listed(seed: int, *, quick: bool, takes: Iterable[str], unlike_dims: bool) -> list[Case]:
-    """Return all cases in the order in which they are judged, each once."""
+    """Return all cases without duplicates, in the order in which they are judged."""
     takes = set(takes)
     cases = [*usual(seed), *hostile(seed, quick), *edges(seed), *options(seed, quick)]
     cases += [*covering(seed, quick, takes, unlike_dims), *large(seed, quick)]
@@ -332,7 +332,7 @@ def listed(seed: int, *, quick: bool, takes: Iterable[str], unlike_dims: bool) -
 
 
 def random_case(seed: int, takes: Iterable[str]) -> Case:
-    """Return one case with everything drawn from the seed."""
+    """Return a case whose sizes, options and values all follow from the seed."""
     generator = random.Random(seed)
     takes = set(takes)
     heads, dims = generator.choice(AXES["heads"]), generator.choice(AXES["dims"][:6])

@@ -1,11 +1,11 @@
-"""The process in which a caller's function runs: it receives calls, makes them, and returns the answers and facts.
+"""The process in which a caller's function runs: it receives calls, runs them, and returns answers and facts.
 
 `main` is a parent of such processes: it imports torch once, and forks for each
 session, so that a session starts in milliseconds and its function's module is imported anew. The judge speaks to a
 session over a socket: a header in JSON, then the bytes of the tensors that it names. Nothing is unpickled.
 
-A session decides nothing. It keeps earlier answers to notice that a later call overwrites them, and copies of inputs to
-notice that a call changes them.
+A session makes no verdict. It keeps earlier answers to detect that a later call overwrites them, and copies of inputs
+to detect that a call changes them.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from torch import Tensor
 from flashpoint_contract.wording.hints import meant
 from flashpoint_kernels.problems.problem import DTYPE_NAMES, DTYPES
 
-_KEPT = 4  # earlier answers that are watched
-_DIFFERENT = 4  # answers of a repeated call that are returned because their bits differ
+_KEPT = 4  # number of earlier answers that are checked for changes
+_DIFFERENT = 4  # number of differing answers that a repeated call returns
 _SIMPLE = (bool, int, float, str, type(None))
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def send(connection: Connection, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Send a header and tensors."""
+    """Send a JSON header and tensors over a socket."""
     contiguous = {name: t.detach().cpu().contiguous() for name, t in tensors.items()}
     listed = [[name, DTYPE_NAMES.get(t.dtype, str(t.dtype)), list(t.shape)] for name, t in contiguous.items()]
     connection.send_bytes(json.dumps({**header, "tensors": listed}).encode())
@@ -50,7 +50,7 @@ def send(connection: Connection, header: Mapping[str, Any], tensors: Mapping[str
 
 
 def receive(connection: Connection) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return a header and tensors. Raises EOFError, OSError and ValueError."""
+    """Receive and return a JSON header and tensors. Raises EOFError, OSError and ValueError."""
     header = json.loads(connection.recv_bytes())
     tensors = {}
     for name, dtype, shape in header.pop("tensors"):
@@ -61,7 +61,7 @@ def receive(connection: Connection) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 class NotFoundError(Exception):
-    """There is no such function."""
+    """The named function does not exist."""
 
 
 def load(name: str) -> Any:
@@ -84,7 +84,7 @@ def load(name: str) -> Any:
 
 
 def described(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the function's name and parameters, as far as Python knows them."""
+    """Return the function's name and its parameters, if Python can find them."""
     owner = getattr(function, "__self__", None)
     applied = isinstance(owner, type) and issubclass(owner, torch.autograd.Function)
     try:
@@ -92,7 +92,7 @@ def described(function: Callable[..., Any]) -> dict[str, Any]:
         of = function.forward if isinstance(function, torch.nn.Module) else of
         parameters = list(inspect.signature(of).parameters.values())[1 if applied else 0 :]
         known = True
-    except Exception:  # an object of the function's own may raise anything
+    except Exception:  # an attribute or a method of the caller's object may raise any exception
         parameters, known = [], False
     listed: Any = [
         {
@@ -114,11 +114,11 @@ def described(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 class Session:
-    """One function, and what is remembered between its calls."""
+    """One function, and the data that is kept between its calls."""
 
     def __init__(self, function: Callable[..., Any], device: str) -> None:
         self.function, self.device = function, torch.device(device)
-        self.earlier: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []  # answers, and copies of them
+        self.earlier: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []  # (answers, copies of these answers)
         self.inputs: dict[str, Tensor] = {}
         self.stream: Any = None
         self.settings = _settings()
@@ -133,7 +133,7 @@ class Session:
     def placed(self, tensors: Mapping[str, Tensor], views: Mapping[str, str], reuse: bool) -> dict[str, Tensor]:
         """Return the inputs on the device, in the memory form that `views` names.
 
-        With `reuse`, they are written into the memory of the call before.
+        With `reuse`, write the inputs into the memory of the previous call's inputs.
         """
         placed = {}
         for name, t in tensors.items():
@@ -188,7 +188,7 @@ class Session:
     def answers(
         self, request: Mapping[str, Any], inputs: Mapping[str, Tensor]
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Make one call, with gradients if they are asked. Return facts, and o, lse and the gradients of the leaves."""
+        """Run one call, with gradients if requested. Return facts, and o, lse and the gradients of the leaves."""
         leaves = request.get("leaves", [])
         given = {name: t.detach() for name, t in inputs.items()}
         for name in leaves:
@@ -225,7 +225,7 @@ class Session:
         return facts, {name: t.detach() for name, t in answers.items()}
 
     def unusable(self, answer: Any) -> str | None:
-        """Return what an answer is if it is no tensor that can be judged; None if it can."""
+        """Return why an answer cannot be judged, for example its type; None if it can be judged."""
         if not isinstance(answer, Tensor):
             return "nothing" if answer is None else type(answer).__name__
         if answer.is_nested or answer.layout != torch.strided:
@@ -263,7 +263,9 @@ class Session:
     def repeat(
         self, request: Mapping[str, Any], inputs: Mapping[str, Tensor]
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Call again and again with the same inputs. Return how often bits differed, and the first such answers."""
+        """Repeat a call with the same inputs. Return how often the bits differed, and the first answers that
+        differed.
+        """
         first: dict[str, Tensor] = {}
         facts: dict[str, Any] = {"calls": 0, "forward": 0, "gradient": 0, "other": []}
         answers: dict[str, Tensor] = {}
@@ -306,15 +308,15 @@ def _settings() -> dict[str, str]:
 
 
 def viewed(t: Tensor, view: str) -> Tensor:
-    """Return a tensor of the same numbers in another memory form. Memory around it has NaN, or the largest integer."""
+    """Return a tensor with the same values in another memory form, surrounded by NaN or the largest integers."""
     filler = float("nan") if t.is_floating_point() else 1 if t.dtype == torch.bool else torch.iinfo(t.dtype).max
-    if view == "transposed" and t.ndim >= 3:  # as after `view(B, S, H, D).transpose(1, 2)`
+    if view == "transposed" and t.ndim >= 3:  # the strides that `view(B, S, H, D).transpose(1, 2)` gives
         return t.transpose(-3, -2).contiguous().transpose(-3, -2)
-    if view == "strided":  # every second number of the last dimension
+    if view == "strided":  # every second element of a last dimension of double size
         wide = t.new_full((*t.shape, 2), filler)
         wide[..., 0] = t
         return wide[..., 0]
-    if view == "rows" and t.ndim >= 2:  # rows of a wider tensor, as of a packed projection
+    if view == "rows" and t.ndim >= 2:  # rows with a larger stride, as in a packed projection
         wide = t.new_full((*t.shape[:-1], 2 * t.shape[-1] + 8), filler)
         wide[..., 8 : 8 + t.shape[-1]] = t
         return wide[..., 8 : 8 + t.shape[-1]]
@@ -324,16 +326,16 @@ def viewed(t: Tensor, view: str) -> Tensor:
         part = room[ahead : ahead + t.numel()].view(t.shape)
         part.copy_(t)
         return part
-    if view == "columns" and t.ndim >= 2:  # the last two dimensions in the other order
+    if view == "columns" and t.ndim >= 2:  # the last two dimensions are transposed in memory
         return t.mT.contiguous().mT
-    if view == "expanded":  # equal numbers, one in memory: the gradient of a sum
+    if view == "expanded":  # all elements share one memory cell, like the gradient of a sum
         return t.reshape(-1)[:1].reshape((1,) * t.ndim).expand(t.shape) if t.numel() else t
     return t.clone()
 
 
 @contextlib.contextmanager
 def _poisoned_memory() -> Iterator[None]:
-    """Fill memory that torch.empty returns with NaN."""
+    """Fill free memory with NaN, so that `torch.empty` returns NaN."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -345,7 +347,7 @@ def _poisoned_memory() -> Iterator[None]:
 
 
 def _same(t: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have equal bits."""
+    """Return whether two tensors are equal bit by bit."""
     if t.shape != other.shape or t.dtype != other.dtype:
         return False
     if t.is_floating_point():
@@ -362,7 +364,7 @@ def _told(error: BaseException) -> dict[str, Any]:
     try:
         text = str(error).strip().encode(errors="replace").decode() or type(error).__name__
         lines = traceback.format_exception(type(error), error, error.__traceback__)
-    except BaseException:  # a class of the function may not even have a text
+    except BaseException:  # even `str` of the function's own exception class may fail
         text, lines = type(error).__name__, []
     return {
         "type": type(error).__name__, "text": text[:600], "clear": isinstance(error, Exception),
@@ -390,13 +392,13 @@ def serve(connection: Connection, start: Callable[[], Callable[..., Any]], devic
             return
         try:
             facts, answers = session.handle(request, tensors)
-        except BaseException as error:  # the function has left torch, or this process, in a state that no call survives
+        except BaseException as error:  # after such an error, torch or this process may be unusable
             facts, answers = {"error": _told(error) | {"clear": False}}, {}
         send(connection, facts, answers)
 
 
 def _limit_memory(device: str) -> None:
-    """Let this process, not another, run out of memory: at two thirds of what is available."""
+    """Limit this process to two thirds of the available memory, so that it fails before other processes do."""
     with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/meminfo") as file:
         available = next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable"))
         with open("/proc/self/oom_score_adj", "w") as score:
@@ -415,7 +417,7 @@ def _end_with_parent() -> None:
 
 
 def spawner(control: socket.socket, function: Callable[..., Any] | None = None) -> None:
-    """Fork a session for each request on `control`, tell its pid, and then its exit status."""
+    """Fork a session for each request on `control`; send its pid, and later its exit status."""
     _end_with_parent()
     while True:
         text, files, _, _ = socket.recv_fds(control, 1 << 16, 2)
@@ -444,7 +446,7 @@ def spawner(control: socket.socket, function: Callable[..., Any] | None = None) 
 
 
 def _redirect(output: int) -> None:
-    """Send what the function prints into the file `output`."""
+    """Redirect stdout and stderr, to which the function prints, to the file `output`."""
     for stream in (1, 2):
         os.dup2(output, stream)
     sys.stdout = open(1, "w", buffering=1, closefd=False, errors="replace")  # noqa: SIM115
@@ -454,6 +456,6 @@ def _redirect(output: int) -> None:
 
 
 def main() -> None:
-    """Fork sessions, for the socket whose number is the argument."""
+    """Fork sessions; the argument is the number of the socket's file descriptor."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     spawner(socket.socket(fileno=int(sys.argv[1])))

@@ -35,15 +35,15 @@ from flashpoint_kernels.judging.process import EndedError, NotLoadedError, Worke
 from flashpoint_kernels.judging.signatures import UnusableError
 from flashpoint_kernels.judging.trial import Clock, Outcome, StopError, Trial, find_layout, reseeded
 
-MOST = 40  # failures and imprecise cases in a report; the smallest ones
-QUICK_SECONDS, SECONDS = 120.0, 600.0  # of all, with the function's own time
-REPEATS, QUICK_REPEATS = 12.0, 1.5  # seconds of repeated calls
-AHEAD = 6  # cases whose exact answers are computed while the function runs
+MOST = 40  # largest number of failures and of imprecise cases in a report; it has the smallest ones
+QUICK_SECONDS, SECONDS = 120.0, 600.0  # time limit of a judgement, including the function's own time
+REPEATS, QUICK_REPEATS = 12.0, 1.5  # seconds for calls that are repeated with the same inputs
+AHEAD = 6  # number of coming cases whose exact answers are computed while the function runs
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a judgement is: cases done, cases in all, and what runs."""
+    """The progress of a judgement: cases done, number of cases, and the current step."""
 
     done: int
     total: int
@@ -196,24 +196,24 @@ class _Judgement:
         if save is not None and smallest is not None:
             try:
                 shrinking.save(save, smallest)
-            except OSError as error:  # the report must not be lost
+            except OSError as error:  # an error in writing the file must not lose the report
                 warnings.warn(f"{save} cannot be written: {error}", stacklevel=3)
                 save = None
         return self.report(named, smallest, save)
 
     def recognise(self) -> None:
-        """Choose the layout by trial, and keep what the trial says of the function."""
+        """Find the layout by trial calls, and store the trial's findings about the function."""
         trial = self.trial
         if trial.signature.packed or trial.signature.ragged or trial.signature.style in ("sdpa", "flashpoint"):
             return
         text, failed = find_layout(trial, self.dtypes)
         if text:
             self.properties.append(Property("layout", "fails", text))
-        if failed is not None:  # the first call counts like the others
+        if failed is not None:  # the first call counts as a failure like any other call
             self.outcomes.append(failed)
 
     def cases(self, only: Mapping[str, Any] | None) -> tuple[list[Case], bool]:
-        """Return the cases to judge, and whether relations are tried."""
+        """Return the cases to judge, and whether relations are tested, too."""
         takes = self.trial.signature.options
         listed = cases.listed(self.seed, quick=self.quick, takes=takes, unlike_dims=True)
         if only is not None and "seed" in only and "values" in only:
@@ -259,7 +259,7 @@ class _Judgement:
                     forward.facts["raised"] = outcome.facts["raised"]
                     forward.facts["refused_gradient"] = outcome.text
                     outcome = forward
-            if outcome.ill > 0.1 and case.values != "normal":  # too many ill-posed rows: another case
+            if outcome.ill > 0.1 and case.values != "normal":  # too many ill-posed rows: draw another case
                 self.skip(f"{case.values} values", "more than a tenth of the rows are ill-posed")
                 continue
             self.outcomes.append(outcome)
@@ -311,7 +311,7 @@ class _Judgement:
         self.properties.append(Property("deterministic", standing, text if total > 1 else "no repeated call ran"))
 
     def settle(self) -> None:
-        """Turn a refusal of what the function accepts elsewhere into a failure."""
+        """Report a refusal as a failure if the function accepted the same option in another case."""
         trial = self.trial
         for outcome in self.outcomes:
             key = (outcome.case.dtype, outcome.case.shape, outcome.case.options)
@@ -331,9 +331,9 @@ class _Judgement:
                 outcome.status, outcome.text = "wrong", "o has no gradient, though it has one with other values"
 
     def refusals(self) -> None:
-        """Say which options the signature names, but raised in every case, though the same call without them runs.
+        """Report options that the signature has, but with which every call raised, although the call without them runs.
 
-        They are unsupported, which is no failure. NotImplementedError says so itself.
+        These options count as unsupported, not as failures. NotImplementedError always means unsupported.
         """
         for name in sorted(self.trial.signature.options):
             having = [o for o in self.outcomes if o.relation == "accuracy" and name in o.case.options]
@@ -392,7 +392,7 @@ class _Judgement:
         )  # fmt: skip
 
     def demanded(self, imprecise: list[Outcome], refused: Mapping[str, tuple[str, int]]) -> list[Property]:
-        """Return all properties, with what `require` asks of them."""
+        """Return all properties, with a mark on those that `require` names, and those that were not tested."""
         properties = list(self.properties)
         worst = max((max(o.strict.values()) for o in imprecise), default=0.0)
         text = (
@@ -424,7 +424,7 @@ class _Judgement:
 
 
 def _refused_what(outcome: Outcome, outcomes: Sequence[Outcome]) -> str:
-    """Return which part of a case the function seems to refuse."""
+    """Return the option, type or gradient that the function seems to refuse in a case."""
     case = outcome.case
     if outcome.facts.get("refused_gradient"):
         return "gradients"
@@ -449,7 +449,7 @@ def _refused_what(outcome: Outcome, outcomes: Sequence[Outcome]) -> str:
 def _spread(failed: Sequence[Outcome]) -> tuple[Failure, ...]:
     """Return failures of each relation, the smallest cases first.
 
-    Where plain calls of the same kind are wrong, wrong numbers say nothing of a relation.
+    If plain calls of the same kind are wrong, wrong numbers are no evidence against a relation.
     """
     kept: list[Outcome] = []
     counts: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""Run a caller's function in a process of its own: start it, call it, and notice that it crashes or hangs."""
+"""Run a caller's function in its own process: start it, call it, and detect a crash or a hang."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from torch import Tensor
 
 from flashpoint_kernels.judging import child
 
-_TAIL = 1 << 12  # last bytes of what the function printed, which are read after a crash
-_OUTPUT = 1 << 24  # most bytes of it that are kept
-_SENDING = 10.0  # seconds beyond the timeout in which an answer must have come whole
+_TAIL = 1 << 12  # bytes of the function's output, from its end, that are read after a crash
+_OUTPUT = 1 << 24  # largest number of bytes of the function's output that are kept
+_SENDING = 10.0  # seconds after the timeout within which an answer must be complete
 
 
 class EndedError(Exception):
@@ -46,7 +46,7 @@ class NotLoadedError(Exception):
 
 
 def _may_fork() -> bool:
-    """Return whether a fork of this process is sound: one thread, no GPU, and no JAX, which warns at each fork."""
+    """Return whether this process may fork safely: one thread, no GPU, and no JAX, which warns at each fork."""
     if "jax" in sys.modules:
         return False
     with contextlib.suppress(OSError):
@@ -55,11 +55,11 @@ def _may_fork() -> bool:
 
 
 class _Spawner:
-    """A process that forks sessions. It has imported torch, and no function; or it is a fork that has one.
+    """A process that forks sessions. It has imported torch; with `function`, it is a fork that has the function, too.
 
     Args:
-        function: The function that it has.
-        fork: It is a fork of this process, which takes no time, in place of a new one, which imports torch again.
+        function: The function that the forked process has.
+        fork: Fork this process, which takes almost no time. Otherwise start a new process, which imports torch.
     """
 
     def __init__(self, function: Callable[..., Any] | None = None, *, fork: bool) -> None:
@@ -79,7 +79,7 @@ class _Spawner:
             self.pid = self.process.pid
         else:
             self.process = None
-            with warnings.catch_warnings():  # Python and JAX warn of threads; the child, which forks too, needs none
+            with warnings.catch_warnings():  # Python and JAX warn of threads at a fork; the child uses none of them
                 warnings.simplefilter("ignore", DeprecationWarning)
                 warnings.filterwarnings("ignore", r"os\.fork", RuntimeWarning)
                 self.pid = os.fork()
@@ -93,7 +93,7 @@ class _Spawner:
         self.lines: list[bytes] = []
 
     def line(self, timeout: float) -> dict[str, Any] | None:
-        """Return the next line that the spawner sends; None after the timeout or when it has ended."""
+        """Return the next line from the spawner; None after the timeout or if the spawner has ended."""
         self.control.settimeout(timeout)
         while not any(b"\n" in part for part in self.lines):
             try:
@@ -138,7 +138,7 @@ def _shared() -> list[_Spawner]:
 
 
 def _spawner(module: str) -> _Spawner:
-    """Return the process that forks sessions, which all judgements of this process share."""
+    """Return the spawner that all judgements of this process share."""
     spawners = _shared()
     if not spawners or not spawners[-1].alive:
         spawners[:] = [_Spawner(fork=module not in sys.modules and _may_fork())]
@@ -146,7 +146,7 @@ def _spawner(module: str) -> _Spawner:
 
 
 class Worker:
-    """A function in a process of its own. A process that has ended is started again at the next call."""
+    """A function in its own process. The next call starts the process again if it has ended."""
 
     def __init__(self, target: str | Callable[..., Any], device: str) -> None:
         self.target, self.device = target, device
@@ -200,12 +200,14 @@ class Worker:
             raise self._ended() from None
 
     def answer(self, timeout: float) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the facts and the answers of the call. Raises EndedError if it crashes or takes too long."""
+        """Return the facts and the answers of the call that `ask` sent. Raises EndedError after a crash or a
+        timeout.
+        """
         return self._answer(timeout)
 
     def _answer(self, timeout: float) -> tuple[dict[str, Any], dict[str, Tensor]]:
         assert self.connection is not None
-        late = threading.Timer(timeout + _SENDING, self._kill)  # it may begin an answer that never ends
+        late = threading.Timer(timeout + _SENDING, self._kill)  # the process may begin an answer and never end it
         late.daemon = True
         try:
             if not self.connection.poll(timeout):
@@ -221,7 +223,7 @@ class Worker:
             late.cancel()
 
     def _kill(self) -> None:
-        """End the process, and those that it started in its group."""
+        """Kill the process and its process group."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -246,7 +248,7 @@ class Worker:
         return EndedError(kind, text + (f"; it printed: {said}" if said else ""))
 
     def stop(self, *, reported: bool = False) -> None:
-        """End the process, if there is one."""
+        """Stop the process if it runs."""
         if self.connection is not None:
             self.connection.close()
             self.connection = None
@@ -285,7 +287,7 @@ def importable(function: Callable[..., Any]) -> str | None:
 
 
 def target_of(function: str | Callable[..., Any]) -> str | Callable[..., Any]:
-    """Return what a Worker starts: a name, or a function that only a fork of this process has.
+    """Return the target of a Worker: a name to import, or a local function, which only a fork of this process has.
 
     Raises ValueError for a local function if this process uses a GPU already, which a fork cannot.
     """

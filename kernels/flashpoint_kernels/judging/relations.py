@@ -1,4 +1,4 @@
-"""Properties beside accuracy: purity, memory forms, repeatability, and those that are reported."""
+"""Test properties other than accuracy: purity, memory forms, repeatability, and properties that are only reported."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def base(dtype: str, seed: int, **more: object) -> Case:
 
 
 def chosen(trial: Trial, dtypes: tuple[str, ...], seed: int) -> list[Case]:
-    """Return the cases that relations are tried on: one that the function accepts, for each of at most two types."""
+    """Return the cases for testing relations: one that the function accepts, for each of at most two data types."""
     properties = []
     shapes = [(2, 4, 2, 33, 77, 64, 64), (2, 2, 2, 64, 64, 64, 64)]
     for dtype in dtypes:
@@ -41,7 +41,7 @@ def chosen(trial: Trial, dtypes: tuple[str, ...], seed: int) -> list[Case]:
 
 
 def purity(trial: Trial, case: Case) -> Iterator[Outcome]:
-    """Yield calls that test purity and memory forms. Each answer is held against its bounds."""
+    """Yield calls that test purity and memory forms. Each answer is compared with its bounds."""
     other, third = (reseeded(case, case.seed + n) for n in (1, 2))
     yield trial.run(case, "repeated calls")
     yield trial.run(other, "new inputs at the same address", reuse=True)
@@ -80,7 +80,7 @@ def purity(trial: Trial, case: Case) -> Iterator[Outcome]:
 
 
 def batch_invariant(trial: Trial, case: Case) -> Property:
-    """Compare the bits of a sequence in a batch with those of the sequence alone."""
+    """Compare a sequence's bits in a batch with its bits in a call of its own."""
     name = "batch-invariant"
     if trial.signature.ragged or case.batch < 2:
         return Property(name, "not tested", "the function has no batch of this shape")
@@ -95,7 +95,7 @@ def batch_invariant(trial: Trial, case: Case) -> Property:
 
 
 def masked_nan(trial: Trial, case: Case) -> Property:
-    """Put NaN into keys and values that most rows may not see."""
+    """Put NaN into keys and values that are hidden from most rows, and check the other rows."""
     name = "masked-nan"
     causal = replace(case, causal=True)
     if "causal" not in trial.signature.options or trial.signature.refuses(causal):
@@ -118,7 +118,7 @@ def masked_nan(trial: Trial, case: Case) -> Property:
 
 
 def lse_gradient(trial: Trial, case: Case) -> tuple[Property, Outcome | None]:
-    """Ask for the gradient of lse, where autograd offers one."""
+    """Check the gradient of lse, if autograd offers one."""
     name = "lse-gradient"
     outcome = trial.run(case, name)
     if (
@@ -149,7 +149,7 @@ def lse_gradient(trial: Trial, case: Case) -> tuple[Property, Outcome | None]:
 def repeats(
     trial: Trial, cases: list[Case], seconds: float, tell: Callable[[str], None]
 ) -> Iterator[Outcome | tuple[int, bool, bool]]:
-    """Call again and again. Yield wrong outcomes, and for each case its calls, and whether bits differed."""
+    """Repeat calls. Yield wrong outcomes, and for each case the number of calls and whether bits differed."""
     for number, case in enumerate(cases):
         tell("repeated calls")
         within = max(0.05, seconds / len(cases))

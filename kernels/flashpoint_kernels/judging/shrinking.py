@@ -1,4 +1,4 @@
-"""The smallest failing case: find it, and write it for `flashpoint verify FILE` and `POST /verify`."""
+"""Find the smallest failing case, and write it to a file for `flashpoint verify FILE` and `POST /verify`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def smallest(
 ) -> Outcome:
     """Return the smallest failing call that is found within `seconds`.
 
-    `tells`: how well a call tells the cause that is named: a smaller one must tell it as well.
+    `tells` returns how clearly a call shows the reported cause. A smaller call must show it as clearly.
     """
     accuracy = [o for o in failed if o.relation == "accuracy" and o.status == "wrong"]
     start = time.monotonic()
@@ -59,7 +59,7 @@ def smallest(
 
 
 def _smaller(case: Case) -> Iterator[Case]:
-    """Yield cases that are smaller in one way, the largest steps first."""
+    """Yield smaller cases, each reduced in one dimension or option, the largest reductions first."""
     if case.batch > 1:
         yield replace(case, batch=1)
     if case.q_heads > 1:

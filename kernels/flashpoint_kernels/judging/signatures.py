@@ -1,4 +1,4 @@
-"""The signature of a function: its parameters by our names, its layout, and how a case becomes a call of it."""
+"""Find the signature of a function: its parameters by our names, its layout, and the arguments for a case."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ class Signature:
     """A function's parameters, and the layout that its tensors have.
 
     - `style`: `sdpa`, `flash-attn`, `flashinfer`, `flashpoint` or `plain`.
-    - `takes`: our names of its options and tensors, with its own names.
-    - `order`: arguments that are passed by place, by our names.
-    - `packed`: `qkv`, `kv` or none: which tensors are one argument. `ragged`: it takes cu_seqlens.
-    - `top_left`: its causal mask is aligned so where the case does not say.
+    - `takes`: maps our names of options and tensors to the function's names.
+    - `order`: positional arguments, by our names.
+    - `packed`: which tensors are one argument: `qkv`, `kv` or none. `ragged`: the function takes cu_seqlens.
+    - `top_left`: the causal mask is aligned top left if the case does not name an alignment.
     """
 
     name: str
@@ -61,11 +61,11 @@ class Signature:
     base_2: bool = False
     int_window: bool = False
     ambiguous: tuple[str, ...] = ()
-    by_name: tuple[str, ...] = ()  # its names of q, k and v, where they are passed by name
+    by_name: tuple[str, ...] = ()  # the function's names of q, k and v, if they are passed by name
 
     @property
     def options(self) -> frozenset[str]:
-        """The options and tensors of a Case that the function takes."""
+        """Return the options and tensors of a `Case` that the function accepts."""
         return frozenset(n for n in self.takes if n in (*OPTIONS, *TENSORS)) - {"return_lse", "layout", "dropout_p"}
 
     def refuses(self, case: Case) -> str | None:
@@ -98,7 +98,7 @@ class Signature:
 def signature_of(about: Mapping[str, Any], layout: str | None = None, top_left: bool | None = None) -> Signature:
     """Return the signature of a function that `child.described` describes. Raises UnusableError."""
     name, parameters = about["name"], about["parameters"]
-    if parameters is None and name != "scaled_dot_product_attention":  # compiled code: q, k and v alone are passed
+    if parameters is None and name != "scaled_dot_product_attention":  # compiled code: pass only q, k and v
         parameters = [
             {"name": n, "kind": "POSITIONAL_ONLY", "required": True, "default": None} for n in ("q", "k", "v")
         ]
@@ -169,16 +169,16 @@ def signature_of(about: Mapping[str, Any], layout: str | None = None, top_left: 
 
 @dataclass
 class Call:
-    """A case as a call of one function: what the function's process gets, and the problem in our own form."""
+    """A case as a call of one function: the data for the function's process, and the problem in our form."""
 
     case: Case
     request: dict[str, Any]
     tensors: dict[str, Tensor]  # in the function's layout
-    problem: Problem  # of both directions: with do
+    problem: Problem  # in both directions, so it includes do
     signature: Signature
 
     def canonical(self, answers: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str | None]:
-        """Return answers in bhsd (or thd), by our names, and what is wrong with a shape or a data type."""
+        """Return answers in bhsd (or thd) by our names, and a message about a wrong shape or data type."""
         s, spec = self.signature, self.problem.spec
         canonical: dict[str, Tensor] = {}
         for name, t in answers.items():
@@ -192,7 +192,7 @@ class Call:
             if name == "lse":
                 canonical[name] = _lse(t, s, self.case) * (math.log(2) if s.base_2 else 1)
                 if canonical[name].shape != spec.lse_shape:
-                    del canonical[name]  # another statistic, not lse
+                    del canonical[name]  # the function returned another statistic than lse
                 continue
             if name == "o" or name[1:] in ("q", "k", "v"):
                 canonical[name] = t if s.ragged else _to_bhsd(t, s.layout)
@@ -208,7 +208,7 @@ class Call:
 
 
 def _to_bhsd(t: Tensor, layout: str) -> Tensor:
-    """Return a tensor in bhsd; unchanged if its rank does not fit the layout."""
+    """Return a tensor in bhsd; return it unchanged if its rank does not fit the layout."""
     if t.ndim != len(layout):
         return t
     full, letters = t, layout
@@ -245,7 +245,7 @@ def _lse(t: Tensor, s: Signature, case: Case) -> Tensor:
 
 
 def call_of(signature: Signature, case: Case, tensors: Mapping[str, Tensor], precision: str = "ieee") -> Call:
-    """Return the call for a case, whose tensors are bhsd, as `values.draw` makes them."""
+    """Return the call for a case, from tensors in bhsd that `values.draw` made."""
     s = signature
     sent = dict(tensors)
     alignment = "top_left" if s.top_left else case.alignment

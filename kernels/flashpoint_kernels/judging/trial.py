@@ -1,4 +1,4 @@
-"""Make one call of a function in its process, and hold its answers against their bounds."""
+"""Make one call of a function in its process, and compare its answers with their bounds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from flashpoint_kernels.judging.exact.bounds import Limits
 from flashpoint_kernels.judging.process import EndedError, Worker
 from flashpoint_kernels.judging.signatures import Call, Signature, call_of
 
-CACHE_BYTES = 192 << 20  # exact answers that are kept for the next function
+CACHE_BYTES = 192 << 20  # bytes of exact answers that are kept for the judgement of the next function
 _BUGS = {
     "ZeroDivisionError",
     "UnboundLocalError",
@@ -55,7 +55,7 @@ class Outcome:
     excess: dict[str, float] = field(default_factory=dict)
     strict: dict[str, float] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
-    ill: float = 0.0  # part of the rows that are ill-posed
+    ill: float = 0.0  # fraction of rows that are ill-posed
     request: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -99,14 +99,14 @@ class Outcome:
 
 
 class StopError(Exception):
-    """There is no time left, or the function's process has ended too often."""
+    """The time limit is reached, or the function's process has ended too often."""
 
 
 @dataclass(eq=False)
 class Clock:
-    """The time that a judgement has, and where it goes."""
+    """The time limit of a judgement, and the time spent on each kind of work."""
 
-    seconds: float  # of all, with the function's own
+    seconds: float  # time limit, including the function's own time
     started: float = field(default_factory=time.monotonic)
     kernel: float = 0.0
     waiting: float = 0.0
@@ -122,7 +122,7 @@ class Clock:
 
 
 class Trial:
-    """A function under judgement: its process, its signature, and what it accepted."""
+    """A function that is judged: its process, its signature, and the cases that it accepted."""
 
     def __init__(
         self, worker: Worker, signature: Signature, clock: Clock, *, precision: str, timeout: float, nan_rows: bool
@@ -131,14 +131,14 @@ class Trial:
         self.precision, self.timeout, self.nan_rows = precision, timeout, nan_rows
         self.ended = 0
         self.forward_only = False
-        self.timed: list[tuple[int, float]] = []  # scores and seconds of each call
+        self.timed: list[tuple[int, float]] = []  # (number of scores, seconds) of each call
         self.ahead: dict[Case, Future[tuple[Call, Exact]]] = {}
         self.pool = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,))
         self.accepted: set[Any] = set()
         self.with_gradients: set[Any] = set()
 
     def prepare(self, cases: Iterable[Case]) -> None:
-        """Begin to compute the exact answers of coming cases, while the function works on another."""
+        """Start to compute the exact answers of coming cases, while the function runs another case."""
         for case in cases:
             if case not in self.ahead:
                 self.ahead[case] = self.pool.submit(self._prepared, case)
@@ -165,8 +165,9 @@ class Trial:
             case: The case.
             relation: The property that the call tests, for the report.
             change: Tensors in place of the case's own, bhsd.
-            known: Exact answers, if they are not those of the tensors.
-            mode: Entries of the call, see `child.Session`: leaves, views, reuse, twice, no_grad, poison, stream.
+            known: Exact answers to compare with; by default they are computed from the tensors.
+            mode: Further entries of the call's header, see `child.Session`: leaves, views, reuse, twice, no_grad,
+            poison, stream.
         """
         ahead = self.ahead.pop(case, None)
         if ahead is not None and not change:
@@ -226,7 +227,7 @@ class Trial:
         outcome.limits, outcome.ill = limits, float(ill.float().mean()) if ill.numel() else 0.0
 
     def _answer(self, timeout: float) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Wait for the answer of the function's process. Raises EndedError."""
+        """Wait for the answer from the function's process, and return it. Raises EndedError."""
         start = time.monotonic()
         try:
             return self.worker.answer(timeout)
@@ -243,11 +244,13 @@ class Trial:
                 outcome.status = "refused"
         if error["memory"]:
             outcome.status = "ended"
-        if any(word in error["text"] for word in _CUDA):  # such an error stays
+        if any(word in error["text"] for word in _CUDA):  # a CUDA error of this kind affects all later calls
             self.worker.stop()
 
     def repeat(self, case: Case, within: float, times: int) -> tuple[Outcome, list[Outcome]]:
-        """Call many times with the same inputs. Return the first answers, and those with other bits, judged."""
+        """Repeat a call with the same inputs. Return outcomes for the first answers, and for answers with other
+        bits.
+        """
         call = call_of(self.signature, case, values.draw(case), self.precision)
         request = call.request | {"op": "repeat", "within": within, "times": times}
         if self.forward_only or case.forward:
@@ -269,7 +272,7 @@ class Trial:
         clock.calls += facts.get("calls", 0)
         outcome.facts, outcome.limits = facts, limits
         raised = facts.get("error") or facts.get("grad_error")
-        if (raised is not None or "bad" in facts) and facts.get("calls", 0) < 2:  # as each other call does
+        if (raised is not None or "bad" in facts) and facts.get("calls", 0) < 2:  # a refusal, as in other calls
             outcome.status = "refused"
         elif raised is not None or "bad" in facts:
             outcome.status = "wrong"
@@ -328,7 +331,7 @@ class Trial:
             self.with_gradients.add(key)
 
     def _without_empty(self, name: str, answer: Tensor, outcome: Outcome) -> Tensor:
-        """Return an answer with 0 where NaN of rows without keys may be."""
+        """Return an answer with 0 in place of NaN that rows without keys may have."""
         lse = outcome.limits["lse"].value
         empty = lse == -math.inf
         if not bool(empty.any()):
@@ -336,16 +339,16 @@ class Trial:
         if name in ("o", "dq") and answer.shape[:-1] == empty.shape:
             return answer.masked_fill(empty[..., None] & answer.isnan(), 0.0)
         if name in ("dk", "dv") and answer.shape == outcome.limits[name].value.shape:
-            # NaN of one row reaches all keys of its head: nothing is known of them.
+            # NaN of one row spreads to all keys of its head, so these cannot be judged.
             heads = empty.any(-1).unflatten(1, (outcome.case.kv_heads, -1)).any(-1)  # type: ignore[no-untyped-call]
             spoilt = heads[..., None, None] & answer.isnan()
             return torch.where(spoilt, outcome.limits[name].value.to(answer.dtype), answer)
         return answer
 
     def affordable(self, case: Case) -> bool:
-        """Return whether a case fits into the time that is left, as far as earlier calls of similar size tell.
+        """Return whether a case fits into the remaining time, estimated from earlier calls of similar size.
 
-        The first call does not count, and the fastest of the large calls does: others may have imported or compiled.
+        Ignore the first call, and use the fastest of the large calls: slower ones may include imports or compilation.
         """
         known = self.timed[1:]
         largest = max((scores for scores, _ in known), default=0)
@@ -398,12 +401,12 @@ def exact(call: Call, *, gradients: bool) -> Exact:
 def find_layout(trial: Trial, dtypes: Sequence[str]) -> tuple[str, Outcome | None]:
     """Choose the layout of a function by calling it: the guess of its signature, then those of 4 dimensions.
 
-    Where it runs with 4 dimensions, fewer are not tried for a right answer: a wrong axis may have the right size there.
-    Return what is to be said of a layout that was guessed, and the first call, or one that ended the process, where
-    these failed in the layout that is judged.
+    If the function runs with 4 dimensions, layouts with fewer are not tried, because a wrong axis may have the right
+    size there. Return a note about a guessed layout, and a failed outcome in the chosen layout: of the first call, or
+    of one that ended the process.
     """
     guess = trial.signature.layout
-    runs: list[tuple[float, str]] = []  # error/L in each layout in which the function runs
+    runs: list[tuple[float, str]] = []  # (error/L, layout) for each layout in which the function runs
     first: Outcome | None = None
 
     def judged_as(layout: str) -> None:
@@ -429,14 +432,14 @@ def find_layout(trial: Trial, dtypes: Sequence[str]) -> tuple[str, Outcome | Non
             return None
         if "o" in outcome.excess:
             runs.append((outcome.excess["o"], layout))
-        return outcome.excess.get("o", math.inf) <= 1  # another answer may be wrong
+        return outcome.excess.get("o", math.inf) <= 1  # only o counts: another answer may be wrong in the right layout
 
     same_layout = ""
     for layout in dict.fromkeys((guess, *LAYOUTS)):
         if len(layout) < 4 and layout != guess and any(len(each) == 4 for _, each in runs):
             break
         right = right_in(layout)
-        if right is None:  # a crash or a hang tells nothing of the layout
+        if right is None:  # a crash or a hang gives no information about the layout
             judged_as(guess)
             return "", first
         if right:
@@ -460,5 +463,5 @@ def find_layout(trial: Trial, dtypes: Sequence[str]) -> tuple[str, Outcome | Non
 
 
 def reseeded(case: Case, seed: int) -> Case:
-    """Return the case with a seed of its own, which depends on its fields and on `seed`."""
+    """Return the case with its own seed, computed from its fields and from `seed`."""
     return replace(case, seed=zlib.crc32(repr(replace(case, seed=seed)).encode()))

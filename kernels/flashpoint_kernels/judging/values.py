@@ -1,4 +1,4 @@
-"""Values of q, k, v and do that break kernels, beside normal ones.
+"""Values of q, k, v and do that expose mistakes of kernels, in addition to normal values.
 
 A kind whose name ends with `-exact` has scores that float16 and bfloat16 represent: only two channels of q and k are
 not zero. Rounding to the data type then explains no error, so that the bound L stays narrow for 16-bit types.
@@ -22,28 +22,28 @@ _FAR_EDGES = (8191, 8192, 16383, 16384, 32767, 32768, 65535, 65536)
 
 @dataclass
 class Draw:
-    """The tensors of a case while its values are made: bhsd, float32."""
+    """The tensors of a case while their values are made: bhsd, float32."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     do: Tensor
-    case: Any  # a cases.Case
+    case: Any  # a `cases.Case`
     generator: torch.Generator
 
     @property
     def root(self) -> float:
-        """The square root of D, or what else makes a score q·k of 1 after the scale."""
+        """The square root of D, or the number that makes a scaled score q·k equal to 1."""
         scale: float | None = self.case.scale
         return float(self.case.head_dim**0.5 if scale is None else 1 / scale)
 
     def clear(self) -> None:
-        """Leave nothing of q and k."""
+        """Set q and k to 0."""
         self.q.zero_()
         self.k.zero_()
 
     def add(self, scores: Tensor, channel: int = 0) -> None:
-        """Add a number for each key to all scores, by one channel, with a power of 2 in q."""
+        """Add one number per key to all scores, through one channel in which q is a power of 2."""
         factor = _power(self.root)
         self.q[..., channel] = factor
         self.k[..., channel] = scores * (self.root / factor)
@@ -75,7 +75,9 @@ def _massive(d: Draw) -> None:
 
 
 def _low(d: Draw) -> None:
-    """All scores are below −5e4 (float16: −3,000). No output is near 0, which is what a finite sentinel leaves."""
+    """Make all scores less than −5e4 (float16: −3,000), and no output near 0: a finite sentinel for −∞ gives outputs
+    near 0.
+    """
     d.q.mul_(0.5)
     d.v.add_(3)
     if d.case.dtype == "float16":
@@ -85,7 +87,7 @@ def _low(d: Draw) -> None:
 
 
 def _lowest(d: Draw) -> tuple[float, float]:
-    """Return numbers of q and k that make a score of −65,536 to −131,072."""
+    """Return values of q and k whose scores are −65,536 to −131,072."""
     return 512.0, -128.0 * 2.0 ** math.ceil(math.log2(abs(d.root)))
 
 
@@ -99,7 +101,7 @@ def _low_exact(d: Draw) -> None:
 
 
 def _neg_exact(d: Draw) -> None:
-    """Scores of −512 and −640: exp of each is 0 without the maximum."""
+    """Make scores of −512 and −640: their exp is 0 unless the maximum is subtracted."""
     d.clear()
     d.add(torch.where(torch.arange(d.case.kv_len) % 3 == 0, -512.0, -516.0))
 
@@ -110,7 +112,7 @@ def _high_exact(d: Draw) -> None:
 
 
 def _gap_exact(d: Draw) -> None:
-    """One key has almost all weight, and a value of 0: o is what the others leave."""
+    """Give one key almost all weight and a value of 0, so that o depends on all other keys."""
     d.clear()
     x = -12.0 - torch.floor(68 * d.uniform(d.case.kv_len))
     at = d.key()
@@ -134,13 +136,13 @@ def _lastmax_exact(d: Draw) -> None:
 
 
 def _falling_exact(d: Draw) -> None:
-    """The first key has the largest score: a first tile that is skipped shows."""
+    """Give the first key the largest score, which reveals that a kernel skips the first tile."""
     d.clear()
     d.add(-2.0 * (torch.arange(d.case.kv_len) // 16))
 
 
 def _mixed_exact(d: Draw) -> None:
-    """Scores of 0 to 8 in any order."""
+    """Make scores of 0 to 8 in random order."""
     d.clear()
     d.add(torch.floor(9 * d.uniform(d.case.kv_len)))
     d.v += 2
@@ -189,13 +191,13 @@ def _dup(d: Draw) -> None:
 
 
 def _edges(d: Draw) -> None:
-    """Each query looks at one key: at the edge of a tile, of a power of 2, or at the end."""
+    """Make each query attend to one key: at the edge of a tile, at a power of 2, or at the end."""
     m, n = d.case.kv_len, d.case.q_len
     at = [x for x in (*_EDGES, *_FAR_EDGES, m - 17, m - 16, m - 2, m - 1) if 0 <= x < m]
     chosen = torch.tensor([at[-1 - i % len(at)] for i in range(n)])
     keys = torch.nn.functional.normalize(d.k[:, :, chosen], dim=-1).repeat_interleave(d.case.group, 1)
     d.q[:] = 3 * keys * d.root
-    if m > 4096:  # so that no other of many keys has any weight
+    if m > 4096:  # so that the many other keys have no weight
         d.q *= 2
 
 
@@ -205,14 +207,14 @@ def _offset(d: Draw) -> None:
 
 
 def _flat(d: Draw) -> None:
-    """All weights are equal, and everything has one sign: sums in few bits stop growing."""
+    """Make all weights equal and all values of one sign: sums with few bits stop growing."""
     d.clear()
     d.v.abs_().add_(1)
     d.do.abs_().add_(1)
 
 
 def _unseen(d: Draw) -> None:
-    """Keys that the last query alone sees have large scores and values, so that a mask that leaks shows."""
+    """Give large scores and values to keys that only the last query sees, which reveals a mask that leaks."""
     tail = max(1, d.case.kv_len // 4)
     d.k[:, :, -tail:] *= 4
     d.v[:, :, -tail:] *= 100
@@ -225,7 +227,7 @@ def _small(d: Draw) -> None:
 
 
 def _sharp(d: Draw) -> None:
-    """Scores with a standard deviation of 4: most weight is on few keys."""
+    """Make scores with a standard deviation of 4: most weight is on few keys."""
     d.q.mul_(4)
 
 
@@ -258,7 +260,7 @@ def draw(case: Any) -> dict[str, Tensor]:
     if kind:
         size = {"": (b, hq, n, m), "keys": (b, 1, 1, m), "heads": (1, hq, n, m)}[form]
         mask = torch.rand(size, generator=g) < 0.7
-        mask[..., 0] = True  # every row sees a key: rows without keys are a matter of causal cases
+        mask[..., 0] = True  # every row sees a key: only causal cases test rows without keys
         tensors["attn_mask"] = mask if kind == "bool" else normal(*size).mul_(2).masked_fill(~mask, -math.inf).to(to)
     if "alibi_slopes" in case.extras:
         tensors["alibi_slopes"] = torch.exp2(-8.0 * torch.arange(1, hq + 1) / hq)

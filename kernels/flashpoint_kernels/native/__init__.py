@@ -21,8 +21,8 @@ from flashpoint_contract.tensors import EVERY_FEATURE
 from flashpoint_kernels.native.build import HERE, LIBRARY, checksum
 
 LEVELS = ("avx2", "avx512", "amx")
-FLOAT32 = "FLASHPOINT_CPU_FLOAT32"  # variable: float32 arithmetic for all types, without AMX
-VECTOR = 16  # rows of o in the states of chunks are filled up to a multiple of it
+FLOAT32 = "FLASHPOINT_CPU_FLOAT32"  # environment variable: compute all types in float32, without AMX
+VECTOR = 16  # the number of floats of o in a chunk's state is padded to a multiple of it
 DTYPES = ("float32", "float16", "bfloat16", "int8", "float8_e4m3fn", "bool")  # enum type of vectors.h
 SUPPORT = EVERY_FEATURE - {"float64", "wide_head_dim", "large_head_dim"}
 MISSING = (
@@ -41,19 +41,19 @@ class Functions(NamedTuple):
 
 
 class Library(NamedTuple):
-    """The kernels of one level: those for bfloat16, and those for other types of q."""
+    """The kernels for one instruction set: one kernel for bfloat16, and one for other types of q."""
 
     bfloat16: Functions
     others: Functions
 
     def of(self, q_dtype: str) -> Functions:
-        """Return the functions for a type of q: they follow from it and from the processor alone."""
+        """Return the functions for a data type of q. Only the type and the processor decide."""
         return self.bfloat16 if q_dtype == "bfloat16" else self.others
 
 
 @cache
 def library() -> Library | None:
-    """Return the library for this processor; None if it was not compiled, or not for this processor."""
+    """Return the library for this processor; None if it was not compiled, or does not support this processor."""
     if not (HERE / LIBRARY).exists():
         return None
     loaded = ctypes.CDLL(str(HERE / LIBRARY))
@@ -86,7 +86,7 @@ def float32_only() -> bool:
 
 
 def level(name: str) -> Library | None:
-    """Return the kernels of one level, such as `avx2`; None if the library does not have it."""
+    """Return the kernels of one instruction set, such as `avx2`; None if the library does not contain it."""
     loaded = ctypes.CDLL(str(HERE / LIBRARY))
 
     def functions(suffix: str) -> Functions:
@@ -99,5 +99,5 @@ def level(name: str) -> Library | None:
 
 
 def supports(spec: Spec) -> bool:
-    """Return whether the kernels are there and can compute the problem on the CPU."""
+    """Return whether the kernels are available and support the problem on the CPU."""
     return library() is not None and spec.features <= SUPPORT

@@ -25,7 +25,8 @@
 #include "backward_float32.h"
 #endif
 
-/* Write the gradients of a block of keys, or add them to the sequence's sums. `seen`: some query sees a key. */
+/* Write the gradients of a block of keys to dk and dv, or write or add them to the part's `sums`. `seen`: a query sees
+   one of the keys. */
 INLINE void write_keys(const struct call *call, const struct part *part, const struct scratch *own,
                        const struct block *block, int seen) {
     const enum type type = (enum type)call->type;
@@ -48,7 +49,7 @@ INLINE void write_keys(const struct call *call, const struct part *part, const s
     }
 }
 
-/* Return the part for only its key/value head number `head`. */
+/* Return the part reduced to its key/value head number `head`. */
 INLINE struct part of_head(const struct call *call, struct part part, int64_t head) {
     struct rows *of_queries[] = {&part.q, &part.o, &part.dout, &part.lse, &part.dlse, &part.dq, &part.mask, &part.dmask,
                                  &part.blocks};
@@ -65,7 +66,7 @@ INLINE struct part of_head(const struct call *call, struct part part, int64_t he
     return part;
 }
 
-/* Compute a part of a single key/value head. */
+/* Compute a part that has only one key/value head. */
 INLINE void compute(const struct call *call, const struct part *part, struct scratch *own, enum range range) {
     const int64_t rows = rows_of(part->count); /* rows of a head */
     for (int64_t g = 0; g < call->group; g++) {
@@ -103,7 +104,7 @@ INLINE void compute(const struct call *call, const struct part *part, struct scr
 #ifdef TILES
 int flashpoint_backward_avx512(const struct call *call);
 
-/* Compute a part by float32 products. Return 1 if memory is missing. */
+/* Compute a part by float32 products. Return 1 if memory is missing, else 0. */
 static int compute_in_float32(const struct call *call, const struct part *part) {
     struct call one = *call;
     struct part own = *part;

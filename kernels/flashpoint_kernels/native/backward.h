@@ -1,5 +1,5 @@
-/* A call of the gradient, and the common part of backward_float32.h and backward_amx.h: the keys that a query sees, and
-   the gradient from the product of a query and a key. */
+/* The structures of a gradient call, and the common part of backward_float32.h and backward_amx.h: find the keys that a
+   query sees, and compute gradients from products of queries and keys. */
 
 #ifndef FLASHPOINT_BACKWARD
 #define FLASHPOINT_BACKWARD
@@ -9,7 +9,8 @@
 
 #define KEYS 128 /* keys of a block; also in native/backward.py */
 
-/* The rows of a tensor. Strides are in bytes; the numbers of a row are adjacent. An address of 0: no such tensor. */
+/* The rows of a tensor. Strides are in bytes; the elements of a row are adjacent. An address of 0 means that the tensor
+   is absent. */
 struct rows {
     char *at;
     int64_t head, row;
@@ -22,7 +23,7 @@ struct part {
     int64_t heads;
     struct rows q, o, dout, lse, dlse, dq; /* dout: the gradient of o; lse and dlse are float32, no dlse is 0 */
     struct rows k, v, dk, dv;
-    float *sums; /* null: write dk and dv. Else (keys, dim + value_dim) in float32, of one head */
+    float *sums; /* null: write dk and dv. Else float32 (keys, dim + value_dim) of one head, to write or to add to */
     int64_t add; /* 1: add to `sums`; 0: write them */
     const float *slopes, *sinks;
     double *dsinks; /* one for each query head; the part adds to them */
@@ -30,7 +31,7 @@ struct part {
     int64_t offset; /* ALiBi's distance of query i and key j is |i + offset - j| */
     struct rows mask, dmask;
     struct rows blocks;     /* bool, one row for each `block_queries` queries; queries do not see a false block */
-    int64_t sequence, head; /* numbers for dropout */
+    int64_t sequence, head; /* sequence and head number in dropout's counter */
 };
 
 struct call {
@@ -45,7 +46,7 @@ struct call {
     const struct part *parts;
 };
 
-/* The magnitude of the numbers of a part. */
+/* The largest magnitude among the elements of a part's tensors. */
 enum range {
     USUAL, /* no product overflows */
     LARGE, /* finite, but products may overflow: they then become the largest float32 */
@@ -58,23 +59,23 @@ struct block {
     int all; /* each query sees each key of [from, to) */
 };
 
-/* lse and delta of each query of a part's heads, one head after another. An lse of +inf marks a query that sees no key:
-   its probabilities are 0. */
+/* The values lse and delta of each query of a part, head after head, and temporary memory. An lse of +inf marks a query
+   that sees no key: its probabilities are 0. */
 struct sums {
     float *lse, *delta;
     float *row;      /* memory for two rows of values */
-    uint32_t *drawn; /* memory for dropout's words of a row */
+    uint32_t *drawn; /* memory for the random words of a row, for dropout */
 };
 
 /* One query's row of S and dP, and later of P and dS. `step` is the stride in floats from 16 keys to the next 16.
-   `seen`: null, or memory for whether the query sees each key. */
+   `seen`: null, or memory for one flag per key: whether the query sees the key. */
 struct row {
     float *p, *ds;
     int64_t step;
     uint8_t *seen;
 };
 
-/* ---- the magnitude of numbers ---- */
+/* ---- the magnitude of elements ---- */
 
 INLINE float number_of(uint32_t bits) {
     float x;
@@ -105,12 +106,12 @@ NOINLINE uint32_t largest_bits(const char *rows, int64_t step, enum type type, i
     return largest_bits_of(rows, step, BFLOAT16, count, dim);
 }
 
-/* Return the range of the numbers of a part's queries and of the blocks of keys that they see. */
+/* Return the range of a part: of its queries, and of the blocks of keys that they see. */
 INLINE enum range range_of(const struct call *call, const struct part *part) {
     const enum type type = (enum type)call->type;
     const int64_t low = part->first + part->low, high = part->first + part->count - 1 + part->high;
     const int64_t from = low > 0 ? low / KEYS * KEYS : 0, to = high < part->keys ? rounded(high, KEYS) : part->keys;
-    const int64_t keys = (to < part->keys ? to : part->keys) - from; /* whole blocks */
+    const int64_t keys = (to < part->keys ? to : part->keys) - from; /* count whole blocks */
     uint32_t q = 0, dout = 0, k = 0, v = 0;
     for (int64_t g = 0; g < call->group; g++) {
         const uint32_t x = largest_bits(part->q.at + g * part->q.head + part->first * part->q.row, part->q.row, type,
@@ -197,7 +198,7 @@ INLINE void see(const struct call *call, const struct part *part, int64_t head, 
                  block->position + to <= first + part->high;
 }
 
-/* Write one number for each of the keys [key, key + LANES) below `stop`. */
+/* Write one element for each of the keys [key, key + LANES) below `stop`. */
 INLINE void store_keys(char *row, enum type type, int64_t key, int64_t stop, floats x) {
     if (type == FLOAT32 && key + LANES <= stop)
         memcpy(row + 4 * key, &x, sizeof x);
@@ -205,7 +206,7 @@ INLINE void store_keys(char *row, enum type type, int64_t key, int64_t stop, flo
         for (int i = 0; i < LANES && key + i < stop; i++) store(row, type, key + i, x[i]);
 }
 
-/* Add one number for each of the keys [key, key + LANES) below `stop`; with a stride of 0, add the sum of all. */
+/* Add one element for each of the keys [key, key + LANES) below `stop`; with a stride of 0, add their total. */
 INLINE void add_keys(char *row, int64_t step, int64_t key, int64_t stop, floats x) {
     float sum;
     if (!step) {
@@ -246,7 +247,7 @@ INLINE void differentiate(const struct call *call, const struct part *part, cons
     const float softcap = (float)call->softcap, scale = (float)call->scale, factor = (float)(1 / call->keep);
     const int64_t position = block->position;
     const floats lse = splat(sums->lse[place]), delta = splat(sums->delta[place]);
-    const floats rounding = absolute(lse) * 0x1p-20f; /* a larger score is possible only if lse is of other tensors */
+    const floats rounding = absolute(lse) * 0x1p-20f; /* a larger score means that lse belongs to other tensors */
     const char *mask = part->mask.at ? part->mask.at + head * part->mask.head + query * part->mask.row : 0;
     char *dmask = part->dmask.at ? part->dmask.at + head * part->dmask.head + query * part->dmask.row : 0;
     const char *blocks = 0;
@@ -329,7 +330,7 @@ NOINLINE void differentiate_large(const struct call *call, const struct part *pa
     differentiate(call, part, sums, row, place, head, query, block, LARGE, 0);
 }
 
-/* Choose one of these three functions for one query; its `sums` are at `place`. */
+/* Call the right version of `differentiate` for one query, whose lse and delta are at index `place` of `sums`. */
 INLINE void differentiate_row(const struct call *call, const struct part *part, const struct sums *sums, struct row row,
                               int64_t place, int64_t head, int64_t query, const struct block *block, enum range range) {
     const int plain = call->softcap == 0 && !part->slopes && !part->mask.at && !part->dmask.at && !part->blocks.at &&

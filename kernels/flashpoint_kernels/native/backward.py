@@ -1,4 +1,4 @@
-"""Call backward.c: the gradient of attention, in shares for one or several threads."""
+"""Call backward.c: cut the gradient of attention into shares, and run them on one or several threads."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from flashpoint_kernels.native import calls, forward
 from flashpoint_kernels.native.forward import OF_SCORES, TYPES, Dropped
 from flashpoint_kernels.problems.reproducible import spread
 
-QUERIES = 128  # a multiple of a block's, see backward.c
-_ROWS = 2048  # of a part, at least: the gradients of its keys take as much memory again
-_PARTS = 8  # of a key/value head, at most
-_LEAST_FLOPS = 1 << 21  # work of a thread: to wake one takes about half as long
+QUERIES = 128  # queries of a part are a multiple of this, which is a multiple of a block's
+_ROWS = 2048  # minimum queries of a part: the gradients of its keys need as much memory again
+_PARTS = 8  # maximum parts of a key/value head
+_LEAST_FLOPS = 1 << 21  # minimum work of a thread: waking a thread takes about half as long
 
 
 class _Call(ctypes.Structure):
@@ -39,7 +39,7 @@ class _Call(ctypes.Structure):
 
 
 class _Place(NamedTuple):
-    """Address of a tensor (N, H, S, …), and its steps in bytes; all 0 for a tensor that is not there."""
+    """Address of a tensor (N, H, S, …), and its strides in bytes; all are 0 if the tensor is absent."""
 
     address: int = 0
     batch: int = 0
@@ -51,9 +51,8 @@ class _Place(NamedTuple):
         return cls() if t is None else cls(t.data_ptr(), *(step * t.itemsize for step in t.stride()[:3]))
 
     def at(self, batch: Any, row: Any, head: int) -> tuple[Any, int, int]:
-        """Return the address of a sequence's first row for a head, and the steps from head to head and row to row.
-
-        For arrays of batch indices and rows, an array of addresses.
+        """Return the address of a sequence's first row in a head, and the strides of heads and rows. For arrays of
+        batch indices and rows, an array of addresses.
         """
         if not self.address:
             return 0, 0, 0
@@ -61,9 +60,10 @@ class _Place(NamedTuple):
 
 
 class Sequence(NamedTuple):
-    """The place of a sequence, and what its queries see: query i the keys [i + low, i + high) among `keys`.
+    """The position of a sequence in its tensors, and the keys that its queries see: query i the keys [i + low, i +
+    high) among `keys`.
 
-    `batch`, `q_start` and `kv_start` are its place in the tensors, `number` is for dropout and for slopes.
+    `batch`, `q_start` and `kv_start` are indices into the tensors; `number` selects dropout's words and ALiBi's slopes.
     """
 
     batch: int
@@ -77,9 +77,8 @@ class Sequence(NamedTuple):
     offset: int
 
     def pairs(self, first: int, count: Any) -> Any:
-        """Return about how many keys some queries see, at least one each.
-
-        Members may be arrays, of many sequences; then so is `count`.
+        """Estimate the number of keys that `count` queries see, at least one for each query. Members and `count` may be
+        arrays with one element per sequence.
         """
         minimum, maximum = (np.minimum, np.maximum) if isinstance(self.keys, np.ndarray) else (min, max)
         seen = 0
@@ -91,7 +90,7 @@ class Sequence(NamedTuple):
 class _Part(NamedTuple):
     """Queries of one sequence and some key/value heads; `pairs`: about how many keys they see.
 
-    `cut`: other parts have the same keys, and this one has a single head.
+    `cut`: other parts share the keys of this part, which has a single head.
     """
 
     sequence: Sequence
@@ -104,7 +103,9 @@ class _Part(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Tasks of one call, and the sum and the mask's gradient of one sequence that it then takes; None without these."""
+    """The tasks of one call; then, if a mask's gradient is summed, its sum and the gradient of one sequence to add to
+    it.
+    """
 
     tasks: array[int]
     sum_and_part: tuple[Tensor, Tensor] | None
@@ -115,8 +116,8 @@ class Backward:
     """The gradients of several sequences.
 
     `t` has the tensors by name, as canonical views (see `problem`), with adjacent numbers in the rows of q, k, v, o and
-    do; lse, dlse, alibi_slopes and sinks are float32. It has dq, dk, dv, dattn_mask and dsinks as far as they are
-    wanted. `adds`: dattn_mask is float32 and 0, and its dimensions of step 0 are summed over; else it has the mask's
+    do; lse, dlse, alibi_slopes and sinks are float32. It contains only the requested ones of dq, dk, dv, dattn_mask and
+    dsinks. `adds`: dattn_mask is float32 and 0, and its dimensions of step 0 are summed over; else it has the mask's
     dtype and a number for each score. Sequences that share a mask are summed one by one, as by a call for each.
     """
 
@@ -125,19 +126,19 @@ class Backward:
     softcap: float
     keep: float  # 1 - dropout_p
     dropped: Dropped
-    first_head: int  # of the request's query heads, for dropout
+    first_head: int  # the first of the request's query heads, for dropout
     adds: bool
     block_size: tuple[int, int] = (128, 128)  # queries and keys of a block of the block mask
     _places: dict[str, _Place] = field(init=False)
     _sums: dict[tuple[Sequence, int], list[Tensor]] = field(default_factory=dict, init=False)
-    _dsinks: list[NDArray[np.float64]] = field(default_factory=list, init=False)  # of parts in order: (n, Hq)
-    _dmask: Tensor | None = field(default=None, init=False)  # the sum over sequences, with dimensions of step 0 as 1
+    _dsinks: list[NDArray[np.float64]] = field(default_factory=list, init=False)  # (n, Hq) for each part, in order
+    _dmask: Tensor | None = field(default=None, init=False)  # sum over sequences; broadcast dimensions have size 1
 
     def __post_init__(self) -> None:
         self._places = {name: _Place.of(self.t.get(name)) for name in (*_OF_QUERIES, *_OF_KEYS, *_OF_PAIRS)}
 
     def takes_together(self, rows: int, queries: int) -> bool:
-        """Return whether `shares_together` takes `rows` sequences, of which the longest has this many queries."""
+        """Return whether `shares_together` supports `rows` sequences, the longest of which has this many queries."""
         q_heads, kv_heads = (self.t[name].shape[1] for name in "qk")
         return rows >= forward.TOGETHER and not self.adds and queries <= _ROWS * kv_heads // q_heads
 
@@ -159,12 +160,14 @@ class Backward:
         return [[Step(array("q", tasks[first:last].tobytes()), None)] for first, last in edges_of]
 
     def _workers(self, threads: int, pairs: int) -> int:
-        """Return the number of threads for this work, at most `threads`; each head has `pairs` scores."""
+        """Return the number of threads for the work, at most `threads`. Each head has `pairs` scores."""
         flops = 5 * pairs * self.t["q"].shape[1] * (self.t["q"].shape[3] + self.t["v"].shape[3])
         return max(1, min(threads, flops // _LEAST_FLOPS))
 
     def shares(self, sequences: list[Sequence], threads: int) -> list[list[Step]]:
-        """Cut the work into about equal tasks for at most `threads` threads; `run` computes them, `finish` ends it."""
+        """Cut the work into about equal shares for at most `threads` threads. `run` computes shares; then call
+        `finish`.
+        """
         if self.adds and not self._places["dattn_mask"].batch and len(sequences) > 1:
             self._dmask = torch.zeros_like(_once(self.t["dattn_mask"]))
         workers = self._workers(threads, sum(sequence.pairs(0, sequence.queries) for sequence in sequences))
@@ -175,7 +178,7 @@ class Backward:
         return [self._share(groups[first:last]) for first, last in pairwise(cuts) if first < last]
 
     def run(self, shares: list[list[Step]]) -> None:
-        """Compute the shares, each in a thread of its own."""
+        """Compute the shares, each on its own thread."""
         if self._dmask is not None:
             spread([partial(self._add, share) for share in shares])
         elif shares:
@@ -196,7 +199,7 @@ class Backward:
         return compute_and_finish if self._sums else compute
 
     def _add(self, share: list[Step]) -> None:
-        """Compute a share in this thread, and add the gradient of each sequence's mask to their sum."""
+        """Compute a share in this thread. After each sequence, add the gradient of its mask to the sum."""
         for step in share:
             calls.share(self._function(), [self._call(step.tasks)])
             if step.sum_and_part is not None:
@@ -205,9 +208,8 @@ class Backward:
                 partial_sums.zero_()
 
     def replay(self, shares: list[list[Step]], tensors: Mapping[str, int]) -> calls.Replay | None:
-        """Return the shares as a call of the tensors whose addresses now are in `tensors`: there are no others.
-
-        None if several parts add to the same numbers, or if it is too large to be kept.
+        """Return a call that repeats the shares with other tensors. `tensors` has the current addresses of all tensors.
+        Return None if several parts add to the same elements, or if the call is too large to be kept.
         """
         if self._sums or self._dmask is not None or not shares:
             return None
@@ -238,7 +240,7 @@ class Backward:
         )  # fmt: skip
 
     def finish(self) -> Tensor | None:
-        """Write the gradients that parts share. Return dsinks, (Hq,) float64, if it is wanted."""
+        """Write the gradients to which several parts add. Return dsinks, (Hq,) float64, if requested."""
         if self._dmask is not None:
             _once(self.t["dattn_mask"]).copy_(self._dmask)
         for (sequence, head), (total, *others) in self._sums.items():
@@ -251,17 +253,17 @@ class Backward:
         if "dsinks" not in self.t:
             return None
         each = np.concatenate([np.zeros((1, self.t["q"].shape[1])), *self._dsinks])
-        return torch.from_numpy(np.add.accumulate(each)[-1])  # one after the other, in this order
+        return torch.from_numpy(np.add.accumulate(each)[-1])  # sum in this order, one part after another
 
     def _memory_of_dsinks(self, count: int) -> int:
-        """Return the address of new memory for the dsinks of so many parts; 0 if they are not wanted."""
+        """Return the address of new memory for the dsinks of `count` parts; 0 if dsinks is not requested."""
         if "dsinks" not in self.t:
             return 0
         self._dsinks.append(np.zeros((count, self.t["q"].shape[1])))
         return self._dsinks[-1].ctypes.data
 
     def _groups(self, sequences: list[Sequence], together: int) -> list[list[_Part]]:
-        """Return the parts of the work. Those that add to the same numbers of a mask's gradient are one group."""
+        """Return the parts in groups. Parts that add to the same elements of a mask's gradient are in one group."""
         if not self.adds:
             return [[part] for part in self._parts(sequences, together)]
         groups: dict[tuple[int, int], list[_Part]] = {}
@@ -272,7 +274,7 @@ class Backward:
         return list(groups.values())
 
     def _parts(self, sequences: list[Sequence], together: int) -> Iterator[_Part]:
-        """Yield the parts: all queries of so many heads, or for a long sequence some queries of one head."""
+        """Yield the parts: all queries of some heads, or for a long sequence some queries of one head."""
         heads = self.t["k"].shape[1]
         for sequence in sequences:
             queries = max(_ROWS * heads // self.t["q"].shape[1], -(-sequence.queries // _PARTS))
@@ -286,7 +288,9 @@ class Backward:
                     yield _Part(sequence, head, step, *chunk, step * pairs_of_chunk, cut)
 
     def _share(self, groups: list[list[_Part]]) -> list[Step]:
-        """Return the steps of one thread: a single one, or with a sum over sequences one for each of a group."""
+        """Return the steps of one thread: one step, or if masks' gradients are summed, one step for each part of a
+        group.
+        """
         if self._dmask is None:
             return [Step(self._tasks([part for group in groups for part in group]), None)]
         steps, (dmask, each) = [], (_once(self.t["dattn_mask"]), self.t["q"].shape[1] // self.t["k"].shape[1])
@@ -299,7 +303,7 @@ class Backward:
         return steps
 
     def _tasks(self, parts: list[_Part]) -> array[int]:
-        """Return the tasks for a call. It adds the sums of a head's parts itself, in order, if it has the first."""
+        """Return the tasks of a call. A call with the first part of a head adds the parts' sums itself, in order."""
         tasks = array("q")
         for _, alike in groupby(parts, lambda part: part[:2]):
             run = list(alike)
@@ -315,7 +319,7 @@ class Backward:
         return tasks
 
     def _task(self, part: _Part, sums: int, adds: bool, dsinks: Any) -> list[Any]:
-        """Return struct part of backward.c: the members of PART. `dsinks` is the address of head 0's, 0 without."""
+        """Return one `struct part` of backward.c with the members in PART. `dsinks` is the address for head 0, or 0."""
         sequence, t = part.sequence, self.t
         query = part.head * t["q"].shape[1] // t["k"].shape[1]
         numbers: list[Any] = [part.heads]
@@ -338,19 +342,19 @@ class Backward:
 
 
 def _once(t: Tensor) -> Tensor:
-    """Return a view of size 1 in the dimensions whose step is 0."""
+    """Return a view that has size 1 in each dimension whose stride is 0."""
     for axis, step in enumerate(t.stride()):
         if not step:
             t = t.narrow(axis, 0, min(1, t.shape[axis]))
     return t
 
 
-# The tensors of struct part, in its order.
+# The tensors in `struct part`, in its order.
 _OF_QUERIES = ("q", "o", "do", "lse", "dlse", "dq")
 _OF_KEYS = ("k", "v", "dk", "dv")
 _OF_PAIRS = ("attn_mask", "dattn_mask", "block_mask")
 
-# Members of struct part: 8 bytes each.
+# The members of `struct part`, each of 8 bytes.
 PART = (
     "heads", *(f"{name}{member}" for name in (*_OF_QUERIES, *_OF_KEYS) for member in ("", "_head", "_row")), "sums",
     "add", "slopes", "sinks", "dsinks", "first", "count", "keys", "low", "high", "offset",

@@ -62,7 +62,7 @@ INLINE void place(struct scratch *own, struct memory *memory, int64_t rows) {
 INLINE void begin(struct scratch *own) { tile_configure(&own->before); }
 INLINE void end(struct scratch *own) { tile_restore(&own->before); }
 
-/* ---- copies ---- */
+/* ---- copies of queries and keys ---- */
 
 /* Copy `count` rows of `dim` numbers, and write zeros up to (rows, width). */
 INLINE void copy_rows(char *to, const char *from, int64_t step, int64_t dim, int64_t count, int64_t width, int64_t rows) {
@@ -127,7 +127,7 @@ INLINE const float *dq_row(struct scratch *own, int64_t row) {
     return own->row;
 }
 
-/* ---- a step ---- */
+/* ---- one block of queries and one block of keys ---- */
 
 /* Round P and dS of a strip to tiles for products over the keys [from, to); `first` is its first query in the block. */
 NOINLINE void round_strip(struct scratch *own, int64_t first, int64_t from, int64_t to) {

@@ -36,7 +36,7 @@ INLINE void place(struct scratch *own, struct memory *memory, int64_t rows) {
 INLINE void begin(struct scratch *own) { (void)own; }
 INLINE void end(struct scratch *own) { (void)own; }
 
-/* ---- copies ---- */
+/* ---- copies of queries and keys ---- */
 
 /* Copy `count` rows of `dim` numbers as float32, and write zeros up to `rows` rows. */
 INLINE void copy_rows(float *to, const char *from, int64_t step, enum type type, int64_t dim, int64_t count,
@@ -74,12 +74,12 @@ INLINE void copy_keys(const struct call *call, struct scratch *own, const char *
     memset(own->dv, 0, sizeof(float) * whole * own->value_dim);
 }
 
-/* Do nothing: the gradients of a block's keys are rows already. */
+/* Do nothing: float32 kernels already store the gradients of a block's keys as rows. */
 INLINE void finish_keys(struct scratch *own) { (void)own; }
 
 INLINE const float *dq_row(struct scratch *own, int64_t row) { return own->dq + row * own->dim; }
 
-/* ---- a step ---- */
+/* ---- one block of queries and one block of keys ---- */
 
 /* Compute c (rows, columns) = a b, or with ADD c += a b. a (rows, depth) has strides a_row and a_step, rows of b
    (depth, columns) and c have strides b_row and c_row, all in floats. `columns` is a multiple of LANES. */
@@ -101,8 +101,8 @@ NOINLINE void add_product(float *c, const float *a, int64_t a_row, int64_t a_ste
     multiply(c, width, a, a_row, a_step, b, width, rows, width, depth, ADD);
 }
 
-/* Add the products of numbers a and rows of b to a row c as tiles do, but only where `seen`: elsewhere b may be
-   infinity or NaN. */
+/* Add the products of a's elements and rows of b to a row c, as tiles do, but skip rows of b where `seen` is 0: these
+   may contain infinity or NaN. */
 NOINLINE void add_seen(float *c, const float *a, const uint8_t *seen, int64_t step, const float *b, int64_t width,
                        int64_t depth) {
     for (int64_t d = 0; d < width; d += LANES) {
@@ -118,7 +118,7 @@ NOINLINE void limit(float *numbers, int64_t count) {
     for (int64_t n = 0; n < count; n += LANES) store_floats(numbers + n, within_range(load_floats(numbers + n)));
 }
 
-/* Compute products again with exact sums if they left float32's range. a is (rows, depth), b is (columns, depth). */
+/* Compute products again with exact sums where they left float32's range. a is (rows, depth), b is (columns, depth). */
 NOINLINE void put_right(float *c, const float *a, const float *b, int64_t rows, int64_t columns, int64_t depth) {
     for (int64_t i = 0; i < rows; i++)
         for (int64_t j = 0; j < columns; j++) {

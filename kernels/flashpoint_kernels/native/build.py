@@ -24,17 +24,17 @@ SOURCES = (
     "backward_amx.h", "memory.h", "options.h", "products.h", "tiles.h", "vectors.h", "isa.c", "threads.c",
 )  # fmt: skip
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra", "-Wno-psabi")
-# The levels for which the kernels are compiled, and the compiler's options for them. Each has the ones before it.
+# The instruction sets for which the kernels are compiled, with compiler options. Each set includes the sets before it.
 _AVX2 = "-mavx2 -mfma -mf16c -mbmi2"
 _AVX512 = f"{_AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl"
 _AMX = f"{_AVX512} -mavx512bf16 -mamx-tile -mamx-bf16"
 X86_64 = {"avx2": _AVX2, "avx512": _AVX512, "amx": _AMX}
-LEVELS = {"x86_64": X86_64, "AMD64": X86_64}  # by the name of the machine
+LEVELS = {"x86_64": X86_64, "AMD64": X86_64}  # keys are values of `platform.machine()`
 OTHERS = {"generic": ""}
 
 
 def checksum(folder: Path = HERE) -> int:
-    """Return the checksum of the sources: a library from other sources is not loaded."""
+    """Return the checksum of the C sources. `library` does not load a library that was compiled from other sources."""
     crc = 0
     for name in SOURCES:
         crc = zlib.crc32((folder / name).read_bytes(), crc)
@@ -74,13 +74,13 @@ def compile_library(folder: Path = HERE) -> Path | None:
         made = f"{temporary}/{LIBRARY}"
         _run([*command, "-shared", *objects, "-o", made, "-pthread", "-lm"])
         target = folder / LIBRARY
-        target.unlink(missing_ok=True)  # a process that has loaded the old file keeps it
+        target.unlink(missing_ok=True)  # processes that have loaded the old file keep it
         shutil.copyfile(made, target)
     return target
 
 
 def _knows(command: list[str], options: str, folder: str) -> bool:
-    """Return whether the compiler has these options."""
+    """Return whether the compiler supports these options."""
     empty = f"{folder}/empty.c"
     Path(empty).write_text("")
     tried = [*command, *options.split(), "-c", empty, "-o", f"{folder}/empty.o"]

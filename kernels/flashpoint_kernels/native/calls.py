@@ -1,4 +1,4 @@
-"""Run calls of the kernels in C: their shares on several threads (threads.c), once, or again with other tensors."""
+"""Run calls of the kernels in C on several threads (threads.c): once, or repeatedly with other tensors."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from numpy.typing import ArrayLike
 
 from flashpoint_kernels.native.build import HERE, LIBRARY
 
-LARGEST = 1 << 20  # bytes of tasks: larger calls are not kept, because each shape would keep as much memory
-_TENSORS = 9  # of a replay, at most: arguments of flashpoint_replay
-_ITSELF, _FIRST = 1, 2  # bases of integers: the replay's own memory, and the first tensor
+LARGEST = 1 << 20  # maximum bytes of a call that is kept: each shape of tensors keeps that much memory
+_TENSORS = 9  # maximum number of tensors of a replay, as in flashpoint_replay
+_ITSELF, _FIRST = 1, 2  # bases of addresses: the replay's own memory, and its first tensor
 
 
 class _Replay(ctypes.Structure):
@@ -32,7 +32,7 @@ class _Replay(ctypes.Structure):
 
 @cache
 def _functions() -> tuple[Any, Any]:
-    """Return flashpoint_share and flashpoint_replay."""
+    """Return the C functions flashpoint_share and flashpoint_replay."""
     loaded = ctypes.CDLL(str(HERE / LIBRARY))
     share, replay = loaded.flashpoint_share, loaded.flashpoint_replay
     share.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64]
@@ -41,12 +41,12 @@ def _functions() -> tuple[Any, Any]:
 
 
 def share(compute: Any, calls: Sequence[ctypes.Structure]) -> None:
-    """Compute some calls of one function, each on a thread of its own, the first in this one."""
+    """Run calls of one function, the first in this thread and each other one on its own thread."""
     prepared(compute, calls)()
 
 
 def prepared(compute: Any, calls: Sequence[ctypes.Structure], held: object = None) -> Callable[[], None]:
-    """Return a function like `share` with these calls, which may be called again; it keeps `held` alive."""
+    """Return a function that runs these calls like `share`, any number of times; it keeps `held` alive."""
     memory, size, count = (type(calls[0]) * len(calls))(*calls), ctypes.sizeof(calls[0]), len(calls)
     run = _functions()[0]
 
@@ -58,7 +58,7 @@ def prepared(compute: Any, calls: Sequence[ctypes.Structure], held: object = Non
 
 
 class Table:
-    """Integers of a replay: rows of a C structure, whose members are 8 bytes each."""
+    """The integers of a replay: an array whose rows are C structures with members of 8 bytes."""
 
     def __init__(self, numbers: ArrayLike, width: int) -> None:
         self.numbers = np.array(numbers, np.int64).reshape(-1, width)
@@ -66,21 +66,20 @@ class Table:
 
     @classmethod
     def of(cls, structures: Sequence[ctypes.Structure]) -> Table:
-        """Return the table of some structures of one type."""
+        """Return the table of C structures of one type."""
         return cls(array("q", b"".join(map(bytes, structures))), ctypes.sizeof(structures[0]) // 8)
 
     def of_tensor(self, column: int, tensor: int, address: int) -> None:
-        """Say that a member is an address in the tensor with this number, which is now at `address`."""
+        """Mark a member as an address inside tensor number `tensor`, which is now at `address`."""
         self._relative(column, _FIRST + tensor, address)
 
     def of_itself(self, column: int, address: int) -> None:
-        """Say that a member is an address in the replay's own memory, as if this began at `address`."""
+        """Mark a member as an address inside the replay's own memory, relative to `address`."""
         self._relative(column, _ITSELF, address)
 
     def followed_by(self, column: int, parts: Sequence[array[int]]) -> int:
-        """Say that a member is the address of each row's part, which lie one after another behind this table.
-
-        Return where the parts end, in bytes from the beginning of the table.
+        """Mark a member as the address of its row's part. The parts follow this table one after another. Return the end
+        of the last part, in bytes from the beginning of the table.
         """
         edges = [*accumulate((8 * len(part) for part in parts), initial=self.numbers.nbytes)]
         self.numbers[:, column] = edges[:-1]
@@ -93,9 +92,8 @@ class Table:
 
 
 class Replay:
-    """Some calls of one function that are made again with other tensors of the same kind.
-
-    `calls` has the calls themselves; `tables` what these point to, in the order in which it lies behind them.
+    """Calls of one function that can be repeated with other tensors of equal shapes and strides. `calls` is the table
+    of calls. `tables` contains the data to which the calls point, in the order in which it follows them in memory.
     """
 
     __slots__ = ("_call", "_compute", "_replay", "bases", "count", "integers", "size")
@@ -111,7 +109,7 @@ class Replay:
         self._replay = _functions()[1], ctypes.addressof(self._call)
 
     def __call__(self, *addresses: int) -> None:
-        """Make the calls with the tensors at these addresses, in this thread and those of the calls."""
+        """Run the calls with the tensors at these addresses, in this thread and in one thread for each further call."""
         replay, call = self._replay
         if replay(call, *addresses, *(0,) * (_TENSORS - len(addresses))):
             raise MemoryError

@@ -25,10 +25,10 @@
 #include "forward_float32.h"
 #endif
 
-/* ---- chunks ---- */
+/* ---- chunks of keys, and the merge of their softmaxes ---- */
 
-/* A row's softmax over the keys so far; o, not normalised, is stored separately. `most`, the largest score, has the
-   unit of the scores. */
+/* The softmax of a row over the keys so far, without o, which is stored elsewhere and not normalised. `most` is the
+   largest score. */
 struct row {
     float most, sum;
 };

@@ -1,5 +1,5 @@
-/* A call of the forward, and the common part of forward_float32.h and forward_amx.h: the addresses of keys, the keys
-   that a row sees, and the score from the product of a query and a key. */
+/* The structures of a forward call, and the common part of forward_float32.h and forward_amx.h: find addresses of keys
+   and the keys that a row sees, and compute scores from products of queries and keys. */
 
 #ifndef FLASHPOINT_FORWARD
 #define FLASHPOINT_FORWARD
@@ -11,11 +11,11 @@
 #define CHUNK 1024 /* keys of one softmax; also in native/forward.py */
 #define MOST_GROUPS 16 /* largest number of groups in a block */
 
-/* `tokens` keys and values of all heads. Addresses are those of head 0; the strides from head to head are in bytes. */
+/* `tokens` keys and values of all heads. Addresses are for head 0; strides between heads are in bytes. */
 struct span {
     const char *k, *v;
     int64_t k_head, v_head;
-    const char *k_scale, *v_scale; /* float32, one for each key; null if the type has none */
+    const char *k_scale, *v_scale; /* float32 scales, one per key; null if the type has no scales */
     int64_t k_scale_head, v_scale_head;
 };
 
@@ -36,26 +36,26 @@ struct task {
     struct reader own;
     char *o;
     int64_t o_head, o_row;
-    char *lse; /* null if not wanted */
+    char *lse; /* null if lse is not requested */
     int64_t lse_head, lse_row;
-    const float *slopes, *sinks; /* one for each query head; null for none */
-    const char *mask;            /* address for query 0 and key 0; null for none */
+    const float *slopes, *sinks; /* one slope for each query head; null without ALiBi */
+    const char *mask;            /* the mask's address for query 0 and key 0; null without a mask */
     int64_t mask_head, mask_row;
-    const char *blocks; /* the block mask's address for the sequence's query 0 and key 0; null for none */
+    const char *blocks; /* the block mask's address for query 0 and key 0 of the sequence; null without a block mask */
     int64_t blocks_head, blocks_row;
-    int64_t heads, first_head; /* heads of k and v: [first_head, first_head + heads) of the spans */
+    int64_t heads, first_head; /* the task's heads of k and v are [first_head, first_head + heads) of the spans */
     int64_t start, stop, low, high;
     int64_t offset; /* ALiBi's distance of query i and key j is |i + offset - j| */
     const struct span *spans;
     int64_t first, tokens; /* position of the first span's first key; number of keys in a span */
-    float *parts;          /* null: write o and lse. Else write the state of each chunk, see `state_size` */
+    float *parts;          /* null: write o and lse. Else write each chunk's state here, see `state_size` */
     int64_t sequence, query_head, first_query; /* position of the task's first query, for dropout and the block mask */
-    const struct reader *readers; /* null: only `own` */
+    const struct reader *readers; /* null: the task has only the queries in `own` */
     int64_t reader_count;
 };
 
 struct call {
-    int64_t k_type, q_type; /* enum type; v has k's, o has q's */
+    int64_t k_type, q_type; /* `enum type` of q and o, and of k and v */
     int64_t dim, value_dim, group;
     int64_t k_row, v_row; /* strides from key to key in bytes */
     double scale, softcap; /* softcap: 0 is off */
@@ -69,7 +69,8 @@ struct call {
 
 /* ---- queries ---- */
 
-/* The next row of a task. Rows are in the order of the readers, and for each reader in the order of query heads. */
+/* An iterator over the rows of a task. Rows are in the order of readers, and for each reader in the order of query
+   heads. */
 struct cursor {
     const struct reader *reader;
     int64_t row;
@@ -87,7 +88,7 @@ INLINE const char *next_query(const struct call *call, struct cursor *cursor, in
     return reader->q + (head * call->group + row / reader->queries) * reader->q_head + row % reader->queries * reader->q_row;
 }
 
-/* ---- keys ---- */
+/* ---- addresses of keys ---- */
 
 /* GROUP keys and values with constant strides in bytes. At the edges of a sequence some of them do not exist. */
 struct group {
@@ -107,7 +108,7 @@ INLINE int64_t copy_size(const struct call *call, int64_t block) {
     return block * (call->dim + call->value_dim) * size_of((enum type)call->k_type);
 }
 
-/* Find the keys [from, to) of the block; they are in the group whose first key is `first`. */
+/* Find which keys [from, to) of the block exist. They are in the group whose first key is `first`. */
 INLINE void locate_group(struct keys *keys, const struct call *call, const struct task *task, int64_t head, int64_t first,
                          int64_t from, int64_t to, char *copies) {
     const int64_t size = size_of((enum type)call->k_type), k_bytes = call->dim * size, v_bytes = call->value_dim * size;
@@ -143,7 +144,7 @@ INLINE void locate_block(struct keys *keys, const struct call *call, const struc
     keys->from = greater(task->start - keys->position, 0);
     keys->to = lesser(task->stop - keys->position, block);
     head += task->first_head;
-    if (call->k_type >= INT8) { /* also for keys that do not exist: tiles multiply them by probabilities of 0 */
+    if (call->k_type >= INT8) { /* also for keys that do not exist, which tiles multiply by probabilities of 0 */
         memset(keys->k_scale, 0, sizeof keys->k_scale);
         memset(keys->v_scale, 0, sizeof keys->v_scale);
     }
@@ -154,26 +155,26 @@ INLINE void locate_block(struct keys *keys, const struct call *call, const struc
     }
 }
 
-/* ---- the keys that a row sees ---- */
+/* ---- visibility of keys ---- */
 
-/* A row sees those of the block's keys [low, high) whose group has its bit set. */
+/* The keys of a block that a row sees: keys in [low, high) whose group has its bit set. */
 struct sight {
     int32_t low, high;
     uint32_t groups;
 };
 
-/* Return whether any query of the task sees keys of the block, without regard to masks. */
+/* Return whether any query of the task sees keys of the block, ignoring masks. */
 INLINE int some_seen(const struct task *task, const struct keys *keys) {
     return task->own.queries - 1 + task->high > keys->position + keys->from && task->low < keys->position + keys->to;
 }
 
-/* Return whether all queries see all keys of the block, without regard to the caller's mask. */
+/* Return whether all queries see all keys of the block, ignoring the caller's mask. */
 INLINE int all_seen(const struct task *task, const struct keys *keys) {
     return !task->blocks && task->own.queries - 1 + task->low <= keys->position + keys->from &&
            task->high >= keys->position + keys->to;
 }
 
-/* Return the groups of the block where a row of the block mask is true, as bits. */
+/* Return one bit per group of the block: whether the row's block mask is true for the group. */
 INLINE uint32_t groups_of(const struct call *call, const struct keys *keys, const char *row) {
     uint32_t groups = 0;
     for (int64_t at = keys->from / GROUP * GROUP; at < keys->to; at += GROUP)
@@ -204,13 +205,13 @@ INLINE int look(const struct call *call, const struct task *task, const struct k
     return some;
 }
 
-/* ---- from products to scores ---- */
+/* ---- scores from products ---- */
 
-/* The relation of the softmax's inputs to scores. If the scale is the only option, the inputs are the products, which
-   rounds least. Otherwise `adjust` makes scores from the products. */
+/* How to compute scores from the softmax's inputs. If the scale is the only option, the inputs are unscaled products,
+   which minimises rounding. Otherwise `adjust` first turns products into scores. */
 struct units {
     int adjusts;
-    float unit, factor; /* a score is `unit` times an input; 2^(factor·x) is e^(score of x) */
+    float unit, factor; /* score = unit · input, and e^score = 2^(factor·input) */
 };
 
 INLINE float in_float32(double x) { return (float)(x > MOST ? MOST : x < -MOST ? -MOST : x); }
@@ -221,7 +222,7 @@ INLINE struct units units_of(const struct call *call, const struct task *task) {
     return (struct units){adjusts, adjusts ? 1 : in_float32(call->scale), in_float32(factor)};
 }
 
-/* Return the caller's mask for one query. */
+/* Return the address of the caller's mask for one query. */
 INLINE const char *mask_row(const struct task *task, int64_t query, int64_t head) {
     return task->mask ? task->mask + head * task->mask_head + query * task->mask_row : 0;
 }
@@ -255,7 +256,7 @@ INLINE void adjust(const struct call *call, const struct task *task, const struc
     }
 }
 
-/* Return whether a row sees a key of a block. */
+/* Return whether a row sees a certain key of a block. */
 INLINE int sees(const struct call *call, const struct task *task, const struct keys *keys, struct sight sight,
                 int64_t query, int64_t head, int64_t key) {
     if (key < sight.low || key >= sight.high || !(sight.groups >> key / GROUP & 1)) return 0;

@@ -1,4 +1,4 @@
-"""Call forward.c: attention over keys at any places in memory, on one thread or shared by several."""
+"""Call forward.c: compute attention over keys at any addresses, on one or several threads."""
 
 from __future__ import annotations
 
@@ -19,26 +19,28 @@ from flashpoint_kernels.native.prefix import SharedPrefix, together
 from flashpoint_kernels.native.rows import CHUNK, NOWHERE, TILE, UNBOUNDED, ByteSteps, Rows, Spans
 from flashpoint_kernels.problems.dropout import drop_below
 
-TOGETHER = 256  # sequences: from this number on their tasks are made together
-_LEAST_BYTES, _LEAST_FLOPS = 1 << 18, 1 << 20  # work of a thread: to wake one takes about half as long
+TOGETHER = 256  # from this many sequences on, `shares_together` makes all tasks at once
+_LEAST_BYTES, _LEAST_FLOPS = 1 << 18, 1 << 20  # minimum work of a thread: waking a thread takes about half as long
 
 TYPES = {getattr(torch, name): number for number, name in enumerate(native.DTYPES)}
 
 
 class Dropped(ctypes.Structure):
-    """struct dropout of options.h: the seed's low and high word, the last word that is dropped, and whether any is."""
+    """`struct dropout` of options.h: low and high word of the seed, the largest dropped word, and whether dropout is
+    on.
+    """
 
     _fields_ = tuple((name, ctypes.c_uint32) for name in ("low", "high", "last", "on"))
 
     @classmethod
     def of(cls, seed: int | None, p: float) -> Dropped:
-        """Return dropout with probability p; off for 0."""
+        """Return the structure for dropout with probability p; 0 turns dropout off."""
         if not p or seed is None:
             return cls()
         return cls(seed & 0xFFFFFFFF, seed >> 32, drop_below(p) - 1, 1)
 
 
-# Members of struct call of forward.c and of backward.c: what makes probabilities of q·k.
+# Members of `struct call` in forward.c and backward.c: the options that turn q·k into probabilities.
 OF_SCORES = (
     ("scale", ctypes.c_double),
     ("softcap", ctypes.c_double),
@@ -49,7 +51,7 @@ OF_SCORES = (
 )
 
 
-# Members of struct reader and of struct task of forward.h: 8 bytes each.
+# Members of `struct reader` and `struct task` in forward.h, each of 8 bytes.
 READER = ("q", "q_head", "q_row", "queries", "state", "state_head")
 TASK = (
     *(f"own.{name}" for name in READER), "o", "o_head", "o_row", "lse", "lse_head", "lse_row",
@@ -60,7 +62,7 @@ TASK = (
 
 
 class _Call(ctypes.Structure):
-    """struct call of forward.h."""
+    """`struct call` of forward.h."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("k_type", "q_type", "dim", "value_dim", "group", "k_row", "v_row")),
@@ -74,7 +76,7 @@ class _Call(ctypes.Structure):
 class Forward:
     """Attention of several tiles of queries with `heads` key/value heads each, of `group` query heads.
 
-    A unit is one key/value head of a tile, or of a shared prefix. `held` keeps alive what the addresses point to.
+    A unit is one key/value head of a tile or of a shared prefix. `held` keeps the memory at the addresses alive.
     """
 
     q_dtype: torch.dtype  # also o's
@@ -89,27 +91,29 @@ class Forward:
     v_row: int
     mask: ByteSteps = NOWHERE
     mask_dtype: torch.dtype = torch.bool
-    mask_step: int = 0  # from key to key, in bytes; 0 for one number for all keys
+    mask_step: int = 0  # stride from key to key in bytes; 0 if all keys share one element
     keep: float = 1.0  # 1 - dropout_p
     dropped: Dropped = field(default_factory=Dropped)
-    first_head: int = 0  # of the request's query heads, for dropout
+    first_head: int = 0  # the first of the request's query heads, for dropout
     held: object = None
     blocks: ByteSteps = NOWHERE
     block_size: tuple[int, int] = (1, 1)
     rows: list[Rows | SharedPrefix] = field(default_factory=list)
-    memory: list[object] = field(default_factory=list)  # of states, which tasks point to
+    memory: list[object] = field(default_factory=list)  # memory of the states to which tasks point
 
     def add(self, rows: Rows) -> None:
-        """Add queries of a sequence."""
+        """Add the queries of one sequence."""
         self.rows += rows.tiles(self.group, self.mask.row)
 
     def join(self, other: Forward) -> None:
-        """Add the queries of another forward of the same sizes, types and options, whose memory is kept alive."""
+        """Add the queries of another forward with the same sizes, types and options, and keep its memory alive."""
         self.rows += other.rows
         self.memory.append(other.held)
 
     def share_prefixes(self, workers: int) -> None:
-        """Let sequences that begin with the same chunks of keys read these together, on about `workers` threads."""
+        """Let sequences that begin with the same chunks of keys read these chunks together, on about `workers`
+        threads.
+        """
         alone = [row for row in self.rows if isinstance(row, Rows)]
         if len(alone) > 1 and not self.dropped.on:
             shared = [row for row in self.rows if isinstance(row, SharedPrefix)]
@@ -121,14 +125,14 @@ class Forward:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of keys and values that are read."""
+        """Return how many bytes of keys and values the forward reads."""
         return self._nbytes(sum(row.keys for row in self.rows))
 
     def _nbytes(self, keys: int) -> int:
         return keys * self.heads * (self.head_dim + self.value_dim) * self.k_dtype.itemsize
 
     def workers(self, threads: int) -> int:
-        """Return the number of threads for this work, at most `most`."""
+        """Return the number of threads for the work, at most `most`."""
         return self._workers(threads, sum(row.keys for row in self.rows), sum(row.pairs for row in self.rows))
 
     def _workers(self, threads: int, keys: int, pairs: int) -> int:
@@ -136,7 +140,7 @@ class Forward:
         return max(1, min(threads, max(self._nbytes(keys) // _LEAST_BYTES, flops // _LEAST_FLOPS)))
 
     def compute(self, first: int, last: int) -> None:
-        """Compute units [first, last) in this thread."""
+        """Compute the units [first, last) in this thread."""
         self.call([self._whole(first, last)])()
 
     def shares(self, workers: int) -> tuple[list[list[int]], list[tuple[list[int], torch.Tensor]]]:
@@ -152,7 +156,7 @@ class Forward:
         return self._between_chunks(rows, workers)
 
     def cuts(self, count: int) -> list[tuple[int, int]]:
-        """Return ranges of units of about equal work, at most `count`."""
+        """Return at most `count` ranges of units with about equal work."""
         edges = [0, *accumulate(pairs for row in self.rows for pairs in [row.pairs] * self.heads)]
         cuts = [bisect_left(edges, edges[-1] * number // count) for number in range(count + 1)]
         return [(first, last) for first, last in pairwise(cuts) if first < last]
@@ -189,14 +193,14 @@ class Forward:
         return shares, [(self._task(row, head, 1, row.start, row.stop, t.data_ptr()), t) for row, head, t in whole]
 
     def takes_together(self, rows: int, queries: int) -> bool:
-        """Return whether `shares_together` takes `rows` sequences, of which the longest has this many queries."""
+        """Return whether `shares_together` supports `rows` sequences, the longest of which has this many queries."""
         return rows >= TOGETHER and queries * self.group <= TILE
 
     def shares_together(self, rows: Rows, threads: int) -> list[array[int]]:
         """Return the tasks of many short sequences for each of at most `threads` threads.
 
-        `rows` has an array (n,) in the place of each number that differs between them: Python would take longer to
-        make their tasks one by one than the kernel to compute them.
+        Members of `rows` that differ between sequences are arrays (n,), because a Python loop over sequences would take
+        longer than the kernel.
         """
         _, queries, keys = np.broadcast_arrays(rows.q, rows.queries, rows.stop - rows.start)
         tasks = np.empty((len(queries), len(TASK)), np.int64)
@@ -227,9 +231,8 @@ class Forward:
         return compute_and_merge
 
     def replay(self, shares: Sequence[Sequence[int]], spans: Spans, tensors: Mapping[str, int]) -> calls.Replay | None:
-        """Return the shares as a call of q, k, v, o and lse, whose addresses now are in `tensors`, in any order.
-
-        None if it is too large to be kept.
+        """Return a call that repeats the shares with other q, k, v, o and lse. `tensors` has their current addresses,
+        in any order. Return None if the call is too large to be kept.
         """
         number = {name: place for place, name in enumerate(tensors)}
         memory = [array("q", tasks) for tasks in shares]
@@ -259,14 +262,14 @@ class Forward:
         return tasks
 
     def _part(self, row: Rows, head: int, first: int, last: int, states: torch.Tensor) -> list[int]:
-        """Return the task for chunks [first, last) of a head, with the memory of all its chunks' states."""
+        """Return the task for the chunks [first, last) of a head. Its memory has room for the states of all chunks."""
         edge = row.start // CHUNK
         start, stop = max(row.start, (edge + first) * CHUNK), min(row.stop, (edge + last) * CHUNK)
         return self._task(row, head, 1, start, stop, states.data_ptr() + first * states.stride(0) * 4)
 
     @property
     def _state_size(self) -> int:
-        """Return `state_size` of forward.c."""
+        """Return `state_size` of forward.c for this forward."""
         return 2 + -(-self.value_dim // native.VECTOR) * native.VECTOR
 
     def _prefix(self, prefix: SharedPrefix, head: int, heads: int) -> list[int]:
@@ -296,7 +299,7 @@ class Forward:
         return tasks
 
     def _task(self, row: Rows, head: int, heads: int, start: int, stop: int, parts: int = 0) -> list[int]:
-        """Return struct task of forward.h: the members of TASK, in their order."""
+        """Return one `struct task` of forward.h: the members in TASK, in order."""
         query, (_, o, lse) = head * self.group, row.steps
         return [
             *self._reader(row, head),
@@ -312,7 +315,7 @@ class Forward:
         ]  # fmt: skip
 
     def _reader(self, row: Rows, head: int) -> tuple[int, ...]:
-        """Return struct reader of forward.h: the members of READER, in their order."""
+        """Return one `struct reader` of forward.h: the members in READER, in order."""
         step = row.steps.q
         return row.q + head * self.group * step.head, *step, row.queries, row.state, row.state_head
 
@@ -332,5 +335,5 @@ class Forward:
 
 
 def _moved(address: Any, by: int) -> Any:
-    """Return an address, or an array of addresses, moved by some bytes; 0, for what is not there, stays."""
+    """Return addresses plus an offset in bytes; an address of 0 (absent) stays 0."""
     return address + by if isinstance(address, np.ndarray) or address else 0

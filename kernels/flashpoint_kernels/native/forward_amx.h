@@ -85,7 +85,7 @@ INLINE void locate(struct keys *keys, const struct call *call, const struct task
     locate_block(keys, call, task, head, position, BLOCK);
 }
 
-/* ---- reading keys and values ---- */
+/* ---- keys and values ---- */
 
 /* Copy a row to bfloat16, with zeros up to `width`. */
 INLINE void copy_row(char *to, const char *from, enum type type, int64_t dim, int64_t width, float *row) {
@@ -102,8 +102,8 @@ INLINE void copy_row(char *to, const char *from, enum type type, int64_t dim, in
 INLINE int64_t step_of(const struct group *group, const int value) { return value ? group->v_step : group->k_step; }
 INLINE const char *row_of(const struct group *group, const int value) { return value ? group->v : group->k; }
 
-/* Find the rows of two groups. Use them in memory if all exist, fill whole tiles and have one stride; otherwise copy
-   them. `value`: they are values, not keys. */
+/* Find the rows of two groups. Use the rows in place if all exist, fill whole tiles and have one stride; otherwise copy
+   them. `value`: rows are values, not keys. */
 INLINE struct rows_of_keys find_rows(const struct call *call, struct scratch *own, const struct keys *keys, int64_t first,
                                      const int value, int copied) {
     const struct group *group = keys->groups + first / GROUP;
@@ -127,7 +127,7 @@ INLINE const char *key_row(const struct rows_of_keys *rows, int64_t key) {
     return rows[key / STEP].at[key % STEP / GROUP] + key % GROUP * rows[key / STEP].step;
 }
 
-/* Return the larger magnitudes of bfloat16 numbers, as bits: infinity and NaN are above all others. */
+/* Return, element by element, the larger magnitude of bfloat16 numbers as bits: infinity and NaN exceed all others. */
 INLINE __m512i peak_of_row(__m512i peak, const char *row, int64_t width) {
     for (int64_t d = 0; d < width; d += STEP)
         peak = _mm512_max_epu16(peak, _mm512_and_si512(_mm512_loadu_si512(row + 2 * d), _mm512_set1_epi16(0x7fff)));
@@ -151,7 +151,7 @@ INLINE void load_queries(const struct call *call, const struct task *task, struc
     struct cursor cursor = first_row(task);
     own->tiles_of_queries = tiles_of(rows);
     for (int64_t first = 0; first < own->tiles_of_queries * QUERIES; first += QUERIES) {
-        memset(own->k_rows, 0, QUERIES * bytes); /* as temporary memory: it has no other use yet */
+        memset(own->k_rows, 0, QUERIES * bytes); /* use it as temporary memory: it is not needed yet */
         for (int64_t r = first; r < lesser(first + QUERIES, rows); r++)
             memcpy(own->k_rows + (r - first) * bytes, next_query(call, &cursor, head), call->dim * 2);
         for (int64_t r = 0; r < QUERIES; r++) peak = peak_of_row(peak, own->k_rows + r * bytes, own->dim);
@@ -189,7 +189,7 @@ INLINE int take_out_infinite(struct scratch *own, const struct keys *keys) {
     return 1;
 }
 
-/* Prefetch the rows of the next block at the same place in it. */
+/* Prefetch the rows of the next block that correspond to rows of this block. */
 INLINE void prefetch_step(const struct keys *next, int64_t first, const int value, int64_t bytes) {
     for (int64_t j = greater(first, next->from); j < lesser(first + STEP, next->to); j++) {
         const struct group *group = next->groups + j / GROUP;
@@ -212,7 +212,7 @@ INLINE void pack_values(struct scratch *own, const struct keys *keys, const stru
     }
 }
 
-/* ---- products ---- */
+/* ---- matrix products ---- */
 
 /* The range of steps of STEP keys that any row of a strip sees. */
 struct hull {
@@ -238,7 +238,7 @@ INLINE void multiply_keys(const struct scratch *own, float *s, int64_t tile, int
                    (struct right){own->q + tile * steps * TILE_BYTES, steps * TILE_BYTES, TILE_BYTES}, steps, 2, tiles, 0);
 }
 
-/* Add the values of a hull, weighted by p, to o of a strip. */
+/* Add a strip's product of probabilities p and the values of a hull to o. */
 INLINE void add_values(const struct scratch *own, int64_t tile, struct hull hull, const int tiles) {
     const int64_t columns = own->value_dim / 16, steps = hull.high - hull.low;
     const char *values = own->values + hull.low * columns * TILE_BYTES;
@@ -322,7 +322,7 @@ NOINLINE void adjust_tile(const struct call *call, const struct task *task, stru
         transpose_rows((char *)(s + t * tiles * 256), 64, (const char *)(own->by_query + t * 16), BLOCK * 4);
 }
 
-/* Write the words of dropout (BLOCK, 16) for a tile of queries. */
+/* Write dropout's random words (BLOCK, 16) for a tile of queries. */
 NOINLINE void draw_tile(const struct call *call, const struct task *task, struct scratch *own, const struct keys *keys,
                         int64_t head, int64_t tile, uint32_t *to) {
     const int64_t rows = call->group * task->own.queries;
@@ -334,7 +334,7 @@ NOINLINE void draw_tile(const struct call *call, const struct task *task, struct
         transpose_rows((char *)(to + t * 256), 64, (const char *)(own->room + t * 16), BLOCK * 4);
 }
 
-/* Remove the scores of keys that queries do not see. */
+/* Set the scores of keys that queries do not see to -inf. */
 INLINE void remove_unseen(const struct sight *sights, float *s, struct hull hull, const int tiles) {
     ints low, high, groups;
     for (int i = 0; i < QUERIES; i++) {
@@ -367,7 +367,7 @@ INLINE void rescale(struct scratch *own, int64_t tile, floats alpha, const int t
         store_floats(o + d * 16, load_floats(o + d * 16) * (tiles == 1 ? splat(alpha[d % 16]) : alpha));
 }
 
-/* Find the largest scores, and rescale the earlier sums. */
+/* Find the largest scores, and multiply earlier sums by the resulting factors. */
 INLINE struct lanes begin_softmax(struct scratch *own, const float *s, int64_t tile, struct hull hull, float factor,
                                   const int tiles) {
     float *most = own->most + tile * QUERIES;
@@ -379,8 +379,8 @@ INLINE struct lanes begin_softmax(struct scratch *own, const float *s, int64_t t
     return (struct lanes){base, load_floats(own->sum + tile * QUERIES) * alpha, splat(0)};
 }
 
-/* Make probabilities, as pairs, from the scores of STEP keys. Without dropout `drawn` is null, without
-   scales `v_scale`. */
+/* Compute probabilities, stored as pairs, from the scores of STEP keys. `drawn` is null without dropout, `v_scale` is
+   null without scales. */
 INLINE void exponentials(const struct call *call, const float *s, char *p, struct lanes *lanes, int64_t step, float factor,
                          const uint32_t *drawn, const float *v_scale, const int tiles) {
     const floats base = lanes->base;
@@ -416,7 +416,7 @@ INLINE void begin_chunk(const struct call *call, struct scratch *own, int64_t ro
     memset(own->tiles, 0, sizeof(float) * all * own->value_dim);
 }
 
-/* Write o as rows. */
+/* Convert o from tiles to rows. */
 INLINE void end_chunk(const struct call *call, struct scratch *own, int64_t rows) {
     const int64_t width = padded(call->value_dim);
     for (int64_t first = 0; first < rows; first += QUERIES)
@@ -429,11 +429,11 @@ INLINE void end_chunk(const struct call *call, struct scratch *own, int64_t rows
         }
 }
 
-/* ---- blocks ---- */
+/* ---- one block of keys ---- */
 
-/* The common data of all strips of a block. */
+/* The data that all strips of a block share. */
 struct block {
-    const struct keys *keys, *next; /* next: null, or the block to prefetch */
+    const struct keys *keys, *next; /* next: the block to prefetch, or null */
     int64_t head, rows;
     int whole, in_range, infinite; /* all rows see all keys; products cannot exceed the range; see `take_out_infinite` */
 };

@@ -11,7 +11,7 @@ struct scratch {
     float *q;                 /* (rows, dim); dimensions are `padded` */
     float *o;                 /* (rows, value_dim), of this chunk */
     float *most, *sum;        /* (rows): the largest score and the sum of this chunk; sum is valid after `end_chunk` */
-    floats *sums;             /* (rows, SUMS): the parts of sum */
+    floats *sums;             /* (rows, SUMS): partial sums, which `end_chunk` adds up */
     float *alpha;             /* (rows): the factor of o in this block */
     float *s;                 /* (STRIP, BLOCK): scores, then probabilities */
     float *panels, *values;   /* the block's keys, see `panel_columns`, and its values (BLOCK, value_dim) */
@@ -72,7 +72,7 @@ INLINE void locate(struct keys *keys, const struct call *call, const struct task
     locate_block(keys, call, task, head, position, BLOCK);
 }
 
-/* ---- reading keys and values ---- */
+/* ---- keys and values ---- */
 
 /* Prefetch `bytes` of each row into the L2 cache. */
 INLINE void prefetch_rows(const char *rows, int64_t step, int64_t count, int64_t bytes) {
@@ -80,8 +80,8 @@ INLINE void prefetch_rows(const char *rows, int64_t step, int64_t count, int64_t
         for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(rows + j * step + at, 0, 2);
 }
 
-/* Write the block's keys as panels, and prefetch those of `next`, unless it is null. Return the largest numbers, as
-   bits. The columns of keys that do not exist have undefined numbers. */
+/* Write the block's keys as panels, and prefetch the keys of `next`, unless it is null. Return the largest magnitudes
+   as bits. The columns of keys that do not exist are undefined. */
 INLINE ints pack_keys_of(struct scratch *own, const struct keys *keys, const struct keys *next, int64_t dim,
                          const enum type type) {
     const int64_t width = padded(dim), step = width + 16;
@@ -90,7 +90,7 @@ INLINE ints pack_keys_of(struct scratch *own, const struct keys *keys, const str
         const struct group *group = keys->groups + first / GROUP;
         for (int64_t i = 0; i < GROUP; i++) {
             float *row = own->rows + i * step;
-            if (first + i < keys->from || first + i >= keys->to) continue; /* no row sees its scores */
+            if (first + i < keys->from || first + i >= keys->to) continue; /* no row uses this key's scores */
             if (next && next->from <= first + i && first + i < next->to) {
                 const struct group *soon = next->groups + first / GROUP;
                 prefetch_rows(soon->k + i * soon->k_step, 0, 1, dim * size_of(type));
@@ -153,7 +153,7 @@ INLINE int take_out_infinite(struct scratch *own, const struct keys *keys, int64
     return 1;
 }
 
-/* ---- products ---- */
+/* ---- matrix products ---- */
 
 /* The range of keys [low, high) that a tile of TALL rows sees. */
 struct hull {
@@ -179,7 +179,8 @@ NOINLINE void add_values(float *o, int64_t width, const float *p, const float *v
 
 INLINE int64_t vectors_at(int64_t at, int64_t width) { return lesser(width - at, PANEL) / LANES; }
 
-/* Do the same without copies of the values, for few rows. Prefetch the values of `next`, unless it is null. */
+/* Do the same as the function above, but read the values in place, for few rows. Prefetch the values of `next`, unless
+   it is null. */
 INLINE void add_values_in_place(struct scratch *own, const struct keys *keys, const struct keys *next, int64_t width,
                                 int64_t rows) {
     static const float ones[TALL] = {1, 1, 1, 1, 1, 1};
@@ -284,7 +285,7 @@ NOINLINE void soften(const struct call *call, const struct task *task, const str
                      const struct keys *keys, int64_t head, int64_t first, int64_t rows, const struct hull *hulls) {
     float base[STRIP + LANES];
     for (int64_t r = 0; r < rows; r++) base[r] = largest_seen(own->s + r * BLOCK, own->sights[first + r]);
-    for (int64_t r = 0; r < rows; r += LANES) { /* lanes beyond the rows are not used */
+    for (int64_t r = 0; r < rows; r += LANES) { /* lanes beyond the last row are ignored */
         const floats old = load_floats(own->most + first + r), most = largest(load_floats(base + r), old);
         const floats zero = choose(most == -__builtin_inff(), splat(0), most);
         const floats alpha = exponential2((old - zero) * units->factor);
@@ -317,7 +318,7 @@ INLINE void end_chunk(const struct call *call, struct scratch *own, int64_t rows
     for (int64_t r = 0; r < rows; r++) own->sum[r] = sum_of_16(own->sums + r * SUMS);
 }
 
-/* Find the keys that the tiles of some rows see. Return whether they see any. */
+/* Find the keys that each tile of rows sees. Return whether any row sees a key. */
 INLINE int hulls_of(const struct scratch *own, int64_t first, int64_t rows, struct hull *hulls) {
     int some = 0;
     for (int64_t r = 0; r < rows; r += TALL) {

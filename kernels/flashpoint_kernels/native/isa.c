@@ -10,7 +10,7 @@
 
 #ifdef __x86_64__
 
-#define XTILEDATA 18 /* the number of the tiles' part of a thread's state */
+#define XTILEDATA 18 /* index of the tile registers in the processor's extended state (XSAVE) */
 #define ARCH_REQ_XCOMP_PERM 0x1023
 
 /* Return whether the processor has AMX for bfloat16, and the system lets this process use it. */
@@ -41,7 +41,7 @@ static const char *level;
 /* Request permission for AMX once, when the library is loaded, so that a process always uses the same kernels. */
 __attribute__((constructor)) static void find(void) { level = find_level(); }
 
-/* Return the highest level of this processor, or "none". */
+/* Return the highest instruction set of this processor, or "none". */
 const char *flashpoint_level(void) { return level; }
 
 /* Return the checksum of the sources from which this library was compiled. */

@@ -1,4 +1,4 @@
-/* The scratch memory of a call in one thread, and arithmetic of sizes. */
+/* The temporary memory of a call in one thread, and arithmetic of sizes. */
 
 #ifndef FLASHPOINT_MEMORY
 #define FLASHPOINT_MEMORY

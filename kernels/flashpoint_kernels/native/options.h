@@ -9,11 +9,11 @@
 
 INLINE ints is_number(floats x) { return (ints)((as_words(x) & 0x7f800000u) != 0x7f800000u); }
 
-/* Return x within float32's range: infinities become its largest numbers. NaN stays. */
+/* Return x limited to float32's range: an infinity becomes the largest finite number of its sign. NaN stays. */
 INLINE floats within_range(floats x) { return choose(x > MOST, splat(MOST), choose(x < -MOST, splat(-MOST), x)); }
 
-/* Return the mask's terms for the scores of the keys [key, key + LANES); read only keys below `stop`. `row` is the
-   address of the query's number for key 0. `step`, the stride from key to key, is the number's size or 0. */
+/* Return the mask's summands for the scores of the keys [key, key + LANES); read only keys below `stop`. `row` is the
+   address of the query's mask element for key 0. `step`, the stride between keys, is an element's size or 0. */
 INLINE floats masked(const char *row, enum type type, int64_t step, int64_t key, int64_t stop) {
     const int64_t size = type == BOOL ? 1 : size_of(type);
     char copy[4 * LANES] = {0};
@@ -30,19 +30,19 @@ INLINE floats masked(const char *row, enum type type, int64_t step, int64_t key,
 /* Return scores of a query minus ALiBi's slope·|query - key|. */
 INLINE floats less_alibi(floats x, float slope, ints keys, int32_t query) {
     ints distance = keys - query;
-    distance = (distance ^ (distance >> 31)) - (distance >> 31); /* absolute */
+    distance = (distance ^ (distance >> 31)) - (distance >> 31); /* absolute value */
     return multiply_add(splat(-slope), __builtin_convertvector(distance, floats), x);
 }
 
-/* Dropout as the contract defines it: key j of query i is kept if word j mod 4 of Philox4x32-10 (Salmon et al. 2011) is
-   above `last`. The key of Philox is the seed, and its counter is (j div 4, i, head, sequence). */
+/* Dropout by the contract's definition: key j of query i is kept if word j mod 4 of Philox4x32-10 (Salmon et al. 2011)
+   is above `last`. The key of Philox is the seed, and its counter is (j div 4, i, head, sequence). */
 struct dropout {
     uint32_t seed[2], last, on;
 };
 
 typedef uint64_t longs __attribute__((vector_size(4 * LANES)));
 
-#define ROOM(keys) ((keys) + 4 + 2 * LANES) /* words that `draw` needs for `keys` keys */
+#define ROOM(keys) ((keys) + 4 + 2 * LANES) /* 32-bit words of memory that `draw` needs for `keys` keys */
 
 /* Return the products of the low halves of `a` and of b. */
 INLINE longs product32(longs a, uint32_t b) {
@@ -55,7 +55,8 @@ INLINE longs product32(longs a, uint32_t b) {
 #endif
 }
 
-/* Write words for the keys [key, key + count) of one query to `room`, and return the place of the first. */
+/* Write random words for the keys [key, key + count) of one query to `room`, and return the address of the first
+   word. */
 INLINE const uint32_t *draw(const struct dropout *dropout, uint32_t *room, int64_t sequence, int64_t head,
                             int64_t query, int64_t key, int64_t count) {
     const int64_t first = key / 4, end = (key + count + 3) / 4;
@@ -63,7 +64,7 @@ INLINE const uint32_t *draw(const struct dropout *dropout, uint32_t *room, int64
     for (int i = 0; i < LANES / 2; i++) lanes[i] = i;
     uint32_t *to = room;
     for (int64_t at = first; at < end; at += LANES / 2, to += 2 * LANES) {
-        /* Only the low halves of these numbers have a meaning: products do not read the high halves. */
+        /* Only the low 32 bits of each element matter: `product32` ignores the high 32 bits. */
         longs a = lanes + (uint64_t)at, b = lanes * 0 + (uint64_t)query, c = lanes * 0 + (uint64_t)head;
         longs d = lanes * 0 + (uint64_t)sequence;
         uint32_t k0 = dropout->seed[0], k1 = dropout->seed[1];
@@ -92,7 +93,7 @@ INLINE const uint32_t *draw(const struct dropout *dropout, uint32_t *room, int64
     return room + key % 4;
 }
 
-/* Return x for keys that dropout keeps, and 0 for others. `drawn` has the words of these keys. */
+/* Return x for keys that dropout keeps, and 0 for other keys. `drawn` has the random words of these keys. */
 INLINE floats kept(const struct dropout *dropout, const uint32_t *drawn, floats x) {
     words w;
     memcpy(&w, drawn, sizeof w);

@@ -1,4 +1,4 @@
-"""Sequences that begin with the same keys read them together, once.
+"""Let sequences that begin with the same keys read these keys once, together.
 
 Forks of a cache, and sequences whose block tables name the same pages, have their first chunks at the same places in
 memory. One task reads such a chunk for the rows of all these sequences, as cascade attention does; then each sequence
@@ -30,9 +30,9 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SharedPrefix:
-    """Sequences whose first keys are the same; `tails` are the positions of their own first keys.
+    """Sequences whose first keys are the same; `tails` are the positions where their own keys begin.
 
-    A run comes after those whose rows contain its rows.
+    Runs are in such an order that a run follows all runs whose rows include its rows.
     """
 
     rows: Sequence[Rows]
@@ -41,7 +41,7 @@ class SharedPrefix:
 
     @property
     def keys(self) -> int:
-        """Return the number of keys that are read, shared ones once."""
+        """Return the number of keys that are read; count shared keys once."""
         keys_alone = sum(row.stop - tail for row, tail in zip(self.rows, self.tails, strict=True))
         return keys_alone + sum(run.stop - run.start for run in self.runs)
 
@@ -51,7 +51,9 @@ class SharedPrefix:
         return sum(row.pairs for row in self.rows)
 
     def reads(self) -> list[float]:
-        """Return the keys that each sequence reads, where those of a run are divided among its sequences."""
+        """Return the number of keys for each sequence, where the keys of a run are divided equally among its
+        sequences.
+        """
         reads = [float(row.stop - tail) for row, tail in zip(self.rows, self.tails, strict=True)]
         for run in self.runs:
             for n in range(run.first, run.last):
@@ -60,9 +62,10 @@ class SharedPrefix:
 
 
 def together(rows: Sequence[Rows], group: int, parts: int) -> Iterator[Rows | SharedPrefix]:
-    """Yield all rows, those that share their first chunks as `SharedPrefix`.
+    """Yield all rows; combine rows that share their first chunks in a `SharedPrefix`.
 
-    A query has `group` rows, and a prefix at most TILE. It is divided into at least `parts`, if it has enough rows.
+    A query has `group` rows. A prefix has at most TILE rows; its sequences are divided into at least `parts` prefixes,
+    if there are enough sequences.
     """
     tables: dict[tuple[int, int, bytes], list[tuple[bytes, Rows]]] = {}
     for row in rows:
@@ -73,7 +76,7 @@ def together(rows: Sequence[Rows], group: int, parts: int) -> Iterator[Rows | Sh
         else:
             tables.setdefault((row.start, row.tokens, chunk), []).append((table, row))
     for alike in tables.values():
-        alike.sort(key=lambda member: member[0])  # those with the longest common prefixes are neighbours
+        alike.sort(key=lambda member: member[0])  # then sequences with long common prefixes are neighbours
         edges = list(accumulate(row.queries * group for _, row in alike))
         count = min(max(-(-edges[-1] // TILE), parts), max(len(alike) // 2, 1))
         numbers = [(edge - 1) * count // edges[-1] for edge in edges]
@@ -82,7 +85,7 @@ def together(rows: Sequence[Rows], group: int, parts: int) -> Iterator[Rows | Sh
 
 
 def _shareable(row: Rows) -> bytes:
-    """Return the addresses of the first chunks of keys that all queries see; empty if they cannot be shared."""
+    """Return the addresses of the first chunks whose keys all queries see; empty if these cannot be shared."""
     if row.mask or row.blocks or row.slopes or row.start % CHUNK or CHUNK % row.tokens or row.first % CHUNK:
         return b""
     stop = min(row.stop, row.high) // CHUNK * CHUNK
@@ -98,7 +101,7 @@ def _chunk_size(row: Rows) -> int:
 
 
 def _shared(members: Sequence[tuple[bytes, Rows]]) -> Iterator[Rows | SharedPrefix]:
-    """Yield a `SharedPrefix` of rows with the same first chunk; a single row as it is."""
+    """Yield one `SharedPrefix` for rows with the same first chunk; yield a single row unchanged."""
     if len(members) == 1:
         yield members[0][1]
         return
@@ -120,7 +123,7 @@ def _shared(members: Sequence[tuple[bytes, Rows]]) -> Iterator[Rows | SharedPref
 
 
 def _common(a: bytes, b: bytes) -> int:
-    """Return the length of the longest common prefix."""
+    """Return the length of the longest common prefix of the lists."""
     length = min(len(a), len(b))
     if a[:length] == b[:length]:
         return length

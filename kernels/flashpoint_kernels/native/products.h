@@ -1,7 +1,7 @@
 /* Products of float32 matrices, in tiles that stay in registers, and the layout of keys that they read.
 
-   A number of a product is one chain of fused multiply-adds, in the order of its sum. So its bits do not depend on its
-   tile, on the number of rows, or on the instruction set. */
+   Each element of a product is one chain of fused multiply-adds in a fixed order. So its bits do not depend on its
+      tile, on the number of rows, or on the instruction set. */
 
 #ifndef FLASHPOINT_PRODUCTS
 #define FLASHPOINT_PRODUCTS
@@ -10,11 +10,10 @@
 
 #define TALL 6                     /* rows of a tile */
 #define WIDE (LANES == 8 ? 2 : 4)  /* vectors of a tile's row: AVX2 has 16 registers, the others have 32 */
-#define PANEL (WIDE * LANES)       /* keys of a panel: for each d, a panel has the numbers of all its keys */
+#define PANEL (WIDE * LANES)       /* keys of a panel, which has one row of keys for each dimension */
 #define GROUP 16                   /* keys that are located and read together */
 
-/* The use of the numbers in c: a product replaces them, adds them to its sum at the end, or begins its sum with them
-   times a factor. */
+/* How a product changes c: it replaces c, it is added to c at the end, or its sum begins with c times a factor. */
 enum start { WRITE, ADD, RESCALE };
 
 /* Compute one tile: c (rows, vectors·LANES) = a b, a b + c, or factor c + a b. a[r, n] is at a + r·a_row + n·a_step;
@@ -78,10 +77,10 @@ INLINE void tile_of_any(float *c, int64_t c_row, const float *a, int64_t a_row, 
         tile_of_rows(c, c_row, a, a_row, a_step, b, b_row, depth, factor, start, rows, 3 < WIDE ? 3 : 1);
 }
 
-/* ---- the layout of keys that tiles read ---- */
+/* ---- panels of keys ---- */
 
-/* Write GROUP rows (GROUP, row) as columns of panels; they are the keys from `key` on. A panel has padded(dim) rows of
-   PANEL numbers. */
+/* Write GROUP rows (GROUP, row) as columns of panels, for the keys from `key` on. A panel has padded(dim) rows of PANEL
+   elements. */
 INLINE void panel_columns(float *panels, const float *rows, int64_t row, int64_t key, int64_t dim) {
     for (int64_t j = 0; j < GROUP; j += LANES) {
         float *to = panels + (key + j) / PANEL * PANEL * padded(dim) + (key + j) % PANEL;

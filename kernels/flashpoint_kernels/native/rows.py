@@ -1,4 +1,4 @@
-"""Where the queries, the keys and the values of a forward lie in memory: addresses and steps, in bytes."""
+"""Describe where queries, keys and values of a forward are in memory: addresses, and strides in bytes."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from numpy.typing import NDArray
 
 CHUNK = 1024  # keys of one softmax, see forward.c
 UNBOUNDED = 1 << 60
-TILE = 384  # rows of a key/value head that read the keys together: queries of its query heads
-_STEP = 96  # rows: tiles have a multiple of it
-SPAN = 64  # bytes of a span
+TILE = 384  # maximum rows of a tile: the queries of all query heads that share a key/value head
+_STEP = 96  # the rows of a tile are a multiple of this
+SPAN = 64  # bytes of one span in `Spans.numbers`
 
 
 class ByteSteps(NamedTuple):
-    """Steps in bytes from one head to the next, and from one row to the next."""
+    """Strides in bytes from one head to the next, and from one row to the next."""
 
     head: int
     row: int
 
 
-NOWHERE = ByteSteps(0, 0)  # of an lse that is not wanted, or a mask that is not there
+NOWHERE = ByteSteps(0, 0)  # strides of an absent lse or mask
 
 
 class Spans:
-    """Addresses of keys: for each span, k and v of head 0, their steps from head to head, and the same of their scales.
+    """Addresses of keys. A span has the addresses of k and v for head 0, their strides between heads, and the same for
+    their scales.
 
     Each span has `tokens` keys, and each sequence `count` spans. `numbers` are 8 integers for each span, int64.
     """
@@ -41,12 +42,12 @@ class Spans:
         self.tokens = tokens
 
     def of_sequence(self, number: Any) -> Any:
-        """Return the address of the first span of a sequence, or those of an array of sequences."""
+        """Return the address of a sequence's first span; for an array of sequences, an array of addresses."""
         return self._address + 64 * self._count * number
 
 
 class QuerySteps(NamedTuple):
-    """The steps of q, o and lse."""
+    """The strides of q, o and lse."""
 
     q: ByteSteps
     o: ByteSteps
@@ -56,9 +57,9 @@ class QuerySteps(NamedTuple):
 class Rows(NamedTuple):
     """The queries of one sequence and their keys.
 
-    `q`, `o`, `lse`, `slopes`, `mask` and `blocks` are addresses (`lse`: 0 if not wanted; the others: 0 without one).
+    `q`, `o`, `lse`, `slopes`, `mask` and `blocks` are addresses; 0 means absent.
     Query i sees the keys [i + low, i + high) among [start, stop). `spans` is an address in a `Spans`, whose first key
-    has position `first`. `mask` and `blocks`, the block mask, are of query 0 and key 0 of the sequence.
+    has position `first`. `mask` and `blocks` (the block mask) are addresses for query 0 and key 0 of the sequence.
     """
 
     q: int
@@ -78,9 +79,9 @@ class Rows(NamedTuple):
     sinks: int = 0
     mask: int = 0
     blocks: int = 0
-    sequence: int = 0  # for dropout, and the number of the first query
+    sequence: int = 0  # number of the sequence, and position of its first query, for dropout
     query: int = 0
-    # struct reader of forward.h: addresses of a state, and of the queries of several sequences
+    # `struct reader` of forward.h: addresses of a state, and of the queries of several sequences
     state: int = 0
     state_head: int = 0
     readers: int = 0
@@ -99,9 +100,10 @@ class Rows(NamedTuple):
         return max(1, -(-self.stop // CHUNK) - self.start // CHUNK)
 
     def tiles(self, group: int, mask_row: int) -> Iterator[Rows]:
-        """Yield the queries in tiles of at most TILE rows, of which a query has `group`. Each tile reads its keys once.
+        """Yield the queries in tiles of at most TILE rows; a query has `group` rows. A tile reads each of its keys
+        once.
 
-        `mask_row` is the step of the mask from query to query in bytes.
+        `mask_row` is the stride of the mask from query to query in bytes.
         """
         count = -(-self.queries * group // TILE)
         if count < 2:

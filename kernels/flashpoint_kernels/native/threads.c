@@ -1,4 +1,4 @@
-/* Calls of the kernels on several threads, and calls that are repeated with other tensors.
+/* Run calls of the kernels on several threads, and repeat calls with other tensors.
 
    The first call that needs a thread makes it. The thread then waits for jobs: first it polls for a short time, because
    waking a thread takes about as long as a small call, then it sleeps. A caller never waits for a thread that has not
@@ -14,7 +14,7 @@
 #include <string.h>
 
 #define MOST_THREADS 255
-#define LOOKS 2000 /* pauses of polling, about 0.1 ms */
+#define LOOKS 2000 /* number of pauses while polling, about 0.1 ms */
 
 #ifdef __x86_64__
 #define PAUSE() __builtin_ia32_pause()
@@ -32,7 +32,7 @@ struct job {
 };
 
 struct worker {
-    _Atomic(struct job *) job; /* the next job */
+    _Atomic(struct job *) job; /* the job to run next */
     atomic_int claimed;        /* 1 from a caller's claim until the job is done */
     atomic_int asleep;
     pthread_mutex_t mutex;
@@ -40,7 +40,7 @@ struct worker {
 };
 
 static struct worker workers[MOST_THREADS];
-static atomic_int made;   /* workers [0, made) have a thread */
+static atomic_int made;   /* workers with index [0, made) have a thread */
 static atomic_int making; /* a thread is being made */
 
 static struct job *await_job(struct worker *own) {
@@ -64,7 +64,7 @@ static void *work(void *argument) {
         struct job *job = await_job(own);
         job->missing = job->compute(job->call);
         atomic_store(&own->claimed, 0);
-        atomic_store(&job->done, 1); /* last use of the job: it is in the caller's memory */
+        atomic_store(&job->done, 1); /* do not use the job after this: it is in the caller's memory */
     }
     return 0;
 }
@@ -137,7 +137,7 @@ int flashpoint_share(function *compute, const char *calls, int64_t size, int64_t
     for (int64_t n = others + 1; n < count; n++) missing |= compute(calls + n * size);
     for (int n = 0; n < others; n++) {
         struct job *own = jobs + n;
-        if (!given[n] || atomic_compare_exchange_strong(&given[n]->job, &own, 0)) { /* no thread has begun it */
+        if (!given[n] || atomic_compare_exchange_strong(&given[n]->job, &own, 0)) { /* no thread has begun this call */
             if (given[n]) atomic_store(&given[n]->claimed, 0);
             missing |= compute(jobs[n].call);
             continue;
@@ -153,8 +153,8 @@ int flashpoint_share(function *compute, const char *calls, int64_t size, int64_t
     return missing;
 }
 
-/* A call to repeat: its shares and the data that they point to, as integers. `bases` has the base of each integer: 0
-   for an absolute value, 1 for an offset into the integers, 2 and above for an offset from a tensor's address. */
+/* A call to repeat: its shares and the data that they point to, as integers. `bases` says how to read each integer: 0
+   for a plain value, 1 for an offset into the integers, 2 and above for an offset from a tensor's address. */
 struct replay {
     function *compute;
     int64_t size, count; /* bytes of a share, which come first, and their number */
@@ -163,7 +163,7 @@ struct replay {
     const unsigned char *bases;
 };
 
-/* Repeat a call with tensors at other addresses. Return as `flashpoint_share`. */
+/* Repeat a call with tensors at other addresses. Return 0, or 1 if memory is missing, like `flashpoint_share`. */
 int flashpoint_replay(const struct replay *replay, int64_t a, int64_t b, int64_t c, int64_t d, int64_t e, int64_t f, int64_t g,
                       int64_t h, int64_t i) {
     int64_t *copy = malloc(sizeof *copy * replay->length);

@@ -11,7 +11,7 @@
 #include "vectors.h"
 
 #define TILE_BYTES 1024
-#define STEP 32 /* numbers of the sum in one tile product */
+#define STEP 32 /* summands of one tile product: the common dimension of a and b */
 
 /* The layout of the processor's tile configuration: 8 tiles of 16 rows of 64 bytes. */
 struct tile_shapes {
@@ -139,9 +139,9 @@ INLINE void multiply_tiles(float *c, int64_t c_down, int64_t c_right, struct lef
     if (rows == 2 && columns == 2) TILE_STORE(3, c + c_right + c_down, 64);
 }
 
-/* ---- the layouts that tiles read; numbers are bfloat16 ---- */
+/* ---- the layouts of tiles; elements are bfloat16 ---- */
 
-/* Return the numbers of a and b, rounded to nearest even, as pairs with the number of a first. */
+/* Return pairs of the elements of a and b, rounded to nearest even; a's element is the first of its pair. */
 INLINE words pairs_of(floats a, floats b) {
 #if LANES == 16 && defined(__AVX512BF16__)
     const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21,

@@ -116,7 +116,7 @@ INLINE ints larger_bits(ints a, floats x) {
 #endif
 }
 
-/* Compilers widen such vectors in halves, which takes three times as long as these instructions. */
+/* Compilers split such conversions into halves, which takes three times as long as these instructions. */
 #if LANES == 16
 INLINE words from_shorts(const char *p) { return (words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)); }
 INLINE words from_bytes(const char *p) { return (words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)p)); }
@@ -189,7 +189,7 @@ INLINE ints each_lane(void) {
     return lanes;
 }
 
-/* Return the floats of a row in our scratch memory: whole vectors for every instruction set. */
+/* Return the floats that a row occupies in temporary memory: whole vectors for every instruction set. */
 INLINE int64_t padded(int64_t dim) { return (dim + 15) / 16 * 16; }
 
 INLINE void read_row_of(float *to, const char *from, enum type type, int64_t dim) {
@@ -459,7 +459,7 @@ INLINE void transpose(floats *a) {
 /* Transpose LANES rows of LANES 32-bit numbers. Strides are in bytes. */
 INLINE void transpose_rows(char *to, int64_t to_step, const char *from, int64_t step) {
 #if LANES == 16
-    /* Four columns at a time: loads of quarters of vectors need no shuffle. */
+    /* Process four columns at a time: loads of quarters of vectors need no shuffle. */
 #pragma GCC unroll 4
     for (int d = 0; d < 16; d += 4) {
         __m512 rows[4];

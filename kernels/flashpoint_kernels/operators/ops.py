@@ -28,9 +28,9 @@ from flashpoint_kernels.operators.torch_rules import refuse_batched_gradients, r
 from flashpoint_kernels.problems.problem import Problem, tensor_info
 from flashpoint_kernels.problems.strides import empty_like, laid_like
 
-# Options are passed as one string, the Python literal of those that are not the default: with one argument for each, a
-# call that needs a gradient takes torch time proportional to the square of their number. A call at (1,1,4,8) on one CPU
-# core, of which the library itself takes 115 µs: 330 µs with 22 arguments, 230 with these.
+# Options are one string argument: a Python literal of those that are not the default. With one argument for each
+# option, torch's time for a call with a gradient grows with the square of their number. Measured at (1,1,4,8) on one
+# CPU core: 330 µs with 22 arguments, 230 µs with one string; the library itself takes 115 µs.
 _PLAIN: dict[type[Kind], Callable[[Any], Any]] = {
     OneOf: str, Flag: bool, Number: float, Pair: lambda pair: (int(pair[0]), int(pair[1])),
 }  # fmt: skip
@@ -47,7 +47,7 @@ _SEED_BITS = (1 << 64) - 1
 
 
 def _arguments(names: Sequence[str]) -> str:
-    """Return the schema of these tensors and of the seed."""
+    """Return the part of an operator's schema that declares these tensors and the seed."""
     return ", ".join(f"Tensor{'' if name in 'qkv' else '?'} {name}" for name in (*names, "dropout_seed"))
 
 
@@ -75,14 +75,14 @@ def attention(tensors: Mapping[str, Tensor | None], options: Options) -> tuple[T
 
 
 def attention_backward(tensors: Mapping[str, Tensor | None], options: Options) -> list[Tensor]:
-    """Return the gradients in `options.grads` from the operator."""
+    """Call the operator, and return the gradients that `options.grads` names."""
     inputs, given = [tensors[name] for name in _BOTH], [tensors[name] for name in _GIVEN]
     refuse_transforms(tensors.items())
     return _backward(*inputs, _seed(options), *given, _text(options), options.grads)
 
 
 def _backward(*arguments: Any) -> list[Tensor]:
-    """Return the gradients of these arguments of the operator, through the dispatcher where that makes a difference."""
+    """Return the gradients for the operator's arguments; use the dispatcher only where it makes a difference."""
     tensors = arguments[:-2]
     direct = _is_direct(tensors) and not _differentiates(tensors)
     call = _attention_backward if direct else torch.ops.flashpoint.attention_backward.default
@@ -109,7 +109,7 @@ def _differentiates(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def _text(options: Options) -> str:
-    """Return the cached `literal`; torch.compile traces through a cache, and warns about it."""
+    """Return `literal` from a cache; without the cache under torch.compile, which would warn about it."""
     return literal(options) if torch.compiler.is_compiling() else _remembered(options)
 
 
@@ -136,7 +136,7 @@ def _seed(options: Options) -> Tensor | None:
 
 @lru_cache(1024)
 def _options_of(text: str, grads: tuple[str, ...] | None, seeded: bool) -> Options:
-    """Return the options without their seed, which differs from call to call; with one, it is 0 here."""
+    """Return the options without the seed, which differs from call to call; a given seed becomes 0."""
     given = ast.literal_eval(text) | ({"dropout_seed": 0} if seeded else {})
     return Options(**given, return_lse=True) if grads is None else Options(**given, grads=grads)
 
@@ -248,7 +248,7 @@ def plain_inputs(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor | None]:
 
 
 class _Attention(torch.autograd.Function):
-    """`flashpoint::attention` for autograd alone."""
+    """The operator `flashpoint::attention` as an autograd function, without the dispatcher."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:

@@ -31,11 +31,11 @@ from flashpoint_kernels.problems.strides import empty_like, laid_like
 from flashpoint_kernels.torch_backend.backward import differentiate_dense
 from flashpoint_kernels.torch_backend.forward import attend_dense
 
-_ORDINARY = (Tensor, torch.nn.Parameter)  # not subclasses, which may redefine operations
+_ORDINARY = (Tensor, torch.nn.Parameter)  # subclasses are excluded, because they may redefine operations
 _dispatch_modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
 
 
-_REPLAYS = 16  # of a route, at most: for threads and strides
+_REPLAYS = 16  # maximum kept calls of a route, for different threads and strides
 
 
 @dataclass(eq=False, slots=True)
@@ -47,7 +47,7 @@ class Route:
     forward_spec: Spec
     backward_spec: Spec
     row: Row
-    # By the number of tensors, the threads and the strides: the library and its call.
+    # (number of tensors, threads, strides): (library, call).
     _replays: dict[tuple[object, ...], tuple[native.Library, Replay]] = field(default_factory=dict)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,7 +66,7 @@ class Route:
         return [laid_like(gradient, t) for gradient, t in zip(gradients, (q, k, v), strict=True)]
 
     def _compute(self, first: Callable[..., Replay | None], *tensors: Tensor) -> None:
-        """Compute by an earlier call of tensors like these, or by `first`, whose call is kept."""
+        """Compute by an earlier call for tensors like these; else compute by `first`, and keep its call."""
         threads, library = torch.get_num_threads(), native.library()
         key = (threads, *[t.stride() for t in tensors])
         kept = self._replays.get(key)
@@ -111,7 +111,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, options: Options) -> tuple[Tensor
 
 @lru_cache(1024)  # a model repeats a few problems
 def _route(options: Options, *found: Any) -> Route | None:
-    """Return the route for these shapes and dtypes of q, k and v; None without one, or if there is an error."""
+    """Return the route for these shapes and dtypes of q, k and v; None if the fast path does not support them."""
     shapes, dtypes = found[:3], found[3:]
     if len(shapes[0]) != 4 or options.dropout_p or any(dtype not in DTYPE_NAMES for dtype in dtypes):
         return None
@@ -135,7 +135,7 @@ def _gradient(spec: Spec) -> Spec:
 
 
 class _Plain(torch.autograd.Function):
-    """The autograd function of a plain call. A backward through lse, or one that is traced, is the one of ops.py."""
+    """The autograd function of a plain call. If a backward goes through lse, or is traced, it uses ops.py."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, route: Route) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,6 @@
-"""Rules of torch that a call follows: autocast, and a clear error where a transform would lose a derivative."""
+"""Follow torch's rules for a call: apply autocast, and raise a clear error where a transform would lose a
+derivative.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,13 @@ from torch.autograd import forward_ad
 
 from flashpoint_contract.options import ProblemError
 
-_BATCHED = ("FuncTorchBatched", "Batched")  # of torch.vmap, and of torch.autograd.grad(is_grads_batched=True)
+_BATCHED = ("FuncTorchBatched", "Batched")  # wrappers of torch.vmap, and of torch.autograd.grad(is_grads_batched=True)
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Convert q, k and v as `torch.autocast` converts those of SDPA: to its dtype, except for float64 and 8 bits.
+    """Convert q, k and v to autocast's dtype, as `torch.autocast` does for SDPA, except for float64 and 8 bits.
 
-    The device of q decides. Tensors on other devices stay as they are, and so does what is not a tensor.
+    The device of q decides. Tensors on other devices, and values that are not tensors, stay unchanged.
     """
     kind = tensors[0].device.type
     if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
@@ -44,7 +46,7 @@ def refuse_transforms(tensors: Iterable[tuple[str, Tensor | None]]) -> None:
                 "is a NestedTensor: pass its values() with layout='thd', and its offsets() as cu_seqlens_q and _k",
             )])  # fmt: skip
         tracked = False
-        while functorch.is_functorch_wrapped_tensor(t):  # of vmap, or of a derivative
+        while functorch.is_functorch_wrapped_tensor(t):  # wrapped by vmap, or by a derivative
             tracked = tracked or functorch.is_gradtrackingtensor(t)
             t = functorch.get_unwrapped(t)
         if level >= 0 and (tracked or unpack(t).tangent is not None):
@@ -54,7 +56,7 @@ def refuse_transforms(tensors: Iterable[tuple[str, Tensor | None]]) -> None:
 
 
 def refuse_batched_gradients(*grads: Tensor | None) -> None:
-    """Raise RuntimeError where `torch.vmap` or `is_grads_batched` maps a backward."""
+    """Raise RuntimeError if `torch.vmap` or `is_grads_batched` maps a backward."""
     if torch.compiler.is_compiling():
         return
     for t in grads:

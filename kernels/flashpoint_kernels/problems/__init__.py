@@ -1,1 +1,1 @@
-"""Problems in normal form, and the rules that all backends share: bounds, masks, pages, dropout, cost."""
+"""Describe problems in normal form, with rules that all backends share: bounds, masks, pages, dropout, cost."""

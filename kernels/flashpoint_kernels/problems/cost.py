@@ -16,16 +16,17 @@ from flashpoint_contract.options import UNBOUNDED
 from flashpoint_contract.spec import Row, Spec
 from flashpoint_contract.tensors import FEATURES, ITEMSIZE
 
-# Features that cost time for each score.
+# Options and tensors that add a cost to each score.
 SCORE_FEATURES = tuple(name for name, (_, feature) in FEATURES.items() if feature.per_score)
 BACKWARD = 3.0  # a gradient makes this many times as many operator calls and score accesses as a forward
 TILE = 64  # keys or queries: tiles at a window's edge are computed completely
 
 
 class Rates(NamedTuple):
-    """Seconds that one CPU thread, or a GPU, needs on one backend.
+    """The seconds that one CPU thread or one GPU needs for each unit of work on one backend.
 
-    `options` are seconds for each score, by name; `types` the seconds of a FLOP by the data type of q, if not `flop`.
+    `options` are seconds for each score, by name; `types` are seconds for each FLOP by the data type of q, where they
+    differ from `flop`.
     """
 
     call: float
@@ -33,11 +34,12 @@ class Rates(NamedTuple):
     flop: float
     score: float
     options: Mapping[str, float]
-    byte: float = 0.0  # of keys and values read from memory
+    byte: float = 0.0  # for each byte of keys and values read from memory
     types: Mapping[str, float] = {}
 
 
-# One thread on an AMD EPYC with two cores. Requests are cut by these, so that parts are equal on all machines.
+# Measured with one thread on an AMD EPYC with two cores. Parts are cut by these rates on all machines, so that parts
+# are the same everywhere.
 NOMINAL: dict[str, Rates] = {
     "torch": Rates(5e-5, 1e-6, 5e-12, 1e-9,
                    {"softcap": 4e-10, "dropout": 8e-10, "bool_mask": 6e-10, "float_mask": 6e-10, "alibi_slopes": 5e-10},
@@ -65,7 +67,7 @@ class Extent(NamedTuple):
 def extent_of(spec: Spec, index: Mapping[str, Any] | None = None, *, hidden: bool = False) -> Extent:
     """Return the extent of a problem from the values of its index tensors; without them, an upper bound.
 
-    `index` has integer arrays by name. With `hidden`, pairs that a window hides count, too: for a backend that computes
+    `index` has integer arrays by name. With `hidden`, count pairs that a window hides, too, for a backend that computes
     them.
     """
     sequences, keys = spec.batch, spec.batch * spec.kv_len
@@ -103,7 +105,7 @@ def extent_of(spec: Spec, index: Mapping[str, Any] | None = None, *, hidden: boo
 
 
 def _is_band(spec: Spec) -> bool:
-    """Return whether a window or the diagonal hides pairs, beyond the half of a causal square."""
+    """Return whether a window or the diagonal hides pairs, other than the hidden half of a causal square."""
     (left, right), farthest = spec.window, UNBOUNDED if spec.has("offset") else spec.q_len + spec.kv_len
     return left < farthest or (right < farthest and not (spec.causal_square and right == 0))
 
@@ -111,7 +113,8 @@ def _is_band(spec: Spec) -> bool:
 def pairs_of(spec: Spec, q: int, k: int, offset: int | None = None) -> int:
     """Return the number of computed pairs in a sequence; for causal squares, twice that number (see `Extent`).
 
-    `offset` is `Row.offset`. None is that of the lengths, or with a tensor `offset` the one with the most pairs.
+    `offset` is `Row.offset`. None is the default offset for these lengths; if there is a tensor `offset`, it is the
+    offset with the most pairs.
     """
     if not _is_band(spec):
         return q * k
@@ -122,7 +125,9 @@ def pairs_of(spec: Spec, q: int, k: int, offset: int | None = None) -> int:
 
 
 def _counted(spec: Spec) -> int:
-    """Return how often a visible pair counts: twice if `Extent` assumes that only half of all pairs are computed."""
+    """Return the factor of each visible pair: 2 if `Extent` assumes that only half of all pairs are computed,
+    else 1.
+    """
     return 2 if spec.causal_square else 1
 
 
@@ -136,7 +141,8 @@ def _clip(x: int, low: int, high: int) -> int:
 
 
 def _seen(spec: Spec, q: Any, k: Any, offset: Any, clip: Callable[[Any, Any, Any], Any] = _clip) -> Any:
-    """Return the pairs in a sequence's band, with complete tiles at its edges. Works on numbers and on arrays.
+    """Return the number of pairs in a sequence's band, with complete tiles at its edges. Arguments are numbers or
+    arrays.
 
     Query i sees keys [i + offset − left, i + offset + right].
     """
@@ -187,5 +193,5 @@ def _options(spec: Spec) -> Iterable[str]:
 
 
 def _ways(spec: Spec) -> float:
-    """Return how often this direction repeats the work of a forward."""
+    """Return the work of this direction in units of a forward's work."""
     return BACKWARD if spec.direction == "backward" else 1.0

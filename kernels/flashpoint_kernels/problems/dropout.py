@@ -18,9 +18,8 @@ _ROUNDS = 10
 
 
 def drop_below(p: float) -> int:
-    """Return ceil(p·2³²): smaller words are dropped.
-
-    It is exact, because a factor of 2³² is; 2³² if p rounds up to 1.
+    """Return ceil(p·2³²): dropout drops keys whose word is smaller. The result is exact, because multiplication by 2³²
+    is exact; it is 2³² if p rounds up to 1.
     """
     return math.ceil(p * 2.0**32)
 
@@ -61,11 +60,11 @@ def kept_bits(
         torch.tensor(sequences, device=device).repeat_interleave(_each(sequences, heads))[:, None, None],
         memory,
     )
-    # Put two words into each int64, one into each int32: comparisons of these are vectorised, those that give bool are
-    # not.
+    # Put two words into each int64, one into each int32: comparisons of these are vectorised, but comparisons that
+    # return bool are not.
     for n in (0, 2):
         torch.bitwise_or(words[n], words[n + 1].bitwise_left_shift_(32), out=memory.pairs[..., n // 2 :: 2])
-    # flip the sign bits: signed comparison then orders unsigned numbers
+    # Flip the sign bits: a signed comparison then orders unsigned words.
     bits = memory.pairs.bitwise_xor_(_SIGNS).view(torch.int32)
     bits.gt_(drop_below(p) - 2**31 - 1).neg_()
     skipped = keys.start - 4 * first
@@ -73,16 +72,16 @@ def kept_bits(
 
 
 def _each(sequences: Sequence[int], heads: range) -> int:
-    """Return how often to repeat a sequence's number: one number serves all heads of a single sequence."""
+    """Return how many times to repeat the index of each sequence: once is enough for all heads of a single sequence."""
     return 1 if len(sequences) == 1 else len(heads)
 
 
 _SIGNS = -0x7FFFFFFF80000000  # the highest bit of each half
-_WORDS = 8  # four of a counter, two products of a round, and two for the mask
+_WORDS = 8  # int64 tensors: four words of a counter, two products of a round, and two for the mask
 
 
 class _Memory:
-    """Reusable memory for words of a tile's shape: allocating new memory takes as long as the computation in it."""
+    """Reusable memory for tensors of a tile's shape: allocating memory takes as long as the computation in it."""
 
     def __init__(self, shape: tuple[int, ...], room: Tensor) -> None:
         self._shape = shape
@@ -91,7 +90,9 @@ class _Memory:
         self._free = [room[n * size : (n + 1) * size].view(shape) for n in range(2, _WORDS)]
 
     def lend(self, one: Tensor, other: Tensor) -> Tensor | None:
-        """Return memory for a result of two words; None if it is smaller than the tile (torch then allocates)."""
+        """Return memory for a result of two words; None if this memory is smaller than the tile (torch then
+        allocates).
+        """
         return self._free.pop() if tuple(map(max, one.shape, other.shape)) == self._shape else None
 
     def give_back(self, *words: Tensor) -> None:

@@ -62,7 +62,7 @@ def tensor_info(name: str, tensor: Tensor) -> TensorInfo:
 
 @dataclass(eq=False)
 class Problem:
-    """A request of a backend: see the module. `Problem.create` makes it.
+    """One request of a backend, as the module describes it. Make it by `Problem.create`.
 
     Args:
         spec: The shapes, the dtype, the options, the direction.
@@ -71,11 +71,11 @@ class Problem:
         device: Device of the tensors.
         tensors: The caller's tensors, by their names.
         outputs: The answers, by their names.
-        cut_of: Key/value heads of the request that this is a part of, see `heads`; 0 for a whole one.
-        first_head: Query head of that request that is this part's first.
-        threads: Threads that the kernels in C may have, which do not change its bits; 0 for one.
-        pages: The numbers of `block_table`, (B, pages) int32, if they are known and do not change while the problem is
-            used. Triton's kernels read a page that several sequences have once; None for never.
+        cut_of: If this problem is a part of a request (see `heads`), the request's number of key/value heads; else 0.
+        first_head: Index in the request of this problem's first query head.
+        threads: Number of threads that the kernels in C may use; 0 means one. It does not change any bits.
+        pages: The page numbers in `block_table`, (B, pages) int32, if they are known and constant while the problem is
+        used; else None. With them, Triton's kernels read a page that several sequences share only once.
     """
 
     spec: Spec
@@ -88,8 +88,8 @@ class Problem:
     first_head: int = 0
     threads: int = 0
     pages: np.ndarray | None = None
-    # The calls of a backend that read and write in place. An engine runs a problem again, with other numbers in the
-    # same memory, and need not make the views of a small call anew. Not shared with what `replace` makes of it.
+    # The calls of a backend that run in place. An engine runs a problem again after it wrote other values into the same
+    # memory, and need not make the views of a small call again. `replace` makes a problem that does not share this.
     calls: list[Callable[[], object]] = field(default_factory=list, init=False)
 
     @classmethod
@@ -115,9 +115,10 @@ class Problem:
             outputs: Buffers to write into, contiguous, of the shapes and dtypes of `Spec.outputs`. None allocates them,
                 in the stride order of their inputs.
             trusted: Do not check the values of `block_table`, `k_scale` and `v_scale`.
-            fixed_pages: The numbers of `block_table` do not change while the problem is used. If it is on the CPU,
-                Triton's kernels read a page that several sequences have once.
-            seed: Seed of dropout, in place of the options': calls that differ in their seeds alone share one `spec`.
+            fixed_pages: The page numbers in `block_table` do not change while the problem is used. If `block_table` is
+            on the CPU, Triton's kernels then read a page that several sequences share only once.
+            seed: Seed of dropout, in place of that in `options`: calls that differ in their seeds alone share one
+            `spec`.
 
         Raises:
             ProblemError: names each field that is not valid.
@@ -163,8 +164,8 @@ class Problem:
         return t[None] if spec.ragged else _one_head(t, len(row.axes))
 
     def mask_part(self, t: Tensor, rows: Sequence[Row]) -> Tensor:
-        """Return the part of a mask for `rows`, of equal lengths. `t` has the shape of `attn_mask`, or `own_part`'s of
-        it.
+        """Return the part of a mask for `rows`, which have equal lengths. `t` has the shape of `attn_mask` or of
+        `own_part("dattn_mask")`.
 
         The shape is (n|1,Hq|1,sq|1,sk|1), with 1 for broadcast dimensions. It is a view if the rows are consecutive.
         """
@@ -174,25 +175,25 @@ class Problem:
         return sequences.of_mask(valid, rows, first)
 
     def block_part(self, rows: Sequence[Row]) -> Tensor:
-        """Return the part of the block mask for `rows`, like `mask_part`: (n|1,Hq|1,ceil(sq/Mq),ceil(sk/Mk))."""
+        """Return the part of the block mask for `rows`: (n|1,Hq|1,ceil(sq/Mq),ceil(sk/Mk)). See `mask_part`."""
         t, first = self._mask_sequences(self.tensors["block_mask"])
         (queries, keys), row = self.spec.options.block_size, rows[0]
         return sequences.of_mask(t[:, :, : -(-row.q_len // queries), : -(-row.kv_len // keys)], rows, first)
 
     def put_mask_part(self, t: Tensor, rows: Sequence[Row], part: Tensor) -> None:
-        """Write back into `t` the `part` that `mask_part` has copied for `rows`; a view needs nothing."""
+        """Write `part` back into `t` if `mask_part` returned a copy; a view is up to date already."""
         if part.shape[0] > 1 and not sequences.consecutive(rows):
             full, first = self._mask_sequences(t)
             valid = full[:, :, : part.shape[2], : part.shape[3]]
             valid.index_copy_(0, torch.tensor([row.batch - first for row in rows], device=t.device), part)
 
     def _mask_sequences(self, t: Tensor) -> tuple[Tensor, int]:
-        """Return a mask with all four dimensions, and the batch index of its first sequence."""
+        """Return a mask with all four dimensions, and the batch index of the first sequence in it."""
         t = _one_head(t.reshape((1,) * (self.spec.rank - t.ndim) + tuple(t.shape)), 4)
         return t, self.rows[0].batch if t.shape[0] == len(self.rows) else 0
 
     def empty_like_output(self, name: str) -> Tensor:
-        """Return new memory for `name`, `o` or `lse`, of its shape and dtype, for an answer that is not asked."""
+        """Return new memory for the output `name` (`o` or `lse`), which the caller did not request."""
         spec = self.spec
         if name == "lse":
             return torch.empty(spec.lse_shape, dtype=torch.float32, device=self.device)
@@ -200,15 +201,17 @@ class Problem:
         return empty_like(q, (*q.shape[:-1], spec.value_dim))
 
     def batches(self, limit: Callable[[Row], int] | None = None) -> Iterator[tuple[tuple[Row, ...], dict[str, Tensor]]]:
-        """Yield sequences of equal lengths and offsets with views of their valid rows: q (n,Hq,sq,D), lse (n,Hq,sq)…
+        """Yield groups of sequences with equal lengths and offsets, and views of their valid rows: q (n,Hq,sq,D), lse
+        (n,Hq,sq)…
 
-        Inputs and outputs alike, by name, without masks and their gradients (see `mask_part`) and without gradients
-        that all sequences add to; numbers per head are (Hq,) or (n,Hq). `most`(row) is how many sequences as long as
-        `row` may come together, 0 to leave them out; by default each comes alone. Padding is not in the views: a
-        backend that writes through them first calls `clear_outputs`. Sequences that do not lie together are copied,
-        and their outputs are copied back when the next ones are taken. Keys and values in pages are copied, too.
+        The views are a dict by name of inputs and outputs, without masks and their gradients (see `mask_part`) and
+        without gradients that all sequences add to; numbers per head are (Hq,) or (n,Hq). `most`(row) returns the
+        maximum size of a group of sequences as long as `row`, 0 to omit them; by default it is 1. Views exclude
+        padding, so a backend calls `clear_outputs` before it writes. Sequences that are not adjacent in memory are
+        copied, and their outputs are copied back when the caller requests the next group. Keys and values in pages are
+        copied, too.
 
-        8-bit k and v stay as they are; scales are (n,Hk,sk), or (n,Hk,1) where they are not of each row.
+        8-bit k and v stay as they are; scales are (n,Hk,sk), or (n,Hk,1) if rows share a scale.
         """
         inputs = {name: self.canonical(name, t) for name, t in self.tensors.items() if name not in _NOT_OF_ROWS}
         outputs = {name: self.canonical(name, t) for name, t in self.outputs.items() if name not in _NOT_OF_ROWS}
@@ -224,7 +227,7 @@ class Problem:
                 sequences.scatter(name, view, rows, answers[name])
 
     def _read(self, name: str, view: Tensor, rows: Sequence[Row], read: _Read) -> Tensor:
-        """Return the part of an input for `rows`, of equal lengths.
+        """Return the part of an input for `rows`, which have equal lengths.
 
         `read` copies or views tensors that consist of rows.
         """
@@ -259,7 +262,7 @@ class Problem:
 
     @property
     def query_heads(self) -> range:
-        """The range of its query heads, numbered as in the whole request."""
+        """The range of this problem's query heads, as indices in the whole request."""
         return range(self.first_head, self.first_head + self.spec.q_heads)
 
     @property
@@ -270,8 +273,7 @@ class Problem:
     def heads(self, start: int, stop: int) -> Problem:
         """Return the problem of key/value heads [`start`, `stop`) and their query heads, over the same memory.
 
-        Heads share only a mask, a seed and sums over heads. So this is not allowed for the gradient of a mask that
-        heads share, or for tensors of one head without the head dimension.
+        This is not allowed for the gradient of a mask that heads share, or for tensors without a head dimension.
         """
         spec = self.spec
         group = spec.q_heads // spec.kv_heads
@@ -314,7 +316,8 @@ class Problem:
     def of_rows(self, start: int, stop: int) -> Problem:
         """Return the problem of sequences [`start`, `stop`), over the same memory.
 
-        This is not allowed for sums over sequences: dsinks, and the gradient of a mask that sequences share.
+        This is not allowed if an output is a sum over sequences: dsinks, or the gradient of a mask that sequences
+        share.
         """
         return replace(self, rows=self.rows[start:stop])
 
@@ -334,10 +337,10 @@ class Problem:
             self.own_part(name).fill_(float("-inf") if name == "lse" else 0.0)
 
     def own_part(self, name: str) -> Tensor:
-        """Return a view of what this problem's sequences write of the output `name`, in its canonical dimensions.
+        """Return a view of the part of the output `name` that this problem's sequences write, in canonical dimensions.
 
-        It is the whole output, except for a part of a larger problem (`of_rows`): other parts may be written at the
-        same time.
+        This is the whole output, unless this problem is a part of a larger one (`of_rows`), whose other parts may be
+        written at the same time.
         """
         t = self.outputs[name]
         row = TENSORS[name]
@@ -356,7 +359,7 @@ class Problem:
 
 
 def _memory(name: str, info: TensorInfo, tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return new memory for an answer: o in the stride order of q, a gradient in its input's."""
+    """Return new memory for an output: o with q's order of strides, a gradient with its input's."""
     like = tensors.get("q" if name == "o" else name[1:])
     if like is None:  # lse
         return torch.empty(info.shape, dtype=DTYPES[info.dtype], device=tensors["q"].device)
@@ -390,7 +393,7 @@ def check_scales(tensors: Mapping[str, Tensor]) -> None:
 
 
 def _placed(name: str, t: Tensor, device: torch.device) -> Tensor:
-    """Return an input on the problem's device; an index tensor may be anywhere. Raises ProblemError."""
+    """Return an input moved to the problem's device; an index tensor may be on any device. Raises ProblemError."""
     if t.device == device or name in INDEX_TENSORS:
         return t
     if name == "block_table" or (name in SCALES and t.ndim == 0):
@@ -399,7 +402,9 @@ def _placed(name: str, t: Tensor, device: torch.device) -> Tensor:
 
 
 def with_forwards(problems: Sequence[Problem]) -> tuple[list[Problem], Sequence[Problem]]:
-    """Return the forwards for gradient problems without `o` and `lse`, and the problems with these as inputs."""
+    """For gradient problems without `o` and `lse`, return their forwards, and the problems with the forwards'
+    outputs.
+    """
     forwards = {id(p): forward_of(p) for p in problems if "lse" not in p.tensors}
     whole = [replace(p, tensors=p.tensors | forwards[id(p)].outputs) if id(p) in forwards else p for p in problems]
     return list(forwards.values()), whole
@@ -430,8 +435,8 @@ def shared_by_heads(mask: Sequence[int]) -> bool:
 
 _Read = Callable[[str, Tensor, Sequence[Row]], Tensor]
 
-# Not among the views of `batches`: index tensors and page numbers, masks (see `mask_part` and `block_part`), and
-# gradients to which all sequences add.
+# Tensors that are not among the views of `batches`: index tensors, page numbers, masks (see `mask_part` and
+# `block_part`), and gradients to which all sequences add.
 _NOT_OF_ROWS = {
     name
     for name, row in TENSORS.items()

@@ -1,10 +1,9 @@
-"""The numbers of index tensors (lengths, cu_seqlens), which decide a problem's sequences.
+"""Read the values of index tensors (lengths, cu_seqlens), which decide a problem's sequences.
 
-Numbers on a device are read once for each tensor and version, because reading them waits for all work on the device. A
+Values on a device are read once for each tensor and version, because reading them waits for all work on the device. A
 loop that passes the same tensor again does not wait. A change through torch, in place or through a view, gives the
-tensor another version, and it is read again. A change without torch's knowledge gives none: by another library's
-kernel, or by the replay of a CUDA graph. Then pass another tensor, or call
-`torch.autograd.graph.increment_version`.
+tensor another version, and it is read again. A change by another library's kernel, or by the replay of a CUDA graph,
+does not change the version. After such a change, pass another tensor, or call `torch.autograd.graph.increment_version`.
 """
 
 from __future__ import annotations
@@ -24,21 +23,23 @@ class _Reading(NamedTuple):
 
 
 class Readings:
-    """The last reading of at most `most` tensors. Threads may share it: each step changes it as a whole."""
+    """The last read values of at most `most` tensors. Threads may share this object: each step replaces it as a
+    whole.
+    """
 
     def __init__(self, limit: int = 1024) -> None:
         self._most = limit
         self._kept: OrderedDict[int, _Reading] = OrderedDict()
 
     def numbers(self, t: Tensor) -> Sequence[int]:
-        """Return the numbers of `t`. Do not write to them."""
-        if t.device.type == "cpu" or t.is_inference():  # inference tensors have no version
+        """Return the values of `t`. The caller must not write to the result."""
+        if t.device.type == "cpu" or t.is_inference():  # inference tensors have no version counter
             numbers: list[int] = t.tolist()
             return numbers
         return self.kept(t)
 
     def kept(self, t: Tensor) -> Sequence[int]:
-        """Return the numbers of a tensor that has a version; read them if this version has not been read."""
+        """Return the values of a tensor that has a version; read them unless this version was read before."""
         key, version = id(t), (t._version, t.data_ptr(), t.shape, t.stride())
         reading = self._kept.get(key)
         if reading is not None and reading.version == version and reading.of() is t:

@@ -24,11 +24,13 @@ from flashpoint_kernels.problems.cost import NOMINAL, Rates, row_seconds
 from flashpoint_kernels.problems.problem import Problem, shared_by_heads
 
 # Measured on 2 CPU cores with 8 heads, D 64 and one call a millisecond, with sleeping waits as in the server: a second
-# thread costs 1/3 at 18 MiFLOP, 1/5 at 32 and 50, and saves 1/10 at 72 and 2/5 at 128.
+# thread makes a call of 18 MiFLOP 1/3 slower, one of 32 or 50 MiFLOP 1/5 slower, one of 72 1/10 faster, and one of 128
+# 2/5 faster.
 FLOPS_PER_THREAD = 1 << 25
 
-# Predicted seconds of a part, by `cost.NOMINAL`. Views and calls of torch cost a tenth of that. With parts of a
-# quarter, a gradient at (1,8,128,64) took 7.2 ms; in one part it took 4.6 ms (2 cores, busy with other work).
+# The predicted seconds of a part, by `cost.NOMINAL`. Views and calls of torch take a tenth of this time. With parts of
+# a quarter of this length, a gradient at (1,8,128,64) took 7.2 ms; in one part it took 4.6 ms (2 cores, busy with other
+# work).
 PART_SECONDS = 3e-3
 
 _TOGETHER = 1 << 20  # elements of q, of k or of the scores in one call: 4 MiB in float32, which the call may copy
@@ -50,8 +52,8 @@ _ALIGNMENT = 64  # bytes: a cache line, an AVX-512 register, and the alignment o
 def split(problem: Problem, backend: str) -> list[Problem]:
     """Return a CPU problem as parts of about PART_SECONDS, which may run in parallel and in any order.
 
-    It is cut between sequences. A sequence longer than a part is cut between its key/value heads. If an output is a sum
-    over sequences or heads, these stay together. The place of a cut does not change any bits.
+    Cut between sequences; cut a sequence that is longer than a part between its key/value heads. If an output is a sum
+    over sequences or heads, keep these together. The position of a cut does not change any bits.
     """
     if problem.cut_of or not problem.rows:
         return [problem]
@@ -77,7 +79,7 @@ def _runs(problem: Problem, rates: Rates) -> list[tuple[int, int, float]]:
     called: set[tuple[int, ...]] = set()
     start, seconds = 0, 0.0
     for place, row in enumerate(problem.rows):
-        lengths = row[3], row[6], row[8]  # with the offset; by index, which is fast: there may be 65,536 rows
+        lengths = row[3], row[6], row[8]  # with the offset; indices are fast, for 65,536 rows
         if (cost := costs.get(lengths)) is None:
             cost = costs[lengths] = row_seconds(problem.spec, rates, row) * share
         added = cost if lengths in called else cost + rates.call
@@ -91,8 +93,8 @@ def _runs(problem: Problem, rates: Rates) -> list[tuple[int, int, float]]:
 
 
 def _part_seconds(problem: Problem) -> float:
-    """Return the seconds of a part. With a block mask, operators are shorter, and threads lose more time with Python's
-    lock.
+    """Return the seconds that a part should take. It is longer with a block mask, because operators are shorter then,
+    and threads lose more time with Python's lock.
 
     On 2 cores of an Intel Xeon at (1,8,2048,64) with 1/16 of the blocks, a forward took 16 ms in one part, 19 in two
     and 25 in five.
@@ -101,7 +103,7 @@ def _part_seconds(problem: Problem) -> float:
 
 
 def _share(problem: Problem) -> float:
-    """Return the fraction of the work that remains with a block mask."""
+    """Return the fraction of the blocks that a block mask leaves; 1 without a mask."""
     mask = problem.tensors.get("block_mask")
     return 1.0 if mask is None or not mask.numel() else float(mask.float().mean())
 
@@ -129,7 +131,7 @@ def can_be_cut(problem: Problem) -> bool:
 def sharing(problem: Problem, row: Row) -> int:
     """Return how many sequences with the lengths of `row` may share an operator call without a change of their bits.
 
-    A sequence alone runs on one thread, and then so does the call.
+    This needs sequences that run on one thread alone; the call then also uses one thread.
     """
     spec = problem.spec
     if thread_count(problem, row) > 1:
@@ -174,8 +176,8 @@ if hasattr(os, "register_at_fork"):
 def thread_count(problem: Problem, row: Row) -> int:
     """Return the threads for one sequence of `problem`: one for each FLOPS_PER_THREAD of 2·Hq·sq·sk·(D + Dv).
 
-    The maximum is the number of cores; if heads run in parallel, it is the cores for each key/value head of the
-    request.
+    The maximum is the number of cores. If heads run in parallel, it is the number of cores divided by that of the
+    request's key/value heads.
     """
     spec = problem.spec
     flops = 2 * spec.q_heads * row.q_len * row.kv_len * (spec.head_dim + spec.value_dim)
@@ -190,8 +192,10 @@ def threads(problem: Problem, row: Row) -> exactly:
     return exactly(0 if problem.device.type != "cpu" else thread_count(problem, row))
 
 
-class exactly:  # noqa: N801  # a context manager, which reads as a word
-    """Run torch's CPU operations with `count` threads (0: no change), and restore the number afterwards."""
+class exactly:  # noqa: N801  # a context manager, whose name reads as a word
+    """Run torch's CPU operations with `count` threads (0: no change), and restore the previous number of threads at the
+    end.
+    """
 
     def __init__(self, count: int) -> None:
         self._count = count

@@ -1,4 +1,4 @@
-"""Sequences of canonical tensors (see problem.py): views of consecutive ones, and copies of any, also out of pages."""
+"""Make views of consecutive sequences of canonical tensors (see problem.py), and copies of any sequences or pages."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ def consecutive(rows: Sequence[Row]) -> bool:
 
 
 def _span(name: str, row: Row) -> tuple[int, int]:
-    """Return first row and number of valid rows of a sequence in the canonical view of a tensor."""
+    """Return the first row and the number of valid rows of a sequence in the canonical view of a tensor."""
     return (row.kv_start, row.kv_len) if TENSORS[name].of_keys else (row.q_start, row.q_len)
 
 
 def viewed(name: str, view: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Return a view of consecutive sequences: (n, …)."""
+    """Return a view (n, …) of consecutive sequences."""
     row, count = rows[0], len(rows)
     if TENSORS[name].per_head:
         return view if view.ndim == 1 else view.narrow(0, row.index, count)
@@ -36,7 +36,7 @@ def viewed(name: str, view: Tensor, rows: Sequence[Row]) -> Tensor:
 
 
 def gathered(name: str, view: Tensor, rows: Sequence[Row]) -> Tensor:
-    """Return a copy of sequences of equal lengths at any places: (n, …)."""
+    """Return a copy (n, …) of sequences of equal lengths that need not be adjacent in memory."""
     if TENSORS[name].per_head:
         index = torch.tensor([row.index for row in rows], device=view.device)
         return view if view.ndim == 1 else view.index_select(0, index)
@@ -48,7 +48,7 @@ def gathered(name: str, view: Tensor, rows: Sequence[Row]) -> Tensor:
 
 
 def scatter(name: str, view: Tensor, rows: Sequence[Row], answer: Tensor) -> None:
-    """Write a result back to the places from which `gathered` has copied."""
+    """Write a result back to the rows from which `gathered` copied."""
     start, length = _span(name, rows[0])
     if rows[0].batch != rows[-1].batch:
         index = torch.tensor([row.batch for row in rows], device=view.device)
@@ -64,7 +64,7 @@ def _positions(name: str, view: Tensor, rows: Sequence[Row]) -> Tensor:
 
 
 def parted(t: Tensor, dim: int, sizes: tuple[int, int]) -> Tensor:
-    """Return a view of `t` with one dimension split into two, the first of which is slower."""
+    """Return a view of `t` with one dimension split into two, where the first of the two is outer."""
     return t.view(*t.shape[:dim], *sizes, *t.shape[dim + 1 :])
 
 
@@ -108,7 +108,7 @@ def gathered_pages(spec: Spec, view: Tensor, table: Tensor, rows: Sequence[Row])
     count, length = _pages(spec, rows[0]), rows[0].kv_len
     index = torch.tensor([row.index for row in rows], device=table.device)
     numbers = table.index_select(0, index)[:, :count].flatten()
-    if table.device.type != "cpu":  # these were not checked
+    if table.device.type != "cpu":  # page numbers on a device were not checked
         numbers = numbers.clamp(0, max(spec.pool - 1, 0))
     pages = view.transpose(1, 2).index_select(0, numbers)
     together = pages.view(len(rows), count * spec.page_size, *pages.shape[2:])
@@ -116,5 +116,5 @@ def gathered_pages(spec: Spec, view: Tensor, table: Tensor, rows: Sequence[Row])
 
 
 def _pages(spec: Spec, row: Row) -> int:
-    """Return the number of pages with a sequence's keys."""
+    """Return the number of pages that contain a sequence's keys."""
     return -(-row.kv_len // spec.page_size)

@@ -1,4 +1,4 @@
-"""Materialised attention in float64, with which all backends are compared: formula.py."""
+"""The float64 reference with the score matrix in memory, with which all backends are compared: see formula.py."""
 
 from flashpoint_contract.tensors import EVERY_FEATURE
 

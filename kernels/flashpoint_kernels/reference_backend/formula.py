@@ -1,6 +1,6 @@
 """Attention exactly as its formula says, materialised: the reference for all other backends.
 
-One function, `attend`, in plain torch; its gradients come from torch's autograd. In float64 it is the reference; in the
+The function `attend` is plain torch; torch's autograd computes its gradients. In float64 it is the reference; in the
 inputs' dtype it is the baseline of the test rules ("torch same-dtype math"). It shares no code with `tiled`, and
 supports every option, any head dimension and float64. Rows of the softmax are independent, so a long sequence is
 computed in blocks of queries: `CHUNK` scores are in memory, not Sq·Sk for every head.
@@ -20,7 +20,7 @@ from flashpoint_kernels.problems.dropout import kept_bits
 from flashpoint_kernels.problems.problem import Problem
 from flashpoint_kernels.quantization import scaled
 
-# Scores in memory, over all heads: 32 MiB in float64; a gradient needs seven such tensors (215 MiB, measured).
+# Maximum scores in memory, over all heads: 32 MiB in float64; a gradient needs seven such tensors (215 MiB, measured).
 CHUNK = 1 << 22
 
 _LEAVES = {"dq": "q", "dk": "k", "dv": "v", "dattn_mask": "attn_mask", "dsinks": "sinks"}
@@ -58,7 +58,7 @@ def solve_backward(problem: Problem, dtype: torch.dtype, block: Callable[[], Non
     `block`: see `solve_forward`.
     """
     problem.clear_outputs()
-    # Gradients to which several sequences or chunks add are summed before they are rounded to the output's dtype.
+    # Sum gradients to which several sequences or chunks add before they are rounded to the output's dtype.
     sum_dtype = torch.promote_types(dtype, torch.float32)
     shared: dict[str, Tensor] = {
         name: torch.zeros_like(problem.own_part(name), dtype=sum_dtype)
@@ -94,18 +94,20 @@ def solve_backward(problem: Problem, dtype: torch.dtype, block: Callable[[], Non
 def _gradients(
     problem: Problem, row: Row, inputs: dict[str, Tensor], x: dict[str, Tensor], queries: range, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Return the contribution of `queries` to each requested gradient, by autograd."""
+    """Return the contribution of these queries to each requested gradient, by autograd."""
     part = _of_queries(inputs, queries)
     names = [_LEAVES[name] for name in problem.outputs]
     leaves = [part[name].detach().requires_grad_() for name in names]
     rows = slice(queries.start, queries.stop)
-    # A torch operator runs below autograd (ops.py), which enable_grad alone does not change; recording is needed here.
+    # torch's dispatcher runs an operator with autograd off (ops.py). enable_grad alone does not change that, so also
+    # enable recording.
     with torch.enable_grad(), torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.AutogradFunctionality, False):
         answers = attend(problem, row, part | dict(zip(names, leaves, strict=True)), queries)
         do = x["do"][:, rows].to(dtype)
         dlse = x["dlse"][:, rows].to(dtype) if "dlse" in x else torch.zeros_like(answers[1])
-        # A loss whose gradients for o and lse are do and dlse. If autograd.grad gets these themselves, it imports
-        # sympy, which takes half a second. If only v is a leaf, lse has no gradient, because it does not depend on v.
+        # The gradients of this loss for o and lse are do and dlse. If autograd.grad got do and dlse directly, it would
+        # import sympy, which takes half a second. If only v is a leaf, lse has no gradient, because it does not depend
+        # on v.
         pairs = zip(answers, (do, dlse), strict=True)
         losses = [(answer * gradient).sum() for answer, gradient in pairs if answer.requires_grad]
     grads = torch.autograd.grad(losses, leaves)
@@ -118,13 +120,13 @@ def blocks(problem: Problem) -> int:
 
 
 def _chunks(problem: Problem, row: Row) -> Iterator[range]:
-    """Return ranges of a sequence's queries, each with at most CHUNK scores, and at least one query."""
+    """Return ranges of a sequence's queries, each with at most CHUNK scores or with one query."""
     step = max(1, CHUNK // max(1, problem.spec.q_heads * row.kv_len))
     return (range(start, min(start + step, row.q_len)) for start in range(0, row.q_len, step))
 
 
 def _of_queries(inputs: dict[str, Tensor], queries: range) -> dict[str, Tensor]:
-    """Return the inputs with q, and a mask that depends on the query, cut to `queries`."""
+    """Return the inputs with q, and a mask that depends on the query, reduced to `queries`."""
     rows = slice(queries.start, queries.stop)
     cut = {"q": inputs["q"][:, rows]}
     if "attn_mask" in inputs and inputs["attn_mask"].shape[1] > 1:
@@ -137,7 +139,7 @@ def _inputs(problem: Problem, row: Row, x: dict[str, Tensor], dtype: torch.dtype
     (Hq|1,sq|1,sk|1).
     """
     tensors = {name: x[name] for name in ("q", "k", "v")}
-    # The canonical views of sinks and slopes are float32; a float64 problem keeps its precision.
+    # The canonical views of sinks and slopes are float32, but a float64 problem keeps the caller's float64.
     if "sinks" in x:
         tensors["sinks"] = problem.tensors["sinks"]
     if "alibi_slopes" in x:
@@ -189,7 +191,7 @@ def attend(problem: Problem, row: Row, x: dict[str, Tensor], queries: range) -> 
     # The sink (or −∞) is an additional column, so softmax never gets an empty row, even without any keys.
     sink = x["sinks"] if "sinks" in x else s.new_full((spec.q_heads,), float("-inf"))
     s = torch.cat([s, sink[:, None, None].expand(-1, len(queries), 1)], dim=-1)
-    # A row with only −∞ would give NaN in softmax and in its gradient: compute it with zeros, and set its answers
+    # A row with only −∞ would give NaN in softmax and in its gradient: compute it from zeros, and overwrite its answers
     # later.
     dead = (s == float("-inf")).all(-1, keepdim=True)
     s = s.masked_fill(dead, 0.0)

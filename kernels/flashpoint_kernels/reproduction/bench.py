@@ -1,4 +1,4 @@
-"""Measurements that claims share: timings, each made once, and programs of the project run as child processes."""
+"""Measurements that several claims share: cases that are timed once, and the project's programs as child processes."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ EXAMPLES = Path(__file__).resolve().parents[3] / "examples"  # only in a clone; 
 Event = dict[str, Any]
 Row = dict[str, Any]
 _TIMING = Timing(max_seconds=0.5, min_repeats=2, warmup_ms=20)
-ROUNDS = 5  # of two cases in turn
-_AGAIN = 2  # times that a marked row is measured again
+ROUNDS = 5  # rounds in which two cases are timed alternately
+_AGAIN = 2  # number of further measurements of a row with `marks`
 QUIET = "needs a quiet machine"  # the verdict of a claim whose figures other programs have disturbed
 
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a claim."""
+    """The result of one claim."""
 
     verdict: str
     measured: str
@@ -48,19 +48,19 @@ class Bench:
 
     device: str
     rows: dict[Case, Row] = field(default_factory=dict)
-    marks: list[str] = field(default_factory=list)  # of the rows on which the present claim is judged
+    marks: list[str] = field(default_factory=list)  # the marks of rows on which the current claim depends
 
     @property
     def on_gpu(self) -> bool:
         return self.device.startswith("cuda")
 
     def needs_gpu(self) -> None:
-        """Raise MissingError if there is no GPU."""
+        """Raise MissingError if this machine has no GPU."""
         if not self.on_gpu:
             raise MissingError("needs a GPU")
 
     def timed(self, cases: Iterable[Case]) -> Generator[Event, None, list[Row]]:
-        """Time each case once, naive attention first, because the speed-ups of the others need it."""
+        """Time each case once; time naive attention first, because speed-ups of other cases are relative to it."""
         cases = list(cases)
         for case in sorted(cases, key=lambda case: case.backend != "naive"):
             if case in self.rows:
@@ -79,9 +79,9 @@ class Bench:
         return rows
 
     def in_turn(self, one: Case, other: Case) -> Generator[Event, None, float]:
-        """Return how many times as fast `other` is: the median ratio over rounds that time both in turn.
+        """Return the speed of `other` relative to `one`: the median of the ratios in rounds that time both cases.
 
-        Rounds in which other programs ran do not count, if most of the rounds are left.
+        Rounds in which other programs ran are ignored, unless these are most rounds.
         """
         every, quiet = list[float](), list[float]()
         for number in range(ROUNDS):
@@ -97,7 +97,9 @@ class Bench:
 
 
 def marks(row: Row) -> list[str]:
-    """Return why a row says little: other programs disturbed it, its times differ, or its memory cannot be right."""
+    """Return why a row's time is unreliable: other programs disturbed it, its times differ, or its memory is
+    impossible.
+    """
     marks = {
         "busy": row["busy"],
         "noisy": is_noisy(row["ms"], row["ms_p20"], row["ms_p80"]),
@@ -135,7 +137,7 @@ def commit() -> str | None:
 def example(name: str, *arguments: str, needs: Sequence[str] = ()) -> dict[str, Any]:
     """Run a program of examples/ with --json, and return its result.
 
-    Raises MissingError if something is missing here.
+    Raises MissingError if the example needs something that this machine does not have.
     """
     from importlib.util import find_spec
 

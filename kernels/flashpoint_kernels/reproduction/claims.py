@@ -1,4 +1,4 @@
-"""The claims: the source of each, its text, and how it is measured here."""
+"""The claims: the source of each, its text, and the function that measures it on this device."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ GROWING = (1024, 4096)
 
 @dataclass(frozen=True)
 class Claim:
-    """One claim of a source."""
+    """One claim of a paper or project."""
 
     name: str
     source: str
@@ -128,12 +128,12 @@ def _ms(value: float | None) -> str:
 
 
 def _short(value: float) -> str:
-    """Return three digits, or more if there are more before the point."""
+    """Return a number as text with three digits, or more if its integer part has more."""
     return f"{value:.3g}" if value < 100 else f"{value:,.0f}"
 
 
 def _half(bench: Bench) -> tuple[Case, Case]:
-    """Return the cases of standard attention and of ours at B 1, N 2048, H 8, D 64."""
+    """Return the cases at B 1, N 2048, H 8, D 64: standard attention, and this library."""
     shape = {"batch": 1, "q_heads": 8, "q_len": 2048, "head_dim": 64}
     dtype = "float16" if bench.on_gpu else "float32"
     naive, ours = grid([shape], backends=("naive", _own(bench)), dtypes=[dtype], causal=[True])

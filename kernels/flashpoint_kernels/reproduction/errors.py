@@ -1,4 +1,5 @@
-"""Errors at N 512, D 32 in float32: differences of our backends from PyTorch, and of all from float64.
+"""Errors at N 512, D 32 in float32: differences of our backends from PyTorch, and of our backends and PyTorch from
+float64.
 
 A separate process (`python -m flashpoint_kernels.reproduction.errors DEVICE`) prints them as JSON: without a GPU the
 Triton kernels need Triton's interpreter, which must be selected before Triton is imported.
@@ -20,20 +21,22 @@ Answers = dict[str, Tensor]
 
 
 def written_out(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Answers:
-    """Return o and the gradients by the formula in plain PyTorch, in the inputs' dtype."""
+    """Return o and the gradients by the formula of attention in plain PyTorch, in the inputs' dtype."""
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     o = torch.softmax(leaves[0] @ leaves[1].mT * HEAD_DIM**-0.5, -1) @ leaves[2]
     return dict(zip(("o", "dq", "dk", "dv"), (o.detach(), *torch.autograd.grad(o, leaves, do)), strict=True))
 
 
 def ours(backend: Backend, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Answers:
-    """Return the same answers from a backend."""
+    """Return o and the gradients from one of our backends."""
     o, _ = attention(q, k, v, return_lse=True, backend=backend)
     return dict(zip(("o", "dq", "dk", "dv"), (o, *attention_backward(do, q, k, v, backend=backend)), strict=True))
 
 
 def errors(device: str) -> dict[str, dict[str, dict[str, float]]]:
-    """Return the largest differences for each tensor: `torch` to PyTorch, `exact` to float64, `its` PyTorch's own."""
+    """Return the largest error of each tensor: `torch` from PyTorch, `exact` from float64, `its` PyTorch's from
+    float64.
+    """
     generator = torch.Generator().manual_seed(0)
     q, k, v, do = (torch.randn(1, 1, LENGTH, HEAD_DIM, generator=generator).to(device) for _ in range(4))
     plain = written_out(q, k, v, do)

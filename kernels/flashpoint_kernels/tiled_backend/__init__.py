@@ -1,4 +1,4 @@
-"""FlashAttention's tile loop in plain torch, on any device, as a backend: tiles.py."""
+"""The backend `tiled`: FlashAttention's tile loop in plain torch, on any device. See tiles.py."""
 
 from flashpoint_contract.tensors import EVERY_FEATURE
 

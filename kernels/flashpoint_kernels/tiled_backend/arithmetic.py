@@ -1,4 +1,4 @@
-"""Batched matrix products with the same bits for one matrix and for several, and the tanh that caps scores.
+"""Batched matrix products whose bits do not depend on the size of the batch, and the tanh for capped scores.
 
 For a single product with a dimension of 1, BLAS uses a matrix-vector product, which sums in another order than the same
 product in a batch (torch 2.13 with MKL on the CPU). Here, such a product is computed in a batch of two. Other products
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """Return a (n,M,K) times b (n,K,N), in `out` if given."""
+    """Return the product of a (n,M,K) and b (n,K,N), written to `out` if given."""
     if not _is_thin(a, b):
         return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
     first = torch.bmm(_twice(a), _twice(b))[:1]
@@ -21,7 +21,7 @@ def product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 
 
 def add_product(t: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a (n,M,K) times b (n,K,N) to `t` (n,M,N)."""
+    """Add the product of a (n,M,K) and b (n,K,N) to `t` (n,M,N)."""
     if _is_thin(a, b):
         t.copy_(torch.baddbmm(_twice(t), _twice(a), _twice(b))[:1])
     else:
@@ -39,9 +39,9 @@ def _twice(t: Tensor) -> Tensor:
 def tanh_(t: Tensor) -> Tensor:
     """Replace `t` (float32) by its hyperbolic tangent, the slowest step of scores with a cap, and return it.
 
-    numpy's takes half the time of torch's on a thread of the CPU: 386 and 881 µs for 2^18 numbers on an AMD EPYC. It
-    is within 1.4 units in the last place, and a number has the same bits at each position in the tensor. It has only
-    one thread, so torch's is used with several.
+    On one CPU thread, numpy's tanh takes half the time of torch's: 386 and 881 µs for 2^18 numbers on an AMD EPYC. Its
+    error is at most 1.4 units in the last place, and its bits do not depend on a number's position. It uses only one
+    thread, so torch's tanh is used if there are several.
     """
     if t.is_cuda or torch.get_num_threads() > 1:
         return t.tanh_()

@@ -1,9 +1,9 @@
-"""The tile loop over the cells that a block mask leaves, for one sequence.
+"""Run the tile loop over the cells that a block mask leaves (see cells.py), for one sequence.
 
 A strip is a row of cells: of queries in the forward, of keys in the backward. Several strips are computed in parallel:
-wave w of a group of strips is the w-th cell of each, in one batched product, wherever the cells are. So a sparse mask
-needs few operators. Everything else is as in tiles.py. Strips are numbered through all heads. Shapes, for cells of m
-queries and n keys, and u cells in a wave:
+wave w of a group of strips contains the w-th cell of each strip, at any position, and is one batched product. So a
+sparse mask needs few operators. The arithmetic is that of tiles.py. Strips are numbered through all heads. Shapes, for
+cells of m queries and n keys, and u cells in a wave:
 
     q, dq  (Hq·strips, m, D)     do  (Hq·strips, m, Dv)     k, dk  (Hk·strips, n, D)     v, dv  (Hk·strips, n, Dv)
     scores of a wave  (u, m, n)
@@ -31,7 +31,7 @@ from flashpoint_kernels.tiled_backend.cells import Cells, Flags, Group, Numbers,
 
 INF = float("inf")
 _WAVE = 1 << 20  # maximum scores in a wave
-_OF_HEAD = 1 << 18  # of these, for one head
+_OF_HEAD = 1 << 18  # the maximum of these for one head
 _LEAST = torch.finfo(torch.float32).min  # replaces the −∞ of a row that has seen no key
 
 
@@ -42,7 +42,7 @@ def forward(problem: Problem, rows: Sequence[Row], x: dict[str, Tensor]) -> None
 
 
 def backward(problem: Problem, rows: Sequence[Row], x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
-    """Write dq, dk, dv of `out`, and add to its dsinks (Hq,) and dattn_mask (n|1, Hq|1, sq|1, sk|1)."""
+    """Write dq, dk and dv of `out`, and add to its dsinks (Hq,) and dattn_mask (n|1, Hq|1, sq|1, sk|1)."""
     for t in _sequences(problem, rows, x):
         _backward(t, {name: tensor[t.nth] for name, tensor in x.items() if name in ("do", "o", "lse", "dlse")}, out)
 
@@ -62,7 +62,7 @@ def _forward(t: Strips, o: Tensor | None, lse: Tensor | None) -> None:
     for strips, waves in t.groups(t.seen):
         places = t.index(strips)
         q, m = t.q.index_select(0, places), of_all.index_select(0, places)[..., None]
-        total = (m > -INF).float()  # a sink is like a key with value 0 that has been processed already
+        total = (m > -INF).float()  # a sink counts as a key with value 0 that was processed before
         acc = q.new_zeros(len(strips), q.shape[1], whole.shape[-1])
         for keys in waves:
             u = len(keys)
@@ -89,7 +89,7 @@ def _backward(t: Strips, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
     delta = (x["o"].float() * do).sum(-1)
     if "dlse" in x:
         delta = delta - x["dlse"].float().masked_fill(lse == -INF, 0.0)
-    # +∞ instead of −∞, and after the last query, makes the probabilities exp(s − lse) equal to 0.
+    # An lse of +∞, instead of −∞ and after the last query, makes the probabilities exp(s − lse) equal to 0.
     lse = lse.masked_fill(lse == -INF, INF)
     if "dsinks" in out:
         sinks = t.sinks.view(len(lse), -1)[:, :1]
@@ -130,7 +130,7 @@ def _backward(t: Strips, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
 
 
 def _add_each(whole: Tensor, at: Tensor, parts: Tensor) -> None:
-    """Add parts to the strips `at`, some of which may be equal, in order."""
+    """Add parts, in order, to the strips with the indices `at`, which may contain duplicates."""
     if whole.is_cuda:
         for strip, part in zip(at.tolist(), parts, strict=True):
             whole[strip] += part
@@ -140,7 +140,7 @@ def _add_each(whole: Tensor, at: Tensor, parts: Tensor) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Strips:
-    """A sequence, the nth in a call, in strips. q is already scaled.
+    """One sequence of a call, cut into strips. q is already scaled.
 
     `seen` marks the cells that are left, (Hk, strips of the query heads of each, strips of keys). `tested` marks those
     with hidden scores, (Hq·strips, strips of keys).
@@ -197,7 +197,7 @@ class Strips:
         """Return the groups of strips, of queries or of keys."""
         cell = math.prod(self.cells.size)
         each = max(1, min(_OF_HEAD // cell, seen.shape[1]))
-        # else their number could change the order of BLAS' sums
+        # another number of strips could change the order of BLAS' sums
         several = self.q.is_cuda or torch.get_num_threads() == 1
         return groups(seen, each, max(1, _WAVE // cell // each) if several else 1)
 
@@ -227,7 +227,7 @@ class Strips:
         return _in_cells(t, self.cells.size[0], filling)
 
     def rows_of(self, t: Tensor) -> Tensor:
-        """Return (Hq·strips, m, X) as (Hq, sq, X)."""
+        """Return (Hq·strips, m, X) as (Hq, sq, X), without the rows that fill the last strip."""
         return t.view(self.problem.spec.q_heads, -1, t.shape[-1])[:, : self.row.q_len]
 
     def scores(
@@ -254,13 +254,13 @@ class Strips:
         return s, slope
 
     def _ahead(self, strips: Numbers, keys: Numbers) -> Numbers:
-        """Return j − (i + offset) for the first score of each cell."""
+        """Return j − (i + offset) for the first query i and first key j of each cell."""
         _, of_queries, of_keys = self.cells.some.shape
         ahead: Numbers = keys % of_keys * self.cells.size[1] - strips % of_queries * self.cells.size[0]
         return ahead - self.row.offset
 
     def _place(self, strip: int, key: int) -> tuple[int, slice, slice]:
-        """Return a cell's query head, and its queries and keys without those beyond the last."""
+        """Return a cell's query head, its queries and its keys; indices beyond the last query or key are cut off."""
         (_, of_queries, of_keys), (m, n), row = self.cells.some.shape, self.cells.size, self.row
         i0, j0 = strip % of_queries * m, key % of_keys * n
         return strip // of_queries, slice(i0, min(i0 + m, row.q_len)), slice(j0, min(j0 + n, row.kv_len))
@@ -309,7 +309,7 @@ class Strips:
 
 
 def _in_cells(t: Tensor, size: int, filling: float = 0.0) -> Tensor:
-    """Return (…, S, X) as (…·strips, size, X), with `filling` after the last row."""
+    """Return (…, S, X) as (…·strips, size, X), with `filling` in the rows after the last."""
     missing = -t.shape[-2] % size
     whole = pad(t, (0, 0, 0, missing), value=filling) if missing else t
     return whole.reshape(-1, size, t.shape[-1])

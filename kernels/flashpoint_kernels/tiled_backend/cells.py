@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from flashpoint_contract.spec import Row, Spec
 from flashpoint_kernels.problems import bounds
 
-_LEAST = 128  # minimum queries or keys of a cell; the maximum is below twice that
+_LEAST = 128  # minimum queries or keys of a cell; a cell has fewer than twice this
 Flags = NDArray[np.bool_]
 Numbers = NDArray[np.int64]
 
@@ -26,8 +26,8 @@ Numbers = NDArray[np.int64]
 class Cells:
     """The cells of a sequence, each of `size` queries and keys: (heads or 1, cells of queries, cells of keys).
 
-    `some`: whether block mask and band leave any score of the cell. `cut`: whether the block mask hides some. `edge`,
-    for all heads: whether the band hides some, or the cell extends beyond the last key.
+    `some`: the block mask and the band leave a score of the cell. `cut`: the block mask hides a score. `edge`, for all
+    heads: the band hides a score, or the cell extends beyond the last key.
     """
 
     size: tuple[int, int]
@@ -52,8 +52,8 @@ class Cells:
 
 
 class Group(NamedTuple):
-    """The numbers of strips that are computed in parallel, and the waves of their cells, by the numbers of the other
-    side.
+    """Indices of strips that are computed in parallel, and the waves of their cells. A cell is the index of its strip
+    in the other direction.
 
     Wave w has the w-th cell of each strip with more than w cells: these strips come first, because the group is sorted.
     """
@@ -63,8 +63,8 @@ class Group(NamedTuple):
 
 
 def groups(seen: Flags, each: int, together: int) -> Iterator[Group]:
-    """Yield groups of the strips of `seen` (heads, strips, columns) with a cell: at most `each` of each of `together`
-    heads.
+    """Yield groups of the strips of `seen` (heads, strips, columns) that have a cell. A group has at most `each` strips
+    of each head, and at most `together` heads.
 
     Strips and columns are numbered through all heads. The grouping of a head's strips, and the order of strips and
     cells, do not depend on other heads.
@@ -88,20 +88,20 @@ def groups(seen: Flags, each: int, together: int) -> Iterator[Group]:
 
 
 def _cell(block: int) -> int:
-    """Return the queries or keys of a cell: several blocks, a part of a block, or else 128, which blocks then cut."""
+    """Return the queries or keys of a cell: several blocks, or a part of a block, or 128 if neither fits."""
     if block < _LEAST:
         return block * -(-_LEAST // block)
     return next((n for n in range(_LEAST, 2 * _LEAST, 16) if block % n == 0), _LEAST)
 
 
 def _blocks(length: int, cell: int, block: int) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the first block of each cell, and the block after its last."""
+    """Return for each cell the index of its first block, and the index after its last block."""
     first = np.arange(0, length, cell)
     return first // block, (np.minimum(first + cell, length) - 1) // block + 1
 
 
 def _band(spec: Spec, row: Row, size: tuple[int, int]) -> tuple[Flags, Flags]:
-    """Return two flags for each (cell of queries, cell of keys): whether the band leaves some of it, and all."""
+    """Return two flags for each (cell of queries, cell of keys): the band leaves some score of it, and leaves all."""
     offset, (left, right) = row.offset, spec.window
     i, j = np.arange(0, row.q_len, size[0]), np.arange(0, row.kv_len, size[1])
     ends = [(i0, min(i0 + size[0], row.q_len) - 1) for i0 in i.tolist()]

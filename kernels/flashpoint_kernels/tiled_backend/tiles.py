@@ -37,17 +37,18 @@ from flashpoint_kernels.tiled_backend.arithmetic import add_product, product, ta
 INF = float("inf")
 
 # Queries × keys of a tile of one head; several heads in one product share this number of queries. 256 × 512 would fit a
-# core's cache, but its operators are so short that threads compete for Python's lock, which takes 25% longer (2 cores,
-# a part for each head, Sq = Sk = 2048, 8 heads, D 64, softcap).
+# core's cache, but then operators are so short that threads compete for Python's lock, and the call takes 25% longer (2
+# cores, a part for each head, Sq = Sk = 2048, 8 heads, D 64, softcap).
 FORWARD_TILE = (512, 512)
 BACKWARD_TILE = (1024, 256)
-# Dropout's words need about ten times as many operators, and larger tiles need fewer. At the same sizes, the forward
-# took 290 to 310 ms with the tiles above and 215 to 225 ms with these; the backward 390 to 440 and 315 to 330 ms.
+# With dropout a tile needs about ten times as many operators, so larger tiles are faster. At the same sizes, the
+# forward took 290 to 310 ms with the tiles above and 215 to 225 ms with these tiles; the backward took 390 to 440 and
+# 315 to 330 ms.
 DROPOUT_FORWARD_TILE = (1024, 1024)
 DROPOUT_BACKWARD_TILE = (2048, 512)
 _EDGES = 4  # maximum cached masks of tiles at the edges of the window
 _TILE_SCORES = 1 << 18  # for all sequences that are computed together
-# with fewer queries, the products of 32 heads take 20% longer than a product of the same size for one head
+# if there are fewer queries, products of 32 heads take 20% longer than a product of the same size for one head
 _FEWEST_QUERIES = 16
 
 
@@ -92,14 +93,14 @@ def backward(problems: Sequence[Problem]) -> None:
 
 
 def _own_mask(problem: Problem) -> bool:
-    """Return whether each score has its own number of the mask, and every score is computed."""
+    """Return whether the mask has one element per score, and every score is computed."""
     if problem.spec.has("block_mask"):
         return False
     return problem.tensors["attn_mask"].numel() == math.prod(problem.spec.shape_of("attn_mask"))
 
 
 def _with_queries(problem: Problem) -> Iterator[tuple[tuple[Row, ...], dict[str, Tensor]]]:
-    """Return the sequences with queries. For others, `clear_outputs` has already written the answers."""
+    """Return the sequences that have queries. `clear_outputs` has already written the answers of the others."""
 
     def most(row: Row) -> int:
         scores = problem.spec.q_heads * row.q_len * max(row.kv_len, 1)
@@ -113,7 +114,7 @@ def _forward(t: Tiles, o: Tensor | None, lse: Tensor | None) -> None:
     memory, room = t.memory(block_m, block_n), t.room(block_m, block_n)
     for i0, i1 in _steps(0, t.q_len, block_m):
         q = t.queries(t.q, i0, i1)
-        # A sink is like a key with value 0 that has been processed already.
+        # A sink counts as a key with value 0 that was processed before.
         m = t.sinks.repeat(1, i1 - i0, 1)
         total = (m > -INF).float()
         acc = q.new_zeros(*q.shape[:2], t.v.shape[-1])
@@ -136,8 +137,8 @@ def _forward(t: Tiles, o: Tensor | None, lse: Tensor | None) -> None:
 
 
 def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
-    """Write dq, dk, dv and a dattn_mask with a number for each score into `out`. Add to its dsinks (Hq,), and to a
-    dattn_mask that scores share (n|1, Hq|1, sq|1, sk|1).
+    """Write dq, dk, dv, and a dattn_mask with one element per score, into `out`. Add to its dsinks (Hq,), and to a
+    dattn_mask whose elements several scores share (n|1, Hq|1, sq|1, sk|1).
     """
     do = t.grouped(x["do"])
     delta = (t.grouped(x["o"]) * do).sum(-1).view(t.heads, -1, 1)
@@ -152,7 +153,7 @@ def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
         return
     dq = torch.zeros_like(t.q) if "dq" in out else None
     if t.dropout_p:
-        do = do / (1.0 - t.dropout_p)  # like the kept probabilities
+        do = do / (1.0 - t.dropout_p)  # scale do as dropout scales the kept probabilities
     block_m, block_n = t.block(DROPOUT_BACKWARD_TILE if t.dropout_p else BACKWARD_TILE)
     memory, more = t.memory(block_m, block_n), t.memory(block_m, block_n)
     room = t.room(block_m, block_n)
@@ -185,7 +186,7 @@ def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
                 out["dattn_mask"][:, :, i0:i1, j0:j1] = parted(ds, 0, t.each)
             elif "dattn_mask" in out:
                 part, ds_of_heads = _part(out["dattn_mask"], i0, i1, j0, j1), parted(ds, 0, t.each)
-                # Sum each sequence first, as if it were alone.
+                # Sum each sequence first, in the same order as without other sequences.
                 part += ds_of_heads.sum_to_size(ds_of_heads.shape[0], *part.shape[1:]).sum_to_size(part.shape)
             if tanh is not None:
                 torch.ops.aten.tanh_backward.grad_input(ds, tanh, grad_input=ds)
@@ -220,7 +221,7 @@ class Tiles:
     offset: int
     k_scale: Tensor | None  # (n·Hk, sk|1)
     v_scale: Tensor | None
-    edges: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)  # see `edge`
+    edges: dict[tuple[int, int, int], Tensor] = field(default_factory=dict)  # cached results of `edge`
 
     @classmethod
     def of(cls, problem: Problem, rows: Sequence[Row], x: dict[str, Tensor]) -> Tiles:
@@ -244,12 +245,12 @@ class Tiles:
 
     @property
     def each(self) -> tuple[int, int]:
-        """The number of sequences, and the query heads of each."""
+        """The number of sequences, and the number of query heads of each."""
         return len(self.rows), self.problem.spec.q_heads
 
     @property
     def heads(self) -> int:
-        """The query heads of all sequences."""
+        """The number of query heads of all sequences."""
         return len(self.rows) * self.problem.spec.q_heads
 
     @property
@@ -273,9 +274,8 @@ class Tiles:
         return self.problem.spec.options.dropout_p
 
     def block(self, tile: tuple[int, int]) -> tuple[int, int]:
-        """Return the queries and keys of a tile for the query heads in one product; as large as `tile` for one head.
-
-        These are the heads of one key/value head, independent of others, or all heads if they cannot be cut apart.
+        """Return the number of queries and keys of a tile. The query heads of one product share `tile`: the heads of
+        one key/value head, or all heads if the problem cannot be cut by heads.
         """
         spec, (queries, keys) = self.problem.spec, tile
         together = spec.q_heads // spec.kv_heads if can_be_cut(self.problem) else spec.q_heads
@@ -337,7 +337,7 @@ class Tiles:
         return s, tanh
 
     def ahead(self, i0: int, i1: int, j0: int, j1: int) -> Tensor:
-        """Return (bm, bn) int32: how far each key is ahead of its query."""
+        """Return (bm, bn) int32: the position of each key minus that of its query."""
         queries, keys = (
             torch.arange(*ends, dtype=torch.int32, device=self.q.device)
             for ends in ((i0 + self.offset, i1 + self.offset), (j0, j1))
@@ -388,12 +388,12 @@ def _shaped(memory: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _finite(m: Tensor) -> Tensor:
-    """Return maxima that can be subtracted: −∞ of a row that has seen no key becomes float32's lowest number."""
+    """Return maxima that can be subtracted: replace −∞, of a row that has seen no key, by float32's lowest number."""
     return m.clamp(min=torch.finfo(torch.float32).min)
 
 
 def _part(t: Tensor, i0: int, i1: int, j0: int, j1: int) -> Tensor:
-    """Return the tile of `t` (n|1, Hq|1, sq|1, sk|1); dimensions of 1 stay."""
+    """Return the tile of `t` (n|1, Hq|1, sq|1, sk|1); dimensions of size 1 stay."""
     queries = slice(i0, i1) if t.shape[2] > 1 else slice(None)
     keys = slice(j0, j1) if t.shape[3] > 1 else slice(None)
     return t[:, :, queries, keys]

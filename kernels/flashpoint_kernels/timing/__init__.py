@@ -1,4 +1,4 @@
-"""Time attention on this device, and everything else that can compute it here: from a grid of cases to rows of a table.
+"""Time attention on this device, by this library and others: turn a grid of cases into rows of a table.
 
     cases = preset("papers", "cpu")                   # or grid(shapes, dtypes=…, causal=…, directions=…, backends=…)
     for event in run_grid(cases, "cpu", Timing()):    # a generator: stop it with .close()

@@ -24,13 +24,13 @@ CaseDirection = Literal["forward", "backward", "both"]
 DIRECTIONS = ("forward", "backward", "both")
 DTYPES = ("float16", "bfloat16", "float32")
 
-# Implementations for cases: our backends, the formula written out, torch's own, and optional packages.
+# Implementations that cases can name: our backends, the written-out formula, torch's own, and optional packages.
 TIMED = (
     "naive", "naive_explicit", "triton", "torch", "tiled", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math",
     "flex", "flash_attn", "flash_attn_3", "flashinfer", "xformers",
 )  # fmt: skip
 
-OWN = "kernel"  # a function of the caller's own, which a request cannot name
+OWN = "kernel"  # the caller's own function, which an HTTP request cannot name
 
 ROW_FIELDS = (
     "backend", "version", "device", "direction", "dtype", "causal", "batch", "q_heads", "kv_heads", "q_len", "kv_len",
@@ -83,7 +83,7 @@ class Case:
 
     @property
     def problem(self) -> tuple[Any, ...]:
-        """The key of the problem, which cases share that differ only in their implementation."""
+        """The key of the problem. Cases that differ only in their implementation share it."""
         return (
             self.batch, self.q_heads, self.kv_heads, self.q_len, self.kv_len, self.head_dim, self.value_dim,
             self.dtype, self.causal, self.direction,
@@ -156,12 +156,10 @@ def grid(
 
 
 def _papers(kind: str) -> list[Case]:
-    """Return the tables in the sources of this project.
-
-    They are: N 512, D 32 in float32 with one head; B 1, H 8, N 2048, D 64, half precision and causal, for memory; B 4,
-    H 8, D 64 in bfloat16 from T 128 to 4096, forward and backward. On the CPU all are float32: without half-precision
-    hardware, torch's half products run at 1/20 of the speed, which would make naive attention slow for a reason that is
-    not its own.
+    """Return the cases of the tables in the papers that this project follows. They are: N 512, D 32 in float32 with one
+    head; B 1, H 8, N 2048, D 64, half precision and causal, for memory; B 4, H 8, D 64 in bfloat16 from T 128 to 4096,
+    forward and backward. On the CPU all are float32: without half-precision hardware, torch's half products run at 1/20
+    of the speed, which would make naive attention slow for a reason that is not its own.
     """
     float16, bfloat16 = ("float32", "float32") if kind == "cpu" else ("float16", "bfloat16")
     small = {"batch": 1, "q_heads": 1, "q_len": 512, "head_dim": 32}
@@ -203,7 +201,7 @@ _LSE_BYTES = 4  # always float32
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One row of the table. `does` is its description."""
+    """One row of the table of algorithms. `does` is its description."""
 
     does: str
     d_products: int
@@ -244,13 +242,14 @@ ALGORITHMS = {
 
 
 def pairs(case: Case, *, seen: bool = False) -> int:
-    """Return P, the (query, key) pairs over batch and query heads; with `seen`, only those that causal masks do not
-    hide.
+    """Return P, the number of (query, key) pairs over batch and query heads; with `seen`, count only pairs that the
+    causal mask does not hide.
     """
     rows, keys = case.q_len, case.kv_len
     count = rows * keys
     if seen and case.causal:
-        # Aligned bottom right, row i sees keys 0 … i + offset: each of the last min(rows, keys) rows sees one more.
+        # The diagonal is aligned bottom right: row i sees keys 0 … i + offset, so each of the last min(rows, keys) rows
+        # sees one key more than the row before.
         seeing = min(rows, keys)
         count = seeing * (2 * keys - seeing + 1) // 2
     return case.batch * case.q_heads * count
@@ -271,9 +270,9 @@ def moved_bytes(algorithm: str, case: Case) -> int:
 
 
 def held_bytes(algorithms: Sequence[str], case: Case) -> int:
-    """Return the minimum of bytes that a call of `algorithms` holds at a time beside its inputs.
-
-    A forward holds its outputs, and the Sq × Sk matrix if it writes it. A backward's memory includes its forward's.
+    """Return the minimum number of bytes that a call of `algorithms` holds at a time in addition to its inputs. A
+    forward holds its outputs, and the Sq × Sk matrix if the algorithm writes one. A backward's memory includes its
+    forward's.
     """
     written = ("o", "lse", "dq", "dk", "dv")
     matrices = [name for name in algorithms if ALGORITHMS[name].matrix_passes]

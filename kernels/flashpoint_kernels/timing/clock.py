@@ -1,7 +1,6 @@
 """Measure the time and the memory of calls.
 
-On the CPU, time is monotonic time around each call; on a GPU, CUDA events around each call after a flush of its L2
-cache.
+On the CPU, a monotonic clock times each call. On a GPU, CUDA events time each call, after a flush of the L2 cache.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ import torch
 class Clock(Protocol):
     @property
     def with_host(self) -> bool:
-        """Whether the last times contain the host's, although the device computed."""
+        """Whether the last times include the host's work, although a GPU computed."""
 
     def time(self, call: Callable[[], Any], repeats: int) -> list[float]:
         """Return the milliseconds of each of `repeats` calls. All calls have ended when it returns."""
 
 
 class CpuClock:
-    with_host = False  # the host is the device
+    with_host = False  # the host itself is the device
 
     def time(self, call: Callable[[], Any], repeats: int) -> list[float]:
         taken = []
@@ -41,7 +40,7 @@ class CpuClock:
 
 
 _CYCLES_PER_MS = 2_000_000  # at 2 GHz, the maximum of an H100: a slower clock makes the pause longer
-_FIRST_PAUSE_MS = 0.5  # torch enqueues an operator in a tenth of this
+_FIRST_PAUSE_MS = 0.5  # torch enqueues one operator in a tenth of this time
 _LONGEST_PAUSE_MS = 32.0
 
 
@@ -56,10 +55,10 @@ class CudaClock:
 
     def __init__(self, device: str) -> None:
         self.device = torch.device(device)
-        # Twice the size, because a cache may keep a part of its content during a write. 50 MiB on H100.
+        # Twice the cache's size, because a cache may keep a part of its content during a write. An H100 has 50 MiB.
         size = 2 * torch.cuda.get_device_properties(self.device).L2_cache_size
         self.flush = torch.empty(size, dtype=torch.int8, device=self.device)
-        self.pause_ms = _FIRST_PAUSE_MS  # 0: no pause is long enough
+        self.pause_ms = _FIRST_PAUSE_MS  # 0 means that no pause is long enough
 
     @property
     def with_host(self) -> bool:
@@ -73,7 +72,9 @@ class CudaClock:
         return taken
 
     def _queued(self, call: Callable[[], Any], repeats: int) -> list[float]:
-        """Return the milliseconds of calls in which the GPU did not wait; make the pause longer for the others."""
+        """Return the milliseconds of the calls in which the GPU did not wait; after other calls, make the pause
+        longer.
+        """
         event: Callable[..., Any] = torch.cuda.Event
         sleep: Callable[[int], None] = torch.cuda._sleep
         timed: list[tuple[Any, Any]] = []
@@ -104,11 +105,11 @@ def clock_of(device: str) -> Clock:
     return CudaClock(device) if torch.device(device).type == "cuda" else CpuClock()
 
 
-_TASKS = Path("/proc/self/task")  # a folder for each thread; its schedstat says how long it waited for a core
+_TASKS = Path("/proc/self/task")  # one folder per thread; its schedstat has the time that the thread waited
 
 
 def waited_ms() -> float | None:
-    """Return how long all threads of this process were ready to run but had no core; None where nobody counts it."""
+    """Return how long all threads of this process were ready but had no core; None if the system does not count it."""
     total, counted = 0, False
     for task in _TASKS.iterdir() if _TASKS.exists() else ():
         with suppress(OSError):  # the thread has ended
@@ -118,7 +119,7 @@ def waited_ms() -> float | None:
 
 
 class Waits:
-    """Counts for how long threads wait for a core, because other programs run there."""
+    """Measure how long threads wait for a core, because other programs use it."""
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
@@ -127,7 +128,7 @@ class Waits:
 
     @property
     def share(self) -> float | None:
-        """The share of the time for which a thread waited; None where nobody counts it."""
+        """The share of the time for which a thread waited; None if the system does not count it."""
         if self._at is None or not self._spent_ms:
             return None
         return min(1.0, self._waited_ms / self._spent_ms / self._threads)
@@ -139,7 +140,7 @@ class Waits:
         now = waited_ms()
         if now is not None and self._at is not None:
             self._spent_ms += spent_ms
-            self._waited_ms += max(0.0, now - self._at)  # a thread that has ended takes its count along
+            self._waited_ms += max(0.0, now - self._at)  # the count of a thread that has ended is lost
 
 
 class Slices:
@@ -159,12 +160,12 @@ class Slices:
 
     @property
     def spent_ms(self) -> float:
-        """The time of the open slice."""
+        """The milliseconds of the open slice."""
         return (perf_counter() - self._since) * 1e3
 
     @property
     def total_ms(self) -> float:
-        """The time of all slices, without the pauses between them."""
+        """The milliseconds of all slices, without the pauses between them."""
         return self._before + self.spent_ms
 
     def end(self) -> float:
@@ -182,7 +183,9 @@ class Slices:
 
     @contextmanager
     def with_threads(self, count: int) -> Iterator[Waits]:
-        """Run what follows with `count` threads of torch, also after pauses, in which others may change it."""
+        """Run the block with `count` threads of torch; set the number again after each pause, in which others may
+        change it.
+        """
         self._threads, self._waits = count, (waits := Waits(count))
         since = self.spent_ms
         self._enter()

@@ -1,4 +1,4 @@
-"""The device of a measurement: name, versions, data sheet and measured peaks.
+"""Describe the device of a measurement: its name, versions, data sheet and measured peaks.
 
 The roofline uses peaks that are measured once in each process: the fastest copy and the fastest square matrix product.
 """
@@ -58,7 +58,9 @@ def describe(device: str) -> dict[str, Any]:
 
 
 class Sheet(NamedTuple):
-    """A GPU's data sheet: TFLOP/s of dense 16-bit products with float32 sums, and of float32 without tf32; GB/s."""
+    """A GPU's data sheet: TFLOP/s of dense 16-bit products with float32 sums and of float32 products without tf32;
+    GB/s.
+    """
 
     half_tflops: float
     float32_tflops: float
@@ -66,7 +68,7 @@ class Sheet(NamedTuple):
     source: str
 
 
-# By the names that CUDA reports.
+# Keys are names as CUDA reports them.
 SHEETS = {
     "NVIDIA A100-SXM4-80GB": Sheet(312, 19.5, 2039, "NVIDIA A100 data sheet"),
     "NVIDIA A100 80GB PCIe": Sheet(312, 19.5, 1935, "NVIDIA A100 data sheet"),
@@ -89,17 +91,17 @@ SHEETS = {
 }
 
 
-# Larger than the last-level caches, but short enough on a CPU for one or two slices: a copy reads and writes this.
+# Size of the copy: larger than the last-level caches, but on a CPU short enough for one or two slices.
 COPY_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
-# A product is large enough if it takes this long: then launches and its n² numbers are negligible beside its n³ work.
+# A product is large enough if it takes this long: launches, and work proportional to n², are then negligible beside n³.
 PRODUCT_MS = 10.0
-REPEATS = 15  # the fastest of them counts, because a peak is undisturbed
+REPEATS = 15  # the fastest repetition counts, because a peak is an undisturbed speed
 
 
 class Peak(NamedTuple):
     """The maximum speed of a device in one dtype. The `sheet_` figures are None without a data sheet in SHEETS."""
 
-    tflops: float  # that of float32 if it is faster: 16-bit types may be computed in either
+    tflops: float  # the speed of float32 if that is higher: 16-bit types may be computed in float32
     gb_per_s: float  # 1e9 bytes, read and written
     sheet_tflops: float | None
     sheet_gb_per_s: float | None
@@ -111,7 +113,7 @@ _products: dict[tuple[str, str], float] = {}  # (device, dtype): TFLOP/s
 
 
 def find_peaks(device: str, dtype: str, slices: Slices) -> Iterator[float]:
-    """Measure the values for `peak_of(device, dtype)`, with a yield after each call. Does nothing if they are known."""
+    """Measure the peaks that `peak_of(device, dtype)` returns, unless they are known. Yield after each call."""
     clock, kind = clock_of(device), torch.device(device).type
     if device not in _copies:
         source = torch.zeros(COPY_BYTES[kind], dtype=torch.int8, device=device)

@@ -1,4 +1,4 @@
-"""The implementations that can be timed, ours and others', in one form: a differentiable function of q, k and v.
+"""The implementations of attention that can be timed, as differentiable functions of q, k and v.
 
 Each names its algorithms in `case` for both directions, and its version. If it cannot run a case, it raises
 `CannotRunError` with the reason, if that is known before; else the error of its first call is the reason.
@@ -43,7 +43,7 @@ class Implementation:
 
 
 def algorithms(case: Case) -> tuple[str, ...]:
-    """The names in `case.ALGORITHMS` of what one call of `case` runs."""
+    """The names in `case.ALGORITHMS` of the algorithms that one call of `case` runs."""
     forward, backward = ("flash_forward", "fused_backward")
     if case.backend != OWN:
         forward, backward = IMPLEMENTATIONS[case.backend].forward, IMPLEMENTATIONS[case.backend].backward
@@ -51,7 +51,7 @@ def algorithms(case: Case) -> tuple[str, ...]:
 
 
 def implementation_of(case: Case, kernel: Kernel | None) -> Implementation:
-    """Return the implementation that `case` names: one of the table, or the caller's own function."""
+    """Return the implementation that `case` names: one of the known ones, or the caller's own function."""
     if case.backend != OWN:
         return IMPLEMENTATIONS[case.backend]
     if kernel is None:
@@ -60,7 +60,9 @@ def implementation_of(case: Case, kernel: Kernel | None) -> Implementation:
 
 
 def _own(kernel: Kernel, case: Case, device: str) -> Attend:
-    """Return the caller's function, called as `own_kernel` says. Raises CannotRunError where that does not work."""
+    """Return the caller's function, called by the rules of `own_kernel`. Raises CannotRunError if these cannot be
+    followed.
+    """
     try:
         given = keywords(kernel, {}, Options(causal=case.causal))
     except NotTakenError as error:
@@ -120,7 +122,7 @@ def _flex(case: Case, device: str) -> Attend:
     mask = None
     if case.causal:
         mask = flex.create_block_mask(seen, None, None, case.q_len, case.kv_len, device=device)
-    # Compiled only for this case: earlier compilations count towards a limit, beyond which it would run eagerly.
+    # Compile only for this case: earlier compilations count towards a limit, beyond which torch.compile runs eagerly.
     torch.compiler.reset()
     compiled = torch.compile(flex.flex_attention, dynamic=False, fullgraph=True)
     grouped = case.q_heads != case.kv_heads
@@ -204,7 +206,7 @@ class Naive:
         self.group = case.q_heads // case.kv_heads
         self.scale = case.head_dim**-0.5
         self.hidden = None
-        if case.causal:  # made once, like in a model
+        if case.causal:  # one mask for all calls, like in a model
             ones = torch.ones(case.q_len, case.kv_len, dtype=torch.bool, device=device)
             self.hidden = ones.triu_(case.kv_len - case.q_len + 1)
 
@@ -213,7 +215,7 @@ class Naive:
         return self.probabilities(q, self.expanded(k)) @ self.expanded(v)
 
     def expanded(self, t: Tensor) -> Tensor:
-        """Return a key/value head for each query head."""
+        """Return k or v with each key/value head repeated for its query heads."""
         return t if self.group == 1 else t.repeat_interleave(self.group, 1)
 
     def probabilities(self, q: Tensor, k: Tensor) -> Tensor:
@@ -224,7 +226,7 @@ class Naive:
 
 
 class NaiveExplicit(Naive):
-    """The same with a written-out gradient, from P: dV = Pᵀ·dO, dS = P∘(dO·Vᵀ − delta), dQ = dS·K, dK = dSᵀ·Q."""
+    """Naive attention with an explicit gradient from P: dV = Pᵀ·dO, dS = P∘(dO·Vᵀ − delta), dQ = dS·K, dK = dSᵀ·Q."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         o: Tensor = _Explicit.apply(self, q, k, v)  # type: ignore[no-untyped-call]
@@ -272,7 +274,8 @@ IMPLEMENTATIONS = {
     "sdpa_cudnn": Implementation(_sdpa_of["cudnn"], _cudnn_version, "flash_forward", "fused_backward"),
     "sdpa_efficient": Implementation(_sdpa_of["efficient"], _torch, "flash_forward", "fused_backward"),
     "sdpa_math": Implementation(_sdpa_of["math"], _torch, "naive_forward", "naive_backward"),
-    # Its backward template has separate programs for dQ and for dK and dV (torch/_inductor, flex_backwards).
+    # FlexAttention's backward template has separate programs for dQ and for dK and dV (torch/_inductor,
+    # flex_backwards).
     "flex": Implementation(_flex, _torch, "flash_forward", "two_pass_backward"),
     "flash_attn": _package(partial(_flash_attn, "flash_attn"), "flash_attn"),
     "flash_attn_3": _package(partial(_flash_attn, "flash_attn_interface"), "flash_attn_3"),

@@ -36,17 +36,17 @@ from flashpoint_kernels.timing.device import describe, device_name, find_peaks, 
 from flashpoint_kernels.timing.implementations import CannotRunError, Implementation, algorithms, implementation_of
 from flashpoint_kernels.timing.own_kernel import Kernel
 
-# A call this many times shorter than a slice is repeated unmeasured after a pause; that costs at most this fraction of
-# the slice.
+# A call that is shorter than a slice by this factor is run unmeasured after a pause, which costs at most this fraction
+# of a slice.
 _SHORT = 4
-_LOOK_SECONDS = 0.005  # between two checks of a call in another thread
+_LOOK_SECONDS = 0.005  # seconds between two checks of a call in another thread
 
-BUSY = 0.05  # threads that wait for a core for a larger share of the time disturb a figure
-# All threads together are held up if they take longer than fewer threads by so much and so many times: starting threads
-# takes microseconds, waiting for a core that is busy takes milliseconds.
+BUSY = 0.05  # a figure is disturbed if threads wait for a core for more than this share of the time
+# All threads together were delayed if they take this much longer, and this many times longer, than fewer threads: to
+# start threads takes microseconds, to wait for a busy core takes milliseconds.
 _HELD_UP_MS, _HELD_UP = 1.0, 2.0
-_NOISE = 0.05  # two measurements of one call differ by this much on a quiet machine
-_AGAIN = 3  # times that memory below the algorithm's minimum is measured again
+_NOISE = 0.05  # two measurements of one call may differ by this much on a quiet machine
+_AGAIN = 3  # number of further measurements if the memory is below the algorithm's minimum
 
 Row = dict[str, Any]
 
@@ -54,7 +54,7 @@ Row = dict[str, Any]
 class DeviceLostError(RuntimeError):
     """The GPU does not work any more in this process.
 
-    `row` is that of the case in which it was lost, without figures.
+    `row` is the row, without figures, of the case in which the GPU failed.
     """
 
     def __init__(self, row: Row) -> None:
@@ -123,13 +123,15 @@ class _Timed:
     samples: list[float]
     peak: int | None
     low: bool  # the peak is below what the algorithm must hold
-    threads: int | None = None  # with which the samples were taken; None on a GPU
-    by_threads: dict[int, float] | None = None  # the medians with other numbers of threads, too
-    waited: float | None = None  # the largest share of the time for which threads waited for a core
+    threads: int | None = None  # number of threads for the samples; None on a GPU
+    by_threads: dict[int, float] | None = None  # the medians for each tested number of threads
+    waited: float | None = None  # the largest share of the time that threads waited for a core
 
     @property
     def busy(self) -> bool:
-        """Whether other programs disturbed the time: threads waited, or all together took far longer than fewer."""
+        """Whether other programs disturbed the time: threads waited, or all threads together took far longer than
+        fewer.
+        """
         held_up = False
         if self.by_threads:
             ms_of_all = self.by_threads[max(self.by_threads)]
@@ -138,7 +140,7 @@ class _Timed:
         return held_up or (self.waited or 0.0) > BUSY
 
     def about(self) -> Row:
-        """Return these fields of a row."""
+        """Return the fields of a row that describe these times."""
         by_threads = None if self.by_threads is None else {str(n): self.by_threads[n] for n in sorted(self.by_threads)}
         return {
             "threads": self.threads, "ms_by_threads": by_threads, "waited": self.waited, "busy": self.busy,
@@ -149,7 +151,7 @@ class _Timed:
 def _timed(
     case: Case, implementation: Implementation, device: str, timing: Timing, slices: Slices
 ) -> Generator[float, None, _Timed]:
-    """Time a case. On the CPU, fewer threads are tried, too: OpenMP waits for its slowest thread."""
+    """Time a case. On the CPU, also try fewer threads, because OpenMP waits for its slowest thread."""
     attend = implementation.make(case, device)
     _check_memory(case, device)
     q, k, v, do = yield from _inputs(case, device, implementation.layout, slices)
@@ -230,9 +232,9 @@ def _timed(
 
 
 def _fewer(ms: dict[int, float], timing: Timing) -> int | None:
-    """Return the number of threads to try next; None if no other is useful. `ms` has the medians of those tried.
-
-    It is one thread if that holds the device for about a slice, else half of the threads as long as that is faster.
+    """Return the number of threads to try next; None if no other number is useful. `ms` has the medians for the numbers
+    that were tried. Try one thread if a call then takes about a slice, else half of the threads as long as this is
+    faster.
     """
     every = max(ms)
     if every == 1 or ms[every] > timing.max_seconds * 1e3:
@@ -247,7 +249,7 @@ def _fewer(ms: dict[int, float], timing: Timing) -> int | None:
 
 
 def _faster(one: list[float], other: list[float]) -> bool:
-    """Return whether `one` is faster by more than the noise: its uncertainty, and `_NOISE`."""
+    """Return whether `one` is faster than the other by more than the noise: its uncertainty, and `_NOISE`."""
     return median(one) * (1 + uncertainty(one)) < median(other) * (1 - _NOISE)
 
 
@@ -275,7 +277,7 @@ def _check_memory(case: Case, device: str) -> None:
     """
     if not device.startswith("cpu") or not any(ALGORITHMS[name].matrix_passes for name in algorithms(case)):
         return
-    # S and P, in the backward also dP and dS, each possibly in float32 at some point.
+    # Naive attention holds S and P, in the backward also dP and dS, each possibly in float32.
     needed = pairs(case) * 4 * (2 if case.direction == "forward" else 4)
     available = available_bytes()
     if needed > available:
@@ -305,7 +307,7 @@ def aside(call: Callable[[], Any], slices: Slices) -> Generator[float, None, Non
 
 
 def _first(call: Callable[[], Any], device: str) -> None:
-    """Make the first call. It compiles kernels, and fails if there are none."""
+    """Make the first call, which compiles kernels, and fails if the implementation cannot run."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
@@ -322,7 +324,7 @@ def _first(call: Callable[[], Any], device: str) -> None:
 
 
 def _brief(text: str) -> str:
-    """Return the first two lines: compilers say where they failed in the first, and how in the second."""
+    """Return the first two lines of an error: compilers say in the first where they failed, and in the second why."""
     return " ".join(line.strip() for line in text.strip().splitlines()[:2])
 
 

@@ -1,4 +1,4 @@
-"""The keywords of a caller's own attention function, to time it.
+"""Find the keywords for a call of the caller's own attention function, to time it.
 
 The call is kernel(q, k, v, causal=…, …). Only options that are not the default are passed.
 Parameters may have torch's or flash-attn's names: is_causal, softmax_scale, …
@@ -26,7 +26,7 @@ class NotTakenError(Exception):
 
 
 def parameters(kernel: Kernel) -> dict[str, str] | None:
-    """Return the function's parameters by our names; None if it accepts any keyword or has no signature."""
+    """Return the function's parameters by our names; None if it accepts every keyword or has no signature."""
     try:
         listed = inspect.signature(kernel).parameters.values()
     except (TypeError, ValueError):
@@ -39,7 +39,7 @@ def parameters(kernel: Kernel) -> dict[str, str] | None:
 
 
 def keywords(kernel: Kernel, tensors: Mapping[str, Tensor], options: Options) -> dict[str, Any]:
-    """Return the keywords that the function is called with beside q, k and v. Raises NotTakenError."""
+    """Return the keyword arguments for a call of the function with q, k and v. Raises NotTakenError."""
     wanted: dict[str, Any] = {
         name: getattr(options, name)
         for name, row in OPTIONS.items()

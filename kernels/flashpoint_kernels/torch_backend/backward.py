@@ -49,7 +49,7 @@ def differentiate(problem: Problem, threads: int) -> None:
 
 
 def _of_each_score(problem: Problem) -> bool:
-    """Return whether the mask has a number for each score, in a dtype that the kernels write."""
+    """Return whether the mask has one element per score, in a dtype that the kernels can write."""
     mask = problem.tensors["attn_mask"]
     return mask.dtype != torch.float64 and mask.numel() == math.prod(problem.spec.shape_of("attn_mask"))
 
@@ -57,7 +57,7 @@ def _of_each_score(problem: Problem) -> bool:
 def _sum_of_masks(problem: Problem) -> Problem:
     """Return the problem with memory for the float32 sum of a mask's gradient.
 
-    numpy's zeros take memory only where they are used; a part of a problem uses those of its sequences.
+    numpy's zeros occupy memory only once they are written; a part of a problem writes those of its sequences.
     """
     zeros = np.zeros(problem.outputs["dattn_mask"].shape, np.float32)
     return replace(problem, outputs={"dattn_mask": torch.from_numpy(zeros)})
@@ -72,10 +72,9 @@ def gradients(
     first_head: int = 0,
     adds: bool = False,
 ) -> Tensor | None:
-    """Write dq, dk, dv and dattn_mask (with `adds`, add to it), as far as `t` has them.
-
-    Return dsinks, (Hq,) float64, if `t` has it. `t` has canonical views (see `problem`), with o and lse of the forward.
-    For threads see `differentiate`.
+    """Write dq, dk, dv and dattn_mask (with `adds`, add to it), if `t` contains them. Return dsinks, (Hq,) float64, if
+    `t` contains it. `t` has canonical views (see `problem`), with o and lse of the forward. For threads see
+    `differentiate`.
     """
     p = spec.options.dropout_p
     backward = Backward(
@@ -87,14 +86,14 @@ def gradients(
 
 
 def _shares(backward: Backward, spec: Spec, rows: list[Row] | tuple[Row, ...], threads: int) -> list[list[Step]]:
-    """Return the work of sequences with queries, for at most `threads` threads."""
+    """Return the work for all sequences with queries, cut into shares for at most `threads` threads."""
     if backward.takes_together(len(rows), max((row.q_len for row in rows), default=0)):
         return backward.shares_together(_sequence(spec, Row(*numbers_of(rows))), threads)
     return backward.shares([_sequence(spec, row) for row in rows], threads)
 
 
 def prepared(problem: Problem, threads: int) -> Callable[[], None]:
-    """Return the call of `differentiate`; for a problem that `repeats`, it is made ready to be called again."""
+    """Return the call that `differentiate` makes; for a problem that `repeats`, it can be called again."""
     t = {name: problem.view(name) for name in (*_IN_ROWS, "lse")} | {n: problem.view(n) for n in problem.outputs}
     rows = [row for row in problem.rows if row.q_len]
     if not rows or not repeats(problem) or "dlse" in problem.tensors or any(t[n].stride(-1) != 1 for n in _IN_ROWS):
@@ -106,8 +105,8 @@ def prepared(problem: Problem, threads: int) -> Callable[[], None]:
 def differentiate_dense(spec: Spec, t: Mapping[str, Tensor], threads: int) -> Replay | None:
     """Write dq, dk and dv of a plain problem, whose tensors `t` are q, k, v, do, o, lse, dq, dk and dv.
 
-    Return the same for other tensors of these strides, in the order of `t`; None if tensors were copied, the parts of a
-    sequence are summed, or there are too many sequences.
+    Return a call that does this for other tensors of these strides, in the order of `t`. Return None if tensors were
+    copied, the parts of a sequence are summed, or there are too many sequences.
     """
     in_place = {name: in_rows(x) if name in _IN_ROWS else x for name, x in t.items()}
     backward = Backward(in_place, spec.scale, spec.options.softcap, 1.0, Dropped(), 0, False)
@@ -120,7 +119,7 @@ def differentiate_dense(spec: Spec, t: Mapping[str, Tensor], threads: int) -> Re
 
 
 def _sequence(spec: Spec, row: Row) -> Sequence:
-    """Return a sequence, or many, if the members of `row` are arrays."""
+    """Return a `Sequence` for `row`; it represents many sequences if the members of `row` are arrays."""
     offset, (left, right) = row.offset, spec.window
     return Sequence(
         row.batch,

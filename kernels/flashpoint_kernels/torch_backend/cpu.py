@@ -9,7 +9,7 @@ from flashpoint_kernels.problems.problem import Problem, forward_of
 from flashpoint_kernels.torch_backend.backward import prepared as prepared_gradient
 from flashpoint_kernels.torch_backend.forward import prepared, repeats
 
-KEPT_BYTES = 1 << 19  # maximum bytes of a forward that is kept with its gradients
+KEPT_BYTES = 1 << 19  # maximum bytes of a forward that is kept for its gradients
 
 
 def forward(problems: Sequence[Problem]) -> None:
@@ -21,7 +21,7 @@ def forward(problems: Sequence[Problem]) -> None:
 def _calls(problem: Problem) -> Sequence[Callable[[], object]]:
     """Clear the outputs' gaps, and return the calls of a forward.
 
-    They are kept with the problem if they stay right when its tensors get other numbers.
+    Keep the calls with the problem if they stay valid when other values are written into its tensors.
     """
     problem.clear_outputs()
     rows = [row for row in problem.rows if row.q_len]
@@ -39,7 +39,9 @@ def backward(problems: Sequence[Problem]) -> None:
 
 
 def _gradient_calls(problem: Problem) -> Sequence[Callable[[], object]]:
-    """Like `_calls`, for gradients. The memory of a forward that they need is kept with a small problem."""
+    """Return the calls of a gradient, like `_calls`. For a small problem, also keep the memory of the forward that it
+    needs.
+    """
     calls: list[Callable[[], object]] = []
     whole, nbytes = problem, 0
     if "lse" not in problem.tensors:

@@ -28,8 +28,8 @@ def attend_dense(
 ) -> Replay | None:
     """Write o and lse (B,Hq,Sq) of q, k and v (B,H,S,D), where all sequences are like `row`.
 
-    Return the same for other q, k, v, o and lse of these strides; None if tensors were copied, threads share a head,
-    or there are too many sequences.
+    Return a call that does this for other q, k, v, o and lse of these strides. Return None if tensors were copied,
+    threads share a head, or there are too many sequences.
     """
     given = (q, k, v)
     q, k, v = map(in_rows, given)
@@ -121,7 +121,9 @@ def prepared(problem: Problem, rows: Sequence[Row], threads: int) -> Callable[[]
 
 
 def repeats(problem: Problem) -> bool:
-    """Return whether `prepared` of the problem stays right when its tensors get other numbers: it has no copies."""
+    """Return whether the problem's `prepared` stays valid when its tensors get other values, because it copies
+    nothing.
+    """
     spec = problem.spec
     if (
         spec.paged
@@ -139,7 +141,7 @@ def rows_of(
 ) -> Rows:  # fmt: skip
     """Return the queries of a sequence, whose keys [first, row.kv_len) are in `spans`. Addresses as in `Rows`.
 
-    The members of `row` may be arrays, of many sequences. Keys before `start` are not seen.
+    The members of `row` may be arrays, with one element per sequence. Queries do not see keys before `start`.
     """
     offset, (left, right) = row.offset, spec.window
     low, high = offset - left, offset + right + 1
@@ -153,7 +155,7 @@ def rows_of(
 
 
 def steps(t: Tensor, head: int) -> ByteSteps:
-    """Return the steps of dimension `head`, and of the next one, which has the rows."""
+    """Return the strides of the dimension `head`, and of the next dimension, which is that of rows."""
     return ByteSteps(t.stride(head) * t.itemsize, t.stride(head + 1) * t.itemsize)
 
 
@@ -164,31 +166,31 @@ def mask_of(problem: Problem) -> Tensor | None:
 
 
 def readable_mask(t: Tensor) -> Tensor:
-    """Return a mask in a dtype that the kernels have, with adjacent numbers in each row: itself, or a copy."""
+    """Return a mask in a dtype that the kernels support, with adjacent elements in each row: unchanged, or a copy."""
     if t.dtype == torch.float64:
         t = narrowed(t)
     return t.contiguous() if t.ndim and t.shape[-1] > 1 and t.stride(-1) != 1 else t
 
 
 def in_rows(t: Tensor) -> Tensor:
-    """Return the tensor with adjacent numbers in each row: itself, or a copy."""
+    """Return the tensor with adjacent elements in each row: unchanged, or a copy."""
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
 def address(t: Tensor, batch: int, row: int) -> int:
-    """Return the address of a sequence's row in a canonical view, for head 0."""
+    """Return the address of a sequence's row for head 0, in a canonical view."""
     return t.data_ptr() + (batch * t.stride(0) + row * t.stride(2)) * t.itemsize
 
 
 def numbers_of(rows: Sequence[Row]) -> np.ndarray[Any, Any]:
-    """Return an array (n,) for each member of the rows."""
+    """Return one array (n,) for each member of the rows."""
     return (
         np.fromiter(chain.from_iterable(rows), np.int64, len(rows) * len(Row._fields)).reshape(len(rows), -1).T.copy()
     )
 
 
 def _scale(problem: Problem, name: str) -> Tensor:
-    """Return a number for each key, float32: (n, Hk, rows) for sequences, or (pool, Hk, page_size).
+    """Return scales with one float32 per key: (n, Hk, rows) for sequences, or (pool, Hk, page_size).
 
     For pages that share their scales with a sequence: (B, Hk, page_size).
     """
@@ -199,7 +201,7 @@ def _scale(problem: Problem, name: str) -> Tensor:
 
 
 def _of_sequences(problem: Problem, rows: Sequence[Row], k: Tensor, v: Tensor, scales: Sequence[Tensor]) -> Spans:
-    """Return one span for each sequence."""
+    """Return the spans of unpaged keys, one for each sequence."""
     numbers = np.zeros((len(rows), 8), np.int64)
     index, batch, *_, start, _, _, _ = numbers_of(rows)
     for place, t in enumerate((k, v)):
@@ -213,7 +215,7 @@ def _of_sequences(problem: Problem, rows: Sequence[Row], k: Tensor, v: Tensor, s
 
 
 def _of_pages(problem: Problem, rows: Sequence[Row], k: Tensor, v: Tensor, scales: Sequence[Tensor]) -> Spans:
-    """Return a span for each page."""
+    """Return the spans of paged keys, one for each page."""
     spec = problem.spec
     pages = -(-max(row.kv_len for row in rows) // spec.page_size)
     index = torch.tensor([row.index for row in rows])

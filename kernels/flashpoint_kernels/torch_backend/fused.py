@@ -28,7 +28,7 @@ from flashpoint_kernels.quantization import scaled
 
 INF = float("inf")
 _aten = torch.ops.aten
-_memory: Any = torch.utils.deterministic  # mypy does not know its property
+_memory: Any = torch.utils.deterministic  # Any, because mypy does not know the module's property
 
 
 def forward(problems: Sequence[Problem]) -> None:
@@ -55,13 +55,13 @@ def backward(problems: Sequence[Problem]) -> None:
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One sequence for the operators: q (1,Hq,sq,D), k and v (1,Hk,sk,D), and a mask to add, or None."""
+    """One sequence as inputs of the operators: q (1,Hq,sq,D), k and v (1,Hk,sk,D), and a mask to add, or None."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     bias: Tensor | None  # (1, Hq|1, sq|1, sk|1) float32
-    causal: bool  # of a square
+    causal: bool  # whether to apply the causal mask of a square
     scale: float  # above 0, which the operators require
 
     def forward(self) -> tuple[Tensor, Tensor]:
@@ -78,12 +78,13 @@ class Call:
         return self.q.dtype != torch.float32 and self.bias is None
 
     def _cuda_inputs(self) -> tuple[list[Tensor], Tensor | None]:
-        """Return q, k, v with a key/value head for each query head, and D padded for the kernels; the mask likewise."""
+        """Return q, and k and v repeated for each query head, with D padded for the kernels; pad the mask, too."""
         heads, sk = self.q.shape[1], self.k.shape[2]
         qkv = [_pad8(t) for t in (self.q, _repeat(self.k, heads), _repeat(self.v, heads))]
         if self.bias is None:
             return qkv, None
-        # The kernel needs mask rows at multiples of 16 bytes. The added columns are cut off again; their memory stays.
+        # The kernel needs mask rows at multiples of 16 bytes, so allocate padded rows, and cut off the added columns in
+        # the view.
         full = _pad8(self.bias.to(self.q.dtype).expand(self.q.shape[0], heads, self.q.shape[2], sk))
         return qkv, aligned(full, full.dtype)[..., :sk]
 
@@ -120,11 +121,11 @@ class Call:
 
 @dataclass(eq=False, slots=True)
 class Prepared:
-    """A sequence, ready for the operators. `x` are its tensors from `Problem.batches`."""
+    """A sequence that is ready for the operators. `x` has its tensors from `Problem.batches`."""
 
     x: dict[str, Tensor]
     call: Call
-    turned: float  # the factor of q that makes the scale positive
+    turned: float  # factor of q that makes the scale positive: 1 or −1
 
     @classmethod
     def of(cls, problem: Problem, rows: Sequence[Row], x: dict[str, Tensor]) -> Prepared:
@@ -138,11 +139,12 @@ class Prepared:
             ahead = (keys > queries[:, None] + offset)[None, None]
             bias = torch.zeros((), device=x["q"].device) if bias is None else bias
             bias, causal = bias.masked_fill(ahead, -INF), False
-        # With a mask in float32: the operators take one in q's dtype alone, which would round it, and make −∞ of −1e6
-        # in float16. On an H200 (torch 2.11) their gradients in 16 bits with a mask were NaN, in float32 right.
+        # With a mask, compute in float32: the operators need a mask in q's dtype, and 16 bits would round it (in
+        # float16, −1e6 becomes −∞). On an H200 (torch 2.11) their 16-bit gradients with a mask were NaN, but those in
+        # float32 were right.
         dtype = x["q"].dtype if bias is None and not spec.quantized else torch.float32
         turned, scale = (1.0, spec.scale) if spec.scale > 0 else (-1.0, -spec.scale) if spec.scale else (0.0, 1.0)
-        if spec.quantized:  # in float32: products of a number and its scale must not be rounded to 16 bits
+        if spec.quantized:  # compute in float32: products of a value and its scale must not be rounded to 16 bits
             k, v = (scaled(x[name], x[f"{name}_scale"]) for name in ("k", "v"))
         else:
             k, v = x["k"], x["v"]
@@ -172,9 +174,9 @@ class Prepared:
         """Write dq, dk and dv if requested, and add to `dsinks` (Hq,). `x` has the forward's answers."""
         x, call = self.x, self.call
         o, lse = x["o"], x["lse"]
-        # Rounded like the forward's answer, so that callers who send it get the same bits.
+        # Round o like the forward's answer: then callers who pass this o get the same bits.
         o = aligned(o.to(x["q"].dtype), call.q.dtype)
-        # +∞ instead of −∞ makes the probabilities exp(s − lse) of a masked row 0.
+        # An lse of +∞ instead of −∞ makes the probabilities exp(s − lse) of a masked row 0.
         lse = aligned(lse, torch.float32)
         lse = lse.masked_fill(lse == -INF, INF)
         do = aligned(x["do"], call.q.dtype)
@@ -190,14 +192,14 @@ class Prepared:
 
 
 def _only_sinks(problem: Problem) -> None:
-    """Write the lse of queries without any key, which is the sink."""
+    """Write the lse of queries that see no key: it is the sink."""
     for _, x in problem.batches(lambda row: 1 if row.q_len and not row.kv_len else 0):
         if "lse" in x:
             x["lse"].copy_(x["sinks"][:, None].expand(x["lse"].shape))
 
 
 def _with_work(problem: Problem) -> Iterator[tuple[tuple[Row, ...], dict[str, Tensor]]]:
-    """Return the sequences with queries and keys: the operators have no answer without keys."""
+    """Return the sequences that have queries and keys; the operators do not support an empty side."""
     return problem.batches(lambda row: 1 if row.q_len and row.kv_len else 0)
 
 
@@ -216,7 +218,7 @@ def _deterministic(wanted: bool) -> Iterator[None]:
 
 @contextmanager
 def _asked(wanted: bool) -> Iterator[None]:
-    """Set determinism without torch's filling of new memory with NaN: everything here is written completely."""
+    """Turn on deterministic algorithms, but do not fill new memory with NaN: everything here is written completely."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filled = _memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(wanted or before[0], warn_only=before[1] and not wanted)
@@ -235,10 +237,10 @@ def _pad8(t: Tensor) -> Tensor:
 
 
 def _repeat(t: Tensor, heads: int) -> Tensor:
-    """Return a key/value head for each of `heads` query heads."""
+    """Return k or v with each key/value head repeated, for `heads` query heads."""
     return t if t.shape[1] == heads else t.repeat_interleave(heads // t.shape[1], 1)
 
 
 def _sum_group(grad: Tensor, heads: int) -> Tensor:
-    """Return the gradient of `heads` heads from that of their repetitions (n, Hq, sk, D), summed in float32."""
+    """Return the gradient of `heads` key/value heads: sum that of their repetitions (n, Hq, sk, D) in float32."""
     return grad.view(grad.shape[0], heads, -1, *grad.shape[2:]).sum(2, dtype=torch.float32)

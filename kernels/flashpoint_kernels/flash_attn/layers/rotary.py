@@ -21,7 +21,7 @@ def apply_rotary_emb(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Tensor:
-    """Return x turned by its positions. Differentiable.
+    """Return x with the rotary embedding of its positions. Differentiable.
 
     Args:
         x: (B, S, H, D); with `cu_seqlens` (T, H, D).
@@ -64,7 +64,7 @@ apply_rotary_emb_func = apply_rotary_emb
 
 
 def apply_rotary_emb_torch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Return x (B, S, H, D) turned by its positions, from 0 on."""
+    """Return x (B, S, H, D) with the rotary embedding of its positions, which begin at 0."""
     return apply_rotary_emb(x, cos, sin, interleaved)
 
 
@@ -78,9 +78,10 @@ def apply_rotary_emb_qkv_(
     seqlen_offsets: int | Tensor = 0,
     num_heads_q: int | None = None,
 ) -> Tensor:
-    """Turn q and k of `qkv` in place, and return it.
+    """Apply the rotary embedding to q and k of `qkv` in place, and return `qkv`.
 
-    `qkv` is (B, S, 3, H, D), or (B, S, H + 2·Hk, D) with H as `num_heads_q`. `cos_k` and `sin_k` are k's (XPos).
+    `qkv` is (B, S, 3, H, D), or (B, S, H + 2·Hk, D) with H as `num_heads_q`. `cos_k` and `sin_k` are cosines and sines
+    for k, if these differ from those for q (XPos).
     """
     if qkv.ndim == 5:
         q, k = qkv[:, :, 0], qkv[:, :, 1]
@@ -98,19 +99,19 @@ def apply_rotary_emb_qkv_(
 def apply_rotary_emb_kv_(
     kv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False, seqlen_offsets: int | Tensor = 0
 ) -> Tensor:
-    """Turn k of `kv` (B, S, 2, Hk, D) in place, and return it."""
+    """Apply the rotary embedding to k of `kv` (B, S, 2, Hk, D) in place, and return `kv`."""
     apply_rotary_emb(kv[:, :, 0], cos, sin, interleaved, True, seqlen_offsets)
     return kv
 
 
 class RotaryEmbedding(nn.Module):
-    """Turn q and k of packed tensors by their positions, with frequencies base^(−2i/dim).
+    """Apply the rotary embedding to q and k of packed tensors, with frequencies base^(−2i/dim).
 
     With `scale_base` q and k are also scaled by position (XPos, Sun et al. 2022).
 
     Args:
-        dim: Columns that are turned.
-        base: See above.
+        dim: Number of columns that the embedding changes.
+        base: Base of the frequencies.
         interleaved: Which columns are pairs, see the module.
         scale_base: Distance after which the scale is applied once; None: without.
         device: Device of the frequencies.
@@ -131,7 +132,7 @@ class RotaryEmbedding(nn.Module):
         self.register_buffer("scale", scale, persistent=False)
 
     def _tables(self, length: int, t: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return cos and sin of `length` positions; for XPos scaled ones of q, and those of k."""
+        """Return cos and sin of `length` positions, and for XPos other cos and sin for k; else None, None."""
         places = torch.arange(length, device=t.device, dtype=torch.float32)
         angles = torch.outer(places, self.inv_freq.to(t.device))
         cos, sin = angles.cos(), angles.sin()
@@ -150,7 +151,9 @@ class RotaryEmbedding(nn.Module):
         max_seqlen: int | None = None,
         num_heads_q: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Turn `qkv` in place (see `apply_rotary_emb_qkv_`), or q as `qkv` (B, S, H, D) and `kv`; return them."""
+        """Apply the embedding in place to `qkv` (see `apply_rotary_emb_qkv_`), or to q in `qkv` (B, S, H, D) and k in
+        `kv`.
+        """
         farthest = int(seqlen_offset.max()) if isinstance(seqlen_offset, Tensor) else seqlen_offset
         length = max_seqlen or qkv.shape[1] + farthest
         cos, sin, cos_k, sin_k = self._tables(length, qkv)

@@ -1,1 +1,1 @@
-"""Exact answers, the bounds of each element, and the places of elements beyond them."""
+"""Compute exact answers, the error bounds of each element, and the positions of elements that exceed them."""

@@ -6,8 +6,8 @@
     L  the largest error of the formula with every intermediate result rounded to the data type of q
 
 An error of at most S is right, one between S and L is imprecise, one above L is wrong. docs/judge.md derives both. They
-follow from how rounding enters the formula, to first order, with constants for the order of sums, and twice the result
-(`SAFETY`). No bound reads the answer that is judged.
+are first-order error estimates with constants for the order of sums, multiplied by `SAFETY`. They do not depend on the
+answer that is judged.
 
 Notation: w and u are the units of rounding of float32 and of the data type; A = |scale|·Σ|q||k|; p the weights, o the
 output, delta = rowsum(o∘do) − dlse; e the absolute error of a score, r the relative error of p.
@@ -31,9 +31,9 @@ from flashpoint_kernels.quantization import scaled
 
 SAFETY = 2.0  # factor of both bounds
 ILL_POSED = 0.1  # a row whose bound S exceeds this part of its largest value is ill-posed
-CHUNK = 1 << 17  # scores in memory: 1 MiB in float64; about twenty such tensors are alive
+CHUNK = 1 << 17  # scores in memory at a time: 1 MiB in float64; about twenty such tensors exist at once
 
-# Constants of the derivation: a dot product of scores, the argument of exp, other sums, roundings to the type.
+# Constants of the derivation, for: the dot product of a score, the argument of exp, other sums, roundings to the type.
 _DOT, _ARGUMENT, _SUM, _ROUND = 4.0, 4.0, 16.0, ROUND
 
 
@@ -46,9 +46,10 @@ class Limits:
     allowed: Tensor  # L
 
     def excess(self, answer: Tensor, dtype: str) -> tuple[Tensor, Tensor]:
-        """Return error/S and error/L of each element. A value that should be finite and is not has an infinite excess.
+        """Return error/S and error/L of each element. A value that is not finite, but should be, has an infinite
+        excess.
 
-        A value that overflows the answer's data type may be anything.
+        If the exact value overflows the answer's data type, every value is accepted.
         """
         answer = answer.to(self.value.device).double()
         same = (answer == self.value) | (answer.isnan() & self.value.isnan())
@@ -94,7 +95,7 @@ def limits(
 
 
 def blocks(problem: Problem) -> int:
-    """Return how often `limits` calls its `block`."""
+    """Return how many times `limits` calls its argument `block`."""
     heads, alike = problem.spec.q_heads, Counter((row.q_len, row.kv_len, row.offset) for row in problem.rows)
     total = 0
     for (queries, keys, _), count in alike.items():
@@ -105,7 +106,7 @@ def blocks(problem: Problem) -> int:
 
 
 class _Rows:
-    """Some sequences of equal lengths: their exact answers and bounds, some queries at a time."""
+    """Sequences of equal lengths: compute their exact answers and bounds, some queries at a time."""
 
     def __init__(
         self,
@@ -129,7 +130,7 @@ class _Rows:
             self.v = scaled(x["v"], x["v_scale"], torch.float64)
         self.slopes = x["alibi_slopes"].double() if "alibi_slopes" in x else None
         self.sinks = problem.tensors["sinks"].double() if "sinks" in problem.tensors else None
-        if self.slopes is not None:  # the canonical view is float32; a float64 problem keeps its precision
+        if self.slopes is not None:  # the canonical view is float32, but a float64 problem needs the caller's float64
             slopes = problem.tensors["alibi_slopes"].double()
             self.slopes = slopes[[row.index for row in rows]] if slopes.ndim == 2 else slopes[None]
         self.mask = problem.mask_part(problem.tensors["attn_mask"], rows) if spec.has("attn_mask") else None
@@ -142,7 +143,7 @@ class _Rows:
         for start in range(0, self.queries, step):
             block()
             _Chunk(self, slice(start, min(start + step, self.queries))).solve()
-        for name, (value, size, *errors) in self.sums.items():  # dk and dv of each query head: round, then add heads
+        for name, (value, size, *errors) in self.sums.items():  # dk, dv: round each query head, then add heads
             unit = self.unit
             for place, error in zip(self.outputs, (None, *errors), strict=True):
                 total = value if error is None else error + _ROUND * unit.u * size + unit.tiny
@@ -153,7 +154,7 @@ class _Rows:
             place[name][:, :, rows] = t
 
     def add(self, name: str, *terms: Tensor) -> None:
-        """Add a chunk's value and bounds for dk or dv, of each query head: (n, Hq, Sk, ·)."""
+        """Add a chunk's value and bounds to dk or dv of each query head: (n, Hq, Sk, ·)."""
         if name not in self.sums:
             self.sums[name] = [torch.zeros_like(terms[0]) for _ in range(4)]
         value, size, accurate, allowed = self.sums[name]
@@ -181,7 +182,7 @@ class _Rows:
 
 
 class _Chunk:
-    """Some queries of some sequences. Tensors are (n, Hq, queries, ·)."""
+    """A chunk: some queries of some sequences. Tensors are (n, Hq, queries, ·)."""
 
     def __init__(self, rows: _Rows, queries: slice) -> None:
         self.batch, self.at, self.unit = rows, queries, rows.unit
@@ -221,7 +222,7 @@ class _Chunk:
         return self.batch.mask[:, :, self.at] if self.batch.mask.shape[2] > 1 else self.batch.mask
 
     def keep(self) -> Tensor | None:
-        """Return the factor that dropout gives each weight."""
+        """Return the dropout factor of each weight: 0 or 1/(1 − p)."""
         problem, options = self.batch.problem, self.options
         if not options.dropout_p:
             return None
@@ -232,19 +233,21 @@ class _Chunk:
         return kept.view(len(numbers), -1, *kept.shape[1:]).double() / (1.0 - options.dropout_p)
 
     def scores(self) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], Tensor]:
-        """Return the scores (−∞ where hidden), what is seen, the errors e for S and L, and softcap's derivative."""
+        """Return the scores (−∞ where hidden), the visibility mask, the score errors e for S and L, and softcap's
+        derivative.
+        """
         batch, unit, options = self.batch, self.unit, self.options
         q, k, scale = self.q, batch.k, self.scale
         w = unit.w
         raw = scale * self.by_keys(q, k)
         sizes = abs(scale) * self.by_keys(q.abs(), k.abs())
         strict = (_DOT * (1 + q.shape[-1] ** 0.5 / 8) * w + unit.tf32) * sizes
-        if batch.problem.spec.quantized:  # a kernel may round the restored keys to q's type
+        if batch.problem.spec.quantized:  # a kernel may round dequantized keys to q's type
             strict = strict + abs(scale) * self.by_keys(q.abs(), (k.to(unit.to).double() - k).abs())
         loose = strict
         if unit.half:
             off = (rounded(raw, unit.to) - raw).abs()
-            if scale:  # the product may be rounded before it is scaled, and then again; it may not overflow
+            if scale:  # a kernel may round before and after it scales, unless the product overflows
                 twice = rounded(rounded(raw / scale, unit.to) * scale, unit.to)
                 off = torch.where(twice.isfinite(), torch.maximum(off, (twice - raw).abs()), off)
             loose = strict + off + self.prescaled(q, k, scale)
@@ -282,7 +285,9 @@ class _Chunk:
         return s, seen, (strict, loose), derivative
 
     def prescaled(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
-        """Return the largest error that a scale in the data type causes: of q, of k, or its root of both."""
+        """Return the largest error from rounding q, k, or both after they were multiplied by the scale, or by its
+        root.
+        """
         to, root = self.unit.to, abs(scale) ** 0.5
 
         def off(t: Tensor) -> Tensor:
@@ -311,7 +316,7 @@ class _Chunk:
         lse = (base + total.masked_fill(none, 1.0).log()).masked_fill(none, -math.inf)[..., 0]
         self.sunk = None if sink is None else (sink - base).exp() / total.masked_fill(none, 1.0)
         argument = _ARGUMENT * unit.w * (s.masked_fill(~seen, 0.0).abs() + base.abs() + self.magnitude)
-        kinds = errors if unit.half else errors[:1]  # float32's own rounding is that of S: both bounds are one
+        kinds = errors if unit.half else errors[:1]  # for float32, L is S: there is no other rounding
         self.e = [(each + argument).masked_fill(~seen, 0.0) for each in kinds]
         mean = [(p * each).sum(-1, keepdim=True) for each in self.e]
         self.r = [torch.expm1((e + m).clamp_max(50.0)) + _SUM * unit.w for e, m in zip(self.e, mean, strict=True)]
@@ -331,7 +336,7 @@ class _Chunk:
             bound = bound + (unit.half + _SUM * unit.w * length + unit.tf32) * sizes
             bound = bound + _ROUND * unit.u * o.abs() + 2 * unit.eta * visible + unit.tiny
             bounds.append(bound if quantized is None else bound + quantized)
-        # The average of values is between the smallest and the largest: an error cannot be larger than that.
+        # A weighted average lies between the smallest and the largest value, so no error can exceed their distance.
         largest = (
             batch.v.abs().amax((2, 3)).repeat_interleave(batch.group, 1)[..., None, None] if batch.keys else 0 * total
         )
@@ -370,9 +375,10 @@ class _Chunk:
             view[row.batch, :, start : start + ill.shape[2]] = ill[number]
 
     def spread(self, o: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return Σp|v|, and how far relative errors of p move o, for S and L.
+        """Return Σp|v|, and the errors of o that relative errors of p cause, for S and L.
 
-        Errors that all weights share cancel, so values count from their mean c: Σ p·r·|v − c| + |o − c|·Σ p·r.
+        A relative error that all weights share cancels, so the formula uses the distance of v from its mean c: Σ p·r·|v
+        − c| + |o − c|·Σ p·r.
         """
         batch = self.batch
         z = self.p if self.z is None else self.p * self.z
@@ -419,7 +425,7 @@ class _Chunk:
         for which, (spread, r) in enumerate(zip(spreads, self.r, strict=True)):
             is_loose = which == 1
             e_delta = (spread * do.abs()).sum(-1, keepdim=True) + shared
-            if unit.half and not is_loose:  # roundings of o and P are independent: roots of sums of squares
+            if unit.half and not is_loose:  # rounding errors of o and P are independent, so add their squares
                 e_delta = e_delta + 5 * unit.u * products.norm(dim=-1, keepdim=True)
                 squares = self.onto_keys(z * z, batch.v * batch.v).sqrt()
                 e_delta = e_delta + unit.half * (squares * do.abs()).sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Describe where wrong elements are: in which sequences, heads, rows and columns."""
+"""Describe the positions of wrong elements: their sequences, heads, rows and columns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _TILES = (256, 128, 64, 32, 16)
 
 
 def index(at: Sequence[int], name: str, ragged: bool = False) -> str:
-    """Return the place of an element, such as `batch 0, head 3, row 17, column 5`."""
+    """Return the position of an element in words, such as `batch 0, head 3, row 17, column 5`."""
     row = "key" if name in ("dk", "dv") else "row"
     axes: tuple[str, ...] = ("batch", "head", row, "column") if not ragged else (row, "head", "column")
     if name == "lse" and ragged:
@@ -20,7 +20,9 @@ def index(at: Sequence[int], name: str, ragged: bool = False) -> str:
 
 
 def where(wrong: Tensor, name: str) -> str:
-    """Return which sequences, heads, rows and columns are wrong, where these are not all. `wrong`: (B, H, S, d)."""
+    """Return the sequences, heads, rows and columns with wrong elements, unless all are wrong. `wrong`: (B, H, S,
+    d).
+    """
     if wrong.ndim == 3:
         wrong = wrong[..., None]
     if wrong.ndim != 4 or not bool(wrong.any()):

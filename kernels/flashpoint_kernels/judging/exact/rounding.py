@@ -1,4 +1,4 @@
-"""Units of rounding of the data types, and how rounding passes through maxima."""
+"""Rounding units of the data types, and the error that rounding causes through softmax maxima."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 
 from flashpoint_kernels.problems.problem import DTYPES
 
-ROUND = 2.0  # roundings to the type of each 16-bit result
+ROUND = 2.0  # number of roundings to the data type that each 16-bit result may have
 _UNIT = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24, "float64": 2.0**-53}
 _TINY = {"float16": 2.0**-24, "bfloat16": 2.0**-126, "float32": 2.0**-126, "float64": 2.0**-1022}
 LARGEST = {name: torch.finfo(DTYPES[name]).max for name in _UNIT}
 
 
 class Unit(NamedTuple):
-    """Units of rounding for one data type."""
+    """The rounding units for one data type."""
 
-    w: float  # of float32, in which a kernel computes at least; of float64 for float64
-    u: float  # of the type
+    w: float  # unit of float32, the least precision for sums; of float64 for float64
+    u: float  # unit of the data type itself
     half: float  # 2u for 16-bit types, 0 for the others
     eta: float
     tiny: float
@@ -32,21 +32,21 @@ def unit_of(dtype: str, precision: str = "ieee") -> Unit:
     u = _UNIT[dtype]
     w = min(u, 2.0**-24)
     tf32 = 2.0**-10 if precision == "tf32" and dtype == "float32" else 0.0
-    # Processors may take numbers below the normal ones for 0, except in float16.
+    # Processors may flush subnormal numbers to 0, except in float16.
     return Unit(w, u, ROUND * u if u > w else 0.0, _TINY[dtype] / 2, _TINY[dtype], tf32, DTYPES[dtype])
 
 
 def rounded(t: Tensor, to: torch.dtype) -> Tensor:
-    """Return `t` rounded to a type, in float64; what overflows the type is infinite."""
+    """Return `t` rounded to a type, as float64; a number that overflows the type becomes infinite."""
     return t.to(to).double()
 
 
 class Maxima:
-    """The keys of scores (…, keys) that are the largest of a tile.
+    """For scores (…, keys): which key has the largest score of a tile.
 
-    Autograd passes the gradient of a tile's maximum to its key. In exact numbers it is 0; in others it is the sum of
-    the errors of the tile's dS. A kernel's tiles are not known, so each key has the largest tile of which it is the
-    maximum, or the whole row where it is the running maximum.
+    Autograd passes the gradient of a tile's maximum to its key. In exact numbers it is 0; with rounding it is the sum
+    of the errors of the tile's dS. The kernel's tile size is unknown. So assume for each key the largest tile in which
+    it has the maximum, or the whole row if it is a running maximum.
     """
 
     def __init__(self, s: Tensor) -> None:
@@ -60,17 +60,17 @@ class Maxima:
             tile *= 2
 
     def by_tiles(self, t: Tensor, tile: int, fill: float) -> Tensor:
-        """Return (…, tiles, tile): the keys are filled up to whole tiles."""
+        """Return the scores as (…, tiles, tile), with the keys padded to whole tiles."""
         padded = torch.nn.functional.pad(t, (0, -self.keys % tile), value=fill)
         tiles: Tensor = padded.unflatten(-1, (-1, tile))  # type: ignore[no-untyped-call]
         return tiles
 
     def to_keys(self, t: Tensor, tile: int) -> Tensor:
-        """Return one number of each tile for each of its keys."""
+        """Return a tile's number repeated for each key of the tile."""
         return t.expand(*t.shape[:-1], tile).flatten(-2)[..., : self.keys]
 
     def through(self, moved: Tensor) -> Tensor:
-        """Return the error of dS that comes through maxima, from the errors of all dS."""
+        """Return the error of dS that the gradient of maxima causes, from the errors of all dS."""
         if not self.keys:
             return torch.zeros_like(moved)
         more = self.running * moved.sum(-1, keepdim=True)

@@ -1,1 +1,1 @@
-"""Name the cause of a failure: known mistakes beside the answers, and where wrong elements are."""
+"""Find the cause of a failure: compare answers with known mistakes, and describe where elements are wrong."""

@@ -1,4 +1,4 @@
-"""The known mistakes that are possible in a case, as changes that `mutants` makes."""
+"""The catalogue of known mistakes that can occur in a case. `mutants` computes the answer of each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LIMITS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 6553
 
 
 def known(case: Case) -> Iterator[Mistake]:
-    """Yield the mistakes of the forward that are possible in a case, the likely ones first."""
+    """Yield the mistakes of a forward that can occur in a case, the most likely ones first."""
     n, m, d = case.q_len, case.kv_len, case.head_dim
     scale = d**-0.5 if case.scale is None else case.scale
 
@@ -349,7 +349,7 @@ def known(case: Case) -> Iterator[Mistake]:
 
 
 def of_gradients(case: Case) -> Iterator[Mistake]:
-    """Yield the mistakes of a backward alone."""
+    """Yield the mistakes that only a backward makes."""
     n, m = case.q_len, case.kv_len
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
 

@@ -1,8 +1,8 @@
-"""Find the causes of failures: a relation that fails, a mistake that gives the same wrong numbers, or where it is wrong.
+"""Find the causes of failures: a violated relation, a known mistake with the same wrong numbers, or a description.
 
-First what is no matter of one call: crashes, changed inputs, answers of an earlier call, races. Then known mistakes are
-made on purpose (`mutants`), and compared with the wrong numbers. The rest is described by the cases that fail and by
-where their wrong elements are.
+The search begins with causes beyond a single call: crashes, changed inputs, answers of an earlier call, races. Then it
+compares the wrong numbers with those of known mistakes (`mutants`). It describes other failures by the cases that fail
+and by the positions of wrong elements.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from flashpoint_kernels.judging.naming.mutants import Mistake
 from flashpoint_kernels.judging.process import EndedError
 from flashpoint_kernels.judging.trial import Outcome, StopError, Trial
 
-_TRIED = 6  # failures with which mistakes are compared
-_SMALL = 300_000  # scores of a case in which mistakes are made
-_MOST = 4  # causes that are named
+_TRIED = 6  # number of failures that are compared with known mistakes
+_SMALL = 300_000  # largest number of scores of a case for which mistakes are computed
+_MOST = 4  # largest number of causes in a report
 _OF_RELATION = {
     "new inputs at the same address": ("replay", "an earlier answer is returned for new inputs at the same address", "do not cache by address or shape; capture graphs with static inputs that are copied into"),
     "new inputs of the same shape": ("replay", "an earlier answer is returned for new inputs of the same shape", "do not cache answers by shape"),
@@ -47,7 +47,7 @@ _OF_RELATION = {
 
 
 def explain(trial: Trial, outcomes: Sequence[Outcome]) -> list[Cause]:
-    """Return the causes of the outcomes that failed, the one that explains most first."""
+    """Return the causes of the failed outcomes, first the cause that explains most of them."""
     failed = [o for o in outcomes if o.failed]
     left = list(failed)
     named: list[Cause] = []
@@ -82,7 +82,7 @@ def explain(trial: Trial, outcomes: Sequence[Outcome]) -> list[Cause]:
 def _beyond_accuracy(
     trial: Trial, outcomes: Sequence[Outcome], failed: list[Outcome]
 ) -> Iterator[tuple[Cause, list[Outcome]]]:
-    """Yield causes that are no matter of one call's numbers."""
+    """Yield causes that the numbers of a single call do not show."""
 
     def having(words: str) -> list[Outcome]:
         return [o for o in failed if words in o.text]
@@ -174,7 +174,7 @@ def _beyond_accuracy(
             )
     elif numbers and any(_same_as_earlier(o, outcomes) for o in numbers):
         yield cause("replay", "the answer of an earlier call is returned", "do not cache by address or shape"), numbers
-    # Where plain calls of the same kind are wrong, a relation that fails says nothing of its own.
+    # If plain calls of the same kind are wrong, a failed relation is no evidence of its own.
     inaccurate = {
         (o.case.dtype, o.case.causal, bool(o.request.get("leaves")))
         for o in numbers
@@ -221,7 +221,9 @@ def _beyond_accuracy(
 
 
 def _constant(numbers: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Cause | None:
-    """Return the cause of an output that is one number in all wrong answers, where no normal values have a right one."""
+    """Return the cause of an output that has one constant value in all wrong answers, and no right answer on normal
+    values.
+    """
     grads = all("o" not in o.wrong_outputs for o in numbers)
     plain = [o for o in outcomes if o.case.values == "normal" and o.case.scores > 1 and o.relation == "accuracy"]
     if any(o.status in ("right", "imprecise") for o in plain if not grads or "dq" in o.excess):
@@ -249,9 +251,9 @@ def _first(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 def _again(trial: Trial, numbers: Sequence[Outcome]) -> tuple[bool, bool]:
-    """Return whether wrong answers are wrong again, and whether they depend on earlier calls.
+    """Return whether a repeated call is wrong again, and whether the error depends on earlier calls.
 
-    The smallest ones are called again, and in a new process.
+    Repeat the smallest failing calls in this process and in a new one.
     """
     if not numbers:
         return True, False
@@ -277,7 +279,7 @@ def _wrong_again(trial: Trial, numbers: Sequence[Outcome]) -> bool:
 
 
 def _same_as_earlier(o: Outcome, outcomes: Sequence[Outcome]) -> bool:
-    """Return whether the answer has the numbers of an earlier call with other inputs."""
+    """Return whether the answer equals that of an earlier call with other inputs."""
     if "o" not in o.answers or bool((o.answers["o"] == o.answers["o"].flatten()[:1]).all()):
         return False
     for other in outcomes:
@@ -295,7 +297,7 @@ def _same_as_earlier(o: Outcome, outcomes: Sequence[Outcome]) -> bool:
 
 
 def _mistakes(trial: Trial, numbers: Sequence[Outcome]) -> Iterator[tuple[Cause, list[Outcome]]]:
-    """Yield known mistakes that give the wrong numbers, until every failure that was tried is explained."""
+    """Yield known mistakes that give the wrong numbers, until each tested failure has an explanation."""
     chosen = _representative(numbers)
     simple = [o for o in chosen if not trial.signature.ragged]
     texts: dict[tuple[str, str], tuple[Mistake, list[Outcome]]] = {}
@@ -317,7 +319,7 @@ def _mistakes(trial: Trial, numbers: Sequence[Outcome]) -> Iterator[tuple[Cause,
 
 
 def _join_factors(texts: dict[tuple[str, str], tuple[Mistake, list[Outcome]]], simple: Sequence[Outcome]) -> None:
-    """Make one mistake of fitted factors of the scores, with all cases that one of them explains.
+    """Merge causes that are fitted factors of the scores into one, with all cases that one of them explains.
 
     Where almost all weight is on one key, several factors and other mistakes give the same numbers.
     """
@@ -341,7 +343,9 @@ def _join_factors(texts: dict[tuple[str, str], tuple[Mistake, list[Outcome]]], s
 
 
 def tells(o: Outcome, code: str) -> int:
-    """Return how well one outcome tells a cause: 2 if no other cause gives its numbers, 1 if others do, too, 0 if not."""
+    """Return how clearly an outcome shows a cause: 2 if only this cause gives its numbers, 1 if others do, too,
+    else 0.
+    """
     if o.call.signature.ragged or o.case.scores > _SMALL or not o.wrong_outputs:
         return 0
     codes = [mistake.code for mistake in causes_of(_numbers(o))]
@@ -355,7 +359,9 @@ def _numbers(o: Outcome) -> WrongNumbers:
 
 
 def _unrefuted(trial: Trial, o: Outcome, hits: list[Mistake]) -> list[Mistake]:
-    """Return the mistakes that do not predict an error on normal values where the function is right there."""
+    """Return the mistakes that are still possible: they predict no error on normal values where the function is
+    right.
+    """
     codes = {mistake.code for mistake in hits}
     if (len(codes) < 2 and "scale" not in codes) or o.case.values == "normal":
         return hits
@@ -382,7 +388,7 @@ def _alike(o: Outcome, other: Outcome) -> bool:
 
 
 def _representative(numbers: Sequence[Outcome]) -> list[Outcome]:
-    """Return failures of different options, values and outputs; the small ones, and those with the largest errors."""
+    """Return failures with different options, values and outputs: the smallest, and those with the largest errors."""
     kept: dict[object, Outcome] = {}
     plain = [o for o in numbers if o.relation == "accuracy"] or list(numbers)
     plain = [o for o in plain if o.case.kv_len > FEW] or plain
@@ -442,7 +448,7 @@ _FEATURES: tuple[_Feature, ...] = (
 
 
 def _pattern(left: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Cause:
-    """Describe failures by the cases that fail, and by where these are wrong."""
+    """Describe failures by the cases that fail and by the positions of wrong elements."""
     known = [o for o in outcomes if o.relation == "accuracy" and o.excess]
     hit = [o for o in left if o.relation == "accuracy"] or list(left)
     wanted = {id(o) for o in hit}
@@ -490,7 +496,7 @@ def _where(o: Outcome) -> str:
 
 
 def _noise(hit: Sequence[Outcome]) -> float | None:
-    """Return the size of errors that look like rounding: small, in all elements, of both signs. Else None."""
+    """Return the size of errors if they look like rounding (small, in all elements, of both signs), else None."""
     sizes = []
     for o in hit:
         for name in o.wrong_outputs:

@@ -1,4 +1,4 @@
-"""Find the mistakes that give the wrong numbers of one problem, of a function or captured elsewhere."""
+"""Find the known mistakes that reproduce the wrong numbers of one problem."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from flashpoint_kernels.judging.naming import mutants
 from flashpoint_kernels.judging.naming.catalogue import TILES, known, of_gradients
 from flashpoint_kernels.judging.naming.mutants import Mistake
 
-LEFT = 0.08  # part of the error that a mistake may leave
-FEW = 2  # keys with which too many mistakes give the same numbers
-_FITTED = 4_000_000  # products of q·k of a problem in which a factor is fitted
+LEFT = 0.08  # largest fraction of the error that may remain if a mistake explains it
+FEW = 2  # with at most this many keys, too many mistakes give equal numbers
+_FITTED = 4_000_000  # largest number of products q·k of a problem for which a score factor is fitted
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class WrongNumbers:
 
 
 def causes_of(w: WrongNumbers, earlier: Iterable[Mistake] = ()) -> list[Mistake]:
-    """Return the mistakes that explain the numbers; `earlier` ones, of other cases, are tried first."""
+    """Return the mistakes that explain the wrong numbers; try those in `earlier`, found in other cases, first."""
     if w.case.kv_len <= FEW:
         return []
     forward = "o" in w.names or "lse" in w.names
@@ -73,7 +73,7 @@ def scaled(w: WrongNumbers, named: list[Mistake]) -> list[Mistake]:
         low, high = (low, b) if left(2**a) < left(2**b) else (a, high)
     factor = 2 ** ((low + high) / 2)
     smallest_left = left(factor)
-    if smallest_left > LEFT or abs(math.log2(factor)) > 8:  # beyond, all weights are equal, or one is 1
+    if smallest_left > LEFT or abs(math.log2(factor)) > 8:  # beyond 2^±8, weights are equal, or one is 1
         return named
     allowed_left = min(LEFT, 2 * smallest_left + 0.01)
     sizes = {
@@ -94,7 +94,7 @@ def scaled(w: WrongNumbers, named: list[Mistake]) -> list[Mistake]:
 
 
 def left_by_factor(w: WrongNumbers, factor: float) -> float:
-    """Return the part of the error of o that scores with a factor leave."""
+    """Return the fraction of o's error that remains if all scores are multiplied by a factor."""
     if "o" not in w.names:
         return math.inf
     right = w.case.head_dim**-0.5 if w.case.scale is None else w.case.scale
@@ -103,7 +103,7 @@ def left_by_factor(w: WrongNumbers, factor: float) -> float:
 
 
 def _of_rows(w: WrongNumbers) -> Mistake | None:
-    """Return a mistake that shows in the rows of o: NaN, or a factor for each row."""
+    """Return a mistake that changes whole rows of o: NaN, or one factor for each row."""
     if "o" not in w.names or w.answers["o"].ndim != 4:
         return None
     answer, exact = w.answers["o"].double(), w.limits["o"].value
@@ -126,7 +126,7 @@ def _of_rows(w: WrongNumbers) -> Mistake | None:
 
 
 def _of_lost(w: WrongNumbers, rows: Tensor, what: str) -> Mistake:
-    """Return the mistake that leaves `rows` (queries) NaN, or 0."""
+    """Return the mistake that makes the `rows` (queries) NaN, or 0."""
     seen = mutants.Forward(w.tensors, w.case, w.top_left, {}).seen()
     for tile in TILES:
         hidden = ~seen[:, :tile].any(-1) & seen.any(-1)
@@ -154,7 +154,7 @@ def matching(w: WrongNumbers, mistakes: Iterable[Mistake]) -> Iterator[Mistake]:
         low = mistake.code.startswith("low-precision") or mistake.code == "tf32"
         if left > (0.5 if low else LEFT):
             continue
-        # All that the mistake predicts to be wrong beside these outputs must be wrong.
+        # All other outputs that the mistake changes must also be wrong.
         others = [n for n in ("dq", "dk", "dv") if gradients and n not in wrong_names and n in theirs and n in w.limits]
         if all(excess(w, n, theirs[n]) <= 3 for n in others):
             yield mistake
@@ -163,13 +163,13 @@ def matching(w: WrongNumbers, mistakes: Iterable[Mistake]) -> Iterator[Mistake]:
 
 
 def excess(w: WrongNumbers, name: str, theirs: Tensor) -> float:
-    """Return the largest error/L of an answer with a mistake."""
+    """Return the largest error/L of an answer, compared with the answer that a mistake gives."""
     ratios = w.limits[name].excess(theirs.to(w.answers[name].dtype), w.case.dtype)[1]
     return float(ratios.max()) if ratios.numel() else 0.0
 
 
 def unexplained(w: WrongNumbers, name: str, theirs: Tensor | None) -> float:
-    """Return the part of an answer's error that a mistake leaves: 0 if it gives the same numbers."""
+    """Return the fraction of an answer's error that a mistake does not explain: 0 if it gives the same numbers."""
     if theirs is None:
         return math.inf
     answer, exact = w.answers[name].double(), w.limits[name].value
@@ -192,7 +192,7 @@ def unexplained(w: WrongNumbers, name: str, theirs: Tensor | None) -> float:
 
 
 def of_the_numbers(w: WrongNumbers) -> Mistake | None:
-    """Return a mistake that shows in the numbers alone."""
+    """Return a mistake that the wrong numbers show without a comparison."""
     name = "o" if "o" in w.names else w.names[0]
     answer, exact = w.answers[name].double(), w.limits[name].value
     finite = answer.isfinite() & exact.isfinite()

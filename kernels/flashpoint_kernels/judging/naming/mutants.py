@@ -1,7 +1,7 @@
-"""Known mistakes, made on purpose: the same case, computed with one change, to compare with a function's wrong numbers.
+"""Compute a case with a known mistake, to compare the result with the wrong numbers of a function.
 
-A mistake of the forward is computed with its gradients by autograd. A mistake of the backward has its own formula, with a
-right forward. All in float64, with the range of float32 where a mistake depends on it.
+A mistake of the forward is computed with its gradients by autograd. A mistake of the backward has its own formula, with
+a right forward. All arithmetic is float64, limited to the range of float32 where a mistake depends on it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _UNDER, _OVER = -103.97, 88.72  # exp in float32 is 0 below, and infinite above
 
 @dataclass(frozen=True)
 class Mistake:
-    """A change of the formula: its code, what it is, what to do, and how `Forward` or `backward` is changed."""
+    """A changed formula: its code, a description, advice, and the change for `Forward` or for `_backward`."""
 
     code: str
     text: str
@@ -36,7 +36,7 @@ def exp32(x: Tensor) -> Tensor:
 
 
 class Forward:
-    """The formula with a change. `x`: q, k, v (B, H, S, ·) and masks, float64."""
+    """The forward's formula with a change. `x` has q, k, v (B, H, S, ·) and masks, in float64."""
 
     def __init__(self, x: Mapping[str, Tensor], case: Case, top_left: bool, change: Mapping[str, Any]) -> None:
         self.x, self.case, self.change = x, case, change
@@ -46,7 +46,7 @@ class Forward:
         return self.change.get(name, usual)
 
     def heads(self, t: Tensor) -> Tensor:
-        """Return keys or values of each query head."""
+        """Return the keys or values for each query head."""
         case = self.case
         h = torch.arange(case.q_heads)
         index = {
@@ -75,7 +75,7 @@ class Forward:
             seen &= ahead >= -left
         if right >= 0:
             seen &= ahead <= right
-        if self.get("block_causal"):  # whole tiles on the diagonal are visible, or hidden
+        if self.get("block_causal"):  # whole tiles on the diagonal are visible, or whole tiles are hidden
             tile = self.get("block_causal")
             seen = (j // tile) * tile - i - self.offset <= 0
         if self.get("keys"):
@@ -188,7 +188,7 @@ class Forward:
         return o, (top + total.log())[..., 0]
 
     def tiled(self, s: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Online softmax, tile by tile, with a step left out."""
+        """Compute the online softmax tile by tile, and omit one step."""
         tile, skip = self.get("tile"), self.get("skip", "")
         top = torch.full_like(s[..., :1], self.get("start", -math.inf))
         total, acc = torch.zeros_like(top), torch.zeros(*s.shape[:-1], v.shape[-1], dtype=s.dtype)
@@ -197,12 +197,12 @@ class Forward:
             new = torch.maximum(top, part.amax(-1, keepdim=True))
             if skip == "maximum":
                 new = part.amax(-1, keepdim=True)
-            if self.get("far"):  # a tile whose scores are all that far below the maximum is not read
+            if self.get("far"):  # skip a tile whose scores are all far below the maximum
                 part = part.masked_fill(part.amax(-1, keepdim=True) < top - self.get("far"), -math.inf)
             shift = new.masked_fill(new == -math.inf, 0.0)
             p, shrink = exp32(part - shift), exp32(top - shift)
             shrink = torch.where(top == -math.inf, 0.0 if skip != "maximum" else 1.0, shrink)
-            if skip == "maximum":  # each tile's own maximum, without the factor
+            if skip == "maximum":  # use each tile's own maximum, and omit the correction factor
                 shrink = torch.ones_like(shrink)
             total = total * (1.0 if skip in ("sum", "both") else shrink) + p.sum(-1, keepdim=True)
             acc = acc * (1.0 if skip in ("values", "both") else shrink) + p @ v[..., start : start + tile, :]
@@ -215,7 +215,7 @@ class Forward:
 
 
 def rounded_to(t: Tensor, kind: str) -> Tensor:
-    """Return numbers rounded to a type, with the gradient of no rounding."""
+    """Return numbers rounded to a type; the gradient ignores the rounding."""
     if kind == "none":
         return t
     if kind == "tf32":
@@ -230,7 +230,7 @@ def rounded_to(t: Tensor, kind: str) -> Tensor:
 def answers(
     mistake: Mistake, tensors: Mapping[str, Tensor], case: Case, top_left: bool, gradients: bool
 ) -> dict[str, Tensor]:
-    """Return o and lse, and dq, dk and dv if `gradients`, with a mistake made."""
+    """Return o and lse, and with `gradients` also dq, dk and dv, computed with a mistake."""
     x = {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}
     if mistake.backward:
         return _backward(x, case, top_left, mistake.backward)
@@ -245,7 +245,7 @@ def answers(
 
 
 def _backward(x: Mapping[str, Tensor], case: Case, top_left: bool, change: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return gradients of a backward with a change; the forward is right."""
+    """Return gradients from a changed backward; the forward is right."""
     right = Forward(x, case, top_left, {})
     s, seen = right.scores()
     k, v, q, do = right.heads(x["k"]), right.heads(x["v"]), x["q"], x["do"]
@@ -256,7 +256,7 @@ def _backward(x: Mapping[str, Tensor], case: Case, top_left: bool, change: Mappi
     p = (s - top).exp() / total.clamp_min(1e-300)
     o = p @ v
     changed = Forward(x, case, top_left, change.get("forward", {}))
-    if "forward" in change:  # P is recomputed with another score, and normalised with the right lse
+    if "forward" in change:  # recompute P from a changed score, but normalise it by the right lse
         other, _ = changed.scores()
         p = (other - top).exp() / total.clamp_min(1e-300)
         p = p.masked_fill(other == -math.inf, 0.0)

@@ -1,5 +1,5 @@
-"""The kernels for Hopper (sm_90): the copy engine (TMA) loads tiles, and warps have roles. Level 0, 16 bits, aligned
-rows.
+"""The kernels for Hopper (sm_90): the copy engine (TMA) loads tiles, and warps have roles. They support level 0, 16-bit
+dtypes and aligned rows.
 
 They are written in Gluon, Triton's lower-level language, because Triton's own language cannot give warps roles. One
 warp is the producer: it loads tiles into shared memory. Two groups of four warps are consumers: each multiplies half of

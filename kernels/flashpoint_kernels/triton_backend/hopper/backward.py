@@ -1,7 +1,7 @@
 """The backward kernels for Hopper: one warp loads, and two groups of warps multiply half a block each.
 
-The terms are those of ../backward.py. In dK and dV, P is computed beside the product dP, and dS beside dV. In dQ, both
-are computed beside the product of the tile before.
+The names are those of ../kernels/backward.py. For dK and dV, P is computed during the product dP, and dS during the
+product dV. For dQ, both are computed during the product of the previous tile.
 """
 
 from typing import Any, NamedTuple
@@ -41,7 +41,7 @@ from flashpoint_kernels.triton_backend.kernels.tiles import load_sequence, locat
 
 
 class QueryPipes(NamedTuple):
-    """The pipes of dQ.
+    """The pipes of the kernel for dQ.
 
     q and do stay in shared memory for the whole block and share q's barrier; `do` holds only tiles.
     """
@@ -69,7 +69,9 @@ class QueryGroup(NamedTuple):
 
 
 class QueryGradient(NamedTuple):
-    """The state of a block of dQ between two tiles: dq without the last tile, and dS of that tile, from `carried`."""
+    """The state of a block of dQ between two tiles: dq without the last tile, and that tile's dS in the form of
+    `carried`.
+    """
 
     dq: Any
     ds: Any
@@ -110,7 +112,7 @@ def query_producer(pipes, work, seq, head_dim, value_dim, C: tl.constexpr):
     t, head, band = seq.row, seq.head, seq.band
     if work.end > 0:
         kv_head = head // gl.load(t + col.GROUP).to(gl.int32)
-        # Finish each descriptor before the next address: the warp has 24 registers.
+        # Finish each descriptor before computing the next address: the warp has only 24 registers.
         q = descriptor(rows_of(t, col.Q, head, band.q_len, head_dim, C), C.BLOCK_M, C.BLOCK_D, C)
         do = descriptor(rows_of(t, col.DO, head, band.q_len, value_dim, C), C.BLOCK_M, C.BLOCK_DV, C)
         k = descriptor(rows_of(t, col.K, kv_head, band.kv_len, head_dim, C), C.BLOCK_N, C.BLOCK_D, C)
@@ -132,7 +134,7 @@ def query_consumer(pipes, work, seq, head_dim, HALF: tl.constexpr, C: tl.constex
     i0 = work.i0 + HALF * ROWS
     o_m = i0 + gl.arange(0, ROWS, gl.SliceLayout(1, S))
     p_stats, half = locate_stats(t, head)
-    m_stats = o_m < gl.where(work.end > 0, i0 + ROWS, 0)  # a head that does not exist has no stats
+    m_stats = o_m < gl.where(work.end > 0, i0 + ROWS, 0)  # a block of a head that does not exist has no stats
     lse, delta = gl.load(p_stats + o_m, mask=m_stats), gl.load(p_stats + half + o_m, mask=m_stats)
     q, do = pipes.q.tiles.index(0).slice(HALF * ROWS, ROWS), pipes.do.index(0).slice(HALF * ROWS, ROWS)
     group = QueryGroup(o_m=o_m, lse=lse, delta=delta, q=q, do=do, pipes=pipes, work=work, seq=seq)
@@ -158,8 +160,8 @@ def query_consumer(pipes, work, seq, head_dim, HALF: tl.constexpr, C: tl.constex
 def add_keys(running, group, n, CUT: tl.constexpr, C: tl.constexpr):
     """Return QueryGradient: dq with tile n − 1 of the keys, and the dS of tile n, whose values have arrived.
 
-    At the first tile there is no tile before: the product of zeros with this tile, which has arrived, is replaced by
-    the next product (use_acc).
+    The first tile has no previous tile: multiply zeros with the first tile, which has arrived. The next product then
+    overwrites the result (use_acc).
     """
     ROWS: tl.constexpr = C.BLOCK_M // 2
     S: tl.constexpr = product_layout(C.BLOCK_N)
@@ -190,8 +192,8 @@ def add_keys(running, group, n, CUT: tl.constexpr, C: tl.constexpr):
 
 
 class KeyPipes(NamedTuple):
-    """The pipes of dK and dV. k and v stay in shared memory for the whole block and share k's barrier; `v` holds only
-    tiles.
+    """The pipes of the kernel for dK and dV. k and v stay in shared memory for the whole block and share k's barrier;
+    `v` holds only tiles.
 
     q's `empty` barrier is for q and do.
     """
@@ -267,7 +269,7 @@ def attention_backward_kv_hopper(table, floats, items, heads, head_dim, value_di
 def find_keys(launched, C: tl.constexpr):
     """Return (Sequence of a key/value head, KeyWork) of a program.
 
-    If the sequence has no such head, the block is beyond the last key, as in find_queries.
+    If the sequence does not have this head, return a block beyond the last key, as find_queries does.
     """
     item = launched.items + (gl.program_id(0) // launched.heads) * ITEM
     kv_head = gl.program_id(0) % launched.heads
@@ -357,7 +359,7 @@ def add_queries(sums, group, nth, nth_block, CUT: tl.constexpr, C: tl.constexpr)
     slopes = wgmma(group.v, b_do.permute((1, 0)), zeros, use_acc=False, is_async=True)  # (N / 2, M)
     lse = gl.load(p_stats + i0 + within)
     s = wgmma_wait(1, [scores])
-    # As in ../backward.py, keys beyond the last and queries are not tested.
+    # As in ../kernels/backward.py, neither keys beyond the last nor queries beyond the last are tested.
     weights = probabilities(s * (seq.scale * LOG2E), lse[None, :])
     if CUT:
         weights = gl.where(visible_to(group.o_n[:, None], i0, within[None, :], seq.band, C), weights, 0.0)

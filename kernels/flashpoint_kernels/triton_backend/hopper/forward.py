@@ -1,4 +1,4 @@
-"""The forward kernel for Hopper. Notation as in ../forward.py.
+"""The forward kernel for Hopper. The notation is that of ../kernels/forward.py.
 
 A group of warps issues the product for the scores of a tile before the product with the values of the tile before it.
 So the softmax of a tile also runs beside a product of its own group. The two groups issue products in turns
@@ -47,7 +47,7 @@ class Pipes(NamedTuple):
 class Group(NamedTuple):
     """A group of warps that multiplies half of a block: half 0 or 1.
 
-    Its queries are o_m (M / 2,), from i0 on, and in shared memory q.
+    Its queries have the indices o_m (M / 2,), from i0 on, and are in q in shared memory.
     """
 
     half: Any
@@ -60,9 +60,8 @@ class Group(NamedTuple):
 
 
 class Running(NamedTuple):
-    """The state of a block between two tiles: the Softmax with all scores so far, and P of the last tile.
-
-    `p` comes from `carried`. Its product with the tile's values is not yet in acc.
+    """The state of a block between two tiles: the Softmax of all scores so far, and P of the last tile, in the form of
+    `carried`. The product of P and the last tile's values is not yet in acc.
     """
 
     p: Any
@@ -73,8 +72,7 @@ class Running(NamedTuple):
 def attention_forward_hopper(table, floats, items, heads, head_dim, value_dim, blocks, C: tl.constexpr):
     """Store o and lse of each work item and head, as `attention_forward` does, but never a part of a split problem.
 
-    `blocks` is the number of items times heads. They are divided among the programs; with as many programs, each takes
-    one.
+    `blocks` is the number of items times heads. The programs share them; with `blocks` programs, each takes one block.
     """
     launched = Launched(
         table=table, floats=floats, items=items, heads=heads, head_dim=head_dim, value_dim=value_dim
@@ -103,7 +101,7 @@ def attention_forward_hopper(table, floats, items, heads, head_dim, value_dim, b
 
 @jit
 def rounds(blocks):
-    """Return the number of blocks that this program takes."""
+    """Return the number of blocks that this program computes."""
     whole = blocks // gl.num_programs(0)
     return whole + (block_of(whole) < blocks).to(gl.int32)
 
@@ -127,7 +125,7 @@ def producer(pipes, launched, blocks, C: tl.constexpr):
         seq, work = find_queries(launched, block_of(nth), tiles, ITEM, C)
         t, head, band = seq.row, seq.head, seq.band
         if work.end > tiles:
-            # Wait for the copies of the block before: its descriptors must not change during a copy.
+            # Wait until the copies of the previous block have ended: its descriptors must not change during a copy.
             for n in range(gl.maximum(tiles - C.STAGES, 0), tiles):
                 wait_full(pipes.k, n, C)
                 wait_full(pipes.v, n, C)
@@ -162,7 +160,9 @@ def consumer(pipes, launched, blocks, HALF: tl.constexpr, C: tl.constexpr):
 
 @jit
 def attend(group, seeing, value_dim, C: tl.constexpr):
-    """Store o and lse of half of a block's queries; `seeing` is the number of blocks before it that have seen keys."""
+    """Store o and lse of half of a block's queries. `seeing` counts the earlier blocks of this program that see
+    keys.
+    """
     ROWS: tl.constexpr = C.BLOCK_M // 2
     S: tl.constexpr = product_layout(C.BLOCK_N)
     O: tl.constexpr = product_layout(C.BLOCK_DV)  # noqa: E741
@@ -194,11 +194,11 @@ def attend(group, seeing, value_dim, C: tl.constexpr):
 
 @jit
 def store_answer(softmax, group, value_dim, C: tl.constexpr):
-    """Store o and lse of half of a block's queries, as ../forward.py's `store_answer` does."""
+    """Store o and lse of half of a block's queries, as ../kernels/forward.py's `store_answer` does."""
     O: tl.constexpr = product_layout(C.BLOCK_DV)  # noqa: E741
     seq, o_m = group.seq, group.o_m
     t, head, q_len = seq.row, seq.head, seq.band.q_len
-    denom = gl.where(softmax.denom == 0.0, 1.0, softmax.denom)  # no key: m is −inf, so o = 0 and lse = −inf
+    denom = gl.where(softmax.denom == 0.0, 1.0, softmax.denom)  # without a key, m is −inf, so o = 0 and lse = −inf
     q_rows = gl.load(t + col.Q_ROWS)
     lse = gl.where(o_m < q_len, (softmax.m + gl.log2(denom)) * LN2, float("-inf"))
     p_lse, lse_head = locate_vector(t, col.LSE)
@@ -212,8 +212,8 @@ def store_answer(softmax, group, value_dim, C: tl.constexpr):
 def step(running, group, n, seeing, CUT: tl.constexpr, C: tl.constexpr):
     """Compute the scores of tile n beside the product with the values of tile n − 1; return Running for the next tile.
 
-    The keys of tile n have arrived. CUT: the tile needs a visibility test. All tiles take turns but the first of each
-    block; `seeing` is the number of blocks before.
+    The keys of tile n have arrived. CUT: the tile needs a visibility test. The two groups take turns for all tiles but
+    the first of each block. `seeing` is the number of earlier blocks that see keys.
     """
     P: tl.constexpr = operand_layout(C.BLOCK_DV)
     pipes, before = group.pipes, n - 1
@@ -223,7 +223,7 @@ def step(running, group, n, seeing, CUT: tl.constexpr, C: tl.constexpr):
     wait_full(pipes.v, before, C)
     values = wgmma(b_p, pipes.v.tiles.index(before % C.STAGES), running.softmax.acc, is_async=True)
     mbarrier.arrive(pipes.turns.index(1 - group.half), count=1)
-    s = wgmma_wait(1, [scores])  # the first of the two products
+    s = wgmma_wait(1, [scores])  # wait for the first of the two products
     p, m, denom, shrink = tile_softmax(s, running.softmax, group, n, CUT, C)
     acc, _b_p = wgmma_wait(0, [values, b_p])
     release(pipes.v, before, C)

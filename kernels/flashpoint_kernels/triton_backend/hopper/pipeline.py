@@ -1,8 +1,8 @@
 """Parts of the kernels for Hopper: blocks, layouts, descriptors, stages and their barriers, loads by the copy engine
 (TMA), and stores.
 
-Notation as in ../forward.py. A tensor's tiles use the stages of its Pipe in turn: tile n is in stage n mod STAGES. A
-barrier's phase alternates between 0 and 1 at each use of its stage.
+The notation is that of ../kernels/forward.py. A tensor's tiles use the stages of its Pipe in turn: tile n is in stage n
+mod STAGES. A barrier's phase alternates between 0 and 1 at each use of its stage.
 """
 
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ class Pipe(NamedTuple):
 
 
 class Launched(NamedTuple):
-    """Arguments of a launch: see `attention_forward`."""
+    """The arguments of a launch, as `attention_forward` describes them."""
 
     table: Any
     floats: Any
@@ -68,7 +68,7 @@ def operand_layout(columns):
 def find_queries(launched, nth, first, ITEM: tl.constexpr, C: tl.constexpr):
     """Return (Sequence, QueryWork) of the nth block of queries of a launch, whose first tile has the number `first`.
 
-    If the sequence has no such head, the block is beyond the last query: it sees no key, and nothing is stored.
+    If the sequence does not have this head, return a block beyond the last query, which sees no key and stores nothing.
     """
     item = launched.items + (nth // launched.heads) * ITEM
     head = nth % launched.heads
@@ -160,8 +160,8 @@ def release(pipe, n, C: tl.constexpr, pred=True):
 
 @jit
 def carried(x, OPERAND: tl.constexpr, C: tl.constexpr):
-    """Return a product's first operand in the form that a loop carries: float32 with CARRY_FLOAT32, otherwise the
-    operand itself.
+    """Return a product's first operand in the form in which a loop keeps it: float32 with CARRY_FLOAT32, else
+    unchanged.
     """
     if not C.CARRY_FLOAT32:
         x = gl.convert_layout(cast(x, C.DTYPE), OPERAND)
@@ -178,7 +178,7 @@ def operand(x, OPERAND: tl.constexpr, C: tl.constexpr):
 
 @jit
 def load_keys(first_rows, first, second_rows, second, work, C: tl.constexpr):
-    """Load a tile of each of two pipes in turn, starting with the last keys."""
+    """Load the tiles of two pipes alternately, starting with the last keys."""
     for n in range(work.first, work.end):
         j0 = first_key(n, work, C)
         wait_empty(first, n, C)
@@ -189,7 +189,7 @@ def load_keys(first_rows, first, second_rows, second, work, C: tl.constexpr):
 
 @jit
 def store_rows(x, rows, first, valid, C: tl.constexpr):
-    """Store x to the Rows of a head from `first` on; rows from `valid` on are padding and get 0."""
+    """Store x to the Rows of a head from row `first` on. Rows from `valid` on are padding and become 0."""
     ROWS: tl.constexpr = x.shape[0]
     BLOCK_D: tl.constexpr = x.shape[1]
     W: tl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])  # 16 bytes a thread

@@ -1,1 +1,1 @@
-"""The host's side of a launch: tiles, lists of programs, tables, and the calls of kernels."""
+"""Prepare launches on the host: choose tiles, make lists of programs and tables, and call kernels."""

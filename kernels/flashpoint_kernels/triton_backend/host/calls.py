@@ -1,4 +1,4 @@
-"""One call of a kernel as a value: it is made, and then run, or compiled before it is needed.
+"""Represent one call of a kernel as a value that can be run, or only compiled in advance.
 
 Triton takes seconds to compile a call. `start_compiling` does that in threads: the compiler's passes and ptxas run
 without Python's lock.
@@ -37,8 +37,8 @@ def compile_options(tile: Tile) -> dict[str, Any]:
 class Code:
     """A kernel with its tile and its constants on a device: what Triton compiles once.
 
-    `variant` is the key of the compiled code; `options` are the keywords of a launch. A kernel that `describes` makes
-    descriptors, in memory for which Triton asks.
+    `variant` is the key of the compiled code; `options` are the keywords of a launch. If `describes`, the kernel makes
+    descriptors, in memory that Triton requests from an allocator.
     """
 
     def __init__(self, kernel: Any, tile: Tile, device: torch.device, constants: Constants) -> None:
@@ -77,7 +77,7 @@ class Call:
         run_calls([self])
 
     def warmup(self) -> Any:
-        """Do everything that `run` does before the launch, and return Triton's compiled kernel."""
+        """Do all work of `run` except the launch, and return Triton's compiled kernel."""
         return _inside(self.code.device, self.code.describes, self._warmup)
 
     def compile(self) -> None:
@@ -96,7 +96,7 @@ class Call:
 
 
 def run_calls(calls: Iterable[Call]) -> None:
-    """Launch the kernels, in order. A call without programs is left out."""
+    """Launch the kernels in order. Omit calls whose grid is empty."""
     running = [call for call in calls if call.programs]
     if not running:
         return
@@ -109,7 +109,9 @@ def run_calls(calls: Iterable[Call]) -> None:
 
 
 def _inside(device: torch.device, describes: bool, act: Callable[[], Any]) -> Any:
-    """Act on a device; with `describes`, with memory for descriptors. The caller's own allocator is unchanged."""
+    """Select a device; if `describes`, also set an allocator for descriptors, and restore the caller's allocator
+    afterwards.
+    """
 
     def scratch(size: int, _alignment: int, _stream: int | None) -> torch.Tensor:
         return torch.empty(size, dtype=torch.int8, device=device)
@@ -139,5 +141,5 @@ def start_compiling(calls: Callable[[], Iterable[Call]]) -> Future[None]:
 
 @lru_cache(maxsize=1)
 def _pool() -> ThreadPoolExecutor:
-    """Return a pool with half of the cores; the other half serve requests that need no compilation."""
+    """Return a pool with half of the cores; requests that need no compilation use the other half."""
     return ThreadPoolExecutor(max((os.cpu_count() or 1) // 2, 1), thread_name_prefix="flashpoint-compile")

@@ -1,4 +1,5 @@
-"""Choice of tiles: it depends only on the device, and on the dtype, head dimensions, level and path of a problem.
+"""Choose the tiles of a problem. They depend only on the device, and on the problem's dtype, head dimensions, level and
+path.
 
 The sizes are in configurations.py, one table per architecture. Tiles are never changed at run time: a device uses a
 table as it is, if it has the instructions and the shared memory that the tiles were compiled for.
@@ -28,9 +29,10 @@ from flashpoint_kernels.triton_backend.host.configurations import (
 from flashpoint_kernels.triton_backend.kernels.groups import FLOAT8, FLOAT8_BITS, INT8
 from flashpoint_kernels.triton_backend.kernels.interpret import INTERPRETED
 
-# The interpreter runs tile by tile in Python: use few tiles, but M ≠ N, and enough tiles to be cut, skipped and split.
+# The interpreter runs tile by tile in Python, so use few tiles; but M ≠ N, and enough tiles to be cut, skipped and
+# split.
 INTERPRETED_AS = 90  # the interpreter widens 8-bit keys as this architecture does
-# `few_queries` is smaller than on a device, so that small problems run both kinds of blocks.
+# `few_queries` is smaller than on a device, so that small problems use both kinds of blocks.
 _INTERPRETER = Config(
     Tile(64, 32), Tile(32, 64), Tile(64, 32, num_stages=3), Tile(32, 32),
     split_keys=64, few_queries=8, least_keys=32, least_programs=4,
@@ -67,13 +69,13 @@ def parts_of(dim: int) -> tuple[int, int]:
 
 
 def exact(head_dim: int, value_dim: int) -> bool:
-    """Return Constants.EVEN of the forward: whether the head dimensions need no padding."""
+    """Return `Constants.EVEN` of the forward: whether the head dimensions need no padding."""
     return sum(parts_of(head_dim)) == head_dim and padded(value_dim) == value_dim
 
 
 def table_of(chip: Chip) -> int:
-    """Return the architecture whose table `chip` uses: its own, or the one of its generation that uses most of its
-    memory.
+    """Return the architecture whose table `chip` uses: its own, or the table of its generation that uses the most of
+    its shared memory.
 
     Raises ValueError if no table is known to fit.
     """
@@ -114,14 +116,14 @@ def tiles(
     if quantized and paged:
         forward = replace(forward, block_n=max(forward.block_n // 2, 16))
         packed = replace(packed, num_stages=2 if arch >= 100 else packed.num_stages)  # a third stage spills on sm_100
-    if blocks and arch == 100 and widest == 128:  # with 64 keys the loop of tiles without a cut spills
+    if blocks and arch == 100 and widest == 128:  # with 64 keys, the loop of uncut tiles spills registers
         forward = replace(forward, block_n=32)
     config = replace(config, forward=forward, packed=packed)
     if arch == 90 and not has_fences(triton.__version__):
         config = config.without_copies()
-        if widest == 128 and config.backward_kv.block_m == 64:  # through registers the tile spills
+        if widest == 128 and config.backward_kv.block_m == 64:  # the tile spills if it is loaded through registers
             config = replace(config, backward_kv=replace(config.backward_kv, block_m=32))
-    if arch == 100:  # Triton 3.7.1 leaves out a fence there
+    if arch == 100:  # Triton 3.7.1 omits a fence there
         config = replace(config, one_stage=("backward_q",))
     of_hopper: dict[str, Any] = dict(hopper_tiles(head_dim, value_dim)) if hopper else {}
     return replace(config, **of_hopper)
@@ -137,7 +139,7 @@ def wide_tile(arch: int, dtype: str, head_dim: int, value_dim: int, level: int) 
 
 
 def keys_kind(arch: int, dtype: str) -> int:
-    """Return Constants.KEYS for 8-bit keys of this dtype on sm_`arch`; GPUs before sm_89 cannot convert float8."""
+    """Return `Constants.KEYS` for 8-bit keys of this dtype on sm_`arch`; GPUs before sm_89 cannot convert float8."""
     kind = INT8 if dtype == "int8" else FLOAT8 if arch >= 89 else FLOAT8_BITS
     return int(kind.value)
 
@@ -151,13 +153,14 @@ def hopper_tiles(head_dim: int, value_dim: int) -> dict[str, Tile]:
 def carries_float32(name: str, block_d: int, block_dv: int) -> bool:
     """Return Constants.CARRY_FLOAT32 of a kernel for Hopper, by the name of its tile in `Config`.
 
-    P or dS of a tile is an operand of the next step. If a loop carries pairs of 16 bits, ptxas unpacks and packs them
-    again; float32 takes twice the registers, which wider heads do not have. dK and dV carry neither.
+    P or dS of a tile is an operand of the loop's next iteration. If the loop keeps pairs of 16 bits, ptxas unpacks and
+    packs them again. float32 takes twice the registers, too many for wider heads. The kernel for dK and dV keeps
+    neither.
     """
     return (name == "forward" and block_dv <= 128) or (name == "backward_q" and block_d == 128)
 
 
-# replaces every device in a process that compiles for a GPU that is not present (ahead.py)
+# replaces every device, in a process that compiles for an absent GPU (ahead.py)
 stand_in: Chip | None = None
 
 

@@ -35,8 +35,8 @@ class Config:
 
     A part of a split sequence has `split_keys` keys: sixteen tiles hide the cost of starting a program and of merging
     its part. A sequence with fewer than `least_programs` programs, about the multiprocessors of a large GPU, has parts
-    of half, a quarter… of them, at least `least_keys`; both are multiples of a tile's keys. A sequence of at most
-    `few_queries` uses packed blocks (see tiles.block_at) of 16, 32 or at most `packed.block_m` rows.
+    of half, a quarter… of `split_keys`, but at least `least_keys`; both are multiples of a tile's keys. A sequence of
+    at most `few_queries` uses packed blocks (see tiles.block_at) of 16, 32 or at most `packed.block_m` rows.
     """
 
     forward: Tile
@@ -47,10 +47,10 @@ class Config:
     few_queries: int = 64
     least_keys: int = 256
     least_programs: int = 128
-    one_stage: tuple[str, ...] = ()  # the kernels whose packed blocks of 64 rows are not loaded by asynchronous copies
+    one_stage: tuple[str, ...] = ()  # kernels whose packed blocks of 64 rows use no asynchronous copies
 
     def without_copies(self) -> Config:
-        """Return the same tiles, with one stage for each whose products are wgmma: those of at least 64 rows.
+        """Return the same tiles, but with one stage where products use wgmma: in tiles of at least 64 rows.
 
         With one stage Triton loads a tile through registers, and puts a proxy fence before the product.
         """
@@ -72,7 +72,7 @@ class Config:
 
     @cached_property
     def packed_rows(self) -> tuple[int, ...]:
-        """Return the sizes of packed blocks."""
+        """Return the possible numbers of rows of packed blocks."""
         return tuple(rows for rows in PACKED_ROWS if rows <= self.packed.block_m)
 
     @cached_property
@@ -123,7 +123,7 @@ def _of_one_stage(tile: Tile, rows: int) -> Tile:
     return replace(tile, num_stages=1) if rows >= 64 else tile
 
 
-PACKED_ROWS = (16, 32, 64)  # mma.sync takes 16 rows, wgmma 64
+PACKED_ROWS = (16, 32, 64)  # mma.sync needs 16 rows, wgmma 64
 Table = dict[str, dict[int, Config]]
 
 # KiB of shared memory that a program can use, by architecture (CUDA C++ programming guide, compute capabilities).
@@ -143,7 +143,8 @@ def packed_tile(arch: int, dtype: str, widest: int) -> Tile:
 
 
 # The forward's tiles for head dimensions in two parts: 192 with values of at most 128 (level 0), and
-# dimensions above 256 by the padded value dimension. For those, 64 queries would spill in the loop.
+# dimensions above 256 by the padded value dimension. For dimensions above 256, a tile of 64 queries would spill in the
+# loop.
 WIDE = {
     "16 bits": {192: Tile(128, 64, 8, 3), 512: Tile(32, 32), 1024: Tile(16, 16, 8, 1)},
     "sm_100": {192: Tile(128, 64, 8, 1), 512: Tile(32, 32), 1024: Tile(16, 16, 8, 1)},
@@ -158,7 +159,7 @@ _FLOAT32 = {
     128: Config(Tile(32, 32, 8, 1), Tile(32, 32), Tile(32, 32)),
     256: Config(Tile(32, 16, 8, 1), Tile(16, 16, 8, 1), Tile(16, 16, 8, 1)),
 }
-# With every option a score needs more registers: half the tile, on every GPU.
+# With all options a score needs more registers, so use half the tile on every GPU.
 _LEVEL_2 = {
     64: Config(Tile(64, 64, 4), Tile(64, 64, 8, 1), Tile(64, 64, 8, 1)),
     128: Config(Tile(64, 64), Tile(32, 64, 8, 1), Tile(64, 32, 8, 1)),
@@ -180,7 +181,7 @@ _SM80: Table = {
     "level 2": _LEVEL_2,
     "float32": _FLOAT32,
 }
-# The same instructions with 99 KiB: the widest heads keep one tile less in flight.
+# The same instructions with 99 KiB of memory: the widest heads have one stage less.
 _SM86: Table = {
     "level 0": {
         **_SM80["level 0"],
@@ -199,8 +200,9 @@ _SM86: Table = {
 # products of the other. It has 8.1 instructions per score on sm_90 (one program of 128×128: 7.1), and 7.4 (7.2) on
 # sm_100. Triton's tutorial, timed on such GPUs, uses the same tile.
 _TWO_PROGRAMS = Tile(128, 64, 4, 3)
-# wgmma multiplies from shared memory: larger tiles, and one more tile in flight. At D 128 the forward, 128×128, is at
-# the limit of registers: 8.2 instructions per score. dQ would have 8.3 with 128×128, but no memory for a third stage.
+# wgmma reads operands from shared memory, so tiles are larger and have one more stage. At D 128 the forward, 128×128,
+# is at the limit of registers: 8.2 instructions per score. dQ would have 8.3 with 128×128, but no memory for a third
+# stage.
 _SM90: Table = {
     "level 0": {
         64: Config(_TWO_PROGRAMS, Tile(64, 128, 8, 3), Tile(128, 128, 8, 3)),

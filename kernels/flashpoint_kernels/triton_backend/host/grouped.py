@@ -1,4 +1,4 @@
-"""A launch of problems that run together: their joint table, its upload, and the calls of kernels that read it."""
+"""Launch problems together: make their joint table, upload it, and make the calls of kernels that read it."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Upload:
         self._kept: list[Tensor] = []
 
     def add(self, array: np.ndarray) -> int:
-        """Add a contiguous array, and return its number for `view`."""
+        """Add a contiguous array, and return its index for `view`."""
         self._waiting.append(array)
         return len(self._views) + len(self._waiting) - 1
 
     def view(self, number: int) -> Tensor:
-        """Return an array on the device, in one dimension."""
+        """Return an array on the device, as one dimension."""
         if number >= len(self._views):
             self._copy()
         return self._views[number]
@@ -69,7 +69,7 @@ class Upload:
 class Launch:
     """Problems that run together: their route, their joint table, and what their kernels read.
 
-    With `every`, it also yields the calls without programs: other problems of the launch key have some.
+    With `every`, also yield calls without programs, because other problems with this launch key have programs for them.
     """
 
     def __init__(self, route: Route, problems: list[Problem], tables: list[Table], every: bool) -> None:
@@ -85,19 +85,19 @@ class Launch:
 
     @cached_property
     def _tables(self) -> tuple[int, int]:
-        """Return the numbers in the upload of the joint table's integers and floats."""
+        """Return the upload's indices of the joint table's integers and of its floats."""
         if self.problems[0].spec.direction == "backward":
             self.stats = self.place_stats(self.ints)
         return self.upload.add(self.ints), self.upload.add(self.scalars)
 
     @property
     def scalars(self) -> np.ndarray:
-        """Return the joint table's floats."""
+        """Return the floats of the joint table."""
         floats = [t.floats for t in self._alive]
         return floats[0] if len(floats) == 1 else np.concatenate(floats)
 
     def column(self, column: Any, after: int = 0) -> np.ndarray:
-        """Return a column of the joint table, or the column at `after` places behind it."""
+        """Return a column of the joint table, or the column `after` positions behind it."""
         numbers: np.ndarray = self.ints[:, column.value + after]
         return numbers
 
@@ -110,7 +110,7 @@ class Launch:
         return self.upload.view(self._tables[1])
 
     def items(self, number: int) -> Tensor:
-        """Return a work list on the device. The table is added to the upload first, so one copy transfers both."""
+        """Return a work list on the device. Add the table to the upload first, so that one copy transfers both."""
         _ = self._tables
         return self.upload.view(number)
 
@@ -118,7 +118,8 @@ class Launch:
         """Allocate memory for the output of `attention_delta`, two rows per head, and write its addresses into the
         table.
 
-        In every layout a sequence has its own whole blocks of queries, so a block is loaded and stored without a mask.
+        Each sequence has its own whole blocks of queries in this memory, so kernels load and store a block without a
+        mask.
         """
         block = self.config.delta.block_m
         rows = -(-ints[:, columns.Q_ROWS.value] // block) * block
@@ -136,8 +137,8 @@ class Launch:
         self, code: Code, items: np.ndarray, heads: int, args: Callable[[Tensor], tuple[Any, ...]],
         most_programs: int | None = None,
     ) -> Call:  # fmt: skip
-        """Return a call with one program per item and head, at most `most`. `args` makes the arguments from the
-        device's items.
+        """Return a call with one program per item and head, but at most `most` programs. `args` makes the arguments
+        from the items on the device.
         """
         number = self.upload.add(items)
         programs = len(items) * heads

@@ -1,4 +1,4 @@
-"""Launches: any mix of problems with the same launch key, in one grouped launch per kernel."""
+"""Launch any mix of problems with the same launch key, grouped into one launch per kernel."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ def prepare(problems: Sequence[Problem]) -> Callable[[], None]:
     """Return a function that runs the problems and writes their outputs. The problems have one direction and launch
     key.
 
-    The function can be called again with other numbers in the same memory: tensors, outputs, page numbers and scales.
-    It does not see new lengths, which are read here, nor new values of tensors that are copied here: masks in float64,
-    tensors whose rows are not contiguous, and per-head numbers, lse and scales that are not float32. From the second
-    call on it copies nothing from the host, so a CUDA graph can capture it. A gradient needs `o` and `lse`.
+    The function can be called again after other values were written to the same memory: tensors, outputs, page numbers
+    and scales. It ignores new lengths, which are read here, and new values of tensors that are copied here: masks in
+    float64, tensors whose rows are not contiguous, and per-head numbers, lse and scales that are not float32. From the
+    second call on it copies nothing from the host, so a CUDA graph can capture it. A gradient needs `o` and `lse`.
     """
     if problems and problems[0].spec.direction == "forward":
         calls = list(forward_calls(problems))
@@ -74,7 +74,7 @@ def prepare(problems: Sequence[Problem]) -> Callable[[], None]:
 
     def run() -> None:
         for gradient in empty:
-            gradient.zero_()  # without queries or keys there is no program that writes it
+            gradient.zero_()  # without queries or keys no program writes it
         run_calls(calls)
         for problem, extra in zip(problems, scratch, strict=True):
             if "dsinks" in extra:
@@ -86,7 +86,7 @@ def prepare(problems: Sequence[Problem]) -> Callable[[], None]:
 def compiled(problems: Sequence[Problem]) -> bool:
     """Return whether this process has compiled every kernel of `run(problems, "triton")`. True when interpreting.
 
-    The problems have one direction and one launch key. Nothing is sent to the device.
+    The problems have one direction and one launch key. The function sends nothing to the device.
     """
     return all(call.compiled for call in _calls(problems))
 
@@ -101,7 +101,7 @@ def compile_ahead(problems: Sequence[Problem]) -> Future[None]:
 
 
 def _calls(problems: Sequence[Problem]) -> Iterator[Call]:
-    """Yield every call that problems of this launch key may need, also those that have no programs here."""
+    """Yield each call that problems with this launch key may need, also calls without programs for these problems."""
     if problems[0].spec.direction == "forward":
         yield from forward_calls(problems, every=True)
         return
@@ -113,7 +113,7 @@ def _calls(problems: Sequence[Problem]) -> Iterator[Call]:
 def forward_calls(problems: Sequence[Problem], tiles: Config | None = None, *, every: bool = False) -> Iterator[Call]:
     """Yield the calls of `forward`, in order. benchmarks/gpu.py passes `tiles` that are not in the device's table.
 
-    With `every`, also yield those without programs that problems of this launch key may need.
+    With `every`, also yield calls without programs, which other problems with this launch key may need.
     """
     for launch in _launches(problems, [{} for _ in problems], tiles, every):
         work = forward_lists(launch.shapes, launch.config)
@@ -143,7 +143,7 @@ class _Parts:
 
 
 def _forward_blocks(launch: Launch, work: ForwardList) -> Iterator[Call]:
-    """Yield the forward's calls for blocks of one kind: their lists of tiles, the blocks, and the merge of parts."""
+    """Yield the forward's calls for one kind of blocks: their lists of tiles, the blocks, and the merge of parts."""
     rows, items, route = work.rows, work.items, launch.route
     heads = launch.kv_heads if rows else launch.heads
     code, listed = _forward_code(route, rows), None
@@ -176,7 +176,7 @@ def _forward_blocks(launch: Launch, work: ForwardList) -> Iterator[Call]:
 
 
 def _may_share(launch: Launch, work: ForwardList) -> bool:
-    """Return whether sequences may read keys together: in parts of packed blocks, without masks and dropout."""
+    """Return whether sequences may share a read of keys: with parts of packed blocks, without masks and dropout."""
     shared = launch.route.shared("PAGED", "LEVEL")
     if not work.rows or not shared["PAGED"] or shared["LEVEL"] > 1 or launch.route.blocks:
         return False
@@ -220,7 +220,7 @@ def _forward_hopper(launch: Launch, items: np.ndarray) -> Call:
 
 
 def _code_of_hopper(route: Route, kernel: Any, name: str) -> Code:
-    """Return the code of a kernel for Hopper; `name` is that of its tile in `Config`."""
+    """Return the code of a kernel for Hopper; `name` is the name of its tile in `Config`."""
 
     def make() -> tuple[Tile, dict[str, Any]]:
         tile: Tile = getattr(route.config, name)
@@ -231,7 +231,7 @@ def _code_of_hopper(route: Route, kernel: Any, name: str) -> Code:
 
 
 def _gradient_hopper(launch: Launch, name: str, items: np.ndarray, heads: int) -> Iterator[Call]:
-    """Yield a gradient's calls for Hopper, by its name in `Config`, with at most PROGRAMS_OF_HOPPER programs each."""
+    """Yield the calls for Hopper of the gradient `name` in `Config`, with at most PROGRAMS_OF_HOPPER programs each."""
     from flashpoint_kernels.triton_backend.hopper import backward
 
     kernels = {
@@ -250,7 +250,7 @@ def _gradient_hopper(launch: Launch, name: str, items: np.ndarray, heads: int) -
 
 
 def scratch_of(problem: Problem) -> dict[str, Tensor]:
-    """Return float32 memory in which dsinks is summed, if the problem asks for it."""
+    """Return float32 memory for the sum of dsinks, if the problem requests dsinks."""
     if "dsinks" not in problem.outputs:
         return {}
     return {"dsinks": torch.zeros(problem.spec.q_heads, dtype=torch.float32, device=problem.device)}
@@ -260,9 +260,8 @@ def backward_calls(
     problems: Sequence[Problem], scratch: Iterable[dict[str, Tensor]], tiles: Config | None = None, *,
     every: bool = False,
 ) -> Iterator[Call]:  # fmt: skip
-    """Yield the calls of `backward`, in order; `scratch` holds each problem's `scratch_of`.
-
-    With `every`, also yield those without programs that problems of this launch key may need.
+    """Yield the calls of `backward`, in order; `scratch` has the result of `scratch_of` for each problem. With `every`,
+    also yield calls without programs, which other problems with this launch key may need.
     """
     for launch in _launches(problems, scratch, tiles, every):
         yield from _backward_of(launch)
@@ -292,7 +291,7 @@ def _backward_of(launch: Launch) -> Iterator[Call]:
 
 
 def _products(launch: Launch, kernel: Any, rows: int | None, items: np.ndarray, heads: int) -> Iterator[Call]:
-    """Yield the calls of a gradient's kernel; `rows` is that of its packed blocks, None for dK and dV."""
+    """Yield the calls of a gradient's kernel. `rows` are those of its packed blocks, None for dK and dV."""
     route, config = launch.route, launch.config
     if not (len(items) or launch.every):
         return
@@ -316,7 +315,7 @@ def _products(launch: Launch, kernel: Any, rows: int | None, items: np.ndarray, 
 
 
 def _backward_masks(launch: Launch) -> Iterator[Call]:
-    """Yield the calls for dattn_mask: one for each dtype of the masks (one in all, unless some masks are float64)."""
+    """Yield the calls for dattn_mask, one for each dtype of the masks: usually one, two if some masks are float64."""
     route, tile = launch.route, launch.config.backward_q
     items: dict[str, list[tuple[int, ...]]] = defaultdict(list)
     for problem, first in zip(launch.problems, launch.first_row, strict=False):
@@ -353,7 +352,7 @@ def _backward_sinks(launch: Launch) -> Iterator[Call]:
 
 
 def _asked(launch: Launch, items: np.ndarray, *names: str) -> np.ndarray:
-    """Return the work items of the problems that ask for any of these gradients."""
+    """Return the work items of the problems that request at least one of these gradients."""
     asking = [any(name in problem.outputs for name in names) for problem in launch.problems]
     if all(asking):
         return items
@@ -365,10 +364,12 @@ def _asked(launch: Launch, items: np.ndarray, *names: str) -> np.ndarray:
 def _launches(
     problems: Sequence[Problem], extras: Iterable[dict[str, Tensor]], tiles: Config | None, every: bool
 ) -> Iterator[Launch]:
-    """Group problems by the route that each takes alone, so that other problems never change a variant."""
+    """Group problems by route. Find each route from one problem alone, so that other problems never change its
+    variant.
+    """
     groups: dict[Route, tuple[list[Problem], list[Table]]] = {}
     for problem, extra in zip(problems, extras, strict=True):
-        if not problem.rows:  # an empty batch has no program, and its sums are 0
+        if not problem.rows:  # an empty batch has no program, so set its sums to 0
             problem.clear_outputs()
             continue
         made = Table(problem, extra)
@@ -383,7 +384,7 @@ def _launches(
 def _goes_hopper(problem: Problem, table: Table) -> bool:
     """Return whether a problem uses the path for Hopper.
 
-    Only the problem itself decides, not what is launched with it.
+    Only the problem itself decides, not the other problems of the launch.
     """
     if not takes_hopper(problem.device):
         return False

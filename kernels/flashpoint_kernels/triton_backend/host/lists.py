@@ -1,4 +1,4 @@
-"""The lists of tiles of a launch with block masks: their places, and the call that makes them (see blocks.py)."""
+"""Plan the lists of tiles for a launch with block masks: their positions in memory, and the call that writes them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flashpoint_kernels.triton_backend.kernels.blocks import HEADER, UNIT, list_
 
 @dataclass(frozen=True, eq=False)
 class Lists:
-    """`items` are a kernel's work items with the place of their lists as one more column; `call` writes lists to
+    """`items` are a kernel's work items plus a column with the position of each item's lists; `call` writes lists to
     `memory`.
     """
 
@@ -29,7 +29,9 @@ class Lists:
 
 
 def of_queries(launch: Launch, items: np.ndarray, tile: Tile, packed: bool, parts: np.ndarray | None = None) -> Lists:
-    """Return the lists of blocks of queries: the tiles of keys of its part (first and last key), or of all keys."""
+    """Return the lists for blocks of queries: tiles of the keys in a block's part (first and last key), or of all
+    keys.
+    """
     if parts is None:
         keys = launch.column(columns.KV_LEN)[items[:, 0]]
         parts = np.column_stack([np.zeros_like(keys), keys])
@@ -40,7 +42,7 @@ def of_queries(launch: Launch, items: np.ndarray, tile: Tile, packed: bool, part
 
 
 def of_keys(launch: Launch, items: np.ndarray, tile: Tile) -> Lists:
-    """Return the lists of blocks of keys: the tiles of queries of each head that use the block."""
+    """Return the lists for blocks of keys: for each head, the tiles of queries that see the block."""
     heads, group = launch.column(columns.HEADS), launch.column(columns.GROUP)
     queries = launch.column(columns.Q_LEN)[items[:, 0]]
     together = np.where(_own_blocks(launch), group, 1)[items[:, 0]]

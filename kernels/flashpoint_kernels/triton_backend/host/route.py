@@ -1,9 +1,9 @@
-"""The route of a launch: what it needs that does not depend on addresses, strides, lengths, batch and heads.
+"""Cache the route of a launch: all data for it that does not depend on addresses, strides, lengths, batch and heads.
 
 A call finds its route by its launch key, the alignment of its tensors and its device, and adds the table of sequences
-and the lists of programs. So all calls of a loop take one route, whatever their lengths, with no work but that. A route
-holds no tensor and nothing of a stream. At most `_KEPT` routes are kept in a process; a child process begins with those
-of its parent.
+and the lists of programs. So all calls of a loop take one route for all lengths, without further work. A route contains
+no tensor and does not depend on a stream. At most `_KEPT` routes are kept in a process; a child process inherits the
+routes of its parent.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TYPES = {
     "float64": tl.float64,
 }
 
-# The names of constants that kernels share; each kernel adds those of its tiles.
+# The names of constants that all kernels share; each kernel adds the constants of its tiles.
 OF_HOPPER = ("LEVEL", "DTYPE", "ALIGNED", "BLOCK_D", "BLOCK_DV", "EVEN")
 ALL = ("LEVEL", "DTYPE", "MASK_DTYPE", "TF32", "ALIGNED", "BLOCK_D", "BLOCK_DV", "EVEN", "BLOCKS")
 FORWARD = ("LEVEL", "DTYPE", "MASK_DTYPE", "TF32", "ALIGNED", "BLOCK_DV", "PAGED", "KEYS", "BLOCKS")
@@ -66,11 +66,13 @@ class Route:
         self._codes: dict[Hashable, Code] = {}
 
     def shared(self, *names: str) -> dict[str, Any]:
-        """Return these constants that kernels share."""
+        """Return the constants with these names, which kernels share."""
         return {name: self._shared[name] for name in names}
 
     def code(self, kernel: Any, kind: Hashable, make: Callable[[], tuple[Tile, dict[str, Any]]]) -> Code:
-        """Return the code of a kernel of this kind; `make` returns its tile and its constants, once for each kind."""
+        """Return the code of a kernel of this kind. Once for each kind, call `make`, which returns the tile and the
+        constants.
+        """
         code = self._codes.get((kernel, kind))
         if code is None:
             tile, constants = make()
@@ -80,7 +82,7 @@ class Route:
 
 
 def route_of(problem: Problem, aligned: bool, hopper: bool, tiles: Config | None) -> Route:
-    """Return the route of a problem; `tiles` replaces those of the device's table."""
+    """Return the route of a problem; `tiles` replaces the tiles of the device's table."""
     return _route(launch_key(problem.spec, "triton"), aligned, hopper, problem.device, tiles, configuration.stand_in)
 
 
@@ -92,7 +94,7 @@ def _route(
 
 
 def config_of(problem: Problem, hopper: bool) -> Config:
-    """Return the tiles of a problem, for the path of Hopper or for the general one."""
+    """Return the tiles of a problem, for the path for Hopper or for the general path."""
     return _config(launch_key(problem.spec, "triton"), hopper, problem.device, configuration.stand_in)
 
 

@@ -4,8 +4,8 @@ A sequence's shape alone decides how it is cut into tiles and whether its keys a
 of the launch change a program's place in the list, never the program.
 
 Shapes are arrays, (sequences, fields of `Shape`) int64, and all sequences are cut at once. Lists are cached by the
-bytes of what they depend on: do not write to them. The forward of few queries depends on its lengths only in steps of
-`Config.least_keys` keys, so a loop that adds a key in each call makes new lists once in so many calls.
+bytes of their inputs: do not write to them. The forward of few queries depends on its lengths only in steps of
+`Config.least_keys` keys, so a loop that adds a key in each call makes new lists only once in `least_keys` calls.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import numpy as np
 from flashpoint_kernels.problems import bounds
 from flashpoint_kernels.triton_backend.host.configurations import Config, Tile
 
-# the functions of bounds.py, for arrays
+# Convert the functions of bounds.py to functions of arrays.
 _ARRAYS = {"min": np.minimum, "max": np.maximum}
 _key_range = FunctionType(bounds.key_range.__code__, _ARRAYS)
 _query_range = FunctionType(bounds.query_range.__code__, _ARRAYS)
 
-# the number of launches whose lists are cached, and the largest number of sequences of a cached launch
+# Number of launches whose lists are cached, and maximum number of sequences in a cached launch.
 _KEPT, _FEW = 256, 64
 
 
@@ -53,10 +53,10 @@ class Cut(NamedTuple):
     """How the forward cuts a sequence.
 
     The fields are arrays, like those of `Shape`. Each block of queries has `parts` programs: the first has the keys
-    before `first`, each of the others `size` keys more, the last all the rest.
+    before `first`, each other one has the next `size` keys, and the last has all remaining keys.
     """
 
-    rows: Any  # of a packed block, or 0: blocks of one head
+    rows: Any  # rows of a packed block; 0 means blocks of one head
     blocks: Any
     parts: Any
     first: Any
@@ -64,7 +64,7 @@ class Cut(NamedTuple):
 
 
 class Band(NamedTuple):
-    """The keys [lo, hi) that a sequence's queries see, and `end`, its keys, all in whole steps of `least_keys`."""
+    """The keys [lo, hi) that a sequence's queries see, and `end`, its number of keys, all rounded to `least_keys`."""
 
     lo: Any
     hi: Any
@@ -98,7 +98,7 @@ class Gradients(NamedTuple):
 
 
 def forward_lists(shapes: np.ndarray, config: Config) -> tuple[ForwardList, ...]:
-    """Return the forward's lists, one for each kind of blocks that these sequences have."""
+    """Return the forward's lists, one for each kind of blocks that these sequences use."""
     return _forward_lists(shapes, config) if len(shapes) <= _FEW else _made_lists(_in_steps(shapes, config), config)
 
 
@@ -108,7 +108,7 @@ def gradient_lists(shapes: np.ndarray, config: Config) -> Gradients:
 
 
 def block_rows(shape: Shape, config: Config) -> np.ndarray:
-    """Return the rows of each sequence's packed blocks, 0 if its blocks are of one head; only its shape decides."""
+    """Return the rows of each sequence's packed blocks, 0 for blocks of one head. Only the sequence's shape decides."""
     sizes = np.array(config.packed_rows)
     smallest = np.minimum(np.searchsorted(sizes, shape.q_rows * shape.group), len(sizes) - 1)
     return np.where((shape.q_rows > 0) & (shape.q_rows <= config.few_queries), sizes[smallest], 0)
@@ -147,7 +147,9 @@ def _blocks(shape: Shape, rows: np.ndarray, block_m: int) -> np.ndarray:
 
 
 class _Kept(Generic[T]):
-    """A function of an array (sequences, any number) int64 and a Config, cached by the bytes of the array."""
+    """A function of an int64 array with one row per sequence and a Config. Results are cached by the bytes of the
+    array.
+    """
 
     def __init__(self, make: Callable[[np.ndarray, Config], T]) -> None:
         self._of_bytes = lru_cache(_KEPT)(
@@ -160,7 +162,7 @@ class _Kept(Generic[T]):
 
 
 def _in_steps(shapes: np.ndarray, config: Config) -> np.ndarray:
-    """Return all that the forward's lists depend on: shapes, without lengths where keys may be split, and bands."""
+    """Return all inputs of the forward's lists: bands, and shapes without lengths where keys may be split."""
     shape, unit = Shape(*shapes.T), config.least_keys
     lo, hi = _key_range(0, shape.q_len - 1, shape.offset, shape.left, shape.right, shape.kv_len)
     seen = (hi > lo) & (shape.q_len > 0)
@@ -177,7 +179,7 @@ _OF_LENGTHS = [Shape._fields.index(name) for name in ("q_len", "kv_len", "kv_row
 
 
 def _made_lists(numbers: np.ndarray, config: Config) -> tuple[ForwardList, ...]:
-    """Return `forward_lists` from the answer of `_in_steps`."""
+    """Return the result of `forward_lists` from the result of `_in_steps`."""
     columns = numbers.T
     shape, band = Shape(*columns[: len(Shape._fields)]), Band(*columns[len(Shape._fields) :])
     each = cut(shape, band, config)
@@ -200,7 +202,7 @@ def _forward_list(shape: Shape, band: Band, each: Cut, rows: int, config: Config
     lo, hi = _visible(shape, start, step, 1)
     few = _is_few(shape.q_rows, config)
     lo, hi = np.where(few, band.lo, lo), np.where(few, band.hi, hi)
-    slot = np.where(split, np.cumsum(split) - 1, -1)  # programs are in the order of sequences, blocks and parts
+    slot = np.where(split, np.cumsum(split) - 1, -1)  # programs are sorted by sequence, block and part
     first = np.flatnonzero(split & (part == 0))
     merges = np.stack([row[first], start[first], slot[first], of.parts[first]], 1)
     cost = np.maximum(np.minimum(b, hi) - np.maximum(a, lo), 0)
@@ -210,7 +212,7 @@ def _forward_list(shape: Shape, band: Band, each: Cut, rows: int, config: Config
 
 
 def _at(columns: Sequence[np.ndarray], row: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the columns at these rows."""
+    """Yield each column, reduced to these rows."""
     return (column[row] for column in columns)
 
 
@@ -261,7 +263,9 @@ def _visible(shape: Shape, start: np.ndarray, step: int, share: Any) -> tuple[np
 
 
 def _spread(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each program of `counts[i]` programs of each sequence i: the sequence, and its number there."""
+    """For `counts[i]` programs of each sequence i, return each program's sequence, and its index within the
+    sequence.
+    """
     ends = np.cumsum(counts)
     row = np.repeat(np.arange(len(counts)), counts)
     return row, np.arange(len(row)) - (ends - counts)[row]
@@ -279,7 +283,7 @@ def mask_parts(
     """Return the programs of a mask's gradient: (first row, rows, first head, heads, m_lo, m_hi, n_lo, n_hi), see
     MASK_ITEM.
 
-    `mask` is the shape (B, H, Sq, Sk) of the mask itself: 1 in each dimension that it broadcasts.
+    `mask` is the shape (B, H, Sq, Sk) of the mask before broadcasting: broadcast dimensions are 1.
     """
 
     def spans(length: int, full: int, block: int) -> list[tuple[int, int]]:

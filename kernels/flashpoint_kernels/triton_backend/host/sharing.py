@@ -1,7 +1,8 @@
-"""Parts of keys that several sequences have in the same pages: one program for each in the place of one per sequence.
+"""Find parts of keys that several sequences have in the same pages, and read each by one program instead of one per
+sequence.
 
 A part is shared if all queries see all its keys, and no option depends on positions. Other parts, and the merge of
-parts, stay as they are: see cascade.py.
+parts, do not change: see cascade.py.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from flashpoint_kernels.triton_backend.kernels.cascade import ITEM
 
 
 class Cascade(NamedTuple):
-    """The forward's programs of one kind, of which some read parts for several sequences.
+    """The forward's programs for one kind of blocks. Some programs read a part for several sequences.
 
     `alone` is like `ForwardList.items`, without the parts that are shared. `items` (n, ITEM) int32 and `members`
     (n, MEMBER) int32: see `attention_cascade`.
@@ -33,7 +34,7 @@ class Cascade(NamedTuple):
 
 
 _full_key_range = FunctionType(bounds.full_key_range.__code__, {"min": np.minimum, "max": np.maximum})
-# The columns that sequences with the same keys have in common: tensors of keys and values, pages, heads.
+# The table columns that are equal for sequences with the same keys: tensors of keys and values, pages, heads.
 _COMMON = np.r_[
     col.K.value : col.V.value + 3, col.Q_ROWS.value, col.HEADS.value : col.GROUP.value + 1,
     col.PAGE_SIZE.value : col.V_SCALE.value + 4,
@@ -41,7 +42,8 @@ _COMMON = np.r_[
 
 
 def shared_parts(problems: Sequence[Problem], ints: np.ndarray, floats: np.ndarray, work: ForwardList) -> Cascade:
-    """Return the programs of `found`, with one for each part of keys that several sequences have in the same pages.
+    """Return the programs of `found`, but only one program for each part of keys that several sequences have in the
+    same pages.
 
     `ints` and `floats` are the launch's table. Pages are compared where their numbers are known (`Problem.pages`).
     """
@@ -63,7 +65,7 @@ def shared_parts(problems: Sequence[Problem], ints: np.ndarray, floats: np.ndarr
     items: list[np.ndarray] = []
     for alike in classes.values():
         if len(alike) > 1:
-            rows = np.array([r for _, r in sorted(alike)])  # those with the longest common prefixes are neighbours
+            rows = np.array([r for _, r in sorted(alike)])  # then sequences with long common prefixes are neighbours
             of_class = np.flatnonzero(fits & np.isin(row, rows))
             groups, edges = _groups(rows, work.items[of_class], [tables[r] for r in rows], int(unit[rows[0]]))
             places = _chunks(edges, work.rows // int(count[rows[0]]))
@@ -82,12 +84,13 @@ def shared_parts(problems: Sequence[Problem], ints: np.ndarray, floats: np.ndarr
 def _groups(
     rows: np.ndarray, items: np.ndarray, tables: Sequence[np.ndarray | None], unit: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (places in `items`, edges): group n, from edges[n] to edges[n + 1], has a part's items with equal pages.
+    """Return (indices of `items`, edges). Group n is indices[edges[n] : edges[n + 1]]: items of one part that have
+    equal pages.
 
     Only neighbours among `rows` are compared. Groups have at least two items.
     """
     starts = np.unique(items[:, 2])
-    at = np.full((len(rows), len(starts)), -1)  # the item of each sequence and part
+    at = np.full((len(rows), len(starts)), -1)  # index of the item of each sequence and part
     order = np.argsort(rows)
     sequence = order[np.searchsorted(rows, items[:, 0], sorter=order)]
     at[sequence, np.searchsorted(starts, items[:, 2])] = np.arange(len(items))
@@ -98,9 +101,9 @@ def _groups(
         of_sequence[: len(table)] = table[:width]
     same = np.logical_and.reduceat(numbers[1:] == numbers[:-1], starts // unit, axis=1)
     stops = np.where(at >= 0, items[at, 3], -1)
-    joined = same & (stops[1:] == stops[:-1]) & (stops[1:] >= 0)  # with the sequence before
+    joined = same & (stops[1:] == stops[:-1]) & (stops[1:] >= 0)  # equal to the previous sequence
     begins = np.concatenate([np.ones((1, len(starts)), bool), ~joined])
-    number = np.cumsum(begins.T.reshape(-1)).reshape(len(starts), -1).T - 1  # part by part
+    number = np.cumsum(begins.T.reshape(-1)).reshape(len(starts), -1).T - 1  # number the groups part by part
     sizes = np.bincount(number.reshape(-1))
     shared = (sizes[number] > 1).T
     edges = np.concatenate([[0], np.cumsum(sizes[sizes > 1])])
@@ -108,7 +111,7 @@ def _groups(
 
 
 def _chunks(edges: np.ndarray, largest: int) -> np.ndarray:
-    """Return (n, 2): first member and number of members of each work item, at most `largest`, all of one group."""
+    """Return (n, 2): each work item's first member, and its number of members, at most `largest`, all of one group."""
     counts = np.diff(edges)
     pieces = -(-counts // largest)
     group, nth = np.repeat(np.arange(len(counts)), pieces), np.arange(pieces.sum())

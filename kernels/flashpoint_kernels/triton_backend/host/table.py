@@ -24,18 +24,18 @@ _TENSORS = {"q": col.Q, "k": col.K, "v": col.V, "o": col.O, "do": col.DO, "dq": 
 _ROW_VECTORS = {"lse": col.LSE, "dlse": col.DLSE}
 _KEY_TENSORS = ("k", "v", "dk", "dv")
 _READ_BY_TILE = ("k", "v")
-_AXES = {"bhsd": (1, 2), "bshd": (2, 1), "thd": (2, 1)}  # of heads and rows, in four dimensions
+_AXES = {"bhsd": (1, 2), "bshd": (2, 1), "thd": (2, 1)}  # axes of heads and rows, in tensors of four dimensions
 _VECTORS = {"alibi_slopes": col.ALIBI, "sinks": col.SINKS, "dsinks": col.DSINKS}
 _MASKS = {"attn_mask": col.MASK, "dattn_mask": col.DMASK, "block_mask": col.BLOCKS}
 _SCALES = {"k_scale": col.K_SCALE, "v_scale": col.V_SCALE}
 _PAGE_STRIDES = {"k": col.K_PAGE, "v": col.V_PAGE}
-_VECTOR_BYTES = 16  # of the widest load
-FARTHEST = 2**23  # elements between two keys, in the forward: offsets within a tile have 32 bits
+_VECTOR_BYTES = 16  # bytes of the widest load
+FARTHEST = 2**23  # maximum elements between two keys in the forward: offsets within a tile have 32 bits
 
 
-SHAPE = slice(col.Q_LEN.value, col.GROUP.value + 1)  # the columns of schedule.Shape, in its order
+SHAPE = slice(col.Q_LEN.value, col.GROUP.value + 1)  # the columns that form schedule.Shape, in its order
 
-Numbers = int | np.ndarray  # a number of the only sequence, or an array with a number for each
+Numbers = int | np.ndarray  # a value for a single sequence, or an array with one value per sequence
 
 
 class Table:
@@ -55,10 +55,10 @@ class Table:
         self._rows = rows
         self._moves = rows is not problem.rows[0] or rows.batch + rows.q_start + rows.kv_start > 0
         self._common = [0] * col.WIDTH.value
-        self._own: list[tuple[int, np.ndarray]] = []  # columns, and what each sequence adds to them
+        self._own: list[tuple[int, np.ndarray]] = []  # (column, the value that each sequence adds to it)
         given = {**problem.tensors, **problem.outputs, **extra}
         if "dsinks" not in extra:
-            given.pop("dsinks", None)  # it is summed in scratch memory
+            given.pop("dsinks", None)  # kernels sum it in scratch memory
         for name, t in given.items():
             if (place := _PLACES.get(name)) is not None:
                 place(self, name, t)
@@ -95,12 +95,12 @@ class Table:
             self._own.append((column, numbers))
 
     def _locate(self, t: Tensor, column: int, *strides: int) -> None:
-        """Write the address of the first number of `t`, then `strides`."""
+        """Write the address of the first element of `t`, then `strides`."""
         self._common[column : column + 1 + len(strides)] = t.data_ptr(), *strides
         self.alive.append(t)
 
     def _move(self, column: int, stride: int, numbers: Numbers) -> None:
-        """Add `numbers` strides, in bytes, to the addresses. Numbers do not fall from sequence to sequence."""
+        """Add `numbers` strides, in bytes, to the addresses. `numbers` must not decrease from sequence to sequence."""
         if stride and (isinstance(numbers, int) or numbers[-1]):
             self._add(column, numbers * stride)
 
@@ -127,7 +127,7 @@ class Table:
             self._move(column, 4 * t.stride(2), self._rows.kv_start)
 
     def _place_vector(self, name: str, t: Tensor) -> None:
-        """Write the address of a number for each head."""
+        """Write the address of a vector with one number per head."""
         t = _of_columns(self._problem.canonical(name, t).float())
         self._locate(t, _VECTORS[name].value)
         self._move(_VECTORS[name].value, 4 * t.stride(0) if t.ndim == 2 else 0, self._rows.index)
@@ -139,7 +139,7 @@ class Table:
         self._move(_MASKS[name].value, t.element_size() * batch, self._rows.batch)
 
     def _place_row_vector(self, name: str, t: Tensor) -> None:
-        """Write the address of a number for each row, and the stride of a head."""
+        """Write the address of a tensor with one number per row, and the stride between heads."""
         column = _ROW_VECTORS[name].value
         t = _of_columns(self._problem.canonical(name, t if t.dtype == torch.float32 else t.float()))
         batch, head, _ = t.stride()
@@ -148,7 +148,7 @@ class Table:
         self._move(column, 4, self._rows.q_start)
 
     def _place(self, name: str, t: Tensor) -> None:
-        """Write the address and strides of the rows of a tensor. This is most of the work for a table: no loops."""
+        """Write the address and strides of the rows of a tensor, without loops: this is most of a table's work."""
         spec, rows, common, column = self._problem.spec, self._rows, self._common, _TENSORS[name].value
         strides, shape = t.stride(), t.shape
         h, r = _AXES[spec.options.layout]
@@ -156,7 +156,7 @@ class Table:
             t, h, r = self._problem.canonical(name, t), 1, 2
             strides, shape = t.stride(), t.shape
         far = strides[r] >= FARTHEST and name in _READ_BY_TILE and spec.direction == "forward" and not spec.paged
-        if far or (strides[3] != 1 and shape[3] != 1):  # paged addresses have 64 bits in all steps
+        if far or (strides[3] != 1 and shape[3] != 1):  # addresses of paged keys always have 64 bits
             t, h, r = (t if r == 2 else t.transpose(1, 2)).contiguous(), 1, 2
             strides, shape = t.stride(), t.shape
         # The stride of a dimension of size 1 is never used: write one that all loads and the copy engine accept.
@@ -178,7 +178,7 @@ class Table:
 
 
 def _columns(rows: Sequence[Row]) -> Any:
-    """Return the only row, or a Row of arrays with a number for each sequence."""
+    """Return the only row; for several sequences return a Row whose fields are arrays."""
     if len(rows) == 1:
         return rows[0]
     return Row(*np.fromiter(chain.from_iterable(rows), np.int64, len(rows) * len(Row._fields)).reshape(len(rows), -1).T)

@@ -1,1 +1,1 @@
-"""The kernels in Triton, and the functions that they consist of."""
+"""The kernels in Triton, and the functions that they call."""

@@ -6,8 +6,8 @@
     with P = exp(S − lse), dP = dO Vᵀ, dS = P∘(dP − delta)
     and dropout Z = keep/(1 − p): dV = (P∘Z)ᵀ dO, dP = (dO Vᵀ)∘Z
 
-Notation as in forward.py. The transposed scores are computed directly (k·qᵀ): Triton 3.4–3.7.0 gives wrong results on
-Hopper if a transposed accumulator is the operand of a dot.
+The notation is that of forward.py. The transposed scores are computed directly (k·qᵀ): Triton 3.4–3.7.0 gives wrong
+results on Hopper if a transposed accumulator is the operand of a dot.
 """
 
 import triton
@@ -31,8 +31,8 @@ from flashpoint_kernels.triton_backend.kernels.tiles import (
     store,
 )
 
-# Columns of a work item: table row, first row of the block of queries or keys; with a block mask also the place of its
-# lists.
+# Columns of a work item: table row, first row of the block of queries or keys; with a block mask, also the position of
+# its lists.
 ITEM = tl.constexpr(2)
 
 
@@ -76,7 +76,7 @@ def attention_delta(table, items, heads, value_dim, C: tl.constexpr):
 
 @triton.jit
 def softmax_gradient(p, dp, delta, slope, C: tl.constexpr):
-    """Return dS of the raw scaled scores from P, dP and delta; `slope` is the derivative of the scores' cap."""
+    """Return dS of the scaled scores before the cap, from P, dP and delta; `slope` is the derivative of the cap."""
     ds = p * (dp - delta)
     if C.LEVEL >= 1:
         ds = ds * slope
@@ -135,8 +135,8 @@ def attention_backward_kv(table, floats, items, lists, heads, head_dim, value_di
     do_rows = rows_of(t, col.DO, kv_head * group, band.q_len, value_dim, C)
     p_stats, stats_head = locate_vector(t, col.STATS)
     p_stats += kv_head * group * stats_head
-    # One flat loop over the group's heads and their blocks of queries. Nested loops, or a second loop body for tiles
-    # without a visibility test, need more registers than a thread has.
+    # Loop over all pairs (head of the group, block of queries). Nested loops, or a second loop body for tiles without a
+    # visibility test, need more registers than a thread has.
     time, at = 0, lo
     for _ in range(0, times * blocks):
         nth, i0, cut = query_tile(time, at, tiles, together, C)
@@ -147,11 +147,11 @@ def attention_backward_kv(table, floats, items, lists, heads, head_dim, value_di
         b_do = load(next_head(do_rows, nth), o_m, C.BLOCK_DV, False, C.EVEN)  # (M, Dv)
         s = dot(b_k, tl.trans(b_q), tl.full([C.BLOCK_N, C.BLOCK_M], 0.0, tl.float32), C.TF32)  # (N, M)
         s, slope = modify(s, o_m[None, :], o_n[:, None], seq, C)
-        # Declare an alignment of 16 bytes: otherwise Triton 3.6 copies each thread's columns four bytes at a time.
+        # Declare an alignment of 16 bytes; otherwise Triton 3.6 copies each thread's columns in units of four bytes.
         p_block = tl.multiple_of(p_stats + nth * stats_head + i0, 16)
         lse, delta = load_stats(p_block, tl.multiple_of(stats_head // 2, 4), within)
-        # No test for keys beyond the last (their rows of dk and dv are set to 0 below) or for queries (their lse makes
-        # P zero).
+        # Keys beyond the last need no test, because their rows of dk and dv are set to 0 below; nor do queries, because
+        # their lse makes P zero.
         seen = visible_to(o_n[:, None], i0, within[None, :], band, C)
         seen = unskipped(seen, o_m[None, :], o_n[:, None], cut, seq, C)
         p = tl.where(seen, probabilities(s, lse[None, :]), 0.0)
@@ -180,7 +180,7 @@ def attention_backward_kv(table, floats, items, lists, heads, head_dim, value_di
 
 @triton.jit
 def gather_keys(dq, block, tiles, seq, lo, hi, FULL: tl.constexpr, C: tl.constexpr):
-    """Return dq (M, D) of a QueryBlock with the contribution of keys [lo, hi), one tile of BLOCK_N at a time; see
+    """Return dq (M, D) of a QueryBlock plus the contribution of keys [lo, hi), one tile of BLOCK_N at a time. See
     attend_keys.
     """
     o_m = block.queries
@@ -208,7 +208,7 @@ def gather_keys(dq, block, tiles, seq, lo, hi, FULL: tl.constexpr, C: tl.constex
 def attention_backward_q(table, floats, items, lists, heads, head_dim, value_dim, C: tl.constexpr):
     """Store dq of a block of queries.
 
-    Grid: items × `heads`, the largest count of the launch: of query heads, or if packed, of key/value heads.
+    Grid: items × `heads`, the launch's largest number of query heads, or if packed, of key/value heads.
     """
     item = items + (tl.program_id(0) // heads) * (ITEM + 1 if C.BLOCKS else ITEM)
     nth = tl.program_id(0) % heads

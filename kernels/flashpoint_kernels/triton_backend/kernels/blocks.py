@@ -1,4 +1,5 @@
-"""Block masks: for each work item and head a list of the tiles to compute, and the test of a tile that the mask cuts.
+"""Apply block masks: write the tiles to compute into a list for each work item and head, and test tiles that the mask
+cuts.
 
 A separate kernel makes the lists on the device, before the kernels that read them. So the host does not wait for the
 mask, and the mask may change under a CUDA graph. A list is int32: the number of tiles that need no test of any score,
@@ -16,23 +17,23 @@ from flashpoint_kernels.triton_backend.kernels.bounds import query_range
 from flashpoint_kernels.triton_backend.kernels.tiles import block_at, key_stretches, load_sequence
 
 # Columns of a work item: table row, first row of the block, first and last key of its part (for a block of keys: 0 and
-# the last query), and the place of its lists in units of UNIT.
+# the last query), and the position of its lists in units of UNIT.
 ITEM = tl.constexpr(5)
 HEADER = tl.constexpr(2)
 UNIT = tl.constexpr(16)
-_CHUNK = tl.constexpr(64)  # tiles that one step examines
+_CHUNK = tl.constexpr(64)  # number of tiles that one iteration examines
 
 
 @triton.jit
 def list_at(lists, place, count, nth, t):
-    """Return the pointer to a list of at most `count` tiles, of the nth head of a grid of heads."""
+    """Return the pointer to the list of the nth head of a grid of heads; a list has at most `count` tiles."""
     nth = tl.where(tl.load(t + col.BLOCKS + 1) == 0, 0, nth)
     return lists + (place + nth * tl.cdiv(count + HEADER, UNIT)).to(tl.int64) * UNIT
 
 
 @triton.jit
 def listed_stretches(tiles, C: tl.constexpr):
-    """Return the bounds of `tiles.key_stretches` for a list: places in the list, times BLOCK_N."""
+    """Return the bounds of `tiles.key_stretches` for a list: positions in the list, multiplied by BLOCK_N."""
     full_hi, hi = tl.load(tiles) * C.BLOCK_N, tl.load(tiles + 1) * C.BLOCK_N
     return 0, 0, full_hi, hi
 
@@ -65,7 +66,7 @@ def query_tile(nth, at, tiles, heads, C: tl.constexpr):
 
 @triton.jit
 def unskipped(seen, i, j, cut, seq, C: tl.constexpr):
-    """Return `seen` without the scores that the block mask removes; `cut` is 0 if the mask does not cut this tile."""
+    """Return `seen` without the scores that the block mask hides; `cut` is 0 if the mask does not cut this tile."""
     if C.BLOCKS:
         bits = tl.full(seen.shape, 1, tl.int8)
         if cut != 0:
@@ -79,7 +80,9 @@ def unskipped(seen, i, j, cut, seq, C: tl.constexpr):
 
 
 class _Span(NamedTuple):
-    """Rows or columns of blocks, from `first` to `last`: numbers or (_CHUNK,). None has more than `steps`."""
+    """Rows or columns of blocks, from `first` to `last`: scalars or (_CHUNK,). No span has more than `steps` of
+    them.
+    """
 
     first: Any
     last: Any
@@ -127,7 +130,7 @@ def list_key_tiles(table, items, lists, heads, C: tl.constexpr):
     nth = tl.program_id(0) % heads
     t = table + tl.load(item).to(tl.int64) * col.WIDTH
     group = tl.load(t + col.GROUP).to(tl.int32)
-    own = tl.load(t + col.BLOCKS + 1) != 0  # each head has its own blocks
+    own = tl.load(t + col.BLOCKS + 1) != 0  # each head has its own block mask
     if (nth > 0) & ((own == 0) | (nth * (group if C.PACKED else 1) >= tl.load(t + col.HEADS))):
         return
     part_lo, part_hi = tl.load(item + 2), tl.load(item + 3)

@@ -1,4 +1,4 @@
-"""The tile bounds of `flashpoint_kernels.problems.bounds`, as functions that kernels can call."""
+"""Compile the functions of `flashpoint_kernels.problems.bounds` for calls from kernels."""
 
 import triton
 import triton.language as tl

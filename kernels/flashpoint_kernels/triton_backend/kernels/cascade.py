@@ -2,8 +2,8 @@
 
 Forks of a prompt name the same pages. Where the forward splits the keys of such sequences into the same parts, one
 program reads a part for the rows of all of them, as many as fit a packed block, and stores each sequence's answer of
-this part where its own program would have stored it. So the parts, their order and the shape of each product are those
-of a sequence alone, and with them the bits of every row.
+this part where its own program would have stored it. So the parts, their order and the shape of each product are the
+same as without sharing, and so are the bits of every row.
 
 sharing.py chooses the parts.
 """
@@ -16,9 +16,9 @@ from flashpoint_kernels.triton_backend.kernels.forward import attend_keys, begun
 from flashpoint_kernels.triton_backend.kernels.groups import KeysAndValues, Queries, Rows
 from flashpoint_kernels.triton_backend.kernels.tiles import columns_from, keys_of, load, load_sequence, locate
 
-# Columns of a work item: its first member, the number of its members, and keys [lo, hi).
+# Columns of a work item: its first member, its number of members, and its keys [lo, hi).
 ITEM = tl.constexpr(4)
-# Columns of a member: table row, and the part's scratch slot.
+# Columns of a member: table row, and the scratch slot of the part.
 MEMBER = tl.constexpr(2)
 
 
@@ -29,8 +29,8 @@ def attention_cascade(
     """Store the parts o and lse of one key/value head of several sequences, from keys that they have in common.
 
     Grid: work items × `heads`, the largest number of key/value heads of the launch. The arguments are those of
-    `attention_forward`; members (n, MEMBER) int32. All members of an item have as many rows, at most BLOCK_M together,
-    and their blocks begin at row 0.
+    `attention_forward`; members (n, MEMBER) int32. All members of an item have equal numbers of rows, at most BLOCK_M
+    together, and their blocks begin at row 0.
     """
     item = items + (tl.program_id(0) // heads) * ITEM
     kv_head = tl.program_id(0) % heads
@@ -45,9 +45,9 @@ def attention_cascade(
     member_rows = tl.load(t + col.Q_ROWS).to(tl.int32) * group
     exists = within // member_rows < tl.load(item + 1)
     p_member = p_members + tl.where(exists, within // member_rows, 0) * MEMBER
-    t_rows = table + tl.load(p_member).to(tl.int64) * col.WIDTH  # (M,): each row has its sequence
+    t_rows = table + tl.load(p_member).to(tl.int64) * col.WIDTH  # (M,): the table row of each row's sequence
     slot = tl.load(p_member + 1).to(tl.int64)
-    o_r = within % member_rows  # the row in its sequence's block
+    o_r = within % member_rows  # the row's index in its sequence's block
     o_m, o_h = o_r // group, kv_head * group + o_r % group
 
     base, head_stride, stride = locate(t_rows, col.Q, C.DTYPE, C)

@@ -2,7 +2,7 @@
 
 Notation: p_ pointers, o_ offsets, m_ masks, b_ blocks; M queries and N keys of a tile; s scores and p probabilities; m
 and denom the running maximum and denominator of a row (see groups.Softmax). The softmax is in base 2, and the scale is
-part of the exponent in float32. t is the sequence's row of the table, C the constants.
+part of the exponent in float32. t is the sequence's row of the table; C has the constants.
 """
 
 import triton
@@ -31,13 +31,13 @@ from flashpoint_kernels.triton_backend.kernels.tiles import (
 )
 
 # Columns of a work item: table row, first row of the block (see tiles.block_at), keys [lo, hi) of its part, and the
-# part's scratch slot (-1: no split); with a block mask also the place of its lists.
+# part's scratch slot (-1: no split); with a block mask, also the position of its lists.
 ITEM = tl.constexpr(5)
 
 
 @triton.jit
 def finite(m):
-    """Return a row's maximum, or 0 for a row without keys so far: subtracting it from −inf does not give NaN."""
+    """Return a row's maximum, or 0 for a row that has seen no key: −inf − 0 is not NaN, but −inf − −inf is."""
     return tl.where(m == float("-inf"), 0.0, m)
 
 
@@ -45,8 +45,8 @@ def finite(m):
 def online_softmax(s, unit, m, denom):
     """Return (p, m, denom, factor for acc) after a step of the online softmax (Milakov and Gimelshein 2018).
 
-    The scores in base 2 are s·unit, with unit > 0: inside the exponent the product costs nothing, and the largest s
-    gives the largest score.
+    The scores in base 2 are s·unit, with unit > 0: the multiplication inside the exponent costs nothing, and the
+    largest s has the largest score.
     """
     m_new = tl.maximum(m, tl.max(s, 1) * unit)
     shift = finite(m_new)
@@ -60,7 +60,7 @@ def begun(t, heads, wanted, C: tl.constexpr):
     """Return the Softmax before the first key. A sink is a key without a value: it starts the denominator.
 
     `wanted` is true for the first part of a sequence's keys, so that its sink counts once. `heads`, `wanted` and the
-    rows `t` of the table are those of each row (M,), or a number.
+    table rows `t` have one element per row (M,), or are scalars.
     """
     m = tl.full([C.BLOCK_M], float("-inf"), tl.float32)
     denom = tl.full([C.BLOCK_M], 0.0, tl.float32)
@@ -76,7 +76,7 @@ def begun(t, heads, wanted, C: tl.constexpr):
 def attend_keys(softmax, block, tiles, seq, lo, hi, FULL: tl.constexpr, C: tl.constexpr):
     """Return the Softmax of Queries after keys [lo, hi), one tile of BLOCK_N at a time; lo is a multiple of BLOCK_N.
 
-    FULL: every query may see every key. With a block mask, lo and hi are places in the list of the KeyTiles.
+    FULL: every query may see every key. With a block mask, lo and hi are positions in the list of tiles.
     """
     o_m, keys, values = block.queries, tiles.k, tiles.v
     within = tl.arange(0, C.BLOCK_N)
@@ -86,11 +86,11 @@ def attend_keys(softmax, block, tiles, seq, lo, hi, FULL: tl.constexpr, C: tl.co
         places = places_of(j0, seq, C)
         b_k = load_keys(keys, places, C.BLOCK_D, FULL, C)  # (N, D)
         # Load both tiles before the first product: then one proxy fence orders both copies (see ptx.py). Wide heads
-        # have no memory for both, and use no product that needs the fence.
+        # have too little memory for both, and their products need no fence.
         if C.BLOCK_D <= 256:
             b_v = load_keys(values, places, C.BLOCK_DV, FULL, C)  # (N, Dv)
         if C.KEYS is not None:
-            b_k = cast(widened(b_k, C), C.DTYPE)  # exact: 8 bits have no more digits than a bfloat16
+            b_k = cast(widened(b_k, C), C.DTYPE)  # exact: a bfloat16 has more digits than 8 bits
         s = dot(block.q, tl.trans(b_k), tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32), C.TF32)  # (M, N)
         if C.BLOCK_REST:
             rest = Keys(
@@ -128,7 +128,7 @@ def attend_keys(softmax, block, tiles, seq, lo, hi, FULL: tl.constexpr, C: tl.co
 def attention_forward(table, floats, items, lists, part_o, part_lse, heads, head_dim, value_dim, C: tl.constexpr):
     """Store o and lse of one work item and head.
 
-    Grid: work items × `heads`, the largest count of the launch: of query heads, or if packed, of key/value heads. table
+    Grid: work items × `heads`, the launch's largest number of query heads, or if packed, of key/value heads. table
     (rows, WIDTH) int64, floats (rows, SCALARS) float32, items (n, ITEM) int32; lists: see blocks.py. Parts of problems
     that are split over keys are stored in part_o (slots, heads, BLOCK_M, BLOCK_DV) and part_lse (slots, heads,
     BLOCK_M), float32.
@@ -184,14 +184,14 @@ def attention_forward(table, floats, items, lists, part_o, part_lse, heads, head
 
 @triton.jit
 def normalised(softmax):
-    """Return o (M, Dv) and lse (M,) in base 2. Without a key and a sink m is −inf, so o = 0 and lse = −inf."""
+    """Return o (M, Dv) and lse (M,) in base 2. Without a key or sink, m is −inf, so o = 0 and lse = −inf."""
     denom = tl.where(softmax.denom == 0.0, 1.0, softmax.denom)
     return softmax.acc / denom[:, None], softmax.m + tl.log2(denom)
 
 
 @triton.jit
 def store_answer(o, lse, t, block, q_len, value_dim, C: tl.constexpr):
-    """Store o (M, Dv) and lse (M,) of a block of queries; lse comes in base 2. Rows of padding get 0 and −inf."""
+    """Store o (M, Dv) and lse (M,), given in base 2, of a block of queries. Rows of padding get 0 and −inf."""
     o_m = block.queries
     q_rows = tl.load(t + col.Q_ROWS)
     o = tl.where(o_m[:, None] < q_len, o, 0.0)

@@ -1,13 +1,12 @@
-"""Named groups of constants and values that are passed through the kernels.
+"""Define named groups of constants and values, which kernels pass to functions.
 
 Triton handles a NamedTuple as a tuple with named fields, from 3.6 on. Create one by keyword: then the kernel's source,
 which is part of the key in Triton's disk cache, names each field, whatever their order. Fields cannot be named `type`
 or `values`, because Triton's tuples have attributes with these names. A loop carries a NamedTuple like a tensor. A
-number in a NamedTuple becomes a tensor when it is assigned, so constants of shapes and slices are arguments of their
-own.
+number in a NamedTuple becomes a tensor when it is assigned, so constants for shapes and slices are separate arguments.
 
-All constants are attributes of one constant. Triton 3.6 accepts numbers, booleans and dtypes of it as arguments of
-other functions, but no strings.
+All constants are attributes of one constant, `Constants`. Triton 3.6 accepts numbers, booleans and dtypes of it as
+arguments of other functions, but no strings.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 
 import triton.language as tl
 
-# How 8-bit keys and values are widened: float8_e4m3fn by the GPU's instruction, or by moving its bits.
+# The ways to widen 8-bit keys: float8_e4m3fn by the GPU's instruction, or by shifts of its bits.
 INT8, FLOAT8, FLOAT8_BITS = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
@@ -80,7 +79,8 @@ class Band(NamedTuple):
 
 
 class Sequence(NamedTuple):
-    """A sequence and one of its heads: pointers to its rows of the two tables, its scale, its band.
+    """A sequence and one of its heads: pointers to its rows in the two tables, the head's scale, and the sequence's
+    band.
 
     In a packed block `head` is (M, 1).
     """
@@ -93,8 +93,8 @@ class Sequence(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block of queries. `queries` (M,) int32 and `heads` are those of each row; `heads` is a number if all rows have
-    one.
+    """A block of queries. `queries` (M,) int32 and `heads` have one element per row; `heads` is a scalar if all rows
+    have the same head.
 
     `first` and `last` are its first and last query, `kv_head` the head of its keys. In a packed block row r is query r
     // group of head r % group: all heads that share a key head read its keys once (FlashAttention's `pack_gqa`).
@@ -135,8 +135,8 @@ class Keys(NamedTuple):
 
 
 class KeyTile(NamedTuple):
-    """The location of a tile of keys (N,): its first key, and for each key its page, its row there, and whether to read
-    it.
+    """The position of a tile of keys (N,): its first key; and for each key its page, its row in the page, and whether
+    to read it.
 
     Without pages only `first` and `row` are used.
     """
@@ -159,7 +159,7 @@ class Softmax(NamedTuple):
 
 
 class Queries(NamedTuple):
-    """A block of queries in the forward: the queries (M,) and q (M, D); with BLOCK_REST, its last columns in `rest`."""
+    """A block of queries in the forward: indices (M,) and q (M, D); with BLOCK_REST, `rest` has q's last columns."""
 
     queries: Any
     q: Any
@@ -178,7 +178,7 @@ class KeysAndValues(NamedTuple):
 
 
 class QueryBlock(NamedTuple):
-    """A block of queries in the backward: the queries (M,); q (M, D) and do (M, Dv); lse in base 2 and delta, (M,)."""
+    """A block of queries in the backward: indices (M,); q (M, D) and do (M, Dv); lse in base 2 and delta, both (M,)."""
 
     queries: Any
     q: Any

@@ -1,9 +1,9 @@
-"""From q·k to the argument of the exponential, and back: for forward and backward, for tiles and transposed tiles.
+"""Compute the argument of the exponential from q·k, and its derivative, for tiles and transposed tiles.
 
-With s = scale·(q·k): the cap is applied, then ALiBi and the float mask are added, then hidden keys are removed. `i` and
+The order is: s = scale·(q·k), apply the cap, add ALiBi and the float mask, hide keys. `i` and
 `j` are query and key indices that broadcast to the tile: (BLOCK_M, 1) and (1, BLOCK_N) for S, or (1, BLOCK_M) and
-(BLOCK_N, 1) for its transpose. Options above C.LEVEL are not compiled in; options within it are disabled at run time by
-a neutral value.
+(BLOCK_N, 1) for its transpose. A kernel contains no code for options above C.LEVEL; a neutral value at run time
+disables other options.
 """
 
 import triton
@@ -12,7 +12,7 @@ import triton.language as tl
 from flashpoint_kernels.triton_backend.kernels import columns as col
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LEAST = tl.constexpr(-3.4028234663852886e38)  # of float32
+LEAST = tl.constexpr(-3.4028234663852886e38)  # the lowest float32
 LN2 = tl.constexpr(0.6931471805599453)
 
 
@@ -34,7 +34,7 @@ def tanh(x):
 def visible(i, j0, n, band, C: tl.constexpr):
     """Return whether query i may see key j0 + n, by the band and the number of keys. Level 0 has no left bound.
 
-    The bounds are moved once per query, so that `n` is compared directly: one instruction per score at level 0.
+    Shift the bounds by j0 once per query and compare them with `n` directly: one instruction per score at level 0.
     """
     seen = n <= tl.minimum(i + (band.offset + band.right), band.kv_len - 1) - j0
     if C.LEVEL >= 1:
@@ -44,7 +44,9 @@ def visible(i, j0, n, band, C: tl.constexpr):
 
 @triton.jit
 def visible_to(j, i0, m, band, C: tl.constexpr):
-    """Return whether query i0 + m may see key j, by the band only: `visible` with the bounds moved once per key."""
+    """Return whether query i0 + m may see key j, by the band only. Like `visible`, but shift the bounds once per
+    key.
+    """
     seen = m >= j - (band.offset + band.right) - i0
     if C.LEVEL >= 1:
         seen = seen & (m <= j - (band.offset - band.left) - i0)
@@ -82,14 +84,15 @@ def modify(qk, i, j, seq, C: tl.constexpr):
                     s = tl.where(tl.load(p_mask, mask=m_mask, other=0) != 0, s, float("-inf"))
                 else:
                     s += tl.load(p_mask, mask=m_mask, other=0.0).to(tl.float32)
-        # A mask may hold float32's lowest value: it is a number, and must not become −inf in base 2.
+        # A mask may contain float32's lowest value, which is finite, and must not become −inf in base 2.
         s = tl.where(s == float("-inf"), s, tl.maximum(s * LOG2E, LEAST, propagate_nan=tl.PropagateNan.ALL))
     return s, slope
 
 
 @triton.jit
 def keep(queries, j0, seq, C: tl.constexpr):
-    """Return a bool (M, N): the probabilities that dropout keeps, in the tile of `queries` (M,) at key j0 (0 mod 4).
+    """Return a bool (M, N): which probabilities dropout keeps, in the tile of `queries` (M,) at key j0, a multiple of
+    4.
 
     Philox4x32-10 (Salmon et al. 2011) with key = seed and counter = (j div 4, i, head, sequence). Key j takes word j
     mod 4, and is kept iff that word is not below ceil(p·2³²).
@@ -108,5 +111,5 @@ def keep(queries, j0, seq, C: tl.constexpr):
 
 @triton.jit
 def probabilities(s, lse):
-    """Return P = 2^(s − lse), at most 1: rounding of large scores differs between passes, and could exceed 1."""
+    """Return P = 2^(s − lse), limited to 1: scores of two passes are rounded differently, so P could exceed 1."""
     return tl.exp2(tl.minimum(s - lse, 0.0, propagate_nan=tl.PropagateNan.ALL))

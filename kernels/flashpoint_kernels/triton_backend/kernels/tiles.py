@@ -1,4 +1,4 @@
-"""Locations of tiles: the rows of a head of a tensor, and the keys that a block sees. Loads and stores of rows."""
+"""Locate tiles (the rows of a head of a tensor, and the keys that a block sees), and load and store rows."""
 
 import triton
 import triton.language as tl
@@ -17,7 +17,7 @@ def locate(t, TENSOR: tl.constexpr, DTYPE: tl.constexpr, C: tl.constexpr):
     base = tl.load(t + TENSOR).to(tl.pointer_type(DTYPE))
     head_stride = tl.load(t + TENSOR + 1)
     row_stride = tl.load(t + TENSOR + 2)
-    if C.ALIGNED:  # to 16 bytes, the widest load
+    if C.ALIGNED:  # aligned to 16 bytes, the widest load
         base = tl.multiple_of(base, 16)
         head_stride = tl.multiple_of(head_stride, 128 // DTYPE.primitive_bitwidth)
         row_stride = tl.multiple_of(row_stride, 128 // DTYPE.primitive_bitwidth)
@@ -50,7 +50,7 @@ def keys_of(t, TENSOR: tl.constexpr, PAGE: tl.constexpr, SCALE: tl.constexpr, he
 
 @triton.jit
 def places_of(j0, seq, C: tl.constexpr):
-    """Return the Places of the tile of keys from j0 on. A page with a number outside the pool is not read."""
+    """Return the KeyTile that begins at key j0. Do not read a page whose number is outside the pool."""
     o_n = j0 + tl.arange(0, C.BLOCK_N)
     page, row, valid = 0, o_n, 0
     if C.PAGED:
@@ -65,7 +65,7 @@ def places_of(j0, seq, C: tl.constexpr):
 
 @triton.jit
 def load_keys(keys, places, BLOCK_D: tl.constexpr, FULL: tl.constexpr, C: tl.constexpr):
-    """Return keys or values at `places`, (N, BLOCK_D) in DTYPE; 8-bit numbers come unscaled. FULL as in `load`."""
+    """Return keys or values at `places`, (N, BLOCK_D) in DTYPE; 8-bit numbers are not scaled. For FULL see `load`."""
     if C.PAGED:
         o_d = tl.arange(0, BLOCK_D)
         o_k = places.page.to(tl.int64) * keys.page + places.row * keys.rows.stride
@@ -74,7 +74,7 @@ def load_keys(keys, places, BLOCK_D: tl.constexpr, FULL: tl.constexpr, C: tl.con
             m_k = m_k & (o_d[None, :] < keys.rows.dim)
         block = tl.load(keys.rows.base + o_k[:, None] + o_d[None, :], mask=m_k, other=0)
     else:
-        # Offsets in 32 bits stay in registers. The test of columns, if there is one, needs these registers.
+        # 32-bit offsets stay in registers, unless these are needed for the test of columns.
         if C.EVEN:
             block = load_tile(keys.rows, places.first, places.row, BLOCK_D, FULL, C)
         else:
@@ -115,7 +115,7 @@ def widened(block, C: tl.constexpr):
 
 @triton.jit
 def next_head(rows, nth):
-    """Return the Rows of the nth head after this one."""
+    """Return the Rows of the nth head after the head of `rows`."""
     return Rows(
         base=rows.base + nth * rows.head_stride, head_stride=rows.head_stride, stride=rows.stride,
         length=rows.length, dim=rows.dim,
@@ -124,7 +124,7 @@ def next_head(rows, nth):
 
 @triton.jit
 def columns_from(rows, first: tl.constexpr):
-    """Return the Rows without their first columns."""
+    """Return the Rows without the columns before `first`."""
     return Rows(
         base=rows.base + first, head_stride=rows.head_stride, stride=rows.stride, length=rows.length,
         dim=rows.dim - first,
@@ -157,7 +157,9 @@ def heads_column(block, C: tl.constexpr):
 
 @triton.jit
 def locate_vector(t, VECTOR: tl.constexpr):
-    """Return (pointer to row 0 of head 0, stride of a head) of `lse`, `dlse` or the stats, float32."""
+    """Return (pointer to row 0 of head 0, stride of a head) of `lse`, `dlse` or the stats of `attention_delta`,
+    float32.
+    """
     return tl.load(t + VECTOR).to(tl.pointer_type(tl.float32)), tl.load(t + VECTOR + 1)
 
 
@@ -184,7 +186,7 @@ def key_stretches(first, last, band, part_lo, part_hi, C: tl.constexpr):
     lo, hi = key_range(first, last, band.offset, band.left, band.right, band.kv_len)
     full_lo, full_hi = full_key_range(first, last, band.offset, band.left, band.right, band.kv_len)
     lo = tl.maximum(lo // C.BLOCK_N * C.BLOCK_N, part_lo)
-    hi = tl.where(first < band.q_len, tl.minimum(hi, part_hi), lo)  # a block of padding sees nothing
+    hi = tl.where(first < band.q_len, tl.minimum(hi, part_hi), lo)  # a block that has only padding sees nothing
     full_lo = tl.minimum(tl.maximum(tl.cdiv(full_lo, C.BLOCK_N) * C.BLOCK_N, lo), hi)
     if C.LEVEL == 0:
         full_lo = lo
@@ -213,9 +215,8 @@ def load(rows, o, BLOCK_D: tl.constexpr, FULL: tl.constexpr, EVEN: tl.constexpr)
 
 @triton.jit
 def load_tile(rows, first, o, BLOCK_D: tl.constexpr, FULL: tl.constexpr, C: tl.constexpr):
-    """Return `load` of a tile of keys, o = first + (0, 1, …), for keys less than `table.FARTHEST` apart; EVEN.
-
-    Offsets from one address have 32 bits, and are the same for all tiles.
+    """Return `load` of a tile of keys, o = first + (0, 1, …), for keys less than `table.FARTHEST` apart, as with EVEN.
+    Offsets from the tile's address have 32 bits, and are the same for all tiles.
     """
     o_d = tl.arange(0, BLOCK_D)
     step = rows.stride.to(tl.uint32)

@@ -33,7 +33,7 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
 class Wanted(NamedTuple):
-    """A launch to compile for sm_`arch`; `level` as in `Spec.level`."""
+    """A launch to compile for sm_`arch`; `level` is that of `Spec.level`."""
 
     arch: int
     dtype: str
@@ -42,8 +42,8 @@ class Wanted(NamedTuple):
     direction: Direction
 
     def problems(self) -> list[Problem]:
-        """Return a problem with enough keys to be split, because a split needs one more kernel, and one with many
-        queries, which on sm_90 takes the path for Hopper.
+        """Return two problems: one with enough keys to be split, which needs one more kernel, and one with many
+        queries, which takes the path for Hopper on sm_90.
         """
         return [self._problem(16, 4096), self._problem(128, 128)]
 
@@ -57,7 +57,7 @@ class Wanted(NamedTuple):
 
 
 class _Driver:
-    """Answers Triton's calls to a driver up to the launch."""
+    """A driver that answers Triton's calls up to the launch, without a GPU."""
 
     def __init__(self, arch: int) -> None:
         self._target = GPUTarget("cuda", arch, 32)
@@ -75,7 +75,8 @@ class _Driver:
 def pretend(arch: int) -> None:
     """Make this process compile for sm_`arch`, as if the GPU were present. This cannot be undone.
 
-    Raises RuntimeError if it compiles for another architecture already: Triton's kernels keep their first target.
+    Raises RuntimeError if this process compiles for another architecture already: Triton's kernels keep their first
+    target.
     """
     if config.stand_in is not None and config.stand_in.arch != arch:
         raise RuntimeError(f"this process compiles for sm_{config.stand_in.arch}: compile for sm_{arch} in another")
@@ -84,7 +85,7 @@ def pretend(arch: int) -> None:
 
 
 def fill(one: Wanted) -> Wanted:
-    """Compile one launch, in a process of its architecture. Raises what Triton raises."""
+    """Compile one launch, in a process for its architecture. Raises the errors of Triton."""
     pretend(one.arch)
     for problem in one.problems():
         compile_ahead([problem]).result()

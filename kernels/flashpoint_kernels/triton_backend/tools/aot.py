@@ -71,8 +71,8 @@ _POINTERS = {
 MATRIX = {80: "mma.sync", 86: "mma.sync", 89: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma", 120: "mma.sync"}
 _FORWARDS = ("forward", "cascade")
 _PRODUCTS = (*_FORWARDS, "backward_kv", "backward_q")
-# The stages of a tensor that a step of a kernel for Hopper uses at a time; the others are loaded, for two tensors. dQ
-# multiplies two tiles of keys in one step.
+# The number of a tensor's stages that one iteration of a kernel for Hopper reads; the other stages, of two tensors, are
+# being loaded. dQ multiplies two tiles of keys in one step.
 HELD = {"forward_hopper": 1, "backward_kv_hopper": 1, "backward_q_hopper": 2}
 
 
@@ -119,7 +119,7 @@ class Report:
 
 
 def tile_of(variant: Variant) -> Tile:
-    """Return the tile that `variant` ships with."""
+    """Return the default tile of `variant`, with which dispatch uses it."""
     kernel, rows = kernel_of(variant)
     arch, dim = variant.arch, variant.head_dim
     paged, quantized = variant.paged, variant.keys is not None
@@ -147,7 +147,7 @@ def kernel_of(variant: Variant) -> tuple[str, int]:
 
 
 def compile_variant(variant: Variant, tile: Tile | None = None) -> Report:
-    """Compile `variant` with `tile`, or with the tile it ships with."""
+    """Compile `variant` with `tile`, or with its default tile."""
     tile = tile or tile_of(variant)
     compiled = build(variant, tile)
     registers, spill_bytes = resources(compiled.asm["cubin"])
@@ -210,7 +210,7 @@ def faults(report: Report) -> list[str]:
         problems.append(f"{report.hazards} writes to registers of a running product")
     kernel = report.kernel.removesuffix("_hopper").removesuffix("_blocks")
     rows, columns = report.block_m, report.block_n
-    if kernel == "backward_kv":  # it multiplies the transposed tile
+    if kernel == "backward_kv":  # this kernel multiplies the transposed tile
         rows, columns = columns, rows
     if half and kernel in _PRODUCTS and rows >= 64 and MATRIX[report.arch] not in report.matrix_instructions:
         problems.append(f"no {MATRIX[report.arch]}, but {', '.join(report.matrix_instructions) or 'nothing'}")
@@ -221,7 +221,7 @@ def faults(report: Report) -> list[str]:
         problems.append("no copies by descriptor")
     if report.kernel.endswith("hopper") and not report.specialised:
         problems.append("its warps have no roles")
-    if report.kernel.endswith("hopper") and report.beside < columns // 2:  # a thread's share of 64 rows of scores
+    if report.kernel.endswith("hopper") and report.beside < columns // 2:  # scores of a thread in a tile of 64 rows
         problems.append(f"{report.beside} exponentials beside a product")
     return problems
 

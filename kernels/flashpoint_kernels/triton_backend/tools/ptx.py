@@ -1,9 +1,9 @@
-"""Checks of a compiled kernel's PTX: asynchronous copies that a matrix instruction reads, and loads that run ahead.
+"""Check a compiled kernel's PTX: are asynchronous copies fenced before a matrix instruction, and do loads run ahead?
 
 `cp.async` writes shared memory through the generic proxy; `wgmma` and `tcgen05.mma` read it through the async proxy.
 The wait for the copy does not order the two: a `fence.proxy.async` must stand between (PTX ISA, "Async proxy"). Triton
-before 3.7.1 leaves it out (triton-lang/triton#9610). From 3.7.1 on, it takes any fence after the start of a copy for
-enough, also one before the copy has arrived.
+before 3.7.1 omits this fence (triton-lang/triton#9610). Triton from 3.7.1 on accepts any fence after the start of a
+copy, even a fence before the copy has arrived.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ _LABEL = re.compile(r"(\$L__BB\w+):")
 _BRANCH = re.compile(r"(@!?%p\d+\s+)?bra(?:\.uni)?\s+(\$L__BB\w+);")
 _WAIT = re.compile(r"cp\.async\.wait_(?:group\s+(\d+)|all)")
 _COMMIT = re.compile(r"cp\.async\.commit_group")
-_WIDE_COPY = re.compile(r"cp\.async\.cg\.")  # 16 bytes; narrower ones are cp.async.ca
+_WIDE_COPY = re.compile(r"cp\.async\.cg\.")  # copies of 16 bytes; smaller copies are cp.async.ca
 _FENCE = re.compile(r"fence\.proxy\.async")
 _ASYNC_PRODUCT = re.compile(r"\b(?:wgmma\.mma_async|tcgen05\.mma)\b")
-_MOST_GROUPS = 16  # under way on a path; more are not followed
+_MOST_GROUPS = 16  # maximum groups under way on a path; further groups are ignored
 _PRODUCT = re.compile(r"\b(?:wgmma\.mma_async|tcgen05\.mma|mma\.sync)\b")
 
 
 class _State(NamedTuple):
     """The copies of a path through the code.
 
-    `unfenced`: a copy of 16 bytes has arrived since the last fence. `wide`: there is one since the last commit.
-    `under_way`: the same for each group that has not arrived.
+    `unfenced`: a copy of 16 bytes has arrived since the last fence. `wide`: a copy of 16 bytes began since the last
+    commit. `under_way`: for each group that has not arrived, whether it has such a copy.
     """
 
     unfenced: bool
@@ -34,7 +34,7 @@ class _State(NamedTuple):
     under_way: tuple[bool, ...]
 
     def after(self, line: str) -> _State:
-        """Return the state after a line."""
+        """Return the state after a line of PTX."""
         if wait := _WAIT.search(line):
             running = int(wait[1] or 0)
             arrived = self.under_way[: max(len(self.under_way) - running, 0)]
@@ -87,7 +87,9 @@ class Ptx:
         return len(places)
 
     def loops(self) -> list[list[str]]:
-        """Return the innermost loops with a matrix product: from the target of a backward branch to the branch."""
+        """Return the innermost loops with a matrix product, each from the target of a backward branch to that
+        branch.
+        """
         spans = []
         for at, line in enumerate(self.lines):
             start = self._labels[branch[2]] if (branch := _BRANCH.match(line)) else at

@@ -11,7 +11,7 @@ from pathlib import Path
 import triton
 
 MMA = re.compile(r"\b(HMMA|HGMMA|UTC\w*MMA)\b")
-# Kinds of instructions, by the beginning of their names; the first match counts.
+# Kinds of instructions, by the first letters of their names; the first match counts.
 KINDS = {
     "matrix": MMA,
     "exponential": re.compile(r"MUFU\.EX2"),
@@ -25,13 +25,13 @@ KINDS = {
 }
 
 
-# Instructions of sm_90 without a general register as their first operand's destination.
+# Instructions of sm_90 that write no general register in their first operand.
 _NO_RESULT = (
     "ST", "RED", "BRA", "BRX", "BAR", "SYNCS", "UTMA", "UBLK", "WARPGROUP", "WARP", "DEPBAR", "LDGDEPBAR", "LDGSTS",
     "ARRIVES", "EXIT", "RET", "CALL", "NOP", "BSYNC", "BSSY", "BREAK", "MEMBAR", "FENCE", "CCTL", "ERRBAR", "ELECT",
     "USETMAXREG", "NANOSLEEP", "YIELD", "R2P", "HGMMA",
 )  # fmt: skip
-_MOST_GROUPS = 8  # of products under way on a path; more are not followed
+_MOST_GROUPS = 8  # maximum groups of products under way on a path; further groups are ignored
 _Group = tuple[int, frozenset[int]]  # the last instruction of a group of products, and the registers that it uses
 
 
@@ -69,8 +69,8 @@ class Code:
         return min(self.loops(), key=len, default=[])
 
     def beside(self) -> int:
-        """Return the minimum of exponentials between a wait that leaves a product running and the wait for all; 0 if
-        none.
+        """Return the minimum number of exponentials between a wait that leaves a product running and the wait for all
+        products; 0 without such waits.
         """
         counts = []
         stretch: list[str] | None = None
@@ -124,7 +124,7 @@ class Code:
         if jump := re.match(r"BRA\b.*`\((\.L_x_\d+)\)", name):
             targets.append(self._labels[jump[1]])
         elif name.startswith("BRX"):
-            targets += self._labels.values()  # a table of jumps: any of them
+            targets += self._labels.values()  # a jump table may lead to any label
         always = name == instruction and re.match(r"(?:BRA(?! *U?P\d)(?!\.DIV)|BRX|EXIT|RET)\b", name)
         return targets if always else [*targets, at + 1]
 

@@ -1,4 +1,4 @@
-"""Every variant of a kernel that dispatch can choose on an architecture, and the few variants that CI compiles."""
+"""List every variant of a kernel that dispatch can choose on an architecture, and the few variants that CI compiles."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from flashpoint_kernels.triton_backend.host.config import hopper_tiles
 from flashpoint_kernels.triton_backend.host.configurations import PACKED_ROWS, TABLES, packed_tile
 
 DTYPES = ("bfloat16", "float16", "float32")
-HEAD_DIMS = (64, 128, 256)  # the columns of every table
-# Another head dimension is compiled as the next power of two, with a flag if it is not one. At level 0 such a head
-# dimension has its own tiles, and 32 has those of 64.
+HEAD_DIMS = (64, 128, 256)  # the head dimensions in every table
+# Another head dimension is compiled as the next power of two, with a flag if it is not one. At level 0, a head
+# dimension that is not a power of two has its own tiles, and 32 uses the tiles of 64.
 OTHER_HEAD_DIMS = (32, 96)
 # (paged, dtype of 8-bit keys)
 OTHER_KEYS = ((True, None), (False, "int8"), (False, "float8_e4m3fn"), (True, "float8_e4m3fn"))
@@ -39,7 +39,7 @@ class Variant(NamedTuple):
 
 
 def all_of(arch: int, dtypes: Sequence[str] = DTYPES) -> list[Variant]:
-    """Return the variants that can run on sm_`arch`: every tile of its table, in every dtype that has it.
+    """Return the variants that can run on sm_`arch`: every tile of its table, in every dtype that uses the tile.
 
     Some variants represent others. A float32 mask at level 2 represents four mask dtypes: a tile of the mask is loaded
     and added. Aligned tensors represent unaligned ones, which have the same tiles and narrower loads. The smallest and
@@ -86,7 +86,7 @@ def _packed(arch: int, dtype: str, dim: int) -> list[Variant]:
 
 
 def representative() -> list[Variant]:
-    """Return the variants that CI compiles: the fast ones of most requests on all GPUs, the heaviest ones on some."""
+    """Return the variants that CI compiles: the fast ones of most requests for all GPUs, and the heaviest for some."""
     variants = []
     variants += [Variant("forward", arch, "bfloat16", dim, value_dim=dv)
               for arch, (dim, dv) in product((80, 90, 100), ((192, 128), (576, 512)))]  # fmt: skip
