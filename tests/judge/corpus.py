@@ -1,6 +1,6 @@
-"""The corpus: wrong kernels with the codes of their mistakes, their 16-bit-only variants, and right kernels.
+"""The kernels that test the judge: right ones, wrong ones, and variants that are wrong only for 16-bit types.
 
-All are functions of this module, so that `flashpoint verify --kernel tests.judge.corpus:NAME` finds them.
+Each kernel is a function of this module, so that `flashpoint verify --kernel tests.judge.corpus:NAME` finds it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Wrong:
     codes: tuple[str, ...]
 
 
-# Only float32 shows these: 16-bit types allow such rounding, or have no such case.
+# These mistakes show only in float32: 16-bit types allow such rounding, or the mistake cannot occur there.
 _FLOAT32_ALONE = ("scores_in_bfloat16", "sum_in_bfloat16", "products_in_bfloat16")
 
 

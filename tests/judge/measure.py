@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def judged(name: str, *, quick: bool, seed: int) -> dict[str, Any]:
-    """Judge one kernel in this process, and return a row of the table."""
+    """Judge one kernel in this process, and return its row of the table."""
     import flashpoint_kernels
     from tests.judge.corpus import RIGHT, WRONG
 
@@ -37,10 +37,10 @@ def judged(name: str, *, quick: bool, seed: int) -> dict[str, Any]:
 
 
 def gates(name: str) -> dict[str, bool]:
-    """Return whether usual checks on Gaussian inputs pass a kernel: forward and gradients, with and without causal.
+    """Return whether a kernel passes usual checks on Gaussian inputs: forward and gradients, with and without causal.
 
-    `allclose`: within 1e-2 + 1e-2·|exact| of float64. `twice`: within twice the error of the formula in the inputs'
-    type, as in flash-attn's tests, plus 1e-5.
+    `allclose` allows an error of 1e-2 + 1e-2·|exact| from float64. `twice` allows twice the error of the formula in the
+    inputs' type, as flash-attn's tests do, plus 1e-5.
     """
     import torch
 
@@ -86,7 +86,7 @@ def gates(name: str) -> dict[str, bool]:
 
 
 def measured(name: str, *, quick: bool, seed: int) -> dict[str, Any]:
-    """Return a row of the table, also if the judge itself fails."""
+    """Return the row of a kernel in the table, also if the judge itself fails."""
     import torch
 
     from tests.judge.corpus import WRONG
@@ -113,7 +113,7 @@ def main() -> None:
     from flashpoint_kernels.judging import trial
     from tests.judge.corpus import RIGHT, WRONG
 
-    trial.CACHE_BYTES = 4 << 30  # kernels share exact answers, so each takes fewer seconds than alone
+    trial.CACHE_BYTES = 4 << 30  # kernels share cached exact answers, so each takes fewer seconds than alone
     known = {}
     if given.rows and given.rows.exists():
         known = {row["name"]: row for row in map(json.loads, given.rows.read_text().splitlines())}

@@ -29,17 +29,17 @@ def _formula(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 
 def formula_in_float32(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """softmax(q kᵀ · scale) v in float32."""
+    """Compute softmax(q kᵀ · scale) v in float32."""
     return _formula(q.float(), k.float(), v.float(), causal).to(q.dtype)
 
 
 def formula_in_the_type(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """The same formula, all of it in the type of the inputs."""
+    """Compute softmax(q kᵀ · scale) v with every step in the type of the inputs."""
     return _formula(q, k, v, causal)
 
 
 def formula_in_float64(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """The formula in float64."""
+    """Compute softmax(q kᵀ · scale) v in float64."""
     return _formula(q.double(), k.double(), v.double(), causal).to(q.dtype)
 
 
@@ -52,7 +52,7 @@ def sdpa_math(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """SDPA's math backend."""
+    """Call SDPA's math backend."""
     return _sdpa(SDPBackend.MATH, query, key, value, attn_mask=attn_mask, is_causal=is_causal, scale=scale,
                  enable_gqa=enable_gqa)  # fmt: skip
 
@@ -61,13 +61,13 @@ def sdpa_flash(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False,
     scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """SDPA's flash backend."""
+    """Call SDPA's flash backend."""
     return _sdpa(SDPBackend.FLASH_ATTENTION, query, key, value, attn_mask=attn_mask, is_causal=is_causal, scale=scale,
                  enable_gqa=enable_gqa)  # fmt: skip
 
 
 def flex_eager(q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None) -> Tensor:
-    """FlexAttention without torch.compile."""
+    """Call FlexAttention without torch.compile."""
     from torch.nn.attention.flex_attention import flex_attention
 
     offset = k.shape[2] - q.shape[2]
@@ -95,18 +95,18 @@ class wide_tiles(Tiled):
 
 
 class half_weights(Half, Tiled):
-    """P is rounded to the type of v before the product."""
+    """The weights P are rounded to the type of v before they are multiplied by v."""
 
 
 class exp_in_base_two(Tiled):
-    """exp2 of scores times log2(e)."""
+    """Weights are exp2 of scores that are multiplied by log2(e)."""
 
     def exp(self, x: Tensor) -> Tensor:
         return (x * math.log2(math.e)).exp2()
 
 
 class flash_attention_2(Half, Tiled):
-    """FlashAttention 2's arithmetic: P and dS in the type of the inputs, exp2, tiles of 128."""
+    """FlashAttention 2's arithmetic: P and dS have the inputs' type, exp2 replaces exp, and tiles have 128 keys."""
 
     tile = 128
 
@@ -118,7 +118,7 @@ class flash_attention_2(Half, Tiled):
 
 
 class skipped_rescale(Tiled):
-    """The maximum rises only by steps of 8 or more: sums are exact up to rounding all the same."""
+    """The running maximum rises only by steps of 8 or more; the sums remain exact up to rounding."""
 
     def maximum(self, s: Tensor, m: Tensor) -> Tensor:
         new = super().maximum(s, m)
@@ -126,7 +126,7 @@ class skipped_rescale(Tiled):
 
 
 def split_keys(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """Two halves of the keys, combined by their lse."""
+    """Compute attention over each half of the keys, and combine both results by their lse."""
     k, v = (t.float().repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     seen, half = _visible(q.shape[2], k.shape[2], causal), k.shape[2] // 2
     s = ((q.float() @ k.mT) * q.shape[-1] ** -0.5).masked_fill(~seen, -1e38)

@@ -1,6 +1,6 @@
 """Functions that crash, hang, damage their process, or return something odd: none may end the judge.
 
-`RUDE` has for each the verdict and a code of its causes (no code: it is refused).
+`RUDE` maps a function's name to its expected verdict and a code among its causes ("" if the judge refuses it).
 """
 
 # mypy: ignore-errors
@@ -26,7 +26,7 @@ HANGS = ("hang", "hang_in_backward", "stopped", "writes_into_the_connection")
 
 
 def rude(verdict: str, code: str = "") -> Callable[[Any], Any]:
-    """Add a function, with its verdict and a code of its causes."""
+    """Return a decorator that adds a function to `RUDE`, with its verdict and a code among its causes."""
 
     def add(function: Any) -> Any:
         RUDE[function.__name__] = verdict, code
@@ -285,7 +285,7 @@ def nan_gradients(q: Tensor, k: Tensor, v: Tensor) -> Any:
 
 @rude("wrong", "crash")
 def crash_at_some(q: Tensor, k: Tensor, v: Tensor) -> Any:
-    """It crashes for large values alone."""
+    """Crash only for large values."""
     if float(q.abs().max()) > 100:
         ctypes.string_at(0)
     return right(q, k, v)
@@ -293,7 +293,7 @@ def crash_at_some(q: Tensor, k: Tensor, v: Tensor) -> Any:
 
 @rude("wrong")
 def writes_into_the_connection(q: Tensor, k: Tensor, v: Tensor) -> Any:
-    """It writes what looks like the first bytes of a long answer."""
+    """Write bytes into the connection that look like the start of a long answer."""
     for file in range(3, 30):
         with contextlib.suppress(OSError):
             os.write(file, b'{"garbage": 1}\n' * 10)

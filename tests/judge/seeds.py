@@ -24,12 +24,12 @@ from flashpoint_kernels.judging.trial import Clock, Trial
 from tests.judge.corpus import RIGHT
 
 ROOT = Path(__file__).parents[2]
-BLOCK = 50  # seeds for each kernel in turn: their exact answers stay in memory
-TAKES = ("causal",)  # options that all right kernels take
+BLOCK = 50  # seeds that one kernel runs before the next one does: their exact answers stay in memory
+TAKES = ("causal",)  # options that all right kernels accept
 
 
 class Judged:
-    """A right kernel in a process, which runs all seeds."""
+    """A right kernel in a separate process, which runs the cases of all seeds."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -40,7 +40,7 @@ class Judged:
         )
 
     def verdict(self, seed: int) -> tuple[str, dict[str, Any] | None]:
-        """Return the verdict in the random case of a seed, and the failure if it is wrong."""
+        """Return the verdict on the random case of a seed, and the failure if the verdict is "wrong" there."""
         case = random_case(seed, TAKES)
         if self.trial.signature.refuses(case) is not None:
             return "refused", None
@@ -57,7 +57,7 @@ class Judged:
 
 
 def verdicts_of(names: Sequence[str], seeds: Sequence[int]) -> Iterator[tuple[str, str, dict[str, Any] | None]]:
-    """Yield the name, verdict and failure of each kernel in each seed's case."""
+    """Yield the name, verdict and failure of each kernel for the random case of each seed."""
     torch.set_num_threads(1)
     for name in names:
         kernel = Judged(name)

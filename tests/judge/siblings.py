@@ -1,6 +1,6 @@
-"""More wrong and right kernels, written after the judge: variants of the corpus's faults and arithmetic.
+"""More wrong and right kernels, written after the judge: variants of those in `wrong` and `right`.
 
-`python -m tests.judge.measure` judges them like the rest of the corpus.
+`python -m tests.judge.measure` judges these kernels like the rest of the corpus.
 """
 
 # ruff: noqa: N801 (a class has the name of its kernel)
@@ -21,7 +21,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {}
 
 
 def wrong(*codes: str) -> Callable[[Any], Any]:
-    """Add steps or a function, with the codes of causes that name its mistake."""
+    """Return a decorator that adds steps or a function, with the codes of causes that name its mistake."""
 
     def add(made: Any) -> Any:
         kept: dict[str, Any] = STEPS if isinstance(made, type) else CALLS
@@ -328,11 +328,11 @@ def other_path_for_inference(q: Tensor, k: Tensor, v: Tensor, causal: bool = Fal
     return o * 1.01
 
 
-# Right ones
+# Right kernels
 
 
 class float32_weights_tile_32(Tiled):
-    """Tiles of 32 keys, from the last to the first: the order of tiles is free."""
+    """Tiles have 32 keys and run from the last to the first: the order of tiles is free."""
 
     tile = 32
 
@@ -343,7 +343,7 @@ class float32_weights_tile_32(Tiled):
 
 
 class scaled_queries(Half, Tiled):
-    """q is multiplied by scale · log2(e) in float32 before the product; exp2; P in the type."""
+    """q is multiplied by scale · log2(e) in float32 before the product; exp2 replaces exp; P has the inputs' type."""
 
     def scaled(self, scale: float | None, dim: int) -> float:
         return super().scaled(scale, dim)
@@ -356,7 +356,7 @@ class scaled_queries(Half, Tiled):
 
 
 class large_sentinel(Tiled):
-    """Hidden keys have a score of -1e38 and the maximum starts there; rows without keys are set to 0."""
+    """Hidden keys have a score of -1e38, where the running maximum also starts; rows without keys are set to 0."""
 
     hidden = -1e38
 
@@ -370,7 +370,7 @@ class large_sentinel(Tiled):
 
 
 def softmax_of_torch(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """Products in the type, torch's softmax in float32, P in the type: as eager models do."""
+    """Products and P have the inputs' type, and torch's softmax runs in float32, as in eager models."""
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     s = (q @ k.mT) * q.shape[-1] ** -0.5
     n, m = s.shape[-2:]
@@ -385,7 +385,7 @@ def flash_layout(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
-    """flash-attn's signature and layout: (batch, length, heads, D), and (o, lse, None)."""
+    """Take flash-attn's arguments in its layout (batch, length, heads, D), and return (o, lse, None)."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     o = kernel(Tiled)(q, k, v, causal, softmax_scale, window_size, softcap).transpose(1, 2)
     if not return_attn_probs:
@@ -396,7 +396,7 @@ def flash_layout(
 
 
 def checks_shapes(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """It takes 16-bit types, D 64 and 128, and contiguous inputs alone, and says so."""
+    """Accept only contiguous 16-bit inputs with D 64 or 128, and raise an error that says so for others."""
     if q.dtype == torch.float32:
         raise ValueError("float32 is not supported")
     if q.shape[-1] not in (64, 128) or v.shape[-1] != q.shape[-1]:
@@ -407,7 +407,7 @@ def checks_shapes(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tens
 
 
 def compensated(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """Better than float32: float64 for sums, float32 in and out."""
+    """Sums are in float64, inputs and outputs in float32: the result is more exact than float32 arithmetic."""
     k, v = (t.double().repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     s = q.double() @ k.mT * q.shape[-1] ** -0.5
     n, m = s.shape[-2:]
@@ -417,14 +417,14 @@ def compensated(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor
 
 
 def transposed_output(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """o is a view of a tensor in another order, as after a kernel that writes (batch, length, heads, D)."""
+    """Return o as a view of a tensor in another order, as after a kernel that writes (batch, length, heads, D)."""
     return _right(q, k, v, causal).transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def one_storage(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, return_lse: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """o and lse are parts of one new storage."""
+    """Return o and lse as parts of one new storage."""
     o = _right(q, k, v, causal)
     if not return_lse or q.dtype != torch.float32:
         return o
@@ -435,7 +435,7 @@ def one_storage(
 
 
 def q_and_back(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """q is multiplied by 2 in its own memory, and set back without an error."""
+    """Multiply q by 2 in its own memory, and restore its exact values."""
     with torch.no_grad():
         kept = q.clone()
         q.mul_(2)
@@ -444,7 +444,7 @@ def q_and_back(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
 
 
 def noisy_gradient(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """The last bits of dq depend on the order of atomics: reported, and no failure."""
+    """The last bits of dq depend on the order of atomics: the judge reports this, but not as a failure."""
     return _Noise.apply(_right(_Noise.apply(q, True), k, v, causal), False)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -462,7 +462,7 @@ class _Noise(torch.autograd.Function):
 
 
 def cached_mask(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """A mask is kept between calls, by all that it depends on."""
+    """Keep a mask between calls, in a cache whose key has everything that the mask depends on."""
     n, m = q.shape[2], k.shape[2]
     seen = _ROOM.setdefault((n, m, causal), torch.ones(n, m, dtype=torch.bool).tril(m - n if causal else m))
     group = q.shape[1] // k.shape[1]

@@ -1,4 +1,4 @@
-"""A small shape to judge, and a kernel that is wrong for it."""
+"""A small shape for the judge, and a kernel that is wrong for this shape."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def judged(function: Any, **more: Any) -> Report:
 
 
 def late(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Keys from 16 on are ignored."""
+    """Ignore all keys from position 16 on."""
     s = q[..., :16, :] @ k[:, :, :16].mT * q.shape[-1] ** -0.5 if q.shape[2] < 17 else q @ k[:, :, :16].mT / 4
     return s.softmax(-1) @ v[:, :, :16]

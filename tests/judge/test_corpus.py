@@ -50,12 +50,12 @@ def test_a_right_kernel_is_not_blamed(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in RIGHT if n not in QUICK_RIGHT])
 def test_each_right_kernel_is_not_blamed(name):
-    """One shape in all types is judged; `python -m tests.judge.measure` judges all cases."""
+    """No right kernel is called wrong on one shape in all types; `python -m tests.judge.measure` judges all cases."""
     report = flashpoint_kernels.judge(RIGHT[name], quick=True, only=SHAPE, seed=2)
     assert report.verdict in ("right", "imprecise"), report.lines()
 
 
-# Wrong only beside other calls: they refuse inputs that they accept elsewhere, add to or repeat an answer, or race.
+# These kernels are wrong only in a series of calls: they refuse valid inputs, add to or repeat an answer, or race.
 BESIDE_OTHERS = {"raises_at_some", "added_gradients", "replay", "gradient_race", "race"}
 
 
@@ -69,7 +69,7 @@ BESIDE_OTHERS = {"raises_at_some", "added_gradients", "replay", "gradient_race",
     ],
 )
 def test_each_measured_case_fails_again(name):
-    """The smallest failing case of the record fails alone, as `--case` runs it."""
+    """The smallest failing case in the measured record fails again when it runs alone, as with `--case`."""
     report = flashpoint_kernels.judge(WRONG[name].function, quick=True, only=_rows()[name]["case"])
     assert report.verdict == "wrong", report.lines()
 

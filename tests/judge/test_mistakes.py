@@ -1,4 +1,4 @@
-"""A known mistake is recognised in wrong answers, and named."""
+"""The judge recognises and names the known mistake that made an answer wrong."""
 
 import math
 
@@ -18,7 +18,7 @@ def test_lse_in_base_two_is_recognised():
 
 
 def causes(tensors, options, **answers):
-    """Return codes and texts of the causes of these wrong answers."""
+    """Return the codes and the texts of the causes that the judge finds for these wrong answers."""
     report = verification.verify(tensors, options, answers=answers)
     assert not report.ok
     return " | ".join(f"{cause.code}: {cause.text}" for cause in report.causes)

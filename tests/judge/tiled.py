@@ -16,7 +16,7 @@ class Tiled:
     """FlashAttention 2 in PyTorch, in float32: an online softmax, and a backward that recomputes P from lse."""
 
     tile = 64
-    start = -INF  # of the running maximum
+    start = -INF  # initial value of the running maximum
     hidden = -INF  # score of a hidden key
 
     def __init__(self, causal: bool, scale: float | None, window: tuple[int, int], softcap: float, dim: int) -> None:
@@ -42,7 +42,7 @@ class Tiled:
         return kv_len - q_len
 
     def visible(self, i: Tensor, j: Tensor) -> Tensor:
-        """Return which keys j the positions i may see."""
+        """Return a mask of the keys j that the queries at positions i may see."""
         seen = j >= 0 if not self.causal else j <= i
         if self.window[0] >= 0:
             seen = seen & (j >= i - self.window[0])
@@ -63,7 +63,7 @@ class Tiled:
         return x.exp()
 
     def weights(self, p: Tensor, v: Tensor) -> Tensor:
-        """Return the weights for the product with v."""
+        """Return the weights p in the form in which they are multiplied by v."""
         return p
 
     def maximum(self, s: Tensor, m: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ class Tiled:
 
 
 class Half:
-    """The same, with values rounded to the inputs' type where FlashAttention 2 rounds them."""
+    """Steps of `Tiled` that round values to the inputs' type where FlashAttention 2 rounds them."""
 
     def weights(self, p: Tensor, v: Tensor) -> Tensor:
         return p.to(self.type).float() if self.type != torch.float32 else p  # type: ignore[attr-defined]
@@ -172,7 +172,7 @@ class _Attention(torch.autograd.Function):
 
 
 def kernel(steps: type[Tiled], only: str = "") -> Callable[..., Tensor]:
-    """Return the attention function of these steps; `only="half"`: it uses them only for 16-bit inputs."""
+    """Return the attention function made of these steps; with `only="half"` only 16-bit inputs use them."""
 
     def attention(
         q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None,

@@ -1,4 +1,4 @@
-"""Wrong kernels. Each follows a kind of public bug report; `WRONG` has the codes of the matching causes."""
+"""Wrong kernels, each modelled on a kind of public bug report; `STEPS` has the codes of the matching causes."""
 
 # ruff: noqa: N801 (a class has the name of its kernel)
 from __future__ import annotations
@@ -16,7 +16,7 @@ STEPS: dict[str, tuple[Steps, tuple[str, ...]]] = {}
 
 
 def wrong(*codes: str) -> Callable[[Steps], Steps]:
-    """Add a kernel, with the codes of causes that name its mistake."""
+    """Return a decorator that adds a kernel, with the codes of causes that name its mistake."""
 
     def add(steps: Steps) -> Steps:
         STEPS[steps.__name__] = steps, codes

@@ -1,4 +1,4 @@
-"""Functions whose mistake a single call does not show: state, memory and races around right steps."""
+"""Wrong functions whose mistake a single call does not show: they keep state, misuse memory, or race."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {}
 
 
 def called(*codes: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add a function, with the codes of causes that name its mistake."""
+    """Return a decorator that adds a function, with the codes of causes that name its mistake."""
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         CALLS[function.__name__] = function, codes
@@ -115,7 +115,7 @@ def no_last_stride(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Ten
 
 
 class _Do(torch.autograd.Function):
-    """The gradient of o goes through a view that ignores its strides, or is changed."""
+    """Ignore the strides of the gradient of o, or change this gradient in place."""
 
     @staticmethod
     def forward(ctx: Any, o: Tensor, kind: str) -> Tensor:

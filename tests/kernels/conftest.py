@@ -1,4 +1,4 @@
-"""Fixtures for the kernels in C, and faster interpreters of Triton and Gluon where Triton interprets."""
+"""Fixtures for the kernels in C, and faster interpreters of Triton and Gluon for interpreted runs."""
 
 import ctypes
 import subprocess
@@ -21,7 +21,7 @@ LEVELS = native.LEVELS[: native.LEVELS.index(BEST) + 1] if BEST in native.LEVELS
 
 @pytest.fixture(params=LEVELS)
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Make the kernels use this instruction set, and return its name."""
+    """Make the kernels in C use the instruction set of this parameter, and return its name."""
     functions = native.level(request.param)
     assert functions is not None
     monkeypatch.setattr(native, "library", lambda: functions)
@@ -30,13 +30,13 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
 @pytest.fixture
 def hopper_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Request the path for Hopper."""
+    """Request the Triton kernels for Hopper GPUs."""
     monkeypatch.setenv("FLASHPOINT_HOPPER", "1")
 
 
 @pytest.fixture(scope="session")
 def lanes_of_four(tmp_path_factory: pytest.TempPathFactory) -> native.Library:
-    """Return the kernels for processors without a known instruction set, built with registers of four floats."""
+    """Return the C kernels for processors without a known instruction set, built with vectors of four floats."""
     command = build.compiler()
     assert command is not None
     made = tmp_path_factory.mktemp("narrow") / "narrow.so"

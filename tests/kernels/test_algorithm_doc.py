@@ -45,7 +45,7 @@ def checks(name: str) -> Callable[[Check], Check]:
 
 
 def gradients(page: Page, loss: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
-    """Return autograd's gradients of Σ dO∘O if `loss` returns a matrix O, else of the number that it returns."""
+    """Return autograd's gradients of Σ dO∘O if `loss` returns a matrix O, else of the scalar that `loss` returns."""
     leaves = [x.clone().requires_grad_() for x in inputs]
     answer = loss(*leaves)
     return torch.autograd.grad((answer * page.dO).sum() if answer.ndim else answer, leaves)
@@ -166,7 +166,7 @@ def _(page: Page) -> None:
 
 @checks("causal")
 def _(page: Page) -> None:
-    # The library does the same, also for more queries than keys.
+    # The library gives the same results as the page, also for more queries than keys.
     for q, k, v in ((page.Q, page.K, page.V), (page.K, page.Q, page.dO)):
         hidden = torch.arange(len(k)) > torch.arange(len(q))[:, None] + len(k) - len(q)
         s = (page.scale * q @ k.T).masked_fill(hidden, -torch.inf)
@@ -265,7 +265,7 @@ def _(page: Page) -> None:
 def _(page: Page) -> None:
     for rows in (1, 4, 6, 7):
         assert page.walked(6, 9, 4, 2, rows) == 2 * (2 * 6 * 4 + 2 * 9 * 4 * math.ceil(6 / rows))
-    # All queries fit in one tile: each tensor is read or written once.
+    # If all queries fit in one tile, each tensor is read or written once.
     assert page.walked(6, 9, 4, 2, 6) == page.tiled_traffic(6, 9, 4, 2) - 4 * 6
 
 

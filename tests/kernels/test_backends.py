@@ -1,4 +1,4 @@
-"""Every backend in torch is compared with float64, in each option that it claims and at the contract's edges."""
+"""Every backend in torch equals float64, for each option that it supports and at the contract's edges."""
 
 from dataclasses import replace
 from itertools import product
@@ -16,7 +16,7 @@ from tests.support.kernels.triton_cases import FACTORS, PLAIN, name_of, options_
 BACKENDS = ["torch", "tiled", "reference"]
 DTYPES = ["float32", "float16", "bfloat16"]
 SINGLES = [PLAIN, *(PLAIN | {name: level} for name, levels in FACTORS.items() for level in levels[1:])]
-# (Sq, Sk) of the reference page; D likewise.
+# Lengths (Sq, Sk) and head dimensions D, as on the docs' reference page.
 SHAPES = [
     (1, 1), (3, 3), (64, 1), (239, 1), (799, 3), (1, 239), (113, 203), (128, 217), (113, 211), (108, 256), (1023, 1024),
     (1024, 1023),
@@ -25,7 +25,7 @@ DIMS = [16, 32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256]
 
 
 def check(backend: str, case: dict[str, Any], q_len: int, kv_len: int) -> None:
-    """Assert exact answers by `verify`, or a refusal that names exactly the options that the backend lacks."""
+    """Assert that `verify` finds exact answers, or that the error names exactly the options that the backend lacks."""
     tensors, options = tensors_of(case, q_len, kv_len), replace(options_of(case), backend=backend)
     if errors := unsupported(backend, spec_of(tensors, options, "backward"), DEVICE):
         with pytest.raises(ProblemError) as refused:
@@ -88,7 +88,7 @@ def test_two_millionths_of_the_largest_value(backend: str, causal: bool) -> None
     assert max(errors.values()) <= 2e-6, errors
 
 
-# Closed forms
+# Answers with a closed form
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -113,7 +113,7 @@ def test_one_key_gives_its_value(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", ["tiled", "reference"])
 def test_a_loss_of_lse_alone(backend: str) -> None:
-    """d lse / dq is scale·P·k, and v has no gradient."""
+    """A loss of lse alone gives the gradient scale·P·k for q, and no gradient for v."""
     t = qkv(1, 2, 5, 7, 16)
     t["do"].zero_()
     grads = backward(backend, t | {"dlse": torch.ones(1, 2, 5, device=DEVICE)})
@@ -123,7 +123,7 @@ def test_a_loss_of_lse_alone(backend: str) -> None:
     torch.testing.assert_close(grads["dk"], p.mT @ t["q"] / 4.0, rtol=1e-5, atol=1e-6)
 
 
-# Rows that may attend to nothing
+# Rows that may see no key
 
 
 def assert_nothing(answers: dict[str, torch.Tensor], lse: float) -> None:
@@ -163,7 +163,7 @@ def test_fully_masked(backend: str, mask: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_causal_rows_before_the_first_key(backend: str) -> None:
-    """With bottom-right alignment and Sq > Sk, the first Sq − Sk queries see no key; the rest are a square."""
+    """With bottom-right alignment and Sq > Sk, the first Sq − Sk queries see no key; the rest form a causal square."""
     t = qkv(1, 2, 9, 4, 8)
     actual = forward(backend, t, causal=True) | backward(backend, t, causal=True)
     assert_nothing({name: actual[name][:, :, :5] for name in ("o", "lse", "dq")}, -torch.inf)

@@ -13,13 +13,13 @@ import pytest
 from benchmarks.gpu_day import plan, suites
 from benchmarks.gpu_day.checkout import ROOT
 
-# The tables do not have its tiles, and it launches without a Call.
+# test_nano.py launches without a `Call`, with tiles that the tables do not have.
 OWN_TILES = "tests/kernels/test_nano.py"
-# The stand-in for the answers reads blocks of another size.
+# The stand-in for the answers reads blocks of another size than this test expects.
 NOT_HERE = "tests/kernels/test_block_masks.py::test_a_block_that_is_skipped_is_not_read[triton]"
 
 
-# The tests that assert which kernels run.
+# These tests assert which kernels run.
 _FIRST = (
     "test_triton_hopper.py", "test_triton_packed.py",
     *(f"triton_backend/host/test_{name}.py" for name in ("launch", "route", "sharing")),

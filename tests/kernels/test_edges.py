@@ -55,7 +55,7 @@ def test_every_choice_of_gradients(backend: str, count: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("backend", ["triton", *(["torch"] if DEVICE == "cpu" else []), "tiled"])
 def test_a_mask_of_the_least_number_is_added_and_not_minus_infinity(backend: str, dtype: torch.dtype) -> None:
-    """Many models mask padding with it; a row that has only this number is a plain softmax."""
+    """A mask's least finite number, a common mask of padding, is added; a row with only it is a plain softmax."""
     mask = torch.zeros(6, 9, dtype=dtype, device=DEVICE)
     mask[:3, 4:], mask[4] = torch.finfo(dtype).min, torch.finfo(dtype).min
     t = inputs(attn_mask=mask)
@@ -115,7 +115,7 @@ SCALED = product(BACKENDS, (False, True), (-0.3, 0.0), ((17, 17), (17, 8), (8, 1
 @pytest.mark.parametrize(
     ("backend", "masked", "scale", "lengths"),
     [
-        # The fast tier runs each scale once with the interpreted kernels.
+        # The fast tests run each scale once with the interpreted kernels.
         pytest.param(*case, marks=[pytest.mark.slow] if case[0] == "triton" and case[1:] not in FEW else [])
         for case in SCALED
     ],

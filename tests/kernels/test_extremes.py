@@ -11,7 +11,7 @@ from tests.conftest import DEVICE
 from tests.support.kernels.extremes import ANSWERS, CASES, COLUMN, KEY, ONE, ROW, plain
 from tests.support.kernels.solving import backward, forward, normal, qkv
 
-# On CUDA, `torch` calls torch's operators, which do not keep all of these rules: docs/numerics.md.
+# On CUDA, the backend `torch` calls torch's operators, which break some of these rules (docs/numerics.md).
 BACKENDS = ["triton", *(["torch"] if DEVICE == "cpu" else []), "tiled", "reference"]
 EPS32 = torch.finfo(torch.float32).eps
 HEAD = (0, 0)
@@ -34,7 +34,7 @@ def with_zeros(backend, place):
 
 
 def near(answers, t):
-    """Yield for each answer where it equals softmax(scale·q·kᵀ + mask)·v in float64, within its dtype's rounding.
+    """Yield, per answer, where it equals softmax(scale·q·kᵀ + mask)·v in float64, up to the rounding of its dtype.
 
     A value outside its dtype's range is infinite.
     """
@@ -45,7 +45,7 @@ def near(answers, t):
     o, dp = p @ v, do @ v.mT
     ds = p * (dp - (do * o).sum(-1, keepdim=True))
     wanted = {"o": o, "lse": s.logsumexp(-1), "dq": scale * ds @ k, "dk": scale * ds.mT @ q, "dv": p.mT @ do}
-    # A score is rounded, and so are its exponential and every product with it.
+    # Scores are rounded, and so are their exponentials and every product with these.
     largest = {name: t[name].double().abs().amax((-1, -2), keepdim=True) for name in ("q", "k", "v", "do")}
     steep = (do.abs() @ v.abs().mT).amax((-1, -2), keepdim=True) * 2 * scale
     sizes = {"o": largest["v"], "lse": 1.0, "dq": steep * largest["k"], "dk": steep * largest["q"], "dv": largest["do"]}
@@ -61,7 +61,7 @@ def near(answers, t):
 
 
 def touched(word, name, t, value):
-    """Return where `word` says that an answer differs from the answer without the extreme value."""
+    """Return a mask of the elements that the extreme value changes according to `word`."""
     changed = torch.zeros(
         t["do" if name == "o" else "q" if name in ("lse", "dq") else name[1:]].shape, dtype=torch.bool
     )
@@ -138,7 +138,7 @@ def test_an_edge_gives_the_documented_answer(backend, name, dtype):
         check(word, answer, backend, actual[answer], t, case)
 
 
-# Fewer keys than a vector has elements: a backend's maximum may come from another loop
+# With fewer keys than a vector has elements, a backend may compute the maximum in another loop
 
 
 INTERPRETED_KEYS = {9: [], 1: [pytest.mark.slow], 8: [pytest.mark.slow]}
@@ -208,7 +208,7 @@ def test_a_fully_masked_row_is_nothing_and_the_others_are_as_without_it(backend,
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_row_of_one_key_is_that_keys_value(backend):
-    """The answer has the value's bits, the lse is the score, and only that value gets a gradient."""
+    """A row that sees one key has the value's bits, the score as lse, and a gradient for this value only."""
     t = plain("float32")
     t["attn_mask"] = torch.ones_like(t["attn_mask"], dtype=torch.bool)
     t["attn_mask"][HEAD][ROW] = torch.arange(7, device=DEVICE) == KEY
@@ -232,7 +232,7 @@ def test_rows_of_100_000_keys(backend):
     o = p @ v
     ds = p * (do @ v.mT - (do * o).sum(-1, keepdim=True)) / 4
     q, k, lse = t["q"].double(), t["k"].double(), s.logsumexp(-1)
-    # Compare each with the sum of the absolute terms: 100 000 terms of both signs nearly cancel.
+    # Compare each error with the sum of the absolute terms: 100 000 terms of both signs nearly cancel.
     products = {"o": (p, v), "dq": (ds, k), "dk": (ds.mT, q), "dv": (p.mT, do)}
     for name, (a, b) in products.items():
         error, size = (actual[name].double() - a @ b).abs().max(), (a.abs() @ b.abs()).max()

@@ -1,4 +1,4 @@
-"""`flex_attention` equals the formula in float64: score_mods, masks, shapes, gradients, captured tensors, memory."""
+"""`flex_attention` equals float64 for score_mods, masks, shapes, gradients and captured tensors, and saves memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.conftest import DEVICE
 from tests.support.kernels.solving import normal
 
 BOUND = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-LENGTH = 400  # the largest; more than a tile of queries
+LENGTH = 400  # the largest length, more than one tile of queries
 TABLE = normal(2 * LENGTH, seed=20)
 SLOPES = normal(8, seed=21).abs()
 DOCUMENTS = torch.arange(LENGTH, device=DEVICE) // 37
@@ -48,7 +48,7 @@ MASK_MODS: dict[str, Mod] = {
 def formula(
     q: Tensor, k: Tensor, v: Tensor, score_mod: Mod | None, seen: Tensor | None, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return out, lse and the largest scores of whole matrices. `score_mod` is called with whole index matrices."""
+    """Return out, lse and the largest score of each row from whole matrices; `score_mod` gets index matrices."""
     k, v = (t.expand(len(q), -1, -1, -1).repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     s = q @ k.mT * (1 / math.sqrt(q.shape[3]) if scale is None else scale)
     if score_mod is not None:
@@ -143,7 +143,7 @@ class Table:
 
 
 class Slots:
-    """A score_mod without a __dict__, which holds a model's whole table and a tensor made of a part of it."""
+    """A score_mod without a __dict__, which holds a model's whole table and a tensor made of a part of that table."""
 
     __slots__ = ("derived", "leaf")
 
@@ -221,7 +221,7 @@ def test_a_captured_tensor_that_changes_before_the_backward_is_an_error() -> Non
 
 
 def test_blocks_named_by_hand_are_seen_and_no_others() -> None:
-    """Full blocks do not call mask_mod; partial blocks do."""
+    """Only the blocks of a block mask made by hand are seen: full blocks do not call mask_mod, partial blocks do."""
     counts = torch.tensor([[[1, 0, 2]]])
     indices = torch.tensor([[[[1, 0, 0], [0, 0, 0], [0, 2, 0]]]])
     full_counts, full_indices = torch.tensor([[[1, 1, 0]]]), torch.tensor([[[[2, 0, 0], [0, 0, 0], [0, 0, 0]]]])
@@ -239,7 +239,7 @@ def test_blocks_named_by_hand_are_seen_and_no_others() -> None:
 
 
 def test_blocks_that_the_mask_excludes_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys that no query sees may be NaN, and the work of a window grows linearly with N."""
+    """Excluded blocks are not computed: unseen keys may be NaN, and the work of a window grows linearly with N."""
     sizes: list[int] = []
     scores = flex._Flex.scores
     monkeypatch.setattr(flex._Flex, "scores", lambda self, x, n: (sizes.append(x.numel()), scores(self, x, n))[1])

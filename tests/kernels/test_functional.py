@@ -1,4 +1,4 @@
-"""`attention` has the right gradients in autograd, and so has `attention_backward`."""
+"""`attention` with autograd and `attention_backward` give the right gradients."""
 
 import inspect
 import math
@@ -33,7 +33,7 @@ def test_the_calls_take_the_options_of_the_contract() -> None:
 
 
 def test_gradients_through_o_and_lse() -> None:
-    """They equal autograd's gradients of the plain formula, for every differentiable input."""
+    """Gradients through o and lse equal autograd's of the plain formula, for every differentiable input."""
     t = leaves() | {"attn_mask": normal(4, 1, 7).requires_grad_(), "sinks": normal(4).requires_grad_()}
     o, lse = attention(**t, return_lse=True)
     plain = {name: x.detach().double().requires_grad_() for name, x in t.items()}
@@ -93,11 +93,11 @@ def test_strided_leaves_and_gradients(layout: str) -> None:
 
 
 def test_dropout_backward_drops_what_forward_dropped() -> None:
-    """Without a seed, v's gradient is P̃ᵀ·do for the same probabilities P̃ that made o, because o is linear in v."""
+    """Without a given seed, v's gradient is P̃ᵀ·do for the same dropped P̃ that made o, because o is linear in v."""
     t = leaves()
     t["v"] = torch.eye(7, device=DEVICE).expand(2, 2, 7, 7).clone().requires_grad_()
     o = attention(**t, dropout_p=0.5)
-    dropped = o.detach()  # v is the identity
+    dropped = o.detach()  # v is the identity, so o is P̃
     assert 0.2 < (dropped == 0).float().mean() < 0.8
     do = normal(*o.shape)
     o.backward(do)

@@ -61,7 +61,7 @@ def sums(source, out, MISTAKE: tl.constexpr):
 
 
 def run(mistake: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (computed, expected)."""
+    """Return the computed and the expected result."""
     x = torch.randn(TILES, N, N, generator=torch.Generator().manual_seed(0))
     out = torch.full((N, N), math.inf)
     sums[(1,)](x, out, MISTAKE=mistake)

@@ -1,4 +1,4 @@
-"""The judge passes our kernels on each backend, and on a GPU also those of torch and other packages."""
+"""The judge finds no fault in our kernels on each backend, and on a GPU none in those of torch and other packages."""
 
 from __future__ import annotations
 

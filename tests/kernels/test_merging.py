@@ -43,7 +43,7 @@ def inputs(dtype: torch.dtype, mask: object, sinks: bool) -> dict[str, Tensor]:
 
 
 def in_parts(t: dict[str, Tensor], cut: tuple[int, ...], layout: str, **options: Any) -> tuple[Tensor, Tensor]:
-    """Return the merged attention of the key ranges between `cut`. The first range has the sinks."""
+    """Return attention merged from the key ranges that `cut` separates; the first range has the sinks."""
     bounds = [0, *cut, t["k"].shape[2]]
     parts = []
     for n, (first, behind) in enumerate(itertools.pairwise(bounds)):
@@ -83,7 +83,7 @@ def test_parts_merge_to_the_whole_forward_and_backward(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_halves_are_merged_in_float32(dtype: torch.dtype) -> None:
-    """The merge adds one rounding to the rounding of the parts."""
+    """A merge in float32 adds one rounding to the rounding of the parts."""
     t = inputs(dtype, None, False)
     o, lse = in_parts(t, (3, 7), "bhsd")
     truth, true_lse = attention(*(x.detach().double() for x in t.values()), return_lse=True, backend="reference")
@@ -147,7 +147,7 @@ def test_second_derivatives() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"sinks": True}, {"attn_mask": True}], ids=str)
 def test_the_sdk_merges_the_same_parts_to_the_same(options: dict[str, bool]) -> None:
-    """The sharded client merges in numpy, and adds the sinks itself."""
+    """The SDK merges the same parts to the same result; it merges in numpy, and adds the sinks itself."""
     keywords = {"sinks": normal(2, seed=4)} if options.get("sinks") else {}
     keywords |= {"attn_mask": normal(5, 11, seed=3)} if options.get("attn_mask") else {}
     q, k, v = normal(1, 2, 5, 8).cpu(), normal(1, 2, 11, 8, seed=1).cpu(), normal(1, 2, 11, 16, seed=2).cpu()
@@ -188,7 +188,7 @@ def test_what_does_not_fit_is_refused(given: tuple[list[Tensor], list[Tensor]], 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_ring_of_processes_computes_what_one_does(world: int) -> None:
-    """examples/ring_attention.py, forward and backward."""
+    """examples/ring_attention.py on several processes gives the result of one process, forward and backward."""
     port = str(free_port())
     processes = []
     for rank in range(world):

@@ -26,7 +26,7 @@ def test_it_is_at_most_thirty_lines() -> None:
 
 
 SHAPES = ((1, 1, 16), (3, 3, 1), (113, 203, 59), (130, 130, 64), (17, 5, 256))  # (Sq, Sk, D)
-FEW = [  # the fast tier: each shape and dtype, with and without the causal mask
+FEW = [  # the fast tests run each shape and dtype, with and without the causal mask
     ((1, 1, 16), False, torch.float32), ((3, 3, 1), True, torch.float16), ((17, 5, 256), True, torch.float32),
     ((113, 203, 59), True, torch.bfloat16), ((130, 130, 64), False, torch.float16),
 ]  # fmt: skip
@@ -96,7 +96,7 @@ def test_a_tile_uses_the_shared_memory_that_there_is() -> None:
 
 @pytest.mark.slow
 def test_compiled_for_two_generations() -> None:
-    """It fits the device's shared memory and registers, and its products use the matrix unit."""
+    """nano.py, compiled for two generations, fits shared memory and registers, and its products use the matrix unit."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.support.kernels.nano_compiled"]
     root = Path(__file__).parents[2]
@@ -112,7 +112,7 @@ def test_compiled_for_two_generations() -> None:
 
 @pytest.mark.slow  # the interpreter takes several seconds
 def test_it_shows_itself_and_its_errors_from_the_command_line() -> None:
-    """It runs without TRITON_INTERPRET, as a reader would run it."""
+    """The command line of nano.py shows its program and its errors without TRITON_INTERPRET, as a reader runs it."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "flashpoint_kernels.nano"]
     run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=3600, check=True)

@@ -26,7 +26,7 @@ BACKENDS = ["auto", "torch", "tiled", "reference", pytest.param("triton", marks=
 
 
 def answers(shapes: Any, options: dict[str, Any], backend: str, min_dim: int) -> list[torch.Tensor]:
-    """Return o, lse and all gradients; head dimensions below `min_dim` are padded with zeros."""
+    """Return o, lse and all gradients, with head dimensions below `min_dim` padded by zeros."""
     inputs = [normal(*shape, seed=n) for n, shape in enumerate(shapes)]
     inputs = [torch.nn.functional.pad(t, (0, max(0, min_dim - t.shape[-1]))).requires_grad_() for t in inputs]
     keywords = dict(options)

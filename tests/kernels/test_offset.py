@@ -54,7 +54,7 @@ def test_it_moves_causality_windows_and_alibi(
     backend: str, lengths: tuple[int, int], offsets: list[int], one: bool, causal: bool, window: tuple[int, int],
     alibi: bool,
 ) -> None:  # fmt: skip
-    """Forward and gradients equal float64, with one offset for all sequences or one for each."""
+    """Causality, windows and ALiBi with one offset, or one per sequence, equal float64, forward and gradients."""
     t = {name: x.requires_grad_() for name, x in qkv(2, 2, *lengths, 16).items()}
     q, k, v, do = (t[name] for name in ("q", "k", "v", "do"))
     alibi &= max(map(abs, offsets)) < FAR  # float32 rounds these distances to one value
@@ -73,7 +73,7 @@ def test_it_moves_causality_windows_and_alibi(
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_offset_of_the_lengths_has_the_bits_of_none(backend: str) -> None:
-    """This holds in `thd` too, and for a number, a list, and a tensor of either width."""
+    """The default offset, given as a number, a list or an integer tensor, has the bits of no offset, also in `thd`."""
     options: dict[str, Any] = {"causal": True, "window": (2, 0), "backend": backend}
     expected = attention(Q, K, K, **options)
     for offset in (2, [2], [2, 2], torch.tensor(2), torch.tensor([2, 2], dtype=torch.int32)):
@@ -87,7 +87,7 @@ def test_the_offset_of_the_lengths_has_the_bits_of_none(backend: str) -> None:
 
 
 def test_a_step_that_moves_it_plans_nothing_anew() -> None:
-    """A loop over offsets uses one plan and, on `triton`, one route; the answers follow the offset."""
+    """A loop over offsets uses one plan and, on `triton`, one route, and its answers follow the offset."""
     forget()
     results = []
     for offset in range(4):

@@ -25,7 +25,7 @@ def prefill(kv_heads: int, group: int, length: int, dim: int, value_dim: int, dt
 
 
 def rows_of(t: Tensors, start: int, stop: int) -> Tensors:
-    """Return the call of queries [start, stop) of a causal prefill, with keys up to the last query."""
+    """Return a call for queries [start, stop) of a causal prefill, with keys up to the last of these queries."""
     call = {"q": t["q"][:, :, start:stop]}
     for name in t.keys() & {"k", "v", "k_scale", "v_scale"}:
         call[name] = t[name][:, :, :stop]
@@ -42,7 +42,7 @@ def answers(t: Tensors, **options: Any) -> tuple[Tensor, Tensor]:
 
 
 def with_neighbours(t: Tensors) -> Tensors:
-    """Return a batch of three: `t` second, between garbage."""
+    """Return a batch of three sequences: `t` is the second, between garbage."""
     batched = {name: x for name, x in t.items() if name not in ("alibi_slopes", "sinks")}
     return {
         name: torch.cat([torch.full_like(x.float(), 3e4).to(x.dtype), x, torch.zeros_like(x)])
@@ -51,7 +51,7 @@ def with_neighbours(t: Tensors) -> Tensors:
 
 
 def one_head(t: Tensors, head: int, group: int) -> Tensors:
-    """Return one query head and its key/value head."""
+    """Return the call of one query head and its key/value head."""
     call = {name: x[:, head : head + 1] for name, x in t.items() if name in ("q", "attn_mask", "block_mask")}
     call |= {n: x[:, head // group : head // group + 1] for n, x in t.items() if n in ("k", "v", "k_scale", "v_scale")}
     return call | {name: t[name][head : head + 1] for name in t.keys() & {"alibi_slopes", "sinks"}}
@@ -114,7 +114,7 @@ def test_rows_have_the_bits_of_the_full_prefill(
         actual = found_o.transpose(1, 2), found_lse
     elif way == "pages" and not mask and kind is None:
         actual = answers(in_pages(call | {"kv_lengths": torch.tensor([stop])}, "bhsd", page), **options)
-    elif way == "offset" and "block_mask" not in t:  # with keys after the last query
+    elif way == "offset" and "block_mask" not in t:  # keys after the last query exist
         masked = {"attn_mask": t["attn_mask"][..., start:stop, :]} if "attn_mask" in t else {}
         actual = answers(t | {"q": call["q"], "offset": start} | masked, **options)
     else:
@@ -166,7 +166,7 @@ def rest(t: Tensors) -> Tensors:
 
 
 def test_rows_differ_where_the_order_of_sums_does() -> None:
-    """The comparison detects different bits: a softmax over keys in another order has some."""
+    """The comparison detects different bits: a softmax over keys in another order changes some bits."""
     t = prefill(1, 1, 300, 64, 64, torch.float32, seed=1)
     order = torch.randperm(300, generator=torch.Generator().manual_seed(1))
     actual = attention(t["q"], t["k"], t["v"], backend="torch")
@@ -177,7 +177,7 @@ def test_rows_differ_where_the_order_of_sums_does() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_what_a_row_may_not_see_never_reaches_it(level: str, dtype: torch.dtype) -> None:
-    """Infinities and NaN in later or masked keys and values change nothing; in visible ones they show."""
+    """Infinities and NaN in later or masked keys and values do not change a row; in visible keys they do."""
     t = prefill(2, 2, 300, 64, 64, dtype, seed=2)
     mask = normal(1, 1, 300, 300) > -1
     mask[..., 150] = False
@@ -197,7 +197,7 @@ def test_what_a_row_may_not_see_never_reaches_it(level: str, dtype: torch.dtype)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"scale": 3.0}])
 def test_finite_inputs_give_finite_answers(level: str, dtype: torch.dtype, options: dict[str, Any]) -> None:
-    """Products outside float32's range become its largest number, with their sign."""
+    """Finite inputs give finite answers: products beyond float32's range become its largest number, with sign."""
     t = prefill(1, 2, 200, 64, 64, dtype, seed=3)
     t["q"][:, :, ::2] *= 1e30
     t["k"][:, :, ::3] *= 1e30

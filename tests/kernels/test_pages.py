@@ -16,7 +16,7 @@ from tests.support.kernels.serving import DTYPES, in_pages, of_eight_bits
 from tests.support.kernels.solving import forward, normal, qkv, spec_of
 from tests.support.kernels.triton_cases import BACKENDS, CASES, EACH, PLAIN, each_pair, options_of, tensors_of
 
-SIZES = (1, 7, 16, 35)  # of a page: 70 keys are whole pages of each size but 16
+SIZES = (1, 7, 16, 35)  # keys in a page: 70 keys fill whole pages of each size but 16
 
 
 def same(backend: str, dense: dict[str, torch.Tensor], paged: dict[str, torch.Tensor], **options: Any) -> None:
@@ -37,7 +37,7 @@ def test_bits_are_those_of_the_keys_that_lie_together(backend: str, layout: str,
 
 @pytest.mark.parametrize(("backend", "case"), [*each_pair()])
 def test_with_every_pair_of_options(backend: str, case: dict[str, Any]) -> None:
-    """Also with 8-bit keys in every second case: exact, or refused for exactly the options that it lacks."""
+    """Every pair of options, every second with 8-bit keys, is exact, or refused for exactly the options lacking."""
     number = CASES.index(case)
     tensors = {n: t for n, t in tensors_of(case, 37, 70).items() if n not in ("do", "dlse")}
     options = replace(options_of(case), backend=backend, grads=("dq",))
@@ -78,7 +78,7 @@ def test_bits_are_the_same_alone_and_among_others(backend: str, eight: bool) -> 
 
 @pytest.mark.parametrize("backend", EACH)
 def test_problems_share_a_call(backend: str) -> None:
-    """Page sizes, lengths, heads and layouts differ; each problem has the bits that it has alone."""
+    """Problems with other page sizes, lengths, heads and layouts share a call, each with the bits of itself alone."""
     problems, alone = [], []
     for n, (layout, size) in enumerate((("bhsd", 7), ("bshd", 16), ("thd", 3))):
         case = PLAIN | {"layout": layout, "group": 1 + n % 2}
@@ -160,7 +160,7 @@ def test_no_key_and_no_page() -> None:
             assert not forward(backend, {"q": q, **few})["o"].any()
 
 
-# prices
+# Prices
 
 
 def test_prices_are_those_of_the_keys_that_are_there() -> None:
@@ -177,7 +177,7 @@ def test_prices_are_those_of_the_keys_that_are_there() -> None:
 
 
 def test_prices_of_packed_queries_over_pages() -> None:
-    """Each sequence may have all queries, or all keys of its pages; the causal square does not apply."""
+    """The price assumes that each sequence may have all queries, or all keys of its pages, without a causal square."""
     case = PLAIN | {"layout": "thd"}
     t = {n: x for n, x in tensors_of(case, 24, 48).items() if n != "do"}
     paged = in_pages(t, "thd", 4)  # 24 keys a sequence at most
@@ -192,7 +192,7 @@ def test_prices_of_packed_queries_over_pages() -> None:
     assert problem.flops == 2 * spec.q_heads * pairs * 32
 
 
-# refusals
+# Refusals
 
 DENSE = {n: t for n, t in qkv(2, 4, 5, 12, 16, kv_heads=2).items() if n != "do"}
 PAGED = in_pages(DENSE, "bhsd", 5)

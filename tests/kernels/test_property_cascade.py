@@ -1,4 +1,4 @@
-"""Any sequences that share pages have in Triton's kernels the bits that they have alone."""
+"""Random sequences that share pages have in Triton's kernels the bits that each sequence has alone."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from tests.conftest import DEVICE, INTERPRETING
 from tests.support.kernels.shared_pages import check
 
 F8 = torch.float8_e4m3fn
-UNIT = 1 if INTERPRETING else 16  # tiles for the interpreter have fewer keys than those for a GPU
+UNIT = 1 if INTERPRETING else 16  # the interpreter's tiles have fewer keys than those of a GPU
 
 
 @given(

@@ -1,4 +1,4 @@
-"""Random pages are right: their sizes, numbers, sharing and strides are drawn."""
+"""Problems with random page sizes, page numbers, sharing and strides have right answers."""
 
 from typing import Any
 
@@ -25,13 +25,13 @@ def serving(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], dict[str, torch.T
     t = {"k": k, "v": v}
     if eight is not None:
         t = of_eight_bits(t, "bshd", eight)
-        if step > 1:  # as in a cache with other data between its pages
+        if step > 1:  # a cache has other data between its pages
             t = {n: torch.stack([x, x], 1)[:, 0] for n, x in t.items()}
     numbers = draw(st.lists(st.integers(0, pool - 1), min_size=len(lengths) * pages, max_size=len(lengths) * pages))
     table = torch.tensor(numbers, dtype=torch.int32).view(len(lengths), pages)
     q = normal(len(lengths), q_len, 4, 8, seed=seed + 9)
     dense = {"q": q, "kv_lengths": torch.tensor(lengths)}
-    for name, x in t.items():  # one key at a time
+    for name, x in t.items():  # copies one key at a time
         unpaged = x.new_zeros(len(lengths), size * pages, *x.shape[2:])
         for b, length in enumerate(lengths):
             for j in range(length):

@@ -1,4 +1,4 @@
-"""Random calls in sequence: the cached route of a launch changes no answer."""
+"""The cached route of a launch changes no answer in random sequences of calls."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ calls = st.fixed_dictionaries(
 
 
 def placed(shape: tuple[int, ...], how: str, rows: int, seed: int, dtype: torch.dtype) -> Tensor:
-    """Return normal numbers: in separate memory, in the first rows of a longer cache, or at an odd address."""
+    """Return normal random numbers in separate memory, in the first rows of a longer cache, or at an odd address."""
     t = normal(*shape, seed=seed).to(dtype)
     if how == "cache":
         longer = list(shape)
@@ -81,7 +81,7 @@ def answer(case: dict[str, Any], seed: int) -> list[Tensor]:
 @settings(max_examples=5, deadline=None)
 @given(st.lists(calls, min_size=2, max_size=3))
 def test_a_call_after_any_others_has_the_answers_of_a_first_call(cases: list[dict[str, Any]]) -> None:
-    """Each call runs twice, with other numbers the second time, and has the bits of a call with empty caches."""
+    """Each call runs twice with different numbers, and both runs have the bits of a call with empty caches."""
     warm = [answer(case, seed) for seed in (0, 50) for case in cases]
     for actual, (seed, case) in zip(warm, [(seed, case) for seed in (0, 50) for case in cases], strict=True):
         forget()

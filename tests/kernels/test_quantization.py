@@ -18,7 +18,7 @@ from tests.support.kernels.triton_cases import BACKENDS, CASES, EACH, PLAIN, eac
 
 
 def request(case: dict[str, Any], backend: str) -> tuple[dict[str, torch.Tensor], Options]:
-    """Return a forward of `case` with 8-bit keys; the dtype and the form of the scales take turns."""
+    """Return a forward request for `case` with 8-bit keys; cases vary the dtype and the form of the scales in turn."""
     number = CASES.index(case) if case in CASES else 0
     dtype, form = list(DTYPES)[number % 2], FORMS[number // 2 % 4]
     given = {n: t for n, t in tensors_of(case, 37, 70).items() if n not in ("do", "dlse")}
@@ -28,7 +28,7 @@ def request(case: dict[str, Any], backend: str) -> tuple[dict[str, torch.Tensor]
 
 
 def check(tensors: dict[str, torch.Tensor], options: Options) -> None:
-    """Assert exact answers by `verify`, or a refusal that names exactly the options that the backend lacks."""
+    """Assert that `verify` finds exact answers, or that the error names exactly the options that the backend lacks."""
     if errors := unsupported(options.backend, spec_of(tensors, options, "forward"), DEVICE):
         with pytest.raises(ProblemError) as refused:
             verify(tensors, options)
@@ -159,7 +159,7 @@ def test_one_head_forms(backend: str, rank: int) -> None:
 
 @pytest.mark.parametrize("backend", EACH)
 def test_it_is_attention_over_what_the_numbers_stand_for(backend: str) -> None:
-    """Without `verify`: equal scores give the mean of the values, and one key gives its value."""
+    """8-bit values stand for dequantized ones: equal scores give their mean, one key its value, without `verify`."""
     t = qkv(2, 4, 5, 7, 16, kv_heads=2)
     t["q"].zero_()
     t = of_eight_bits(t, "bhsd", "float8_e4m3fn")
@@ -189,7 +189,7 @@ def test_bits_are_the_same_alone_and_among_others(backend: str, lengths: tuple[i
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_wrong_answer_is_seen(form: str) -> None:
-    """`verify` compares a caller's answers with the dequantised values: answers without the scales are wrong."""
+    """`verify` compares a caller's answers with dequantized values: answers that ignore the scales are wrong."""
     t = of_eight_bits({n: x for n, x in qkv(2, 4, 5, 7, 16).items() if n != "do"}, "bhsd", "int8", form)
     right = attention(**t)
     assert verify(t, answers={"o": right}).ok
@@ -199,7 +199,7 @@ def test_a_wrong_answer_is_seen(form: str) -> None:
 
 
 def test_least_int8_and_cancelling_values_are_judged() -> None:
-    """-128 has no positive counterpart; the bound for values that cancel is the size of their terms."""
+    """`verify` judges -128, which has no positive counterpart, and bounds cancelling values by their terms' size."""
     t = qkv(1, 1, 4, 64, 16)
     k = torch.zeros(1, 1, 64, 16, dtype=torch.int8)
     v = torch.tensor([127, -128], dtype=torch.int8).repeat(32)[:, None].expand(64, 16)[None, None].contiguous()

@@ -55,7 +55,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Select each backend in turn; the function has no argument for it."""
+    """Select each backend in turn, because the function has no argument for the backend."""
     monkeypatch.setattr(sdpa, "attention", partial(attention, backend=request.param))
     name: str = request.param
     return name
@@ -66,7 +66,7 @@ def leaves(*shapes: tuple[int, ...], dtype: torch.dtype) -> list[Tensor]:
 
 
 def hold(given: list[Tensor], **how: Any) -> None:
-    """Compare o and all gradients with torch's in float64. `given` has query, key, value and an optional mask.
+    """Assert that o and all gradients equal torch's in float64; `given` has query, key, value and an optional mask.
 
     Rounding a score s changes its weight by a relative |s|·eps, which the bound allows.
     """
@@ -108,7 +108,7 @@ def test_grouped_heads(dtype: torch.dtype, how: dict[str, Any], backend: str) ->
 @pytest.mark.parametrize("queries", [4, 7, 11])
 @pytest.mark.parametrize("variant", ["causal_upper_left", "causal_lower_right"])
 def test_causal_biases(variant: str, queries: int, backend: str) -> None:
-    """A query that sees no key gets 0, where torch's function may return NaN."""
+    """With a causal bias, a query that sees no key gets 0, where torch's function may return NaN."""
     from torch.nn.attention import bias
 
     made = getattr(bias, variant)(queries, 7)
@@ -140,7 +140,7 @@ def test_the_mask_may_be_a_parameter(backend: str) -> None:
 
 
 def test_dropout_keeps_its_share_and_draws_anew() -> None:
-    """With values of 1, each row of o is the sum of the kept weights over 1 − p."""
+    """With values of 1, each row of o is the sum of the kept weights over 1 − p, and each call drops other weights."""
     q, ones = normal(1, 4, 64, 8), torch.ones(1, 4, 256, 8, device=DEVICE)
     k = torch.zeros(1, 4, 256, 8, device=DEVICE)
     torch.manual_seed(3)
@@ -197,7 +197,7 @@ def test_what_is_not_valid_raises_a_value_error_and_torchs_runtime_error(change:
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the samples are made on the CPU")
 def test_torchs_own_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's samples for its operator tests pass in float32 and float64, with gradients; dropout on average."""
+    """torch's samples for its operator tests pass, with gradients, in float32 and float64; dropout on average."""
     # torch.testing._internal needs it only for the names of its test cases.
     monkeypatch.setitem(sys.modules, "expecttest", types.ModuleType("expecttest"))
     sys.modules["expecttest"].TestCase = unittest.TestCase  # type: ignore[attr-defined]
@@ -282,7 +282,7 @@ def translated(model: nn.Module) -> Tensor:
 
 
 MODELS: dict[str, tuple[Callable[..., nn.Module], Callable[[nn.Module], Tensor]]] = {
-    "llama": (small_models.llama, with_padding),  # grouped heads
+    "llama": (small_models.llama, with_padding),  # key heads shared by groups of query heads
     "gemma3": (small_models.gemma3, with_padding),  # windows
     "gpt2": (gpt2, with_padding),
     "bert": (bert, with_padding),  # both directions

@@ -1,4 +1,4 @@
-"""Short sequences share operator calls; each gets right answers with the bits that it has alone."""
+"""Short sequences share operator calls, and each has right answers with the same bits as alone."""
 
 import pytest
 import torch
@@ -89,7 +89,7 @@ any_problem = given(
 )  # fmt: skip
 @settings(max_examples=25)
 def test_bits_are_those_of_each_sequence_alone(lengths, layout, heads, dim, dtype, mask, extras, options, backend):
-    """Forward and gradients of one request equal those of a request for each sequence."""
+    """One request of many sequences has the bits of a separate request for each, in forward and gradients."""
     t = problem_of(lengths, layout, heads, dim, dtype, "none" if layout == "thd" else mask, extras)
     grads = ("dq", "dk", "dv", "dattn_mask") if mask in ("own", "row") and layout != "thd" else ("dq", "dk", "dv")
     given = Options(**options | ({"dropout_p": 0.0}), layout=layout, return_lse=True, grads=grads)
@@ -123,7 +123,7 @@ SHORT = Sizes(
 )  # fmt: skip
 @settings(max_examples=25)
 def test_answers_agree_with_float64(problem, backend):
-    """This holds for all options and every gradient of the problem."""
+    """Answers and every gradient agree with float64, for all options."""
     tensors, options = problem
     check(backend, tensors, **options)
 
@@ -162,7 +162,7 @@ def test_what_is_summed_over_sequences_is_not_cut_between_them():
 @pytest.mark.parametrize("backend", ["tiled", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_part_writes_the_answers_of_its_own_sequences_alone(backend, mask, dtype, monkeypatch):
-    """The parts may run in any order, also at the same time."""
+    """Each part writes only its own sequences' answers, in any order of the parts, also at the same time."""
     lengths = [(0, 3), (2, 3), (2, 0), (1, 3), (2, 3)]
     t = problem_of(lengths, "bhsd", 2, 8, dtype, mask, False)
     t["attn_mask"] = t["attn_mask"].to(dtype)
@@ -202,7 +202,7 @@ def test_a_price_follows_the_lengths_once_they_are_known(layout):
 
 
 def test_scores_of_zero_and_nan_and_minus_infinity_are_told_apart_in_every_sequence():
-    """The operator returns lse = 0 for all three if a sequence has one key."""
+    """Scores of 0, NaN and −∞ give different answers, although the operator returns lse = 0 for all with one key."""
     t = {name: torch.zeros(5, 2, 3, 4) for name in "qkv"} | {"kv_lengths": torch.tensor([1, 1, 3, 1, 1])}
     t["v"] += 1.0
     t["q"][1, 0, 2] = torch.nan

@@ -1,4 +1,4 @@
-"""The check of a problem uses names, dtypes and shapes alone, and reports every fault by its field at once."""
+"""`plan` checks a problem by names, dtypes and shapes alone, and reports all faults at once, each by its field."""
 
 from dataclasses import fields
 from typing import Any
@@ -14,7 +14,7 @@ Q, K = (2, 4, 5, 8), (2, 2, 7, 8)
 
 
 def infos(**shapes: Any) -> dict[str, TensorInfo]:
-    """Return q, k, v of two sequences, 4 query heads over 2; a keyword replaces or adds a tensor, None removes one."""
+    """Return infos of q, k, v: two sequences, 4 query heads, 2 key heads. Keywords set a tensor; None removes it."""
     given = {"q": Q, "k": K, "v": K} | shapes
     return {
         name: TensorInfo(*x) if isinstance(x[0], str) else TensorInfo(F32, x)

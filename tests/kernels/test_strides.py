@@ -1,4 +1,4 @@
-"""o is dense in the order of q's strides, a gradient in that of its input, with the same bits on every backend."""
+"""o is dense in the order of q's strides, and a gradient in its input's order, with the same bits on every backend."""
 
 from __future__ import annotations
 

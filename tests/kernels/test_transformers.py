@@ -29,7 +29,7 @@ def registered() -> None:
 
 
 def gpt_oss() -> Any:
-    """Return gpt-oss with both experts active: rounding must not change the choice. It has no float64."""
+    """Return gpt-oss, without float64, with both experts active: rounding must not change the choice of experts."""
     model = small_models.gpt_oss(num_experts_per_tok=2)
     model.set_experts_implementation("eager")
     return model
@@ -66,7 +66,7 @@ def trained(model: Any, attention: str, dtype: torch.dtype, tokens: Tensor = TOK
 def test_training_is_as_exact_as_eager(
     dtype: torch.dtype, true_dtype: torch.dtype, limit: float, of_each: float, of_all: float, name: str
 ) -> None:
-    """Both are compared with eager in a wider dtype, with the same weights, over eight batches."""
+    """Training is as exact as with eager: both are compared with eager in a wider dtype, over eight batches."""
     model = FAMILIES[name]().to(DEVICE)
     if name in ("gpt_oss", "t5"):  # large weights make bfloat16 useless there
         for each, weights in model.named_parameters():
@@ -140,7 +140,7 @@ def test_names_that_mean_something_else_to_transformers_are_refused(name: Any) -
 
 
 def test_scores_are_not_in_memory() -> None:
-    """Without padding and windows there is no mask, and the kernels make no matrix of 4,096 by 4,096 scores."""
+    """Without padding and windows there is no mask, and no kernel makes a matrix of 4,096 by 4,096 scores."""
     model = small_models.llama(num_hidden_layers=1, max_position_embeddings=4096).to(DEVICE).eval()
     model.set_attn_implementation(NAME)
     gc.collect()

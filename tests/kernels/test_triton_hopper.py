@@ -1,4 +1,4 @@
-"""The Hopper path (descriptors, roles of warps) gives the answers of the general path; which problems take it."""
+"""The Hopper kernels (descriptors, warp roles) give the answers of the general ones, and run for fitting problems."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ FAST = (0, 7)
 def test_answers(case: dict[str, Any], q_len: int, kv_len: int) -> None:
     tensors = tensors_of(case, q_len, kv_len)
     assert kernels(tensors, options_of(case)) == ["attention_forward_hopper"]
-    of_hopper = "" if case["dims"] == (160, 160) else "_hopper"  # no registers for its gradients
+    of_hopper = "" if case["dims"] == (160, 160) else "_hopper"  # registers do not suffice for these gradients
     assert backward_kernels(tensors, options_of(case)) == [
         "attention_delta", f"attention_backward_kv{of_hopper}", f"attention_backward_q{of_hopper}",
     ]  # fmt: skip

@@ -11,9 +11,9 @@ from tests.conftest import DEVICE, INTERPRETING
 from tests.support.kernels.triton_cases import FACTORS, PLAIN, check, name_of, pairs, tensors_of
 
 SINGLES = [PLAIN | {name: level} for name, levels in FACTORS.items() for level in levels[1:]]
-# Other cases run the same kernel code.
+# Other cases run the same kernel code as these.
 REPEATED = ({"mask": "heads"}, {"dims": (64, 64)})
-# With these the interpreter takes one sequence: the kernel code for the batch strides is the same for all of them.
+# With these options the interpreter takes one sequence: the kernel code for the batch strides is always the same.
 ONE_SEQUENCE = ("dtype", "band", "softcap", "alibi", "sinks", "dropout", "group", "dims")
 HEAD_DIMS = [(1, 1), (3, 256), (32, 32), (59, 59), (96, 96), (111, 64), (160, 160)]
 HEAD_DIMS += [(192, 128), (224, 224), (256, 256)]
@@ -31,7 +31,7 @@ def singles() -> Iterator[Any]:
 
 @pytest.mark.parametrize("case", [*singles()])
 def test_each_option_alone(case: dict[str, Any]) -> None:
-    """In the interpreter, queries and keys take more than one step of each loop."""
+    """Each option alone is right; in the interpreter, queries and keys take more than one step of each loop."""
     one = any(case[name] != PLAIN[name] for name in ONE_SEQUENCE)
     check(case, *((37, 70) if INTERPRETING else (70, 90)), batch=1 if one else 2)
 
@@ -58,7 +58,7 @@ def test_lengths(q_len: int, kv_len: int) -> None:
     check(PLAIN | {"band": "causal", "group": 2}, q_len, kv_len, batch=1)
 
 
-# The fast tier has a padded width and the widest. The wide sweep has the others in 16 bits.
+# The fast tests have a padded head dimension and the largest. The wide sweep has the others in 16 bits.
 WIDTHS = [
     pytest.param(
         dtype, dim,

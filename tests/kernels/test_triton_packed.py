@@ -17,7 +17,7 @@ SINGLES = [PLAIN | {"group": 2, name: level} for name, levels in FACTORS.items()
 
 
 def kernels_of(problem: Problem) -> set[tuple[str, bool]]:
-    """Return (kernel, whether its blocks are packed) for each call that has a program."""
+    """Return (kernel, whether its blocks are packed) for each call that launches a program."""
     forward = problem.spec.direction == "forward"
     calls = launch.forward_calls([problem]) if forward else launch.backward_calls([problem], [{}])
     return {(call.kernel.__name__, bool(call.constants.PACKED)) for call in calls if call.programs}
@@ -61,7 +61,7 @@ def test_sequences_with_few_and_with_many_queries_in_one_request(band: str) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize(("q_len", "group"), [(1, 1), (1, 8), (2, 16), (8, 3), (8, 9)])
 def test_any_group_and_keys_in_many_parts(q_len: int, group: int) -> None:
-    """There are one or several blocks of 16 or 32 rows; parts of the keys are merged."""
+    """Groups of any size, in one or several blocks of 16 or 32 rows, are right with keys in parts that are merged."""
     tensors = qkv(1, 2 * group, q_len, 300, 16, kv_heads=2)
     report = verify(tensors, Options(backend="triton", causal=True))
     assert report.ok, "\n".join(str(t) for t in report.tensors if not t.ok)
@@ -78,7 +78,7 @@ def test_few_queries_take_packed_blocks_and_many_do_not() -> None:
 
 
 def with_answers(t: dict[str, torch.Tensor]) -> Problem:
-    """Return a gradient problem with its forward's answers."""
+    """Return a gradient problem that contains the answers of its forward."""
     forward = Problem.create({name: t[name] for name in "qkv"}, Options(return_lse=True))
     run([forward], "triton")
     return Problem.create(t | forward.outputs, Options(), "backward")

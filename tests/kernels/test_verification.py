@@ -87,7 +87,7 @@ def test_float32_has_the_reference_pages_bound() -> None:
 
 
 def test_float32_has_torchs_error_where_torch_itself_misses_the_bound() -> None:
-    """With ALiBi over 800 keys, scores reach hundreds, and their rounding exceeds 5e-6."""
+    """ALiBi over 800 keys gives scores of hundreds, whose rounding exceeds 5e-6: torch's own error is the bound."""
     t = qkv(1, 2, 799, 3, 16) | {"alibi_slopes": torch.tensor([0.9, 0.7], device=DEVICE)}
     (o,) = (e for e in verify(t, Options(backend="tiled")).tensors if e.name == "o")
     assert o.torch.max_abs > 5e-6 * o.max_abs / o.max_rel
@@ -160,7 +160,7 @@ def test_what_a_gradient_alone_takes_is_refused_without_do(name: str) -> None:
 
 
 def test_the_callers_o_and_lse_are_what_the_gradient_is_made_from() -> None:
-    """A gradient request may bring them: wrong ones give wrong gradients, and `verify` reports it."""
+    """A gradient request may contain o and lse: wrong ones give wrong gradients, which `verify` reports."""
     t = qkv(1, 2, 20, 30, 16)
     saved = forward("tiled", t)
     assert verify(t | saved, Options(backend="tiled")).ok

@@ -48,7 +48,7 @@ def test_pages_and_8_bit_keys(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_values_may_be_the_first_columns_of_the_keys(backend: str) -> None:
-    """A view of the keys has the bits of a copy, alone and in a batch."""
+    """Values that are a view of the keys' first columns give the bits of a copy, alone and in a batch."""
     g = torch.Generator().manual_seed(2)
     q = torch.randn(1, 16, 1, 576, generator=g).to(DEVICE, torch.float16)
     k = torch.randn(1, 1, 150, 576, generator=g).to(DEVICE, torch.float16)

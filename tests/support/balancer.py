@@ -21,7 +21,7 @@ REPLICA = "X-Flashpoint-Replica"
 
 @contextlib.contextmanager
 def balancer(choose):
-    """Start an HTTP/1.1 proxy; `choose` gets the value of X-Flashpoint-Replica, or "", and returns a server."""
+    """Start an HTTP/1.1 proxy; `choose` maps the value of X-Flashpoint-Replica, or "" without it, to a server."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -62,13 +62,13 @@ def balancer(choose):
 
 
 def by_name(servers):
-    """Return a `choose` that routes to replicas by name, and other names in turn."""
+    """Return a `choose` that routes known replica names to their servers, and other names to each server in turn."""
     turns = itertools.cycle(servers.values())
     return lambda name: servers.get(name) or next(turns)
 
 
 def by_hash(servers):
-    """Return a `choose` that hashes any value of the header."""
+    """Return a `choose` that routes each value of the header by its hash."""
     choices = list(servers.values())
     return lambda name: choices[zlib.crc32(name.encode()) % len(choices)]
 

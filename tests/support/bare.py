@@ -1,4 +1,4 @@
-"""An environment with only the packages of a bare machine with a GPU, as links into the running environment."""
+"""Make an environment that has only the packages of a bare GPU machine, as links into the running environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Browser actions of the page's tests, and values that the tests read from the page."""
+"""Act in the browser for the tests of the page, and read values from the page."""
 
 import json
 import subprocess
@@ -45,7 +45,7 @@ def start_benchmark(page, lengths="32, 64", backends="naive, torch", seconds=0.0
 
 
 def never_known(page):
-    """Make new benchmarks of the page run for a minute a case, by a precision that is never reached."""
+    """Set a precision that is never reached, so that new benchmarks of the page run for a minute per case."""
 
     def with_precision(route):
         route.continue_(post_data=json.dumps({**route.request.post_data_json, "relative_precision": 1e-9}))

@@ -43,7 +43,7 @@ def tokens(count, seed=0):
 
 
 def read(store, owner, serial, layer):
-    """Return (first, k and v of the present tokens, side by side) of a layer."""
+    """Return (first token, k and v of the present tokens, side by side) of a layer."""
     (cache,) = store.find(Terms(owner), [serial])
     track = cache.tracks[layer]
     runs = track.pieces(track.first, track.length)

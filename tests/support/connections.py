@@ -1,4 +1,4 @@
-"""The HTTP protocol on a socket, without an engine or other processes; the test runs the event loop turn by turn.
+"""Serve HTTP on a socket without an engine or other processes; the test runs the event loop turn by turn.
 
 The route reads a safetensors message into separate memory, waits until the test lets it answer, and sends the tensor
 back. All code between the route and the socket is the server's.
@@ -24,7 +24,7 @@ from flashpoint_server.refusal import Refusal
 from flashpoint_server.routes.pipeline import Route, deadline_of, reply, submit
 
 HOUR = 3600  # seconds: no timeout expires during a slow test
-TURNS = 8  # of the loop: enough to read all sent data and to send all possible answers
+TURNS = 8  # turns of the loop: enough to read all sent data and to send all possible answers
 RELEASED = 0xAA  # the content of released memory
 REFUSALS = {"early": "invalid_request", "staging": "queue_full", "late": "engine_lost"}
 CALLBACKS = (
@@ -34,7 +34,7 @@ CALLBACKS = (
 
 
 class ShortOfMemory(HttpProtocol):
-    """The protocol. The allocation in the callback `lacking` fails once; then `hit` is the request's number."""
+    """A protocol whose allocation in the callback `lacking` fails once; then `hit` is the request's number."""
 
     lacking = hit = None
     begun = -1  # the number of the request in the parser

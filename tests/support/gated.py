@@ -11,7 +11,7 @@ PROGRAM = ("-m", "tests.support.faulty.server")
 
 
 def parts_of(server, name):
-    """Return the log lines of the parts of a request that have started."""
+    """Return the log lines of those parts of a request that have started."""
     return [line for line in list(server.lines) if line["event"] == "part" and line["request_id"] == name]
 
 

@@ -1,4 +1,4 @@
-"""Calls of `flashpoint.jax`, and the functions that they are compared with."""
+"""Calls of `flashpoint.jax`, and the functions whose results they must equal."""
 
 import jax
 import jax.numpy as jnp

@@ -105,7 +105,7 @@ def problem(answer, status, code):
 
 
 def refused_by_protocol(server):
-    """Check that /v2 refuses work with an error in the form of its protocol."""
+    """Check that /v2 refuses a request with an error in the form of its protocol."""
     answers = [server.get(path) for path in ("/v2/health/ready", "/v2/models/attention/ready")]
     answer = post(server, "/v2/models/attention/infer", b"{}", None)
     for status, document in (*answers, (answer.status, answer.json)):

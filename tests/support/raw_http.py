@@ -27,7 +27,7 @@ class _Open(io.BytesIO):
 
 
 def talk(server, sent, *, half=False):
-    """Send bytes, with `half` shut down sending, and return all bytes until the server closes the connection."""
+    """Send bytes, and return all bytes until the server closes the connection; `half` shuts down sending."""
     with connect(server) as connection:
         connection.sendall(sent)
         if half:

@@ -76,7 +76,7 @@ class Cluster:
             self.lines.append(line)
 
     def below(self, name):
-        """Return its descendants whose command line begins with `name` or runs this module."""
+        """Return the cluster's descendants whose command line begins with `name` or runs this module."""
         results = []
         self._below |= set(psutil.Process(self.process.pid).children(recursive=True))
         for process in self._below:
@@ -116,12 +116,12 @@ class Cluster:
         return self
 
     def interrupt(self):
-        """Interrupt it like ^C: the application ends first, then its Ray."""
+        """Interrupt the cluster like ^C: the application ends first, then its Ray."""
         self.below("")
         self.process.send_signal(signal.SIGINT)
 
     def stop(self):
-        """End it, and check that none of its processes remains."""
+        """End the cluster, and check that none of its processes remains."""
         if self.process.poll() is None:
             self.interrupt()
         try:
@@ -141,7 +141,7 @@ class Cluster:
 @contextlib.contextmanager
 def deploy(replicas=1, *, gpus=0, haproxy=False, deployment=(), environment=(), **settings):
     """Start the service on `replicas` and wait; `deployment` has Ray's options for them, `settings` ours."""
-    # It has Ray's sockets, whose paths may have at most a hundred characters.
+    # The directory has Ray's sockets, whose paths may have at most a hundred characters.
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as directory:
         variables = {**(behind_haproxy(directory) if haproxy else {}), **dict(environment)}
         scale = {} if "autoscaling_config" in deployment else {"num_replicas": replicas}

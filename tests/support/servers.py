@@ -85,7 +85,7 @@ class ServerProcess:
         return code
 
     def stop(self):
-        """End it by SIGTERM, and check that it exits with 0 and logged only JSON."""
+        """End the server by SIGTERM, and check that it exits with 0 and logged only JSON."""
         try:
             if self.process.returncode is None:
                 self.process.send_signal(signal.SIGTERM)
@@ -95,7 +95,7 @@ class ServerProcess:
             self.end()
 
     def end(self):
-        """Kill it in any state, and release its pipe."""
+        """Kill the server in any state, and release its pipe."""
         self.process.kill()
         self.wait_exit()
 

@@ -47,7 +47,7 @@ def in_layout(t, layout):
 
 
 def whole(cache, numbers, layer=0):
-    """Check a layer against its tokens, k and v."""
+    """Check that a layer of a cache has its tokens, k and v."""
     k, v = numbers
     q = normal(1, HQ, 1, D, seed=99)
     o, lse = cache.attention(q, layer=layer, return_lse=True)

@@ -54,12 +54,12 @@ def segments(pid):
 
 
 def nothing_inside(server):
-    """Wait until the server has no request inside."""
+    """Wait until no request is inside the server."""
     wait_for(lambda: server.get("/info")[1]["load"] == {"requests": 0, "bytes": 0}, lambda: "requests that never end")
 
 
 def held_since(server, what="caches"):
-    """Return a function that returns the ids of caches, or `saved` forwards, made from now on."""
+    """Return a function that returns the ids of the caches (or `saved` forwards) made after this call."""
 
     def ids():
         return {one["id"] for one in ask(server, f"/{what}").json[what]}

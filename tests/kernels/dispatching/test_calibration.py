@@ -1,4 +1,4 @@
-"""The measured rates of this processor have all data types."""
+"""The calibration measures a rate of this processor for each data type."""
 
 from flashpoint_kernels.dispatching import calibration
 

@@ -33,7 +33,7 @@ def test_a_gpu_prefers_our_kernels() -> None:
 
 
 def on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], triton: str | None = "3.7.1") -> Backends:
-    """Return the backends of an absent GPU with this capability and Triton version."""
+    """Return the backends that an absent GPU with this compute capability and Triton version would have."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
     monkeypatch.setattr(dispatch, "version_of", lambda _package: triton)
@@ -96,7 +96,7 @@ def test_problems_of_one_launch_share_its_key() -> None:
 
 @pytest.mark.parametrize("backend", ["torch", "tiled", "reference"])
 def test_a_group_is_its_problems_one_by_one(backend: str) -> None:
-    """Lengths, batches, heads and scales differ; one problem brings o and lse, the others do not."""
+    """A group of problems of different sizes, one of them with o and lse, gives the answers of each problem alone."""
     shapes = [(1, 2, 5, 9), (3, 4, 12, 3), (2, 2, 1, 1)]
     requests = [qkv(*shape, 16, kv_heads=2, seed=n) for n, shape in enumerate(shapes)]
     requests[1] |= forward(backend, requests[1], scale=0.5)
@@ -105,7 +105,7 @@ def test_a_group_is_its_problems_one_by_one(backend: str) -> None:
     for t, problem in zip(requests, group, strict=True):
         for name, x in backward(backend, t, scale=0.5).items():
             assert torch.equal(problem.outputs[name], x), name
-        assert problem.tensors.keys() == t.keys()  # the forward leaves nothing in the problem
+        assert problem.tensors.keys() == t.keys()  # the forward adds no tensor to the problem
 
 
 def test_autocast_of_the_caller_does_not_reach_the_products() -> None:
@@ -117,7 +117,7 @@ def test_autocast_of_the_caller_does_not_reach_the_products() -> None:
 
 @pytest.mark.slow
 def test_torch_and_tiled_do_not_import_triton() -> None:
-    """Otherwise two engine threads that first use two backends could see a partly imported Triton."""
+    """The backends `torch` and `tiled` do not import Triton: two threads could see a partly imported module."""
     code = (
         "import sys, torch; from flashpoint_kernels import attention; q = torch.ones(1, 2, 70, 16)\n"
         "for backend in ('torch', 'tiled'): attention(q, q, q, window=(3, 0), causal=True, backend=backend)\n"

@@ -1,4 +1,4 @@
-"""A backend is chosen by the features of a problem; one that is asked for by name is never replaced."""
+"""Dispatch chooses a backend by the features of a problem, and never replaces a backend that the caller names."""
 
 from dataclasses import replace
 from typing import Any

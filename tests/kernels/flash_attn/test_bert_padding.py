@@ -1,4 +1,4 @@
-"""Padded rows are packed, and come back to their places."""
+"""`unpad_input` packs the valid rows, and `pad_input` puts each row back in its place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""flash-attn's functions equal its definitions in float64: lengths, windows, packing, caches."""
+"""Our versions of flash-attn's functions equal its formula in float64, with lengths, windows, packing and caches."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.kernels.rotation import BOUND, check, rotated
 from tests.support.kernels.solving import normal
 
 BACKENDS = [
-    pytest.param(name, marks=[pytest.mark.slow] if name == "triton" else [])  # interpreted
+    pytest.param(name, marks=[pytest.mark.slow] if name == "triton" else [])  # the interpreter is slow
     for name in ("triton", "torch", "tiled", "reference")
     if name in available_backends(DEVICE)
 ]
@@ -29,7 +29,7 @@ Solved = tuple[Tensor, Tensor]
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Select each backend in turn; the functions have no argument for it."""
+    """Select each backend in turn, because the functions have no argument for the backend."""
     monkeypatch.setattr(flash_attn_interface, "attention", partial(attention, backend=request.param))
     name: str = request.param
     return name
@@ -39,7 +39,7 @@ def definition(
     q: Tensor, k: Tensor, v: Tensor, *, softmax_scale: float | None = None, causal: bool = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
 ) -> Solved:  # fmt: skip
-    """Return out and lse (H, Sq) in float64 for one sequence (S, H, D), by flash-attn's documentation."""
+    """Return out and lse (H, Sq) in float64 for one sequence (S, H, D), as flash-attn documents them."""
     q, k, v = (t.double().transpose(0, 1) for t in (q, k, v))
     k, v = (t.repeat_interleave(len(q) // len(t), 0) for t in (k, v))
     queries, keys = q.shape[1], k.shape[1]
@@ -155,7 +155,7 @@ def test_sequences_of_any_length(
 
 @pytest.mark.parametrize("spare", [0, 2])
 def test_pages_of_sequences_of_any_length(backend: str, spare: int) -> None:
-    """`cu_seqlens_k` gives the lengths; rows after the last query are 0."""
+    """Paged sequences have the lengths that `cu_seqlens_k` gives; output rows after the last query are 0."""
     of_q, of_k = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 3, 7], [0, 20, 37]))
     q, pages = normal(7 + spare, 4, 16), normal(5, 16, 2, 16, seed=1)
     table = torch.tensor([[4, 1], [0, 3]], dtype=torch.int32, device=DEVICE)
@@ -190,7 +190,7 @@ def test_a_cache_is_appended_to_in_place_and_attended(
     added = [normal(batch, new, heads[1], dim, seed=n).to(dtype) for n in (2, 3)]
     whole = [normal(batch, capacity, heads[1], dim, seed=n).to(dtype) for n in (4, 5)]
     rows, table = [0, 1], None
-    if page:  # pages in any order
+    if page:  # pages are in any order
         table = torch.randperm(2 * capacity // page, generator=torch.Generator().manual_seed(1)).view(2, -1).int()
         caches = [torch.empty(len(table.flatten()), page, heads[1], dim, dtype=dtype) for _ in whole]
         for cache, t in zip(caches, whole, strict=True):

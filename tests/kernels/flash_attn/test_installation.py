@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow  # each in a separate process, some with transformers
+pytestmark = pytest.mark.slow  # each test starts a separate process, some of them with transformers
 
 
 def run(code: str, cwd: Path) -> None:
-    """Run a program in a process and assert that it succeeds."""
+    """Run a program in a separate process, and assert that it succeeds."""
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, cwd=cwd)
     assert done.returncode == 0, done.stderr
 

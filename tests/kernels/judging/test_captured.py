@@ -1,4 +1,4 @@
-"""Answers that were captured elsewhere are located and explained."""
+"""The judge locates and explains errors in answers that another program computed and saved."""
 
 import pytest
 import torch
@@ -35,12 +35,12 @@ def test_an_element_off_by_a_hundredth_is_located(dtype: torch.dtype, name: str)
     assert [n for n, e in errors.items() if not e.ok or e.imprecise] == [name]
     assert errors[name].worst_index == (0, 3, 41, 7)
     assert errors[name].histogram[-1].count == 1
-    assert errors[name].histogram[-1].exponent in (-3, -2)  # rounding may reduce it a little
-    assert errors[name].torch.max_abs < 2e-3  # torch's figures do not show it
+    assert errors[name].histogram[-1].exponent in (-3, -2)  # rounding may reduce the error a little
+    assert errors[name].torch.max_abs < 2e-3  # torch's error figures do not show the mistake
 
 
 def test_a_wrong_causal_alignment_is_located() -> None:
-    """torch's is_causal is top left: with more keys than queries, every row sees fewer keys than bottom right."""
+    """With more keys than queries, torch's top-left is_causal shows each row fewer keys than bottom right does."""
     t = qkv(1, 2, 32, 48, 32)
     answers = sdpa(t, SDPBackend.MATH, is_causal=True)
     assert verify(t, Options(causal=True, causal_alignment="top_left"), answers=answers).ok
@@ -49,7 +49,7 @@ def test_a_wrong_causal_alignment_is_located() -> None:
     o = report.tensors[0]
     assert o.max_rel > 0.1
     assert o.worst_index is not None
-    assert o.worst_index[2] < 8  # the first rows see few keys in place of 17 or more
+    assert o.worst_index[2] < 8  # the first rows see few keys instead of 17 or more
 
 
 def test_a_missing_scale_is_caught() -> None:

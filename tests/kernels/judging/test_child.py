@@ -1,4 +1,4 @@
-"""A function is found by its name, and what is no kernel is refused."""
+"""The judge finds a function by its name, and refuses an object that is no kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The judge's report fits its published schema; its text, its files and the workflow that makes one are right."""
+"""The judge's report fits its published schema; the report's text, files and CI workflow are right."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_progress_names_the_stage_and_may_end_the_judgement() -> None:
 
 
 def test_the_workflow_calls_commands_that_there_are() -> None:
-    """Kernel projects copy this workflow: its flags exist, and it keeps the report."""
+    """The workflow, which kernel projects copy, uses flags that exist, and keeps the report."""
     text = (ROOT / "examples/workflows/judge-attention.yml").read_text()
     workflow = yaml.safe_load(text)
     assert set(workflow[True]) == {"push", "pull_request"}  # YAML 1.1 reads `on` as true
@@ -131,4 +131,4 @@ def test_a_data_type_or_a_requirement_may_be_one_word_or_several() -> None:
     with pytest.raises(judging.UnusableError, match="dtype must be one of"):
         flashpoint_kernels.judge(formula_in_float32, dtype="half")
     with pytest.raises(judging.UnusableError, match="dtype must be one of"):
-        flashpoint_kernels.judge(formula_in_float32, dtypes=("half",))  # the name before 0.3
+        flashpoint_kernels.judge(formula_in_float32, dtypes=("half",))  # the name of `dtype` before 0.3

@@ -1,4 +1,4 @@
-"""No function ends the judge; it reports crashes, hangs, odd answers and odd exceptions."""
+"""No function can end the judge, which reports crashes, hangs, odd answers and odd exceptions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.judge.small import SMALL
 ONE = SMALL | {"kv_len": 20, "value_dim": 16, "values": "normal", "seed": 1}
 
 
-# `make test` runs one of each kind; `make test-all` runs the rest.
+# `make test` runs one function of each kind; `make test-all` runs the others.
 FIRST = (
     "segfault", "exits", "hang", "recursion", "nothing", "sparse", "other_shape", "nan", "odd_text", "prints",
     "changes_the_default_type", "crash_in_backward", "raise_in_backward", "lse_is_nan", "crash_at_some",
@@ -28,7 +28,7 @@ FIRST = (
 def test_no_function_ends_the_judge(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     verdict, code = RUDE[name]
     timeout = 2.0 if name in HANGS else 120.0
-    monkeypatch.setattr(process, "_SENDING", 1.0)  # seconds in which a started answer must end
+    monkeypatch.setattr(process, "_SENDING", 1.0)  # seconds in which an answer must end after it has started
     only = SMALL if name == "crash_at_some" else ONE
     report = flashpoint_kernels.judge(
         f"tests.judge.rude:{name}", quick=True, only=only, dtype="float32", timeout=timeout, device="cpu"
@@ -55,7 +55,7 @@ print(report.verdict)
 
 
 def test_a_local_function_beside_jax_is_judged_without_warnings() -> None:
-    """It runs in a fork of this process. JAX warns at each fork, but the child never calls JAX."""
+    """A local function runs in a fork of this process without JAX's warning about forks: the child never calls JAX."""
     command = [sys.executable, "-W", "error::RuntimeWarning", "-c", BESIDE_JAX]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3])
     assert (ran.stdout, ran.stderr) == ("right\n", ""), ran

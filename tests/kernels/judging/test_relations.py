@@ -1,4 +1,4 @@
-"""A right kernel keeps every relation between calls."""
+"""A right kernel passes every check of `relations`, which compares several calls."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from tests.judge.corpus import RIGHT
 
 
 def test_a_right_kernel_keeps_every_relation():
-    """All cases and relations of one type are judged, also those that need several shapes."""
+    """A right kernel passes all cases and relations of one type, also relations that need several shapes."""
     report = flashpoint_kernels.judge(RIGHT["half_weights"], quick=True, dtype="float32", seed=4)
     assert report.verdict == "right", report.lines()
     assert report.race is not None

@@ -1,4 +1,4 @@
-"""The smallest failing case alone repeats the failure, also from the file and the command that are kept."""
+"""The smallest failing case repeats the failure when it runs alone, also from the saved file and command."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_saved_case_and_the_command_repeat_the_failure(tmp_path: Path) -> No
 
 
 def test_the_smallest_case_alone_names_the_same_cause() -> None:
-    """A mask with one key too many, of two queries and one key, has the numbers of a mask that is missing."""
+    """For two queries and one key, a mask with one key too many gives the same answers as a missing mask."""
     report = flashpoint_kernels.judge(WRONG["sees_next"].function, quick=True, dtype="float32")
     assert report.smallest is not None
     assert report.smallest.case["kv_len"] > 2

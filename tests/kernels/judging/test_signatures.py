@@ -1,4 +1,4 @@
-"""The judge recognises the signatures and layouts of flash-attn, SDPA, FlashInfer, ours, and plain ones."""
+"""The judge recognises signatures and layouts of flash-attn, SDPA, FlashInfer, this library and plain functions."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def flash_attn_varlen_func(
     )  # fmt: skip
 
 
-# SDPA, FlashInfer, ours, and plain ones
+# Signatures of SDPA, FlashInfer, this library, and plain functions
 
 
 def single_prefill_with_kv_cache(
@@ -86,19 +86,19 @@ def by_name(*, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tens
 
 
 def sequence_first(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """Take (length, batch, heads, D), as Megatron does."""
+    """Take inputs (length, batch, heads, D), as Megatron does."""
     in_bhsd = [t.permute(1, 2, 0, 3) for t in (q, k, v)]
     return attention(*in_bhsd, causal=causal).permute(2, 0, 1, 3)  # type: ignore[no-any-return]
 
 
 def without_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Take (batch, length, D)."""
+    """Take inputs (batch, length, D)."""
     assert q.ndim == 3
     return attention(q[:, None], k[:, None], v[:, None])[:, 0]  # type: ignore[no-any-return]
 
 
 def one_matrix(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Take (length, D)."""
+    """Take inputs (length, D)."""
     if q.ndim != 2:
         raise ValueError("q must be a matrix")
     return attention(q[None, None], k[None, None], v[None, None])[0, 0]  # type: ignore[no-any-return]
@@ -143,7 +143,7 @@ def judged(function: Any, **only: Any) -> Report:
 
 
 def sizes_of(name: str) -> dict[str, int]:
-    """Return sizes that fit the function's form."""
+    """Return the sizes of a case that this function accepts."""
     if name in ("without_heads", "one_matrix"):
         heads = 3 if name == "without_heads" else 1  # a batch of one head equals one sequence of many heads
         return SIZES | {"batch": 1, "q_heads": heads, "kv_heads": heads, "value_dim": 16}
@@ -195,7 +195,7 @@ def test_lse_is_judged_in_the_form_and_base_that_the_function_has() -> None:
 
 
 def test_causal_is_aligned_as_the_signature_says() -> None:
-    """SDPA's is_causal is aligned top left, others bottom right; causal_alignment overrides both."""
+    """SDPA's is_causal is aligned top left, other signatures bottom right; causal_alignment overrides both."""
     sizes = SIZES | {"value_dim": 16, "causal": True}
     assert judged(sdpa, **sizes).verdict == "right"
     only = {"values": "normal", "seed": 3, **sizes}
@@ -247,29 +247,29 @@ def test_a_call_has_the_functions_own_arguments() -> None:
     }  # fmt: skip
 
 
-# Layouts that are guessed
+# Layouts that the judge must guess
 
 
 def scaled_by_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The scale has the wrong axis in bhsd, and the right one in hsd."""
+    """Take the scale from an axis that is wrong in layout bhsd, and right in hsd."""
     s = q.float() @ k.float().mT * k.shape[2] ** -0.5
     return (s.softmax(-1) @ v.float()).to(q.dtype)
 
 
 def over_axis_1(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Right in bshd; in bhsd it attends over the heads."""
+    """Attend over axis 1, which is right in layout bshd; in bhsd this axis has the heads."""
     return attention(q, k, v, layout="bshd")  # type: ignore[no-any-return]
 
 
 def three_axes(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Take (length, heads, D) alone."""
+    """Take only inputs (length, heads, D)."""
     _, _, dim = q.shape
     s = torch.einsum("shd,thd->hst", q, k) * dim**-0.5
     return torch.einsum("hst,thd->shd", s.softmax(-1), v)
 
 
 def needs_whole_tiles(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Take (batch, length, heads, D), of lengths that tiles of 64 divide."""
+    """Take inputs (batch, length, heads, D) whose lengths are multiples of 64, the size of a tile."""
     if q.shape[1] % 64:
         raise ValueError("the length must be a multiple of 64")
     return attention(q, k, v, layout="bshd")  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""The values of a case follow from its seed, and the exact kinds have scores that 16-bit types represent."""
+"""A seed determines the values of a case; with the exact kinds, 16-bit types can represent the scores."""
 
 import pytest
 import torch

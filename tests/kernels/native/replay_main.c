@@ -1,7 +1,8 @@
-/* Run a replay of threads.c: read it and its tensors from standard input, and write the tensors as they are afterwards.
+/* Read a replay (see threads.c) and its tensors from standard input, run it, and write the tensors to standard output.
 
-   The input has int64 numbers: 0 for the forward or 1 for the gradient, the size and the number of calls, the number of
-   integers, the integers, their bases, the number of tensors, the bytes of each tensor; then the bytes of all tensors. */
+   The input starts with int64 numbers: 0 for the forward or 1 for the gradient, the size and the number of calls, the
+   number of integers, the integers, one base for each integer, the number of tensors, the bytes of each tensor. The
+   bytes of all tensors follow. */
 
 #include <stdint.h>
 #include <stdio.h>

@@ -1,4 +1,4 @@
-"""The kernels on an emulated aarch64 processor have the bits of the four-lane kernels on this one."""
+"""The kernels on an emulated aarch64 processor give the same bits as the four-lane kernels on this processor."""
 
 import shutil
 import subprocess
@@ -42,7 +42,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def emulate(program: Path, backward: bool, replay: Replay, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Run the call on the emulator and return its tensors."""
+    """Run the call on the emulator, and return the tensors of the call."""
     memory = [t.view(torch.uint8).numpy().tobytes() for t in tensors]
     head = [backward, replay.size, replay.count, len(replay.integers), *replay.integers, *replay.bases, len(memory)]
     given = np.array([*head, *map(len, memory)], np.int64).tobytes() + b"".join(memory)

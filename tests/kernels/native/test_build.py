@@ -1,4 +1,4 @@
-"""The kernels in C are built for each level that the compiler knows, and its errors are reported."""
+"""The kernels in C are built for each level that the compiler knows, and compiler errors are reported."""
 
 import platform
 import subprocess
@@ -78,7 +78,7 @@ def test_the_script_reports_an_error_of_the_compiler(sources: Path) -> None:
 
 
 def test_the_sources_compile_without_warnings(tmp_path: Path) -> None:
-    """This includes the build for a processor without a known instruction set."""
+    """The sources compile without warnings, also for a processor without a known instruction set."""
     command = build.compiler()
     assert command is not None
     for options in ("", *build.LEVELS.get(platform.machine(), {}).values()):

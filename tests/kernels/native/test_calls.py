@@ -1,4 +1,4 @@
-"""The threads of the kernels in C compute each call once, for any caller; C and Python describe a call alike."""
+"""Threads of the kernels in C compute each call once, for any caller; C and Python lay out a call equally."""
 
 import ctypes
 import signal
@@ -43,7 +43,7 @@ def test_each_call_is_computed_once(count: int) -> None:
 
 
 def test_calls_run_on_threads_of_their_own_which_take_no_signals() -> None:
-    """Two calls wait for each other, so they must run at the same time."""
+    """Two calls that wait for each other both return, so they run at the same time on separate threads."""
     barrier, blocked = threading.Barrier(2), {}
 
     @COMPUTE
@@ -56,7 +56,7 @@ def test_calls_run_on_threads_of_their_own_which_take_no_signals() -> None:
     for _ in range(3):
         calls.share(compute, numbers(2))
         assert int(blocked[0].split()[1], 16) == 0
-        assert int(blocked[1].split()[1], 16) & 0x3FFF == 0x3FFF & ~(1 << 8) & ~(1 << 18)  # all but SIGKILL, SIGSTOP
+        assert int(blocked[1].split()[1], 16) & 0x3FFF == 0x3FFF & ~(1 << 8) & ~(1 << 18)  # not SIGKILL, SIGSTOP
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
@@ -119,7 +119,7 @@ for _ in range(4):
 
 
 def test_a_forked_child_has_threads_of_its_own() -> None:
-    """It runs in a separate process: threads of a test runner may hold locks when it forks."""
+    """A forked child computes with new threads; a separate process forks it, where no other thread holds a lock."""
     ran = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, cwd=Path(__file__).parents[3])
     assert ran.returncode == 0, ran.stderr
 
@@ -127,12 +127,12 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
 SPAN = ("k", "v", "k_head", "v_head", "k_scale", "v_scale", "k_scale_head", "v_scale_head")
 
 
-# Members of struct part in C, by their names in Python.
+# Members of the C struct `part`, by their names in Python.
 NAMES = {"do": "dout", "attn_mask": "mask", "dattn_mask": "dmask", "block_mask": "blocks"}
 
 
 def in_c(name: str) -> str:
-    """Return the member of struct part for this name in `backward.PART`."""
+    """Return the member of the C struct `part` for this name of `backward.PART`."""
     for member in ("_head", "_row", ""):
         base = name.removesuffix(member) if member else name
         if base != name or f"{name}_row" in backward.PART:
@@ -164,7 +164,7 @@ def integers(names: tuple[str, ...]) -> dict[str, int]:
 def test_members_are_where_python_writes_them(
     tmp_path: Path, header: str, structure: str, expected: dict[str, int]
 ) -> None:
-    """The sizes are equal, too: C has no further members."""
+    """Python writes each member where C has it, and both sizes are equal: C has no further members."""
     lines = [
         f'printf("%zu ", {f"offsetof(struct {structure}, {name})" if name else f"sizeof(struct {structure})"});'
         for name in expected
@@ -188,7 +188,7 @@ def test_members_are_where_python_writes_them(
 
 @pytest.mark.slow
 def test_no_call_reads_or_writes_beyond_an_array(level: str) -> None:
-    """Each array ends at an unreadable page, and in a second run begins after one."""
+    """No call crosses the end of an array before an unreadable page, or the start of an array after such a page."""
     ran = subprocess.run(
         [sys.executable, "-m", "tests.support.kernels.guarded", level],
         capture_output=True, text=True, check=False,

@@ -1,4 +1,4 @@
-"""The forward in C is exact for each instruction set and dtype; its conversions, and how the library is found."""
+"""The forward in C and its conversions are exact for each instruction set and dtype; Python finds the library."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ F8 = torch.float8_e4m3fn
 
 
 def test_this_machine_has_a_compiler_and_the_kernels() -> None:
-    """Without them the other tests here prove nothing."""
+    """This machine has a compiler and the kernels; otherwise the other tests here prove nothing."""
     assert build.compiler() is not None
     assert native.library() is not None
 
@@ -60,12 +60,12 @@ def test_8_bit_keys_are_read_as_they_are(level: str, kind: torch.dtype, scaled: 
     if page:
         t["kv_lengths"] = torch.tensor([700, 650])
         t = in_pages(t, "bhsd", page)
-        t |= {n: t[n].nan_to_num() for n in ("k_scale", "v_scale")}  # pages that are not read
+        t |= {n: t[n].nan_to_num() for n in ("k_scale", "v_scale")}  # scales of pages that are not read
     check("torch", t, return_lse=True)
 
 
 def one_key(v: Tensor, q_dtype: torch.dtype, scale: float | None = None) -> Tensor:
-    """Return o of queries that each see only the last of 512 keys; its value is one row of v (n, Dv)."""
+    """Return o of n queries that each see only the last of 512 keys, whose value is a row of v (n, Dv)."""
     n, dim = v.shape
     values = torch.zeros(n, 1, 512, dim).to(v.dtype)
     values[:, 0, -1] = v
@@ -79,7 +79,7 @@ def one_key(v: Tensor, q_dtype: torch.dtype, scale: float | None = None) -> Tens
 def test_every_16_bit_number_comes_back(level: str, dtype: torch.dtype) -> None:
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(dtype).view(-1, 256)
     actual = one_key(every, dtype)
-    if level == "amx" and dtype == torch.bfloat16:  # AMX reads subnormal numbers as 0
+    if level == "amx" and dtype == torch.bfloat16:  # AMX treats subnormal numbers as 0
         every = every.where(~(every.abs() < torch.finfo(dtype).smallest_normal), 0)
     assert torch.equal(actual.isnan(), every.isnan())
     assert torch.equal(actual.nan_to_num(0.0, torch.inf, -torch.inf), every.nan_to_num(0.0, torch.inf, -torch.inf))
@@ -96,12 +96,12 @@ def test_every_8_bit_number_is_read(level: str, kind: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_answers_are_rounded_to_nearest_even(level: str, dtype: torch.dtype) -> None:
-    """The scale makes halves of int8 numbers, from subnormal to infinite."""
+    """A scale turns int8 values into halves between two numbers, subnormal to infinite, which are rounded to even."""
     numbers = torch.arange(-128, 128, dtype=torch.int8).view(-1, 16)
     for power in range(-34, 18):
         scale = 2.0**power * (1 + 2.0**-9 + 2.0**-12)
         actual, exact = one_key(numbers, dtype, scale), numbers.float() * scale
-        if level == "amx" and dtype == torch.bfloat16:  # it also rounds a probability times a scale
+        if level == "amx" and dtype == torch.bfloat16:  # AMX also rounds the product of a probability and a scale
             exact = numbers.float() * torch.tensor(scale).to(dtype).float()
         assert torch.equal(actual, exact.to(dtype)), power
 
@@ -115,7 +115,7 @@ def test_keys_that_no_query_sees_are_not_read() -> None:
 
 
 def test_lanes_of_four_are_exact(lanes_of_four: native.Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variant for other processors runs here in registers of four floats."""
+    """The kernels for other processors are exact, built here with vectors of four floats."""
     monkeypatch.setattr(native, "library", lambda: lanes_of_four)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         for group in (1, 2, 5):

@@ -1,4 +1,4 @@
-"""Sequences that share pages read them once, and each has the bits that it has alone."""
+"""Sequences that share pages read these pages once, and each sequence has the same bits as alone."""
 
 from typing import Any
 

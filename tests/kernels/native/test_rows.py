@@ -1,4 +1,4 @@
-"""The tiles of a sequence have each of its queries once, and no more keys than these queries see."""
+"""The tiles of a sequence contain each of its queries once, and no keys beyond those that these queries see."""
 
 import numpy as np
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""The AMX kernels are right with their tile instructions emulated in C, on processors with AVX-512 but no AMX."""
+"""The AMX kernels are right on processors with AVX-512 but no AMX, where C code emulates the tile instructions."""
 
 import ctypes
 import subprocess
@@ -22,7 +22,7 @@ def in_c(tmp_path_factory: pytest.TempPathFactory) -> native.Library:
     folder = tmp_path_factory.mktemp("tiles")
     flags = [*build.FLAGS, *build.X86_64["avx512"].split(), "-Werror", "-O1"]
     tiles_in_c = ["-DTILES_IN_C", "-DISA=tiles"]
-    # The tiled gradient leaves products that may overflow to the AVX-512 kernel.
+    # If products may overflow, the tiled gradient calls the AVX-512 kernel for them.
     parts = {"forward": tiles_in_c, "backward": tiles_in_c, "large": ["-DISA=avx512"]}
     for name, options in parts.items():
         source = str(build.HERE / ("forward.c" if name == "forward" else "backward.c"))

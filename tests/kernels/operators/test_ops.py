@@ -27,7 +27,7 @@ DIFFERENTIABLE = ("q", "k", "v", "attn_mask", "sinks")
 
 
 def inputs(*shape: int, layout: str = "bhsd", **how: Any) -> dict[str, Tensor]:
-    """Return q, k and v; in layout bshd as strided views, as a projection returns them."""
+    """Return q, k and v; in layout bshd they are strided views, as a projection returns them."""
     t = {name: x for name, x in qkv(*(shape or (2, 4, 5, 7, 8)), kv_heads=2, **how).items() if name != "do"}
     return {name: x.transpose(1, 2) for name, x in t.items()} if layout == "bshd" else t
 
@@ -43,7 +43,7 @@ def packed() -> dict[str, Tensor]:
 
 
 def pages() -> dict[str, Tensor]:
-    """Return two sequences of 5 and 3 keys, in pages of 2."""
+    """Return two sequences of 5 and 3 keys, in pages of 2 keys."""
     t = inputs(3, 4, 5, 2, 8) | {"q": normal(2, 4, 5, 8)}
     table = index(2, 0, 1, 1, 2, 7, dtype=torch.int32).view(2, 3)
     return t | {"kv_lengths": index(5, 3), "block_table": table}
@@ -55,7 +55,7 @@ def eight_bit() -> dict[str, Tensor]:
     return t | {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
 
 
-# Every option and tensor of the contract, with the others that it requires.
+# Every option and tensor of the contract, with the other arguments that it requires.
 CASES: dict[str, tuple[Callable[[], dict[str, Tensor]], dict[str, Any]]] = {
     "plain": (inputs, {}),
     "bshd": (lambda: inputs(layout="bshd"), {"layout": "bshd", "causal": True}),
@@ -93,7 +93,7 @@ def leaves(case: str) -> dict[str, Tensor]:
 
 
 def arguments(case: str) -> list[Any]:
-    """Return the arguments as the operators take them."""
+    """Return the arguments in the form that the operators take."""
     tensors, options = leaves(case), CASES[case][1]
     seed = options.get("dropout_seed")
     seed = None if seed is None else torch.tensor(seed - (1 << 64))
@@ -101,12 +101,12 @@ def arguments(case: str) -> list[Any]:
 
 
 def of_backward(given: list[Any]) -> list[Any]:
-    """Return the tensors and the seed that both operators take."""
+    """Return the tensors and the seed that the forward and the backward operator take."""
     return [*(given[n] for n in OF_BACKWARD), given[-2]]
 
 
 def test_the_cases_have_every_option_and_tensor() -> None:
-    # The operators always return both answers and all gradients.
+    # The operators always return o, lse and all gradients.
     assert {f.name for f in fields(Options)} - OPTION_NAMES == {"return_lse", "grads"}
     assert {name for make, _ in CASES.values() for name in make()} == set(FORWARD_TENSORS)
 
@@ -116,7 +116,7 @@ def cases(fast: Iterable[str], *, without: str = "") -> list[Any]:
     return [pytest.param(case, marks=[] if case in fast else pytest.mark.slow) for case in CASES if case != without]
 
 
-# The interpreter would take 15 s for opcheck, and the dispatcher does not depend on the backend.
+# Under the interpreter opcheck would take 15 s, and the dispatcher does not depend on the backend.
 @pytest.mark.parametrize("case", cases({"thd", "dropout", "float mask", *FORWARD_ONLY}, without="triton"))
 def test_opcheck(case: str) -> None:
     """The schema, the autograd registration, and the fake kernels' shapes and strides are right for symbolic sizes."""
@@ -154,7 +154,7 @@ def loss_and_gradients(call: Callable[..., Any], tensors: dict[str, Tensor]) -> 
 
 @pytest.mark.parametrize("case", cases({"thd", "dropout", "float mask", "triton"}))
 def test_compiled_whole_it_gives_the_same_bits(case: str) -> None:
-    """o, lse and every gradient are equal; aot_eager runs the traced graph without generated code."""
+    """Compiled o, lse and gradients have the bits of eager ones; aot_eager runs the graph without generated code."""
     torch.compiler.reset()
 
     def call(tensors: dict[str, Tensor]) -> Any:
@@ -241,7 +241,7 @@ def test_without_autograd_or_without_data() -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++: install g++ (apt-get install g++)")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_inductor() -> None:
-    """In generated code, only the model's other products round differently; attention keeps its bits."""
+    """Inductor's code rounds only the model's other products differently; attention keeps its bits."""
     torch.compiler.reset()
     tensors = leaves("sinks")
 

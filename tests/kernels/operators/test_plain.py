@@ -1,4 +1,4 @@
-"""The short path of a plain call has the bits, gradients and errors of the long path; which calls take it."""
+"""The short path of a plain call has the bits, gradients and errors of the long path, and only fit calls take it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -67,7 +67,7 @@ def test_bits_and_gradients_are_those_of_the_long_way(
 def test_a_repeated_call_reads_its_own_tensors_whatever_came_before(
     history: list[tuple[int, str, bool, int]], kv_heads: int, q_len: int, dtype: torch.dtype
 ) -> None:
-    """This holds on other threads, with other strides, and with other numbers at other addresses."""
+    """A repeated call reads its own tensors, also on other threads, with other strides, or at other addresses."""
     before = torch.get_num_threads()
     try:
         for threads, layout, apart, seed in history:
@@ -107,7 +107,7 @@ def test_a_plain_call_has_a_route() -> None:
      ((40, 2, 200, 16), torch.float32), ((1, 1, 1100, 40), torch.float32), ((1, 4, 1, 64), torch.float32)],
 )  # fmt: skip
 def test_calls_of_more_than_one_part_have_the_bits_of_the_long_way(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """The calls are cut by heads or sequences, have one head, or have few queries over 1,100 keys."""
+    """Calls cut by heads or sequences, with one head, or with few queries over 1,100 keys have the long path's bits."""
     t = qkv(*shape[:3], max(shape[2], 1100 if shape[2] == 1 else 0), shape[3], dtype=dtype)
     leaves = [t[n].requires_grad_() for n in "qkv"]
 
@@ -138,7 +138,7 @@ def test_what_is_wrong_with_tensors_is_named() -> None:
 
 
 def test_rows_without_a_sum_are_put_right() -> None:
-    """Scores of NaN and −∞ give the same answers and gradients on both paths."""
+    """Rows with scores of NaN and −∞ have the same answers and gradients on both paths."""
     t = {name: normal(1, 2, 20, 16, seed=n) for n, name in enumerate("qkv")}
     t["q"][0, 0, 3] = torch.inf
     t["k"][0, 0] = -t["k"][0, 0].abs()
@@ -157,7 +157,7 @@ def test_rows_without_a_sum_are_put_right() -> None:
 
 
 def test_gradients_that_are_not_plain() -> None:
-    """These are gradients of some inputs, through lse, of unused answers, taken twice, and in float16."""
+    """The cases are gradients of some inputs only, through lse, of unused answers, taken twice, and in float16."""
     q, k, v = (x.detach() for x in drawn(2, 1, 20, 20, 16, torch.float32, "bhsd"))
     q.requires_grad_()
     o, lse = attention(q, k, v, return_lse=True)
@@ -170,7 +170,7 @@ def test_gradients_that_are_not_plain() -> None:
 
 
 def test_what_watches_sees_the_operator_of_the_library() -> None:
-    """A dispatch mode, a tensor subclass and a transform take the long path, whose operator they recognise."""
+    """A dispatch mode, a tensor subclass and a transform see the library's operator, as they take the long path."""
     q, k, v = (x.detach() for x in drawn(2, 1, 20, 20, 16, torch.float32, "bhsd"))
     expected = attention(q, k, v)
     seen: list[str] = []

@@ -15,7 +15,7 @@ from flashpoint_kernels.modules import Block
 from tests.conftest import DEVICE
 from tests.support.kernels.solving import normal
 
-# torch itself uses it for forward-mode derivatives, and warns once in each process.
+# torch itself uses torch.jit.script for forward-mode derivatives, and warns once in each process.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 
 X = normal(1, 2, 6, 8)
@@ -24,7 +24,7 @@ FORWARD = "forward-mode derivatives of attention are not available"
 BATCHED = "vmap of a gradient of attention is not available"
 FUNC = "torch.func does not differentiate attention"
 
-# The two paths of `attention`: direct, and through torch's dispatcher.
+# The two paths of `attention`: a direct call, and a call through torch's dispatcher.
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {}, "softcap": {"softcap": 3.0}, "dropout": {"dropout_p": 0.3, "dropout_seed": 1},
 }  # fmt: skip
@@ -50,7 +50,7 @@ def test_a_second_derivative_raises_whatever_it_is_taken_of(options: dict[str, A
 
 @ways
 def test_a_gradient_penalty_raises(options: dict[str, Any]) -> None:
-    """The penalty depends on a weight only through do."""
+    """A gradient penalty raises, although it depends on a weight only through do."""
     q, weight = leaf(), leaf()
     (dq,) = torch.autograd.grad((attention(q, X, X, **options) * weight).sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match=SECOND):
@@ -102,8 +102,8 @@ def test_transforms_raise_and_never_answer_zero(options: dict[str, Any]) -> None
         with pytest.raises(RuntimeError, match=message):
             pytest.fail(f"number {number} gave {call()}")
     with forward_ad.dual_level():
-        assert torch.equal(solve(X), attention(X, X, X, **options))  # no tangent, nothing to lose
-    f.grad(lambda q: (q * solve(X)).sum())(X)  # a constant of the transform
+        assert torch.equal(solve(X), attention(X, X, X, **options))  # X has no tangent, so no derivative is lost
+    f.grad(lambda q: (q * solve(X)).sum())(X)  # the transform treats solve(X) as a constant
 
 
 def test_gradcheck_and_gradgradcheck() -> None:
@@ -161,7 +161,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     "kinds", [(q, k, v) for q in KINDS[:2] for k in KINDS[:3] for v in KINDS[:2]] + [(torch.float64,) * 3], ids=str
 )
 def test_autocast_does_as_for_sdpa(kinds: tuple[torch.dtype, ...]) -> None:
-    """The dtype and numbers of o, and the dtype of each gradient, are those of SDPA."""
+    """Under autocast o has SDPA's dtype and values, and each gradient has SDPA's dtype."""
 
     def inputs() -> list[Tensor]:
         return [leaf(normal(1, 2, 6, 8, seed=n).to(kind)) for n, kind in enumerate(kinds)]
@@ -184,11 +184,11 @@ def test_autocast_does_as_for_sdpa(kinds: tuple[torch.dtype, ...]) -> None:
     assert (o.dtype, inner) == (expected.dtype, expected_inner)
     torch.testing.assert_close(o, expected, rtol=2**-6, atol=2**-6)
     for grad, exact in zip(grads, expected_grads, strict=True):
-        torch.testing.assert_close(grad, exact, rtol=2**-5, atol=2**-5)  # checks the dtype, too
+        torch.testing.assert_close(grad, exact, rtol=2**-5, atol=2**-5)  # also checks the dtype
 
 
 def test_autocast_of_what_is_not_q_k_and_v() -> None:
-    """8-bit keys, masks and sinks keep their dtype; lse is float32."""
+    """Autocast keeps the dtype of 8-bit keys, masks and sinks; lse is float32."""
     k, k_scale = quantize(X, torch.int8)
     with torch.autocast(DEVICE):
         o, lse = attention(X, k, k, k_scale=k_scale, v_scale=k_scale, return_lse=True)

@@ -1,4 +1,4 @@
-"""The bounds of a tile are those of its scores, one by one."""
+"""The computed bounds of a tile equal the bounds that its scores, taken one by one, give."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Prices follow the computed work: the pairs inside the window, and the bytes of the keys that are read."""
+"""Prices follow the computed work: the query-key pairs inside the window, and the bytes of the keys that are read."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ sizes = st.integers(0, 700)
 
 
 def counted(q: int, k: int, window: tuple[int, int], causal: bool, offset: int) -> int:
-    """Count the pairs of the band, with one tile at each edge, one by one."""
+    """Count, one by one, the query-key pairs of the band extended by one tile at each edge."""
     left, right = (10**6 if w < 0 else w for w in window)
     right = min(right, 0) if causal else right
     ahead = np.arange(k)[None] - (np.arange(q)[:, None] + offset)
@@ -54,7 +54,7 @@ def test_pairs_are_those_of_the_band_and_the_tiles_at_its_edges(
 ) -> None:
     spec = spec_of(q, k, window=window, causal=causal, causal_alignment=alignment)
     expected = counted(q, k, window, causal, k - q if alignment == "bottom_right" else 0)
-    if spec.causal_square:  # its FLOPs count half
+    if spec.causal_square:  # the FLOPs of a causal square count half of its pairs
         expected = min(2 * expected, q * k)
     assert pairs_of(spec, q, k) == expected
     assert extent_of(spec).pairs == expected
@@ -113,7 +113,7 @@ def test_a_window_lowers_the_price_by_what_it_hides(backend: str) -> None:
 
 
 def test_one_query_costs_what_its_keys_take_to_read() -> None:
-    """67 MFLOP over 134 MB take as long as the reads of memory, and twice as long if keys are twice as wide."""
+    """One query with 67 MFLOP costs the time to read its 134 MB of keys, and twice as much for keys twice as wide."""
     infos = {"q": TensorInfo("float32", (8, 8, 1, 64)), "k": TensorInfo("float32", (8, 8, 4096, 64))}
     spec = plan(infos | {"v": infos["k"]}, Options(), "forward")
     rates = NOMINAL["torch"]
@@ -131,7 +131,7 @@ def test_a_type_has_the_price_of_its_own_kernel() -> None:
     )
 
     def products(name: str) -> float:
-        """Return the seconds of the FLOPs alone; the other parts of a price are the same."""
+        """Return the seconds of the FLOPs in a price, without its other parts."""
         own = [seconds_of(spec[name], rates._replace(byte=0), extent_of(spec[name])) for spec in (wide, wider)]
         return own[1] - own[0]
 

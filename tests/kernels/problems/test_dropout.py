@@ -23,7 +23,7 @@ def philox4x32_10(key: int, counter: tuple[int, int, int, int]) -> list[int]:
 
 
 def test_philox_agrees_with_the_published_vectors() -> None:
-    """They are the known answers of Random123's kat_vectors for philox4x32 10."""
+    """`philox4x32_10` gives the known answers of Random123's kat_vectors for philox4x32 10."""
     assert philox4x32_10(0, (0, 0, 0, 0)) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
     assert philox4x32_10((1 << 64) - 1, (MASK32,) * 4) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
 
@@ -41,7 +41,7 @@ def test_mask_is_the_contracts_formula(backend: str, seed: int, p: float) -> Non
     batch, heads, q_len, kv_len = 2, 2, 5, 39
     g = torch.Generator().manual_seed(1)
     q, k = (torch.randn((batch, heads, s, 16), generator=g).to(DEVICE) for s in (q_len, kv_len))
-    v = torch.eye(kv_len).expand(batch, heads, kv_len, kv_len).to(DEVICE)  # o is P after dropout
+    v = torch.eye(kv_len).expand(batch, heads, kv_len, kv_len).to(DEVICE)  # as v is the identity, o is P after dropout
     problem = Problem.create({"q": q, "k": k, "v": v}, Options(dropout_p=p, dropout_seed=seed))
     flashpoint_kernels.run([problem], backend)
     expected = expected_keep(seed, p, batch, heads, q_len, kv_len)
@@ -53,7 +53,7 @@ def test_mask_is_the_contracts_formula(backend: str, seed: int, p: float) -> Non
 
 @pytest.mark.parametrize("backend", ["reference", "tiled", "triton"])
 def test_ragged_sequences_count_from_their_own_first_row(backend: str) -> None:
-    """In thd the mask of sequence b counts i and j from its first row: it equals the padded mask in bhsd."""
+    """In thd the mask of sequence b counts i and j from its own first row, and equals the padded mask in bhsd."""
     lengths, heads, seed, p = [3, 9], 2, 77, 0.4
     g = torch.Generator().manual_seed(2)
     q, k = (torch.randn((sum(lengths), heads, 16), generator=g).to(DEVICE) for _ in range(2))

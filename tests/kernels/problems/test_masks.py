@@ -1,4 +1,4 @@
-"""Masks become summands of scores: −∞ where a key is hidden, and each number of a float mask as it is."""
+"""Masks become numbers that are added to scores: −∞ for a hidden key, and a float mask's own numbers."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The canonical views of a problem are its sequences, in every layout; what is written through them is the answer."""
+"""The canonical views of a problem show its sequences in every layout, and writes to them change its outputs."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ lengths = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 5)), min_size=1, 
 
 
 def made(pairs: list[tuple[int, int]], layout: str) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-    """Return a gradient request of sequences of these lengths, and the tensors (H, S, D) of each alone."""
+    """Return a gradient request for sequences of these lengths, and the tensors (H, S, D) of each sequence."""
     alone = [
         {name: normal(heads, n, 3, seed=9 * b + at) for at, (name, heads, n) in enumerate(
             (("q", 4, q_len), ("k", 2, kv_len), ("v", 2, kv_len), ("do", 4, q_len)))}

@@ -1,4 +1,4 @@
-"""The numbers of index tensors on a device are read once for each tensor and version."""
+"""The values of an index tensor on a device are read once for each tensor and version."""
 
 import gc
 from typing import Any
@@ -10,7 +10,7 @@ from flashpoint_kernels.problems.readings import Readings
 
 
 class Counted(Tensor):
-    """A tensor that counts how often its numbers are read."""
+    """A tensor that counts how often its values are read."""
 
     reads = 0
 
@@ -24,7 +24,7 @@ def index(*numbers: int) -> Tensor:
 
 
 def reads(readings: Readings, t: Tensor, expected: list[int]) -> int:
-    """Assert the numbers of `t`, and return how often they were read."""
+    """Assert that `t` has these values, and return how often they were read."""
     before = Counted.reads
     assert readings.kept(t) == expected
     return Counted.reads - before
@@ -35,7 +35,7 @@ def test_a_devices_numbers_are_read_once_for_each_tensor_and_version() -> None:
     assert [reads(readings, t, [3, 4]) for _ in range(3)] == [1, 0, 0]
     t.add_(1)
     assert [reads(readings, t, [4, 5]) for _ in range(2)] == [1, 0]
-    t[:1].fill_(9)  # through a view
+    t[:1].fill_(9)  # changes `t` through a view
     assert [reads(readings, t, [9, 5]) for _ in range(2)] == [1, 0]
     other = index(9, 5)
     assert reads(readings, other, [9, 5]) == 1
@@ -59,7 +59,7 @@ def test_readings_end_with_their_tensors_and_are_bounded() -> None:
 
 
 def test_numbers_on_the_host_and_of_inference_are_read_in_each_call() -> None:
-    """Host memory may belong to an array; an inference tensor has no version."""
+    """Each call reads tensors on the host, which may share memory with an array, and tensors without a version."""
     readings = Readings()
     array = torch.tensor([1, 2]).numpy()
     t = torch.from_numpy(array)

@@ -43,7 +43,7 @@ def answers(backend: str, t: dict[str, torch.Tensor], **options: object) -> dict
 def test_bits_are_the_same_alone_and_among_others(
     backend: str, q_len: int, kv_len: int, causal: bool, dtype: torch.dtype
 ) -> None:
-    """A sequence runs alone, again, at each place of a batch, packed, at an odd address, and again at the end."""
+    """A sequence has the same bits alone, repeated, at each place of a batch, packed, and at an odd address."""
     one = qkv(1, HEADS, q_len, kv_len, DIM, dtype=dtype, seed=100)
     alone = answers(backend, one, causal=causal)
 
@@ -95,7 +95,7 @@ def test_bits_do_not_depend_on_the_callers_thread_count() -> None:
 def test_bits_of_a_request_cut_by_heads_are_those_of_the_whole(
     backend: str, options: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There are two heads for each key/value head, both layouts, and a mask per head where the backend takes one."""
+    """Parts with some heads have the bits of the whole request, in both layouts and with a mask per head if allowed."""
     monkeypatch.setattr(reproducible, "PART_SECONDS", 1e-4)
     t = qkv(2, 4, 600, 560, 32, kv_heads=2)
     if options.get("layout") == "bshd":
@@ -124,7 +124,7 @@ def test_bits_of_a_request_cut_by_heads_are_those_of_the_whole(
 
 
 def test_parts_draw_the_mask_and_give_the_gradients_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dropout counts heads from the request's first; sinks and a mask per head have gradients per head."""
+    """Dropout in parts counts heads from the request's first; sinks and masks per head get gradients per head."""
     monkeypatch.setattr(reproducible, "PART_SECONDS", 1e-7)
     t = qkv(2, 6, 20, 30, 8, kv_heads=3)
     t |= {"sinks": normal(6), "attn_mask": normal(6, 20, 30), "alibi_slopes": normal(2, 6).abs()}
@@ -148,7 +148,7 @@ def test_what_is_summed_over_heads_is_not_cut(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_parts_for_the_gradient_of_a_mask_run_on_one_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A part of one head has a mask of one head, which is not a shared mask."""
+    """Four parts of one head each divide the cores equally: the mask of a one-head part is not a shared mask."""
     monkeypatch.setattr(reproducible, "PART_SECONDS", 1e-4)
     t = qkv(1, 4, 800, 800, 32) | {"attn_mask": torch.zeros(4, 800, 800)}
     problem = Problem.create(t, Options(grads=("dattn_mask",)), "backward")
@@ -163,7 +163,7 @@ def test_the_thread_count_is_a_function_of_the_sequences_own_shape() -> None:
     assert count(1, 0, 5) == count(2, 1, 1) == 1
     assert count(1, 300, 400) == count(3, 300, 400)
     assert count(1, 4096, 4096) == min(CORES, 2 * 4096 * 4096 * 16 // FLOPS_PER_THREAD)
-    assert count(1, 4096, 4096, heads=CORES) == 1  # one core each
+    assert count(1, 4096, 4096, heads=CORES) == 1  # one core for each head
 
 
 def test_threads_are_restored_after_an_error() -> None:
@@ -207,11 +207,11 @@ any_sequences = given(
 
 
 @any_sequences
-@example(1, 1, 2, 17, 5, 16, "all", torch.float32, "bhsd", False)  # one key/value head: one backward task
-@example(2, 1, 1, 254, 517, 128, "all", torch.float32, "bhsd", False)  # alone, on two threads
-@example(2, 1, 1, 30, 5000, 128, "all", torch.float32, "bhsd", False)  # one forward block of queries is, too
+@example(1, 1, 2, 17, 5, 16, "all", torch.float32, "bhsd", False)  # one key/value head gives one backward task
+@example(2, 1, 1, 254, 517, 128, "all", torch.float32, "bhsd", False)  # a sequence alone uses two threads
+@example(2, 1, 1, 30, 5000, 128, "all", torch.float32, "bhsd", False)  # one forward block of queries uses two threads
 @example(2, 1, 1, 513, 600, 64, "causal alibi", torch.float32, "bhsd", False)  # one task in a call over far keys
-@example(1, 2, 2, 330, 330, 64, "causal", torch.float32, "bhsd", True)  # a last block of few queries
+@example(1, 2, 2, 330, 330, 64, "causal", torch.float32, "bhsd", True)  # the last block has few queries
 @settings(max_examples=12, deadline=None)
 def test_bits_are_the_same_with_neighbours_in_the_call_and_with_all_threads(
     batch: int, kv_heads: int, group: int, q_len: int, kv_len: int, dim: int, band: str,
@@ -244,7 +244,7 @@ def test_more_sequences_have_the_same_bits_with_neighbours_and_with_all_threads(
 
 
 def test_cores_are_those_that_the_process_may_use(tmp_path: Path) -> None:
-    """They follow the container's quota, not the machine: more threads would wait for each other."""
+    """The number of cores follows the container's quota, not the machine: more threads would wait for each other."""
     quota = tmp_path / "cpu.max"
     granted = len(os.sched_getaffinity(0))
     for text, cores in (

@@ -1,4 +1,4 @@
-"""Sequences of a packed tensor are viewed and copied alike, and keys come out of pages one by one as they were."""
+"""Views and copies of a packed tensor's sequences are equal, and keys in pages come back one by one unchanged."""
 
 import torch
 from hypothesis import given, settings

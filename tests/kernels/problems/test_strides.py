@@ -1,4 +1,4 @@
-"""New memory has the order of an input's strides, and an answer in another order is copied into it."""
+"""A new output has the order of an input's strides, and an answer in another order is copied into it."""
 
 import torch
 from hypothesis import given
@@ -17,7 +17,7 @@ def laid(shape: tuple[int, ...], order: list[int]) -> torch.Tensor:
 
 
 def order_of(t: torch.Tensor) -> list[int]:
-    """Return the dimensions of more than one element, the slowest first."""
+    """Return the dimensions that have more than one element, the slowest first."""
     return sorted((dim for dim in range(t.ndim) if t.shape[dim] > 1), key=lambda dim: -t.stride(dim))
 
 

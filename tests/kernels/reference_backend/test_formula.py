@@ -14,7 +14,7 @@ from tests.support.kernels.triton_cases import PLAIN, name_of, options_of, tenso
 
 
 def by_loops(t: dict[str, np.ndarray], options: Options, b: int, h: int, i: int) -> tuple[np.ndarray, float]:
-    """Return one row of o and its lse, one scalar at a time. bhsd, without dropout (another test)."""
+    """Return one row of o and its lse, computed one scalar at a time in layout bhsd, without dropout (another test)."""
     q_len, kv_len = t["q"].shape[2], t["k"].shape[2]
     if "q_lengths" in t:
         q_len, kv_len = int(t["q_lengths"][b]), int(t["kv_lengths"][b])
@@ -79,7 +79,7 @@ def test_forward_is_the_contracts_formula(case: dict[str, object], q_len: int, k
 
 @pytest.mark.parametrize("case", [PLAIN | level for level in [*LEVELS, {"dropout": True}]], ids=name_of)
 def test_gradients_are_those_of_finite_differences(case: dict[str, object]) -> None:
-    """gradcheck passes for o and lse in every input in float64, with rows that see no key (31 queries of 7 keys)."""
+    """Gradients of o and lse pass gradcheck in float64 in every input, with rows without keys (31 queries, 7 keys)."""
     case = case | {"dims": (3, 2)} | ({"mask": "full"} if case["mask"] == "heads" else {})
     tensors = {name: t.double() if t.is_floating_point() else t for name, t in tensors_of(case, 5, 4).items()}
     del tensors["do"]
@@ -107,7 +107,7 @@ def test_gradients_are_those_of_finite_differences(case: dict[str, object]) -> N
 
 
 def test_backward_is_autograd_through_the_whole_problem() -> None:
-    """Sums over sequences and broadcast dimensions, dlse and padding equal the gradients of one graph."""
+    """Gradients equal autograd's of one graph, with sums over sequences, broadcast dimensions, dlse and padding."""
     t = {name: x.double() for name, x in qkv(2, 4, 6, 9, 5, kv_heads=2).items()}
     mask, sinks, dlse = normal(4, 1, 9).double(), normal(4).double(), normal(2, 4, 6).double()
     grads = ["dq", "dk", "dv", "dattn_mask", "dsinks"]
@@ -143,7 +143,7 @@ def test_o_and_lse_of_the_caller_do_not_matter() -> None:
 def test_a_long_sequence_is_taken_some_queries_at_a_time(
     monkeypatch: pytest.MonkeyPatch, mask: tuple[int, ...] | None
 ) -> None:
-    """Chunks of two and of all queries give the same answers and gradients, up to float64 rounding."""
+    """Chunks of two queries and one chunk of all queries give equal answers and gradients, up to float64 rounding."""
     t = {name: x.double() for name, x in qkv(2, 4, 31, 20, 5, kv_heads=2).items()}
     t |= {"sinks": normal(4).double(), "alibi_slopes": normal(4).double()}
     grads = ["dq", "dk", "dv", "dsinks"]
@@ -165,7 +165,7 @@ def test_a_long_sequence_is_taken_some_queries_at_a_time(
 def test_what_is_materialised_is_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     t = {name: x.double() for name, x in qkv(1, 1, 1024, 1024, 16).items()}
     matrix = 1024 * 1024 * 8
-    monkeypatch.setattr(formula, "CHUNK", 1 << 14)  # an eighth of a MiB; the whole matrix is 8
+    monkeypatch.setattr(formula, "CHUNK", 1 << 14)  # an eighth of a MiB; the whole matrix has 8 MiB
     for solve in (forward, backward):
         with Made() as made:
             solve("reference", t)

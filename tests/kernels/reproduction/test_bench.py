@@ -1,4 +1,4 @@
-"""Cases are timed in turn, and rounds beside other programs do not count."""
+"""Timed cases take turns, and rounds during which other programs run do not count."""
 
 from __future__ import annotations
 

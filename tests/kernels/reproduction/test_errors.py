@@ -1,4 +1,4 @@
-"""The measured errors are those from PyTorch and from float64."""
+"""Errors are measured as differences from PyTorch and from float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Products and tanh have the same bits alone and among others."""
+"""Products and tanh have the same bits for one sequence alone and among others."""
 
 import itertools
 
@@ -27,7 +27,7 @@ SIZES = (1, 2, 3, 9, 18, 34, 128, 300)
 
 @pytest.mark.parametrize("rows", SIZES)
 def test_a_product_has_the_same_bits_alone_and_among_others(rows):
-    """Products are plain, added, or with one matrix transposed, as in the tiles of forward and gradient."""
+    """Plain, added and transposed products, as in the tiles, have the same bits alone and among others."""
     for inner, columns in itertools.product(SIZES, SIZES):
         a, b, c = normal(3, rows, inner), normal(3, inner, columns, seed=1), normal(3, rows, columns, seed=2)
         layouts = [(a, b), (a.mT.contiguous().mT, b), (a, b.mT.contiguous().mT)]

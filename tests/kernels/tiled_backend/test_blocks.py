@@ -1,4 +1,4 @@
-"""Block masks in tiles are right: drawn ones, and every pair of options."""
+"""The tile loop is right for random block masks, and for block masks with every pair of options."""
 
 from dataclasses import replace
 from typing import Any
@@ -28,7 +28,7 @@ with_blocks = problems(
 @given(problem=with_blocks)
 @settings(max_examples=50, deadline=None)
 def test_any_blocks_in_tiles(problem: Any) -> None:
-    """Forward and backward equal float64 with the dense mask."""
+    """Forward and backward with random block masks equal float64 with the dense mask."""
     tensors, options = problem
     check("tiled", tensors, **options)
     whole = dict(tensors)

@@ -1,4 +1,4 @@
-"""Cells have the flags of their scores, one by one, and each cell that is seen is in one group once."""
+"""A cell's flags agree with each of its scores, and each cell with a visible score is in exactly one group."""
 
 import numpy as np
 import torch

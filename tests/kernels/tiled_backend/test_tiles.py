@@ -16,7 +16,7 @@ from tests.support.kernels.made import Made
 from tests.support.kernels.problems import Sizes, problems
 from tests.support.kernels.solving import backward, forward, normal, qkv
 
-# Tiles are small, so that few rows cross many.
+# Tiles are small, so that few rows span many tiles.
 SIZES = Sizes(
     q_len=st.integers(1, 70), kv_len=st.integers(0, 70), dim=st.integers(1, 40), value_dim=st.integers(1, 40),
     batch=st.integers(1, 2), kv_heads=st.integers(1, 2), group=st.integers(1, 3),
@@ -62,7 +62,7 @@ def test_a_gradient_alone_is_as_among_others(grad: str) -> None:
 def test_the_gradient_of_a_mask_of_each_scores_own_is_written_whole(
     options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No old memory contents remain where a mask hides a tile's keys or a length hides rows."""
+    """The gradient has no old memory contents where a mask hides a tile's keys or a length hides rows."""
     monkeypatch.setattr(tiles, "BACKWARD_TILE", (16, 24))
     t = qkv(2, 2, 70, 90, 8) | {"attn_mask": normal(2, 2, 70, 90).to(dtype)}
     for lengths in ({}, {"q_lengths": torch.tensor([70, 41]), "kv_lengths": torch.tensor([0, 77])}):
@@ -72,13 +72,13 @@ def test_the_gradient_of_a_mask_of_each_scores_own_is_written_whole(
             problem.outputs["dattn_mask"].fill_(torch.nan)
             run([problem], backend)
             grad = problem.outputs["dattn_mask"]
-            results.append(grad.float() if dtype == torch.float64 else grad)  # `tiled` computes in it
+            results.append(grad.float() if dtype == torch.float64 else grad)  # `tiled` computes in float32
         torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("block", [(16, 16), (32, 8), (7, 50), (1000, 1000)])
 def test_dropout_does_not_depend_on_the_tiles(block: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every split drops the same probabilities, also at offsets that are no multiple of 4."""
+    """Every division into tiles drops the same probabilities, also at offsets that are no multiple of 4."""
     t = qkv(1, 2, 50, 60, 8)
     t["v"] = torch.eye(60, device=DEVICE).expand(1, 2, 60, 60).contiguous()  # o is P after dropout
     options: dict[str, Any] = {"dropout_p": 0.4, "dropout_seed": 3, "window": (20, 9)}
@@ -88,7 +88,7 @@ def test_dropout_does_not_depend_on_the_tiles(block: tuple[int, int], monkeypatc
 
 
 def test_sharp_softmax_does_not_overflow() -> None:
-    """Scores of ±thousands: the running maximum keeps every exponent at or below 0."""
+    """Scores of ±thousands do not overflow: the running maximum keeps every exponent at or below 0."""
     t = qkv(1, 2, 40, 300, 16)
     t["q"] *= 1000
     report = verify(t, Options(backend="tiled"))
@@ -104,7 +104,7 @@ def test_sharp_softmax_does_not_overflow() -> None:
 
 @pytest.mark.parametrize("solve", [forward, backward])
 def test_a_tile_is_a_fraction_of_the_materialised(solve: Callable[..., object]) -> None:
-    """It is less than a hundredth of a float32 matrix of scores."""
+    """A tile takes less than a hundredth of the memory of a float32 matrix of all scores."""
     n = 8192
     t = qkv(1, 1, n, n, 16)
     with Made() as made:
@@ -113,7 +113,7 @@ def test_a_tile_is_a_fraction_of_the_materialised(solve: Callable[..., object]) 
 
 
 def test_a_tile_of_many_heads_is_no_larger_than_that_of_one() -> None:
-    """A mask gradient shared by 32 heads is not cut by heads: tiles of 1024 × 256 would hold 32 MiB."""
+    """Tiles of a mask gradient shared by 32 heads, not cut by heads, are small: 1024 × 256 would take 32 MiB."""
     t = qkv(1, 32, 1024, 1024, 8) | {"attn_mask": normal(1024, 1024)}
     with Made() as made:
         backward("tiled", t, grads=["dattn_mask"])
@@ -122,7 +122,7 @@ def test_a_tile_of_many_heads_is_no_larger_than_that_of_one() -> None:
 
 @pytest.mark.parametrize("size", [(5, 5, 6), (300, 300, 64), (129, 130, 20)], ids=str)
 def test_the_bits_of_a_head_do_not_depend_on_the_others(size: tuple[int, int, int]) -> None:
-    """Keys fill more than a tile, and rows are no whole number of vectors, as in one request of a JAX vmap."""
+    """A head has the same bits among others, with keys in several tiles and partial vectors, as in a JAX vmap."""
     t = qkv(2, 6, *size) | {"sinks": normal(6)}
     names = ["dq", "dk", "dv", "dsinks"]
     o, grads = (

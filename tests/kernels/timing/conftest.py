@@ -1,4 +1,4 @@
-"""A fixture for the time that the clocks read."""
+"""A fixture that replaces the time that the clocks read."""
 
 import pytest
 
@@ -8,11 +8,11 @@ from tests.support.kernels.simulated_time import Time
 
 @pytest.fixture
 def time(monkeypatch: pytest.MonkeyPatch) -> Time:
-    """Replace the time that the clocks read."""
+    """Replace the time that the clocks read by a simulated time."""
     made = Time()
     monkeypatch.setattr(clock, "perf_counter", made.seconds)
     monkeypatch.setattr(clock, "perf_counter_ns", lambda: round(made.seconds() * 1e9))
-    # The peaks are never measured with this clock, whether or not another test has measured them.
+    # Known peaks keep these tests from measuring peaks with this clock.
     monkeypatch.setattr(device, "_copies", {"cpu": 1.0})
     monkeypatch.setattr(device, "_products", {("cpu", "float32"): 1.0})
     return made

@@ -1,4 +1,4 @@
-"""FLOPs and bytes equal counts by hand; cases and presets are checked without torch."""
+"""FLOPs and bytes of cases equal counts by hand; cases and presets are checked without torch."""
 
 import subprocess
 import sys

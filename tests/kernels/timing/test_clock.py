@@ -1,4 +1,4 @@
-"""Clocks time each call without the pauses, and without what Python takes to enqueue it."""
+"""A clock times each call without pauses, and without the time in which Python enqueues the call."""
 
 import contextlib
 import os
@@ -89,7 +89,7 @@ def test_a_gpus_time_is_without_what_python_takes_to_enqueue(
 @pytest.mark.parametrize(
     "call",
     [
-        lambda device: device.call(0.1, 0.5, waits=True),  # reads its result
+        lambda device: device.call(0.1, 0.5, waits=True),  # reads the result of its work
         lambda device: device.call(100.0, 0.5),  # mostly Python, little GPU work
     ],
 )
@@ -106,7 +106,7 @@ def test_a_call_that_no_pause_covers_is_timed_with_its_host(
 
 
 def test_the_median_is_known_by_order_statistics() -> None:
-    assert uncertainty([1.0, 2.0, 4.0]) == (4 - 1) / 2 / 2  # few: their whole range
+    assert uncertainty([1.0, 2.0, 4.0]) == (4 - 1) / 2 / 2  # few times: their whole range
     many = [100 + (n % 10) for n in range(1000)]
     assert 0 < uncertainty(many) < 0.01  # 31 ranks on each side of the middle: one or two of ten values
     assert uncertainty([5.0] * 10) == 0
@@ -131,7 +131,7 @@ def test_waiting_for_a_core_is_counted() -> None:
     load = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
     try:
         while (clock.waited_ms() or 0.0) <= before:
-            sum(range(10_000))  # waits at times, beside as many others
+            sum(range(10_000))  # waits now and then, with other work at the same time
     finally:
         for each in load:
             each.kill()

@@ -22,7 +22,7 @@ def answers(case: Case, t: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("backend", ON_CPU)
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "q_len", "kv_len", "causal"),
-    # Causal with fewer keys than queries is missing: naive attention gives NaN for rows that see no key.
+    # Causal with fewer keys than queries is left out: naive attention gives NaN for rows that see no key.
     [(2, 2, 33, 33, False), (2, 2, 33, 33, True), (4, 2, 20, 31, False), (4, 2, 20, 31, True), (3, 3, 31, 20, False)],
 )
 def test_answers_are_the_references(

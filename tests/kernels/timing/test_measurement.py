@@ -1,4 +1,4 @@
-"""A measurement fills each field of a row, walks a grid, and gives the device back between slices."""
+"""A measurement fills each field of a row, runs a grid of cases, and releases the device between slices."""
 
 import math
 import subprocess
@@ -81,7 +81,7 @@ def test_a_row_has_every_field_and_they_agree() -> None:
 def test_a_time_above_the_roof_is_measured_again(
     time: Time, monkeypatch: pytest.MonkeyPatch, ticks_ms: list[float], ms: float, above: bool
 ) -> None:
-    """At the peaks of `time` no call can be shorter than 0.03 ms; the longer time counts."""
+    """A time below the roof, which is 0.03 ms at the peaks of `time`, is measured again, and the longer time counts."""
     tiled, ticks = implementations.IMPLEMENTATIONS["tiled"], iter(ticks_ms)
 
     def make(*about: Any) -> Any:
@@ -91,7 +91,7 @@ def test_a_time_above_the_roof_is_measured_again(
     monkeypatch.setitem(implementations.IMPLEMENTATIONS, "tiled", replace(tiled, make=make))
     row, _ = finish(measure(small("tiled"), timing=QUICK))
     assert (row["skipped"], row["ms"], row["roofline_percent"] > 100) == (None, pytest.approx(ms), above)
-    assert next(ticks, None) is None  # all were used
+    assert next(ticks, None) is None  # all times were used
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward", "both"])
@@ -117,7 +117,7 @@ def test_what_cannot_run_is_a_row_with_the_reason(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_lost_device_ends_all_with_the_row_of_the_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU every call after an illegal access fails, too."""
+    """An illegal access, after which every call on a GPU fails, ends the measurement with the row of the case."""
 
     def gone(*_: object) -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
@@ -136,7 +136,7 @@ def test_a_lost_device_ends_all_with_the_row_of_the_case(monkeypatch: pytest.Mon
 
 @pytest.fixture
 def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Set two threads: the memory of a thread is bounded, but the number of a machine's threads is not."""
+    """Set two threads, because memory is bounded for each thread and machines have different numbers of threads."""
     before = torch.get_num_threads()
     monkeypatch.setattr(reproducible, "CORES", 2)
     torch.set_num_threads(2)
@@ -146,7 +146,7 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 @pytest.mark.slow
 def test_naive_memory_grows_with_the_square_and_ours_with_the_length(two_threads: int) -> None:
-    """It runs in a separate process: it measures a whole process, and other tests leave threads in this one."""
+    """Memory of `naive` grows with the square, ours with the length, measured in a process without other threads."""
     code = f"import torch; torch.set_num_threads({two_threads}); from {__name__} import check_memory; check_memory()"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
 
@@ -162,7 +162,7 @@ def check_memory() -> None:
     for length in (1024, 2048):
         matrix = 2 * length * length * 4
         assert abs(peak("naive", length) - 2 * matrix) < noise  # S and P
-        assert peak("naive", length, "backward") > 3 * matrix - noise  # and dP, beside the forward's
+        assert peak("naive", length, "backward") > 3 * matrix - noise  # and dP, besides the matrices of the forward
         for backend in ("tiled", "torch"):
             linear = 2 * length * 16 * 4  # a tensor of q's size: there are five, as given, scaled or aligned
             assert peak(backend, length) < 10 * linear + tiles + noise
@@ -170,10 +170,10 @@ def check_memory() -> None:
 
 
 def test_a_slice_ends_at_its_bound_and_a_pause_is_not_counted(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If every call exceeds the bound, each has its slice. If no call does, all repeats share one slice."""
+    """If every call exceeds the time bound, each has a slice; if no call does, all repeats share one slice."""
     monkeypatch.setattr(measurement, "_fewer", lambda ms, timing: None)
     monkeypatch.setattr(measurement, "held_bytes", lambda algorithms, case: 0)
-    time.tick_ms = 2.0  # below the roof
+    time.tick_ms = 2.0  # less than the roof allows
     stages = 4 + 2  # four inputs, a first call, and the call that measures memory
     for slice_ms, slices_of_repeats in ((1e-6, 30), (1e6, 1)):
         timing = Timing(precision=1e-9, max_seconds=60, warmup_ms=0, slice_ms=slice_ms, min_repeats=30, max_repeats=30)
@@ -185,7 +185,7 @@ def test_a_slice_ends_at_its_bound_and_a_pause_is_not_counted(time: Time, monkey
             except StopIteration as end:
                 row = end.value
                 break
-            time.now_ms += 4096  # others use the device
+            time.now_ms += 4096  # other programs use the device
             paused += 4096
         assert row["repeats"] == 30
         assert len(slices) == stages + slices_of_repeats
@@ -248,7 +248,7 @@ def test_what_fails_while_it_compiles_says_so() -> None:
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the thread counts that were set; torch starts with four. Peaks are known; memory is not measured."""
+    """Return the thread counts that were set; torch starts with four. Peaks are known, and memory is not measured."""
     seen: list[int] = [4]
     monkeypatch.setattr(torch, "get_num_threads", lambda: seen[-1])
     monkeypatch.setattr(torch, "set_num_threads", seen.append)
@@ -306,7 +306,7 @@ def test_a_row_is_marked_where_threads_waited_for_a_core(
 def test_memory_below_what_the_algorithm_holds_is_measured_again_or_marked(
     time: Time, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    time.tick_ms = 1.0  # below the roof
+    time.tick_ms = 1.0  # less than the roof allows
     case = small("naive", q_len=128)
     min_bytes = held_bytes(("naive_forward",), case)
     assert min_bytes == 2 * 128 * 16 * 4 + 2 * 128 * 128 * 4  # o, and the matrix

@@ -1,4 +1,4 @@
-"""A caller's own function is called by the names of its own parameters, with the options that differ alone."""
+"""A caller's own function is called by its parameters' names, with only the options that differ from the defaults."""
 
 from typing import Any
 

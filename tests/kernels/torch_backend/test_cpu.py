@@ -42,7 +42,7 @@ def test_a_problem_runs_again_with_other_numbers(
     direction: str, options: dict[str, Any], threads: int, queries: int, keys: int, dtype: torch.dtype, with_lse: bool,
     several: bool,
 ) -> None:  # fmt: skip
-    """This holds on several threads, for parts whose sums threads share, and for many short sequences."""
+    """A problem runs again with other numbers on several threads, with shared sums, and with many short sequences."""
     batch = native_forward.TOGETHER if several else 2
     queries, keys = (min(queries, 5), min(keys, 5)) if several else (queries, keys)
     if direction == "backward":
@@ -54,7 +54,7 @@ def test_a_problem_runs_again_with_other_numbers(
     tensors = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
 
     def with_forward() -> dict[str, torch.Tensor]:
-        """Return the tensors, and for gradients with their forward, `o` and `lse`."""
+        """Return the tensors, for gradients with `o` and `lse` of their forward."""
         if direction == "forward" or not with_lse:
             return tensors
         inputs = {name: tensors[name] for name in "qkv"}
@@ -77,7 +77,7 @@ def test_a_problem_runs_again_with_other_numbers(
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_problem_that_is_dropped_frees_its_memory(direction: str) -> None:
-    """Its calls refer to its tensors, and not to the problem: no cycle waits for the garbage collector."""
+    """A dropped problem frees its memory at once: its calls refer to its tensors, not to the problem in a cycle."""
     tensors = {name: torch.randn(1, 1, 4, 16) for name in ("q", "k", "v", "do")[: 3 if direction == "forward" else 4]}
     problem = problem_of(direction, tensors, {}, 1)
     outputs(problem, direction)

@@ -35,7 +35,7 @@ FEW = {  # each value once; the other combinations are slow
     ],
 )
 def test_bits_are_the_same_in_pages_of_any_size_in_any_order(size: int, layout: str, dtype: torch.dtype) -> None:
-    """Some sequences have consecutive pages, others scattered ones; strided or not."""
+    """Pages of any size and order give the same bits: consecutive, scattered, and strided or not."""
     t = {n: x for n, x in qkv(2, 4, 1, 2600, 16, kv_heads=2, dtype=dtype).items() if n != "do"}
     t["kv_lengths"] = torch.tensor([2600, 2050])
     if layout != "bhsd":
@@ -59,7 +59,7 @@ def test_bits_are_the_same_in_pages_of_any_size_in_any_order(size: int, layout: 
 
 @pytest.mark.parametrize("size", [CHUNK, 2 * CHUNK])
 def test_pages_of_whole_chunks_anywhere_and_shared_have_the_bits_of_each_sequence_alone(size: int) -> None:
-    """Chunks of all sequences are read in page order, from a larger pool, with a shared first chunk."""
+    """Chunks anywhere in a larger pool, read in page order with a shared first one, give each sequence its bits."""
     pages = 4 * CHUNK // size
     numbers = torch.randperm(64, generator=torch.Generator().manual_seed(0))[: 3 * pages].view(3, pages).int()
     numbers[1:, 0] = numbers[0, 0]
@@ -92,7 +92,7 @@ def test_scores_of_minus_infinity_and_nan_in_pages(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("rows", [1, 3, 8])
 @pytest.mark.parametrize("kv_len", [1024, 3333])
 def test_bits_do_not_depend_on_the_number_of_threads(rows: int, kv_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Threads share the chunks of a head's keys, also with a window."""
+    """Any number of threads that share the chunks of a head's keys gives the same bits, also with a window."""
     monkeypatch.setattr("flashpoint_kernels.native.forward._LEAST_BYTES", 1)
     for heads, options in itertools.product((1, 3), ({}, {"causal": True, "window": (1500, -1)})):
         t = {n: x for n, x in qkv(2, heads, rows, kv_len, 64).items() if n != "do"}
@@ -134,7 +134,7 @@ def test_many_short_sequences_have_the_bits_of_few_at_a_time(
     layout: str, lengths: set[str], more: str, options: dict[str, Any], dtype: torch.dtype, threads: int, seed: int,
     pages: bool,
 ) -> None:  # fmt: skip
-    """Tasks of many sequences are made in one step, tasks of few sequences one after another."""
+    """Tasks of many short sequences, computed in one step, have the bits of few, computed one after another."""
     n, q_len, kv_len = (300, 18, 35) if more == "blocks" else (300, 3, 9)
     generator = torch.Generator().manual_seed(seed)
     t = qkv(n, 4, q_len, kv_len, 16, kv_heads=2, dtype=dtype)

@@ -12,7 +12,7 @@ EVERY = 5  # every fifth answer is lost, or its memory leaks
 
 
 class Seeded:
-    """A counter of occasions, which decides at which the bug shows."""
+    """Count occasions, and decide at which of them the bug shows."""
 
     def __init__(self, name):
         self.name = name

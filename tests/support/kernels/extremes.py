@@ -15,12 +15,12 @@ from torch import Tensor
 
 from tests.support.kernels.solving import normal, qkv
 
-ROW, KEY, COLUMN = 2, 4, 3  # the position of the one element: row of a query, row of a key, column
+ROW, KEY, COLUMN = 2, 4, 3  # the position of the changed element: row of a query, row of a key, column
 
 PLACES = {"q": (ROW, COLUMN), "k": (KEY, COLUMN), "v": (KEY, COLUMN), "do": (ROW, COLUMN), "attn_mask": (ROW, KEY)}
 ANSWERS = ("o", "lse", "dq", "dk", "dv")
 
-# "Its" row or column is that of the element. All other numbers have the bits that they have without the extreme value.
+# "Its" refers to the changed element. All other numbers have the bits that they have without the extreme value.
 WORDS = {
     "kept": "as without it",
     "row": "its row is NaN",
@@ -41,7 +41,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Extreme:
-    """A `value` at a `place`; `answers` has a word for each of ANSWERS."""
+    """An extreme `value` at a `place` of the inputs; `answers` has a word of `WORDS` for each of ANSWERS."""
 
     place: str
     value: str
@@ -53,7 +53,7 @@ class Extreme:
         return f"{self.value} in {self.place}"
 
     def tensors(self, dtype: str) -> dict[str, Tensor]:
-        """Return the inputs of a gradient, with the extreme value."""
+        """Return the inputs of a gradient problem, with the extreme value in one of them."""
         t = plain(dtype)
         edge = t[self.place][0, 0]
         if self.value in ONE:

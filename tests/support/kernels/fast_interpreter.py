@@ -1,8 +1,8 @@
 """Make Triton's interpreter faster by more than a third.
 
-Two changes leave its results unchanged. Whenever one kernel calls another, it searches `triton.language` and replaces
-its functions: here it does so once in each process, since an interpreting process compiles nothing. It builds a table
-of dtypes for every operator of a kernel: here it looks each dtype up once.
+Two changes leave the results unchanged. The interpreter searches `triton.language` and replaces its functions at each
+call between kernels; this module does so once in each process, since an interpreting process compiles nothing. The
+interpreter builds a table of dtypes for every operator of a kernel; this module looks each dtype up once.
 """
 
 from types import FunctionType
@@ -11,13 +11,13 @@ from typing import Any
 import triton
 from triton.runtime import interpreter
 
-_own: dict[str, Any] = {}  # the interpreter's functions
+_own: dict[str, Any] = {}  # the interpreter's original functions
 _replaced: dict[tuple[bool, bool], Any] = {}
 _dtypes: dict[str, Any] = {}
 
 
 def _replace_once(fn: FunctionType) -> Any:
-    """Like `_patch_lang`, return the object that undoes the changes. Repeated calls change nothing."""
+    """Replace the functions once; like `_patch_lang`, return the object that undoes the changes."""
     names = fn.__globals__.values()
     seen = any(value is interpreter.tl for value in names), any(value is interpreter.tl.core for value in names)
     if seen not in _replaced:

@@ -28,7 +28,7 @@ from flashpoint_kernels.triton_backend.kernels.interpret import dot
 
 PATIENCE = 60.0  # seconds that a role waits for another
 
-observed: deque[int] = deque(maxlen=10_000)  # running copies at the issue of each product
+observed: deque[int] = deque(maxlen=10_000)  # number of running copies when each product is issued
 
 _Role = tuple[Callable[..., None], tuple[Any, ...]]
 
@@ -94,10 +94,10 @@ class _Stage:
     """The roles of one program: one runs at a time, and a role at a barrier lets all others run first."""
 
     def __init__(self) -> None:
-        self.turn = threading.Condition()  # the running role holds it
+        self.turn = threading.Condition()  # the running role holds this condition
         self.roles = 1  # unfinished roles
         self.waiting: list[Callable[[], bool]] = []  # the conditions that roles wait for
-        self.gave_way: list[object] = []  # they continue in this order
+        self.gave_way: list[object] = []  # roles continue in this order
         self.raised: list[BaseException] = []
         self.copies: list[np.ndarray] = []  # the tiles of running copies
 
@@ -159,7 +159,7 @@ class _Barrier:
 
     def __init__(self) -> None:
         self.arrivals = self.missing = self.phase = self.bytes = 0
-        self.copies: list[Callable[[], int]] = []  # running; each returns how many bytes came
+        self.copies: list[Callable[[], int]] = []  # running copies; each call returns how many bytes came
 
     def arrive(self, count: int) -> None:
         self.missing -= count

@@ -1,4 +1,4 @@
-"""The sizes of tensors that operators make: a computation's memory, independent of the process's other work."""
+"""Record the sizes of tensors that operators make, as a computation's memory without the process's other work."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class Made(TorchDispatchMode):
-    """A mode whose `largest` is the bytes of the largest tensor that an operator makes in this thread."""
+    """A dispatch mode; `largest` is the size in bytes of the largest tensor that an operator makes in this thread."""
 
     largest = 0
 

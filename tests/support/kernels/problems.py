@@ -25,7 +25,7 @@ Tensors = dict[str, Tensor]
 
 
 class Sizes(NamedTuple):
-    """The sizes of problems: those at the edges of a backend's tiles, chunks and registers."""
+    """Strategies for the sizes of problems, with those at the edges of a backend's tiles, chunks and registers."""
 
     q_len: st.SearchStrategy[int]
     kv_len: st.SearchStrategy[int]

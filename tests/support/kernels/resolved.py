@@ -68,7 +68,7 @@ def _answer(problems: Sequence[Problem], run: Callable[[Sequence[Problem]], None
 
 
 def verify(tensors: Mapping[str, Tensor], options: Options | None = None, **more: Any) -> Any:
-    """Resolve the launches of `verify`; another backend is verified."""
+    """Resolve the launches that `verify` makes for `triton`; pass any other backend to the real `verify`."""
     options = options or Options()
     if options.backend not in ("auto", "triton") or more:
         return _verify(tensors, options, **more)
@@ -82,7 +82,7 @@ def verify(tensors: Mapping[str, Tensor], options: Options | None = None, **more
 
 
 def available_backends(device: str) -> tuple[str, ...]:
-    """Return the backends of a GPU, for any device of the tensors."""
+    """Return the backends of a GPU, whatever the device of the tensors is."""
     return ("triton", "torch", "tiled", "reference")
 
 

@@ -1,4 +1,4 @@
-"""The caches that a call uses."""
+"""Empty the caches that a call uses."""
 
 from flashpoint_contract import spec
 from flashpoint_kernels import functional

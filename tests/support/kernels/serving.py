@@ -19,8 +19,8 @@ def in_pages(
 ) -> dict[str, Tensor]:
     """Return the same problem in pages in any order, with `spare` more pages than needed.
 
-    Memory of no sequence is NaN (in int8 -1), and the numbers of unneeded pages are
-    outside the pool. `strided`: pages are apart. In layout `thd`, cu_seqlens_k becomes kv_lengths.
+    Memory outside the sequences is NaN (in int8 -1), and page numbers that no key needs are
+    outside the pool. With `strided`, pages are apart. In layout `thd`, cu_seqlens_k becomes kv_lengths.
     """
     paged = dict(tensors)
     if layout == "thd":
@@ -48,7 +48,7 @@ def is_of_rows(tensors: Mapping[str, Tensor], scale: str) -> bool:
 def _pooled(
     t: Tensor, layout: str, table: Tensor, lengths: list[int], pool: tuple[int, int], strided: bool, of_scale: bool
 ) -> Tensor:
-    """Return rows of keys in pages of the layout, copied row by row, so that it shares no code with the tested one."""
+    """Return rows of keys in pages, copied row by row, so that this code shares nothing with the tested code."""
     if layout == "bhsd":
         t = t.transpose(1, 2)  # rows before heads, as in the other layouts
     number, size = pool
@@ -68,7 +68,7 @@ def _pooled(
 def of_eight_bits(
     tensors: Mapping[str, Tensor], layout: str, dtype: str = "int8", form: str = "row", *, sequences: int = 2
 ) -> dict[str, Tensor]:
-    """Return the problem with k and v in 8 bits, and scales in one of FORMS."""
+    """Return the problem with 8-bit k and v, and with scales in one of FORMS."""
     quantized, heads = dict(tensors), tensors["k"].shape[1 if layout == "bhsd" else -2]
     for n, name in enumerate("kv"):
         values, scale = quantize(tensors[name], DTYPES[dtype])

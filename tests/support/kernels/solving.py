@@ -40,7 +40,7 @@ MEMORY = ("plain", "apart", "slice", "turned", "odd")
 def restrided(t: Tensor, memory: str) -> Tensor:
     """Return the same numbers in other memory.
 
-    Every second element of wider rows, beside NaN; a slice of wider rows; transposed; or at an odd address.
+    They are every second element of wider rows, beside NaN; a slice of wider rows; transposed; or at an odd address.
     """
     if memory == "apart":
         return torch.stack([t, torch.full_like(t, torch.nan)], -1)[..., 0]

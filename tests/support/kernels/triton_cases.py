@@ -47,7 +47,7 @@ def possible(case: dict[str, Any]) -> bool:
 
 
 def pairs() -> list[dict[str, Any]]:
-    """Return a covering array: cases with every possible pair of levels of two factors. Greedy, from a seed."""
+    """Return a covering array: cases with every possible pair of levels of two factors, by a seeded greedy search."""
     rng = Random(11)
 
     def pairs_of(case: dict[str, Any]) -> set[Any]:
@@ -137,7 +137,7 @@ def options_of(case: dict[str, Any], **more: Any) -> Options:
 
 
 def name_of(case: dict[str, Any]) -> str:
-    """Return the levels in which `case` differs from the plain one."""
+    """Return a name of the levels in which `case` differs from the plain case."""
     return "-".join(f"{n}={v}" for n, v in case.items() if v != PLAIN[n]).replace(" ", "") or "plain"
 
 
@@ -155,7 +155,7 @@ CASES = pairs()
 
 
 def each_pair() -> Iterator[Any]:
-    """Yield backend and case. A third of the Triton cases is slow, and the rest is in the wide sweep."""
+    """Yield pairs of backend and case. A third of the Triton cases is slow, and the rest is in the wide sweep."""
     for backend, (n, case) in product(BACKENDS, enumerate(CASES)):
         if backend != "reference":
             marks = [] if backend != "triton" else pytest.mark.full if n % 3 else pytest.mark.slow

@@ -46,7 +46,7 @@ def case(
     arguments=None,
     **parameters,
 ):
-    """Return one call. `arguments` are more arguments of the client's `infer`."""
+    """Return one call; `arguments` are further arguments of the client's `infer`."""
     names = tensors or (GRAD if model == "attention_grad" else "qkv")
     inputs = {
         n.partition(".")[0]: {"tensor": n if "." in n else f"{n}.{datatype}", "datatype": datatype} for n in names

@@ -85,7 +85,7 @@ class Caller:
         return Answer(Response.FromString(answer), call)
 
     def begin(self, message, **how):
-        """Start the same call in the background without a deadline; return it, with `result` and `cancel`."""
+        """Start `infer` in the background without a deadline; return the call, with `result` and `cancel`."""
         return self.method("ModelInfer").future(message.SerializeToString(), **how)
 
     def ask(self, name, service=SERVICE, /, **fields):

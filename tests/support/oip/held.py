@@ -65,7 +65,7 @@ class HeldServer(GatedServer):
             yield call
 
     def overdue(self):
-        """Let a call's deadline pass while it is inside: deadlines double until one is long enough to get there."""
+        """Let a deadline pass while the call is inside the server: deadlines double until one is long enough."""
         inside = self.inside()
         for doubling in range(10):
             call = self.begin("overdue", timeout=0.25 * 2**doubling)
@@ -84,7 +84,7 @@ class HeldServer(GatedServer):
         return json.loads(self.asked("/info"))["load"]["requests"]
 
     def wait_inside(self, count):
-        """Wait until `count` requests are inside."""
+        """Wait until `count` requests are inside the server."""
         wait_for(lambda: self.inside() == count, lambda: f"{self.inside()} inside, never {count}")
 
     def metrics(self):

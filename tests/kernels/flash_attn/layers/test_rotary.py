@@ -1,4 +1,4 @@
-"""The rotary embedding turns pairs of columns by the positions of rows."""
+"""The rotary embedding rotates pairs of columns by an angle that depends on the position of the row."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def test_rotary_turns_pairs_by_position(
 
 @pytest.mark.parametrize("scale_base", [None, 8.0])
 def test_the_layer_turns_q_and_k_and_leaves_v(scale_base: float | None) -> None:
-    """With XPos the product of q and k decays with their distance alone."""
+    """The layer leaves v unchanged; with XPos the product of q and k depends on their distance alone, and decays."""
     layer = rotary.RotaryEmbedding(16, scale_base=scale_base, device=DEVICE)
     qkv = normal(1, 6, 3, 1, 16)
-    qkv[:] = qkv[:, :1]  # the same q and k at each position
+    qkv[:] = qkv[:, :1]  # q and k are the same at each position
     before = qkv.clone()
     assert layer(qkv) is qkv
     q, k, _ = qkv[0, :, :, 0].double().unbind(1)

@@ -1,4 +1,4 @@
-"""The bounds of errors forgive the rounding of each data type, and no more."""
+"""The bounds of errors allow the rounding of each data type, and no larger error."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from tests.support.kernels.verified import sdpa, told
 
 @pytest.mark.parametrize(("off", "ok"), [(0.0, True), (1e-7, True), (1e-4, False)])
 def test_what_cancels_is_forgiven_its_rounding(off: float, ok: bool) -> None:
-    """With one key, dq is 0, and its error is the rounding of rowsum(o*do)."""
+    """With one key, the exact dq is 0, and the bound allows an error as large as the rounding of rowsum(o*do)."""
     t = qkv(1, 1, 6, 1, 16)
     (dq,) = verify(t, answers={"dq": torch.full_like(t["q"], off)}).tensors
     assert dq.rule == "the rounding of float32, element by element"
@@ -22,7 +22,7 @@ def test_what_cancels_is_forgiven_its_rounding(off: float, ok: bool) -> None:
 
 
 def test_a_backend_is_forgiven_the_rounding_of_what_cancels() -> None:
-    """With one key of large values, torch's dq may be exact by chance."""
+    """The bound allows a backend this rounding, although torch's dq for one large key may be exact by chance."""
     t = qkv(1, 1, 6, 1, 16)
     t["v"] *= 1000
     errors = {e.name: e for e in verify(t, Options(backend="tiled")).tensors}
@@ -31,7 +31,7 @@ def test_a_backend_is_forgiven_the_rounding_of_what_cancels() -> None:
 
 
 def test_errors_between_the_bounds_are_imprecise() -> None:
-    """The whole formula runs in bfloat16, which rounds these scores by tenths."""
+    """Attention whose whole formula runs in bfloat16, which rounds these scores by tenths, is judged imprecise."""
     t = qkv(1, 2, 40, 50, 64, dtype=torch.bfloat16)
     t["q"] *= 8
     errors = {e.name: e for e in verify(t, answers=sdpa(t, SDPBackend.MATH)).tensors}
@@ -42,7 +42,7 @@ def test_errors_between_the_bounds_are_imprecise() -> None:
 
 
 def test_tf32_that_cuts_its_factors_is_right_where_it_is_allowed() -> None:
-    """Tensor cores truncate factors to ten bits. Each number loses nearly 2⁻¹⁰, and the errors do not cancel."""
+    """TF32 that truncates factors to ten bits, with errors near 2⁻¹⁰ that do not cancel, is right where allowed."""
 
     def cut(t: torch.Tensor) -> torch.Tensor:
         return (t.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)

@@ -1,4 +1,4 @@
-"""The places of wrong elements are said by sequence, head, row and column, as far as they form a pattern."""
+"""The judge says the sequences, heads, rows and columns of wrong elements if these form a pattern."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The causes of failures are those that explain more than the smallest case."""
+"""A reported cause of a failure explains more cases than the smallest one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.judge.corpus import RIGHT, WRONG
 
 
 def test_a_mistake_is_told_from_one_that_is_equal_in_the_smallest_case():
-    """Without keys to the left of the window, a missing window equals a window without a right side."""
+    """The judge tells a missing window from one without a right side, which are equal without keys to the left."""
     report = flashpoint_kernels.judge(WRONG["window_of_future"].function, quick=True, dtype="float32")
     assert [cause.code for cause in report.causes] == ["window-right"]
 
@@ -20,7 +20,7 @@ def wrong_with_two_keys(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -
 
 
 def test_no_cause_is_confirmed_by_cases_of_one_or_two_keys() -> None:
-    """Too many mistakes give the numbers of such cases."""
+    """Cases of one or two keys confirm no cause, because too many mistakes give the same answers there."""
     report = flashpoint_kernels.judge(wrong_with_two_keys, quick=True, dtype="float32")
     assert report.verdict == "wrong"
     assert [cause.confirmed for cause in report.causes] == [False]

@@ -1,4 +1,4 @@
-"""Without a change, the formula of the mistakes has the answers of float64; with one, only what it names is wrong."""
+"""Without a mistake, the formula in `mutants` equals float64; with one, only the answers that it names are wrong."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ SIZES: dict[str, Any] = {
 CASES = [
     {},
     {"causal": True},
-    {"causal": True, "q_len": 20},  # rows before the first key
+    {"causal": True, "q_len": 20},  # some rows come before the first key
     {"window": (3, 2), "scale": 0.3},
     {"softcap": 2.0, "mask": "bool"},
     {"mask": "float", "extras": ("alibi_slopes",)},
@@ -25,7 +25,7 @@ CASES = [
 
 
 def exact(case: Case, t: dict[str, Tensor], top_left: bool) -> dict[str, Tensor]:
-    """Return the answers of the reference in float64; torch's kernels take no part."""
+    """Return the answers of the reference in float64, without torch's attention kernels."""
     options: dict[str, Any] = {
         "causal": case.causal, "window": case.window, "softcap": case.softcap, "scale": case.scale,
         "causal_alignment": "top_left" if top_left else "bottom_right",
@@ -38,7 +38,7 @@ def exact(case: Case, t: dict[str, Tensor], top_left: bool) -> dict[str, Tensor]
 @pytest.mark.parametrize("top_left", [False, True])
 @pytest.mark.parametrize("backward_formula", [False, True])
 def test_without_a_change_the_answers_are_right(fields: dict[str, Any], top_left: bool, backward_formula: bool) -> None:
-    """The gradients come by autograd through the forward's formula, or from the formula of the backward."""
+    """The formula without a mistake is right, with gradients by autograd or by the formula of the backward."""
     case = Case(**(SIZES | fields))
     t = draw(case)
     none = Mistake("none", "", "", backward={"dq": 1.0} if backward_formula else {})

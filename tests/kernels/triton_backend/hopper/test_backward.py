@@ -1,4 +1,4 @@
-"""The gradients for Hopper load tiles while others are used, in several launches where one has too few descriptors."""
+"""The gradients for Hopper load tiles while they use others, in several launches if one has too few descriptors."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ pytestmark = ON_SM_90
 @pytest.mark.skipif(not INTERPRETED, reason="Triton's interpreter counts copies")
 @pytest.mark.usefixtures("hopper_path")
 def test_dq_loads_a_tile_of_keys_while_it_uses_two() -> None:
-    """A step of dQ uses two tiles of keys, and loads a third during all three products of each group of warps."""
+    """A step of dQ uses two tiles of keys, and loads a third tile during all three products of each group of warps."""
     tile = TILES.backward_q
     tiles = 7
     tensors = tensors_of(HALF, tile.block_m + 6, tiles * tile.block_n, batch=1)

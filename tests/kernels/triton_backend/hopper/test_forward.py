@@ -19,7 +19,7 @@ pytestmark = ON_SM_90
 def test_bits_do_not_depend_on_how_many_programs_share_out_the_blocks(
     multiprocessors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some blocks between others see no key; with 1,000 multiprocessors each block has a separate program."""
+    """Any number of multiprocessors gives the same bits, also if some blocks see no key or each block has a program."""
     g = torch.Generator().manual_seed(5)
 
     def problem(heads: int, q_len: int, kv_len: int) -> Problem:

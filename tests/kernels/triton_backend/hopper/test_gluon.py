@@ -1,4 +1,4 @@
-"""Triton's interpreter does not run Gluon, and the path for Hopper says so."""
+"""Triton's interpreter does not run Gluon, and the path for Hopper raises an error that says so."""
 
 import sys
 from importlib import import_module

@@ -1,4 +1,4 @@
-"""A call is known by its kernel, tile and constants; calls run in order, and errors of a compilation come back."""
+"""A call is identified by its kernel, tile and constants; calls run in order, and raise the errors of a compilation."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -54,7 +54,7 @@ def test_mixed_requests_in_one_launch_equal_each_alone(seed: int, count: int, fe
 
 @pytest.mark.slow
 def test_a_sequence_has_its_bits_first_middle_last_and_in_any_batch() -> None:
-    """A sequence alone also equals the same sequence in a request with B = 3."""
+    """A sequence has the same bits alone, first, middle or last in any batch, and in a request with B = 3."""
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn((3, 2, s, 16), generator=g).to(DEVICE) for s in (70, 90, 90))
     options = Options(causal=True, return_lse=True)
@@ -72,7 +72,7 @@ def test_a_sequence_has_its_bits_first_middle_last_and_in_any_batch() -> None:
     ids=name_of,
 )  # fmt: skip
 def test_what_scratch_held_before_changes_no_bit(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels load scratch in whole blocks: unwritten parts and neighbouring memory, here NaN, must not matter."""
+    """Old contents of scratch change no bit: kernels load whole blocks, with NaN in unwritten parts and beside them."""
     tensors, options = tensors_of(case, 70 if case["group"] > 1 else 37, 70), options_of(case)
 
     def answers() -> dict[str, torch.Tensor]:
@@ -96,7 +96,7 @@ def test_what_scratch_held_before_changes_no_bit(case: dict[str, Any], monkeypat
 
 
 def test_repeats_are_bitwise_equal() -> None:
-    """50 repeats on a GPU would show a race. The interpreter cannot race; there they show that no state is left."""
+    """50 repeats on a GPU would show a race; the interpreter cannot race, and there they show that no state is left."""
     rng = random.Random(5)
     options = Options(causal=True, return_lse=True, dropout_p=0.2, dropout_seed=3)
     tensors = drawn_request(rng, 5, {"layout": "bhsd"})

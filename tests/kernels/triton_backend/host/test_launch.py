@@ -10,7 +10,7 @@ from tests.support.kernels.solving import normal, qkv
 
 
 def problems_of(direction: str) -> list[Problem]:
-    """Return two problems: few queries with keys in parts, and many queries."""
+    """Return two problems: one of few queries with keys in parts, and one of many queries."""
     problems = []
     tiles = config_for(torch.device(DEVICE), "float32", 16, 16, 0)
     for q_len, kv_len in ((2, 2 * tiles.split_keys + 22), (tiles.few_queries + 32, 50)):

@@ -1,4 +1,4 @@
-"""The lists of a launch with block masks name the tiles that mask and band leave, those without a test first."""
+"""The lists of a launch name the tiles that block mask and band leave visible, first those that need no mask test."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ SIZE = (16, 48)
 
 
 def lists_of(calls: Any, kernel: str) -> tuple[Any, list[list[int]], list[int], int]:
-    """Run the call that makes lists. Return its tile, its items, its memory and the most lists of an item."""
+    """Run the call that makes lists; return its tile, its items, its memory, and the most lists that an item has."""
     (call,) = [call for call in calls if call.kernel.__name__ == kernel]
     call.run()
     _, items, memory, most = call.args()
@@ -24,7 +24,7 @@ def lists_of(calls: Any, kernel: str) -> tuple[Any, list[list[int]], list[int], 
 
 
 def read(memory: list[int], place: int, tiles: int, nth: int) -> tuple[int, list[tuple[int, int]]]:
-    """Return how many tiles of a list need no test, and (tile, whether the mask cuts it) of all."""
+    """Return how many tiles of a list need no mask test, and (tile, whether the mask cuts it) for all tiles."""
     start = (place + nth * -(-(tiles + HEADER.value) // UNIT.value)) * UNIT.value
     untested, count = memory[start : start + 2]
     words = memory[start + HEADER.value : start + HEADER.value + count]
@@ -32,7 +32,7 @@ def read(memory: list[int], place: int, tiles: int, nth: int) -> tuple[int, list
 
 
 def seen_by(blocks: torch.Tensor, q_len: int, kv_len: int, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (H, Sq, Sk): the scores that the mask leaves, and those that the band leaves."""
+    """Return two boolean tensors (H, Sq, Sk): the scores that the mask leaves, and those that the band leaves."""
     of_mask = blocks.repeat_interleave(SIZE[0], -2).repeat_interleave(SIZE[1], -1)[:, :q_len, :kv_len]
     band = torch.ones(q_len, kv_len, dtype=torch.bool)
     return of_mask, band.tril(kv_len - q_len) if causal else band
@@ -50,7 +50,7 @@ def test_a_block_of_queries_lists_its_tiles_of_keys(causal: bool, shared: bool) 
     mask, band = seen_by(blocks, q_len, kv_len, causal)
     for _, i0, first, last, place in items:
         rows = slice(i0, min(i0 + tile.block_m, q_len))
-        end = int(band[rows].any(0).nonzero().max()) + 1  # of the keys that a query of the block sees
+        end = int(band[rows].any(0).nonzero().max()) + 1  # the end of the keys that a query of the block sees
         for nth in range(most):
             untested, listed = read(memory, place, -(-(last - first) // tile.block_n), nth)
             expected = {}

@@ -1,4 +1,4 @@
-"""Sequences are cut into programs completely, by each sequence's shape alone, and heaviest first."""
+"""Sequences are cut completely into programs, by each sequence's shape alone, with the heaviest programs first."""
 
 import itertools
 from dataclasses import replace
@@ -49,7 +49,7 @@ def array(*rows: Shape) -> np.ndarray:
 
 
 def programs(lists: tuple[ForwardList, ...], at: int) -> set[tuple[int, ...]]:
-    """Return the programs of sequence `at`: rows of a block, first row, first and last key, part of the block."""
+    """Return the programs of sequence `at`: rows of a block, first row, first and last key, and part of the block."""
     mine = set()
     for each in lists:
         slots = {(row, i0): first for row, i0, first, _ in each.merges.tolist()}
@@ -67,7 +67,7 @@ def seen(shape: Shape, first: int, last: int) -> range:
 
 
 def test_blocks_follow_from_the_queries_and_the_group_alone() -> None:
-    """A block has the smallest size that holds the queries of all heads of a group, else the largest."""
+    """A block has the smallest size that holds the queries of all heads of a group, or else the largest size."""
     few = CONFIG.few_queries
 
     def rows(queries: int, group: int) -> int:
@@ -83,7 +83,7 @@ def test_blocks_follow_from_the_queries_and_the_group_alone() -> None:
 @settings(max_examples=200, deadline=None)
 @given(st.lists(shapes, min_size=1, max_size=6))
 def test_how_a_sequence_is_cut_is_a_pure_function_of_its_own_shape(rows: list[Shape]) -> None:
-    """Every visible key is in exactly one program, and the programs of a row never depend on its neighbours."""
+    """Every visible key is in exactly one program, and the programs of a row depend on its sequence's shape alone."""
     lists = forward_lists(array(*rows), CONFIG)
     assert all(len(each.items) for each in lists), "a list without programs"
     for at, shape in enumerate(rows):

@@ -1,4 +1,4 @@
-"""Programs read pages that several sequences have once, within a problem and between the problems of a launch."""
+"""Programs read pages that sequences share once, within a problem and between the problems of a launch."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from tests.support.kernels.solving import normal
 
 
 def forks(lengths: list[int], *, fixed: bool = True, group: int = 1, **options: Any) -> Problem:
-    """Return a problem whose sequences, of these lengths, have their first 128 keys in the same pages of 16."""
+    """Return a problem of sequences with these lengths, whose first 128 keys are in the same pages of 16 keys."""
     table, kv_lengths, count = tree(
         [0, *[128] * (len(lengths) - 1)], [n - 128 * (i > 0) for i, n in enumerate(lengths)], 16, 1
     )
@@ -30,13 +30,13 @@ def programs(problems: list[Problem]) -> dict[str, int]:
 
 @pytest.mark.skipif(not INTERPRETING, reason="the sizes are those of the interpreter's tiles")
 def test_a_triton_program_reads_a_shared_part_for_all_sequences() -> None:
-    lengths = [150, 140, 150, 131]  # two parts of 64 keys and the rest, for two heads of keys
+    lengths = [150, 140, 150, 131]  # each has two parts of 64 keys and a rest, for two key heads
     assert programs([forks(lengths)]) == {"attention_cascade": 2 * 2, "attention_forward": 4 * 2, "merge_parts": 4 * 2}
     assert programs([forks(lengths, fixed=False)])["attention_forward"] == 4 * 3 * 2
     # 16 rows of a block hold four sequences of four heads; six sequences take two programs
     grouped = programs([forks([150] * 6, group=4)])
     assert grouped["attention_cascade"] == 2 * 2 * 2
-    # a query of more than half a block shares nothing, nor does a window without the first keys
+    # queries of more than half a block share nothing, nor does a window without the first keys
     assert "attention_cascade" not in programs([forks(lengths, group=9)])
     assert "attention_cascade" not in programs([forks(lengths, window=(60, 0))])
 

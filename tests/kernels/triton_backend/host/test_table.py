@@ -1,4 +1,4 @@
-"""Addresses and strides of the table of sequences lead to each number of each tensor."""
+"""Addresses and strides in the table of sequences lead to each element of each tensor."""
 
 import ctypes
 
@@ -59,8 +59,8 @@ def test_every_number_of_a_sequence_is_where_its_row_says(
         ({}, True, True),
         ({"k": normal(1, 2, 40, 20, dtype=torch.float16)[..., :16]}, False, False),  # rows 40 bytes apart
         ({"k": normal(1, 2, 1, 16, dtype=torch.float16).expand(1, 2, 40, 16)}, True, False),  # rows share memory
-        ({"v": normal(1, 1, 40, 16, dtype=torch.float16).expand(1, 2, 40, 16)}, True, True),  # heads of keys may
-        ({"q": normal(1, 1, 40, 16, dtype=torch.float16).expand(1, 2, 40, 16)}, True, False),  # of queries may not
+        ({"v": normal(1, 1, 40, 16, dtype=torch.float16).expand(1, 2, 40, 16)}, True, True),  # key heads may share rows
+        ({"q": normal(1, 1, 40, 16, dtype=torch.float16).expand(1, 2, 40, 16)}, True, False),  # query heads may not
     ],
 )
 def test_the_copy_engine_takes_rows_that_it_can_describe(

@@ -1,4 +1,4 @@
-"""Gradients in Triton have their closed forms, and are 0 where nothing is seen."""
+"""Gradients in Triton equal their closed forms, and are 0 where no key is visible."""
 
 import pytest
 import torch

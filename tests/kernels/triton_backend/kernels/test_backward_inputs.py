@@ -1,4 +1,4 @@
-"""The gradients of masks and sinks have the bits that they have alone."""
+"""The gradients of masks and sinks have the same bits in a shared launch and alone."""
 
 import random
 

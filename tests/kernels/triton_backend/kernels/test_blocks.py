@@ -1,4 +1,4 @@
-"""Block masks of one launch do not reach its neighbours."""
+"""A block mask in a launch does not affect the other problems of the launch."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.support.kernels.solving import qkv
 
 
 def mixed() -> list[tuple[dict[str, torch.Tensor], Options]]:
-    """Return requests of one launch: several block sizes, per head or shared, few or many queries, split keys."""
+    """Return requests for one launch: several block sizes, masks per head or shared, any queries, split keys."""
     requests = []
     for n, (size, heads, lengths, lead) in enumerate([
         ((16, 16), (2, 2), (40, 70), (1, 2)),

@@ -1,4 +1,4 @@
-"""The compiled bounds of a tile are those of Python."""
+"""The compiled bounds of a tile equal the bounds that Python computes."""
 
 import itertools
 from typing import Any

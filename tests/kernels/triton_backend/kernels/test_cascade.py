@@ -1,4 +1,4 @@
-"""A part of keys that several sequences share gives each the bits that it has alone."""
+"""Sequences that share a part of their keys have the bits that each has alone."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from tests.conftest import INTERPRETING
 from tests.support.kernels.shared_pages import check
 
-UNIT = 1 if INTERPRETING else 16  # tiles for the interpreter have fewer keys than those for a GPU
+UNIT = 1 if INTERPRETING else 16  # the interpreter's tiles have fewer keys than those of a GPU
 
 
 @pytest.mark.parametrize(
@@ -30,5 +30,5 @@ def test_forks_have_the_bits_of_each_alone(
 
 
 def test_parts_that_begin_alike_and_end_apart_are_not_shared() -> None:
-    """The last part of the first sequence ends where its keys end, in the middle of a part of the others."""
+    """Parts that end apart are not shared: the first sequence's keys end in the middle of a part of the others."""
     check([0, 160 * UNIT, 160 * UNIT], [160 * UNIT, 90 * UNIT, 91 * UNIT], 16, 1, 2, torch.float32, None, "triton")

@@ -1,8 +1,8 @@
-"""The columns of the table of sequences fill its rows, and none lies in another."""
+"""The columns of the table of sequences fill its rows, and no two columns overlap."""
 
 from flashpoint_kernels.triton_backend.kernels import columns as col
 
-# Numbers that follow a column's own: strides, or the second of a pair.
+# How many numbers follow a column's own number: strides, or the second of a pair.
 FOLLOWING = {
     **dict.fromkeys(("Q", "K", "V", "O", "LSE", "DO", "DQ", "DK", "DV", "DLSE", "STATS"), 2),
     **dict.fromkeys(("MASK", "DMASK", "K_SCALE", "V_SCALE", "BLOCKS"), 3), "BLOCK_SIZE": 1,

@@ -10,7 +10,7 @@ from tests.support.kernels.triton_cases import PLAIN, check, name_of
 
 @pytest.mark.parametrize("scale", [-0.3, *(pytest.param(scale, marks=pytest.mark.slow) for scale in (1.0, 0.0, 1e-42))])
 def test_any_scale(scale: float) -> None:
-    """The fast variant finds the largest score from the largest product, which holds only for positive scales."""
+    """Any scale is right: the fast variant takes the largest score from the largest product only for scales > 0."""
     check(PLAIN | {"band": "causal"}, 20, 70, batch=1, scale=scale)
 
 
@@ -24,7 +24,7 @@ def test_any_scale(scale: float) -> None:
     ids=name_of,
 )
 def test_few_queries_and_many_keys_are_split_and_merged(case: dict[str, Any]) -> None:
-    """There are more keys than one part takes in any configuration; a sink is counted once."""
+    """Few queries and more keys than one part takes are split and merged; a sink is counted once."""
     check(case, 2, 140 if INTERPRETING else 5000, batch=1)
 
 

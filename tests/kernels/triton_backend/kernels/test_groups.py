@@ -1,4 +1,4 @@
-"""Groups of values have names that Triton's tuples leave free; equal constants are one key of compiled code."""
+"""Groups of values have names that Triton's tuples do not use; equal constants share one key of compiled code."""
 
 from dataclasses import fields, replace
 from typing import Any

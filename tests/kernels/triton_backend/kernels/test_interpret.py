@@ -1,4 +1,4 @@
-"""Products and roundings are exact with 16-bit numbers, interpreted as compiled."""
+"""Products and roundings of 16-bit numbers are exact under the interpreter, as in compiled kernels."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def product(a, b, c, out, N: tl.constexpr):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_number_is_rounded_to_nearest_even(dtype: torch.dtype) -> None:
-    """Halves between neighbours, numbers that overflow, infinities and NaN. The interpreter flushes subnormals."""
+    """Halves, overflows, infinities and NaN are rounded to nearest even; the interpreter flushes subnormals."""
     bits = torch.arange(1 << 12, dtype=torch.int32) << 20
     every = torch.cat([bits + more for more in (0, 0x7FFF, 0x8000, 0x8001, 0x17FFF, 0x18000)]).view(torch.float32)
     every = every.masked_fill(every.isnan(), torch.nan).masked_fill(every.abs() < 2.0**-126, 0.0)

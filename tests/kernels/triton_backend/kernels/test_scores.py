@@ -1,4 +1,4 @@
-"""The hyperbolic tangent of scores and their probabilities have float32's rounding."""
+"""The tanh of scores and the probabilities of scores are exact up to float32's rounding."""
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ def test_tanh_is_within_few_units_in_the_last_place() -> None:
     edges = torch.tensor([0.0, -0.0, 0.625, -0.625, 1e-30, 1e30, torch.inf, -torch.inf])
     x = torch.cat([torch.linspace(-12, 12, (1 << 14) - len(edges)), edges]).to(DEVICE)
     out = torch.empty_like(x)
-    with np.errstate(all="ignore"):  # branches that are not taken overflow
+    with np.errstate(all="ignore"):  # branches that are not selected overflow
         bent[(len(x) // 1024,)](x, out, N=1024)
     exact = x.double().tanh().cpu()
     unit = torch.from_numpy(np.spacing(exact.abs().float().numpy())).double()

@@ -1,4 +1,4 @@
-"""Rows that are far apart, and rows of several heads in one block, have the bits that they have alone."""
+"""Rows that are far apart in memory, and rows of several heads in one block, have the bits that they have alone."""
 
 import pytest
 import torch
@@ -34,7 +34,7 @@ def test_rows_4_gib_elements_apart(rows: int, apart: int) -> None:
 
 
 def test_each_head_has_the_bits_that_it_has_in_a_group_of_any_neighbours() -> None:
-    """Rows of a block share nothing: a head's answer does not depend on the other heads of its group."""
+    """A head's answer does not depend on the other heads of its group, whose rows are in the same block."""
     t = qkv(1, 8, 2, 70, 16, kv_heads=1)
     other = t | {"q": t["q"].clone()}
     other["q"][:, 1:] = 100.0

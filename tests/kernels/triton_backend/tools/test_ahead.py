@@ -1,4 +1,4 @@
-"""Kernels that the cache lacks are found, and compiled by Triton itself without a launch, for an absent GPU.
+"""Kernels that the cache lacks are found, and Triton compiles them without a launch, for an absent GPU.
 
 The tests run processes without the interpreter that pretend to have an sm_90 (`triton_backend.ahead`).
 """
@@ -96,7 +96,7 @@ def test_what_was_compiled_ahead_is_known_to_be_compiled(tmp_path: Path) -> None
 
 @pytest.mark.slow
 def test_a_full_disk_fails_what_is_compiled_until_there_is_room(tmp_path: Path) -> None:
-    """A compilation that failed is made again. Kernels that are on the disk are loaded (docs/runbooks.md)."""
+    """A compilation that failed on a full disk runs again; kernels on the disk are loaded (docs/runbooks.md)."""
     assert {path.stem for path in compiled(tmp_path, "-c", PROBLEM + FULL)} >= {"attention_forward"}
     limited = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"
     known = FORWARD.replace("assert not triton_backend.compiled([forward])", limited)
@@ -118,7 +118,7 @@ def test_a_variant_is_compiled_ahead_into_the_cache_that_processes_share(tmp_pat
 
 @pytest.mark.slow
 def test_what_an_image_has_compiled_a_server_on_that_gpu_does_not_compile_again(tmp_path: Path) -> None:
-    """Problems of other lengths, batches and head counts have the same key; a server starts with such problems.
+    """A server compiles nothing that its image has: problems of other lengths, batches and head counts share kernels.
 
     An image holds several architectures, and for each kernel only its code and its description.
     """
@@ -159,7 +159,7 @@ for batch, heads, length in ((1, 1, 16), (2, 4, 333), (3, 8, 4096)):
 
 
 def compiled(cache: Path, *arguments: str, **variables: str) -> dict[Path, int]:
-    """Run a process with this cache; return each kernel file in it afterwards, with its time of writing."""
+    """Run a process with this cache, and return its kernel files afterwards, each with its time of writing."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     env |= {"TRITON_CACHE_DIR": str(cache), **variables}
     run = subprocess.run([sys.executable, *arguments], env=env, capture_output=True, text=True, check=False)

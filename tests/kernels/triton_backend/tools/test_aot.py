@@ -25,7 +25,7 @@ FINE = Report(
 )  # fmt: skip
 
 
-# A kernel of Hopper's path, which Gluon compiles; test_ahead.py compiles one of the general path.
+# A kernel of the path for Hopper, which Gluon compiles; test_ahead.py compiles a kernel of the general path.
 ONE = [Variant("forward_hopper", 90, "bfloat16", 64)]
 COMPILE = """
 import json, sys
@@ -112,8 +112,8 @@ def test_what_stands_for_all_variants_is_without_faults() -> None:
 def test_each_fault_is_found(change: dict[str, Any], fault: str) -> None:
     assert faults(FINE) == []
     assert faults(replace(FINE, **change)) == [fault]
-    assert faults(replace(FINE, head_dim=256, spill_bytes=8, loop_spills=2)) == []  # reported, not a fault
-    assert faults(replace(FINE, spill_bytes=8)) == []  # once per program
+    assert faults(replace(FINE, head_dim=256, spill_bytes=8, loop_spills=2)) == []  # reported, but no fault
+    assert faults(replace(FINE, spill_bytes=8)) == []  # spills once per program
     assert faults(replace(FINE, num_stages=1, ahead=0)) == []  # Triton omits a fence
     assert faults(replace(FINE, paged=True, ahead=0)) == []  # copies wait for page numbers
     assert faults(replace(FINE, block_m=32, matrix_instructions=("mma.sync",))) == []
@@ -121,7 +121,7 @@ def test_each_fault_is_found(change: dict[str, Any], fault: str) -> None:
 
 @pytest.mark.slow
 def test_a_part_for_several_sequences_has_the_arithmetic_of_one_alone() -> None:
-    """The loops of both kernels contain the same floating-point instructions: on a GPU they round alike."""
+    """Both kernels' loops contain the same floating-point instructions, so that they round alike on a GPU."""
     kinds = [("bfloat16", 0, None), ("float16", 1, None), ("bfloat16", 0, "int8")]
     alone, shared = (
         compiled("-c", FLOATS, json.dumps([Variant(kernel, 90, dtype, 128, level, paged=True, keys=keys)

@@ -1,4 +1,4 @@
-"""Proxy fences and loads ahead are found in PTX."""
+"""The checks of PTX find proxy fences, and loads that run ahead of a product."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_a_copy_that_a_product_reads_needs_a_fence_after_its_wait(fence: str, mi
 
 
 def test_a_fence_is_looked_for_on_every_path() -> None:
-    """The wait may come after the loop body in the text, as Triton compiles it for sm_100."""
+    """A fence is found on every path, also if the wait comes after the loop body in the text, as for sm_100."""
     text = """
 bra.uni $L__BB0_2;
 $L__BB0_1:
@@ -54,7 +54,7 @@ bra.uni $L__BB0_1;
 
 
 def test_a_fence_between_two_waits_orders_the_first_copy_alone() -> None:
-    """Triton 3.7.1 omits the fence of V in this way: the copy of V arrives after that of K."""
+    """A fence between two waits orders only the first copy: Triton 3.7.1 omits a fence for V, which arrives after K."""
     copies = "cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;\ncp.async.commit_group;\n" * 2
     product = "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {%r3}, %rd2, %rd3, 1;\n"
     text = copies + f"cp.async.wait_group 1;\n{FENCE}\n{product}cp.async.wait_group 0;\n{product}ret;\n"
@@ -63,13 +63,13 @@ def test_a_fence_between_two_waits_orders_the_first_copy_alone() -> None:
 
 
 def test_copies_of_a_mask_need_no_fence() -> None:
-    """These copies have four bytes and go to registers."""
+    """Copies of a mask need no fence, because they have four bytes and go to registers."""
     assert Ptx(LOOP.format(fence="", left=0).replace("cp.async.cg", "cp.async.ca")).missing_fences() == 0
 
 
 @pytest.mark.parametrize(("left", "ahead"), [(0, 0), (1, 1), (2, 1)])
 def test_loads_ahead_are_the_copies_under_way_at_a_product(left: int, ahead: int) -> None:
-    """A loop that waits for all copies and starts the next after its product loads nothing during the product."""
+    """Loads ahead are copies that run during a product: none if a loop waits for all copies before the next."""
     text = LOOP.format(fence=FENCE, left=left)
     if left == 2:  # a second product runs during more loads, but the first one counts
         text = LOOP.format(fence=FENCE, left=1).replace(

@@ -1,4 +1,4 @@
-"""Writes to registers of a running product are found in SASS."""
+"""The checks of SASS find writes to registers that a running product uses."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The variants that ship have the stages that their release of Triton compiles rightly."""
+"""The shipped variants have numbers of stages that their release of Triton compiles rightly."""
 
 import json
 from dataclasses import fields, replace
@@ -36,7 +36,7 @@ def test_the_findings_are_of_the_tiles_that_ship_and_all_fit(arch: int) -> None:
 def test_before_triton_3_7_1_no_product_of_sm_90_reads_an_asynchronous_copy(
     version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only products of 64 rows are wgmma; smaller products and the path for Hopper are unaffected."""
+    """Before Triton 3.7.1 no wgmma of sm_90 (64 rows) reads an asynchronous copy; other products are unaffected."""
     monkeypatch.setattr("triton.__version__", version)
     old = version in ("3.6.0", "3.7.0")
     several = 0
