@@ -1,9 +1,9 @@
-"""Time a benchmark and small requests, alone and at once: `python benchmarks/beside.py`, two minutes on two cores.
+"""Time a benchmark and small requests, alone and together: `python benchmarks/beside.py`, two minutes on two cores.
 
 One service gets small requests, forward (1,8,128,64) in float32, in an open loop with Poisson arrivals. A benchmark of
-a few rows runs through `POST /benchmark`. Each round runs each alone, then both at once. Targets: p99 of the requests
-rises by at most the longest slice, and no median of the benchmark moves by 10%.
-Writes benchmarks/results/beside-<cpu>.json. Exits with 1 if a target is missed.
+a few rows runs through `POST /benchmark`. Each round runs the requests alone, the benchmark alone, then both together.
+Targets: the p99 latency of the requests rises by at most the longest time slice of a benchmark, and no median of the
+benchmark changes by 10% or more. Writes benchmarks/results/beside-<cpu>.json. Exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from flashpoint_contract.schemas.benchmark import BenchmarkRow
 
 CASE = Case(128, gradient=False)
 CONNECTIONS = 16
-RATE = 40.0  # requests per second: a twentieth of the rate of two cores, so that the requests alone form no queue
-# The calls take from a tenth of a slice to more than one slice.
+RATE = 40.0  # requests per second: 1/20 of what two cores can answer, so that no queue forms without the benchmark
+# The calls take between a tenth of a time slice and more than one time slice.
 GRID = {
     "shapes": [{"batch": 1, "q_heads": 8, "q_len": length, "head_dim": 64} for length in (256, 1024)],
     "backends": ["naive", "sdpa_flash", "torch", "tiled"],
@@ -33,7 +33,7 @@ GRID = {
     "relative_precision": 0.02,
     "max_seconds": 1.5,
 }
-MOVES = 0.1  # largest relative change of a row's milliseconds
+MOVES = 0.1  # largest allowed relative change of a row's milliseconds
 
 
 def traffic(port: int, seconds: float, seed: int) -> list[float]:
@@ -52,7 +52,7 @@ def rows(port: int) -> list[BenchmarkRow]:
 
 
 def beside(port: int, seed: int) -> tuple[list[float], list[BenchmarkRow]]:
-    """Run both at once, the traffic until the benchmark ends; return the latencies and the rows."""
+    """Run traffic and benchmark together until the benchmark ends; return the latencies and the benchmark's rows."""
     latencies = []
     with ThreadPoolExecutor(1) as pool:
         benchmark = pool.submit(rows, port)

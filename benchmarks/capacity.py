@@ -1,8 +1,8 @@
 """Compare the capacity calculator's predictions with measured times.
 
 Starts `flashpoint serve`. Each round measures the rates with `flashpoint.capacity.measure`, then times calls of other
-shapes: forwards, gradients, decoding, grouped heads, batches, by one caller and by four. The result is the median over
-the rounds of measurement / prediction, both of the same round. Client, server and device share this machine's cores
+shapes, with one caller and with four: forwards, gradients, decoding, grouped heads and batches. The result is the
+median over the rounds of measured time / predicted time. Client, server and device share this machine's cores
 (`shared`). Writes benchmarks/results/capacity-DEVICE.json.
 """
 
@@ -42,7 +42,7 @@ CASES: dict[str, tuple[dict[str, int], capacity.Side, bool]] = {
 
 
 def call(client: flashpoint.Client, shape: Shape, side: capacity.Side, causal: bool) -> Any:
-    """Return a function that makes the call."""
+    """Return a function that makes one call of this case."""
     rng = np.random.default_rng(0)
 
     def normal(heads: int, length: int, dim: int) -> Any:

@@ -1,8 +1,8 @@
-"""Time the same calls in two checkouts, in turns, each in its own process with the same Python and packages.
+"""Time the same calls in two checkouts alternately; each has its own process, with the same Python and packages.
 
-`script --work` runs in these processes: it reads names of calls and answers each with microseconds (`answer`). Only the
-fastest call of a turn counts, because other programs disturb it least. A row has the median over the rounds, and the
-median of their ratio.
+`script --work` runs in these processes: it reads the names of calls and writes the time of each in microseconds
+(`answer`). Only the fastest call of a turn counts, because other programs disturb it least. A row has the median time
+of each checkout over the rounds, and the median ratio of the two times.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Call = Callable[[], Any]
 
 
 def answer(calls: Mapping[str, Call], max_calls: int, seconds: float = float("inf")) -> None:
-    """Answer each call's name on stdin with the fastest time in µs, of `max_calls` calls or of `seconds` of calls."""
+    """For each name of a call on stdin, print the fastest time in µs, of `max_calls` calls or of `seconds` of calls."""
     print(json.dumps(list(calls)), flush=True)
     for name in sys.stdin:
         call, taken = calls[name.strip()], []
@@ -34,7 +34,7 @@ def answer(calls: Mapping[str, Call], max_calls: int, seconds: float = float("in
 
 
 class Side:
-    """A process of one checkout."""
+    """A process that runs the calls of one checkout."""
 
     def __init__(self, script: str, tree: Path, **variables: str) -> None:
         paths = os.pathsep.join(str(tree / part) for part in ("kernels", "contract"))
@@ -73,7 +73,7 @@ def in_turns(script: str, beside: Path | None, rounds: int, **variables: str) ->
     rows = []
     for name in ours.names:
         for side in sides:
-            side.time(name)  # warm-up: compiles, and fills caches
+            side.time(name)  # warm-up: compiles kernels and fills caches
         times = [[side.time(name) for side in sides] for _ in range(rounds)]
         row: dict[str, Any] = {"call": name, "us": round(median(each[0] for each in times), 1)}
         if beside is not None:

@@ -1,7 +1,7 @@
 """Time the SDK's transport over a socket beside `http.client` with `readinto`, and beside httpx's own transport.
 
 A peer in a separate process uses sockets only: it reads requests into one buffer and answers from another. Each round
-times every way once, in turn. The medians of the rounds, in MiB/s (and microseconds for a call of 4 KiB), go to
+times each of these transports once. The medians of the rounds, in MiB/s (and microseconds for a call of 4 KiB), go to
 benchmarks/results/client-<cpu>.json with device, versions, commit and date. Needs only the SDK.
 """
 
@@ -33,7 +33,7 @@ Call = Callable[[], Any]
 
 
 def peer(size: int) -> dict[str, Callable[[], list[int]]]:
-    """Answer on two ports: on the first with `LITTLE` bytes, on the second with `size` bytes."""
+    """Listen on two ports: the first answers with `LITTLE` bytes, the second with `size` bytes."""
     ports = []
     for answer_size in (LITTLE, size):
         body = SAFETENSORS.whole({"o": np.zeros((1, answer_size // 4), np.float32)})[1]

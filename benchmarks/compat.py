@@ -1,9 +1,9 @@
-"""Compile and interpret the kernels with other releases of Triton: the oldest supported one, and the newest one.
+"""Compile and interpret the kernels with other releases of Triton: the oldest supported release, and the newest one.
 
-Each release is installed in a temporary directory, which comes before the environment's packages. With each release, a
-selection of variants must compile, and a smoke test under the interpreter must agree with float64. The exit code is 1
-if one fails. Register spills are reported, but are not a failure: the tiles are tuned for the release that
-constraints.txt pins.
+Each release is installed in a temporary directory, which precedes the environment's packages in the import path. With
+each release, some variants of the kernels must compile, and a smoke test under the interpreter must agree with float64.
+The exit code is 1 if a variant or a test fails. Register spills are reported, but are not a failure: the tiles are
+tuned for the release that constraints.txt pins.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# The versions that come with torch 2.11, the oldest of pyproject.toml; its interpreter fails with a newer numpy.
+# The versions that come with torch 2.11, the oldest torch of pyproject.toml. Triton's interpreter fails with a newer
+# numpy.
 OLDEST = ("triton==3.6.0", "numpy==2.3.5")
 NEWEST = ("triton",)
 SMOKE = ["tests/kernels/test_triton_hopper.py", "tests/kernels/test_triton_options.py"]

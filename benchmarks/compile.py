@@ -2,11 +2,11 @@
 
 Writes benchmarks/results/compile-sm<arch>.json with versions, commit and date (`make compile-all`): registers, spilled
 bytes, shared memory, instructions, matrix instructions, atomics. Takes minutes and needs no GPU. docs/compiled.md has
-the tables. `--missing` compiles only variants that the file lacks or has with another tile; each variant has its own
-commit. Exits with 1 if a variant has a fault (`aot.faults`).
+the tables. `--missing` compiles only variants that the file lacks or has with another tile; the file records a commit
+for each variant. Exits with 1 if a variant has a fault (`aot.faults`).
 
-`--beside FILE --beside-commit HASH` compiles the level 0 loops beside those of Triton's tutorial instead, in the same
-run, and writes loops-sm<arch>.json (`compile_beside.py`).
+`--beside FILE --beside-commit HASH` compiles the loops of the level 0 kernels and those of Triton's tutorial instead,
+and writes loops-sm<arch>.json (`compile_beside.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "contract"), str(ROOT / "kernels")]
-os.environ.pop("TRITON_INTERPRET", None)  # read when kernels are defined
+os.environ.pop("TRITON_INTERPRET", None)  # Triton reads this variable when kernels are defined
 
 import compile_beside  # noqa: E402
 from record import commit, now  # noqa: E402
@@ -76,7 +76,7 @@ def main() -> int:
 
 
 def read_reports(path: Path) -> dict[tuple[Variant, Tile], dict[str, Any]]:
-    """Return the reports of a file by variant and tile."""
+    """Return the reports that a file contains, by variant and tile."""
     reports = {}
     for report in json.loads(path.read_text())["kernels"]:
         variant = Variant(**{name: report[name] for name in Variant._fields})

@@ -1,7 +1,7 @@
 """Compile our inner loops and those of Triton's tutorial on fused attention in one run. Needs no GPU.
 
 `benchmarks/compile.py --beside FILE --beside-commit HASH` calls this module with python/tutorials/06-fused-attention.py
-of triton-lang/triton, which is not part of this project. Writes a row for each loop to
+of triton-lang/triton, which is not part of this project. Writes one row for each loop to
 benchmarks/results/loops-sm<arch>.json.
 """
 
@@ -33,16 +33,17 @@ from flashpoint_kernels.triton_backend.tools.shipped import Variant
 
 ARCHITECTURES = (80, 90, 100)
 HEAD_DIMS = (64, 128)
-DTYPE = "float16"  # the tutorial's
+DTYPE = "float16"  # the dtype of the tutorial
 OURS = ("forward", "backward_kv", "backward_q", "forward_packed16")
 OF_HOPPER = ("forward_hopper", "backward_kv_hopper", "backward_q_hopper")
-# Resources of a multiprocessor: KiB of shared memory (a program uses 1 KiB more than it requests), registers, threads,
-# and columns of tcgen05's memory.
+# Resources of a GPU multiprocessor: KiB of shared memory (a program uses 1 KiB more than it requests), registers,
+# threads, and columns of the tensor memory of tcgen05.
 SHARED_KIB = {80: 164, 90: 228, 100: 228}
 REGISTERS, THREADS, TENSOR_COLUMNS = 65536, 2048, 512
-SERIALISED = "wgmma.mma_async instructions are serialized"  # ptxas' warning
-# The tutorial chooses its forward's tile by timing on the device. Here, of these tiles of its list, the tile with the
-# fewest instructions per score and no spills in the loop counts. Its backward has one tile for dK with dV, one for dQ.
+SERIALISED = "wgmma.mma_async instructions are serialized"  # a warning of ptxas
+# The tutorial selects the tile of its forward by timing on the device. Here we take tiles from its list, and count the
+# one with the fewest instructions per score and no spills in the loop. The tutorial's backward has one tile for dK and
+# dV, and one for dQ.
 FORWARD = tuple(Tile(128, n, w, s) for n, w, s in ((32, 4, 3), (64, 4, 3), (64, 8, 3), (128, 8, 2)))  # fmt: skip
 BACKWARD_KV, BACKWARD_Q = Tile(32, 128, 4, 5), Tile(128, 32, 4, 5)
 
@@ -90,7 +91,7 @@ def _begin(path: Path, arch: int) -> None:
     driver = mock.Mock()
     driver.get_current_target.return_value = GPUTarget("cuda", arch, 32)
     triton.runtime.driver.set_active(driver)
-    triton.knobs.compilation.always_compile = True  # Triton's cache does not hold the log of ptxas
+    triton.knobs.compilation.always_compile = True  # Triton's cache does not contain the log of ptxas
     triton.knobs.nvidia.dump_ptxas_log = True
     spec = importlib.util.spec_from_file_location("tutorial", path)
     assert spec is not None
@@ -101,7 +102,7 @@ def _begin(path: Path, arch: int) -> None:
 
 
 def _rows(wanted: Variant | Tutorial) -> list[dict[str, Any]]:
-    """Return a row for each loop of a kernel. The tutorial's backward has two: dK with dV, then dQ."""
+    """Return a row for each loop of a kernel. The tutorial's backward kernel has two loops: dK with dV, then dQ."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         if isinstance(wanted, Variant):
@@ -115,7 +116,7 @@ def _rows(wanted: Variant | Tutorial) -> list[dict[str, Any]]:
                 [("forward", wanted.tile)] if forward else [("backward_kv", BACKWARD_KV), ("backward_q", BACKWARD_Q)]
             )
     code = Code(built.asm["cubin"])
-    loops = code.loops()[:2] if len(of_loops) == 2 else [code.shortest_loop()]  # not the copies that test causality
+    loops = code.loops()[:2] if len(of_loops) == 2 else [code.shortest_loop()]  # without loops that test causality
     registers, spill_bytes = resources(built.asm["cubin"])
     rows = []
     for (kernel, tile), loop in zip(of_loops, loops, strict=True):
@@ -153,7 +154,7 @@ def _programs(built: Any, arch: int, registers: int) -> int:
 
 
 def _build(wanted: Tutorial) -> Any:
-    """Compile a kernel of the tutorial for plain attention, not causal."""
+    """Compile a kernel of the tutorial for attention without a causal mask."""
     tile, dim = wanted.tile, wanted.head_dim
     if wanted.kernel == "forward":
         function = _tutorial._attn_fwd.fn

@@ -1,8 +1,9 @@
-"""Time plain calls on the CPU beside another commit: `python benchmarks/cpu_calls.py --beside CHECKOUT`, some minutes.
+"""Time plain calls on the CPU in two commits: `python benchmarks/cpu_calls.py --beside CHECKOUT`, some minutes.
 
-Forward, and forward with gradient, of (1,8,N,D) through `flashpoint_kernels.attention`, for each type, D and N.
-CHECKOUT is a checkout with compiled kernels; both take turns (checkouts.py). Target: no call takes over 5% longer than
-in CHECKOUT. Writes benchmarks/results/cpu-calls-<cpu>.json. Exits with 1 if the target is missed.
+Times `flashpoint_kernels.attention` at (1,8,N,D), without and with the gradient, for each dtype, D and N. CHECKOUT is
+another checkout with compiled kernels; calls here and in CHECKOUT alternate (checkouts.py). Target: no call takes more
+than 5% longer here than in CHECKOUT. Writes benchmarks/results/cpu-calls-<cpu>.json. Exits with 1 if the target is
+missed.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from checkouts import Call, answer, in_turns
 LENGTHS = (1, 16, 64, 128, 512, 2048)
 DIMS = (16, 40, 64, 80, 128, 256)
 TYPES = ("float32", "float16", "bfloat16")
-CALLS, SECONDS = 1000, 0.05  # limits of one turn of a case
-SLOWER = 1.05  # largest ratio to the time in CHECKOUT
+CALLS, SECONDS = 1000, 0.05  # limits of one turn: calls and seconds of a case
+SLOWER = 1.05  # largest allowed ratio to the time in CHECKOUT
 
 
 def cases() -> dict[str, Call]:
-    """Return the calls by name."""
+    """Return the timed calls by name."""
     import torch
 
     from flashpoint_kernels import attention

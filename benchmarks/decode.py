@@ -1,13 +1,13 @@
-"""Time decode over caches that the service holds, beside the operator and beside the service without caches.
+"""Time decoding over caches that the service holds, beside torch's operator and beside the service without caches.
 
 `python benchmarks/decode.py`. Each of eight callers decodes over its own cache: at first 4,096 keys, 8 heads, D 64,
 float32. Each call brings q, k and v of one token, attends, and makes the cache one token longer. A separate process
 sends the requests over eight connections in a closed loop (load.py); threads with the SDK do the same. Each round also
-times, in turn: torch's operator over as many keys in a process; eight callers that send all keys and values with each
-call; one request for all eight caches; and bare uvicorn that echoes as many bytes. A round does not count if the
-operator at its start or end deviates from its median. Last comes the memory of 64 forks without writes. Medians, and
-ratios within a round, go to benchmarks/results/cached-decode-<cpu>.json. Takes two minutes. Exits with 1 if a target is
-missed.
+times: torch's operator over as many keys in a process; eight callers that send all keys and values with each call; one
+request for all eight caches; and bare uvicorn that echoes as many bytes. The operator is timed at the start and end of
+each round; if a time deviates from the median, the round does not count. At the end, the benchmark measures the memory
+of 64 forks without writes. Medians, and ratios within a round, go to benchmarks/results/cached-decode-<cpu>.json. Takes
+two minutes. Exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FORKS = 64
 OURS, ALL, ECHO = "flashpoint", "one request for all caches", "echo of as many bytes"
 SDK, STATELESS = "flashpoint, SDK", "flashpoint without caches"
 OPERATOR, APART = "torch's operator, all cores", "torch's operator, a caller a core"
-Ways = Mapping[str, Callable[[int], float]]  # functions that return the tokens per second of some calls
+Ways = Mapping[str, Callable[[int], float]]  # functions that make a number of calls and return the tokens per second
 
 
 def draw(*shape: int) -> Any:
@@ -47,7 +47,7 @@ def message(batch: int = 1, keys: int = 1, **options: Any) -> Message:
 
 
 def loads(port: int, bare: int, ids: Sequence[str]) -> Ways:
-    """Return the ways that send requests."""
+    """Return functions that send requests to the service."""
     requests = [Request.post("/attention", message(caches=[one])) for one in ids]
     all_caches = message(len(ids), caches=list(ids))
     all_keys = Request.post("/attention", message(keys=KEYS))
@@ -60,7 +60,7 @@ def loads(port: int, bare: int, ids: Sequence[str]) -> Ways:
 
 
 def operates() -> Ways:
-    """Return the ways of torch's operator, with as many keys and values as the requests of `loads`."""
+    """Return functions that call torch's operator, with as many keys and values as the requests of `loads`."""
     import torch
 
     q, k, v = (torch.randn(CALLERS, HEADS, count, DIM) for count in (1, KEYS, KEYS))
@@ -89,7 +89,7 @@ def operates() -> Ways:
 
 
 def from_threads(caches: Sequence[flashpoint.Cache], calls: int) -> float:
-    """Return the tokens per second of callers that use the SDK, one thread for each."""
+    """Return the tokens per second of callers that use the SDK, each in its own thread."""
     q, k, v = (draw(1, HEADS, 1, DIM) for _ in range(3))
 
     def decode(cache: flashpoint.Cache) -> None:
@@ -118,7 +118,7 @@ def memory_of_forks(client: flashpoint.Client, cache: flashpoint.Cache) -> float
 
 
 def timed(rounds: int, calls: int) -> tuple[list[dict[str, Any]], float]:
-    """Return each round's tokens per second by way, and `memory_of_forks`."""
+    """Return the tokens per second in each round, by way of computing, and `memory_of_forks`."""
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
         bare = enter(bare_uvicorn())
@@ -133,7 +133,7 @@ def timed(rounds: int, calls: int) -> tuple[list[dict[str, Any]], float]:
         alone = enter(apart(operates, **engine_variables()))
 
         def cut(way: Callable[..., float], *arguments: Any) -> float:
-            """Measure a way, and cut the caches to their first length."""
+            """Measure one way of computing, then cut the caches to their first length."""
             rate_of_way = way(*arguments)
             for cache in caches:
                 cache.truncate(KEYS)

@@ -1,9 +1,9 @@
 """Time small requests while other clients send the most expensive requests: `python benchmarks/fairness.py`.
 
 Each row has one kind of large request, 65,536 sequences of one token, over one protocol. Four clients in a separate
-process each keep one such request in flight, and one client sends small requests one after the other. In the last rows
-all large requests use one API key that has a limit, and the small ones another key. The percentiles of the small
-requests, and the seconds of a large request alone, go to benchmarks/results/fairness-<cpu>.json. Takes about five
+process each keep one such request in flight, and one client sends small requests one after the other. In the last rows,
+all large requests use one API key, which has a limit, and the small requests use another key. The percentiles of the
+small requests, and the seconds of a large request alone, go to benchmarks/results/fairness-<cpu>.json. Takes about five
 minutes. Exits with 1 if a target is missed.
 """
 
@@ -33,7 +33,7 @@ from serving import SMALL, free_ports, service
 import flashpoint
 
 COUNT = 65536
-LARGE = 4  # requests in flight
+LARGE = 4  # number of large requests in flight
 PATIENCE = 120.0  # timeout of one answer in seconds; the run fails after it
 OPTIONS: dict[str, dict[str, Any]] = {
     "softcap": {"softcap": 2.0},
@@ -61,7 +61,7 @@ def large(kind: str) -> tuple[Tensors, dict[str, Any]]:
 
 
 class Caller:
-    """One client with one prepared request, on a persistent connection."""
+    """A client that sends one prepared request again and again over a persistent connection."""
 
     def __init__(
         self, protocol: str, ports: dict[str, int], tensors: Tensors, options: dict[str, Any], key: str
@@ -101,7 +101,7 @@ class Caller:
 
 
 def load(protocol: str, ports: dict[str, int], kind: str, key: str) -> dict[str, Callable[[], int]]:
-    """Keep LARGE requests in flight as long as this process lives; return a function that counts the answers."""
+    """Keep LARGE requests in flight while this process runs; return a function that counts the answers."""
     answered: list[bool] = []
 
     def send_until_the_end() -> None:
@@ -116,7 +116,7 @@ def load(protocol: str, ports: dict[str, int], kind: str, key: str) -> dict[str,
 
 
 def wait(port: int, at_least: int, at_most: int = 1 << 30) -> None:
-    """Wait until the service holds from `at_least` to `at_most` requests. Raises RuntimeError after PATIENCE."""
+    """Wait until the service holds between `at_least` and `at_most` requests. Raises RuntimeError after PATIENCE."""
     deadline = time.monotonic() + PATIENCE
     with flashpoint.Client(f"http://127.0.0.1:{port}", api_key="small-caller") as client:
         while not at_least <= client.info()["load"]["requests"] <= at_most:
@@ -128,7 +128,7 @@ def wait(port: int, at_least: int, at_most: int = 1 << 30) -> None:
 def row(
     protocol: str, ports: dict[str, int], kind: str, calls: int, *, key: str = "", limit: str = ""
 ) -> dict[str, Any]:
-    """Return one row of the table: small requests alone, a large one alone, and small ones beside large ones."""
+    """Return one row of the table: small requests alone, a large one alone, and small requests beside large ones."""
     t = np.random.default_rng(0).random(SMALL, np.float32)
     small = Caller("http", ports, dict.fromkeys("qkv", t), {}, "small-caller")
     alone = [seconds(small) for _ in range(calls)]
@@ -169,7 +169,7 @@ def percentiles(samples: list[float]) -> dict[str, float]:
 
 
 def keys(path: Path) -> None:
-    """Write API keys to `path`: one for the small requests, without limits, and one for each of LIMITS."""
+    """Write API keys to the file `path`: one without limits for the small requests, and one for each item of LIMITS."""
     names = {"small-caller": {}, **{f"limited-{n}": limit for n, limit in enumerate(LIMITS.values())}}
     lines = []
     for name, limits in names.items():

@@ -1,4 +1,4 @@
-"""Draw recorded results of load, overload and soak, in the style of all figures. Needs matplotlib."""
+"""Draw the recorded results of load, overload and soak tests, in the style of all figures. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def about(result: Result) -> str:
 
 
 def latency(result: Result) -> Figure:
-    """Plot the percentiles of the latency against the offered rate, in an open loop."""
+    """Plot percentiles of the latency against the offered rate, measured in an open loop."""
     curve = [step for step in result["steps"] if step["scenario"] == "saturation"]
     lines = {f"p{part}": _of(part) for part in PERCENTILES}
     legend = [Line2D([], [], label=name, **look) for name, look in lines.items()]

@@ -31,14 +31,14 @@ Caches = Sequence[flashpoint.Cache]
 
 
 def reading(port: int, queries: int, caches: Caches, calls: int) -> Callable[[], float]:
-    """Return a function: the seconds of the fastest of some requests with `queries` queries over each cache."""
+    """Return a function that times requests with `queries` queries over each cache, and returns the fastest time."""
     q = draw(len(caches), HEADS, queries, DIM)
     request = Request.post("/attention", SAFETENSORS.write({"q": q}, caches=ids_of(caches)))
     return lambda: min(seconds(lambda: drive(port, [request], 1)) for _ in range(calls))
 
 
 def decoding(port: int, caches: Caches, keys: int, calls: int) -> Callable[[], float]:
-    """Return a function: the tokens per second of callers, one for each cache. It then cuts the caches to `keys`."""
+    """Return a function: the tokens per second of one caller for each cache. It then cuts the caches to `keys` keys."""
     requests = [Request.post("/attention", message(caches=[cache_id])) for cache_id in ids_of(caches)]
 
     def tokens_per_second() -> float:
@@ -67,7 +67,7 @@ def ids_of(caches: Caches) -> list[str]:
 
 
 def compared(client: flashpoint.Client, port: int, calls: int) -> Iterator[tuple[str, Any, Any, dict[str, float]]]:
-    """Yield each comparison: its name, two ways, and the bound of the first way's value over the second's."""
+    """Yield each comparison: its name, two functions, and a bound of the ratio of their values, first to second."""
     for count in COUNTS:
         root, forks = forked(client, KEYS, count)
         name = f"{count} forks of {KEYS} keys beside as many rows over one cache"

@@ -17,17 +17,17 @@ Array = NDArray[Any]
 Tensors = Mapping[str, Array]
 Headers = Mapping[str, str]
 Buffer = bytes | memoryview
-Message = tuple[dict[str, str], tuple[Buffer, ...]]  # headers, and the body in pieces
+Message = tuple[dict[str, str], tuple[Buffer, ...]]  # the headers, and the body in pieces
 
 HEADS, DIM = 8, 64
 LONGEST = 2048
-DATATYPES = {"float32": "FP32", "int64": "INT64"}  # the Open Inference Protocol's names
+DATATYPES = {"float32": "FP32", "int64": "INT64"}  # dtype names of the Open Inference Protocol
 # The inputs of all cases share one block of memory.
 _BLOCK = np.random.default_rng(0).random(4 * HEADS * LONGEST * DIM, np.float32)
 
 
 class Request(NamedTuple):
-    """A request in pieces, its head first."""
+    """A request as a list of pieces; the first piece is the head."""
 
     pieces: tuple[Buffer, ...]
 
@@ -41,19 +41,19 @@ class Request(NamedTuple):
 
 
 class Form(NamedTuple):
-    """A format: `write` returns the message of tensors and options, `read` an answer's tensors."""
+    """A wire format: `write` returns the message of tensors and options, `read` returns the tensors of an answer."""
 
     write: Callable[..., Message]
     read: Callable[[Headers, bytes], dict[str, Array]]
 
     def whole(self, tensors: Tensors, **options: Any) -> tuple[dict[str, str], bytes]:
-        """Return the headers, and the body in one piece."""
+        """Return the headers, and the whole body as one piece."""
         headers, body = self.write(tensors, **options)
         return headers, b"".join(body)
 
 
 class Case(NamedTuple):
-    """Forward or gradient at (1, 8, length, 64) in float32."""
+    """A forward or gradient call at (1, 8, length, 64) in float32."""
 
     length: int
     gradient: bool
@@ -68,7 +68,7 @@ class Case(NamedTuple):
 
     @property
     def path(self) -> str:
-        """Return the service's path."""
+        """Return the path of this call at the service."""
         return "/attention/grad" if self.gradient else "/attention"
 
     @property
@@ -79,7 +79,7 @@ class Case(NamedTuple):
 
 
 def truth(tensors: Tensors, causal: bool = False) -> dict[str, Array]:
-    """Return `o`, computed in float64 from the definition; if `tensors` has `do`, return the gradients."""
+    """Return the exact answer, computed in float64: `o`, or the gradients if `tensors` has `do`."""
     q, k, v = (tensors[name].astype(np.float64) for name in "qkv")
     group = q.shape[1] // k.shape[1]
     keys, values = k.repeat(group, 1), v.repeat(group, 1)
@@ -106,7 +106,7 @@ def _pieces(tensors: Tensors) -> tuple[Buffer, ...]:
 
 
 def _arrays(named: Iterable[tuple[str, Any]], data: bytes, start: int) -> dict[str, Array]:
-    """Return float32 arrays with these names and shapes; their data begin at `start`, one after the other."""
+    """Return float32 arrays with these names and shapes; their data start at `start` and follow one another."""
     arrays = {}
     for name, shape in named:
         arrays[name] = np.frombuffer(data, np.float32, math.prod(shape), start).reshape(shape)
@@ -145,7 +145,7 @@ def _read_lists(headers: Headers, body: bytes) -> dict[str, Array]:
 
 
 def _described(tensors: Tensors, fields: Callable[[Array], dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the tensors in the form of the Open Inference Protocol, each with the fields that `fields` returns."""
+    """Return the tensors in the format of the Open Inference Protocol, each with the fields that `fields` returns."""
     return [{"name": n, "shape": t.shape, "datatype": DATATYPES[t.dtype.name], **fields(t)} for n, t in tensors.items()]
 
 

@@ -1,12 +1,12 @@
 """Compare Gemma 3 270M with its KV cache on the server and with a local cache: tokens, bytes and speed.
 
 `python benchmarks/gemma_decode.py` takes eight minutes on two quiet cores, and needs `pip install .[examples]`. First
-the model continues a prompt of 1,800 tokens, in turn with local SDPA and with the cache on a server on the same cores.
-A relay between client and server counts the bytes of one more continuation, with HTTP headers. Next it times calls of
-one layer: the client's wait, and the stages that the server reports. Then the model writes 16 answers to a prompt of
-1,500 tokens with local SDPA and with the cache on the server (examples/best_of_n.py). Last, each mode of `generate`
-must return the tokens of local eager attention. Writes benchmarks/results/gemma-<cpu>.json. Exits with 1 if a target is
-missed.
+the model continues a prompt of 1,800 tokens, alternately with local SDPA and with the cache on a server on the same
+cores. A relay between client and server counts the bytes of one more continuation, with HTTP headers. Next it times
+calls of one layer: the client's wait, and the stages that the server reports. Then the model writes 16 answers to a
+prompt of 1,500 tokens with local SDPA and with the cache on the server (examples/best_of_n.py). Last, each mode of
+`generate` must return the tokens of local eager attention. Writes benchmarks/results/gemma-<cpu>.json. Exits with 1 if
+a target is missed.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from flashpoint.integrations.transformers import NAME, RemoteCache, register
 TEXT = ROOT / "examples/data/python-reference.txt"
 PROMPT, NEW, ROUNDS = 1800, 24, 7
 LEAST_RATIO, MOST_BYTES = 0.8, 250_000
-ANSWERS, ANSWERED = 16, 1500  # answers to one prompt, and the prompt's tokens
-WINDOW = (511, -1)  # the window of most layers
+ANSWERS, ANSWERED = 16, 1500  # number of answers to one prompt, and tokens of the prompt
+WINDOW = (511, -1)  # sliding window of most layers, in tokens
 
 
 class Relay:
-    """A proxy before the server's port that counts the bytes of both directions."""
+    """A proxy for the server's port that counts the bytes in both directions."""
 
     def __init__(self, port: int) -> None:
         self.count, self._to = 0, port
@@ -74,7 +74,7 @@ def prompts(tokenizer: Any, lengths: list[int]) -> dict[str, torch.Tensor]:
 
 
 def draft(model: Any) -> Any:
-    """Return a draft model, the model's first four layers: its drafts are often wrong."""
+    """Return a draft model that has only the model's first four layers, so that its drafts are often wrong."""
     config = copy.deepcopy(model.config)
     config.num_hidden_layers, config.layer_types = 4, config.layer_types[:4]
     config._attn_implementation = "sdpa"
@@ -84,7 +84,7 @@ def draft(model: Any) -> Any:
 
 
 def same(model: Any, tokenizer: Any, remote: Callable[[], RemoteCache]) -> dict[str, bool]:
-    """Return whether each mode gives the tokens of eager attention."""
+    """Return whether each mode of `generate` gives the same tokens as eager attention."""
     same_tokens = {}
     beyond = prompts(tokenizer, [600])
     modes: dict[str, dict[str, Any]] = {
@@ -106,7 +106,7 @@ def same(model: Any, tokenizer: Any, remote: Callable[[], RemoteCache]) -> dict[
 
 
 def decoded(model: Any, first: torch.Tensor, cache: Any) -> tuple[list[int], float]:
-    """Return greedy tokens after a cache that has the prompt, and the seconds per token."""
+    """Decode greedily after a cache that contains the prompt; return the tokens and the seconds per token."""
     token, tokens = first, []
     start = time.perf_counter()
     for _ in range(NEW):
@@ -116,7 +116,7 @@ def decoded(model: Any, first: torch.Tensor, cache: Any) -> tuple[list[int], flo
 
 
 def speed(model: Any, tokenizer: Any, remote: Callable[[], RemoteCache], relay: Relay) -> dict[str, Any]:
-    """Return the speed after a long prompt, locally and with the cache on the server, and the bytes of a token."""
+    """Return the speed after a long prompt, and the bytes per token, locally and with the cache on the server."""
     ids = prompts(tokenizer, [PROMPT])["input_ids"]
     caches: dict[str, Any] = {"eager": DynamicCache(config=model.config), "sdpa": DynamicCache(config=model.config)}
     caches[NAME] = remote()
@@ -151,7 +151,7 @@ def speed(model: Any, tokenizer: Any, remote: Callable[[], RemoteCache], relay: 
 
 
 def answers(model: Any, tokenizer: Any, remote: Callable[[], RemoteCache], url: str) -> dict[str, Any]:
-    """Return seconds, tokens and bytes of many answers to one prompt, locally and with the cache on the server."""
+    """Return seconds, tokens and bytes for many answers to one prompt, locally and with the cache on the server."""
     ids = prompts(tokenizer, [ANSWERED])["input_ids"]
     results = {}
     for way in ("sdpa", NAME):
@@ -175,7 +175,7 @@ def answers(model: Any, tokenizer: Any, remote: Callable[[], RemoteCache], url: 
 
 
 def stages(client: flashpoint.Client, count: int) -> dict[str, float]:
-    """Return the milliseconds of a layer's call for one token of `count` sequences, by client and server clocks."""
+    """Return the milliseconds of one layer's call for a token of `count` sequences, by client and server clocks."""
     (root,) = client.caches(1, kv_heads=1, head_dim=256)
     root.append(torch.randn(1, 1, ANSWERED, 256), torch.randn(1, 1, ANSWERED, 256))
     caches = client.fork_caches([root] * count)

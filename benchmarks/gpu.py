@@ -10,9 +10,10 @@
     decode   one query against many keys, in one piece and in pages
     flex     FlexAttention at eight points
 
-Each row is on disk when it is measured: OUT/rows.jsonl, beside report.md, timings.svg, tests.log and the compile cache.
-A call ends within --minutes. The same call later continues where it ended, on this machine or, with --resume, on
-another one. A task that hangs, crashes or loses the device fails only its own row. docs/gpu-day.md has the procedure.
+Each row is written to OUT/rows.jsonl as soon as it is measured; OUT also has report.md, timings.svg, tests.log and the
+compile cache. The command ends within --minutes. The same command later continues where the first one ended, on this
+machine or, with --resume, on another one. A task that hangs, crashes or loses the device fails only its own row.
+docs/gpu-day.md has the procedure.
 
 Needs only torch, triton, numpy, pytest, pytest-xdist and matplotlib, and no network. Exit codes: 0, everything is
 measured and right; 1, something failed or is wrong; 3, there is no GPU; 4, time ran out before the end.
@@ -48,7 +49,7 @@ CACHE = "cache"  # the folder of the packed compile cache
 def main(
     arguments: Iterable[str] | None = None, device: Cuda | None = None, clock: Callable[[], float] = time.monotonic
 ) -> int:
-    """Run the requested stages on `device`, the first CUDA device by default, and return an exit code."""
+    """Run the requested stages on `device`, by default the first CUDA device, and return an exit code."""
     args = _parse(arguments)
     minutes = args.minutes or (FIRST_MINUTES if args.stages == ["first"] else MINUTES)
     budget = Budget(60 * minutes, clock)
@@ -105,7 +106,7 @@ def _set_environment(device: Cuda, compiled: Path, installed: Path, version: str
         "TRITON_CACHE_DIR": str(compiled.resolve()),
         "PYTHONPATH": checkout.python_path(described),
     }
-    sys.path.append(described)  # guarded processes get this list
+    sys.path.append(described)  # guarded processes inherit this list
     for name, value in variables.items():
         if value is None:
             os.environ.pop(name, None)
@@ -114,7 +115,7 @@ def _set_environment(device: Cuda, compiled: Path, installed: Path, version: str
 
 
 def _take_over(run: Run, args: argparse.Namespace) -> None:
-    """Bring rows and compiled kernels from another OUT, and say which rows do not count here."""
+    """Copy rows and compiled kernels from another OUT, and print which rows do not count on this machine."""
     if args.resume:
         compiled = cache.unpack(args.resume / CACHE, args.cache)
         brought = run.record.bring(args.resume / FILE)

@@ -1,7 +1,7 @@
 """Write DIR/report.md and DIR/timings.svg from a complete or partial run of `make gpu`: `benchmarks/gpu_report.py DIR`.
 
-The report uses the rows of the newest environment, and of these the newest row of each key. Rows of other sources,
-versions or devices are left out; the report gives their number.
+The report uses the newest row of each key in the newest environment. It leaves out rows of other sources, versions or
+devices, and gives their number.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from benchmarks.gpu_day import record as records  # noqa: E402
 Row = dict[str, Any]
 
 FILE, PLOT = "report.md", "timings.svg"
-LEVEL_STAGES = ("first", "table", "flex")  # stages on one grid of shapes; `papers` has other shapes
+LEVEL_STAGES = ("first", "table", "flex")  # stages whose shapes form one grid; the stage `papers` has other shapes
 DIMS = (64, 128, 256)
 MIB = 1 << 20
 
 
 def write(out: Path, sizes: plan.Sizes | None = None) -> None:
-    """Write the report and the plot of the record in `out`; `sizes`: the planned shapes."""
+    """Write the report and the plot of the record to `out`; `sizes` has the planned shapes."""
     rows = records.read(out / records.FILE)
     (out / FILE).write_text(text(rows, sizes or plan.Sizes()))
     if rows:
@@ -59,7 +59,7 @@ def text(rows: Sequence[Row], sizes: plan.Sizes) -> str:
 
 
 def timed(rows: Iterable[Row], stages: Sequence[str] = LEVEL_STAGES) -> list[Row]:
-    """Return timing rows as flat rows: the case, its result, and whether torch was deterministic and we on Hopper."""
+    """Return timing rows as flat rows; `deterministic` is torch's mode, `hopper` means our path for Hopper."""
     return [
         {**row["task"]["case"], **row["result"], "deterministic": row["task"]["deterministic"],
          "hopper": row["task"]["hopper"], "key": row["key"]}
@@ -69,7 +69,7 @@ def timed(rows: Iterable[Row], stages: Sequence[str] = LEVEL_STAGES) -> list[Row
 
 
 def trials(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows of the sweep as flat rows."""
+    """Return the rows of the stage `sweep` as flat rows."""
     return [
         {**row["result"], "kernel": row["task"]["kernel"], "head_dim": row["task"]["shape"][-1]}
         for row in rows
@@ -78,19 +78,19 @@ def trials(rows: Iterable[Row]) -> list[Row]:
 
 
 def point(row: Row) -> tuple[Any, ...]:
-    """Return the key that comparable rows share."""
+    """Return a key that is equal for rows that can be compared."""
     names = ("direction", "dtype", "head_dim", "causal", "batch", "q_heads", "kv_heads", "q_len")
     return tuple(row[name] for name in names)
 
 
 def name_of(row: Row) -> str:
-    """Return a row's name in the tables. Deterministic runs, and ours on the path for Hopper, have separate names."""
+    """Return a row's name in the tables. Deterministic runs, and our runs on the path for Hopper, have own names."""
     more = [name for name in ("deterministic", "hopper") if row.get(name)]
     return " ".join([row["backend"], *more])
 
 
 def ratios(rows: Iterable[Row], ours: str = "triton") -> dict[str, dict[str, float]]:
-    """Return each peer's time / ours, by direction: the geometric mean, the worst point, the number of points."""
+    """Return each peer's time / ours by direction: the geometric mean, the worst point and the number of points."""
     known = [row for row in rows if row["ms"] is not None]
     our_ms = {point(row): row["ms"] for row in known if name_of(row) == ours}
     times: dict[str, list[float]] = {}
@@ -104,11 +104,11 @@ def ratios(rows: Iterable[Row], ours: str = "triton") -> dict[str, dict[str, flo
 
 
 def levels(by_peer: dict[str, dict[str, float]]) -> dict[str, str]:
-    """Return the highest level reached in each direction: none, floor, goal or stretch; "not measured" without peers.
+    """Return the highest level of each direction: none, floor, goal or stretch; or "not measured" without peers.
 
-    Floor: as fast as SDPA's flash (FlashAttention 2), in the forward at every point, in the backward, which is
-    deterministic, as fast as its deterministic mode. Goal: 0.9 of the speed of cuDNN's forward, 0.75 of its backward.
-    Stretch: as fast as cuDNN, and as FlashAttention 3 where it was timed.
+    Floor: the forward is as fast as SDPA's flash backend (FlashAttention 2) at every point; our backward, which is
+    deterministic, is as fast as the deterministic mode of that backend. Goal: 0.9 of the speed of cuDNN's forward, and
+    0.75 of the speed of its backward. Stretch: as fast as cuDNN, and as FlashAttention 3 where it was timed.
     """
 
     def level(direction: str, floor: float | None, goal: float) -> str:
@@ -138,9 +138,9 @@ def proposal(rows: Iterable[Row]) -> dict[str, dict[int, Row]]:
 
 
 def configuration(best: dict[str, dict[int, Row]]) -> str:
-    """Return the proposed tiles as lines of configurations.py, for head dimensions with a timing of every kernel.
+    """Return the proposed tiles as lines of configurations.py, for head dimensions where every kernel was timed.
 
-    The path for Hopper lacks some kernels at some head dimensions: its lines have only the timed kernels.
+    The path for Hopper has no kernel for some head dimensions, so its lines have only the timed kernels.
     """
 
     def tile(kernel: str, dim: int) -> str:
@@ -161,7 +161,7 @@ def configuration(best: dict[str, dict[int, Row]]) -> str:
 
 
 def plot(rows: Sequence[Row], device: str, path: Path) -> None:
-    """Plot TFLOP/s (by the papers' count) against length, one panel for each direction, head dimension and mask."""
+    """Plot TFLOP/s, counted as the papers do, against length: one panel for each direction, head dimension and mask."""
     from matplotlib.figure import Figure
 
     def panel(row: Row) -> tuple[bool, bool, int]:
@@ -192,7 +192,7 @@ def plot(rows: Sequence[Row], device: str, path: Path) -> None:
 
 
 def table(head: Sequence[str], lines: Iterable[Sequence[Any]], title: str = "") -> str:
-    """Return a table in Markdown; with a title, a section, which is empty without lines."""
+    """Return a Markdown table; with a title, return a section, or nothing if there are no rows."""
     rows = [head, ["---"] * len(head), *lines]
     if title and len(rows) == 2:
         return ""
@@ -216,7 +216,7 @@ def _head(environment: Row, measured: Sequence[Row], others: int) -> str:
 
 
 def _progress(measured: Sequence[Row], sizes: plan.Sizes, environment: Row) -> str:
-    """Return the table of the stages: planned, measured, bad. A timing that two stages plan counts in both."""
+    """Return a table of the stages: planned, measured, bad. A timing that is planned by two stages counts in both."""
     bad = {row["key"] for row in measured if records.is_bad(row)}
     keys = {row["key"] for row in measured}
     lines = []
@@ -256,7 +256,7 @@ def _levels(measured: Sequence[Row]) -> str:
 
 
 def _grid(measured: Sequence[Row]) -> str:
-    """Return TFLOP/s by length: a table for each direction, head dimension, mask and group of heads."""
+    """Return TFLOP/s by length, in a table for each direction, head dimension, mask and head grouping."""
 
     def of(row: Row) -> tuple[Any, ...]:
         return row["direction"], row["head_dim"], row["causal"], row["q_heads"] // row["kv_heads"]
@@ -341,7 +341,7 @@ def _tests(measured: Sequence[Row]) -> str:
 
 
 def _failures(measured: Sequence[Row]) -> str:
-    """Return the failures with their messages, and, once each, the reasons for which something cannot run here."""
+    """Return the failures with their messages, and each reason why something cannot run here, once."""
     lines = []
     for row in measured:
         if records.is_bad(row):

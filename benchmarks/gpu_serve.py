@@ -1,12 +1,12 @@
-"""Prove and time the service on a real GPU: `make gpu-serve`, or without a network `make gpu-serve WHEELS=DIR`.
+"""Test and time the service on a real GPU: `make gpu-serve`, or without a network `make gpu-serve WHEELS=DIR`.
 
 First it runs the tests that need a GPU: grouped launches, launches that overlap, cancelled and late requests, memory
 that runs out, an engine that dies, hangs or loses its device. Then it runs benchmarks/serving.py on the GPU, which
-writes OUT/serving-<device>.json. `tests` or `timings` runs one of the two.
+writes OUT/serving-<device>.json. The argument `tests` or `timings` selects one of these two parts.
 
 Needs the `server` extra, and psutil, pytest and safetensors. A machine without a network installs them from a folder of
 wheels, --wheels, and imports the packages of the checkout directly. `--download DIR` fills such a folder on a machine
-with a network, in an environment that has all of them (`make gpu-wheels`).
+with a network, in an environment that has all these packages installed (`make gpu-wheels`).
 
 Exit codes: 0, all tests pass and every target is met; 1, a test failed or a target is missed; 3, there is no GPU.
 """
@@ -32,7 +32,7 @@ NAMES = ("saved_batches", "caches_in_pages", "gpu_served")
 TESTS = ("tests/server/engine/execution/test_executor.py", *(f"tests/e2e/test_{name}.py" for name in NAMES))
 PARTS = ("tests", "timings")
 WANTED = ("flashpoint[server,otel]", "httptools", "psutil", "safetensors")
-# Machines with a GPU have these and their dependencies. torch is larger than all other packages together.
+# A machine with a GPU already has these packages and their dependencies. torch is larger than all others together.
 THERE = ("torch", "triton", "numpy", "pytest", "pytest-xdist", "matplotlib")
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux2014_x86_64", "manylinux_2_17_x86_64")
 
@@ -63,7 +63,7 @@ def has_gpu() -> bool:
 
 
 def environment(wheels: Path | None, folder: Path) -> dict[str, str]:
-    """Return the variables of the child processes; with `wheels`, install those into `folder` first."""
+    """Return the variables of the child processes; with `wheels`, install the wheels into `folder` first."""
     variables = {**os.environ, "FLASHPOINT_TEST_DEVICE": "cuda"}
     if wheels is None:
         return variables
@@ -82,12 +82,12 @@ def install(wheels: Path, folder: Path) -> None:
 
 
 def run(parts: Iterable[str], out: Path, variables: dict[str, str]) -> int:
-    """Run all parts, also after one fails, and return 1 if any failed."""
+    """Run all parts, even after a failure, and return 1 if a part failed."""
     commands = {
         "tests": ["-m", "pytest", "-q", "-m", "not full", "-p", "no:cacheprovider", *TESTS],
         "timings": ["benchmarks/serving.py", "--device", "cuda", "--out", str(out.resolve())],
     }
-    commands["tests"] += ["-o", "filterwarnings=default"]  # the project does not pin this machine's packages
+    commands["tests"] += ["-o", "filterwarnings=default"]  # the project does not pin the packages of this machine
     codes = [
         subprocess.run([sys.executable, *commands[part]], cwd=ROOT, env=variables, check=False).returncode
         for part in parts
@@ -96,7 +96,7 @@ def run(parts: Iterable[str], out: Path, variables: dict[str, str]) -> int:
 
 
 def download(folder: Path, python: str) -> int:
-    """Download the wheels that the service needs beyond THERE, in the versions that are installed here."""
+    """Download the wheels that the service needs besides THERE, in the versions that are installed here."""
     names = sorted(needed(WANTED, python) - needed(THERE, python))
     pins = [f"{name}=={metadata.version(name)}" for name in names if name != "flashpoint"]
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]

@@ -2,8 +2,8 @@
 
 Builds the wheel and the source distribution as `make dist` does. In one empty environment it installs the wheel with
 `[server]`, then times `flashpoint serve` until its first answer. In another it installs the wheel alone, the SDK, then
-times a program that calls that server. Records seconds, and megabytes on disk. pip's output gives the number of
-downloaded packages; the others come from its cache or from a local folder. Writes
+times a program that calls that server. Records seconds, and megabytes on disk. The number of downloaded packages comes
+from pip's output; pip takes the other packages from its cache or from a local folder. Writes
 benchmarks/results/install-<cpu>.json. Takes two to four minutes and 2 GB of disk.
 """
 
@@ -31,7 +31,7 @@ MB = 1e6
 
 
 def outside(**variables: str) -> dict[str, str]:
-    """Return the environment's variables without PYTHONPATH, which leads to this checkout."""
+    """Return the environment's variables without PYTHONPATH, which points to this checkout."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
 
 
@@ -49,7 +49,7 @@ def megabytes(folder: Path) -> float:
 
 
 def installed(home: Path, requirement: str) -> tuple[Path, dict[str, Any]]:
-    """Install into a new environment; return its Python, and a row of seconds, megabytes and packages."""
+    """Install into a new environment; return its Python, and a row with seconds, megabytes and number of packages."""
     began = time.perf_counter()
     subprocess.run([sys.executable, "-m", "venv", home], check=True)
     empty, python = megabytes(home), home / "bin" / "python"
@@ -66,7 +66,7 @@ def installed(home: Path, requirement: str) -> tuple[Path, dict[str, Any]]:
 
 
 def seconds_of_call(python: Path, url: str, folder: Path) -> float:
-    """Return the seconds of a process that imports the SDK, makes one call and ends."""
+    """Return the seconds of a process that imports the SDK, makes one call and exits."""
     began = time.perf_counter()
     subprocess.run([python, "-c", ASK], check=True, env=outside(FLASHPOINT_URL=url), cwd=folder)
     return round(time.perf_counter() - began, 2)

@@ -1,9 +1,9 @@
-"""Time the host's part of a GPU call without a GPU: `python benchmarks/launch_overhead.py --beside CHECKOUT`.
+"""Time the host part of a GPU call without a GPU: `python benchmarks/launch_overhead.py --beside CHECKOUT`.
 
 Times the code of `backend="triton"` up to the driver's launch: Triton looks up the compiled kernel and stops there, and
-tensors are on the CPU. The times do not contain the driver, the copy to the device, its pinned memory, or the path for
-plain calls on the CPU. CHECKOUT is a checkout of another commit; both take turns (checkouts.py). Writes
-benchmarks/results/launch-overhead-<cpu>.json.
+tensors are on the CPU. The times do not contain the driver, the copy to the device, pinned memory for this copy, or the
+path for plain calls on the CPU. CHECKOUT is a checkout of another commit; calls here and there alternate
+(checkouts.py). Writes benchmarks/results/launch-overhead-<cpu>.json.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ CALLS = 60  # calls of one case in one turn
 
 
 def cases() -> dict[str, Call]:
-    """Return the calls by name. A call with growing keys starts again at half of them when all are used."""
+    """Return the calls by name. When a call with growing keys has used all keys, it starts again with half of them."""
     import torch
 
     from flashpoint_kernels import Options, Problem, attention
@@ -88,15 +88,15 @@ def cases() -> dict[str, Call]:
 
 
 def work() -> None:
-    """Answer each name of a case on stdin with the microseconds of the fastest of `CALLS` calls."""
+    """For each name of a case on stdin, print the microseconds of the fastest of `CALLS` calls."""
     from flashpoint_kernels.dispatching import dispatch
     from flashpoint_kernels.operators import plain
     from flashpoint_kernels.triton_backend.tools.ahead import pretend
 
     pretend(ARCH)
     stop_before_the_driver()
-    dispatch._INTERPRETED = True  # makes `triton` a backend of this CPU
-    plain.attention = lambda *_: None  # it answers plain calls on a CPU, and none on a GPU
+    dispatch._INTERPRETED = True  # this lets the backend `triton` run on the CPU
+    plain.attention = lambda *_: None  # the plain path answers only on a CPU: disable it, as on a GPU
     answer(cases(), CALLS)
 
 

@@ -1,9 +1,9 @@
-"""Measure errors of the functions with other libraries' interfaces: `python benchmarks/library_errors.py`, a minute.
+"""Measure the errors of functions with other libraries' interfaces: `python benchmarks/library_errors.py`, a minute.
 
-flash_attn's functions, `scaled_dot_product_attention` and `flex_attention`, on random calls: each option alone and with
-others, in float32, float16 and bfloat16, with gradients where the function has them. The reference is the formula in
-float64 over the same numbers, written out here. An error is divided by the largest value of o, or of dq, dk and dv
-together. A row counts all cases that use its option. Targets: 4e-6 in float32, 4e-3 in float16 and 0.03 in bfloat16.
+Makes random calls of the functions of flash_attn, `scaled_dot_product_attention` and `flex_attention`: each option
+alone and with others, in float32, float16 and bfloat16, with gradients where the function has them. The reference is
+the formula in float64 on the same inputs (`formula`). An error is divided by the largest value of o, or of dq, dk and
+dv together. A row counts all cases that use its option. Targets: 4e-6 in float32, 4e-3 in float16 and 0.03 in bfloat16.
 Writes benchmarks/results/library-errors-<cpu>.json. Exits with 1 if a target is missed.
 """
 
@@ -36,7 +36,7 @@ Call = Callable[[Sequences, Sequences, Sequences, Chosen], Sequences]
 
 
 def formula(q: Tensor, k: Tensor, v: Tensor, chosen: Chosen, b: int) -> Tensor:
-    """Return o (Sq, H, D) of sequence b in float64. A query that sees no key has 0."""
+    """Return o (Sq, H, D) of sequence b in float64; o is 0 for a query that sees no key."""
     q, k, v = (t.transpose(0, 1) for t in (q, k, v))
     k, v = (t.repeat_interleave(len(q) // len(t), 0) for t in (k, v))
     s = q @ k.mT * chosen.get("scale", 1 / math.sqrt(q.shape[2]))
@@ -60,7 +60,7 @@ def formula(q: Tensor, k: Tensor, v: Tensor, chosen: Chosen, b: int) -> Tensor:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, start: int, interleaved: bool) -> Tensor:
-    """Return rows (S, H, D) with rotary embeddings for positions from `start` on, in float64."""
+    """Return rows (S, H, D) with rotary embeddings for positions from `start`, in float64."""
     half = cos.shape[1]
     cos, sin = (t[start : start + len(x), None].double() for t in (cos, sin))
     pairs = x[..., : 2 * half]
@@ -76,7 +76,7 @@ def of_flash_attn(chosen: Chosen) -> dict[str, Any]:
 
 
 def batched(packed: int, q: Sequences, k: Sequences, v: Sequences, chosen: Chosen) -> Sequences:
-    """Call flash_attn_func or one of its packed forms: `packed` tensors share one."""
+    """Call flash_attn_func or its packed variant, in which the last `packed` of q, k and v are one tensor."""
     tensors, options = [torch.stack(t) for t in (q, k, v)], of_flash_attn(chosen)
     if packed == 3:
         o = flash_attn.flash_attn_qkvpacked_func(torch.stack(tensors, 2), **options)
@@ -89,7 +89,7 @@ def batched(packed: int, q: Sequences, k: Sequences, v: Sequences, chosen: Chose
 
 
 def ragged(packed: int, q: Sequences, k: Sequences, v: Sequences, chosen: Chosen) -> Sequences:
-    """Call flash_attn_varlen_func or one of its packed forms."""
+    """Call flash_attn_varlen_func or one of its packed variants."""
     tensors, options = [torch.cat(t) for t in (q, k, v)], of_flash_attn(chosen)
     of_q, of_k = (torch.tensor([0, *map(len, rows)]).cumsum(0).int() for rows in (q, k))
     max_lengths = max(map(len, q)), max(map(len, k))
@@ -105,7 +105,7 @@ def ragged(packed: int, q: Sequences, k: Sequences, v: Sequences, chosen: Chosen
 
 
 def cached(q: Sequences, k: Sequences, v: Sequences, chosen: Chosen) -> Sequences:
-    """Call flash_attn_with_kvcache: k and v are rows or pages of a cache; the call appends the last of them."""
+    """Call flash_attn_with_kvcache with a cache (k, v) of rows or pages; the call appends the last keys and values."""
     appended, lengths = chosen.get("append", 0), [len(t) - chosen.get("append", 0) for t in k]
     rows = -(-max(map(len, k)) // PAGE) * PAGE
     place = list(range(len(q)))[::-1] if "batch_idx" in chosen else list(range(len(q)))
@@ -171,7 +171,7 @@ FUNCTIONS: dict[str, tuple[Call, tuple[str, ...]]] = {
     "scaled_dot_product_attention": (sdpa, ("none", "causal", "top_left", "bool mask", "float mask", "scale", "heads")),
     "flex_attention": (flex, (*OF_ALL, "top_left", "float mask")),
 }
-# The options' names in the interfaces of these functions.
+# The names of the options in the interfaces of these functions.
 SHOWN = {
     "alibi": "alibi_slopes", "window": "window_size", "scale": "softmax_scale", "heads": "fewer key heads",
     "append": "k, v", "leftpad": "cache_leftpad", "batch_idx": "cache_batch_idx", "pages": "block_table",
@@ -190,7 +190,7 @@ SHOWN_BY = {
 
 
 def possible(function: str, names: set[str]) -> bool:
-    """Return whether a call of `function` can have all of these options."""
+    """Return whether one call of `function` may have all these options."""
     masks, diagonals = names & {"bool mask", "float mask"}, names & {"causal", "top_left"}
     both = function == "scaled_dot_product_attention" and masks and diagonals
     pages = "pages" in names and names & {"leftpad", "batch_idx"}
@@ -198,7 +198,7 @@ def possible(function: str, names: set[str]) -> bool:
 
 
 def drawn(draw: random.Random, name: str, options: Sequence[str]) -> tuple[list[Sequences], dict[str, Any], set[str]]:
-    """Return q, k and v of the sequences, the options with their values, and the options' names."""
+    """Draw a call: return q, k and v of the sequences, the options with their values, and the names of the options."""
     names = {draw.choice(options)}
     for more in draw.sample(options, draw.randint(0, 2)):
         if possible(name, names | {more}):
@@ -244,7 +244,7 @@ def rotary(dim: int, positions: int, numbers: torch.Generator) -> tuple[Tensor, 
 
 
 def errors(name: str, call: Call, tensors: list[Sequences], chosen: Chosen, dtype: torch.dtype) -> dict[str, float]:
-    """Return the largest errors of o and of the gradients, over the largest values."""
+    """Return the largest errors of o and of the gradients, each divided by the largest value."""
     differentiates = name != "flash_attn_with_kvcache"
     leaves = [[t.to(dtype).requires_grad_(differentiates) for t in each] for each in tensors]
     exact = [[t.detach().double().requires_grad_(differentiates) for t in each] for each in leaves]
@@ -264,13 +264,13 @@ def errors(name: str, call: Call, tensors: list[Sequences], chosen: Chosen, dtyp
         do = [torch.randn(t.shape, generator=torch.Generator().manual_seed(1)).to(dtype) for t in answers]
         ours = torch.autograd.grad([*answers], [t for each in leaves for t in each], do)
         right = torch.autograd.grad(truth, [t for each in exact for t in each], [t.double() for t in do])
-        # Over the largest of all: one of them may be 0 except for rounding.
+        # Divide by the largest value of all gradients: a single gradient may be 0 except for rounding.
         relative_errors["gradients"] = relative_error(ours, right)
     return relative_errors
 
 
 def relative_error(answers: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
-    """Return the largest error over the largest value."""
+    """Return the largest error divided by the largest value."""
     largest_error = max(float((a.double() - b).detach().abs().max()) for a, b in zip(answers, truth, strict=True))
     return largest_error / max(1e-3, *(float(t.detach().abs().max()) for t in truth))
 

@@ -1,9 +1,9 @@
 """Count rows whose bits depend on the call: `python benchmarks/one_row.py`, some minutes.
 
-The oracle is a causal prefill. Its rows are computed again in calls of 1, 2, 5, 17 and 64 queries, over the keys up to
-the last query, each call beside another sequence in the batch, with random options, types and sizes. The control does
-the same with torch's scaled_dot_product_attention and must find rows that differ. Target: 0 of a million rows.
-Writes benchmarks/results/one-row-<cpu>.json. Exits with 1 if a target is missed.
+The reference is a causal prefill with random options, dtypes and sizes. Calls of 1, 2, 5, 17 and 64 queries compute its
+rows again, over the keys up to the last query, with another sequence in the batch. As a control, torch's
+scaled_dot_product_attention does the same, and some of its rows must differ. Target: 0 of a million rows differ. Writes
+benchmarks/results/one-row-<cpu>.json. Exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from flashpoint_kernels import attention, native
 
-COUNTS = (1, 2, 5, 17, 64)  # queries of a call
+COUNTS = (1, 2, 5, 17, 64)  # number of queries of each call
 LENGTHS = (40, 130, 300, 700, 1300)
 Solve = Callable[..., Tensor]
 
 
 def drawn(draw: random.Random) -> tuple[dict[str, Tensor], dict[str, Any], str]:
-    """Return random tensors of one sequence, options, and their description."""
+    """Return random tensors of one sequence, random options, and a description of the options."""
     kv_heads, group, length = draw.choice((1, 2, 4)), draw.choice((1, 2, 4)), draw.choice(LENGTHS)
     dim, dtype = draw.choice((16, 40, 64, 80, 128)), draw.choice((torch.float32, torch.float16, torch.bfloat16))
     numbers = torch.Generator().manual_seed(draw.getrandbits(32))
@@ -43,7 +43,7 @@ def drawn(draw: random.Random) -> tuple[dict[str, Tensor], dict[str, Any], str]:
 
 
 def beside(t: dict[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
-    """Return the call of queries [start, stop), beside another sequence in the batch."""
+    """Call attention with the queries [start, stop), together with another sequence in the batch."""
     tensors = {"q": t["q"][:, :, start:stop], "k": t["k"][:, :, :stop], "v": t["v"][:, :, :stop]}
     if "attn_mask" in t:
         tensors["attn_mask"] = t["attn_mask"][..., start:stop, :stop]
@@ -52,7 +52,7 @@ def beside(t: dict[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
 
 
 def differing(solve: Solve, t: dict[str, Tensor], count: int, **options: Any) -> tuple[int, int]:
-    """Return the number of rows, and the number of rows with other bits in calls of `count` queries."""
+    """Return the number of rows, and how many of them have other bits in calls of `count` queries."""
     whole, length, differing_rows = solve(**t, **options), t["q"].shape[2], 0
     for start in range(0, length, count):
         stop = min(start + count, length)
@@ -66,7 +66,7 @@ def ours(**t: Any) -> Tensor:
 
 
 def torchs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Call torch's operator, causal with the diagonal at the lower right, as in ours."""
+    """Call torch's operator with a causal mask whose diagonal ends at the lower right, as in our attention."""
     hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
     return scaled_dot_product_attention(q, k, v, attn_mask=hidden, enable_gqa=True)
 

@@ -8,15 +8,16 @@ At (1,8,2048,64) in float32 on the CPU, `flashpoint_kernels.attention` with `aut
     plain               torch's fused operator without options: types, D, N, with and without the gradient
     flex_attention      our `flex_attention` beside torch's and beside the formula
 
-`--only NAME` measures one section, in at most 7 minutes, and keeps the file's other sections. With `--runs N` the
-numbers are medians of N runs, and a row also has the ratio of every run. Targets: 0.85 of FlexAttention's speed in the
-geometric mean, 0.7 at least; twice as fast as the formula, in a quarter of its memory beyond inputs and answers; for
-decode the target of each row; without options those of `plain`. options_peers.py has the sections.
+`--only NAME` measures one section, in at most 7 minutes, and keeps the file's other sections. With `--runs N` each
+figure is the median of N runs, and a row also has the ratio of every run. Targets: 0.85 of FlexAttention's speed in the
+geometric mean, and at least 0.7; twice as fast as the formula, with a quarter of its memory, not counting inputs and
+answers. Each row of `decode` has its own target, and `plain_bounds` has the targets of `plain`. options_peers.py has
+the sections.
 
-The system spends much of the formula's time on memory that is new at each call. So the formula is timed in two
-processes: with torch's defaults, where the target is twice as fast, and with huge pages (THP_MEM_ALLOC_ENABLE=1), where
-the target is 1.2 times as fast forward, and as fast with the gradient. Writes benchmarks/results/options-<cpu>.json.
-Exits with 1 if a target is missed.
+Much of the formula's time is the system's allocation of new memory at each call. So the formula is timed in two
+processes. With torch's defaults, our target is twice the formula's speed. With huge pages (THP_MEM_ALLOC_ENABLE=1), it
+is 1.2 times the formula's speed for the forward, and the same speed with the gradient. Writes
+benchmarks/results/options-<cpu>.json. Exits with 1 if a target is missed.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ from record import file_name
 from runner import SERVICE, Args, Option, environment, rows_of_child, run, target
 
 SECTIONS = ("forward", "gradient", "flex", "decode", "plain", "flex_attention")
-# No cache on disk, so that FlexAttention's time to compile is that of a first use.
+# Disable the cache on disk, so that FlexAttention's compile time is that of its first use.
 VARIABLES = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
 
 Row = dict[str, Any]
 
 
 def rows_here(args: Args) -> Iterator[Row]:
-    """Yield each row of the section `args.measure`."""
+    """Yield each row of the section `args.measure`, measured in this process."""
     import options_peers
 
     yield from options_peers.SECTIONS[args.measure](args.rounds)
@@ -50,7 +51,7 @@ def measured(section: str, rounds: int, huge_pages: bool = False) -> list[Row]:
 
 
 def rows_of(section: str, rounds: int, runs: int) -> list[Row]:
-    """Return the rows of a section; for several runs, the median of each number and the ratio of each run."""
+    """Return the rows of a section; with several runs, each figure is a median, and a row has the ratio of each run."""
     every = [run_of(section, rounds) for _ in range(runs)]
     if runs == 1:
         return every[0]
@@ -58,7 +59,7 @@ def rows_of(section: str, rounds: int, runs: int) -> list[Row]:
 
 
 def merged(rows: Sequence[Row]) -> Row:
-    """Return one row with the medians of the same row in several runs."""
+    """Return one row with the medians of the same row from several runs."""
 
     def of_all(values: Sequence[Any]) -> Any:
         if isinstance(values[0], dict):
@@ -115,7 +116,7 @@ def targets(rows: Mapping[str, list[Row]]) -> list[Row]:
 
 
 def plain_bounds(amx: bool) -> Iterator[tuple[str, Row, float]]:
-    """Yield the name, the kind of rows, and the least ratio of each target of the section `plain`."""
+    """Yield each target of the section `plain`: its name, the rows that it applies to, and the least ratio."""
     for dtype in ("float32", "float16"):
         forward: Row = {"pass": "forward", "dtype": dtype}
         yield f"{dtype} N 2048", {**forward, "length": 2048, "causal": False}, 1.08 if amx else 1.0

@@ -1,4 +1,4 @@
-"""The sections of options.py: each yields rows of calls of ours beside the same calls of a peer."""
+"""The sections of options.py: each yields rows that compare our calls with the same calls of a peer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flashpoint_kernels.timing.clock import peak_bytes
 
 HEADS, LENGTH, DIM, DOCUMENT, KEYS = 8, 2048, 64, 256, 4096
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 4e-2}
-ROUND = 0.15  # least seconds of each of the two sides in a round
+ROUND = 0.15  # least seconds that each side of a comparison takes in a round
 PASSES = ("forward", "with gradient")
 
 Call = Callable[[], Any]
@@ -28,7 +28,7 @@ Row = dict[str, Any]
 
 
 def options() -> dict[str, tuple[Row, Row]]:
-    """Return the keywords of each option by name, and the sizes and types of its q, k and v (`qkv`)."""
+    """Return the arguments of each option by name, and the shapes and dtypes of its q, k and v (`qkv`)."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -61,7 +61,7 @@ def options() -> dict[str, tuple[Row, Row]]:
     }
 
 
-# In the order of the rows; options() has more names.
+# Names of options in the order of the rows; options() has more.
 BESIDE_FORMULA = (
     "window [256, 0], causal", "window [1024, 1024]", "softcap", "softcap, causal", "alibi_slopes, causal", "sinks",
     "attn_mask, bool", "attn_mask, float", "attn_mask, float, with its gradient", "dropout_p 0.1", "kv_lengths",
@@ -72,7 +72,7 @@ BESIDE_FLEX = (
     "no options", "causal", "window [256, 0], causal", "window [1024, 1024]", "alibi_slopes, causal", "softcap",
     "softcap, causal", "attn_mask, bool", "attn_mask, float", DOCUMENTS, "Hk 2 (GQA), causal",
 )  # fmt: skip
-UNCOUNTED = ("causal, N 512", "causal, bfloat16", "softcap, bfloat16")  # beside FlexAttention, too, without targets
+UNCOUNTED = ("causal, N 512", "causal, bfloat16", "softcap, bfloat16")  # options beside FlexAttention without targets
 
 
 def qkv(
@@ -86,7 +86,7 @@ def call_of(
     attend: Callable[..., Any], tensors: Sequence[Tensor], keywords: Mapping[str, Any], gradient: str,
     captured: Sequence[Tensor] = (),
 ) -> Call:  # fmt: skip
-    """Return a call of the forward, or of it and the gradient of q, k, v, sinks, a mask for each head, `captured`."""
+    """Return a call of the forward, or also of the gradient of q, k, v, sinks, a mask for each head and `captured`."""
     if gradient == "forward":
         return partial(attend, *tensors, **keywords)
     inputs = [t.clone().requires_grad_() for t in tensors]
@@ -108,9 +108,9 @@ def written_out(
     sinks: Tensor | None = None, kv_lengths: Tensor | None = None, causal: bool = False,
     window: tuple[int, int] = (-1, -1), softcap: float = 0.0, dropout_p: float = 0.0, dropout_seed: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return attention by the contract's formula, with s (B,Hq,Sq,Sk) in memory, in float32.
+    """Compute attention by the contract's formula in float32, with the scores (B,Hq,Sq,Sk) in memory.
 
-    The mask of dropout is torch's here. It differs from the contract's, and is cheaper.
+    The dropout mask comes from torch. It differs from the contract's mask, and takes less time.
     """
     dtype = q.dtype
     q, k, v = q.float(), k.float(), v.float()
@@ -149,7 +149,7 @@ def written_out(
 
 
 def memory(call: Call) -> int:
-    """Return the peak memory that a call adds, in bytes."""
+    """Return the peak memory in bytes that a call adds."""
     peak = peak_bytes(call, "cpu")
     if peak is None:
         raise SystemExit("this system does not report a process's peak memory: run this benchmark on Linux")
@@ -157,7 +157,7 @@ def memory(call: Call) -> int:
 
 
 def working_memory(call: Call) -> float:
-    """Return the peak memory of a call in MiB, without its inputs and its answers."""
+    """Return the peak memory of a call in MiB, not counting its inputs and answers."""
     answers = call()
     answer_bytes = sum(t.nbytes for t in ((answers,) if isinstance(answers, Tensor) else answers))
     del answers
@@ -176,9 +176,9 @@ def beside_formula(gradient: str, rounds: int) -> Iterator[Row]:
 
 
 def mods(shift: int = 0, **keywords: Any) -> tuple[Mod | None, Mod | None]:
-    """Return FlexAttention's score_mod and mask_mod for options of the contract; None for one that is not needed.
+    """Return FlexAttention's score_mod and mask_mod for options of the contract; None for each that is not needed.
 
-    `shift`: the number of keys less that of queries, or 0 where the first query sees the first key alone.
+    `shift` is the number of keys minus the number of queries, or 0 if the first query sees only the first key.
     """
     mask, slopes, cap = (keywords.get(name) for name in ("attn_mask", "alibi_slopes", "softcap"))
     left, right = keywords.get("window", (-1, -1))
@@ -206,7 +206,7 @@ def mods(shift: int = 0, **keywords: Any) -> tuple[Mod | None, Mod | None]:
 
 
 def compiled_flex(tensors: Sequence[Tensor], score_mod: Mod | None, mask_mod: Mod | None) -> Call:
-    """Return a call of FlexAttention that compiles when first called."""
+    """Return a call of FlexAttention that is compiled at its first use."""
     torch.compiler.reset()
     q, k, _ = tensors
     lengths = q.shape[2], k.shape[2]
@@ -216,7 +216,7 @@ def compiled_flex(tensors: Sequence[Tensor], score_mod: Mod | None, mask_mod: Mo
 
 
 def documents() -> tuple[Call, Call]:
-    """Return a call of ours with ragged sequences, and one of FlexAttention."""
+    """Return two calls with the same documents: ours with ragged sequences, and one of FlexAttention."""
     tensors, document = qkv(), torch.arange(LENGTH) // DOCUMENT
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ def documents() -> tuple[Call, Call]:
 
 
 def beside_flex(rounds: int) -> Iterator[Row]:
-    """Yield each option beside FlexAttention. Its first call, which compiles, is timed apart."""
+    """Yield each option beside FlexAttention, whose first call, which compiles, is timed separately."""
     torch.manual_seed(0)
     every = options()
     for name in (*BESIDE_FLEX, *UNCOUNTED):
@@ -302,7 +302,7 @@ def plain(rounds: int) -> Iterator[Row]:
 
 
 def flex_kinds() -> Iterator[tuple[str, Row, Sequence[Tensor]]]:
-    """Yield each kind's name, its keywords of `flex_attention`, and its captured tensors."""
+    """Yield the name, the arguments of `flex_attention` and the captured tensors of each kind of call."""
     generator = torch.Generator().manual_seed(0)
     table = torch.randn(HEADS, 2 * LENGTH, generator=generator, requires_grad=True)
     gain = torch.rand(HEADS, generator=generator, requires_grad=True)
@@ -315,7 +315,7 @@ def flex_kinds() -> Iterator[tuple[str, Row, Sequence[Tensor]]]:
 
 
 def flex_written_out(q: Tensor, k: Tensor, v: Tensor, score_mod: Mod, block_mask: Any = None) -> Tensor:
-    """Return attention by the formula, with s (B,H,Sq,Sk) in memory."""
+    """Compute attention by the formula with a score_mod, with the scores (B,H,Sq,Sk) in memory."""
     s = q @ k.mT / math.sqrt(q.shape[-1])
     numbers = [torch.arange(n).view([-1 if axis == d else 1 for d in range(4)]) for axis, n in enumerate(s.shape)]
     s = score_mod(s, *numbers)
@@ -327,8 +327,8 @@ def flex_written_out(q: Tensor, k: Tensor, v: Tensor, score_mod: Mod, block_mask
 def beside_eager_flex(rounds: int) -> Iterator[Row]:
     """Yield our `flex_attention` with score_mods that no option covers.
 
-    The forward runs beside torch's flex_attention without torch.compile, which has no gradient on the CPU. The
-    gradient, also of captured tensors, runs beside the formula; memory is measured, too.
+    The forward is compared with torch's flex_attention without torch.compile, which has no gradient on the CPU. The
+    gradient, including that of captured tensors, is compared with the formula. Memory is measured as well.
     """
     tensors = torch.randn(3, 1, HEADS, LENGTH, DIM, generator=torch.Generator().manual_seed(1)).unbind()
     for name, keywords, captured in flex_kinds():

@@ -1,7 +1,7 @@
 """Time the Open Inference Protocol beside safetensors and the operator alone: `python benchmarks/protocol.py`.
 
 The same requests go to `flashpoint serve` in both encodings over one connection. A large request with its tensors in
-shared memory is compared with the operator in a process without HTTP. Each round times every way in turn. The medians
+shared memory is compared with the operator in a process without HTTP. Each round times every variant once. The medians
 and their targets go to benchmarks/results/protocol-<device>.json. Takes about a minute. Exits with 1 if a target is
 missed.
 """
@@ -19,15 +19,15 @@ from forms import DATATYPES, OIP_BINARY, SAFETENSORS
 from runner import Args, Option, apart, in_turn, medians, run, target
 from serving import MIB, SMALL, Connection, engine_variables, operator, service
 
-SHAPES = {"small": SMALL, "16 MiB": (1, 16, 1024, 256)}  # of each of q, k and v
+SHAPES = {"small": SMALL, "16 MiB": (1, 16, 1024, 256)}  # shape of each of q, k and v
 LARGE = (8, 16, 1024, 64)  # 32 MiB each
 PATH = "/v2/models/attention/infer"
 
 
 def encodings(ours: Connection, name: str, rounds: int, calls: int) -> dict[str, float]:
-    """Return the median seconds of both encodings, which alternate call by call."""
+    """Return the median seconds of a call in each encoding; calls with the two encodings alternate."""
     t = np.random.default_rng(0).random(SHAPES[name], np.float32)
-    tensors = {"q": t if name == "small" else t[:, :, :1], "k": t, "v": t}  # large ones: transfer, little work
+    tensors = {"q": t if name == "small" else t[:, :, :1], "k": t, "v": t}  # large bodies: much transfer, little work
     messages = {
         "protocol": (PATH, *OIP_BINARY.whole(tensors)),
         "safetensors": ("/attention", *SAFETENSORS.whole(tensors)),
@@ -38,7 +38,7 @@ def encodings(ours: Connection, name: str, rounds: int, calls: int) -> dict[str,
 
 
 def moves_nothing(ours: Connection, rounds: int) -> dict[str, float]:
-    """Return the median seconds of `LARGE` in shared memory, and of the operator in its own process."""
+    """Return the median seconds of `LARGE` in shared memory, and of the operator in a separate process."""
     nbytes = 4 * int(np.prod(LARGE))
     memory = shared_memory.SharedMemory(create=True, size=4 * nbytes)
     with contextlib.ExitStack() as inside:

@@ -1,10 +1,10 @@
-"""Time Ray Serve's overhead of a call, by the size of its body: `python benchmarks/ray_overhead.py`.
+"""Time the overhead of Ray Serve per call, by the size of the body: `python benchmarks/ray_overhead.py`.
 
 The same messages go to `flashpoint serve`, to the same application on plain uvicorn, and to a replica of it on Ray
-Serve, behind Ray's own proxy and behind HAProxy. All four run at once with the same malloc settings; only one gets a
-call at a time, over one persistent connection. Almost nothing is computed: a message brings many keys and values and
-attends to one ("in"), or gets a large answer with one computed row ("out"). Each round times every way, in alternating
-order. The medians go to benchmarks/results/ray-<device>.json. Takes about three minutes.
+Serve, behind Ray's own proxy and behind HAProxy. All four servers run at the same time with the same malloc settings.
+Only one of them gets a call at a time, over a persistent connection. Almost nothing is computed: a message brings many
+keys and values and attends to one ("in"), or gets a large answer with one computed row ("out"). Each round times every
+server, in alternating order. The medians go to benchmarks/results/ray-<device>.json. Takes about three minutes.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any
 from runner import MALLOC, ROOT, SERVICE, Args, Option, in_turn, medians, run
 from serving import MIB, Connection, bodies, process, ready, service, until
 
-sys.path.append(str(ROOT))  # for the tests' functions that start Ray
+sys.path.append(str(ROOT))  # for tests.support, whose functions start Ray
 from tests.support.ray_cluster import deploy, free_port
 
-os.environ.pop("TRITON_INTERPRET", None)  # the tests set it; here, no kernel is interpreted
+os.environ.pop("TRITON_INTERPRET", None)  # the tests set this variable; this benchmark interprets no kernel
 
 KIB = 1 << 10
 SIZES = {"16 KiB": 16 * KIB, "1 MiB": MIB, "16 MiB": 16 * MIB, "64 MiB": 64 * MIB}
@@ -40,7 +40,7 @@ uvicorn.run(create_app(Settings(device="cpu")), port=int(sys.argv[1]), access_lo
 
 @contextlib.contextmanager
 def plain_uvicorn() -> Iterator[int]:
-    """Run the application on uvicorn with its defaults, and yield the port."""
+    """Run the application on uvicorn with default settings, and yield the port."""
     port = free_port()
     with process([sys.executable, "-c", PLAIN, str(port)], stderr=subprocess.DEVNULL) as child:
         until(lambda: ready(port), child)

@@ -1,4 +1,4 @@
-"""Common parts of recorded results: the machine, versions, commit and date; percentiles; the file's name.
+"""Common parts of recorded results: the environment (machine, versions, commit, date), percentiles, and the file name.
 
 The benchmarks, the load tests, the fuzzer and the fault-injection tests use this module.
 """
@@ -27,7 +27,7 @@ def environment(*packages: str, device: str = "cpu") -> dict[str, Any]:
     """Return the device, the machine's load, the versions of `packages`, the commit and the date."""
     name = cpu_name()
     if device != "cpu":
-        from flashpoint_kernels.timing.device import device_name  # imports torch
+        from flashpoint_kernels.timing.device import device_name  # this imports torch
 
         name = device_name(device)
     return {
@@ -56,12 +56,12 @@ def now() -> str:
 
 
 def percentile(samples: Sequence[float], part: float) -> float:
-    """Return the `part`-th percentile, interpolated; infinite without samples."""
+    """Return the `part`-th percentile of the samples, interpolated; infinity without samples."""
     return float(np.percentile(samples, part)) if len(samples) else math.inf
 
 
 def file_name(device: str) -> str:
-    """Return the device's name in the form for file names."""
+    """Return the device's name in a form that fits file names."""
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 

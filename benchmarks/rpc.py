@@ -1,7 +1,7 @@
 """Time the Open Inference Protocol over gRPC and over HTTP, by payload size: `python benchmarks/rpc.py`.
 
-The same prepared inferences go to one `flashpoint serve` over one connection of each kind, in turn: large keys and
-values with one query, and large queries with one key, so that almost nothing is computed. The medians go to
+The same prepared requests go to one `flashpoint serve` over gRPC and HTTP alternately, one connection each: large keys
+and values with one query, and large queries with one key, so that almost nothing is computed. The medians go to
 benchmarks/results/rpc-<device>.json. Takes about a minute.
 """
 
@@ -23,22 +23,22 @@ from flashpoint_server.oip.grpc import protos
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
 UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 DIM = 64
-SIZES = (4096, 65536, MIB, 16 * MIB, 64 * MIB)  # bytes of a request in, or of an answer out
-CALLS = {4096: 60, 65536: 60, MIB: 20}  # calls of a size in a round; 2 of larger sizes
+SIZES = (4096, 65536, MIB, 16 * MIB, 64 * MIB)  # bytes of the large body: the request ("in") or the answer ("out")
+CALLS = {4096: 60, 65536: 60, MIB: 20}  # calls of each size in a round; 2 calls for larger sizes
 
 
 def request(way: str, nbytes: int) -> Tensors:
-    """Return a request with `nbytes` bytes "in", or one with `nbytes` bytes "out". Only one row is computed."""
+    """Return a request of `nbytes` bytes ("in"), or one whose answer has `nbytes` bytes. It computes only one row."""
     one, single = np.ones((1, 1, 1, DIM), np.float32), np.ones(1, np.int64)
     if way == "in":
-        keys = np.ones((1, 1, nbytes // (8 * DIM), DIM), np.float32)  # k and v
+        keys = np.ones((1, 1, nbytes // (8 * DIM), DIM), np.float32)  # bytes of k and v
         return {"q": one, "k": keys, "v": keys, "kv_lengths": single}
-    rows = np.ones((1, 1, nbytes // (4 * DIM), DIM), np.float32)  # of o
+    rows = np.ones((1, 1, nbytes // (4 * DIM), DIM), np.float32)  # bytes of o
     return {"q": rows[..., :1], "k": one[..., :1], "v": one, "q_lengths": single}
 
 
 def message(tensors: Tensors) -> Any:
-    """Return the request as gRPC's message."""
+    """Return the request as a gRPC message."""
     made = protos.message("inference.ModelInferRequest")(model_name="attention")
     for name, t in tensors.items():
         made.inputs.add(name=name, datatype=DATATYPES[t.dtype.name], shape=t.shape)

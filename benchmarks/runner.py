@@ -1,12 +1,12 @@
-"""The runner of the benchmarks: options, environment, load check, pairs, targets, and the recorded result.
+"""Run a benchmark: options, environment, load check, alternating calls, targets, and the recorded result.
 
 A benchmark is a function that takes its options and returns its measurements. `run` does the rest:
 
     if __name__ == "__main__":
         run(measure, "rpc", rounds=Option(10, "rounds of all sizes"))
 
-Each benchmark has `--out`, and `--help` with its module's docstring. On a shared machine only the ratio of alternating
-times is meaningful: `pair` and `in_turn`. `apart` runs functions in a separate process.
+Each benchmark has `--out`, and `--help` with its module's docstring. On a shared machine, only the ratio of times
+measured alternately has a meaning; `pair` and `in_turn` alternate calls. `apart` runs functions in a separate process.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from record import ROOT, environment, write
 RESULTS = ROOT / "benchmarks" / "results"
 # The allocator keeps large buffers and does not return them to the kernel at each free; 32 MiB is glibc's maximum.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
-SERVICE = ("torch", "uvicorn", "uvloop", "httptools", "fastapi")  # packages whose versions count for the service
+SERVICE = ("torch", "uvicorn", "uvloop", "httptools", "fastapi")  # packages of the service whose versions are recorded
 Args = argparse.Namespace
 Ask = Callable[..., Any]
 BUSY = 0.5  # load average per core above which other programs disturb the times
 
 
 class Option(NamedTuple):
-    """An option of a benchmark. Its type is `type`, or that of `default`. `many`: it takes several of `choices`."""
+    """An option of a benchmark. Its type is `type`, or that of `default`. With `many`, it takes some of `choices`."""
 
     default: Any
     help: str | None = None
@@ -64,10 +64,10 @@ def run(
     child: Callable[[argparse.Namespace], Iterable[Any]] | None = None,
     **options: Option,
 ) -> NoReturn:
-    """Measure, print the targets, write OUT/WHAT-DEVICE.json, and exit; with 1 if a target is missed.
+    """Measure, print the targets, write OUT/WHAT-DEVICE.json, and exit, with 1 if a target is missed.
 
-    `measure` returns None if nothing could be measured. `malloc`: the measured processes have the settings `MALLOC`.
-    `child` yields rows in a separate process (`rows_of_child`).
+    `measure` returns None if nothing could be measured. With `malloc`, the measured processes have the settings
+    `MALLOC`. `child` yields rows, and runs in a separate process (`rows_of_child`).
     """
     doc = inspect.getmodule(measure).__doc__  # type: ignore[union-attr]
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -95,14 +95,14 @@ def run(
 
 
 def check_load() -> None:
-    """Warn on stderr if other programs use the machine: do not record such times."""
+    """Warn on stderr, if other programs use the machine, that the times should not be recorded."""
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > BUSY * cores:
         print(f"the load average is {load:.1f} on {cores} cores: other programs disturb the times", file=sys.stderr)
 
 
 def target(what: str, value: float, unit: str, *, least: float = 0.0, most: float = math.inf) -> dict[str, Any]:
-    """Return a figure with its target."""
+    """Return a measured figure together with its target."""
     bound = {"at_least": least} if least else {"at_most": most}
     return {"what": what, "value": round(value, 3), "unit": unit, **bound, "met": least <= value <= most}
 
@@ -120,9 +120,10 @@ def seconds(call: Callable[[], Any], least: float = 0.0) -> float:
 def in_turn(
     ways: Mapping[str, Callable[[], Any]], rounds: int, warm: int = 1, ends: str = ""
 ) -> Iterator[dict[str, Any]]:
-    """Yield what the ways return in each round. Their order rotates; the first `warm` rounds do not count.
+    """Yield the results of the functions `ways` in each round, in rotating order; the first `warm` rounds do not count.
 
-    The way `ends` is called at both ends of each round. Its value is the pair of its results (`undisturbed`).
+    The function named `ends` runs at the start and the end of each round; its value is the pair of results
+    (`undisturbed`).
     """
     names = [name for name in ways if name != ends]
     for number in range(-warm, rounds):
@@ -136,9 +137,9 @@ def in_turn(
 
 
 def undisturbed(rounds: Sequence[dict[str, Any]], ends: str, deviation: float) -> list[dict[str, Any]]:
-    """Return the rounds in which both values of `ends` are within `deviation` of their overall median.
+    """Return the rounds in which both values of `ends` differ by at most `deviation` from their overall median.
 
-    In the others, another program used the machine. The pair becomes its mean.
+    In the other rounds, another program used the machine. The mean replaces the pair of values.
     """
     middle = median(value for each in rounds for value in each[ends])
     clean = [each for each in rounds if all(abs(value / middle - 1) <= deviation for value in each[ends])]
@@ -151,12 +152,12 @@ def medians(rows: Sequence[Mapping[str, float]], digits: int = 3) -> dict[str, f
 
 
 def ratio(rounds: Iterable[Mapping[str, float]], name: str, other: str) -> float:
-    """Return the median over the rounds of the first value over the second."""
+    """Return the median over the rounds of the first function's value divided by the second's."""
     return median(each[name] / each[other] for each in rounds)
 
 
 def pair(ours: Callable[[], Any], other: Callable[[], Any], rounds: int, least: float = 0.0) -> dict[str, float]:
-    """Return milliseconds of two calls that alternate, and the median over rounds of the other's time over ours."""
+    """Return the milliseconds of two calls that alternate, and the median over rounds of the other's time / ours."""
     ways = {"ms": partial(seconds, ours, least), "other_ms": partial(seconds, other, least)}
     times = list(in_turn(ways, rounds))
     milliseconds = {name: round(median(each[name] for each in times) * 1e3, 3) for name in ways}
@@ -165,9 +166,9 @@ def pair(ours: Callable[[], Any], other: Callable[[], Any], rounds: int, least: 
 
 @contextlib.contextmanager
 def apart(make: Callable[..., Mapping[str, Callable[..., Any]]], *given: Any, **variables: str) -> Iterator[Ask]:
-    """Call `make` in a separate process with the settings `MALLOC`; yield a function that calls, by name, what it made.
+    """Run `make` in a separate process with the settings `MALLOC`; yield a function that calls, by name, its functions.
 
-    `variables` are more of the process's environment variables.
+    `variables` are additional environment variables of the process.
     """
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs, make, given))

@@ -1,9 +1,10 @@
 """Time the service over a socket beside its upper bounds, in one run: `python benchmarks/serving.py`.
 
 The service is `flashpoint serve` with its defaults, on the CPU or on `--device cuda`. The upper bounds are bare uvicorn
-(peers/bare_uvicorn.py) and the operator in a process without HTTP. All have the same malloc settings. Load comes over
-one connection of `http.client`, read with `readinto`. Each round times every way in turn. The medians and their targets
-go to benchmarks/results/serving-<device>.json and a table. Takes under two minutes. Exits with 1 if a target is missed.
+(peers/bare_uvicorn.py) and the operator in a process without HTTP. All have the same malloc settings. The load uses one
+connection of `http.client` and reads answers with `readinto`. Each round times the service and each bound. The medians
+and their targets go to benchmarks/results/serving-<device>.json and a table. Takes under two minutes. Exits with 1 if a
+target is missed.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ from runner import MALLOC, ROOT, Args, Option, apart, in_turn, ratio, run, secon
 
 MIB = 1 << 20
 BIG = 64 * MIB
-SMALL = (1, 8, 128, 64)  # shape of q, k and v in the call whose latency is measured
+SMALL = (1, 8, 128, 64)  # shape of q, k and v in the small call whose latency is measured
 START_SECONDS, ENDING_SECONDS = 60.0, 30.0
-LARGE = 4  # rounds of large bodies per round of small calls: they take less time, and vary more
+LARGE = 4  # rounds of large bodies per round of small calls: large bodies take less time, and their times vary more
 
 Child = subprocess.Popen[str]
 
 
 class Call(NamedTuple):
-    """Seconds of one request: in total, and from the head of its answer to the last byte."""
+    """Seconds of one request: in total, and from the head of the answer to its last byte."""
 
     whole: float
     answer: float
 
 
 class Connection:
-    """A persistent connection that reads answers into one buffer."""
+    """A persistent connection that reads every answer into the same buffer."""
 
     def __init__(self, port: int) -> None:
         self._http = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
@@ -72,7 +73,7 @@ class Connection:
 
 
 def free_ports(count: int) -> list[int]:
-    """Return free ports, for servers that cannot choose one and report it."""
+    """Return free ports, for servers that cannot choose a free port and report it."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [each.getsockname()[1] for each in sockets]
@@ -80,9 +81,10 @@ def free_ports(count: int) -> list[int]:
 
 @contextlib.contextmanager
 def process(command: Sequence[str], variables: Mapping[str, str] | None = None, **how: Any) -> Iterator[Child]:
-    """Run a child process with the settings `MALLOC` and `variables`, and end it with all its child processes.
+    """Run a child process with the settings `MALLOC` and `variables`; at the end, stop it and all its child processes.
 
-    They get SIGTERM by the child, and SIGKILL after ENDING_SECONDS: several peers leave workers behind.
+    The child gets SIGTERM and stops its own child processes; those that remain after ENDING_SECONDS, as with several
+    peers, get SIGKILL.
     """
     with subprocess.Popen(command, env={**os.environ, **MALLOC, **(variables or {})}, text=True, **how) as child:
         try:
@@ -100,7 +102,7 @@ def process(command: Sequence[str], variables: Mapping[str, str] | None = None, 
 
 @contextlib.contextmanager
 def service(device: str = "cpu") -> Iterator[tuple[Child, int, float]]:
-    """Run `flashpoint serve`; yield its process, its port, and the seconds from its start until it was ready."""
+    """Run `flashpoint serve`; yield its process, its port, and the seconds that it took to become ready."""
     with tempfile.TemporaryFile() as log:
         began = time.perf_counter()
         command = [sys.executable, "-m", "flashpoint_server.cli.serve", "--port", "0", "--device", device]
@@ -111,7 +113,7 @@ def service(device: str = "cpu") -> Iterator[tuple[Child, int, float]]:
 
 
 def until(check: Callable[[], int | None], child: Child) -> int:
-    """Return the first true value of `check`. Raises RuntimeError if the child ends, or after START_SECONDS."""
+    """Return the first true value of `check()`. Raises RuntimeError if the child ends, or after START_SECONDS."""
     deadline = time.monotonic() + START_SECONDS
     while child.poll() is None and time.monotonic() < deadline:
         if value := check():
@@ -121,7 +123,7 @@ def until(check: Callable[[], int | None], child: Child) -> int:
 
 
 def listening(log: int) -> int | None:
-    """Return the port, or None while the log does not have it."""
+    """Return the port that the service logged, or None while the log does not contain it."""
     for line in os.pread(log, MIB, 0).splitlines(keepends=True):
         if line.endswith(b"\n") and (event := json.loads(line))["event"] == "listening":
             return int(event["port"])
@@ -151,10 +153,10 @@ def large_bodies(ours: Connection, bare: Connection, rounds: int) -> list[dict[s
 
 
 def bodies(size: int) -> list[tuple[dict[str, str], bytes]]:
-    """Return a message of `size` bytes, and one whose answer has `size` bytes. Each computes one row over one key."""
+    """Return a request of `size` bytes, and one whose answer has `size` bytes. Both compute one row over one key."""
     one = np.array([1], np.int64)
-    k = np.zeros((1, 1, size // 2 // 256, 64), np.float32)  # v has the other half
-    q = np.zeros((1, 1, size // 1024, 1), np.float32)  # each has 256 float32 of o
+    k = np.zeros((1, 1, size // 2 // 256, 64), np.float32)  # v has the other half of the bytes
+    q = np.zeros((1, 1, size // 1024, 1), np.float32)  # for each query, o has 256 float32 values
     v = np.ones((1, 1, 1, 256), np.float32)
     return [
         SAFETENSORS.whole({"q": k[:, :, :1], "kv_lengths": one, "k": k, "v": k}),
@@ -183,7 +185,7 @@ def small_calls(ours: Connection, bare: Connection, device: str, rounds: int, ca
 
 
 def operator(shape: tuple[int, ...], device: str = "cpu") -> dict[str, Callable[[int], list[float]]]:
-    """Return a function: the seconds of each of some calls as the engine makes them, with copies to and from a GPU."""
+    """Return a function that times calls of the operator as the engine makes them, with copies to and from a GPU."""
     import torch
 
     from flashpoint_kernels import Options, Problem, available_backends, run
@@ -203,7 +205,7 @@ def operator(shape: tuple[int, ...], device: str = "cpu") -> dict[str, Callable[
 
 
 def engine_variables() -> dict[str, str]:
-    """Return the variables that the service gives its engines, so that a child computes as they do."""
+    """Return the environment variables that the service gives its engines, so that a child computes like an engine."""
     from flashpoint_server.processes.processes import ENGINE_VARIABLES
 
     return {name: value for name, value in ENGINE_VARIABLES.items() if name not in os.environ}
@@ -218,7 +220,7 @@ def resident(child: Child) -> dict[str, float]:
 
 
 def memory(ours: Connection, child: Child, *counts: int) -> list[dict[str, float]]:
-    """Return the resident memory after each of the `counts` of requests of many shapes, forward and gradients."""
+    """Return the resident memory after each number of requests in `counts`; the requests have many shapes."""
     messages = []
     for length in (1, 7, 16, 33, 64, 96, 128, 200):
         t = np.ones((1, 4, length, 32), np.float32)
@@ -234,7 +236,7 @@ def memory(ours: Connection, child: Child, *counts: int) -> list[dict[str, float
 
 @contextlib.contextmanager
 def bare_uvicorn() -> Iterator[int]:
-    """Run bare uvicorn, the upper bound of a Python service, and yield its port."""
+    """Run bare uvicorn, an upper bound of a Python service's speed, and yield its port."""
     command = [sys.executable, str(ROOT / "benchmarks/peers/bare_uvicorn.py")]
     with process(command, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None

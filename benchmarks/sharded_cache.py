@@ -1,8 +1,8 @@
 """Time one query over a cache of a million tokens at four servers, beside the operator: `benchmarks/sharded_cache.py`.
 
 Four `flashpoint serve` on this machine's CPU each hold a quarter of the keys and values (8 key heads, D 64, bfloat16: 2
-GiB). `flashpoint.sharded.cache` calls them, in turn with our operator and torch's in this process over the same
-tensors. The largest errors against float64 are recorded. The medians go to
+GiB). Calls to them with `flashpoint.sharded.cache` alternate with calls of our operator and torch's in this process on
+the same tensors. The benchmark records the largest errors against float64. The medians go to
 benchmarks/results/sharded-cache-<device>.json. Exits with 1 if a target is missed. Needs 6 GiB of memory and about two
 minutes.
 """
@@ -24,13 +24,13 @@ from flashpoint_kernels import run as compute
 from flashpoint_kernels.problems.reproducible import split
 
 TOKENS, HEADS, DIM, SERVERS = 1 << 20, 8, 64, 4
-PIECE = 1 << 15  # tokens of an append
-GOAL = 0.8  # of the operator's speed
+PIECE = 1 << 15  # number of tokens in one append
+GOAL = 0.8  # target: part of the operator's speed
 UNIT = 2.0**-8  # unit roundoff of bfloat16
 
 
 def exact(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return o in float64, and Σ p·|v|, the scale of rounding errors."""
+    """Return o in float64, and Σ p·|v|, which gives the size of rounding errors."""
     answers = []
     for head in range(HEADS):
         scores = (k[0, head].double() @ q[0, head, 0].double()) * DIM**-0.5

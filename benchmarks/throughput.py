@@ -1,15 +1,15 @@
 """Time the service beside its peers in one run, with the same operator, malloc settings and load.
 
 `python benchmarks/throughput.py --peers all` (in `.venv`, with the `dev` extra). Eight connections in a closed loop,
-forward and gradient at (1,8,128,64) and (1,8,1024,64), float32. peers/servers.py has the peers, load.py the load. Each
-round times every way for most of a second, in rotating order. The operator in a process is timed at both ends of a
-round. If it deviates from its median, another program used the machine, and the round is discarded. Medians of the
-other rounds, and of ratios within a round, go to benchmarks/results/throughput-<cpu>.json.
+forward and gradient at (1,8,128,64) and (1,8,1024,64), float32. peers/servers.py defines the peers, and load.py sends
+the requests. Each round times every server for most of a second, in rotating order. The operator in a process is timed
+at both ends of a round. If its time deviates from the median, another program used the machine, and the round is
+discarded. Medians of the other rounds, and of ratios within a round, go to benchmarks/results/throughput-<cpu>.json.
 
-Then come 200 requests as if from many callers, (1, 8, length, 64) in float32 with lengths from 16 to 2048, about half
-of them gradients, in three passes: each request alone, one after another; all in a closed loop, which gives the
-saturated rate; and an open loop with Poisson arrivals at 70% of that rate, where the latency of a request counts from
-its arrival. The slowdown of a request is its latency divided by its time alone.
+Then the benchmark sends 200 requests as if from many callers: (1, 8, length, 64) in float32, lengths from 16 to 2048,
+about half of them gradients. There are three passes: each request alone, one after another; all in a closed loop, which
+gives the saturated rate; and an open loop with Poisson arrivals at 70% of that rate, where the latency of a request
+counts from its arrival. The slowdown of a request is its latency divided by its time alone.
 
 Takes twelve minutes, and twice that if it first makes environments. Exits with 1 if a target is missed, or if no round
 of a case is left.
@@ -36,7 +36,7 @@ from serving import engine_variables, service
 CONNECTIONS = 8
 CASES = tuple(Case(length, gradient) for length in (128, 1024) for gradient in (False, True))
 OURS = "flashpoint"
-STEADY = "op, all cores"  # timed at both ends of a round
+STEADY = "op, all cores"  # this is timed at both ends of a round
 IN_PROCESS = {
     "op, one core": "run_one",
     STEADY: "run_all",
@@ -46,7 +46,7 @@ IN_PROCESS = {
 }
 ALL_CORES = tuple(name for name in IN_PROCESS if "all cores" in name)
 PLAIN = ("FastAPI, inline", "FastAPI, inline, a thread a core", "FastAPI, thread pool")
-# The targets, by length: the service's rate over that of the fastest of these peers.
+# The targets by length: the service's rate divided by that of the fastest of these peers.
 WANTED: dict[int, tuple[tuple[float, str, tuple[str, ...]], ...]] = {
     128: (
         (1.1, "bare ASGI", ("bare ASGI",)),
@@ -59,17 +59,17 @@ WANTED: dict[int, tuple[tuple[float, str, tuple[str, ...]], ...]] = {
     ),
     1024: ((0.8, "the op on all cores", ALL_CORES), (1.1, "the best plain FastAPI", PLAIN)),
 }
-MIXED = 200  # requests of many lengths
+MIXED = 200  # number of requests of many lengths
 SHORTEST = 16
-LOAD = 0.7  # of the saturated rate
+LOAD = 0.7  # rate of the open loop as a part of the saturated rate
 LENGTHS: dict[str, Callable[[np.random.Generator], Any]] = {
     "log-uniform": lambda rng: np.exp(rng.uniform(np.log(SHORTEST), np.log(LONGEST + 1), MIXED)),
     "uniform": lambda rng: rng.uniform(SHORTEST, LONGEST + 1, MIXED),
 }
-TAIL = 5.0  # p99 over p50 of mixed requests, at most
-# Seconds. Rounds leave out a way whose single call takes longer: eight connections would hold each for many seconds.
+TAIL = 5.0  # largest allowed p99 / p50 of mixed requests
+# Limit in seconds. A server whose single call takes longer is left out: eight connections would take many seconds.
 SLOWEST = 1.0
-# Limit of an answer's error against float64, over its largest value; float32 reaches a tenth of it.
+# Largest allowed error against float64, divided by the largest value; float32 reaches a tenth of this limit.
 BOUND = 1e-3
 NO_ROUND = "not measured: another program used the machine in every round"
 
@@ -77,7 +77,7 @@ Calls = Callable[[Case, int], float]
 
 
 def over_http(port: int, path: Callable[[Case], str], form: Form) -> Calls:
-    """Return a way through a server. Raises RuntimeError if its answers to the shorter cases are wrong."""
+    """Return a function that calls a server. Raises RuntimeError if its answers to the shorter cases are wrong."""
     for case in CASES[:2]:
         status, headers, body = ask(port, path(case), form, case)
         if status != 200:
@@ -106,20 +106,20 @@ def in_process(ask: Ask, way: str) -> Calls:
         taken: float = ask(way, case.shape, case.gradient, count)
         return taken
 
-    for case in CASES:  # warm-up: imports, and makes pools
+    for case in CASES:  # warm-up: loads imports and starts pools
         calls(case, 1)
     return calls
 
 
 class Running(NamedTuple):
-    port: int  # of the service
+    port: int  # port of the service
     ways: dict[str, Calls]
     versions: dict[str, str]
 
 
 @contextlib.contextmanager
 def running(wanted: Sequence[str]) -> Iterator[Running]:
-    """Start the service, its peers, and the operator in processes; yield every way that can be timed."""
+    """Start the service, its peers and the operator in processes; yield a function for each one that can be timed."""
     ways, versions = {}, {}
     with contextlib.ExitStack() as stack:
         _, port, _ = stack.enter_context(service())
@@ -138,7 +138,7 @@ def running(wanted: Sequence[str]) -> Iterator[Running]:
 
 
 def counts(ways: dict[str, Calls], seconds: float) -> dict[Case, dict[str, int]]:
-    """Return the calls of each way in a round, a multiple of the connections; 0 for a way that is too slow."""
+    """Return the calls of each server in a round, a multiple of the connections; 0 for a server that is too slow."""
     planned: dict[Case, dict[str, int]] = {}
     for case in CASES:
         planned[case] = {}
@@ -152,7 +152,7 @@ def counts(ways: dict[str, Calls], seconds: float) -> dict[Case, dict[str, int]]
 
 
 def timed_rounds(ways: dict[str, Calls], rounds: int, seconds: float) -> dict[Case, list[dict[str, Any]]]:
-    """Return the rates of each case in requests per second, by way, in each round."""
+    """Return the rates of each case in requests per second, by server, in each round."""
     turns = {}
     for case, planned in counts(ways, seconds).items():
         timed = {
@@ -190,9 +190,9 @@ def repetition(port: int, requests: Sequence[Request], connections: int, seed: i
 
 
 def summary(repetitions: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return medians over the repetitions of their percentiles, in milliseconds, and of the rate in requests/s.
+    """Return the medians over the repetitions of their percentiles in milliseconds, and of the rate in requests/s.
 
-    The result is empty without repetitions.
+    Without repetitions, the result is empty.
     """
     rows = []
     for each in repetitions:
@@ -206,7 +206,7 @@ def summary(repetitions: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 
 def timed_mixed(at: Running, lengths: str, repetitions: int, deviation: float) -> dict[str, Any]:
-    """Time requests of many lengths. The summary has only undisturbed repetitions."""
+    """Time requests of many lengths, and summarise only repetitions that no other program disturbed."""
     requests, seeds = mixed_requests(lengths, seed=0), count(1)
     ways = {
         STEADY: lambda: CONNECTIONS / at.ways[STEADY](CASES[-1], CONNECTIONS),
@@ -221,7 +221,7 @@ def timed_mixed(at: Running, lengths: str, repetitions: int, deviation: float) -
 
 
 def table_of(rounds: Sequence[dict[str, float]]) -> dict[str, dict[str, float]]:
-    """Return each way's requests per second, and our rate over it in the same round. Empty without rounds."""
+    """Return each server's requests per second, and our rate divided by it in the same round; empty without rounds."""
     table = {}
     for name in rounds[0] if rounds else ():
         rates = [each[name] for each in rounds]
@@ -262,7 +262,7 @@ def measure(args: Args) -> dict[str, Any]:
     for peer in PEERS:
         if peer.environment in wanted:
             install(peer)
-    os.environ["FLASHPOINT_HEADER_TIMEOUT"] = "600"  # connections of mixed requests are idle until one is due
+    os.environ["FLASHPOINT_HEADER_TIMEOUT"] = "600"  # in the open loop, a connection is idle until its request is due
     with running(wanted) as at:
         measured = timed_rounds(at.ways, args.rounds, args.seconds)
         tails = {name: timed_mixed(at, name, args.repetitions, args.deviation) for name in LENGTHS}

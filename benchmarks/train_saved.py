@@ -1,4 +1,4 @@
-"""Train a small GPT with saved forwards and without: `python benchmarks/train_saved.py`.
+"""Train a small GPT with and without saved forwards: `python benchmarks/train_saved.py`.
 
 It trains the GPT of examples/train_gpt.py from one seed. Rounds with and without saving alternate. The targets: bitwise
 equal losses, and at most 0.7 times the bytes of a step, in and out, by the server's count. It also measures the
@@ -30,7 +30,7 @@ LARGE = (1, 8, 1024, 64)
 
 
 def sent_and_received(port: int) -> float:
-    """Return the bytes of all bodies so far, by the server's count."""
+    """Return the bytes of all bodies so far, received and sent, as the server counts them."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
         lines = answer.read().decode().splitlines()
     counters = ("flashpoint_received_bytes_total ", "flashpoint_sent_bytes_total ")
@@ -38,14 +38,14 @@ def sent_and_received(port: int) -> float:
 
 
 def training(client: flashpoint.Client, port: int, rounds: int, steps: int) -> dict[str, Any]:
-    """Return the losses, bytes per step and milliseconds per step of each way."""
+    """Return losses, bytes per step and milliseconds per step, with and without saving."""
     losses: dict[str, list[float]] = {}
     nbytes: dict[str, float] = {}
 
     def trained(name: str) -> float:
-        """Train, and return the milliseconds of a step."""
+        """Train the model, and return the milliseconds of a step."""
         attend, before = train_gpt.way(name, client, "torch"), sent_and_received(port)
-        overhead = sent_and_received(port) - before  # bytes of one request for the metrics
+        overhead = sent_and_received(port) - before  # bytes of the metrics request itself
         began = time.perf_counter()
         losses[name] = train_gpt.train(attend, steps=steps).losses
         taken = (time.perf_counter() - began) / steps * 1e3
@@ -61,7 +61,7 @@ def training(client: flashpoint.Client, port: int, rounds: int, steps: int) -> d
 
 
 def saving(client: flashpoint.Client, rounds: int) -> dict[str, float]:
-    """Return the milliseconds of a forward of LARGE, with and without saving, timed in turn."""
+    """Return the milliseconds of a forward of LARGE with and without saving, timed alternately."""
     q, k, v = (torch.randn(LARGE, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
 
     def forward(save: bool) -> float:

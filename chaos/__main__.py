@@ -1,6 +1,6 @@
-"""`make chaos`: inject `--faults` faults from a seed; each round appends a line of JSON to `--out`.
+"""`make chaos` injects `--faults` faults from a seed; each round appends a line of JSON to `--out`.
 
-Exits with 0 if there was no violation, 1 otherwise.
+Exits with 0 if there was no violation, else with 1.
 """
 
 from __future__ import annotations

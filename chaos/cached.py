@@ -1,4 +1,4 @@
-"""Faults of callers with caches: they leave during a write, fill the memory, and let their caches expire."""
+"""Faults of callers with caches: they disconnect during a write, fill the memory, or let their caches expire."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from chaos.keys import FILLER, OWNERS, QUOTA, SMALL
 from chaos.world import World
 
 WHOLE = STAGES.index("the whole request")
-TOKENS = 300  # tokens of an interrupted write: 75 KiB of k and of v
+TOKENS = 300  # tokens of an interrupted write: 75 KiB of k and 75 KiB of v
 CHUNK = 1024  # tokens; a layer allocates memory in units of these
 EACH = 2 * CHUNK  # tokens that each cache reserves when caches fill the memory
 TTL = 0.3  # seconds until a cache without use expires
-EXPIRES = 60.0  # timeout in seconds for such a cache to expire
-SHORT = 3.0  # timeout in seconds for creating a cache: there may be no engine
+EXPIRES = 60.0  # timeout in seconds for an unused cache to expire
+SHORT = 3.0  # timeout in seconds for creating a cache: at first there may be no engine
 LASTS = (0.1, 0.6)  # range of seconds that a fault lasts
 
 
 def leave_cached(world: World) -> str | None:
-    """Leave in the middle of a write or of its answer. Sent again with its key, the write has one effect.
+    """Disconnect during a write or its answer, then repeat the write with its idempotency key: it has one effect.
 
     A write with an incomplete body has no effect before that.
     """
@@ -47,7 +47,7 @@ def leave_cached(world: World) -> str | None:
 
 
 def fill_caches(world: World) -> str | None:
-    """Fill the memory for caches: other creations get 429; deletion frees all of the memory."""
+    """Fill the memory for caches: creating another cache gives 429, and deleting the caches frees all of the memory."""
     made: list[HeldCache] = []
     answer = None
     while (answer := _made(world, FILLER, made, max_length=EACH)) is not None and answer.status == 201:
@@ -62,7 +62,7 @@ def fill_caches(world: World) -> str | None:
 
 
 def fill_quota(world: World) -> str | None:
-    """Use up the quota of a key: it gets 429 key_limit, its caches do not change, and other keys see no effect."""
+    """Use up a key's quota: this key gets 429 key_limit, its caches do not change, and other keys see no effect."""
     with _cache(world, SMALL) as cache:
         if cache is None:
             return None
@@ -83,7 +83,7 @@ def fill_quota(world: World) -> str | None:
 
 
 def expire(world: World) -> str | None:
-    """Let a cache expire between two calls, or during a body: then its key gets 410, another key 404."""
+    """Let a cache expire between two calls or during a body: then its own key gets 410, and another key gets 404."""
     slowly = bool(world.rng.integers(2))
     with _cache(world, FILLER, ttl_s=TTL) as cache:
         if cache is None:
@@ -112,7 +112,7 @@ def expire(world: World) -> str | None:
         return f"while a body came, {codes[-1]}" if slowly else f"between calls, {codes[-1]}"
 
 
-# Caches of these callers
+# Helpers for the caches of these callers
 
 
 @contextlib.contextmanager
@@ -128,7 +128,7 @@ def _cache(world: World, owner: str, **options: object) -> Iterator[HeldCache | 
 
 
 def _made(world: World, owner: str, made: list[HeldCache], **options: object) -> Answer | None:
-    """Ask for a cache twice with one idempotency key: one cache is made. Other keys' quotas must not refuse it."""
+    """Ask twice for a cache with one idempotency key: one cache is made. Another key's quota must not refuse it."""
     life = world.service.life()
 
     def heard(answer: Answer) -> None:
@@ -149,7 +149,7 @@ def _made(world: World, owner: str, made: list[HeldCache], **options: object) ->
 
 
 def _deleted(world: World, owner: str, cache: HeldCache) -> None:
-    """Delete a cache, unless it is gone."""
+    """Delete a cache that may already be gone."""
     answer = _settled(world, held.delete([cache]), owner, PATIENCE)
     right = answer is None or answer.status == 204 or _code(answer) in ("cache_lost", "cache_not_found")
     if not right and answer.status != 503:
@@ -157,7 +157,7 @@ def _deleted(world: World, owner: str, cache: HeldCache) -> None:
 
 
 def _write(world: World, cache: HeldCache) -> Request:
-    """Return a write, alone or with attention."""
+    """Return a request that writes tokens, alone or with attention."""
     tokens = world.rng.standard_normal((2, 1, TOKENS, KV_HEADS, DIM), dtype=np.float32)
     layer = int(world.rng.integers(LAYERS))
     if world.rng.integers(2):
@@ -167,7 +167,7 @@ def _write(world: World, cache: HeldCache) -> Request:
 
 
 def _heard(world: World, request: Request, owner: str, what: str) -> None:
-    """Send a request, and compare its answer with the model; a difference is a violation."""
+    """Send a request, and compare its answer with the model; record a difference as a violation."""
     answer = _settled(world, request, owner, PATIENCE)
     if answer is None or answer.status in (429, 503, 504):
         return
@@ -183,7 +183,7 @@ def _heard(world: World, request: Request, owner: str, what: str) -> None:
 
 
 def _settled(world: World, request: Request, owner: str, patience: float) -> Answer | None:
-    """Send a request until its answer or refusal is final, or for `patience` seconds; return the last answer."""
+    """Repeat a request until its answer or refusal is final, or for `patience` seconds; return the last answer."""
     end, answer = time.monotonic() + patience, None
     while True:
         connection = http.client.HTTPConnection("127.0.0.1", world.service.port, timeout=PATIENCE)

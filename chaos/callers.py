@@ -1,8 +1,8 @@
-"""Callers: threads that repeat calls, each with its own questions, and the outcome of each call.
+"""Callers are threads that repeat calls, each with its own questions; this module records the outcome of each call.
 
-right     the same bytes as from an idle service
-refused   a complete, documented error
-lost      the connection broke; a violation unless a fault may break connections
+right     the answer has the same bytes as that of an idle service
+refused   the answer is a complete, documented error
+lost      the connection broke: a violation unless a fault may break connections
 wrong     anything else: other bytes, another caller's answer, an undocumented error, a 500
 hung      no answer within the caller's timeout
 """
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from chaos.load import Load
 
 HANG = 300.0  # timeout in seconds, above any deadline and above the start of an engine on a busy machine
-DEADLINE = 60.0  # seconds, for callers with a deadline
-THINK = 0.02  # seconds between two calls, so that faults get some of the cores
+DEADLINE = 60.0  # deadline in seconds, for callers that send one
+THINK = 0.02  # seconds between two calls, so that the faults get processor time
 AFTER_NOTHING = 0.05  # seconds before the next call after a connection failed
-IDS = 8  # number of latest caches of a key whose ids are kept
+IDS = 8  # number of each key's newest caches whose ids are kept
 REFUSALS = {code for code, status in STATUS.items() if status in (408, 429, 503, 504)}  # codes that a fault may cause
 WORDS = {408, 429, 503, 504}  # statuses of refusals by /v2, which has no codes
 
@@ -52,16 +52,16 @@ class Outcome:
 
 
 class WrongError(Exception):
-    """An answer that no caller may get; the message is the reason."""
+    """A caller got an answer that no caller may get; the message is the reason."""
 
 
 class Book:
-    """The outcome of every call, all questions, and the ids of caches by key."""
+    """Records the outcome of every call, all questions, and the ids of caches by key."""
 
     def __init__(self) -> None:
         self.outcomes: list[Outcome] = []
         self.questions: list[Question] = []
-        self._ids: dict[str, deque[str]] = {}  # ids of caches, by the key that owns them
+        self._ids: dict[str, deque[str]] = {}  # ids of caches, by the key that owns the caches
         self._lock = threading.Lock()
 
     def add(self, outcome: Outcome) -> None:
@@ -69,17 +69,17 @@ class Book:
             self.outcomes.append(outcome)
 
     def made(self, owner: str, ids: Iterable[str]) -> None:
-        """Add caches that a key owns."""
+        """Record caches that a key owns."""
         with self._lock:
             self._ids.setdefault(owner, deque(maxlen=IDS)).extend(ids)
 
     def others(self, owner: str) -> list[str]:
-        """Return ids of some caches that other keys own or owned."""
+        """Return ids of some caches that belong or belonged to other keys."""
         with self._lock:
             return [cache_id for name, ids in self._ids.items() if name != owner for cache_id in ids]
 
     def compare(self, question: Question, body: bytes) -> None:
-        """Compare an answer's body with the right one. Raises WrongError."""
+        """Compare the body of an answer with the right body. Raises WrongError."""
         if body != question.right:
             whose = next((q for q in self.questions if q is not question and q.right == body), None)
             raise WrongError(
@@ -87,7 +87,7 @@ class Book:
             )
 
     def compare_arrays(self, question: Question, arrays: dict[str, np.ndarray]) -> None:
-        """Compare an answer's arrays with the right ones. Raises WrongError."""
+        """Compare the arrays of an answer with the right arrays. Raises WrongError."""
         for name, array in arrays.items():
             if array.tobytes() != question.answer[name].tobytes():
                 others = [q for q in self.questions if q is not question and name in q.answer]
@@ -96,7 +96,7 @@ class Book:
 
 
 def refused(status: int, headers: dict[str, str], body: bytes, path: str) -> str:
-    """Return the code of a documented error. Raises WrongError for other errors."""
+    """Return the code of a documented error. Raises WrongError for any other error."""
     try:
         document = json.loads(body)
     except ValueError:
@@ -114,9 +114,9 @@ def refused(status: int, headers: dict[str, str], body: bytes, path: str) -> str
 
 
 class Caller(threading.Thread, ABC):
-    """Calls while `going` is set. Without it, the caller closes its connection after a call and waits."""
+    """A thread that makes calls while `going` is set. Otherwise it closes its connection after a call and waits."""
 
-    opened: float | None = None  # `time.monotonic` seconds when the connection that stays open was opened
+    opened: float | None = None  # `time.monotonic` seconds when the connection that is still open was opened
 
     def __init__(self, name: str, load: Load, rng: np.random.Generator) -> None:
         super().__init__(name=name, daemon=True)
@@ -137,7 +137,7 @@ class Caller(threading.Thread, ABC):
         self.leave()
 
     def call(self, ask: Callable[[], str]) -> str:
-        """Call `ask`, add the outcome to the book, and return its kind. `ask` returns as `Asker.ask` does."""
+        """Call `ask`, record the outcome, and return the kind of outcome. `ask` returns the same as `Asker.ask`."""
         began, opened, kind, detail = time.monotonic(), self.opened, "right", ""
         try:
             detail = ask()
@@ -159,14 +159,14 @@ class Caller(threading.Thread, ABC):
 
     @abstractmethod
     def turn(self) -> str:
-        """Make a random call; return the kind of its outcome."""
+        """Make a random call; return the kind of outcome."""
 
     @abstractmethod
     def probe(self) -> str:
         """Make calls that must be right without other load; return the kind of the last outcome."""
 
     def rest(self) -> None:
-        """Delete the caller's state at the service, and leave."""
+        """Delete the caller's caches at the service, and disconnect."""
         self.leave()
 
     def leave(self) -> None:
@@ -176,7 +176,7 @@ class Caller(threading.Thread, ABC):
 class Asker(Caller):
     """A caller with questions whose answers are known."""
 
-    count = 3  # questions
+    count = 3  # number of questions
 
     def __init__(self, name: str, load: Load, rng: np.random.Generator) -> None:
         super().__init__(name, load, rng)
@@ -199,7 +199,7 @@ class Asker(Caller):
 
 
 class Plain(Asker):
-    """Uses http.client with one connection for many calls. Answers of several callers have the same size."""
+    """A caller that uses one connection of http.client for many calls. Several callers' answers have the same size."""
 
     headers: Mapping[str, str] = MappingProxyType({})
     connection: http.client.HTTPConnection | None = None
@@ -252,14 +252,14 @@ class Deadline(Plain):
 
 
 class Launches(Plain):
-    """Calls the reference backend, in float64 with the whole matrix: one launch at a time, never split."""
+    """A caller of the reference backend, in float64 with the whole matrix: one launch at a time, never split."""
 
     def draw(self) -> Question:
         return draw(self.rng, "safetensors", grad=False, backend="reference", length=300, heads=2)
 
 
 class Large(Plain):
-    """Sends and receives some megabytes: several reads and writes of a socket."""
+    """A caller that sends and receives some megabytes, with several reads and writes of a socket."""
 
     count = 2
 
@@ -270,7 +270,7 @@ class Large(Plain):
 
 
 class Sdk(Asker):
-    """Uses the SDK's client with retries."""
+    """A caller that uses the SDK's client with retries."""
 
     client: flashpoint.Client | None = None
     retries = 2
@@ -309,7 +309,7 @@ class SdkGradient(Sdk):
 
 
 class Asyncio(Asker):
-    """Uses the SDK's asyncio client: sends all questions at once."""
+    """A caller that uses the SDK's asyncio client and sends all questions at once."""
 
     def ask(self, question: Question) -> str:
         return asyncio.run(self._ask())

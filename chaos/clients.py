@@ -1,4 +1,4 @@
-"""Faults of callers: they leave at any stage of a request, are slow, or stop sending."""
+"""Faults of callers: they disconnect at any stage of a request, are slow, or stop sending."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STAGES = (
 
 
 def leave(world: World) -> str | None:
-    """Close the connection at a random stage of a request or of its answer, by FIN or by RST."""
+    """Close the connection at a random stage of a request or its answer, with FIN or RST."""
     form = ("safetensors", "safetensors", "json", "oip")[int(world.rng.integers(4))]
     question = draw(world.rng, form, grad=bool(world.rng.integers(2)))
     stage = int(world.rng.integers(len(STAGES)))
@@ -35,7 +35,7 @@ def leave(world: World) -> str | None:
 
 
 def break_off(connection: socket.socket, head: bytes, body: bytes, stage: int, reset: bool) -> None:
-    """Send a request or read its answer up to `stage`. With `reset`, closing the connection sends RST."""
+    """Send a request or read its answer up to `stage`, then close. With `reset`, closing the connection sends RST."""
     size, total = len(body) // 3, len(body)
     if b"safetensors" in head:
         size = 8 + int.from_bytes(body[:8], "little")
@@ -50,7 +50,7 @@ def break_off(connection: socket.socket, head: bytes, body: bytes, stage: int, r
 
 
 def read_slowly(world: World) -> str | None:
-    """Read an answer in pieces into a small buffer: it must be complete, and this caller's."""
+    """Read an answer in pieces into a small buffer: the answer must be complete and belong to this caller."""
     question = _several_mib(world)
     with connected(world, receive=1 << 14) as connection:
         connection.sendall(head_of(question) + question.body)
@@ -77,7 +77,7 @@ def write_slowly(world: World) -> str | None:
 
 
 def fall_silent(world: World) -> str | None:
-    """Stop sending in the middle of a body: the answer is 408 after --body-timeout."""
+    """Stop sending in the middle of a body: the server answers 408 after --body-timeout."""
     question = draw(world.rng, "safetensors", grad=False)
     with connected(world) as connection:
         connection.sendall(head_of(question) + question.body[:-5])
@@ -114,7 +114,7 @@ def connected(world: World, receive: int | None = None) -> socket.socket:
 
 
 def _checked(world: World, question: Question, answer: bytes) -> str:
-    """Check an answer, and return its status. Raises ConnectionError if it is cut off."""
+    """Check that an answer is right or a refusal, and return its status. Raises ConnectionError if it is incomplete."""
     head, _, body = answer.partition(b"\r\n\r\n")
     length = next((int(x[15:]) for x in head.lower().split(b"\r\n") if x.startswith(b"content-length:")), None)
     if length is None or len(body) < length:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 class Clock:
-    """A wall clock that `move` moves, for all processes that have its `environment`."""
+    """A wall clock for all processes that have its `environment`; `move` changes its offset."""
 
     def __init__(self, folder: Path, library: Path) -> None:
         self._file = folder / "moved"
@@ -20,7 +20,7 @@ class Clock:
 
     @classmethod
     def build(cls) -> Clock | None:
-        """Compile clock.c, and return the clock; None without a C compiler."""
+        """Compile clock.c, and return the clock; return None without a C compiler."""
         compiler = shutil.which("cc")
         if compiler is None:
             return None
@@ -31,7 +31,7 @@ class Clock:
         return cls(folder, library)
 
     def move(self, seconds: int) -> None:
-        """Set the offset from the true time; it takes effect at once, as eight bytes of a mapped file."""
+        """Set the offset from the true time; it takes effect at once, because processes map the file that has it."""
         self.moved = seconds
         with self._file.open("r+b") as file:
             file.write(struct.pack("q", seconds))

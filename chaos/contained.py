@@ -7,7 +7,7 @@ import sys
 
 CLONE_NEWNS = 0x00020000
 MS_PRIVATE_ALL = 0x44000  # MS_PRIVATE | MS_REC: other mount namespaces do not see mounts of this one
-CANNOT = 3  # the exit code without permission
+CANNOT = 3  # the exit code without permission to mount
 
 
 def contain() -> bool:
@@ -20,7 +20,7 @@ def contain() -> bool:
 
 
 def can_contain() -> bool:
-    """Return whether this user has permission. A separate process tries it, so that its mounts end with it."""
+    """Return whether this user may mount. A separate process tries it, so that its mounts end with it."""
     return subprocess.run([sys.executable, "-m", "chaos.contained", "--try"], check=False).returncode == 0
 
 

@@ -1,7 +1,7 @@
-"""A model of caches in numpy, and the requests that change or read them.
+"""A model of caches in numpy, and requests that change or read the caches.
 
-A request carries an Idempotency-Key: a caller may repeat it until it gets an answer, and it has one effect.
-`Request.heard` compares an answer with the model, and updates the model as the service must have done.
+A request carries an Idempotency-Key: a caller may repeat the request until an answer comes, and the request takes
+effect once. `Request.heard` compares an answer with the model, and updates the model as the service must have done.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from flashpoint_contract.schemas import jsonwire
 
 LAYERS, Q_HEADS, KV_HEADS, DIM = 2, 4, 2, 16
 SHAPE = {"layers": LAYERS, "kv_heads": KV_HEADS, "head_dim": DIM}
-KEYS = 64  # idempotency keys that a cache remembers
+KEYS = 64  # number of idempotency keys that a cache remembers
 # Allowed errors of attention in float32, as in tests/server/routes/compute/test_cached_attention.py.
 RELATIVE, ABSOLUTE = 1e-4, 1e-5
 
 
 @dataclass(eq=False)
 class HeldCache:
-    """A cache. `layers` are k and v, (2, n, Hk, D); `earliest` is when it may expire, in `time.monotonic` seconds."""
+    """A cache. `layers` are k and v, (2, n, Hk, D); it cannot expire before `earliest`, in `time.monotonic` seconds."""
 
     id: str
     life: Life
     ttl: float
     earliest: float
     layers: list[np.ndarray] = field(default_factory=lambda: [empty() for _ in range(LAYERS)])
-    written: deque[Request] = field(default_factory=lambda: deque(maxlen=KEYS - 2))  # to this cache only, oldest first
+    written: deque[Request] = field(default_factory=lambda: deque(maxlen=KEYS - 2))  # to only this cache, oldest first
     last: Request | None = None
 
     @property
@@ -58,10 +58,11 @@ class Answer(NamedTuple):
 
 @dataclass(eq=False)
 class Request:
-    """One call. `unsure`: an attempt may have had its effect, although no answer has come.
+    """A request of a caller. `unsure`: an attempt may have taken effect, although no answer has come.
 
-    `refused`, if given, returns whether a code is right; then every other answer is wrong. `uses`: the time to live of
-    `caches` starts again; `frees`: they end. `ttl`: seconds to live of the caches that the call makes.
+    `refused`, if given, returns whether an error code is right; then every other answer is wrong. If `uses`, the
+    request restarts the time to live of `caches`; if `frees`, it ends these caches. `ttl` is the time to live, in
+    seconds, of the caches that the request makes.
     """
 
     method: str
@@ -77,7 +78,7 @@ class Request:
     frees: bool = False
     unsure: bool = False
     tries: int = 0
-    first: float = 0.0  # when it was first sent, in `time.monotonic` seconds
+    first: float = 0.0  # time of the first attempt, in `time.monotonic` seconds
 
     def send(self, connection: http.client.HTTPConnection, owner: str) -> Answer:
         """Send the request, and return the answer. Raises OSError, HTTPException and WrongError."""
@@ -113,7 +114,7 @@ def carries(tensors: dict[str, np.ndarray], options: dict[str, Any], path: str, 
     return Request("POST", path, question.body, headers, 200, heard, **how)
 
 
-# The calls, and the answers they must get
+# Functions that return requests, and check their answers
 
 
 def append(cache: HeldCache, layer: int, tokens: np.ndarray, at: int | None) -> Request:
@@ -133,7 +134,7 @@ def attend(
     caches: Sequence[HeldCache], layer: int, q: np.ndarray, tokens: np.ndarray | None, at: list[int] | None,
     options: dict[str, Any],
 ) -> Request:  # fmt: skip
-    """Return a request for attention of q (B, Hq, n, D), which first writes new `tokens` (2, B, n, Hk, D), if any."""
+    """Return a request for attention of q (B, Hq, n, D), which first writes `tokens` (2, B, n, Hk, D), if any."""
     outputs: list[bytes] = []
 
     def heard(answer: Answer) -> None:
@@ -204,11 +205,11 @@ def delete(caches: Sequence[HeldCache]) -> Request:
     return asks("POST", "/caches/delete", document, 204, heard, caches=caches, frees=True)
 
 
-# The model
+# Functions that update and read the model
 
 
 def wrote(request: Request, caches: Sequence[HeldCache], layer: int, tokens: np.ndarray, at: list[int] | None) -> None:
-    """Write `tokens` (2, B, n, Hk, D) to the model, unless the request was the last write already."""
+    """Write `tokens` (2, B, n, Hk, D) to the model, unless this request has already written them."""
     for number, cache in enumerate(caches):
         if cache.last is request:
             continue
@@ -219,7 +220,7 @@ def wrote(request: Request, caches: Sequence[HeldCache], layer: int, tokens: np.
 
 
 def keep(request: Request, cache: HeldCache) -> None:
-    """Record a request as the last write of a cache."""
+    """Remember a request as the last write of a cache."""
     cache.last = request
     if len(request.caches) == 1:
         cache.written.append(request)
@@ -233,7 +234,7 @@ def described(document: Any, cache: HeldCache) -> None:
 
 
 def same(what: str, value: object, expected: object) -> None:
-    """Compare a value with the expected one. Raises WrongError."""
+    """Compare a value with the expected value. Raises WrongError."""
     if value != expected:
         raise WrongError(f"{what}: {value!r} where {expected!r} is right")
 

@@ -1,8 +1,8 @@
-"""Callers with caches: each changes and reads its own caches, one call after the other, and updates a model of them.
+"""Callers with caches: each changes and reads its own caches in sequential calls, and updates a model of them.
 
 If an answer is lost, the caller sends the call again with its idempotency key until an answer comes. Other outcomes:
 
-refused     memory or a quota does not suffice; the model has not changed
+refused     memory or a quota does not suffice; the model does not change
 410         the cache expired, or its engine ended: `HeldCache.life` and `earliest` show whether that is possible
 404         the cache was deleted, belongs to another key, or the service was restarted
 """
@@ -24,9 +24,9 @@ from chaos.service import Life
 from flashpoint_server.refusal import STATUS
 
 MOST = 4  # largest number of a caller's caches
-LONG = 1030  # tokens of a long write, which needs several chunks in two layers
+LONG = 1030  # number of tokens of a long write, which needs several chunks in two layers
 TTL = 600.0  # seconds, the service's default
-SHORT = (0.2, 3.0)  # range of seconds to live of caches that expire
+SHORT = (0.2, 3.0)  # range of the time to live, in seconds, of caches that expire
 GONE = 5.0  # timeout in seconds for an engine to end after it has closed its sockets
 NOT_BEGUN = {"queue_full", "key_limit", "cache_memory", "not_ready", "draining", "body_timeout"}
 OPTIONS = ({}, {"causal": True}, {"causal": True, "window": [7, 0]})
@@ -45,12 +45,12 @@ class Holder(Caller):
     def __init__(self, name, load, rng):
         super().__init__(name, load, rng)
         self.caches: list[HeldCache] = []
-        self.ended: deque[tuple[HeldCache, str]] = deque(maxlen=20)  # with the code that the service gives
+        self.ended: deque[tuple[HeldCache, str]] = deque(maxlen=20)  # with the error code that the service gives
         self.request: Request | None = None
-        self.later: Request | None = None  # sent again when there is room
+        self.later: Request | None = None  # a request to repeat when there is memory again
         self.resting = False
 
-    # One call
+    # Make one call
 
     def turn(self) -> str:
         if self.request is None:
@@ -58,7 +58,7 @@ class Holder(Caller):
         return self.call(self.ask)
 
     def ask(self) -> str:
-        """Send the request. Return the code of a refusal, or "" if the answer is right and the request is over."""
+        """Send the request. Return the code of a refusal, or "" if the answer is right and the request is complete."""
         request = self.request
         assert request is not None
         if self.connection is None:
@@ -90,7 +90,7 @@ class Holder(Caller):
             self.request = None
             return ""
         if code == "cache_lost" and request.unsure and request.ttl and time.monotonic() >= request.first + request.ttl:
-            self.request = None  # the caches that it made, or those that it names, have expired since then
+            self.request = None  # since then, the caches that the request made or named have expired
             self.caches = [cache for cache in self.caches if cache not in request.caches]
             return code
         if code in ("cache_lost", "cache_not_found"):
@@ -102,7 +102,7 @@ class Holder(Caller):
             raise WrongError("a key without a quota got key_limit")
         request.unsure |= code not in NOT_BEGUN
         if not request.unsure and (request.tries > 2 or code == "cache_memory"):
-            self.request = None  # it had no effect, and is not sent again
+            self.request = None  # the request had no effect, and is not repeated
         if code == "cache_memory" and self.rng.integers(2):
             self.make_room(request)
         return refusal.partition(" ")[2]
@@ -115,7 +115,7 @@ class Holder(Caller):
                 self.end(cache, "cache_not_found")
 
     def make_room(self, request: Request) -> None:
-        """Delete another cache, or those that an unsure request writes, so that its effect no longer matters."""
+        """Delete another cache, or the caches that an unsure request writes, so that its effect no longer matters."""
         others = [cache for cache in self.caches if cache not in request.caches]
         if others:
             self.request, self.later = held.delete([others[int(self.rng.integers(len(others)))]]), self.request
@@ -123,11 +123,11 @@ class Holder(Caller):
             self.request = held.delete(list(request.caches))
 
     def give_up(self, request: Request) -> None:
-        """After a wrong answer the model is invalid: delete the caches of the request."""
+        """Delete the caches of the request, because after a wrong answer their model is invalid."""
         self.request = held.delete(list(request.caches)) if request.caches and not request.frees else None
 
     def lose(self, request: Request, code: str, answer: Answer) -> None:
-        """Remove caches that an error reports as gone. Raises WrongError if they must still exist."""
+        """Forget the caches that an error reports as lost. Raises WrongError if they must still exist."""
         for cache, own_code in self.named(request, code, answer):
             if own_code == "cache_not_found":
                 right = (request.frees and request.unsure) or cache.life.starts != self.load.service.starts
@@ -140,7 +140,7 @@ class Holder(Caller):
 
     @staticmethod
     def named(request: Request, code: str, answer: Answer) -> list[tuple[HeldCache, str]]:
-        """Return the caches that an error names, each with its code; if it names none, all of the request."""
+        """Return the caches that an error names, each with its code; if it names none, all caches of the request."""
         caches = []
         for error in answer.json.get("errors", ()):
             number, own_code = int(error["loc"][0].rpartition(".")[2]), error["msg"].partition(":")[0]
@@ -158,7 +158,7 @@ class Holder(Caller):
             self.connection.close()
             self.connection = self.opened = None
 
-    # At the end of a round
+    # End a round
 
     def rest(self) -> None:
         """Delete the caller's caches after the last call."""
@@ -183,7 +183,7 @@ class Holder(Caller):
                 return kind
         return "right"
 
-    # The calls that a turn chooses from
+    # Calls that `turn` chooses from
 
     def choose(self) -> Request:
         if self.resting:
@@ -268,7 +268,7 @@ class Holder(Caller):
         return held.delete([cache])
 
     def again(self, cache: HeldCache) -> Request | None:
-        """Return the last write again: the answer is the same, and nothing is written."""
+        """Return the last write again: the service gives the same answer, and writes nothing."""
         request = cache.last
         if request is None or any(each.last is not request or each not in self.caches for each in request.caches):
             return None
@@ -276,7 +276,7 @@ class Holder(Caller):
         return request
 
     def late(self, cache: HeldCache) -> Request | None:
-        """Return an older write again: the answer is 409, and nothing is written."""
+        """Return an older write again: the service answers 409, and writes nothing."""
         older = [request for request in cache.written if request is not cache.last]
         if not older:
             return None
@@ -287,7 +287,7 @@ class Holder(Caller):
         )  # fmt: skip
 
     def trespass(self, cache: HeldCache) -> Request | None:
-        """Return a request with another key's cache or an unknown id: the answer is 404, and there is no effect."""
+        """Return a request with another key's cache or an unknown id: the service answers 404, and changes nothing."""
         ids = [*self.load.book.others(self.owner), "c" + ("A" if cache.id[1] != "A" else "B") + cache.id[2:]]
         other, q = ids[int(self.rng.integers(len(ids)))], np.zeros((1, Q_HEADS, 1, DIM), np.float32)
         k = np.zeros((KV_HEADS, 1, DIM), np.float32)
@@ -305,7 +305,7 @@ class Holder(Caller):
         return held.asks("GET", f"/caches/{other}/tensors", None, 200, None, **never)
 
     def revisit(self, cache: HeldCache) -> Request | None:
-        """Return a request for a cache that has ended: 410 if it was lost, 404 if deleted, until its engine ends."""
+        """Return a request for an ended cache. Until its engine ends: 410 if the cache was lost, 404 if deleted."""
         if not self.ended:
             return None
         gone, code = self.ended[int(self.rng.integers(len(self.ended)))]
@@ -317,10 +317,10 @@ class Holder(Caller):
 
         return held.asks("GET", f"/caches/{gone.id}", None, 200, None, refused=right)
 
-    # Parts of the calls
+    # Helpers for the calls
 
     def of(self, life: Life) -> Life:
-        """Return the life of caches made since `life` was read; a life that is over if the engine has changed."""
+        """Return `life`, as read before a call; if the engine has changed since then, return a life that is over."""
         now = self.load.service.life()
         return now if now == life else Life(-1, None)
 
@@ -334,7 +334,7 @@ class Holder(Caller):
         return self.rng.standard_normal((2, count, length, KV_HEADS, DIM), dtype=np.float32)
 
     def place(self, cache: HeldCache, layer: int) -> int | None:
-        """Return the place of a write: mostly None, the end; an earlier one in a long cache."""
+        """Return the place of a write: mostly None, which means the end; sometimes an earlier place in a long cache."""
         length = cache.lengths[layer]
         if length > 2 * LONG:
             return int(self.rng.integers(LONG))
@@ -346,7 +346,7 @@ class OtherHolder(Holder):
 
 
 class ShortHolder(OtherHolder):
-    """A caller whose caches expire between calls, and while calls wait."""
+    """A caller whose caches expire between calls, or while a call waits."""
 
     def ttl(self) -> float | None:
         return float(self.rng.uniform(*SHORT)) if self.load.going.is_set() else None
@@ -366,7 +366,7 @@ def _code(answer: Answer) -> str:
 
 
 def is_over(life: Life) -> bool:
-    """Return whether an engine is gone. Wait up to GONE: it closes its sockets before it ends."""
+    """Return whether an engine is gone. Wait up to GONE, because it closes its sockets before it ends."""
     end = time.monotonic() + GONE
     while not life.over and time.monotonic() < end:
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""The API keys of the service under faults. A key owns its caches; one key has a small quota."""
+"""The API keys of the service during fault injection. A key owns its caches; one key has a small quota."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import hashlib
 import tempfile
 from pathlib import Path
 
-LOAD = "load"  # the key of every call that names no other key
+LOAD = "load"  # the key of calls that name no other key
 OWNERS = ("alice", "bob")  # keys of callers with caches
 SDK = "sdk"  # key of the caller with the client's caches
-FILLER, SMALL = "filler", "small"  # keys of faults with caches
-QUOTA = 300_000  # bytes of caches that SMALL may hold
+FILLER, SMALL = "filler", "small"  # keys of the faults that use caches
+QUOTA = 300_000  # largest number of bytes of caches that SMALL may hold
 
 
 def bearer(name: str) -> dict[str, str]:
-    """Return the header of a key."""
+    """Return the Authorization header with a key."""
     return {"Authorization": f"Bearer {key_of(name)}"}
 
 
@@ -31,5 +31,5 @@ def write() -> Path:
 
 
 def key_of(name: str) -> str:
-    """Return the text of a key."""
+    """Return the secret text of a key."""
     return f"chaos-{name}-of-no-value"

@@ -23,7 +23,7 @@ KINDS: dict[str, type[Caller]] = {
 
 
 class Load:
-    """One caller of each kind. `patience`: the callers' timeout in seconds; a call without an answer is then `hung`."""
+    """One caller of each kind. `patience`: seconds after which a call without an answer counts as `hung`."""
 
     def __init__(self, service: Service, seed: int) -> None:
         self.service, self.port, self.book, self.going = service, service.port, Book(), threading.Event()
@@ -40,13 +40,13 @@ class Load:
         self.going.set()
 
     def pause(self) -> list[str]:
-        """Wait until every call has ended and no connection is open; return the callers whose calls do not end."""
+        """Wait until every call has ended and no connection is open; return the callers whose calls have not ended."""
         self.going.clear()
         end = time.monotonic() + self.patience + HANG
         return [caller.name for caller in self.callers if not caller.idle.wait(max(end - time.monotonic(), 0))]
 
     def probe(self, attempts: Callable[[], bool]) -> list[str]:
-        """Probe each caller while the load is paused, again after refusals while `attempts()`; return the failures."""
+        """Probe each caller while the load is paused, again after refusals while `attempts()`. Return the failures."""
         failed = []
         for caller in self.callers:
             while (kind := caller.probe()) == "refused" and attempts():

@@ -1,4 +1,4 @@
-"""Faults of processes: kill, stop, restart. A fault returns a description of its effect, or None if it had none."""
+"""Faults that kill, stop or restart processes. A fault returns a description of its effect, or None without effect."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STOPPED = (0.1, 1.5)  # range of seconds that a process is stopped
 
 
 def kill_engine(world: World) -> str | None:
-    """Kill the engine: readiness must become false before the next engine is ready."""
+    """Kill the engine: /health/ready must report not ready before the next engine is ready."""
     pids = world.pids("engine")
     if not pids or not world.service.ready():
         return None
@@ -49,7 +49,7 @@ def kill_codec(world: World) -> str | None:
 
 
 def kill_http(world: World) -> str | None:
-    """Kill one of several HTTP processes: a new one replaces it, and the others serve meanwhile."""
+    """Kill one of several HTTP processes: a new one replaces it, and the others answer meanwhile."""
     pids = world.pids("http")
     if world.service.workers == 1 or not pids:
         return None
@@ -59,7 +59,7 @@ def kill_http(world: World) -> str | None:
 
 
 def restart(world: World) -> str | None:
-    """End the service by SIGTERM or SIGINT under load, and restart it: it answers admitted calls, and exits with 0."""
+    """End the service by SIGTERM or SIGINT under load: it answers admitted calls and exits with 0. Then restart it."""
     number = signal.SIGTERM if world.rng.integers(2) else signal.SIGINT
     with world.breaking():
         code = world.service.terminate(number)
@@ -70,7 +70,7 @@ def restart(world: World) -> str | None:
 
 
 def kill_service(world: World) -> str | None:
-    """Send SIGKILL to the parent of all processes, then start again: none of them may stay."""
+    """Send SIGKILL to the parent process, then start the service again: no old process may remain."""
     with world.breaking():
         code = world.service.terminate(signal.SIGKILL)
         if code != -signal.SIGKILL:

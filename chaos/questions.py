@@ -1,4 +1,4 @@
-"""The questions: requests in every encoding, each with the bytes of its answer from an idle service."""
+"""Questions are requests in every encoding, each with the bytes that an idle service answers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Question:
     tensors: dict[str, np.ndarray]
     options: dict[str, Any]
     right: bytes = b""
-    answer: dict[str, np.ndarray] = field(default_factory=dict)  # tensors of an answer in safetensors
+    answer: dict[str, np.ndarray] = field(default_factory=dict)  # the answer's tensors come in safetensors
 
 
 def safetensors(tensors, options, path):
@@ -48,7 +48,7 @@ def numbers(tensors, options, path):
 
 
 def inference(tensors, options, path):
-    """Return a question in the Open Inference Protocol, with tensors as bytes."""
+    """Return a question in the Open Inference Protocol, with tensors as raw bytes."""
     inputs = [
         {"name": n, "shape": a.shape, "datatype": "FP32", "parameters": {"binary_data_size": a.nbytes}}
         for n, a in tensors.items()
@@ -64,7 +64,7 @@ FORMS = {"safetensors": safetensors, "json": numbers, "oip": inference}
 
 
 def draw(rng, form, *, grad, backend=None, length=None, heads=None, dim=None):
-    """Return a random question; no other question has its tensors."""
+    """Return a random question whose tensors differ from those of all other questions."""
     length = length or int(rng.choice(LENGTHS[:3] if form == "json" else LENGTHS))
     heads, dim = heads or int(rng.choice((1, 2, 4))), dim or int(rng.choice((8, 32, 64)))
     kv_length = max(1, length + int(rng.integers(-3, 4)))
@@ -79,7 +79,7 @@ def draw(rng, form, *, grad, backend=None, length=None, heads=None, dim=None):
 
 
 def ask_alone(port, question):
-    """Send a question to an idle service, and keep the answer."""
+    """Send a question to an idle service, and store the answer in it."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
     try:
         connection.request("POST", question.path, question.body, question.headers)
@@ -93,7 +93,7 @@ def ask_alone(port, question):
 
 
 def parsed(body):
-    """Return the metadata and tensors of a message in safetensors."""
+    """Return the metadata and tensors of a safetensors message."""
     size = wire.head_size(body[:8])
     head = wire.parse_head(body[:size])
     tensors = {

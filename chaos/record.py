@@ -1,4 +1,4 @@
-"""`python -m chaos.record FILES`: summarise the files of runs with faults into benchmarks/results/."""
+"""`python -m chaos.record FILES` summarises result files of `make chaos` into benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.record import ROOT, file_name
 
 
 def summary(files: list[Path]) -> dict[str, Any]:
-    """Return the summary of several runs. Each file has a run's environment, then one line per round."""
+    """Return the summary of several runs. The file of a run has its environment, then one line per round."""
     runs, faults, calls = [], defaultdict(list), Counter[str]()
     violations: list[str] = []
     rounds = 0

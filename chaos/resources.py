@@ -1,4 +1,4 @@
-"""Faults of resources: memory, descriptors, /dev/shm or staging memory run out, then become available again."""
+"""Faults that use up memory, descriptors, /dev/shm or staging memory, and then make them available again."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from chaos.clients import head_of
 from chaos.questions import safetensors
 from chaos.world import World
 
-FEW = 3  # fewer than these free descriptors are left
-LITTLE = 16 << 20  # bytes of address space above the current use
+FEW = 3  # a fault leaves fewer free descriptors than this
+LITTLE = 16 << 20  # bytes of address space that a fault leaves above the current use
 LASTS = (0.1, 0.6)  # range of seconds that a fault lasts
 GIANTS = (
     1 << 16,
     1 << 17,
     3 << 16,
-)  # rows of 128 bytes, in and out: one exceeds LITTLE, all together exceed the pool
-JUMPS = (-400 * 86400, -3600, -5, 0, 5, 3600, 86400, 4000 * 86400)  # seconds from the true time
-SAME = 60.0  # tolerance of Date in seconds: an answer may take that long
+)  # rows of 128 bytes, in and out: a single body exceeds LITTLE, and all together exceed the pool
+JUMPS = (-400 * 86400, -3600, -5, 0, 5, 3600, 86400, 4000 * 86400)  # offsets of the clock in seconds
+SAME = 60.0  # tolerance of the Date header in seconds, because an answer may take that long
 TOLD = 60.0  # timeout in seconds for Date, which the service updates each second, to change
 SLOTS = 12  # number of incomplete bodies of 8 MiB each way
 
@@ -75,7 +75,7 @@ def _limited(world: World, role: str, which: int) -> str | None:
 def _limit(world: World, pid: int, which: int) -> Iterator[None]:
     process = psutil.Process(pid)
     if which == resource.RLIMIT_NOFILE:
-        limit = max(int(fd) for fd in os.listdir(f"/proc/{pid}/fd")) + 1  # RLIMIT_NOFILE limits the numbers
+        limit = max(int(fd) for fd in os.listdir(f"/proc/{pid}/fd")) + 1  # RLIMIT_NOFILE limits the largest descriptor
         limit += int(world.rng.integers(FEW))
     else:
         limit = process.memory_info().vms + LITTLE
@@ -89,7 +89,7 @@ def _limit(world: World, pid: int, which: int) -> Iterator[None]:
 
 
 def _ask_giant(world: World) -> int | str:
-    """Send a request that needs new memory and a descriptor; return its status. Only ones or 429, 503 are right."""
+    """Send a request that needs new memory and a descriptor; return its status. The answer must be ones, 429 or 503."""
     rows = GIANTS[int(world.rng.integers(len(GIANTS)))]
     q, k, v = np.zeros((1, 1, rows, 32), np.float32), *np.ones((2, 1, 1, 1, 32), np.float32)
     question = safetensors({"q": q, "k": k, "v": v}, {}, "/attention")
@@ -111,7 +111,7 @@ def _ask_giant(world: World) -> int | str:
 
 
 def fill_staging(world: World) -> str | None:
-    """Hold all slots with incomplete bodies: other requests get 429; afterwards all slots are free again."""
+    """Occupy all slots with incomplete bodies: other requests get 429. Then all slots must become free again."""
     q, k, v = np.zeros((1, 4, 1 << 13, 64), np.float32), *np.zeros((2, 1, 4, 1, 64), np.float32)
     question = safetensors({"q": q, "k": k, "v": v}, {}, "/attention")
     head = head_of(question)
@@ -120,7 +120,7 @@ def fill_staging(world: World) -> str | None:
             with contextlib.suppress(OSError):
                 connection = socket.create_connection(("127.0.0.1", world.service.port), timeout=10)
                 connections.enter_context(connection)
-                connection.settimeout(1)  # after a refusal the service stops reading
+                connection.settimeout(1)  # after a refusal, the service does not read the rest
                 connection.sendall(head + question.body[: 1 << 16])
         world.wait(*LASTS)
     return f"{SLOTS} bodies begun"
@@ -141,14 +141,14 @@ def fill_shm(world: World) -> str | None:
             world.wait(*LASTS)
             path.unlink()
     except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ESRCH, errno.EACCES):  # the service is not there
+        if error.errno not in (errno.ENOENT, errno.ESRCH, errno.EACCES):  # the service does not run
             raise
         return None
     return "filled"
 
 
 def slow_down(world: World) -> str | None:
-    """Stop and continue the engine, so that it gets a tenth of the time."""
+    """Stop and continue the engine repeatedly, so that it runs a tenth of the time."""
     pids = world.pids("engine")
     if not pids:
         return None

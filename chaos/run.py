@@ -1,4 +1,4 @@
-"""Run rounds of faults under load, from a seed. After each, check the calls' outcomes and the service's resources."""
+"""Run rounds of faults under load, from a seed. After each round, check the calls' outcomes and the resources."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from chaos.world import World
 
 Fault = Callable[[World], "str | None"]
 
-# The relative frequency of each fault. Faults that cost a start of torch are rarer.
+# The relative frequency of each fault. Faults that restart torch, which is slow, are rarer.
 FAULTS: dict[Fault, float] = {
     clients.leave: 16, clients.read_slowly: 2, clients.write_slowly: 2, clients.fall_silent: 0.5,
     cached.leave_cached: 8, cached.fill_caches: 1, cached.fill_quota: 1, cached.expire: 2,
@@ -31,20 +31,20 @@ FAULTS: dict[Fault, float] = {
     resources.little_memory_http: 2, resources.little_memory_engine: 1, resources.little_memory_codec: 2,
     resources.fill_staging: 2, resources.fill_shm: 0.7, resources.slow_down: 2, resources.move_clock: 4,
 }  # fmt: skip
-HEAVY = {processes.kill_engine, processes.restart, processes.kill_service}  # at most one per round
-A_ROUND = (6, 25)  # range of faults in a round; each starts while callers of the previous one still wait
+HEAVY = {processes.kill_engine, processes.restart, processes.kill_service}  # a round has at most one of these
+A_ROUND = (6, 25)  # range of the number of faults; a fault starts while callers of the previous one still wait
 BETWEEN = (0.0, 0.15)  # range of seconds between faults
-CACHES = ("flashpoint_caches{", "flashpoint_cache_bytes{")  # metrics of each engine
-RECOVERY = 300.0  # timeout in seconds until the service is ready and answers every kind of question right
+CACHES = ("flashpoint_caches{", "flashpoint_cache_bytes{")  # metrics that each engine reports
+RECOVERY = 300.0  # timeout in seconds until the service is ready and answers every kind of question correctly
 QUIET = 60.0  # timeout in seconds until a service without load is idle: a codec may still write an unwanted answer
-# Allowed growth of a process since the warm-up: as a factor, and as an amount. New slots that the warm-up did not need
-# stay in the pool, up to --staging-bytes; each has two descriptors.
+# Allowed growth of a process since the warm-up: a factor and an amount. The staging pool keeps slots that the warm-up
+# did not need, up to --staging-bytes; each slot has two descriptors.
 PRIVATE, DESCRIPTORS, THREADS = (1.3, 64 * MIB), (1.0, 128), (1.0, 2)
 
 
 @dataclass
 class Round:
-    """`faults` are (name, its effect, seconds that it lasted, outcomes of calls until the next fault)."""
+    """A round. `faults` are (name, effect, seconds that it lasted, outcomes of calls until the next fault)."""
 
     faults: list[tuple[str, str, float, Counter[str]]] = field(default_factory=list)
     recovery: float | None = None
@@ -77,7 +77,7 @@ class Chaos:
         self.warm()
 
     def warm(self) -> None:
-        """Run load without a fault: every answer must be right. The resources then are the baseline of later rounds."""
+        """Run load without a fault: every answer must be right. Later rounds compare resources with this one."""
         result = self.look_under_load()
         assert not result.violations, result.violations
         self.baseline = result.held
@@ -89,7 +89,7 @@ class Chaos:
         return self._look(Round())
 
     def round(self, faults: Iterable[Fault]) -> Round:
-        """Run these faults under load, then check for leftovers."""
+        """Run these faults under load, then check that all resources are released."""
         result, world = Round(), self.world
         self.load.go()
         self._asked(len(self.load.callers) // 2)
@@ -121,10 +121,10 @@ class Chaos:
         self.service.discard()
         return code
 
-    # Leftovers
+    # Check what remains after a round
 
     def _look(self, result: Round) -> Round:
-        """Wait until ready; then, without load, check that probes are right and that no resources are left over."""
+        """Wait until the service is ready; then, without load, check that probes succeed and resources are released."""
         ready = self.service.wait_ready(RECOVERY)
         began = time.monotonic()
         if stuck := self.load.pause():
@@ -135,7 +135,7 @@ class Chaos:
         if ready is None:
             result.violations.append(f"not ready in {RECOVERY:g} s")
         probed = time.monotonic()
-        # With several HTTP processes, one may report ready before another is.
+        # With several HTTP processes, one process may report ready before another is ready.
         again = self.service.workers > 1
         failed = self.load.probe(lambda: again and time.monotonic() < probed + RECOVERY)
         result.violations += [f"asked when it was ready: {what}" for what in failed]
@@ -171,7 +171,7 @@ class Chaos:
         wrong = []
         for role, now in by_role.items():
             if role not in self.baseline:
-                continue  # a JSON process that started later, in its first round
+                continue  # a JSON process that started later and is in its first round
             before = self.baseline[role]
             for name, (times, more) in (("private", PRIVATE), ("descriptors", DESCRIPTORS), ("threads", THREADS)):
                 if getattr(now, name) > getattr(before, name) * times + more:
@@ -181,17 +181,17 @@ class Chaos:
             wrong.append(f"the engine maps {engine.shared} bytes of staging, the HTTP process {http.shared}")
         return wrong
 
-    # Outcomes of the calls
+    # Check the outcomes of calls
 
     def _asked(self, calls: int) -> None:
-        """Wait until `calls` more calls have ended, at most RECOVERY: a fault may leave no process to answer."""
+        """Wait until `calls` more calls have ended, for at most RECOVERY: a fault may leave no process that answers."""
         book, end = self.load.book, time.monotonic() + RECOVERY
         target = len(book.outcomes) + calls
         while len(book.outcomes) < target and time.monotonic() < end:
             time.sleep(0.01)
 
     def _outcomes(self, result: Round | None = None) -> Counter[str]:
-        """Return the outcomes of calls since the last call of this; a forbidden outcome is a violation of `result`."""
+        """Return the outcomes of calls since the previous use of this method; add forbidden outcomes to `result`."""
         new = self.load.book.outcomes[self._counted :]
         self._counted += len(new)
         counts: Counter[str] = Counter()

@@ -1,7 +1,7 @@
-"""A caller with the client's caches, retries and idempotency keys.
+"""A caller that uses the client's caches, retries and idempotency keys.
 
-The client does not report whether a failed call had its effect. The cache then has the complete state from before the
-call or from after it. The caller checks that, and continues with another cache.
+The client does not report whether a failed call took effect. After the failure, the cache must have either the complete
+state before the call or the complete state after it. The caller checks this, and continues with another cache.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from chaos.service import Life
 from flashpoint._calls.caches import Described
 from flashpoint._calls.service import Affinity
 
-MOST = 60  # largest number of tokens in a layer, before a write overwrites some
+MOST = 60  # number of tokens in a layer from which on a write overwrites earlier tokens
 GONE = ("cache_lost", "cache_not_found")
 
 
 class SdkHolder(Caller):
-    """A caller with one cache."""
+    """A caller that has one cache."""
 
     owner = SDK
     client: flashpoint.Client | None = None
@@ -81,7 +81,7 @@ class SdkHolder(Caller):
             self.write(self.cache)
 
     def compare(self, cache: flashpoint.Cache) -> None:
-        """Check that the cache is in one of the states. Raises WrongError."""
+        """Check that the cache is in one of its possible states. Raises WrongError."""
         layers = [cache.tensors(layer) for layer in range(LAYERS)]
         state_now = [np.stack(layer)[:, 0].swapaxes(1, 2) for layer in layers]
         if not any(all(map(np.array_equal, state_now, state)) for state in self.states):
@@ -109,13 +109,13 @@ class SdkHolder(Caller):
             raise WrongError("attention over the client's cache differs")
 
     def settle(self, cache: flashpoint.Cache) -> None:
-        """Drop the state from before a call that got its answer. Raises WrongError for wrong lengths."""
+        """After a successful call, drop the state before the call. Raises WrongError if lengths are wrong."""
         del self.states[0]
         if cache.lengths != [layer.shape[1] for layer in self.states[0]]:
             raise WrongError(f"lengths {cache.lengths}")
 
     def rest(self) -> None:
-        """Delete all caches of the key: a failed creation may have made one."""
+        """Delete all caches of the key, because a failed creation may have made one."""
         self.close()
         end = time.monotonic() + HANG
         while (left := self.load.service.caches(self.owner)) != [] and time.monotonic() < end:

@@ -1,4 +1,4 @@
-"""The service under faults: `flashpoint serve` on a constant port, its processes by role, and their resources."""
+"""The service during fault injection: `flashpoint serve` on a fixed port, its processes by role, their resources."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from chaos import clock, keys
 from tests.support.servers import ServerProcess
 
 START = 300.0  # timeout in seconds to become ready: an engine needs 5 s of a core, on a possibly busy machine
-POLL = 0.1  # seconds
-SOCKET = 30.0  # timeout in seconds of requests for health, metrics and lists
+POLL = 0.1  # seconds between two checks
+SOCKET = 30.0  # timeout in seconds of requests for health, metrics and lists of caches
 MIB = 1 << 20
 SEGMENT = "flashpoint-staging"
 
@@ -33,7 +33,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Life:
-    """The life of an engine, with which its caches end. `starts`: the service's starts, each of which ends all ids."""
+    """A run of an engine; its caches end with it. `starts` counts the starts of the service; a start ends all ids."""
 
     starts: int
     engine: psutil.Process | None
@@ -48,7 +48,7 @@ class Life:
 
 @dataclass(frozen=True)
 class Held:
-    """The resources of a process. `private` and `shared` are in bytes; `shared` is the mapped staging memory."""
+    """The resources of a process. `private` and `shared` are in bytes; `shared` is mapped staging memory."""
 
     private: int
     shared: int
@@ -57,7 +57,7 @@ class Held:
 
 
 class Service:
-    """A service. A fault that ends it must start it again, on the same port. `contained`: its /dev/shm has 1 MiB."""
+    """Runs the service. A fault that ends it must start it again on its port. `contained`: /dev/shm has 1 MiB."""
 
     def __init__(self, workers: int, *, contained: bool, program: tuple[str, ...] = (), environment=()) -> None:
         self.workers = workers
@@ -87,7 +87,7 @@ class Service:
         return self.server.pid
 
     def ready(self) -> bool:
-        """Return whether /health/ready answers 200; False without an answer."""
+        """Return whether /health/ready answers 200; return False if no answer comes."""
         return self.ask_ready() == 200
 
     def ask_ready(self) -> int | None:
@@ -98,7 +98,7 @@ class Service:
         return None
 
     def date(self) -> str | None:
-        """Return the Date header of an answer, the service's wall clock; None without an answer."""
+        """Return the Date header of an answer, which shows the service's wall clock; None if no answer comes."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SOCKET)
         with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
             connection.request("GET", "/health/live")
@@ -106,7 +106,7 @@ class Service:
         return None
 
     def samples(self) -> dict[str, float] | None:
-        """Return the samples of /metrics, by name and labels; None without an answer."""
+        """Return the samples of /metrics, by name and labels; None if no answer comes."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SOCKET)
         with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
             connection.request("GET", "/metrics", headers=keys.bearer(keys.LOAD))
@@ -115,7 +115,7 @@ class Service:
         return None
 
     def caches(self, owner: str) -> list[dict] | None:
-        """Return the caches of a key; None without an answer."""
+        """Return the caches of a key; None if no answer comes."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SOCKET)
         with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
             connection.request("GET", "/caches", headers=keys.bearer(owner))
@@ -132,7 +132,7 @@ class Service:
             time.sleep(POLL)
         return None
 
-    # Its processes
+    # Processes
 
     def roles(self) -> dict[str, list[psutil.Process]]:
         """Return the processes of main (the supervisor, with several workers), http, engine and codec."""
@@ -153,7 +153,7 @@ class Service:
         return len(roles["http"]) == self.workers and len(roles["engine"]) == 1
 
     def life(self) -> Life:
-        """Return the life of the current engine."""
+        """Return the `Life` of the current engine."""
         if self._life.starts != self.starts or self._life.over:
             engines = self.roles()["engine"]
             self._life = Life(self.starts, engines[0] if engines else None)
@@ -187,7 +187,7 @@ class Service:
 
 
 def role_of(command: list[str]) -> str | None:
-    """Return the role by the command line; None for helper processes of the standard library."""
+    """Return a process's role from its command line; None for helper processes of the standard library."""
     text = " ".join(command)
     words = {"flashpoint_server.cli.worker": "http", "engine.process": "engine", "faulty.engine": "engine"}
     words["codec_process"] = "codec"

@@ -1,4 +1,4 @@
-"""The objects that a fault controls: the service, its callers, and the times when connections may break."""
+"""The objects that a fault uses: the service, its callers, and the times when connections may break."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from chaos.callers import Outcome
 from chaos.load import Load
 from chaos.service import Service
 
-GRACE = 3.0  # seconds after a fault in which callers may still find their connections broken
+GRACE = 3.0  # seconds after a fault in which connections of callers may still break
 
 
 @dataclass
@@ -26,7 +26,7 @@ class World:
 
     @contextlib.contextmanager
     def breaking(self) -> Iterator[None]:
-        """Allow callers to lose their connections in this context, and for GRACE after it."""
+        """Allow connections of callers to break in this context, and for GRACE after it."""
         began = time.monotonic()
         self._broken.append((began, float("inf")))
         try:
@@ -36,7 +36,7 @@ class World:
             self._broken.append((began, time.monotonic() + GRACE))
 
     def may_break(self, outcome: Outcome) -> bool:
-        """Return whether the connection of an outcome existed at a time when connections may break."""
+        """Return whether the connection of an outcome was open at a time when connections may break."""
         first = outcome.began if outcome.opened is None else outcome.opened
         return any(first <= end and outcome.ended >= began for began, end in self._broken)
 
@@ -51,7 +51,7 @@ class World:
         return [process.pid for process in self.service.roles()[role]]
 
     def until(self, check: Callable[[], bool], bound: float, otherwise: str) -> float | None:
-        """Return the seconds until `check()` is true. After `bound` seconds add the violation `otherwise`."""
+        """Return the seconds until `check()` is true. After `bound` seconds, record the violation `otherwise`."""
         began = time.monotonic()
         while not check():
             if time.monotonic() - began > bound:

@@ -1,7 +1,7 @@
 """List the packages of a running server with their licences: `python docs/make_licences.py` writes docs/licences.md.
 
-It walks from the extras that run (not `dev`) over what is installed. It ends with 1 where a licence is not among those
-that go together with Apache-2.0, and with `--check`, which writes nothing, where the page is not as it would write it.
+It follows the dependencies of all extras except `dev` through the installed packages. It exits with 1 if a licence is
+not compatible with Apache-2.0. With `--check` it writes nothing, and exits with 1 if the page is outdated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 PAGE = Path(__file__).with_name("licences.md")
-EXTRAS = ("", "torch", "cli", "plot", "server", "otel", "grpc", "ray", "jax")  # "" is the client alone
+EXTRAS = ("", "torch", "cli", "plot", "server", "otel", "grpc", "ray", "jax")  # "" is the client without extras
 
 # Parts of a licence's name that go together with Apache-2.0 (the Apache foundation's categories A and, unmodified and
 # not linked into a work of ours, B: MPL-2.0). NVIDIA's are of what torch for GPUs brings, to be used and not changed.
@@ -41,7 +41,7 @@ has a copy of [uPlot](https://github.com/leeoniya/uPlot) 1.6.32, under the MIT l
 
 
 def needed() -> dict[str, str]:
-    """Every package, and the first extra that needs it."""
+    """Return every needed package, and the first extra that needs it."""
     found: dict[str, str] = {}
     for extra in EXTRAS:
         seen, waiting = set(), [("flashpoint", extra)]
@@ -53,7 +53,7 @@ def needed() -> dict[str, str]:
             try:
                 lines = requires(package) or []
             except PackageNotFoundError:
-                continue  # of another platform
+                continue  # a package of another platform
             for requirement in map(Requirement, lines):
                 if requirement.marker is None or requirement.marker.evaluate({"extra": wanted}):
                     name = canonicalize_name(requirement.name)
@@ -70,7 +70,7 @@ def licences() -> dict[str, str]:
 
 
 def compatible(licence: str) -> bool:
-    """Whether it goes together with Apache-2.0; of several to choose from, one has to."""
+    """Return whether a licence is compatible with Apache-2.0; if there is a choice of several, one must be."""
     return any(COMPATIBLE.search(one) and "GPL" not in one for one in licence.split(" OR "))
 
 

@@ -1,6 +1,6 @@
 """Take the pictures of docs/page.md: `python docs/make_screenshots.py URL` of a server without keys. Needs Chromium.
 
-It sends the server some traffic meanwhile, so that there is some to see.
+It also sends requests to the server, so that the page shows traffic.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from playwright.sync_api import Page, expect, sync_playwright
 import flashpoint
 
 IMAGES = Path(__file__).resolve().parent / "images"
-PATIENCE = 120_000  # milliseconds, for a benchmark
+PATIENCE = 120_000  # milliseconds that a benchmark may take
 
 
 def traffic(url: str, over: threading.Event) -> None:
@@ -29,7 +29,7 @@ def traffic(url: str, over: threading.Event) -> None:
 
 
 def prepared(page: Page) -> None:
-    """With a playground, a verification, a benchmark, and half a minute of traffic on it."""
+    """Use the playground, run a verification and a benchmark on the page, and send half a minute of traffic."""
     playground = page.locator("#playground")
     page.locator("#verify form").get_by_role("button", name="Verify").click()
     expect(page.locator("#verify .said")).to_contain_text("Right", timeout=PATIENCE)

@@ -1,4 +1,4 @@
-"""Fill the tables of the documentation from the code and from what was measured, so that neither drifts from the other.
+"""Fill the tables of the documentation from the code and from measured results, so that both always agree.
 
 `python docs/make_tables.py` writes them between their marks, `<!-- table: NAME -->` and `<!-- end -->`, and the
 settings of the Helm chart into its schema, the schema of the judge's report, and the tutorial for the server's page;
@@ -25,7 +25,7 @@ MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 CHART_SCHEMA = DOCS.parent / "deploy/helm/flashpoint/values.schema.json"
 REPORT_SCHEMA = DOCS / "reference/judge-report.schema.json"
 TUTORIAL = DOCS.parent / "server/flashpoint_server/page/templates/tutorial.html"
-# Settings that the chart decides, secrets, files that it does not mount, and shared memory, which ends with a pod.
+# Settings that the chart does not offer: those that it sets, secrets, unmounted files, and shared memory.
 NOT_OF_THE_CHART = {
     "port",
     "device",
@@ -42,12 +42,12 @@ NOT_OF_THE_CHART = {
 
 
 def filled(text: str) -> str:
-    """The page with its tables as they are now. Raises KeyError for a table that there is not."""
+    """Return the page with current tables. Raises KeyError for an unknown table."""
     return MARKED.sub(lambda found: f"{found[1]}{TABLES[found[2]]()}{found[3]}", text)
 
 
 def with_settings(text: str) -> str:
-    """The schema of the chart's values, with the server's settings as they are now."""
+    """Return the schema of the chart's values with the server's current settings."""
     schema = json.loads(text)
     schema["properties"]["settings"]["properties"] = {
         name: {key: value for key, value in field.items() if key not in ("title", "default")}
@@ -58,7 +58,7 @@ def with_settings(text: str) -> str:
 
 
 def tutorial(_: str) -> str:
-    """The tutorial as HTML, for the server's page. A block of code can be scrolled with the keyboard."""
+    """Return the tutorial as HTML for the server's page. The keyboard can scroll blocks of code."""
     html = markdown((DOCS / "tutorial.md").read_text(encoding="utf-8"), extensions=["fenced_code", "sane_lists"])
     parts = html.split("<pre>")
     regions = (f'<pre tabindex="0" role="region" aria-label="Code {n}">{part}' for n, part in enumerate(parts[1:], 1))

@@ -1,6 +1,6 @@
 """Run the notebook, and keep what it prints and draws in it: `python docs/run_notebook.py --url http://localhost:8000`.
 
-Its cells are plain Python, so that they run here without Jupyter, which opens the same file.
+The cells are plain Python, so that they run without Jupyter; Jupyter can open the same file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NOTEBOOK = Path(__file__).resolve().parent.parent / "examples/attention.ipynb"
 
 
 def executed(notebook: dict[str, Any], url: str) -> dict[str, Any]:
-    """Return the notebook with the outputs of its cells, run in their order. Raises what a cell raises."""
+    """Return the notebook with the outputs of its cells, run in order. Raises the exception of a cell that fails."""
     import matplotlib
 
     matplotlib.use("Agg")

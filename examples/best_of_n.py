@@ -1,12 +1,12 @@
-"""Gemma 3 270M writes many answers to one long prompt: with its KV cache on the server, and with a local cache.
+"""Gemma 3 270M writes many answers to one long prompt, with its KV cache on the server and with a local cache.
 
     .venv/bin/pip install -c constraints.txt '.[examples,server]'
     .venv/bin/python examples/best_of_n.py      # starts its own server
     .venv/bin/python examples/best_of_n.py --url http://localhost:8000 --answers 16
 
-The server holds the prompt once: the answers' caches are forks of one cache, and a call reads their common keys once
-for all answers. Locally ("at home"), SDPA reads a batch with a copy of the prompt for each answer. Both draw with the
-same seed. The best answer has the highest mean log-probability of its tokens.
+The server stores the prompt once: the caches of the answers are forks of one cache, and a call reads their common keys
+once for all answers. Locally ("at home"), SDPA reads a batch with a copy of the prompt for each answer. Both runs
+sample tokens with the same seed. The best answer has the highest mean log-probability of its tokens.
 """
 
 import argparse
@@ -27,7 +27,7 @@ TEXT = Path(__file__).parent / "data/python-reference.txt"
 
 
 class Clock(LogitsProcessor):
-    """Records the time when `generate` has the logits of each token."""
+    """Records when `generate` has the logits of each token."""
 
     def __init__(self) -> None:
         self.times: list[float] = [time.perf_counter()]
@@ -38,7 +38,7 @@ class Clock(LogitsProcessor):
 
 
 class Answers(NamedTuple):
-    """Tokens (answers, new tokens), the number of the best answer, and seconds for the prompt and for the tokens."""
+    """The tokens (answers, new tokens), the index of the best answer, and seconds for the prompt and for the tokens."""
 
     tokens: Tensor
     best: int
@@ -47,7 +47,7 @@ class Answers(NamedTuple):
 
 
 def write(model: Any, ids: Tensor, count: int, tokens: int, cache: Any) -> Answers:
-    """Write `count` answers of `tokens` tokens to the prompt `ids` (1, S)."""
+    """Write `count` answers to the prompt `ids` (1, S), each of `tokens` tokens."""
     torch.manual_seed(0)
     clock = Clock()
     output = model.generate(
@@ -78,7 +78,7 @@ def main() -> None:
         for way in ("at home, SDPA", "cache on the server"):
             home = way.startswith("at home")
             model.set_attn_implementation("sdpa" if home else NAME)
-            model.generate(ids[:, :8], do_sample=False, max_new_tokens=1)  # warm-up: the first call reads the weights
+            model.generate(ids[:, :8], do_sample=False, max_new_tokens=1)  # warm-up: the first call loads the weights
             cache = DynamicCache(config=model.config) if home else RemoteCache(client, model.config)
             before = carried(url)
             result = write(model, ids, args.answers, args.tokens, cache)

@@ -1,4 +1,4 @@
-"""Gemma 3 270M generates text: locally ("at home"), with its attention served, and with its KV cache on the server.
+"""Gemma 3 270M generates text with local attention ("at home"), with served attention, and with its KV cache served.
 
     make examples      # installs the model, starts a server, and runs this
     .venv/bin/python examples/gemma.py --url http://localhost:8000 --prompt "The sea"
@@ -35,7 +35,7 @@ PROMPT = "Attention lets each token of a text look at the tokens before it. A ca
 
 
 def load(folder: Path | None = None) -> tuple[PreTrainedModel, Any]:
-    """Return the model in float32, and its tokenizer. Assemble the file of its weights in `folder`, or in ~/.cache."""
+    """Return the model in float32 and its tokenizer. Build its weights file in `folder`, by default in ~/.cache."""
     file = assemble() if folder is None else assemble(folder / "gemma.gguf")
     model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     return model.eval(), AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
@@ -43,12 +43,12 @@ def load(folder: Path | None = None) -> tuple[PreTrainedModel, Any]:
 
 @contextlib.contextmanager
 def own_server() -> Iterator[str]:
-    """Start a server, yield its address, and end it."""
+    """Start a server, yield its address, and stop it."""
     command = [sys.executable, "-m", "flashpoint_server.cli.serve", "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         url = ""
-        for line in server.stderr:  # lines of JSON
+        for line in server.stderr:  # the server logs lines of JSON
             event = json.loads(line)
             url = event.get("url", url)
             if event["event"] == "ready":
@@ -64,7 +64,7 @@ def own_server() -> Iterator[str]:
 
 
 def carried(url: str) -> int:
-    """Return the bytes of bodies that the server has received and sent."""
+    """Return the bytes of all bodies that the server has received and sent."""
     text = urllib.request.urlopen(f"{url}/metrics").read().decode()
     return sum(int(float(n)) for n in re.findall(r"^flashpoint_(?:received|sent)_bytes_total (\S+)", text, re.M))
 
@@ -90,7 +90,7 @@ def main() -> None:
         expected: list[int] | None = None
         for way, (attention, cache) in ways.items():
             model.set_attn_implementation(attention)
-            model.generate(**inputs, do_sample=False, max_new_tokens=1)  # warm-up: the first call reads the weights
+            model.generate(**inputs, do_sample=False, max_new_tokens=1)  # warm-up: the first call loads the weights
             before, start = carried(url), time.perf_counter()
             state = cache(config=model.config)
             tokens = model.generate(

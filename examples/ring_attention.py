@@ -1,9 +1,10 @@
-"""Ring attention (Liu et al. 2023): each process has a part of the sequence, and sends keys to the next process.
+"""Ring attention (Liu et al. 2023): each process has a part of the sequence and passes keys to the next process.
 
     .venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 examples/ring_attention.py
 
 Every process computes the attention of its queries over all keys, one part after another, and then the gradients. The
-keys' gradients travel with the keys. It prints the largest difference from attention in one process.
+gradients of the keys are passed on with the keys. The program prints the largest difference from attention in one
+process.
 """
 
 import torch
@@ -15,7 +16,7 @@ from flashpoint_kernels import attention, attention_backward, merge
 
 # recipe: begin
 def pass_on(*tensors: Tensor) -> list[Tensor]:
-    """Send tensors to the next process of the ring; return those of the previous one."""
+    """Send tensors to the next process of the ring; return the tensors of the previous process."""
     rank, world = dist.get_rank(), dist.get_world_size()
     received = [torch.empty(t.shape, dtype=t.dtype) for t in tensors]
     sent = [dist.P2POp(dist.isend, t.contiguous(), (rank + 1) % world) for t in tensors]
@@ -28,9 +29,9 @@ class RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v):  # type: ignore[no-untyped-def]
         parts, local, rank = [], (k, v), dist.get_rank()
-        for part in (*range(rank, -1, -1), *range(dist.get_world_size() - 1, rank, -1)):  # the part of k and v
-            if part <= rank:  # causal: later keys are not seen
-                offset = (rank - part) * k.shape[2]  # the key of query 0, counted from the part's first key
+        for part in (*range(rank, -1, -1), *range(dist.get_world_size() - 1, rank, -1)):  # the part that k and v are
+            if part <= rank:  # causal: queries do not see later parts
+                offset = (rank - part) * k.shape[2]  # position of query 0 among the keys of this part
                 parts.append(attention(q, k, v, causal=True, offset=offset, return_lse=True))
             k, v = pass_on(k, v)
         o, lse = merge(*zip(*parts, strict=True))
@@ -42,7 +43,7 @@ class RingAttention(torch.autograd.Function):
         (q, k, v, o, lse), rank = ctx.saved_tensors, dist.get_rank()
         sums = [torch.zeros_like(t) for t in (q, k, v)]
         for part in (*range(rank, -1, -1), *range(dist.get_world_size() - 1, rank, -1)):
-            if part <= rank:  # o and lse cover all keys, so this gives the part's share of the gradients
+            if part <= rank:  # o and lse cover all keys, so this call gives this part's share of the gradients
                 offset = (rank - part) * k.shape[2]
                 grads = attention_backward(do, q, k, v, o, lse, causal=True, offset=offset)
                 sums = [t + more for t, more in zip(sums, grads, strict=True)]
@@ -56,7 +57,7 @@ class RingAttention(torch.autograd.Function):
 def main() -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)  # the same numbers in every process, which uses its part
+    torch.manual_seed(0)  # every process draws the same tensors, and uses its part
     whole = [torch.randn(1, heads, 256 * world, 64, requires_grad=True) for heads in (8, 2, 2)]
     do = torch.randn(1, 8, 256 * world, 64)
     expected = attention(*whole, causal=True)

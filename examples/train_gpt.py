@@ -1,4 +1,4 @@
-"""Train a small character-level GPT with several kinds of attention from one seed: the loss curve is the same.
+"""Train a small character-level GPT from one seed with several kinds of attention; the loss curves are the same.
 
     .venv/bin/python examples/train_gpt.py                           # our attention beside torch's own
     make serve                                                       # in another terminal; then also over HTTP:
@@ -38,7 +38,7 @@ WAYS = ("local", "sdpa", "served", "saved")
 
 
 class Gpt(nn.Module):
-    """Maps characters (B, S) of int64 to the logits (B, S, vocabulary) of the next character at each place."""
+    """A model that maps characters (B, S), int64, to logits (B, S, vocabulary) of the character after each position."""
 
     def __init__(
         self, vocabulary: int, *, context: int, dim: int, heads: int, kv_heads: int, layers: int,
@@ -58,29 +58,29 @@ class Gpt(nn.Module):
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, dropout_p: float, **_: Any) -> Tensor:
-    """Call torch's attention with the interface of a `Block`: layout (B, S, H, D), grouped heads, no window."""
+    """Call torch's attention with the interface that `Block` needs: layout (B, S, H, D), grouped heads, no window."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     o = scaled_dot_product_attention(q, k, v, dropout_p=dropout_p, is_causal=causal, enable_gqa=True)
     return o.transpose(1, 2)
 
 
 def way(name: str, client: flashpoint.Client, backend: str = "tiled") -> Callable[..., Any]:
-    """Return the attention of `name`. The default is our own tiles, because `auto` on a CPU is sdpa's operator."""
+    """Return the attention `name`. By default it uses our own tiles, because `auto` on a CPU is sdpa's operator."""
     if name in ("served", "saved"):
         return functools.partial(flashpoint.torch.attention, client=client, backend=backend, save=name == "saved")
     return functools.partial(attention, backend=backend) if name == "local" else sdpa
 
 
 class Trained(NamedTuple):
-    """The result of a training."""
+    """The result of one training."""
 
-    losses: list[float]  # nats per character, before each step
+    losses: list[float]  # losses in nats per character, before each step
     model: Gpt
     alphabet: dict[str, int]
     context: int
 
     def write(self, start: str, count: int, *, seed: int = 0, temperature: float = 0.7) -> str:
-        """Return `start` with `count` more characters, each drawn from the model's distribution."""
+        """Return `start` and `count` more characters, each drawn from the model's distribution."""
         letters = list(self.alphabet)
         codes = [self.alphabet[character] for character in start]
         generator = torch.Generator().manual_seed(seed)
@@ -96,7 +96,7 @@ def train(
     attention: Callable[..., Any], *, seed: int = 0, steps: int = 300, batch: int = 8, context: int = 64,
     dim: int = 64, heads: int = 4, kv_heads: int = 2, layers: int = 2, rate: float = 3e-3,
 ) -> Trained:  # fmt: skip
-    """Train with `steps` steps of AdamW; `seed` determines the weights and batches."""
+    """Train `steps` steps with AdamW; `seed` determines the weights and batches."""
     text = TEXT.read_text(encoding="utf-8")
     alphabet = {character: n for n, character in enumerate(sorted(set(text)))}
     codes = torch.tensor([alphabet[character] for character in text])
@@ -118,9 +118,9 @@ def train(
 
 
 def draw(curves: dict[str, list[float]], about: str) -> Figure:
-    """Plot the curves above; below, the difference of each from the first."""
+    """Draw the loss curves above, and the difference of each curve from the first below."""
     first, *others = curves
-    # Each later curve is thinner than the one it covers.
+    # Each curve is thinner than the curve below it.
     styles = {
         "local": (VERMILION, "-", 6.0),
         "sdpa": (BLACK, "-", 2.5),

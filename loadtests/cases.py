@@ -98,7 +98,7 @@ def read(content: bytes, form: str) -> dict[str, Array]:
         head = wire.parse_head(content[:size])
         if len(content) != head.size + head.data_size:
             raise WrongAnswerError(f"{len(content)} bytes of {head.size + head.data_size} came")
-    except ValueError as error:  # base class of wire's error
+    except ValueError as error:  # the errors of `wire` are ValueErrors
         raise WrongAnswerError(str(error)) from None
     data = memoryview(content)[size:]
     return {t.name: np.frombuffer(data[t.start : t.stop], np.float32).reshape(t.shape) for t in head.tensors}

@@ -21,10 +21,10 @@ from benchmarks.record import percentile
 
 PERIOD = 1.0  # seconds between the calls of a caller in an open loop; a longer call counts as a failure
 SETTLE = 2.5 * PERIOD  # seconds before counting: every caller connects, and takes its place in the period
-WARM = 0.5  # the same for a closed loop
+WARM = 0.5  # seconds before a closed loop counts calls
 
-logging.getLogger("locust").setLevel(logging.ERROR)  # locust warns if many callers start at once, as they do here
-logging.getLogger("locust.runners").setLevel(logging.CRITICAL)  # it logs an error for a caller that stops before a call
+logging.getLogger("locust").setLevel(logging.ERROR)  # hides a warning that many callers start at once
+logging.getLogger("locust.runners").setLevel(logging.CRITICAL)  # hides an error about callers that stop before a call
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Step:
     began: float = 0.0  # `time.time` seconds
     seconds: float = 0.0
     busy: float = 0.0  # CPU time of this process over `seconds`; near 1, this process limits the rate, not the server
-    calls: list[Call] = field(default_factory=list)  # calls that began in this time; filled after the load
+    calls: list[Call] = field(default_factory=list)  # calls that began in this step; set after the load
 
     @property
     def rate(self) -> float:
@@ -67,7 +67,7 @@ class Step:
         return percentile(times, part)
 
     def _finite(self, part: float) -> float | None:
-        """Return that percentile, or None without right answers."""
+        """Return the percentile in milliseconds, or None without right answers."""
         return round(ms, 1) if math.isfinite(ms := self.percentile(part)) else None
 
     def row(self) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class Load:
         return get_html_report(self.environment, show_download_link=False)
 
     def _run(self, step: Step, seconds: float, settle: float) -> Step:
-        # This rate stops callers within a second, too. Locust would otherwise take long from many callers to a few.
+        # This rate also stops callers within a second. Otherwise locust takes long to reduce many callers to a few.
         self._runner.start(step.callers, spawn_rate=max(step.callers, self._runner.user_count, 1))
         gevent.sleep(settle)
         return self.count(step, lambda: gevent.sleep(seconds))

@@ -24,7 +24,7 @@ from server import Server
 LENGTH = 3 << 13  # takes a core 0.2 s; callers that get ten times as many refusals take a twentieth of that
 LOADS = (0.5, 1.0, 2.0, 5.0, 10.0)  # offered rates over the capacity
 CALLERS = 4  # callers of the closed loop that finds the capacity
-LEAST_GOODPUT, MOST_REFUSAL_MS, MOST_RECOVERY = 0.9, 50.0, 5.0  # part of the best step's rate; p99; seconds
+LEAST_GOODPUT, MOST_REFUSAL_MS, MOST_RECOVERY = 0.9, 50.0, 5.0  # part of the best step's rate; p99 in ms; seconds
 LOW = 0.5  # offered rate over the capacity during recovery
 
 CASES["long"] = [make(LENGTH, LENGTH, 1, heads=1, kv_heads=1)]

@@ -44,7 +44,7 @@ def parsed(made: argparse.ArgumentParser) -> argparse.Namespace:
 
 
 def keep(folder: Path, what: str, env: dict[str, Any], *, result: str, picture: str) -> None:
-    """Copy a result to benchmarks/results and its picture to docs/images, both named after the device."""
+    """Copy a result to benchmarks/results and its plot to docs/images, both named after the device."""
     name = f"{what}-{record.file_name(env['device'])}"
     shutil.copy(folder / result, ROOT / "benchmarks" / "results" / f"{name}.json")
     shutil.copy(folder / picture, ROOT / "docs" / "images" / f"{name}.svg")

@@ -11,7 +11,7 @@ from locustfile import KINDS
 
 from server import Server
 
-REFUSED = ("429", "503", "504", "late")  # outcomes that an overloaded or ending server may give callers
+REFUSED = ("429", "503", "504", "late")  # error codes that an overloaded or ending server may return to callers
 CALLERS = (1, 2, 4, 8, 16)  # callers of a closed loop, up to more than two cores can use
 LOADS = (0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.2)  # offered rates over the capacity
 SOAK_LOAD = 0.7
@@ -21,7 +21,7 @@ SOAK_LOAD = 0.7
 class Bounds:
     """The limits that a run must keep. `scale` multiplies the seconds of each step."""
 
-    errors: float  # part of the calls, at up to SOAK_LOAD
+    errors: float  # allowed part of the calls, at up to SOAK_LOAD
     p99_ms: float  # at up to SOAK_LOAD
     throughput: float  # calls of the mix per second
     loads: tuple[float, ...] = LOADS

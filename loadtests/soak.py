@@ -94,7 +94,7 @@ def _held(processes: Sequence[psutil.Process]) -> dict[str, float]:
 
 
 def judged(windows: Sequence[dict[str, Any]]) -> list[Verdict]:
-    """Compare the last third of the windows with the first."""
+    """Compare the last third of the windows with the first third."""
     third = max(len(windows) // 3, 1)
     broken = [what for w in windows for what in w["errors_by_kind"] if not what.startswith(REFUSED)]
     refused = sum(w["errors"] for w in windows)

@@ -128,7 +128,7 @@ def test_the_lock_file_has_every_package_of_a_server_but_torch_in_its_tested_ver
     for entry in (ROOT / "requirements.lock").read_text().replace("\\\n", "").splitlines():
         requirement, *hashes = entry.split("--hash=")
         assert hashes, entry
-        assert all(re.fullmatch("sha256:[0-9a-f]{64} *", each) for each in hashes)  # without an address
+        assert all(re.fullmatch("sha256:[0-9a-f]{64} *", each) for each in hashes)  # hashes only, without a URL
         parsed = Requirement(requirement)
         locked[canonicalize_name(parsed.name)] = parsed
     tested = [Requirement(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
@@ -138,7 +138,7 @@ def test_the_lock_file_has_every_package_of_a_server_but_torch_in_its_tested_ver
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = ("cli", "plot", "server", "grpc", "otel")
     asked = [*project["dependencies"], *(each for extra in extras for each in project["optional-dependencies"][extra])]
-    needed = {"flashpoint", "torch", "triton"}  # not in the file; torch brings its dependencies
+    needed = {"flashpoint", "torch", "triton"}  # not in the lock file; torch has its dependencies
     while asked:
         each = Requirement(asked.pop())
         name = canonicalize_name(each.name)
@@ -208,7 +208,7 @@ def test_the_library_is_installed_alone(built, alone, tmp_path):
     assert needed(built[0], ["torch"]) & (SERVER | {"typer", "rich", "matplotlib"}) <= {"jinja2"}
     packages = ("fastapi", "uvicorn", "structlog", "typer", "rich", "matplotlib")
     assert output_of(alone("torch"), "-c", LIBRARY, *packages, cwd=tmp_path).stdout == "[]\n"
-    without_triton = "import sys; sys.modules['triton'] = None\n" + LIBRARY  # as on other systems
+    without_triton = "import sys; sys.modules['triton'] = None\n" + LIBRARY  # as on systems without triton
     assert output_of(alone("torch"), "-c", without_triton, *packages, cwd=tmp_path).stdout == "[]\n"
     program = (
         "from flashpoint_kernels import attention, judge\n"

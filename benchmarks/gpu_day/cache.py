@@ -1,8 +1,9 @@
 """Pack Triton's compile cache into a few files that can move from one machine to another.
 
-An entry is one of Triton's folders: the binary, its metadata and its intermediate forms. No launch reads the first
-forms (`_DROPPED`), so packing leaves them out. A group file names its files by absolute paths, which unpacking
-rewrites, because the next machine may have another folder. Unreadable files are left out, and compiled again.
+An entry is a folder of Triton's cache: a binary, its metadata and its intermediate representations. A launch does not
+read those in `_DROPPED`, so they are not packed. A group file of Triton lists the absolute paths of the other files;
+unpacking rewrites these paths, because the next machine may use another folder. Unreadable files are not packed, so
+Triton compiles them again.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from pathlib import Path
 _DROPPED = (".ttir", ".llir", ".source", ".ttadapter")
 _GROUP = "__grp__"
 _PART = "part-{}.tar.gz"
-_PART_BYTES = 15 << 20  # largest size of a part
+_PART_BYTES = 15 << 20  # largest size of a part in bytes
 _MIB = 1 << 20
 
 
 def pack(cache: Path, folder: Path, limit_mib: int) -> tuple[int, int]:
     """Write the entries of `cache` into parts in `folder`, and return (entries packed, entries left out).
 
-    The newest come first; those beyond `limit_mib` are left out. Each part is complete in itself.
+    The newest entries come first; entries beyond `limit_mib` are left out. Each part can be unpacked without the
+    others.
     """
     folder.mkdir(parents=True, exist_ok=True)
     entries = sorted(_entries(cache), key=_compiled_at, reverse=True)
@@ -52,7 +54,7 @@ def pack(cache: Path, folder: Path, limit_mib: int) -> tuple[int, int]:
 
 
 def unpack(folder: Path, cache: Path) -> int:
-    """Unpack the entries that `cache` lacks from the parts in `folder`, and return their number."""
+    """Unpack from the parts in `folder` the entries that `cache` lacks, and return their number."""
     cache.mkdir(parents=True, exist_ok=True)
     known = {entry.name for entry in _entries(cache)}
     new = set()
@@ -64,13 +66,13 @@ def unpack(folder: Path, cache: Path) -> int:
             path = cache / name
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(_moved(data, path.parent) if path.name.startswith(_GROUP) else data)
-            os.utime(path, (at, at))  # keeps the age, so that a later `pack` leaves out the oldest first
+            os.utime(path, (at, at))  # keeps the age, because a later `pack` leaves out the oldest entries first
             new.add(key)
     return len(new)
 
 
 def _entries(cache: Path) -> list[Path]:
-    """Return the folders of compiled kernels; others, such as those of Triton's launchers, have no group file."""
+    """Return the folders of compiled kernels. Other folders, such as those of Triton's launchers, lack a group file."""
     return [entry for entry in cache.iterdir() if any(entry.glob(_GROUP + "*"))] if cache.exists() else []
 
 
@@ -79,7 +81,7 @@ def _compiled_at(entry: Path) -> float:
 
 
 def _compressed(entry: Path) -> bytes:
-    """Return one entry as a gzip member that holds a part of a tar. Concatenated members are a valid file."""
+    """Return one entry as a gzip member with a piece of a tar file. Concatenated members are a valid file."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for path in sorted(entry.iterdir()):
@@ -89,7 +91,7 @@ def _compressed(entry: Path) -> bytes:
 
 
 def _files(part: Path) -> Iterator[tuple[str, float, bytes]]:
-    """Yield (KEY/NAME, time of change, bytes) of a part's readable files, without names that lead elsewhere."""
+    """Yield (KEY/NAME, time of change, bytes) of a part's readable files; skip names that point outside the cache."""
     try:
         with gzip.open(part) as plain, tarfile.open(fileobj=plain, mode="r|", ignore_zeros=True) as tar:
             for member in tar:
@@ -101,7 +103,7 @@ def _files(part: Path) -> Iterator[tuple[str, float, bytes]]:
 
 
 def _moved(group: bytes, folder: Path) -> bytes:
-    """Return a group file with paths in `folder`."""
+    """Return a group file whose paths are rewritten to `folder`."""
     document = json.loads(group)
     document["child_paths"] = {name: str(folder / name) for name in document["child_paths"]}
     return json.dumps(document).encode()

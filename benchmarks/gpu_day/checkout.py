@@ -1,4 +1,4 @@
-"""The checkout that runs: its packages, and hashes of the files that a row depends on."""
+"""Find the packages of this checkout, and hash the files that a row depends on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def packages(root: Path = ROOT) -> list[str]:
-    """Return the folders that hold a package of this project, for sys.path: nothing needs to be installed."""
+    """Return the folders with a package of this project, for sys.path, so that nothing needs to be installed."""
     return sorted({str(path.parents[1]) for path in root.glob("*/flashpoint*/__init__.py")})
 
 
@@ -21,7 +21,7 @@ def python_path(*more: str) -> str:
 
 
 def pretend_installed(folder: Path, version: str) -> str:
-    """Write metadata of this checkout into `folder`, and return it. On the path, it gives our code its version."""
+    """Write metadata of this checkout into `folder`, and return it. On sys.path, it gives our code its version."""
     metadata = folder / "flashpoint-0.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True)
     metadata.write_text(f"Metadata-Version: 2.1\nName: flashpoint\nVersion: {version}\n")
@@ -29,7 +29,7 @@ def pretend_installed(folder: Path, version: str) -> str:
 
 
 def sources(*folders: str, root: Path = ROOT) -> str:
-    """Return one SHA-256 (16 digits) of all Python files below `folders`, committed or not."""
+    """Return one SHA-256 (16 digits) of all Python files in `folders`, whether committed or not."""
     files = sorted(path for folder in folders for path in (root / folder).rglob("*.py"))
     each = [f"{path.relative_to(root)} {hashlib.sha256(path.read_bytes()).hexdigest()}" for path in files]
     return hashlib.sha256("\n".join(each).encode()).hexdigest()[:16]

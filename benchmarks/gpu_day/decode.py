@@ -1,6 +1,6 @@
-"""Time one query of each sequence over a cache of keys and values, whole or in pages, with several packages.
+"""Time one query per sequence over a cache of keys and values, contiguous or in pages, with several packages.
 
-If a package or an argument of our own library is missing, the row has the reason.
+If a package is missing, or our library lacks an argument, the row contains the reason.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from benchmarks.gpu_day.plan import Decode
 from flashpoint_kernels import attention
 from flashpoint_kernels.timing.implementations import IMPLEMENTATIONS, CannotRunError
 
-_WRONG = 0.05  # error over the largest value, more than bfloat16's rounding
+_WRONG = 0.05  # largest allowed error over the largest value: more than the rounding of bfloat16
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ Call = Callable[[], Tensor]
 
 
 def decode(device: Cuda, task: Decode) -> dict[str, Any]:
-    """Return milliseconds, GB/s of the keys and values, and the version; or `skipped`, the reason."""
+    """Return milliseconds, GB/s of keys and values, and the package's version; or `skipped` with the reason."""
     row: dict[str, Any] = {"ms": None, "skipped": None, "bytes": _bytes(task)}
     try:
         row["version"] = IMPLEMENTATIONS[task.backend].version()
@@ -55,7 +55,7 @@ def decode(device: Cuda, task: Decode) -> dict[str, Any]:
 
 
 def make_cache(device: Cuda, task: Decode) -> Cache:
-    """Return standard normal numbers in bfloat16; the pages have random places in the pool."""
+    """Return a cache of standard normal numbers in bfloat16, with pages in random order."""
     generator = torch.Generator(device.name).manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -73,12 +73,12 @@ def make_cache(device: Cuda, task: Decode) -> Cache:
 
 
 def _bytes(task: Decode) -> int:
-    """Return the bytes of the keys and values, which decoding reads at least once."""
+    """Return the bytes of the keys and values; decoding reads each of them at least once."""
     return 2 * 2 * task.batch * task.kv_len * task.kv_heads * task.head_dim
 
 
 def _off(answer: Tensor, cache: Cache) -> float:
-    """Return the largest error in the last sequence, over its largest value, against float32."""
+    """Return the largest error in the last sequence against float32, divided by the largest value."""
     k, v = cache.k[-1:], cache.v[-1:]
     if cache.table is not None:
         k, v = (t[cache.table[-1].long()].flatten(0, 1)[None] for t in (cache.k, cache.v))
@@ -91,7 +91,7 @@ def _off(answer: Tensor, cache: Cache) -> float:
 
 
 def _ours(_task: Decode, cache: Cache) -> Call:
-    """Return our call, (B, Hq, D). This library reads lengths on the host, so the call does not wait for the device."""
+    """Return our call, with result (B, Hq, D). It reads lengths on the host and does not wait for the device."""
     paging: dict[str, Any] = {}
     if cache.table is not None:
         paging = {"block_table": cache.table, "kv_lengths": torch.tensor(cache.lengths.tolist())}
@@ -114,7 +114,7 @@ def _sdpa(backend: SDPBackend) -> Callable[[Decode, Cache], Call]:
 
         try:
             call()
-        except RuntimeError as error:  # none of its kernels supports the call
+        except RuntimeError as error:  # no SDPA kernel supports the call
             raise CannotRunError(str(error).splitlines()[0]) from error
         return call
 
@@ -140,7 +140,7 @@ def _flash_attn(module: str, table: str) -> Callable[[Decode, Cache], Call]:
 
 def _flashinfer(task: Decode, cache: Cache) -> Call:
     assert cache.table is not None
-    workspace = torch.empty(128 << 20, dtype=torch.uint8, device=cache.q.device)  # size from its documentation
+    workspace = torch.empty(128 << 20, dtype=torch.uint8, device=cache.q.device)  # size from flashinfer's documentation
     grouped = task.q_heads // task.kv_heads >= 4
     wrapper = import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=grouped)
     pages = cache.table.shape[1]

@@ -1,6 +1,7 @@
-"""The measured device: the only part of this procedure that knows CUDA.
+"""The measured device: only this module of `make gpu` uses CUDA.
 
-A guarded process gets a copy. Tests replace it with an object that has small shapes and known figures.
+A guarded process gets a copy of the `Cuda` object. Tests replace `Cuda` with an object that has small shapes and known
+figures.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from flashpoint_kernels.timing.case import TIMED, Case
 
 Row = dict[str, Any]
 
-REGISTERS = 65536  # of a multiprocessor, on every architecture since Kepler
+REGISTERS = 65536  # registers of a multiprocessor, on every architecture since Kepler
 FIELDS = {"clocks.sm": "sm_mhz", "clocks.mem": "memory_mhz", "temperature.gpu": "celsius", "power.draw": "watts"}
 NVIDIA_SMI = ("nvidia-smi", "-i", "0", "--format=csv,noheader,nounits")
 SAMPLES = (*NVIDIA_SMI, f"--query-gpu={','.join(FIELDS)}", "-lms", "500")
-_KEPT = 1200  # samples: ten minutes
+_KEPT = 1200  # number of kept samples, for ten minutes
 
 
 class Cuda:
@@ -35,11 +36,11 @@ class Cuda:
     clocks: tuple[str, ...] = SAMPLES  # the command that `Clocks` reads
 
     def environment(self) -> dict[str, str | None]:
-        """Return the variables of all processes that use the device; None removes a variable."""
+        """Return environment variables for all processes that use the device; the value None removes a variable."""
         return {"TRITON_INTERPRET": None, "FLASHPOINT_HOPPER": None, "FLASHPOINT_TEST_DEVICE": self.name}
 
     def describe(self) -> Row | None:
-        """Return name, capability, driver, versions and the `absent` backends; None without a device."""
+        """Return the device's name, capability, driver, versions and `absent` backends; None without a device."""
         import torch
 
         from flashpoint_kernels.timing.device import describe
@@ -55,7 +56,7 @@ class Cuda:
         return is_lost(self.name)
 
     def measure_peaks(self, dtype: str) -> None:
-        """Measure the peaks for `measure`, once per process, before torch is deterministic: cuBLAS then refuses."""
+        """Measure the peaks for `measure` once per process, before torch is deterministic: cuBLAS fails after that."""
         from flashpoint_kernels.timing.clock import Slices
         from flashpoint_kernels.timing.device import find_peaks
 
@@ -98,7 +99,7 @@ class Cuda:
         shared = compiled.metadata.shared
         fitting = [
             REGISTERS // (max(registers, 1) * threads),
-            properties.shared_memory_per_multiprocessor // max(shared + 1024, 1),  # the system keeps 1 KiB a program
+            properties.shared_memory_per_multiprocessor // max(shared + 1024, 1),  # the system takes 1 KiB a program
             properties.max_threads_per_multi_processor // threads,
         ]
         return {
@@ -134,7 +135,7 @@ def absent() -> list[str]:
 
 
 class Clocks:
-    """Clock rates, temperature and power while tasks run: samples in the background. Without the command, none."""
+    """Samples clock rates, temperature and power in the background while tasks run; none without `command`."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._samples: deque[tuple[float, list[float]]] = deque(maxlen=_KEPT)

@@ -1,7 +1,7 @@
-"""Processes that perform tasks, separate from the process that keeps the record.
+"""Run tasks in processes that are separate from the process that writes the record.
 
 A task may crash its process, hang, or leave the GPU in a state where nothing works in that process any more. Each of
-these ends only the guarded process: the next task gets a new one.
+these failures ends only the guarded process, and the next task gets a new process.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from benchmarks.gpu_day.device import Cuda
 from benchmarks.gpu_day.plan import Task
 
 _SPAWN = get_context("spawn")
-_END_SECONDS = 10.0  # after this timeout nobody waits for a process that hangs in the GPU's driver
+_END_SECONDS = 10.0  # after this timeout, do not wait longer for a process that hangs in the GPU's driver
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG (man 2 prctl)
 
 
 class Answer(NamedTuple):
-    """The outcome of a task: a result, or why there is none. `fresh`: it was the first task of its process."""
+    """The outcome of a task: a result, or the reason of a failure. `fresh`: it was the first task of its process."""
 
     result: Any = None
     failed: str | None = None
     timed_out: bool = False
-    lost: bool = False  # the process ended, or nothing works on its device any more
+    lost: bool = False  # the process ended, or its device does not work any more
     fresh: bool = True
 
 
@@ -44,7 +44,7 @@ class Guard:
         self._used = False
 
     def ask(self, action: str, task: Task | None, seconds: float) -> Answer:
-        """Call `work.ACTIONS[action]` with the device and `task` in the process, and wait at most `seconds`."""
+        """Call `work.ACTIONS[action]` with the device and `task` in the guarded process, and wait at most `seconds`."""
         fresh = self._process is None
         if fresh:
             self._start()
@@ -82,9 +82,9 @@ class Guard:
 
 
 class Pool:
-    """Guards that run in parallel, for compilation and smoke tests, never for timings.
+    """Guards that run in parallel. They compile and run smoke tests, but never time anything.
 
-    Each thread keeps its guard: a process whose parent thread ends gets the signal of `die_with_parent`.
+    A thread keeps its guard, because a process is killed when its parent thread ends (`die_with_parent`).
     """
 
     def __init__(self, device: Cuda, processes: int) -> None:
@@ -96,9 +96,9 @@ class Pool:
     def ask_all(
         self, action: str, tasks: Sequence[Task], seconds: Callable[[Task], float], apart: bool
     ) -> Iterator[tuple[Task, Answer]]:
-        """Yield each task with its answer when it comes; `apart`: each task has its own process.
+        """Yield each task with its answer, in the order of the answers; with `apart`, each task has its own process.
 
-        `seconds` gives a task's time limit when its turn comes; at 0 or less the task is left out.
+        `seconds` returns the time limit of a task just before it starts; a task with a limit of 0 or less is left out.
         """
 
         def ask(task: Task) -> Answer | None:
@@ -128,16 +128,16 @@ class Pool:
 
 
 def die_with_parent() -> None:
-    """Ask the system to kill this process when the thread that started it ends, so that no process is left over."""
+    """Ask Linux to kill this process when the thread that started it ends, so that no process remains."""
     ctypes.CDLL(None).prctl(_DIE_WITH_PARENT, signal.SIGKILL)
 
 
 def _serve(pipe: Connection, device: Cuda, parent: int) -> None:
-    """Serve a pipe in the guarded process: receive (action, task), send (result, failure or None, device is lost)."""
+    """Answer requests from a pipe: receive (action, task), send (result, failure or None, device is lost)."""
     die_with_parent()
     if os.getppid() != parent:
         return
-    from benchmarks.gpu_day import work  # imports torch, which takes seconds
+    from benchmarks.gpu_day import work  # this imports torch, which takes seconds
 
     while True:
         try:

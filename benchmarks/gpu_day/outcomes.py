@@ -1,7 +1,7 @@
-"""A plugin of pytest for the tests on a device: it appends each outcome to the record when a test ends.
+"""A pytest plugin for the tests on a device: it appends the outcome of each test to the record when the test ends.
 
-It leaves out tests whose outcomes the record already has. A test that hangs, or after which nothing works on the device
-in its process, ends only that process: pytest-xdist reports it and starts another.
+It skips tests whose outcomes the record already has. If a test hangs, or the device does not work in its process after
+the test, only that process ends: pytest-xdist reports the test and starts another process.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from benchmarks.gpu_day.record import Record
 from benchmarks.record import now
 from flashpoint_kernels.timing.device import is_lost
 
-FRAME = "FLASHPOINT_GPU_FRAME"  # path of a JSON file: record, common fields of rows, known tests, device, limit
-_MESSAGE = 600  # characters of a failure
+FRAME = "FLASHPOINT_GPU_FRAME"  # path of a JSON file: record, common fields of rows, known tests, device, time limit
+_MESSAGE = 600  # largest number of characters of a failure message
 
 
 class Outcomes:
@@ -54,7 +54,7 @@ class Outcomes:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Write the worst outcome of a test's phases after the last phase, in the process that has the record."""
+        """Write the worst outcome of a test's phases after the last phase, in the process that writes the record."""
         if self.record is None:
             return
         outcome = self.seen.setdefault(report.nodeid, {"outcome": "passed", "seconds": 0.0})
@@ -66,7 +66,7 @@ class Outcomes:
             self._write(report.nodeid, outcome)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Write a file that cannot be collected as a failed test."""
+        """Record a test file that cannot be collected as a failed test."""
         if self.record is not None and report.failed and report.nodeid not in self.known:
             self._write(report.nodeid, {"outcome": "failed", "seconds": 0.0, "message": _message(report)})
 
@@ -83,6 +83,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _message(report: pytest.TestReport | pytest.CollectReport) -> str:
-    if isinstance(report.longrepr, tuple):  # skipped: (file, line, reason)
+    if isinstance(report.longrepr, tuple):  # longrepr of a skipped test is (file, line, reason)
         return str(report.longrepr[-1])
     return report.longreprtext[-_MESSAGE:]

@@ -1,4 +1,4 @@
-"""The measurements of each stage of `make gpu`, in order. Plain data, without torch."""
+"""The measurements of each stage of `make gpu`, in order. This module is plain data and does not need torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from flashpoint_kernels.timing.case import Case, CaseDirection, preset
 
-# The names in the environment that a row's figures depend on, and the folders of their hashes.
+# The fields of the environment that a row's figures depend on, and the folders whose hashes these fields contain.
 OF_PEERS = ("device", "torch", "measuring")
 OF_OURS = (*OF_PEERS, "triton", "sources")
 SOURCES = ("contract", "kernels/flashpoint_kernels")
@@ -18,7 +18,7 @@ TESTS = ("tests/kernels", "tests/support/kernels")
 
 OURS = ("triton", "torch", "tiled")
 PASSES: tuple[CaseDirection, ...] = ("forward", "backward")
-# In the order of the table's timings: first the peers that decide the levels.
+# The backends in the order of their timings in the stage `table`: first those that decide `report.levels`.
 PEERS = (
     ("sdpa_flash", "sdpa_cudnn"),
     ("flash_attn", "flash_attn_3", "flashinfer", "xformers"),
@@ -26,10 +26,10 @@ PEERS = (
 )
 DECODERS = ("triton", "sdpa_flash", "sdpa_cudnn", "flash_attn", "flash_attn_3")
 PAGED = ("triton", "flashinfer", "flash_attn", "flash_attn_3")
-WIDEST_HOPPER_BACKWARD = 128  # the path for Hopper has no gradients for larger head dimensions
-FLEX_SECONDS = 150.0  # it compiles for up to a minute
+WIDEST_HOPPER_BACKWARD = 128  # the path for Hopper has no gradients for larger head dimensions than this
+FLEX_SECONDS = 150.0  # FlexAttention compiles for up to a minute
 
-# Tiles of the sweep, queries × keys; each runs with several numbers of warps and stages.
+# Tiles (queries, keys) of the stage `sweep`; each runs with several numbers of warps and stages.
 SWEEP = {
     "forward": ((128, 128), (128, 64), (64, 128), (64, 64), (128, 32)),
     "forward_hopper": ((128, 128), (128, 64)),
@@ -38,8 +38,9 @@ SWEEP = {
     "backward_q": ((128, 64), (128, 128), (64, 64), (128, 32), (64, 32)),
     "backward_q_hopper": ((128, 128), (128, 64)),
 }
-# Tiles that run right after the shipped tile. Those of the forward leave room for two programs on a multiprocessor,
-# which hide each other's softmax. 64 × 128 of dK and dV spills, but takes a quarter fewer instructions per score.
+# Tiles that run right after the shipped tile. With these tiles of the forward, two programs fit on a multiprocessor,
+# and one computes while the other is in its softmax. The tile 64 × 128 of dK and dV spills, but takes a quarter fewer
+# instructions per score.
 EAGER = {
     ("forward", 64): ((128, 64, 4, 3), (128, 64, 4, 2), (64, 128, 4, 2)),
     ("forward", 128): ((64, 64, 4, 3), (64, 64, 4, 2), (128, 64, 4, 2)),
@@ -52,24 +53,24 @@ EAGER = {
 class Sizes:
     """The measured shapes. The tests of this procedure use small ones."""
 
-    tokens: int = 16384  # batch·seq and heads·D of the grid that FlashAttention 2 and 3 publish
+    tokens: int = 16384  # batch·seq and heads·D of the grid of shapes that the papers of FlashAttention 2 and 3 use
     width: int = 2048
     dims: tuple[int, ...] = (128, 64, 256)
     seqs: tuple[int, ...] = (512, 1024, 2048, 4096, 8192, 16384)
-    first: tuple[int, ...] = (4096, 16384)  # at dims[0]
+    first: tuple[int, ...] = (4096, 16384)  # lengths of the stage `first`, with head dimension dims[0]
     sweep: int = 4096
-    math: int = 4096  # largest length of SDPA's math, whose scores would not fit beyond
+    math: int = 4096  # largest length for SDPA's math backend; the scores of longer sequences do not fit in memory
     smoke: tuple[int, int, int, int] = (200, 333, 4099, 128)  # queries, keys, keys of split checks, head dimension
-    repeats: int = 50  # runs in smoke tests that compare bits
+    repeats: int = 50  # number of runs in smoke tests that compare bits
     decode: tuple[tuple[int, int], ...] = ((1, 4096), (64, 4096), (8, 16384), (64, 16384), (1, 65536))  # batch, keys
-    decode_heads: tuple[tuple[int, int], ...] = ((32, 8), (64, 8), (32, 32))  # of queries, of keys
+    decode_heads: tuple[tuple[int, int], ...] = ((32, 8), (64, 8), (32, 32))  # number of query heads, and of key heads
     pages: tuple[int, ...] = (16, 256)
     papers: Callable[[], list[Case]] = field(default=lambda: papers_cases())
 
 
 @dataclass(frozen=True)
 class Smoke:
-    """A small problem for one kernel, judged against float64: a name in smoke.CHECKS."""
+    """A small problem for one kernel, checked against float64. `name` is a key of smoke.CHECKS."""
 
     name: str
     limit: ClassVar[float] = 75.0
@@ -84,7 +85,7 @@ class Smoke:
 
 @dataclass(frozen=True)
 class Timed:
-    """A case of the timing package. `deterministic`: torch's mode. `hopper`: ours takes the path for Hopper."""
+    """A case of the timing package. `deterministic`: torch's mode. `hopper`: our kernels take the path for Hopper."""
 
     case: Case
     deterministic: bool = False
@@ -109,7 +110,7 @@ class Timed:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Return the smoke tests that must pass for the time to have a meaning."""
+        """Return the smoke tests that must pass before the case is timed."""
         if self.case.backend != "triton":
             return ()
         path = "_hopper" if self.hopper else ""
@@ -119,7 +120,7 @@ class Timed:
 
     @property
     def compiles(self) -> Any:
-        """Return the key of the compilation, common to tasks that share it; None if no kernel of ours is compiled."""
+        """Return the key of a compilation that several tasks share; None if the task compiles no kernel of ours."""
         if self.case.backend != "triton":
             return None
         return self.case.direction, self.case.dtype, self.case.head_dim, self.hopper
@@ -127,9 +128,9 @@ class Timed:
 
 @dataclass(frozen=True)
 class Trial:
-    """One kernel with one tile (queries, keys, warps, stages; None: the shipped one) on a causal bfloat16 problem."""
+    """One kernel with one tile (queries, keys, warps, stages; None: the shipped tile) on a causal bfloat16 problem."""
 
-    kernel: str  # a key of SWEEP
+    kernel: str  # the kernel: a key of SWEEP
     shape: tuple[int, int, int, int]  # B, H, S, D
     tile: tuple[int, int, int, int] | None = None
     limit: ClassVar[float] = 45.0
@@ -146,7 +147,7 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """Return the kernel's name in a Config."""
+        """Return the name of the kernel in a Config."""
         return self.kernel.removesuffix("_hopper")
 
     @property
@@ -160,7 +161,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Decode:
-    """One query of each sequence against all its keys, in pages of `page` keys; 0: in one piece."""
+    """Time one query per sequence over all its keys, in pages of `page` keys; 0: the keys are contiguous."""
 
     backend: str
     batch: int
@@ -196,14 +197,14 @@ Task = Smoke | Timed | Trial | Decode
 
 
 class Group(NamedTuple):
-    """Tasks of a stage. `apart`: in parallel, each in its own process, because none is timed."""
+    """Tasks of a stage. `apart`: each task runs in its own process, in parallel, because none is timed."""
 
     tasks: Sequence[Task]
     apart: bool = False
 
 
 class Suite(NamedTuple):
-    """Tests that run on the device: files of tests/kernels, and variables of their processes.
+    """Tests that run on the device: files of tests/kernels, and environment variables of their processes.
 
     `select` is an expression for pytest's -k. `seconds` is the time limit of one test, with its compilations.
     """
@@ -215,7 +216,7 @@ class Suite(NamedTuple):
     seconds: int = 120
 
 
-# The files of tests/kernels that run on FLASHPOINT_TEST_DEVICE; they import torch, triton, numpy and pytest alone.
+# The files of tests/kernels that run on FLASHPOINT_TEST_DEVICE; they import only torch, triton, numpy and pytest.
 TRITON_TESTS = (
     "test_triton_*.py", "test_nano.py", "problems/test_dropout.py", "problems/test_readings.py",
     *(f"triton_backend/host/test_{name}.py" for name in ("grouped", "launch", "route", "sharing")),
@@ -232,7 +233,7 @@ SERVING_TESTS = (
     *(f"test_{name}.py" for name in ("wide_heads", "quantization", "pages", "block_masks")),
     "triton_backend/kernels/test_blocks.py",
 )
-# The serving tests that run kernels; the others test refusals, costs and functions that make masks.
+# The serving tests that run kernels; the other serving tests check refusals, costs and functions that make masks.
 KERNELS_OF_SERVING = (
     "(answers or 8_bit_keys or first_columns or each_form or every_pair or one_head or stand_for or among_others or "
     "not_read or without_a_block or neighbours or those_of_the_keys or share_a_call or runs_again or no_page) "
@@ -240,7 +241,7 @@ KERNELS_OF_SERVING = (
 )
 _HOPPER_FIRST = ("test_triton_hopper.py", *TRITON_TESTS)
 _CONSAN = {"FLASHPOINT_HOPPER": "1", "TRITON_INSTRUMENTATION_MODE": "consan"}
-# By stage. The suites whose names begin with hopper run only on sm_90.
+# The suites of each stage. Suites whose names begin with "hopper" run only on sm_90.
 SUITES = {
     "tests": (
         Suite("hopper", _HOPPER_FIRST, {"FLASHPOINT_HOPPER": "1"}),
@@ -248,12 +249,13 @@ SUITES = {
         Suite("serving", SERVING_TESTS, {"FLASHPOINT_HOPPER": "0"}, KERNELS_OF_SERVING),
         Suite("backends", BACKENDS_TESTS, {"FLASHPOINT_HOPPER": "0"}),
     ),
-    # The judge of flashpoint verify, on our kernels, torch's, and those of other installed packages.
+    # Run the judge of `flashpoint verify` on our kernels, on torch's, and on those of other installed packages.
     "judge": (
         Suite("judge", ("test_judged.py",), {"FLASHPOINT_HOPPER": "0"}, seconds=300),
         Suite("judge_hopper", ("test_judged.py",), {"FLASHPOINT_HOPPER": "1"}, "ours or our_kernels", seconds=300),
     ),
-    # The instrumented kernels take a minute and more to compile at D 64 (46 s forward, 60 and 22 s the gradients).
+    # The instrumented kernels compile for a minute or more at D 64 (46 s for the forward, 60 s and 22 s for the
+    # gradients).
     "races": tuple(
         Suite(f"hopper_races_{direction}", ("test_hopper_races.py",), _CONSAN, direction, seconds=300)
         for direction in PASSES
@@ -262,7 +264,7 @@ SUITES = {
 
 
 def first(sizes: Sizes, hopper: bool, _absent: Collection[str]) -> list[Group]:
-    """Return forwards, then backwards, at the first head dimension and two lengths: ours beside torch's three."""
+    """Return forwards, then backwards, at the first head dimension and two lengths: our kernels and three of torch."""
     tasks: list[Task] = []
     for direction, causal, seq in product(PASSES, (False, True), sizes.first):
         dim = sizes.dims[0]
@@ -277,7 +279,7 @@ def first(sizes: Sizes, hopper: bool, _absent: Collection[str]) -> list[Group]:
 
 
 def sweep(sizes: Sizes, hopper: bool, _absent: Collection[str]) -> list[Group]:
-    """Return a group for each kernel and head dimension: first the shipped tile, the reference of the others."""
+    """Return a group for each kernel and head dimension; its first task has the shipped tile, the reference."""
     groups = []
     for dim, kernel in product(sizes.dims, SWEEP):
         of_hopper = kernel.endswith("_hopper")
@@ -292,7 +294,7 @@ def sweep(sizes: Sizes, hopper: bool, _absent: Collection[str]) -> list[Group]:
 
 
 def table(sizes: Sizes, hopper: bool, absent: Collection[str]) -> list[Group]:
-    """Return all head dimensions and lengths, causal or not, both passes; grouped heads at the first dimension."""
+    """Return all head dimensions and lengths, causal or not, both passes; grouped heads only at the first dimension."""
     points = [
         (direction, dim, causal, group, seq)
         for dim, direction, causal, group, seq in product(sizes.dims, PASSES, (False, True), (1, 8), sizes.seqs)
@@ -314,7 +316,7 @@ def table(sizes: Sizes, hopper: bool, absent: Collection[str]) -> list[Group]:
 
 
 def papers(sizes: Sizes, hopper: bool, absent: Collection[str]) -> list[Group]:
-    """Return the tables that the papers print, ours by both paths."""
+    """Return the tables that the papers print, with our kernels by the general path and by the path for Hopper."""
     tasks: list[Task] = []
     for case in sizes.papers():
         tasks += _ours(case, hopper) if case.backend == "triton" else [Timed(case)]
@@ -336,12 +338,12 @@ def decode(sizes: Sizes, _hopper: bool, absent: Collection[str]) -> list[Group]:
 
 
 def flex(sizes: Sizes, _hopper: bool, _absent: Collection[str]) -> list[Group]:
-    """Return FlexAttention at the eight points of the first stage: it compiles again for each."""
+    """Return FlexAttention at the eight points of the stage `first`; it compiles again for each point."""
     points = product(PASSES, sizes.dims[:1], (False, True), (1,), sizes.first)
     return [Group([Timed(_case(sizes, "flex", *point)) for point in points])]
 
 
-# The stages that time something; SUITES has the others.
+# The stages that contain timings; SUITES has the other stages.
 TIMED_STAGES: dict[str, Callable[[Sizes, bool, Collection[str]], list[Group]]] = {
     "first": first,
     "sweep": sweep,
@@ -350,11 +352,11 @@ TIMED_STAGES: dict[str, Callable[[Sizes, bool, Collection[str]], list[Group]]] =
     "decode": decode,
     "flex": flex,
 }
-STAGES = ("first", "tests", "judge", "races", "sweep", "table", "papers", "decode", "flex")  # in this order
+STAGES = ("first", "tests", "judge", "races", "sweep", "table", "papers", "decode", "flex")  # stages run in this order
 
 
 def groups(stage: str, sizes: Sizes, environment: dict[str, Any]) -> list[Group]:
-    """Return the groups of a stage on the device that `environment` describes."""
+    """Return the groups of a stage for the device that `environment` describes."""
     hopper = environment["capability"] == "9.0"
     timed_groups = TIMED_STAGES[stage](sizes, hopper, environment["absent"])
     if stage != "first":
@@ -379,13 +381,13 @@ def _case(
 
 
 def _ours(case: Case, hopper: bool) -> list[Timed]:
-    """Return our kernels by the general path and, if it supports the case, by the path for Hopper."""
+    """Return our kernels by the general path and, if the case is supported there, by the path for Hopper."""
     has_path = case.dtype != "float32" and (case.direction == "forward" or case.head_dim <= WIDEST_HOPPER_BACKWARD)
     return [Timed(case), *([Timed(case, hopper=True)] if hopper and has_path else [])]
 
 
 def _without(tasks: Iterable[Task], absent: Collection[str]) -> list[Task]:
-    """Leave out tasks of absent packages, except one for each package, whose row records the absence."""
+    """Remove tasks of absent packages, except one for each package, whose row records that the package is absent."""
     remaining, represented = [], set()
     for task in tasks:
         backend = task.case.backend if isinstance(task, Timed) else task.backend if isinstance(task, Decode) else ""

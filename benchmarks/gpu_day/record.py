@@ -1,7 +1,8 @@
-"""The record of `make gpu`: a file of JSON lines, to which each row is appended when it is measured.
+"""The record of `make gpu`: a JSON lines file; each row is appended as soon as it is measured.
 
-A row is one write and one fsync, so that a later crash of the process or the machine cannot remove it. Existing lines
-never change. Reading skips a line that a power failure has cut off, and the next row begins on a new line.
+Each row is written by one `write` and one `fsync`, so that a later crash of the process or the machine cannot remove
+it. Existing lines never change. Reading skips a line that a power failure has cut off, and the next row begins on a new
+line.
 
 A row has `key`, the name of the measurement; `of`, everything that its figures depend on (device, versions, hashes of
 the sources); `stage`, `at`, `seconds`, `clocks`, `environment`; `task`, the parameters; and `result` or `failed`.
@@ -22,7 +23,7 @@ FILE = "rows.jsonl"
 
 
 class Record:
-    """Rows on disk and in memory. Threads and processes may append at once."""
+    """The rows of a record, on disk and in memory. Threads and processes may append at the same time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -36,11 +37,11 @@ class Record:
         self.rows: list[Row] = read(path)
 
     def append(self, row: Row) -> None:
-        """Add a row. It is on disk when this returns."""
+        """Add a row; when this returns, the row is on disk."""
         self._append([row])
 
     def bring(self, path: Path) -> int:
-        """Add the rows of another record that are not here yet, and return their number."""
+        """Add the rows of another record that this record lacks, and return their number."""
         known = {json.dumps(row) for row in self.rows}
         missing = [row for row in read(path) if json.dumps(row) not in known]
         if missing:
@@ -48,7 +49,7 @@ class Record:
         return len(missing)
 
     def reload(self) -> None:
-        """Read what other processes have appended."""
+        """Read the rows that other processes have appended."""
         self.rows = read(self.path)
 
     def close(self) -> None:
@@ -67,12 +68,12 @@ class Record:
 
 
 def read(path: Path) -> list[Row]:
-    """Return the rows of a record, oldest first, without lines that are cut off."""
+    """Return the rows of a record, oldest first, without incomplete lines."""
     return [row for line in path.read_bytes().splitlines() if (row := _parsed(line)) is not None]
 
 
 def latest(rows: Iterable[Row]) -> dict[str, Row]:
-    """Return the newest row of each key, in the order in which the keys were first measured."""
+    """Return the newest row of each key, in the order in which the keys were first recorded."""
     return {row["key"]: row for row in rows}
 
 
@@ -82,7 +83,7 @@ def current(rows: Iterable[Row], environment: Row) -> list[Row]:
 
 
 def is_bad(row: Row) -> bool:
-    """Return whether a row shows a fault. A row with the reason why it cannot run here is not bad."""
+    """Return whether a row shows a fault. A row that says why a task cannot run here is not bad."""
     result = row.get("result") or {}
     wrong = result.get("ok") is False or result.get("outcome") == "failed" or "wrong_by" in result
     return "failed" in row or wrong
@@ -97,7 +98,7 @@ def _parsed(line: bytes) -> Row | None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Write the folder's entries, with the name of a new file, to disk."""
+    """Sync a folder to disk, so that the name of a new file is stored."""
     opened = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(opened)

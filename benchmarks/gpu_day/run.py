@@ -1,4 +1,4 @@
-"""Run stages on a device: record each row when it is measured, and end a stage when the time is over."""
+"""Run stages on a device: record each row as soon as it is measured, and stop a stage when the time is over."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from benchmarks.gpu_day.record import Record, Row, current, is_bad, latest
 from benchmarks.record import now
 
 DESCRIBE_SECONDS = 90.0
-COMPILE_SECONDS = 150.0  # limit for the parallel compilations of a group
+COMPILE_SECONDS = 150.0  # seconds that the parallel compilations of a group may take
 LOG = "tests.log"
-RESERVE_SECONDS = 20.0  # for the report and the cache, at the end
+RESERVE_SECONDS = 20.0  # seconds kept for the report and the cache at the end
 
 
 class Budget:
-    """The seconds of one call, by a clock that tests may replace."""
+    """The remaining seconds of one `make gpu`, by a clock that tests may replace."""
 
     def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -42,10 +42,10 @@ class Run:
         self.guard = Guard(device)
         self.pool = Pool(device, device.processes)
         self.clocks = Clocks(device.clocks)
-        self._anew: set[str] = set()  # keys to measure again: their existing rows do not count
+        self._anew: set[str] = set()  # keys to measure again: the rows that they already have do not count
 
     def find_device(self) -> bool:
-        """Describe the device in a guarded process; return False without a device. Raises RuntimeError on failure."""
+        """Describe the device in a guarded process; return False if there is none. Raises RuntimeError on failure."""
         answer = self.guard.ask("describe", None, DESCRIBE_SECONDS)
         if answer.failed:
             raise RuntimeError(f"the device could not be described: {answer.failed}")
@@ -59,7 +59,7 @@ class Run:
         self.record = record
 
     def measure_failures_again(self) -> None:
-        """Measure each key again whose newest row is bad."""
+        """Measure each key again if its newest row is bad."""
         self._anew = {key for key, row in self.done().items() if is_bad(row)}
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ class Run:
         return {key: row for key, row in newest.items() if key not in self._anew}
 
     def _group(self, stage: str, group: Group) -> bool:
-        """Measure the missing tasks of a group. Return False if time ran out."""
+        """Measure the tasks of a group that have no row. Return False if time ran out."""
         done = self.done()
         missing = [task for task in group.tasks if task.key not in done]
         failed = {key for key, row in done.items() if key.startswith("smoke ") and is_bad(row)}
@@ -117,7 +117,7 @@ class Run:
         return seen == len(tasks)
 
     def _compile(self, tasks: list[Task]) -> None:
-        """Compile the kernels of the tasks in parallel. A failure appears again when the task is timed."""
+        """Compile the kernels of the tasks in parallel. Ignore failures: they occur again when the task is timed."""
         different = {task.compiles: task for task in tasks if task.compiles is not None}
         if len(different) < 2:
             return
@@ -138,14 +138,14 @@ class Run:
         begin = time.monotonic()
         answer = self.guard.ask("perform", task, limit)
         if answer.lost and not answer.fresh and not answer.timed_out:
-            return self._timed(stage, task)  # in a new process: the cause may be an earlier task in the old one
+            return self._timed(stage, task)  # in a new process, because an earlier task in the old one may be the cause
         return self._write(stage, task, answer, begin)
 
     def _limit(self, task: Task) -> float:
         return min(task.limit, self.budget.left)
 
     def _write(self, stage: str, task: Task, answer: Answer, begin: float) -> bool:
-        """Write a row to disk. Write none and return False if the end of the time cut the task off."""
+        """Write a row to disk. If the task ended because the time was over, write nothing and return False."""
         if answer.timed_out and self.budget.left <= 0:
             return False
         row = self._row(stage, plan.OF_OURS if task.ours else plan.OF_PEERS) | {
@@ -161,7 +161,7 @@ class Run:
         return True
 
     def _row(self, stage: str, names: Sequence[str]) -> Row:
-        """Return the common fields of a stage's rows. The figures depend on the `names` of the environment."""
+        """Return the common fields of a stage's rows. Their figures depend on the fields `names` of the environment."""
         return {"stage": stage, "of": {name: self.environment[name] for name in names}, "environment": self.environment}
 
     def _suite(self, stage: str, suite: Suite) -> bool:
@@ -180,14 +180,14 @@ class Run:
         self.record.reload()
         count = Counter(r["result"]["outcome"] for key, r in self.done().items() if key.startswith(prefix))
         print(f"{suite.name}: pytest's exit code {code}; {dict(count)}", flush=True)
-        ended = code in (0, 1, 5)  # 5: no test was left
+        ended = code in (0, 1, 5)  # 5: pytest found no test to run
         if not ended and code != suites.CUT_OFF:
             print(log.read_text(errors="replace")[-3000:], flush=True)
         return ended
 
 
 def _brief(result: Row) -> str:
-    """Return a summary of a row's result in a few words."""
+    """Return a short summary of a row's result."""
     if "ok" in result:
         return "ok" if result["ok"] else f"WRONG: {result['errors']} {result['missing']}"
     if result.get("ms") is not None:

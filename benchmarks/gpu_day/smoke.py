@@ -1,7 +1,7 @@
-"""A small problem for each kernel: does it run on this device, and does it agree with float64?
+"""Run a small problem with each kernel on this device, and check its answers against float64.
 
-The kernels of a check run alone: the inputs of a gradient come from the float64 reference. So a wrong kernel fails only
-its own checks.
+A kernel of a check does not use the results of other kernels: the inputs of a gradient come from the float64 reference.
+So a wrong kernel fails only its own checks.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from flashpoint_kernels.triton_backend.host import launch
 
 @dataclass(frozen=True)
 class Check:
-    """A problem, and the kernels that must have run for it."""
+    """A problem, and the kernels that must run for it."""
 
     kernels: tuple[str, ...]
-    grads: tuple[str, ...] = ()  # none: the forward
+    grads: tuple[str, ...] = ()  # empty: the check runs the forward
     hopper: bool = False
-    split: bool = False  # few queries, in packed blocks, and many keys
+    split: bool = False  # few queries, in packed blocks, over many keys
     pages: bool = False
-    forks: bool = False  # sequences of one query have all pages but the last in common
+    forks: bool = False  # sequences of one query share all pages except the last one
     keys: str | None = None  # the dtype of 8-bit keys and values
     mask: bool = False
     sinks: bool = False
-    blocks: bool = False  # a block mask
-    dims: tuple[int, int] | None = None  # of keys and of values; None: the device's sizes
+    blocks: bool = False  # the check uses a block mask
+    dims: tuple[int, int] | None = None  # head dimensions of keys and of values; None: those of the device
     repeats: bool = False  # repeated runs must return the same bits
     dtype: str = "bfloat16"
     options: dict[str, Any] = field(default_factory=lambda: {"causal": True})
@@ -90,7 +90,7 @@ CHECKS = {
 
 
 def smoke(device: Cuda, task: Smoke) -> dict[str, Any]:
-    """Run a check; return `ok`, the kernels that ran, each error with its bound, and answers that changed."""
+    """Run a check; return `ok`, the kernels that ran, each error with its bound, and the answers that changed."""
     check = CHECKS[task.name]
     tensors = _tensors(device, check)
     with path_of_hopper(check.hopper):
@@ -109,7 +109,7 @@ def smoke(device: Cuda, task: Smoke) -> dict[str, Any]:
 
 @contextmanager
 def path_of_hopper(use_hopper: bool) -> Iterator[None]:
-    """Select the path for Hopper in our Triton backend, or the general path."""
+    """Select the path for Hopper or the general path in our Triton backend."""
     before = os.environ.get("FLASHPOINT_HOPPER")
     os.environ["FLASHPOINT_HOPPER"] = str(int(use_hopper))
     try:
@@ -139,7 +139,7 @@ def _tensors(device: Cuda, check: Check) -> dict[str, Tensor]:
     if check.pages:
         tensors = _in_pages(tensors, 16 if check.forks else 48)
     if check.forks:
-        table = tensors["block_table"] = tensors["block_table"].cpu()  # page numbers on a GPU are not read back
+        table = tensors["block_table"] = tensors["block_table"].cpu()  # kernels do not copy page numbers from a GPU
         table[1:, :-1] = table[:1, :-1]
     if check.mask:
         tensors["attn_mask"] = normal(2, 4, q_len, kv_len)
@@ -156,7 +156,7 @@ def _tensors(device: Cuda, check: Check) -> dict[str, Tensor]:
 
 
 def _in_pages(tensors: dict[str, Tensor], size: int) -> dict[str, Tensor]:
-    """Return the same keys and values in pages in random order; the last page of a sequence is not full."""
+    """Return the same keys and values in pages in random order; the last page of each sequence is not full."""
     k = tensors["k"]
     batch, _, length, _ = k.shape
     pages_per_sequence = -(-length // size)
@@ -176,7 +176,7 @@ def _in_pages(tensors: dict[str, Tensor], size: int) -> dict[str, Tensor]:
 
 
 def _launched(tensors: dict[str, Tensor], check: Check) -> tuple[dict[str, Tensor], list[str], Options]:
-    """Return (answers, names of the kernels that ran, options). Memory that no kernel writes stays NaN."""
+    """Return (answers, names of the kernels that ran, options). Memory is NaN at first, so unwritten answers show."""
     options = Options(**check.options, backend="triton")
     if check.grads:
         options = replace(options, grads=check.grads)

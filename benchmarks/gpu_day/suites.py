@@ -1,4 +1,4 @@
-"""Run the tests of the kernels on the device in parallel; each outcome becomes a row."""
+"""Run the kernel tests on the device in parallel; each outcome becomes a row of the record."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from benchmarks.gpu_day.checkout import ROOT
 from benchmarks.gpu_day.guard import die_with_parent
 from benchmarks.gpu_day.plan import Suite
 
-CUT_OFF = 124  # the exit code where time ran out
+CUT_OFF = 124  # the exit code if time ran out
 
 
 def files(suite: Suite) -> list[str]:
-    """Return the files of a suite in the order of its patterns. Raises ValueError for a pattern without a file."""
+    """Return the files of a suite in the order of its patterns. Raises ValueError if a pattern matches no file."""
     folder = ROOT / "tests" / "kernels"
     paths = []
     for pattern in suite.patterns:
@@ -35,8 +35,8 @@ def run(
 ) -> int:  # fmt: skip
     """Run the tests of a suite that are not `known`, and return pytest's exit code, 124 after `seconds`.
 
-    `row`: the common fields of the rows. The output is appended to `log`. pytest loads no other installed plugins, and
-    warnings are not errors: the project does not pin the device's packages.
+    `row` has the common fields of the rows. The output is appended to `log`. pytest loads no other installed plugins,
+    and warnings are not errors: the project does not pin the device's packages.
     """
     with tempfile.TemporaryDirectory() as folder:
         frame = Path(folder) / "frame.json"
@@ -68,6 +68,6 @@ def run(
             try:
                 return process.wait(max(seconds, 0))
             except subprocess.TimeoutExpired:
-                process.kill()  # closes the channel of its workers, which then end
+                process.kill()  # this closes the channel of the workers of pytest-xdist, which then end
                 process.wait()
                 return CUT_OFF

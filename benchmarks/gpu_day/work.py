@@ -1,4 +1,4 @@
-"""The work of a guarded process for each task. Only that process imports this module, because it imports torch."""
+"""Perform tasks in a guarded process. Only that process imports this module, because it imports torch."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from flashpoint_kernels.triton_backend.host.calls import Call
 from flashpoint_kernels.triton_backend.host.config import config_for
 from flashpoint_kernels.triton_backend.host.configurations import Config, Tile
 
-_WRONG = 0.02  # a tile changes the order of sums, by a few roundings of bfloat16; a larger error is a miscompilation
+_WRONG = 0.02  # A tile changes the order of sums: a few roundings of bfloat16. A larger error is a miscompilation
 
 
 def describe(device: Cuda, _task: None) -> dict[str, Any] | None:
-    """Return the device's description, and the names of the smoke tests that it must pass."""
+    """Return the description of the device, and the names of the smoke tests that it must pass."""
     description = device.describe()
     return description and {"checks": list(CHECKS)} | description
 
@@ -72,7 +72,7 @@ def timed(device: Cuda, task: Timed) -> dict[str, Any]:
 
 @contextmanager
 def _deterministic(enabled: bool) -> Iterator[None]:
-    """Make torch deterministic, but without filling new memory with NaN, which would count in the time."""
+    """Make torch deterministic, but do not fill new memory with NaN, because the time would include that."""
     memory: Any = torch.utils.deterministic
     torch.use_deterministic_algorithms(enabled)
     memory.fill_uninitialized_memory = False
@@ -84,7 +84,7 @@ def _deterministic(enabled: bool) -> Iterator[None]:
 
 
 def _problem(device: Cuda, task: Timed) -> Problem:
-    """Return a problem that launches the kernels of a case."""
+    """Return a problem that launches the same kernels as a case."""
     case = task.case
     q = torch.zeros(case.batch, case.q_heads, case.q_len, case.head_dim, device=device.name, dtype=DTYPES[case.dtype])
     k = torch.zeros(case.batch, case.kv_heads, case.kv_len, case.head_dim, device=device.name, dtype=q.dtype)
@@ -96,9 +96,10 @@ def _problem(device: Cuda, task: Timed) -> Problem:
 
 
 def trial(device: Cuda, task: Trial) -> dict[str, Any]:
-    """Time one tile of a kernel, and compare its answers with those of the shipped tile, the reference.
+    """Time one tile of a kernel, and compare its answers with those of the reference, the shipped tile.
 
-    `refused`: the tile does not fit, or the compiler fails. `wrong_by`: the error of wrong answers.
+    The result has `refused` if the tile does not fit or the compiler fails, and `wrong_by`, the error, if answers are
+    wrong.
     """
     shipped = getattr(_config(device, task), task.name)
     row = {**asdict(shipped if task.tile is None else Tile(*task.tile)), "shipped": task.tile is None, "ms": None}
@@ -110,7 +111,7 @@ def trial(device: Cuda, task: Trial) -> dict[str, Any]:
             raise
         return row | {"refused": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
     errors = [((a - b).abs().max() / b.abs().max()).item() for a, b in zip(answers, exact, strict=True)]
-    wrong = [each for each in errors if not each < _WRONG]  # a NaN is wrong
+    wrong = [each for each in errors if not each < _WRONG]  # this comparison also counts NaN as wrong
     return row | made | ({"wrong_by": wrong[0]} if wrong else {"ms": ms})
 
 
@@ -125,7 +126,7 @@ def _time(device: Cuda, task: Trial) -> tuple[float, list[Tensor], dict[str, Any
     for output in outputs:
         output.fill_(float("nan"))
     for call in calls:
-        call.args = cache(call.args)  # made once, outside the time
+        call.args = cache(call.args)  # arguments are made once, before the timing
 
     def run() -> None:
         for call in calls:
@@ -135,7 +136,7 @@ def _time(device: Cuda, task: Trial) -> tuple[float, list[Tensor], dict[str, Any
     taken = device.milliseconds(run)
     try:
         made = device.occupancy(calls[0])
-    except Exception as error:  # Triton's releases change the names that it reads: keep the time anyway
+    except Exception as error:  # Triton's releases rename what this reads: keep the time anyway
         made = {"occupancy": f"{type(error).__name__}: {error}"[:200]}
     return median(taken), outputs, made
 
@@ -161,7 +162,7 @@ def _calls_of(device: Cuda, task: Trial) -> tuple[list[Call], list[Tensor]]:
         forward = Problem.create({name: tensors[name] for name in "qkv"}, options)
         if task.name == "forward":
             return list(launch.forward_calls([forward], config)), list(forward.outputs.values())
-        launch.forward([forward])  # so the gradients have the same inputs for every tile
+        launch.forward([forward])  # so that every tile computes the gradients from the same inputs
         backward = Problem.create({**tensors, **forward.outputs}, options, "backward")
         calls = list(launch.backward_calls([backward], [launch.scratch_of(backward)], config))
         for call in calls:

@@ -1,4 +1,4 @@
-"""A minimal Python HTTP server: an asyncio.BufferedProtocol on uvloop, with the operator inline.
+"""A minimal Python HTTP server: an asyncio.BufferedProtocol on uvloop that runs the operator in the event loop.
 
 `python bare_protocol.py PORT`
 """
@@ -12,11 +12,11 @@ import torch
 import uvloop
 from op import attend, pack, unpack
 
-_HEAD = 1 << 16  # largest size of a head in bytes
+_HEAD = 1 << 16  # largest size of a request's head in bytes
 
 
 class Protocol(asyncio.BufferedProtocol):
-    """One connection: for each request, read the head, read the body into a buffer of its size, and answer."""
+    """One connection: for each request, read the head, read the body into a buffer of exactly its size, and answer."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._transport = transport

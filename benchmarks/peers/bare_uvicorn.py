@@ -1,7 +1,7 @@
-"""The upper bound of the service's speed: uvicorn (httptools, uvloop) and a few lines of ASGI.
+"""An upper bound of the service's speed: uvicorn (httptools, uvloop) with a few lines of ASGI.
 
 `python bare_uvicorn.py` listens on a free port of 127.0.0.1 and prints it. /discard discards the body as it comes,
-/echo answers with the body, /bytes/N discards the body and answers with N bytes made in advance.
+/echo answers with the body, /bytes/N discards the body and answers with N prepared bytes.
 """
 
 from __future__ import annotations
@@ -48,6 +48,6 @@ if __name__ == "__main__":
             lifespan="off",
             log_level="warning",
             access_log=False,
-            timeout_keep_alive=600,  # the connection is idle while other servers are measured
+            timeout_keep_alive=600,  # do not close a connection that is idle while other servers are measured
         )
         uvicorn.Server(config).run(sockets=[listener])

@@ -1,4 +1,4 @@
-"""BentoML with raw bodies, by an ASGI application mounted in its service. `bentoml serve bento_service:Attention`"""
+"""A BentoML service with raw bodies: an ASGI application is mounted in it. `bentoml serve bento_service:Attention`"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The operator in a process without HTTP: an upper bound of a service's speed. throughput.py starts the process.
+"""Run the operator in a process without HTTP: an upper bound of a service's speed. throughput.py starts the process.
 
-Ways: `run` is the engine's operator, `sdpa` torch's; on one core, on all cores for each call, or on all cores with
-parallel calls.
+The timed functions are `run`, the engine's operator, and `sdpa`, torch's operator. Each runs on one core, on all cores
+for each call, or on all cores with parallel calls.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def problem(tensors: Tensors) -> Problem:
 
 
 def run_on_one(tensors: Tensors) -> None:
-    """Run the parts of the call one after the other, as a lane of the engine does."""
+    """Run the parts of the call one after another, as a lane of the engine does."""
     for part in split(problem(tensors), "torch"):
         run([part], "torch")
 
@@ -50,7 +50,7 @@ def side_by_side(tensors: Tensors, count: int) -> None:
 def timed(
     calls: Callable[[Tensors, int], None], threads: int, shape: tuple[int, ...], gradient: bool, count: int
 ) -> float:
-    """Return the seconds of `count` calls, with `threads` threads of torch."""
+    """Return the seconds of `count` calls; torch uses `threads` threads."""
     names = ("q", "k", "v", "do") if gradient else ("q", "k", "v")
     generator = torch.Generator().manual_seed(0)
     inputs = {name: torch.rand(shape, generator=generator) for name in names}
@@ -60,7 +60,7 @@ def timed(
     return time.perf_counter() - began
 
 
-# Each way with torch's threads; `run` sets the number itself.
+# Each timed function with torch's number of threads; `run` sets this number itself.
 WAYS = {
     "run_one": partial(timed, partial(one_by_one, run_on_one), 1),
     "run_all": partial(timed, partial(one_by_one, run_on_all), 1),

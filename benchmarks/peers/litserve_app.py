@@ -1,4 +1,4 @@
-"""LitServe with raw bodies, batches of equal shapes, its ZeroMQ queue. `python litserve_app.py PORT`"""
+"""A LitServe server with raw bodies, batches of equal shapes and a ZeroMQ queue. `python litserve_app.py PORT`"""
 
 import sys
 from typing import Annotated

@@ -1,8 +1,8 @@
-"""Simple first servers on uvicorn: `python on_uvicorn.py PORT APP THREADS`.
+"""Simple servers on uvicorn, as a beginner writes them: `python on_uvicorn.py PORT APP THREADS`.
 
-APP: `bare` is a minimal ASGI application with raw bodies; `inline` and `pool` are FastAPI with safetensors, the
-operator inline or in the thread pool; `json` is FastAPI with tensors as JSON lists through pydantic, as tutorials do.
-torch uses THREADS threads for each call.
+APP: `bare` is a minimal ASGI application with raw bodies; `inline` and `pool` are FastAPI with safetensors, and run the
+operator in the event loop or in the thread pool; `json` is FastAPI with tensors as JSON lists through pydantic, as
+tutorials do. torch uses THREADS threads for each call.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Torch's operator, which every peer runs, and the simplest wire format of its tensors.
+"""The operator of torch that every peer runs, and the simplest wire format for its tensors.
 
 Raw format: a little-endian uint32 with the length of a JSON list of [name, shape], that list, and the float32 tensors.
 """
@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 GRADS = ("dq", "dk", "dv")
-BATCH = 8  # most requests of a batch, in peers that batch
-BATCH_SECONDS = 0.001  # longest wait for a batch
+BATCH = 8  # largest number of requests in a batch, for peers that batch
+BATCH_SECONDS = 0.001  # longest time that a request waits for a batch
 
 
 def attend(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -31,7 +31,7 @@ def attend(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def attend_all(requests: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
-    """Return the answers of a batch: requests of one shape and direction share one call."""
+    """Return the answers of a batch: requests of the same shape and direction share one call."""
     answers: list[dict[str, Tensor]] = [{}] * len(requests)
     groups: dict[object, list[int]] = {}
     for i, tensors in enumerate(requests):

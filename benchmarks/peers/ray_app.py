@@ -1,4 +1,4 @@
-"""Ray Serve with raw bodies, batches of equal shapes, one replica. `python ray_app.py PORT`"""
+"""A Ray Serve application with raw bodies, batches of equal shapes and one replica. `python ray_app.py PORT`"""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = str(Path(__file__).resolve().parent)
-os.environ["PYTHONPATH"] = HERE  # for the replica
+os.environ["PYTHONPATH"] = HERE  # the import path of the replica
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
 import ray  # noqa: E402

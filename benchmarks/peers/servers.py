@@ -1,8 +1,8 @@
 """The peers: packages, command, path and format of each.
 
-Each runs its operator with one thread of torch, which is fastest for small calls and fits parallel calls. FastAPI also
-runs with one thread per core, which is faster for sequential large calls. `install` makes a separate environment for
-each peer that needs packages, outside the repository.
+Each peer runs the operator with one torch thread, which is fastest for small calls and suits parallel calls. FastAPI
+also runs with one thread per core, which is faster for sequential large calls. `install` makes a separate environment
+for each peer that needs packages, outside the repository.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ HERE = Path(__file__).resolve().parent
 CONSTRAINTS = HERE.parent.parent / "constraints.txt"
 ENVIRONMENTS = Path(tempfile.gettempdir()) / "flashpoint-peers"
 PYTRITON_SYSTEM = "/usr/bin/python3"
-FIRST_CALLS = (Case(16, False), Case(16, True))  # both: a peer may start the models of both one after the other
+FIRST_CALLS = (Case(16, False), Case(16, True))  # a peer may start the models of both calls one after another
 
 
 class Peer(NamedTuple):
     """A server. `command` starts Python or a script of the peer's environment.
 
-    In `command` and `variables`, PORT, PORT1 and PORT2 stand for ports, and HERE for this directory.
+    In `command` and `variables`, PORT, PORT1 and PORT2 are replaced by ports, and HERE by this directory.
     """
 
     name: str
     command: str
     form: Form = RAW
     path: Callable[[Case], str] = lambda case: "/attn"
-    packages: tuple[str, ...] = ()  # the peer's own package first; without packages, it runs in our environment
+    packages: tuple[str, ...] = ()  # the peer's own package first; a peer without packages runs in our environment
     environment: str = ""
     variables: dict[str, str] = {}  # noqa: RUF012
-    python: str = sys.executable  # makes the peer's environment
+    python: str = sys.executable  # the interpreter that makes the peer's environment
 
 
 CORES = os.cpu_count() or 1
@@ -67,8 +67,8 @@ PEERS = (
         lambda case: f"/v2/models/attn{'_grad' if case.gradient else ''}/infer",
         ("nvidia-pytriton==0.7.0",),
         "pytriton",
-        # Its Python stub is an early 3.11 and fails with a later standard library: a distribution's 3.11.2 works,
-        # 3.11.7 does not.
+        # The Python stub of Triton's server is an early 3.11 and fails with a later standard library: that of a
+        # distribution's 3.11.2 works, that of 3.11.7 does not.
         python=PYTRITON_SYSTEM,
     ),
     Peer(
@@ -105,7 +105,7 @@ def install(peer: Peer) -> None:
 
 
 def installed_version(peer: Peer) -> str:
-    """Return the version of the peer's own package, in its environment."""
+    """Return the installed version of the peer's main package."""
     package = peer.packages[0].partition("==")[0].partition("[")[0]
     code = f"from importlib.metadata import version; print(version({package!r}))"
     command = [str(ENVIRONMENTS / peer.environment / "bin/python"), "-c", code]
@@ -114,7 +114,7 @@ def installed_version(peer: Peer) -> str:
 
 @contextlib.contextmanager
 def started(peer: Peer) -> Iterator[int]:
-    """Start a peer, and yield its port when it answers. Raises RuntimeError, with its log, if it does not start."""
+    """Start a peer, and yield its port as soon as it answers. If it does not start, raise RuntimeError with its log."""
     programs = ENVIRONMENTS / peer.environment / "bin" if peer.packages else Path(sys.executable).parent
     ports = free_ports(3)
 
@@ -128,7 +128,7 @@ def started(peer: Peer) -> Iterator[int]:
     program, *rest = (filled(word) for word in peer.command.split())
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(tempfile.TemporaryFile())
-        directory = stack.enter_context(tempfile.TemporaryDirectory())  # some peers write files to it
+        directory = stack.enter_context(tempfile.TemporaryDirectory())  # some peers write files to their folder
         how = {"cwd": directory, "stdout": log, "stderr": log}
         child = stack.enter_context(process([str(programs / program), *rest], variables, **how))
         try:
@@ -147,7 +147,7 @@ def answers(peer: Peer, port: int) -> bool:
 
 
 def ask(port: int, path: str, form: Form, case: Case) -> tuple[int, http.client.HTTPMessage, bytes]:
-    """Make one call; return the status, headers and body of its answer."""
+    """Make one call; return the status, the headers and the body of the answer."""
     headers, body = form.whole(case.tensors)
     with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=START_SECONDS)) as connection:
         connection.request("POST", path, body, headers)

@@ -1,4 +1,4 @@
-"""NVIDIA's Triton server by pytriton, with its binary HTTP format. `python triton_app.py PORT GRPC_PORT`"""
+"""NVIDIA's Triton server, run by pytriton, with its binary HTTP format. `python triton_app.py PORT GRPC_PORT`"""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ guard.ask("perform", of_length(Unruly.HANGS), 3600)
 
 @pytest.mark.slow
 def test_a_guarded_process_ends_with_the_one_that_asks(tmp_path: Path) -> None:
-    """However the parent ends, the system kills the child, even while it computes."""
+    """When the parent ends in any way, the system kills the child, even while the child computes."""
     command = [sys.executable, "-c", ASKS, str(tmp_path / "notes")]
     asking = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": python_path()}, stdout=subprocess.PIPE)
     assert asking.stdout is not None

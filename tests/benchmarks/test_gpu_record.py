@@ -44,7 +44,7 @@ def test_a_line_that_was_cut_off_is_skipped_and_the_next_row_begins_a_line(tmp_p
 
 
 def test_two_writers_share_a_record(tmp_path: Path) -> None:
-    """gpu.py and the pytest that it starts do so."""
+    """gpu.py and the pytest that gpu.py starts append to one record."""
     one, other = Record(tmp_path / "rows.jsonl"), Record(tmp_path / "rows.jsonl")
     one.append(row("a"))
     other.append(row("b"))

@@ -40,7 +40,7 @@ def test_ratios_compare_the_same_point_alone_and_levels_follow_from_them() -> No
         made_up(1.0), made_up(2.0, q_len=1024),
         made_up(2.0, backend="sdpa_flash"), made_up(3.0, q_len=1024, backend="sdpa_flash"),
         made_up(0.95, backend="sdpa_cudnn"), made_up(9.0, backend="sdpa_cudnn", causal=True),
-        made_up(9.0, backend="sdpa_cudnn", batch=1), made_up(None, backend="flex"),  # could not run
+        made_up(9.0, backend="sdpa_cudnn", batch=1), made_up(None, backend="flex"),  # this backend could not run
     ]  # fmt: skip
     ratios = report.ratios(rows)
     assert ratios == {
@@ -134,7 +134,7 @@ def test_a_whole_record_makes_every_section(tmp_path: Path) -> None:
 
 
 def test_a_partial_record_says_what_is_there(tmp_path: Path) -> None:
-    """The newest environment counts; older rows of other sources do not count, but rows of peers do."""
+    """Rows of the newest environment count, and rows of peers; rows of our older sources do not count."""
     rows = rows_of("first")
     ours = [row for row in rows if row["key"].endswith(" triton")]
     peers = [row for row in rows if row["key"].endswith(" sdpa_cudnn")]

@@ -49,7 +49,7 @@ def test_a_folder_of_wheels_is_installed_without_a_network(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_the_service_runs_on_a_bare_machine_with_those_wheels(tmp_path: Path) -> None:
-    """pytest can also collect its GPU tests there."""
+    """The service answers, and pytest collects its GPU tests, with only the wheels."""
     wanted = tuple(name for name in gpu_serve.needed(gpu_serve.WANTED, "3.12") if name != "flashpoint")
     python = bare.make(tmp_path / "bare", (*gpu_serve.THERE, *wanted))
     path = python_path(pretend_installed(tmp_path / "described", "0"))

@@ -103,7 +103,7 @@ def test_a_tile_that_does_not_fit_is_refused_and_the_shipped_one_fails(
 def test_what_a_trial_leaves_unwritten_is_no_answer(
     unwritten: int, device: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """New memory may contain the right answers of the previous trial."""
+    """An output that a trial does not write is wrong, although new memory may contain the previous trial's answers."""
     right = [torch.ones(4), torch.ones(4)]
     left = [t.clone() for t in right]
     call = SimpleNamespace(args=tuple, run=lambda: left[1 - unwritten].copy_(right[0]))
@@ -137,7 +137,7 @@ print(json.dumps(Cuda().occupancy(call)))
 
 @pytest.mark.slow
 def test_what_the_compiler_made_of_a_call_is_read_from_its_code(tmp_path: Path) -> None:
-    """The call is compiled for an absent sm_90; only the figures of the device are made up."""
+    """Registers and spills come from a call compiled for an absent sm_90; the device's own figures are made up."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, "-c", OCCUPANCY], env=env | {"TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True,
@@ -200,7 +200,7 @@ def test_decoding_is_timed_where_it_is_right_and_says_what_is_not_there(
 
 
 class Counted(torch.Tensor):
-    """A tensor that counts how often its numbers are read."""
+    """A tensor that counts how often its elements are read."""
 
     reads = 0
 
@@ -210,7 +210,7 @@ class Counted(torch.Tensor):
 
 
 def test_a_timed_call_over_pages_reads_no_lengths_from_the_device(device: StandIn) -> None:
-    """A read would wait for the device, and the time would include the host's."""
+    """A read of lengths would wait for the device, and the measured time would include the host's time."""
     task = Decode("triton", 2, 4, 2, 40, 16, page=16)
     cache = decode.make_cache(device, task)
     call = decode._ours(task, replace(cache, lengths=cache.lengths.as_subclass(Counted)))

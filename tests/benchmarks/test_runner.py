@@ -9,7 +9,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 BY_RUNNER = sorted(path.stem for path in BENCHMARKS.glob("*.py") if "from runner import" in path.read_text())
-PARTS = {"options_peers"}  # of options.py
+PARTS = {"options_peers"}  # options.py imports this module; it is no benchmark
 EXAMPLE = '''"""An example."""
 from runner import Option, rows_of_child, run, target
 

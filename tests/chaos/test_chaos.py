@@ -14,7 +14,7 @@ from tests.support.servers import wait_for
 
 pytestmark = pytest.mark.slow
 
-BUGS = {  # in this order: leaked or lost resources are not released
+BUGS = {  # leaking bugs come last: their resources are not released
     "swap": r"wrong, another caller's answer",
     "twice": r"caches: wrong, (lengths?: |POST \S+ was answered, and not refused)",
     "hoard": r"left over: flashpoint_cache_bytes\{.* is [1-9]",
@@ -26,7 +26,7 @@ SEED = 11
 
 @pytest.fixture
 def faulty(tmp_path):
-    """Return a service with the bug that the file names; without a bug the checks find nothing."""
+    """Return a service with the bug that `file` names; if the file is empty, the checks find no violation."""
     file = tmp_path / "bug"
     file.write_text("")
     program = ("-m", "tests.support.faulty.server")
@@ -42,9 +42,9 @@ def test_a_seeded_bug_is_seen(faulty):
     chaos.quiet = 1.0  # seconds; a leak stays, so a longer check sees no more
     for bug, wanted in BUGS.items():
         if bug == "lose":
-            chaos.load.patience = 3.0  # a lost answer never comes; a late one counts as lost, too
+            chaos.load.patience = 3.0  # a lost answer never comes; a late answer also counts as lost
         file.write_text(bug)
-        # Callers draw their requests: after two equal ones, a swap shows only in a later check.
+        # Callers draw random requests: if two are equal, a swap of their answers shows only in a later check.
         wait_for(
             lambda wanted=wanted: any(re.search(wanted, what) for what in chaos.look_under_load().violations),
             lambda bug=bug: f"{bug} is not seen",

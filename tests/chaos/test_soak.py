@@ -12,8 +12,8 @@ from chaos.service import MIB
 
 LOADTESTS = Path(__file__).resolve().parents[2] / "loadtests"
 TIMES = ("How many calls were refused or late?", "Flat: p50_ms")
-# These grow with the maximum of concurrent requests, which is larger on a busy machine. tests/chaos bounds private
-# memory more widely.
+# These resources grow with the maximum of concurrent requests, which is larger on a busy machine. tests/chaos has wider
+# bounds for private memory.
 GROWS = ("Flat: shared_mib", "Flat: resident_mib", "Flat: private_mib", "Flat: descriptors")
 
 
@@ -27,7 +27,7 @@ def test_what_the_service_holds_stays_as_it_is(tmp_path):
     broken = [v for question, v in verdicts.items() if question not in (*TIMES, *GROWS) and not v["met"]]
     assert not broken
     assert {*TIMES, *GROWS, "Flat: threads", "Did it end well?"} <= verdicts.keys()
-    _, first, *_, last = report["windows"]  # the first one warms up
+    _, first, *_, last = report["windows"]  # the first window is a warm-up
     assert last["private_mib"] <= first["private_mib"] * PRIVATE[0] + PRIVATE[1] / MIB
     assert (tmp_path / "soak.svg").read_text().lstrip().startswith("<?xml")
     assert ran.returncode == (0 if all(verdict["met"] for verdict in verdicts.values()) else 1)

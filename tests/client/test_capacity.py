@@ -120,7 +120,7 @@ def test_a_side_is_one_of_two():
 
 
 def test_a_way_too_fast_to_be_measured_takes_no_time():
-    """This occurs if other work slowed the small calls that the large ones are compared with."""
+    """A measured rate is infinite if other work slowed the small calls that large calls are compared with."""
     assert capacity._rate(1 << 20, -0.001) == math.inf
     prediction = predict(need(SHAPE), replace(RATES, upload=math.inf, download=math.inf))
     assert prediction.stages["upload"] == prediction.stages["download"] == 0

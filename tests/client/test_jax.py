@@ -31,7 +31,7 @@ def exact(function, *arguments):
         return jax.jit(derived(function))(*(np.asarray(a, np.float64) for a in arguments))
 
 
-DO, *QKV = (2, 13, 4, 8), (2, 13, 4, 8), (2, 17, 2, 8), (2, 17, 2, 8)  # bshd; two heads share one key
+DO, *QKV = (2, 13, 4, 8), (2, 13, 4, 8), (2, 17, 2, 8), (2, 17, 2, 8)  # layout bshd; two heads share one key head
 SEEN = np.tri(13, 17, 2, bool) & (np.arange(17) % 5 != 1)  # each query sees the first key
 
 
@@ -100,7 +100,7 @@ def test_gradients_of_a_mask_and_through_grad_and_jit(jax_client):
         expected = graded(own, *(np.asarray(t, np.float64) for t in inputs))
     close(actual, expected)
     close(jax.grad(loss, 4)(served, *inputs), expected[1][3])
-    assert jax_client.asked[-1] == ("dattn_mask",)  # only needed gradients are requested
+    assert jax_client.asked[-1] == ("dattn_mask",)  # the request asks only for needed gradients
 
 
 def dense(q, k, v, sinks):
@@ -205,7 +205,7 @@ def test_errors_name_the_field(jax_client, caplog):
         ({"kv_lengths": [[1], [2, 3]]}, "kv_lengths: is no array"),
         ({"dropout_seed": jnp.ones(())}, "dropout_seed: must be one integer"),
         ({"layout": "thd"}, "q: must have 3 dimensions, not 4"),
-        ({"sinks": jnp.ones(3)}, "422 invalid_request: sinks"),  # from the server
+        ({"sinks": jnp.ones(3)}, "422 invalid_request: sinks"),  # this error comes from the server
     ):
         with pytest.raises(invalid, match=message):
             attention(q, k, v, client=jax_client, **wrong)

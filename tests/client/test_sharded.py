@@ -45,7 +45,7 @@ def normal(*shape, dtype=np.float32, seed=0):
 
 
 def near(actual, expected, bound):
-    """Check that they differ by at most `bound` times the largest number, and that infinities are equal."""
+    """Check that `actual` and `expected` differ by at most `bound` times the largest number, with equal infinities."""
     assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype)
     actual, expected = actual.astype(np.float64), expected.astype(np.float64)
     finite = np.isfinite(expected)
@@ -179,7 +179,7 @@ def test_one_query_over_many_keys_cuts_the_keys(clients):
 
 
 def test_float64_is_not_merged(clients):
-    """Its keys are not cut: a merge needs the lse, which is float32 and would round the answer."""
+    """The keys of float64 calls are not cut, because a merge needs lse, which is float32 and would round the answer."""
     q, k, v, do = (normal(2, 4, 90, 16, dtype=np.float64, seed=seed) for seed in range(4))
     o, parts = sharded.attention(clients, q, k, v, causal=True, with_meta=True)
     near(o, clients[0].attention(q, k, v, causal=True), 1e-14)

@@ -1,4 +1,4 @@
-"""Calls over caches: their options, their memory, and the problem that they are checked as."""
+"""Calls over caches have the right options and memory, and are checked as the right problem."""
 
 import pytest
 

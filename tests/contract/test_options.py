@@ -1,4 +1,4 @@
-"""Options are checked and normalised: numbers of any library become Python's, and each wrong field is named."""
+"""Options are checked and normalised: numbers of any library become Python numbers; errors name each wrong field."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A forward that a server saves is planned with lse, and its gradients from what was saved."""
+"""The plan of a saved forward includes lse; the plan of its gradients uses the saved tensors."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""JSON is read strictly, and numbers that it lacks are written as words."""
+"""JSON is parsed strictly; NaN and infinities are written as strings."""
 
 import json
 import math

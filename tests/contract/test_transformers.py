@@ -76,7 +76,7 @@ def test_models_without_the_interface_are_refused_when_they_are_made(client):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_every_model_without_the_interface_is_refused(client):
-    """Two of them have a part that can be replaced."""
+    """Two of these models have a part whose attention can be replaced."""
     partly = {"mask2former", "oneformer"}
     assert sum(refused(*each) for each in kinds() if each[0] not in WITHOUT | partly) > 60
 
@@ -98,7 +98,7 @@ def test_a_model_is_refused_by_every_way_to_make_it(client, tmp_path):
             make()
     tokens = torch.tensor([[1, 2, 3]])
     before = model(tokens).logits
-    model.set_attn_implementation(NAME)  # transformers warns and changes nothing
+    model.set_attn_implementation(NAME)  # transformers only warns, and changes no attention
     assert model.config._attn_implementation != NAME
     assert torch.equal(model(tokens).logits, before)
 

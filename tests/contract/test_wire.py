@@ -213,7 +213,7 @@ def test_options_round_trip(options):
         metadata = encode_options(options)
         json.dumps(metadata, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        return  # half a surrogate pair is no text
+        return  # half of a surrogate pair is invalid text
     assert decode_options(parse_head(build_head([], metadata)).metadata) == options
 
 

@@ -1,4 +1,4 @@
-"""A runtime of MLServer for the operator, with tensors as JSON, the format of its REST interface.
+"""An MLServer runtime for the operator, with tensors as JSON, the format of MLServer's REST interface.
 
 `mlserver start DIRECTORY`, with peers/ on PYTHONPATH and ports in MLSERVER_HTTP_PORT, _GRPC_PORT and _METRICS_PORT.
 """

@@ -92,7 +92,7 @@ def test_a_verification_tells_its_progress_as_it_comes(scripted, reach, transpor
 
 
 def test_a_verification_whose_events_break_is_asked_again(scripted, reach):
-    """It has no side effect; a refusal after its events is retried like any other."""
+    """A verification has no side effect, so it is retried, also after a refusal that follows its events."""
     full = {"status": 503, "code": "out_of_memory", "detail": "d"}
     scripted.script.extend(
         [

@@ -1,4 +1,4 @@
-"""The SDK's caches: their order, their lengths, the numbers that they take, copies, and the twin for asyncio."""
+"""The SDK's caches: their order, lengths and copies, the arguments that they accept, and the asyncio twin."""
 
 import asyncio
 import concurrent.futures

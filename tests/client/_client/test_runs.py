@@ -35,7 +35,7 @@ def test_a_benchmark_is_cancelled(scripted, reach):
 
 
 def test_a_benchmark_is_not_started_twice(scripted, reach):
-    """A full server did nothing. A server that vanished may have started it."""
+    """After a lost connection the start is not repeated, because the server may have started it. After a 429 it is."""
     scripted.script.extend([lambda h: h.problem(429), lambda h: h.vanish()])
     with pytest.raises(flashpoint.ConnectionFailedError):
         reach(scripted.url).benchmark(preset="papers")

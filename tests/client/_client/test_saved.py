@@ -1,4 +1,4 @@
-"""Saved forwards: what is sent, the fallback without memory, and what is freed."""
+"""Saved forwards: the requests that are sent, the fallback if memory is full, and when forwards are freed."""
 
 import asyncio
 import gc
@@ -242,7 +242,7 @@ def test_jax_sends_do_alone_in_every_transformation_but_vmap(client):
     first = back(do)
     assert_freed(client)
     client.asked()
-    assert all(map(np.array_equal, back(do), first))  # it was freed, so everything is sent
+    assert all(map(np.array_equal, back(do), first))  # the forward was freed, so all tensors are sent
     assert client.asked()[-1] == ("/attention/grad", "")
     with pytest.raises(Exception, match="second-order"):
         jax.grad(lambda q: jax.grad(lambda q: loss(q, k, v, save=True))(q).sum())(q)

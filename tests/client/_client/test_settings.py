@@ -86,7 +86,7 @@ def text_of(error):
 @pytest.mark.parametrize("source", ["api_key", "FLASHPOINT_API_KEY"])
 def test_a_wrong_key_is_refused_and_not_shown(kind, monkeypatch, source, key):
     if "\0" in key and source == "FLASHPOINT_API_KEY":
-        key = key.replace("\0", "\x01")  # variables cannot have NUL
+        key = key.replace("\0", "\x01")  # environment variables cannot contain NUL
     monkeypatch.setenv("FLASHPOINT_API_KEY", key if source == "FLASHPOINT_API_KEY" else "")
     with pytest.raises(flashpoint.InvalidInputError, match=f"^{source}: ") as refused:
         kind(api_key=key if source == "api_key" else None)
@@ -113,7 +113,7 @@ def test_a_user_and_a_password_in_the_url_are_sent_and_not_shown(scripted):
         scripted.script.append(lambda handler: handler.problem(401))
         with pytest.raises(flashpoint.AuthenticationError) as refused:
             client.info()
-        assert scripted.requests[0][2]["Authorization"] == "Basic bWU6UzNjcmV0IQ=="  # me:S3cret!
+        assert scripted.requests[0][2]["Authorization"] == "Basic bWU6UzNjcmV0IQ=="  # base64 of me:S3cret!
         assert client.url == scripted.url
         assert "S3" not in text_of(refused.value) + repr(client) + repr(vars(client))
     with pytest.raises(flashpoint.ConnectionFailedError) as failed:
@@ -212,7 +212,7 @@ def test_modules_with_clients_are_saved_and_averaged():
     module.lease = Lease(module.client, "saved-1")
     averaged = torch.optim.swa_utils.AveragedModel(module)
     assert averaged.module.client.url == module.client.url
-    assert averaged.module.lease.saved is None  # the original frees it
+    assert averaged.module.lease.saved is None  # the original module frees the forward
     file = io.BytesIO()
     torch.save(module, file)
     assert KEY.encode() not in file.getvalue()

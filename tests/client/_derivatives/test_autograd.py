@@ -15,7 +15,7 @@ from flashpoint_kernels import quantize
 from flashpoint_kernels.modules import Block
 from tests.support.dense_attention import tensors
 
-# torch itself uses it for forward-mode derivatives, and warns once in each process.
+# torch uses torch.jit.script for forward-mode derivatives, and warns once in each process.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 
 X = tensors(1, 2, 6, 8, n=1)[0]
@@ -52,7 +52,7 @@ def test_a_second_derivative_raises_whatever_it_is_taken_of(attention):
 
 
 def test_a_gradient_penalty_raises(attention):
-    """The penalty depends on the weight only through do."""
+    """A gradient penalty raises, because it depends on the weight only through do."""
     q, weight = leaf(), leaf()
     (dq,) = torch.autograd.grad((attention(q, X, X) * weight).sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match=SECOND):
@@ -158,7 +158,7 @@ def test_autocast_does_as_for_sdpa(attention, kinds):
     assert (o.dtype, inner) == (expected.dtype, expected_inner)
     torch.testing.assert_close(o, expected, rtol=2**-6, atol=2**-6)
     for grad, exact in zip(grads, expected_grads, strict=True):
-        torch.testing.assert_close(grad, exact, rtol=2**-5, atol=2**-5)  # checks the dtype, too
+        torch.testing.assert_close(grad, exact, rtol=2**-5, atol=2**-5)  # this also checks the dtype
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available", "ignore:User provided device_type of 'cuda'")

@@ -52,7 +52,7 @@ def gradients(run, *, backward=once):
     given = inputs()
     torch.manual_seed(5)
     loss = run(*given).square().sum()
-    torch.manual_seed(77)  # a backward that draws instead of repeating gets other numbers
+    torch.manual_seed(77)  # a backward that draws a seed again gets another seed
     return backward(loss, given)
 
 
@@ -155,7 +155,7 @@ def test_the_seed_is_torchs(client):
     assert call(dropout_seed=(1 << 64) - 1)[1].seed == (1 << 64) - 1
     state = torch.get_rng_state()
     attention(q, k, v, client=client)
-    assert torch.equal(torch.get_rng_state(), state)  # nothing is drawn without dropout
+    assert torch.equal(torch.get_rng_state(), state)  # no seed is drawn without dropout
     with pytest.raises(flashpoint.InvalidInputError, match="dropout_seed"):
         call(dropout_seed=-1)
 

@@ -13,7 +13,7 @@ from flashpoint.jax import attention
 from tests.support.jax_calls import derived, same, tensors
 
 N, S, T, D = 3, 5, 7, 8
-Q, K, V = (2, 4, S, D), (2, 2, T, D), (2, 2, T, 6)  # bhsd
+Q, K, V = (2, 4, S, D), (2, 2, T, D), (2, 2, T, 6)  # layout bhsd
 O = (2, 4, S, 6)  # noqa: E741
 SEEN = np.tri(S, T, 2).astype(bool)
 LENGTHS = np.array([[1, 7], [3, 3], [0, 5]])
@@ -121,6 +121,6 @@ def test_ragged_sequences_with_a_gap_are_refused(jax_client):
     def ragged(q, k, v, starts):
         return attention(q, k, v, client=jax_client, layout="thd", cu_seqlens_q=starts, cu_seqlens_k=starts)
 
-    starts = jnp.asarray(STARTS).at[1, 2].set(11)  # concatenation would hide it
+    starts = jnp.asarray(STARTS).at[1, 2].set(11)  # concatenated starts would hide this error
     with pytest.raises(RuntimeError, match="cu_seqlens_q"):
         jax.vmap(ragged)(q, k, v, starts)

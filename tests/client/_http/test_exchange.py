@@ -167,7 +167,7 @@ def test_time_spent_sending_is_not_given_again_to_the_wait(scripted, connect, mo
 def test_a_connection_that_takes_too_long_says_that_the_deadline_passed(connect, timed_waits):
     with socket.socket() as full, socket.socket() as first:
         full.bind(("127.0.0.1", 0))
-        full.listen(0)  # one connection is queued, and the others wait
+        full.listen(0)  # the queue has room for one connection only
         first.connect(full.getsockname())
         url = f"http://127.0.0.1:{full.getsockname()[1]}"
         with pytest.raises(flashpoint.ConnectionFailedError) as info:

@@ -101,13 +101,13 @@ def test_a_child_closes_the_copies_of_connections_at_once(raw, connect):
     seen = threading.Event()
 
     def talk(connection):
-        echo(connection)  # until the client closes it
+        echo(connection)  # echo returns when the client closes the connection
         seen.set()
 
     client = connect(raw(talk).url)
     client.attention(*[tensor(1)] * 3)
     ours, theirs = os.pipe()
-    child = Child(lambda: os.read(ours, 1))  # stays alive without calls
+    child = Child(lambda: os.read(ours, 1))  # the child stays alive and makes no calls
     client.close()
     assert seen.wait(60)
     os.write(theirs, b"\0")

@@ -148,7 +148,7 @@ def test_there_is_an_error_and_no_part_of_an_answer_when_all_fail(attention, ser
         server.script = deque([lambda handler: handler.problem(503, "draining", Retry_After="0")] * 100)
     with pytest.raises(flashpoint.OverloadedError, match="draining"):
         attention([s.url for s in servers[:2]], parts=(1, 1), retries=1)
-    assert sum(len(server.requests) for server in servers[:2]) == 4  # twice at each
+    assert sum(len(server.requests) for server in servers[:2]) == 4  # two attempts at each server
     with pytest.raises(flashpoint.ConnectionFailedError):
         attention([nobody, nobody], retries=0)
 
@@ -201,12 +201,12 @@ def test_a_silent_servers_shard_is_asked_of_another_at_half_time(attention, serv
     o, actual = attention([quiet.url, servers[0].url], parts=(1, 3), timeout=600, with_meta=True)
     np.testing.assert_allclose(o, solved(Q, K, V)[0], rtol=2e-6, atol=2e-6)
     assert {part.url for part in actual} == {servers[0].url}
-    assert len(servers[0].requests) == len(actual)  # none of them twice
+    assert len(servers[0].requests) == len(actual)  # no shard was sent twice
     closed(quiet)
 
 
 def test_a_late_error_about_a_shard_that_is_answered_ends_nothing(attention, servers, clock):
-    """Two servers are late. One fails a shard that the third server has answered, while another shard is open."""
+    """An error about a shard that a third server has already answered does not end the call."""
     answered, refused, time = threading.Event(), threading.Event(), clock(work)
     bodies = []
 

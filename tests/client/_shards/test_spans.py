@@ -36,7 +36,7 @@ def problems(draw):
 @settings(max_examples=40, deadline=None)
 @given(problems(), st.integers(0, 100))
 def test_any_problem_is_as_float64_solves_it_over_the_whole(clients, problem, seed):
-    """Tokens arrive with their queries, in pieces that may cross spans; then more queries read all of them."""
+    """Sharded attention equals float64. Tokens arrive with their queries, in pieces that may cross spans."""
     span, pieces, count, dtype, keywords = problem
     layout, total = keywords["layout"], sum(pieces)
     q = normal(1, HQ, total, D, seed=seed, dtype=dtype)

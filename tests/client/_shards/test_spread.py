@@ -1,4 +1,4 @@
-"""Servers that fail are named, and what they left is mended; sizes are checked."""
+"""Errors name the servers that failed; later calls repair incomplete writes; sizes are checked."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def test_a_server_that_fails_is_named_and_what_it_left_is_mended(server, left):
         sharded.cache(pair, **SHAPE, span=8) as cache,
     ):  # fmt: skip
         cache.append(*(t[:, :, :6] for t in made))
-        cache.append(*(t[:, :, 6:10] for t in made))  # the second server has a part now
+        cache.append(*(t[:, :, 6:10] for t in made))  # now the second server also has tokens
         up["up"] = False
         for call in (
             lambda: cache.attention(normal(1, HQ, 1, D)), lambda: cache.append(*tokens(20)),
@@ -33,8 +33,8 @@ def test_a_server_that_fails_is_named_and_what_it_left_is_mended(server, left):
         ):  # fmt: skip
             with pytest.raises(flashpoint.ConnectionFailedError, match=failing.url):
                 call()
-        assert cache.length == 3  # the tokens before the place of the last write
-        assert len(left()) == 2  # no fork remains
+        assert cache.length == 3  # the tokens before the failed write
+        assert len(left()) == 2  # no fork of the cache remains
         up["up"] = True
         whole(cache, [t[:, :, :3] for t in made])
         cache.append(*(t[:, :, 3:] for t in made))

@@ -38,7 +38,7 @@ def test_another_server_has_a_question_from_half_time_on():
     assert one.patience(1) == 0
     assert one.take(0) is None
     assert one.take(1) is item
-    assert item.late == NOW + 30  # for a third server
+    assert item.late == NOW + 30  # the time when a third server may get this item
 
 
 def test_what_waits_comes_first():
@@ -94,12 +94,12 @@ def test_a_question_that_another_still_has_does_not_wait_as_well():
     one.failed(1, item, FULL)
     assert one.take(1) is None
     half_time_is_over(item)
-    assert one.take(1) is item  # its other server is still silent
+    assert one.take(1) is item  # the other server that has this item is still silent
     one.failed(1, item, FULL)
     one.failed(0, item, FULL)
     assert one.take(0) is item
     with pytest.raises(OverloadedError):
-        one.failed(0, item, FULL)  # the fourth failure: two at each of two servers
+        one.failed(0, item, FULL)  # the fourth failure: two at each of the two servers
 
 
 def test_the_deadline_ends_the_waiting():

@@ -38,7 +38,7 @@ def timed(run, tmp_path, kernel, *flags):
     flags = (*SMALL, *TIMED, *flags, "--backend", "naive", "--json", tmp_path / "rows.json")
     code, out, err = run("benchmark", "--kernel", f"my_kernels:{kernel}", *flags)
     job = flashpoint.BenchmarkJob.model_validate_json((tmp_path / "rows.json").read_text())
-    assert job.environment["kernel"] == f"my_kernels:{kernel}"  # pictures name it
+    assert job.environment["kernel"] == f"my_kernels:{kernel}"  # plots show this name
     rows = job.rows
     assert {row.backend for row in rows} == {"naive", "kernel"}
     return code, out, err, [row for row in rows if row.backend == "kernel"]
@@ -52,7 +52,7 @@ def test_a_function_is_timed_beside_the_backends(run, kernels, tmp_path):
     assert all(row.ms > 0 and row.speedup_over_naive > 0 and row.skipped is None for row in rows)
     assert "plain is my_kernels:plain; `flashpoint verify --kernel my_kernels:plain` judges its answers" in out
     lines = [line.split()[0] for line in out.splitlines() if line.strip()]
-    assert (lines.count("plain"), lines.count("kernel")) == (5, 0)  # four rows, and the line above
+    assert (lines.count("plain"), lines.count("kernel")) == (5, 0)  # in four rows, and in the line above
     assert "naive writes the matrix of scores, so its limit is low" in " ".join(out.split())
 
 

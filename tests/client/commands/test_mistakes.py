@@ -15,7 +15,7 @@ pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
 SIZES = ("--q-len", "8", "--head-dim", "4")
 RATES = ("--tflops", "1", "--network-gbit", "1")
-DEAD = "http://127.0.0.1:{free}"  # nobody listens there
+DEAD = "http://127.0.0.1:{free}"  # no server listens there
 COMMANDS = [
     ("", "usage: flashpoint COMMAND"),
     ("sevre", "no command 'sevre'\n  hint: did you mean serve?"),
@@ -197,7 +197,7 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return a folder of wrong files, each with another fault."""
+    """Return a folder of wrong files; each file has another fault."""
     folder_path = tmp_path_factory.mktemp("mistakes")
     (folder_path / "bad.toml").write_text("port is 3")
     (folder_path / "prot.toml").write_text("prot = 3")
@@ -207,7 +207,7 @@ def folder(tmp_path_factory):
     (folder_path / "text.py").write_text("def f(q, k, v): ...")
     x = np.zeros((2, 4), np.float32)
     case = flashpoint.save_case(folder_path / "case", q=x, k=x, v=x, o=x, scale=1.0).read_bytes()
-    renamed = case.replace(b'"scale":', b'"softmax_scale":')  # longer than the head says
+    renamed = case.replace(b'"scale":', b'"softmax_scale":')  # longer than the length in the file's head
     (folder_path / "flash.safetensors").write_bytes(_headed(renamed, len(renamed) - len(case)))
     longer = case.replace(b'"o":', b'"out":')
     (folder_path / "named.safetensors").write_bytes(_headed(longer, 2))

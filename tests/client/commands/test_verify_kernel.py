@@ -56,7 +56,7 @@ def test_a_function_that_is_not_there_is_named(run, kernels, kernel, message):
 def test_a_layout_of_the_judge_alone_is_taken_with_a_function(run, kernels, layout):
     flags = (*SMALL, "--dtype", "float32", "--layout", layout)
     code, out, err = run("verify", "--kernel", "my_kernels:plain", *flags)
-    assert (code, err) == (1, "")  # plain takes bhsd
+    assert (code, err) == (1, "")  # the function `plain` expects bhsd
     assert f"my_kernels:plain · {layout} · " in out
 
 

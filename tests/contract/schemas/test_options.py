@@ -1,4 +1,4 @@
-"""The model of the options and the table agree in names, defaults and what they refuse."""
+"""The model of the options and the table of options agree in names, defaults and refused values."""
 
 from dataclasses import fields
 

@@ -1,4 +1,4 @@
-"""The sizes of a problem follow from those that are given; numbers that JSON lacks travel as words."""
+"""Missing sizes of a problem are computed from the given sizes; JSON has NaN and infinities as strings."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""A refused document is described in the contract's words, field by field."""
+"""The error about a wrong document describes each wrong field in the contract's words."""
 
 import json
 import math

@@ -28,7 +28,7 @@ MODULES = (
 )
 OPTIONAL = ("flashpoint.jax", "flashpoint.integrations.transformers", "flashpoint_kernels.transformers")
 OURS = ("flashpoint", "flashpoint_contract", "flashpoint_kernels")
-# Only a client, a cache or a function makes these, never a caller.
+# Callers never construct these classes; a client, a cache or a function returns their objects.
 MADE = re.compile("(Async)?(Sharded)?(Cache|BenchmarkRun)")
 
 

@@ -85,7 +85,7 @@ def test_answers_and_gradients_of_other_families_agree_with_eager(client, kind):
         model.zero_grad()
         out = model(TOKENS, attention_mask=mask, labels=TOKENS.masked_fill(mask == 0, -100))
         out.loss.backward()
-        logits = out.logits if name == "t5" else out.logits[mask.bool()]  # padding rows have no meaning
+        logits = out.logits if name == "t5" else out.logits[mask.bool()]  # rows of padding have no meaning
         results[attention] = (
             logits.detach(),
             {each: p.grad for each, p in model.named_parameters() if p.grad is not None},
@@ -98,7 +98,7 @@ def test_answers_and_gradients_of_other_families_agree_with_eager(client, kind):
     for each, grad in eager_grads.items():
         error, largest = (grads[each] - grad).abs().max(), grad.abs().max()
         assert error <= 1e-5, each
-        assert error <= 5e-5 * largest, each  # float32 cancels in small sums, also locally
+        assert error <= 5e-5 * largest, each  # cancellation in small sums loses digits in float32
 
 
 @torch.no_grad()

@@ -55,7 +55,7 @@ def test_a_second_derivative_of_a_model_raises(client):
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_a_model_trains_under_autocast(client, kind):
-    """Its rotary embeddings make q and k float32, and v is bfloat16."""
+    """Training works although q and k are float32, by rotary embeddings, and v is bfloat16."""
     results = {}
     for attention in ("sdpa", NAME):
         model = getattr(small_models, kind)().train()

@@ -1,4 +1,4 @@
-"""A mask over held keys is that of transformers when something computes with it, and plain if options can say it."""
+"""A mask over held keys equals that of transformers when it is computed, and is `plain` if options express it."""
 
 from types import SimpleNamespace
 
@@ -31,7 +31,7 @@ def test_its_tensor_is_that_of_transformers(window, padding):
     mask = held_mask(kv_length=LengthInCache(9, CACHE), **given)
     assert isinstance(mask, HeldMask)
     assert (mask.cache, mask.window, mask.plain) == (CACHE, window, True)
-    assert mask._made is None  # nothing has computed with it
+    assert mask._made is None  # the mask was never computed
     assert mask.shape == (2, 1, 4, 9)
     expected = sdpa_mask(kv_length=9, allow_is_causal_skip=False, **given).expand(2, -1, -1, -1)
     assert torch.equal(mask.logical_not().logical_not().expand(2, -1, -1, -1), expected)
