@@ -54,7 +54,7 @@ __all__ = [
     "sharded",
 ]  # fmt: skip
 
-# Imported at first use: `import flashpoint` alone takes no time.
+# Import these modules at first use, so that `import flashpoint` alone is fast.
 _NAMES = {
     "flashpoint._client.async_client": ("AsyncClient",),
     "flashpoint._client.caches": ("AsyncCache", "Cache"),

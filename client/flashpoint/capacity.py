@@ -35,7 +35,7 @@ from flashpoint_contract.wire import ITEMSIZE
 
 Side = Literal["forward", "backward"]
 
-REPEATS = 7  # calls of a measurement; its result is their median
+REPEATS = 7  # number of calls of a measurement; the result is the median of their times
 MIB = 1 << 20
 
 
@@ -127,7 +127,7 @@ class Prediction:
 
     @property
     def _passing(self) -> list[str]:
-        return [name for name in self.stages if name != "round trip"]  # many requests are in the network at once
+        return [name for name in self.stages if name != "round trip"]  # requests overlap in the network
 
 
 def need(
@@ -238,7 +238,7 @@ def measure(client: Client, dtype: Dtype = "float32", *, shared: bool = False) -
     one = zeros(1, 1, 1, 64)
     call, _ = _median(lambda: client.attention(one, one, one, with_meta=True))
     keys = zeros(1, 1, 16 * MIB // one.nbytes, 64)
-    # It computes with one key only, so the upload dominates.
+    # The call has only one key, so the upload dominates its time.
     upload, _ = _median(lambda: client.attention(one, keys, keys, kv_lengths=[1], with_meta=True))
     rows, value = zeros(1, 1, 16 * MIB // (256 * kind.itemsize), 1), zeros(1, 1, 1, 256)
     download, _ = _median(lambda: client.attention(rows, rows[:, :, :1], value, q_lengths=[1], with_meta=True))
@@ -262,7 +262,7 @@ def measure(client: Client, dtype: Dtype = "float32", *, shared: bool = False) -
 
 
 def _rate(nbytes: int, seconds: float) -> float:
-    """Return bytes per second. It is inf if noise hid the transfer: the call was as fast as one without these bytes."""
+    """Return bytes per second. Return inf if noise hid the transfer, so that the call was not slower."""
     return nbytes / seconds if seconds > 0 else math.inf
 
 

@@ -20,15 +20,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130
     except OSError as error:
-        if not isinstance(error, BrokenPipeError):  # the reader closed the pipe, as in `flashpoint --help | head -3`
+        if not isinstance(error, BrokenPipeError):  # the reader closed the pipe: `flashpoint --help | head -3`
             complain("flashpoint", f"cannot read or write: {error}")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())  # Python flushes stdout at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())  # Python flushes stdout again at exit
         return 1
     return code
 
 
 def _run(arguments: list[str]) -> int:
-    if arguments and arguments[0] in ("-V", "--version"):  # needs no extra
+    if arguments and arguments[0] in ("-V", "--version"):  # printing the version needs no extra
         from flashpoint import __version__
 
         print(f"flashpoint {__version__}")

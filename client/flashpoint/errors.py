@@ -140,7 +140,7 @@ def all_invalid(errors: Iterable[tuple[str, str]]) -> InvalidInputError:
 def from_problem(
     status: int, problem: Mapping[str, Any], *, request_id: str | None = None, retry_after: float | None = None
 ) -> FlashpointError:
-    """Return the error for an answer with `status`. `problem`: its RFC 9457 document; empty if it was not readable."""
+    """Return the error for an answer with `status`. `problem`: its RFC 9457 document; empty if not readable."""
     if status < 400:
         return ProtocolError(f"an answer with status {status}", status=status, request_id=request_id)
     code = _text(problem.get("code"))

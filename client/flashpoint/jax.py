@@ -41,7 +41,7 @@ Arrays: TypeAlias = dict[str, jax.Array]
 
 _GRADS: dict[str, Grad] = {name[1:]: name for name in GRADS}
 _TOKEN = "saved"  # name of the array with the id of a saved forward: JAX keeps only arrays for the backward
-_AT_ONCE = 16  # concurrent requests of one call: enough to share a launch, few in a server's queue
+_AT_ONCE = 16  # maximum concurrent requests of one call: enough to share a launch, but few in a server's queue
 
 
 @documented
@@ -155,13 +155,13 @@ class _Call:
     client: Client
     options: AttentionOptions
     sending: tuple[tuple[str, Any], ...]
-    rank: int  # dimensions of q without those that a vmap adds in front
+    rank: int  # number of q's dimensions, without those that a vmap adds in front
     grads: tuple[Grad, ...] = ()
     save: bool = False
     saving: bool = False
 
     def answers(self, tensors: Mapping[str, Any], lead: int = 0) -> dict[str, _Answer]:
-        """Return the shapes and dtypes of one problem's answers, by the name of a tensor with the same axes."""
+        """Return the shapes and dtypes of one problem's answers. Each key is a tensor with the same axes."""
         if self.grads:
             like = {name[1:]: tensors[name[1:]] for name in self.grads}
             return {name: _Answer(t.shape[lead:], t.dtype) for name, t in like.items()}
@@ -169,7 +169,7 @@ class _Call:
         rows = list(q.shape[lead:-1])
         o = _Answer((*rows, v.shape[-1]), q.dtype)
         if self.options.layout == "thd" or (self.options.layout == "bshd" and self.rank == 4):
-            rows[-2:] = reversed(rows[-2:])  # lse has the heads first
+            rows[-2:] = reversed(rows[-2:])  # lse has the axis of heads first
         lse = _Answer(tuple(rows), np.dtype(np.float32))
         token = {_TOKEN: _Answer((ID_LENGTH,), np.dtype(np.uint8))} if self.saving else {}
         return {"o": o, "lse": lse, **token}
@@ -230,7 +230,7 @@ class _Call:
     def _send(self, arrays: dict[str, NDArray[Any]]) -> tuple[NDArray[Any], ...]:
         keywords = self._keywords(arrays)
         if self.grads:
-            keywords.pop("request_id", None)  # it named the forward's call
+            keywords.pop("request_id", None)  # the id was for the forward's call
             answer = self.client.attention_grad(**keywords, grads=self.grads)
         else:
             answer = self.client.attention(**keywords, return_lse=True)
@@ -265,7 +265,7 @@ def _forward(call: _Call, primals: dict[str, Any]) -> tuple[Any, Any]:
     results = _attention(dataclasses.replace(call, saving=call.save), tensors)
     outputs = dict(zip(("o", "lse", _TOKEN), results, strict=False))
     answer = results if call.saving else results[:2]
-    return answer, (tensors, outputs, dict.fromkeys(needed))  # as keys of a dict: jit does not trace them
+    return answer, (tensors, outputs, dict.fromkeys(needed))  # dict keys are not traced by jit
 
 
 def _backward(call: _Call, residuals: Any, cotangents: Any) -> tuple[dict[str, Any]]:

@@ -88,7 +88,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, client: Client | Sequence[Clie
     several = isinstance(client, Sequence)
     if save and several:
         raise invalid("save", "is not taken with several servers: no one of them has the whole forward")
-    seed = None if several else seed_for(given)  # several servers have no dropout, and say so
+    seed = None if several else seed_for(given)  # several servers refuse dropout, so draw no seed
     requiring = {name for name, t in given.items() if isinstance(t, Tensor) and t.requires_grad}
     if not torch.is_grad_enabled() or not requiring:
         return Served(client, save, (), {}).method("attention")(**given, **seeded(seed))

@@ -1,4 +1,4 @@
-"""Attention over caches that a server holds: its options beside `options.Options`, and its checks.
+"""Attention over caches that a server holds: options in addition to `options.Options`, and checks.
 
 A cache has the keys and values of one sequence, for every layer of a model. A call over caches sends q, and k and v of
 new tokens if there are any; otherwise it is like any other call. A process that knows a cache's shape, but not its
@@ -15,28 +15,28 @@ from flashpoint_contract.options import Options, ProblemError
 from flashpoint_contract.spec import Spec, plan
 from flashpoint_contract.tensors import EIGHT_BIT, TensorInfo
 
-MOST_CACHES = 4096  # maximum caches in one call
-MOST_TOKENS = 1 << 31  # maximum tokens in one cache
+MOST_CACHES = 4096  # maximum number of caches in one call
+MOST_TOKENS = 1 << 31  # maximum number of tokens in one cache
 CHUNK = 1024  # consecutive tokens of a layer in one piece of memory; compared with 256 and 512: docs/decisions
-SMALLEST_CHUNK = 16  # tokens: the rows of one head then fill whole cache lines, so every head is aligned
-ID_LENGTH = 1152  # maximum characters
+SMALLEST_CHUNK = 16  # in tokens: the rows of one head then fill whole cache lines, so every head is aligned
+ID_LENGTH = 1152  # maximum characters of a cache's id
 _ANY_LENGTH = 1024  # number of keys in a plan; only the engine knows the true length
 _ELSEWHERE = "is only for POST /attention over caches, in JSON or safetensors, and for the SDK's attention"
 
 
 def chunk_tokens(filled: int) -> int:
-    """Return the number of tokens for which a chunk with `filled` tokens has memory: chunks grow by doubling."""
+    """Return the capacity in tokens of a chunk that holds `filled` tokens. Chunks grow by doubling."""
     return max(SMALLEST_CHUNK, 1 << (filled - 1).bit_length())
 
 
 def layer_tokens(length: int) -> int:
-    """Return the number of tokens for which a layer has memory: whole chunks, and a last one that grows by doubling."""
+    """Return the capacity in tokens of a layer: whole chunks, and a last chunk that grows by doubling."""
     whole, filled = divmod(length, CHUNK)
     return whole * CHUNK + (chunk_tokens(filled) if filled else 0)
 
 
 class CacheOption(NamedTuple):
-    """One row of the table of options for calls over caches."""
+    """One row of `CACHE_OPTIONS`, the table of options for calls over caches."""
 
     name: str
     default: Any
@@ -53,8 +53,8 @@ CACHE_OPTIONS: dict[str, CacheOption] = {
         ),
     )
 }
-DTYPES = ("float16", "bfloat16", "float32")  # of q and of new k and v, and of caches that are not 8-bit
-# tensors that caches replace
+DTYPES = ("float16", "bfloat16", "float32")  # dtypes of q, of new k and v, and of caches that are not 8-bit
+# Tensors of a call that must be absent if it has caches.
 REFUSED = ("kv_lengths", "offset", "cu_seqlens_k", "block_table", "k_scale", "v_scale")
 
 
@@ -73,7 +73,7 @@ class LayerShape(NamedTuple):
 
     @property
     def taken(self) -> tuple[str, ...]:
-        """The dtypes that q and new k and v may have."""
+        """The dtypes that q, new k and new v may have."""
         return DTYPES if self.quantized else (self.dtype,)
 
 
@@ -87,7 +87,7 @@ class CacheOptions:
 
     @classmethod
     def read(cls, options: Mapping[str, Any]) -> CacheOptions:
-        """Return the options about caches from a JSON object."""
+        """Return the options about caches in a JSON object."""
         errors = []
         caches, layer, at = (options.get(name, row.default) for name, row in CACHE_OPTIONS.items())
         if not (_listed(caches) and caches and all(isinstance(one, str) for one in caches)):
@@ -170,7 +170,7 @@ def _sizes(tensors: Mapping[str, TensorInfo], layout: str) -> tuple[int, int, bo
 
 
 def _keys(tensors: Mapping[str, TensorInfo], options: Options) -> int:
-    """Return the number of keys that a mask has; _ANY_LENGTH without a mask."""
+    """Return the number of keys that the call's mask covers; _ANY_LENGTH without a mask."""
     mask, blocks = tensors.get("attn_mask"), tensors.get("block_mask")
     if mask is not None and mask.shape and mask.shape[-1] > 1:
         return mask.shape[-1]
@@ -180,7 +180,7 @@ def _keys(tensors: Mapping[str, TensorInfo], options: Options) -> int:
 
 
 def _shape(q: Sequence[int], layout: str, length: int, heads: int, dim: int) -> tuple[int, ...]:
-    """Return the shape of keys or values for this q."""
+    """Return the shape of keys or values in the layout of this q."""
     if layout == "thd":
         return (length, heads, dim)
     if len(q) == 4:

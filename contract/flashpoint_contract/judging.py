@@ -12,7 +12,7 @@ from flashpoint_contract import strictjson
 
 Verdict = Literal["right", "imprecise", "wrong", "not judged"]
 Standing = Literal["holds", "fails", "not tested"]
-# Axes of q, k and v of a function in memory order, in the order in which they are tried. A letter that is missing is an
+# Orders of axes that a function may expect, in the order in which the judge tries them. A missing letter is an
 # axis of size 1 that the function does not have.
 LAYOUTS = ("bhsd", "bshd", "sbhd", "shd", "hsd", "bsd", "sd")
 REQUIREMENTS = ("accurate", "deterministic", "batch-invariant", "masked-nan", "lse-gradient", "all")
@@ -195,7 +195,7 @@ class Report:
         return lines
 
     def _conclusion(self) -> str:
-        """Return the verdict in a sentence, with what is required and lacking, a guessed layout, options that raise."""
+        """Return the verdict as a sentence, with missing properties, a guessed layout, and options that raise."""
         text = {
             "right": "every error is within its bound", "imprecise": "no error is above L, some are above S",
             "not judged": "no case could be judged",

@@ -23,7 +23,7 @@ Grad = Literal["dq", "dk", "dv", "dattn_mask", "dsinks"]
 LAYOUTS: tuple[Layout, ...] = ("bhsd", "bshd", "thd")
 BACKENDS = ("triton", "torch", "tiled", "reference")
 UNBOUNDED = 1 << 30  # means "no bound" in a window: larger than any length, and its sums fit into int32
-FARTHEST_OFFSET = 1 << 29  # of `offset`, of either sign: its sum with a bound of a window fits into int32
+FARTHEST_OFFSET = 1 << 29  # maximum of abs(`offset`): its sum with a bound of a window fits into int32
 LARGEST_FLOAT32, LEAST_NORMAL_FLOAT32 = 3.4028234663852886e38, 1.1754943508222875e-38
 
 
@@ -44,7 +44,7 @@ class ProblemError(ValueError):
 
 @dataclass(frozen=True)
 class OneOf:
-    """One of several words."""
+    """A type of option values: one of several words."""
 
     values: tuple[str, ...]
 
@@ -54,7 +54,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Flag:
-    """True or false."""
+    """A type of option values: true or false."""
 
     def error(self, value: object) -> str | None:
         return None if isinstance(value, bool) else "must be a bool"
@@ -100,7 +100,7 @@ class Integer:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two integers from `least` to `most`, both multiples of `step`. `sides` are their names as separate parameters."""
+    """Two integers from `least` to `most`, both multiples of `step`. `sides` names them as separate parameters."""
 
     least: int
     most: int
@@ -137,19 +137,20 @@ _PYTHONS = {bool, int, float, str, type(None)}
 
 
 def number_of(value: Any) -> Any:
-    """Return a number, or a list of numbers, of NumPy, torch or JAX as Python's; anything else unchanged."""
+    """Return numbers of NumPy, torch or JAX as Python numbers or lists; return anything else unchanged."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def is_integer(value: Any) -> bool:
-    """Return whether it is an integer, also one of NumPy; True and False are none."""
+    """Return whether a value is an integer, of Python or NumPy. True and False are not integers."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 class Feature(NamedTuple):
-    """A feature that a problem may need of a backend: its name in `/info`, and its name in errors.
+    """A feature that a problem may need from a backend: the feature's name in `/info`, and its name in errors.
 
-    `level` is the lowest variant of a kernel that has it (see `Spec.level`). `per_score`: it costs time for each score.
+    `level` is the lowest variant of a kernel that has it (see `Spec.level`). `per_score`: the feature costs time for
+    each score.
     """
 
     name: str
@@ -159,11 +160,11 @@ class Feature(NamedTuple):
 
 
 class Option(NamedTuple):
-    """One row of the table.
+    """One row of the table `OPTIONS`.
 
     `example` is a value that is not the default. The option needs `feature` if its value is `when`; if `when` is None,
-    then if its value is not the default. `direction` is the only call that has the option; None means both. `refused`
-    maps the surfaces that refuse the option to the reasons.
+    then if its value is not the default. `direction` is the only call (forward or backward) with the option; None means
+    both. `refused` maps the surfaces that refuse the option to the reasons.
     """
 
     kind: Kind
@@ -293,7 +294,7 @@ class Options:
         return self._hash
 
     @cached_property
-    def _hash(self) -> int:  # cached: each request looks up its options, and hashing every field is slow
+    def _hash(self) -> int:  # cached, because each request hashes its options, and hashing every field is slow
         return hash(tuple(getattr(self, name) for name in OPTIONS))
 
 

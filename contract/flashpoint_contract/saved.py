@@ -1,7 +1,7 @@
-"""Forwards that a server saves for their gradients: options beside `options.Options`, and checks of both calls.
+"""Forwards that a server saves for gradient calls: options in addition to `options.Options`, and checks.
 
 A forward with `save` stores its inputs, options, seed, o and lse on the server, and returns an id. A gradient call with
-this id, `saved`, sends do, and dlse if needed; everything else is that of the forward.
+this id, `saved`, sends do, and dlse if needed. The server takes everything else from the saved forward.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from flashpoint_contract.options import OPTIONS, Direction, Options, ProblemErro
 from flashpoint_contract.spec import Spec, plan
 from flashpoint_contract.tensors import TENSORS, TensorInfo
 
-SAVED_BYTES = 1024  # what a saved forward counts for in addition to its tensors
-ID_LENGTH = 2048  # maximum characters
+SAVED_BYTES = 1024  # bytes that a saved forward counts as, in addition to its tensors
+ID_LENGTH = 2048  # maximum characters of a saved forward's id
 
 SAVED_OPTIONS: dict[str, CacheOption] = {
     row.name: row
@@ -51,7 +51,7 @@ def plain(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def plan_saved(tensors: Mapping[str, TensorInfo], options: Options) -> Spec:
-    """Check a forward to be saved, and return its problem, which returns lse. Raises ProblemError."""
+    """Check a forward that will be saved, and return its problem, with lse among the outputs. Raises ProblemError."""
     if alone := [name for name in tensors if name in TENSORS and TENSORS[name].forward_only]:
         raise ProblemError((name, "has no gradient: omit `save`") for name in alone)
     return plan(tensors, replace(options, return_lse=True), "forward")
@@ -63,7 +63,7 @@ def saved_tensors(forward: Spec) -> dict[str, TensorInfo]:
 
 
 def saved_bytes(forward: Spec) -> int:
-    """Return the bytes for which a saved forward counts."""
+    """Return the number of bytes that a saved forward counts as."""
     return SAVED_BYTES + sum(info.nbytes for info in saved_tensors(forward).values())
 
 

@@ -1,6 +1,7 @@
-"""A checked problem: options, shapes and dtypes are validated and priced before any tensor is read.
+"""A checked problem: validate and price options, shapes and dtypes before any tensor is read.
 
-A process that reads only the head of a message validates and prices the whole problem here. Notation: see `tensors`.
+A process that reads only the head of a message validates and prices the whole problem here. The module `tensors`
+defines the letters B, Hq, ….
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from flashpoint_contract.wording.hints import each_meant
 
 
 class Row(NamedTuple):
-    """One sequence of a request: the position of its rows in the canonical (N, H, S, D) views, and its valid lengths.
+    """One sequence of a request: where its rows are in the canonical (N, H, S, D) views, and its valid lengths.
 
-    `batch` indexes N (0 in `thd`); `index` is the sequence's number in its request, which dropout uses. Query row i of
+    `batch` indexes N (0 in `thd`). `index` is the sequence's number in its request, for dropout. Query row i of
     the sequence is canonical row `q_start + i`. Rows from `q_len` to `q_rows` are padding; likewise for keys. Query i
     is at key i + `offset`, for `causal`, `window` and ALiBi.
 
@@ -62,7 +63,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Spec:
-    """One valid problem: its options and sizes, and what it needs of a backend. Made by `plan`.
+    """One valid problem: its options and sizes, and the features that it needs. `plan` makes it.
 
     If k and v are pages: `pool` pages of `page_size` keys; `kv_len` is the maximum number of keys of a sequence.
     """
@@ -114,7 +115,7 @@ class Spec:
         return left, min(right, 0) if self.options.causal else right
 
     def offset(self, q_len: Any, kv_len: Any) -> Any:
-        """Return `Row.offset` of sequences of these lengths, numbers or arrays, if the caller gives none."""
+        """Return the default `Row.offset` for sequences of these lengths, which are numbers or arrays."""
         return kv_len - q_len if self.options.causal_alignment == "bottom_right" else 0
 
     @cached_property
@@ -127,7 +128,7 @@ class Spec:
 
     @cached_property
     def features(self) -> frozenset[str]:
-        """The features that the problem needs of a backend: keys of `tensors.FEATURES`."""
+        """The features that a backend must have for the problem: keys of `tensors.FEATURES`."""
         dtypes = tuple((name, info.dtype) for name, info in self.tensors.items())
         dims = self.head_dim, self.value_dim
         return _features(self.direction, self.options, self.dtype, dtypes, self.q_heads != self.kv_heads, *dims)
@@ -178,7 +179,7 @@ class Spec:
         return plan(infos, replace(self.options, return_lse=True), "forward")
 
     def with_keys(self, kv_len: int, tensors: Mapping[str, TensorInfo]) -> Spec:
-        """Return this forward problem with another length of keys; what does not depend on it is not computed again."""
+        """Return this forward problem with another number of keys. Values that do not depend on it are reused."""
         spec = replace(self, kv_len=kv_len, tensors=tensors)
         same = {name: getattr(self, name) for name in ("features", "level", "window", "outputs", "lse_shape")}
         spec.__dict__.update(same)
@@ -201,7 +202,7 @@ class Spec:
 
     @cached_property
     def flops(self) -> int:
-        """The floating-point operations of the matrix products; an upper bound as long as lengths are unknown.
+        """The floating-point operations of the matrix products. They are an upper bound while lengths are unknown.
 
         The forward needs 2·Hq·Sq·Sk·(D + Dv) per sequence (FlashAttention-2, §4.1). Our two-pass backward computes S
         and dP twice: 7 products instead of 2, so 3.5 times as many. Causal squares need half.
@@ -275,12 +276,12 @@ class Spec:
         return _rows(self.batch, batch, *q, *k, offset)
 
 
-@lru_cache(1024)  # lengths are not among its arguments: each call of a loop whose keys grow has another spec
+@lru_cache(1024)  # lengths are no arguments, so that a loop whose number of keys grows finds cached results
 def _features(
     direction: Direction, options: Options, dtype: str, dtypes: tuple[tuple[str, str], ...], grouped: bool,
     head_dim: int, value_dim: int,
 ) -> frozenset[str]:  # fmt: skip
-    """Return `Spec.features`; `dtypes` are those of the tensors, by their names."""
+    """Return `Spec.features`. `dtypes` are the dtypes of the tensors by name."""
     used = {dtype}
     for name, option in OPTIONS.items():
         if option.feature is not None and option.asks(getattr(options, name)):
@@ -317,7 +318,7 @@ def _between(starts: Sequence[int]) -> tuple[Iterable[int], Iterable[int], Itera
 
 
 def _rows(count: int, *columns: Iterable[int]) -> tuple[Row, ...]:
-    """Make rows from the columns after `index`. This is fast, because there may be 65,536 rows."""
+    """Return `Row`s from the columns after `index`. The code is optimized, because there may be 65,536 rows."""
     return tuple(map(Row._make, zip(range(count), *columns, strict=False)))
 
 
@@ -329,13 +330,13 @@ def plan(tensors: Mapping[str, TensorInfo], options: Options, direction: Directi
     return _plan(tuple(tensors.items()), options, direction)
 
 
-@lru_cache(1024)  # a model repeats a few problems
+@lru_cache(1024)  # cached, because a model repeats a few problems
 def _plan(named: tuple[tuple[str, TensorInfo], ...], options: Options, direction: Direction) -> Spec:
     return _grown(named, options, direction) or _planned(named, options, direction)
 
 
 def _grown(named: tuple[tuple[str, TensorInfo], ...], options: Options, direction: Direction) -> Spec | None:
-    """Return the problem, made from the same problem with one key; None if the number of keys decides more than sizes.
+    """Return the problem, derived from the same one with one key; None if the number of keys changes more than sizes.
 
     In a loop that adds a key in each call, every call has a new number of keys, but all share the problem with one.
     """
@@ -350,11 +351,11 @@ def _grown(named: tuple[tuple[str, TensorInfo], ...], options: Options, directio
     try:
         planned = _planned(short, options, direction)
     except ProblemError:
-        return None  # whose sizes are not those of this call
+        return None  # the sizes of the problem with one key differ from this call's
     return planned.with_keys(k.shape[axis], tensors)
 
 
-# tensors whose shapes do not depend on the number of keys, and k and v
+# The tensors whose shapes do not depend on the number of keys, and k and v.
 _ANY_LENGTH = frozenset(
     ("q", "k", "v", "alibi_slopes", "sinks", "q_lengths", "kv_lengths", "offset", "cu_seqlens_q", "cu_seqlens_k")
 )
@@ -443,7 +444,7 @@ def _check_shapes(spec: Spec) -> Iterable[tuple[str, str]]:
     layout = spec.options.layout
     for name, info in spec.tensors.items():
         row = TENSORS[name]
-        if row.has_columns and row.direction == "forward":  # the sizes come from q, k and v
+        if row.has_columns and row.direction == "forward":  # the sizes of axes come from q, k and v
             continue
         full = spec.shape_of(name)
         if spec.paged and name == "cu_seqlens_k":
@@ -460,7 +461,7 @@ def _check_shapes(spec: Spec) -> Iterable[tuple[str, str]]:
 
 
 def _of_blocks(spec: Spec, row: Tensor) -> str:
-    """Return the block sizes for an error about a tensor of blocks; "" for others."""
+    """Return the text about block sizes for an error about `block_mask`; "" for other tensors."""
     return f", of blocks of {' x '.join(map(str, spec.options.block_size))}" if "q_blocks" in row.axes else ""
 
 

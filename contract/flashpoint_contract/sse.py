@@ -1,6 +1,6 @@
 """Parse server-sent events while their bytes arrive (WHATWG HTML, 9.2.6: interpreting an event stream). No I/O.
 
-Only the field `data` is read: the data of each event contains its number.
+Only the field `data` is read: the data of each event contains the event's number.
 """
 
 from __future__ import annotations

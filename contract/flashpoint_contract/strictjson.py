@@ -1,6 +1,6 @@
 """Strict JSON: no duplicate keys, no NaN literals, and no text that cannot be encoded again.
 
-JSON has no NaN and no infinities: messages have these numbers as strings, `WORDS`.
+JSON has no NaN and no infinities: messages contain the strings `WORDS` instead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _constant(name: str) -> Any:
 
 
 def written(number: float) -> float | str:
-    """Return a number as JSON can have it: itself, or its word."""
+    """Return a number unchanged, or NaN or an infinity as its string in `WORDS`."""
     if math.isfinite(number):
         return number
     return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
@@ -34,7 +34,7 @@ def loads(text: bytes | str, *, words: bool = False) -> Any:
     """Return the value of `text`. Raises ValueError for everything that is not strict UTF-8 JSON, at any depth and
     length.
 
-    `words` makes strings of the literals NaN, Infinity and -Infinity, which Python's json module writes.
+    With `words`, the literals NaN, Infinity and -Infinity, which Python's json module writes, become strings.
     """
     try:
         if isinstance(text, bytes):

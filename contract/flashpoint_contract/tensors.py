@@ -25,15 +25,15 @@ ITEMSIZE = {
     "int32": 4, "int64": 8,
 }  # fmt: skip
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-EIGHT_BIT = ("float8_e4m3fn", "int8")  # of k and v, with scales
+EIGHT_BIT = ("float8_e4m3fn", "int8")  # dtypes of k and v with scales
 INTS = ("int32", "int64")
 
-MAX_HEAD_DIM = 256  # of all backends except `reference`
-MAX_WIDE_HEAD_DIM = 576  # of the forward on `triton` and `tiled`
+MAX_HEAD_DIM = 256  # maximum head dimension of all backends except `reference`
+MAX_WIDE_HEAD_DIM = 576  # maximum head dimension of the forward on `triton` and `tiled`
 
 
 class TensorInfo(NamedTuple):
-    """A tensor's dtype (a key of `ITEMSIZE`) and shape."""
+    """The dtype (a key of `ITEMSIZE`) and the shape of a tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -44,18 +44,18 @@ class TensorInfo(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """One row of the table.
+    """One row of the table of tensors.
 
     - `axes`: the axes in layout `bhsd`, for q of four dimensions.
     - `like_q`: the tensor has q's dtype, which is one of `dtypes`, or one of `quantized`.
     - `direction`: "backward" for tensors of the gradient call only. `forward_only`: the gradient call does not accept
       it.
-    - `gradient`: it has a gradient, of its own shape and dtype.
+    - `gradient`: the tensor has a gradient of the same shape and dtype.
     - `scale_of`: it is the scale of that tensor: one number, a number for each key/value head (and sequence), or a
       number for each row. `axes` are those of the last form.
     - `broadcast`: axes that may be 1, and that may be missing at the front.
     - `shared`: the first axis may be missing; the tensor is then shared along it.
-    - `features`: the feature that it needs of a backend, by dtype; "" means any dtype.
+    - `features`: the feature that a backend needs for the tensor, by dtype; "" means any dtype.
     - `refused`: as in `options.Option`.
     """
 
@@ -78,32 +78,32 @@ class Tensor(NamedTuple):
 
     @property
     def is_index(self) -> bool:
-        """Whether it contains lengths or places of sequences, whose values define the problem's rows."""
+        """Whether the tensor contains lengths or positions of sequences; their values define the problem's rows."""
         return self.dtypes == INTS
 
     @property
     def may_be_number(self) -> bool:
-        """Whether one number may stand for all."""
+        """Whether a single number may replace the tensor."""
         return bool(self.scale_of) or (self.is_index and self.shared)
 
     @property
     def has_columns(self) -> bool:
-        """Whether its rows have D or Dv numbers."""
+        """Whether each row of the tensor has D or Dv numbers."""
         return self.axes[-1] in ("D", "Dv")
 
     @property
     def in_layout(self) -> bool:
-        """Whether the order of its axes depends on the layout."""
+        """Whether the order of the tensor's axes depends on the layout."""
         return self.has_columns or bool(self.scale_of)
 
     @property
     def per_head(self) -> bool:
-        """Whether it has one number for each head, or for each sequence and head."""
+        """Whether the tensor has one number for each head, or for each sequence and head."""
         return self.axes[-1] == "Hq"
 
     @property
     def of_keys(self) -> bool:
-        """Whether its rows are keys, and its heads are key/value heads."""
+        """Whether the tensor's rows are keys, and its heads are key/value heads."""
         return "Hk" in self.axes
 
     def head_axis(self, layout: str) -> int | None:
@@ -114,7 +114,7 @@ class Tensor(NamedTuple):
         return axes[0] if axes else None
 
     def axes_in(self, layout: str, rank: int, *, paged: bool = False) -> tuple[str, ...]:
-        """Return its axes in order, for q of `rank` dimensions; with `paged`, keys are in pages."""
+        """Return the tensor's axes in order, for q of `rank` dimensions; with `paged`, keys are in pages."""
         axes = list(self.axes)
         if not _LENGTHWISE.isdisjoint(axes):
             paged = self.of_keys and paged
@@ -131,18 +131,18 @@ class Tensor(NamedTuple):
         return tuple(axes)
 
     def shape(self, sizes: Mapping[str, int], layout: str, rank: int) -> tuple[int, ...]:
-        """Return its largest shape for q of `rank` dimensions, from the sizes of the axes.
+        """Return the tensor's largest shape for q of `rank` dimensions, from the sizes of the axes.
 
         The sizes contain "page_size" if the problem has pages.
         """
         return tuple(sizes[axis] for axis in self.axes_in(layout, rank, paged="page_size" in sizes))
 
     def smallest_shape(self, sizes: Mapping[str, int], layout: str, rank: int) -> tuple[int, ...]:
-        """Return this shape with 1 for each axis that may be 1."""
+        """Return the shape `shape(…)` with 1 for each axis that may be 1."""
         return self.shape({axis: 1 if axis in self.broadcast else n for axis, n in sizes.items()}, layout, rank)
 
     def feature(self, dtype: str) -> Feature | None:
-        """Return the feature that it needs of a backend if it has this dtype."""
+        """Return the feature that a backend needs for the tensor in this dtype."""
         return next((feature for of, feature in self.features if of in ("", dtype)), None)
 
 
@@ -255,7 +255,7 @@ def _gradient(name: str) -> Tensor:
 TENSORS: dict[str, Tensor] = {row.name: row for row in (*_ROWS, *map(_gradient, GRADS))}
 
 INPUT_TENSORS = tuple(row.name for row in _ROWS)
-FORWARD_TENSORS = tuple(row.name for row in _ROWS if row.direction == "forward")  # accepted by each call
+FORWARD_TENSORS = tuple(row.name for row in _ROWS if row.direction == "forward")  # both calls accept these
 BACKWARD_TENSORS = tuple(row.name for row in _ROWS if not row.forward_only)
 TAKEN: dict[Direction, tuple[str, ...]] = {"forward": FORWARD_TENSORS, "backward": BACKWARD_TENSORS}
 SCALES = tuple(row.name for row in _ROWS if row.scale_of)
@@ -277,7 +277,7 @@ EXTRAS = tuple(
 
 
 def _features() -> dict[str, tuple[str, Feature]]:
-    """Return each feature by name, with the field that needs it."""
+    """Return each feature by name, with the tensor or option that needs it."""
     features: dict[str, tuple[str, Feature]] = {}
     for option in OPTIONS.values():
         if option.feature is not None:
@@ -307,7 +307,7 @@ def refusals(surface: str, names: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def why_not(name: str, known: Sequence[str], hint: str) -> str:
-    """Return why a call does not take the tensor `name`; `known` are those that it takes."""
+    """Return the error text for a tensor `name` that a call does not accept; `known` are the accepted names."""
     if name in TENSORS and TENSORS[name].forward_only:
         return "is only for the forward: pages and 8-bit keys have no gradient"
     return f"unknown tensor{hint or '; known are ' + ', '.join(known)}"

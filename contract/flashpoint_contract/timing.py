@@ -1,4 +1,4 @@
-"""When a measured time says little."""
+"""Decide whether a measured time is too noisy to be useful."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attentions of Hugging Face transformers: `register`, for the client's integration and the attention library's.
+"""`register` replaces the attention of Hugging Face transformers, for the client and the attention library.
 
 transformers takes any registered name as `attn_implementation` of any model. A model that does not ask its
 `AttentionInterface` ignores the name, and would compute its own attention although its configuration says otherwise.
@@ -17,8 +17,8 @@ from typing import Any, Protocol
 
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-Invalid = Callable[[str, str], Exception]  # makes the error for (field, message)
-Tensor = Any  # torch's: this package does not import torch
+Invalid = Callable[[str, str], Exception]  # a function (field, message) -> error
+Tensor = Any  # torch.Tensor, but this package does not import torch
 
 
 class Solve(Protocol):
@@ -34,13 +34,13 @@ class Solve(Protocol):
     ) -> Tensor: ...  # fmt: skip
 
 
-_RESERVED = re.compile(r"^(eager|paged)$|flash|sdpa|flex_attention|[|/:]")  # transformers reads more into these
+_RESERVED = re.compile(r"^(eager|paged)$|flash|sdpa|flex_attention|[|/:]")  # names with a meaning in transformers
 _ASKS = re.compile(r"\bget_interface\(|\bALL_ATTENTION_FUNCTIONS\b")
 _COMPUTES = re.compile(
     r"softmax\(|scaled_dot_product_attention\(|multi_head_attention_forward\(|logsumexp\(", re.IGNORECASE
 )
 _LOOKS_UP = re.compile(r"_CLASSES\[(self\.)?(config\._)?attn_implementation\]")
-_OURS: dict[str, Invalid] = {}  # the names that `register` has given to transformers
+_OURS: dict[str, Invalid] = {}  # names that `register` has registered, with their `invalid`
 
 
 def register(name: str, compute: Solve, make_mask: Callable[..., Any], invalid: Invalid) -> None:
@@ -84,7 +84,7 @@ def register(name: str, compute: Solve, make_mask: Callable[..., Any], invalid: 
 
 
 def mask_options(mask: Tensor | None, bias: Tensor | None, causal: bool, queries: int) -> dict[str, Any]:
-    """Return the options that stand for the arguments `mask`, `bias` and `causal` of `Solve`, for Sq `queries`."""
+    """Return attention options equivalent to the arguments `mask`, `bias` and `causal` of `Solve`, for Sq `queries`."""
     return {
         "attn_mask": _biased(mask, bias),
         "causal": causal and mask is None and queries > 1,
@@ -110,9 +110,9 @@ def registered_by(invalid: Invalid, config: Any) -> bool:
 
 
 def _check(model: PreTrainedModel) -> None:
-    """Raise an error if a model's attention cannot be replaced; warn of a part that keeps its own.
+    """Raise an error if a model's attention cannot be replaced; warn if a part of it cannot.
 
-    Models inside this one are checked by themselves, because they may have another implementation.
+    Nested models are checked separately, because they may have another implementation.
     """
     name = getattr(model.config, "_attn_implementation", None)
     if name not in _OURS:
@@ -137,7 +137,7 @@ def _check_all(model: PreTrainedModel, _: object) -> None:
 
 
 def _check_class(model: PreTrainedModel, name: Any) -> None:
-    """Raise an error for a model that looks up its attention's class by name, which would be a KeyError."""
+    """Raise an error for a model that looks up its attention class by name and would raise KeyError."""
     source = inspect.getsource(inspect.getmodule(type(model)) or type(model)) if name in _OURS else ""
     if _LOOKS_UP.search(source):
         raise _refusal(name, type(model), ())
@@ -170,10 +170,10 @@ def _named(kind: type) -> bool:
 
 @functools.cache
 def _asks(kind: type) -> bool | None:
-    """Return whether a module asks transformers for its attention; None if it computes none."""
+    """Return whether a module gets its attention function from transformers; None if it computes no attention."""
     if not _named(kind):
         return None
-    for base in kind.__mro__:  # the class whose `forward` runs, and those that it may call
+    for base in kind.__mro__:  # the class whose `forward` runs, and the base classes that it may call
         if base.__module__ == "torch.nn.modules.module":
             return None
         try:
@@ -188,7 +188,7 @@ def _asks(kind: type) -> bool | None:
 
 
 def _after(kind: type, method: str, then: Any) -> None:
-    """Let `then(object, result)` run after a method of a class."""
+    """Replace a method of a class by one that calls `then(object, result)` afterwards."""
     original = getattr(kind, method)
 
     @functools.wraps(original)

@@ -19,13 +19,13 @@ from flashpoint_contract import strictjson
 from flashpoint_contract.wording.hints import did_you_mean
 
 MEDIA_TYPE = "application/vnd.safetensors"
-HEAD_LIMIT = 1 << 20  # bytes; the largest head of our own messages is under 4 KiB
+HEAD_LIMIT = 1 << 20  # in bytes; the largest head of our own messages is under 4 KiB
 METADATA_LIMIT = 64  # entries of __metadata__; the contract names 14 options
 TENSOR_LIMIT = 64  # tensors of one message; the contract names 18
 RANK_LIMIT = 16
 _SIZE_LIMIT = (1 << 63) - 1  # a size that any array library can hold
 
-# safetensors' name: our name, bytes of an element. Unsupported types are listed, so that errors can name them.
+# safetensors' name -> (our name, bytes of an element). Unsupported types are listed so that errors can name them.
 _DTYPES = {
     "BOOL": ("bool", 1), "U8": ("uint8", 1), "I8": ("int8", 1), "F8_E5M2": ("float8_e5m2", 1),
     "F8_E4M3": ("float8_e4m3fn", 1), "U16": ("uint16", 2), "I16": ("int16", 2), "F16": ("float16", 2),
@@ -52,7 +52,7 @@ class TensorSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Head:
-    """A parsed head. `tensors` are in file order; `size` includes the length field; `data_size` is that of the data."""
+    """A parsed head. `tensors` are in file order; `size` includes the length field, but not the data (`data_size`)."""
 
     tensors: tuple[TensorSpec, ...]
     metadata: dict[str, str]
@@ -118,7 +118,7 @@ def _tensor(name: str, entry: Any) -> TensorSpec:
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
         raise WireError(f"{name!r} has data_offsets that are not two sizes")
     dtype, itemsize = _DTYPES[code]
-    # Sizes of 0 do not count here: the product of the others must still fit array libraries.
+    # Ignore sizes of 0 here: the product of the other sizes must still fit array libraries.
     if math.prod(max(n, 1) for n in shape) * itemsize > _SIZE_LIMIT:
         raise WireError(f"{name!r} has a shape that overflows")
     start, stop = offsets
@@ -132,7 +132,7 @@ def _tensor(name: str, entry: Any) -> TensorSpec:
 def build_head(tensors: Sequence[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str]) -> bytes:
     """Return the head, including its length field, for `tensors` (name, canonical dtype, shape) in this order.
 
-    It is padded with spaces, so that the data starts at a multiple of 8. Raises ValueError for a dtype that safetensors
+    Spaces pad the head, so that the data starts at a multiple of 8. Raises ValueError for a dtype that safetensors
     does not have, a repeated name, or a head over `HEAD_LIMIT`.
     """
     entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}

@@ -47,7 +47,7 @@ from flashpoint_server.service import Service
 
 PATHS: dict[str, Direction] = {"/attention": "forward", "/attention/grad": "backward"}
 PLANNERS: dict[Kind, Compute] = {"caches": compute_cached, "save": compute_saving, "saved": compute_recalled}
-_CODES = {status: code for code, status in reversed(STATUS.items())}  # the first code of each status
+_CODES = {status: code for code, status in reversed(STATUS.items())}  # each HTTP status's first error code
 
 
 def create_app(
@@ -114,7 +114,7 @@ def create_app(
     app.add_exception_handler(HTTPException, _framework_error)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.router.routes += tensor_routes
-    for path, post in posts.items():  # register them with the framework, so that it answers other methods with 405
+    for path, post in posts.items():  # register these paths with FastAPI, so that it answers other methods with 405
         app.router.routes.append(StarletteRoute(path, post, methods=["POST"]))
     for routes in (
         status.router(service),
@@ -128,7 +128,7 @@ def create_app(
 
 
 def _words(route: BaseRoute) -> Iterable[str]:
-    """Return the parts of a route's path that are the same in every request."""
+    """Return the parts of a route's path that are not parameters."""
     assert isinstance(route, StarletteRoute)
     return (part for part in route.path.split("/") if "{" not in part)
 
@@ -138,12 +138,12 @@ def _masked(route: StarletteRoute) -> str:
     return re.sub(r"\{\w+\}", "*", route.path)
 
 
-# Paths that other services have, and ours for them.
+# Health paths that other services use -> the equivalent paths of this service.
 _PROBES = {
     **dict.fromkeys(("/health", "/healthz", "/livez", "/live", "/ping"), "/health/live"),
     **dict.fromkeys(("/readyz", "/ready"), "/health/ready"),
 }
-_LONGEST = 64  # characters of a path that is compared with ours
+_LONGEST = 64  # maximum characters of a path that is compared with ours
 
 
 async def _ended(task: asyncio.Task[None]) -> None:
@@ -186,12 +186,12 @@ def _missing(request: Request) -> str:
 
 
 def _allowed(request: Request) -> str:
-    """Return all methods of a path, for Allow.
+    """Return all methods of a path, for the Allow header.
 
-    The framework names only those of one route, but routes may share a path.
+    FastAPI names only the methods of one route, but several routes may share a path.
     """
     routes = request.app.router.routes
-    # an exact path wins over {id}
+    # an exact path is preferred to one with {id}
     routes = [r for r in routes if getattr(r, "path", None) == request.url.path] or routes
     scopes = {method: {**request.scope, "method": method} for method in ("GET", "POST", "DELETE")}
     methods = [m for m, scope in scopes.items() if any(r.matches(scope)[0] is Match.FULL for r in routes)]

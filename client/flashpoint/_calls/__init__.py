@@ -1,1 +1,1 @@
-"""Calls of the service: how each request is made, and how its answer is read. No I/O."""
+"""Build the requests of the service's calls, and parse the answers. This package does no I/O."""

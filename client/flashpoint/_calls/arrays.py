@@ -1,6 +1,6 @@
-"""Convert numpy arrays and torch tensors to bytes and back, without a copy if the memory layout allows.
+"""Convert numpy arrays and torch tensors to bytes and back, without a copy where the memory layout allows it.
 
-torch is imported only for torch tensors: a caller who passes one has imported it.
+The module imports torch only for torch tensors: a caller who passes one has already imported torch.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def pack(name: str, value: Any) -> Packed:
         raise invalid(name, f"dtype {value.dtype} cannot be sent")
     if not value.dtype.isnative:
         value = value.astype(value.dtype.newbyteorder("="))
-    # As uint8, because the buffer protocol has no bfloat16.
+    # View the tensor as uint8, because the buffer protocol has no bfloat16.
     flat = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
     return Packed(value.dtype.name, value.shape, flat.data)
 
@@ -81,13 +81,13 @@ def _pack_torch(name: str, tensor: torch.Tensor) -> Packed:
     if tensor.layout != torch.strided or tensor.device.type == "meta":
         raise invalid(name, "must be a dense tensor with memory of its own")
     whole = tensor.detach().cpu().resolve_neg().contiguous()
-    # not reshape(-1), which keeps the stride of a tensor with one element
+    # Do not use reshape(-1): it keeps the stride of a tensor with one element.
     flat = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8)
     return Packed(dtype, tuple(tensor.shape), flat.numpy().data)
 
 
 def to_numpy(name: str, value: Any) -> NDArray[Any]:
-    """Return `value` as a numpy array, by the rules of `pack`. A torch tensor on the CPU is not copied."""
+    """Return `value` as a numpy array, under the same conditions as `pack`. A torch tensor on the CPU is not copied."""
     if isinstance(value, np.ndarray) and value.dtype.isnative and value.dtype.name in ITEMSIZE:
         return value
     dtype, shape, data = pack(name, value)
@@ -110,7 +110,7 @@ def unpack(buffer: NDArray[np.uint8], specs: Mapping[str, TensorSpec], like: Arr
 
 def _unpack(data: NDArray[np.uint8], spec: TensorSpec, like: Array) -> Any:
     if spec.start % ITEMSIZE[spec.dtype]:
-        data = data.copy()  # not aligned: a tensor with smaller elements lies before it
+        data = data.copy()  # the data is not aligned: a tensor with smaller elements precedes it
     if isinstance(like, np.ndarray):
         return data.view(_numpy_dtype(spec.dtype)).reshape(spec.shape)
     import torch

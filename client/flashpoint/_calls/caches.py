@@ -1,4 +1,4 @@
-"""The calls of a KV cache: how each request is made, and how its answer is read. No I/O."""
+"""Build the requests of the calls on KV caches, and parse the answers. This module does no I/O."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class AnyCache(HeldCache):
 
 
 def not_copied(cache: object) -> TypeError:
-    """Return the error for a deep copy of a cache of asyncio: a copy is a fork, which the server makes."""
+    """Return the error for `copy.deepcopy` of an `AsyncCache`: only the server can copy a cache, by `fork`."""
     return TypeError(f"{type(cache).__name__} cannot be deep-copied, because the server must be asked: await fork()")
 
 
 def create(shape: Mapping[str, Any], count: int = 1) -> Call:
-    """Return the call that makes caches, for their descriptions."""
+    """Return the call that makes caches and returns their descriptions."""
     options = dict(shape)
     if unknown := [name for name in options if name not in CacheSizes.__annotations__]:
         raise invalid(unknown[0], "is not an option of a cache")
@@ -78,7 +78,7 @@ def attend(
 
 
 def append(cache: AnyCache, k: Array, v: Array, layer: int, at: int | None, layout: str) -> Call:
-    """Return the call that writes new tokens to a layer, for the new length of the layer."""
+    """Return the call that writes new tokens to a layer and returns the new length of the layer."""
     packed = {"k": pack("k", k), "v": pack("v", v)}
     options = {"layer": layer, "layout": layout} | ({} if at is None else {"at": at})
     head = wire.build_head([(n, p.dtype, p.shape) for n, p in packed.items()], wire.encode_options(plain(options)))
@@ -96,7 +96,7 @@ def append(cache: AnyCache, k: Array, v: Array, layer: int, at: int | None, layo
 
 
 def fork(caches: Sequence[AnyCache], lengths: Sequence[int] | None, free: Sequence[AnyCache]) -> Call:
-    """Return the call that copies `caches` and deletes `free`, for the descriptions of the copies."""
+    """Return the call that copies `caches`, deletes `free` and returns the descriptions of the copies."""
     fields: dict[str, Any] = {"caches": [c.id for c in caches], "lengths": None if lengths is None else list(lengths)}
     affinity = caches[0].affinity if caches else Affinity()
     fields["free"] = [c.id for c in free]
@@ -104,12 +104,12 @@ def fork(caches: Sequence[AnyCache], lengths: Sequence[int] | None, free: Sequen
 
 
 def change(cache: AnyCache, what: str, fields: Mapping[str, Any]) -> Call:
-    """Return the call that truncates or renews a cache, as `what` says, and takes its description."""
+    """Return the call that truncates or renews a cache, as `what` says, and returns its description."""
     return _json_call("POST", f"/caches/{cache.id}/{what}", fields, cache.affinity, cache._hear)
 
 
 def look(cache: AnyCache) -> Call:
-    """Return the call that takes the description of a cache."""
+    """Return the call that returns the description of a cache."""
     return _json_call("GET", f"/caches/{cache.id}", None, cache.affinity, cache._hear)
 
 
@@ -120,7 +120,7 @@ def delete(cache: AnyCache) -> Call:
 
 
 def delete_many(caches: Sequence[AnyCache]) -> Call:
-    """Return the call that deletes several caches, all or none."""
+    """Return the call that deletes all of several caches, or none of them."""
     fields = {"caches": [cache.id for cache in caches]}
     affinity = caches[0].affinity if caches else Affinity()
     call = _json_call("POST", "/caches/delete", fields, affinity, lambda document: None, success=204)
@@ -128,7 +128,7 @@ def delete_many(caches: Sequence[AnyCache]) -> Call:
 
 
 def tensors(cache: AnyCache, layer: int, like: Array | None) -> Call:
-    """Return the call for the keys and values of a layer."""
+    """Return the call that returns the keys and values of a layer."""
     kind = np.empty(0) if like is None else like
 
     def read(answer: Answer) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from typing_extensions import TypedDict  # typing's own has no bases at run time before Python 3.12
+from typing_extensions import TypedDict  # before Python 3.12, typing.TypedDict does not store its bases
 
 from flashpoint._calls.arrays import Array
 from flashpoint_contract.options import Backend, CausalAlignment, Grad, Layout, Precision
@@ -19,7 +19,7 @@ from flashpoint_contract.schemas.verify import Extra, VerifyProgress
 from flashpoint_contract.wording.docstrings import documented
 
 RAISES = "FlashpointError: the errors of `flashpoint.errors`. InvalidInputError names each field that is not valid."
-call = partial(documented, raises=RAISES)  # a decorator of calls
+call = partial(documented, raises=RAISES)  # decorates the functions that are calls
 
 if TYPE_CHECKING:
     from flashpoint._calls.service import HeldCache, SavedAttention

@@ -1,4 +1,4 @@
-"""Results as a caller sees them: those of the contract, which a notebook shows as tables and pictures."""
+"""Results of the clients: the contract's models, which a notebook also shows as tables and pictures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The calls of the service: how each request is made, and how its answer is read. No I/O."""
+"""Build the requests of the service's calls, and parse the answers. This module does no I/O."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ DEFAULT: Any = object()  # stands for the client's own timeout, because None mea
 
 
 def asynchronous(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]:
-    """Return a method for the asyncio twin of a class, with the same body.
+    """Return a method with the same body for the asyncio version of a class.
 
-    The body returns what the class's client returns for a call: here, it is a coroutine.
+    The body returns the result of the client's `_call`: for an asyncio client, it is a coroutine.
     """
 
     @wraps(method)
@@ -50,19 +50,19 @@ def asynchronous(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatena
 
 
 class Caller(Protocol):
-    """A client that blocks, as the objects that it returns need it."""
+    """The interface of a blocking client that caches, runs and other returned objects use."""
 
     def _call(self, call: Call, /) -> Any: ...
 
 
 class AsyncCaller(Protocol):
-    """A client for asyncio, likewise."""
+    """The interface of an asyncio client that caches, runs and other returned objects use."""
 
     async def _call(self, call: Call, /) -> Any: ...
 
 
 class Affinity:
-    """The replica that holds caches: the value of X-Flashpoint-Replica, "" while it is unknown."""
+    """The replica that holds caches: the value of the header X-Flashpoint-Replica; "" while it is unknown."""
 
     def __init__(self, replica: str = "") -> None:
         self.replica = replica
@@ -99,7 +99,7 @@ class SavedAttention:
 
 @dataclass(frozen=True)
 class Answer:
-    """A received message: its head, the buffer with all its tensors, and the metadata of the HTTP headers."""
+    """A received message: its head, the buffer with all its tensors, and the metadata from the HTTP headers."""
 
     head: wire.Head
     buffer: NDArray[np.uint8]
@@ -107,7 +107,7 @@ class Answer:
 
 
 class Reader(Protocol):
-    """Reads the bytes of an answer while they arrive: see flashpoint._http.readers."""
+    """The interface of an object that parses an answer while its bytes arrive: see flashpoint._http.readers."""
 
     def space(self) -> memoryview: ...
 
@@ -149,7 +149,7 @@ class Call:
 
 
 def _only(direction: Direction) -> set[str]:
-    """Return the options and tensors that only calls of one direction take."""
+    """Return the options and tensors that only the forward, or only the gradient call, accepts."""
     options = {name for name, option in OPTIONS.items() if option.direction == direction}
     other: Direction = "backward" if direction == "forward" else "forward"
     return options | (set(TAKEN[direction]) - set(TAKEN[other]))
@@ -226,7 +226,7 @@ def _cached(q: Array, k: Array | None, v: Array | None, keywords: dict[str, Any]
 
 @contextmanager
 def unless_gone() -> Iterator[None]:
-    """Ignore the error that a cache or a saved forward is gone already, but not that another replica holds it."""
+    """Ignore errors that say that a cache or saved forward is gone, but not that another replica holds it."""
     try:
         yield
     except CacheError as error:
@@ -250,7 +250,7 @@ def backward(do: Array, q: Array | None, k: Array | None, v: Array | None, keywo
     others = {name: value for name, value in given.items() if value is not None and name not in _OF_CALLS}
     if refused := refused_beside((), others):
         raise all_invalid(refused)
-    # A default is sent too if the caller gave it.
+    # Send an option that the caller gave, even if its value is the default.
     options = {name: plain(given[name]) for name in TAKEN_BESIDE[1] if name in given}
     return replace(_call("/attention/grad", given, {**options, "saved": saved}, needed=("do",)), affinity=affinity)
 
@@ -324,7 +324,7 @@ def message(
 
 
 def _beside_float64(tensors: Mapping[str, Any], dtypes: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield an error for k and v where of it and q only one is float64, which is numpy's default."""
+    """Yield an error for each of k and v if only it, or only q, is float64, which is numpy's default dtype."""
     q = dtypes.get("q", "")
     for name in ("k", "v"):
         dtype = dtypes.get(name, q)
@@ -343,7 +343,7 @@ def call_headers(keywords: dict[str, Any]) -> dict[str, str]:
 def checked(model: type[Model], keywords: Mapping[str, Any]) -> Model:
     """Return `model` made from `keywords`, which may hold NumPy numbers. Raises InvalidInputError with each field.
 
-    A pair that is None is its default.
+    An option of two numbers that is None gets its default.
     """
     given = {n: value for n, value in keywords.items() if value is not None or n not in _PAIRS}
     try:
@@ -355,7 +355,7 @@ def checked(model: type[Model], keywords: Mapping[str, Any]) -> Model:
 
 
 def plain(value: Any) -> Any:
-    """Convert numbers and arrays of NumPy, torch and JAX to Python's, also inside lists, tuples and dicts."""
+    """Convert numbers and arrays of NumPy, torch and JAX to Python numbers and lists, also inside containers."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, (list, tuple)):

@@ -1,4 +1,4 @@
-"""The calls of /verify and /benchmark: how each request is made, and how its answer is read. No I/O."""
+"""Build the requests of the calls /verify and /benchmark, and parse the answers. This module does no I/O."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CASE_TENSORS = tuple(dict.fromkeys((*INPUT_TENSORS, *ALL_ANSWERS)))  # tensors o
 
 
 def verify(q: Array | None, k: Array | None, v: Array | None, keywords: Mapping[str, Any]) -> Call:
-    """Return the call for a VerifyReport, of the given tensors or (without q) of drawn ones.
+    """Return the call that verifies the given tensors, or tensors that the server draws if there is no q.
 
     Raises InvalidInputError.
     """
@@ -76,7 +76,7 @@ class Events:
             self._take(event)
 
     def finish(self) -> Any:
-        """Return None: the events went to `take`."""
+        """Return None, because `take` has received all events."""
 
 
 class _Verification(Events):
@@ -104,7 +104,7 @@ class _Verification(Events):
 
 
 def submit(keywords: Mapping[str, Any]) -> Call:
-    """Return the call that starts a benchmark, for its BenchmarkJob. Raises InvalidInputError."""
+    """Return the call that starts a benchmark and returns its BenchmarkJob. Raises InvalidInputError."""
     rest = dict(keywords)
     timeout = rest.pop("timeout", DEFAULT)
     headers = {"Accept": jsonwire.MEDIA_TYPE, "Content-Type": jsonwire.MEDIA_TYPE, **call_headers(rest)}
@@ -114,7 +114,7 @@ def submit(keywords: Mapping[str, Any]) -> Call:
 
 
 def job(method: str, id: str) -> Call:
-    """Return the call that gets a job (`method` GET) or cancels it (DELETE), for its BenchmarkJob."""
+    """Return the call that gets a job (`method` GET) or cancels it (DELETE) and returns its BenchmarkJob."""
     headers = {"Accept": jsonwire.MEDIA_TYPE}
     return Call(method, f"/benchmark/{id}", jsonwire.MEDIA_TYPE, headers, (), DEFAULT, _reads(BenchmarkJob))
 

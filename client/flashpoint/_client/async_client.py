@@ -123,7 +123,7 @@ class AsyncClient(AsyncAttending, ClientSettings[httpx.AsyncClient]):
         return await self._run(self._exchange(call))
 
     async def _send(self, request: httpx.Request) -> httpx.Response:
-        """Send a request. Our own transport is called directly: of httpx's client it needs only the cookies."""
+        """Send a request. With our own transport, bypass httpx's client, except for its cookies."""
         if self._own is None or self._http.is_closed:
             self._check_process()
             return await self._http.send(request, stream=True)

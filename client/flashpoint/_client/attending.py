@@ -1,4 +1,4 @@
-"""`attention` and `attention_grad` of both clients, with the type of the result for each way to call them.
+"""The methods `attention` and `attention_grad` of both clients, with an overload for each type of result.
 
 The results have the type of q, `A`: numpy arrays give numpy arrays, torch tensors give torch tensors.
 """

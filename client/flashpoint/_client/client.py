@@ -129,7 +129,7 @@ class Client(Attending, ClientSettings[httpx.Client]):
         """
         try:
             self._call(cache_calls.delete_many(caches))
-        except CacheError:  # the server deleted none of them
+        except CacheError:  # the server has deleted none of the caches
             for cache in caches:
                 cache.delete()
 
@@ -208,12 +208,12 @@ class Client(Attending, ClientSettings[httpx.Client]):
         return self._run(self._exchange(call))
 
     def _send(self, request: httpx.Request) -> httpx.Response:
-        """Send a request. Our own transport is called directly: of httpx's client it needs only the cookies."""
+        """Send a request. With our own transport, bypass httpx's client, except for its cookies."""
         if self._own is None or self._http.is_closed:  # a closed httpx client raises the error
             self._check_process()
             return self._http.send(request, stream=True)
         response = self._own.handle_request(request)
-        if "set-cookie" in response.headers:  # set by a balancer
+        if "set-cookie" in response.headers:  # a balancer sets cookies
             response.request = request
             self._http.cookies.extract_cookies(response)
         return response
@@ -223,7 +223,7 @@ class Client(Attending, ClientSettings[httpx.Client]):
         response = self._send(exchange.request(self._http))
         try:
             exchange.begin(response)
-            if read_into := response.extensions.get("read_into"):  # only with our own transport
+            if read_into := response.extensions.get("read_into"):  # only our own transport has this extension
                 while count := read_into(space := exchange.space(), exchange.minimum(space)):
                     exchange.filled(count)
                     yield

@@ -1,4 +1,4 @@
-"""Saved forwards: the call that frees one, and leases, which free a forward in a background thread."""
+"""Free saved forwards: by a call, or by a `Lease`, which does so in a background thread."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def delete(saved: SavedAttention | str, timeout: Any = DEFAULT) -> Call:
 
 
 class _Freeing:
-    """Frees forwards in a thread. A forked process has a queue of its own: its parent frees what waits in the other."""
+    """Frees forwards in a thread. A forked process starts with an empty queue; the parent frees its own forwards."""
 
     def __init__(self) -> None:
         self.forked()
@@ -42,7 +42,7 @@ class _Freeing:
             self._thread.start()
 
     def free(self, client: Caller, saved: SavedAttention | str) -> None:
-        """Free a forward soon. Destructors may call this."""
+        """Free a forward soon. Destructors may call this method."""
         self._ended.put((client, saved))
 
     def settle(self, seconds: float) -> None:
@@ -57,7 +57,7 @@ class _Freeing:
                 ended.set()
                 continue
             client, saved = ended
-            with contextlib.suppress(Exception):  # the forward's time to live frees it
+            with contextlib.suppress(Exception):  # after an error, the forward's time to live frees it
                 client._call(delete(saved, LONGEST))
             del client, saved, ended
 
@@ -73,19 +73,19 @@ def settle(seconds: float = SETTLING) -> None:
 class Lease:
     """Frees a saved forward when the lease is released or garbage-collected. It does not wait and does not raise.
 
-    A copy, also in a pickle, has nothing to free: the forward belongs to the original.
+    A copy or an unpickled lease frees nothing: only the original lease owns the forward.
     """
 
-    saved: SavedAttention | str | None = None  # torch.compile also makes leases without calling `__init__`
+    saved: SavedAttention | str | None = None  # torch.compile also makes leases without `__init__`
 
     def __init__(self, client: Caller, saved: SavedAttention | str) -> None:
         self._client = client
         self._process = os.getpid()
         self.saved = saved
-        _freeing.start()  # not in the destructor: it may run at any point, and cannot start a thread
+        _freeing.start()  # start the thread here, because the destructor, which may run at any point, cannot
 
     def release(self) -> None:
-        """Queue the forward for the thread that frees. In a forked process do nothing: the parent frees it."""
+        """Queue the forward for the thread that frees. In a forked process do nothing: the parent frees the forward."""
         if (saved := self.saved) is not None and self._process == os.getpid():
             self.saved = None
             _freeing.free(self._client, saved)
@@ -94,5 +94,5 @@ class Lease:
         return object.__new__, (Lease,)
 
     def __del__(self, finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not finalizing():  # at the end of the interpreter modules are empty, and no thread runs
+        if not finalizing():  # when the interpreter ends, modules are empty and no thread runs
             self.release()

@@ -35,8 +35,8 @@ RETRIES = 4
 FAILURES = (httpx.TransportError, FlashpointError)
 NOT_THERE = (OverloadedError, ConnectionFailedError)
 
-# Attributes that each copy makes anew; and attributes that a copy shares and a pickle leaves out, with the names of
-# their arguments.
+# `_CONNECTED`: attributes that each copy makes anew. `_UNPICKLED`: attributes that a copy shares and a pickle leaves
+# out, each with the name of its argument.
 _CONNECTED = ("_http", "_own", "_process")
 _UNPICKLED = {"_authorization": "api_key", "_tls": "tls", "_transport": "transport"}
 _NO_SOCKETS = (httpx.MockTransport, httpx.ASGITransport, httpx.WSGITransport)
@@ -49,8 +49,8 @@ class ClientSettings(Generic[Http]):
     """Base class of both clients: their settings."""
 
     _http: Http
-    _missing: tuple[str, ...] = ()  # arguments that a pickle did not have
-    _process: int | None = None  # the first that has used the caller's transport
+    _missing: tuple[str, ...] = ()  # constructor arguments that are missing because this client was unpickled
+    _process: int | None = None  # id of the first process that has used the caller's transport
 
     def __init__(
         self, url: str | None, api_key: str | None, timeout: float | None, retries: int, tls: ssl.SSLContext | None,
@@ -74,7 +74,7 @@ class ClientSettings(Generic[Http]):
         return f"{type(self).__name__}({self.url!r})"
 
     def _connect(self) -> None:
-        """Make the httpx client, without a connection: `_http`, and `_own`, its transport if it is ours."""
+        """Make the httpx client, without a connection: `_http`. `_own` is its transport, unless the caller gave one."""
         raise NotImplementedError
 
     def __copy__(self) -> Self:
@@ -103,7 +103,7 @@ class ClientSettings(Generic[Http]):
         self._connect()
 
     def _complete(self) -> None:
-        """Take the key that a pickle did not have from the environment. Raises an error for what is still missing."""
+        """After unpickling, read the API key from the environment. Raises an error if an argument is still missing."""
         if "api_key" in self._missing and (given := os.environ.get(KEY_VARIABLE)):
             self._authorization = _authorization(given, None)
             self._missing = tuple(name for name in self._missing if name != "api_key")
@@ -127,7 +127,7 @@ class ClientSettings(Generic[Http]):
         headers = {"User-Agent": "flashpoint", "Accept-Encoding": "identity"}
         if self._authorization is not None:
             headers["Authorization"] = self._authorization.get_secret_value()
-        # No limit on connections: a server refuses too many requests at once, and waiting here would only hide that.
+        # No limit on connections: a server refuses too many requests at once, and a client that waited would hide this.
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         return {"base_url": self._parsed, "headers": headers, "limits": limits, "timeout": self._timeout,
                 "verify": self._tls or True}  # fmt: skip
@@ -158,7 +158,7 @@ class ClientSettings(Generic[Http]):
 
 
 def seconds(timeout: Any) -> float | None:
-    """Return a timeout in seconds; None without one. Raises InvalidInputError."""
+    """Return a timeout in seconds; None if there is no timeout. Raises InvalidInputError."""
     if timeout is None:
         return None
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout <= LONGEST_TIMEOUT:
@@ -167,12 +167,12 @@ def seconds(timeout: Any) -> float | None:
 
 
 def _address(url: str | None) -> tuple[httpx.URL, bytes]:
-    """Return the server's URL, and the user and the password that it had. Raises InvalidInputError without them."""
+    """Return the server's URL without credentials, and the user and password. InvalidInputError shows no password."""
     given = os.environ.get("FLASHPOINT_URL") or DEFAULT_URL if url is None else url
     try:
         parsed = httpx.URL(given)
     except (httpx.InvalidURL, TypeError) as error:
-        secret = isinstance(given, str) and "@" in given  # it may have a password, which the error's text would show
+        secret = isinstance(given, str) and "@" in given  # the error must not show the URL's password
         raise invalid("url", "is not a valid URL; write /, ? and # in a password as %2F, %3F and %23" if secret
                       else str(error)) from None  # fmt: skip
     if parsed.scheme not in ("http", "https") or not parsed.host:
@@ -194,7 +194,7 @@ def _authorization(api_key: str | None, credentials: bytes | None) -> SecretStr 
 
 
 def _key_problem(key: object) -> str | None:
-    """Return what is wrong with an API key; None if it can be sent in a header. The text does not have the key."""
+    """Return why an API key cannot be sent in a header; None if it can. The text does not contain the key."""
     if not isinstance(key, str):
         return f"must be a str, not {type(key).__name__}"
     if key != key.strip():

@@ -1,1 +1,1 @@
-"""Derivatives of served calls for torch and JAX: autograd and vmap."""
+"""Implement autograd (torch) and vmap (torch and JAX) for calls that a server computes."""

@@ -1,9 +1,9 @@
 """The autograd functions of `flashpoint.torch`, and the rules of torch that a served call follows.
 
-A call has two functions: `Attention`, whose forward is `/attention`, and `Gradient`, whose forward is
-`/attention/grad`. `Gradient` has no backward, so every second derivative raises, whatever it is taken of.
+Each call uses two autograd functions: `Attention`, whose forward is `/attention`, and `Gradient`, whose forward is
+`/attention/grad`. `Gradient` has no backward, so every second derivative raises an error.
 
-Torch saves all that a backward needs (`save_for_backward`): also the seed of dropout and the ticket of a saved
+`save_for_backward` stores everything that a backward needs: also the seed of dropout and the ticket of a saved
 forward. So a checkpoint, which computes the forward again, replaces all of it, and torch's hooks see all of it.
 """
 
@@ -35,11 +35,11 @@ from flashpoint_contract.tensors import INPUT_TENSORS, TENSORS
 
 R = TypeVar("R")
 
-_BATCHED = ("FuncTorchBatched", "Batched")  # of torch.vmap, and of torch.autograd.grad(is_grads_batched=True)
+_BATCHED = ("FuncTorchBatched", "Batched")  # made by torch.vmap, and by torch.autograd.grad(is_grads_batched=True)
 
 
 def without_compiling(function: Callable[..., R]) -> Callable[..., R]:
-    """Return `function`, which `torch.compile` calls between two graphs, and does not look into."""
+    """Return `function`, wrapped so that `torch.compile` calls it between two graphs and does not trace it."""
 
     @functools.wraps(function)
     def call(*args: Any, **keywords: Any) -> R:
@@ -64,7 +64,7 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def refuse_transforms(tensors: Iterable[tuple[str, object]]) -> None:
-    """Raise for tensors of torch that a call cannot follow: derivatives would be lost, or bytes do not exist."""
+    """Raise an error for torch tensors that a call cannot send: derivatives would be lost, or they have no bytes."""
     functorch, level = torch._C._functorch, forward_ad._current_level
     unpack: Any = forward_ad.unpack_dual
     for name, t in tensors:
@@ -85,9 +85,9 @@ def refuse_transforms(tensors: Iterable[tuple[str, object]]) -> None:
 
 
 def seed_for(keywords: dict[str, Any]) -> Tensor | None:
-    """Take the seed out of `keywords`; with dropout and without a seed, draw one from torch's CPU generator.
+    """Remove and return the seed in `keywords`. If dropout needs a seed, draw it from torch's CPU generator.
 
-    It is drawn here and not by the server, so that `torch.manual_seed`, `fork_rng` and checkpoints repeat it.
+    The client draws the seed, not the server, so that `torch.manual_seed`, `fork_rng` and checkpoints repeat it.
     """
     seed, dropout_p = plain(keywords.pop("dropout_seed", None)), plain(keywords.get("dropout_p", 0))
     if seed is None and isinstance(dropout_p, (int, float)) and 0 < dropout_p < 1:
@@ -95,22 +95,22 @@ def seed_for(keywords: dict[str, Any]) -> Tensor | None:
     if type(seed) is int and 0 <= seed < 1 << 64:
         return torch.tensor(seed if seed < 1 << 63 else seed - (1 << 64), dtype=torch.int64, device="cpu")
     if seed is not None:
-        keywords["dropout_seed"] = seed  # not valid: the client says what is wrong
+        keywords["dropout_seed"] = seed  # the seed is not valid: the client's check will name the problem
     return None
 
 
 def seeded(seed: Tensor | None) -> dict[str, int]:
-    """Return the keyword of a seed from `seed_for`."""
+    """Return the keyword argument `dropout_seed` for a seed from `seed_for`."""
     return {} if seed is None else {"dropout_seed": int(seed) & (1 << 64) - 1}
 
 
 @dataclass
 class Served:
-    """A differentiable call: what its forward and its backward share, except for tensors.
+    """A differentiable call: the data that its forward and its backward share, without the tensors.
 
-    - `names`: the tensors that autograd gets, in their order.
-    - `keywords`: all others, which nobody else can change.
-    - `meta`: of the forward, once it has run.
+    - `names`: names of the tensors that autograd receives, in order.
+    - `keywords`: a private copy of all other keyword arguments.
+    - `meta`: the `Meta` of the forward, after it has run.
     """
 
     client: Client | Sequence[Client]
@@ -121,7 +121,7 @@ class Served:
 
     @classmethod
     def of(cls, client: Client | Sequence[Client], save: bool, keywords: dict[str, Any]) -> tuple[Served, list[Tensor]]:
-        """Return a call, and its tensors."""
+        """Return a call and its tensors from the arguments."""
         keywords = {n: value for n, value in keywords.items() if value is not None or n not in INPUT_TENSORS}
         tensors = {n: t for n, t in keywords.items() if isinstance(t, Tensor) and n in INPUT_TENSORS}
         others = {n: copy.deepcopy(t) if n in INPUT_TENSORS else t for n, t in keywords.items() if n not in tensors}
@@ -149,7 +149,7 @@ class Served:
     def backward(
         self, request: dict[str, Any], named: dict[str, Any], seed: Tensor | None, ticket: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """Return the gradients named in `request`: from the saved forward; if it is gone, from all tensors."""
+        """Return the gradients named in `request`: from the saved forward, or if it is gone, from all tensors."""
         sending = {n: value for n, value in self.keywords.items() if n in Sending.__annotations__ and n != "request_id"}
         if (lease := _lease_of(ticket)) is not None and lease.saved is not None:
             try:
@@ -158,14 +158,14 @@ class Served:
                 pass
             else:
                 if not torch._C._autograd._get_current_graph_task_keep_graph():
-                    lease.release()  # no other backward follows
+                    lease.release()  # the graph is not retained, so no other backward follows
                 return gradients
         others = {n: value for n, value in self.keywords.items() if n != "request_id"}
         return tuple(self.method("attention_grad")(**request, **named, **others, **seeded(seed)))
 
 
 class _Lending(np.ndarray):
-    """The memory of a ticket. It keeps the lease of a saved forward for as long as torch keeps the tensor."""
+    """The storage of a ticket tensor. It holds the lease of a saved forward as long as torch keeps the tensor."""
 
     lease: Lease
 
@@ -177,7 +177,7 @@ _leases: WeakValueDictionary[int, Lease] = WeakValueDictionary()
 def _ticket(lease: Lease) -> Tensor:
     """Return a tensor that stands for a saved forward. The server frees the forward after torch frees the tensor.
 
-    The graph keeps it with the other tensors of that forward; so does a checkpoint for its second forward.
+    The autograd graph keeps this tensor with the forward's other tensors. A checkpoint's second forward has its own.
     """
     number = next(_numbers)
     memory: Any = np.array([number], np.int64).view(_Lending)
@@ -217,7 +217,7 @@ class Attention(torch.autograd.Function):
 
 
 class Gradient(torch.autograd.Function):
-    """Return the gradients `wanted` of a call. Every derivative of them raises RuntimeError."""
+    """Return the gradients `wanted` of a call. Differentiating these gradients raises RuntimeError."""
 
     @staticmethod
     def forward(

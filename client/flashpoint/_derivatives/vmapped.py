@@ -1,4 +1,4 @@
-"""Send a `vmap` of attention as one request: the mapped axes become more sequences, or more heads. Needs only numpy.
+"""Send a `vmap` of attention as one request: the mapped axes become additional sequences or heads. Needs only numpy.
 
 Each tensor has `lead` axes before its own. A leading axis has the length of the mapped axis, or 1 if this tensor is not
 mapped. Attention computes every sequence and every head independently, so the mapped axes are folded into the axis of
@@ -27,7 +27,7 @@ _HEADS_ONLY = {name for name, row in TENSORS.items() if row.per_head and "B" not
 
 @dataclass(frozen=True)
 class Fold:
-    """The `tensors` of one problem that computes all problems of the mapped axes, whose shape is `batch`."""
+    """One problem, as `tensors`, that contains all problems of the mapped axes. `batch` is the shape of these axes."""
 
     tensors: dict[str, Numbers]
     batch: tuple[int, ...]
@@ -35,12 +35,12 @@ class Fold:
     by_heads: bool
 
     def unfold(self, name: str, answer: Numbers, shape: Sequence[int]) -> Numbers:
-        """Split an answer, which has the axes of tensor `name`, into one of `shape` per problem: (*batch, *shape)."""
+        """Split an answer with the axes of tensor `name` into one of `shape` for each problem: (*batch, *shape)."""
         count, axis = math.prod(self.batch), _axis(name, self.layout, self.by_heads)
         size = answer.shape[axis] // count
         each = answer.reshape(*answer.shape[:axis], count, size, *answer.shape[axis + 1 :])
         each = np.moveaxis(each, axis, 0)
-        if math.prod(each.shape[1:]) > math.prod(shape):  # the gradient of a mask that sequences or heads share
+        if math.prod(each.shape[1:]) > math.prod(shape):  # sequences or heads share this mask, so sum its gradient
             each = each.sum(axis + 1, dtype=np.promote_types(each.dtype, np.float32)).astype(each.dtype)
         return each.reshape(*self.batch, *shape)
 
@@ -58,7 +58,7 @@ def single(tensors: Mapping[str, Numbers], index: Sequence[int]) -> dict[str, Nu
 
 
 def fold(tensors: Mapping[str, Numbers], lead: int, layout: str, grads: Sequence[str]) -> Fold | None:
-    """Return one problem that computes all, or None if a mapped tensor has no axis to fold into."""
+    """Return one problem that contains all mapped ones; None if a mapped tensor has no axis to fold into."""
     batch = batch_shape(tensors, lead)
     count = math.prod(batch)
     rank = tensors["q"].ndim - lead
@@ -79,7 +79,7 @@ def fold(tensors: Mapping[str, Numbers], lead: int, layout: str, grads: Sequence
         size = t.shape[1 + axis]
         if size == 1 and (row.broadcast or (row.shared and not by_heads)):
             if name not in mapped and f"d{name}" not in grads:
-                folded[name] = t[0]  # shared by all
+                folded[name] = t[0]  # all problems share this tensor
                 continue
             size = _size(whole, layout, by_heads)
         t = np.broadcast_to(t, (count, *t.shape[1 : 1 + axis], size, *t.shape[2 + axis :]))
@@ -136,7 +136,7 @@ def _size(whole: Mapping[str, Numbers], layout: str, by_heads: bool) -> int:
 
 
 def _are_full(whole: Mapping[str, Numbers]) -> bool:
-    """Return whether ragged sequences cover all rows. A request that does not is invalid, but folding would hide it."""
+    """Return whether ragged sequences cover all rows. Uncovered rows are invalid, but folding would hide them."""
     ends = [(t, whole[_RAGGED[name]].shape[1]) for name, t in whole.items() if name in _RAGGED]
     return all(t.shape[1] > 0 and bool((t[:, 0] == 0).all() and (t[:, -1] == rows).all()) for t, rows in ends)
 

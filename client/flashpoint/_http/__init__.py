@@ -1,1 +1,1 @@
-"""One exchange with a server: connections, HTTP/1.1, retries, and the answer as it arrives."""
+"""Send a request to a server and read the answer while it arrives: connections, HTTP/1.1 and retries."""

@@ -1,4 +1,4 @@
-"""A connection to the server, as generators that never block. Each yields the socket event that it waits for.
+"""A connection to the server. Its methods are generators that never block: they yield the events to wait for.
 
 `drive` runs these steps, in a thread or in asyncio. Both send and receive the same bytes.
 """
@@ -38,14 +38,14 @@ class Target:
 
 
 def _wanted(busy: OSError) -> int:
-    """Return the event to wait for after a socket operation would have blocked. TLS may have to send first."""
+    """Return the event to wait for after a socket operation that would block. Even a TLS read may have to send."""
     return EVENT_WRITE if isinstance(busy, ssl.SSLWantWriteError) else EVENT_READ
 
 
 class Connection:
     """A plain or TLS connection for one exchange at a time. Its steps raise httpx's transport errors.
 
-    `connected` says whether the other side has accepted it. A forked process closes its copy.
+    `connected` says whether the other side has accepted the connection. A forked process closes its copy.
     """
 
     def __init__(self, address: Address, route: Target) -> None:
@@ -109,7 +109,7 @@ class Connection:
 
     @property
     def idle(self) -> Wait:
-        """Return the wait that ends when the server closes this idle connection. An idle server sends nothing else."""
+        """Return a wait that ends when the server closes this idle connection; an idle server sends no data."""
         return Wait(self._fd, EVENT_READ)
 
     def exchange(self, request: httpx.Request) -> Steps[Reply]:
@@ -152,7 +152,7 @@ class Connection:
         return self._sent_all and reply.reusable and not self._closed
 
     def close(self) -> None:
-        """Close the descriptor. TLS sends no farewell: another process may have a copy of the connection."""
+        """Close the descriptor. Send no TLS close_notify, because another process may have a copy of the connection."""
         self._closed = True
         self._socket.close()
 
@@ -171,7 +171,7 @@ class Connection:
         return bytes(view[: (yield from self._receive(view))])
 
     def _send(self, parts: Iterable[memoryview], reply: Reply) -> Steps[OSError | None]:
-        """Send until all is sent, or the server answers or closes. Return the error that stopped it, or None."""
+        """Send until all is sent, or the server answers or closes. Return the error that stopped this, or None."""
         for part in parts:
             rest = part
             while rest:
@@ -208,11 +208,11 @@ class Connection:
     def _receive(self, view: memoryview) -> Steps[int]:
         """Receive once, and return the number of bytes: 0 if the server has closed the connection.
 
-        It waits first, so that a fast server cannot starve other tasks of the event loop.
+        Wait before the first receive, so that a fast server cannot starve other tasks of the event loop.
         """
         events = EVENT_READ
         while True:
-            if self._closed:  # by the caller, or because this process was forked
+            if self._closed:  # the caller has closed it, or this process was forked
                 raise httpx.ReadError("the connection is closed")
             if not (isinstance(self._socket, (ssl.SSLSocket, NestedTls)) and self._socket.pending()):
                 yield Wait(self._fd, events)

@@ -1,6 +1,6 @@
 """Find the addresses of a host, and connect to the first that answers (Happy Eyeballs, RFC 8305).
 
-Both are steps for `drive`, so that the deadline of a call holds for them in a thread and in asyncio.
+Both are generators that `drive` runs, so that a call's deadline applies to them in a thread and in asyncio.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flashpoint._http import forked
 from flashpoint._http.drive import Several, Steps, Wait
 
 ATTEMPT_DELAY = 0.25  # seconds until the next address is tried too; RFC 8305, section 5, recommends 250 ms
-SETUP_DELAY = 2.0  # the same, while a server that has accepted a connection is silent: TLS needs several round trips
+SETUP_DELAY = 2.0  # like ATTEMPT_DELAY, if a server has accepted a connection: TLS needs several round trips
 Key: TypeAlias = tuple[str, int]
 
 
@@ -45,7 +45,7 @@ C = TypeVar("C", bound=Attempt)
 
 
 class _Lookup:
-    """One call of `getaddrinfo` in a thread, which no timeout could stop. Calls for the same name share it."""
+    """One call of `getaddrinfo` in a thread, because no timeout can stop it. Requests for the same name share it."""
 
     def __init__(self) -> None:
         self.waiting: list[socket.socket] = []
@@ -55,7 +55,7 @@ class _Lookup:
 
 
 class _Lookups:
-    """The lookups that run now. A lookup ends with a byte for every caller that waits."""
+    """The lookups that run now. When a lookup ends, it sends a byte to every waiting caller."""
 
     def __init__(self) -> None:
         self.forked()
@@ -71,7 +71,7 @@ class _Lookups:
             lookup = self._running.get(key)
             if lookup is None:
                 lookup = _Lookup()
-                # A daemon: the process can end while a resolver is silent.
+                # A daemon thread, so that the process can end while the resolver does not answer.
                 threading.Thread(target=self._run, args=(key, lookup), name="flashpoint-resolver", daemon=True).start()
                 self._running[key] = lookup
             lookup.waiting.append(bell)
@@ -116,7 +116,7 @@ def resolve(host: str, port: int) -> Steps[list[Address]]:
 
 
 def _interleaved(addresses: Sequence[Address]) -> list[Address]:
-    """Return the addresses with alternating families (RFC 8305, section 4). The resolver's first stays the first."""
+    """Return the addresses in alternating families (RFC 8305, section 4). The first address stays first."""
     queues: dict[int, list[Address]] = {}
     for each in addresses:
         queues.setdefault(each.family, []).append(each)
@@ -125,7 +125,7 @@ def _interleaved(addresses: Sequence[Address]) -> list[Address]:
 
 
 def race(addresses: Sequence[Address], dial: Callable[[Address], tuple[C, Steps[None]]]) -> Steps[C]:
-    """Return the first connection that is set up. The next address is tried after a delay, or when an attempt fails.
+    """Return the first connection that is set up. Try the next address after a delay, or when an attempt fails.
 
     `dial` returns a new connection, and the steps that set it up. Raises httpx.ConnectError with all failures.
     """
@@ -134,7 +134,7 @@ def race(addresses: Sequence[Address], dial: Callable[[Address], tuple[C, Steps[
     begun = 0.0  # time of the latest attempt
 
     def advance(attempt: C, steps: Steps[None], ready: int | None) -> bool:
-        """Run an attempt until it waits or fails. Return whether it is set up."""
+        """Run an attempt until it waits or fails. Return whether the connection is set up."""
         try:
             wait = steps.send(ready)
             assert isinstance(wait, Wait)
@@ -170,7 +170,7 @@ def race(addresses: Sequence[Address], dial: Callable[[Address], tuple[C, Steps[
             if advance(attempt, steps, ready):
                 return attempt
             if attempt not in running:
-                begun = 0.0  # it failed: try the next address at once
+                begun = 0.0  # the attempt failed: try the next address at once
         raise _joined(failures)
     finally:
         for attempt, (steps, _) in running.items():
@@ -179,7 +179,7 @@ def race(addresses: Sequence[Address], dial: Callable[[Address], tuple[C, Steps[
 
 
 def _joined(failures: Sequence[httpx.TransportError]) -> httpx.TransportError:
-    """Return one error for all attempts. A text that several attempts have is given once."""
+    """Return one error for all attempts. The error contains each text once."""
     if not failures:
         return httpx.ConnectError("the host has no address")
     last = failures[-1]

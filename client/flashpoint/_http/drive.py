@@ -1,4 +1,4 @@
-"""Run the steps of a connection until a deadline: blocking in a thread, or in an asyncio event loop."""
+"""Run the generators of connection.py until a deadline: blocking in a thread, or in an asyncio event loop."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _LATE = "the deadline passed"
 
 
 class Wait(NamedTuple):
-    """A wait for one of `events` (EVENT_READ, EVENT_WRITE) on descriptor `fd`. It is answered with the event."""
+    """A wait for one of `events` (EVENT_READ, EVENT_WRITE) on descriptor `fd`. `yield` returns the event."""
 
     fd: int
     events: int
 
 
 class Several(NamedTuple):
-    """A wait for the first of `waits`, at most `seconds`. It is answered with that `Wait`, or with None."""
+    """A wait for the first of `waits`, at most `seconds`. `yield` returns that `Wait`, or None after the timeout."""
 
     waits: tuple[Wait, ...]
     seconds: float | None

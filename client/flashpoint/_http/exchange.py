@@ -1,4 +1,4 @@
-"""The attempts of one call: its deadline, its retries, and the reading of its answer. No I/O.
+"""Manage the attempts of one call: its deadline, its retries and its answer. This module does no I/O.
 
 `Client` and `AsyncClient` drive an `Exchange`. They only send, read and sleep:
 
@@ -43,10 +43,10 @@ MOST_RETRY_AFTER = 1_000_000  # seconds; a server's longer `Retry-After` is take
 PIECE = 256 * 1024
 
 REPLICA = "X-Flashpoint-Replica"
-# The end of a URL that names a call, where the server's root is wanted.
+# The path of a call at the end of a URL, where the user should give the server's root.
 _ENDPOINT = re.compile(r"/(attention(/grad)?|verify|benchmark|caches|saved|info|metrics|docs|v2|health(/\w+)?)/?$")
 _PROBLEM = "application/problem+json"  # the media type of every error of Flashpoint
-# An error of another type comes from a proxy whose server died. Nginx answers 502, Ray Serve 500.
+# An error of another media type comes from a proxy whose server died. Nginx answers 502, Ray Serve 500.
 _BROKEN_BEHIND = (500, 502)
 _NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError)
 _BROKEN = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ProxyError)
@@ -77,7 +77,7 @@ class Body(httpx.SyncByteStream, httpx.AsyncByteStream):
 
 
 class Exchange:
-    """One `Call` until its answer, its deadline or its last retry. It also ends when `stop` becomes readable."""
+    """The state of one `Call` until its answer, its deadline or its last retry; or until `stop` becomes readable."""
 
     def __init__(self, call: Call, *, timeout: float | None, retries: int, stop: socket.socket | None = None) -> None:
         self.call = call
@@ -85,13 +85,13 @@ class Exchange:
         self._deadline = None if timeout is None else time.monotonic() + timeout
         self._retries = retries
         self._failures = 0
-        self._failure: FlashpointError | None = None  # of the last attempt
-        self._moved = False  # whether the call was sent on to the replica that holds its caches
+        self._failure: FlashpointError | None = None  # belongs to the last attempt
+        self._moved = False  # whether this exchange has sent the call again to the replica that holds its caches
         self._timeouts: dict[str, float | None] = {}
         self._status = 0
         self._headers: Mapping[str, str] = {}
         self._reader: Reader = Document()
-        self._url = httpx.URL()  # of the last attempt
+        self._url = httpx.URL()  # belongs to the last attempt
 
     def remaining(self) -> float | None:
         """Return the seconds until the deadline; None without one. Raises DeadlineExceededError if it has passed."""
@@ -110,7 +110,7 @@ class Exchange:
     def request(self, http: httpx.Client | httpx.AsyncClient) -> httpx.Request:
         """Return the request of the next attempt.
 
-        If the deadline has passed, it raises the error of the last attempt, which says more than a timeout.
+        After the deadline, raise the error of the last attempt, which says more than a timeout.
         """
         try:
             left = self.remaining()
@@ -128,7 +128,7 @@ class Exchange:
         }  # fmt: skip
         method, url, body = self.call.method, _target(http.base_url, self.call.path), Body(self)
         self._url = url
-        if http.cookies:  # set by a balancer
+        if http.cookies:  # a balancer sets cookies
             headers["Cookie"] = _cookies(http, url)
         merged = [(b"Host", url.netloc), *_merged(http.headers.raw, headers)]
         request = httpx.Request(method, url, headers=merged, stream=body, extensions=extensions)
@@ -152,13 +152,13 @@ class Exchange:
             self._reader = Message(int(length) if length.isdecimal() else None)
 
     def space(self) -> memoryview:
-        """Return the memory for the next bytes of the answer; never empty."""
+        """Return the memory for the next bytes of the answer. It is never empty."""
         return self._reader.space()
 
     def minimum(self, space: memoryview) -> int:
-        """Return how many bytes to wait for. Events are read as soon as one byte arrives; otherwise `space` is filled.
+        """Return how many bytes to wait for. For events it is one byte; otherwise it is the size of `space`.
 
-        The answer may end before.
+        The answer may end with fewer bytes.
         """
         return len(space) if self.call.reader is None else 1
 
@@ -204,7 +204,7 @@ class Exchange:
     def _moves(self, error: Exception) -> bool:
         """Return whether to send the call to the replica that this answer names.
 
-        Only once: a balancer may not route there.
+        Send it at most once, because a balancer may not route to that replica.
         """
         affinity, named = self.call.affinity, self._headers.get(REPLICA, "")
         elsewhere = isinstance(error, FlashpointError) and error.code == "cache_elsewhere"
@@ -214,7 +214,7 @@ class Exchange:
         return True
 
     def _redirected(self, location: str) -> str:
-        """Return the text of the error for a redirect: where it leads, without the credentials in that address."""
+        """Return the error text for a redirect. The text contains the target address without its credentials."""
         try:
             to = str(self._url.join(location).copy_with(userinfo=b""))
         except httpx.InvalidURL:
@@ -227,7 +227,7 @@ class Exchange:
         return self._headers.get("x-request-id")
 
     def failed(self, error: Exception) -> float:
-        """Return the seconds to sleep before the next attempt. Raises the error for the caller if there is none."""
+        """Return the seconds to sleep before the next attempt. Raises the caller's error if there is none."""
         if isinstance(error, httpx.TransportError):
             error = _translated(error, self._url)
         if self._moves(error):
@@ -239,11 +239,11 @@ class Exchange:
             raise error
         sent = isinstance(error, ConnectionFailedError) and not isinstance(error.__cause__, _NOT_SENT)
         if sent and not self.call.repeatable:
-            raise error  # the call may have taken effect, although no answer came
+            raise error  # the server may have executed the call, although no answer came
         delay = max(backoff(self._failures), error.retry_after or 0.0)
         self._failures, self._failure = self._failures + 1, error
         if self._deadline is not None and time.monotonic() + delay >= self._deadline:
-            raise error  # it says more than a timeout
+            raise error  # this error says more than a timeout
         return delay
 
 
@@ -295,7 +295,7 @@ def _translated(error: httpx.TransportError, url: httpx.URL) -> FlashpointError:
 
 
 def _broken(failure: str, scheme: str, server: str) -> str:
-    """Return the text of the error for a connection that failed with the text `failure`, and what may be the cause."""
+    """Return the error text for a connection that failed with the text `failure`; it names possible causes."""
     if any(each in failure for each in _NO_TLS):
         return f"{server} does not use TLS: begin its address with http://, or give the port at which it serves HTTPS"
     if USES_TLS in failure:
@@ -333,7 +333,7 @@ def _retry_after(headers: Mapping[str, str]) -> float | None:
 def _trace_headers() -> dict[str, str]:
     """Return `traceparent` and the other headers of the caller's propagator (W3C Trace Context).
 
-    They make the server's span part of the caller's trace. Empty if the caller does not trace.
+    These headers make the server's span part of the caller's trace. Without a trace, return no headers.
     """
     if "opentelemetry.trace" not in sys.modules:  # the caller has no span; OpenTelemetry may not be installed
         return {}

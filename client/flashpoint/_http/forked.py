@@ -13,7 +13,7 @@ from typing import Protocol
 
 class Forkable(Protocol):
     def forked(self) -> None:
-        """Drop what belongs to the parent. Called in the child, which has one thread; locks may be held for ever."""
+        """Drop the parent's resources. Runs in the child's only thread; inherited locks may never be released."""
 
 
 _watched: weakref.WeakSet[Forkable] = weakref.WeakSet()
@@ -29,5 +29,5 @@ def _in_child() -> None:
         one.forked()
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows, which has no fork
+if hasattr(os, "register_at_fork"):  # Windows has no fork
     os.register_at_fork(after_in_child=_in_child)

@@ -1,4 +1,4 @@
-"""One HTTP/1.1 exchange without I/O: it makes the bytes of the request and reads those of the answer.
+"""Generate the bytes of an HTTP/1.1 request, and parse the bytes of its answer. This module does no I/O.
 
 h11 writes and parses the heads. A body with a Content-Length does not pass through h11: it is read from the socket into
 the caller's memory. A chunked body, or one that ends with the connection, passes through h11 and is copied.
@@ -17,7 +17,7 @@ HEAD_LIMIT = 100 * 1024  # largest head of an answer, in bytes
 CLOSED = "the server closed the connection without an answer"
 USES_TLS = "the server answered in TLS"
 _TLS = (b"\x15\x03", b"\x16\x03")  # the beginning of a TLS record: an alert, or a handshake
-PACKET = 64 * 1024  # parts of a request are joined up to this number of bytes
+PACKET = 64 * 1024  # join small parts of a request into packets of at most this number of bytes
 
 
 def packets(head: bytes, parts: Iterable[memoryview]) -> Iterator[memoryview]:
@@ -39,7 +39,7 @@ class Reply:
 
     `left` is the number of body bytes still to come, for a body of known length. The caller may read them from the
     socket into their final place, and subtracts them from `left`. For other bodies `left` is None, and all bytes go
-    through `receive`. `proxy` is the one that forwards the request, if any. Raises httpx's protocol errors.
+    through `receive`. `proxy` is the proxy that forwards the request, if any. Raises httpx's protocol errors.
     """
 
     def __init__(self, request: httpx.Request, proxy: Proxy | None = None) -> None:
@@ -76,7 +76,7 @@ class Reply:
         return self._keep_alive and self.done
 
     def receive(self, data: bytes) -> None:
-        """Take bytes from the connection; empty if the server has closed it."""
+        """Parse bytes from the connection; pass b"" if the server has closed it."""
         if not data and not self.begun:
             raise httpx.RemoteProtocolError(CLOSED)
         if data[:2] in _TLS and not self.begun:

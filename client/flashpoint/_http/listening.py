@@ -1,4 +1,4 @@
-"""Receive the events of a benchmark, over several connections if one breaks. No I/O.
+"""Receive the events of a benchmark, and connect again if a connection breaks. This module does no I/O.
 
 `Client` and `AsyncClient` drive a `Listening` like an `Exchange`. They repeat attempts until it has `ended`:
 
@@ -22,7 +22,7 @@ from flashpoint_contract.schemas.benchmark import ENDED, EVENT, BenchmarkEvent, 
 
 
 class Listening(Exchange):
-    """The events of job `id` with numbers above `after`.
+    """The state of receiving the events of job `id` with numbers above `after`.
 
     Each attempt has the full timeout. An attempt that times out after its answer began is followed by another.
     `retries` is the largest number of connections in a row that fail or end without an event.
@@ -59,12 +59,12 @@ class Listening(Exchange):
         return events
 
     def finish(self) -> None:
-        """Raise the server's error, or ConnectionFailedError: the answer ended before the benchmark did."""
+        """Raise the server's error, or ConnectionFailedError if the answer ended before the benchmark."""
         self.answer()
         raise ConnectionFailedError("the events ended before the benchmark did")
 
     def failed(self, error: Exception) -> float:
         if self._status == self.call.success and isinstance(error, (httpx.TimeoutException, DeadlineExceededError)):
             return 0.0
-        self._deadline = None  # the next attempt has its own
+        self._deadline = None  # the next attempt sets its own deadline
         return super().failed(error)

@@ -1,4 +1,4 @@
-"""Proxies that the environment names: HTTP proxies, also over TLS, and SOCKS 5."""
+"""Connect through proxies from environment variables: HTTP proxies (also over TLS) and SOCKS 5."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AUTHENTICATION = "the proxy needs a user and a password: set them in the proxy's
 
 
 class _Pipe(Protocol):
-    """A connection to a proxy, on which it is asked to connect to the server."""
+    """The interface of a connection to a proxy, over which `Proxy.tunnel` asks for the server."""
 
     def write(self, data: bytes) -> Steps[None]: ...
 
@@ -35,7 +35,7 @@ class _Pipe(Protocol):
 
 @dataclass(frozen=True)
 class Proxy:
-    """A proxy. `user` and `password` never appear in a text."""
+    """A proxy. Error texts and logs never contain `user` and `password`."""
 
     scheme: str
     host: str
@@ -49,7 +49,7 @@ class Proxy:
 
     @property
     def forwards(self) -> bool:
-        """Return whether it is an HTTP proxy, which also forwards requests without a tunnel."""
+        """Return whether this is an HTTP proxy, which can also forward requests without a tunnel."""
         return self.scheme in PORTS
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ def authority(host: str, port: int) -> str:
 def of_environment(url: httpx.URL) -> Proxy | None:
     """Return the proxy that the environment names for a server; None to connect directly.
 
-    Raises ValueError for a proxy that cannot be used. The text does not have its credentials.
+    Raises ValueError for a proxy that cannot be used. The text does not contain its credentials.
     """
     proxies = urllib.request.getproxies()
     given = proxies.get(url.scheme) or proxies.get("all")
@@ -101,7 +101,7 @@ def _http_tunnel(proxy: Proxy, pipe: _Pipe, host: str, port: int) -> Steps[None]
     yield from pipe.write(protocol.send(h11.Request(method=b"CONNECT", target=target, headers=headers)) or b"")
     try:
         while not isinstance(event := protocol.next_event(), h11.Response):
-            if event is h11.NEED_DATA:  # nothing follows the answer: in TLS the client sends first
+            if event is h11.NEED_DATA:  # no bytes follow the proxy's answer, because in TLS the client sends first
                 protocol.receive_data((yield from _more(pipe)))
     except h11.RemoteProtocolError as error:
         raise httpx.ProxyError(f"it answered with no HTTP: {error}") from error
@@ -112,7 +112,7 @@ def _http_tunnel(proxy: Proxy, pipe: _Pipe, host: str, port: int) -> Steps[None]
 
 
 def _socks_tunnel(proxy: Proxy, pipe: _Pipe, host: str, port: int) -> Steps[None]:
-    """RFC 1928, and RFC 1929 for the password."""
+    """Open a tunnel through a SOCKS 5 proxy (RFC 1928), with a password if there is one (RFC 1929)."""
     user, password = proxy.user.encode(), proxy.password.encode()
     methods = b"\x00\x02" if user else b"\x00"
     yield from pipe.write(bytes([_SOCKS, len(methods)]) + methods)
@@ -177,13 +177,13 @@ class NestedTls:
 
     def send(self, data: memoryview) -> int:
         self._flush()
-        return self._inner.write(data[: 16 * 1024])  # the next call of any method sends it, by `_flush`
+        return self._inner.write(data[: 16 * 1024])  # `_flush` sends the bytes in the next call of any method
 
     def recv_into(self, view: memoryview) -> int:
         while True:
             self._flush()
             try:
-                # With a buffer it returns the number of bytes, which its annotation does not say.
+                # With a buffer, `read` returns the number of bytes, although its annotation says bytes.
                 return self._inner.read(len(view), view)  # type: ignore[return-value]
             except ssl.SSLWantReadError:
                 self._fill()
@@ -191,7 +191,7 @@ class NestedTls:
                 return 0
 
     def pending(self) -> int:
-        """Return whether a method can work before bytes arrive."""
+        """Return whether a method can make progress before more bytes arrive."""
         return len(self._unsent) or self._out.pending or self._inner.pending() or self._in.pending
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Readers that parse an answer while its bytes arrive: a JSON object, or a message of tensors. No I/O.
+"""Parse an answer while its bytes arrive: a JSON object, or a message of tensors. This module does no I/O.
 
 `space` returns the memory for the next bytes, `filled` takes their number, and `finish` returns the parsed answer.
 """
@@ -19,7 +19,7 @@ DOCUMENT_LIMIT = 8 << 20  # largest JSON answer in bytes; one row of a benchmark
 
 
 class Document:
-    """Reads a JSON object: an error, or the answer of a lookup."""
+    """Parses an answer that is a JSON object, such as an error."""
 
     def __init__(self) -> None:
         self._text = bytearray()
@@ -41,7 +41,7 @@ class Document:
 
 
 class Message:
-    """Reads a message: the length of its head, its head, and then all tensors into one buffer, where they stay."""
+    """Parses a message: the length of its head, its head, and then all tensors in one buffer, without a copy."""
 
     def __init__(self, length: int | None) -> None:
         self._length = length
@@ -75,7 +75,7 @@ class Message:
         except wire.WireError as error:
             raise ProtocolError(f"the answer is no message: {error}") from error
         total = self._head.size + self._head.data_size
-        if self._length not in (None, total):  # checked before memory is allocated for the size that the head gives
+        if self._length not in (None, total):  # check the size in the head before memory of that size is allocated
             raise ProtocolError(f"the answer has {self._length} bytes where its head says {total}")
         self._buffer = np.empty(self._head.data_size, np.uint8)
         return self._buffer.data if self._head.data_size else self._next()

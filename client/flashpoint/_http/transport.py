@@ -6,7 +6,7 @@ Extensions of a request:
 - `deadline`: a time of `time.monotonic`, or None. It holds for all waits of the exchange.
 - `stop`: a socket. When it becomes readable, the blocking transport raises ReadError.
 
-A response has the extension `read_into(memoryview, minimum) -> int`, which reads the body into a buffer: at least
+A response has the extension `read_into(memoryview, minimum) -> int`. It reads the body into a buffer: at least
 `minimum` bytes, fewer only at the end of the body. Its `stream` can only be closed.
 """
 
@@ -26,7 +26,7 @@ from flashpoint._http.dial import Address, race, resolve
 from flashpoint._http.drive import Steps, readable, run, run_async
 from flashpoint._http.http1 import Reply
 
-IDLE_CONNECTIONS = 64  # of one client
+IDLE_CONNECTIONS = 64  # maximum idle connections of one client
 IDLE_SECONDS = 4.0  # less than servers' idle timeouts (uvicorn: 5 s): a server must not close a connection in use
 ASYNC = sys.platform != "win32"  # whether asyncio's own loop has `add_reader`
 
@@ -46,7 +46,7 @@ class _Origin:
         forked.watch(self)
 
     def forked(self) -> None:
-        """Forget the idle connections, which are the parent's."""
+        """Forget the idle connections, which belong to the parent process."""
         self._idle = []
 
     def connect(self) -> Steps[Connection]:
@@ -65,7 +65,7 @@ class _Origin:
         return (yield from race(addresses, dial))
 
     def _route(self) -> Target:
-        """Return the way to the server. The system's certificates are loaded for the first connection."""
+        """Return the `Target` of the server. The system's certificates are loaded for the first connection."""
         if self._known is None:
             nested = self._proxy is not None and self._proxy.secure
             try:
@@ -81,7 +81,7 @@ class _Origin:
         while self._idle:
             try:
                 connection, since = self._idle.pop()
-            except IndexError:  # another thread has taken it
+            except IndexError:  # another thread has taken the last connection
                 break
             if time.monotonic() - since < IDLE_SECONDS and not readable(connection.idle):
                 return connection

@@ -1,1 +1,1 @@
-"""The implementation of `flashpoint.sharded`: it cuts a problem, asks the servers, and merges their answers."""
+"""The implementation of `flashpoint.sharded`: divide a problem, send the parts to servers, and merge the answers."""

@@ -17,7 +17,7 @@ from flashpoint_contract.wording.docstrings import twin_of
 
 
 class _Lengths:
-    """Base class of both sharded caches: the lengths, known without a request."""
+    """Base class of both sharded caches. It returns the lengths without a request."""
 
     _spread: Spread
 
@@ -94,7 +94,7 @@ class ShardedCache(_Lengths):
 
     def __exit__(self, *_: object) -> None:
         try:
-            with suppress(ConnectionFailedError):  # a server that is gone holds no memory
+            with suppress(ConnectionFailedError):  # a server that does not run any more holds no memory
                 self.delete()
         finally:
             self._rounds.close()

@@ -1,8 +1,8 @@
-"""Cut the attention of a sequence into pieces of nearly equal work. It computes with integers, not with tensors.
+"""Cut the attention of a sequence into pieces of nearly equal work. The module uses only integers, no tensors.
 
-Query i of a sequence is at key i + offset, its diagonal. It sees the keys from i + offset − left to i + offset + right;
-causal attention has right = 0. A `Piece` is a rectangle of queries and keys. Its offset counts from its own first query
-and first key: it is what the service takes as `offset`. `_trimmed` removes rows and columns at the edges of a piece
+The diagonal of query i of a sequence is key i + offset. It sees the keys from i + offset − left to i + offset + right;
+causal attention has right = 0. A `Piece` is a rectangle of queries and keys. Its offset is relative to its own first
+query and first key, as in the option `offset` of a request. `_trimmed` removes rows and columns at the edges of a piece
 that see nothing.
 """
 
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 UNBOUNDED = 1 << 40  # larger than any length; sums of it fit into int64
 
-Range = tuple[int, int]  # (first, end); end is not included
+Range = tuple[int, int]  # (first, end), without end
 
 
 class Piece(NamedTuple):
@@ -39,7 +39,7 @@ class Piece(NamedTuple):
 
 
 class Band(NamedTuple):
-    """One sequence: its lengths, its diagonal, and how far a query sees left and right of it, or `UNBOUNDED`."""
+    """One sequence: its lengths, its diagonal, and how many keys a query sees left and right of the diagonal."""
 
     q_len: int
     kv_len: int
@@ -48,9 +48,9 @@ class Band(NamedTuple):
     right: int
 
     def pieces(self, query_parts: int, key_parts: int) -> list[Piece]:
-        """Cut the queries into `query_parts`, and the keys that each part sees into `key_parts`, by equal work.
+        """Cut the queries into `query_parts` and each part's visible keys into `key_parts`, with equal work.
 
-        Every pair of a query and a key that see each other is in exactly one piece.
+        Exactly one piece contains each pair of a query and a key that it sees.
         """
         pieces = []
         for queries in _equal(self._seen((0, self.q_len), (0, self.kv_len)), query_parts):
@@ -61,7 +61,7 @@ class Band(NamedTuple):
         return pieces
 
     def pairs(self, piece: Piece) -> int:
-        """Return the number of (query, key) pairs in a piece that see each other."""
+        """Return the number of visible (query, key) pairs in a piece."""
         return int(self._seen(piece.queries, piece.keys).sum())
 
     def _seen(self, queries: Range, keys: Range) -> NDArray[np.int64]:
@@ -95,7 +95,7 @@ def _equal(counts: NDArray[np.int64], parts: int) -> Iterator[Range]:
         return
     first, last = int(some[0]), int(some[-1]) + 1
     total = counts[first:last].cumsum()
-    # The sum passes each equal share inside one element. Cut before or after that element, whichever is nearer.
+    # The running sum reaches each multiple of the share inside one element. Cut on the nearer side of this element.
     shares = total[-1] * np.arange(1, parts) / parts
     behind = np.searchsorted(total, shares)
     before = np.where(behind > 0, total[behind - 1], 0)

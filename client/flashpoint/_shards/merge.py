@@ -1,4 +1,4 @@
-"""Make the question for each shard, and merge the answers exactly. No I/O: generators yield the questions.
+"""Make a request for each shard (`Question`), and merge the answers exactly. Generators yield the questions; no I/O.
 
 The forward merges the answers lse_s and o_s of the shards s that hold the keys of a query. This is FlashAttention's
 rescaling between servers (Flash-Decoding, Dao et al. 2023):
@@ -29,15 +29,15 @@ from flashpoint_contract.tensors import SCALES, TENSORS
 
 _BACKWARD = ("q", "k", "v", "attn_mask", "do", "dlse")
 _FORWARD = ("q", "k", "v", "attn_mask", *SCALES)
-# Infinite inputs, and results too large for float16, give no warning: the same as on a server.
+# Like a server, give no warning for infinite inputs and for results that are too large for float16.
 _QUIET = np.errstate(invalid="ignore", over="ignore")
-# Options that each shard's question sets, or that its server does not need.
+# Options that are not copied to a shard's question: it sets them itself, or its server does not need them.
 _OWN = {"layout", "causal_alignment", "dropout_p", "dropout_seed", "return_lse", "grads"}
 
 
 @dataclass(frozen=True)
 class Question:
-    """The request for one shard. Its tensors are views; `call` makes the call that copies them."""
+    """The request for one shard. Its tensors are views; `call` returns a call, for which it copies them."""
 
     shard: Shard
     tensors: dict[str, Numbers]
@@ -138,7 +138,7 @@ def _question(problem: Problem, shard: Shard, names: tuple[str, ...], more: dict
     tensors = {name: problem.tensors[name][_at(problem, shard, name)] for name in names if name in problem.tensors}
     options = problem.options.model_dump(exclude=_OWN, exclude_defaults=True)
     options |= more
-    options["layout"] = "bhsd" if problem.options.layout == "bhsd" else "bshd"  # the order of the rows in memory
+    options["layout"] = "bhsd" if problem.options.layout == "bhsd" else "bshd"  # keep the order of the rows in memory
     band, (n, m) = shard.rows.band, shard.piece.shape
     if shard.piece.offset != m - n and (min(band.left, band.right) < UNBOUNDED or "alibi_slopes" in problem.tensors):
         tensors["offset"] = np.array(shard.piece.offset)
@@ -177,6 +177,6 @@ def _or_zero(lse: Numbers) -> Numbers:
 
 
 def _summed_to(part: Numbers, shape: tuple[int, ...]) -> Numbers:
-    """Sum `part` over the axes that are longer than in `shape`."""
+    """Return `part`, summed over the axes that are longer than in `shape`."""
     axes = tuple(i for i, (a, b) in enumerate(zip(part.shape, shape, strict=True)) if a != b)
     return part.sum(axis=axes, keepdims=True) if axes else part

@@ -1,4 +1,4 @@
-"""Plan the shards of a problem: into how many parts to cut its queries and keys, and which rows each shard has."""
+"""Plan the shards of a problem: the number of parts of its queries and keys, and the rows of each shard."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from flashpoint._shards.cut import Band, Piece
 from flashpoint._shards.problem import Problem, Rows
 from flashpoint.errors import invalid
 
-# The plan sends as few bytes as possible, among those with a largest piece of at most this factor above the smallest.
+# Choose the plan that sends least among those whose largest piece is at most this factor above the best plan's.
 UNEVEN = 1.2
 MOST_PARTS = 1 << 16
 
@@ -28,14 +28,14 @@ class Shard:
 
 @dataclass(frozen=True)
 class Plan:
-    """The shards in the order in which they are merged. `merged`: some query is in more than one of them."""
+    """The shards in the order in which they are merged. `merged`: several shards contain the same query."""
 
     shards: tuple[Shard, ...]
     merged: bool
 
 
 def plan(problem: Problem, servers: int, parts: tuple[int, int] | None) -> Plan:
-    """Cut a problem into one part for each server, or each sequence into `parts` (of its queries, of its keys)."""
+    """Cut a problem into one part for each server, or each sequence into `parts` (query parts, key parts)."""
     if parts is not None and not (isinstance(parts, (tuple, list)) and len(parts) == 2 and all(map(_count, parts))):
         raise invalid("parts", f"must be two integers from 1 to {MOST_PARTS}: parts of the queries, and of the keys")
     heads = problem.tensors["q"].shape[1], problem.tensors["k"].shape[1]
@@ -57,7 +57,7 @@ def _count(part: object) -> bool:
 
 
 def _ways(parts: int, *, whole_keys: bool) -> Iterator[tuple[int, int]]:
-    """Yield (query parts, key parts) with the product `parts`, fewest key parts first: these merge least."""
+    """Yield (query parts, key parts) with the product `parts`, in increasing order of key parts, which need merging."""
     for keys in range(1, parts + 1):
         if parts % keys == 0 and (keys == 1 or not whole_keys):
             yield parts // keys, keys

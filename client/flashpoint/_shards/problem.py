@@ -1,4 +1,4 @@
-"""A whole problem in one form for all layouts: its tensors as views (B,H,S,D), and its sequences."""
+"""Represent a problem in one form for all layouts: its tensors as views (B,H,S,D), and its sequences."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Numbers = NDArray[Any]
 
 
 class Rows(NamedTuple):
-    """Sequences of one length and offset: their places in the batch and among the sequences, and their first rows."""
+    """Sequences of one length and offset: their indices in the batch and in the request, and their first rows."""
 
     batch: slice
     sequences: slice
@@ -43,14 +43,14 @@ class Problem:
     spec: Spec
     tensors: dict[str, Numbers]
     rows: tuple[Rows, ...]
-    shapes: dict[str, tuple[int, ...]]  # as the caller gave them
+    shapes: dict[str, tuple[int, ...]]  # the shapes of the caller's tensors
     like: Array
 
     @property
     def on_reference(self) -> bool:
-        """Return whether only the reference backend computes it.
+        """Return whether only the reference backend can compute this problem.
 
-        Its gradients take no lse, and merging by lse, which is float32, would round float64.
+        Its gradients do not use lse, and a merge by lse, which is float32, would round float64 results.
         """
         return self.options.backend == "reference" or not self.spec.features.isdisjoint({"float64", "large_head_dim"})
 
@@ -64,7 +64,7 @@ class Problem:
         return _view(array, self.options.layout)
 
     def answer(self, name: str, array: Numbers) -> Any:
-        """Return tensor `name` of the answer in its dtype, and as numpy or torch like the caller's q."""
+        """Return tensor `name` of the answer in its final dtype, as a numpy array or torch tensor like q."""
         source = {"o": "q"}.get(name, name[1:])
         dtype = np.dtype(np.float32) if name == "lse" else self.tensors[source].dtype
         with np.errstate(over="ignore"):  # an overflow gives inf, the same as on a server
@@ -126,7 +126,7 @@ def _scales(name: str, t: Numbers, spec: Spec, index: Mapping[str, list[int]]) -
 
 
 def _rows(spec: Spec, index: Mapping[str, list[int]]) -> Iterator[Rows]:
-    """Yield the sequences of a problem: all together if they have one length and offset, otherwise one by one."""
+    """Yield the sequences of a problem: one `Rows` if they have equal lengths and offsets, else one for each."""
     options = spec.options
     left, right = (UNBOUNDED if side < 0 else side for side in options.window)
 

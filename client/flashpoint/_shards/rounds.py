@@ -1,4 +1,4 @@
-"""Make the calls of `spread`: `Threads` with threads, `Tasks` with asyncio."""
+"""Send the calls of spread.py to the servers: `Threads` with threads, `Tasks` with asyncio."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from flashpoint._http import forked
 from flashpoint._shards.spread import PartCall, Round, Steps
 from flashpoint.errors import FlashpointError
 
-MOST_CALLS = 64  # concurrent calls
+MOST_CALLS = 64  # maximum concurrent calls
 T = TypeVar("T")
 
 
 class Deadline:
-    """The deadline of an operation. Each call gets the time that is left; without a timeout, its client's own."""
+    """The deadline of an operation. Each call gets the remaining time; without a deadline, its client's timeout."""
 
     def __init__(self, timeout: Any = service.DEFAULT) -> None:
         self._given = timeout is not service.DEFAULT
@@ -49,7 +49,7 @@ class Threads:
 
     def forked(self) -> None:
         """Make the threads and the lock. A forked process has none of its parent's threads."""
-        self._pool = ThreadPoolExecutor(MOST_CALLS, "flashpoint-cache")  # it starts threads only when needed
+        self._pool = ThreadPoolExecutor(MOST_CALLS, "flashpoint-cache")  # the pool starts threads only when needed
         self._lock = threading.Lock()
 
     def __reduce__(self) -> tuple[Any, ...]:

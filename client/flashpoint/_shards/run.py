@@ -20,7 +20,7 @@ from flashpoint.errors import FlashpointError
 
 
 def run(work: Work, clients: Sequence[Client], sending: dict[str, Any]) -> None:
-    """Answer every question of `work`, with one thread for each client. The first error ends all, and is raised."""
+    """Answer every question of `work` with one thread for each client. The first error ends all threads."""
     theirs, ours = socket.socketpair()  # a byte for `theirs` ends the calls of all threads
     turn = threading.Condition()
     stopped = threading.Event()
@@ -92,7 +92,7 @@ async def run_async(work: Work, clients: Sequence[AsyncClient], sending: dict[st
 def _exchange(
     client: Client | AsyncClient, work: Work, item: Item, sending: dict[str, Any], stop: socket.socket | None = None
 ) -> Exchange:
-    """Return one attempt without retries: `Work` decides which server gets a failed question."""
+    """Return one attempt without retries: `Work` decides which server gets a failed question next."""
     return client._exchange(replace(item.question.call(sending), timeout=work.timeout()), once=True, stop=stop)
 
 

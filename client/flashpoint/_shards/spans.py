@@ -1,12 +1,12 @@
-"""Attention over a sequence with keys in spans on several servers: make the questions, and merge the answers. No I/O.
+"""Make the requests for a sequence whose keys lie in spans on several servers, and merge the answers. No I/O.
 
 The queries are the last rows of the sequence: query i of n is at key total − n + i. A server that holds the span
 [first, behind) knows only its own keys. With `bottom_right` it places query i at key (behind − first) − n + i of the
-span. This is too far left by the number of keys behind the span, `shift` = total − behind. So the question's window is
-moved right by `shift`.
+span. The correct place is further right by the number of keys behind the span, `shift` = total − behind. So the
+question's window is moved right by `shift`.
 
-A query is not sent if the left end of its window is behind the span. These are the last queries. Each query that is
-left out moves the others right by one.
+A query is not sent if the left end of its window is behind the span. Only the last queries can be left out. Each query
+that is left out moves the other queries right by one.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Queries:
 
     @property
     def bounds(self) -> tuple[int, int]:
-        """Return how many keys a query sees left and right of its position; `UNBOUNDED` for all."""
+        """Return how many keys a query sees left and right of its position; `UNBOUNDED` means all keys."""
         left, right = (UNBOUNDED if side < 0 else side for side in self.options.window)
         return left, min(right, 0) if self.options.causal else right
 
@@ -89,7 +89,7 @@ class Queries:
     def _question(self, place: int, first: int, behind: int, shift: int) -> SpanQuestion:
         left, right = self.bounds
         rows = self.count if left >= shift else max(0, self.count - (shift - left))
-        moved = shift - (self.count - rows)  # how far left of their true positions the server places these rows
+        moved = shift - (self.count - rows)  # the server places these rows this many keys left of their true positions
         left, right = left - moved, right + moved
         length = behind - first
         options: dict[str, Any] = self.options.model_dump(exclude=_OWN, exclude_defaults=True)
@@ -99,7 +99,7 @@ class Queries:
 
 
 class SpanQuestion(NamedTuple):
-    """The question for span number `place`, which holds `keys`: the first `rows` queries, moved right by `moved`."""
+    """The request for span number `place`, with keys `keys`: the first `rows` queries, moved right by `moved`."""
 
     call: Queries
     place: int
@@ -115,7 +115,7 @@ class SpanQuestion(NamedTuple):
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """Return the options and the tensors other than q. `merged` adds the sinks."""
+        """Return the options and the tensors except q, without sinks: the function `merged` adds these later."""
         given, (first, behind) = self.call.tensors, self.keys
         keywords: dict[str, Any] = dict(self.options)
         if (mask := given.get("attn_mask")) is not None:
@@ -129,7 +129,7 @@ class SpanQuestion(NamedTuple):
 
     @property
     def pairs(self) -> int:
-        """Return the number of (query, key) pairs over all heads that see each other."""
+        """Return the number of visible (query, key) pairs over all heads."""
         n, (first, behind) = self.call.count, self.keys
         band = Band(n, behind - first, behind - first - self.rows + self.moved, *self.call.bounds)
         return band.pairs(Piece((0, self.rows), (0, behind - first), band.offset)) * self.call.heads
@@ -147,11 +147,11 @@ class SpanQuestion(NamedTuple):
 
     @property
     def _left(self) -> bool:
-        """Return whether all visible keys are at their queries or left of them."""
+        """Return whether no query sees a key to the right of its own position."""
         return self.call.bounds[1] == 0 or self.moved >= self.rows - 1
 
     def _stand(self) -> Numbers:
-        """Return the position of each row, counted in keys from the start of the span."""
+        """Return the position of each query row, counted in keys from the start of the span."""
         return np.arange(self.rows) + (self.keys[1] - self.keys[0] - self.rows + self.moved)
 
     def _bias(self) -> Numbers:
@@ -177,7 +177,7 @@ class SpanQuestion(NamedTuple):
 def merged(
     call: Queries, answers: Sequence[tuple[SpanQuestion, Numbers, Numbers]], value_dim: int
 ) -> tuple[Numbers, Numbers]:
-    """Merge the parts. Return o in q's dtype and the caller's layout, and lse (1,Hq,n) in float32."""
+    """Merge the answers of the spans. Return o in q's dtype and the caller's layout, and lse (1,Hq,n) in float32."""
     heads, count = call.heads, call.count
     total = np.full((1, heads, count), -np.inf)
     parts = []

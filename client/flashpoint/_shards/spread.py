@@ -1,9 +1,10 @@
-"""A cache spread over servers: the place of its tokens, and the calls of each operation. No I/O.
+"""A cache over several servers: where its tokens are, and the calls of each operation. This module does no I/O.
 
-Part p holds the tokens [p·span, (p + 1)·span) of every layer. It is a cache of its own, on server p modulo the number
-of servers. An operation is a generator. It yields rounds of calls, which may run concurrently, receives their results,
-and returns its own result. Every write gives its position (`at`), so that it can be repeated. If a write was not
-answered, the part may hold wrong tokens from that position on. They are cut before the layer is used again.
+Part p holds the tokens [p·span, (p + 1)·span) of every layer. Each part is a separate cache, on server p modulo the
+number of servers. An operation is a generator. It yields rounds of calls, which may run concurrently, receives their
+results, and returns its own result. Every write contains its position (`at`), so that it can be repeated. If a write
+was not answered, the part may hold wrong tokens from that position on. The next operation on the layer first cuts these
+tokens.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Part(NamedTuple):
 
 
 class PartCall(NamedTuple):
-    """A call for the server with this number."""
+    """A call, and the number of the server that gets it."""
 
     server: int
     call: Call
@@ -63,7 +64,7 @@ class PartCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """Calls to make concurrently. The first error ends all; with `whole` all calls end, and errors are results."""
+    """Calls to make concurrently. The first error ends all; with `whole`, all finish, and errors are results."""
 
     asks: Sequence[PartCall]
     whole: bool = False
@@ -92,19 +93,19 @@ class Spread:
         self.parts: list[AnyCache] = []
         self.lengths = [0] * layers
         self._unsure: set[tuple[int, int]] = set()  # (part, layer) of each write that was not answered
-        self._dtype = np.dtype(np.float32)  # dtype of the latest tokens
+        self._dtype = np.dtype(np.float32)  # dtype of the tokens written last
 
     def server(self, part: int) -> int:
         return part % len(self.urls)
 
     def grow(self, tokens: int) -> Steps[None]:
-        """Make the missing parts for this number of tokens, at least one part in all."""
+        """Make the missing parts for this number of tokens. Make at least one part."""
         missing = range(len(self.parts), max(1, -(-tokens // self.span)))
         if missing:
             self.parts += yield from self._make({part: cache_calls.create(self._shape) for part in missing})
 
     def _make(self, calls: Mapping[int, Call]) -> Steps[list[AnyCache]]:
-        """Make the caches of parts, all or none: after an error, delete those that were made, and raise it."""
+        """Make the caches of parts. After an error, delete the caches that were made, and raise the error."""
         results = yield Round([PartCall(self.server(part), call) for part, call in calls.items()], whole=True)
         by_part = dict(zip(calls, results, strict=True))
         made = {part: AnyCache(result[0]) for part, result in by_part.items() if not _is_error(result)}
@@ -118,7 +119,7 @@ class Spread:
         return min(max(0, self.lengths[layer] - part * self.span), self.span)
 
     def _mend(self, layer: int) -> Steps[None]:
-        """Cut the tokens that unanswered writes may have left in a layer."""
+        """Remove the tokens that unanswered writes may have left in a layer."""
         torn = [part for part, of in self._unsure if of == layer]
         if torn:
             yield Round([self._cut(part, layer, self._tokens_of(part, layer)) for part in torn])
@@ -158,7 +159,7 @@ class Spread:
         return self.lengths[layer]
 
     def _write(self, tokens: _Tokens, layer: int, place: int) -> Steps[None]:
-        """Write tokens from position `place` on, each to its part, and cut all later tokens."""
+        """Write tokens from position `place` on to their parts, and remove all later tokens."""
         behind, span = place + tokens.count, self.span
         yield from self.grow(behind)
         asks = {}
@@ -176,7 +177,7 @@ class Spread:
     def _writing(
         self, layer: int, place: int, asks: Mapping[int, PartCall], reading: Sequence[PartCall] = ()
     ) -> Steps[list[Any]]:
-        """Make the calls of parts that write from `place` on, and of others that only read. Return all results."""
+        """Make the calls of parts that write from `place` on, and of parts that only read. Return all results."""
         torn = {(part, layer) for part in asks}
         self._unsure |= torn
         self.lengths[layer] = place
@@ -218,7 +219,7 @@ class Spread:
         return (answers, parts) if with_meta else answers
 
     def _fits(self, layer: int, place: int, behind: int) -> bool:
-        """Return whether all these tokens belong to one part that exists, and no later part has tokens to cut."""
+        """Return whether one existing part takes all these tokens, and no later part has tokens to remove."""
         first = place // self.span * self.span
         return place < behind <= first + self.span >= self.lengths[layer] and first < len(self.parts) * self.span
 

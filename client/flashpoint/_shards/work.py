@@ -1,7 +1,7 @@
-"""Assign questions to servers, and assign a question again if its server fails. No I/O.
+"""Assign requests (`Question`) to servers, and assign them again if a server fails. This module does no I/O.
 
-A server gets one question at a time: the longest one that no server has. So faster servers answer more questions. If a
-server is full, stopping or gone, its question goes to another server, and the server gets its next question after a
+A server gets one question at a time: the longest one that is not assigned. So faster servers answer more questions. If
+a server is full, stopping or gone, its question goes to another server, and the server gets its next question after a
 delay. If a server has not answered after half of its time, an idle server gets the same question; the first answer
 counts.
 """
@@ -25,10 +25,10 @@ RETRIED = (OverloadedError, ConnectionFailedError)
 class Item:
     """A question and its state.
 
-    - `failed`: servers that failed it; cleared when all have.
-    - `serving`: servers that have it now.
-    - `late`: time of `time.monotonic` from which another server may get it too.
-    - `failures`: number of failures in all.
+    - `failed`: servers that failed to answer it; cleared when all servers have failed.
+    - `serving`: servers that compute it now.
+    - `late`: time of `time.monotonic` from which another server may get the same question.
+    - `failures`: total number of failures.
     - `server`, `answer`: the first server that answered, and its answer.
     """
 
@@ -75,9 +75,9 @@ class Work:
         return item
 
     def patience(self, server: int) -> float | None:
-        """Return the seconds to wait until `server` may take a question that another is late with.
+        """Return the seconds until `server` may take a question that another server is too slow with.
 
-        None without a deadline. Raises DeadlineExceededError.
+        Return None if there is no deadline. Raises DeadlineExceededError.
         """
         left = self.timeout()
         if left is None:
@@ -86,11 +86,11 @@ class Work:
         return min(left, max(0.0, late - time.monotonic()))
 
     def _elsewhere(self, server: int) -> Iterator[Item]:
-        """Yield the unanswered items that other servers were asked and this one was not."""
+        """Yield the unanswered items that other servers have, but this server does not."""
         return (item for item in self.items if item.answer is None and item.serving and server not in item.serving)
 
     def timeout(self) -> float | None:
-        """Return the seconds left for an attempt; None without a deadline. Raises DeadlineExceededError."""
+        """Return the seconds left for an attempt; Return None if there is no deadline. Raises DeadlineExceededError."""
         if self._deadline is None:
             return None
         left = self._deadline - time.monotonic()
@@ -105,7 +105,7 @@ class Work:
             self._open -= 1
 
     def failed(self, server: int, item: Item, error: FlashpointError) -> float:
-        """Note a failure. Return the seconds to wait before `server` gets a question, at most until the deadline.
+        """Record a failure. Return the seconds to wait before `server` gets a question, at most until the deadline.
 
         Raises `error` if another server cannot help, or if the question has failed too often. It does not raise if
         another server has answered the question meanwhile.

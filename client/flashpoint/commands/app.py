@@ -25,7 +25,7 @@ from flashpoint_contract.options import ProblemError
 from flashpoint_contract.wording.hints import meant
 
 RIGHT, WRONG, MISUSED, UNREACHABLE = range(4)
-INTERRUPTED = 130  # as shells say that SIGINT ended a program
+INTERRUPTED = 130  # shells use this exit code for a program that SIGINT has ended
 CODES = "0 right, 1 wrong or failed, 2 called wrongly or refused, 3 no server, or none that has time, 130 Ctrl-C"
 
 # Patterns that find the values in the messages of Typer and pydantic.
@@ -129,12 +129,12 @@ def run(arguments: Sequence[str]) -> int:
         return MISUSED
     try:
         return int(application()(list(arguments), prog_name="flashpoint", standalone_mode=False) or RIGHT)
-    except SystemExit as end:  # from shell completion, or because the reader closed the pipe
+    except SystemExit as end:  # shell completion, or a closed pipe, raises it
         return end.code if isinstance(end.code, int) else RIGHT
     except errors.FlashpointError as error:
         complain(name, _error_text(error, first), hint(error))
         return exit_code(error)
-    except ProblemError as error:  # of work on this machine
+    except ProblemError as error:  # work on this machine raises it
         complain(name, _error_text(errors.all_invalid(error.errors), first))
         return MISUSED
     except CommandError as error:
@@ -143,12 +143,12 @@ def run(arguments: Sequence[str]) -> int:
     except typer.TyperException as error:
         complain(name, *_usage(error, name))
         return MISUSED
-    except typer.Abort:  # Ctrl-C
+    except typer.Abort:  # Ctrl-C raises it
         return INTERRUPTED
 
 
 def _error_text(error: errors.FlashpointError, command: str) -> str:
-    """Return the text of an error. For a field that the client refused, it names the option of the command line."""
+    """Return the text of an error. If the client refused a field, the text names its command-line option."""
     if not error.errors or error.status is not None:
         return str(error)
     known = {each for param in load(command).params for each in param.opts}
@@ -188,7 +188,7 @@ def _usage(error: Any, name: str) -> tuple[str, str | None]:
     """Return the message and the hint for wrong arguments. The message names the option and says what is wrong."""
     message = error.message
     option = getattr(error, "option_name", None) or _blamed(error)
-    if hasattr(error, "possibilities"):  # an unknown option
+    if hasattr(error, "possibilities"):  # the error is about an unknown option
         parser = error.ctx.command.get_params(error.ctx)
         near = meant_option(error.option_name, [each for one in parser for each in (*one.opts, *one.secondary_opts)])
         return f"{option}: unknown option", f"did you mean {near}?" if near else f"{name} --help lists the options"
@@ -219,7 +219,7 @@ def _usage(error: Any, name: str) -> tuple[str, str | None]:
 
 
 def meant_option(option: str, known: Sequence[str]) -> str | None:
-    """Return the option that the user probably meant. It also knows the names that torch and flash-attn use."""
+    """Return the option that the user probably meant. Names from torch and flash-attn are also recognised."""
     names = {each.removeprefix("--"): each for each in known if each.startswith("--")}
     plain = {name.replace("-", "_"): each for name, each in names.items()}
     near = meant(option.lstrip("-"), plain)
@@ -227,7 +227,7 @@ def meant_option(option: str, known: Sequence[str]) -> str | None:
 
 
 def _blamed(error: Any) -> str | None:
-    """Return the option or argument that has a wrong value, as the user writes it."""
+    """Return the option or argument with the wrong value, in the form that the user types."""
     if (given := getattr(error, "param_hint", None)) is not None:
         return given if isinstance(given, str) else ", ".join(given)
     param = getattr(error, "param", None)

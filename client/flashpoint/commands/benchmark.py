@@ -47,7 +47,7 @@ EXAMPLES = """
 Kind = Literal["time", "tflops", "speedup", "memory", "roofline", "all"]
 _of_timing = group("Timing")
 _KERNEL = "Time your own function too, called as function(q, k, v, causal=…), of torch tensors (B, H, S, D)."
-_LENGTHS, _HEADS = (256, 512, 1024), 8  # where no sizes are given
+_LENGTHS, _HEADS = (256, 512, 1024), 8  # defaults if no sizes are given
 _CAUSAL = {"no": (False,), "yes": (True,), "both": (False, True)}
 
 
@@ -144,7 +144,7 @@ def benchmark(
 def _shapes(
     q_len: Any, kv_len: Any, head_dim: Any, value_dim: Any, batch: int, q_heads: int | None, kv_heads: int | None
 ) -> list[dict[str, int]]:
-    """Return shapes of every length with every dimension. Sizes that are not given get their default in the schema."""
+    """Return shapes of every length with every dimension. Missing sizes get the schema's defaults."""
     shapes = [
         {"batch": batch, "q_heads": q_heads, "kv_heads": kv_heads, "q_len": q, "kv_len": k, "head_dim": d,
          "value_dim": value_dim}
@@ -156,12 +156,12 @@ def _shapes(
 def _watched(
     job: BenchmarkJob, events: Iterator[BenchmarkEvent], run: BenchmarkRun | None = None
 ) -> tuple[BenchmarkJob, bool]:
-    """Show a progress bar while events arrive, and return the job at their end, and whether Ctrl-C ended it.
+    """Show a progress bar while events arrive. Return the final job, and whether Ctrl-C ended it.
 
     Ctrl-C cancels the job, which keeps the finished rows.
     """
     interrupted = False
-    job = job.model_copy(update={"rows": (), "errors": ()})  # the events contain all of them
+    job = job.model_copy(update={"rows": (), "errors": ()})  # the events contain all rows and errors
     with _progress() as show:
         try:
             for event in events:

@@ -1,4 +1,4 @@
-"""Offer a shell the values of options that take lists, and join words that bash splits at = and :."""
+"""Complete values of list options in a shell, and join words that bash splits at = and :."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import importlib
 import os
 from collections.abc import Callable, Sequence
 
-VARIABLE = "_FLASHPOINT_COMPLETE"  # a shell that completes sets it, and passes no argument
-_BREAKS = ("=", ":")  # bash passes these as words of their own (COMP_WORDBREAKS)
+VARIABLE = "_FLASHPOINT_COMPLETE"  # a shell sets this variable to ask for completions, and passes no argument
+_BREAKS = ("=", ":")  # bash passes these as separate words (COMP_WORDBREAKS)
 
 
 def values(choices: Callable[[], Sequence[str]], separator: str = ",") -> Callable[[str], list[str]]:
-    """Return a completion for Typer: the choices that continue the last item of a list and are not in it yet."""
+    """Return a completion for Typer: choices that start like the last item of a list and are not in it yet."""
 
     def complete(incomplete: str) -> list[str]:
         before, comma, last = incomplete.rpartition(separator)
@@ -22,7 +22,7 @@ def values(choices: Callable[[], Sequence[str]], separator: str = ",") -> Callab
 
 
 def of_kernels(module: str, name: str) -> Callable[[], Sequence[str]]:
-    """Return a function that looks names up in `flashpoint_kernels`; none if it is not installed."""
+    """Return a function that gets names from `flashpoint_kernels`; no names if it is not installed."""
 
     def look_up() -> Sequence[str]:
         try:
@@ -35,7 +35,7 @@ def of_kernels(module: str, name: str) -> Callable[[], Sequence[str]]:
 
 
 def join_words() -> None:
-    """Join in COMP_WORDS what bash has split: `--dtype`, `=` and `bf` are the word `--dtype=bf`."""
+    """Join the words in COMP_WORDS that bash has split: `--dtype`, `=` and `bf` are the word `--dtype=bf`."""
     if os.environ.get(VARIABLE) != "complete_bash" or "COMP_WORDS" not in os.environ:
         return
     words, at = os.environ["COMP_WORDS"].split("\n"), os.environ.get("COMP_CWORD", "")

@@ -1,4 +1,4 @@
-"""Flags for the options of an attention call, made from the contract's table."""
+"""Make command-line flags for the options of an attention call, from the contract's table."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flashpoint_contract.options import LAYOUTS, OPTIONS, Flag, Integer, Kind, N
 def takes_options(command: Callable[..., int], **others: Any) -> Callable[..., int]:
     """Add a flag for each option to `command`. It receives the options that were given in its keyword `options`.
 
-    `others`: flags in the place of the table's, by the names of their options.
+    `others`: flags that replace the table's flags, by option name.
     """
     hints = typing.get_type_hints(command, include_extras=True)
     parameters = [
@@ -57,13 +57,13 @@ def _flag(option: Option) -> Any:
 
 
 def _sentence(text: str) -> str:
-    """Make the first letter upper-case, unless the first word is a name such as bhsd, s or float32."""
+    """Return a text with an upper-case first letter, unless the first word is a name such as bhsd, s or float32."""
     word = text.split()[0]
     return text[:1].upper() + text[1:] if word.isalpha() and len(word) > 1 and word not in LAYOUTS else text
 
 
 def _type(kind: Kind) -> tuple[Any, dict[str, Any]]:
-    """Return the type that Typer parses, and further keywords for Typer."""
+    """Return the type of an option for Typer, and other keyword arguments for Typer."""
     match kind:
         case Flag():
             return bool | None, {}

@@ -1,7 +1,7 @@
 """The table of all commands, the form of their errors, and the hints that say which extra to install.
 
 The table has only names: a command is imported when it runs. The commands need the extra `cli`, and those that serve
-need the extra `server`. This module needs neither.
+need the extra `server`. This module needs neither extra.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def missing(error: ModuleNotFoundError, package: str) -> tuple[str, str]:
 
 
 def misused(name: str, message: str, hint: str | None = None) -> int:
-    """Print an error of wrong use to stderr, and return the exit code."""
+    """Print an error about wrong arguments to stderr, and return the exit code."""
     complain(name, message, hint)
     return 2
 

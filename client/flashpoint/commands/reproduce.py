@@ -70,7 +70,7 @@ def reproduce(
 
 
 def _watched(events: Iterator[Event]) -> tuple[dict[str, Any], bool]:
-    """Collect the results until the events end, or Ctrl-C: the second value. It keeps the results so far."""
+    """Return the results, and whether Ctrl-C ended the events early. The results so far are kept."""
     interrupted = False
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     results: dict[str, Any] = {"environment": {"date": now}, "claims": [], "rows": []}
@@ -110,7 +110,7 @@ def _progress() -> Iterator[Callable[[Event], None]]:
 
 
 def _show(claims: Sequence[dict[str, Any]], show: Console) -> None:
-    """Print each claim with its verdict, and below it the texts, which break between words."""
+    """Print each claim with its verdict, and the explanations below it, wrapped between words."""
     for claim in claims:
         verdict = claim["verdict"]
         show.print(Text.assemble((claim["name"], "bold"), "  ", (verdict, _STYLES.get(verdict, "yellow"))))
@@ -123,7 +123,7 @@ def _show(claims: Sequence[dict[str, Any]], show: Console) -> None:
 
 
 def _draw(results: dict[str, Any], folder: Path, show: Console) -> None:
-    """Write one figure of each kind for light pages, and one for dark pages."""
+    """Write each kind of figure twice: for light and for dark pages."""
     from flashpoint.plots import KINDS, plot_benchmark
 
     rows = tuple(BenchmarkRow.model_validate(row) for row in results["rows"])

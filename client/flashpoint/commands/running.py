@@ -1,4 +1,4 @@
-"""Functions that commands share: options, local or remote work, and output files."""
+"""Helper functions of several commands, for options, local or remote work, and output files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STAGES = {
     "torch": "torch's own math",
     "rounding": "the effect of rounding",
 }
-WIDTH = 140  # columns of a table if the output is not a terminal
+WIDTH = 140  # characters in a table's line if the output is not a terminal
 
 SERVER, OUTPUT, SHAPE, OPTIONS = "Server", "Output", "Problem", "Attention options"
 
@@ -89,14 +89,14 @@ INTS: Any = {"parser": _ints, "metavar": "INT,…"}  # keywords of an option tha
 
 
 def words(choices: Callable[[], Sequence[str]]) -> dict[str, Any]:
-    """Return the keywords of an option that may be a list of names. A shell offers the choices."""
+    """Return Typer's keywords for an option that may be a list of names. A shell completes the choices."""
     return {"parser": _words, "metavar": "NAME,…", "autocompletion": completion.values(choices)}
 
 
 def server_of(url: str | None, alone: Mapping[str, Any] = MappingProxyType({}), reason: str = "") -> str | None:
-    """Return the URL of the server to ask, from --url or FLASHPOINT_URL; None for this machine, also for an empty URL.
+    """Return the URL of the server to ask, from --url or FLASHPOINT_URL; None, also for an empty URL, is this machine.
 
-    `alone`: the values of options that are not taken with --url; `reason` says why. With one of them FLASHPOINT_URL is
+    `alone`: the values of options that --url excludes; `reason` says why. With one of these options FLASHPOINT_URL is
     ignored, and --url raises BadParameter.
     """
     excluded = [flag for flag, value in alone.items() if value is not None]

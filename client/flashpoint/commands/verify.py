@@ -172,7 +172,7 @@ def _report(
     tensors: dict[str, Any], keywords: dict[str, Any], url: str | None, api_key: str | None, timeout: float,
     progress: Callable[[VerifyProgress], None] | None,
 ) -> VerifyReport:  # fmt: skip
-    """Verify here or on a server."""
+    """Verify on this machine or on a server, and return the report."""
     if url is not None:
         with Client(url, api_key=api_key, timeout=timeout) as server:
             return server.verify(**tensors, **keywords, progress=progress)
@@ -206,7 +206,7 @@ def _pairs(options: Mapping[str, Any]) -> str:
 
 
 def _options_line(keywords: Mapping[str, Any]) -> str:
-    """Return a line with the options of a problem: the given ones, and the defaults of the others."""
+    """Return a line with the options of a problem: the given options, and the defaults of the other options."""
     given = {name: value for name, value in keywords.items() if name in OPTIONS}
     missing = {n: "1/sqrt(D)" if n == "scale" else OPTIONS[n].default for n in MEANT if n not in given}
     parts = [f"options: {_pairs(given) or 'none given'}", *([_pairs(missing)] if missing else [])]
@@ -219,7 +219,7 @@ def _place(judged: Judgement, layout: str) -> str:
     if not index:
         return "nowhere"
     row = TENSORS[judged.name]
-    for rank in (4, 3, 2):  # ranks of q, from which the axes of the answer follow
+    for rank in (4, 3, 2):  # possible ranks of q, which determine the axes of the answer
         axes = row.axes_in(layout, rank)
         if len(axes) == len(index):
             return ", ".join(f"{_AXES.get(axis, axis)} {i}" for axis, i in zip(axes, index, strict=True))
@@ -227,7 +227,7 @@ def _place(judged: Judgement, layout: str) -> str:
 
 
 def _findings(report: VerifyReport, layout: str) -> Iterator[str]:
-    """Yield the causes, and lines for each wrong or imprecise tensor."""
+    """Yield lines of text about the causes and about each wrong or imprecise tensor."""
     for cause in report.causes:
         yield f"cause: {cause.text} [{cause.code}, {'confirmed' if cause.confirmed else 'probable'}]"
         yield f"  hint: {cause.advice}"

@@ -102,6 +102,6 @@ def show(report: Report, to: Console) -> None:
         "not run": "dim", "no race in": "dim",
     }  # fmt: skip
     for line in report.lines():
-        soft = line.startswith("repeat it")  # a command stays on one line, to be copied
+        soft = line.startswith("repeat it")  # keep a command on one line, so that users can copy it
         style = next((style for start, style in styles.items() if line.startswith(start)), None)
         to.print(line, style=style, markup=False, soft_wrap=soft)

@@ -1,1 +1,1 @@
-"""Other libraries whose attention Flashpoint computes."""
+"""Integrations of other libraries, whose attention Flashpoint computes."""

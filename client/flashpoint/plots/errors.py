@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter
 from flashpoint.plots import style
 from flashpoint_contract.schemas.verify import Judgement, VerifyReport
 
-_INFINITE = 309  # the exponent of an infinite error
+_INFINITE = 309  # the exponent in `Decade` for an infinite error
 _WIDTH = 0.94  # width of a bar, in decades
 
 
@@ -33,7 +33,7 @@ def _panel(ax: Axes, judged: Judgement) -> None:
     if math.isfinite(judged.bound) and judged.bound >= 0:
         decade = math.floor(math.log10(judged.bound)) if judged.bound else low
         low, high = min(low, decade), max(high, decade)
-        place = math.log10(judged.bound) if judged.bound else low - 0.33  # right of the exact elements
+        place = math.log10(judged.bound) if judged.bound else low - 0.33  # right of the bar of exact elements
         ax.axvline(place, color=style.VERMILION, linewidth=1.6)
         right = place < (low + high) / 2  # put the label on the side with more room
         ax.annotate(

@@ -21,8 +21,8 @@ class Family(NamedTuple):
     causal: bool
     direction: str
     queries: int  # 0 if the rows have as many queries as keys
-    batch: int  # 0 if the rows differ
-    length: int  # 0 if the rows differ
+    batch: int  # 0 if the rows have different values
+    length: int  # 0 if the rows have different values
 
     def __str__(self) -> str:
         """Return two lines: direction, mask and dtype; then the sizes."""

@@ -30,7 +30,7 @@ class Quantity:
     draw: Callable[[Axes, Quantity, Rows], None]  # draws a family with several lengths
     say: Callable[[float], str] = style.si
     spread: bool = False  # whether to draw bars from p20 to p80
-    timed: bool = True  # whether it comes from the time, and is noisy if the time is
+    timed: bool = True  # whether the quantity is derived from the time, and so is noisy if the time is
     baseline: float | None = None
 
 
@@ -58,7 +58,7 @@ def quantity(what: Quantity, rows: Rows, subtitle: str, kernel_name: str = style
 
 
 def _legend(what: Quantity, rows: Rows, over_lengths: Rows, kernel_name: str) -> list[Artist]:
-    """Return the legend: the backends, unless all panels name them, the line at 1, and the meaning of marks."""
+    """Return the legend entries: backends (unless all panels name them), the line at 1, and the marks in use."""
     backends = style.ordered(row.backend for row in over_lengths)
     entries: list[Artist] = [
         Patch(label=named, **style.bar(backend)) if what.draw is _grouped else style.key(backend, named)
@@ -76,7 +76,7 @@ def _legend(what: Quantity, rows: Rows, over_lengths: Rows, kernel_name: str) ->
 
 
 def _marks(what: Quantity, row: BenchmarkRow) -> str:
-    """Return the marks of a row's value: those of its time, or of its memory."""
+    """Return the marks of a row's value, which belong to its time or to its memory."""
     return row.marks if what.timed else "<" if row.peak_bytes_low else ""
 
 
@@ -151,7 +151,7 @@ def _memory(ax: Axes, what: Quantity, rows: Rows) -> None:
 
 
 def _grouped(ax: Axes, what: Quantity, rows: Rows) -> None:
-    """Draw a group of bars at each length, with a bar for each backend."""
+    """Draw a group of bars at each length. Each backend has one bar in a group."""
     backends, lengths = style.ordered(row.backend for row in rows), sorted({row.kv_len for row in rows})
     width = 0.84 / len(backends)
     for row in rows:

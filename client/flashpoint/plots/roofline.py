@@ -53,14 +53,14 @@ def roofline(rows: Rows, peaks: Peaks, subtitle: str, kernel_name: str = style.O
         _panel(ax, members, peaks[family.dtype])
         style.name(ax, str(family))
     FigureCanvasAgg(figure)
-    figure.draw_without_rendering()  # computes the layout, which the places of the labels need
+    figure.draw_without_rendering()  # compute the layout now, because the labels' positions depend on it
     for ax, (family, members) in zip(axes, by_family.items(), strict=True):
         _label(ax, () if family.length else members, peaks[family.dtype])
     return figure
 
 
 def _roofs(rows: Rows, peaks: Peaks) -> Iterator[str]:
-    """Yield texts that describe the lines of the roofs."""
+    """Yield texts for the legend that describe the lines of the roofs."""
     for dtype in dict.fromkeys(row.dtype for row in rows):
         peak = peaks[dtype]
         yield f"{dtype}, as measured: {style.si(peak['tflops'])} TFLOP/s, {style.si(peak['gb_per_s'])} GB/s"
@@ -98,7 +98,7 @@ def _panel(ax: Axes, rows: Rows, peak: Mapping[str, Any]) -> None:
 
 
 def _label(ax: Axes, rows: Rows, peak: Mapping[str, Any]) -> None:
-    """Write the label of the ridge, and the lengths beside their points if there is room, the ends of lines first."""
+    """Write the label of the ridge, and the lengths beside points with room. The ends of lines come first."""
     taken = np.concatenate([_covered(ax, line) for line in ax.lines])
     ridge, low = _ridge(peak), ax.get_ylim()[0] * 1.1
     taken = _place(ax, (ridge, low), f"ridge {style.si(ridge)}", taken, style.grey(), _RIGHT)
@@ -140,7 +140,7 @@ def _ends_first(rows: Rows) -> list[BenchmarkRow]:
 def _place(
     ax: Axes, at: tuple[float, float], text: str, taken: Boxes, colour: str, places: Sequence[tuple[int, int, int]]
 ) -> Boxes:
-    """Write `text` at the first of `places` around a point where it covers nothing. Without such a place, leave it out.
+    """Write `text` at the first of `places` where it covers nothing. If there is none, do not write it.
 
     Return `taken`, with the box of the text.
     """
@@ -161,7 +161,7 @@ def _place(
 
 
 def _ridge(peak: Mapping[str, Any]) -> float:
-    """Return the FLOP per byte above which arithmetic limits the device, and not memory."""
+    """Return the FLOP per byte above which arithmetic, not memory, limits the device."""
     return float(peak["tflops"] * 1000 / peak["gb_per_s"])
 
 

@@ -27,7 +27,7 @@ from flashpoint_contract.timing import NOISY
 
 Format = Literal["svg", "png"]
 INK, GREY, RULE = "#1a1a1a", "#6b6b6b", "#dcdcdc"
-CRIMSON = "#ad1457"  # the caller's kernel alone
+CRIMSON = "#ad1457"  # the colour of the caller's kernel only
 BLACK, ORANGE, SKY, GREEN, BLUE, VERMILION, PURPLE = (
     "#000000", "#e69f00", "#56b4e9", "#009e73", "#0072b2", "#d55e00", "#cc79a7",
 )  # fmt: skip
@@ -36,9 +36,9 @@ MARKS = {
     "*": "other programs used the cores",
     "<": "below what the algorithm must hold",
 }
-PNG_DPI = 160  # sharp on a high-resolution screen, and in print at half a page
+PNG_DPI = 160  # gives sharp pictures on a high-resolution screen and in half-page prints
 _DRAWING = threading.Lock()  # matplotlib's settings are global in the process
-_PANEL_INCHES, _LINE_INCHES, _KEY_INCHES = 3.05, 0.19, 0.26  # heights: panel, line of text, row of legend
+_PANEL_INCHES, _LINE_INCHES, _KEY_INCHES = 3.05, 0.19, 0.26  # heights of a panel, a line of text, a legend row
 
 
 class _Colours(NamedTuple):
@@ -59,7 +59,7 @@ _COLOURS: ContextVar[_Colours] = ContextVar("colours", default=_THEMES["light"])
 
 class Look(NamedTuple):
     colour: str
-    marker: Any  # filled, because hollow markers have a meaning
+    marker: Any  # always a filled marker, because hollow markers have a meaning
     dashes: tuple[float, ...] = ()  # lengths of dashes and gaps, in widths of the line; () is a solid line
     hatch: str = ""
     bold: bool = False
@@ -69,7 +69,7 @@ class Look(NamedTuple):
         return (0, self.dashes) if self.dashes else "-"
 
 
-OWN = "kernel"  # the backend of rows of the caller's own function
+OWN = "kernel"  # the backend name in rows of the caller's own function
 # The plain formula has the colour of the text. Lines of our backends are solid, those of other libraries are dashed.
 LOOKS = {
     "naive": Look(INK, "o"),
@@ -94,7 +94,7 @@ _OTHER = Look(GREY, (5, 0, 180), (4, 4), "//")
 
 @contextmanager
 def themed(theme: PlotTheme) -> Iterator[None]:
-    """Apply the settings of `theme` to matplotlib, for one thread at a time. All figures are made inside it."""
+    """Apply the settings of `theme` to matplotlib, for one thread at a time. Make figures inside this context."""
     chosen = _THEMES[theme]
     paper, ink, grey, rule, *_ = chosen
     settings: Any = {
@@ -148,8 +148,8 @@ def panels(
     rows = math.ceil(count / columns)
     wide, high = panel or ({1: 6.4, 2: 4.8}.get(columns, 4.0), _PANEL_INCHES)
     width = wide * columns
-    lines = textwrap.wrap(subtitle, int(width * 13.8))  # about 13.8 characters of 9 points in an inch
-    keys = keys or max(1, int(width / 2.0))  # about two inches for an entry of the legend
+    lines = textwrap.wrap(subtitle, int(width * 13.8))  # an inch has about 13.8 characters of 9 points
+    keys = keys or max(1, int(width / 2.0))  # an entry of the legend takes about two inches
     above, below = 0.43 + _LINE_INCHES * len(lines), _KEY_INCHES * math.ceil(len(legend) / keys)
     height = high * rows + above + below
     figure = Figure(figsize=(width, height))
@@ -176,7 +176,7 @@ def name(ax: Axes, title: str) -> None:
 
 
 def named(backend: str, kernel_name: str) -> str:
-    """Return the name of a backend in a picture; `kernel_name` is that of the caller's."""
+    """Return the name of a backend in a picture; `kernel_name` is the name of the caller's kernel."""
     return kernel_name if backend == OWN else backend
 
 
@@ -246,12 +246,12 @@ def around(values: Iterable[float], ratio: float = 12.0, room: float = 1.4) -> t
 
 
 def si(value: float) -> str:
-    """Return a number with three digits at most, or with all digits before the point: 0.02, 3, 450, 1,234."""
+    """Return a number with at most three digits, or with all digits before the point: 0.02, 3, 450, 1,234."""
     return f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def saved(draw: Callable[[], Figure], format: Format, theme: PlotTheme = "light") -> bytes:
-    """Return the file of a figure. Equal figures give equal bytes. Thread-safe."""
+    """Return the bytes of a figure's file. Equal figures give equal bytes. Thread-safe."""
     with themed(theme):
         out = io.BytesIO()
         metadata = {"Date": None} if format == "svg" else None

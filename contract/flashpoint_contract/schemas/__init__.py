@@ -1,1 +1,1 @@
-"""Models of requests and answers, and tensors as JSON: with pydantic and NumPy, which kernels do not need."""
+"""Models of requests and answers, and tensors as JSON: this package needs pydantic and NumPy; kernels do not use it."""

@@ -1,4 +1,4 @@
-"""The JSON encoding of a message: tensors as nested lists, options beside them.
+"""Encode and decode messages as JSON: one object with options, and with tensors as nested lists.
 
     {"q": [[0.5, 1.0]], "k": {"shape": [0, 2], "data": []}, "v": …, "dtype": "float32", "causal": true}
 
@@ -43,7 +43,7 @@ class FieldError(ValueError):
     """The message is JSON, but `field` is not valid; `message` says why."""
 
     def __init__(self, field: str, message: str) -> None:
-        super().__init__(field, message)  # pickle calls the class with these arguments
+        super().__init__(field, message)  # unpickling calls the class with these arguments
         self.field = field
         self.message = message
 
@@ -100,7 +100,7 @@ def _array(name: str, value: Any, dtype: str) -> NDArray[Any]:
 
 
 def array(name: str, flat: list[Any], target: np.dtype[Any]) -> NDArray[Any]:
-    """Return elements as a flat array of dtype `target`. Raises FieldError for a wrong type, or out of range."""
+    """Return elements as a flat array of dtype `target`. Raises FieldError for a wrong type or range."""
     kinds = set(map(type, flat))
     if type(None) in kinds:
         raise FieldError(name, "holds null in the place of a value")
@@ -138,7 +138,7 @@ def array(name: str, flat: list[Any], target: np.dtype[Any]) -> NDArray[Any]:
 
 
 def elements(name: str, value: Any) -> tuple[tuple[int, ...], list[Any]]:
-    """Return the shape and the elements (row-major) of nested lists, of {"shape": …, "data": …}, or of a number."""
+    """Return the shape and the elements (row-major) of nested lists, {"shape": …, "data": …}, or one number."""
     if isinstance(value, dict):
         if value.keys() != {"shape", "data"}:
             raise FieldError(name, "an object must have shape and data")
@@ -197,7 +197,7 @@ def listed(array: NDArray[Any]) -> list[Any]:
         whole: list[Any] = array.ravel().tolist()
         return whole
     if array.dtype != np.float64:
-        # Through text, to get 0.1 and not the float32's exact value 0.10000000149011612.
+        # Convert through text, to get 0.1 instead of the float32's exact value 0.10000000149011612.
         numbers = [float(x) for x in array.astype(np.float32).ravel().astype(str).tolist()]
     else:
         numbers = array.ravel().tolist()

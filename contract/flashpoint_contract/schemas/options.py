@@ -82,5 +82,5 @@ class AttentionOptions(_Made):  # type: ignore[misc]
     """
 
 
-if AttentionOptions.__doc__:  # not with python -OO
+if AttentionOptions.__doc__:  # python -OO removes docstrings
     AttentionOptions.__doc__ = f"{cleandoc(AttentionOptions.__doc__)}\n\n{section_of_options(OPTIONS)}"

@@ -1,4 +1,4 @@
-"""Parts of the schemas of /verify and /benchmark: the sizes of a problem, and floats that JSON cannot write."""
+"""Common types of the schemas of /verify and /benchmark: a problem's sizes, and floats with NaN and infinities."""
 
 from __future__ import annotations
 

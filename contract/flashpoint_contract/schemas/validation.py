@@ -1,4 +1,4 @@
-"""Turn a pydantic error into the contract's messages, one for each field."""
+"""Convert a pydantic error into the contract's error messages, one for each wrong field."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _CALLS = (*NAMES, *CACHE_OPTIONS, *SAVED_OPTIONS)
 
 
 def field_problems(error: ValidationError, known: Iterable[str] = ()) -> list[FieldProblem]:
-    """Return the problem of each wrong field. A field is named by its path (`shapes.q_len`), the whole by "".
+    """Return the problem of each wrong field. Name a field by its path (`shapes.q_len`), and the whole value by "".
 
     The message of an unknown name suggests a name of the contract or of `known`. The message of another call's option
     names that call.
@@ -55,7 +55,7 @@ def field_problems(error: ValidationError, known: Iterable[str] = ()) -> list[Fi
     return [FieldProblem(_field(e), _say(e, hints)) for e in errors if not _follows(e, errors)]
 
 
-# pydantic's name of a type in a union, in the path of an error: constrained-int, list[constrained-int]
+# Matches a union member's type name in a pydantic error's path: constrained-int, list[constrained-int].
 _OF_UNION = re.compile(r"constrained-\w+|\w+\[.*\]")
 
 

@@ -1,1 +1,1 @@
-"""Words for people: docstrings of calls, and suggestions for unknown names."""
+"""Generate text for users: docstrings of calls, and suggestions for unknown names."""

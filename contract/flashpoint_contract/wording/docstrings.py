@@ -1,6 +1,6 @@
-"""Docstrings of calls, completed at import: each parameter is described once, and shown wherever it is taken.
+"""Complete docstrings of calls at import, so that each parameter is described only once in the source.
 
-The descriptions of options are the `Args:` of `Options`, those of optional tensors stand here, and those of other
+The descriptions of options are the `Args:` of `Options`, those of optional tensors are here, and those of other
 keywords are the `Args:` of the TypedDict that a call unpacks. An editor reads the source: it shows types, and the
 docstring without the added entries.
 """
@@ -44,11 +44,11 @@ _TENSORS = """Optional tensors.
 
 
 def documented(function: F, raises: str = "") -> F:
-    """Add to a function's docstring an entry for each parameter and keyword that it takes and does not describe.
+    """Add an entry to a function's docstring for each parameter and keyword that the docstring does not describe.
 
-    `raises` are its errors, where the docstring names none.
+    `raises` are the function's errors, used if the docstring names none.
     """
-    if function.__doc__ is None:  # python -OO
+    if function.__doc__ is None:  # python -OO removes docstrings
         return function
     text = inspect.cleandoc(function.__doc__)
     before, *sections = re.split(r"\n\n(?=(?:Args|Returns|Raises):\n)", text)
@@ -73,7 +73,7 @@ def documented(function: F, raises: str = "") -> F:
 def twin_of(source: Any) -> Callable[[F], F]:
     """Return a decorator that takes docstrings from `source`: a function's, or those of a class's methods, by name.
 
-    It replaces only a docstring that is the first line of the other.
+    It replaces only docstrings that equal the first line of the docstring in `source`.
     """
 
     def fill(twin: F) -> F:
@@ -90,7 +90,7 @@ def twin_of(source: Any) -> Callable[[F], F]:
 
 
 def section_of_options(names: Any) -> str:
-    """Return the `Args:` of these options, for the docstring of a class that has them."""
+    """Return the `Args:` section of these options, for the docstring of a class with these fields."""
     return "\n".join(["Args:", *(_shared()[name] for name in names)])
 
 
@@ -108,7 +108,7 @@ def _shared() -> dict[str, str]:
 
 @cache
 def _of_keywords(kind: type) -> dict[str, str]:
-    """Return the entries of a TypedDict: of its own fields, and then of its bases'."""
+    """Return the entries of a TypedDict's own fields, followed by those of its base classes."""
     inherited: dict[str, str] = {}
     for base in getattr(kind, "__orig_bases__", ()):
         if isinstance(base, type):

@@ -1,4 +1,4 @@
-"""Suggest the intended name for an unknown one: a similar name, or the name in torch, flash-attn and others."""
+"""Suggest a known name for an unknown one: a similar name, or the equivalent of a name in torch or flash-attn."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from difflib import get_close_matches
 from flashpoint_contract.options import OPTIONS
 from flashpoint_contract.tensors import TENSORS
 
-_ALIKE = 0.6  # minimum similarity, as difflib computes it
+_ALIKE = 0.6  # minimum similarity of two names, by difflib
 _LONGEST = 32  # maximum characters of a compared name: a caller may send longer ones
 _MOST = 8  # maximum compared names in one message: a caller may send thousands
 
-# Our names, and those of other libraries for them, in lower case: torch, flash-attn, xformers, FlashInfer, vLLM,
+# Our names, each with the equivalents in lower case of other libraries: torch, flash-attn, xformers, FlashInfer, vLLM,
 # transformers, ONNX.
 _NAMED_ELSEWHERE = {
     "causal": "is_causal causal_mask",
@@ -69,11 +69,11 @@ def did_you_mean(name: str, known: Iterable[str] = NAMES) -> str:
 
 
 def each_meant(names: Iterable[str], known: Iterable[str] = NAMES) -> Iterator[tuple[str, str]]:
-    """Yield each name with its `did_you_mean`, which is "" for all but the first few."""
+    """Yield each name with its `did_you_mean`, which is "" after the first `_MOST` names."""
     for count, name in enumerate(names):
         yield name, did_you_mean(name, known) if count < _MOST else ""
 
 
 def how_to_install(extra: str) -> str:
-    """Return the hint how to install an extra, from a checkout or from the wheel."""
+    """Return a hint on how to install an extra, from a checkout or from the wheel."""
     return f"install it with: pip install '.[{extra}]' in a checkout, or pip install 'flashpoint-….whl[{extra}]'"

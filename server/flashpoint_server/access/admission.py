@@ -1,4 +1,4 @@
-"""Admission: the cost of a request, and the limits on the cost of all admitted requests."""
+"""Admit or refuse requests, by limits on the total cost of all admitted requests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashpoint_server.ipc.price import Price
 from flashpoint_server.refusal import Refusal
 
 # A request may wait at most this fraction of the time to its deadline: the engine's speed is an estimate, and the
-# request's own work takes time, too.
+# request's own work also takes time.
 PATIENCE = 0.5
 FREE = Price(0, 0.0)
 WaitingSince = Callable[[], float | None]
@@ -27,7 +27,7 @@ def _never() -> None:
 class Permit:
     """One admitted request: the bytes of its tensors, and its price. Leaving the context ends it.
 
-    `quota` is that of the request's key, if the key has limits. `waiting_since` returns the `time.monotonic` seconds
+    `quota` has the limits of the request's key, if there are any. `waiting_since` returns the `time.monotonic` seconds
     since when the request has waited only for the service. It returns None while the body arrives and after the answer
     has left.
     """
@@ -48,12 +48,12 @@ class Permit:
     def leave(self) -> None:
         """End the request."""
         self._admission.leave(self)
-        self.waiting_since = _never  # it may refer to an owner of this permit: a cycle of references
+        self.waiting_since = _never  # drop the function: it may form a reference cycle
 
     def charge(self, price: Price, deadline: float | None = None, pace: float = 0.0) -> None:
-        """Count the price, when it is known. Raises Refusal 429.
+        """Count the request's price. Raises Refusal 429.
 
-        `pace` is the number of predicted seconds that are answered in one second; 0 means unknown.
+        `pace` is how many predicted seconds of work the engine finishes in one second; 0 means unknown.
         """
         if deadline is not None and pace:
             self._admission.check_wait(price.seconds, deadline - time.monotonic(), pace)
@@ -65,7 +65,7 @@ class Permit:
         self._admission.grow(self, nbytes)
 
     def hold(self, nbytes: int) -> None:
-        """Count `nbytes` more of tensors, which the key pays for. Raises Refusal 429."""
+        """Count `nbytes` more of tensors, and charge the key for these bytes. Raises Refusal 429."""
         self.grow(nbytes)
         if self.quota is not None:
             self.quota.take("bytes", nbytes)
@@ -73,7 +73,7 @@ class Permit:
     def settle(self, price: Price) -> None:
         """Replace the predicted price by the true price after the launch.
 
-        The key pays the difference even over its limits.
+        Charge the key for the difference even if this exceeds its limits.
         """
         before, self.price = self.price, price
         self._admission.correct(before, price)
@@ -91,7 +91,7 @@ class Permit:
 
 
 class Admission:
-    """Counts requests from their head to the last byte of their answer, with their bytes and FLOPs.
+    """Counts admitted requests with their bytes and FLOPs, from the head to the last byte of the answer.
 
     The limits apply to all HTTP processes together. A request is counted before the sums are compared with the limits.
     Two processes that admit at the same moment may both refuse, but together they never exceed a limit.
@@ -153,7 +153,7 @@ class Admission:
         self._check_bytes(others, nbytes)
 
     def _check_bytes(self, others: int, nbytes: int) -> None:
-        # A request that is alone is admitted, whatever its size: it passed the limits on a body.
+        # Admit a request of any size if there is no other: its body is within the body limits.
         if others and (inside_bytes := int(sum(self._bytes))) > self._bytes_limit:
             inside_bytes -= nbytes
             raise Refusal(

@@ -1,4 +1,4 @@
-"""Ids of caches. An id says which engine holds the cache, its shape and its owner; the server need not ask the engine.
+"""Ids of caches. An id says which engine holds the cache, its shape and its owner, so the server need not ask it.
 
     "c" and base64url of: HMAC-SHA-256 of owner and payload (16 bytes), payload
 
@@ -31,9 +31,9 @@ from flashpoint_server.ipc.counts import WorkerGroup
 MOST_LAYERS = 512
 READ_AGAIN = 1024  # number of decoded ids in the LRU cache, each at most ID_LENGTH characters
 MOST_SIZES = 16  # maximum number of distinct layer sizes in one cache
-_MAC = 16  # bytes
+_MAC = 16  # bytes of the HMAC
 _SECRET = 32
-_FILE = "caches.secret"  # lies beside the counts of keys, whose names contain no dot
+_FILE = "caches.secret"  # in the directory of the counts of keys, whose names contain no dot
 
 
 class CacheId(NamedTuple):
@@ -71,7 +71,7 @@ class CacheIds:
         self.read = lru_cache(READ_AGAIN)(self._read)  # most calls use recently used caches
 
     def make(self, owner: str, incarnation: int, serial: int, shape: CacheShape) -> str:
-        """Return the id of a cache. It is the same each time."""
+        """Return the id of a cache. Equal arguments give equal ids."""
         layers = list(zip(shape.kv_heads, shape.head_dim, shape.value_dim, strict=True))
         sizes = list(dict.fromkeys(layers))
         places = bytes(sizes.index(one) for one in layers)
@@ -79,7 +79,7 @@ class CacheIds:
         return "c" + sealed(self.secret, owner, payload)
 
     def _read(self, owner: str, text: str) -> CacheId | None:
-        """Return the content of an id of this owner; None if it is not valid."""
+        """Return the parts of an id of this owner; None if the id is not valid."""
         if not text.startswith("c") or len(text) > ID_LENGTH:
             return None
         if (payload := opened(self.secret, owner, text[1:])) is None:
@@ -112,7 +112,7 @@ def _mac(secret: bytes, owner: str, payload: bytes) -> bytes:
 
 
 def shared_secret(directory: Path | None) -> bytes:
-    """Return the secret that all HTTP processes with this directory share. The first process draws it."""
+    """Return the secret that all HTTP processes with this directory share. The first process generates it."""
     drawn = secrets.token_bytes(_SECRET)
     if directory is None:
         return drawn
@@ -120,6 +120,6 @@ def shared_secret(directory: Path | None) -> bytes:
     draft.touch(0o600)
     draft.write_bytes(drawn)
     with suppress(FileExistsError):
-        os.link(draft, path)  # atomic: the file appears with its content, or not at all
+        os.link(draft, path)  # atomic: no process sees the file without its content
     draft.unlink()
     return path.read_bytes()

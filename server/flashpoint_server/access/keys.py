@@ -28,7 +28,7 @@ class Caller(NamedTuple):
     def use(self, right: Permission) -> None:
         """Count one call that needs `right`.
 
-        Raises Refusal: 403, which does not name the right, or 429 over the limits.
+        Raises Refusal 403, whose text does not name the right, or 429 if the key exceeds its limits.
         """
         if right not in self.rights:
             raise Refusal("forbidden", "the API key lacks the permission for this call")
@@ -68,7 +68,7 @@ class Keyring:
         """Read the file again. If it is not valid, keep the present keys and log the error."""
         try:
             self._load()
-        # OSError: perhaps no file descriptor is left for the counts of a new key
+        # An OSError may mean that no file descriptor is left for the counts of a new key.
         except (OSError, ValueError) as error:
             log.error("keys kept", error=str(error))
         else:
@@ -81,7 +81,7 @@ class Keyring:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         given = _digest(key.strip())
         owner: Caller | None = None
-        for digest, caller in self._callers:  # compare all of them, so that the time reveals nothing
+        for digest, caller in self._callers:  # compare with all keys, so that the time reveals nothing
             if hmac.compare_digest(digest, given):
                 owner = caller
         if owner is None or scheme.lower() != "bearer":
@@ -108,7 +108,7 @@ class Keyring:
     def _caller(self, name: str, entry: KeyEntry) -> Caller:
         if not entry.limits:
             return Caller(name, entry.rights)
-        if name not in self._spent:  # a change of the limits keeps what the key has spent
+        if name not in self._spent:  # if only limits change, keep the key's usage
             self._spent[name] = Spent(name, self._shared)
         return Caller(name, entry.rights, Quota(entry, self._spent[name]))
 

@@ -2,7 +2,7 @@
 
 A bucket is one number: the time at which it will be full again. A request adds its cost divided by the key's rate to
 this time. The key is refused while this time is further in the future than BURST. So a request is admitted while
-anything is left, however much it costs, and the next request waits: sizes of tensors differ too much for another rule.
+anything is left, at any cost, and the next request waits. Sizes of tensors differ too much for a strict rule.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flashpoint_server.config.key_file import KeyEntry
 from flashpoint_server.ipc.counts import Table, WorkerGroup
 from flashpoint_server.refusal import Refusal
 
-BURST = 1.0  # seconds: a bucket holds what its rate gives in this time
+BURST = 1.0  # seconds: the capacity of a bucket is its rate times this
 PATIENCE = 0.01  # seconds to wait for the lock; others hold it for microseconds, unless they are stopped meanwhile
 
 What = Literal["requests", "bytes", "flops", "seconds"]
@@ -46,7 +46,7 @@ class Spent:
     def locked(self) -> Iterator[None]:
         """Hold the lock of the buckets.
 
-        Raises Refusal 429 if a process was stopped with the lock: no request may wait for it.
+        Raises Refusal 429 if a stopped process holds the lock, so that no request waits for that process.
         """
         end = time.monotonic() + PATIENCE
         while True:
@@ -85,13 +85,13 @@ class Quota:
                 self._take(what, cost)
 
     def give_back(self, what: What, amount: float) -> None:
-        """Return what was charged in excess of the true cost."""
+        """Refund the amount that was charged in excess of the true cost."""
         if (rate := self._rates.get(what)) is not None and amount > 0:
             with self._spent.locked():
                 self._spent.numbers[_PLACES[what]] -= amount / rate
 
     def owe(self, what: What, amount: float) -> None:
-        """Charge what a request cost in excess of its predicted price; the next request waits for it."""
+        """Charge the cost above the predicted price after a request has run. The next request may have to wait."""
         if (rate := self._rates.get(what)) is not None and amount:
             with self._spent.locked():
                 place = _PLACES[what]

@@ -59,19 +59,19 @@ class SavedIds:
 
     @staticmethod
     def read_head(head: bytes) -> tuple[Spec, Extent | None]:
-        """Return the forward in a head, and its extent."""
+        """Return the forward's problem from a head, and its extent."""
         decoded = msgspec.msgpack.decode(head, type=_Head)
         infos = {name: TensorInfo(dtype, shape) for name, dtype, shape in decoded.tensors}
         extent = None if decoded.extent is None else Extent(*decoded.extent)
         return plan_saved(infos, Options(**decoded.options)), extent
 
     def make(self, owner: str, incarnation: int, serial: int, head: bytes) -> str:
-        """Return the id of a saved forward. It is the same each time."""
+        """Return the id of a saved forward. Equal arguments give equal ids."""
         numbers = _NUMBERS.pack(incarnation, serial, len(self._replica))
         return "s" + sealed(self._secret, owner, numbers + self._replica + head)
 
     def read(self, owner: str, text: str) -> SavedId | None:
-        """Return the content of an id of this owner; None if it is not valid."""
+        """Return the parts of an id of this owner; None if the id is not valid."""
         if not text.startswith("s") or len(text) > ID_LENGTH:
             return None
         if (payload := opened(self._secret, owner, text[1:])) is None:

@@ -52,7 +52,7 @@ def config(
 
 
 def _toml(line: str) -> str:
-    """Return a line that stays TOML, which is UTF-8, on a stdout of another encoding: `\\u00e9` for é."""
+    """Return a line of TOML with escapes such as `\\u00e9` for é, unless stdout is Unicode."""
     if streams.is_unicode():
         return line
     return "".join(each if each.isascii() else f"\\U{ord(each):08x}" for each in line)
@@ -62,5 +62,5 @@ def _line(name: str, value: object) -> str:
     """Return a line of TOML; a comment if TOML cannot express the value."""
     if value is None:
         return f"# {name} is not set"
-    text = json_module.dumps(value, ensure_ascii=False)  # for these types, JSON is also TOML
+    text = json_module.dumps(value, ensure_ascii=False)  # JSON of these types is also valid TOML
     return f"# {name} = {text}" if "**********" in text else f"{name} = {text}"

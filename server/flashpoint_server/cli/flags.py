@@ -17,7 +17,7 @@ from flashpoint.commands.completion import values
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.config.sources import FILES, PREFIX, SettingError, load
 
-# A setting that is not named here belongs to the group of the setting before it.
+# The first setting of each group. Every other setting belongs to the group of the setting before it.
 GROUPS = {
     "host": "Network and processes",
     "api_keys": "Access: keys, TLS, browsers",
@@ -29,7 +29,7 @@ GROUPS = {
     "otlp_endpoint": "Traces and logs",
 }
 _FILES = "Files of settings"
-_OFFERED = {"device": ["auto", "cpu", "cuda", "all"]}  # values that a shell offers for a setting of free text
+_OFFERED = {"device": ["auto", "cpu", "cuda", "all"]}  # completions of a setting that accepts any text
 _CONFIG, _ENV_FILE = (
     typer.Option(help=text, metavar="FILE", envvar=PREFIX + name, rich_help_panel=_FILES)
     for name, text in zip(
@@ -69,7 +69,7 @@ def takes_settings(command: Callable[..., int]) -> Callable[..., int]:
 
 
 def _command_error(error: SettingError) -> CommandError:
-    """Return one error for all wrong settings. It has a hint if only one setting is wrong."""
+    """Return one error for all wrong settings. The error has a hint if only one setting is wrong."""
     text = "\n  ".join(f"{where}: {message}" for where, message, _ in error.problems)
     return CommandError(text, error.problems[0][2] if len(error.problems) == 1 else None)
 

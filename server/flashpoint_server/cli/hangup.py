@@ -1,4 +1,4 @@
-"""SIGHUP: read keys and certificate again.
+"""Handle SIGHUP, the signal to read keys and certificate again.
 
 Without a handler, SIGHUP ends the process. So the handler is set for the whole life of the process.
 """

@@ -18,7 +18,7 @@ EXAMPLES = """
   flashpoint health --port 9000
 """
 PATH = "/health/live"
-PATIENCE = 4.0  # seconds
+PATIENCE = 4.0  # timeout in seconds
 _THIS_HOST = {"": "127.0.0.1", "0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -45,13 +45,13 @@ def ask(settings: Settings) -> str:
     """Return the server's answer. Raises OSError or HTTPException if there is none.
 
     With mTLS the server requires a client certificate, which this command does not have. Then an alert in the handshake
-    is enough: the process that serves requests sends it.
+    is enough, because the process that serves requests sends it.
     """
     host = _THIS_HOST.get(settings.host, settings.host)
     if settings.tls_cert is None:
         return _get(http.client.HTTPConnection(host, settings.port, timeout=PATIENCE))
     trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    # the connection stays on this host and sends no secrets, so the name need not match
+    # The connection stays on this host and sends no secrets, so do not check the certificate's name.
     trusting.check_hostname = False
     trusting.verify_mode = ssl.CERT_NONE
     if settings.tls_client_ca is None:
@@ -60,7 +60,7 @@ def ask(settings: Settings) -> str:
         try:
             trusting.wrap_socket(connection, server_hostname=host).close()
         except ssl.SSLError as error:
-            if "alert" not in str(error).lower():  # the alert that asks for a certificate is an answer
+            if "alert" not in str(error).lower():  # a TLS alert that asks for a certificate counts as an answer
                 raise
     return "alive: it answers the handshake"
 

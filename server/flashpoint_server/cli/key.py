@@ -140,7 +140,7 @@ def key(
 
 
 def _show(subject: str, drawn: str) -> int:
-    """Print a key, alone, to stdout, below a sentence on stderr."""
+    """Print a sentence to stderr, and then only the key to stdout."""
     print(f"{subject}, which is not stored:", file=sys.stderr, flush=True)
     print(drawn)
     return RIGHT
@@ -160,7 +160,7 @@ def _edited(edit: Any, file: Path | None, *arguments: str) -> None:
 
 
 def _list(file: Path | None, name: str | None, others: Sequence[str]) -> int:
-    """Print the names, rights and limits of the keys in a file: no key, and no hash."""
+    """Print the names, rights and limits of the keys in a file, without keys and hashes."""
     if name is not None or others:
         raise CommandError(f"--list: shows all keys, and is not taken with {others[0] if others else 'NAME'}")
     assert file is not None
@@ -178,7 +178,7 @@ def _list(file: Path | None, name: str | None, others: Sequence[str]) -> int:
 
 
 def _joint(name: str) -> str:
-    """Return what separates an entry from a file that stdout is appended to: `flashpoint key alice >> keys.toml`.
+    """Return the newline to print before an entry if stdout is appended to a file: `flashpoint key alice >> keys.toml`.
 
     Raises CommandError if the file has a key of this name: a second table would make the whole file wrong.
     """
@@ -191,7 +191,7 @@ def _joint(name: str) -> str:
     try:
         twice = name in key_file.parse(text, Path("the file"))
     except ValueError:
-        twice = False  # the server names what is wrong there
+        twice = False  # the server will report the error in this file
     if twice:
         hint = f"use another name, or remove it first: flashpoint key {name} --revoke --file FILE"
         raise CommandError(f"NAME: the file has a key {name} already", hint)

@@ -1,4 +1,4 @@
-"""Temporary directories that exist as long as their process, and removal of those that killed processes left.
+"""Temporary directories that exist as long as their process, and removal of directories that killed processes left.
 
 A process holds a lock (flock) on its directory. The kernel releases the lock whenever the process ends. A directory
 without a lock can be removed.
@@ -48,13 +48,13 @@ def _new() -> tuple[Path, int]:
 
 
 def remove_left() -> None:
-    """Remove the directories that killed processes of this user left."""
+    """Remove the directories that killed processes of this user have left."""
     try:
         folder = Path(tempfile.gettempdir())
-    except FileNotFoundError:  # no temporary directory is writable
+    except FileNotFoundError:  # raised if no temporary directory is writable
         return
     for path in folder.glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError):  # a link, not a directory, or already removed
+        with contextlib.suppress(OSError):  # the path is a link or no directory, or it was already removed
             lock = os.open(path, _OPEN)
             try:
                 if os.fstat(lock).st_uid == os.getuid():

@@ -1,4 +1,4 @@
-"""The process around the application: the socket, the signals, and graceful shutdown.
+"""Run the application in a process: listen on a socket, handle signals, and shut down gracefully.
 
 After SIGTERM or SIGINT the server is not ready and refuses new requests. It answers the admitted ones within
 `shutdown_timeout` and exits with 0. A second signal ends it at once, with 1. After SIGHUP it reads keys and certificate
@@ -39,7 +39,7 @@ from flashpoint_server.service import Service
 if TYPE_CHECKING:
     from flashpoint_server.oip.grpc.server import RpcServer
 
-WARNING_SECONDS = 60  # between two equal warnings
+WARNING_SECONDS = 60  # seconds between two equal warnings
 LAST_BYTES = 1  # seconds at the end for the last bytes of errors; admitted requests have already been answered
 
 log = structlog.stdlib.get_logger("flashpoint.serving")
@@ -54,8 +54,8 @@ class _Server(uvicorn.Server):
         self._statistics = app.state.statistics
         self._loop: asyncio.AbstractEventLoop | None = None
         self._grpc: RpcServer | None = None
-        self.failed = False  # it cannot listen for gRPC
-        self.forced = False  # a second signal came
+        self.failed = False  # whether the server could not listen for gRPC
+        self.forced = False  # whether a second signal has arrived
         self._draining: asyncio.Task[None] | None = None
         self._next_warning = 0.0
         settings = service.settings
@@ -81,7 +81,7 @@ class _Server(uvicorn.Server):
             self._inviting = asyncio.ensure_future(self._invite(url.replace("//127.0.0.1:", "//localhost:")))
 
     async def _invite(self, url: str) -> None:
-        """Log, as the last line of the start, where a person finds the page."""
+        """Log the URL of the page for people, as the last line of the start."""
         while not self._service.ready:  # noqa: ASYNC110 (it follows from the states of several processes)
             await asyncio.sleep(0.05)
         log.info(f"Open {url}")
@@ -96,7 +96,7 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def _listen_for_grpc(self) -> bool:
-        from flashpoint_server.oip.grpc.server import RpcServer  # needs an extra
+        from flashpoint_server.oip.grpc.server import RpcServer  # the import needs the extra `grpc`
 
         settings = self._service.settings
         try:
@@ -132,7 +132,7 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._loop is None:
             self.should_exit = True
-        else:  # this runs between any two bytecodes, so the event loop does the work
+        else:  # a signal handler runs between any two bytecodes, so leave the work to the event loop
             self._loop.call_soon_threadsafe(self._begin_drain, sig)
 
     def _begin_drain(self, sig: int) -> None:
@@ -154,7 +154,7 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
     def _look_for_descriptors(self, now: float) -> None:
-        """Log that connections are dropped. Without a free descriptor, the event loop drops them silently."""
+        """Log a warning if no descriptor is free: the event loop then drops new connections silently."""
         try:
             os.close(os.eventfd(0))
         except OSError as error:
@@ -194,11 +194,11 @@ def run(settings: Settings) -> int:
 
 
 def _why(error: OSError, host: str, port: int | None, flag: str) -> dict[str, Any]:
-    """Return the fields of the log line about a port that cannot be used: what is wrong, and what to do."""
+    """Return the fields of the log line about a port that cannot be used; `advice` says what to do."""
     name = f"set {flag} (FLASHPOINT_{flag.strip('-').upper().replace('-', '_')})"
     cause = error.__cause__ if isinstance(error.__cause__, OSError) and error.errno is None else error
     reason, advice = cause.strerror or str(cause), f"{name} to another port, or end the program that uses this one"
-    if (cause.errno or 0) < 0:  # from the resolver
+    if (cause.errno or 0) < 0:  # errors of the resolver have negative numbers
         reason, advice = f"the host name {host!r} has no address", "set --host to an address of this machine: 127.0.0.1"
     elif cause.errno == errno.EADDRINUSE:
         reason = f"port {port} is in use by another program"
@@ -220,7 +220,7 @@ def open_to_all(settings: Settings) -> str | None:
         addresses = socket.getaddrinfo(
             settings.host or None, settings.port, family, socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-    except OSError:  # `listen` reports this error
+    except OSError:  # `listen` will report this error
         return None
     return next((str(where[0]) for *_, where in addresses if not _loopback(str(where[0]))), None)
 
@@ -264,12 +264,12 @@ def serve_on(listener: socket.socket, app: FastAPI) -> int:
         log_config=None,
         access_log=False,
         server_header=False,
-        proxy_headers=False,  # the client's address is not used
+        proxy_headers=False,  # the service does not use the client's address
         timeout_keep_alive=settings.keep_alive,
         timeout_graceful_shutdown=LAST_BYTES,
     )
     config.header_timeout = settings.header_timeout
-    config.answer_timeout = 2 * settings.body_timeout  # later than a route's own timeout, which gives the reason
+    config.answer_timeout = 2 * settings.body_timeout  # longer than a route's own timeout, whose error gives the reason
     config.metrics, config.half_closed = service.metrics, HalfClosed()
     config.load()
     if settings.tls_cert is not None:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from flashpoint_server.config.key_file import KeyEntry, parse, text_of
 
-MODE = 0o600  # of a new file: it has no keys, but their hashes and rights
+MODE = 0o600  # permissions of a new file, which contains hashes and rights of keys
 _HEADER = re.compile(r"\s*\[")
-_LOOSE = re.compile(r"\s*(#.*)?")  # a blank line, or a comment
+_LOOSE = re.compile(r"\s*(#.*)?")  # matches a blank line or a comment
 
 
 def add(path: Path, name: str, entry: str) -> None:
@@ -34,7 +34,7 @@ def add(path: Path, name: str, entry: str) -> None:
 
 
 def remove(path: Path, name: str) -> None:
-    """Remove the table of a key. Raises ValueError, as `add` does, if the file has no such key, or no other."""
+    """Remove the table of a key. Raises ValueError, as `add` does, if the file has no such key, or only this key."""
     with _table(path, name) as (real, before, _):
         if len(tomllib.loads(before)) == 1:
             raise ValueError(f"{name} is the only key in {path}: add another first, because a server needs one")
@@ -76,7 +76,7 @@ def retire(path: Path, name: str) -> None:
 
 @contextmanager
 def _table(path: Path, name: str) -> Iterator[tuple[Path, str, KeyEntry]]:
-    """Hold the file's lock, and yield the file behind links, its text, and the entry of a key."""
+    """Hold the file's lock, and yield the file's path without links, its text, and the entry of a key."""
     with _alone(path) as real:
         before = text_of(real)
         entries = parse(before, path)
@@ -86,7 +86,7 @@ def _table(path: Path, name: str) -> Iterator[tuple[Path, str, KeyEntry]]:
 
 
 def _changed(text: str, name: str, field: str, line: str | None) -> str:
-    """Return the text with another line for a field of a table, or without it. Its comment goes."""
+    """Return the text with a field's line of a table replaced or removed, including the comment on that line."""
     lines = text.splitlines(keepends=True)
     first, end = _span(lines, name)
     for number in range(first, end):
@@ -96,7 +96,7 @@ def _changed(text: str, name: str, field: str, line: str | None) -> str:
 
 
 def _check(path: Path, name: str, before: str, after: str, fields: dict[str, str | None]) -> None:
-    """Raise ValueError if a change of text is not a change of these fields alone."""
+    """Raise ValueError unless `before` and `after` differ exactly in these fields of the table."""
     tables = tomllib.loads(before)
     tables[name] = {field: value for field, value in {**tables[name], **fields}.items() if value is not None}
     try:
@@ -117,7 +117,7 @@ def _without(text: str, name: str) -> str:
 
 
 def _span(lines: list[str], name: str) -> tuple[int, int]:
-    """Return where a table begins, and where the next one does."""
+    """Return the start of a table and the start of the next table."""
     header = re.compile(rf"""\s*\[\s*(["']?){re.escape(name)}\1\s*\]""")
     first = next((n for n, line in enumerate(lines) if header.match(line)), len(lines))
     return first, next((n for n in range(first + 1, len(lines)) if _HEADER.match(lines[n])), len(lines))
@@ -125,7 +125,7 @@ def _span(lines: list[str], name: str) -> tuple[int, int]:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[Path]:
-    """Hold the lock of the file's folder, and yield the file behind links. Other writers wait."""
+    """Hold the lock of the file's folder, so that other writers wait, and yield the file's path without links."""
     real = Path(os.path.realpath(path))
     try:
         folder = os.open(real.parent, os.O_RDONLY)

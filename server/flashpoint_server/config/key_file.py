@@ -21,7 +21,7 @@ Permission = Literal["attention", "verify", "benchmark", "info", "metrics", "adm
 RIGHTS: tuple[Permission, ...] = get_args(Permission)
 
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False, strict=True)]
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")  # used unchanged in logs, metric labels and file names
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")  # names are used unchanged in logs, metric labels and file names
 
 
 class KeyEntry(BaseModel):
@@ -80,7 +80,7 @@ def text_of(path: Path) -> str:
         return path.read_bytes().decode("utf-8")
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:  # its text would show the bytes
+    except UnicodeDecodeError:  # the error's own text would show the bytes
         raise ValueError(f"{path} is not TOML: not UTF-8") from None
 
 

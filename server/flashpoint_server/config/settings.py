@@ -19,8 +19,8 @@ from flashpoint_server.config.key_file import RIGHTS, read
 MIB = 1 << 20
 
 _RIGHT = "|".join(RIGHTS)
-_KEY = re.compile(rf"[A-Za-z0-9._~+/-]+=*(:({_RIGHT})(\+({_RIGHT}))*)?")  # a token of RFC 6750, optionally with rights
-REPLICA = re.compile(r"[A-Za-z0-9._:/+=@~-]{1,128}")  # the replica's name, set here or by a balancer
+_KEY = re.compile(rf"[A-Za-z0-9._~+/-]+=*(:({_RIGHT})(\+({_RIGHT}))*)?")  # a token (RFC 6750), optionally with rights
+REPLICA = re.compile(r"[A-Za-z0-9._:/+=@~-]{1,128}")  # matches a replica's name, set here or by a balancer
 _ORIGIN = re.compile(r"\*|https?://[^/\s]+")
 
 LONGEST = 1_000_000  # maximum seconds (eleven days): twice as many milliseconds still fit a kernel timer
@@ -251,7 +251,7 @@ class Settings(BaseSettings):
     @classmethod
     def _known_rights(cls, keys: tuple[SecretStr, ...]) -> tuple[SecretStr, ...]:
         for number, key in enumerate(keys, 1):
-            # The message gives the key's number: errors are printed and logged, and keys must not be.
+            # The message contains the key's number, not the key: errors are printed and logged, but keys must not be.
             if not _KEY.fullmatch(key.get_secret_value()):
                 raise ValueError(f"key {number} must be KEY or KEY:right+right; rights are {', '.join(RIGHTS)}")
         return keys

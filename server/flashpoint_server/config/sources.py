@@ -22,7 +22,7 @@ from flashpoint_server.config.settings import Settings
 
 PREFIX = "FLASHPOINT_"
 DEFAULT = "default"
-FILES = ("CONFIG", "ENV_FILE")  # variables that name the files
+FILES = ("CONFIG", "ENV_FILE")  # names of the variables that contain paths of setting files
 # Two swapped letters of the shortest name are similar; FLASHPOINT_PORT_8000_TCP, which Kubernetes sets, is not.
 _ALIKE = 0.93
 _OF_CLIENTS = ("API_KEY", "URL")
@@ -30,7 +30,7 @@ _SECRET = ("api_keys", "cache_secret")
 
 
 class SettingError(Exception):
-    """Settings that are not valid: for each, where it is, what is wrong, and what the setting means."""
+    """Raised for invalid settings. Contains for each its source, the problem, and the meaning of the setting."""
 
     def __init__(self, problems: Iterable[tuple[str, str, str | None]]) -> None:
         self.problems = tuple(problems)
@@ -79,12 +79,12 @@ def load(
 def _take(variables: Mapping[str, str], source: str, values: dict[str, str], sources: dict[str, str]) -> None:
     names = {PREFIX + name.upper(): name for name in Settings.model_fields}
     for variable, value in variables.items():
-        if (name := names.get(variable.upper())) is not None:  # in any case
+        if (name := names.get(variable.upper())) is not None:  # variable names are not case-sensitive
             values[name], sources[name] = value, source.format(variable)
 
 
 def _file_source(name: str, path: Path | None, environment: Mapping[str, str]) -> str:
-    """Return what names a file of settings: its variable, or its flag."""
+    """Return the variable or the flag that named a file of settings."""
     variable = PREFIX + name.upper()
     return variable if path is not None and environment.get(variable) == str(path) else flag(name)
 
@@ -114,7 +114,7 @@ def _config(path: Path | None, source: str) -> dict[str, tuple[str, str]]:
 
 
 def _text(value: Any) -> str:
-    """Return a TOML value as the text that a variable would have."""
+    """Return a TOML value as text, in the form that an environment variable would have."""
     if isinstance(value, bool):
         return str(value).lower()
     return ",".join(map(_text, value)) if isinstance(value, list) else str(value)
@@ -152,10 +152,10 @@ def _about(name: str) -> str | None:
 
 
 def misspelt(variables: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yield each unknown variable that resembles a setting's variable, with the latter."""
+    """Yield (unknown variable, variable of a setting) for each unknown variable with a similar name."""
     known = {PREFIX + name.upper() for name in Settings.model_fields} | {PREFIX + name for name in FILES}
     for name in variables:
-        upper = name.upper()  # settings are read in any case
+        upper = name.upper()  # names of settings are not case-sensitive
         others = {PREFIX + other for other in _OF_CLIENTS}
         if upper not in known | others and (near := get_close_matches(upper, known, 1, _ALIKE)):
             yield name, near[0]

@@ -32,7 +32,7 @@ def load(into: ssl.SSLContext, cert: Path, key: Path | None) -> None:
         raise ValueError(f"the key in {key or cert} has a password; give a key without a password")
 
     try:
-        # Load into a temporary context first: a pair that does not match would leave `into` with half of it, and every
+        # Load into a temporary context first: a certificate and key that do not match would damage `into`, and every
         # later connection would fail.
         for context in (ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), into):
             context.load_cert_chain(cert, key, no_password)

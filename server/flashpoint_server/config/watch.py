@@ -1,4 +1,4 @@
-"""Watch the files of keys and certificates, so that their rotation needs no signal."""
+"""Watch the files of keys and certificates, so that the server reads changed files without a signal."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-SECONDS = 2.0  # between two checks
+SECONDS = 2.0  # seconds between two checks
 
 _Stamp = tuple[int, int, int, int] | None  # None: the file does not exist
 

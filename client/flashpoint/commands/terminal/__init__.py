@@ -1,1 +1,1 @@
-"""The text of the command line: tables, help and streams."""
+"""Format the output of the command line: tables, help texts and streams."""

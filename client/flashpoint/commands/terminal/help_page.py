@@ -1,4 +1,4 @@
-"""The help of a command as text: options in groups, without truncation in narrow terminals."""
+"""Format the help of a command as text with groups of options, never truncated in narrow terminals."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 import typer
 
-_NAMES = 30  # columns for an option and its type; the text of a longer one is on the next line
+_NAMES = 30  # maximum characters of an option and its type before the help text moves to the next line
 _WIDEST, _NARROWEST = 120, 50
 _BOLD, _PLAIN = "\033[1m", "\033[0m"
 
 
 def of(app: typer.Typer) -> str:
-    """Return the help of a whole application."""
+    """Return the help of the whole application."""
     command = typer.main.get_command(app)
     return page(command, command.make_context("flashpoint", [], resilient_parsing=True))
 

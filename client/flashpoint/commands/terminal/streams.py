@@ -1,4 +1,4 @@
-"""stdout and stderr of any encoding: a character that the terminal cannot show is written in ASCII."""
+"""Write text to stdout and stderr of any encoding: characters that the terminal cannot show become ASCII."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import os
 import sys
 
-# Where possible, one character for one: the columns of a table stay aligned.
+# Replace one character by one where possible, so that the columns of a table stay aligned.
 _PLAIN = str.maketrans({
     "·": "-", "–": "-", "−": "-", "—": "-", "…": "...", "×": "x", "✓": "+", "✗": "x", "→": "->", "∞": "inf", "≤": "<=",
     "≥": ">=", "≠": "!=", "∘": "*", "√": "sqrt", "Σ": "sum", "ᵀ": "^T", "µ": "u", "§": "section ", "²": "^2", "³": "^3",
@@ -31,17 +31,17 @@ codecs.register_error(_ERRORS, _replace)
 
 
 def prepare() -> None:
-    """Make stdout and stderr write any text: a terminal, a pipe or a file of any encoding, or none at all."""
+    """Make stdout and stderr write any text: to a terminal, a pipe or a file of any encoding, or to no stream."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is None:  # the caller closed it
+        if stream is None:  # the caller has closed the stream
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=_ERRORS)
 
 
 def writable(text: str) -> str:
-    """Return `text` as stdout can show it."""
+    """Return `text` with the characters that stdout can show."""
     encoding = sys.stdout.encoding or "utf-8"
     return text.encode(encoding, _ERRORS).decode(encoding)
 

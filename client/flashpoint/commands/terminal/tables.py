@@ -1,4 +1,4 @@
-"""Results as tables for a terminal."""
+"""Format results as tables for a terminal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MARKS = {
 }
 OF_NAIVE = "% roof: of each algorithm's own limit: naive writes the matrix of scores, so its limit is low. Compare ms."
 
-# The columns that a narrow terminal does not show: the first ones go first.
+# Columns that are left out on a narrow terminal, in this order.
 _DROPPABLE = (
     "standard", "FLOPs", "bytes", "FLOP/B", "GB/s", "p20 – p80", "% roof", "threads", "memory", "TFLOP/s", "GFLOP/s",
 )  # fmt: skip
@@ -33,8 +33,8 @@ _DROPPABLE_OF_VERIFICATION = ("float64", "there", "RMS", "cosine", "torch's own"
 def fitting(columns: Mapping[str, Sequence[str]], width: int, droppable: Sequence[str], **more: Any) -> Table:
     """Return a table of text columns by title, which fits into `width` without a break inside a cell.
 
-    Columns of `droppable` are left out until the others fit, the first ones first. A title with a space in front is
-    aligned left. `more` goes to `Table`.
+    Leave out columns of `droppable`, in order, until the others fit. A title with a space in front is
+    aligned left. `more` are further arguments for `Table`.
     """
 
     def needed() -> int:
@@ -59,8 +59,8 @@ def _coloured(cell: str) -> Text:
 
 
 def columns(rows: Sequence[BenchmarkRow]) -> dict[str, Callable[[BenchmarkRow], str]]:
-    """Return, by column title, the function that writes a row's text in that column."""
-    # In TFLOP/s the numbers of a CPU would all begin with zeros.
+    """Return the columns by title: each is a function that returns a row's text."""
+    # Use GFLOP/s for a CPU: in TFLOP/s its numbers would all begin with zeros.
     scale, flops = (1, "TFLOP/s") if max((row.tflops or 0 for row in rows), default=0) >= 1 else (1000, "GFLOP/s")
 
     def rate(tflops: float | None) -> str:
@@ -148,12 +148,12 @@ def verification_table(report: VerifyReport, width: int) -> Table:
 
 
 def pair(name: str, q: int, kv: int) -> str:
-    """Return a size of q and the size of k or v, which is left out if it is equal: `H 8/2`, `H 8`."""
+    """Return a size of q and that of k or v, or one number if both are equal: `H 8/2`, `H 8`."""
     return f"{name} {q}" if q == kv else f"{name} {q}/{kv}"
 
 
 def number(value: float | None) -> str:
-    """Return a number with three digits, or with all digits before the point; a whole number as it is."""
+    """Return a number with three digits, or with all digits before the point. Do not change a whole number."""
     if value is None:
         return ""
     if isinstance(value, int):

@@ -57,8 +57,8 @@ class RemoteCache(Cache):
 
     def _forget(self) -> None:
         self.history = History()
-        # By (heads, key dimension, value dimension) of the layers: the cache of each sequence, all on one engine.
-        # Sequences with equal tokens have the same cache.
+        # (heads, key dimension, value dimension) of a layer -> the cache of each sequence. All caches are on one
+        # engine. Sequences with equal tokens have the same cache.
         self._caches: dict[tuple[int, int, int], list[ServerCache]] = {}
         self._last_start = 0  # highest position at which a forward began; the server counts `keep` back from it
         self.drop_forward()
@@ -69,7 +69,7 @@ class RemoteCache(Cache):
         self._written: set[int] = set()  # layers that this forward has written
         self._given: Update | None = None  # the update whose attention has not run yet
 
-    # transformers calls the methods from here to `close`.
+    # transformers calls the following methods, up to `close`.
 
     def seen(self, layer: int) -> int:
         """Return the number of tokens that `layer` has."""
@@ -112,7 +112,7 @@ class RemoteCache(Cache):
             self.client.delete_caches(caches)
 
     def _distinct(self) -> list[ServerCache]:
-        """Return each of the server's caches once."""
+        """Return the server's caches without duplicates."""
         return list(dict.fromkeys(cache for rows in self._caches.values() for cache in rows))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -149,11 +149,11 @@ class RemoteCache(Cache):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with suppress(FlashpointError) if kind else nullcontext():  # the error that ended the `with` says more
+        with suppress(FlashpointError) if kind else nullcontext():  # do not hide an error from inside the `with`
             self.close()
 
     def _take(self, sources: Sequence[int]) -> None:
-        """Let each sequence n continue sequence sources[n]. Those that continue the same one share its caches."""
+        """Replace each sequence n by sequence sources[n]. Sequences with the same source share its caches."""
         before = self._distinct()
         self._caches = {sizes: [rows[source] for source in sources] for sizes, rows in self._caches.items()}
         still_used = set(self._distinct())
@@ -169,7 +169,7 @@ class RemoteCache(Cache):
                 raise self._lost(error) from error
             raise
 
-    # In a forward, each layer calls `take_update`, and then `attention`.
+    # During a forward, each layer calls `take_update` and then `attention`.
 
     def take_update(self, layer: int, k: Tensor, v: Tensor) -> Update:
         """Take new keys and values of `layer`: `k` (B, Hk, S, D) and `v` (B, Hk, S, Dv). Raises InvalidInputError."""
@@ -220,7 +220,7 @@ class RemoteCache(Cache):
             o = self._attend(update, forward, q, mask, causal, window, options)
         except BaseException as error:
             self.drop_forward()
-            if update.forward is not None:  # a layer that shares the keys of another; the forward may have ended
+            if update.forward is not None:  # this layer shares the keys of another layer; the forward may have ended
                 self.history = update.forward.before
             if _is_lost(error):
                 raise self._lost(error) from error
@@ -234,7 +234,7 @@ class RemoteCache(Cache):
         return o
 
     def _begun(self, mask: Tensor | None, k: Tensor) -> Forward:
-        """Return the unfinished forward; begin one if there is none. The first layer's mask has its padding."""
+        """Return the unfinished forward, or begin one. The first layer's mask defines the padding."""
         if self._forward is None:
             step = self.history.step(mask.padding if isinstance(mask, HeldMask) else None, k.shape[2])
             self._forward = Forward(self.history, step, self.history.cached_lengths(len(k)))
@@ -278,7 +278,7 @@ class RemoteCache(Cache):
         return whole.scatter_(2, _spread(step.order, o), o)
 
     def _distinct_sequences(self, update: Update, call: dict[str, Any]) -> tuple[list[int], int]:
-        """Return the number of each sequence among the different ones, and how many there are.
+        """Return an index for each sequence, equal for equal sequences, and the number of different sequences.
 
         Sequences are equal if they have the same cache, and the same values in all tensors of the call. Where a call
         writes different tokens to a cache, the cache is forked first. The first call makes the caches.
@@ -286,9 +286,9 @@ class RemoteCache(Cache):
         sizes, batch = _sizes(update), len(update.k)
         rows: Sequence[ServerCache | None] | None = self._caches.get(sizes) or next(iter(self._caches.values()), None)
         tensors = [value for name, value in call.items() if _per_sequence(name, value, batch)]
-        firsts: list[int] = []  # the first sequence of each number
+        firsts: list[int] = []  # the first sequence with each index
         numbers: list[int] = []
-        by_cache: dict[ServerCache | None, list[int]] = {}  # numbers
+        by_cache: dict[ServerCache | None, list[int]] = {}  # indices of sequences that use each cache
         for n, cache in enumerate(rows or [None] * batch):
             candidates = by_cache.setdefault(cache, [])
             alike = (i for i in candidates if all(_equal(t[n], t[firsts[i]]) for t in tensors))
@@ -305,7 +305,7 @@ class RemoteCache(Cache):
         return numbers, len(firsts)
 
     def _part(self, numbers: Sequence[int], firsts: Sequence[int]) -> None:
-        """Fork caches that different sequences have, so that each number has its own."""
+        """Fork caches that different sequences share, so that each index has its own cache."""
         rows = next(iter(self._caches.values()))
         shared = [n for place, n in enumerate(firsts) if rows[n] in [rows[other] for other in firsts[:place]]]
         if not shared:
@@ -318,7 +318,7 @@ class RemoteCache(Cache):
             ]
 
     def _made(self, update: Update, count: int) -> list[ServerCache]:
-        """Make caches for the sizes of a layer."""
+        """Make a cache for each sequence, with the sizes of a layer."""
         kv_heads, head_dim, value_dim = _sizes(update)
         windows = [layer.window if isinstance(layer, RemoteLayer) else None for layer in self.layers]
         keep = [None if window is None else max(1, window - 1 + self.rewind) for window in windows]

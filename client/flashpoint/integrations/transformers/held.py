@@ -15,13 +15,13 @@ _READ = {"shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout
 
 
 class Given(Protocol):
-    """An update of a cache."""
+    """The interface of new keys and values of a layer (`layers.Update`), as stand-ins need it."""
 
     def attention(self, q: Tensor, mask: Tensor | None, causal: bool, window: int | None, **options: Any) -> Tensor:
         """Return o (B,Hq,Sq,Dv) of q (B,Hq,Sq,D) over all tokens of the layer. Raises FlashpointError."""
 
     def misused(self) -> bool:
-        """Take notice that a function other than this attention was called with it; return whether the model has it."""
+        """Record that another attention function received this update; return whether the model uses that function."""
 
 
 class HeldTensor(Tensor):
@@ -46,10 +46,10 @@ class HeldTensor(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if name in _READ:
                 return function(*args, **(kwargs or {}))
-            if name == "to" and given:  # models on several devices move keys that layers share
+            if name == "to" and given:  # models on several devices move keys that several layers share
                 return cls.of(function(*args, **(kwargs or {})), given[0].update)
         served = [one.update.misused() for one in given]
-        if any(served):  # DeepSeek's MLA caches latent vectors
+        if any(served):  # DeepSeek's MLA computes with the cached latent vectors
             raise invalid(
                 "past_key_values",
                 f"cannot be a RemoteCache: this model computes with what it caches before its attention ({name}), and "

@@ -1,4 +1,4 @@
-"""The tokens of a batch that the server's caches hold. The model counts padding as tokens; the caches leave it out."""
+"""Record which tokens of a batch the server's caches hold. The model counts padding as tokens; the caches do not."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Step:
     """The tokens that one forward adds to a batch.
 
     - `valid`: (B, count), true for tokens that are not padding; None if all are.
-    - `gaps`: padding lies between tokens, so tokens are nearer in the caches than the model's positions.
+    - `gaps`: padding lies between tokens, so their distances in the caches are smaller than the model's.
     - `hides`: the mask hides tokens that the caches hold.
     """
 
@@ -34,7 +34,7 @@ class Step:
 
     @cached_property
     def order(self) -> Tensor | None:
-        """Return the indices of each sequence's valid tokens, filled up with others, (B, longest); None if all are."""
+        """Return the indices of each sequence's valid tokens, then of others, (B, longest); None if all are valid."""
         return None if self.valid is None else _first(self.valid)
 
     def last(self, count: int) -> Step:
@@ -46,7 +46,7 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class History:
-    """The tokens of a batch: `length` positions of the model. `valid` (B, length): those in the caches; None: all."""
+    """The tokens of a batch: `length` positions of the model. `valid` (B, length): in the caches; None: all are."""
 
     length: int = 0
     valid: Tensor | None = None
@@ -92,12 +92,12 @@ class History:
         return History(length, None if self.valid is None else _or_none(self.valid[:, :length]), self.batch)
 
     def take(self, rows: Sequence[int]) -> History:
-        """Return the history of these sequences."""
+        """Return the history of the selected sequences."""
         return History(self.length, None if self.valid is None else _or_none(self.valid[list(rows)]), len(rows))
 
     @cached_property
     def columns(self) -> Tensor | None:
-        """Return the positions in each sequence's cache, filled up with others, (B, most); None for all."""
+        """Return the positions in each sequence's cache, padded with other positions, (B, most); None for all."""
         return None if self.valid is None else _first(self.valid)
 
 
@@ -115,7 +115,7 @@ class Forward:
 
 
 def _first(valid: Tensor) -> Tensor:
-    """Return the indices of each row's true elements, filled up with others to the largest number in a row."""
+    """Return the indices of each row's true elements, padded with other indices to the largest number in a row."""
     return valid.int().argsort(dim=1, descending=True, stable=True)[:, : int(valid.sum(1).max())]
 
 

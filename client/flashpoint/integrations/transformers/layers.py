@@ -23,7 +23,7 @@ from flashpoint_contract.transformers import registered_by
 
 
 class Owner(Protocol):
-    """The cache of a layer."""
+    """The interface of the `RemoteCache` that owns a layer."""
 
     config: Any
 
@@ -75,7 +75,7 @@ class RemoteLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
 @dataclass(eq=False)
 class Update:
-    """Keys and values (B,Hk,S,D) that a layer gave to its cache. `forward` is set once the server has them."""
+    """Keys and values (B,Hk,S,D) that a layer gave to its cache. `forward` is set after the server has stored them."""
 
     cache: Owner
     layer: int

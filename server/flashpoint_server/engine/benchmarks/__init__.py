@@ -1,1 +1,1 @@
-"""Benchmarks and verifications, beside the requests of an engine or without a server."""
+"""Run benchmarks and verifications, on an engine that also serves requests, or without a server."""

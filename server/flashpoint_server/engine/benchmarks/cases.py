@@ -1,4 +1,4 @@
-"""The cases of a benchmark request. It does not need torch, so a request is checked and priced before it runs."""
+"""Make the cases of a benchmark request. This needs no torch, so HTTP processes can check and price a request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def cases_of(request: BenchmarkRequest, device: str, *, own_kernel: bool = False
 
 def _named(request: BenchmarkRequest, device: str) -> list[Case]:
     if request.preset is None:
-        # the backends of the smaller preset are the useful ones on this device
+        # The smaller preset names the backends that are useful on this device.
         backends = request.backends or dict.fromkeys(case.backend for case in preset("papers", device))
         return grid(
             [shape.model_dump() for shape in request.shapes],

@@ -1,4 +1,4 @@
-"""Benchmarks beside the requests of an engine. They run one at a time, alone on the device, in slices of milliseconds.
+"""Run benchmarks on an engine that also serves requests: one at a time, alone on the device, in short slices.
 
     queued → running (a slice, others' turn, a slice …) → done, failed, cancelled → dropped
 
@@ -22,7 +22,7 @@ from flashpoint_server.engine.benchmarks import local
 from flashpoint_server.engine.benchmarks.cases import cases_of
 from flashpoint_server.ipc.messages import JobDropped, JobEvent, JobNews, JobOpened, StartBenchmark, StopJob
 
-OTHERS_SHARE = 4  # requests run this many times as long as a slice
+OTHERS_SHARE = 4  # between slices, requests run this many times as long as a slice
 MOST_KEPT = 64  # maximum number of ended jobs that are kept for later queries
 
 
@@ -31,9 +31,9 @@ class _TimedJob:
     start: StartBenchmark
     events: Generator[BenchmarkEvent | None, None, None]
     news: list[JobNews] = field(default_factory=list)
-    last: int = 0  # the number of its last event
+    last: int = 0  # number of the job's last event
     unwanted: bool = False
-    ended: float | None = None  # in `time.monotonic` seconds
+    ended: float | None = None  # end time in `time.monotonic` seconds; None before the end
 
 
 class BenchmarkJobs:
@@ -49,17 +49,17 @@ class BenchmarkJobs:
         self._running: _TimedJob | None = None
         self._in_slice: _TimedJob | None = None
         self._outcome: BenchmarkEvent | Exception | None = None
-        self._used: defaultdict[str, float] = defaultdict(float)  # seconds, by owner
+        self._used: defaultdict[str, float] = defaultdict(float)  # used seconds by owner
         self._others_until = 0.0
         self.suspect = False
-        self.active = False  # whether a job has not ended
+        self.active = False  # whether any job has not ended
 
     def wants(self, now: float, *, others: bool) -> bool:
-        """Return whether a slice is to run now; `active` is true. `others`: whether requests wait."""
+        """Return whether a slice should run now. Call this only if `active`. `others`: whether requests wait."""
         return not others or now >= self._others_until
 
     def history(self) -> Iterator[JobNews]:
-        """Yield all messages about the jobs that are kept."""
+        """Yield all messages about the jobs in memory, for an HTTP process that connects."""
         for job in self._jobs.values():
             yield from job.news
 
@@ -99,7 +99,7 @@ class BenchmarkJobs:
         self._outcome = None
 
     def step(self) -> None:
-        """Run the slice. This is the only call that takes time; it needs no lock."""
+        """Run the slice, without the scheduler's lock. Only this method takes long."""
         job = self._in_slice
         assert job is not None
         began, before = time.monotonic(), torch.get_num_threads()

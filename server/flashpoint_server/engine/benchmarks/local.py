@@ -1,4 +1,4 @@
-"""Verify, benchmark and describe in this process, without a server: the command line uses it without `--url`.
+"""Verify, benchmark and describe the device in this process, for command lines without `--url`.
 
 The functions take the same requests and return the same answers as a server. The command line finds them as entry
 points of `flashpoint.local`. Needs torch.
@@ -70,7 +70,7 @@ def slices(
         slice_ms=slice_ms,
     )
     ids = itertools.count(1)
-    load = [round(x, 2) for x in os.getloadavg()]  # load of other programs at the start
+    load = [round(x, 2) for x in os.getloadavg()]  # system load at the start, caused by other programs
 
     def state(name: State, error: str | None = None) -> StateEvent:
         return StateEvent(id=next(ids), state=name, at=datetime.datetime.now(datetime.UTC), error=error)
@@ -136,7 +136,7 @@ def verify_tensors(
 def judge_given(
     given: Mapping[str, Tensor], options: Options, device: str, progress: Tell | None = None
 ) -> VerifyReport:
-    """Like `verify_tensors`, for tensors on `device`."""
+    """Do the same as `verify_tensors`, for tensors on `device`."""
     start = time.monotonic()
     problem = {name: t for name, t in given.items() if name not in ALL_ANSWERS}
     answers = {name: t for name, t in given.items() if name in ALL_ANSWERS}
@@ -160,7 +160,7 @@ def _tensor(packed: PackedBody) -> Tensor:
 
 
 def info() -> dict[str, Any]:
-    """Describe this machine like `/info`: versions, device, backends and the options of each."""
+    """Return what `/info` returns, for this machine: versions, device, backends and the options of each."""
     name = _device()
     described, backends = describe(name), available_backends(name)
     kernels = native.names() if name == "cpu" else {}
@@ -256,7 +256,7 @@ def draw(request: VerifyRequest, device: str) -> dict[str, Tensor]:
         if name in extras:
             tensors[name] = _lengths(shape, length, generator)
     if "offset" in extras:
-        ends = -shape.q_len, shape.kv_len + 1  # all keys or none for the sequences at the ends
+        ends = -shape.q_len, shape.kv_len + 1  # at these offsets a sequence sees no key or all keys
         tensors["offset"] = torch.randint(*ends, (shape.batch,), generator=generator)
     return tensors
 

@@ -1,1 +1,1 @@
-"""KV caches: the store and its chunks, attention over them, and the other calls on them."""
+"""Store KV caches in chunks of memory, and execute attention and other calls on caches."""

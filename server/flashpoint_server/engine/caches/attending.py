@@ -1,4 +1,4 @@
-"""Attention over caches: write the new tokens, and make a problem of the tokens that the caches then hold.
+"""Prepare attention over caches: write the new tokens, and make a problem from all tokens of the caches.
 
 On the CPU the `torch` backend reads chunks in place (parts.py). On a GPU chunks are pages, and the kernels read them
 in place through a block table (pages.py). Otherwise keys are copied into pages: on the CPU for the other backends, for
@@ -33,7 +33,7 @@ from flashpoint_server.ipc.bodies import CacheRef
 from flashpoint_server.refusal import invalid
 
 _OF_HEADS = frozenset({"alibi_slopes", "sinks"})
-_MASKS = frozenset({"attn_mask", "block_mask"})  # the positions of masks count from a cache's first token
+_MASKS = frozenset({"attn_mask", "block_mask"})  # tensors whose columns count from a cache's first token
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +53,7 @@ class CallTensors:
     def of(cls, spec: Spec, tensors: Mapping[str, Tensor], outputs: Mapping[str, Tensor]) -> CallTensors:
         """Return the tensors of a call. Raises Refusal 422 if the lengths of queries are not valid."""
         index = {name: tensors[name].tolist() for name in ("q_lengths", "cu_seqlens_q") if name in tensors}
-        if spec.ragged:  # any values: the keys come from the caches
+        if spec.ragged:  # any values will do, because the keys come from the caches
             index["cu_seqlens_k"] = [0] * spec.batch + [spec.kv_len]
         try:
             return cls(spec, tensors, outputs, spec.rows(index))
@@ -71,7 +71,7 @@ class CallTensors:
 
     @cached_property
     def places(self) -> tuple[dict[str, ByteSteps], list[dict[str, int]]]:
-        """Return the steps from head to head and from row to row of q, o and lse; and their addresses for each
+        """Return the strides between heads and between rows of q, o and lse; and their addresses for each
         sequence.
         """
         shell = self.shell({"q": self.tensors["q"]})
@@ -82,17 +82,17 @@ class CallTensors:
         return {name: steps(view, 1) for name, view in whole.items()}, row_addresses
 
     def clear_outputs(self) -> None:
-        """Write the answer of a row without keys to the outputs, if the sequences may not cover them."""
+        """Fill the outputs with the answer of a row without keys, if the sequences may not cover all rows."""
         if self.spec.ragged or "q_lengths" in self.tensors:
             self.shell({}).clear_outputs()
 
     def shell(self, tensors: Mapping[str, Tensor]) -> Problem:
-        """Return a problem with the canonical views of these tensors, and of the outputs."""
+        """Return a problem with canonical views of these tensors and of the outputs."""
         return Problem(self.spec, self.rows, None, self.tensors["q"].device, dict(tensors), dict(self.outputs))
 
 
 class Reading(NamedTuple):
-    """The reads of the kernels in C for a call over caches; its sequences, and its seed of dropout."""
+    """The input of the kernels in C for a call over caches, with the call's sequences and dropout seed."""
 
     forward: Forward
     rows: Sequence[Row]
@@ -110,7 +110,7 @@ class CachedCall(NamedTuple):
         return Terms(self.cache_ref.owner, self.cache_ref.quota, self.cache_ref.key)
 
     def lowest(self, queries: int, length: int) -> int:
-        """Return the first position that a sequence's queries see, if its cache has this length."""
+        """Return the first position that a sequence's queries see in a cache of this length."""
         spec = self.of.spec
         left = self.cache_ref.left if self.cache_ref.left >= 0 else spec.window[0]
         return max(0, min(spec.offset(queries, length) - left, length)) if queries else length
@@ -146,7 +146,7 @@ class CachedCall(NamedTuple):
             raise invalid([("block_mask", mismatch)])
 
     def reading(self, caches: Sequence[StoredCache]) -> Reading:
-        """Return the work of the kernels in C, after the tokens are written."""
+        """Return the input of the kernels in C, after the tokens are written."""
         call, spec = self.of, self.of.spec
         tracks = [cache.tracks[self.cache_ref.layer] for cache in caches]
         size, q = tracks[0].size, call.tensors["q"]
@@ -248,12 +248,12 @@ def _rows_of(view: Tensor, row: Row) -> Tensor:
     return view[row.batch].narrow(1, row.q_start, row.q_len)
 
 
-# Tensors in pages by the names of `attention`'s arguments, and the block table and lengths that name their tokens
+# Tensors in pages by the names of `attention`'s arguments, and the block table and lengths of their sequences
 _Pages = tuple[dict[str, Tensor], Tensor, list[int]]
 
 
 def _paged(tracks: Sequence[Track], pool: PagePool) -> _Pages:
-    """Return a pool's pages, and the numbers and keys of each track, from the first token that it holds."""
+    """Return a pool's pages, and for each track its page numbers and key count, from its first held token on."""
     lengths = [track.length - track.first for track in tracks]
     table = torch.zeros(len(tracks), _pages_of(max(lengths)), dtype=torch.int32)
     for row, track in zip(table, tracks, strict=True):
@@ -277,7 +277,7 @@ def _from_start(tracks: Sequence[Track], pool: PagePool) -> _Pages:
     index = torch.cat(numbers).to(pool.k.device)
     pages = {}
     for name, t in pool.tensors.items():
-        plain = t.view(torch.uint8) if t.itemsize == 1 else t  # torch cannot select float8 on every device
+        plain = t.view(torch.uint8) if t.itemsize == 1 else t  # not every device can index float8 tensors
         copy = plain.new_zeros(count, *t.shape[1:])
         pages[name] = copy.view(t.dtype)
         copy[1:] = plain.index_select(0, index)

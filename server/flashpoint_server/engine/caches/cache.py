@@ -1,4 +1,4 @@
-"""A cache: its tokens of each layer, its terms, and the reasons why a call on it is not possible."""
+"""Represent a cache with its tokens of each layer and its owner's terms, and explain why a call on it fails."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class StoredCache(Owned):
     keys: OrderedDict[str, None] = field(default_factory=OrderedDict)
 
     def free(self) -> int:
-        """Release all chunks, and return the bytes that are freed."""
+        """Release all chunks, and return the number of freed bytes."""
         gone = base_bytes(len(self.tracks))
         for track in self.tracks:
             track.reserved = 0
@@ -60,7 +60,7 @@ class StoredCache(Owned):
         return gone
 
     def marked(self, mark: Mark) -> None:
-        """Remember a write."""
+        """Record a write with an idempotency key."""
         self.last = mark if mark.key else None
         if mark.key:
             self.keys[mark.key] = None
@@ -85,7 +85,7 @@ def base_bytes(layers: int) -> int:
 
 
 def released(track: Track, chunks: Iterable[Chunk]) -> int:
-    """Remove one holder from chunks of a track; return the bytes that nobody holds. The track keeps its reserved
+    """Remove one holder from chunks of a track. Return the bytes without a holder. The track keeps its reserved
     chunks.
     """
     gone = 0

@@ -23,9 +23,9 @@ from flashpoint_server.refusal import Refusal
 
 
 def execute(store: CacheStore, call: CacheCall, submit: Submit, memory: Mapping[int, mmap.mmap]) -> list[CacheRecord]:
-    """Execute a call, and return the caches that it is about. Raises Refusal, and MemoryError.
+    """Execute a call, and return the affected caches. Raises Refusal, and MemoryError.
 
-    `submit` places its tensors in the shared `memory`.
+    `submit` says where the call's tensors are in the shared `memory`.
     """
     terms, ids = Terms(call.owner, call.quota, call.key), call.caches
     match call.operation:
@@ -55,7 +55,7 @@ def _export(
     store: CacheStore, terms: Terms, ids: tuple[int, ...], export: ExportTokens, submit: Submit,
     memory: Mapping[int, mmap.mmap],
 ) -> None:  # fmt: skip
-    """Copy a layer's tokens to the outputs. Raises Refusal 409 if they are not the requested ones."""
+    """Copy a layer's tokens to the outputs. Raises Refusal 409 if the layer does not hold exactly these tokens."""
     (cache,) = store.find(terms, ids)
     track = cache.tracks[export.layer]
     k, v, *scales = (tensor_in(memory, t) for t in submit.outputs)

@@ -1,4 +1,4 @@
-"""The keys and values of one layer of a cache: chunks of 1,024 tokens, shared by forks until one of them writes.
+"""Store the keys and values of one layer of a cache in chunks of 1,024 tokens, which forks share until a write.
 
 A chunk is head-major, k (Hk, capacity, D) and v (Hk, capacity, Dv). Its edges are fixed positions of the sequence. The
 last chunk of a track grows by doubling, so short caches stay small. Nothing beyond a track's length is read, so a
@@ -51,7 +51,7 @@ class Chunk:
         self.nbytes = size.nbytes * capacity
 
     def spans(self) -> Iterator[tuple[int, ...]]:
-        """Yield its addresses and steps, as `native.forward.Spans` has them: once, or once for each page."""
+        """Yield the chunk's addresses and strides as in `native.forward.Spans`: once, or once for each page."""
         size, k, v = self.k.itemsize, self.k, self.v
         heads, scales, step = (k.stride(1) * size, v.stride(1) * size), (0, 0), 0
         for page in range(len(k)):
@@ -61,7 +61,7 @@ class Chunk:
             yield k[page].data_ptr(), v[page].data_ptr(), *heads, *scales, step, step
 
     def give_back(self) -> None:
-        """Return its memory to the slab. Nobody may hold the chunk any more."""
+        """Return the chunk's memory to the slab. The chunk must have no holder any more."""
         if self.slab is not None:
             self.slab.give_back(self.place)
 
@@ -125,7 +125,7 @@ class PagedChunk(Chunk):
             setattr(self, name, pages[self.place : self.place + count])
 
     def give_back(self) -> None:
-        """Return its pages to the pool. Nobody may hold the chunk any more."""
+        """Return the chunk's pages to the pool. The chunk must have no holder any more."""
         self._pool.give_back(self.place, len(self.k))
 
     def _put(self, t: Tensor, at: int, new: Tensor) -> None:
@@ -153,7 +153,7 @@ class PagedChunk(Chunk):
 
 @dataclass(frozen=True)
 class TokenSize:
-    """The memory of one token of a layer. Its chunks are pages of `pool`, where there is one."""
+    """The memory of one token of a layer. If there is a `pool`, the layer's chunks are pages of it."""
 
     heads: int
     head_dim: int
@@ -199,7 +199,7 @@ class TokenRun(NamedTuple):
 class Track:
     """One layer of one cache: tokens [first, length); tokens before `first` have been dropped.
 
-    `reserved` is the number of chunks that it keeps for itself; `spares` are those that are not used.
+    `reserved` is the number of chunks that the track keeps for itself; `spares` are its unused chunks.
     """
 
     size: TokenSize
@@ -208,7 +208,7 @@ class Track:
     reserved: int = 0
     length: int = 0
     first: int = 0
-    # cached results of `spans` and `numbers`
+    # Cached results of `spans` and `numbers`.
     _spans: Spans | None = field(default=None, repr=False)
     _numbers: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
@@ -286,7 +286,7 @@ class Track:
         return [chunk for chunk in gone if chunk is not None]
 
     def _changed(self) -> None:
-        """Clear the cached results: the list of chunks has changed."""
+        """Clear the cached results, because the list of chunks has changed."""
         self._spans = None
         self._numbers.clear()
 
@@ -315,7 +315,7 @@ class Track:
             yield TokenRun(place + first, *chunk.read(first, last))
 
     def spans(self) -> Spans:
-        """Return the places of the chunks, from the one of `first` on, for the kernels on the CPU."""
+        """Return the addresses of the chunks from the one with token `first` on, for the kernels on the CPU."""
         if self._spans is None:
             numbers = array("q")
             for chunk in self.chunks[self.first // CHUNK :]:
@@ -353,5 +353,5 @@ class Track:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of its chunks; shared ones count in full."""
+        """Return the bytes of the track's chunks. Shared chunks count in full."""
         return sum(chunk.nbytes for chunk in (*self.chunks, *self.spares) if chunk is not None)

@@ -1,4 +1,4 @@
-"""Memory of caches on a GPU: one block, cut into pages, which the kernels read where they are.
+"""Manage the memory of caches on a GPU: one block, divided into pages, which the kernels read in place.
 
 A page holds SMALLEST_CHUNK tokens of one layer: k (Hk, 16, D), then v (Hk, 16, Dv), and for 8-bit tokens the float32
 scales of k and of v, (Hk, 16) each. A cache's chunks are runs of pages, so a call over caches names pages in a
@@ -18,7 +18,7 @@ from torch import Tensor
 from flashpoint_contract.caches import SMALLEST_CHUNK
 from flashpoint_server.refusal import Refusal
 
-LEAST_BYTES = 1 << 26  # of a block
+LEAST_BYTES = 1 << 26  # minimum bytes of a block
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
@@ -31,7 +31,7 @@ class Block:
             self.memory = torch.empty(nbytes // 16 * 16, dtype=torch.uint8, device=device)
         except RuntimeError as error:
             raise MemoryError from error
-        self._free = [(0, len(self.memory))]  # pieces [start, end) in order, none of which touch
+        self._free = [(0, len(self.memory))]  # free pieces [start, end) in order, none of them adjacent
 
     @classmethod
     def largest(cls, nbytes: int, device: str) -> Block:
@@ -66,7 +66,7 @@ class Block:
         raise Refusal("cache_memory", f"no free piece of the memory of caches has the {nbytes} bytes of a chunk")
 
     def give_back(self, start: int, nbytes: int) -> None:
-        """Give back what `take` gave."""
+        """Give back a piece that `take` returned."""
         end = start + nbytes
         n = bisect_right(self._free, (start, end))
         if n and self._free[n - 1][1] == start:
@@ -86,11 +86,11 @@ class PagePool:
     def __init__(
         self, block: Block, heads: int, head_dim: int, value_dim: int, dtype: torch.dtype, *, scaled: bool
     ) -> None:
-        rows = heads * SMALLEST_CHUNK  # a key or a value of a head
+        rows = heads * SMALLEST_CHUNK  # number of rows in a page; a row is a key or value of one head
         k_bytes, v_bytes = (rows * dim * dtype.itemsize for dim in (head_dim, value_dim))
         scale_bytes = 4 * rows if scaled else 0
         self._block = block
-        self._nbytes = k_bytes + v_bytes + 2 * scale_bytes  # of a page
+        self._nbytes = k_bytes + v_bytes + 2 * scale_bytes  # bytes of a page
         count = len(block.memory) // self._nbytes
 
         def pages(dtype: torch.dtype, start: int, *width: int) -> Tensor:
@@ -107,7 +107,7 @@ class PagePool:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Return its pages by the names of `attention`'s arguments."""
+        """Return the pool's page tensors by the names of `attention`'s arguments."""
         every = {"k": self.k, "v": self.v, "k_scale": self.k_scale, "v_scale": self.v_scale}
         return {name: t for name, t in every.items() if t is not None}
 
@@ -116,5 +116,5 @@ class PagePool:
         return self._block.take(count * self._nbytes, self._nbytes) // self._nbytes
 
     def give_back(self, first: int, count: int) -> None:
-        """Give back the pages that `take` gave."""
+        """Give back pages that `take` returned."""
         self._block.give_back(first * self._nbytes, count * self._nbytes)

@@ -1,7 +1,7 @@
-"""Attention over caches on the CPU: parts that cores compute in parallel, in the caches' own memory.
+"""Compute attention over caches on the CPU, in parts that cores run in parallel on the caches' own memory.
 
-The kernels in C (flashpoint_kernels.native) read the chunks where they lie, 8-bit ones, too. Many queries are cut into
-tiles, which read the keys again.
+The kernels in C (flashpoint_kernels.native) read all chunks in place, also 8-bit chunks. Many queries are cut into
+tiles, and each tile reads the keys again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from flashpoint_kernels.problems.reproducible import PART_SECONDS, split
 from flashpoint_server.engine.caches.attending import CachedCall
 from flashpoint_server.engine.caches.cache import StoredCache
 
-# Bytes of keys and values. A smaller part takes less time than a part costs; a larger one uses a core for milliseconds.
+# Bytes of keys and values of a part. A smaller part has too much overhead; a larger one occupies a core for long.
 LEAST_BYTES, MOST_BYTES = 1 << 21, 1 << 26
 
 
@@ -27,7 +27,7 @@ LEAST_BYTES, MOST_BYTES = 1 << 21, 1 << 26
 class CachedPart:
     """One core's part of a call: units [first, last) of `forward`, which are key/value heads of tiles of queries.
 
-    `rows` are the sequences that begin in this part. `seed` is that of dropout.
+    `rows` are the sequences that begin in this part. `seed` is the seed of dropout.
     """
 
     forward: Forward
@@ -42,7 +42,7 @@ class CachedPart:
         return 0
 
     def compute(self) -> None:
-        """Write o and lse."""
+        """Compute this part's rows of o and lse, and write them to the outputs."""
         self.forward.compute(self.first, self.last)
 
 
@@ -54,7 +54,7 @@ class Sequences(NamedTuple):
 
 
 def shares(spec: Spec) -> bool:
-    """Return whether calls like this one may read the first keys of forks together: no option depends on positions."""
+    """Return whether such calls may read common first keys of forks together: no option may depend on positions."""
     positions = spec.has("attn_mask") or spec.has("block_mask") or spec.has("alibi_slopes") or spec.options.dropout_p
     return supports(spec) and not positions
 
@@ -87,13 +87,13 @@ def attend(
 def cut(spec: Spec, forward: Forward, every: Sequence[Row], cores: int, seed: int | None = None) -> list[CachedPart]:
     """Cut a call into parts of about equal work, between tiles of queries and between key/value heads.
 
-    There are enough parts for `cores` cores. The cut does not change the bits.
+    There are enough parts for `cores` cores. The parts do not change the bits of the answer.
     """
     rows = [row for row in every if row.q_len]
     if forward.units < 2:
         return [CachedPart(forward, 0, forward.units, rows, seed)]
     total, seconds = forward.nbytes, 0.0
-    if spec.q_len > 1 or spec.q_heads > spec.kv_heads:  # otherwise most of the time is for reading keys
+    if spec.q_len > 1 or spec.q_heads > spec.kv_heads:  # otherwise reading keys takes most of the time
         seconds = sum(row_seconds(spec, NOMINAL["torch"], row) for row in rows)
     wanted = max(min(cores, total // LEAST_BYTES), total // MOST_BYTES, int(seconds / PART_SECONDS), 1)
     count = min(wanted, forward.units)

@@ -1,4 +1,4 @@
-"""Memory of whole chunks: slabs of address space, in which the chunks of one layer are adjacent.
+"""Allocate whole chunks in slabs of address space, so that the chunks of one layer are adjacent.
 
 A slab is only address space: a chunk has memory from its first write until it is returned, independent of other chunks
 in the slab. Chunks begin on huge pages, where they are large enough.
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 HUGE = 1 << 21  # bytes of a huge page
-LEAST_BYTES = 1 << 18  # of a chunk in a slab: the system maps at most 65,530 pieces of memory
+LEAST_BYTES = 1 << 18  # minimum bytes of a chunk in a slab, because Linux allows at most 65,530 mappings
 MOST_CHUNKS = 64  # the largest number of places in a slab beyond the requested ones
 
 
@@ -28,7 +28,7 @@ class Slab:
 
     def __init__(self, nbytes: int, dtype: torch.dtype, room: int) -> None:
         page = HUGE if nbytes >= HUGE else mmap.PAGESIZE
-        self._huge = nbytes // HUGE * HUGE  # no huge page beyond the counted bytes
+        self._huge = nbytes // HUGE * HUGE  # huge pages must not exceed the counted bytes
         distance = -(-nbytes // page) * page
         try:
             self._memory = mmap.mmap(-1, distance * room + page, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -37,7 +37,7 @@ class Slab:
         around = torch.frombuffer(self._memory, dtype=torch.uint8)
         self._start = -around.data_ptr() % page
         self.whole: Tensor = around[self._start : self._start + distance * room].view(dtype)
-        self.distance = distance // dtype.itemsize  # in elements
+        self.distance = distance // dtype.itemsize  # distance between chunks in elements
         self._free = set(range(room))
 
     def take(self, place: int) -> bool:
@@ -46,7 +46,7 @@ class Slab:
             return False
         self._free.remove(place)
         if self._huge:
-            with suppress(OSError):  # a kernel without huge pages
+            with suppress(OSError):  # the system's kernel may not support huge pages
                 self._memory.madvise(mmap.MADV_HUGEPAGE, self._offset(place), self._huge)
         return True
 

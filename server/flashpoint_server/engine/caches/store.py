@@ -1,4 +1,4 @@
-"""The caches of an engine: create, write, fork, cut and read them. The ledger knows their owners (ledger.py).
+"""Create, write, fork, truncate and read the caches of an engine. The ledger stores their owners (ledger.py).
 
 Every operation checks everything before it changes anything. Calls on one cache run one after the other
 (cache_order.py); calls on different caches may run at the same time. This module uses no sockets, and torch only for
@@ -44,7 +44,7 @@ ANSWERS = 1 << 16  # the maximum of caches in remembered answers to creations an
 
 
 class CacheStore:
-    """The store of the module's docstring. `ttl` is in seconds of the ledger's clock.
+    """All caches of an engine. `ttl` is in seconds of the ledger's clock.
 
     `paged`: chunks are pages of one block of the device's memory, where Triton's kernels read them (pages.py).
     """
@@ -55,9 +55,9 @@ class CacheStore:
         self._ttl = ttl
         self._device = device
         self._paged = paged
-        self._block: Block | None = None  # of all pages, from the first cache on
-        self._pools: WeakValueDictionary[TokenSize, PagePool] = WeakValueDictionary()  # of the sizes in use
-        self._answers: OwnerLru[list[int]] = OwnerLru(ANSWERS)  # by idempotency key
+        self._block: Block | None = None  # the block of all pages; allocated at the first cache
+        self._pools: WeakValueDictionary[TokenSize, PagePool] = WeakValueDictionary()  # pools of the token sizes in use
+        self._answers: OwnerLru[list[int]] = OwnerLru(ANSWERS)  # serials of created caches by idempotency key
 
     # Create and delete caches
 
@@ -116,7 +116,7 @@ class CacheStore:
                 self._check(terms, sum(base) - freeable(freed), sum(full) - gone, max(base, default=0))
             except Refusal:
                 for track in itertools.chain(*tracks):
-                    released(track, track.cut(0))  # other tracks still hold them
+                    released(track, track.cut(0))  # other tracks still hold these chunks
                 raise
             made = []
             for source, unshared, nbytes, some in zip(sources, base, full, tracks, strict=True):
@@ -128,7 +128,7 @@ class CacheStore:
             return answer
 
     def delete(self, terms: Terms, serials: Sequence[int]) -> None:
-        """Delete caches, all or none. Raises Refusal 404 and 410."""
+        """Delete all of the caches, or none of them. Raises Refusal 404 and 410."""
         with self._lock:
             for cache in dict.fromkeys(self._find(terms.owner, serials)):
                 self._ledger.end(cache)
@@ -143,7 +143,7 @@ class CacheStore:
         )  # fmt: skip
 
     def _answered(self, terms: Terms, what: str) -> list[CacheRecord] | None:
-        """Return the first answer to this key again, of a creation or of a fork.
+        """Return the stored answer to an earlier creation or fork with the same idempotency key.
 
         Raises Refusal 404 and 410 if its caches are gone.
         """
@@ -227,9 +227,9 @@ class CacheStore:
 
     @staticmethod
     def _refuse(problems: Sequence[tuple[str, str] | None], fields: Sequence[str] = ()) -> None:
-        """Raise Refusal if there are problems (code, message), with the code of the first.
+        """Raise Refusal with the code of the first problem, if there are problems (code, message).
 
-        Its errors have their fields, or else `caches.0` ….
+        The errors name the given fields, or else `caches.0` ….
         """
         if any(problems):
             fields = fields or [f"caches.{i}" for i in range(len(problems))]
@@ -334,7 +334,7 @@ class CacheStore:
     def _repeats(self, caches: Sequence[StoredCache], mark: Mark) -> bool:
         """Return whether a call repeats the last write of all these caches.
 
-        Raises Refusal 409 if it is an older call.
+        Raises Refusal 409 if it repeats an older call.
         """
         if not mark.key:
             return False
@@ -353,7 +353,7 @@ class CacheStore:
         return [replace(size, pool=self._pool(size)) for size in sizes]
 
     def _pool(self, size: TokenSize) -> PagePool | None:
-        """Return the pages of a size, on a GPU. Raises MemoryError."""
+        """Return the page pool for a token size, on a GPU. Raises MemoryError."""
         if not self._paged:
             return None
         if self._block is None:
@@ -372,7 +372,7 @@ class CacheStore:
             torch.cuda.current_stream(self._device).synchronize()
 
     def _let_go(self, cache: StoredCache, track: Track, chunks: Sequence[Chunk]) -> None:
-        """Release chunks of a cache; it keeps its reserved ones."""
+        """Release chunks of a cache, which keeps its reserved chunks."""
         if not chunks:
             return
         spares = len(track.spares)

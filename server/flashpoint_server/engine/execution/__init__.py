@@ -1,1 +1,1 @@
-"""The executor: tasks run on the device, and answers are sent."""
+"""The executor runs tasks on the device and sends answers."""

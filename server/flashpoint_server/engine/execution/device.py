@@ -44,7 +44,7 @@ from flashpoint_server.refusal import invalid
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
-MEMORY_SECONDS = 0.1  # between two reads of the used memory
+MEMORY_SECONDS = 0.1  # seconds between two reads of the used memory
 
 
 class DeviceLostError(Exception):
@@ -62,7 +62,7 @@ NO_COPIES = Stages(0.0, 0.0)
 
 
 class _DeviceErrors(AbstractContextManager[None]):
-    """Passes memory and device errors from inside to `tell`. It is twice as fast as a generator."""
+    """A context that passes memory and device errors to `tell`. It is twice as fast as a generator."""
 
     def __init__(self, tell: Callable[[MemoryError | RuntimeError], None]) -> None:
         self._tell = tell
@@ -83,25 +83,25 @@ class TorchDevice:
     also run one more short part (see scheduler.py).
     """
 
-    ledger: Ledger  # set before the device serves, as are the stores that it counts
+    ledger: Ledger  # set, like the stores, before the device serves requests
     caches: CacheStore
     saved: SavedStore
 
     def __init__(self, info: DeviceInfo) -> None:
         self.info = info
         self.is_cpu = info.name == "cpu"
-        # A GPU has two streams: one copies while the other computes. The third thread listens.
+        # A GPU has two lanes with a stream each: one copies while the other computes. A third thread listens.
         self.cores = info.cores
         self.lanes, self.launches = (self.cores + 1, 1) if self.is_cpu else (3, 2)
         self._streams = threading.local()
         self._device_errors = _DeviceErrors(self._tell_apart)
-        self._pinned: set[int] = set()  # addresses
+        self._pinned: set[int] = set()  # addresses of locked memory
         self._memory, self._looked = 0, -MEMORY_SECONDS
 
     @classmethod
     def open(cls, requested: str) -> TorchDevice:
         """Open the device `requested`: auto, cpu, cuda or cuda:N. Raises DeviceMissingError if it does not exist."""
-        # code that uses more threads sets their number itself: see flashpoint_kernels.problems.reproducible
+        # Code that needs more threads sets their number itself: see flashpoint_kernels.problems.reproducible.
         torch.set_num_threads(1)
         name = ("cuda" if torch.cuda.is_available() else "cpu") if requested == "auto" else requested
         if not name.startswith("cuda"):
@@ -139,7 +139,7 @@ class TorchDevice:
                 torch.cuda.check_error(int(_cudart().cudaHostRegister(_address(memory), len(memory), 0)))
         except RuntimeError as error:
             log.warning("memory not pinned", size=len(memory), error=str(error))
-            # clears CUDA's error state: otherwise this thread's next launch would report the error
+            # Clear CUDA's error state: otherwise this thread's next launch would report the error.
             with suppress(RuntimeError):
                 torch.zeros(1, device=self.info.name)
         else:
@@ -160,12 +160,12 @@ class TorchDevice:
         return is_lost(self.info.name)
 
     def _tell_apart(self, error: MemoryError | RuntimeError) -> None:
-        """Raise OutOfMemoryError or DeviceLostError if `error` means that; otherwise return.
+        """Raise OutOfMemoryError or DeviceLostError if `error` has this cause; otherwise return.
 
         A CUDA error may concern only one call, so the device is tested.
         """
         text = str(error)
-        # Triton, cuBLAS and torch on the CPU ("DefaultCPUAllocator: can't allocate memory") say it only in their text.
+        # Triton, cuBLAS and torch's CPU allocator report a lack of memory only in the error's text.
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in text:
             short = True
         elif any(name in text for name in ("CUDA error", "Triton Error [CUDA]", "CUBLAS_STATUS")):
@@ -175,7 +175,7 @@ class TorchDevice:
         else:
             short = False
         if short:
-            error.__traceback__ = None  # the traceback holds the tensors that did not fit
+            error.__traceback__ = None  # the traceback refers to tensors that use the memory
             raise OutOfMemoryError from None
 
     def cuts(self, backend: str) -> bool:
@@ -185,10 +185,10 @@ class TorchDevice:
     def compile(self, job: EngineRequest) -> Future[None] | None:
         """Compile a Triton job's kernels in the background, and return the future; None if they are compiled.
 
-        This reads the shapes of the tensors, not their values. `rows` has checked the values of index tensors.
+        Only the tensors' shapes are read, not their values. `rows` has checked the values of index tensors.
         """
         if self.is_cpu:
-            return None  # Triton kernels are interpreted on the CPU
+            return None  # on the CPU, Triton kernels are interpreted, not compiled
         with self._device_errors:
             meta = partial(torch.empty, device="meta")
             problem = self._problem(
@@ -225,7 +225,7 @@ class TorchDevice:
         return CallTensors.of(job.spec, there, {})
 
     def kin(self, job: EngineRequest) -> Hashable | None:
-        """Return what calls over caches on the CPU have in common that may read their first keys together, or None."""
+        """Return a key, equal for calls over caches that may read their first keys together on the CPU; or None."""
         cache_ref, spec = job.attention.cache_ref, job.spec
         assert cache_ref is not None
         if not self.is_cpu or job.attention.backend != "torch":
@@ -245,7 +245,7 @@ class TorchDevice:
     ) -> tuple[list[Sequences], Sequence[Problem | CachedPart]]:
         """Return the sequences and the seed of each call whose tokens have been written, and parts for `cores` cores.
 
-        Only calls of equal `kin` have parts together. Raises Refusal.
+        Only calls with equal `kin` share parts. Raises Refusal.
         """
         with self._device_errors:
             return attend(calls, backend, cores)
@@ -307,7 +307,7 @@ class TorchDevice:
         self, job: EngineRequest, there: Callable[[PlacedTensor], Tensor],
         recalled: Callable[[str, Tensor], Tensor] = lambda _, t: t,
     ) -> Problem:  # fmt: skip
-        """Return the job's problem. Index tensors are read here; `there` makes the other tensors.
+        """Return the job's problem. This method reads the index tensors; `there` makes the other tensors.
 
         `recalled` makes the tensors of a saved forward that the job uses.
         """
@@ -317,7 +317,7 @@ class TorchDevice:
 
     @contextmanager
     def in_order(self) -> Iterator[None]:
-        """Wait at the end of the block for its changes of caches: the next call may use another lane's stream."""
+        """At the end of the block, wait for its changes of caches, because the next call may use another stream."""
         if self.is_cpu:
             yield
             return
@@ -342,7 +342,7 @@ class TorchDevice:
             self._keep(job, None)
 
     def _keep(self, job: EngineRequest, problem: Problem | None) -> None:
-        """Save a forward, if the job asks for it. On a GPU its tensors stay where they are.
+        """Save a forward, if the job asks for this. On a GPU its tensors are not copied.
 
         On the CPU they are copied out of staging memory, which an HTTP process reuses. The copy takes 1/30 of the
         forward's time at 1,024 tokens, and less at more tokens.
@@ -355,7 +355,7 @@ class TorchDevice:
         else:
             here = {**problem.tensors, **problem.outputs}
             tensors = {t.name: here[t.name].view(t.shape) for t in places}
-            # these are views of staging memory
+            # The tensors are views of staging memory.
             tensors |= {name: t.clone() for name, t in tensors.items() if name in INDEX_TENSORS}
         self.saved.keep(job.saved_forward, tensors)
 

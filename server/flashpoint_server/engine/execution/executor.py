@@ -39,23 +39,23 @@ from flashpoint_server.observability.lines import LINES
 from flashpoint_server.processes.parent import Watchdog
 from flashpoint_server.refusal import Refusal
 
-TOLD_SECONDS = 0.1  # between two progress messages of a verification
+TOLD_SECONDS = 0.1  # seconds between two progress messages of a verification
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
 
 class Executor:
-    """Runs tasks; see the module. The process is killed when a task runs longer than `hang_timeout` seconds."""
+    """Runs tasks and sends answers. The process is killed when a task runs longer than `hang_timeout` seconds."""
 
     def __init__(self, device: TorchDevice, budget: Budget, hang_timeout: float) -> None:
         self.device = device
         self._budget = budget
         self._watchdog = Watchdog(hang_timeout)
         self._kernels = KernelThreads(device.cores - 1)
-        self._numbers = itertools.count(1 + secrets.randbits(62))  # of launches; they must be unique, for traces
+        self._numbers = itertools.count(1 + secrets.randbits(62))  # launch numbers, which must be unique for traces
 
     def run(self, task: Task) -> Exception | None:
-        """Run a task. Return the error of a part or of cutting; the requests of a launch are answered here."""
+        """Run a task. Return an error of a part or of cutting. For a launch, also answer its requests."""
         match task:
             case Compute():
                 return self._compute(task.requests[0], task.problem)
@@ -80,7 +80,7 @@ class Executor:
             request.peer.send(_failed(request))
 
     def end_if_lost(self, by: str) -> None:
-        """End the process if the device does not work any more. `by` says what may have broken it."""
+        """End the process if the device does not work any more. `by` says which work may have broken it."""
         if self.device.lost():
             _lost(by=by)
 
@@ -111,7 +111,7 @@ class Executor:
                     run = partial(self._run_part, parts[0], request.attention.backend)
                     if task.cores > 1 or task.long:
                         run()
-                    else:  # other requests need the cores, too
+                    else:  # leave cores for other requests
                         self._kernels.run(run)
                     parts = ()
                 task.group.add(parts)
@@ -120,7 +120,7 @@ class Executor:
         return None
 
     def _cut_calls(self, requests: Sequence[EngineRequest], cores: int) -> Sequence[Problem | CachedPart]:
-        """Write the tokens of calls over caches. Return the parts of all calls; one that fails has none."""
+        """Write the tokens of calls over caches. Return the parts of all calls; a failed call has no parts."""
         ready: list[tuple[EngineRequest, CachedCall, Sequence[StoredCache]]] = []
         for request in requests:
             try:
@@ -178,7 +178,7 @@ class Executor:
             self._solve(written, splits=0, tries=2)
 
     def _writes(self, request: EngineRequest) -> bool:
-        """Write the new tokens of a call over caches, once for all tries.
+        """Write the new tokens of a call over caches, at the first of several attempts.
 
         Return False if it failed and was answered.
         """
@@ -201,12 +201,12 @@ class Executor:
             request.peer.send(Verified(request.submit.id, report, request.began, time.perf_counter()))
 
     def _telling(self, request: EngineRequest) -> Callable[[VerifyProgress], None]:
-        """Return a function that ends a verification when nobody waits for it, and sends its progress if asked."""
+        """Return a function that sends a verification's progress if wanted, and stops it when nobody waits."""
         last = -TOLD_SECONDS
 
         def tell(progress: VerifyProgress) -> None:
             nonlocal last
-            if request.failure is not None:  # set by the scheduler
+            if request.failure is not None:  # the scheduler has set the failure
                 raise request.failure
             if request.verification.wants_progress and (now := time.monotonic()) >= last + TOLD_SECONDS:
                 last = now
@@ -230,7 +230,7 @@ class Executor:
                 self._done(request, len(batch), stages, about, number)
                 about = None
         elif isinstance(failure, OutOfMemoryError) and (len(batch) > 1 or tries > 1):
-            failure.__traceback__ = None  # its frames hold memory that must be freed
+            failure.__traceback__ = None  # the traceback's frames hold memory that must be freed
             self.device.empty_cache()
             if len(batch) == 1:
                 self._solve(batch, splits=splits, tries=tries - 1)
@@ -253,7 +253,7 @@ class Executor:
     def _done(self, request: EngineRequest, size: int, stages: Stages, about: Batch | None, number: int) -> None:
         """Answer a computed request.
 
-        It ran in launch `number` with `size` requests. `about` describes the launch in the answer of one of them.
+        It ran in launch `number` with `size` requests. `about` describes the launch; only one request's answer has it.
         """
         body, spec = request.attention, request.spec
         metadata: dict[str, Any] = {"backend": body.backend}
@@ -291,7 +291,7 @@ def _failed(request: EngineRequest) -> Failed:
     else:
         log.error("failed", request_id=submit.request_id, error=type(error).__name__, exc_info=error)
         reply = Failed(submit.id, "internal_error", "the server failed: a bug, logged by its engine", [])
-    error.__traceback__ = None  # the request may live longer, and must not keep tensors alive
+    error.__traceback__ = None  # the request keeps the error, which must not keep tensors alive
     return reply
 
 

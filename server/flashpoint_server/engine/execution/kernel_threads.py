@@ -1,8 +1,8 @@
-"""Threads that run only kernels.
+"""Run kernels in threads that run nothing else.
 
 A kernel that reads a cache replaces everything in the processor caches of its core. Python code that runs there next
 takes twice as long: on 2 cores with eight callers, each over a cache of 16 MiB, a token took 250 µs of Python in the
-engine; over caches of a few hundred keys, 140 µs. So kernels run on one core less than there are, while other requests
+engine; over caches of a few hundred keys, 140 µs. So kernels leave one core free while other requests
 run or wait.
 """
 
@@ -14,7 +14,7 @@ from queue import SimpleQueue
 
 
 class KernelThreads:
-    """`count` threads that run calls in their order. With none, the caller's thread runs them."""
+    """`count` threads that run calls in their order. If `count` is 0, the caller's thread runs the calls."""
 
     def __init__(self, count: int) -> None:
         self._calls: SimpleQueue[tuple[Callable[[], None], list[BaseException], threading.Lock]] = SimpleQueue()
@@ -40,7 +40,7 @@ class KernelThreads:
             self._run_next()
 
     def _run_next(self) -> None:
-        """Run the next call. It is a method of its own, so that a thread that waits keeps no call alive."""
+        """Run the next call. This is a separate method so that a waiting thread has no reference to the last call."""
         call, errors, running = self._calls.get()
         try:
             call()
