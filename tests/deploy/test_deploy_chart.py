@@ -1,5 +1,5 @@
-"""The Helm chart, rendered by Helm, is valid, fits the server and the image, and refuses bad values. `make charts`
-rewrites deploy/helm/validated.txt."""
+"""Helm renders valid manifests that fit the server and the image, and refuses bad values. `make charts` rewrites
+deploy/helm/validated.txt."""
 
 import copy
 import inspect
@@ -32,7 +32,7 @@ KEDA = {"autoscaling": EXAMPLES["keda"]["autoscaling"]}
 
 
 def render(values=None, *how, **named):
-    """Render the chart with `values`; they need no key unless they say so."""
+    """Render the chart with `values`. The server needs no API keys unless `values` sets `insecure` to false."""
     return charts.render({"insecure": True, **(values or {})}, *how, **named)
 
 
@@ -140,7 +140,7 @@ MIB = 1 << 20
     ],
 )
 def test_a_pods_memory_has_room_for_all_that_its_settings_allow(given, processes):
-    """The room follows the formula of docs/kubernetes.md, with 2 GiB for the engine."""
+    """The pod's memory limit follows the formula of docs/kubernetes.md, with 2 GiB for the engine."""
     resources = container({"settings": given, "memory": {"processesMiB": 2048}})["resources"]
     assert resources["requests"]["memory"] == resources["limits"]["memory"]
     memory = int(resources["limits"]["memory"].removesuffix("Mi"))
@@ -152,7 +152,7 @@ def test_a_pods_memory_has_room_for_all_that_its_settings_allow(given, processes
 def test_without_keys_everybody_is_served_by_choice_alone():
     assert of_kind(render(), "ConfigMap")["data"]["FLASHPOINT_INSECURE"] == "true"
     locked = charts.render(EXAMPLES["keys"])
-    assert of_kind(locked, "ConfigMap")["data"]["FLASHPOINT_INSECURE"] == "false"  # the image sets true
+    assert of_kind(locked, "ConfigMap")["data"]["FLASHPOINT_INSECURE"] == "false"  # the image sets it to true
     for name, values in EXAMPLES.items():
         assert charts.render(values), name
 
@@ -321,7 +321,7 @@ def test_prometheus_can_read_what_keda_asks_it(tmp_path):
 
 
 def test_a_package_of_the_chart_has_all_that_the_folder_has(tmp_path):
-    """The folder links to the alerts and the dashboard outside it, and a package must not have such links."""
+    """The chart's folder has links to alerts and a dashboard outside it; the package has copies instead of links."""
     packed = charts.helm_python.package(CHART, destination=tmp_path)
     charts.helm_python.expand(tmp_path, packed)
     assert not [path for path in (tmp_path / "flashpoint").rglob("*") if path.is_symlink()]

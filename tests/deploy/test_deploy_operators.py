@@ -1,7 +1,7 @@
 """The examples for KubeRay and KServe are valid.
 
-No package ships the schemas of their kinds. This file has schemas from the operators' API types, as strict as those of
-Kubernetes, which validate the pods; one test compares them with KServe's models.
+No package ships schemas for these resource kinds, so this file defines them from the operators' API types, as strictly
+as Kubernetes' schemas, which validate the pods. One test compares the schemas with KServe's models.
 """
 
 import ast
@@ -34,7 +34,7 @@ def of(required, **fields):
 
 COUNT = {"type": "integer", "minimum": 0}
 WORDS = {"type": "object", "additionalProperties": {"type": "string"}}
-POD = {"type": "object"}  # validated separately by Kubernetes' schema
+POD = {"type": "object"}  # Kubernetes' schema validates pods separately
 META = of(["name"], name={"type": "string"}, namespace={"type": "string"}, labels=WORDS, annotations=WORDS)
 HEAD = of(["rayStartParams", "template"], rayStartParams=WORDS, template=POD, serviceType={"type": "string"})
 WORKERS = of(
@@ -67,7 +67,7 @@ RAY_SERVICE = of(
         ),
     ),
 )
-# The fields of a predictor, without those of a pod.
+# A KServe predictor has these fields and the fields of a pod.
 COMPONENT = {
     "minReplicas": COUNT,
     "maxReplicas": COUNT,
@@ -125,7 +125,7 @@ def test_the_example_is_valid_and_a_misspelt_field_would_be_seen(manifest, check
 
 
 def test_it_serves_as_a_cluster_of_ray_without_kubernetes_does():
-    """tests/ray validates that file with Ray's schema."""
+    """The RayService has the configuration of deploy/ray/cluster.yaml, which tests/ray validates with Ray's schema."""
     assert yaml.safe_load(RAY["spec"]["serveConfigV2"]) == yaml.safe_load((DEPLOY / "ray/cluster.yaml").read_text())
 
 
@@ -158,7 +158,7 @@ def test_every_pod_is_the_images_user_and_reads_no_services_port():
 
 @pytest.mark.full
 def test_kserve_has_the_fields_that_the_schema_says(tmp_path):
-    """The models are read from KServe's package without an installation, because its pins conflict with ours."""
+    """The test reads the models from KServe's package without installing it: its pinned versions conflict with ours."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", tmp_path, "kserve==0.21.0"]
     subprocess.run(command, check=True)
     (wheel,) = tmp_path.glob("kserve-*.whl")

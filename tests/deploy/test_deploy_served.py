@@ -1,4 +1,4 @@
-"""Real servers meet Kubernetes' requirements on a pod: the probes, and a rolling update that loses no call.
+"""Real servers answer Kubernetes' probes, and a rolling update loses no call.
 
 In the update, a connection balancer acts as the Service: when the new pod is ready, the old pod leaves the Service and
 gets SIGTERM.
@@ -58,7 +58,7 @@ class Service:
                 await writer.drain()
         except ConnectionError:
             pass
-        finally:  # also after cancellation: an open connection would fail another test
+        finally:  # close also after cancellation: an open connection would fail another test
             writer.close()
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
@@ -109,7 +109,7 @@ def test_no_call_is_lost_when_a_pod_is_replaced(start_server, tmp_path, service_
             service.target = new.port
             old.process.send_signal(signal.SIGTERM)
             old.wait_for_line(lambda line: line["event"] == "draining")
-            # The server tells a caller with an open connection to reconnect, or its retries would run out here.
+            # The server tells a caller with an open connection to reconnect; otherwise its retries would run out.
             refused = post(old, "/attention", FORWARD)
             assert (refused.status, refused.json["code"]) == (503, "draining")
             assert refused.headers["connection"] == "close"

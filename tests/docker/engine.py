@@ -1,7 +1,7 @@
-"""A Docker engine for tests: a reachable one, or a new one, whose socket, data and folder end with it.
+"""Provide a Docker engine for tests: a reachable one, or a new one, whose socket, data and folder are removed.
 
-Its base images are pulled if a registry can be reached. If not, a minimal Debian made by debootstrap takes their names,
-but only in a new engine.
+The module pulls base images if it can reach a registry. If not, a minimal Debian (by debootstrap) gets the names of
+the base images as a stand-in, but only in a new engine.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ NEEDED = {
     "debootstrap": "debootstrap",
     "unshare": "util-linux",
     "ip": "iproute2",
-}  # program: Debian's package
-CLIENT = "/usr/bin:/usr/local/bin:/usr/sbin"  # the distribution's client first: it fits its engine
+}  # program: the Debian package that has it
+CLIENT = "/usr/bin:/usr/local/bin:/usr/sbin"  # first the distribution's client, which fits the distribution's engine
 START_SECONDS = 60
 STOP_SECONDS = 60
-KEPT_SECONDS = 7 * 86400  # an older minimal Debian is made again
+KEPT_SECONDS = 7 * 86400  # a minimal Debian older than this is built again
 PULL_SECONDS = 30
 INSTALLS = """
 apt-get -qq update -o APT::Update::Error-Mode=any
@@ -38,13 +38,13 @@ apt-get -qq install --yes --no-install-recommends python3-venv >/dev/null
 python3 -m venv /venv
 /venv/bin/pip download --quiet --no-deps --dest /tmp h11
 """
-# The files by which this machine reaches its package registries; a stand-in needs copies for its installs.
+# This machine reaches its package registries with these files. A stand-in image needs copies to install packages.
 BROUGHT = ("/etc/apt", "/etc/resolv.conf", "/etc/pip.conf", "/etc/ssl", "/usr/local/share/ca-certificates")
 SETTINGS = re.compile(r"PIP_|SSL_CERT|REQUESTS_CA|CURL_CA")
 
 
 class Build(NamedTuple):
-    """The seconds of a build, and of each of its instructions that was not in the engine's cache."""
+    """The duration of a build, and of each instruction that was not in the engine's cache, in seconds."""
 
     seconds: float
     steps: dict[str, float]
@@ -58,11 +58,11 @@ def steps(log: str) -> dict[str, float]:
 
 
 class UnavailableError(Exception):
-    """There is no engine, and none can be started; the message says what to install."""
+    """No engine is reachable, and none can be started; the message says what to install."""
 
 
 class Engine:
-    """An engine at the address `host`; None is the client's default. `own`: this module started it."""
+    """An engine at the address `host` (None: the client's default). `own` is true if this module started the engine."""
 
     def __init__(self, host: str | None, *, own: bool) -> None:
         self.own = own
@@ -73,7 +73,7 @@ class Engine:
         self.environment = {**os.environ, "DOCKER_BUILDKIT": "1", **({"DOCKER_HOST": host} if host else {})}
 
     def docker(self, *words: object, seconds: float = 120, check: bool = True) -> subprocess.CompletedProcess[str]:
-        """Run the client. Raises RuntimeError with its output if it fails."""
+        """Run the Docker client with these arguments. Raises RuntimeError with the client's output if it fails."""
         command = [self.client, *map(str, words)]
         run = subprocess.run(
             command, env=self.environment, capture_output=True, text=True, timeout=seconds, check=False
@@ -99,7 +99,7 @@ class Engine:
         raise UnavailableError("a container cannot install packages within 120 s")
 
     def size(self, image: str) -> int:
-        """Return the bytes of an image."""
+        """Return the size of an image in bytes."""
         return int(self.docker("image", "inspect", "-f", "{{.Size}}", image).stdout)
 
     def layers(self, image: str) -> list[tuple[str, str]]:
@@ -114,7 +114,7 @@ class Engine:
         return False
 
     def provide(self, name: str, *, wheels: bool) -> str:
-        """Make a base image available, and return how. Raises UnavailableError.
+        """Make a base image available, and return its source. Raises UnavailableError.
 
         With `wheels`, a stand-in has the package folder that pip on this machine also searches (PIP_FIND_LINKS).
         """
@@ -122,7 +122,7 @@ class Engine:
             return "there"
         if self.pulls(name):
             return "pulled"
-        if not self.own:  # others may use the image's real name
+        if not self.own:  # a stand-in would take the image's name from other users of this engine
             raise UnavailableError(f"the base image {name} cannot be pulled")
         variables = {key: value for key, value in os.environ.items() if SETTINGS.match(key)}
         if not wheels:
@@ -142,7 +142,7 @@ class Engine:
 def engine(size: int = 8 << 30) -> Iterator[Engine]:
     """Yield an engine. Raises UnavailableError.
 
-    `size`: the bytes that its images will take; they are in memory if twice as much is available.
+    `size`: the bytes that the engine's images will take. They are kept in memory if twice this size is available.
     """
     with contextlib.suppress(UnavailableError, subprocess.TimeoutExpired):
         there = Engine(None, own=False)
@@ -165,16 +165,16 @@ def engine(size: int = 8 << 30) -> Iterator[Engine]:
     try:
         yield _when_ready(keeper, folder)
     finally:
-        keeper.stdin.close()  # type: ignore[union-attr]  # a pipe
+        keeper.stdin.close()  # type: ignore[union-attr]  # stdin is a pipe
         keeper.wait(
             2 * STOP_SECONDS
         )  # the removal of the folder may take minutes on a disk, and continues in the background
 
 
-# The engine and its processes are in process and mount namespaces that end with it. It ends when the pipe from this
+# The engine and its processes have their own process and mount namespaces. The engine ends when the pipe from this
 # process closes, so nothing outlives a killed test run. It has a separate bridge and separate iptables rules: otherwise
 # two engines would give containers on docker0 the same addresses and delete each other's rules.
-# $1: folder; $2: size of data in memory, if any; $3: bridge; $4: n of its addresses, 10.n.0.0/16.
+# $1: folder; $2: size of data in memory, if any; $3: bridge; $4: n in the bridge's network 10.n.0.0/16.
 KEEPER = f"""
 folder=$1 size=$2 bridge=$3 network=10.$4.0.0/16 address=10.$4.0.1/24; shift 4
 exec 3<&0
@@ -250,7 +250,7 @@ def _mtu() -> int:
 
 
 def _debian(root: Path, brought: Sequence[Path]) -> None:
-    """Make a minimal Debian of this machine's release from its apt mirror, with `brought` and BROUGHT."""
+    """Make a minimal Debian of this machine's release from its apt mirror, with copies of `brought` and `BROUGHT`."""
     release = re.search(r"VERSION_CODENAME=(\w+)", Path("/etc/os-release").read_text())
     if release is None:
         raise UnavailableError("a stand-in for the base images needs a machine with Debian")
@@ -278,7 +278,7 @@ def _debian(root: Path, brought: Sequence[Path]) -> None:
             target = root / path.relative_to("/")
             target.parent.mkdir(parents=True, exist_ok=True)
             subprocess.run(["cp", "-a", "--no-target-directory", path.resolve(), target], check=True)
-    # Keep neither packages nor lists other than those of the mirror.
+    # Keep only the mirror's package lists, and no packages.
     for other in (root / "etc/apt/sources.list.d").glob("*"):
         if "debian" not in other.name:
             other.unlink()

@@ -1,4 +1,7 @@
-"""The properties of the image that need no build. `make image-test` builds and runs it (test_image.py)."""
+"""Dockerfile and .dockerignore are right without a build.
+
+`make image-test` builds and runs the image (test_image.py).
+"""
 
 import fnmatch
 import json
@@ -19,7 +22,7 @@ from tests.docker.engine import ROOT, steps
 
 
 def instructions(dockerfile):
-    """Return (word, rest) of each instruction, with joined lines and without comments."""
+    """Return (keyword, arguments) of each instruction, with continued lines joined and without comments."""
     text = "\n".join(line for line in dockerfile.splitlines() if not line.lstrip().startswith("#"))
     lines = text.replace("\\\n", " ").splitlines()
     return [(word, rest) for word, _, rest in (line.strip().partition(" ") for line in lines) if word]
@@ -30,7 +33,7 @@ INSTRUCTIONS = instructions((ROOT / "Dockerfile").read_text())
 
 
 def every(word, stage=None):
-    """Return the rest of each instruction `word`, everywhere or in one stage."""
+    """Return the arguments of each instruction with the keyword `word`, in all stages or in one."""
     arguments, now = [], None
     for name, rest in INSTRUCTIONS:
         if name == "FROM":
@@ -119,7 +122,7 @@ def test_kernels_are_compiled_into_what_the_entry_point_links():
 
 
 def test_the_entry_point_links_what_is_compiled_and_runs_the_command(tmp_path):
-    """Existing files are kept, and a link does not break the next start. The test uses its own paths."""
+    """Existing files stay, and a link from an earlier start does not break the next start."""
     compiled, cache = tmp_path / "compiled", tmp_path / "cache"
     (compiled / "key").mkdir(parents=True)
     (compiled / "key" / "kernel.cubin").write_text("the image's")
@@ -135,7 +138,10 @@ def test_the_entry_point_links_what_is_compiled_and_runs_the_command(tmp_path):
 
 
 def test_the_health_check_asks_the_port_that_is_served():
-    """The command reads the same variables. tests/server/cli/test_health.py and config/test_tls.py run it."""
+    """`flashpoint health` reads the server's variables.
+
+    tests/server/cli/test_health.py and config/test_tls.py run it.
+    """
     (check,) = every("HEALTHCHECK")
     assert json.loads(check[check.index("[") :]) == ["flashpoint", "health"]
     assert "health" in COMMANDS
@@ -164,7 +170,7 @@ def test_labels_are_those_of_the_project():
 
 
 class Compose(yaml.SafeLoader):
-    """A YAML loader with the tag of compose."""
+    """A YAML loader that accepts the tag of compose files."""
 
 
 Compose.add_constructor("!reset", lambda loader, node: None)

@@ -1,7 +1,7 @@
-"""The image for GPUs, fully built by a Docker engine, runs without a GPU: `make gpu-image-test`.
+"""The GPU image, fully built by a Docker engine, runs without a GPU: `make gpu-image-test`.
 
-If the CUDA base cannot be pulled, a minimal Debian without CUDA's files replaces it; torch is pip's CUDA build of the
-release in constraints.txt. RECORD=1 writes layers, packages and times to benchmarks/results/.
+If the CUDA base cannot be pulled, a minimal Debian without CUDA's files replaces it; pip installs torch's
+CUDA build of the release in constraints.txt. RECORD=1 writes layers, packages and times to benchmarks/results/.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ BASE = every("FROM")[0].partition(" AS ")[0]
 ARCHITECTURES = [int(word) for word in re.search(r'ARCHITECTURES="([\d ]+)"', every("ENV", "base-gpu")[1])[1].split()]
 SIZE = 30 << 30  # bytes of the image, its build stage, and the downloads
 BUILD_SECONDS = int(os.environ.get("IMAGE_BUILD_SECONDS", "3600"))
-# Bytes of each installed package: the files of its RECORD.
+# This program prints the bytes of each installed package, summed over the files in its RECORD.
 PACKAGES = """
 import importlib.metadata as m, json, os
 sizes = {}
@@ -35,7 +35,7 @@ for d in m.distributions():
     sizes[f'{d.name} {d.version}'] = sum(os.path.getsize(p) for p in paths if os.path.isfile(p))
 print(json.dumps(sizes))
 """
-# (compute capability, entry) of each compiled kernel that the image has.
+# This program prints (compute capability, entry) of each compiled kernel in the image.
 COMPILED = """
 import json, pathlib
 root = pathlib.Path('/opt/flashpoint/compiled')
@@ -98,12 +98,12 @@ def test_torch_is_the_cuda_build_of_the_pinned_release(docker):
 
 
 def test_kernels_are_there_for_every_architecture(docker):
-    """Each architecture has the kernels of each launch, with code compiled for it."""
+    """The image has compiled kernels of each launch for each GPU architecture."""
     compiled, _ = json.loads(inside(docker, COMPILED))
     assert {arch for arch, _ in compiled} == set(ARCHITECTURES)
     names = [{name for one, name in compiled if one == arch} for arch in ARCHITECTURES]
     assert all(each == names[0] for each in names)
-    launches = len(DTYPES) * 2 * 3  # D 64 and 128; plain, window, mask
+    launches = len(DTYPES) * 2 * 3  # head dimensions 64 and 128; plain, window, mask
     for name in ("attention_forward", "attention_backward_kv", "attention_backward_q"):
         assert name in names[0]
         for arch in ARCHITECTURES:
@@ -111,7 +111,7 @@ def test_kernels_are_there_for_every_architecture(docker):
 
 
 def test_a_launch_that_was_compiled_ahead_is_not_compiled_again(docker):
-    """The kernels' keys fit the installed package: with the image's kernels, this compiles nothing."""
+    """The kernels' cache keys fit the installed package, so a launch uses the image's kernels and compiles nothing."""
     words = "--arch 100 --dtypes bfloat16 --head-dims 128 --levels 1"
     ahead = f"python -m flashpoint_kernels.triton_backend.tools.ahead {words} --processes 1"
     code = "find -L $TRITON_CACHE_DIR/ -name '*.cubin' | wc -l"

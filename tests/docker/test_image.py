@@ -1,6 +1,6 @@
-"""The image for the CPU, built and run by a Docker engine, works: `make image-test`. Skipped without an engine.
+"""The CPU image, built and run by a Docker engine, works: `make image-test`. Without an engine, the tests are skipped.
 
-The engine is a reachable or a new one (engine.py). Requests use the published port.
+engine.py finds or starts the engine. Requests use the published port.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.image
 IMAGE = "flashpoint:cpu"
 BASE = "debian:12.12-slim"
 BUILD_SECONDS = int(os.environ.get("IMAGE_BUILD_SECONDS", "420"))
-PATIENCE = 180  # seconds; only ends a hang
+PATIENCE = 180  # seconds; a longer wait is a hang
 READ_ONLY = (
     "--read-only", "--tmpfs=/tmp", "--tmpfs=/var/cache/triton:exec,uid=10001", "--cap-drop=ALL",
     "--security-opt=no-new-privileges",
@@ -96,7 +96,7 @@ class Container:
         return self.docker.docker("exec", self.id, *command).stdout
 
     def ready(self, **how):
-        """Wait until it serves; return it."""
+        """Wait until the container serves requests; return it."""
 
         def there():
             with contextlib.suppress(flashpoint.FlashpointError, RuntimeError), self.client(**how) as client:
@@ -204,9 +204,9 @@ def test_variables_are_settings_and_two_containers_share_nothing(run):
 
 
 def test_a_memory_limit_refuses_work_and_kills_nothing(run):
-    """Requests over the container's memory are refused or answered, and later requests are served."""
+    """The server refuses or answers requests larger than the container's memory, and serves later requests."""
     container = run("-m", "2g", "--memory-swap", "2g").ready()
-    large = np.zeros((1, 1, 1 << 21, 64), np.float32)  # 512 MiB each way
+    large = np.zeros((1, 1, 1 << 21, 64), np.float32)  # 512 MiB for the request and for the answer
     started = container.state(".State.StartedAt")
     with container.client(timeout=PATIENCE, retries=0) as client:
         with contextlib.suppress(flashpoint.FlashpointError):
@@ -239,7 +239,8 @@ def test_a_killed_engine_and_a_killed_server_start_again(run):
 
 
 def test_compose_runs_the_service_and_prometheus_scrapes_it(docker, tmp_path):
-    """compose.yaml runs with the CPU file and without Grafana. With a stand-in base, Prometheus is Debian's."""
+    """compose.yaml runs with the CPU file and without Grafana. If the base image is a stand-in,
+    the test runs Debian's Prometheus."""
     compose = shutil.which("docker-compose")
     if compose is None:
         pytest.skip("no docker-compose: install docker-compose")

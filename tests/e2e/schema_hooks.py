@@ -1,6 +1,6 @@
-"""Hooks of schemathesis: they draw safetensors messages and check the server's answers.
+"""Hooks of schemathesis that draw safetensors messages and check the server's answers.
 
-`schemathesis` loads this file in a separate process, as schemathesis.toml says.
+`schemathesis` loads this file in a separate process, as schemathesis.toml configures.
 """
 
 import json
@@ -16,7 +16,7 @@ MISSPELT = {"casual": "true", "window_left": "3"}
 
 @st.composite
 def messages(draw):
-    """Draw a message, with or without `do`; it is valid, or has an unknown option."""
+    """Draw a safetensors message, with or without `do`, that is valid or has an unknown option."""
     dtype = draw(st.sampled_from(["float16", "bfloat16", "float32", "float64"]))
     batch, q_len, kv_len, dim, value_dim = (draw(st.integers(minimum, 5)) for minimum in (1, 0, 1, 1, 1))
     kv_heads, group = draw(st.integers(1, 2)), draw(st.integers(1, 3))
@@ -75,7 +75,7 @@ def written(tensors, options):
 
 
 def encoded(values, dtype):
-    if dtype == "bfloat16":  # the upper half of a float32
+    if dtype == "bfloat16":  # a bfloat16 is the upper half of a float32
         return (values.astype("<f4").view("<u4") >> 16).astype("<u2").tobytes()
     return values.astype(dtype).tobytes()
 
@@ -89,13 +89,13 @@ schemathesis.openapi.media_type(SAFETENSORS, messages(), aliases=["application/o
 
 @schemathesis.hook
 def filter_case(context, case):
-    """An unknown header is no error in HTTP; an unknown field in a body is an error of this API."""
+    """Return whether to send a case: HTTP allows unknown headers, but this API refuses unknown fields in a body."""
     return "x-schemathesis-unknown-property" not in case.headers
 
 
 @schemathesis.check
 def messages_get_what_they_ask(ctx, response, case):
-    """A safetensors message that fits the call is answered; any other is refused for its real fault."""
+    """Check that a safetensors message that fits the call is answered, and any other is refused for its real fault."""
     if not (isinstance(case.body, bytes) and case.meta.generation.mode.is_positive) or response.status_code == 504:
         return
     if case.path.startswith("/caches/"):  # ids cannot be drawn: see tests/server/routes/tensors/test_caches.py
@@ -123,7 +123,7 @@ def messages_get_what_they_ask(ctx, response, case):
 
 @schemathesis.check
 def a_refusal_names_its_fields(ctx, response, case):
-    """Every 422 names the wrong field."""
+    """Check that every answer with status 422 names the wrong field."""
     if response.status_code == 422 and case.path.startswith("/v2/"):
         assert response.json()["error"].partition(":")[0], response.text
     elif response.status_code == 422:

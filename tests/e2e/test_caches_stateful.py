@@ -1,4 +1,4 @@
-"""Calls on KV caches over HTTP, in any order, have the effect that they have on a model in numpy."""
+"""Calls on KV caches over HTTP, in any order, have the same effect as on a model in numpy."""
 
 import itertools
 import json
@@ -32,8 +32,8 @@ class Model:
     def __init__(self, owner, tokens=None):
         self.owner = owner
         self.layers = tokens or [np.zeros((2, 0, HK, D), np.float32) for _ in range(LAYERS)]
-        self.writes = []  # (key, call that repeats it), latest last
-        self.last = None  # the key of the last write
+        self.writes = []  # (idempotency key, call that repeats the write), latest last
+        self.last = None  # idempotency key of the last write
 
     @property
     def longest(self):
@@ -50,7 +50,7 @@ class Model:
 
 
 class Calls(RuleBasedStateMachine):
-    """Clients of two keys; each call has a new connection and so reaches either HTTP process."""
+    """Clients with two API keys; each call opens a new connection, so any of the HTTP processes may answer it."""
 
     server = None
     keys = itertools.count()
@@ -65,15 +65,15 @@ class Calls(RuleBasedStateMachine):
             if ids:
                 assert posted(self.server, "/caches/delete", {"caches": ids}, name).status == 204
 
-    # The error that a call must get, if any
+    # Expected errors of calls
 
     def some(self, data):
         return data.draw(st.sampled_from([*self.there, *self.lost, *self.gone] or ["c" + "A" * 60]))
 
     def problem(self, name, *ids):
-        """Return (code, the indices that errors name) of a call with these caches, or None.
+        """Return (code, indices of the wrong caches) of the error that a call must get, or None.
 
-        Ids of other keys are refused before the engine gets the call.
+        The HTTP process refuses ids of other keys' caches before the engine gets the call.
         """
         never = [n for n, one in enumerate(ids) if self.owners.get(one) != name]
         if never:
@@ -83,7 +83,7 @@ class Calls(RuleBasedStateMachine):
         return (next(iter(ended.values())), list(ended)) if ended else None
 
     def refused(self, answer, problem, caches=None):
-        """Check a refusal. The ids after the first `caches` ones are those of `free`."""
+        """Check a refusal. The first `caches` ids come from the field `caches`, and the others from `free`."""
         code, named = problem
         assert answer.json["code"] == code, answer
         fields = [f"caches.{n}" if caches is None or n < caches else f"free.{n - caches}" for n in named]
@@ -95,7 +95,7 @@ class Calls(RuleBasedStateMachine):
     def headers(self, key):
         return {"Idempotency_Key": key} if key else {}
 
-    # Caches come and go
+    # Creation and deletion of caches
 
     @rule(name=names, count=st.integers(1, 2), twice=st.booleans())
     def create(self, name, count, twice):
@@ -152,7 +152,7 @@ class Calls(RuleBasedStateMachine):
         self.owners[one] = name
         self.lost.append(one)
 
-    # Tokens
+    # Writes and cuts of tokens
 
     @rule(
         data=st.data(), name=names, layer=layers, new=new_tokens | st.just(0), back=backs, keyed=st.booleans(),
@@ -226,7 +226,10 @@ class Calls(RuleBasedStateMachine):
     @precondition(lambda self: any(model.writes for model in self.there.values()))
     @rule(data=st.data())
     def copy_comes_late(self, data):
-        """A copy of the last write gets its answer, and a copy of an earlier write gets 409; none writes anything."""
+        """Repeat a write late.
+
+        The last write gets its answer again, an earlier one gets 409, and neither writes again.
+        """
         model = data.draw(st.sampled_from([model for model in self.there.values() if model.writes]))
         key, send = data.draw(st.sampled_from(model.writes))
         if send is None:
@@ -256,7 +259,7 @@ class Calls(RuleBasedStateMachine):
         for answer in answers:
             assert answer.json["lengths"] == [layer.shape[1] for layer in model.layers]
 
-    # Reads
+    # Reads of caches
 
     def look(self, one, name):
         return ask(self.server, f"/caches/{one}", **bearer(name))

@@ -13,8 +13,8 @@ pytestmark = pytest.mark.gpu
 
 
 def test_launches_overlap_and_each_has_the_bits_it_has_alone(start_server):
-    """Two launches run at a time, on separate streams: one begins before the previous one has ended."""
-    server = start_server(batch_bytes=1, log_level="debug")  # so each has a separate launch
+    """Two launches run at once on separate streams (one begins before the previous one ends), with unchanged bits."""
+    server = start_server(batch_bytes=1, log_level="debug")  # so each request has a separate launch
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 16, 4096, 64, generator=generator, dtype=torch.float32).half()
     body = message({"q": q, "k": q, "v": q}, backend="triton", causal=True)
@@ -26,7 +26,7 @@ def test_launches_overlap_and_each_has_the_bits_it_has_alone(start_server):
     assert {answer.headers["x-batch-size"] for answer in answers} == {"1"}
 
     def times(name):
-        """Return (begin, end) of its launch, in seconds of the log's clock."""
+        """Return (begin, end) of the launch of request `name`, in seconds of the log's clock."""
         begin = server.wait_for_line(lambda line: line["event"] == "begin" and line["request_id"] == name)
         done = server.wait_for_line(lambda line: line["event"] == "request" and line["request_id"] == name)
         begun = datetime.datetime.fromisoformat(begin["timestamp"]).timestamp()

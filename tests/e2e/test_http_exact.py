@@ -19,7 +19,7 @@ CPU_BACKENDS = ("torch", "tiled", "reference")
 
 
 def philox_keep(seed, p, shape):
-    """Return the contract's dropout mask for (B,H,Sq,Sk), written in numpy from the contract's text alone."""
+    """Return the contract's dropout mask of `shape` (B,H,Sq,Sk), written in numpy from the contract's text alone."""
     batch, heads, sq, sk = shape
     i = [
         np.arange(-(-sk // 4)),
@@ -40,7 +40,10 @@ def philox_keep(seed, p, shape):
 
 def dense(t, dtype, *, causal=False, causal_alignment="bottom_right", window=(-1, -1), scale=None, softcap=0.0,
           dropout_p=0.0, dropout_seed=0, **_):  # fmt: skip
-    """Return (o, lse) by definition, in `dtype`, for bhsd of rank 4 with at least one visible key in every row."""
+    """Return (o, lse) by definition, in `dtype`.
+
+    Tensors have layout bhsd and rank 4; every row sees at least one key.
+    """
     q, k, v = (t[name].to(dtype) for name in "qkv")
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -95,7 +98,7 @@ def case(extra=None, heads=4, kv_heads=4, value_dim=32, batch=1, length=512, dty
 
 def problems(length):
     """Return a problem for each tensor and each option of a call."""
-    diagonal = torch.eye(length, dtype=torch.bool)  # every row sees something
+    diagonal = torch.eye(length, dtype=torch.bool)  # every row sees at least one key
 
     def made(extra=None, **how):
         return case(extra, length=length, **how)
@@ -126,7 +129,7 @@ def problems(length):
 
 
 OPTIONS = problems(512)
-SHORT = problems(96)  # half types: torch's half arithmetic is slow on a CPU
+SHORT = problems(96)  # for half types: torch's half arithmetic is slow on a CPU
 
 
 def spec_of(tensors, options, direction):
@@ -186,13 +189,13 @@ def test_float32_is_within_2e_6_of_float64(server, backend, name):
     assert actual.keys() == expected.keys()
     for tensor in expected:
         assert actual[tensor].dtype == torch.float32
-        # Doubled scores make the softmax sharp: the case "elsewhere" of the reference rule.
+        # A large scale makes the softmax sharp: the reference rule has a wider bound for it, in its case "elsewhere".
         bound = (5e-6 if name == "large scale" else 2e-6) * expected[tensor].abs().max().item()
         assert error(actual[tensor], expected[tensor]) <= bound, tensor
 
 
 def half_cases():
-    """Yield each problem in both half types; one of them is in the fast tier."""
+    """Yield each problem in both half types; one of the two belongs to the fast tests."""
     cases = [(backend, name) for backend, name in CLAIMED if backend != "reference"]
     cases = [(backend, name) for backend, name in cases if claims(backend, name, torch.float16)]
     for (n, (backend, name)), (i, dtype) in itertools.product(enumerate(cases), enumerate(HALVES)):
@@ -202,7 +205,7 @@ def half_cases():
 
 @pytest.mark.parametrize(("backend", "name", "dtype"), [*half_cases()])
 def test_half_types_are_as_near_as_torchs_own_arithmetic(server, backend, name, dtype):
-    """max|out − gold| ≤ 2 × max|same-dtype arithmetic − gold| + 1e-5; for gradients 3 ×."""
+    """Answers satisfy max|out − gold| ≤ 2 × max|same-dtype arithmetic − gold| + 1e-5; gradients have 3 × for 2 ×."""
     tensors, options = SHORT[name]
     tensors = {n: t.to(dtype) if n in ("q", "k", "v", "do") else t for n, t in tensors.items()}
     exact, plain = truth(tensors, options), truth(tensors, options, dtype)
@@ -316,7 +319,7 @@ def test_empty_dimensions(server, backend, batch, sq, sk):
 
 
 def test_nan_and_infinity_are_answered(server):
-    """They appear in their request's rows, are no error, and reach no other batch element."""
+    """NaN and infinity appear in their request's rows, cause no error, and reach no other batch element."""
     t = {n: normal(2, 1, 4, 8, seed=i) for i, n in enumerate("qkv")}
     clean = post(server, "/attention", message(t, backend="tiled")).tensors["o"]
     t["q"][0, 0, 1, 0] = math.nan

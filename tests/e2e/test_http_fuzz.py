@@ -1,6 +1,6 @@
 """Invalid bytes on raw sockets leave a real server unchanged.
 
-The cases are those of `make fuzz`, with one seed and fewer drawn cases.
+The tests send the cases of `make fuzz`, with one seed and fewer drawn cases.
 """
 
 import asyncio
@@ -30,14 +30,14 @@ def test_whatever_is_sent_the_server_answers_as_before(start_server):
 def test_requests_that_come_faster_than_their_answers_do_not_heap_up(server):
     """If a client sends endlessly and reads nothing, the server stops reading its requests at a bound.
 
-    It has stopped if it reads none of the client's bytes while it answers 50 other requests.
+    The server has stopped if it reads none of the client's bytes while it answers 50 other requests.
     """
     body = forward()
     right, flood = post(server, "/attention", body).body, memoryview((head(body) + body) * 100)
     process = psutil.Process(server.pid)
     before = process.memory_info().rss
     sent = idle = 0
-    with connect(server) as connection, contextlib.suppress(ConnectionError):  # the server may close it
+    with connect(server) as connection, contextlib.suppress(ConnectionError):  # the server may close the connection
         connection.setblocking(False)
         while idle < 50:
             idle += 1

@@ -1,4 +1,4 @@
-"""Mistakes in handwritten JSON, and in calls of the SDK, get the right error, which says what to do."""
+"""A mistake in handwritten JSON or in a call of the SDK gets an error that says what to do."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Each client of docs/languages.md works with a real server, retries when told to, and is shown on that page.
+"""Each client of docs/languages.md works with a real server, retries as the server asks, and is shown on that page.
 
 No test measures time. To test waits, a fake timer of JavaScript or Go records the requested wait and ends at once;
 curl prints its wait.
@@ -24,7 +24,7 @@ FULL = {"type": "about:blank", "status": 429, "code": "queue_full", "detail": "c
 
 
 class Front(ThreadingHTTPServer):
-    """A proxy before a server. For each of its `refusals` it answers one request with 429 and this Retry-After."""
+    """A proxy before a server. For each value in `refusals`, it answers one request with 429 and this Retry-After."""
 
     daemon_threads = True
 
@@ -32,7 +32,7 @@ class Front(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.behind = server.port
         self.refusals = []
-        self.keys = []  # of each request
+        self.keys = []  # the Authorization header of each request
         self.url = f"http://127.0.0.1:{self.server_port}"
 
 
@@ -112,7 +112,7 @@ def run(command, *arguments):
     return subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=600, check=False)
 
 
-GO = pytest.param("go", id="go", marks=pytest.mark.slow)  # without its cache, Go compiles slowly
+GO = pytest.param("go", id="go", marks=pytest.mark.slow)  # Go compiles slowly without its build cache
 # For each language: the client whose output the page shows, and its calls. JavaScript and Go print the same lines.
 CALLS = {"javascript": ("attention.mjs", 3), "go": ("attention.mjs", 3), "curl": ("attention.sh", 4)}
 
@@ -180,7 +180,7 @@ WAITING = ["waiting_javascript", pytest.param("waiting_go", marks=pytest.mark.sl
 
 @pytest.mark.parametrize("command", WAITING, indirect=True)
 def test_it_waits_as_long_as_it_is_told_and_gives_up_with_the_problem(command, front, monkeypatch, tmp_path):
-    """It waits for the longer of Retry-After and its delay, which doubles each time."""
+    """Each client waits for the longer of Retry-After and its own delay, which doubles at each retry."""
     monkeypatch.setenv("WAITS", str(tmp_path / "waits"))
     front.refusals = [7, 0, 0, 3, 0]
     ran = run(command, front.url)
@@ -190,7 +190,7 @@ def test_it_waits_as_long_as_it_is_told_and_gives_up_with_the_problem(command, f
     assert [float(wait) for wait in (tmp_path / "waits").read_text().split()] == [7, 0.2, 0.4, 3]
 
 
-@pytest.mark.slow  # it really waits
+@pytest.mark.slow  # curl really waits
 def test_curl_waits_as_long_as_it_is_told(curl, front, monkeypatch, tmp_path):
     talking = tmp_path / "curl"
     talking.write_text(f'#!/bin/sh\nexec {shutil.which("curl")} "$@" --no-silent --no-progress-meter\n')

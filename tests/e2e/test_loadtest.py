@@ -31,9 +31,9 @@ def ran(tmp_path_factory):
 
 
 def test_every_kind_of_caller_gets_right_answers(ran):
-    """Each request of each kind is sent once before the steps, and a wrong answer ends the run."""
+    """The load test sends each request of each kind once before its steps, and ends at a wrong answer."""
     process, out = ran
-    assert process.returncode in (0, 1), process.stdout  # it has reached its verdicts
+    assert process.returncode in (0, 1), process.stdout  # the run has reached its verdicts
     steps = json.loads((out / "result.json").read_text())["steps"]
     capacity = [step for step in steps if step["scenario"] == "capacity"]
     assert {step["step"].partition(",")[0] for step in capacity} == set(KINDS)
@@ -92,6 +92,6 @@ for kind, cases in CASES.items():
 
 
 def test_a_wrong_answer_is_seen():
-    """A caller that accepted any answer would find no fault in any server."""
+    """The load test's caller rejects a wrong answer."""
     ran = subprocess.run([sys.executable, "-c", WRONG], cwd=LOADTESTS, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr

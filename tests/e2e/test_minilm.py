@@ -25,7 +25,7 @@ def minilm():
 
 @pytest.fixture(scope="module")
 def models(minilm, server):
-    from flashpoint.integrations.transformers import NAME, register  # takes seconds: not at collection
+    from flashpoint.integrations.transformers import NAME, register  # takes seconds, so it is not at the top
 
     with flashpoint.Client(server.url) as client:
         register(client)
@@ -66,7 +66,7 @@ def test_a_loss_gives_the_same_parameter_gradients(minilm, models):
     expected, actual = gradients(minilm, local), gradients(minilm, served)
     assert actual.keys() == expected.keys()
     assert any("query" in name and grad.abs().max() > 1e-3 for name, grad in expected.items())
-    # Relative to the largest gradient: the gradient of a key's bias is zero in theory, so its scale is noise.
+    # Errors are relative to the largest gradient: the gradient of a key's bias is zero in theory, so its size is noise.
     largest = max(grad.abs().max() for grad in expected.values())
     worst = {name: ((actual[name] - grad).abs().max() / largest).item() for name, grad in expected.items()}
     assert max(worst.values()) < 1e-4, max(worst, key=worst.get)
@@ -77,5 +77,5 @@ def test_the_example_prints_similarities_and_the_difference(server):
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     similarity = [float(x) for x in re.findall(r"^ +(-?\d\.\d{3})  \S", printed, re.M)]
     assert similarity[0] == 1.0
-    assert similarity[2] == max(similarity[1:])  # the other cat
+    assert similarity[2] == max(similarity[1:])  # the other sentence about a cat
     assert float(re.search(r"own attention: (\S+)", printed)[1]) < 1e-5

@@ -26,7 +26,7 @@ def outputs(notebook):
 
 
 def test_it_runs_to_the_served_call_and_prints_what_it_did(runner, server, monkeypatch):
-    monkeypatch.setitem(os.environ, "FLASHPOINT_URL", "")  # the run sets it
+    monkeypatch.setitem(os.environ, "FLASHPOINT_URL", "")  # the run overwrites it; monkeypatch restores it
     stored = json.loads(runner.NOTEBOOK.read_text(encoding="utf-8"))
     random = torch.random.get_rng_state()
     executed = runner.executed(stored, server.url)

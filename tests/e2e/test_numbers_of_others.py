@@ -70,7 +70,7 @@ def test_what_is_no_such_number_is_refused_by_name(call, wrong):
 
 
 def test_a_scale_that_requires_a_gradient_is_refused():
-    """Its gradient would be lost."""
+    """Options are numbers, so the gradient of the scale would be lost."""
     with pytest.raises(ProblemError, match="scale: has no gradient"):
         attention(X, X, X, scale=torch.tensor(0.25, requires_grad=True))
 

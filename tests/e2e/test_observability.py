@@ -23,7 +23,7 @@ PROMETHEUS = DEPLOY / "prometheus"
 DASHBOARD = json.loads((DEPLOY / "grafana/flashpoint.json").read_text())
 SCRAPE = "500ms"
 WITH_KEYS = {"flashpoint_key_requests_total"}  # the server of these tests has no keys
-WINDOW = "10s"  # replaces Grafana's $__rate_interval: four scrapes or more
+WINDOW = "10s"  # replaces Grafana's $__rate_interval, and has four scrapes or more
 
 pytestmark = pytest.mark.skipif(
     shutil.which("promtool") is None or shutil.which("prometheus") is None,
@@ -59,7 +59,7 @@ def test_the_alerts_fire_when_they_should_and_at_no_other_time():
 
 
 def test_every_variable_and_panel_of_the_dashboard_is_whole():
-    """Each panel has a place, and the reader chooses the data source."""
+    """Each panel has a position, and the dashboard has a variable for the data source."""
     panels = DASHBOARD["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     cells = [
@@ -76,7 +76,7 @@ def test_every_variable_and_panel_of_the_dashboard_is_whole():
 
 
 class Prometheus:
-    """A Prometheus that scrapes `server` with the deployed configuration, but another address and interval."""
+    """A Prometheus that scrapes `server` with the deployed configuration, except the address and the interval."""
 
     def __init__(self, server, folder):
         config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
@@ -99,7 +99,7 @@ class Prometheus:
         )  # fmt: skip
 
     def get(self, path, **parameters):
-        """Return the answer's data; None while Prometheus starts."""
+        """Return the data of Prometheus' answer; None while Prometheus starts."""
         try:
             answer = self.client.get(f"{self.url}/api/v1/{path}", params=parameters)
         except httpx.TransportError:  # not listening yet

@@ -15,8 +15,8 @@ import pytest
 from tests.support.documents import BLOCK, same
 
 ROOT = Path(__file__).resolve().parents[2]
-CLIENT = ("README.md", "docs/http.md", "docs/oip.md", "docs/sdk.md", "docs/sharded.md")  # seconds
-# They take seconds each: they import torch or jax, compile or compute.
+CLIENT = ("README.md", "docs/http.md", "docs/oip.md", "docs/sdk.md", "docs/sharded.md")  # take seconds in all
+# The examples of these pages take seconds each: they import torch or jax, compile or compute.
 OF_TORCH = ("docs/kernels.md", "docs/timing.md", "docs/torch.md", "docs/huggingface.md", "docs/coming-from.md")
 OTHERS = ("docs/when-remote-attention-pays.md", "docs/jax.md")
 PAGES = CLIENT + OTHERS + OF_TORCH
@@ -72,7 +72,7 @@ def test_the_python_examples_print_what_the_page_says(server, pages, tmp_path):
 
 
 def test_the_readme_has_its_examples():
-    """An example with a misspelt fence would not be found and would not run."""
+    """The README has all its examples: one with a misspelt fence would not be found and would not run."""
     assert len(examples("README.md", "sh")) == 1
     assert len(examples("README.md", "python")) == 3
 

@@ -25,7 +25,7 @@ def replicas(start_server):
 
 @pytest.fixture(scope="module", params=["ours", "nginx", "haproxy"])
 def balanced(replicas, request, tmp_path_factory):
-    """Start a balancer that routes by name."""
+    """Start a balancer that routes a request to the replica that it names."""
     if request.param == "ours":
         with balancer(by_name(replicas)) as address:
             yield address
@@ -94,7 +94,7 @@ def test_every_answer_about_caches_says_what_leads_to_the_replica(replicas):
     assert ask(b, "/caches").headers[NAME] == "b"
     q = message({name: normal(2, 3) for name in "qkv"})
     assert NAME not in post(b, "/attention", q).headers
-    # A balancer may have other names for replicas: a name that led here is returned and leads here again.
+    # A balancer may have other names for replicas. The server returns the name by which a request reached it.
     assert ask(b, "/caches", x_flashpoint_replica="MTAuMC4wLjE6ODAwMA==").headers[NAME] == "MTAuMC4wLjE6ODAwMA=="
     assert ask(b, "/caches", x_flashpoint_replica="no name").headers[NAME] == "b"
     for cache in cache_count(b):
@@ -121,7 +121,7 @@ def test_a_replica_names_the_one_that_holds_a_saved_forward(replicas):
 
 @pytest.mark.parametrize("name", ["", "a", "b"])
 def test_the_sdk_reaches_the_replica_that_holds_a_saved_forward(replicas, name):
-    """It needs the forward's answer or its id alone, also if the client itself sends another name."""
+    """The SDK reaches the replica by the forward's answer or its id alone, also if the client has another `replica`."""
     q, k, v = (normal(1, 2, 7, 16, seed=seed).numpy() for seed in range(3))
     with client(replicas["a"]) as direct:
         expected = direct.attention_grad(q, q, k, v)
@@ -142,7 +142,7 @@ def test_the_sdk_reaches_the_replica_that_holds_a_saved_forward(replicas, name):
             assert all(map(np.array_equal, other.attention_grad(q, saved=forward.saved), expected))
             (other if name else through).delete_saved(forward.saved)
             sent_names.clear()
-            through.delete_saved(forward)  # it is gone
+            through.delete_saved(forward)  # already deleted: no error
             assert sent_names == [forward.replica]
         inputs = [torch.from_numpy(t).requires_grad_() for t in (q, k, v)]
         o = flashpoint.torch.attention(*inputs, client=through, save=True)
@@ -168,7 +168,7 @@ def test_a_balancer_that_does_not_lead_to_a_saved_forward_is_told_of(replicas):
             through.attention_grad(q, saved=forward)
         assert (error.value.status, error.value.code) == (421, "cache_elsewhere")
         with pytest.raises(flashpoint.CacheError, match="X-Flashpoint-Replica: a"):
-            through.delete_saved(forward)  # it is still there
+            through.delete_saved(forward)  # it still exists
         one.delete_saved(forward)
 
 
@@ -210,7 +210,7 @@ def test_the_sdk_reaches_each_cache_through_a_balancer(replicas, balanced):
             neighbour.delete()
             cache.refresh()
             assert torch.equal(cache.tensors(like=q)[0], k)
-        with client(balanced) as other:  # it has only the ids
+        with client(balanced) as other:  # this client has only the ids
             for cache in caches * 2:
                 assert torch.equal(other.attention(q[:, :, 6:], caches=[cache.id]), o)
         for cache in caches:
@@ -259,7 +259,7 @@ def test_a_balancer_that_does_not_route_by_name_is_told_of(replicas):
 
 
 def test_a_deletion_that_does_not_reach_the_cache_is_told_of(replicas):
-    """The cache still exists and takes memory."""
+    """A deletion that reaches the wrong replica raises CacheError: the cache still exists and takes memory."""
     lead = ["a"]
     with balancer(lambda _: replicas[lead[0]]) as turning, client(turning) as through:
         cache = through.cache(**SHAPE)
@@ -271,7 +271,7 @@ def test_a_deletion_that_does_not_reach_the_cache_is_told_of(replicas):
             assert error.value.code == "cache_elsewhere"
         assert cache_count(replicas["a"]) >= {cache.id}
         lead[0] = "a"
-        for _ in range(2):  # the second time they are gone
+        for _ in range(2):  # the second deletion finds no cache
             cache.delete()
             spread.delete()
     assert cache_count(replicas["a"]) == set()

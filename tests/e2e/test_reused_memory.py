@@ -1,4 +1,4 @@
-"""No caller reads the bytes of another, however slowly it reads and however often memory is used again."""
+"""A caller never reads another caller's bytes, however slowly it reads and however often memory is reused."""
 
 import concurrent.futures
 import contextlib
@@ -16,20 +16,20 @@ from tests.support.sockets import connect, nothing_inside, read_all, segments, s
 
 
 def longest():
-    """Return the longest times that the settings allow: eleven days."""
+    """Return the longest timeouts that the settings allow, eleven days."""
     bounds = [(name, bound) for name, field in Settings.model_fields.items() for bound in field.metadata]
     return {name: bound.le for name, bound in bounds if bound in (Le(LONGEST), Le(1000 * LONGEST))}
 
 
 @pytest.fixture(scope="module")
 def patient(start_server):
-    """Start a server that never gives up a body or an answer, however slow the machine is."""
+    """Start a server that never times out while it reads a body or sends an answer, even on a slow machine."""
     return start_server(**longest())
 
 
 @pytest.mark.slow
 def test_canary_slow_readers_and_reused_memory_show_nobody_elses_bytes(patient):
-    """Answers wait unread while fifty others are computed, sent, cut off and cancelled."""
+    """Slow readers get right answers, while fifty other answers are computed, sent, cut off or cancelled."""
     server = patient
     slow = [(value, send(server, constant(value))) for value in range(1, 7)]
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -37,9 +37,9 @@ def test_canary_slow_readers_and_reused_memory_show_nobody_elses_bytes(patient):
         for value in range(10):
             body = constant(1000 + value)
             with send(server, body[: len(body) // 2], length=len(body)):
-                pass  # half a body, then gone
+                pass  # the client sends half a body and leaves
             with send(server, body):
-                pass  # gone before its answer
+                pass  # the client leaves before its answer
         for value, answer in enumerate(busy, 1):
             assert shows_only(answer.result(), -value)
     for value, connection in slow:
@@ -60,14 +60,14 @@ def test_a_client_that_never_reads_holds_up_nobody(patient):
 
 @pytest.mark.slow
 def test_a_time_may_be_as_long_as_the_settings_allow(patient):
-    """Eleven days are not too long for any timer of the system or of an event loop."""
+    """Timeouts of eleven days fit all timers of the system and of the event loop."""
     assert {"body_timeout", "header_timeout", "keep_alive", "max_timeout_ms", "shutdown_timeout"} <= set(longest())
     assert shows_only(post(patient, "/attention", constant(4, 8)), 4)
 
 
 @pytest.mark.slow
 def test_canary_on_a_server_that_is_not_ours(start_server, tmp_path):
-    """The application runs under plain uvicorn, which does not report when its buffers are free."""
+    """Under plain uvicorn, which does not report when its buffers are free, no answer has another caller's bytes."""
     program = tmp_path / "plain.py"
     program.write_text(
         textwrap.dedent("""
@@ -106,7 +106,7 @@ def test_memory_is_reused_and_giants_are_given_back(server):
     giant = post(server, "/attention", constant(5, 20 * ROWS))  # 160 MiB in, 160 MiB out
     assert shows_only(giant, 5)
     wait_for(lambda: segments(server.pid) == before, lambda: "a giant's segment stays")
-    assert shows_only(post(server, "/attention", constant(6)), 6)  # the engine unmaps it before this
+    assert shows_only(post(server, "/attention", constant(6)), 6)  # the engine first unmaps the giant
     wait_for(lambda: segments(server.engine_pid) <= before, lambda: "the engine keeps a giant's segment")
 
 

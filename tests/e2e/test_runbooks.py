@@ -25,7 +25,7 @@ SHAPE = {"kv_heads": 1, "head_dim": 4}
 
 
 def key(*arguments):
-    """Run `flashpoint key`; return the key that it prints to stdout, as `$(flashpoint key …)` does, if any."""
+    """Run `flashpoint key`, and return its stdout: the key, if it prints one."""
     ran = subprocess.run([FLASHPOINT, "key", *arguments], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert not ran.stdout or re.fullmatch(r"fp_[\w-]{43}\n", ran.stdout)
@@ -33,7 +33,10 @@ def key(*arguments):
 
 
 def test_a_key_is_rotated_without_losing_its_caches(start_server, tmp_path):
-    """Its caches end when its owner is revoked, and a new owner with the same name does not get them."""
+    """A rotated key keeps its caches.
+
+    Caches end when their owner is revoked; a new owner of that name does not get them.
+    """
     file = str(tmp_path / "keys.toml")
     old, other = key("alice", "--file", file), key("bob", "--file", file)
     server = start_server(api_keys_file=file)
@@ -61,7 +64,7 @@ def test_a_key_is_rotated_without_losing_its_caches(start_server, tmp_path):
 
 
 def test_the_unit_of_systemd_starts_reloads_and_stops_the_server(tmp_path):
-    """The test runs the unit's commands with this environment's programs and a separate port."""
+    """The commands of the systemd unit, run here on a separate port, start, reload and stop the server."""
     unit = configparser.ConfigParser(strict=False, interpolation=None)
     unit.optionxform = str
     unit.read(UNIT)
@@ -103,7 +106,7 @@ def test_the_gap_that_retries_bridge(retries, minimum, maximum):
 
 
 def test_a_call_of_a_version_that_the_server_does_not_know_names_what_it_refuses(server):
-    """A newer client may send such a call."""
+    """A newer client may send an unknown field or option: the error names it."""
     tensors = {name: normal(2, 3) for name in "qkv"}
     answer = post(server, "/attention", message(tensors, an_option_of_tomorrow=True))
     assert answer.status == 422

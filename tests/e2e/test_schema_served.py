@@ -14,7 +14,7 @@ from tests.support.messages import JSON, ask, post
 HERE = Path(__file__).parent
 
 
-OPERATIONS = 37  # in the document: with fewer, some would not be tested
+OPERATIONS = 37  # in the document; fewer would mean that some are not tested
 
 
 SCHEMATHESIS = Path(sys.executable).parent / "schemathesis"
@@ -51,7 +51,7 @@ def test_schemathesis_finds_nothing(bounded, tmp_path):
 
 
 def test_infinite_values_of_a_report_fit_the_schema(server):
-    """Without keys lse is -inf, which a report in JSON writes as a string."""
+    """If a problem has no keys, lse is -inf, and a report in JSON writes it as a string, which the schema allows."""
     body = {"shape": {"q_len": 3, "kv_len": 0, "head_dim": 16}}
     report = post(server, "/verify", json.dumps(body).encode(), JSON).json
     assert {"worst_value": "-Infinity", "worst_expected": "-Infinity"}.items() <= report["tensors"][1].items()

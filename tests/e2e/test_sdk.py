@@ -147,11 +147,11 @@ def test_the_asynchronous_twin(server):
 
 
 def test_a_large_answer_arrives_whole(client):
-    """Many socket reads fill one buffer."""
+    """A large answer, which takes many socket reads, arrives whole in one buffer."""
     q = tensors(1, 4, 1, 64, n=1)[0].expand(1, 4, 16384, 64)
     k, v = tensors(1, 4, 1, 64, n=2, seed=1)
     o = client.attention(q, k, v)
-    assert torch.equal(o, v.expand_as(o))  # one key: o is its value
+    assert torch.equal(o, v.expand_as(o))  # with one key, o is the value of that key
 
 
 @pytest.mark.parametrize("caches", [5, None, "x"], ids=str)

@@ -1,4 +1,4 @@
-"""The client waits for a server that starts late. test_security.py has keys and refused bodies."""
+"""The client waits for a server that starts late. test_security.py tests keys and refused bodies."""
 
 import json
 import os
@@ -34,7 +34,7 @@ class Watched(Transport):
             raise
 
 
-@pytest.mark.slow  # a separate server; tests/client has each retry with a scripted server
+@pytest.mark.slow  # it starts a server; tests/client tests each retry with a scripted server
 def test_a_call_waits_for_a_server_that_is_still_starting(start_server):
     with socket.socket() as reserved:  # bound but not listening: connections are refused, and no one takes the port
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -54,7 +54,10 @@ def test_a_call_waits_for_a_server_that_is_still_starting(start_server):
 
 
 def test_the_command_line_asks_the_server_of_the_variable(start_server):
-    """FLASHPOINT_URL replaces --url, except with an option that --url excludes; an empty --url is local."""
+    """FLASHPOINT_URL replaces --url, except beside an option that excludes --url.
+
+    With an empty --url, work is local.
+    """
     server = start_server()
 
     def ran(*arguments):

@@ -1,4 +1,4 @@
-"""A server of two HTTP processes resists hostile requests: keys, limits, request heads and origins."""
+"""A server with two HTTP processes resists hostile requests: wrong keys, exceeded limits, bad heads, other origins."""
 
 import concurrent.futures
 import contextlib
@@ -26,8 +26,8 @@ Q = np.random.default_rng(0).standard_normal((1, 2, 8, 16)).astype(np.float32)
 ORIGIN = "https://page.example"
 
 
-# By name; the key of alice is alice-s3cret. Only one test uses a key whose limit it exhausts. The limited rates are so
-# low that a retry would wait for hours, however long the test takes.
+# Settings of keys by name; the key of alice is alice-s3cret. A key whose limit a test exhausts has no other test.
+# Limited rates are so low that a retry would wait for hours, however long the test takes.
 KEYS = {
     "alice": {"rights": ["attention", "info", "benchmark"]},
     "bob": {"rights": ["benchmark"]},
@@ -82,7 +82,7 @@ def locked(start_server, keys_path):
         environment={"FLASHPOINT_API_KEYS": "environment-s3cret:info+metrics"}.items(),
     )  # fmt: skip
     yield server
-    assert logged_secrets(server) == []  # whatever the tests sent
+    assert logged_secrets(server) == []  # no test leaves a secret in the log
 
 
 def ask(locked, method, path, **headers):
@@ -92,13 +92,13 @@ def ask(locked, method, path, **headers):
 
 
 def words(answer):
-    """Return the status and the detail of an error; /v2 has another form."""
+    """Return the status and the detail of an error, which has another form at /v2."""
     document = answer.json
     return answer.status, document.get("detail") or document["error"]
 
 
 def test_a_refused_key_is_told_nothing(locked):
-    """Every path has the same error for a missing or wrong key, another scheme, or a missing permission."""
+    """On every path, a missing or wrong key, another scheme, or a missing permission gets an error without details."""
     unknown, forbidden = set(), set()
     for path in ("/attention", "/attention/grad", "/verify", "/benchmark", "/v2/models/attention/infer"):
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {key_of('alice')}"}):
@@ -129,12 +129,12 @@ def test_requests_are_counted_over_all_processes(locked):
 
 
 def test_bytes_and_flops_are_charged_before_the_body_is_read(locked):
-    body = message({name: torch.zeros(1, 1, 100, 64) for name in "qkv"})  # 100 KiB in and out
+    body = message({name: torch.zeros(1, 1, 100, 64) for name in "qkv"})  # 100 KiB for the request and for the answer
     assert post(locked, "/attention", body, **bearer("small")).status == 200
     with socket.create_connection(("127.0.0.1", locked.port), timeout=60) as connection:
         head = f"POST /attention HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key_of('small')}\r\n"
         head += f"Content-Type: {SAFETENSORS}\r\nContent-Length: {len(body)}\r\n\r\n"
-        connection.sendall(head.encode() + body[:1000])  # and nothing more
+        connection.sendall(head.encode() + body[:1000])  # the client sends no more
         response = http.client.HTTPResponse(connection)
         response.begin()
         fields = {name.lower(): value for name, value in response.getheaders()}
@@ -149,7 +149,7 @@ def test_requests_at_once_are_counted_from_their_head(locked):
         head = f"POST /attention HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key_of('single')}\r\n"
         head += f"Content-Type: {SAFETENSORS}\r\nContent-Length: {len(GOOD)}\r\n\r\n"
         connection.sendall(head.encode() + GOOD[:-1])
-        info = lambda: ask(locked, "GET", "/info", **bearer("looker")).json  # noqa: E731  # of either process
+        info = lambda: ask(locked, "GET", "/info", **bearer("looker")).json  # noqa: E731  # either process may answer
         wait_for(lambda: info()["load"]["requests"] == 1, lambda: "it is not let in")
         assert limited(post(locked, "/attention", GOOD, **bearer("single"))) == 1
     wait_for(lambda: post(locked, "/attention", GOOD, **bearer("single")).status == 200, lambda: "counted for ever")
@@ -164,7 +164,7 @@ def test_a_key_is_named_in_logs_and_metrics(locked):
     def exposed():
         return ask(locked, "GET", "/metrics", authorization="Bearer environment-s3cret").body.decode()
 
-    # A request is counted after its answer.
+    # The server may count a request after it has sent the answer.
     wait_for(lambda: 'flashpoint_key_requests_total{key="named",reason="malformed_body"} 1.0' in exposed(), exposed)
     wait_for(lambda: 'key="key-1"' in exposed(), exposed)
     text = exposed()
@@ -260,7 +260,7 @@ def test_a_large_head_is_taken_and_one_too_large_is_431(locked):
 
 
 def test_keys_are_read_again_and_a_wrong_file_changes_nothing(locked, keys_path):
-    """Each process reads the file when it changes, and also at SIGHUP."""
+    """Each process reads the key file when it changes and at SIGHUP; a wrong file changes nothing."""
 
     def reread(event, change):
         seen = len([line for line in locked.lines if line["event"] == event])
@@ -271,7 +271,7 @@ def test_keys_are_read_again_and_a_wrong_file_changes_nothing(locked, keys_path)
         )
 
     def put(text):
-        """Replace the file at once, as an editor or Kubernetes does: no process reads half of it."""
+        """Replace the key file atomically, as an editor or Kubernetes does, so that no process reads half of it."""
         new = keys_path.with_suffix(".new")
         new.write_text(text) if isinstance(text, str) else write(new, text)
         new.replace(keys_path)
@@ -283,14 +283,14 @@ def test_keys_are_read_again_and_a_wrong_file_changes_nothing(locked, keys_path)
     assert statuses("spent") == {200, 429}
     reread("keys loaded", lambda: put({**KEYS, "carol": {"rights": ["attention"]}, "demoted": {"rights": ["info"]}}))
     assert (statuses("carol"), statuses("demoted")) == ({200}, {403})
-    assert statuses("spent") == {429}  # its usage is kept
+    assert statuses("spent") == {429}  # the key's usage is kept
     reread("keys kept", lambda: put("[carol]"))
     assert (statuses("carol"), statuses("demoted")) == ({200}, {403})
     reread("keys kept", lambda: locked.process.send_signal(signal.SIGHUP))
 
 
 def test_secrets_are_in_no_log(locked):
-    """No log has keys that are sent correctly or in a wrong place."""
+    """The log contains no keys, whether requests have them in the right or in a wrong place."""
     assert post(locked, "/attention", GOOD, **bearer("alice")).status == 200
     assert post(locked, "/attention", GOOD, **bearer("looker")).status == 403
     post(locked, f"/attention?key={key_of('alice')}", GOOD)

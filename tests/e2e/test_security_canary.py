@@ -1,4 +1,4 @@
-"""Requests reuse memory, and an answer contains no bytes of an earlier request."""
+"""Although requests reuse memory, an answer contains no bytes of an earlier request."""
 
 import json
 
@@ -9,12 +9,12 @@ import torch
 from tests.support.messages import JSON, message, post
 from tests.support.sockets import nothing_inside, send
 
-CANARY = np.frombuffer(b"CANARY!!", np.float32)  # two numbers, 12.890933 and 5.4667136e-19
+CANARY = np.frombuffer(b"CANARY!!", np.float32)  # as two float32: 12.890933 and 5.4667136e-19
 B, H, S, D = 2, 4, 512, 64
 
 
 def filled(*shape):
-    """Return a tensor full of canaries."""
+    """Return a tensor filled with `CANARY`."""
     return torch.from_numpy(np.resize(CANARY, shape).astype(np.float32))
 
 
@@ -27,7 +27,7 @@ def zeros(names="qkv", **more):
 
 
 def checked(answer):
-    """Assert that the answer succeeded and has no canary; return it."""
+    """Assert that the answer succeeded and does not contain `CANARY`; return it."""
     assert answer.status == 200, answer.body
     assert b"CANARY" not in answer.body
     return answer
@@ -35,7 +35,7 @@ def checked(answer):
 
 @pytest.fixture(autouse=True)
 def left_behind(server):
-    """Fill every memory slot that a test can get with canaries, by requests that end in different ways."""
+    """Fill every memory slot that a test can get with `CANARY`, by requests that end in different ways."""
     body = canaries()
     for cut in (len(body) // 3, len(body) - 1):
         with send(server, body[:cut], length=len(body)):
@@ -43,14 +43,14 @@ def left_behind(server):
     with send(server, body):
         pass  # the client leaves before its answer
     refused = message({name: filled(B, H, S, D) for name in "qkv"} | {"kv_lengths": torch.tensor([1, S + 1])})
-    assert post(server, "/attention", refused).status == 422  # refused for its body's content
+    assert post(server, "/attention", refused).status == 422  # its body is refused
     assert post(server, "/attention", body).status == 200
     assert post(server, "/attention/grad", canaries(("q", "k", "v", "do"))).status == 200
     nothing_inside(server)
 
 
 def test_rows_that_nobody_computes_are_zero(server):
-    """No kernel writes rows of padding, of sequences without keys, and of masks that hide all keys."""
+    """The answer has zeros in rows of padding, of sequences without keys, and of queries whose keys are all masked."""
     lengths = {"q_lengths": torch.tensor([1, S]), "kv_lengths": torch.tensor([S, 0])}
     answer = checked(post(server, "/attention", message(zeros(**lengths), return_lse=True)))
     assert not answer.tensors["o"].any()

@@ -1,8 +1,8 @@
 """Every tensor and option of the contract's table works through every surface that can carry it.
 
-Each surface gets the same small problem with the entry, and must answer like the kernel library in this process. A
-surface that a row names in `refused` must refuse the entry by name. The entries come from the table, so a new row is
-tested without new code.
+Each test sends one small problem with the tensor or option (`entry`) through a surface: HTTP, the SDK or an
+integration. The surface must answer like the kernel library in this process. If the table names the surface in
+`refused`, its error must name the entry. Entries come from the table, so a new row is tested without new code.
 """
 
 import asyncio
@@ -32,10 +32,10 @@ from tests.support.oip.message import DATATYPES, NAMES, infer
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = {"B": 2, "B+1": 3, "Hq": 4, "Hk": 2, "Sq": 6, "Sk": 8, "D": 16, "Dv": 16}
 PACKED = SIZES | {"Sq": 12, "Sk": 16}
-BLOCKS = SIZES | {"Sq": 20, "Sk": 40, "q_blocks": 2, "k_blocks": 2}  # for the example of block_size
+BLOCKS = SIZES | {"Sq": 20, "Sk": 40, "q_blocks": 2, "k_blocks": 2}  # sizes for the example of block_size
 PAGED = SIZES | {"pool": 5, "pages": 2, "page_size": 4}
 TABLE = torch.tensor([[4, 1], [0, 4]], dtype=torch.int32)
-# Options that an entry needs to have an effect.
+# Without these options, an entry has no effect.
 BESIDE = {
     "causal_alignment": {"causal": True}, "dropout_seed": {"dropout_p": 0.5}, "dropout_p": {"dropout_seed": 3},
     "block_mask": {"block_size": OPTIONS["block_size"].example},
@@ -45,7 +45,7 @@ BESIDE_TENSORS = {"block_table": ["kv_lengths"], "block_size": ["block_mask"], *
 
 
 def value(name, layout, entry):
-    """Return a tensor that is valid for its row and differs from the default."""
+    """Return a tensor that is valid for its row of the table and differs from the default."""
     row = TENSORS[name]
     if name == "block_table":
         return TABLE
@@ -76,19 +76,19 @@ def problem(entry):
     tensors = {name: value(name, layout, entry) for name in names}
     if entry in SCALES:
         tensors |= eight_bit(tensors, torch.int8)
-    if entry in ANSWERS["forward"]:  # a gradient takes `o` and `lse` together, from the forward
+    if entry in ANSWERS["forward"]:  # a gradient takes both `o` and `lse` of the forward
         tensors |= solve({n: tensors[n] for n in "qkv"}, {**options, "return_lse": True}, "forward")
     return tensors, options, direction
 
 
 def eight_bit(tensors, dtype):
-    """Return 8-bit k and v, and their scales for each row."""
+    """Return 8-bit k and v, with a scale for each row."""
     (k, k_scale), (v, v_scale) = (quantize(tensors[name], dtype) for name in "kv")
     return {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
 
 
 def solve(tensors, options, direction):
-    """Return the answers of the kernel library, by name."""
+    """Return the kernel library's output tensors by name."""
     backend = options.get("backend", "tiled")
     made = Problem.create(tensors, Options(**{**options, "backend": backend}), direction)
     run([made], backend)
@@ -124,7 +124,7 @@ def by_safetensors(services, tensors, options, direction):
 
 
 def parameters(options):
-    """Return options in the form of the Open Inference Protocol."""
+    """Return options as parameters of the Open Inference Protocol."""
     results = {}
     for name, given in options.items():
         if name in OPTIONS and isinstance(OPTIONS[name].kind, Pair):
@@ -155,7 +155,7 @@ def by_grpc(services, tensors, options, direction):
 
 
 def called(forward, backward, tensors, options, direction):
-    """Return the answers of calls with keywords, by name."""
+    """Call `forward` or `backward` with keywords, and return the output tensors by name."""
     first = ("q", "k", "v") if direction == "forward" else ("do", "q", "k", "v")
     keywords = {n: t for n, t in tensors.items() if n not in first} | options
     try:
@@ -233,7 +233,7 @@ SURFACES = {
 }
 
 
-AUTOGRAD = ("torch", "jax")  # autograd makes their gradient call, and passes its arguments
+AUTOGRAD = ("torch", "jax")  # here autograd makes the gradient call and passes its arguments
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -256,7 +256,7 @@ def test_an_entry_goes_through_a_surface_or_is_refused_by_name(services, surface
 
 
 def judged(entry):
-    """Return (tensors, with answers that are right only for the entry; options) of a verification."""
+    """Return (tensors, options) of a verification; the outputs among the tensors are right only with the entry."""
     tensors, options, direction = problem(entry)
     return {**tensors, **solve(tensors, options, direction)}, options
 
@@ -342,7 +342,7 @@ def test_saving_is_refused_by_name_where_it_is_not_taken(services, surface, entr
     elif entry == "saved":
         with pytest.raises(RefusedError, match="part of the saved forward"):
             SURFACES[surface](services, tensors, {entry: given}, direction)
-    elif surface not in ("sdk", "async"):  # their answer differs then
+    elif surface not in ("sdk", "async"):  # with `save`, their answer has another form
         actual = SURFACES[surface](services, tensors, {entry: given}, direction)
         torch.testing.assert_close(actual["o"], solve(tensors, {}, direction)["o"], rtol=1e-4, atol=1e-5)
 
@@ -353,7 +353,7 @@ def test_a_verification_refuses_saving_by_name(services, entry):
         services.client.verify(*(problem("q")[0][n] for n in "qkv"), **{entry: True})
 
 
-# 8-bit keys and values
+# Tests of 8-bit keys and values
 
 
 OF_FLOAT8 = [name for name in SURFACES if name not in ("json", "oip", "grpc", "jax")]
@@ -361,7 +361,7 @@ FORMS = ("number", "0-d", "per head", "per head and sequence", "per row")
 
 
 def scales(form, layout="bhsd"):
-    """k_scale and v_scale of SIZES, in one of the contract's forms."""
+    """Return k_scale and v_scale for SIZES, in one of the contract's forms."""
     if form == "number":
         return {"k_scale": 0.25, "v_scale": 0.5}
     sizes, rank = (PACKED, 3) if layout == "thd" else (SIZES, 4)
@@ -396,7 +396,7 @@ def test_scales_are_cut_among_servers_with_their_keys(services, layout):
         q, k, v = (tensors.pop(n) for n in "qkv")
         actual = sharded.attention(services.clients, q, k, v, layout=layout, causal=True, parts=(2, 3), **tensors)
         expected = solve(as_tensors, {"layout": layout, "causal": True}, "forward")["o"]
-        # Values reach 200: float32 rounds their sums, whose terms cancel, relative to the size of the terms.
+        # Values reach 200, and terms of their sums cancel: the error of float32 is relative to the size of the terms.
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
 
 
@@ -413,7 +413,7 @@ def test_a_protocol_without_float8_refuses_it_by_name(services, surface, monkeyp
 def test_a_gradient_refuses_pages_and_8_bits_by_name(services, surface):
     tensors, options, _ = problem("k_scale")
     tensors["do"] = normal(2, 4, 6, 16)
-    if surface == "torch":  # its forward works
+    if surface == "torch":  # the forward succeeds
         tensors.pop("do")
         actual = SURFACES[surface](services, tensors | {"q": tensors["q"].requires_grad_()}, options, "forward")
         with pytest.raises(flashpoint.InvalidInputError, match=r"\bk_scale\b"):
@@ -424,7 +424,7 @@ def test_a_gradient_refuses_pages_and_8_bits_by_name(services, surface):
 
 
 def test_a_scale_that_is_not_finite_is_refused_by_name_each_time(services):
-    """An engine caches problems of few sequences: it also checks the values of a repeated problem."""
+    """A scale that is not finite is refused each time, also when the engine has cached the problem."""
     tensors, options, direction = problem("k_scale")
     for bad in (torch.nan, torch.inf, None, -torch.inf):
         given = tensors | ({"v_scale": tensors["v_scale"].clone()})

@@ -28,7 +28,7 @@ EPSILON = 4e-6
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Use one thread: a second one gains nothing at these sizes, and costs much beside other tests."""
+    """Use one thread: at these sizes a second thread gains nothing, and it slows other tests."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -73,7 +73,7 @@ def test_it_learns(curves):
 
 @pytest.mark.slow
 def test_our_kernels_go_down_it_too(example):
-    """Triton's kernels are interpreted. The loss of the second step needs a forward and a backward of the first."""
+    """With interpreted Triton kernels, the first two losses are right; the second needs the first step's gradients."""
     triton = functools.partial(example.attention, backend="triton")
     small = TINY | {"steps": 2, "batch": 1, "layers": 1}
     expected = example.train(example.sdpa, **small).losses
@@ -82,7 +82,7 @@ def test_our_kernels_go_down_it_too(example):
 
 @pytest.mark.parametrize("wrong", [{"scale": 1.01 / 8**0.5}, {"causal_alignment": "top_left", "window": (30, 0)}])
 def test_the_bound_finds_attention_that_is_a_little_wrong(example, curves, wrong):
-    """The scale is wrong by 1 %, or a window omits the farthest key of the last query."""
+    """The bound rejects attention whose scale is wrong by 1 %, or whose window omits the last query's farthest key."""
 
     def call(*args, window, **options):
         return example.attention(*args, **options | wrong)

@@ -1,4 +1,4 @@
-"""The tutorials work as a reader follows them: block after block, the Python in one session, with the shown output."""
+"""The tutorials work for a reader who runs block after block, all Python in one session, and give the shown output."""
 
 import contextlib
 import io
@@ -39,7 +39,7 @@ def test_every_block_has_its_output_and_python_is_valid(page):
 
 @pytest.fixture(scope="module")
 def readers(start_server):
-    """Start a separate server for these pages: they may leave data there, and no page shows another's data."""
+    """Start a separate server for these pages, which may leave data there."""
     return start_server()
 
 
@@ -113,9 +113,9 @@ def timed(client: flashpoint.Client) -> BenchmarkJob:
 
 @pytest.mark.slow
 def test_strictly_typed_users_see_no_error_but_their_own(tmp_path):
-    """A user's mypy --strict finds only the intended mistakes, none in the tutorial's Python or in a library.
+    """`mypy --strict` finds the intended mistakes, and no others in the tutorial's Python or in a library.
 
-    Torch's types are excluded: mypy would spend most of its time on them.
+    Torch's types are excluded, because mypy would spend most of its time on them.
     """
     code = "".join(code for _, language, code, _, _ in steps_of("tutorial") if language == "python")
     (tmp_path / "program.py").write_text(code + MISTAKES)

@@ -99,7 +99,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def schema(folder, server):
-    """Return the folder with /openapi.json of a server."""
+    """Save a server's /openapi.json into the folder, and return the folder."""
     with urllib.request.urlopen(f"{server.url}/openapi.json") as answer:
         (folder / "openapi.json").write_bytes(answer.read())
     return folder

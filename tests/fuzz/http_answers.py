@@ -24,7 +24,7 @@ class Answer:
 
     @property
     def code(self) -> str | None:
-        """Return the code of a problem document, None for another answer."""
+        """Return the error code of a problem document; None for another answer."""
         return json.loads(self.body).get("code") if "problem" in self.fields.get("content-type", "") else None
 
 

@@ -1,7 +1,7 @@
 """Requests that no client should send. Each case has the bytes, their pieces, and the allowed answers.
 
-Each case has a set of allowed statuses for each answer, in order; GONE is the end of the connection. A case whose body
-or field contains the text of another request names that request `SMUGGLED`: the server must never execute it.
+`Case.allowed` has the allowed statuses; `GONE` means that the server ended the connection. A case whose body or field
+contains the text of another request names that request `SMUGGLED`: the server must never execute it.
 """
 
 from __future__ import annotations
@@ -12,18 +12,21 @@ from dataclasses import dataclass
 from random import Random
 
 GONE = 0
-SMUGGLED = "/attention/events"  # not an address, but made of words that the log prints
+SMUGGLED = "/attention/events"  # no such route exists, but the log would print it
 
-# The allowed answers to an invalid head. 408 and an end without an answer: the head stays incomplete. 429: it announces
-# too much beside others. 504: it sets a deadline. Other server errors are never allowed.
+# `REFUSED` has the usual answers to an invalid head; `OTHERWISE` adds other allowed ones. 408 and `GONE` occur if the
+# head stays incomplete, 429 if it announces too many bytes, 504 if it sets a deadline. Other 5xx are never allowed.
 REFUSED = frozenset({400, 413, 414, 431, 501, 505})
 OTHERWISE = frozenset({GONE, 200, 404, 405, 406, 408, 411, 415, 417, 421, 422, 429, 504}) | REFUSED
 
 
 @dataclass(frozen=True)
 class Case:
-    """A case. `exact`: the number of answers that must be 200 with the expected bytes. `ends`: then the client waits
-    for the end, shuts down sending, or leaves (`close`, or `reset`, which drops unread bytes)."""
+    """The bytes that a client sends, and the allowed answers. `exact` answers must be 200 with the expected bytes.
+
+    `ends` says what the client does after sending: it waits for the connection's end, shuts down its sending side
+    (`half`), closes the connection (`close`), or resets it, which drops unread bytes (`reset`).
+    """
 
     name: str
     pieces: tuple[bytes, ...]
@@ -46,7 +49,7 @@ def chunked(body: bytes, size: int, extension: bytes = b"", trailer: bytes = b""
 
 
 def split_anywhere(body: bytes) -> Iterator[Case]:
-    """Yield a good request in two pieces, cut at each place; in single bytes; and in chunks of any size."""
+    """Yield a good request cut into two pieces at each position, into single bytes, and into chunks of any size."""
     whole = head(body) + body
     for at in range(1, len(whole)):
         yield Case(f"cut at {at}", (whole[:at], whole[at:]), exact=1)
@@ -279,7 +282,7 @@ def pipelines(body: bytes) -> Iterator[Case]:
 
 
 def gone(body: bytes, rng: Random) -> Iterator[Case]:
-    """Yield cases in which the client leaves at any place, by close or reset, half closed, or before it reads."""
+    """Yield requests cut anywhere, after which the client closes or resets the connection or shuts down sending."""
     whole = head(body) + body
     te = head(body, "Transfer-Encoding: chunked", length=False) + chunked(body, 11)
     for ends in ("close", "reset", "half"):
@@ -340,7 +343,7 @@ def mutated(body: bytes, rng: Random, count: int) -> Iterator[Case]:
     for number in range(count):
         text = bytearray(rng.choice(texts))
         for _ in range(rng.choice((1, 1, 2, 4))):
-            # More often in the head than in the body, which has other fuzzers.
+            # Change the head more often than the body, which has other fuzzers.
             at = rng.randrange(min(len(text), rng.choice((250, len(text)))))
             how = rng.randrange(5)
             if how == 0:

@@ -1,4 +1,4 @@
-"""Send the cases of http_cases.py to a server, many at a time, and judge each by its answers."""
+"""Send the cases of http_cases.py to a server, many at a time, and check the answers to each."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from tests.fuzz.http_answers import Answer, NotHttpError, read_answer
 from tests.fuzz.http_cases import GONE, Case
 
 AT_A_TIME = 32
-# Seconds. A case without an answer or an end by then waits for the rest of its head in vain, so the client leaves.
+# Seconds. If a case has no answer by then, the server waits for the rest of its head, so the client leaves.
 PATIENCE = 3.0
 HANG = 120.0  # seconds for an answer that must come, on a busy machine
-LATE = 0.5  # seconds to send the pieces of a good request; the server may give up a slower one
-TRIES = 5  # for a request that was too slow
+LATE = 0.5  # seconds to send the pieces of a good request; the server may drop a slower request
+TRIES = 5  # attempts for a request that was sent too slowly
 
 
 @dataclass
 class Report:
-    """The counts of each status, including GONE, and the wrong answers."""
+    """The number of answers of each status, including `GONE`, and the wrong answers."""
 
     cases: int = 0
     statuses: Counter[int] = field(default_factory=Counter)
@@ -48,7 +48,7 @@ async def attack(port: int, cases: Iterable[Case], expected: bytes) -> Report:
 
 
 async def _try(port: int, case: Case, expected: bytes, report: Report, last: bool) -> bool:
-    """Send a case and judge the answers. Return False if a good one must be resent, unless this is the `last` try."""
+    """Send a case and check the answers. Return False if a good case must be sent again; never at the `last` try."""
     clock = asyncio.get_running_loop().time
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     sock: socket.socket = writer.get_extra_info("socket")

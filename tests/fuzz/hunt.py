@@ -1,7 +1,7 @@
 """Fuzz one target, guided by coverage: `python -m tests.fuzz.hunt TARGET [arguments of libFuzzer]`.
 
-Needs atheris. Inputs that reach new code are kept in the first given folder; `make fuzz` calls this for each target
-through run.py.
+Needs atheris. libFuzzer keeps inputs that reach new code in the first given folder. `make fuzz` runs this module for
+each target through run.py.
 """
 
 import sys
@@ -28,9 +28,9 @@ def main() -> None:
 
 
 def _try(target: Callable[[bytes], None], data: bytes) -> None:
-    """Run a target. Counting memory takes four times as long, so one of sixteen inputs does it, always the same."""
+    """Run a target. Memory is counted for one of sixteen inputs, always the same ones: it takes four times as long."""
     if zlib.crc32(data) % 16:
-        target(data)  # libFuzzer checks its time
+        target(data)  # libFuzzer checks the time
     else:
         bounded(target, data)
 

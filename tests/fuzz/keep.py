@@ -1,6 +1,7 @@
 """Add the inputs that `make fuzz` has found to the corpus: `python -m tests.fuzz.keep`.
 
-Smallest first, an input is kept if it takes a step between two lines of our code that no smaller one has taken.
+The module takes inputs in order of size, and keeps an input if it runs two lines of our code in a sequence that no
+smaller input has run.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ OURS = tuple(str(Path(package.__file__).parent) for package in (flashpoint, flas
 
 
 def ways(target: Callable[[bytes], None], data: bytes) -> set[tuple[str, int, int]]:
-    """Return (file, line, next line) of all steps in our code that `target` takes."""
+    """Return (file, line, next line) of all steps in our code that `target` takes on `data`."""
     steps_taken: set[tuple[str, int, int]] = set()
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:

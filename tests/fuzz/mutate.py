@@ -1,4 +1,4 @@
-"""Change one value in a JSON document: after random byte changes it would seldom still be JSON."""
+"""Change one value in a JSON document, because random byte changes seldom leave valid JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from random import Random
 from typing import Any
 
-# Values that often reveal bugs: limits of types, floats and sizes, and the words of the contract.
+# Values that often reveal bugs: limits of types, floats and sizes, and names of the contract.
 VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 3, 255, 1 << 30, (1 << 31) - 1, 1 << 31, 1 << 53, (1 << 60) - 1, 1 << 62, (1 <<
     63) - 1, 1 << 63, (1 << 64) - 1, 1 << 64, 10**30, 10**400, 0.5, -0.0, 1e-45, 1e-320, 3.4e38, 1e39, 1.7e308, "",
@@ -53,7 +53,7 @@ def mutated(data: bytes, rng: Random) -> bytes | None:
 
 
 def _places(value: Any) -> Any:
-    """Yield (container, key or index) of every value inside."""
+    """Yield (container, key or index) of every value inside `value`."""
     for key, inner in list(
         value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     ):
@@ -62,7 +62,7 @@ def _places(value: Any) -> Any:
 
 
 def _nudged(value: Any, rng: Random) -> Any:
-    """Return a value near the given one; the JSON in a string, as in options, is changed in the same way."""
+    """Return a value near the given one. If a string contains JSON, as in options, change one value of this JSON."""
     if isinstance(value, bool) or value is None:
         return not value
     if isinstance(value, int | float):

@@ -1,9 +1,9 @@
-"""`make fuzz`: run each target in turn for MINUTES and keep its inputs in .fuzz; then send raw HTTP to a server.
+"""Fuzz each target in turn, keep its inputs in .fuzz, and then send raw HTTP to a server (`make fuzz`).
 
     python -m tests.fuzz.run [--minutes 10] [--only TARGET …] [--record]
 
-Exits with 1 if an input broke a target: then the input is in .fuzz, and the target prints the reason. `--record` writes
-the results to benchmarks/results/fuzz.json, and keeps the results of other targets there.
+The program exits with 1 if an input broke a target: the input is in .fuzz, and the target prints the reason. `--record`
+writes the results to benchmarks/results/fuzz.json, and keeps the results of other targets there.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from tests.support.servers import serve
 CORPUS, FOUND = Path(__file__).parent / "corpus", ROOT / ".fuzz"
 RESULT = ROOT / "benchmarks" / "results" / "fuzz.json"
 HTTP = "http"
-MUTATED = 1000  # cases of a round, beside the fixed ones
+MUTATED = 1000  # mutated cases in a round, beside the fixed cases
 
 
 def fuzz(target: str, seconds: int) -> dict[str, Any]:
-    """Fuzz a target and return libFuzzer's counts. `failed`: it stopped at an input, and named it on stderr."""
+    """Fuzz a target and return libFuzzer's counts. `failed` is true if libFuzzer stopped at an input."""
     folder = FOUND / target
     folder.mkdir(parents=True, exist_ok=True)
     command = [

@@ -1,5 +1,5 @@
-"""The targets: each takes any bytes, and either refuses them as documented, or reads a message that can be written and
-read again.
+"""Fuzz targets: each takes any bytes, and either refuses them as documented, or reads a message that can be written
+and read again.
 
 A target raises only AssertionError, for a bug. Documented refusals are caught where they may occur: WireError,
 FieldError, ProblemError and Refusal with a status of 4xx. `bounded` also limits a target's time and memory.
@@ -51,9 +51,9 @@ from flashpoint_server.routes.pipeline import deadline_of, priority_of
 
 T = TypeVar("T")
 
-LONGEST = 4096  # bytes of an input: the grammar needs no more, and more is slower
-SECONDS = 2.0  # of a core for one input: a hundred times the slowest
-# Memory that an input may cost. Python values cost the most: `{},` is 3 bytes, but an object of 64 bytes and a pointer.
+LONGEST = 4096  # bytes of an input: longer inputs are slower and reach no more code
+SECONDS = 2.0  # of CPU time for one input: a hundred times that of the slowest input
+# Memory that an input may take. Python values take the most: `{},` is 3 bytes, but an object of 64 bytes and a pointer.
 BYTES, BYTES_EACH = 1 << 20, 256
 
 SETTINGS = Settings(body_limit=1 << 16, json_limit=1 << 16)
@@ -65,7 +65,7 @@ atexit.register(_loop.close)
 
 
 def bounded(target: Callable[[bytes], None], data: bytes, max_seconds: float = SECONDS) -> None:
-    """Run `target` on `data`; assert at most `max_seconds` of a core, and the bound of memory."""
+    """Run `target` on `data`; assert that it takes at most `max_seconds` of CPU time, and no memory over the bound."""
     tracemalloc.start()
     try:
         start = time.thread_time()
@@ -94,7 +94,7 @@ def refused(call: Callable[[], T]) -> T | None:
 
 
 def read(function: Callable[[bytes], T], data: bytes) -> T | None:
-    """Return a reader's result as the JSON process returns it; None if the message is invalid."""
+    """Return the result of `function` as the JSON process would return it; None if the message is invalid."""
     try:
         return crossed(function(data))
     except (wire.WireError, jsonwire.FieldError) as error:
@@ -108,7 +108,7 @@ def served(coroutine: Coroutine[Any, Any, T]) -> T | None:
 
 
 def body_of(data: bytes, kind: Callable[..., RequestBody] = RequestBody, *more: Any) -> RequestBody:
-    """Return a body in pieces, as from an ASGI server; the data determines the cuts."""
+    """Return a request body in pieces, as an ASGI server delivers it; `data` determines the sizes of the pieces."""
     step = 1 + zlib.crc32(data) % max(1, len(data))
     pieces = iter([data[i : i + step] for i in range(0, len(data), step)])
 
@@ -141,7 +141,7 @@ def _raise(error: Exception) -> None:
 
 
 def use(spec: Spec, index: Mapping[str, list[int]]) -> None:
-    """Use all values of a spec that the service uses for a request."""
+    """Read every property of a spec that the service reads for a request."""
     assert spec.input_bytes >= 0
     assert spec.flops >= 0
     assert spec.level in (0, 1, 2)
@@ -163,7 +163,7 @@ def use(spec: Spec, index: Mapping[str, list[int]]) -> None:
 
 
 def safetensors(data: bytes) -> None:
-    """Read a safetensors message, whole and as a head whose tensors follow."""
+    """Read a safetensors message, first whole and then as a head whose tensors follow."""
     _message(data)
     head = len(data).to_bytes(8, "little") + data
     try:
@@ -230,7 +230,7 @@ def inference(data: bytes) -> None:
             index = {i.name: i.array.ravel().tolist() for i in head.inputs if i.array is not None}
             use(spec, {name: values for name, values in index.items() if name in INDEX_TENSORS})
     if math.inf in map(abs, filter(_is_number, head.options.values())):
-        return  # a number that JSON cannot write; no option may have it
+        return  # no option may have a number that JSON cannot write
     again = oip_head.parse(_written(head))
     for field in ("id", "outputs", "options", "timeout", "priority"):
         assert getattr(again, field) == getattr(head, field), field
@@ -276,11 +276,11 @@ def _written(head: oip_head.Head) -> bytes:
     return json.dumps(request).encode()
 
 
-_NUMBERS = ("scale", "softcap", "dropout_p")  # JSON may have integers for them
+_NUMBERS = ("scale", "softcap", "dropout_p")  # in JSON, these options may be integers
 
 
 def documents(data: bytes) -> None:
-    """Read the JSON documents of /verify, /benchmark and shared memory, and the options, which two places check."""
+    """Read JSON documents of /verify, /benchmark and shared memory, and options, which are checked in two places."""
     for model in (VerifyRequest, BenchmarkRequest, Registration):
         model_value = served(read_model(body_of(data), model, SETTINGS.json_limit))
         if model_value is not None:
@@ -297,7 +297,7 @@ def documents(data: bytes) -> None:
         checked = None
     try:
         options_value = Options(**options)
-    except (ProblemError, TypeError):  # TypeError: for an unknown name
+    except (ProblemError, TypeError):  # an unknown name raises TypeError
         options_value = None
     assert (checked is None) == (options_value is None), (checked, options_value)
     if checked is not None and options_value is not None:
@@ -313,7 +313,7 @@ def documents(data: bytes) -> None:
 
 
 def compressed(data: bytes) -> None:
-    """Read a compressed body: the data as either coding, and the data compressed by each."""
+    """Read a compressed body: `data` as it is under each coding, and `data` compressed with each coding."""
     for coding, pack in (("gzip", gzip.compress), ("deflate", zlib.compress)):
         served(body_of(data, InflatedBody, coding).text())
         assert served(body_of(pack(data), InflatedBody, coding).text()) == data

@@ -1,4 +1,4 @@
-"""The targets pass the fuzzers' corpus and inputs near it, without atheris, and the same in each run."""
+"""Without atheris, the fuzz targets accept the corpus and inputs near it, the same ones in each run."""
 
 import math
 from pathlib import Path
@@ -13,14 +13,14 @@ from tests.fuzz.mutate import mutated
 from tests.fuzz.targets import BYTES, SECONDS, TARGETS, bounded
 
 CORPUS = {name: sorted((Path(__file__).parent / "corpus" / name).iterdir()) for name in TARGETS}
-MAX_BYTES = 300 << 10  # of the whole corpus
+MAX_BYTES = 300 << 10  # bytes of the whole corpus
 TIMELESS = math.inf  # seconds: `make fuzz` limits the time of targets, a test does not
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_corpus_is_refused_or_survives_the_way_back(name):
     assert CORPUS[name]
-    TARGETS[name](CORPUS[name][0].read_bytes())  # a first call fills caches, which do not count
+    TARGETS[name](CORPUS[name][0].read_bytes())  # the first call fills caches, whose memory does not count
     for path in CORPUS[name]:
         try:
             bounded(TARGETS[name], path.read_bytes(), TIMELESS)

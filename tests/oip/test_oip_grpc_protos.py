@@ -1,4 +1,4 @@
-"""The messages are those of the protocol."""
+"""Our protobuf messages equal those of the Open Inference Protocol."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ CLIENTS = Path(__file__).parent / "clients"
 
 
 def test_our_messages_are_the_protocols_own():
-    """One process can load both definitions."""
+    """Our messages equal the protocol's messages, and one process can load both definitions."""
     program = CLIENTS / "proto_differences.py"
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=HANG)
     assert done.returncode == 0, done.stderr
@@ -24,7 +24,7 @@ def test_our_messages_are_the_protocols_own():
 
 
 def test_the_descriptor_set_is_of_the_files(tmp_path):
-    """If this fails, run `make protos`."""
+    """The stored descriptor set equals the compiled .proto files. If the test fails, run `make protos`."""
     folder, made = Path(protos.__file__).parent, tmp_path / "made"
     protoc = Path(sys.executable).with_name("protoc")
     subprocess.run(

@@ -1,4 +1,4 @@
-"""KServe's unmodified clients work, in a separate environment because their pins differ. `make test-kserve` runs it."""
+"""KServe's unmodified clients work (`make test-kserve`). A separate environment has the versions that they pin."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ from tests.support.oip.grpc_calls import port_of
 
 CLIENTS = Path(__file__).parent / "clients"
 KSERVE = "kserve==0.21.0"
-# Its gRPC client sends bytes by default, and lacks BF16.
+# KServe's gRPC client sends tensors as bytes by default, and lacks BF16.
 BYTES = [c for c in CASES if c["binary"] and all(i["datatype"] != "BF16" for i in c["inputs"].values())]
 STATUSES = {"422": "INVALID_ARGUMENT", "404": "NOT_FOUND", "504": "DEADLINE_EXCEEDED"}
 

@@ -1,4 +1,4 @@
-"""NVIDIA's unmodified utilities of system shared memory work."""
+"""NVIDIA's unmodified utilities for system shared memory work with the server."""
 
 import json
 import subprocess

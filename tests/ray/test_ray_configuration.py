@@ -1,4 +1,4 @@
-"""The files of deploy/ray fit Ray's schema, and the builder checks its arguments."""
+"""The files of deploy/ray fit Ray's schema, and the application's builder checks its arguments."""
 
 import warnings
 from pathlib import Path
@@ -90,7 +90,10 @@ def test_a_variable_that_is_no_setting_here_is_named(ray, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_variables_of_the_image_are_no_obstacle(ray, monkeypatch):
-    """They set the socket of `flashpoint serve`, in the base image of deploy/kuberay/Dockerfile."""
+    """The application ignores variables that configure the socket of `flashpoint serve`.
+
+    The base image of deploy/kuberay/Dockerfile sets them.
+    """
     for name, value in (("HOST", "0.0.0.0"), ("PORT", "8000"), ("INSECURE", "true")):
         monkeypatch.setenv(f"FLASHPOINT_{name}", value)
     assert deployment(ray.app({}))

@@ -1,4 +1,4 @@
-"""Ray adds and removes replicas under load, and has its limit; the tests take minutes (`make test-cluster`)."""
+"""Ray adds and removes replicas under load, within a limit; the tests take minutes (`make test-cluster`)."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,7 @@ PATIENCE = 900  # seconds for Ray to scale on a busy machine
 
 @pytest.fixture(scope="module")
 def slow():
-    """Return a slow request and its answer."""
+    """Return a request that takes long to compute, and its answer."""
     q, k, v = tensors(1, 4, 768, 64, n=3)
     return {"q": q, "k": k, "v": v}, dense(q, k, v)[0]
 
@@ -42,7 +42,7 @@ class Callers:
         return any(call.done() for call in self._calling)
 
     def end(self):
-        """Stop, and return the number of answered calls. Raises the error of any thread."""
+        """Stop the threads, and return the number of answered calls. Raises the error of any thread."""
         self._enough.set()
         with self._threads:
             return sum(call.result() for call in self._calling)
@@ -76,7 +76,7 @@ def test_replicas_come_and_go_under_load_and_nothing_is_dropped(slow, haproxy):
 
 
 def test_a_wait_alone_brings_another_replica(slow):
-    """Few long requests run at once, and each waits for the earlier ones."""
+    """A few long requests, each of which waits for the earlier ones, make Ray add a replica."""
     autoscaling = {
         "max_replicas": 2,
         "target_ongoing_requests": 1000,
@@ -101,7 +101,7 @@ def test_where_ray_refuses_it_says_when_to_ask_again(slow, haproxy):
     with deploy(haproxy=haproxy, deployment=limits) as cluster, ThreadPoolExecutor(8) as threads:
         body = message(slow[0], backend="reference")
         (engine,) = cluster.below(ENGINE)
-        engine.suspend()  # admitted requests stay inside
+        engine.suspend()  # admitted requests stay unanswered
         try:
             posted = [threads.submit(post, cluster, "/attention", body) for _ in range(8)]
             wait_for(lambda: sum(call.done() for call in posted) >= 6, lambda: "too many were let in")

@@ -1,4 +1,4 @@
-"""The service on two replicas works behind Ray's proxy and HAProxy: answers, refusals, and a replica that dies."""
+"""Two replicas behind Ray's proxy or HAProxy answer and refuse requests, and outlast the death of a replica."""
 
 import contextlib
 import json
@@ -39,7 +39,7 @@ def problem():
 
 @contextlib.contextmanager
 def stopped(engines):
-    """Stop the engines inside the block: requests that their replicas admit stay inside."""
+    """Suspend the engines inside the block: requests that the replicas admit stay unanswered."""
     try:
         for engine in engines:
             engine.suspend()
@@ -74,7 +74,7 @@ def test_answers_are_exact_in_every_encoding(cluster):
 
 
 def test_a_body_of_many_chunks_comes_whole(cluster):
-    q, k, v = tensors(1, 4, 4096, 64, n=3)  # 4 MiB each
+    q, k, v = tensors(1, 4, 4096, 64, n=3)  # 4 MiB for each tensor
     q = q[:, :, :8].contiguous()
     reply = post(cluster, "/attention", message({"q": q, "k": k, "v": v}))
     close(reply.tensors["o"], dense(q, k, v)[0])
@@ -94,7 +94,7 @@ def test_each_replica_has_the_device_that_ray_gave_it(cluster):
 def test_overload_is_refused_by_us_and_callers_that_wait_are_answered(cluster, problem):
     tensors, expected = problem
     body = message(tensors)
-    count, max_inside = 5 * QUEUE_LIMIT, 2 * QUEUE_LIMIT  # more than twice the admission of both replicas
+    count, max_inside = 5 * QUEUE_LIMIT, 2 * QUEUE_LIMIT  # more than both replicas admit
     with ThreadPoolExecutor(count) as threads:
         with stopped(cluster.below(ENGINE)):
             calls = [threads.submit(post, cluster, "/attention", body) for _ in range(count)]
@@ -118,7 +118,7 @@ def test_overload_is_refused_by_us_and_callers_that_wait_are_answered(cluster, p
 
 
 def test_a_killed_replica_loses_nothing(cluster, problem):
-    """It is killed with a call inside that its stopped engine cannot answer; other calls are answered long after."""
+    """A replica is killed while its stopped engine holds a call: clients send this call again, and no call is lost."""
     tensors, expected = problem
     (victim, _), ready = cluster.replicas, cluster.ready
     below = victim.children(recursive=True)
@@ -134,7 +134,7 @@ def test_a_killed_replica_loses_nothing(cluster, problem):
                 answered[caller] += 1
                 retries.append(meta.retries)
 
-    callers = range(QUEUE_LIMIT)  # as few as one replica admits, so none is refused and waits
+    callers = range(QUEUE_LIMIT)  # one replica admits as many, so none is refused and waits
     with ThreadPoolExecutor() as threads:
         try:
             calls = [threads.submit(call, caller) for caller in callers]
@@ -153,4 +153,4 @@ def test_a_killed_replica_loses_nothing(cluster, problem):
     assert any(retries)
     assert not psutil.wait_procs(below, END_SECONDS)[1], "its engine outlived it"
     again = lambda: cluster.ready > ready and len(cluster.replicas) == 2  # noqa: E731
-    wait_for(again, lambda: "no replica replaces it: " + "".join(cluster.lines))  # as the other tests need it
+    wait_for(again, lambda: "no replica replaces it: " + "".join(cluster.lines))  # the other tests need two replicas

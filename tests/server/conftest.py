@@ -1,4 +1,4 @@
-"""Servers that several test files share."""
+"""Fixtures start servers that several test files share."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.conftest import start_service
 
 @pytest.fixture(scope="session")
 def strict():
-    """Start a server with keys and small limits, for callers of some names and pages of one origin.
+    """Start a server with keys and small limits that accepts some host names and pages of one origin.
 
     A test must leave it unchanged.
     """

@@ -1,4 +1,4 @@
-"""The application answers its routes, and 404 or 405 elsewhere."""
+"""The application answers its routes; other paths get 404, and wrong methods 405."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def test_unknown_addresses_404_and_methods_405(server):
     answer = post(server, "/health/live", b"")
     problem(answer, 405, "method_not_allowed")
     assert answer.headers["allow"] == "GET, HEAD"
-    for path in ("/attention", "/benchmark/none/events"):  # without GET, or an endless GET
+    for path in ("/attention", "/benchmark/none/events"):  # no GET, or an endless one
         assert ask(server, path, "HEAD").status == 405
 
 
@@ -26,7 +26,7 @@ def test_unknown_addresses_404_and_methods_405(server):
 def test_head_is_get_without_a_body(server, path):
     whole, head = ask(server, path), ask(server, path, "HEAD")
     assert (head.status, head.body) == (200, b"")
-    changing = ("date", "content-length", "x-request-id")  # counts differ between answers
+    changing = ("date", "content-length", "x-request-id")  # these differ between answers, as counts change
     assert {n: v for n, v in head.headers.items() if n not in changing} == {
         n: v for n, v in whole.headers.items() if n not in changing
     }

@@ -1,4 +1,4 @@
-"""The autoscaling policy computes replicas from requests and waits."""
+"""The autoscaling policy computes the number of replicas from the requests and waits."""
 
 from types import SimpleNamespace
 
@@ -10,15 +10,15 @@ from flashpoint_server.autoscaling import WAITING, OngoingAndWaiting
 @pytest.mark.parametrize(
     ("replicas", "requests", "waits", "wanted"),
     [
-        (2, 20, [0, 0], 2),  # ten each, the target
+        (2, 20, [0, 0], 2),  # each replica has ten requests, the target
         (2, 60, [0, 0], 6),
         (2, 5, [0.1, 0.1], 0.5),
         (2, 20, [0.75, 0.75], 3),  # few but long requests
         (2, 20, [1.5, 0], 3),
-        (2, 20, [60, 60], 4),  # at most twice as many
+        (2, 20, [60, 60], 4),  # the policy at most doubles the replicas
         (4, 0, [0, 0, 0, 0], 0),
         (1, 10, None, 1),  # no replica has reported yet
-        (0, 0, None, 3),  # Ray's target, if there are no replicas to multiply
+        (0, 0, None, 3),  # without replicas, the policy uses Ray's target
     ],
 )
 def test_replicas_are_as_many_as_requests_and_waits_want(replicas, requests, waits, wanted):

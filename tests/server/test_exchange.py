@@ -1,4 +1,4 @@
-"""A request has its header fields once, joined where they come several times."""
+"""A request has each header field once; repeated fields are joined."""
 
 from flashpoint_server.exchange import combined
 from flashpoint_server.formats.negotiation import answer_format, request_format

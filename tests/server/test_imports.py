@@ -1,4 +1,4 @@
-"""The HTTP side never imports torch or the clients, and imports gRPC only if it is used."""
+"""The HTTP process never imports torch or the clients, and imports gRPC only if gRPC is used."""
 
 import importlib.util
 import subprocess

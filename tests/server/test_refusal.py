@@ -1,4 +1,4 @@
-"""A refusal has a whole problem document, whose texts are of bounded length."""
+"""A refusal has a complete problem document with texts of limited length."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The service refuses work before an engine is ready and while it drains, and waits for the work that it has."""
+"""The service refuses work before an engine is ready and while the service drains; draining waits for admitted work."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ DEVICE = DeviceInfo("cpu", "a processor", 1 << 30, ("torch",), 1e9)
 
 
 def with_engine(settings):
-    """Return a service with an engine that is ready, although its process does not run."""
+    """Return a service whose engine counts as ready, although no engine process runs."""
     service = Service(settings, WorkerGroup())
     engines = service.engine
     engine = Engine(b"none", engines._resume, engines._keep, [])
@@ -36,7 +36,7 @@ def test_work_is_refused_until_an_engine_is_ready():
         service = Service(Settings(), WorkerGroup())
         assert not service.ready
         assert code(service.begin) == "not_ready"
-        assert await service.drain()  # the refused request is not waited for
+        assert await service.drain()  # draining does not wait for the refused request
         assert code(service.begin) == "draining"
         service.close()
 

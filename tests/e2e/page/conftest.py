@@ -1,4 +1,4 @@
-"""Fixtures for pages of a real server in headless Chromium."""
+"""Fixtures open pages of a real server in headless Chromium."""
 
 import shutil
 
@@ -23,14 +23,14 @@ def chromium():
         browser = playwright.chromium.launch(executable_path=CHROMIUM, timeout=PATIENCE_MS)
         yield browser
         browser.close()
-    expect.set_options(timeout=5000)  # the default of Playwright
+    expect.set_options(timeout=5000)  # milliseconds, Playwright's default
 
 
 @pytest.fixture
 def open_page(chromium):
     """Return a factory of pages; a page must send requests to its server only, and its scripts must not fail.
 
-    `prepare` is called with the page before it loads.
+    The factory calls `prepare` with the page before it loads.
     """
     opened = []
 

@@ -1,4 +1,4 @@
-"""The page starts, watches, draws and cancels benchmarks."""
+"""The page starts, watches and cancels benchmarks, and draws their results."""
 
 import pytest
 from playwright.sync_api import expect
@@ -6,7 +6,7 @@ from playwright.sync_api import expect
 from tests.support.browser import cells, drawn, enter, fill, never_known, said, start_benchmark
 from tests.support.messages import ask
 
-# Return the fraction of a chart's width that has the text colour at a value.
+# This script returns the fraction of a chart's width that has the text colour at the height of a value.
 LEVEL = """async (value) => {
     const { charts } = await import("/static/chart.js");
     const { plot } = charts.get(document.querySelector("#benchmark .charts > div"));
@@ -49,10 +49,10 @@ def test_a_benchmark_is_started_watched_to_its_end_and_drawn(page, server):
         page.get_by_role("button", name="Save as SVG").click()
     assert saved.value.suggested_filename == "benchmark-roofline.svg"
     assert "<svg" in saved.value.path().read_text()
-    page.reload()  # the address names the benchmark
+    page.reload()  # the page's address has the benchmark's id
     expect(said(page, "benchmark")).to_have_text("Done · 4 rows")
     assert cells(page, "benchmark") == shown
-    expect(page.locator("#playground .outcome")).to_be_visible()  # it is above and has grown
+    expect(page.locator("#playground .outcome")).to_be_visible()  # it moves the benchmark's section down
     expect(page.locator("#benchmark-title")).to_be_in_viewport()
     page.mouse.wheel(0, -100_000)
     expect(page.locator("#playground-title")).to_be_in_viewport()
@@ -61,7 +61,7 @@ def test_a_benchmark_is_started_watched_to_its_end_and_drawn(page, server):
 @pytest.mark.slow
 def test_one_length_is_drawn_as_bars_and_a_changed_form_ages_it(page):
     outcome = page.locator("#benchmark .outcome")
-    assert not outcome.is_visible()  # no empty pane
+    assert not outcome.is_visible()  # no empty panel is shown
     start_benchmark(page, lengths="32")
     expect(said(page, "benchmark")).to_have_text("Done · 2 rows")
     (chart,) = drawn(page, "#benchmark .charts > div")
@@ -105,14 +105,14 @@ def test_with_a_key_a_benchmark_is_watched(open_page, start_server):
     expect(page.locator("#health")).to_have_text("Ready")
     never_known(page)
     start_benchmark(page, lengths="2048, 2049", seconds=400)
-    expect(said(page, "benchmark")).to_contain_text("of 4")  # its events arrive, and they need the key
+    expect(said(page, "benchmark")).to_contain_text("of 4")  # its events, which need the key, arrive
     page.get_by_role("button", name="Cancel").click()
     expect(said(page, "benchmark")).to_contain_text("Cancelled")
 
 
 @pytest.mark.slow
 def test_the_axis_of_times_holds_their_whiskers(page):
-    """The times vary by a factor of 100, as on a busy machine; the axis follows the newest rows."""
+    """If times vary by a factor of 100, as on a busy machine, the axis contains the whiskers of the newest rows."""
     script = """async ([rows]) => {
         const { plot } = await import("/static/plot.js");
         const { charts } = await import("/static/chart.js");

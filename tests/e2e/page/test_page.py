@@ -30,7 +30,7 @@ def evil():
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as site:
         thread = threading.Thread(target=site.serve_forever)
         thread.start()
-        yield f"http://localhost:{site.server_port}"  # a browser takes it for another site than 127.0.0.1
+        yield f"http://localhost:{site.server_port}"  # a browser treats localhost and 127.0.0.1 as different sites
         site.shutdown()
         thread.join()
 
@@ -41,7 +41,7 @@ def fence(server):
 
 
 def refused_since(server, first):
-    """Return method and route of the requests that were refused as cross-site, from this log line on."""
+    """Return method and route of the requests that were refused as cross-site after the log line number `first`."""
     lines = [line for line in server.lines[first:] if line.get("code") == "cross_site"]
     return [(line["method"], line["route"]) for line in lines]
 
@@ -70,7 +70,7 @@ def test_a_page_of_another_site_computes_nothing_and_may_link_here(chromium, ser
     )
     page.evaluate("url => document.querySelector('a').href = url", server.url)
     page.get_by_text("prize").click()
-    expect(page.locator("#health")).to_have_text("Ready")  # its scripts and their requests are same-site
+    expect(page.locator("#health")).to_have_text("Ready")  # the page's scripts and their requests are same-site
     context.close()
     fence(server)
     assert refused_since(server, first) == [("POST", infer), ("POST", "/benchmark"), ("OPTIONS", infer)]
@@ -133,7 +133,10 @@ def test_traffic_is_shown_as_it_is(page, server):
 
 
 def test_quantiles_are_those_between_two_samples(page):
-    """After 100 earlier requests, 30 take up to 1 ms, 60 take 1 to 2 ms, and 10 exceed the last bound."""
+    """The quantiles count only the requests between two samples, without 100 earlier ones.
+
+    30 counted requests take up to 1 ms, 60 take 1 to 2 ms, and 10 exceed the last bound.
+    """
 
     def exposition(*counts):
         name = 'flashpoint_request_seconds_bucket{le="%s",route="%s"} %s'
@@ -182,7 +185,7 @@ def test_features_are_grouped_and_each_backend_has_those_of_info(page, server):
         backend: len(features) for backend, features in info["options"].items()
     }
     assert count == len({feature for features in info["options"].values() for feature in features})
-    assert "head dim over 256" in able["tiled"] - able["torch"]  # `torch` lacks it
+    assert "head dim over 256" in able["tiled"] - able["torch"]  # the backend `torch` has no such limit
 
 
 def test_a_feature_that_the_page_does_not_know_is_shown(open_page, server):
@@ -201,7 +204,7 @@ def test_a_feature_that_the_page_does_not_know_is_shown(open_page, server):
 
 
 def test_caches_are_listed_and_deleted(page, server):
-    for what in ("caches", "saved"):  # the page also shows leftovers of other tests
+    for what in ("caches", "saved"):  # the page also shows caches and saved forwards of other tests
         for one in server.get(f"/{what}")[1][what]:
             ask(server, f"/{what}/{one['id']}", "DELETE")
     with flashpoint.Client(server.url) as client:
@@ -210,7 +213,7 @@ def test_caches_are_listed_and_deleted(page, server):
         large.append(k, k, layer=1)
         small.append(k[:, :, :5], k[:, :, :5])
         rows = page.locator("#caches tbody tr")
-        expect(rows.first).to_contain_text(f"{large.id[:9]}…0–1,500")  # the page may still show leftovers
+        expect(rows.first).to_contain_text(f"{large.id[:9]}…0–1,500")  # wait while the page still shows deleted caches
         expect(rows).to_have_count(2)
         first = rows.first.locator("th, td").all_inner_texts()
         assert first[:6] == [f"{large.id[:9]}…", "0–1,500", "2", "2", "8", "float32"]
@@ -222,7 +225,7 @@ def test_caches_are_listed_and_deleted(page, server):
         delete.click()
         question = page.get_by_role("dialog")
         expect(question).to_contain_text(f"Delete the cache {large.id[:9]}…? Its 0–1,500 tokens (")
-        page.keyboard.press("Enter")  # the focus is on Keep
+        page.keyboard.press("Enter")  # the focus is on the button Keep
         expect(question).to_be_hidden()
         expect(delete).to_be_focused()
         large.refresh()
@@ -242,7 +245,7 @@ SCREENS = [(scheme, width) for scheme in ("light", "dark") for width in (1280, 3
 
 
 def violations(page):
-    """Return the rules that axe finds broken, including contrast."""
+    """Return the accessibility rules, including contrast, that the page breaks according to axe."""
     violations = Axe().run(page).response["violations"]
     return [(v["id"], v["impact"], [n["target"] for n in v["nodes"]]) for v in violations]
 
@@ -266,12 +269,12 @@ def test_it_fits_and_is_accessible(open_page, server, scheme, width):
         assert (sum(map(int, re.findall(r"\d+", ground))) < 3 * 64) == (scheme == "dark")
         delete = page.get_by_role("button", name=f"Delete the cache {cache.id[:9]}…")
         expect(delete).to_be_visible()
-        fill(page.locator("#verify form"), shape__q_len=77)  # the form is newer than the result
+        fill(page.locator("#verify form"), shape__q_len=77)  # now the form differs from the request of the result
         assert violations(page) == []
         delete.click()
         assert violations(page) == []
         page.get_by_role("button", name="Keep").click()
-        # On a phone, rows are cards with column names: nothing scrolls sideways.
+        # On a phone, each row is shown as a card with column names, and nothing scrolls sideways.
         label = "cell => getComputedStyle(cell, '::before').content"
         cell = page.locator("#verify tbody tr").first.locator("td").nth(1)
         assert cell.evaluate(label) == ('"Max error"' if width == 390 else "none")
@@ -285,7 +288,10 @@ def test_it_fits_and_is_accessible(open_page, server, scheme, width):
 @pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "width"), SCREENS)
 def test_its_other_pages_fit_and_are_accessible(open_page, server, scheme, width):
-    """Swagger UI at /docs is excluded: another project makes it."""
+    """The other pages of the server fit the screen and pass axe.
+
+    Swagger UI at /docs, of another project, is excluded.
+    """
     for path in ("/docs/errors", "/docs/tutorial"):
         page = open_page(server, path, color_scheme=scheme, viewport={"width": width, "height": 800})
         assert page.evaluate("document.documentElement.scrollWidth") == width
@@ -344,12 +350,12 @@ def test_with_keys_it_asks_for_one_and_holds_it_back(open_page, start_server):
     page.locator("#verify-code").get_by_label("Python").check()
     expect(code).to_contain_text('api_key=os.environ["FLASHPOINT_API_KEY"]')
     assert "secret-2" not in page.content()
-    page.reload()  # the tab keeps the key
+    page.reload()  # the browser tab keeps the key
     expect(page.locator("main")).to_be_visible()
     page.get_by_role("button", name="Forget the key").click()
     expect(door).to_be_visible()
     expect(page.locator("#health")).to_have_text("Key needed")
-    enter(page, "secret-1")  # it has all permissions
+    enter(page, "secret-1")  # this key has all permissions
     expect(page.locator("#traffic .tiles")).to_be_visible()
     expect(page.locator(".denied")).to_have_count(0)
     assert not page.locator("#verify form").evaluate("form => form.inert")

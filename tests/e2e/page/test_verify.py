@@ -17,7 +17,7 @@ TENSORS = ["o", "lse", "dq", "dk", "dv"]
 
 def test_a_verification_is_judged_and_the_code_on_screen_asks_the_same(page):
     form, outcome = page.locator("#verify form"), page.locator("#verify .outcome")
-    assert not outcome.is_visible()  # no empty pane
+    assert not outcome.is_visible()  # no empty panel is shown
     fill(form, shape__batch=1, shape__q_heads=4, shape__q_len=33, shape__kv_len=40, shape__head_dim=16)
     form.locator("[name=backend]").select_option("tiled")
     form.locator("summary").click()
@@ -41,7 +41,7 @@ def test_a_verification_is_judged_and_the_code_on_screen_asks_the_same(page):
         counts = [decade["count"] for decade in tensor["histogram"]]
         assert [count for count in chart["lines"]["elements"] if count is not None] == counts
         assert chart["lost"] == []
-    # The request has the content of the form, without the defaults of the API.
+    # The request has the form's content, except values that are defaults of the API.
     assert json.loads(re.search(r"-d '(.*)'", page.locator("#verify-code code").inner_text() or "{}")[1]) == {
         "shape": {"q_heads": 4, "kv_heads": 2, "q_len": 33, "kv_len": 40, "head_dim": 16},
         "backend": "tiled", "causal": True, "window": [8, -1], "softcap": 20, "seed": 3, "extras": ["sinks"],
@@ -54,7 +54,7 @@ def test_a_verification_is_judged_and_the_code_on_screen_asks_the_same(page):
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.evaluate(
         "window.setTimeout = () => 0"
-    )  # else a slow machine may miss the word, which is shown for two seconds
+    )  # otherwise a slow machine may miss the word, which is shown for two seconds
     page.locator("#verify-code").get_by_role("button", name="Copy").click()
     expect(page.locator("#verify-code").get_by_role("button")).to_have_text("Copied")
     assert page.evaluate("navigator.clipboard.readText()") == page.locator("#verify-code code").inner_text()
@@ -62,7 +62,7 @@ def test_a_verification_is_judged_and_the_code_on_screen_asks_the_same(page):
 
 @pytest.mark.slow
 def test_a_wrong_element_is_shown_where_it_is(page, server):
-    """The page only verifies the server's answers, so the test gives it a real report of a wrong answer."""
+    """The page shows the position of a wrong element; the test gives the page a real report of a wrong answer."""
     q, k, v = (normal(1, 2, 48, 16, seed=seed) for seed in range(3))
     o = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     o[0, 1, 17, 5] += 1e-2
@@ -79,7 +79,7 @@ def test_a_wrong_element_is_shown_where_it_is(page, server):
 
 
 def test_a_bound_is_in_its_chart_and_never_left_of_zero(page):
-    """With a bound of 0 or far below all errors, the red line is next to the bar of the exact elements."""
+    """If the bound is 0 or far below all errors, the red line is next to the bar of the exact elements."""
     script = """async () => {
         const { decades } = await import("/static/decades.js");
         const { charts } = await import("/static/chart.js");
@@ -117,14 +117,14 @@ def test_what_is_wrong_is_said_at_its_field(page):
     form.locator("summary").click()
     fill(form, seed=10**19)
     verify.click()
-    expect(alert).to_contain_text("seed")  # the server's message
+    expect(alert).to_contain_text("seed")  # the page shows the server's message
     expect(form.locator("[name=seed]")).to_have_attribute("aria-invalid", "true")
     assert queries.get_attribute("aria-invalid") is None
 
 
 @pytest.mark.slow
 def test_a_verification_is_cancelled_while_it_waits(open_page, gated):
-    """A gate blocks the launch before it: the server drops the verification, and the page shows no result."""
+    """A verification waits behind a blocked launch and is cancelled: the server drops it; the page shows no result."""
     page = open_page(gated.server)
     expect(page.locator("#playground .outcome")).to_be_visible()  # the page's first call has ended
     name = f"cancelled-{uuid.uuid4().hex}"
@@ -148,7 +148,7 @@ def test_a_verification_is_cancelled_while_it_waits(open_page, gated):
 
 @pytest.mark.slow
 def test_a_verification_shows_its_blocks_and_is_cancelled_while_it_runs(open_page, gated):
-    """A gate blocks its third block: the page shows the progress, and no block starts after cancellation."""
+    """While the verification's third block is held, the page shows progress; no block starts after cancellation."""
     page = open_page(gated.server)
     expect(page.locator("#playground .outcome")).to_be_visible()
     name = f"step-{uuid.uuid4().hex}"

@@ -1,4 +1,4 @@
-"""Do the same as triton_client.py over gRPC: `triton_grpc_client.py sync|asyncio HOST:PORT DIRECTORY`."""
+"""Send cases through tritonclient over gRPC: `triton_grpc_client.py sync|asyncio HOST:PORT DIRECTORY`."""
 
 import asyncio
 import json

@@ -66,7 +66,7 @@ def test_flops_and_predicted_seconds_are_counted_once_they_are_known():
 
 
 def test_the_longest_wait_is_of_the_requests_that_wait_for_the_service_alone(monkeypatch):
-    """Requests whose body is arriving or whose answer is leaving do not count: they do not wait."""
+    """The longest wait leaves out requests whose body is arriving or whose answer is being sent."""
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 1000.0))
     admission = Admission(Settings())
     waits = {"first": None, "second": 998.0}
@@ -115,12 +115,12 @@ def shared(tmp_path, process, **settings):
 
 
 def totals(counts):
-    """Return the numbers of requests, bytes, FLOPs and seconds of all processes."""
+    """Return the sums of requests, bytes, FLOPs and seconds over all processes."""
     return tuple(map(sum, (counts.requests, counts.bytes, counts.flops, counts.seconds)))
 
 
 def test_limits_hold_over_all_processes_together(tmp_path):
-    """Requests, bytes, FLOPs and seconds of three processes are added up, and finished requests no longer count."""
+    """Limits apply to the sum over three processes of requests, bytes, FLOPs and seconds, without finished requests."""
     limits = {"queue_limit": 3, "queue_bytes": 100, "queue_flops": 100, "queue_seconds": 10}
     (one, counts), (two, _), (three, _) = (shared(tmp_path, n, **limits) for n in range(3))
     with one.permit(60) as first, two.permit(30) as second:
@@ -142,7 +142,10 @@ def test_limits_hold_over_all_processes_together(tmp_path):
 
 
 def test_what_a_process_that_died_had_inside_counts_no_more(tmp_path):
-    """The supervisor clears its columns in every file, and a successor that starts earlier clears them itself."""
+    """The supervisor clears a dead process's columns in every file.
+
+    A successor that starts earlier clears them itself.
+    """
     (one, _), (two, counts) = (shared(tmp_path, n, queue_bytes=100) for n in range(2))
     spent = [Spent("alice", WorkerGroup(tmp_path, n)) for n in range(2)]
     for number in range(2):
@@ -168,7 +171,7 @@ def stopped_clock(monkeypatch):
 def test_a_request_that_would_wait_for_too_much_of_its_time_is_refused_at_once():
     admission = Admission(Settings())
     with ExitStack() as inside:
-        # These are admitted at any speed: they keep the engine busy, which measures its speed again.
+        # FEW requests are admitted at any measured speed: a busy engine measures its speed again.
         for _ in range(FEW):
             inside.enter_context(admission.permit(0)).charge(Price(0, 10.0), NOW + 1, 1.0)
         one = inside.enter_context(admission.permit(0))
@@ -187,7 +190,7 @@ def test_a_request_that_does_not_wait_for_others_is_let_in():
         for _ in range(FEW):
             inside.enter_context(admission.permit(0)).charge(Price(0, 10.0))
         small = inside.enter_context(admission.permit(0))
-        small.charge(Price(0, 0.01), NOW + 1, 1.0)  # it goes before large ones
-        small.charge(Price(0, 10.0), None, 1.0)  # without a deadline it may wait
-        small.charge(Price(0, 10.0), NOW + 1, 0.0)  # unknown speed
-        small.charge(Price(0, 10.0), NOW - 1, 1.0)  # late already: 504 when its turn comes
+        small.charge(Price(0, 0.01), NOW + 1, 1.0)  # a small request goes before large ones
+        small.charge(Price(0, 10.0), None, 1.0)  # a request without a deadline may wait
+        small.charge(Price(0, 10.0), NOW + 1, 0.0)  # the engine's speed is unknown
+        small.charge(Price(0, 10.0), NOW - 1, 1.0)  # already late: it gets 504 when its turn comes

@@ -1,4 +1,4 @@
-"""Cache ids are made and read: which replica may read them, and which owner has the cache."""
+"""A cache id is readable only at replicas that may read it, and gives the cache's owner."""
 
 import pytest
 

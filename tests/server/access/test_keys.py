@@ -29,7 +29,7 @@ def sha256(key):
 
 
 def keys_file(path, **entries):
-    """Write a key file and return its path; the key of an entry is its name twice."""
+    """Write a key file and return its path; the API key of an entry is the entry's name twice."""
     tables = {name: {"sha256": sha256(name * 2), "rights": ["attention"], **fields} for name, fields in entries.items()}
     path.write_text(
         "".join(
@@ -100,7 +100,7 @@ def test_a_wrong_key_setting_is_refused_without_being_shown(keys):
     with pytest.raises(ValidationError) as caught:
         Settings(api_keys=keys)
     assert "key 1 must be" in str(caught.value)
-    assert keys not in str(caught.value)  # a program that embeds the server may log the error
+    assert keys not in str(caught.value)  # a program that embeds the server may log this error
 
 
 def test_keys_of_a_file_have_names_rights_and_limits(tmp_path):
@@ -112,7 +112,7 @@ def test_keys_of_a_file_have_names_rights_and_limits(tmp_path):
     assert status(keyring, "Bearer alicealice") == 200
     assert status(keyring, "Bearer bobbob") == 403
     assert status(keyring, "Bearer bobbob", "metrics") == 200
-    assert status(keyring, f"Bearer {sha256('alicealice')}") == 401  # the hash is no key
+    assert status(keyring, f"Bearer {sha256('alicealice')}") == 401  # the hash of a key is not accepted as a key
 
 
 def test_names_and_keys_are_one_to_one(tmp_path):

@@ -1,4 +1,4 @@
-"""The limits of a key hold, also over several processes, and a refused request costs nothing."""
+"""The limits of an API key hold, also over several processes, and a refused request does not count."""
 
 import contextlib
 import subprocess
@@ -37,7 +37,7 @@ def clock(monkeypatch):
 
 
 def test_requests_by_the_second(clock):
-    """A key first gets one second's worth of its rate, then more as time passes."""
+    """A key may at first use one second of its rate at once, and then more as time passes."""
     limited = quota(requests_per_second=64)
     for _ in range(64 * int(BURST)):
         limited.take("requests", 1)
@@ -68,7 +68,7 @@ def test_computing_is_limited_in_predicted_seconds_and_what_was_not_needed_is_gi
     limited = quota(compute_seconds_per_second=0.5)
     with Admission(Settings()).permit(0, limited) as permit:
         permit.charge(Price(10, 30.0))
-        assert refused(permit.charge, Price(1, 0.1)) == 59  # a bucket holds one second's worth
+        assert refused(permit.charge, Price(1, 0.1)) == 59  # a bucket holds one second of the rate
         permit.correct(Price(10, 3.0))
         assert refused(permit.charge, Price(1, 0.1)) == 5
         clock.now += 5.1
@@ -131,7 +131,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def takers(tmp_path):
-    """Start three processes that take at the same time."""
+    """Start three processes that take from the same limits at the same time."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with contextlib.ExitStack() as running:
 
@@ -145,7 +145,7 @@ def takers(tmp_path):
 
 
 def test_processes_share_one_limit_and_the_next_one_does_not_inherit_a_dead_ones_requests(takers, tmp_path):
-    """Within one second, three processes share the limit of one key: a request and 16,384 FLOPs."""
+    """In one second three processes together get one key's limit, a request and 16,384 FLOPs, also after they die."""
     for taker in takers:
         assert taker.stdout.readline() == "inside\n"
     here = Spent("alice", WorkerGroup(tmp_path, 3))
@@ -158,7 +158,7 @@ def test_processes_share_one_limit_and_the_next_one_does_not_inherit_a_dead_ones
     for taker in takers:
         taker.kill()
         taker.communicate()
-    assert sum(here.numbers[3:]) == 3  # the processes died holding them
+    assert sum(here.numbers[3:]) == 3  # the dead processes held these requests
     for n in range(3):
         Spent("alice", WorkerGroup(tmp_path, n))
     assert sum(here.numbers[3:]) == 0

@@ -1,4 +1,4 @@
-"""Ids of saved forwards are made and read: the problem in them, and which owner has the forward."""
+"""The id of a saved forward gives the problem and the forward's owner."""
 
 from flashpoint_contract.options import Options
 from flashpoint_contract.saved import ID_LENGTH, plan_saved

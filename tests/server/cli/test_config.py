@@ -1,4 +1,4 @@
-"""`flashpoint config` prints the settings in force and their sources."""
+"""`flashpoint config` prints the effective settings and their sources."""
 
 import re
 

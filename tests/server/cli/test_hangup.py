@@ -15,7 +15,7 @@ from tests.support.messages import JSON, message, normal, post
 from tests.support.servers import wait_for
 
 SMALL = message({name: normal(2, 3) for name in "qkv"})
-PREFIX = "flashpoint-serve-"  # of the directories of a server
+PREFIX = "flashpoint-serve-"  # prefix of a server's directories
 
 
 def hang_up(server):
@@ -31,7 +31,7 @@ def hang_ups(server):
 
 
 def test_sighup_without_anything_to_read_again_is_logged_and_changes_nothing(server):
-    assert post(server, "/attention", SMALL, accept=JSON).status == 200  # starts the process that writes JSON
+    assert post(server, "/attention", SMALL, accept=JSON).status == 200  # this starts the process that writes JSON
     before = hang_ups(server)
     family = hang_up(server)
     assert len(family) >= 3
@@ -56,7 +56,7 @@ def content(folder):
 
 @pytest.mark.slow
 def test_several_processes_outlast_sighup_and_leave_no_files_behind(start_server, tmp_path):
-    """The next server removes the files of a killed one. Files of a live server and other files stay."""
+    """A started server removes the files of a killed server. Files of a live server and other files stay."""
     (tmp_path / "other").mkdir()
     (tmp_path / f"{PREFIX}link").symlink_to(tmp_path / "other")
     (tmp_path / f"{PREFIX}file").touch()

@@ -1,4 +1,4 @@
-"""`flashpoint serve` ends with a reason for a person where it cannot start."""
+"""If `flashpoint serve` cannot start, it ends and prints the reason."""
 
 import json
 import os
@@ -18,7 +18,7 @@ def test_a_wrong_start_ends_with_a_reason_for_a_person():
 
 
 def test_a_variable_that_is_nearly_a_setting_is_warned_of(server):
-    """The server prints the warning and then ends, because its port is taken."""
+    """A variable whose name is nearly a setting gets a warning. The server then ends, because its port is taken."""
     variables = {
         "FLASHPOINT_QEUE_LIMIT": "1",
         "FLASHPOINT_API_KEY": "a-client-s",
@@ -41,13 +41,16 @@ def test_a_server_whose_device_is_not_there_ends_with_a_reason():
 
 
 def start(*flags, **variables):
-    """Run `flashpoint serve` with these flags, which ends by itself."""
+    """Run `flashpoint serve` with these flags, until it ends by itself."""
     command = [sys.executable, "-m", "flashpoint_server.cli.serve", *flags]
     return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **variables})
 
 
 def test_without_keys_others_are_served_by_choice_alone(capsys, monkeypatch):
-    """The refusal comes before a socket is opened, and names both remedies. No machine has this test's address."""
+    """Without keys, a server on a public address refuses to start before it opens a socket, and names both remedies.
+
+    No machine has this test's address.
+    """
     host = ["--host", "192.0.2.1", "--port", "0"]
     assert serve.main(host) == 2
     errors = capsys.readouterr().err

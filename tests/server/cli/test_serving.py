@@ -1,4 +1,4 @@
-"""A server that cannot start prints the reason and the remedy in one line; a server that ends is not held up."""
+"""A server that cannot start prints the reason and the remedy in one line; nothing delays a server's end."""
 
 import concurrent.futures
 import contextlib
@@ -105,7 +105,7 @@ def test_without_descriptors_the_log_says_that_connections_are_dropped(server):
     resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (max(used) + 1, before[1]))
     try:
         with contextlib.ExitStack() as held:
-            for _ in range(max(used) + 1):  # all free descriptors and more, which wait to be accepted
+            for _ in range(max(used) + 1):  # use all free descriptors; further connections wait to be accepted
                 connection = held.enter_context(socket.socket())
                 connection.settimeout(PATIENCE)
                 connection.connect(("127.0.0.1", server.port))
@@ -138,10 +138,13 @@ def reached(server):
     ],
 )
 def test_an_address_that_others_reach_is_known_as_one(host, expected, tmp_path):
-    """`192.0.2.1` is a documentation address, which no machine has. Keys or client certificates protect it."""
+    """`open_to_all` is true for an address that others reach, unless keys or client certificates protect it.
+
+    `192.0.2.1` is a documentation address, which no machine has.
+    """
     settings = Settings(host=host)
     assert open_to_all(settings) == expected
     assert open_to_all(settings.model_copy(update={"tls_client_ca": tmp_path})) is None
     assert open_to_all(Settings(host=host, api_keys="k")) is None
-    assert open_to_all(Settings(host=host, insecure=True)) == expected  # the log warns of it
+    assert open_to_all(Settings(host=host, insecure=True)) == expected  # if true, the log has a warning
     assert Settings().host == "127.0.0.1"

@@ -1,4 +1,4 @@
-"""Several HTTP processes serve one port, share their limits and outlast the death of one."""
+"""Several HTTP processes serve one port and share limits, and the others serve on if one dies."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ def test_several_workers_on_one_port_survive_each_others_death(start_server):
     wait_for(lambda: len(server.children("cli.worker")) == 2, lambda: "two workers")
     engine, (victim, other) = server.engine_pid, server.children("cli.worker")
     expected = post(server, "/attention", SMALL).body
-    answered = 'flashpoint_ended_total{how="answered"}'  # of all workers, including the dead one
+    answered = 'flashpoint_ended_total{how="answered"}'  # counts all workers, including the dead one
     wait_for(lambda: read_metrics(server).get(answered) == 1, lambda: "the first answer is not counted")
     os.kill(victim, signal.SIGKILL)
     server.wait_for_line(lambda line: line["event"] == "lost" and line["pid"] == victim)
@@ -42,7 +42,7 @@ def test_several_workers_on_one_port_survive_each_others_death(start_server):
 
 @pytest.mark.slow
 def test_limits_hold_over_all_workers_and_a_dead_one_has_nothing_inside(start_server):
-    """An unsent body takes the only place from both workers, until the worker that has it dies."""
+    """A request with an unsent body takes the only place of both workers, until the worker with this request dies."""
     server = start_server(workers=2, queue_limit=1)
     wait_for(lambda: workers_ready(server) == 2, lambda: f"{workers_ready(server)} of two workers are ready")
     with send(server, SMALL[:-1], length=len(SMALL)) as unsent:
@@ -58,10 +58,10 @@ def test_limits_hold_over_all_workers_and_a_dead_one_has_nothing_inside(start_se
 
 
 def workers_ready(server):
-    """Return how many HTTP processes have reported that they take work."""
+    """Return how many HTTP processes have logged that they are ready."""
     return len([line for line in list(server.lines) if line["event"] == "ready"])
 
 
 def connected_to(pid, connection):
-    """Return whether the process has the other end of the connection."""
+    """Return whether process `pid` has the other end of the connection."""
     return connection.getsockname() in [c.raddr for c in psutil.Process(pid).net_connections() if c.raddr]

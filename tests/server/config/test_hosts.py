@@ -1,4 +1,4 @@
-"""Names of hosts are parsed, and a setting that names no host is refused."""
+"""Settings with valid host names are parsed, and other values are refused."""
 
 import pytest
 from pydantic import ValidationError

@@ -1,4 +1,4 @@
-"""A key file is read, and a wrong one is refused without any of its values."""
+"""A right key file is read; the error for a wrong one shows none of its values."""
 
 import pytest
 from pydantic import ValidationError

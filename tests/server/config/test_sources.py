@@ -1,4 +1,4 @@
-"""Settings come from flags, variables and files in this order, and a wrong value is refused with its source."""
+"""Flags override variables, and variables override files; the error for a wrong value names its source."""
 
 import pytest
 

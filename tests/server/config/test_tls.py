@@ -32,7 +32,7 @@ def openssl(*words):
 
 
 class Authority:
-    """A certificate authority of the test, and its certificates in a directory."""
+    """A certificate authority for tests; its certificates are files in a directory."""
 
     def __init__(self, where):
         self.where, self.file = where, where / "ca.pem"
@@ -84,14 +84,14 @@ def client(server, authority, kind=flashpoint.Client, **how):
 
 @contextlib.contextmanager
 def connected(server, context):
-    """Return an `http.client` connection."""
+    """Return an `http.client` connection to the server over TLS."""
     connection = http.client.HTTPSConnection("localhost", server.port, timeout=60, context=context)
     with contextlib.closing(connection):
         yield connection
 
 
 def constant(value, rows=ROWS):
-    """Return a request whose answer, 1 MiB for 1,024 rows, is `value` everywhere."""
+    """Return a request whose answer, 1 MiB for 1,024 rows, has `value` in all elements."""
     zeros = {name: torch.zeros(1, 4, n, 64) for name, n in (("q", rows), ("k", 1))}
     return message({**zeros, "v": torch.full((1, 4, 1, 64), float(value))})
 
@@ -101,7 +101,7 @@ HEADERS = {"Content-Type": SAFETENSORS, "Authorization": "Bearer s3cret"}
 
 def test_both_clients_get_exact_answers_of_any_size(server, authority):
     with client(server, authority) as blocking:
-        for rows in (1, 100, 3 * ROWS):  # the last is 3 MiB in and out: more than one encryption step
+        for rows in (1, 100, 3 * ROWS):  # the last request and answer have 3 MiB: more than one encryption step
             q = np.random.default_rng(rows).standard_normal((1, 1, rows, 256), np.float32)
             v = np.full((1, 1, 3, 256), rows, np.float32)
             assert np.array_equal(blocking.attention(q, v, v), np.full_like(q, rows))
@@ -184,12 +184,12 @@ def test_tls_1_2_has_forward_secrecy_and_authenticated_encryption(server, author
 
 @pytest.mark.slow
 def test_its_health_is_asked_for_through_tls(server, authority, capsys, start_server):
-    """The command has no certificate, and accepts the server's certificate from any authority."""
+    """`flashpoint health` works over TLS without a client certificate, and accepts a certificate of any authority."""
     cert, key = authority.give("alive")
     files = [f"--tls-cert={cert}", f"--tls-key={key}", f"--tls-client-ca={authority.file}"]
     assert main(["health", f"--port={server.port}", *files]) == 0
     assert "handshake" in capsys.readouterr().out
-    assert main(["health", f"--port={server.port}"]) == 1  # it speaks no plain HTTP
+    assert main(["health", f"--port={server.port}"]) == 1  # the server does not accept plain HTTP
     starting = start_server(ready=False, tls_cert=cert, tls_key=key)
     assert main(["health", f"--port={starting.port}", *files[:2]]) == 0
     assert "/health/live is 200" in capsys.readouterr().out
@@ -199,7 +199,7 @@ def test_its_health_is_asked_for_through_tls(server, authority, capsys, start_se
 
 
 def test_canary_slow_readers_see_nobody_elses_bytes(server, authority):
-    """Answers wait unread, partly encrypted, while other answers are computed in reused memory."""
+    """Slow readers get right answers, which wait partly encrypted while other answers are computed in reused memory."""
     context = trusting(authority)
     with contextlib.ExitStack() as open_until:
         slow = []
@@ -215,10 +215,10 @@ def test_canary_slow_readers_see_nobody_elses_bytes(server, authority):
             assert bool((reply(connection.getresponse()).tensors["o"] == value).all())
 
 
-@pytest.mark.slow  # a separate server with a short timeout; tests/server/http/test_heads.py has the same without TLS
+@pytest.mark.slow  # needs a server with a short timeout; tests/server/http/test_heads.py has the same without TLS
 def test_a_head_that_never_ends_is_closed(start_server, authority):
     server = start_server(ready=False, header_timeout=1, **tls_settings(authority))
-    cut_off = (ConnectionError, ssl.SSLEOFError)  # a slow machine may fail in the handshake
+    cut_off = (ConnectionError, ssl.SSLEOFError)  # on a slow machine, the handshake may fail
     with connected(server, trusting(authority)) as connection, contextlib.suppress(*cut_off):
         connection.connect()
         connection.sock.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n")
@@ -248,7 +248,7 @@ def certificates_loaded(server):
 
 def test_a_new_certificate_is_shown_after_sighup(server, authority):
     def shown():
-        """Return the certificate over HTTP, after a check that gRPC shows the same."""
+        """Check that HTTP and gRPC show the same certificate, and return it."""
         with connected(server, trusting(authority)) as connection:
             connection.connect()
             serial = connection.sock.getpeercert()["serialNumber"]
@@ -263,7 +263,7 @@ def test_a_new_certificate_is_shown_after_sighup(server, authority):
 
     before = shown()
     cert, _ = authority.give("another")
-    for wrong, why in ((b"nothing", "PEM"), (cert.read_bytes(), "mismatch")):  # the second file's key is still missing
+    for wrong, why in ((b"nothing", "PEM"), (cert.read_bytes(), "mismatch")):  # the matching key is missing
         (authority.where / "server.pem").write_bytes(wrong)
         server.process.send_signal(1)
         server.wait_for_line(lambda line, why=why: line["event"] == "certificate kept" and why in line["error"])

@@ -22,7 +22,7 @@ def test_a_file_that_is_another_is_noticed_once(tmp_path, changes):
     watch.look()
     watch.look()
     assert changes == ["second"]
-    (tmp_path / "new").write_text("thirds")  # same size
+    (tmp_path / "new").write_text("thirds")  # the new text has the same size
     os.replace(tmp_path / "new", path)
     watch.look()
     path.unlink()
@@ -34,7 +34,10 @@ def test_a_file_that_is_another_is_noticed_once(tmp_path, changes):
 
 
 def test_a_secret_of_kubernetes_is_noticed(tmp_path, changes):
-    """Its files are links through `..data`, and Kubernetes replaces `..data` by a link to another directory."""
+    """A change of a mounted secret is noticed.
+
+    Its files are links through the link `..data`, which Kubernetes replaces.
+    """
     for version in ("one", "two"):
         (tmp_path / f"..{version}").mkdir()
         (tmp_path / f"..{version}" / "keys.toml").write_text(version)

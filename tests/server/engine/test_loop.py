@@ -1,4 +1,4 @@
-"""The engine listens between the parts of a large request: small ones pass it, and it ends early."""
+"""Between two parts of a large request, the engine runs small requests, and ends a late or cancelled one."""
 
 import concurrent.futures
 
@@ -25,7 +25,7 @@ def pool():
 
 @pytest.fixture
 def step(gated):
-    """Return the gate of the second part of a request named step-…; open it at the end."""
+    """Return the gate that holds the second part of a request named step-…; open the gate at the end of the test."""
     gate = gated.gate("step")
     gate.unlink(missing_ok=True)
     yield gate
@@ -37,7 +37,7 @@ def wait_held(gated, name):
     gated.server.wait_for_line(lambda line: line["event"] == "held" and line["request_id"] == name)
 
 
-# The engine of the tests does not cut requests of `reference`: they have a separate test.
+# The engine of the tests does not cut requests of `reference` into parts; another test has them.
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind == "plain" else pytest.mark.slow) for kind in KINDS[:-1]]
 )
@@ -69,7 +69,10 @@ def test_a_request_whose_client_leaves_starts_no_further_part(gated, step):
 
 
 def test_a_late_request_starts_no_further_part(gated, pool, step):
-    """Deadlines double until one is long enough to reach the engine; it passes while the request is there."""
+    """A request whose deadline passes in the engine starts no further part.
+
+    The test doubles the deadline until a request reaches the engine in time.
+    """
     body = message(short_sequences("plain")[0])
     for doubling in range(8):
         late = gated.post(pool, "step", body, x_timeout_ms=1000 << doubling)
@@ -85,13 +88,16 @@ def test_a_late_request_starts_no_further_part(gated, pool, step):
 
 @pytest.mark.slow
 def test_a_small_request_passes_an_exact_one_of_many_sequences(server, pool):
-    """The large one takes 20 s of a core in float64. Its client leaves, and the remaining parts never run."""
+    """A small request is answered before a large one of 20 CPU seconds.
+
+    The client of the large one leaves, which ends it.
+    """
     tensors, options = short_sequences("reference")
     nothing_inside(server)
     with send(server, message(tensors, **options), request_id="exact"):
         wait_for(lambda: server.get("/info")[1]["load"]["requests"], lambda: "it does not arrive")
         assert post(server, "/attention", SMALL).status == 200
-        assert server.get("/info")[1]["load"]["requests"]  # may still count the answered small one
+        assert server.get("/info")[1]["load"]["requests"]  # the load may still count the answered small request
         assert not [line for line in list(server.lines) if line.get("request_id") == "exact"]
     assert server.wait_for_request("exact")["code"] == "client_gone"
     nothing_inside(server)

@@ -59,7 +59,7 @@ def test_a_killed_engine_costs_what_it_had_begun_and_no_more(gated):
 
 
 def test_a_stopped_engine_is_not_ready_and_answers_when_it_goes_on(server):
-    """A signal stops it, as a debugger would: the process lives but reads nothing."""
+    """While SIGSTOP stops the engine, the server is not ready; it answers after the engine continues."""
     engine, before = server.engine_pid, post(server, "/attention", SMALL)
     nothing_inside(server)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -79,13 +79,13 @@ def test_a_stopped_engine_is_not_ready_and_answers_when_it_goes_on(server):
 
 
 def test_an_engine_that_cannot_map_a_segment_drops_it_and_serves_on(gated):
-    """One request's memory exceeds its address space: that request is refused, and the next ones are answered."""
+    """A request whose memory exceeds the engine's address space is refused, and the next ones are answered."""
     server, engine = gated.server, gated.server.engine_pid
-    # Idle memory of other tests, at most 80 MiB, may be released first.
+    # The engine may first release idle memory of other tests, at most 80 MiB.
     room = psutil.Process(engine).memory_info().vms + (16 << 20)
     before = resource.prlimit(engine, resource.RLIMIT_AS, (room, resource.RLIM_INFINITY))
     try:
-        problem(post(server, "/attention", wide(1, 1 << 15)), 503, "out_of_memory")  # 128 MiB
+        problem(post(server, "/attention", wide(1, 1 << 15)), 503, "out_of_memory")  # needs 128 MiB
     finally:
         resource.prlimit(engine, resource.RLIMIT_AS, before)
     server.wait_ready()

@@ -1,4 +1,4 @@
-"""The JSON process handles deadlines, cancelled calls, its own death, and a lack of system resources."""
+"""Calls of the JSON process end correctly at deadlines, cancellation, its death, and a lack of system resources."""
 
 import asyncio
 import contextlib
@@ -19,15 +19,15 @@ from flashpoint_server.refusal import Refusal
 from tests.support.held import hold
 
 TEXT = jsonwire.encode({"q": np.ones((2, 2), np.float32)}, {})
-PATIENCE = 240  # seconds; only ends a hang
+PATIENCE = 240  # seconds; a longer wait is a hang
 BRIEFLY = 0.05  # seconds; a deadline that passes while this call or another one is blocked
 
 
 @contextlib.contextmanager
 def no_descriptors():
-    """Let this process open no more files inside the block."""
+    """Prevent this process from opening files inside the block."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    highest = max(int(fd) for fd in os.listdir("/proc/self/fd")[:-1])  # the last one belongs to the listing
+    highest = max(int(fd) for fd in os.listdir("/proc/self/fd")[:-1])  # the last descriptor belongs to listdir
     fillers = []
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 2, before[1]))
     try:
@@ -43,7 +43,7 @@ def no_descriptors():
 
 @contextlib.contextmanager
 def no_memory(more):
-    """Limit the address space of this process inside the block to `more` bytes over the mapped ones."""
+    """Limit the address space of this process inside the block to `more` bytes over the present size."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (psutil.Process().memory_info().vms + more, before[1]))
     try:
@@ -130,7 +130,7 @@ def test_a_call_whose_deadline_has_passed_starts_no_process():
 
 
 def test_who_gives_a_call_up_costs_the_next_no_process(blocked):
-    """A start takes longer than most calls. The next call gets the right answer."""
+    """After a caller gives up a call, the same process answers the next call. A new process would start slowly."""
 
     async def calls(codec):
         process = await codec.run(None, os.getpid)

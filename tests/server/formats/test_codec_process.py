@@ -1,4 +1,4 @@
-"""The process that reads and writes JSON is given up at the deadline of a request, and serves the next one."""
+"""At a request's deadline the server stops waiting for the JSON process, which then serves the next request."""
 
 import os
 import signal
@@ -13,8 +13,8 @@ GOOD = small()
 
 
 def test_a_deadline_that_passes_while_the_answer_is_written_as_json_is_504(server):
-    """The process that writes JSON is stopped until the answer has arrived."""
-    assert post(server, "/attention", GOOD, accept=JSON).status == 200  # starts this process
+    """If the deadline passes while the process that writes JSON is stopped, the answer is 504."""
+    assert post(server, "/attention", GOOD, accept=JSON).status == 200  # this starts the process that writes JSON
     (codec,) = server.children("formats.codec_process")
     os.kill(codec, signal.SIGSTOP)
     try:

@@ -1,4 +1,4 @@
-"""A body of JSON is read or refused, with the name of the wrong field."""
+"""A valid JSON body is read; the error for an invalid one names the wrong field."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Tensors and options that make no valid request are refused, with the name of each wrong field."""
+"""Tensors and options that make no valid request get an error that names each wrong field."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The formats of a request and its answer follow from Content-Type and Accept."""
+"""Content-Type gives the format of a request, and Accept gives the format of its answer."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A body of safetensors is read whole or refused, and the server goes on."""
+"""A safetensors body is read whole or refused, and the server serves on."""
 
 import struct
 

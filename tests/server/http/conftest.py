@@ -1,4 +1,4 @@
-"""A stream of events that several test files read."""
+"""A fixture runs a benchmark whose events several test files read."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A connection stays open after an answer where that is possible, and ends after input that cannot be read."""
+"""A connection stays open after an answer if the next request can be read, and ends after invalid input."""
 
 import contextlib
 import http.client
@@ -42,7 +42,7 @@ def test_a_chunk_that_is_none_is_400_and_the_connection_ends(server):
 
 
 def test_a_body_that_is_refused_before_it_has_come_costs_no_connection_where_it_is_short(server):
-    """After its answer the server discards the rest of the body, and reads the next request."""
+    """After it refuses a request with a short body, the server discards the body's rest and reads the next request."""
     refused = message({"q": SMALL["q"], "x": torch.zeros(100_000)})
     head = "POST /attention HTTP/1.1\r\nHost: localhost\r\n"
     with connect(server) as connection:
@@ -93,7 +93,7 @@ KEEP = "Connection: keep-alive"
 
 
 def test_http_1_0_is_kept_alive_where_it_asks(server):
-    """The requests get JSON, an answer read directly into its buffer, an error, and a last answer."""
+    """An HTTP/1.0 client that asks for keep-alive gets four answers on one connection, one of which is an error."""
     requests = [get("/health", KEEP, version="1.0"), post("/attention", GOOD, SAFETENSORS, KEEP, version="1.0")]
     requests += [get("/nothing", KEEP, version="1.0"), get("/info", version="1.0")]
     replies = answers(talk(server, b"".join(requests)))

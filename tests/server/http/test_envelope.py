@@ -1,4 +1,4 @@
-"""Each request has an id, one line in the log, and an answer also where our code fails."""
+"""Each request gets an id, one log line and an answer, also if the server's code fails."""
 
 import os
 
@@ -24,14 +24,14 @@ def test_a_request_id_is_echoed_when_it_is_sane_and_made_when_not(server):
 
 @pytest.mark.slow
 def test_a_bug_of_ours_is_500_with_its_id_in_the_log(gated):
-    """The application has a route that fails (tests/support/faulty/server.py)."""
+    """A route that fails (tests/support/faulty/server.py) gets 500 with an id that is in the log."""
     server = gated.server
     answer = ask(server, "/fail")
     document = problem(answer, 500, "internal_error")
     assert b"unexpected error" not in answer.body
     line = server.wait_for_line(lambda line: line["event"] == "failed" and line["request_id"] == document["request_id"])
     assert "an unexpected error" in line["exception"]
-    answer = ask(server, "/typed?number=one")  # the framework refuses this one
+    answer = ask(server, "/typed?number=one")  # the framework refuses this request
     document = problem(answer, 422, "invalid_request")
     assert document["errors"][0]["loc"] == ["number"]
     assert server.get("/health/live")[0] == 200

@@ -1,4 +1,4 @@
-"""A client that ends its sending gets its answers, and one that leaves is dropped."""
+"""A client that shuts down its sending side gets its answers; requests of a client that leaves are dropped."""
 
 import concurrent.futures
 import contextlib
@@ -24,7 +24,7 @@ ALONE = small(backend="reference")
 
 
 def test_half_a_connection_gets_its_answers(server, job):
-    """The client shuts down its sending side after one or several requests, and perhaps half of one more."""
+    """A client that shuts down sending after one or more requests, and perhaps half of one more, gets its answers."""
     large = message({name: normal(1, 8, 4096 if name == "q" else 4, 64, seed=1) for name in "qkv"})  # 8 MiB
     for sent in (
         get("/info"), get(f"{job}/events"), get("/health", version="1.0"), post("/attention", GOOD, SAFETENSORS),
@@ -42,7 +42,7 @@ def test_half_a_connection_gets_its_answers(server, job):
 
 
 def test_a_slow_reader_of_half_a_connection_gets_all(server):
-    """The answer exceeds the kernel's buffers, so most of it is sent after the client has shut down sending."""
+    """A slow reader that has shut down sending gets a whole answer that exceeds the kernel's buffers."""
     large = message({name: torch.ones(1, 8, 16384 if name == "q" else 4, 64) for name in "qkv"})  # 32 MiB
     with connect(server, receive_buffer=4096) as connection:
         connection.sendall(post("/attention", large, SAFETENSORS))
@@ -56,7 +56,7 @@ def test_a_slow_reader_of_half_a_connection_gets_all(server):
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 def test_half_a_connection_waits_for_its_answer(gated, version):
-    """The request is running, or waits in the queue, when the client shuts down its sending side."""
+    """A client that shuts down sending while its request waits in the queue or runs gets the answer."""
     names = [f"half-{os.urandom(4).hex()}" for _ in range(2)]
     with concurrent.futures.ThreadPoolExecutor() as pool, gated.busy(pool, ALONE), contextlib.ExitStack() as held:
         connections = [held.enter_context(connect(gated.server)) for _ in names]
@@ -77,8 +77,8 @@ def test_a_client_that_ends_its_sending_and_then_leaves_is_dropped(gated):
         with connect(gated.server) as connection:
             connection.sendall(post("/attention", ALONE, SAFETENSORS, f"X-Request-Id: {name}"))
             connection.shutdown(socket.SHUT_WR)
-            assert connection.recv(100).startswith(b"HTTP/1.1 100 ")  # which checks that it is there
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close resets
+            assert connection.recv(100).startswith(b"HTTP/1.1 100 ")  # the server checks the connection
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close now resets
         gated.wait_dropped(name)
     assert gated.server.wait_for_request(name)["code"] == "client_gone"
     assert not gated.begun(name)

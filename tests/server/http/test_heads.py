@@ -1,4 +1,4 @@
-"""A head is refused for its size, its Host and the coding of its body, as HTTP demands."""
+"""The server refuses a head with a wrong size, Host or Transfer-Encoding, as HTTP demands."""
 
 import concurrent.futures
 import contextlib
@@ -40,7 +40,7 @@ def test_a_request_has_one_valid_host(server, what):
 
 
 def test_trailers_are_no_part_of_a_head_that_is_repeated(server):
-    """The second head equals the first one plus its trailers: it has two hosts, though the first request was valid."""
+    """A Host in the trailers of a valid request is no part of its head; a later head with two Hosts is refused."""
     lines = "POST /nothing HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
     with connect(server) as connection:
         connection.sendall(f"{lines}\r\n1\r\nx\r\n0\r\nHost: localhost\r\n\r\n".encode())
@@ -89,7 +89,7 @@ def test_a_head_over_64_kib_is_431(server, path, fields):
     with connect(server) as connection:
         connection.sendall(get(path, *fields))
         response = http.client.HTTPResponse(connection)
-        response.begin()  # at once: the connection may be reset after the answer
+        response.begin()  # read at once: the server may reset the connection after its answer
         answer = reply(response)
     if path == "/info" and not fields:
         assert answer.status == 200
@@ -139,7 +139,7 @@ def wait_closed(server, begin):
 
 
 def test_a_slow_head_is_closed_in_bounded_time(start_server):
-    """Slowloris: single bytes of a head, blank lines or an unwanted body do not keep a connection open."""
+    """The server closes a connection that sends single bytes of a head, blank lines or an unwanted body (Slowloris)."""
     server = start_server(ready=False, header_timeout=0.3)
     with concurrent.futures.ThreadPoolExecutor(len(SLOW)) as pool:
         list(pool.map(lambda begin: wait_closed(server, begin), SLOW))

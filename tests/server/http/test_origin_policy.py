@@ -1,4 +1,4 @@
-"""A server answers the right hosts and pages: every rule is tested without a server, and each effect with one."""
+"""The origin policy allows only the right hosts and pages. Rules are tested without a server, effects with one."""
 
 import json
 
@@ -10,7 +10,7 @@ from flashpoint_server.refusal import Refusal
 from tests.support.messages import SAFETENSORS, ask, problem, read_metrics, small
 from tests.support.raw_http import get, one, post, talk
 
-HERE = "10.0.0.7"  # where the connections of these tests arrive
+HERE = "10.0.0.7"  # the server's address in these tests
 
 
 def answer(sites, host=None, method="POST", path="/attention", **fields):
@@ -41,7 +41,7 @@ def test_a_server_that_anybody_may_call_on_loopback_answers_to_loopback_names():
     sites = OriginPolicy((), ())
     assert {answer(sites, host) for host in (*LOOPBACK, *OTHERS)} == {None}
     sites.only_loopback()
-    for _ in range(2):  # the second time from the cache
+    for _ in range(2):  # the second answer comes from the policy's cache
         assert {answer(sites, host) for host in (None, *LOOPBACK)} == {None}
         assert {answer(sites, host) for host in OTHERS} == {"host_not_allowed"}
 
@@ -54,7 +54,7 @@ def test_allowed_hosts(only_loopback):
     allowed = ("a.example:80", "x.b.example", "x.y.B.example.", "[::2]:1", *LOOPBACK)
     assert {answer(sites, host) for host in allowed} == {None}
     assert {answer(sites, host) for host in ("b.example", "xb.example", "x.a.example")} == {"host_not_allowed"}
-    assert answer(sites, f"{HERE}:8000") is None  # a probe, or Prometheus: the address that the connection reached
+    assert answer(sites, f"{HERE}:8000") is None  # probes and Prometheus use the server's address as Host
     assert answer(sites, "10.0.0.8:8000") == "host_not_allowed"
 
 
@@ -85,7 +85,7 @@ NAVIGATES = {"sec_fetch_site": "cross-site", "sec_fetch_mode": "navigate"}
         ({"sec_fetch_site": "cross-site", "origin": "null"}, "cross_site"),
         ({"sec_fetch_site": "same-site", "origin": "http://a.example:3000"}, "cross_site"),
         ({"sec_fetch_site": "same-site"}, "cross_site"),
-        ({"origin": "http://a.example"}, "cross_site"),  # another port
+        ({"origin": "http://a.example"}, "cross_site"),  # differs from the host in its port
         ({"origin": OTHER}, "cross_site"),
         ({"origin": "null"}, "cross_site"),
         ({"origin": ""}, "cross_site"),
@@ -107,8 +107,10 @@ CLOSE = "Connection: close"
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "localhost.evil.example", "192.0.2.1"])
 def test_a_name_that_leads_here_is_not_ours(server, host):
-    """DNS rebinding makes a browser take this server for the page's origin. A server on loopback without keys answers
-    only to loopback names."""
+    """A server on loopback without keys refuses other host names, even if they resolve to its address.
+
+    With DNS rebinding, a browser treats this server as the origin of an attacker's page.
+    """
     before = read_metrics(server)["flashpoint_accepted_total"]
     fields = f"Origin: http://{host}", "Sec-Fetch-Site: same-origin", CLOSE
     for sent in (get("/info", *fields, host=f"Host: {host}"), get(f"http://{host}/info", *fields)):
@@ -131,7 +133,7 @@ def test_loopback_names_are_ours(server, host):
 def test_allowed_hosts_are_answered(strict):
     for host, status in (("attention.example:80", 200), ("a.b.pods.example", 200), ("pods.example", 421), ("x.y", 421)):
         assert one(talk(strict, get("/health", CLOSE, host=f"Host: {host}"))).status == status
-    assert strict.get("/health")[1]["live"]  # by address, as probes do
+    assert strict.get("/health")[1]["live"]  # probes use the address, too
 
 
 EVIL = ("Origin: http://evil.example", "Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: no-cors")
@@ -139,7 +141,7 @@ EVIL = ("Origin: http://evil.example", "Sec-Fetch-Site: cross-site", "Sec-Fetch-
 
 @pytest.mark.parametrize("fields", [EVIL, EVIL[:1], EVIL[1:], ("Sec-Fetch-Site: same-site",)])
 def test_a_page_of_another_site_has_nothing_computed(server, fields):
-    """A POST of text/plain needs no CORS preflight: the browser sends it and only hides the answer."""
+    """The server refuses cross-site POSTs of text/plain, which browsers send without CORS preflight."""
     before = read_metrics(server)["flashpoint_accepted_total"]
     numbers = {"shape": [1, 2], "datatype": "FP32", "data": [1, 2]}
     infer = json.dumps({"inputs": [{"name": name, **numbers} for name in "qkv"]}).encode()

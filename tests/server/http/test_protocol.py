@@ -1,7 +1,6 @@
-"""A connection answers requests in any encoding and any pieces, whatever happens while they arrive.
+"""The server answers valid requests in any encoding and any pieces, whatever happens while they arrive.
 
-Every request is valid, so none is answered with 400. Answers come in order, each answers its request, and released
-memory is not written.
+Answers come in order, each fits its request, and none is 400. The server does not write to released memory.
 """
 
 import contextlib
@@ -19,11 +18,11 @@ from flashpoint_server.http.body import NEARLY
 from flashpoint_server.refusal import STATUS
 from tests.support.connections import CALLBACKS, REFUSALS, RELEASED, Bench, answers, body_of, code_of
 
-PATIENCE = 60  # seconds; only ends a hang
-GRACE = 0.001  # seconds, instead of the server's grace, so that a deadline passes soon
+PATIENCE = 60  # seconds; a longer wait is a hang
+GRACE = 0.001  # seconds; replaces the server's grace, so that deadlines pass soon
 SIZES = (0, 1, 100, 40_000, 200_000, 1_500_000)
 PLANS = ("deadline", "memory", "fails", *REFUSALS)
-MAX_REQUESTS = 8  # of a connection
+MAX_REQUESTS = 8  # requests of one connection
 
 request_plans = st.fixed_dictionaries({
     "size": st.sampled_from(SIZES),
@@ -64,7 +63,7 @@ class Request:
         self.cancelled = False
 
     def check(self, status, fields, body, *, short):
-        """Assert that this answer is allowed. `short`: memory was short while the request arrived."""
+        """Assert that this answer is allowed. `short`: the server lacked memory while the request arrived."""
         if status == 200:
             assert self.plan in ("answers", "deadline")
             assert body == self.tensor
@@ -81,7 +80,7 @@ class Request:
 
 
 class Connection(RuleBasedStateMachine):
-    """A client's connection, which sends, reads, waits and leaves by the rules."""
+    """A client's connection. The rules send, read, wait and leave."""
 
     bench = None
 
@@ -99,7 +98,7 @@ class Connection(RuleBasedStateMachine):
     @precondition(lambda self: not self.half_closed and len(self.requests) < MAX_REQUESTS)
     @rule(how=request_plans)
     def ask(self, how):
-        """Append a request to the unsent ones."""
+        """Append a request to the text that is not yet sent."""
         if self.requests and self.requests[-1].may_close and (self.requests[-1].closes or not self._answered()):
             return
         self.requests.append(Request(len(self.requests), **how))
@@ -114,7 +113,7 @@ class Connection(RuleBasedStateMachine):
     @precondition(lambda self: self.outbox)
     @rule(offset=st.integers(-2, 2))
     def send_to_the_end_of_a_request(self, offset):
-        """Send up to the end of a request or of its head, plus or minus one byte."""
+        """Send up to the end of a request or of its head, or one byte more or less."""
         ends = list(itertools.accumulate(len(part) for r in self.requests for part in (r.head, r.text[len(r.head) :])))
         sent = ends[-1] - len(self.outbox)
         self._send(max(1, next(end for end in ends if end > sent) - sent + offset))
@@ -125,7 +124,7 @@ class Connection(RuleBasedStateMachine):
 
     @rule()
     def stop_the_server(self):
-        """Block the server: its deadlines pass, and then all data arrives at once."""
+        """Block the server's event loop, so that deadlines pass and then all data arrives at once."""
         time.sleep(3 * GRACE)
 
     @rule()
@@ -143,13 +142,13 @@ class Connection(RuleBasedStateMachine):
 
     @rule(luck=st.integers(0, 5), callback=st.sampled_from(CALLBACKS))
     def run_out_of_memory(self, luck, callback):
-        if not luck:  # rarely: it ends the connection
+        if not luck:  # rarely, because it ends the connection
             self.server.lacking = callback
 
     @precondition(lambda self: not self.half_closed)
     @rule(luck=st.integers(0, 5))
     def end_sending(self, luck):
-        if luck:  # rarely: nothing can be sent after it
+        if luck:  # rarely, because nothing can be sent afterwards
             return
         self.half_closed = True
         with contextlib.suppress(OSError):
@@ -260,7 +259,7 @@ def test_more_connections_answer_every_request(bench):
 
 
 def exchanged(bench, connection, text, answered=1):
-    """Send a text. Return `answered` answers, or fewer if the connection ends."""
+    """Send a text, and return the answers: `answered` of them, or fewer if the connection ends."""
     received, end = b"", time.monotonic() + PATIENCE
     connection.sendall(text)
     while len(answers(received)[0]) < answered:
@@ -276,7 +275,7 @@ def exchanged(bench, connection, text, answered=1):
 
 @pytest.mark.parametrize("callback", CALLBACKS)
 def test_a_request_that_arrives_while_memory_is_short_is_answered_503(bench, callback):
-    """The code is not 400: the request is valid, and the SDK retries it."""
+    """A valid request that arrives while memory is short gets 503, which the SDK retries, and not 400."""
     connection, server = bench.connect()
     with connection:
         server.lacking = callback
@@ -288,7 +287,7 @@ def test_a_request_that_arrives_while_memory_is_short_is_answered_503(bench, cal
 @pytest.mark.parametrize("wrong", [b"NO SUCH THING", b"POST /attention HTTP/1.1\r\nHost: a\r\nHost: b"])
 @pytest.mark.parametrize("complete", [True, False])
 def test_an_earlier_request_is_answered_before_the_one_that_cannot_be_read(bench, wrong, complete):
-    """The earlier request is computed, or the chunked body of a later one breaks off."""
+    """A request is answered before a later one that cannot be read, also if the body of the later one breaks off."""
     connection, _ = bench.connect()
     first, second = Request(0, 100, "answers", 0, False, False), Request(1, 100, "answers", 50, False, False)
     text = first.text + (wrong + b"\r\n\r\n" if complete else second.text[: len(second.head) + 20] + b"\r\n" * 40)
@@ -299,8 +298,8 @@ def test_an_earlier_request_is_answered_before_the_one_that_cannot_be_read(bench
 
 
 def test_what_arrives_after_the_deadline_does_not_touch_released_memory(bench):
-    """The deadline passes while the body is received in place; its memory may then belong to another request."""
-    bench.released.clear()  # from earlier tests
+    """Bytes that arrive after the deadline are not written to the body's memory, which another request may use."""
+    bench.released.clear()  # forget releases of earlier tests
     connection, _ = bench.connect()
     request = Request(0, 200_000, "deadline", 0, False, False)
     with connection:

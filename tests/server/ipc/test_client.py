@@ -1,4 +1,4 @@
-"""The HTTP side and the engine process agree on order, cancellation, death, closing and memory."""
+"""The HTTP side and the engine process agree on job order, cancellation, process death, closing and memory."""
 
 import asyncio
 import os
@@ -29,7 +29,7 @@ from flashpoint_server.observability.metrics import Metrics
 from flashpoint_server.processes.processes import running_engines
 from flashpoint_server.refusal import Refusal
 
-PATIENCE = 240  # seconds; only ends a hang
+PATIENCE = 240  # seconds; a longer wait is a hang
 
 
 ENGINE = "tests.support.faulty.engine"
@@ -43,13 +43,13 @@ async def until(condition):
 
 @pytest.fixture
 def gate(tmp_path, monkeypatch):
-    """Return `gate`: `gate(name)` is the file of an engine's gate (tests/support/faulty/engine.py)."""
+    """Return a function that gives the file of an engine's gate by name (tests/support/faulty/engine.py)."""
     monkeypatch.setenv("FLASHPOINT_TEST_GATE", str(tmp_path / "open"))
     return (tmp_path / "open").with_suffix
 
 
 class Bench:
-    """Engine processes, and the pool that this process shares with them."""
+    """Engine processes, and the memory pool that this process shares with them."""
 
     def __init__(self):
         self.engines = Engines([Metrics()])
@@ -108,11 +108,11 @@ def engine_pids():
 
 
 def test_order_cancelling_memory_and_closing(gate, monkeypatch):
-    """Higher priority runs first, equal jobs in order; cancelled or late jobs never start; all memory is released.
+    """Jobs run by priority and then in order; cancelled or late jobs never start; all memory is released.
 
     Closed engines refuse running and new jobs, and leave no process.
     """
-    now = time.monotonic()  # all jobs arrive at once: only their priorities differ
+    now = time.monotonic()  # all jobs arrive at the same time and differ only in priority
     monkeypatch.setattr(engine, "time", SimpleNamespace(monotonic=lambda: now, perf_counter=time.perf_counter))
 
     async def run():
@@ -181,7 +181,7 @@ def test_a_killed_engine_fails_what_it_had_begun_and_another_does_the_rest(gate)
             lost = await b.begun(begun := b.job("gate-runs"))
             leaving = b.engines.submit(left)
             waiting = [asyncio.create_task(b.answer(job)) for job in (b.job("waits"), b.job("waits too"))]
-            await asyncio.sleep(0)  # they are sent
+            await asyncio.sleep(0)  # the jobs are sent
             gate(".closed").touch()  # the next engine waits at its start
             os.kill(pid, signal.SIGKILL)
             with pytest.raises(Refusal) as caught:
@@ -194,18 +194,18 @@ def test_a_killed_engine_fails_what_it_had_begun_and_another_does_the_rest(gate)
             with pytest.raises(Refusal, match="starting"):
                 b.engines.submit(b.job("early"))
             gate(".closed").unlink()
-            answers = await asyncio.gather(*waiting)  # from another engine
+            answers = await asyncio.gather(*waiting)  # another engine gives these answers
             assert all(np.array_equal(answer, expected) for answer in answers)
             assert engine_pids() != [pid]
             assert np.array_equal(await b.answer(b.job("after")), expected)
-            assert b.pool.taken == 1  # of the job that came too early: its caller releases it
+            assert b.pool.taken == 1  # the memory of the job that came too early, which its caller releases
 
     asyncio.run(run())
 
 
 @pytest.mark.slow
 def test_a_peer_that_reads_nothing_holds_up_the_others_for_a_while_only():
-    """The answers of a stopped HTTP process fill its socket, and it is dropped; another's job is answered."""
+    """The engine drops a stopped HTTP process whose answers fill its socket, and answers another process's job."""
 
     pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
@@ -215,7 +215,7 @@ def test_a_peer_that_reads_nothing_holds_up_the_others_for_a_while_only():
                 deaf.connect(address)
                 tensors = [PlacedTensor(name, "float32", (1, 1), 7, 0) for name in "qkv"]
                 body = AttentionCall("forward", pack_options(Options()), "reference")
-                # A late job, which is answered at once.
+                # A late job is answered at once.
                 late = Submit(0, "deaf", body, 7, tensors, [], 0, 0, 0.0, 0.0, 0.0)
                 message = msgspec.msgpack.encode(late)
                 deaf.settimeout(PATIENCE)

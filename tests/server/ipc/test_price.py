@@ -1,4 +1,4 @@
-"""The price of a request, FLOPs and predicted seconds, follows from its head and then from its lengths."""
+"""The price of a request (FLOPs, predicted seconds) is computed from its head, and again when its lengths are known."""
 
 import numpy as np
 import pytest
@@ -70,5 +70,5 @@ def test_a_verification_costs_three_references():
 
 
 def test_parts_are_cut_by_constants():
-    """The parts of a request must not depend on measurements at the start of the server."""
+    """The sizes of a request's parts are constants, and do not depend on measurements at the server's start."""
     assert set(NOMINAL) == {"torch", "tiled", "reference", "triton"}

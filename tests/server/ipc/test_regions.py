@@ -17,7 +17,7 @@ def key():
 
 
 def test_a_region_is_its_keys_own(key):
-    """Another key cannot see, use or remove it, and may have a region of the same name."""
+    """One API key cannot see, use or remove a region of another key, and may have a region of the same name."""
     dropped = []
     regions = Regions(1 << 20, dropped.append)
     regions.register("alice", "mine", key, 0, 1024)
@@ -32,7 +32,7 @@ def test_a_region_is_its_keys_own(key):
             call()
         assert caught.value.status == status
     assert regions.all("bob") == []
-    regions.unregister("bob", "mine")  # nothing happens
+    regions.unregister("bob", "mine")  # this has no effect
     assert [region.name for region in regions.all("alice")] == ["mine"]
     regions.register("bob", "mine", key, 1024, 1024)
     assert regions.locate("alice", "q", tensor, place)[1] == 0

@@ -1,4 +1,4 @@
-"""The staging pool has size classes and a bound and reuses its memory, and a body fills its tensors there."""
+"""The staging pool has size classes and a limit, and reuses memory; request bodies are read directly into it."""
 
 import contextlib
 import itertools
@@ -99,7 +99,7 @@ def memory_files():
     """Return how many staging segments this process has open."""
     inodes = set()
     for fd in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(FileNotFoundError):  # the listing's descriptor
+        with contextlib.suppress(FileNotFoundError):  # listdir's own descriptor is already closed
             if "flashpoint-staging" in os.readlink(f"/proc/self/fd/{fd}"):
                 inodes.add(os.stat(f"/proc/self/fd/{fd}").st_ino)
     return len(inodes)
@@ -161,7 +161,7 @@ def test_slots_never_overlap(requests):
 def test_the_bound_holds_and_idle_segments_make_room_for_another_class():
     dropped = []
     pool = Pool(3 * GROWTH, dropped.append)
-    small = [pool.take(SMALLEST) for _ in range(GROWTH // SMALLEST + 1)]  # two segments
+    small = [pool.take(SMALLEST) for _ in range(GROWTH // SMALLEST + 1)]  # these need two segments
     with pytest.raises(PoolFullError):
         pool.take(2 * GROWTH)
     for slot in small:
@@ -184,11 +184,14 @@ def test_segments_are_closed_giants_at_once_and_the_rest_with_the_pool():
 
 
 def test_the_bound_holds_for_all_processes_and_unused_memory_makes_room_for_another(tmp_path):
-    """If one process finds no room, the pool of another process returns its unused memory."""
+    """The pool's limit holds for all processes.
+
+    If one finds no room, another process's pool frees its unused memory.
+    """
     one, two = (Pool(3 * GROWTH, counts=Counts(WorkerGroup(tmp_path, n, 2))) for n in range(2))
     large, small = one.take(2 * GROWTH), one.take(SMALLEST)
     large.release()  # the pool keeps its segment
-    one.make_room()  # no process needs it
+    one.make_room()  # no process needs the room
     with pytest.raises(PoolFullError, match=f"{3 * GROWTH} of {3 * GROWTH} bytes"):
         two.take(GROWTH)
     one.make_room()

@@ -1,4 +1,4 @@
-"""The log never blocks the service: if nobody reads it, lines are dropped and counted."""
+"""The log never blocks the service: if nobody reads the log, the service drops and counts lines."""
 
 import contextlib
 import http.client
@@ -18,14 +18,14 @@ from tests.support.gated import PROGRAM
 from tests.support.messages import PATIENCE, ask, message, normal, post, read_metrics
 from tests.support.servers import START_SECONDS, wait_for
 
-PIPE = 1 << 16  # bytes that a pipe holds
+PIPE = 1 << 16  # capacity of a pipe in bytes
 
 
 SMALL = message({name: normal(2, 3) for name in "qkv"})
 
 
 class Unread:
-    """A server whose stderr is a pipe that nobody reads, except its first lines and calls of `read`."""
+    """A server whose stderr is a pipe that only `read` reads, after the first lines."""
 
     def __init__(self):
         command = [sys.executable, *PROGRAM, "--port=0", f"--device={DEVICE}", "--shutdown-timeout=5"]
@@ -36,7 +36,7 @@ class Unread:
         wait_for(lambda: ask(self, "/health/ready").status == 200, lambda: self.lines)
 
     def read(self, until):
-        """Read whole lines, up to the wanted one."""
+        """Read whole lines, up to the first for which `until` is true."""
         while not (self.lines and until(self.lines[-1])):
             text = self.process.stderr.readline()
             assert text, "the server has ended"
@@ -75,7 +75,10 @@ def unread():
 
 @pytest.mark.slow
 def test_a_server_whose_log_nobody_reads_serves_on_counts_what_it_drops_and_ends(unread):
-    """The engine drops lines, too, and sends its count with its next answer. A later line gives the number."""
+    """A server whose log nobody reads serves on, and a later log line has the number of dropped lines.
+
+    The engine also drops lines, and sends its count with its next answer.
+    """
     unread.fill()
     assert ask(unread, "/health/live").status == 200
     assert post(unread, "/attention", SMALL, x_request_id="loud-1").status == 200
@@ -86,7 +89,7 @@ def test_a_server_whose_log_nobody_reads_serves_on_counts_what_it_drops_and_ends
     def notices():
         return [line for line in unread.lines if line["event"] == "log lines dropped"]
 
-    # A process that drops lines before and after its writer takes the first count logs two notices.
+    # A process logs two notices if it drops more lines after its writer has taken the first count.
     unread.read(lambda _: sum(line["lines"] for line in notices()) >= sum(dropped))
     assert {line["level"] for line in notices()} == {"warning"}
     assert len(notices()) >= 2
@@ -97,7 +100,7 @@ def test_a_server_whose_log_nobody_reads_serves_on_counts_what_it_drops_and_ends
 
 
 def test_what_python_writes_to_stderr_waits_for_no_reader():
-    """Prints, warnings and tracebacks of threads and of the exit, more than a pipe holds, do not block."""
+    """Prints, warnings and tracebacks, of threads and at exit, do not block, although they exceed a pipe's capacity."""
     program = textwrap.dedent(f"""
         import sys, threading, warnings
         from flashpoint_server.observability import logs
@@ -121,7 +124,7 @@ def test_what_python_writes_to_stderr_waits_for_no_reader():
 
 
 def test_all_lines_are_written_before_the_end_of_a_process_whose_log_is_read():
-    """Lines are whole and in order, also with two writing threads, and just before the exit."""
+    """All lines, also of two threads and just before the exit, are written whole and in order."""
     program = textwrap.dedent("""
         import threading
         import structlog

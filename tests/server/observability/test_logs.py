@@ -1,4 +1,4 @@
-"""The log has a level for each line, and text for a person where that is chosen."""
+"""Each log line has a level; a setting selects text for people."""
 
 import os
 import re

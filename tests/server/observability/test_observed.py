@@ -1,4 +1,4 @@
-"""A scrape reads the versions of the software and the resources of each process."""
+"""/metrics has the versions of the software and the resources of each process."""
 
 import json
 import re
@@ -19,7 +19,7 @@ def test_build_info_says_what_info_says(server):
 
 
 def test_each_process_has_its_time_memory_and_descriptors(server):
-    assert post(server, "/attention", AS_JSON, JSON).status == 200  # starts the process that reads JSON
+    assert post(server, "/attention", AS_JSON, JSON).status == 200  # this starts the process that reads JSON
     (codec,) = server.children("formats.codec_process")
     metrics = read_metrics(server)
     for name, pid in {"http-0": server.pid, "engine-cpu": server.engine_pid, "json-0": codec}.items():
@@ -30,4 +30,4 @@ def test_each_process_has_its_time_memory_and_descriptors(server):
         )}  # fmt: skip
         assert all(value > 0 for value in used.values()), used
     engine, own = (metrics[f'process_resident_memory_bytes{{process="{name}"}}'] for name in ("engine-cpu", "http-0"))
-    assert engine > own  # it has torch
+    assert engine > own  # the engine has loaded torch

@@ -1,4 +1,4 @@
-"""An OTLP receiver gets the right spans, decoded with OpenTelemetry's messages."""
+"""The server sends the right spans to an OTLP receiver, which decodes them with OpenTelemetry's messages."""
 
 import concurrent.futures
 import os
@@ -51,7 +51,7 @@ def test_a_request_and_the_parts_of_its_way_are_in_the_callers_trace(server, rec
         edges.append(part.end_time_unix_nano)
     assert edges == sorted(edges)
     assert edges[-1] <= span.end_time_unix_nano
-    assert abs(span.start_time_unix_nano - caller.start_time) < 3600e9  # nanoseconds with the same epoch
+    assert abs(span.start_time_unix_nano - caller.start_time) < 3600e9  # both are in nanoseconds since the same epoch
 
 
 def test_requests_that_share_a_launch_link_to_its_span(gated, receiver):
@@ -85,7 +85,7 @@ def test_what_its_caller_did_not_choose_is_not_told_and_what_is_refused_is(serve
     for path in ("/health/ready", "/metrics", "/info"):
         assert ask(server, path, traceparent=f"00-{watched}-{1:016x}-01").status == 200
     assert post(server, "/attention", message(q), traceparent=f"00-{last}-{1:016x}-01").status == 200
-    receiver.wait("encode", last)  # spans arrive in the order of their ends
+    receiver.wait("encode", last)  # spans are sent in the order in which they end
     assert [s.name for s in receiver.spans if s.trace_id.hex() == unchosen] == []
     assert [s.name for s in receiver.spans if s.trace_id.hex() == refused] == ["POST /attention/grad"]
     (untraced,) = [s for s in receiver.spans if attributes(s).get("flashpoint.request_id") == name]

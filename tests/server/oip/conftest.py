@@ -1,4 +1,4 @@
-"""Servers and calls that several test files share."""
+"""Fixtures start servers that several test files share."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""An answer has the outputs that are wanted, in numbers or bytes, compressed where that is accepted."""
+"""An answer has the requested outputs, as numbers or bytes, and is compressed if the client accepts this."""
 
 import pytest
 
@@ -66,7 +66,7 @@ def test_an_answer_is_compressed_where_that_alone_is_accepted(url, coding):
 
 @pytest.mark.parametrize("accepted", ["gzip, deflate, br", "gzip, deflate", "*", "identity", "br", "gzip;q=0"])
 def test_nothing_else_is_compressed(url, accepted):
-    """Clients that always accept every coding do not inflate JSON."""
+    """Other answers are not compressed: some clients accept every coding and yet do not inflate JSON."""
     parameters = {"binary_data_output": True}
     reply = infer(url, "attention", SMALL, headers={"accept-encoding": accepted}, parameters=parameters)
     assert "content-encoding" not in reply.headers
@@ -76,7 +76,7 @@ def test_nothing_else_is_compressed(url, accepted):
 KEY = {"authorization": "Bearer all"}
 
 
-WIDE = {name: torch.zeros(1, 1, 64, 256) for name in "qkv"}  # an answer of slightly over 64 KiB
+WIDE = {name: torch.zeros(1, 1, 64, 256) for name in "qkv"}  # its answer slightly exceeds 64 KiB
 
 
 def test_an_answer_in_numbers_has_a_limit_and_one_in_bytes_has_none(locked):

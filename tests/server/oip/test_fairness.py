@@ -1,4 +1,4 @@
-"""Small inferences are answered between the parts of a large one, and a cancelled one starts no further part."""
+"""Small inferences are answered between the parts of a large one, and a cancelled inference starts no further part."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -31,7 +31,7 @@ def small(held):
 def test_over_grpc(held):
     with held.shut("step") as name:
         large = large_call(held, name)
-        wait_for_parts(held.server, name, 2, large.done)  # which waits at its gate
+        wait_for_parts(held.server, name, 2, large.done)  # the second part waits at its gate
         assert small(held).status == 200
         assert not large.done()
     assert large.result(HANG)
@@ -44,7 +44,7 @@ def test_over_http(held):
     with ThreadPoolExecutor(1) as pool, held.shut("step") as name:
         how = {"headers": {**KEY, "x-request-id": name}, "outputs": [wanted("o", binary_data=True)]}
         large = pool.submit(infer, held.server.url, "attention", tensors, parameters=options, **how)
-        wait_for_parts(held.server, name, 2, large.done)  # which waits at its gate
+        wait_for_parts(held.server, name, 2, large.done)  # the second part waits at its gate
         assert small(held).status == 200
         assert not large.done()
     assert torch.equal(large.result().tensors["o"], torch.ones_like(tensors["q"]))
@@ -55,7 +55,7 @@ def test_over_http(held):
 def test_a_cancelled_call_begins_no_further_part(held):
     with held.shut("step") as name:
         large = large_call(held, name)
-        wait_for_parts(held.server, name, 2, large.done)  # which waits at its gate
+        wait_for_parts(held.server, name, 2, large.done)  # the second part waits at its gate
         large.cancel()
         held.wait_dropped(name)
     held.wait_inside(0)

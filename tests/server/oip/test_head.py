@@ -1,4 +1,4 @@
-"""The head of a request has tensors in numbers or bytes, of any shape, or is refused with what is wrong."""
+"""A request's head may have tensors of any shape as numbers or bytes; the error for an invalid head names its fault."""
 
 import json
 import socket
@@ -42,7 +42,7 @@ def test_inputs_in_numbers_and_in_bytes_may_be_mixed(url, numbers):
 
 
 def test_numbers_that_are_not_finite(url):
-    """Python's json writes them as literals that JSON lacks."""
+    """Infinity is accepted as a string and as the literal that Python's json writes. Answers have the string."""
     mask = torch.zeros(S, S).masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -torch.inf)
     tensors = {**SMALL, "attn_mask": mask}
     head, data = request(tensors, numbers=["attn_mask"], parameters={"binary_data_output": True})
@@ -156,7 +156,7 @@ def test_a_head_before_bytes_has_its_limit(locked):
 
 
 def test_a_request_is_refused_from_its_head(locked):
-    """The answer arrives although the client sends nothing after the head."""
+    """A request is refused from its head: the answer arrives although the client sends nothing more."""
     head, data = request(SMALL, parameters={"casual": True})
     fields = {LENGTH: len(head), "content-length": len(head + data), "host": "there", **KEY}
     text = f"POST {PATH} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in fields.items())

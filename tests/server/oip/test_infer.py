@@ -1,4 +1,4 @@
-"""An inference has the bits, options, keys, limits and deadlines of the other routes."""
+"""An inference has the same bits, options, keys, limits and deadlines as the other routes."""
 
 import json
 

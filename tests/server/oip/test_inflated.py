@@ -1,4 +1,4 @@
-"""A compressed body is read within its limit or refused."""
+"""A compressed body is read if its inflated size is within the limit, and otherwise refused."""
 
 import gzip
 import zlib
@@ -17,7 +17,7 @@ SMALL = problem()
 
 @pytest.mark.parametrize("coding", PACK)
 def test_compressed_requests(url, coding):
-    """The length in the header is that of the JSON before compression."""
+    """Compressed requests work; the header gives the length of the JSON before compression."""
     expected = truth(SMALL)["o"]
     parameters = {"binary_data_output": True}
     near(infer(url, "attention", SMALL, coding=coding, parameters=parameters).tensors["o"], expected, 2e-6)
@@ -59,7 +59,7 @@ LARGE = {name: torch.zeros(1, 1, 512, 256) for name in "qkv"}  # 1.5 MiB
 
 
 def bomb(coding):
-    """Return a head and tensors within the limit, and following bytes that exceed it."""
+    """Return a compressed head and tensors within the limit, followed by bytes that exceed the limit."""
     head, _ = request(LARGE)
     packed = zlib.compressobj(9, wbits=31 if coding == "gzip" else 15)
     return packed.compress(head + bytes(8 * MIB)) + packed.flush(), {LENGTH: len(head), "content-encoding": coding}

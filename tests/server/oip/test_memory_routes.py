@@ -1,4 +1,4 @@
-"""Shared memory is registered by callers on this host: tensors are read from it and written into it."""
+"""Callers on this host register shared memory; the server reads inputs from it and writes outputs into it."""
 
 import contextlib
 import json
@@ -66,7 +66,7 @@ def running(held):
 
 
 def test_a_request_that_runs_keeps_its_region(held):
-    """The region is unregistered during the run: the answer is still written, and then the engine unmaps it."""
+    """If a region is unregistered during a request, the answer is still written. Then the engine unmaps the region."""
     with running(held) as (block, key, path, future, expected):
         assert call(held.server.url, "POST", f"{path}/unregister", b"", **KEY).status == 200
         assert not future.done()
@@ -80,7 +80,7 @@ def test_a_request_that_runs_keeps_its_region(held):
 
 @pytest.mark.slow
 def test_a_client_that_truncates_its_region_costs_an_engine_and_no_more(held):
-    """The server has a new engine at the end, and is otherwise unchanged."""
+    """If a client truncates its region, the engine dies, and a new engine replaces it; nothing else changes."""
     before = held.server.engine_pid
     with running(held) as (_, key, _, future, _):
         os.truncate(f"/dev/shm/{key}", 0)
@@ -123,7 +123,7 @@ def register(server, name, key, offset=0, byte_size=1 << 16):
 
 
 def lying(name, t, region, offset):
-    """Return an input in a region."""
+    """Return an input whose data is in a region."""
     place = {"shared_memory_region": region, "shared_memory_byte_size": t.numel() * t.element_size()}
     return {"name": name, "shape": list(t.shape), "datatype": NAMES[t.dtype],
             "parameters": {**place, "shared_memory_offset": offset}}  # fmt: skip
@@ -235,7 +235,7 @@ def test_a_place_that_is_wrong_is_refused(server, memory, name):
 
 @pytest.mark.parametrize("size", [NBYTES - 4, NBYTES + 4])
 def test_an_inputs_place_has_its_size(server, memory, size):
-    """The place of an output may be larger, as in Triton."""
+    """The memory given for an input must have its exact size; that of an output may be larger, as in Triton."""
     _, key = memory
     assert register(server, "all", key).status == 200
     inputs = [lying(n, t, "all", i * NBYTES) for i, (n, t) in enumerate(problem().items())]

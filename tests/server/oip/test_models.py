@@ -1,4 +1,4 @@
-"""The models have the metadata and the configuration that the protocol demands."""
+"""The models have the metadata and the configuration that the Open Inference Protocol demands."""
 
 import pytest
 

@@ -26,7 +26,7 @@ def test_statistics_count_what_is_served(url):
     assert infer(url, "attention_grad", SMALL).status == 422
 
     def counted():
-        """Return the statistics when they include the last call: a server may count it after it sends the answer."""
+        """Return the statistics once they include the last call, which a server may count after it sends the answer."""
         now = stats()
         both = now["inference_stats"], before["inference_stats"]
         more = [now["fail"]["count"] + now["success"]["count"] for now in both]

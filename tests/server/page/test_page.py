@@ -1,4 +1,4 @@
-"""The page is served with a strict policy and with tags of its version."""
+"""The page is served with a strict Content-Security-Policy and with ETags of its version."""
 
 import re
 

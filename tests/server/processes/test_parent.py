@@ -62,7 +62,7 @@ def test_a_killed_server_leaves_no_process(start_server, ready):
 
 
 def _alive(pid):
-    """Return whether it runs; the new parent of an orphan reaps its zombie."""
+    """Return whether process `pid` runs. A zombie, which the orphan's new parent will reap, does not run."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False

@@ -1,4 +1,4 @@
-"""Child processes are started again after they die, and end when they are told to."""
+"""A child process that dies is started again, and a child that is told to end ends."""
 
 import asyncio
 
@@ -7,11 +7,14 @@ import psutil
 from flashpoint_server.processes import processes
 from flashpoint_server.processes.processes import Child
 
-PATIENCE = 240  # seconds; only ends a hang
+PATIENCE = 240  # seconds; a longer wait is a hang
 
 
 def test_a_child_that_dies_is_started_again_and_ends_when_it_is_told_to(tmp_path, monkeypatch):
-    """The child writes a letter to a file at each start, and stays alive from the third start."""
+    """A child that dies twice is started again.
+
+    At each start it writes a letter to a file; the third one stays alive.
+    """
     module = tmp_path / "dies_twice.py"
     module.write_text(
         "import pathlib, signal, sys\n"

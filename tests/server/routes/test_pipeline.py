@@ -1,4 +1,4 @@
-"""A call to an engine is refused for its headers, its size or its price before it is computed."""
+"""The server refuses a call for its headers, size or price before the engine computes it."""
 
 import pytest
 

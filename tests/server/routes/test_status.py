@@ -1,4 +1,4 @@
-"""The state of the service: /health, /info and /metrics."""
+"""/health, /info and /metrics show the state of the service."""
 
 import pytest
 
@@ -14,7 +14,7 @@ GOOD = small()
 
 
 def test_a_server_lives_before_it_is_ready_and_may_be_stopped_then(start_server, tmp_path):
-    starting = GatedServer(start_server, tmp_path, closed=True).server  # its engine waits before it opens the device
+    starting = GatedServer(start_server, tmp_path, closed=True).server  # the engine waits before it opens the device
     assert starting.get("/health/live") == (200, {"status": "ok"})
     status, overview = starting.get("/health")
     assert (status, overview["live"], overview["ready"]) == (200, True, False)
@@ -35,10 +35,10 @@ def test_info_says_what_it_is(server):
     assert info["backends"] == ["torch", "tiled", "reference"]
     assert info["device"]["name"] == "cpu"
     assert info["versions"]["torch"] == torch.__version__
-    assert "softcap" in info["options"]["torch"]  # from the kernels in C
+    assert "softcap" in info["options"]["torch"]  # the kernels in C support it
     assert "wide_head_dim" in set(info["options"]["tiled"]) - set(info["options"]["torch"])
     assert info["limits"]["body_bytes"] == 1 << 30
-    nothing_inside(server)  # by `load`
+    nothing_inside(server)  # checked by `load` of /info
 
 
 def test_health_in_one_answer(server):

@@ -1,4 +1,4 @@
-"""A backend, or outputs of the caller, are verified: progress, judgements, deadlines and refusals."""
+"""/verify checks a backend or a caller's outputs, reports progress and judgements, and has deadlines and refusals."""
 
 import itertools
 import json
@@ -37,7 +37,7 @@ def test_a_verification_tells_how_far_it_is(client):
 
 
 def test_the_events_of_a_verification_are_asked_for_by_name(server, tensors):
-    """Any other Accept gets JSON; a request refused before it runs has its own status."""
+    """Accept must name the event stream to get events; otherwise the answer is JSON. A refusal has its own status."""
     drawn = json.dumps({"shape": SHAPE}).encode()
     for accept in ("*/*", "text/event-stream;q=0.5, application/json", "text/event-stream;q=0"):
         assert post(server, "/verify", drawn, JSON, accept=accept).headers["content-type"] == JSON, accept
@@ -53,7 +53,7 @@ def test_the_events_of_a_verification_are_asked_for_by_name(server, tensors):
 
 
 def test_a_verification_that_nobody_waits_for_ends_between_two_blocks(gated):
-    """Its client leaves while it runs: its next block does not start, and another verification runs instead."""
+    """If a verification's client leaves, its next block does not start, and another verification runs instead."""
     name = "step-left"
     drawn = json.dumps({"shape": SHAPE}).encode()
     gated.gate("step").unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""A benchmark request names the right cases."""
+"""A benchmark request is expanded into the right cases."""
 
 from flashpoint import BenchmarkRequest
 from flashpoint_kernels.timing import preset

@@ -1,4 +1,4 @@
-"""A benchmark runs beside the requests of an engine, and is cancelled between two slices."""
+"""A benchmark runs in slices between an engine's requests, and can be cancelled between two slices."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from tests.support.servers import wait_for
 
 
 def test_traffic_goes_on_beside_a_benchmark_which_can_be_cancelled(server, client):
-    """Its 1,000 calls of each case would take minutes."""
+    """Requests are answered during a benchmark of minutes (1,000 calls of each case), which is then cancelled."""
     long = {"shapes": [{"batch": 4, "q_heads": 4, "q_len": 1024, "head_dim": 32}] * 3, "max_seconds": 500.0}
     run = client.benchmark(**long, backends=["naive"], relative_precision=1e-9)
     wait_for(lambda: run.job().state == "running", lambda: "it never began")

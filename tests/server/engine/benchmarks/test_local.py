@@ -1,4 +1,4 @@
-"""Local work has the schemas of a server: the kernels' rows, judgements and presets fit the SDK."""
+"""Benchmarks and verifications without a server have a server's schemas: results and presets fit the SDK."""
 
 import dataclasses
 from typing import get_args

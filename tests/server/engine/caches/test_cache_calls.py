@@ -1,4 +1,4 @@
-"""One call is about many caches."""
+"""One call can name 2,000 caches."""
 
 import pytest
 
@@ -7,7 +7,7 @@ pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 from tests.support.caches import bearer, created, posted
 from tests.support.messages import ask, problem
 
-MANY = 2000  # caches: the engine's answer takes several messages
+MANY = 2000  # caches; the engine's answer for these takes several messages
 
 
 @pytest.mark.slow

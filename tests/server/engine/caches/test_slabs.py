@@ -1,4 +1,4 @@
-"""Whole chunks of a layer are adjacent in a slab, and are freed one by one."""
+"""Full chunks of a layer are adjacent in a slab, and are freed one by one."""
 
 import ctypes
 import mmap
@@ -77,7 +77,7 @@ def test_a_cache_that_grows_token_by_token_has_few_runs(store):
     serial = create(store)
     for start in range(0, 12 * CHUNK, 512):
         write(store, serial, 512, seed=start)
-    assert adjacent(track_of(store, serial)) == [4, 4, 4]  # a slab doubles the room
+    assert adjacent(track_of(store, serial)) == [4, 4, 4]  # each new slab doubles the room
     assert MOST_CHUNKS >= 12
 
 
@@ -110,7 +110,7 @@ def test_dropped_chunks_give_their_memory_back_though_others_of_their_slab_stay(
     gone = [track.chunks[place] for place in range(3)]
     write(store, serial, 1)
     assert track.first == 5 * CHUNK
-    assert all(not chunk.k.any() and not chunk.v.any() for chunk in gone)  # the system has given fresh pages
+    assert all(not chunk.k.any() and not chunk.v.any() for chunk in gone)  # freed memory is mapped as zero pages
     assert adjacent(track) == [1, 1]
     used = store._ledger.used
     store.truncate(ALICE, serial, 5 * CHUNK + 1)

@@ -35,7 +35,7 @@ OWNERS = ("alice", "bob")
 
 
 def outcome(call, *arguments, **keywords):
-    """Return (the error code of a call, or None; its return value)."""
+    """Return (error code or None, return value) of a call."""
     try:
         return None, call(*arguments, **keywords)
     except Refusal as refusal:
@@ -62,7 +62,7 @@ class Model:
 
 
 class Stateful(RuleBasedStateMachine):
-    """Run every operation on the store and on the model."""
+    """Run every operation on the store and on the model, and compare them."""
 
     paged = False
 
@@ -74,7 +74,7 @@ class Stateful(RuleBasedStateMachine):
         self.seed = 0
 
     def expected(self, owner, serial):
-        """Return the error code of a call with this cache, or None."""
+        """Return the expected error code of a call with this cache, or None."""
         if serial in self.there and self.there[serial].owner == owner:
             return None
         return "cache_lost" if self.lost.get(serial) == owner else "cache_not_found"
@@ -217,7 +217,7 @@ class Stateful(RuleBasedStateMachine):
 
 
 class PagedStateful(Stateful):
-    """The same with pages as chunks: no two chunks share a page, and all unused pages are free."""
+    """Run `Stateful` with pages as chunks: no two chunks share a page, and all unused pages are free."""
 
     paged = True
 
@@ -252,7 +252,7 @@ def test_forks_share_memory_until_one_writes():
     assert store._ledger.used <= 1.1 * before + 64 * BASE
     copy = store.listed(Terms("alice"))[-1].serial
     store.write(Terms("alice"), [copy], 0, [4 * CHUNK - 1], [tokens(1, 5)])
-    assert store._ledger.used - 64 * BASE == before + CHUNK * TOKEN  # only its last chunk
+    assert store._ledger.used - 64 * BASE == before + CHUNK * TOKEN  # only the last chunk is copied
     assert not np.array_equal(read(store, "alice", copy, 0)[1], read(store, "alice", serial, 0)[1])
 
 
@@ -263,10 +263,10 @@ def test_a_fork_counts_the_memory_of_the_caches_that_it_deletes():
     store.write(Terms("alice"), [one, two], 0, None, [tokens(CHUNK), tokens(CHUNK, 1)])
     assert store._ledger.used == store._ledger.limit
     refused("cache_memory", store.fork, Terms("alice"), [one], None, [])
-    refused("cache_memory", store.fork, Terms("alice"), [one, two], None, [empty])  # one base size too many
+    refused("cache_memory", store.fork, Terms("alice"), [one, two], None, [empty])  # exceeds the limit by one `BASE`
     (copy,) = [record.serial for record in store.fork(Terms("alice"), [one], None, [empty, empty])]
-    refused("cache_memory", store.fork, Terms("alice"), [one] * 3, None, [one, copy])  # the forks hold its chunk
-    made = store.fork(Terms("alice"), [one] * 3, None, [two, two])  # its chunk has room for two more
+    refused("cache_memory", store.fork, Terms("alice"), [one] * 3, None, [one, copy])  # the forks keep the chunk
+    made = store.fork(Terms("alice"), [one] * 3, None, [two, two])  # `two` makes room for two forks
     assert store._ledger.used == chunk + 5 * BASE
     for record in made:
         np.testing.assert_array_equal(read(store, "alice", record.serial, 0)[1], read(store, "alice", one, 0)[1])
@@ -293,7 +293,7 @@ def test_a_late_copy_of_a_write_is_refused_and_the_last_one_repeats():
     refused("cache_stale", write, "a", 1)
     for n in range(64):
         write(f"k{n}", n)
-    assert write("a", 1) == [67]  # 64 keys are remembered
+    assert write("a", 1) == [67]  # the store remembers 64 idempotency keys
 
 
 def test_creations_and_forks_repeat_their_first_answer():

@@ -1,4 +1,4 @@
-"""The torch side of the engine reads and writes shared memory, and classifies errors."""
+"""`TorchDevice` reads and writes shared memory, and classifies errors."""
 
 import mmap
 import os
@@ -71,7 +71,10 @@ def test_answers_are_written_where_they_are_wanted(device):
 
 
 def test_every_byte_of_a_bool_but_0_is_true(device):
-    """A caller may send any byte, but a bool that is neither 0 nor 1 is undefined behaviour in compiled code."""
+    """A byte of a bool other than 0 is read as true.
+
+    In compiled code, bytes other than 0 and 1 are undefined behaviour.
+    """
     q, v = np.zeros((1, 8), np.float32), np.arange(32, dtype=np.float32).reshape(4, 8)
     mask = np.array([[0, 1, 2, 255]], np.uint8).view(bool)
     job = submit({"q": q, "k": np.zeros_like(v), "v": v, "attn_mask": mask}, {"o": (1, 8)})
@@ -90,7 +93,7 @@ def test_index_tensors_that_do_not_fit_are_422(device):
 
 
 class Gpu(TorchDevice):
-    """A device that handles errors as a GPU does: `works` replaces CUDA's answer."""
+    """A device that handles errors as a GPU does; `works` replaces the check whether CUDA works."""
 
     def __init__(self, works):
         super().__init__(DeviceInfo("cuda:0", "none", 0, ("triton",), 1.0))
@@ -113,7 +116,10 @@ class Gpu(TorchDevice):
     ],
 )
 def test_a_device_is_lost_only_where_nothing_works_any_more(error_text, works, kind, device, monkeypatch):
-    """The device itself is checked: CUDA may refuse one call with the same words, and the engine goes on."""
+    """After an error, the device is lost only if a check of it fails.
+
+    CUDA may refuse one call with the same error text.
+    """
 
     def fail(*_):
         raise RuntimeError(error_text)
@@ -147,15 +153,18 @@ assert device.compile(job) is None
 
 @pytest.mark.slow
 def test_kernels_are_compiled_for_a_job_whose_tensors_nobody_reads(tmp_path):
-    """They need no tensor memory: a request that waits for its kernels copies nothing to the GPU."""
+    """Kernels are compiled without the job's tensors: a request that waits for kernels copies nothing to the GPU."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", COMPILE]
     subprocess.run(command, check=True, cwd=ROOT, env=environment | {"TRITON_CACHE_DIR": str(tmp_path)})
 
 
 def test_a_cuda_build_of_torch_that_finds_no_gpu_says_so(monkeypatch):
-    """This holds only for `auto`; `cpu` is no error. tests/docker/test_gpu_image.py tests the real build."""
-    assert TorchDevice.open("auto").info.no_gpu == ""  # a build for the CPU, or a GPU
+    """With `auto`, a CUDA build of torch without a GPU gets a message; with `cpu` it gets none.
+
+    tests/docker/test_gpu_image.py tests the real build.
+    """
+    assert TorchDevice.open("auto").info.no_gpu == ""  # this torch is built for the CPU, or has a GPU
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     reason = TorchDevice.open("auto").info.no_gpu

@@ -1,4 +1,4 @@
-"""Batches are right and survive faults on demand, with real processes and interpreted Triton kernels."""
+"""Batches are right and survive injected faults, with real processes and interpreted Triton kernels."""
 
 import concurrent.futures
 import contextlib
@@ -74,7 +74,7 @@ def test_eight_mixed_requests_run_in_one_launch_and_each_has_the_bits_it_has_alo
 
 
 def test_the_triton_kernels_agree_with_the_reference(gated):
-    """They are interpreted on the CPU; test_http_exact.py compares them with float64 in more cases."""
+    """Interpreted on the CPU, they agree; test_http_exact.py compares them with float64 in more cases."""
     tensors = {"q": normal(1, 4, 37, 16, seed=1), "k": normal(1, 2, 53, 16, seed=2), "v": normal(1, 2, 53, 16, seed=3)}
     for path, sent in (("/attention", tensors), ("/attention/grad", {**tensors, "do": normal(1, 4, 37, 16, seed=4)})):
         actual, expected = (
@@ -88,7 +88,7 @@ def test_the_triton_kernels_agree_with_the_reference(gated):
 def test_who_leaves_or_is_late_is_not_in_the_batch_and_its_mates_are(gated, pool):
     expected = post(gated.server, "/attention", forward(1)).body
     with gated.busy(pool, HELD):
-        # With the blocked and the late request, these are as many as the server admits at any pace.
+        # With the blocked and the late request these are FEW, which the server admits at any measured speed.
         mates = [gated.post(pool, "stays", forward(1)) for _ in range(FEW - 2)]
         late = gated.post(pool, "late", forward(1), x_timeout_ms=50)
         problem(late.result(), 504, "deadline_exceeded")
@@ -127,7 +127,7 @@ def test_who_leaves_a_running_batch_costs_its_mates_nothing(gated, pool):
 
 
 def test_sequences_that_meet_nobody_are_answered(gated):
-    """No packed query has a key: there are no pairs, and padding would need extreme memory."""
+    """Packed sequences whose queries have no keys are answered. Padding them would need extreme memory."""
     q = torch.zeros(16384, 1, 64, dtype=torch.float16)
     ends = {"cu_seqlens_q": torch.tensor([0, 16384, 16384]), "cu_seqlens_k": torch.tensor([0, 0, 16384])}
     answer = post(gated.server, "/attention", message({"q": q, "k": q, "v": q, **ends}, layout="thd", backend="torch"))
@@ -156,7 +156,7 @@ CULPRITS = [
 
 @pytest.mark.parametrize(("name", "status", "code"), CULPRITS)
 def test_the_culprit_alone_pays(gated, pool, name, status, code):
-    """If one request of a batch finds no memory, the batch is halved and retried, and only that one is refused."""
+    """If one request of a batch fails, the batch is halved and retried; only a request that fails again is refused."""
     expected = [post(gated.server, "/attention", forward(seed)).body for seed in range(4)]
     splits = read_metrics(gated.server)["flashpoint_out_of_memory_splits_total"]
     with gated.busy(pool, HELD):
@@ -175,7 +175,7 @@ def test_the_culprit_alone_pays(gated, pool, name, status, code):
 
 def test_only_those_wait_whose_kernel_is_being_compiled(gated, pool):
     narrow = {name: normal(1, 1, 3, 8, seed=seed) for seed, name in enumerate("qkv")}
-    late = message(narrow, backend="triton", window=[1, 1])  # no other test here has this launch key
+    late = message(narrow, backend="triton", window=[1, 1])  # no other test in this file has this launch key
     waiting = [gated.post(pool, "late", late) for _ in range(2)]
     with gated.client(late) as left:
         pass
@@ -188,11 +188,14 @@ def test_only_those_wait_whose_kernel_is_being_compiled(gated, pool):
 
 
 def test_what_fails_on_its_way_into_the_queue_fails_alone(gated):
-    """It fails before the compute, at the look-up of its kernels; its HTTP process stays connected to the engine."""
+    """A request fails before it is queued, at the look-up of its kernels.
+
+    Its HTTP process stays connected to the engine.
+    """
     engine, line_count, t = gated.server.engine_pid, len(gated.server.lines), normal(5, 2, 24)
     unfit = message({name: normal(1, 1, 4, 40) for name in "qkv"}, backend="triton")
     problem(post(gated.server, "/attention", unfit, x_request_id="unfit-1"), 500, "internal_error")
-    ends = torch.tensor([0, 9, 5], dtype=torch.int32)  # they decrease
+    ends = torch.tensor([0, 9, 5], dtype=torch.int32)  # a decrease is invalid
     ragged = {"q": t, "k": t, "v": t, "cu_seqlens_q": ends, "cu_seqlens_k": ends}
     body = message(ragged, layout="thd", backend="triton")
     document = problem(post(gated.server, "/attention", body, x_request_id="late-ends"), 422, "invalid_request")
@@ -239,7 +242,7 @@ def flops(tensors):
 def test_a_full_queue_and_sigterm_under_load_lose_no_answer(mortal, pool):
     """A queue full by count, bytes or FLOPs answers all admitted requests, also when the server stops.
 
-    With this delay and budget a launch starts with two requests, or with one of the same total size.
+    With the configured delay and budget, a launch starts with two requests, or with one of their total size.
     """
     queue = {"queue_limit": 17, "queue_bytes": 128 << 10, "queue_flops": 1 << 20}
     batch = {"max_queue_delay": 60, "batch_flops": 2 * flops(forward_tensors(1))}
@@ -282,7 +285,7 @@ def test_a_full_queue_and_sigterm_under_load_lose_no_answer(mortal, pool):
 
 @pytest.mark.slow
 def test_an_engine_killed_in_the_middle_of_a_batch_with_32_waiting(gated, pool):
-    """The running launch is refused; the other requests wait for the next engine and are answered."""
+    """If the engine is killed, the running launch is refused, and the next engine answers the other requests."""
     server, engine = gated.server, gated.server.engine_pid
     restarts = read_metrics(server)["flashpoint_engine_restarts_total"]
     expected = [post(server, "/attention", forward(seed)).body for seed in range(4)]
@@ -312,15 +315,16 @@ def test_a_lost_device_and_a_hang_end_the_engine_and_nothing_else(request, morta
     wait_for(lambda: not psutil.pid_exists(engine), lambda: "the engine that lost its device goes on")
     server.wait_ready()
     assert server.engine_pid != engine
-    if name == "gone":  # a short timeout would take a launch on a busy machine for a hang
+    if name == "gone":  # with a short timeout, a slow launch on a busy machine would look like a hang
         assert post(server, "/attention", forward(1)).status == 200
 
 
 @pytest.mark.slow
 def test_an_engine_is_started_again_with_too_little_memory_and_not_with_another_device(mortal, tmp_path):
-    """With another device, `--device auto` would serve from the CPU and hide the loss of the GPU.
+    """The engine restarts after a lack of memory, but not on another device.
 
-    A lone request is computed after its delay.
+    Otherwise `--device auto` would serve from the CPU and hide the loss of the GPU. A lone request is computed after
+    its delay.
     """
     (tmp_path / "open.short").touch()
     faulty = mortal(max_queue_delay=0.2)

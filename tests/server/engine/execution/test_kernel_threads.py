@@ -1,4 +1,4 @@
-"""Kernel threads make the caller wait, return errors to it, and keep nothing alive."""
+"""A call on kernel threads blocks its caller, raises errors there, and keeps no tensors alive."""
 
 import threading
 import weakref
@@ -50,7 +50,7 @@ def test_the_caller_gets_the_error_and_the_thread_goes_on(count):
 
 
 def test_a_call_is_not_kept_alive():
-    """A call's tensors are memory of a cache, which a later call may free."""
+    """Threads keep no reference to a finished call: its tensors are cache memory, which a later call may free."""
 
     class Held:
         def run(self):

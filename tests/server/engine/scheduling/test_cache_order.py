@@ -1,6 +1,6 @@
-"""Calls on KV caches end correctly when deadlines pass, clients leave, caches expire, keys go, or servers stop.
+"""Calls on KV caches end correctly if deadlines pass, clients leave, caches expire, keys are revoked, or servers stop.
 
-The engine waits on demand (tests/support/faulty): a call named gate-… writes its tokens and waits until the gate opens.
+A call named gate-… writes its tokens and waits in the engine until the test opens the gate (tests/support/faulty).
 """
 
 import concurrent.futures
@@ -17,7 +17,7 @@ from tests.support.messages import JSON, ask, message, normal, post, problem
 from tests.support.servers import wait_for
 from tests.support.sockets import send
 
-pytestmark = pytest.mark.slow  # a separate server
+pytestmark = pytest.mark.slow  # starts a separate server
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_a_call_that_runs_beyond_its_deadline_has_written_all(slow, pool, one):
     slow.gate("gate").unlink(missing_ok=True)
     with contextlib.ExitStack() as inside:
         inside.callback(slow.gate("gate").touch)
-        for patience in (500, 2000, 8000, 32000, 128000):  # milliseconds until it must have started
+        for patience in (500, 2000, 8000, 32000, 128000):  # milliseconds in which the call must start
             running = slow.post(pool, "gate", writing(one, 2), x_timeout_ms=patience)
             wait_for(lambda call=running: slow.begun(call.name) or call.done(), lambda: "it neither runs nor ends")
             problem(running.result(), 504, "deadline_exceeded")
@@ -130,7 +130,7 @@ def test_calls_on_one_cache_keep_their_order_whatever_their_priority(slow, pool,
         high = slow.post(pool, "high", writing(one, 4), x_priority=9)
         cut = slow.post(pool, "cut", json.dumps({"length": 5}).encode(), f"/caches/{one}/truncate", media=JSON)
         elsewhere = slow.post(pool, "other", written(1), f"/caches/{other}/append")
-        assert elsewhere.result().json == {"length": 1}  # calls on other caches do not wait
+        assert elsewhere.result().json == {"length": 1}  # a call on another cache does not wait
         assert not any(call.done() for call in (low, high, cut))
     assert [lengths(call.result()) for call in (running, low, high)] == [[2], [3], [7]]
     assert cut.result().json["lengths"] == [5]

@@ -39,7 +39,10 @@ SHORT, LONG = 0.001, 1.0  # predicted seconds of a request
 
 
 class Resources:
-    """Two cores; each sequence is a part. The `kin` of a call over a cache is its cache's number."""
+    """A device with two cores on which each sequence is a part.
+
+    The `kin` of a call over a cache is the cache's number.
+    """
 
     is_cpu = True
     cores = 2
@@ -84,7 +87,7 @@ class Plugin:
 
 
 class Bench:
-    """A scheduler and its answers."""
+    """A scheduler that records its answers."""
 
     def __init__(self, plugins=()):
         self.device = Resources()
@@ -139,7 +142,7 @@ def test_cores_share_the_parts_of_a_request_and_its_last_part_answers_it(bench):
     number = bench.admit(sequences=3, seconds=3 * LONG)
     first, second = bench.take(), bench.take()
     assert bench.scheduler.take() is None  # both cores are taken
-    assert bench.peer.running == 3  # two parts and their request
+    assert bench.peer.running == 3  # two parts and the request itself
     bench.finish(first)
     third = bench.take()
     bench.finish(second)
@@ -149,7 +152,7 @@ def test_cores_share_the_parts_of_a_request_and_its_last_part_answers_it(bench):
 
 
 def test_the_last_parts_of_a_long_request_are_not_passed_by_a_longer_one(bench):
-    """They arrive at once, ranked by seconds: the first had 4 and has 1 left; the second has 2."""
+    """A request of 4 seconds with 1 second left runs before a request of 2 seconds that arrived at the same time."""
     first = bench.admit(sequences=4, seconds=4 * LONG, rank=PASSED * 4 * LONG)
     began = [bench.take(), bench.take()]
     bench.finish(*began)
@@ -182,7 +185,7 @@ def test_one_short_part_more_runs_than_there_are_cores(bench):
 
 
 def test_short_parts_do_not_pass_a_long_one_for_ever(bench):
-    """The long part is first in the queue and needs a core: no short part takes the extra lane before it."""
+    """If a long part is first in the queue and needs a core, no short part uses the extra lane before it."""
     for _ in range(3):
         bench.admit(rank=0.0)
     tasks = [bench.take() for _ in range(3)]
@@ -205,13 +208,13 @@ def test_a_request_that_is_cancelled_ends_between_two_parts(bench):
     running = bench.take()
     bench.scheduler.cancel(bench.peer, number)
     assert bench.scheduler.take() is None
-    assert bench.answered == []  # a running part writes to its memory
+    assert bench.answered == []  # a running part still writes to the request's memory
     bench.finish(running)
     assert bench.answered == [(number, "deadline_exceeded")]
 
 
 def test_a_verification_that_runs_is_told_that_nobody_waits(bench):
-    """The executor checks `failure` between blocks."""
+    """Cancelling a running verification sets `failure`, which the executor checks between blocks."""
     cancelled, gone = [
         Submit(next(NUMBERS), "r", VerifyCall(b"{}"), 0, [], [], 0, 1, LONG, 0.0, None) for _ in range(2)
     ]  # fmt: skip
@@ -251,7 +254,7 @@ def test_many_sequences_are_cut_in_a_task_of_its_own(bench):
         cut.group.add(cut.requests[0].cut(bench.device.parts))
     none, first = bench.finish(*cuts)
     assert (none, bench.answered) == (None, [(cancelled, "deadline_exceeded")])
-    assert isinstance(first, Compute)  # the request continues at once
+    assert isinstance(first, Compute)  # the request's next part runs at once
     assert (first.requests[0].submit.id, bench.peer.running) == (number, 2)
 
 
@@ -289,7 +292,7 @@ def test_the_requests_of_a_process_that_is_gone_are_dropped(bench):
 
 
 class Calls(Bench):
-    """A scheduler of calls from two HTTP processes, each call over a separate cache."""
+    """A scheduler with calls from two HTTP processes, each call over a separate cache."""
 
     def __init__(self):
         super().__init__()
@@ -347,7 +350,7 @@ def test_a_call_that_ends_early_does_not_end_those_that_were_cut_with_it(ends):
         bench.scheduler.cancel(bench.peer, first)
     elif ends == "gone":
         bench.scheduler.forget(bench.peer)
-        assert bench.peer.running > 0  # the parts still compute in its memory
+        assert bench.peer.running > 0  # the parts still write to the request's memory
     else:
         cut.requests[0].submit = replace(cut.requests[0].submit, deadline=0.0)
     bench.finish(part, bench.take())
@@ -369,7 +372,7 @@ def test_parts_for_calls_that_have_all_ended_early_are_dropped():
 
 
 def test_calls_on_a_cache_of_a_process_that_is_gone_are_dropped_once():
-    """The second call waits for the first, and a call of another process waits for both."""
+    """If a process ends, its waiting calls on caches are dropped once, and a call of another process runs."""
     bench, ledger = Bench(), Ledger(1 << 20)
     bench.scheduler = Scheduler(bench.device, Budget(1 << 60, 1 << 60, 0.0), bench.answer, bench.wake, holder=ledger)
     terms, store = Terms("alice"), CacheStore(ledger, ttl=60.0)
@@ -406,7 +409,7 @@ def test_a_slice_of_a_plugin_runs_alone(monkeypatch):
     assert (part.requests[0].submit.id, bench.woken) == (number, 1)
     plugin.wanted = True
     bench.admit()
-    assert bench.scheduler.take() is None  # postponed, so that the slice soon runs alone
+    assert bench.scheduler.take() is None  # the part is postponed, so that the slice soon runs alone
     monkeypatch.setattr(module, "HOLD_SECONDS", 0.0)
-    bench.take()  # the running parts take too long to wait for
+    bench.take()  # running parts take longer than HOLD_SECONDS, so the part runs
     assert plugin.calls == ["begin", "postpone"]

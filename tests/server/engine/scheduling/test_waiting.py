@@ -70,7 +70,7 @@ def test_a_batch_waits_for_others_until_its_oldest_has_waited_or_it_is_full():
     assert (queue.take(11.9, groups=True), queue.closes()) == ([], 12.0)
     queue.put(second)
     assert (queue.take(11.9, groups=True), queue.closes()) == ([], 12.0)
-    queue.put(third := Item(5.0, arrived=11.5, flops=5))  # one too many: the batch is full without it
+    queue.put(third := Item(5.0, arrived=11.5, flops=5))  # the batch is full without this one
     assert queue.take(11.9, groups=True) == [second, first]
     assert queue.closes() == 13.5
     assert queue.take(13.5, groups=True) == [third]

@@ -1,4 +1,4 @@
-"""The ledger holds owners to their quotas and to the limit, and knows what has expired for an hour."""
+"""The ledger enforces quotas of owners and the total limit, and remembers expired entries for an hour."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def test_an_owner_is_held_to_a_quota_and_all_to_the_limit():
     small = Terms("alice", 2 * CHUNK * TOKEN)
     refused("key_limit", store.write, small, [serial], 0, None, [tokens(2 * CHUNK)])
     store.write(small, [serial], 0, None, [tokens(CHUNK)])
-    refused("key_limit", store.fork, small, [serial], None, [])  # shared memory counts in full
+    refused("key_limit", store.fork, small, [serial], None, [])  # memory shared with the source counts in full
     (other,) = create(store, "bob")
     refused("cache_memory", store.write, Terms("bob"), [other], 0, None, [tokens(7 * CHUNK)])
     refused("work_too_large", store.write, Terms("bob"), [other], 0, None, [tokens(9 * CHUNK)])

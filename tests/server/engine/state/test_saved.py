@@ -1,4 +1,4 @@
-"""The store of saved forwards, with caches in the same ledger, behaves like a model."""
+"""The store of saved forwards, with caches in the same ledger, behaves like a simple model in the test."""
 
 import pytest
 
@@ -44,7 +44,7 @@ def code(call, *given):
 
 
 class Holding(RuleBasedStateMachine):
-    """Forwards are reserved, kept or dropped, used and deleted, while caches use the same memory."""
+    """Reserve, keep, drop, use and delete saved forwards in any order, while caches use the same memory."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A server with gRPC, and its caller."""
+"""Fixtures start a server with gRPC, and a client for it."""
 
 import pytest
 

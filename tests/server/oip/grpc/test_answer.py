@@ -1,4 +1,4 @@
-"""An answer has its tensors as bytes or as numbers."""
+"""A gRPC answer has tensors as bytes or as numbers."""
 
 import pytest
 

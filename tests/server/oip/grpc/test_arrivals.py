@@ -1,4 +1,4 @@
-"""By gRPC's memory limit, a call with a message of unknown length reads, waits or yields."""
+"""Under gRPC's memory limit, a call whose message has an unknown length reads, waits or is ended for another call."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ LARGEST = 16 * MIB
 
 
 class Calls:
-    """Calls of one server, whose largest message is 16 MiB, on a clock that the test advances."""
+    """Simulated calls of one server with messages up to 16 MiB; the test advances the clock."""
 
     def __init__(self, monkeypatch, *, locked, messages, **settings):
         self.now = 1000.0
@@ -46,7 +46,7 @@ class Calls:
             await asyncio.sleep(0)
 
     async def turn(self, seconds, call):
-        """Advance the clock, and let waiting calls notice it, by a poll or because another call ends."""
+        """Advance the clock and give waiting calls their turns; then wait until `call` ends, at most 60 s."""
         self.now += seconds
         self.memory._give_turns()
         with contextlib.suppress(TimeoutError):
@@ -106,7 +106,10 @@ def test_a_large_message_makes_way_for_one_that_may_be_small_and_the_oldest_only
 
 
 def test_a_key_has_half_of_the_memory_at_most(monkeypatch):
-    """One key's silent calls have half; another key reads at once, and so does a call that has no key yet."""
+    """Silent calls of one key get at most half of the memory.
+
+    Calls of another key or without a key yet read at once.
+    """
 
     async def run():
         calls = Calls(monkeypatch, locked=True, messages=4)
@@ -121,7 +124,7 @@ def test_a_key_has_half_of_the_memory_at_most(monkeypatch):
 
 
 async def two_that_hold_all(calls):
-    """Start calls that leave no room, and deliver their messages."""
+    """Start two calls that take all memory, and deliver their messages."""
     pair = await calls.begin(), await calls.begin()
     for call in pair:
         call.message.set_result(bytes(LARGEST))
@@ -144,7 +147,7 @@ def test_no_more_calls_are_awaited_than_the_queue_admits(monkeypatch):
         with pytest.raises(Refusal, match="this call needs 1 more"):
             first.hold.add(1)
         second.hold.release()
-        first.hold.add(3 * LARGEST)  # a call that is alone finds room for an answer of any size
+        first.hold.add(3 * LARGEST)  # a call that is alone gets room for an answer of any size
 
     asyncio.run(run())
 
@@ -164,5 +167,5 @@ def test_a_call_waits_for_a_while(monkeypatch):
 
 
 async def _until(condition):
-    while not condition():  # noqa: ASYNC110  # a thread gives memory back first
+    while not condition():  # noqa: ASYNC110  # a thread must first give memory back
         await asyncio.sleep(0.001)

@@ -1,4 +1,4 @@
-"""ModelInfer has the bits of HTTP and shares its queue, and is refused before its message is read."""
+"""ModelInfer gives the same bits as HTTP, shares HTTP's queue, and is refused before its message is read."""
 
 import contextlib
 import re
@@ -78,7 +78,7 @@ def test_tensors_in_shared_memory_never_move(server, caller):
         assert bytes(block.buf[3 * size :]) == expected["o"]
         with refused("INVALID_ARGUMENT", f"must be {size} bytes for this shape and datatype, not 8"):
             caller.infer(request(SMALL, inputs=inputs | {"q": places[0] | {"shared_memory_byte_size": 8}}))
-        del inputs["k"]  # the message has it
+        del inputs["k"]  # k is in the message
         alone = caller.infer(request(SMALL, inputs=inputs, outputs=["o"], wanted={"o": places[3]}))
         assert not alone.message.raw_output_contents
         caller.ask("SystemSharedMemoryUnregister", name="mine")
@@ -86,7 +86,7 @@ def test_tensors_in_shared_memory_never_move(server, caller):
             caller.infer(request(SMALL, inputs=inputs))
         with refused("NOT_FOUND", "mine"):
             caller.ask("SystemSharedMemoryStatus", name="mine")
-        caller.ask("SystemSharedMemoryUnregister", name="mine")  # a repeat has no effect
+        caller.ask("SystemSharedMemoryUnregister", name="mine")  # a second unregistration has no effect
         with refused("INVALID_ARGUMENT", "name"):
             caller.ask("SystemSharedMemoryRegister", name="a/b", key=f"/{key}", byte_size=1)
     finally:
@@ -108,7 +108,7 @@ def test_a_cancelled_call_and_a_late_one_are_not_in_the_batch_and_the_others_are
     held.wait_inside(0)
     before = held.metrics()
     with held.busy() as first:
-        # With the gated call and the late one these are FEW, which admission accepts at any measured pace.
+        # With the gated and the late call these are FEW, which the server admits at any measured speed.
         mates = [held.queue("stays") for _ in range(FEW - 2)]
         leaver = held.queue("leaves")
         leaver.cancel()
@@ -177,7 +177,7 @@ def test_a_call_without_a_key_or_its_right_is_refused_before_its_message_is_read
 
 @contextlib.contextmanager
 def unsent_message(held, metadata):
-    """Start a silent call, and return it after the server has ended it."""
+    """Start a call that sends no message, and return it after the server has ended it."""
     with silent_call(held.caller, metadata) as call:
         assert call.exception(HANG) is not None
         yield call

@@ -25,14 +25,14 @@ CLIENTS = 10
 
 
 def tensors(nbytes):
-    """Return a request of `nbytes`, nearly all of them keys and values, which is computed quickly."""
+    """Return a request of `nbytes`, nearly all in k and v, that is computed quickly."""
     one = np.ones((1, 1, 1, 64), np.float32)
     keys = np.ones((1, 1, nbytes // (2 * one.nbytes), 64), np.float32)
     return {"q": one, "k": keys, "v": keys}
 
 
 def over_grpc(server, nbytes):
-    """Return a function that calls on a new connection and returns the name of the status."""
+    """Return a function that sends a call on a new connection and returns the name of its status."""
     request = protos.message("inference.ModelInferRequest")(model_name="attention")
     for name, t in tensors(nbytes).items():
         request.inputs.add(name=name, datatype="FP32", shape=t.shape)
@@ -60,7 +60,7 @@ def over_http(server, nbytes):
     def call():
         try:
             return status.get(post(server, "/attention", body).status)
-        except (ConnectionResetError, BrokenPipeError):  # while it sent
+        except (ConnectionResetError, BrokenPipeError):  # the server reset the connection while the client sent
             return "RESET"
 
     return call
@@ -89,13 +89,13 @@ class Watched:
 
 
 def private(process):
-    """Return the private bytes of a process."""
+    """Return the size of a process's private memory in bytes."""
     memory = process.memory_info()
     return memory.rss - memory.shared
 
 
 def of_all(server):
-    """Return the bytes of all its processes; shared bytes (staging, files) count once, at the process with the most."""
+    """Return the memory of all the server's processes in bytes, where shared memory counts once."""
     private_bytes, shared = 0, 0
     for process in (family := psutil.Process(server.pid)), *family.children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -105,7 +105,7 @@ def of_all(server):
 
 @pytest.mark.slow
 def test_messages_that_wait_and_messages_that_were_read_hold_no_more_than_the_limit(start_server):
-    """Four calls of 9 MiB may be read at once; the messages of the others stay with their senders."""
+    """The limit lets the server read four calls of 9 MiB at once; messages of other calls stay with their senders."""
     server = start_server(grpc_port=0, grpc_bytes=64 * MIB, body_limit=10 * MIB, staging_bytes=64 * MIB)
     call = over_grpc(server, 9 * MIB)
     assert call() == "OK"
@@ -115,7 +115,7 @@ def test_messages_that_wait_and_messages_that_were_read_hold_no_more_than_the_li
         statuses = Counter(pool.map(lambda _: call(), range(6 * CLIENTS)))
     assert set(statuses) <= {"OK", "RESOURCE_EXHAUSTED"}
     assert statuses["OK"]
-    others = 32 + 3 * CLIENTS  # heaps, and up to 1 MiB per connection; without the limit: 280 MiB in all
+    others = 32 + 3 * CLIENTS  # MiB: heaps, and up to 1 per connection; without the limit: 280 in all
     assert watched.bytes - idle <= (64 + others) * MIB, statuses
     assert call() == "OK"
 

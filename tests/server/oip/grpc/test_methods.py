@@ -1,4 +1,4 @@
-"""The other methods answer as the paths under /v2."""
+"""The gRPC methods other than ModelInfer answer like the paths under /v2."""
 
 import pytest
 
@@ -12,7 +12,7 @@ from tests.support.oip.grpc_calls import HANG, METHOD, refused, request
 
 
 def test_cuda_shared_memory_is_off(caller):
-    """Triton's clients unregister it first."""
+    """CUDA shared memory is off, but calls to unregister it, which Triton's clients send first, succeed."""
     caller.ask("CudaSharedMemoryUnregister")
     caller.ask("CudaSharedMemoryUnregister", name="any")
     assert not caller.ask("CudaSharedMemoryStatus").regions
@@ -23,7 +23,7 @@ def test_a_call_without_a_message_and_one_that_is_not_served_are_refused(caller)
         caller.channel.stream_unary(METHOD)(iter(()), timeout=HANG)
     with refused("UNIMPLEMENTED"):
         caller.method("ModelStreamInfer")(b"", timeout=HANG)
-    with refused("UNIMPLEMENTED"):  # a compressed message has an unknown size
+    with refused("UNIMPLEMENTED"):  # a compressed message is refused, because its size is unknown
         caller.infer(request({name: torch.ones(64, 64) for name in "qkv"}), compression=grpc.Compression.Gzip)
     with refused("NOT_FOUND", "nothing"):
         caller.ask("ModelReady", name="nothing")

@@ -1,4 +1,4 @@
-"""The gRPC port gives the answers and statuses of the application, and is shared by workers."""
+"""The gRPC port, shared by workers, gives the answers and statuses of the application."""
 
 import asyncio
 import contextlib
@@ -73,7 +73,10 @@ def test_a_call_has_its_line_in_the_log_and_its_place_in_the_metrics(server, cal
 
 
 def test_a_refusal_of_a_call_that_is_over_is_a_cancellation_and_no_error():
-    """gRPC raises InternalError when it aborts a call whose client has left, and logs errors that a method raises."""
+    """If gRPC raises InternalError for a call whose client has left, the method ends as cancelled.
+
+    gRPC would log any other error that a method raises.
+    """
 
     class Gone:
         async def abort(self, code, details, metadata):
@@ -85,7 +88,7 @@ def test_a_refusal_of_a_call_that_is_over_is_a_cancellation_and_no_error():
 
 @pytest.mark.slow
 def test_calls_whose_deadlines_pass_during_the_refusal_are_no_errors_in_the_log(server, caller):
-    """The deadlines are near the duration of a refusal; each call may end either way."""
+    """The log has no errors if deadlines pass during refusals. Each call may end by its deadline or by the refusal."""
     method, before = caller.channel.unary_unary(METHOD), len(server.lines)
     for _ in range(20):
         calls = [method.future(b"\xff", timeout=0.002 + 0.0005 * step) for step in range(50)]
@@ -113,11 +116,11 @@ def test_a_grpc_port_that_is_taken_ends_the_server(server):
 
 @pytest.mark.slow
 def test_silent_calls_make_way(private_server):
-    """A silent call loses its place to a later one, and a stopping server answers all admitted calls."""
+    """A call without a message loses its place to a later call, and a stopping server answers all admitted calls."""
     private_server = private_server(queue_limit=2, body_timeout=0.5)
 
     def answered():
-        """Return False while the server has both silent calls and neither counts as slow."""
+        """Send a call. Return False while the server refuses it, because neither silent call counts as slow yet."""
         try:
             return bool(private_server.caller.infer(private_server.question).bits)
         except grpc.RpcError as error:
@@ -125,7 +128,7 @@ def test_silent_calls_make_way(private_server):
                 raise
             return False
 
-    with silent_call(private_server.caller, method=f"/{HEALTH}/Check") as probe:  # it needs no key
+    with silent_call(private_server.caller, method=f"/{HEALTH}/Check") as probe:  # a health check needs no key
         assert probe.exception(HANG).code() is grpc.StatusCode.DEADLINE_EXCEEDED
     with silent_call(private_server.caller) as first, silent_call(private_server.caller) as second:
         calls = (first, second)
@@ -135,7 +138,7 @@ def test_silent_calls_make_way(private_server):
         assert "too slowly" in gone.details()
 
     def drains():
-        """Return False while the server is ready, or after it took this call's message for a slow one."""
+        """Return False while the server is ready, or if it ended this call as too slow."""
         try:
             return not private_server.caller.ask("ServerReady").ready
         except grpc.RpcError as error:

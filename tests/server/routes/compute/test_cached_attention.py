@@ -1,4 +1,4 @@
-"""Attention over caches equals attention over their tensors, and is refused with the name of the field."""
+"""Attention over caches equals attention over their tensors; the error for a wrong request names the field."""
 
 import concurrent.futures
 import json
@@ -83,7 +83,7 @@ def test_8_bit_caches_take_and_give_the_dtype_of_q(cache_server, dtype):
     for name, t in (("k", k), ("v", v)):
         values, scale = quantize(torch.cat((t[:, :, :1000].half().float(), t[:, :, 1000:1002]), 2), dtype)
         stands |= {name: values, f"{name}_scale": scale}
-    for options in ({"causal": True}, {"softcap": 5.0, "causal": True}):  # read in chunks, and as pages
+    for options in ({"causal": True}, {"softcap": 5.0, "causal": True}):  # read in chunks, then as pages
         answer = attended(cache_server, {"q": q, **rest}, caches=[one], at=[1000], **options)
         expected = attention(q, **stands, **options)
         torch.testing.assert_close(answer.tensors["o"], expected, rtol=1e-4, atol=1e-5)
@@ -137,7 +137,10 @@ def test_masks_slopes_sinks_and_lengths_count_positions_in_the_cache(cache_serve
 
 @pytest.mark.parametrize("shape", [(2, HQ, 1, 11), (2, 1, 1, 20)])
 def test_a_block_masks_blocks_count_from_the_caches_first_token(cache_server, shape):
-    """Columns after the length are ignored; too few columns are refused by name."""
+    """Blocks of a block mask count from the cache's first token.
+
+    Extra columns are ignored; too few are refused by name.
+    """
     k, v = kv(700, 5, 2)
     ids, q = created(cache_server, count=2), normal(2, HQ, 1, D, seed=6)
     for n, one in enumerate(ids):
@@ -166,7 +169,7 @@ def test_bits_do_not_depend_on_how_a_cache_was_filled_forked_or_cut_nor_on_neigh
     append(whole, 0, count)
     for start, stop in ((0, 7), (7, 900), (900, 1300)):
         append(pieces, start, stop)
-    append(pieces, 5, 40)  # and cut again
+    append(pieces, 5, 40)  # and cut them again
     posted(cache_server, f"/caches/{pieces}/truncate", {"length": 1300})
     append(pieces, 1300, count, at=1300)
     (forked,) = (c["id"] for c in posted(cache_server, "/caches/fork", {"caches": [pieces]}).json["caches"])
@@ -180,7 +183,7 @@ def test_bits_do_not_depend_on_how_a_cache_was_filled_forked_or_cut_nor_on_neigh
 
 
 def test_forks_that_are_asked_together_or_at_the_same_time_have_the_bits_of_a_call_without_a_cache(cache_server):
-    """This holds for one call over all forks, and for calls of many threads that meet in the engine."""
+    """Forks get the bits of a call without a cache, in one call over all forks and in simultaneous calls."""
     k, v = (normal(1, HK, 1030, D, seed=seed) for seed in (1, 2))
     q, own_k, own_v = (normal(8, heads, 2, D, seed=3 + heads) for heads in (HQ, HK, HK))
     expected = []
@@ -244,7 +247,7 @@ def test_refusals_name_the_field(cache_server):
 
 
 def test_a_head_that_was_seen_before_means_the_same_only_to_its_owner(cache_server):
-    """The server caches the result of reading a head; other keys, options or lengths do not get it."""
+    """A cached result of reading a head is not used for another API key, other options or other lengths."""
     (one,), (k, v), q = created(cache_server), kv(3, 0), normal(1, HQ, 3, D, seed=1)
     body = message({"q": q, "k": k, "v": v}, caches=[one], causal=True)
     for length in (3, 6):
@@ -253,7 +256,7 @@ def test_a_head_that_was_seen_before_means_the_same_only_to_its_owner(cache_serv
     problem(post(cache_server, "/attention", body, **bearer("bob")), 404, "cache_not_found")
     keys, values = (torch.cat([tensor, tensor], 2) for tensor in (k, v))
     for query, options in ((q, {}), (q[:, :, :1], {}), (q, {"causal": True}), (q[:, :, :1], {"scale": 0.5})):
-        for _ in range(2):  # the second time from the cache
+        for _ in range(2):  # the second answer uses the cached head
             answer = post(cache_server, "/attention", message({"q": query}, caches=[one], **options), **bearer("alice"))
             expected = attention(query, keys, values, **options)
             torch.testing.assert_close(answer.tensors["o"], expected, rtol=1e-4, atol=1e-5)
@@ -276,7 +279,7 @@ def test_a_sequence_without_queries_may_have_a_cache_cut_to_its_first_kept_token
 
 
 def test_a_repeated_write_has_the_seed_of_the_first(cache_server):
-    """Other keys, layers and caches get other seeds."""
+    """A repeated write gets the first write's seed; other idempotency keys, layers and caches get other seeds."""
     (one, two), (k, v), seeds = created(cache_server, count=2), kv(3, 0), []
     for key, cache, layer in (("a", one, 0), ("a", one, 0), ("b", one, 0), ("a", two, 0), ("c", two, 0), ("c", one, 1)):
         tensors = {"q": normal(1, HQ, 3, D), "k": k, "v": v}
@@ -292,7 +295,7 @@ def test_a_repeated_write_has_the_seed_of_the_first(cache_server):
 @pytest.mark.parametrize("backend", ["torch", "tiled", "reference"])
 @pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
 def test_memory_that_had_another_owner_tells_nothing(cache_server, backend, masked):
-    """Freed memory holds NaN, which would show if an unwritten number were read."""
+    """Answers have no trace of freed memory's old content: NaN, which would show if an unwritten number were read."""
     (one,) = created(cache_server)
     for layer in range(SHAPE["layers"]):
         assert (
@@ -328,7 +331,7 @@ def test_a_call_that_is_refused_for_its_mask_has_written_nothing(cache_server):
     (one,) = created(cache_server)
     appended(cache_server, one, *kv(5, 1))
     q, (k, v) = normal(1, HQ, 2, D), kv(2, 2)
-    mask = torch.zeros(1, 1, 2, 6)  # of 7 columns needed
+    mask = torch.zeros(1, 1, 2, 6)  # 7 columns are needed
     answer = attended(cache_server, {"q": q, "k": k, "v": v, "attn_mask": mask}, caches=[one])
     assert problem(answer, 422, "invalid_request")["errors"][0]["loc"] == ["attn_mask"]
     assert lengths(cache_server, one) == [5, 0]

@@ -1,4 +1,4 @@
-"""Gradients of a saved forward equal those of a call that sends everything, and a refusal names its field."""
+"""Gradients of a saved forward equal those of a call that sends all tensors; an error names the wrong field."""
 
 import json
 
@@ -15,7 +15,7 @@ from tests.support.saved import HK, HQ, D, S, delete, forward, gradient, qkv, sa
 
 
 def packed(tensors):
-    """Return the tensors in layout thd."""
+    """Return the tensors packed, in layout thd."""
     return {name: t.transpose(1, 2).flatten(0, 1).contiguous() for name, t in tensors.items()}
 
 
@@ -52,7 +52,7 @@ def test_gradients_have_the_bits_of_the_call_that_sends_everything(saved_server,
     grads = [name for name in GRADS if name[1:] in "qkv" or float_mask]
     whole = gradient(saved_server, tensors | {"do": do, "dlse": dlse, "o": o, "lse": lse}, grads=grads, **options)
     assert whole.status == 200, whole
-    for _ in range(2):  # reading does not delete
+    for _ in range(2):  # a gradient does not delete the saved forward
         recalled = gradient(saved_server, {"do": do, "dlse": dlse}, saved=one, grads=grads)
         assert recalled.status == 200, recalled
         assert recalled.metadata == whole.metadata

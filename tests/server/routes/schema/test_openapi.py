@@ -17,7 +17,7 @@ from flashpoint_server.routes.schema.problem_schema import ProblemDocument
 def document():
     app = create_app(Settings(device="cpu"))
     document = app.openapi()
-    assert app.openapi() == document  # built once
+    assert app.openapi() == document  # the second call returns the same document
     return json.loads(json.dumps(document))
 
 
@@ -91,7 +91,7 @@ def test_every_error_of_every_route_has_an_example_of_each_code(document):
                 ProblemDocument.model_validate(value)
                 assert (value["status"], value["title"], value["code"]) == (status, phrase, code)
             shown.add(code)
-    assert shown == STATUS.keys() - {"method_not_allowed"}  # an operation has its method
+    assert shown == STATUS.keys() - {"method_not_allowed"}  # it cannot occur: an operation has a method
     assert all("security" in operation for _, operation in operations if "401" in operation["responses"])
 
 

@@ -1,4 +1,4 @@
-"""The documentation is served, and each of its examples is answered."""
+"""The API documentation is served, and the server answers each of its examples."""
 
 import json
 
@@ -32,7 +32,7 @@ def test_the_documentation_is_served(server):
     ],
 )
 def test_every_example_is_answered(server, path):
-    """/docs shows them, and a reader can send them with one click."""
+    """The server answers every example, which a reader of /docs can send with one click."""
     document = ask(server, "/openapi.json").json
     examples = document["paths"][path]["post"]["requestBody"]["content"][JSON]["examples"]
     assert examples

@@ -1,4 +1,4 @@
-"""A wrong request gets the error that the document has as its example."""
+"""A wrong request gets the error that /openapi.json has as the example of this error."""
 
 import pytest
 

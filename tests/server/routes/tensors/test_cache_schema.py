@@ -35,7 +35,7 @@ def test_absurd_sizes_are_refused_before_memory_is_taken(cache_server, changes, 
         assert document["errors"][0]["loc"][0].partition(".")[0] == field, document
     wait_for(
         lambda: read_held(cache_server) == (0, 0), lambda: read_held(cache_server)
-    )  # other tests' caches may be ending
+    )  # the server may still be deleting caches of other tests
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""/caches: caches are made, forked, listed, read and deleted by their owner alone, within quotas and memory."""
+"""With /caches an owner makes, forks, lists, reads and deletes its own caches, within quotas and memory."""
 
 import concurrent.futures
 import contextlib
@@ -32,7 +32,7 @@ from tests.support.servers import wait_for
 
 @pytest.fixture(scope="module")
 def hurt(start_server, tmp_path_factory):
-    """Start a server whose engine is killed and whose keys change."""
+    """Start a server for tests that kill its engine and change its keys."""
     return started(start_server, tmp_path_factory)
 
 
@@ -85,7 +85,7 @@ def test_a_key_is_held_to_its_quota_and_all_keys_to_the_memory(cache_server):
 
 @pytest.mark.slow
 def test_tensors_are_read_as_one_request(start_server, tmp_path):
-    """The key and the queue have room for only one request. The key pays for the bytes."""
+    """Reading a cache's tensors counts as one request: the limits allow only one, and the key pays for the bytes."""
     limits = {"rights": ["attention"], "concurrent": 1, "bytes_per_second": 200_000}
     digest = hashlib.sha256(KEYS["alice"].encode()).hexdigest()
     file = tmp_path / "keys.toml"
@@ -133,7 +133,7 @@ def test_a_cache_of_an_engine_that_died_is_lost_and_one_of_no_engine_never_was(h
     os.kill(pid, signal.SIGKILL)
 
     def lost():
-        answers = [ask(hurt, f"/caches/{one}", **bearer("alice")) for _ in range(6)]  # from both HTTP processes
+        answers = [ask(hurt, f"/caches/{one}", **bearer("alice")) for _ in range(6)]  # both HTTP processes answer
         with contextlib.suppress(KeyError):
             return all(answer.json["code"] == "cache_lost" for answer in answers)
 
@@ -211,7 +211,7 @@ def test_a_key_that_uses_up_its_quota_is_refused_alone(cache_server):
 
 @pytest.mark.slow
 def test_a_creation_that_its_engine_had_not_begun_may_be_sent_again(start_server):
-    """A creation and a list name no cache that could be lost."""
+    """A creation or a list that a dead engine had not begun may be sent again: neither names a lost cache."""
     server = start_server()
     os.kill(server.engine_pid, signal.SIGSTOP)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:

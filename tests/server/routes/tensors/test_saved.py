@@ -1,4 +1,4 @@
-"""/saved: saved forwards are listed, described, deleted, bounded, and lost with their engine or owner."""
+"""/saved lists, describes and deletes saved forwards, which have limits and end with their engine or owner."""
 
 import os
 import signal
@@ -117,7 +117,7 @@ def test_what_an_engine_held_is_lost_with_it_and_with_its_owner(start_server, tm
     os.kill(server.engine_pid, signal.SIGKILL)
 
     def lost():
-        answers = [gradient(server, do, saved=one) for _ in range(6)]  # from both HTTP processes
+        answers = [gradient(server, do, saved=one) for _ in range(6)]  # both HTTP processes answer
         return all(answer.status == 410 for answer in answers)
 
     wait_for(lost, lambda: "it is not lost")

@@ -1,4 +1,4 @@
-"""Benchmarks are started, watched, drawn, kept and cancelled, by keys with the right and within bounds."""
+"""Keys with permission start, watch, draw and cancel benchmarks, within limits; the server keeps results."""
 
 import json
 
@@ -34,7 +34,7 @@ ENDLESS = {  # 1,000 calls of each case take minutes
 
 
 def cancel(server, job, key):
-    """Cancel a benchmark and wait for its end: the answer may come before its slice ends."""
+    """Cancel a benchmark and wait for its end, because its last slice may end after the answer."""
     where, given = job.headers["location"], {"authorization": f"Bearer {key}"}
     assert ask(server, where, "DELETE", **given).status == 200
     wait_for(lambda: ask(server, where, **given).json["state"] == "cancelled", lambda: "it goes on")
@@ -75,7 +75,7 @@ def test_a_benchmark_is_timed_watched_drawn_and_kept(server, client):
     state = BenchmarkJob(id=job.id, created=job.created, request=job.request)
     for event in events:
         state = state.after(event)
-    assert state == job  # the events contain everything
+    assert state == job  # the events contain the whole result
     for kind in ("time", "roofline"):  # tests/e2e/page/test_benchmark.py draws all kinds
         answer = ask(server, f"/benchmark/{run.id}/plot.svg?kind={kind}")
         assert (answer.status, b"<svg" in answer.body[:2000]) == (200, True), kind
@@ -85,7 +85,7 @@ def test_a_benchmark_is_timed_watched_drawn_and_kept(server, client):
     for wrong in ("kind=pie", "theme=pink"):
         assert ask(server, f"/benchmark/{run.id}/plot.svg?{wrong}").status == 422
     assert ask(server, f"/benchmark/{run.id}/plot.gif").status == 404
-    assert run.cancel() == job  # it has ended, so nothing changes
+    assert run.cancel() == job  # the benchmark has ended, so nothing changes
 
 
 def test_a_job_that_asks_too_much_is_told_the_bound(server):

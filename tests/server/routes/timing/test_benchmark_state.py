@@ -1,4 +1,4 @@
-"""The events of a benchmark are kept for listeners that come later."""
+"""The server keeps a benchmark's events for listeners that connect later."""
 
 import re
 
