@@ -161,7 +161,7 @@ class Run:
         return True
 
     def _row(self, stage: str, names: Sequence[str]) -> Row:
-        """Return the common fields of a stage's rows. Their figures depend on the fields `names` of the environment."""
+        """Return the fields common to a stage's rows. `names`: fields of the environment that affect the results."""
         return {"stage": stage, "of": {name: self.environment[name] for name in names}, "environment": self.environment}
 
     def _suite(self, stage: str, suite: Suite) -> bool:

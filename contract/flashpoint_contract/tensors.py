@@ -255,7 +255,7 @@ def _gradient(name: str) -> Tensor:
 TENSORS: dict[str, Tensor] = {row.name: row for row in (*_ROWS, *map(_gradient, GRADS))}
 
 INPUT_TENSORS = tuple(row.name for row in _ROWS)
-FORWARD_TENSORS = tuple(row.name for row in _ROWS if row.direction == "forward")  # both calls accept these
+FORWARD_TENSORS = tuple(row.name for row in _ROWS if row.direction == "forward")  # the forward's inputs
 BACKWARD_TENSORS = tuple(row.name for row in _ROWS if not row.forward_only)
 TAKEN: dict[Direction, tuple[str, ...]] = {"forward": FORWARD_TENSORS, "backward": BACKWARD_TENSORS}
 SCALES = tuple(row.name for row in _ROWS if row.scale_of)

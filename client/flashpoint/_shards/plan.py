@@ -17,7 +17,7 @@ MOST_PARTS = 1 << 16
 
 @dataclass(frozen=True)
 class Shard:
-    """One piece, as slices of the problem's views. `pairs`: its (query, key) pairs over all heads and sequences."""
+    """One piece, as slices of the problem's tensors. `pairs` counts (query, key) pairs over all heads and sequences."""
 
     rows: Rows
     piece: Piece

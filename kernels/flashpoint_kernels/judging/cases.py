@@ -214,7 +214,7 @@ def large(seed: int, quick: bool) -> Iterator[Case]:
     yield _case("edges", (1, 1, 1, 6, 70000, 16), forward=True, **more)
 
 
-# Axes of the covering array. Lengths are: not a multiple of a tile, a multiple, one query, fewer keys than queries.
+# Axes of the covering array. Lengths include multiples of a tile, others, one query, and fewer keys than queries.
 AXES: dict[str, tuple[Any, ...]] = {
     "heads": ((2, 2), (4, 2), (6, 3), (5, 1), (8, 2)),
     "lengths": ((64, 64), (33, 130), (128, 128), (1, 77), (40, 20), (100, 64), (130, 77), (257, 129)),

@@ -26,7 +26,7 @@ OCTETS = "application/octet-stream"  # media type of callers that do not know sa
 
 @dataclass(frozen=True)
 class _HeadReading:
-    """A parsed head, and the problems and plans made from it. Requests share it, so only cached results are added."""
+    """The parsed head of a safetensors message, with cached results. Requests share it: change only the caches."""
 
     head: wire.Head
     inputs: list[tuple[str, TensorInfo]]

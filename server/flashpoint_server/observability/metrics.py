@@ -30,7 +30,7 @@ DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
 _SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 STAGES = ("decode", "queue", "copy_in", "compute", "copy_out", "encode")
 ENDS = ("answered", "refused", "cancelled")
-AT_ONCE = 256  # changes that are counted together, about 50 requests
+AT_ONCE = 256  # metric updates per batch, from about 50 requests
 M = TypeVar("M", Counter, Histogram)
 _PROCESS_ID = "flashpoint_process_id"
 

@@ -42,7 +42,7 @@ from flashpoint_server.routes.pipeline import (
 )
 
 _PROBLEM = tuple(name for name in INPUT_TENSORS if name not in ALL_ANSWERS)
-IN_FLOAT64 = 8  # times a problem's own bytes: the same tensors in float64, the answers and the gradients
+IN_FLOAT64 = 8  # bytes used per byte of a problem: for its float64 tensors, answers and gradients
 DRAWN_LIMIT = 1 << 16  # maximum bytes of a request with a problem to draw; a real one has a few hundred bytes
 
 

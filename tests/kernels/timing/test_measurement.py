@@ -157,7 +157,7 @@ def check_memory() -> None:
         return int(row["peak_bytes"])
 
     noise = 1 << 20  # pages of threads and of Python
-    # Each thread has a tile of scores (torch's is smaller than ours), and the same size again for BLAS and a row.
+    # Per thread: one tile of scores (`tiled`'s, as torch's is smaller), and as much again for BLAS and a row.
     tiles = torch.get_num_threads() * 2 * math.prod(tile_loop.FORWARD_TILE) * 4
     for length in (1024, 2048):
         matrix = 2 * length * length * 4

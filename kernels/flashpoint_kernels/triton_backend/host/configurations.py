@@ -142,9 +142,8 @@ def packed_tile(arch: int, dtype: str, widest: int) -> Tile:
     return by_dim[next(dim for dim in by_dim if widest <= dim)]
 
 
-# The forward's tiles for head dimensions in two parts: 192 with values of at most 128 (level 0), and
-# dimensions above 256 by the padded value dimension. For dimensions above 256, a tile of 64 queries would spill in the
-# loop.
+# The forward's tiles: 192 is for head dimension 192 with values padded to 128, at level 0 only; 512 and 1024 are padded
+# value dimensions, for head dimensions above 256, where a tile of 64 queries would spill in the loop.
 WIDE = {
     "16 bits": {192: Tile(128, 64, 8, 3), 512: Tile(32, 32), 1024: Tile(16, 16, 8, 1)},
     "sm_100": {192: Tile(128, 64, 8, 1), 512: Tile(32, 32), 1024: Tile(16, 16, 8, 1)},

@@ -1,6 +1,6 @@
 """Define named groups of constants and values, which kernels pass to functions.
 
-Triton handles a NamedTuple as a tuple with named fields, from 3.6 on. Create one by keyword: then the kernel's source,
+From 3.6 on, Triton handles a NamedTuple as a tuple with named fields. Create one by keyword: then the kernel's source,
 which is part of the key in Triton's disk cache, names each field, whatever their order. Fields cannot be named `type`
 or `values`, because Triton's tuples have attributes with these names. A loop carries a NamedTuple like a tensor. A
 number in a NamedTuple becomes a tensor when it is assigned, so constants for shapes and slices are separate arguments.

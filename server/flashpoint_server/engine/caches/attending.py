@@ -253,7 +253,7 @@ _Pages = tuple[dict[str, Tensor], Tensor, list[int]]
 
 
 def _paged(tracks: Sequence[Track], pool: PagePool) -> _Pages:
-    """Return a pool's pages, and for each track its page numbers and key count, from its first held token on."""
+    """Return a pool's pages, and each track's page numbers and key count, without dropped tokens."""
     lengths = [track.length - track.first for track in tracks]
     table = torch.zeros(len(tracks), _pages_of(max(lengths)), dtype=torch.int32)
     for row, track in zip(table, tracks, strict=True):

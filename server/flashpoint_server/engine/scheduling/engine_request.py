@@ -193,7 +193,7 @@ class Worker:
 
 
 def _launch_key(spec: Spec, body: AttentionCall, cuts: Callable[[str], bool]) -> Hashable | None:
-    """Return the key of a plan: without common launches, which would not help other backends than Triton, ALONE."""
+    """Return the key for a shared launch (Triton only); else None if requests are cut, or ALONE if not."""
     if body.backend != "triton":
         return None if cuts(body.backend) else ALONE
     return launch_key(spec, "triton", None if body.cache_ref is None else LayerShape(*body.cache_ref.shape).dtype)

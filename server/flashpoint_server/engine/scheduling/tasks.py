@@ -83,7 +83,7 @@ class Launch(NamedTuple):
 
 
 class BenchmarkSlice(NamedTuple):
-    """Run a slice of a plugin while nothing else runs."""
+    """Run one slice of `plugin`, alone on the device."""
 
     plugin: Plugin
     requests: Sequence[EngineRequest] = ()
