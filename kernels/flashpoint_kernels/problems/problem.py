@@ -181,7 +181,7 @@ class Problem:
         return sequences.of_mask(t[:, :, : -(-row.q_len // queries), : -(-row.kv_len // keys)], rows, first)
 
     def put_mask_part(self, t: Tensor, rows: Sequence[Row], part: Tensor) -> None:
-        """Write `part` back into `t` if `mask_part` returned a copy; a view is up to date already."""
+        """Write `part` of `rows` back into `t` if `mask_part` returned a copy; a view is up to date already."""
         if part.shape[0] > 1 and not sequences.consecutive(rows):
             full, first = self._mask_sequences(t)
             valid = full[:, :, : part.shape[2], : part.shape[3]]
@@ -205,7 +205,7 @@ class Problem:
         (n,Hq,sq)…
 
         The views are a dict by name of inputs and outputs, without masks and their gradients (see `mask_part`) and
-        without gradients that all sequences add to; numbers per head are (Hq,) or (n,Hq). `most`(row) returns the
+        without gradients that all sequences add to; numbers per head are (Hq,) or (n,Hq). `limit`(row) returns the
         maximum size of a group of sequences as long as `row`, 0 to omit them; by default it is 1. Views exclude
         padding, so a backend calls `clear_outputs` before it writes. Sequences that are not adjacent in memory are
         copied, and their outputs are copied back when the caller requests the next group. Keys and values in pages are
