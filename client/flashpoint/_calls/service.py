@@ -49,13 +49,13 @@ def asynchronous(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatena
     return run
 
 
-class Caller(Protocol):
+class CallSender(Protocol):
     """The interface of a blocking client that caches, runs and other returned objects use."""
 
     def _call(self, call: Call, /) -> Any: ...
 
 
-class AsyncCaller(Protocol):
+class AsyncCallSender(Protocol):
     """The interface of an asyncio client that caches, runs and other returned objects use."""
 
     async def _call(self, call: Call, /) -> Any: ...

@@ -8,7 +8,7 @@ from flashpoint._calls import caches as cache_calls
 from flashpoint._calls.arrays import Array
 from flashpoint._calls.caches import AnyCache, Described, not_copied
 from flashpoint._calls.keywords import Layer, OfLayer, call
-from flashpoint._calls.service import AsyncCaller, Caller, asynchronous, unless_gone
+from flashpoint._calls.service import AsyncCallSender, CallSender, asynchronous, unless_gone
 from flashpoint._client.attending import A
 from flashpoint.meta import Meta
 from flashpoint_contract.wording.docstrings import twin_of
@@ -26,7 +26,7 @@ class Cache(AnyCache):
     make a new cache, and send the tokens again.
     """
 
-    def __init__(self, client: Caller, description: Described) -> None:
+    def __init__(self, client: CallSender, description: Described) -> None:
         super().__init__(description)
         self._client = client
 
@@ -163,7 +163,7 @@ class AsyncCache(AnyCache):
         o = await cache.attention(q, k, v, layer=0, causal=True)
     """
 
-    def __init__(self, client: AsyncCaller, description: Described) -> None:
+    def __init__(self, client: AsyncCallSender, description: Described) -> None:
         super().__init__(description)
         self._client = client
 

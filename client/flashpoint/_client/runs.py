@@ -7,16 +7,16 @@ from typing import Protocol
 
 from flashpoint._calls import verification
 from flashpoint._calls.results import BenchmarkJob
-from flashpoint._calls.service import AsyncCaller, Caller, asynchronous
+from flashpoint._calls.service import AsyncCallSender, CallSender, asynchronous
 from flashpoint_contract.schemas.benchmark import BenchmarkEvent
 from flashpoint_contract.wording.docstrings import twin_of
 
 
-class _Client(Caller, Protocol):
+class _Client(CallSender, Protocol):
     def _listen(self, id: str, after: int, /) -> Iterator[BenchmarkEvent]: ...
 
 
-class _AsyncClient(AsyncCaller, Protocol):
+class _AsyncClient(AsyncCallSender, Protocol):
     def _listen(self, id: str, after: int, /) -> AsyncIterator[BenchmarkEvent]: ...
 
 

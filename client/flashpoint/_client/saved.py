@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from flashpoint._calls.service import DEFAULT, Call, Caller, SavedAttention, named
+from flashpoint._calls.service import DEFAULT, Call, CallSender, SavedAttention, named
 from flashpoint._http import forked
 
 SETTLING = 2.0  # seconds that `Client.close` waits for forwards to be freed
@@ -32,7 +32,7 @@ class _Freeing:
 
     def forked(self) -> None:
         # Forwards to free, and events to set once all forwards before them are freed.
-        self._ended: queue.SimpleQueue[tuple[Caller, SavedAttention | str] | threading.Event] = queue.SimpleQueue()
+        self._ended: queue.SimpleQueue[tuple[CallSender, SavedAttention | str] | threading.Event] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
@@ -41,7 +41,7 @@ class _Freeing:
             self._thread = threading.Thread(target=self._free, name="flashpoint-leases", daemon=True)
             self._thread.start()
 
-    def free(self, client: Caller, saved: SavedAttention | str) -> None:
+    def free(self, client: CallSender, saved: SavedAttention | str) -> None:
         """Free a forward soon. Destructors may call this method."""
         self._ended.put((client, saved))
 
@@ -78,7 +78,7 @@ class Lease:
 
     saved: SavedAttention | str | None = None  # torch.compile also makes leases without `__init__`
 
-    def __init__(self, client: Caller, saved: SavedAttention | str) -> None:
+    def __init__(self, client: CallSender, saved: SavedAttention | str) -> None:
         self._client = client
         self._process = os.getpid()
         self.saved = saved
