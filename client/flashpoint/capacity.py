@@ -52,7 +52,7 @@ class Rates:
         memory: Bytes of keys and values that the device reads per second.
         pcie: Bytes per second, each way, between the server and its device.
         round_trip: Seconds that the network adds to a call.
-        shared: CallSender, server and device are the same cores, so nothing overlaps.
+        shared: Caller, server and device are the same cores, so nothing overlaps.
     """
 
     call: float
@@ -91,7 +91,7 @@ class Prediction:
 
     Args:
         stages: Seconds of one request in each stage, in order.
-        shared: CallSender, server and device are the same cores, so that stages do not overlap.
+        shared: Caller, server and device are the same cores, so that stages do not overlap.
     """
 
     stages: dict[str, float]
