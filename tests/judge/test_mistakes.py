@@ -8,25 +8,14 @@ pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 import torch
 
 from flashpoint_contract.options import Options
-from flashpoint_kernels import attention, verification
+from flashpoint_kernels import attention
+from tests.judge.small import causes, tensors
 
 
 def test_lse_in_base_two_is_recognised():
     problem = tensors()
     _, lse = attention(**problem, return_lse=True)
     assert causes(problem, Options(), lse=lse / math.log(2)) == "lse-base-2: lse is in base 2"
-
-
-def causes(tensors, options, **answers):
-    """Return the codes and the texts of the causes that the judge finds for these wrong answers."""
-    report = verification.verify(tensors, options, answers=answers)
-    assert not report.ok
-    return " | ".join(f"{cause.code}: {cause.text}" for cause in report.causes)
-
-
-def tensors(q_heads=4, kv_heads=2, q_len=20, kv_len=28, dtype=torch.float32):
-    sizes = ((q_heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len))
-    return {name: torch.randn(2, h, n, 16, dtype=dtype) for name, (h, n) in zip("qkv", sizes, strict=True)}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -54,3 +54,13 @@ def client(server):
 
     with flashpoint.Client(server.url) as client:
         yield client
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Write settings to a TOML file and to a file of variables, and return their paths."""
+    (tmp_path / "a.toml").write_text(
+        'queue_limit = 1\nkeep_alive = 2\ncors_origins = ["https://a.org", "https://b.org"]\n'
+    )
+    (tmp_path / "a.env").write_text("export FLASHPOINT_KEEP_ALIVE='3'\n# no\nflashpoint_workers=2\nOTHER=$HOME\n")
+    return tmp_path / "a.toml", tmp_path / "a.env"

@@ -4,6 +4,7 @@ import os
 import pickle
 import traceback
 
+import numpy as np
 import pytest
 
 # JAX warns at each fork of a process that has imported it; another test may have done so.
@@ -11,6 +12,18 @@ BESIDE_JAX = [
     pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:Exception ignored in.*_at_fork:pytest.PytestUnraisableExceptionWarning"),
 ]
+
+FORKING = [
+    pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork"),
+    pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
+    *BESIDE_JAX,
+]
+SIZES = {"layers": 1, "kv_heads": 2, "head_dim": 16}  # of caches
+
+
+def tokens(seed, count=3):
+    """Return the same keys or values of a cache with SIZES for the same seed."""
+    return np.random.default_rng(seed).standard_normal((1, 2, count, 16), dtype=np.float32)
 
 
 class Child:

@@ -9,6 +9,12 @@ ROW = {
     "causal": False, "batch": 1, "q_heads": 2, "kv_heads": 1, "q_len": 128, "kv_len": 128, "head_dim": 64,
     "value_dim": 64,
 }  # fmt: skip
+SIZES = ("--q-len", "8", "--head-dim", "4")  # flags of commands
+ROW_FIGURES = {
+    "ms": 1.25, "ms_p20": 1.0, "ms_p80": 2.0, "tflops": 0.5, "tflops_standard": 0.5, "speedup_over_naive": 3.5,
+    "peak_bytes": 2e6, "flops": 33_554_432, "bytes": 999_600, "roofline_percent": 407.0, "gb_per_s": 0.8,
+    "arithmetic_intensity": 33.6,
+}  # fmt: skip
 FIGURES = dict.fromkeys(("max_abs", "max_rel", "rms"), 1e-7) | {
     "cosine": 1.0, "worst_index": [0, 1], "worst_value": 0.5, "worst_expected": 0.5,
 }  # fmt: skip

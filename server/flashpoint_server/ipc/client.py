@@ -44,8 +44,6 @@ from flashpoint_server.ipc.messages import (
     JobNews,
     JobOpened,
     SavedOwners,
-    StartBenchmark,
-    StopJob,
     ToEngine,
     Unmapped,
     Verified,
@@ -70,7 +68,7 @@ class State(enum.Enum):
 
 
 class ServiceRate:
-    """The speed of an engine. `rate`: predicted seconds answered in one second under load; 0 means unknown.
+    """The speed of an engine: under load it answers `rate` predicted seconds in one second; 0 means unknown.
 
     Each measurement counts half, and all earlier ones together the other half.
     """
@@ -162,7 +160,7 @@ class Engine:
         for segment in job.staging.segments:
             if segment.number not in self._attached:
                 self._attached.add(segment.number)
-                self._send(Attach(segment.number, segment.mapped), (segment.fd,))
+                self.tell(Attach(segment.number, segment.mapped), (segment.fd,))
         job.number = next(self._numbers)
         wait = PASSED * job.price.seconds - job.priority * PRIORITY_SECONDS
         message = encode(job.message(job.since + wait))  # if this fails, the engine knows nothing of the job
@@ -197,19 +195,16 @@ class Engine:
     def cancel(self, job: Job[Any]) -> None:
         """Tell the engine that nobody waits for a job, unless the engine has answered."""
         if self._sent.get(job.number) is job:
-            self._send(Cancel(job.number))
-
-    def tell(self, message: StartBenchmark | StopJob | SavedOwners | Forget) -> None:
-        """Send a message about benchmarks, about owners of caches, or about a saved forward to free."""
-        self._send(message)
+            self.tell(Cancel(job.number))
 
     def forget_segment(self, number: int) -> None:
         """Tell the engine to unmap a segment that this process has freed."""
         if number in self._attached:
             self._attached.remove(number)
-            self._send(Detach(number))
+            self.tell(Detach(number))
 
-    def _send(self, message: ToEngine, descriptors: tuple[int, ...] = ()) -> None:
+    def tell(self, message: ToEngine, descriptors: tuple[int, ...] = ()) -> None:
+        """Send a message other than a job."""
         self._send_encoded(encode(message), descriptors)
 
     def _send_encoded(self, message: bytes, descriptors: tuple[int, ...] = ()) -> None:
@@ -250,12 +245,12 @@ class Engine:
                 match message:
                     case Done() | Failed() | Verified() | CallReply():
                         self._settle(message)
-                    case Hello() if self.device is not None and message.device.name != self.device.name:
+                    case Hello() if (old := self.device) is not None and message.device.name != old.name:
                         # Waiting jobs were planned for the first device, and a CPU must not replace a GPU silently.
-                        reason = (
-                            f"the engine's restart changed its device from {self.device.name} to {message.device.name}"
+                        self.failure = (
+                            f"the engine's restart changed its device from {old.name} to {message.device.name}"
                         )
-                        self.state, self.failure = State.FAILED, reason
+                        self.state = State.FAILED
                     case Hello():
                         self.device, self._pid, self.state = message.device, message.pid, State.READY
                         self.incarnation = message.incarnation
@@ -397,8 +392,7 @@ class Engines:
     @property
     def device(self) -> DeviceInfo | None:
         """The device of the ready engines, which are all of one kind; None if no engine is ready."""
-        ready = self._ready()
-        return ready[0].device if ready else None
+        return next((engine.device for engine in self._ready()), None)
 
     @property
     def waiting_seconds(self) -> float:

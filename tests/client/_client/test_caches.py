@@ -4,7 +4,6 @@ import asyncio
 import concurrent.futures
 import copy
 import math
-import os
 import pickle
 
 import numpy as np
@@ -18,8 +17,10 @@ import flashpoint
 from flashpoint import InvalidInputError
 from flashpoint_kernels import attention
 from tests.support.caches import HK, HQ, KEYS, SHAPE, D, bearer, client, kv, started
-from tests.support.forks import BESIDE_JAX
+from tests.support.forks import FORKING, SIZES, tokens
 from tests.support.messages import ask, normal
+
+pytestmark = FORKING
 
 
 @pytest.fixture(scope="module")
@@ -109,18 +110,6 @@ def test_the_asyncio_twin_does_the_same(shared_server):
     o = asyncio.run(run())
     q, (k, v) = normal(1, HQ, 3, D), kv(3, 2)
     np.testing.assert_allclose(o, attention(q, k, v, causal=True).numpy(), rtol=1e-4, atol=1e-5)
-
-
-pytestmark = [
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork"),
-    pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
-    *BESIDE_JAX,
-]
-SIZES = {"layers": 1, "kv_heads": 2, "head_dim": 16}
-
-
-def tokens(seed, count=3):
-    return np.random.default_rng(seed).standard_normal((1, 2, count, 16), dtype=np.float32)
 
 
 def test_a_deep_copy_of_a_cache_is_a_fork_and_a_pickle_names_the_same(server):

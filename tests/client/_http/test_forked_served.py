@@ -1,7 +1,6 @@
 """Forked clients and caches work with a real server."""
 
 import copy
-import os
 import pickle
 
 import numpy as np
@@ -10,23 +9,14 @@ import pytest
 pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
 import flashpoint
-from tests.support.forks import BESIDE_JAX, Child, in_child
+from tests.support.forks import FORKING, SIZES, Child, in_child, tokens
 
-pytestmark = [
-    pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform has no fork"),
-    pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
-    *BESIDE_JAX,
-]
-SHAPE = {"layers": 1, "kv_heads": 2, "head_dim": 16}
-
-
-def tokens(seed, count=3):
-    return np.random.default_rng(seed).standard_normal((1, 2, count, 16), dtype=np.float32)
+pytestmark = FORKING
 
 
 def test_parent_and_children_append_to_caches_of_their_own(server):
     with flashpoint.Client(server.url) as client:
-        caches = client.caches(3, **SHAPE)
+        caches = client.caches(3, **SIZES)
 
         def fill(number):
             for step in range(8):
@@ -45,7 +35,7 @@ def test_parent_and_children_append_to_caches_of_their_own(server):
 def test_a_sharded_cache_works_in_a_child_after_its_threads_ran(server):
     clients = [flashpoint.Client(server.url) for _ in range(2)]
     x = tokens(1, 8)
-    with flashpoint.sharded.cache(clients, span=4, **SHAPE) as cache:
+    with flashpoint.sharded.cache(clients, span=4, **SIZES) as cache:
         before = cache.attention(x, x, x, causal=True)
         again = in_child(lambda: cache.attention(x, at=None))
         whole = flashpoint.sharded.attention(clients, x, x, x)

@@ -5,23 +5,9 @@ import json
 import pytest
 
 pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
-import torch
 
-from flashpoint_kernels import verification
 
 SMALL = ("--q-len", "20", "--head-dim", "16")
-
-
-def causes(tensors, options, **answers):
-    """Return codes and texts of the causes of these wrong answers."""
-    report = verification.verify(tensors, options, answers=answers)
-    assert not report.ok
-    return " | ".join(f"{cause.code}: {cause.text}" for cause in report.causes)
-
-
-def tensors(q_heads=4, kv_heads=2, q_len=20, kv_len=28, dtype=torch.float32):
-    sizes = ((q_heads, q_len), (kv_heads, kv_len), (kv_heads, kv_len))
-    return {name: torch.randn(2, h, n, 16, dtype=dtype) for name, (h, n) in zip("qkv", sizes, strict=True)}
 
 
 def test_a_wrong_function_fails_with_its_cause_and_a_case_to_repeat(run, kernels, tmp_path):

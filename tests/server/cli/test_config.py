@@ -2,19 +2,8 @@
 
 import re
 
-import pytest
-
 from flashpoint.cli import main
 from flashpoint_server.config.sources import load
-
-
-@pytest.fixture
-def files(tmp_path):
-    (tmp_path / "a.toml").write_text(
-        'queue_limit = 1\nkeep_alive = 2\ncors_origins = ["https://a.org", "https://b.org"]\n'
-    )
-    (tmp_path / "a.env").write_text("export FLASHPOINT_KEEP_ALIVE='3'\n# no\nflashpoint_workers=2\nOTHER=$HOME\n")
-    return tmp_path / "a.toml", tmp_path / "a.env"
 
 
 def test_config_prints_what_is_in_force_and_where_it_comes_from(files, monkeypatch, capsys, tmp_path):

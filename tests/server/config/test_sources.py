@@ -6,15 +6,6 @@ from flashpoint_server.config.settings import Settings
 from flashpoint_server.config.sources import SettingError, as_environment, load
 
 
-@pytest.fixture
-def files(tmp_path):
-    (tmp_path / "a.toml").write_text(
-        'queue_limit = 1\nkeep_alive = 2\ncors_origins = ["https://a.org", "https://b.org"]\n'
-    )
-    (tmp_path / "a.env").write_text("export FLASHPOINT_KEEP_ALIVE='3'\n# no\nflashpoint_workers=2\nOTHER=$HOME\n")
-    return tmp_path / "a.toml", tmp_path / "a.env"
-
-
 def test_a_flag_wins_over_a_variable_over_a_file_of_them_over_a_toml_file(files):
     toml, env = files
     loaded = load({"port": "0"}, toml, env, {"FLASHPOINT_WORKERS": "4", "FLASHPOINT_PORT": "1"})

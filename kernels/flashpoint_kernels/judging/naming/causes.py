@@ -221,9 +221,7 @@ def _beyond_accuracy(
 
 
 def _constant(numbers: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Cause | None:
-    """Return the cause of an output that has one constant value in all wrong answers, and no right answer on normal
-    values.
-    """
+    """Return the cause of an output with one constant value in all wrong answers, none right on normal values."""
     grads = all("o" not in o.wrong_outputs for o in numbers)
     plain = [o for o in outcomes if o.case.values == "normal" and o.case.scores > 1 and o.relation == "accuracy"]
     if any(o.status in ("right", "imprecise") for o in plain if not grads or "dq" in o.excess):
@@ -329,23 +327,19 @@ def _join_factors(texts: dict[tuple[str, str], tuple[Mistake, list[Outcome]]], s
     fitted_scales = [texts.pop(key) for key in fitted]
     factors = sorted({float(mistake.text.split()[2]) for mistake, _ in fitted_scales})
     scales = [o for key, (_, named) in texts.items() if key[0].startswith(("scale", "base-2")) for o in named]
-    explained_outcomes = [o for _, explained in fitted_scales for o in explained]
+    members = [o for _, explained in fitted_scales for o in explained]
     for o in simple:
-        if o not in explained_outcomes and (
-            o in scales or any(left_by_factor(_numbers(o), factor) < LEFT for factor in factors)
-        ):
-            explained_outcomes.append(o)
+        if o not in members and (o in scales or any(left_by_factor(_numbers(o), factor) < LEFT for factor in factors)):
+            members.append(o)
     mistake = fitted_scales[0][0]
     if len(factors) > 1:
         text = f"scores are {factors[0]:g} to {factors[-1]:g} times the right ones, which differs from case to case"
         mistake = replace(mistake, text=text)
-    texts["scale", mistake.text] = mistake, explained_outcomes
+    texts["scale", mistake.text] = mistake, members
 
 
 def tells(o: Outcome, code: str) -> int:
-    """Return how clearly an outcome shows a cause: 2 if only this cause gives its numbers, 1 if others do, too,
-    else 0.
-    """
+    """Return how clearly an outcome shows a cause: 2 if only it gives the numbers, 1 if others do, too, else 0."""
     if o.call.signature.ragged or o.case.scores > _SMALL or not o.wrong_outputs:
         return 0
     codes = [mistake.code for mistake in causes_of(_numbers(o))]
@@ -359,9 +353,7 @@ def _numbers(o: Outcome) -> WrongNumbers:
 
 
 def _unrefuted(trial: Trial, o: Outcome, hits: list[Mistake]) -> list[Mistake]:
-    """Return the mistakes that are still possible: they predict no error on normal values where the function is
-    right.
-    """
+    """Return the mistakes that predict no error on normal values where the function is right."""
     codes = {mistake.code for mistake in hits}
     if (len(codes) < 2 and "scale" not in codes) or o.case.values == "normal":
         return hits

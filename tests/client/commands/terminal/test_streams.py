@@ -13,16 +13,10 @@ import pytest
 from flashpoint import cli
 from flashpoint.commands.registry import COMMANDS
 from flashpoint.commands.terminal import streams
-from tests.support.proof_answers import EVENTS, JOB, REPORT, ROW, says
+from tests.support.proof_answers import EVENTS, JOB, REPORT, ROW, ROW_FIGURES, SIZES, says
 from tests.support.proof_answers import streams as streamed
 
 ENCODINGS = ("ascii", "cp1252", "latin-1", "gbk", "cp437", "shift_jis", "utf-8", "utf-16")
-SIZES = ("--q-len", "8", "--head-dim", "4")
-FIGURES = {
-    "ms": 1.25, "ms_p20": 1.0, "ms_p80": 2.0, "tflops": 0.5, "tflops_standard": 0.5, "speedup_over_naive": 3.5,
-    "peak_bytes": 2e6, "flops": 33_554_432, "bytes": 999_600, "roofline_percent": 407.0, "gb_per_s": 0.8,
-    "arithmetic_intensity": 33.6,
-}  # fmt: skip
 
 
 @pytest.fixture
@@ -47,7 +41,7 @@ def test_every_command_writes_in_every_encoding(terminal, scripted, encoding):
     for command in COMMANDS:
         code, out, err = terminal(encoding, command, "--help")
         assert (code, f"flashpoint {command}" in out, err) == (0, True, "")
-    row = ROW | FIGURES
+    row = ROW | ROW_FIGURES
     events = [*EVENTS[:2], {"id": 3, "kind": "row", "done": 1, "total": 2, "row": row}, *EVENTS[3:]]
     scripted.script.extend([says(JOB, 202), says(JOB), streamed(events), says(REPORT | {"ok": False})])
     code, out, err = terminal(encoding, "benchmark", *SIZES, "--url", scripted.url)

@@ -9,7 +9,7 @@ from rich.console import Console
 from flashpoint.commands.terminal.tables import benchmark_tables, count, number, size, verification_table
 from flashpoint_contract.schemas.benchmark import BenchmarkRow
 from flashpoint_contract.schemas.verify import VerifyReport
-from tests.support.proof_answers import JUDGED, REPORT, ROW, says
+from tests.support.proof_answers import JUDGED, REPORT, ROW, ROW_FIGURES, SIZES, says
 
 
 @pytest.mark.parametrize(
@@ -42,14 +42,6 @@ def test_counts_are_short(value, text):
     assert count(value) == text
 
 
-SIZES = ("--q-len", "8", "--head-dim", "4")
-FIGURES = {
-    "ms": 1.25, "ms_p20": 1.0, "ms_p80": 2.0, "tflops": 0.5, "tflops_standard": 0.5, "speedup_over_naive": 3.5,
-    "peak_bytes": 2e6, "flops": 33_554_432, "bytes": 999_600, "roofline_percent": 407.0, "gb_per_s": 0.8,
-    "arithmetic_intensity": 33.6,
-}  # fmt: skip
-
-
 def shown(what, width):
     console = Console(width=width, file=io.StringIO(), highlight=False)
     console.print(what)
@@ -72,7 +64,7 @@ def test_tables_keep_their_numbers_whole(width):
     assert {"1.2e-06", "4.6e-07"} <= words(text)
     assert ("12,31,4095,127" in text) or width < 80
     assert "float64" in text or width < 140
-    row = BenchmarkRow.model_validate(ROW | FIGURES | {"backend": "naive_explicit", "peak_bytes": 2**40})
+    row = BenchmarkRow.model_validate(ROW | ROW_FIGURES | {"backend": "naive_explicit", "peak_bytes": 2**40})
     (table,) = benchmark_tables([row, row], width)
     text = shown(table, width)
     assert "…" not in text
