@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ F8 = torch.float8_e4m3fn
 UNIT = 1 if INTERPRETING else 16  # the interpreter's tiles have fewer keys than those of a GPU
 
 
+@pytest.mark.slow
 @given(
     keys=st.lists(st.tuples(st.sampled_from([0, 32, 64, 100, 128, 160]), st.integers(1, 80)), min_size=1, max_size=5),
     first=st.sampled_from([64, 160, 200]), page=st.sampled_from([16, 32, 48]), q_len=st.sampled_from([1, 1, 2]),

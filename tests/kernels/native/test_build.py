@@ -29,6 +29,7 @@ def test_a_machine_without_a_compiler_builds_nothing(sources: Path, monkeypatch:
     assert not (sources / build.LIBRARY).exists()
 
 
+@pytest.mark.slow
 def test_a_library_of_other_sources_is_not_used(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = build.compile_library(sources)
     assert built is not None
@@ -77,6 +78,7 @@ def test_the_script_reports_an_error_of_the_compiler(sources: Path) -> None:
     assert "forward.c" in ran.stderr
 
 
+@pytest.mark.slow
 def test_the_sources_compile_without_warnings(tmp_path: Path) -> None:
     """The sources compile without warnings, also for a processor without a known instruction set."""
     command = build.compiler()

@@ -114,6 +114,7 @@ def test_keys_that_no_query_sees_are_not_read() -> None:
     assert torch.equal(attention(**t, causal=True, window=(700, 0)), expected)
 
 
+@pytest.mark.slow
 def test_lanes_of_four_are_exact(lanes_of_four: native.Library, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels for other processors are exact, built here with vectors of four floats."""
     monkeypatch.setattr(native, "library", lambda: lanes_of_four)
