@@ -13,24 +13,22 @@ from typing import Any
 import numpy as np
 import triton
 import triton.language as tl
-from triton.runtime import interpreter
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
-
-_create_dot = interpreter.InterpreterBuilder.create_dot
-
-
-def _multiply_rows(builder: Any, a: Any, b: Any, d: Any, *more: Any) -> Any:
-    """Return d + a @ b like `create_dot`; the bits of a row do not depend on its place."""
-    if 8 in (a.dtype.primitive_bitwidth, b.dtype.primitive_bitwidth):
-        return _create_dot(builder, a, b, d, *more)
-    product = np.matmul(a.data[..., :, None, :], b.data[..., None, :, :], dtype=d.data.dtype)[..., 0, :]
-    return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
-
-
 if INTERPRETED:
+    from triton.runtime import interpreter
+
+    _create_dot = interpreter.InterpreterBuilder.create_dot
+
+    def _multiply_rows(builder: Any, a: Any, b: Any, d: Any, *more: Any) -> Any:
+        """Return d + a @ b like `create_dot`; the bits of a row do not depend on its place."""
+        if 8 in (a.dtype.primitive_bitwidth, b.dtype.primitive_bitwidth):
+            return _create_dot(builder, a, b, d, *more)
+        product = np.matmul(a.data[..., :, None, :], b.data[..., None, :, :], dtype=d.data.dtype)[..., 0, :]
+        return interpreter.TensorHandle(product + d.data, d.dtype.scalar)
+
     interpreter.InterpreterBuilder.create_dot = _multiply_rows
 
 
