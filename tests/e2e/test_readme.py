@@ -83,3 +83,15 @@ def test_every_link_between_the_pages_leads_somewhere():
     assert links
     missing = [(page.name, link) for page, link in links if not (page.parent / link).exists()]
     assert not missing
+
+
+def test_every_file_that_a_page_names_exists():
+    """A page names a file by the end of its path. NAME stands for any name; two files belong to others."""
+    others = {"mykernels.py", "python/tutorials/06-fused-attention.py"}
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    named = {(page.name, name) for page in pages for name in re.findall(r"`([\w/.-]+\.(?:py|c|h))`", page.read_text())}
+    assert len(named) > 100
+    folders = [path for path in ROOT.iterdir() if path.is_dir() and not path.name.startswith(".")]
+    files = [path.as_posix() for path in (*ROOT.glob("*.py"), *(each for top in folders for each in top.rglob("*.*")))]
+    missing = {name for _, name in named if not any(path.endswith(f"/{name}") for path in files)}
+    assert {name for name in missing if "NAME" not in name} == others
