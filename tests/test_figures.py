@@ -19,6 +19,7 @@ def texts(picture):
     return sorted(unescape(text) for text in re.findall(r"<text[^>]*>(?:<tspan[^>]*>)?([^<]+)", picture))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DRAWN)
 def test_a_figure_is_that_of_its_results_and_can_be_read(name):
     check(laid_out(DRAWN[name]))

@@ -69,6 +69,7 @@ def refused(folder, file):
     return count
 
 
+@pytest.mark.slow
 def test_models_without_the_interface_are_refused_when_they_are_made(client):
     assert sum(refused(*each) for each in kinds() if each[0] in KNOWN) >= len(KNOWN)
 

@@ -1,6 +1,5 @@
 """A real model on real sentences works with served attention. Slow; the tests of the integration are fast."""
 
-import importlib.util
 import re
 import subprocess
 import sys
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 import flashpoint
+from tests.support.programs import load
 
 pytestmark = pytest.mark.slow
 EXAMPLE = Path(__file__).parents[2] / "examples" / "minilm.py"
@@ -17,10 +17,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "minilm.py"
 
 @pytest.fixture(scope="module")
 def minilm():
-    spec = importlib.util.spec_from_file_location("minilm_example", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(EXAMPLE)
 
 
 @pytest.fixture(scope="module")

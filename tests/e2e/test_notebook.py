@@ -1,24 +1,19 @@
 """examples/attention.ipynb runs from its first cell to the served call, and prints its stored outputs."""
 
-import importlib.util
 import json
 import os
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("matplotlib")
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.support.programs import load
 
 
 @pytest.fixture(scope="module")
 def runner():
-    spec = importlib.util.spec_from_file_location("run_notebook", ROOT / "docs/run_notebook.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load("docs/run_notebook.py")
 
 
 def outputs(notebook):

@@ -32,6 +32,7 @@ def key(*arguments):
     return ran.stdout.strip()
 
 
+@pytest.mark.slow
 def test_a_key_is_rotated_without_losing_its_caches(start_server, tmp_path):
     """A rotated key keeps its caches.
 
@@ -63,6 +64,7 @@ def test_a_key_is_rotated_without_losing_its_caches(start_server, tmp_path):
     assert cache_ids(reread("alice")) == []
 
 
+@pytest.mark.slow
 def test_the_unit_of_systemd_starts_reloads_and_stops_the_server(tmp_path):
     """The commands of the systemd unit, run here on a separate port, start, reload and stop the server."""
     unit = configparser.ConfigParser(strict=False, interpolation=None)

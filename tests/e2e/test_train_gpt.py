@@ -1,7 +1,6 @@
 """The example trains with the same loss curve for local, torch's, served and saved attention."""
 
 import functools
-import importlib.util
 import json
 import os
 import re
@@ -13,6 +12,7 @@ import pytest
 import torch
 
 import flashpoint
+from tests.support.programs import load
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "train_gpt.py"
@@ -37,10 +37,7 @@ def one_thread():
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("train_gpt_example", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load(EXAMPLE)
 
 
 @pytest.fixture(scope="module")

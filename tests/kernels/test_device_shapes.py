@@ -31,8 +31,7 @@ HOPPER, GENERAL, SERVING, _ = plan.SUITES["tests"]
 @pytest.mark.parametrize(
     ("arch", "suite"),
     [
-        (90, QUICK),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((100, GENERAL), (90, SERVING))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((90, QUICK), (100, GENERAL), (90, SERVING))),
         *(
             pytest.param(*case, marks=pytest.mark.full)
             for case in ((90, HOPPER), (90, GENERAL), (80, GENERAL), (80, SERVING), (100, SERVING))

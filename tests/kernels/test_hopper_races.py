@@ -59,6 +59,7 @@ def test_forward(dim: int) -> None:
     check(tensors, Options(causal=True, return_lse=True), "attention_forward_hopper")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("grads", [("dq",), ("dk", "dv")], ids="-".join)
 def test_backward(dim: int, grads: tuple[str, ...]) -> None:

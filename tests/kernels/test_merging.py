@@ -17,6 +17,7 @@ from torch import Tensor
 from flashpoint._shards.spans import Queries, merged
 from flashpoint_kernels import ProblemError, attention, available_backends, merge
 from tests.conftest import DEVICE
+from tests.support.covering import cover
 from tests.support.kernels.solving import normal
 from tests.support.sockets import free_port
 
@@ -58,10 +59,7 @@ def in_parts(t: dict[str, Tensor], cut: tuple[int, ...], layout: str, **options:
     return (o.transpose(1, 2) if layout == "bshd" else o), lse
 
 
-@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-@pytest.mark.parametrize("cut", CUTS.values(), ids=CUTS)
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@cover(backend=BACKENDS, options=OPTIONS, cut=CUTS, layout=["bhsd", "bshd"])
 def test_parts_merge_to_the_whole_forward_and_backward(
     backend: str, options: dict[str, Any], cut: tuple[int, ...], layout: str
 ) -> None:

@@ -41,7 +41,7 @@ def formula(
     return p @ v, s.logsumexp(-1)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", [pytest.param(b, marks=[pytest.mark.slow] * (b == "triton")) for b in BACKENDS])
 @given(
     lengths=st.tuples(st.sampled_from([1, 3, 20, 70]), st.sampled_from([1, 5, 33, 130])),
     offsets=st.lists(st.one_of(st.integers(-30, 160), st.sampled_from([-FAR, FAR])), min_size=2, max_size=2),

@@ -19,6 +19,7 @@ from torch.nn import functional
 from flashpoint_kernels import ProblemError, attention, available_backends, scaled_dot_product_attention, sdpa
 from tests.conftest import DEVICE
 from tests.support import small_models
+from tests.support.covering import cover
 from tests.support.kernels.solving import normal
 
 torch_sdpa = functional.scaled_dot_product_attention
@@ -85,7 +86,7 @@ def hold(given: list[Tensor], **how: Any) -> None:
         torch.testing.assert_close(one.cpu().double(), other, rtol=0, atol=BOUND[one.dtype] * scale)
 
 
-@pytest.mark.parametrize("shapes", SHAPES.values(), ids=SHAPES)
+@cover(indirect=["backend"], shapes=SHAPES, backend=BACKENDS)
 def test_shapes_are_broadcast_as_torchs(shapes: tuple[tuple[int, ...], ...], backend: str) -> None:
     dtype = torch.float64 if backend == "reference" else torch.float32
     hold(leaves(*shapes, dtype=dtype))
@@ -96,8 +97,12 @@ def test_shapes_are_broadcast_as_torchs(shapes: tuple[tuple[int, ...], ...], bac
         hold([*given, mask.detach() > -1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("how", [{}, {"is_causal": True}, {"scale": 0.2}], ids=str)
+@cover(
+    indirect=["backend"],
+    backend=BACKENDS,
+    dtype=[torch.float32, torch.float16, torch.bfloat16],
+    how={"plain": {}, "causal": {"is_causal": True}, "scale": {"scale": 0.2}},
+)
 def test_grouped_heads(dtype: torch.dtype, how: dict[str, Any], backend: str) -> None:
     hold(leaves((2, 6, 5, 16), (2, 2, 9, 16), (2, 2, 9, 16), dtype=dtype), enable_gqa=True, **how)
     hold(leaves((6, 5, 16), (3, 9, 16), (3, 9, 16), dtype=dtype), enable_gqa=True, **how)
@@ -105,8 +110,12 @@ def test_grouped_heads(dtype: torch.dtype, how: dict[str, Any], backend: str) ->
 
 
 @pytest.mark.filterwarnings("ignore:Lower right causal bias will produce NaNs")
-@pytest.mark.parametrize("queries", [4, 7, 11])
-@pytest.mark.parametrize("variant", ["causal_upper_left", "causal_lower_right"])
+@cover(
+    indirect=["backend"],
+    backend=BACKENDS,
+    variant=["causal_upper_left", "causal_lower_right"],
+    queries=[4, 7, 11],
+)
 def test_causal_biases(variant: str, queries: int, backend: str) -> None:
     """With a causal bias, a query that sees no key gets 0, where torch's function may return NaN."""
     from torch.nn.attention import bias

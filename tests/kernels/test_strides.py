@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flashpoint_kernels import attention, attention_backward, available_backends
 from tests.conftest import DEVICE
+from tests.support.covering import cover
 from tests.support.kernels.solving import normal
 
 BACKENDS = [name for name in ("triton", "torch", "tiled", "reference") if name in available_backends(DEVICE)]
@@ -33,9 +34,7 @@ ORDERS = {
 OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "softcap": {"softcap": 3.0}, "lengths": {"kv_lengths": [3, 7, 0]}}
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-@pytest.mark.parametrize("backend", BACKENDS)
+@cover(backend=BACKENDS, order=ORDERS, options=OPTIONS)
 def test_answers_lie_as_their_inputs_with_the_same_bits(
     backend: str, order: tuple[int, ...], options: dict[str, Any]
 ) -> None:

@@ -48,23 +48,27 @@ class Callers:
             return sum(call.result() for call in self._calling)
 
 
-@pytest.mark.parametrize("haproxy", [False, True], ids=["proxy", "haproxy"])
-def test_replicas_come_and_go_under_load_and_nothing_is_dropped(slow, haproxy):
-    autoscaling = {
-        "min_replicas": 1,
+# Ray hears of waiting requests twice a second.
+OFTEN = {f"RAY_SERVE_{who}_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5" for who in ("REPLICA", "HANDLE")}
+
+
+def scaled(target_seconds, **options):
+    """Return an autoscaling configuration for at most two replicas, which decides within seconds."""
+    policy = "flashpoint_server.autoscaling:OngoingAndWaiting"
+    return {
         "max_replicas": 2,
-        "target_ongoing_requests": 3,
         "look_back_period_s": 3,
         "upscale_delay_s": 1,
-        "downscale_delay_s": 3,
-        "policy": {
-            "policy_function": "flashpoint_server.autoscaling:OngoingAndWaiting",
-            "policy_kwargs": {"target_seconds": 60},
-        },
+        "policy": {"policy_function": policy, "policy_kwargs": {"target_seconds": target_seconds}},
+        **options,
     }
-    often = {f"RAY_SERVE_{who}_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5" for who in ("REPLICA", "HANDLE")}
+
+
+@pytest.mark.parametrize("haproxy", [False, True], ids=["proxy", "haproxy"])
+def test_replicas_come_and_go_under_load_and_nothing_is_dropped(slow, haproxy):
+    autoscaling = scaled(60, min_replicas=1, target_ongoing_requests=3, downscale_delay_s=3)
     stays = {"RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "3"}
-    with deploy(haproxy=haproxy, deployment={"autoscaling_config": autoscaling}, environment=often | stays) as cluster:
+    with deploy(haproxy=haproxy, deployment={"autoscaling_config": autoscaling}, environment=OFTEN | stays) as cluster:
         many = Callers(cluster, slow, 5)
         wait_for(lambda: cluster.ready == 2 or many.failed(), lambda: "".join(cluster.lines), seconds=PATIENCE)
         few = Callers(cluster, slow, 2)
@@ -77,18 +81,8 @@ def test_replicas_come_and_go_under_load_and_nothing_is_dropped(slow, haproxy):
 
 def test_a_wait_alone_brings_another_replica(slow):
     """A few long requests, each of which waits for the earlier ones, make Ray add a replica."""
-    autoscaling = {
-        "max_replicas": 2,
-        "target_ongoing_requests": 1000,
-        "look_back_period_s": 3,
-        "upscale_delay_s": 1,
-        "policy": {
-            "policy_function": "flashpoint_server.autoscaling:OngoingAndWaiting",
-            "policy_kwargs": {"target_seconds": 0.01},
-        },
-    }
-    often = {f"RAY_SERVE_{who}_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5" for who in ("REPLICA", "HANDLE")}
-    with deploy(deployment={"autoscaling_config": autoscaling}, environment=often) as cluster:
+    autoscaling = scaled(0.01, target_ongoing_requests=1000)
+    with deploy(deployment={"autoscaling_config": autoscaling}, environment=OFTEN) as cluster:
         callers = Callers(cluster, slow, 8)
         wait_for(lambda: cluster.ready == 2 or callers.failed(), lambda: "".join(cluster.lines), seconds=PATIENCE)
         callers.end()

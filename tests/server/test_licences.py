@@ -1,16 +1,15 @@
 """The licences of a server's packages are compatible with Apache-2.0, and docs/licences.md lists them."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.programs import load
+
 PROGRAM = Path(__file__).parents[2] / "docs" / "make_licences.py"
-SPEC = importlib.util.spec_from_file_location("make_licences", PROGRAM)
-make_licences = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(make_licences)
+make_licences = load(PROGRAM)
 
 
 @pytest.mark.slow

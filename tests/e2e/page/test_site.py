@@ -25,6 +25,10 @@ ONE_AT_LEAST = [SCREENS[0], *(pytest.param(*screen, marks=pytest.mark.slow) for 
 PAGES = ("index", "algorithm", "page", "reproduce", "reference/api", "reference/settings", "security")
 
 
+# `make docs` builds the same pages, and stops at a link to nowhere.
+pytestmark = pytest.mark.slow
+
+
 class Site(NamedTuple):
     folder: Path
     url: str

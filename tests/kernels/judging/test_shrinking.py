@@ -6,6 +6,7 @@ import json
 import shlex
 from pathlib import Path
 
+import pytest
 import torch
 
 import flashpoint_kernels
@@ -33,6 +34,7 @@ def test_the_saved_case_and_the_command_repeat_the_failure(tmp_path: Path) -> No
     assert again.failures[0].error == report.smallest.error
 
 
+@pytest.mark.slow
 def test_the_smallest_case_alone_names_the_same_cause() -> None:
     """For two queries and one key, a mask with one key too many gives the same answers as a missing mask."""
     report = flashpoint_kernels.judge(WRONG["sees_next"].function, quick=True, dtype="float32")

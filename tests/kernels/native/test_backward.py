@@ -21,6 +21,7 @@ SIZES = Sizes(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @given(problem=problems(SIZES, backward=True))
 @settings(max_examples=120, deadline=None)
 def test_any_problem_agrees_with_float64(problem: tuple[dict[str, Tensor], dict[str, Any]]) -> None:

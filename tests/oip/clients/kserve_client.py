@@ -1,12 +1,11 @@
 """Send the cases of a directory through KServe's client: `kserve_client.py HOST:PORT DIRECTORY`."""
 
 import asyncio
-import json
 import sys
-from pathlib import Path
 
 import httpx
 import numpy as np
+from case_files import run
 from kserve import InferenceRESTClient, InferInput, InferRequest, RESTConfig
 from kserve.protocol.infer_type import RequestedOutput
 
@@ -53,12 +52,4 @@ async def ask(url, cases, tensors, answers):
     return report
 
 
-def main(url, directory):
-    home, answers = Path(directory), {}
-    cases, tensors = json.loads((home / "cases.json").read_text()), dict(np.load(home / "tensors.npz"))
-    report = asyncio.run(ask(url, cases, tensors, answers))
-    np.savez(home / "answers.npz", **answers)
-    (home / "report.json").write_text(json.dumps(report))
-
-
-main(*sys.argv[1:])
+run(lambda *given: asyncio.run(ask(*given)), *sys.argv[1:])

@@ -1,12 +1,11 @@
 """Send the cases of a directory through KServe's gRPC client: `kserve_grpc_client.py ADDRESS DIRECTORY`."""
 
 import asyncio
-import json
 import sys
-from pathlib import Path
 
 import grpc
 import numpy as np
+from case_files import readiness, run
 from kserve import InferenceGRPCClient, InferInput, InferRequest
 from kserve.protocol.infer_type import RequestedOutput
 
@@ -29,11 +28,7 @@ def request_of(case, tensors):
 async def ask(url, cases, tensors, answers):
     report = {}
     async with InferenceGRPCClient(url) as client:
-        report["ready"] = [
-            await client.is_server_live(),
-            await client.is_server_ready(),
-            await client.is_model_ready("attention"),
-        ]
+        report["ready"] = await readiness(client)
         for case in cases:
             try:
                 answer = await client.infer(request_of(case, tensors))
@@ -46,12 +41,4 @@ async def ask(url, cases, tensors, answers):
     return report
 
 
-def main(url, directory):
-    home, answers = Path(directory), {}
-    cases, tensors = json.loads((home / "cases.json").read_text()), dict(np.load(home / "tensors.npz"))
-    report = asyncio.run(ask(url, cases, tensors, answers))
-    np.savez(home / "answers.npz", **answers)
-    (home / "report.json").write_text(json.dumps(report))
-
-
-main(*sys.argv[1:])
+run(lambda *given: asyncio.run(ask(*given)), *sys.argv[1:])

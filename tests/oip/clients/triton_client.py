@@ -1,13 +1,12 @@
 """Send the cases of a directory through NVIDIA's tritonclient: `triton_client.py sync|asyncio HOST:PORT DIRECTORY`."""
 
 import asyncio
-import json
 import sys
-from pathlib import Path
 
 import numpy as np
 import tritonclient.http
 import tritonclient.http.aio
+from case_files import readiness, run
 from tritonclient.http import InferInput, InferRequestedOutput
 from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
@@ -59,11 +58,7 @@ def sync(url, cases, tensors, answers):
 async def aio(url, cases, tensors, answers):
     report = {}
     async with tritonclient.http.aio.InferenceServerClient(url) as client:
-        report["ready"] = [
-            await client.is_server_live(),
-            await client.is_server_ready(),
-            await client.is_model_ready("attention"),
-        ]
+        report["ready"] = await readiness(client)
         report["metadata"] = (await client.get_model_metadata("attention"))["name"]
         report["extensions"] = (await client.get_server_metadata())["extensions"]
         for case in cases:
@@ -80,11 +75,7 @@ async def aio(url, cases, tensors, answers):
 
 
 def main(kind, url, directory):
-    home, answers = Path(directory), {}
-    given = json.loads((home / "cases.json").read_text()), dict(np.load(home / "tensors.npz")), answers
-    report = sync(url, *given) if kind == "sync" else asyncio.run(aio(url, *given))
-    np.savez(home / "answers.npz", **answers)
-    (home / "report.json").write_text(json.dumps(report))
+    run(sync if kind == "sync" else lambda *given: asyncio.run(aio(*given)), url, directory)
 
 
 main(*sys.argv[1:])

@@ -1,14 +1,13 @@
 """Send cases through tritonclient over gRPC: `triton_grpc_client.py sync|asyncio HOST:PORT DIRECTORY`."""
 
 import asyncio
-import json
 import queue
 import sys
-from pathlib import Path
 
 import numpy as np
 import tritonclient.grpc
 import tritonclient.grpc.aio
+from case_files import readiness, run
 from tritonclient.grpc import InferInput, InferRequestedOutput
 from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
@@ -72,11 +71,7 @@ def sync(url, cases, tensors, answers):
 async def aio(url, cases, tensors, answers):
     report = {}
     async with tritonclient.grpc.aio.InferenceServerClient(url) as client:
-        report["ready"] = [
-            await client.is_server_live(),
-            await client.is_server_ready(),
-            await client.is_model_ready("attention"),
-        ]
+        report["ready"] = await readiness(client)
         report["metadata"] = await client.get_model_metadata("attention", as_json=True)
         report["server"] = await client.get_server_metadata(as_json=True)
         for case in cases:
@@ -93,11 +88,7 @@ async def aio(url, cases, tensors, answers):
 
 
 def main(kind, url, directory):
-    home, answers = Path(directory), {}
-    given = json.loads((home / "cases.json").read_text()), dict(np.load(home / "tensors.npz")), answers
-    report = sync(url, *given) if kind == "sync" else asyncio.run(aio(url, *given))
-    np.savez(home / "answers.npz", **answers)
-    (home / "report.json").write_text(json.dumps(report))
+    run(sync if kind == "sync" else lambda *given: asyncio.run(aio(*given)), url, directory)
 
 
 main(*sys.argv[1:])

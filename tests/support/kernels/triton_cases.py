@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations, product
-from random import Random
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 
 from flashpoint_kernels import Options, verify
 from tests.conftest import DEVICE, INTERPRETING
+from tests.support.covering import covering
 
 # The factors of a case and their levels. A covering array has every pair of levels in some case.
 FACTORS: dict[str, tuple[Any, ...]] = {
@@ -47,26 +47,8 @@ def possible(case: dict[str, Any]) -> bool:
 
 
 def pairs() -> list[dict[str, Any]]:
-    """Return a covering array: cases with every possible pair of levels of two factors, by a seeded greedy search."""
-    rng = Random(11)
-
-    def pairs_of(case: dict[str, Any]) -> set[Any]:
-        return {((a, case[a]), (b, case[b])) for a, b in combinations(FACTORS, 2)}
-
-    missing = {
-        ((a, x), (b, y))
-        for a, b in combinations(FACTORS, 2)
-        for x, y in product(FACTORS[a], FACTORS[b])
-        if possible(PLAIN | {a: x, b: y})
-    }
-    cases = []
-    while missing:
-        (a, x), (b, y) = min(missing, key=repr)  # each round covers at least this pair
-        tried = [{name: rng.choice(levels) for name, levels in FACTORS.items()} | {a: x, b: y} for _ in range(60)]
-        best = max((case for case in tried if possible(case)), key=lambda case: len(pairs_of(case) & missing))
-        missing -= pairs_of(best)
-        cases.append(best)
-    return cases
+    """Return a covering array of FACTORS: each valid pair of levels of two factors occurs in some case."""
+    return covering(FACTORS, possible=possible)
 
 
 def tensors_of(

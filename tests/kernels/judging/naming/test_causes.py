@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from torch import Tensor
 
 import flashpoint_kernels
 from tests.judge.corpus import RIGHT, WRONG
 
 
+@pytest.mark.slow
 def test_a_mistake_is_told_from_one_that_is_equal_in_the_smallest_case():
     """The judge tells a missing window from one without a right side, which are equal without keys to the left."""
     report = flashpoint_kernels.judge(WRONG["window_of_future"].function, quick=True, dtype="float32")

@@ -1,0 +1,14 @@
+"""Programs of the repository that belong to no package, as modules."""
+
+import importlib.util
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def load(path):
+    """Run the program at `path`, which starts at the repository's root, and return it as a module."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
