@@ -4,22 +4,14 @@ import { call, events } from "./api.js";
 import { code, curl, keywords, python } from "./code.js";
 import { aging, clear, read, refused, valid } from "./form.js";
 import { plot } from "./plot.js";
-import { bytes, fill, number, problem as nameOf, tableRow } from "./text.js";
+import { bytes, fill, number, problem as nameOf, select, tableRow } from "./text.js";
 
 const ENDED = { done: "Done", failed: "Failed", cancelled: "Cancelled" };
 const MARK = "#benchmark=";
 
 const section = document.getElementById("benchmark");
-const form = section.querySelector("form");
-const said = section.querySelector(".said");
-const progress = section.querySelector("progress");
-const outcome = section.querySelector(".outcome");
-const result = section.querySelector(".result");
-const choice = result.querySelector(".tabs");
-const picture = result.querySelector("[data-save]");
-const figures = result.querySelector(".charts");
-const caption = result.querySelector(".caption");
-const body = result.querySelector("tbody");
+const [form, said, progress, outcome, result] = select(section, "form", ".said", "progress", ".outcome", ".result");
+const [choice, picture, figures, caption, body] = select(result, ".tabs", "[data-save]", ".charts", ".caption", "tbody");
 const start = form.querySelector("button");
 const cancel = document.getElementById("cancel");
 const begin = aging(form, outcome);

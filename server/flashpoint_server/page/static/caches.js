@@ -4,14 +4,12 @@ import { call } from "./api.js";
 import { code, curl, python } from "./code.js";
 import { say } from "./form.js";
 import { total } from "./metrics.js";
-import { bytes, duration, fill, number, tableRow } from "./text.js";
+import { bytes, duration, fill, number, select, tableRow } from "./text.js";
 
 const MOST_ROWS = 100;
 
 const panel = document.getElementById("caches");
-const said = panel.querySelector(".said");
-const body = panel.querySelector("tbody");
-const dialog = panel.querySelector("dialog");
+const [said, body, dialog] = select(panel, ".said", "tbody", "dialog");
 let allowed = true;
 
 document.addEventListener("locked", () => {

@@ -6,7 +6,7 @@ import { draw } from "./chart.js";
 import { code, curl, keywords, python } from "./code.js";
 import { clear, read, refused, valid } from "./form.js";
 import { HeatMap } from "./heat.js";
-import { number } from "./text.js";
+import { number, select } from "./text.js";
 
 const WAIT_MS = 150; // behind the last change of the form
 const CLOSE = 1e-3; // a larger error is shown as wrong; those of float32 are far below
@@ -14,13 +14,8 @@ const ROUNDING = 2 ** -24; // of float32, relative
 const FIRST_WORDS = ["it", "cat"].map((word) => sentence.tokens.indexOf(word));
 
 const section = document.getElementById("playground");
-const form = section.querySelector("form");
-const said = section.querySelector(".said");
-const outcome = section.querySelector(".outcome");
-const heads = section.querySelector(".heads");
-const edit = section.querySelector("[data-edit]");
-const show = section.querySelector("[data-show-all]");
-const readout = section.querySelector(".readout");
+const [form, said, outcome, readout] = select(section, "form", ".said", ".outcome", ".readout");
+const [heads, edit, show] = select(section, ".heads", "[data-edit]", "[data-show-all]");
 const part = (name) => section.querySelector(`[data-part="${name}"]`);
 const weights = new HeatMap(part("weights"), ["query", "key"], (i, j) => tell(i, j), hide);
 const outputs = new HeatMap(part("o"), ["query", "value dimension"], (i, d) => tellOutput(i, d));

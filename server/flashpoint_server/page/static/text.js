@@ -1,4 +1,4 @@
-// Numbers and shapes as text.
+// Numbers and shapes as text, tables, and the elements that show them.
 
 const WORDS = { NaN, Infinity, "-Infinity": -Infinity }; // JSON has no such numbers: they are sent as these strings
 
@@ -40,6 +40,11 @@ export function problem(row) {
   const pair = (a, b) => (a === b ? `${a}` : `${a}/${b}`);
   const sizes = `B${row.batch} H${pair(row.q_heads, row.kv_heads)} S${pair(row.q_len, row.kv_len)}`;
   return `${sizes} D${pair(row.head_dim, row.value_dim)} ${row.dtype} ${row.direction}${row.causal ? " causal" : ""}`;
+}
+
+// Return the first element within another that each selector matches.
+export function select(within, ...selectors) {
+  return selectors.map((selector) => within.querySelector(selector));
 }
 
 // Put rows into a table. On a narrow screen each is a card, whose cells have the names of their columns.

@@ -4,7 +4,7 @@ import { Problem, told } from "./api.js";
 import { code, curl, keywords, python } from "./code.js";
 import { decades } from "./decades.js";
 import { aging, clear, read, refused, valid } from "./form.js";
-import { duration, fill, number, tableRow } from "./text.js";
+import { duration, fill, number, select, tableRow } from "./text.js";
 
 const TICK_MS = 500;
 const STAGES = {
@@ -14,11 +14,7 @@ const STAGES = {
 const ANSWERS = { forward: "o and lse", backward: "gradients" };
 
 const section = document.getElementById("verify");
-const form = section.querySelector("form");
-const outcome = section.querySelector(".outcome");
-const said = section.querySelector(".said");
-const waiting = section.querySelector(".waiting");
-const result = section.querySelector(".result");
+const [form, outcome, said, waiting, result] = select(section, "form", ".outcome", ".said", ".waiting", ".result");
 const button = form.querySelector("button");
 const cancel = form.querySelector("[data-cancel]");
 const begin = aging(form, outcome);
