@@ -11,6 +11,7 @@ import os
 import pytest
 
 DEVICE = os.environ.get("FLASHPOINT_TEST_DEVICE", "cpu")
+EXPLORING = bool(os.environ.get("FLASHPOINT_TEST_EXPLORE"))  # by `make test-full`
 INTERPRETING = DEVICE == "cpu" and not os.environ.get("FLASHPOINT_TEST_ARCH")
 if INTERPRETING:
     os.environ["TRITON_INTERPRET"] = "1"
@@ -32,7 +33,7 @@ with contextlib.suppress(ImportError):
         "patient",
         deadline=None,
         database=None,
-        derandomize=not os.environ.get("FLASHPOINT_TEST_EXPLORE"),
+        derandomize=not EXPLORING,
         suppress_health_check=[hypothesis.HealthCheck.too_slow],
     )
     hypothesis.settings.load_profile("patient")

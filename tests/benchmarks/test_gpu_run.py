@@ -150,7 +150,7 @@ def test_each_test_is_a_row_when_it_ends_and_what_is_known_is_not_run_again(
     shared = {"stage": "tests", "of": {"device": "cpu"}}
 
     def run(known: list[str], seconds: float = 600) -> int:
-        suite = plan.Suite("sample", (), {}, seconds=20)
+        suite = plan.Suite("sample", (), {}, seconds=10)
         return suites.run(suite, record, shared, known, "cpu", 1, seconds, tmp_path / "tests.log")
 
     assert run([]) == 1

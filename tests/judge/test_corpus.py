@@ -47,8 +47,12 @@ def test_a_right_kernel_is_not_blamed(name):
     assert report.gradients
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [n for n in RIGHT if n not in QUICK_RIGHT])
+def _thirds(names: list[str]) -> list[Any]:
+    """Return parameters: CI runs every third name, and the wide sweep runs all."""
+    return [pytest.param(name, marks=pytest.mark.full if n % 3 else pytest.mark.slow) for n, name in enumerate(names)]
+
+
+@pytest.mark.parametrize("name", _thirds([n for n in RIGHT if n not in QUICK_RIGHT]))
 def test_each_right_kernel_is_not_blamed(name):
     """No right kernel is called wrong on one shape in all types; `python -m tests.judge.measure` judges all cases."""
     report = flashpoint_kernels.judge(RIGHT[name], quick=True, only=SHAPE, seed=2)
@@ -59,14 +63,15 @@ def test_each_right_kernel_is_not_blamed(name):
 BESIDE_OTHERS = {"raises_at_some", "added_gradients", "replay", "gradient_race", "race"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        name
-        for name, row in _rows().items()
-        if row["wrong"] and row["relation"] == "accuracy" and name not in BESIDE_OTHERS
-    ],
+    _thirds(
+        [
+            name
+            for name, row in _rows().items()
+            if row["wrong"] and row["relation"] == "accuracy" and name not in BESIDE_OTHERS
+        ]
+    ),
 )
 def test_each_measured_case_fails_again(name):
     """The smallest failing case in the measured record fails again when it runs alone, as with `--case`."""

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.conftest import DEVICE, INTERPRETING
+from tests.conftest import DEVICE, EXPLORING, INTERPRETING
 from tests.support.kernels.shared_pages import check
 
 F8 = torch.float8_e4m3fn
@@ -22,7 +22,7 @@ UNIT = 1 if INTERPRETING else 16  # the interpreter's tiles have fewer keys than
     kind=st.sampled_from([None, None, torch.int8, F8]), sinks=st.booleans(),
     options=st.sampled_from([{}, {}, {"softcap": 2.0}, {"window": (90 * UNIT, 0)}]),
 )  # fmt: skip
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15 if EXPLORING else 6, deadline=None)
 def test_sequences_of_a_tree_have_their_bits_in_triton(
     keys: list[tuple[int, int]], first: int, page: int, q_len: int, group: int, dtype: torch.dtype,
     kind: torch.dtype | None, options: dict[str, Any], sinks: bool,

@@ -1,6 +1,7 @@
 """The kernels in C are built for each level that the compiler knows, and compiler errors are reported."""
 
 import platform
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -29,10 +30,8 @@ def test_a_machine_without_a_compiler_builds_nothing(sources: Path, monkeypatch:
     assert not (sources / build.LIBRARY).exists()
 
 
-@pytest.mark.slow
 def test_a_library_of_other_sources_is_not_used(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    built = build.compile_library(sources)
-    assert built is not None
+    shutil.copy(build.HERE / build.LIBRARY, sources)
     monkeypatch.setattr(native, "HERE", sources)
     monkeypatch.setattr(native, "checksum", lambda: build.checksum(sources))
     library = native.library.__wrapped__()
@@ -84,7 +83,7 @@ def test_the_sources_compile_without_warnings(tmp_path: Path) -> None:
     command = build.compiler()
     assert command is not None
     for options in ("", *build.LEVELS.get(platform.machine(), {}).values()):
-        flags = [*build.FLAGS, "-Werror", *options.split(), "-DISA=any", "-DSOURCES=0u"]
+        flags = [*build.FLAGS, "-O1", "-Werror", *options.split(), "-DISA=any", "-DSOURCES=0u"]
         for name in (name for name in build.SOURCES if name.endswith(".c")):
             ran = subprocess.run(
                 [*command, *flags, "-c", str(build.HERE / name), "-o", str(tmp_path / "made.o")],
