@@ -1,8 +1,8 @@
 """The process in which a caller's function runs: it receives calls, runs them, and returns answers and facts.
 
-`main` is a parent of such processes: it imports torch once, and forks for each
-session, so that a session starts in milliseconds and its function's module is imported anew. The judge speaks to a
-session over a socket: a header in JSON, then the bytes of the tensors that it names. Nothing is unpickled.
+`main` is a parent of such processes: it imports torch once, and forks for each session, so that a session starts in
+milliseconds and its function's module is imported anew. The judge speaks to a session over a socket: a header in JSON,
+then the bytes of the tensors that it names. Nothing is unpickled.
 
 A session makes no verdict. It keeps earlier answers to detect that a later call overwrites them, and copies of inputs
 to detect that a call changes them.
@@ -29,6 +29,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
+import torch.fx.experimental.symbolic_shapes  # the first gradient imports it; each session would take 0.4 s for it
 from torch import Tensor
 
 from flashpoint_contract.wording.hints import meant

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 import flashpoint_kernels
@@ -21,3 +24,21 @@ from tests.judge.small import SMALL
 def test_what_is_no_kernel_is_refused(target: str, message: str) -> None:
     with pytest.raises(UnusableError, match=message):
         flashpoint_kernels.judge(target, quick=True, only=SMALL)
+
+
+FIRST_GRADIENT = """
+import sys
+import torch
+import flashpoint_kernels.judging.child
+
+before = set(sys.modules)
+x = torch.ones(1, requires_grad=True)
+torch.autograd.grad(x * x, x, x)
+print(sorted(set(sys.modules) - before))
+"""
+
+
+def test_a_session_has_the_modules_that_a_first_gradient_imports() -> None:
+    """What torch imports at a process's first gradient is imported once, before the judge forks a session."""
+    ran = subprocess.run([sys.executable, "-c", FIRST_GRADIENT], capture_output=True, text=True, check=True)
+    assert ran.stdout == "[]\n"
