@@ -109,6 +109,7 @@ def rows_of(stage: str) -> list[dict[str, Any]]:
 TILE = ("block_m", "block_n", "num_warps", "num_stages")
 
 
+@pytest.mark.slow
 def test_a_whole_record_makes_every_section(tmp_path: Path) -> None:
     record = Record(tmp_path / "rows.jsonl")
     for stage in plan.TIMED_STAGES:

@@ -53,6 +53,7 @@ def check(tensors: dict[str, torch.Tensor], options: Options, kernel: str) -> No
     assert report.ok, "\n".join(str(t) for t in report.tensors if not t.ok)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dim", DIMS)
 def test_forward(dim: int) -> None:
     tensors = {name: t for name, t in tensors_of(dim).items() if name in "qkv"}

@@ -73,6 +73,7 @@ def test_words_that_bash_splits_are_joined(monkeypatch, words, at, joined):
     assert (os.environ["COMP_WORDS"].split("\n"), int(os.environ["COMP_CWORD"])) == joined
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_a_real_bash_completes_what_is_typed(tmp_path):
     """An interactive bash with the script of `--show-completion` shows the completions on its terminal."""

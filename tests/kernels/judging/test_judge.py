@@ -76,6 +76,7 @@ def test_what_all_lacks_is_said() -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_requirement_that_is_lacking_fails() -> None:
     assert judged(formula_in_float32).ok
     report = flashpoint_kernels.judge(

@@ -54,6 +54,7 @@ print(report.verdict)
 """
 
 
+@pytest.mark.slow
 def test_a_local_function_beside_jax_is_judged_without_warnings() -> None:
     """A local function runs in a fork of this process without JAX's warning about forks: the child never calls JAX."""
     command = [sys.executable, "-W", "error::RuntimeWarning", "-c", BESIDE_JAX]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 import flashpoint_kernels
 from tests.judge.corpus import RIGHT
 
 
+@pytest.mark.slow
 def test_a_right_kernel_keeps_every_relation():
     """A right kernel passes all cases and relations of one type, also relations that need several shapes."""
     report = flashpoint_kernels.judge(RIGHT["half_weights"], quick=True, dtype="float32", seed=4)

@@ -316,6 +316,7 @@ def lacks_causal(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tenso
     return attention(q, k, v)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_an_option_that_always_raises_is_named_in_the_verdict() -> None:
     last = {}
     for function in (raises_if_causal, lacks_causal):

@@ -118,6 +118,7 @@ for _ in range(4):
 """
 
 
+@pytest.mark.slow
 def test_a_forked_child_has_threads_of_its_own() -> None:
     """A forked child computes with new threads; a separate process forks it, where no other thread holds a lock."""
     ran = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, cwd=Path(__file__).parents[3])

@@ -119,6 +119,7 @@ def test_sequences_of_few_and_of_many_queries_in_one_problem() -> None:
         assert torch.equal(attention(**alone, causal=True), problem.outputs["o"][b : b + 1, :, :q_len])
 
 
+@pytest.mark.slow
 @given(
     layout=st.sampled_from(["bhsd", "bshd", "thd"]), lengths=st.sets(st.sampled_from(["q_lengths", "kv_lengths"])),
     more=st.sampled_from(["", "bool", "float", "one mask", "blocks", "slopes", "sinks", "slopes of each"]),

@@ -21,6 +21,7 @@ def wrong_with_two_keys(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -
     return o * (1.25 if k.shape[2] < 3 else 1.0)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_no_cause_is_confirmed_by_cases_of_one_or_two_keys() -> None:
     """Cases of one or two keys confirm no cause, because too many mistakes give the same answers there."""
     report = flashpoint_kernels.judge(wrong_with_two_keys, quick=True, dtype="float32")
