@@ -7,16 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from flashpoint_contract import wire
 from flashpoint_contract.schemas import jsonwire
 from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.codec import Arrays, Codec
-from flashpoint_server.formats.message import Format, TensorMessage
+from flashpoint_server.formats.message import Format, TensorMessage, refuse_invalid
 from flashpoint_server.http.body import Part, RequestBody
 from flashpoint_server.ipc.job import AttentionJob, JobResult
-from flashpoint_server.refusal import Refusal, invalid
 
 
 class JsonMessage(TensorMessage):
@@ -32,15 +30,10 @@ class JsonMessage(TensorMessage):
     @classmethod
     async def parse(cls, text: bytes, codec: Codec, deadline: float | None) -> JsonMessage:
         """Parse a body. Raises Refusal 400, 422, 503 and 504. `deadline` is in `time.monotonic` seconds."""
-        try:
+        with refuse_invalid():
             return cls(*await codec.decode(text, deadline))
-        except wire.WireError as error:
-            raise Refusal("malformed_body", str(error)) from None
-        except jsonwire.FieldError as error:
-            raise invalid([(error.field, error.message)]) from None
 
     def options(self) -> Mapping[str, Any]:
-        """Return the entries of the object that are not tensors."""
         return self._options
 
     async def receive(self, body: RequestBody, places: Mapping[str, memoryview]) -> None:
@@ -55,26 +48,22 @@ def bytes_of(array: np.ndarray[Any, Any]) -> memoryview:
 
 
 class Json(Format):
-    """See the module. A separate process reads and writes the JSON (codec.py)."""
+    """The JSON format. A separate process parses and writes the text (codec.py)."""
 
     whole = True
 
     async def read(self, body: RequestBody, settings: Settings, codec: Codec) -> TensorMessage:
-        """Read the whole body. Raises Refusal."""
         return await JsonMessage.parse(await body.text(), codec, body.deadline)
 
     def numbers(self, spec: Spec) -> list[TensorInfo]:
-        """Return all outputs."""
         return list(spec.outputs.values())
 
     async def write(self, job: AttentionJob, answer: JobResult, codec: Codec) -> list[Part]:
-        """Return the JSON text as one part. Raises Refusal 503 and 504."""
         places = job.staging.outputs
+        views = job.staging.views(places)
         arrays = {
-            name: np.frombuffer(view, jsonwire.DTYPES.get(places[name].dtype, np.dtype(np.float32))).reshape(
-                places[name].shape
-            )
-            for name, view in job.staging.views(places).items()
+            name: np.frombuffer(views[name], jsonwire.DTYPES.get(place.dtype, np.float32)).reshape(place.shape)
+            for name, place in places.items()
         }
         return [await codec.encode(arrays, {"dtype": job.spec.dtype, **answer.metadata}, job.deadline)]
 

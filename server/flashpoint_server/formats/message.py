@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from msgspec import Raw
 from pydantic import BaseModel, ValidationError
 
-from flashpoint_contract import caches, saved, strictjson
+from flashpoint_contract import caches, saved, strictjson, wire
 from flashpoint_contract.options import Direction, Options, ProblemError
+from flashpoint_contract.schemas.jsonwire import FieldError
 from flashpoint_contract.schemas.options import AttentionOptions
 from flashpoint_contract.schemas.validation import field_problems
 from flashpoint_contract.spec import Spec, plan
@@ -65,9 +67,8 @@ class TensorMessage(ABC):
 
     inputs: list[tuple[str, TensorInfo]]
     surface = "safetensors"
-    derived: dict[str, Any] | None = (
-        None  # what routes derive from the head alone, shared by requests with the same head
-    )
+    # Results that routes derive from the head alone. Requests with the same head share them.
+    derived: dict[str, Any] | None = None
 
     @abstractmethod
     def options(self) -> Mapping[str, Any]:
@@ -125,20 +126,31 @@ def text_bytes(tensors: Iterable[TensorInfo]) -> int:
     return _NUMBER * sum(math.prod(info.shape) for info in tensors)
 
 
-def make_spec(infos: Mapping[str, TensorInfo], options: Mapping[str, Any], direction: Direction, surface: str) -> Spec:
-    """Return the problem from names, shapes, dtypes and options in the format `surface`. Raises Refusal 422."""
-    if refused := refusals(surface, infos):
-        raise invalid(refused)
+@contextmanager
+def refuse_invalid() -> Iterator[None]:
+    """Turn the contract's and pydantic's errors about a caller's input into Refusal 400 and 422."""
     try:
-        if not _SPECIAL.isdisjoint(options):
-            if refused := [*caches.refused(options), *saved.refused(options)]:
-                raise invalid(refused)
-            options = saved.plain(options)
-        return plan(infos, read_options(options), direction)
+        yield
     except ValidationError as error:
         raise invalid(field_problems(error)) from None
     except ProblemError as error:
         raise invalid(error.errors) from None
+    except FieldError as error:
+        raise invalid([(error.field, error.message)]) from None
+    except wire.WireError as error:
+        raise Refusal("malformed_body", str(error)) from None
+
+
+@refuse_invalid()
+def make_spec(infos: Mapping[str, TensorInfo], options: Mapping[str, Any], direction: Direction, surface: str) -> Spec:
+    """Return the problem from names, shapes, dtypes and options in the format `surface`. Raises Refusal 422."""
+    if refused := refusals(surface, infos):
+        raise invalid(refused)
+    if not _SPECIAL.isdisjoint(options):
+        if refused := [*caches.refused(options), *saved.refused(options)]:
+            raise invalid(refused)
+        options = saved.plain(options)
+    return plan(infos, read_options(options), direction)
 
 
 def read_options(options: Mapping[str, Any]) -> Options:
@@ -159,8 +171,7 @@ async def read_model(body: RequestBody, model: type[M], limit: int) -> M:
     text = await body.text()
     try:
         strictjson.loads(text)
-        return model.model_validate_json(text)
-    except ValidationError as error:
-        raise invalid(field_problems(error)) from None
     except ValueError as error:
         raise Refusal("malformed_body", f"the body is not JSON: {error if text else 'it is empty'}") from None
+    with refuse_invalid():
+        return model.model_validate_json(text)

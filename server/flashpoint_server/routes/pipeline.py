@@ -10,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
-from flashpoint_contract.options import Direction, ProblemError
+from flashpoint_contract.options import Direction
 from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_kernels.dispatching.support import choose_backend
@@ -25,7 +25,7 @@ from flashpoint_server.access.keys import Caller
 from flashpoint_server.config.key_file import Permission
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Exchange, LaunchInfo, Timings
-from flashpoint_server.formats.message import Format, Kind, RequestPlan, TensorMessage, text_bytes
+from flashpoint_server.formats.message import Format, Kind, RequestPlan, TensorMessage, refuse_invalid, text_bytes
 from flashpoint_server.formats.negotiation import formats
 from flashpoint_server.http.body import ClientGoneError, Part, RequestBody
 from flashpoint_server.http.envelope import REPLICA_FIELD, send_refusal
@@ -68,7 +68,7 @@ class Cleanup:
 
 @dataclass(eq=False)
 class RouteRequest:
-    """One request in a route. `cleanup` ends what the request has started.
+    """One request in a route. `cleanup` has the calls that release what the steps have taken.
 
     `authorize` sets `caller`, `begin` sets `device` and `priority`, and `admit` sets `permit`.
     """
@@ -81,8 +81,8 @@ class RouteRequest:
     send: Send
     cleanup: Cleanup
     query: str = ""
-    caller: Caller | None = None
-    device: DeviceInfo | None = None
+    caller: Caller = field(init=False)
+    device: DeviceInfo = field(init=False)
     priority: int = 0
     permit: Permit | None = None
 
@@ -167,7 +167,6 @@ async def read(request: RouteRequest, given: Format) -> TensorMessage:
 
 def admit(request: RouteRequest, nbytes: int) -> Permit:
     """Admit the request with `nbytes` until it ends. Raises Refusal 429."""
-    assert request.caller is not None
     service, exchange = request.service, request.exchange
     permit = service.admission.permit(nbytes, request.caller.quota, request.waiting_since)
     request.permit = permit
@@ -213,17 +212,14 @@ async def compute(
     request: RouteRequest, message: TensorMessage, direction: Direction, numbers: Numbers
 ) -> tuple[AttentionJob, JobResult]:
     """Plan, admit, stage and submit attention or its gradients. Raises Refusal and ClientGoneError."""
-    assert request.device is not None
     plan = message.plan(direction, request.device, partial(choose, request.service.settings))
     return await carry_out(request, message, plan, numbers(plan.spec), plan.spec.input_bytes + plan.spec.output_bytes)
 
 
+@refuse_invalid()
 def choose(settings: Settings, spec: Spec, device: DeviceInfo) -> str:
     """Return the backend for a problem. Raises Refusal 413 and 422."""
-    try:
-        backend = choose_backend(spec, device.choices)
-    except ProblemError as error:
-        raise invalid(error.errors) from None
+    backend = choose_backend(spec, device.choices)
     check_size(spec, device.memory, settings.sequence_limit)
     return backend
 

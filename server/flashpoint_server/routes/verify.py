@@ -5,13 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 
-from pydantic import ValidationError
-
 from flashpoint_contract import strictjson
-from flashpoint_contract.options import Direction, Options, ProblemError
+from flashpoint_contract.options import Direction, Options
 from flashpoint_contract.schemas import jsonwire
 from flashpoint_contract.schemas.options import AttentionOptions
-from flashpoint_contract.schemas.validation import field_problems
 from flashpoint_contract.schemas.verify import VerifyRequest
 from flashpoint_contract.spec import Spec, plan
 from flashpoint_contract.sse import MEDIA_TYPE as EVENT_STREAM
@@ -20,7 +17,7 @@ from flashpoint_contract.wording.hints import each_meant
 from flashpoint_server.access.admission import check_size
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.json import JSON, JsonMessage
-from flashpoint_server.formats.message import TensorMessage
+from flashpoint_server.formats.message import TensorMessage, refuse_invalid
 from flashpoint_server.formats.negotiation import HEARTBEAT_SECONDS, request_format, takes_events
 from flashpoint_server.http.body import ClientGoneError
 from flashpoint_server.ipc.bodies import VerifyCall
@@ -56,22 +53,16 @@ async def verify(request: RouteRequest) -> None:
     given = request_format(request.headers)
     device = begin(request)
     limit(request, given)
-    drawn: VerifyRequest | None = None
+    text = await body.text() if given is JSON else None
     message: TensorMessage | None = None
-    if given is JSON:
-        text = await body.text()
-        if (drawn := _drawn(text)) is None:
+    inputs: list[tuple[str, TensorInfo]] = []
+    if text is not None and (drawn := _drawn(text)) is not None:
+        request_json, price = drawn.model_dump_json().encode(), _price(_spec_of(drawn), device, service.settings)
+    else:
+        if text is not None:
             message = await JsonMessage.parse(text, service.codec, body.deadline)
-    else:
-        message = await given.read(body, service.settings, service.codec)
-    if message is None:
-        assert drawn is not None
-        request_json, price, inputs = (
-            drawn.model_dump_json().encode(),
-            _price(_spec_of(drawn), device, service.settings),
-            [],
-        )
-    else:
+        else:
+            message = await given.read(body, service.settings, service.codec)
         inputs = message.inputs
         request_json, price = _check(message, device, service.settings)
     permit = request.permit or admit(request, sum(info.nbytes for _, info in inputs))
@@ -90,8 +81,8 @@ async def verify(request: RouteRequest) -> None:
 async def _stream(request: RouteRequest, job: Job[VerifyCall]) -> None:
     """Send each VerifyProgress as an event, then the report. The answer starts with the first event.
 
-    While there is no news, it sends a comment every HEARTBEAT_SECONDS. The system answers it with a reset if the client
-    has closed the connection, which looks like the end of the client's sending until then.
+    While there is no progress, send a comment every HEARTBEAT_SECONDS. Only a write shows whether a client that has
+    ended its sending has also closed the connection: the client's system then answers with a reset.
 
     A verification that is refused before it runs has an error status; one that fails later ends with a problem event.
     Raises Refusal and ClientGoneError.
@@ -149,7 +140,10 @@ async def _send_event(request: RouteRequest, kind: str, data: bytes) -> None:
 
 
 def _check(message: TensorMessage, device: DeviceInfo, settings: Settings) -> tuple[bytes, Price]:
-    """Return the options for a caller's tensors, in JSON, and their price. Raises Refusal 413 and 422."""
+    """Return the options of a message with tensors, in JSON, and the price of its verification.
+
+    Raises Refusal 413 and 422.
+    """
     infos = dict(message.inputs)
     known = (*_PROBLEM, *ALL_ANSWERS)
     if unknown := [name for name in infos if name not in known]:
@@ -161,14 +155,10 @@ def _check(message: TensorMessage, device: DeviceInfo, settings: Settings) -> tu
         raise invalid(refused)
     direction: Direction = "backward" if "do" in infos else "forward"
     names = _PROBLEM if direction == "backward" else FORWARD_TENSORS
-    try:
+    with refuse_invalid():
         options = AttentionOptions.model_validate(message.options())
         problem = {name: info for name, info in infos.items() if name in names}
         spec = plan(problem, Options(**options.model_dump()), direction)
-    except ValidationError as error:
-        raise invalid(field_problems(error)) from None
-    except ProblemError as error:
-        raise invalid(error.errors) from None
     return options.model_dump_json().encode(), _price(spec, device, settings)
 
 
@@ -184,7 +174,7 @@ def _price(spec: Spec, device: DeviceInfo, settings: Settings) -> Price:
 
 
 def _drawn(text: bytes) -> VerifyRequest | None:
-    """Return the request for a problem to draw; None if `text` is not one. Raises Refusal 422."""
+    """Return the request if it describes a problem to draw; None if it has tensors. Raises Refusal 422."""
     if len(text) > DRAWN_LIMIT:
         return None
     try:
@@ -193,15 +183,14 @@ def _drawn(text: bytes) -> VerifyRequest | None:
         return None  # the parser of tensors reports the error
     if not isinstance(document, dict) or "shape" not in document:
         return None
-    try:
+    with refuse_invalid():
         request: VerifyRequest = VerifyRequest.model_validate_json(text)
-    except ValidationError as error:
-        raise invalid(field_problems(error)) from None
     return request
 
 
+@refuse_invalid()
 def _spec_of(request: VerifyRequest) -> Spec:
-    """Return the problem to draw, as far as its price needs it. Raises Refusal 422."""
+    """Return the spec of the problem to draw, to price it. Raises Refusal 422."""
     shape = request.shape
     q = (shape.batch, shape.q_heads, shape.q_len, shape.head_dim)
     infos = {
@@ -212,7 +201,4 @@ def _spec_of(request: VerifyRequest) -> Spec:
     direction: Direction = "forward" if request.direction == "forward" else "backward"
     if direction == "backward":
         infos["do"] = TensorInfo(request.dtype, (*q[:-1], shape.value_dim))
-    try:
-        return plan(infos, Options(causal=request.causal), direction)
-    except ProblemError as error:
-        raise invalid(error.errors) from None
+    return plan(infos, Options(causal=request.causal), direction)

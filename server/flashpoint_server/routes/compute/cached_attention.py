@@ -10,12 +10,10 @@ from functools import lru_cache
 from typing import NamedTuple, cast
 
 from msgspec import Raw
-from pydantic import ValidationError
 
 from flashpoint_contract import saved
 from flashpoint_contract.caches import CACHE_OPTIONS, CacheOptions, LayerShape, plan_cached
-from flashpoint_contract.options import Options, ProblemError
-from flashpoint_contract.schemas.validation import field_problems
+from flashpoint_contract.options import Options
 from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import ITEMSIZE, TensorInfo
 from flashpoint_kernels.dispatching.support import Backends, choose_backend
@@ -23,7 +21,7 @@ from flashpoint_kernels.problems.cost import Extent, flops_of, seconds_of
 from flashpoint_server.access.admission import check_size
 from flashpoint_server.access.cache_ids import CacheId
 from flashpoint_server.config.settings import REPLICA
-from flashpoint_server.formats.message import RequestPlan, TensorMessage, read_options
+from flashpoint_server.formats.message import RequestPlan, TensorMessage, read_options, refuse_invalid
 from flashpoint_server.ipc.bodies import CacheRef, pack_options
 from flashpoint_server.ipc.job import AttentionJob, JobResult
 from flashpoint_server.ipc.messages import DeviceInfo
@@ -45,7 +43,6 @@ async def compute_cached(
 ) -> tuple[AttentionJob, JobResult]:
     """Plan, admit, stage and submit attention over caches. Raises Refusal and ClientGoneError."""
     service, device = request.service, request.device
-    assert device is not None
     set_replica_header(request)
     cache_options, options = call = _call(message)
     ids = found_caches(request, cache_options.caches)
@@ -63,7 +60,6 @@ async def compute_cached(
     check_size(spec, device.memory, service.settings.sequence_limit)
     known = [service.cache_lengths.get(one.serial, (0, 0)) for one in ids]
     price = plan.rates.price([length for length, _ in known], sum(read for _, read in known))
-    assert request.caller is not None
     cache_ref = CacheRef(
         owner=request.caller.name,
         caches=tuple([one.serial for one in ids]),
@@ -193,15 +189,12 @@ def _plan(message: TensorMessage, call: _CacheCall, layer: LayerShape, device: D
     derived = message.derived if message.derived is not None and message.derived.get(_CALL) is call else {}
     plan: _Plan | None = derived.get(_PLAN)
     if plan is None or plan.device is not device or plan.layer != layer:
-        try:
-            plan = derived[_PLAN] = _planned(message.inputs, call, layer, device)
-        except ProblemError as error:
-            raise invalid(error.errors) from None
+        plan = derived[_PLAN] = _planned(message.inputs, call, layer, device)
     return plan
 
 
+@refuse_invalid()
 def _planned(inputs: list[tuple[str, TensorInfo]], call: _CacheCall, layer: LayerShape, device: DeviceInfo) -> _Plan:
-    """Plan the call. Raises ProblemError."""
     spec, left, backend = _problem(tuple(inputs), call.options, layer, len(call.cache_options.caches), device.choices)
     rates = _Rates.of(spec, backend, device, ITEMSIZE["float32" if layer.quantized else layer.dtype])
     return _Plan(spec, pack_options(spec.options), left, backend, Layout.of(inputs, spec.outputs), rates, layer, device)
@@ -219,19 +212,14 @@ def _problem(
     return spec, left, choose_backend(spec, available)
 
 
+@refuse_invalid()
 def _options(message: TensorMessage) -> _CacheCall:
-    """Return the checked options. Raises Refusal 422."""
     options = message.options()
-    try:
-        cache_options = CacheOptions.read(options)
-        if refused := saved.refused(options):
-            raise invalid(refused)
-        plain = saved.plain({name: value for name, value in options.items() if name not in CACHE_OPTIONS})
-        return _CacheCall(cache_options, read_options(plain))
-    except ValidationError as error:
-        raise invalid(field_problems(error)) from None
-    except ProblemError as error:
-        raise invalid(error.errors) from None
+    cache_options = CacheOptions.read(options)
+    if refused := saved.refused(options):
+        raise invalid(refused)
+    plain = saved.plain({name: value for name, value in options.items() if name not in CACHE_OPTIONS})
+    return _CacheCall(cache_options, read_options(plain))
 
 
 def _for_single_queries(spec: Spec) -> tuple[Options, int]:
@@ -261,7 +249,6 @@ def found_caches(request: RouteRequest, texts: Sequence[str], fields: Sequence[s
 
     Raises Refusal 404, 410, 421, 422 and 503.
     """
-    assert request.caller is not None
     service, owner = request.service, request.caller.name
     ids = [service.cache_ids.read(owner, text) for text in texts]
     own_replica = service.cache_ids.replica
@@ -307,5 +294,4 @@ def idempotency_key(request: RouteRequest) -> str:
 
 def cache_quota(request: RouteRequest) -> int | None:
     """Return how many bytes of caches the caller may hold; None means no limit."""
-    assert request.caller is not None
     return None if request.caller.quota is None else request.caller.quota.cache_bytes

@@ -7,9 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from pydantic import ValidationError
-
-from flashpoint_contract.options import Options, ProblemError
+from flashpoint_contract.options import Options
 from flashpoint_contract.saved import (
     SAVED_OPTIONS,
     plain,
@@ -20,11 +18,10 @@ from flashpoint_contract.saved import (
     saved_tensors,
 )
 from flashpoint_contract.schemas.options import AttentionOptions
-from flashpoint_contract.schemas.validation import field_problems
 from flashpoint_contract.spec import Spec, plan
 from flashpoint_kernels.problems.cost import extent_of, flops_of, seconds_of
 from flashpoint_server.access.saved_ids import SavedId, SavedIds
-from flashpoint_server.formats.message import RequestPlan, TensorMessage, read_options
+from flashpoint_server.formats.message import RequestPlan, TensorMessage, read_options, refuse_invalid
 from flashpoint_server.ipc.bodies import Recall, Save, pack_options
 from flashpoint_server.ipc.job import AttentionJob, JobResult
 from flashpoint_server.ipc.messages import DeviceInfo
@@ -41,18 +38,15 @@ async def compute_saving(
 ) -> tuple[AttentionJob, JobResult]:
     """Compute attention and save it; the answer's metadata has the id, `saved`. Raises Refusal and ClientGoneError."""
     service, device = request.service, request.device
-    assert device is not None
     set_replica_header(request)
     options = _options(message)
     if options.dropout_p and options.dropout_seed is None:
         options = replace(options, dropout_seed=secrets.randbits(SEED_BITS))
-    try:
+    with refuse_invalid():
         spec = plan_saved(infos := dict(message.inputs), options)
-        answer_spec = plan(infos, options, "forward")  # plans the answer, which has lse only if the caller wants it
-    except ProblemError as error:
-        raise invalid(error.errors) from None
+        answer_spec = plan(infos, options, "forward")  # the answer has lse only if the caller wants it
     backend = choose(service.settings, spec, device)
-    owner, quota = _owner(request), cache_quota(request)
+    owner, quota = request.caller.name, cache_quota(request)
     _check_memory(request, size := saved_bytes(spec), quota)
     head = b""
 
@@ -76,6 +70,7 @@ async def compute_saving(
     return job, replace(answer, metadata={**answer.metadata, "saved": saved})
 
 
+@refuse_invalid()
 def _options(message: TensorMessage) -> Options:
     """Return the options of a call with `save`. Raises Refusal 422."""
     options = message.options()
@@ -83,12 +78,7 @@ def _options(message: TensorMessage) -> Options:
         raise invalid([("save", "cannot be combined with caches, which have no gradients")])
     if options.get("saved") is not None:
         raise invalid([("saved", "is only for POST /attention/grad")])
-    try:
-        return read_options(plain(options))
-    except ValidationError as error:
-        raise invalid(field_problems(error)) from None
-    except ProblemError as error:
-        raise invalid(error.errors) from None
+    return read_options(plain(options))
 
 
 def _check_memory(request: RouteRequest, size: int, quota: int | None) -> None:
@@ -107,23 +97,18 @@ async def compute_recalled(
 ) -> tuple[AttentionJob, JobResult]:
     """Compute the gradients of a saved forward. Raises Refusal and ClientGoneError."""
     service, device = request.service, request.device
-    assert device is not None
     options, infos = dict(message.options()), dict(message.inputs)
     if options.get("save") is False:
         del options["save"]
     if refused := refused_beside(infos, options):
         raise invalid(refused)
     one = found_saved(request, options["saved"])
-    try:
+    with refuse_invalid():
         chosen = AttentionOptions.model_validate(plain(options)).model_dump(exclude_unset=True)
         spec = plan_recalled(one.forward, infos, chosen)
-    except ValidationError as error:
-        raise invalid(field_problems(error)) from None
-    except ProblemError as error:
-        raise invalid(error.errors) from None
     backend = choose(service.settings, spec, device)
     tensors = [(name, info.dtype, info.shape) for name, info in saved_tensors(one.forward).items()]
-    recall = Recall(_owner(request), one.serial, tensors)
+    recall = Recall(request.caller.name, one.serial, tensors)
     planned = RequestPlan(spec, backend, _price(one, spec, backend, device), device, pack_options(spec.options))
     nbytes = sum(info.nbytes for info in infos.values()) + spec.output_bytes
     return await carry_out(
@@ -145,7 +130,7 @@ def found_saved(request: RouteRequest, text: object) -> SavedId:
     if not isinstance(text, str):
         raise invalid([("saved", f"must be a string: {SAVED_OPTIONS['saved'].text}")])
     service = request.service
-    one = service.saved_ids.read(_owner(request), text)
+    one = service.saved_ids.read(request.caller.name, text)
     if one is None:
         raise Refusal("saved_not_found", "this saved forward does not exist, or belongs to another API key")
     set_replica_header(request)
@@ -156,8 +141,3 @@ def found_saved(request: RouteRequest, text: object) -> SavedId:
     if not service.engine.holder(one.incarnation):
         raise Refusal("saved_lost", "the engine that held the saved forward restarted")
     return one
-
-
-def _owner(request: RouteRequest) -> str:
-    assert request.caller is not None
-    return request.caller.name

@@ -34,7 +34,7 @@ from flashpoint_server.ipc.bodies import (
     RenewCaches,
     TruncateCache,
 )
-from flashpoint_server.ipc.job import Job, JobResult
+from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.messages import CacheRecord
 from flashpoint_server.ipc.price import Price
 from flashpoint_server.ipc.staging import Layout, Staging
@@ -58,12 +58,7 @@ from flashpoint_server.routes.pipeline import (
     stage,
     submit,
 )
-from flashpoint_server.routes.tensors.cache_schema import (
-    CacheRequest,
-    DeleteRequest,
-    ForkRequest,
-    TruncateRequest,
-)
+from flashpoint_server.routes.tensors.cache_schema import CacheRequest, DeleteRequest, ForkRequest, TruncateRequest
 from flashpoint_server.service import Service
 
 REQUEST_LIMIT = 8 << 20  # bytes of JSON; enough for thousands of ids
@@ -75,27 +70,23 @@ M = TypeVar("M", bound=BaseModel)
 
 def routes(service: Service) -> list[StarletteRoute]:
     """Return the routes of /caches."""
-
-    def route(path: str, method: str, handle: Handler) -> StarletteRoute:
-        return StarletteRoute(path, served(service, handle), methods=[method])
-
     return [
-        route("/caches", "POST", create),
-        route("/caches", "GET", listed),
-        route("/caches/fork", "POST", fork),
-        route("/caches/delete", "POST", delete_many),
-        route("/caches/{id}", "GET", look),
-        route("/caches/{id}", "DELETE", delete),
-        route("/caches/{id}/append", "POST", append),
-        route("/caches/{id}/truncate", "POST", truncate),
-        route("/caches/{id}/renew", "POST", renew),
-        route("/caches/{id}/tensors", "GET", tensors),
+        route(service, "POST", "/caches", create),
+        route(service, "GET", "/caches", listed),
+        route(service, "POST", "/caches/fork", fork),
+        route(service, "POST", "/caches/delete", delete_many),
+        route(service, "GET", "/caches/{id}", look),
+        route(service, "DELETE", "/caches/{id}", delete),
+        route(service, "POST", "/caches/{id}/append", append),
+        route(service, "POST", "/caches/{id}/truncate", truncate),
+        route(service, "POST", "/caches/{id}/renew", renew),
+        route(service, "GET", "/caches/{id}/tensors", tensors),
     ]
 
 
-def served(service: Service, handle: Handler) -> Route:
+def route(service: Service, method: str, path: str, handle: Handler) -> StarletteRoute:
     """Return the route of a call about caches or saved forwards."""
-    return Route(service, partial(_served, handle=handle))
+    return StarletteRoute(path, Route(service, partial(_served, handle=handle)), methods=[method])
 
 
 async def _served(request: RouteRequest, handle: Handler) -> None:
@@ -108,7 +99,6 @@ async def _served(request: RouteRequest, handle: Handler) -> None:
 
 
 async def create(request: RouteRequest) -> None:
-    """Create caches: 201."""
     cache_request = await _read(request, CacheRequest)
     n = cache_request.layers
     kv_heads, head_dim = _each("kv_heads", cache_request.kv_heads, n), _each("head_dim", cache_request.head_dim, n)
@@ -125,41 +115,33 @@ async def create(request: RouteRequest) -> None:
         if cache_request.beside is not None
         else _engine_for(request)
     )
-    answer = await _ask(request, incarnation, made)
-    await send_json(request, 201, {"caches": _described(request, incarnation, answer.caches)})
+    records = await _ask(request, incarnation, made)
+    await send_json(request, 201, {"caches": _described(request, incarnation, records)})
 
 
 async def listed(request: RouteRequest) -> None:
-    """List the caller's caches: 200."""
     every = []
     for incarnation in request.service.engine.incarnations():
-        answer = await _ask(request, incarnation, ListCaches())
-        every += _described(request, incarnation, answer.caches)
+        every += _described(request, incarnation, await _ask(request, incarnation, ListCaches()))
     await send_json(request, 200, {"caches": every})
 
 
 async def look(request: RouteRequest) -> None:
-    """Describe a cache: 200."""
-    one = _named(request)
-    answer = await _ask(request, one.incarnation, LookAtCaches(), [one])
-    await send_json(request, 200, _described(request, one.incarnation, answer.caches)[0])
+    await send_json(request, 200, await _ask_about(request, _named(request), LookAtCaches()))
 
 
 async def fork(request: RouteRequest) -> None:
-    """Fork caches: 201."""
     fork_request = await _read(request, ForkRequest)
     if fork_request.lengths is not None and len(fork_request.lengths) != len(fork_request.caches):
         raise invalid([("lengths", f"has {len(fork_request.lengths)} numbers for {len(fork_request.caches)} caches")])
     fields = [f"{name}.{n}" for name in ("caches", "free") for n in range(len(getattr(fork_request, name)))]
     ids = found_caches(request, [*fork_request.caches, *fork_request.free], fields)
     _check_made("caches", sum(one.shape.layers for one in ids[: len(fork_request.caches)]))
-    serials = [one.serial for one in ids]
-    unique = list(dict.fromkeys(serials))
+    unique = {one.serial: one for one in ids}
     places = {serial: place for place, serial in enumerate(unique)}
-    copies = ForkCaches([places[serial] for serial in serials], len(fork_request.caches), fork_request.lengths)
-    incarnation = ids[0].incarnation
-    answer = await _ask(request, incarnation, copies, list({one.serial: one for one in ids}.values()))
-    await send_json(request, 201, {"caches": _described(request, incarnation, answer.caches)})
+    copies = ForkCaches([places[one.serial] for one in ids], len(fork_request.caches), fork_request.lengths)
+    records = await _ask(request, ids[0].incarnation, copies, list(unique.values()))
+    await send_json(request, 201, {"caches": _described(request, ids[0].incarnation, records)})
 
 
 def _check_made(field: str, layers: int) -> None:
@@ -169,14 +151,12 @@ def _check_made(field: str, layers: int) -> None:
 
 
 async def delete(request: RouteRequest) -> None:
-    """Delete a cache: 204."""
     one = _named(request)
     await _ask(request, one.incarnation, DeleteCaches(), [one])
     await send_json(request, 204)
 
 
 async def delete_many(request: RouteRequest) -> None:
-    """Delete all of the caches, or none: 204."""
     delete_request = await _read(request, DeleteRequest)
     ids = found_caches(request, delete_request.caches)
     await _ask(request, ids[0].incarnation, DeleteCaches(), ids)
@@ -184,23 +164,18 @@ async def delete_many(request: RouteRequest) -> None:
 
 
 async def truncate(request: RouteRequest) -> None:
-    """Truncate a cache: 200."""
     one = _named(request)
     truncate_request = await _read(request, TruncateRequest)
-    answer = await _ask(request, one.incarnation, TruncateCache(truncate_request.length), [one])
-    await send_json(request, 200, _described(request, one.incarnation, answer.caches)[0])
+    await send_json(request, 200, await _ask_about(request, one, TruncateCache(truncate_request.length)))
 
 
 async def renew(request: RouteRequest) -> None:
-    """Restart a cache's time to live: 200."""
-    one = _named(request)
-    answer = await _ask(request, one.incarnation, RenewCaches(), [one])
-    document = _described(request, one.incarnation, answer.caches)[0]
+    document = await _ask_about(request, _named(request), RenewCaches())
     await send_json(request, 200, document | {"expires_in_s": document["ttl_s"]})
 
 
 async def append(request: RouteRequest) -> None:
-    """Append tokens to a layer, and answer with its length: 200."""
+    """Append tokens to a layer, and answer with the layer's new length."""
     one = _named(request)
     given = request_format(request.headers)
     message = await read(request, given)
@@ -224,8 +199,8 @@ async def append(request: RouteRequest) -> None:
     await message.receive(request.body, staging.views(staging.inputs))
     # without a batch dimension of 1
     staging.inputs = {name: staging.inputs[name]._replace(shape=shapes[name]) for name in ("k", "v")}
-    answer = await _submit(request, one.incarnation, AppendTokens(layout, layer, at), [one.serial], staging)
-    await send_json(request, 200, {"length": answer.caches[0].lengths[layer]})
+    (record,) = await _ask(request, one.incarnation, AppendTokens(layout, layer, at), [one], staging)
+    await send_json(request, 200, {"length": record.lengths[layer]})
 
 
 def _token_shapes(infos: Mapping[str, TensorInfo], one: CacheId, layer: int, layout: str) -> dict[str, tuple[int, ...]]:
@@ -251,11 +226,11 @@ def _token_shapes(infos: Mapping[str, TensorInfo], one: CacheId, layer: int, lay
 
 
 async def tensors(request: RouteRequest) -> None:
-    """Read k and v of a layer, as safetensors: 200. An 8-bit cache gives float32 values, and their scales."""
+    """Answer with k and v of a layer, in safetensors. An 8-bit cache gives float32 values, and their scales."""
     one = _named(request)
     layer = _layer(request, one)
     answers = binary_format(request.headers)
-    (record,) = (await _ask(request, one.incarnation, LookAtCaches(), [one])).caches
+    (record,) = await _ask(request, one.incarnation, LookAtCaches(), [one])
     first, length, sizes = record.firsts[layer], record.lengths[layer], one.layer(layer)
     count, dtype = length - first, "float32" if sizes.quantized else sizes.dtype
     outputs = {
@@ -267,7 +242,7 @@ async def tensors(request: RouteRequest) -> None:
     assert request.permit is not None  # `_ask` has admitted the request, before the tensors' size was known
     request.permit.hold(sum(info.nbytes for info in outputs.values()))
     staging = stage(request, Layout.of([], outputs))
-    await _submit(request, one.incarnation, ExportTokens(layer, first, length), [one.serial], staging)
+    await _ask(request, one.incarnation, ExportTokens(layer, first, length), [one], staging)
     listed_ = [(name, info.dtype, (1, *info.shape)) for name, info in outputs.items()]
     metadata = wire.encode_options({"first": first, "length": length})
     views = [view for view in staging.views(staging.outputs).values() if len(view)]
@@ -295,11 +270,6 @@ def _named(request: RouteRequest) -> CacheId:
     return found_caches(request, [request.exchange.path.split("/")[2]])[0]
 
 
-def _owner(request: RouteRequest) -> str:
-    assert request.caller is not None
-    return request.caller.name
-
-
 def _engine_for(request: RouteRequest) -> int:
     """Return the engine for new caches; the same one for the same idempotency key. Raises Refusal 503."""
     engines = request.service.engine.incarnations()
@@ -312,25 +282,34 @@ def _engine_for(request: RouteRequest) -> int:
 
 
 async def _ask(
-    request: RouteRequest, incarnation: int, operation: CacheOperation, ids: Sequence[CacheId] = ()
-) -> JobResult:
-    """Send a call without tensors to an engine, and return its answer. Raises Refusal and ClientGoneError."""
+    request: RouteRequest,
+    incarnation: int,
+    operation: CacheOperation,
+    ids: Sequence[CacheId] = (),
+    staging: Staging | None = None,
+) -> Sequence[CacheRecord]:
+    """Send a call to an engine, without tensors if there is no `staging`. Raises Refusal and ClientGoneError."""
+    staging = staging or stage_nothing(request)
+    serials = tuple([one.serial for one in ids])
+    call = CacheCall(request.caller.name, operation, serials, idempotency_key(request), cache_quota(request))
+    job = make_job(request, call, staging, LITTLE, partial(Job, incarnation=incarnation))
+    return (await submit(request, job)).caches
+
+
+async def _ask_about(request: RouteRequest, one: CacheId, operation: CacheOperation) -> dict[str, Any]:
+    """Like `_ask`, for one cache, whose description is returned."""
+    return _described(request, one.incarnation, await _ask(request, one.incarnation, operation, [one]))[0]
+
+
+def stage_nothing(request: RouteRequest) -> Staging:
+    """Return staging memory without tensors; admit the request if it is not admitted yet. Raises Refusal 429."""
     if request.permit is None:
         admit(request, 0)
-    return await _submit(
-        request, incarnation, operation, [one.serial for one in ids], stage(request, Layout.of([], {}))
-    )
-
-
-async def _submit(
-    request: RouteRequest, incarnation: int, operation: CacheOperation, serials: Sequence[int], staging: Staging
-) -> JobResult:
-    call = CacheCall(_owner(request), operation, tuple(serials), idempotency_key(request), cache_quota(request))
-    return await submit(request, make_job(request, call, staging, LITTLE, partial(Job, incarnation=incarnation)))
+    return stage(request, Layout.of([], {}))
 
 
 def _described(request: RouteRequest, incarnation: int, records: Sequence[CacheRecord]) -> list[dict[str, Any]]:
-    owner, ids = _owner(request), request.service.cache_ids
+    owner, ids = request.caller.name, request.service.cache_ids
     return [
         {
             "id": ids.make(owner, incarnation, one.serial, one.shape),

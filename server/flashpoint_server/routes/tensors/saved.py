@@ -9,14 +9,13 @@ from pydantic import BaseModel, ConfigDict
 from starlette.routing import Route as StarletteRoute
 
 from flashpoint_contract.saved import saved_tensors
-from flashpoint_server.access.saved_ids import SavedIds
+from flashpoint_server.access.saved_ids import SavedId, SavedIds
 from flashpoint_server.ipc.bodies import SavedCall
 from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.messages import MOST_LISTED, SavedRecord
-from flashpoint_server.ipc.staging import Layout
 from flashpoint_server.routes.compute.saved_forward import found_saved
-from flashpoint_server.routes.pipeline import RouteRequest, admit, make_job, stage, submit
-from flashpoint_server.routes.tensors.caches import LITTLE, send_json, served
+from flashpoint_server.routes.pipeline import RouteRequest, make_job, submit
+from flashpoint_server.routes.tensors.caches import LITTLE, route, send_json, stage_nothing
 from flashpoint_server.service import Service
 
 
@@ -39,14 +38,13 @@ class SavedList(BaseModel):
 def routes(service: Service) -> list[StarletteRoute]:
     """Return the routes of /saved."""
     return [
-        StarletteRoute("/saved", served(service, listed), methods=["GET"]),
-        StarletteRoute("/saved/{id}", served(service, look), methods=["GET"]),
-        StarletteRoute("/saved/{id}", served(service, delete), methods=["DELETE"]),
+        route(service, "GET", "/saved", listed),
+        route(service, "GET", "/saved/{id}", look),
+        route(service, "DELETE", "/saved/{id}", delete),
     ]
 
 
 async def listed(request: RouteRequest) -> None:
-    """List the caller's saved forwards: 200."""
     every = []
     for incarnation in request.service.engine.incarnations():
         after, more = 0, True
@@ -59,34 +57,31 @@ async def listed(request: RouteRequest) -> None:
 
 
 async def look(request: RouteRequest) -> None:
-    """Describe a saved forward: 200."""
-    one = found_saved(request, request.exchange.path.split("/")[2])
+    one = _named(request)
     (record,) = await _ask(request, one.incarnation, "look", one.serial)
     await send_json(request, 200, _described(request, one.incarnation, record))
 
 
 async def delete(request: RouteRequest) -> None:
-    """Delete a saved forward: 204."""
-    one = found_saved(request, request.exchange.path.split("/")[2])
+    one = _named(request)
     await _ask(request, one.incarnation, "delete", one.serial)
     await send_json(request, 204)
+
+
+def _named(request: RouteRequest) -> SavedId:
+    return found_saved(request, request.exchange.path.split("/")[2])
 
 
 async def _ask(
     request: RouteRequest, incarnation: int, operation: Literal["list", "look", "delete"], *serials: int, after: int = 0
 ) -> tuple[SavedRecord, ...]:
     """Send a job to an engine, and return its answer. Raises Refusal and ClientGoneError."""
-    assert request.caller is not None
-    if request.permit is None:
-        admit(request, 0)
     call = SavedCall(request.caller.name, operation, serials, after)
     kind = partial(Job, incarnation=incarnation, lost="saved_lost")
-    answer = await submit(request, make_job(request, call, stage(request, Layout.of([], {})), LITTLE, kind))
-    return answer.saved
+    return (await submit(request, make_job(request, call, stage_nothing(request), LITTLE, kind))).saved
 
 
 def _described(request: RouteRequest, incarnation: int, record: SavedRecord) -> dict[str, Any]:
-    assert request.caller is not None
     forward, _ = SavedIds.read_head(record.head)
     return {
         "id": request.service.saved_ids.make(request.caller.name, incarnation, record.serial, record.head),

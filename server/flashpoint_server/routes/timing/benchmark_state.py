@@ -9,7 +9,6 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import NamedTuple
 
-from flashpoint_contract.options import ProblemError
 from flashpoint_contract.schemas.benchmark import (
     ENDED,
     EVENT,
@@ -21,6 +20,7 @@ from flashpoint_contract.schemas.benchmark import (
 from flashpoint_kernels.timing.case import standard_flops
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.engine.benchmarks.cases import cases_of
+from flashpoint_server.formats.message import refuse_invalid
 from flashpoint_server.ipc.client import Engine, Engines, Listener
 from flashpoint_server.ipc.messages import DeviceInfo, JobDropped, JobEvent, JobNews, JobOpened, StartBenchmark, StopJob
 from flashpoint_server.refusal import Refusal, invalid
@@ -187,10 +187,8 @@ class Benchmarks(Listener):
         grid = len(request.shapes) * len(request.dtypes) * len(request.causal) * len(request.directions)
         if grid * max(len(request.backends), 1) > case_limit:  # before the cases are made
             raise invalid([(what, f"these exceed the limit of {case_limit} cases for one benchmark")])
-        try:
+        with refuse_invalid():
             cases = cases_of(request, device.name)
-        except ProblemError as error:
-            raise invalid(error.errors) from None
         if len(cases) > case_limit:
             raise invalid([(what, f"{len(cases)} cases exceed the limit of {case_limit} for one benchmark")])
         seconds = len(cases) * (request.max_seconds + request.warmup_ms / 1000)
