@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from difflib import get_close_matches
 from functools import partial
 from importlib.metadata import version
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
-from starlette.routing import BaseRoute, Match
+from starlette.routing import Match
 from starlette.routing import Route as StarletteRoute
 from starlette.types import ASGIApp
 
@@ -59,8 +60,8 @@ def create_app(
     """Return the service as an ASGI application.
 
     `settings` default to the FLASHPOINT_* variables. `engines` are the addresses of engine processes. Without them, the
-    lifespan starts one engine for each device from `engine_module`, and ends it. `shared` is where several processes
-    count the usage of API keys. The routes share `app.state.service`.
+    lifespan starts one engine process for each device, which runs `engine_module`, and ends it. `shared` names the
+    directory in which several HTTP processes count the usage of API keys. The routes share `app.state.service`.
     """
     settings = settings or Settings()
     service = Service(settings, shared)
@@ -98,10 +99,22 @@ def create_app(
     for model in MODELS.values():
         route = Route(service, partial(infer, model=model, statistics=statistics), make_body)
         posts |= dict.fromkeys(oip.infer_paths(model), Counted(route, statistics, model.name))
-    words = {part for path in posts for part in path.split("/")}
     tensor_routes = [*caches.routes(service), *saved.routes(service)]
-    words |= {part for route in tensor_routes for part in _words(route)}
-    paths = {*posts, *map(_masked, tensor_routes)}
+    app.router.routes += tensor_routes
+    for path, post in posts.items():  # register these paths with FastAPI, so that it answers other methods with 405
+        app.router.routes.append(StarletteRoute(path, post, methods=["POST"]))
+    routers = [
+        status.router(service),
+        benchmark.router(service, Benchmarks(settings, service.engine)),
+        *(skin(service) for skin in (oip.router, memory_routes.router, memory_routes.cuda_router, page.router)),
+    ]
+    for router in routers:
+        app.include_router(router)
+    # Metrics name a route by its path, with * for each parameter; logs show only the parts that are no parameters.
+    paths = {*posts, *(re.sub(r"\{\w+\}", "*", route.path) for route in tensor_routes)}
+    others = (route for router in routers for route in router.routes if isinstance(route, StarletteRoute))
+    every_path = (*posts, *(route.path for route in (*tensor_routes, *others)))
+    words = {part for path in every_path for part in path.split("/") if "{" not in part}
     shared_arguments = (paths, service.metrics, service.traces, words, service.sites.check, {"v2": oip.written})
     probes = status.PROBES | oip.PROBES
     direct: Mapping[str, ASGIApp] = posts
@@ -113,29 +126,8 @@ def create_app(
     app.add_exception_handler(Refusal, _refused)
     app.add_exception_handler(HTTPException, _framework_error)
     app.add_exception_handler(RequestValidationError, _invalid)
-    app.router.routes += tensor_routes
-    for path, post in posts.items():  # register these paths with FastAPI, so that it answers other methods with 405
-        app.router.routes.append(StarletteRoute(path, post, methods=["POST"]))
-    for routes in (
-        status.router(service),
-        benchmark.router(service, Benchmarks(settings, service.engine)),
-        *(skin(service) for skin in (oip.router, memory_routes.router, memory_routes.cuda_router, page.router)),
-    ):
-        app.include_router(routes)
-        words |= {part for route in routes.routes for part in _words(route)}
     openapi.install(app, PATHS, schema.add)
     return app
-
-
-def _words(route: BaseRoute) -> Iterable[str]:
-    """Return the parts of a route's path that are not parameters."""
-    assert isinstance(route, StarletteRoute)
-    return (part for part in route.path.split("/") if "{" not in part)
-
-
-def _masked(route: StarletteRoute) -> str:
-    """Return the path as metrics name it: * replaces each parameter."""
-    return re.sub(r"\{\w+\}", "*", route.path)
 
 
 # Health paths that other services use -> the equivalent paths of this service.
@@ -152,20 +144,14 @@ async def _ended(task: asyncio.Task[None]) -> None:
         await task
 
 
-def _response(request: Request, refusal: Refusal) -> Response:
+async def _refused(request: Request, refusal: Any) -> Response:
     exchange = Exchange.of(request.scope)
     exchange.code = refusal.code
     media_type, body = exchange.write_refusal(refusal, exchange.request_id)
     return Response(body, refusal.status, refusal.headers, media_type)
 
 
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refusal)
-    return _response(request, error)
-
-
-async def _framework_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+async def _framework_error(request: Request, error: Any) -> Response:
     code = _CODES.get(error.status_code, "internal_error")
     what = f"{request.method} {request.url.path}"
     if error.status_code == 405:
@@ -174,7 +160,7 @@ async def _framework_error(request: Request, error: Exception) -> Response:
     else:
         detail = _missing(request) if error.status_code == 404 else error.detail
         refusal = Refusal(code, detail, headers=error.headers)
-    return _response(request, refusal)
+    return await _refused(request, refusal)
 
 
 def _missing(request: Request) -> str:
@@ -200,6 +186,5 @@ def _allowed(request: Request) -> str:
     return ", ".join(methods)
 
 
-async def _invalid(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    return _response(request, invalid((".".join(map(str, e["loc"][1:])), said(e)) for e in error.errors()))
+async def _invalid(request: Request, error: Any) -> Response:
+    return await _refused(request, invalid((".".join(map(str, e["loc"][1:])), said(e)) for e in error.errors()))

@@ -52,15 +52,8 @@ MOST_ERRORS = 32  # in one answer
 LONGEST_NAME = 200  # characters of a name or a value in an error
 LONGEST_MESSAGE = 600  # characters of one error
 _LONG_NAME = re.compile(rf"\S{{{LONGEST_NAME + 1},}}")
-_RETRY_AFTER = {
-    "queue_full": 1,
-    "key_limit": 1,
-    "cache_memory": 1,
-    "not_ready": 1,
-    "draining": 5,
-    "out_of_memory": 1,
-    "engine_lost": 1,
-}  # seconds
+_RETRY_SOON = ("queue_full", "key_limit", "cache_memory", "not_ready", "out_of_memory", "engine_lost")
+_RETRY_AFTER = dict.fromkeys(_RETRY_SOON, 1) | {"draining": 5}  # seconds
 
 
 class Refusal(Exception):  # noqa: N818  # an answer to the caller, not a failure of the server

@@ -53,19 +53,14 @@ PLOTS: dict[PlotKind, str] = {
 def router(service: Service) -> APIRouter:
     routes = APIRouter(include_in_schema=False)
     docs_url = service.settings.docs_url
-    page = _File(_render(locked=service.keys.locked, docs_url=docs_url), HTML)
+    page = _File(_index(locked=service.keys.locked, docs_url=docs_url), HTML)
     errors = _File(_errors(), HTML)
     tutorial = _File(_tutorial(docs_url), HTML)
-    docs = _File(files(__package__).joinpath("templates", "docs.html").read_bytes(), HTML, DOCS_POLICY)
-    swagger = files("fastapi_swagger.resources")
-    uplot = files(__package__).joinpath("vendor", "uplot")
-    ours = files(__package__).joinpath("static").iterdir()
-    others = (
-        swagger / "swagger-ui-bundle.js",
-        swagger / "swagger-ui.css",
-        uplot / "uPlot.esm.js",
-        uplot / "uPlot.min.css",
-    )
+    here, swagger = files(__package__), files("fastapi_swagger.resources")
+    docs = _File((here / "templates" / "docs.html").read_bytes(), HTML, DOCS_POLICY)
+    ours = (here / "static").iterdir()
+    others = [swagger / name for name in ("swagger-ui-bundle.js", "swagger-ui.css")]
+    others += [here / "vendor" / "uplot" / name for name in ("uPlot.esm.js", "uPlot.min.css")]
     static = {file.name: _File(file.read_bytes(), TYPES[file.name.rpartition(".")[2]]) for file in (*ours, *others)}
 
     @routes.get("/")
@@ -94,7 +89,7 @@ def router(service: Service) -> APIRouter:
 
 
 class _File:
-    """A file in memory, served at one path."""
+    """A file in memory, with its Content-Security-Policy."""
 
     def __init__(self, content: bytes, media_type: str, policy: str = POLICY) -> None:
         self._content, self._media_type, self._policy = content, media_type, policy
@@ -107,17 +102,17 @@ class _File:
         return Response(self._content, headers=headers, media_type=self._media_type)
 
 
-def _templates() -> Environment:
+def _render(template: str, **values: Any) -> bytes:
     loader = PackageLoader("flashpoint_server.page", "templates")
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["words"] = _words
-    return environment
+    return environment.get_template(template).render(values).encode()
 
 
 def _words(text: str) -> Markup:
-    """Return a sentence as HTML, with the text in backquotes as code."""
+    """Return a sentence as HTML: capitalised, and with the text in backquotes as code."""
     return Markup(re.sub(r"`([^`]*)`", r"<code>\1</code>", str(escape(text[:1].upper() + text[1:]))))
 
 
@@ -125,46 +120,41 @@ def _errors() -> bytes:
     rows = [
         (code, status, Refusal(code, "").headers.get("Retry-After"), ERRORS[code]) for code, status in STATUS.items()
     ]
-    return _templates().get_template("errors.html").render(errors=rows).encode()
+    return _render("errors.html", errors=rows)
 
 
 def _tutorial(docs_url: str | None) -> bytes:
     """Return docs/tutorial.md as a page. Its links to other pages lead to `docs_url`, or become plain text."""
-    text = files(__package__).joinpath("templates", "tutorial.html").read_text(encoding="utf-8")
+    text = (files(__package__) / "templates" / "tutorial.html").read_text(encoding="utf-8")
     there = rf'<a href="{docs_url.rstrip("/")}/\1.html\2">\3</a>' if docs_url else r"\3"
     body = Markup(re.sub(r'<a href="([\w./-]+)\.md(#[\w-]+)?">(.*?)</a>', there, text))
-    return _templates().get_template("page.html").render(body=body).encode()
+    return _render("page.html", body=body)
 
 
-def _render(*, locked: bool, docs_url: str | None) -> bytes:
-    text = (
-        _templates()
-        .get_template("index.html")
-        .render(
-            locked=locked,
-            docs_url=docs_url,
-            version=version("flashpoint"),
-            defaults=_defaults(VerifyRequest) | _defaults(BenchmarkRequest) | _defaults(Shape),
-            dtypes=get_args(Dtype),
-            timed_dtypes=get_args(TimedDtype),
-            directions=get_args(Direction),
-            layouts=get_args(Layout),
-            alignments=get_args(CausalAlignment),
-            precisions=get_args(Precision),
-            backends=get_args(Backend),
-            extras=get_args(Extra),
-            cases=[("", "the grid below"), *CASES.items()],
-            plots=PLOTS,
-        )
+def _index(*, locked: bool, docs_url: str | None) -> bytes:
+    return _render(
+        "index.html",
+        locked=locked,
+        docs_url=docs_url,
+        version=version("flashpoint"),
+        defaults=_defaults(VerifyRequest) | _defaults(BenchmarkRequest) | _defaults(Shape),
+        dtypes=get_args(Dtype),
+        timed_dtypes=get_args(TimedDtype),
+        directions=get_args(Direction),
+        layouts=get_args(Layout),
+        alignments=get_args(CausalAlignment),
+        precisions=get_args(Precision),
+        backends=get_args(Backend),
+        extras=get_args(Extra),
+        cases=[("", "the grid below"), *CASES.items()],
+        plots=PLOTS,
     )
-    return text.encode()
 
 
 def _defaults(model: type[BaseModel]) -> dict[str, Any]:
-    """Return the API's defaults as JSON; a request on the page names only the fields that differ."""
-    fields = model.model_fields.items()
+    """Return the API's defaults as JSON: the page sends only fields that differ from them."""
     return {
         name: to_jsonable_python(field.default)
-        for name, field in fields
+        for name, field in model.model_fields.items()
         if not field.is_required() and field.default_factory is None
     }

@@ -103,9 +103,7 @@ def router(service: Service) -> APIRouter:
             device=Device(name=device.name, title=device.title, memory=device.memory) if device else None,
             backends=backends,
             kernels=device.kernels if device else {},
-            missing=[reason for reason in (device.no_triton, device.no_kernels, device.no_gpu) if reason]
-            if device
-            else [],
+            missing=[*filter(None, (device.no_triton, device.no_kernels, device.no_gpu))] if device else [],
             options={name: sorted(features(name, device.name)) for name in backends} if device else {},
             load={"requests": int(sum(service.counts.requests)), "bytes": int(sum(service.counts.bytes))},
             caches={

@@ -22,7 +22,7 @@ from flashpoint_contract.tensors import ALL_ANSWERS, ANSWERS, BACKWARD_TENSORS, 
 from flashpoint_server.refusal import STATUS
 from flashpoint_server.routes.schema import openapi_caches
 from flashpoint_server.routes.schema import openapi_examples as examples
-from flashpoint_server.routes.schema.problem_schema import ProblemDocument, problems
+from flashpoint_server.routes.schema.problem_schema import ProblemDocument, problems, reference, text_headers
 
 TAGS = {
     "attention": "Compute attention and its gradients.",
@@ -81,7 +81,7 @@ _KEYS: list[dict[str, list[str]]] = [{}, {"bearer": []}]  # a key is needed only
 
 
 def install(app: FastAPI, paths: dict[str, Direction], add: Callable[[dict[str, Any]], None]) -> None:
-    """Extend `app.openapi` to describe `paths`, /verify, /caches, /saved and what `add` adds."""
+    """Make `app.openapi` describe `paths`, /verify, /caches and /saved, too. `add` adds more to the document."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:
@@ -97,7 +97,9 @@ def install(app: FastAPI, paths: dict[str, Direction], add: Callable[[dict[str, 
             add(document)
             document["tags"] = [{"name": name, "description": text} for name, text in TAGS.items()]
             for operation in (each for path in document["paths"].values() for each in path.values()):
-                _without_the_frameworks_own(operation["responses"])
+                # FastAPI adds a 422 to each operation with a parameter. This service never sends it.
+                if "HTTPValidationError" in str(operation["responses"].get("422")):
+                    del operation["responses"]["422"]
                 if "401" in operation["responses"]:
                     operation["security"] = _KEYS
             for name in ("HTTPValidationError", "ValidationError"):
@@ -107,30 +109,22 @@ def install(app: FastAPI, paths: dict[str, Direction], add: Callable[[dict[str, 
     app.openapi = openapi  # type: ignore[method-assign]  # the way that FastAPI documents
 
 
-def _without_the_frameworks_own(responses: dict[str, Any]) -> None:
-    """Remove the 422 that FastAPI adds to each operation with a parameter: this service never answers it."""
-    if "HTTPValidationError" in str(responses.get("422")):
-        del responses["422"]
-
-
 def _nested(element: dict[str, Any], depth: int) -> dict[str, Any]:
-    """Return the schema of nested lists. It does not refer to itself, which many generators of clients refuse."""
+    """Return the schema of lists nested up to `depth`: many client generators refuse a schema that refers to itself."""
     return {"type": "array", "items": element if depth == 1 else {"anyOf": [element, _nested(element, depth - 1)]}}
 
 
 def _add_schemas(schemas: dict[str, Any]) -> None:
     integer = {"type": "integer", "minimum": -(1 << 63), "maximum": (1 << 63) - 1}
     for kind, element in (("Tensor", NUMBER_SCHEMA), ("Booleans", {"type": "boolean"}), ("Integers", integer)):
-        rows = {"$ref": f"#/components/schemas/{kind}Rows"}
         schemas[f"{kind}Rows"] = _nested(element, MOST_DIMENSIONS)
-        schemas[f"Json{kind}"] = _json_tensor(element, rows)
+        schemas[f"Json{kind}"] = _json_tensor(element, reference(f"{kind}Rows"))
     options = AttentionOptions.model_json_schema()["properties"]
     dtype = {"enum": list(jsonwire.DTYPES), "default": "float32", "description": "Data type of q, k, v, do and o."}
 
     def request(names: tuple[str, ...], needed: list[str]) -> dict[str, Any]:
         carried = tuple(name for name in names if "json" not in TENSORS[name].refused)
-        properties = {**_tensors(carried), "dtype": dtype, **options}
-        return {"type": "object", "properties": properties, "required": needed, "additionalProperties": False}
+        return _object({**_tensors(carried), "dtype": dtype, **options}, needed)
 
     schemas["AttentionRequest"] = _over_caches(request(FORWARD_TENSORS, [*REQUIRED["forward"]]))
     schemas["AttentionGradRequest"] = _over_saved(request(BACKWARD_TENSORS, [*REQUIRED["backward"]]))
@@ -144,24 +138,24 @@ def _add_schemas(schemas: dict[str, Any]) -> None:
         schemas[schema["title"]] = schema
 
     def answer(names: tuple[str, ...], needed: list[str]) -> dict[str, Any]:
+        text = "Data type of the tensors that have the inputs' data type."
         beside = {
-            "dtype": {
-                "enum": list(jsonwire.DTYPES),
-                "description": "Data type of the tensors that have the inputs' data type.",
-            },
+            "dtype": {"enum": list(jsonwire.DTYPES), "description": text},
             "backend": {"type": "string", "description": "The backend that ran."},
             "kernel": {"type": "string", "description": "The CPU kernel in C, such as `c-amx`, if one ran."},
             "dropout_seed": {"type": "integer", "description": "The seed of the dropout, if dropout ran."},
         }
-        properties = {**_tensors(names), **beside}
-        needed = [*needed, "dtype", "backend"]
-        return {"type": "object", "properties": properties, "required": needed, "additionalProperties": False}
+        return _object({**_tensors(names), **beside}, [*needed, "dtype", "backend"])
 
     schemas["AttentionAnswer"] = answer(ANSWERS["forward"], ["o"])
     lengths = {"type": "array", "items": {"type": "integer"}, "description": "Lengths of the caches in this layer."}
     saved = {"type": "string", "description": "The id of this forward, if it was saved."}
     schemas["AttentionAnswer"]["properties"] |= {"lengths": lengths, "saved": saved}
     schemas["AttentionGradAnswer"] = answer(ANSWERS["backward"], [])
+
+
+def _object(properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
 
 
 def _over_caches(request: dict[str, Any]) -> dict[str, Any]:
@@ -189,14 +183,11 @@ def _over_saved(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _json_tensor(element: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
-    size = {"type": "integer", "minimum": 0}
-    flat = {
-        "shape": {"type": "array", "items": size, "maxItems": wire.RANK_LIMIT},
-        "data": {"type": "array", "items": element},
-    }
+    shape = {"type": "array", "items": {"type": "integer", "minimum": 0}, "maxItems": wire.RANK_LIMIT}
+    flat = {"shape": shape, "data": {"type": "array", "items": element}}
     return {
         "description": "Nested lists in row-major order, or a shape with flat data (needed for an empty tensor).",
-        "anyOf": [rows, {"type": "object", "properties": flat, "required": [*flat], "additionalProperties": False}],
+        "anyOf": [rows, _object(flat, [*flat])],
     }
 
 
@@ -209,7 +200,7 @@ def _tensors(names: tuple[str, ...]) -> dict[str, Any]:
             kinds = ["JsonBooleans"]
         elif "bool" in row.dtypes:
             kinds.append("JsonBooleans")
-        references: list[dict[str, Any]] = [{"$ref": f"#/components/schemas/{kind}"} for kind in kinds]
+        references = [reference(kind) for kind in kinds]
         if row.may_be_number:
             references.insert(0, {"type": "integer", "minimum": -FARTHEST_OFFSET, "maximum": FARTHEST_OFFSET})
         one = references[0] if len(references) == 1 else {"anyOf": references}
@@ -222,53 +213,45 @@ def _verification() -> dict[str, Any]:
     ours = _operation("forward", stored=False)
     # /verify answers only in JSON
     errors = problems(*(c for c in _ERRORS if c != "not_acceptable"), **_DETAILS["verify"])
-    kinds = [{"$ref": f"#/components/schemas/{name}"} for name in ("VerifyRequest", "VerifyTensors")]
-    content = ours["requestBody"]["content"]
-    content[jsonwire.MEDIA_TYPE] = {"schema": {"oneOf": kinds}, "examples": examples.VERIFY}
-    report = {"schema": {"$ref": "#/components/schemas/VerifyReport"}}
+    kinds = {"oneOf": [reference("VerifyRequest"), reference("VerifyTensors")]}
+    ours["requestBody"]["content"][jsonwire.MEDIA_TYPE] = {"schema": kinds, "examples": examples.VERIFY}
     text = "If Accept contains this type: `VerifyProgress` events, then a `ReportEvent` or a `ProblemEvent`."
     stream = {"schema": {"type": "string", "description": text}}
-    answers = {jsonwire.MEDIA_TYPE: report, EVENT_STREAM: stream}
-    answered = {"description": "The errors of each tensor.", "content": answers}
+    answers = {jsonwire.MEDIA_TYPE: {"schema": reference("VerifyReport")}, EVENT_STREAM: stream}
     return ours | {
         "tags": ["verify and benchmark"],
         "summary": "Check a backend, or your own answers, against float64",
         "description": "Send the sizes of a problem, and the server draws it from a seed. Or send tensors as to "
         "/attention: if o, lse or gradients are among them, the server checks these instead of a backend's answers.",
         "operationId": "verify",
-        "responses": {"200": answered, **{str(status): one for status, one in errors.items()}},
+        "responses": {"200": {"description": "The errors of each tensor.", "content": answers}, **errors},
     }
 
 
 def _operation(direction: Direction, *, stored: bool = True) -> dict[str, Any]:
-    name = "Attention" if direction == "forward" else "AttentionGrad"
-    content = {
-        "schema": {"$ref": f"#/components/schemas/{name}Request"},
-        "examples": examples.FORWARD if direction == "forward" else examples.BACKWARD,
-    }
-    answered = {"schema": {"$ref": f"#/components/schemas/{name}Answer"}}
-    headers = {h: {"schema": {"type": "string"}, "description": text} for h, text in _HEADERS.items()}
-    cached = stored and direction == "forward"
+    forward = direction == "forward"
+    name, shown = ("Attention", examples.FORWARD) if forward else ("AttentionGrad", examples.BACKWARD)
+    content = {jsonwire.MEDIA_TYPE: {"schema": reference(f"{name}Request"), "examples": shown}}
+    answered = {jsonwire.MEDIA_TYPE: {"schema": reference(f"{name}Answer")}}
+    binary = dict.fromkeys(_OCTETS, _BINARY)
+    cached = stored and forward
     codes = [*_ERRORS, *(_STORED_ERRORS[direction] if stored else ())]
     return {
         "tags": ["attention"],
         "summary": _SUMMARY[direction],
         "description": _TEXT[direction],
-        "operationId": "attention" if direction == "forward" else "attention_grad",
+        "operationId": "attention" if forward else "attention_grad",
         "parameters": [
             *({"name": name, "in": "header", "required": False, **field} for name, field in _FIELDS.items()),
             *([openapi_caches.REPLICA] if cached else []),
         ],
-        "requestBody": {
-            "required": True,
-            "content": {jsonwire.MEDIA_TYPE: content, **dict.fromkeys(_OCTETS, _BINARY)},
-        },
+        "requestBody": {"required": True, "content": content | binary},
         "responses": {
             "200": {
                 "description": "The answer, in the format of Accept, or in the request's format without Accept.",
-                "headers": headers | (openapi_caches.TOLD if cached else {}),
-                "content": {jsonwire.MEDIA_TYPE: answered, **dict.fromkeys(_OCTETS, _BINARY)},
+                "headers": text_headers(_HEADERS) | (openapi_caches.TOLD if cached else {}),
+                "content": answered | binary,
             },
-            **{str(status): response for status, response in problems(*codes, **_DETAILS[direction]).items()},
+            **problems(*codes, **_DETAILS[direction]),
         },
     }

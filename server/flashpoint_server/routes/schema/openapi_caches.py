@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from flashpoint_contract import wire
 from flashpoint_contract.options import LAYOUTS
 from flashpoint_contract.schemas import jsonwire
-from flashpoint_server.routes.schema.problem_schema import problems
+from flashpoint_server.routes.schema.problem_schema import problems, reference, text_headers
 from flashpoint_server.routes.tensors.cache_schema import (
     CacheDescription,
     CacheLength,
@@ -46,17 +46,12 @@ REPLICA = {
     "name": "X-Flashpoint-Replica", "in": "header", "required": False, "schema": {"type": "string"},
     "description": "The value from an earlier answer about the cache. A balancer routes by it.",
 }  # fmt: skip
-TOLD = {
-    "X-Flashpoint-Replica": {
-        "schema": {"type": "string"},
-        "description": "Send it with the next call, which then reaches the same server.",
-    }
-}
+TOLD = text_headers({"X-Flashpoint-Replica": "Send it with the next call, which then reaches the same server."})
 _LAYER = {"name": "layer", "in": "query", "schema": {"type": "integer", "minimum": 0, "default": 0}}
 
 
 class CacheRow(NamedTuple):
-    """A call: its models, the errors that it has beside those of each call, and an example of what is not valid."""
+    """A call: its models, the codes of its errors other than those of all calls, and an example of invalid_request."""
 
     method: str
     path: str
@@ -103,8 +98,8 @@ def add(document: dict[str, Any]) -> None:
         schema = model.model_json_schema(ref_template="#/components/schemas/{model}")
         schema.pop("$defs", None)
         schemas[schema["title"]] = schema
-    schemas["CacheList"]["properties"]["caches"]["items"] = {"$ref": "#/components/schemas/Cache"}
-    schemas["SavedList"]["properties"]["saved"]["items"] = {"$ref": "#/components/schemas/SavedForward"}
+    schemas["CacheList"]["properties"]["caches"]["items"] = reference("Cache")
+    schemas["SavedList"]["properties"]["saved"]["items"] = reference("SavedForward")
     paths = document["paths"]
     for call in _CALLS:
         paths.setdefault(call.path, {})[call.method] = _operation(call)
@@ -117,7 +112,7 @@ def add(document: dict[str, Any]) -> None:
 def _add_tensors(append: dict[str, Any]) -> None:
     """Add the body of an append, which takes tensors in both formats."""
     properties = {
-        **{name: {"$ref": "#/components/schemas/JsonTensor"} for name in ("k", "v")},
+        **dict.fromkeys(("k", "v"), reference("JsonTensor")),
         "dtype": {"enum": list(jsonwire.DTYPES), "default": "float32"},
         "layout": {"enum": list(LAYOUTS), "default": "bhsd"},
         "layer": {"type": "integer", "minimum": 0, "default": 0},
@@ -132,7 +127,7 @@ def _add_tensors(append: dict[str, Any]) -> None:
 def _operation(call: CacheRow) -> dict[str, Any]:
     success: dict[str, Any] = {"description": HTTPStatus(call.success).phrase, "headers": TOLD}
     if call.answer is not None:
-        success["content"] = {jsonwire.MEDIA_TYPE: {"schema": _reference(call.answer)}}
+        success["content"] = _json(call.answer)
     codes = {*_EACH, *call.codes, *(_BODY if call.request is not None else ())}
     refusals = problems(*codes, not_found=_OFF, invalid_request=call.wrong)
     operation: dict[str, Any] = {
@@ -140,16 +135,13 @@ def _operation(call: CacheRow) -> dict[str, Any]:
         "summary": call.summary,
         "operationId": call.name,
         "parameters": [_ID, REPLICA] if "{id}" in call.path else [REPLICA],
-        "responses": {str(call.success): success, **{str(status): one for status, one in refusals.items()}},
+        "responses": {str(call.success): success, **refusals},
     }
     if call.request is not None:
-        operation["requestBody"] = {
-            "required": True,
-            "content": {jsonwire.MEDIA_TYPE: {"schema": _reference(call.request)}},
-        }
+        operation["requestBody"] = {"required": True, "content": _json(call.request)}
         operation["parameters"].append(_KEY)
     return operation
 
 
-def _reference(model: type[BaseModel]) -> dict[str, Any]:
-    return {"$ref": f"#/components/schemas/{model.model_config.get('title') or model.__name__}"}
+def _json(model: type[BaseModel]) -> dict[str, Any]:
+    return {jsonwire.MEDIA_TYPE: {"schema": reference(model.model_config.get("title") or model.__name__)}}

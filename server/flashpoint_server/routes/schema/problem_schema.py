@@ -78,27 +78,32 @@ class ProblemDocument(BaseModel):
 
 
 def problems(*codes: str, **details: str) -> dict[int | str, dict[str, Any]]:
-    """Return the error responses of an operation, by status.
+    """Return the error responses of an operation, by status as text.
 
     `details` replace the `detail` in the examples of some codes.
     """
-    responses: dict[int | str, dict[str, Any]] = {}
+    by_status: dict[int, list[str]] = {}
     for code in sorted(codes, key=[*STATUS].index):
-        status = STATUS[code]
-        if status not in responses:
-            responses[status] = _response(status)
-        response = responses[status]
-        response["description"] += f"{', ' if response['content'][MEDIA_TYPE]['examples'] else ': '}{code}"
-        value = _example(code, details.get(code, DETAILS[code]))
-        response["content"][MEDIA_TYPE]["examples"][code] = {"summary": code, "value": value}
+        by_status.setdefault(STATUS[code], []).append(code)
+    responses: dict[int | str, dict[str, Any]] = {}
+    for status, same in by_status.items():
+        examples = {code: {"summary": code, "value": _example(code, details.get(code, DETAILS[code]))} for code in same}
+        responses[str(status)] = {
+            "description": f"{HTTPStatus(status).phrase}: {', '.join(same)}",
+            "headers": text_headers(_HEADERS.get(status, {})),
+            "content": {MEDIA_TYPE: {"schema": reference("Problem"), "examples": examples}},
+        }
     return responses
 
 
-def _response(status: int) -> dict[str, Any]:
-    texts = _HEADERS.get(status, {})
-    headers = {name: {"schema": {"type": "string"}, "description": text} for name, text in texts.items()}
-    content = {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}, "examples": {}}}
-    return {"description": HTTPStatus(status).phrase, "headers": headers, "content": content}
+def text_headers(texts: dict[str, str]) -> dict[str, Any]:
+    """Return header fields of a response in OpenAPI, from their descriptions."""
+    return {name: {"schema": {"type": "string"}, "description": text} for name, text in texts.items()}
+
+
+def reference(name: str) -> dict[str, Any]:
+    """Return a reference to the schema with this name."""
+    return {"$ref": f"#/components/schemas/{name}"}
 
 
 def _example(code: str, detail: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from flashpoint_server.formats.negotiation import HEARTBEAT_SECONDS, request_for
 from flashpoint_server.http.body import RequestBody
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes.schema import openapi_examples
-from flashpoint_server.routes.schema.problem_schema import problems
+from flashpoint_server.routes.schema.problem_schema import problems, reference
 from flashpoint_server.routes.timing import pictures
 from flashpoint_server.routes.timing.benchmark_state import Benchmarks, KnownBenchmark, no_such_benchmark
 from flashpoint_server.service import Service
@@ -26,9 +26,8 @@ from flashpoint_server.service import Service
 CANCEL_SECONDS = 5.0  # maximum wait for a running slice, which cannot be interrupted
 
 REQUEST_LIMIT = 1 << 16  # bytes; enough for hundreds of shapes
-_SCHEMA = {"$ref": "#/components/schemas/BenchmarkRequest"}
-_CONTENT = {jsonwire.MEDIA_TYPE: {"schema": _SCHEMA, "examples": openapi_examples.BENCHMARK}}
-_BODY = {"requestBody": {"required": True, "content": _CONTENT}}
+_CONTENT = {"schema": reference("BenchmarkRequest"), "examples": openapi_examples.BENCHMARK}
+_BODY = {"requestBody": {"required": True, "content": {jsonwire.MEDIA_TYPE: _CONTENT}}}
 # Another format is answered with 404.
 PictureFormat = Annotated[str, Path(json_schema_extra={"enum": [*pictures.MEDIA_TYPES]})]
 _READ = ("unauthorized", "forbidden", "cross_site", "not_found", "invalid_request")
