@@ -1,10 +1,10 @@
-"""The bodies of a request and of its answer: limits of size and time, and the ways without copies.
+"""Read a request's body and send its answer, within limits of size and time, and without copies if possible.
 
-ASGI passes a body in chunks that have been copied twice. On our own server (protocol.py), a route that has read the
-head of its message receives the rest into its own memory: until that many bytes have arrived, the transport reads into
-this memory, and the HTTP parser sees none of them. An answer is sent in one write from the memory into which it was
-computed. Routes find this in the scope's extension `EXTENSION`. Other servers do not have the extension; there, routes
-read ASGI messages and send copies.
+ASGI passes a body in chunks that have been copied twice. Our own server (protocol.py) avoids this: when a route has
+read the head of its message, the transport writes the rest of the body directly into the route's memory, and the HTTP
+parser does not see it. An answer is sent in one write, from the memory into which it was computed. A route does both
+with the `Direct` in the scope's extension `EXTENSION`. Other ASGI servers lack the extension: there, routes read ASGI
+messages and send copies.
 """
 
 from __future__ import annotations
@@ -33,37 +33,38 @@ Part = bytes | memoryview  # a part of an answer's body
 MOST_AT_ONCE = 1 << 20  # maximum bytes of one read, so that other connections get their turn
 ENCRYPTED_AT_ONCE = 1 << 20  # bytes that take half a millisecond, in which all other connections wait
 _SCRATCH = memoryview(bytearray(MOST_AT_ONCE))  # target of unwanted bytes; nothing reads it
-# An event loop that had to wait for a core runs its timers before it reads its sockets: late data may already be there.
-GRACE = 0.02  # seconds to check for that data
+# Seconds between a timeout and its effect. A delayed event loop runs its timers before it reads its sockets, which may
+# already have the awaited data.
+GRACE = 0.02
 
-# If no more than this remains of a refused body, the connection is kept. Most clients send the whole body before they
-# read, and to discard it costs less than another connection.
-NEARLY = 1 << 20  # bytes
+# Maximum bytes of a refused body that are discarded to keep the connection: this costs less than another connection,
+# and most clients send the whole body before they read the answer.
+NEARLY = 1 << 20
 
-# How long a refused client may continue to send before the connection is closed.
-DRAIN_SECONDS = 20.0
+DRAIN_SECONDS = 20.0  # how long a refused client may continue to send before the connection is closed
 
 
 class ClientGoneError(Exception):
-    """The client has disconnected; nobody reads an answer."""
+    """The client has disconnected, so no answer is sent."""
 
 
 class RequestBody:
     """The body of one request, read in chunks or directly into memory.
 
-    `length` is the Content-Length, `limit` the maximum number of bytes. `deadline` is that of the request, and `ended`
-    the time when the whole body had arrived, both in `time.monotonic` seconds. `complete` says whether it has arrived,
-    `absent` whether the request has none. `direct` is set only on our own server (protocol.py).
+    `length` is the Content-Length, `limit` the maximum number of bytes, `received` the number of bytes read. `deadline`
+    is that of the request. `ended` is when the whole body had arrived; both are in `time.monotonic` seconds. `complete`
+    says whether the whole body has arrived, `absent` whether the request has no body. `direct` is set only on our own
+    server (protocol.py).
     """
 
     def __init__(self, scope: Scope, receive: Receive, headers: Mapping[str, str], settings: Settings) -> None:
         self._receive = receive
-        # Taken out of the scope, to which it refers: a cycle of references would wait for the garbage collector.
+        # Remove it from the scope, to which it refers: only the garbage collector frees a cycle of references.
         self.direct: Direct | None = scope.get("extensions", {}).pop(EXTENSION, {}).get("direct")
         self._draining: Direct | None = None
         self._settings = settings
         self._began = time.monotonic()
-        self._received = 0
+        self.received = 0
         length = headers.get("content-length", "")
         self.length = int(length) if length.isdecimal() else None  # None: a chunked body
         self.absent = not length and "transfer-encoding" not in headers  # RFC 9112, §6.3
@@ -73,16 +74,11 @@ class RequestBody:
         self.ended: float | None = None
 
     @property
-    def received(self) -> int:
-        """The number of bytes read."""
-        return self._received
-
-    @property
     def nearly_there(self) -> bool:
-        """Whether the rest of the body is so small that the server keeps the connection and discards the rest."""
+        """Whether the rest of a refused body is so short that the server discards it and keeps the connection."""
         if self.direct is None or self._draining is not None or self.length is None:
             return False
-        return self.direct.invited and self.length - self._received <= NEARLY
+        return self.direct.invited and self.length - self.received <= NEARLY
 
     def check_length(self, length: int | None) -> None:
         """Raise Refusal 413 if `length` exceeds the limit."""
@@ -103,21 +99,21 @@ class RequestBody:
                     return self._took(await self._chunk())
         raise self._too_late(end)
 
-    def _see_end(self, there: bool) -> None:
-        if there:
+    def _see_end(self, ended: bool) -> None:
+        if ended:
             self.complete, self.ended = True, time.monotonic()
 
     def _took(self, chunk: bytes) -> bytes:
-        self._received += len(chunk)
-        self.check_length(self._received)
+        self.received += len(chunk)
+        self.check_length(self.received)
         return chunk
 
     def _patience(self, last: float) -> float:
         """Return when the next bytes are due, if the last ones arrived at `last`. Both are `time.monotonic` seconds.
 
-        A body may pause for `body_timeout`, and may be behind `body_rate` by the same time.
+        The body may pause for `body_timeout`, and it may be that many seconds later than `body_rate` requires.
         """
-        due = min(last, self._began + self._received / self._settings.body_rate) + self._settings.body_timeout
+        due = min(last, self._began + self.received / self._settings.body_rate) + self._settings.body_timeout
         return due if self.deadline is None else min(due, self.deadline)
 
     def _too_late(self, end: float) -> Refusal:
@@ -128,7 +124,7 @@ class RequestBody:
         return Refusal("body_timeout", f"the body arrived too slowly: {rule}")
 
     async def text(self) -> bytes:
-        """Return the whole body, of which nothing has been read. Raises like `next`."""
+        """Return the whole body. Nothing of it may have been read before. Raises like `next`."""
         if self.direct is not None and self.length is not None:
             self.check_length(self.length)
             place = np.empty(self.length, np.uint8)  # the system provides its pages as the bytes arrive
@@ -140,7 +136,7 @@ class RequestBody:
         return bytes(text)
 
     async def into(self, places: Iterable[memoryview], head: bytes) -> None:
-        """Read the rest of the body into `places`, which it must fill exactly. `head` is its beginning, already read.
+        """Read the rest of the body into `places`, which must have its size. `head` are its first bytes, already read.
 
         On our own server the data goes directly from the socket into `places`; on others, chunk by chunk. Raises like
         `next`, and Refusal 400 if the sizes differ.
@@ -149,7 +145,7 @@ class RequestBody:
         if len(head) > waiting.left:
             raise _too_long()
         waiting.copy(memoryview(head))
-        if self.direct is not None and self.length is not None and self.length - self._received == waiting.left:
+        if self.direct is not None and self.length is not None and self.length - self.received == waiting.left:
             if not self.complete:
                 await self._receive_directly(self.direct, waiting)
             return
@@ -161,15 +157,15 @@ class RequestBody:
             raise Refusal("malformed_body", "the body ends before the end of its last tensor")
 
     async def _receive_directly(self, direct: Direct, places: BodyBuffer) -> None:
-        before, began = self._received - places.filled_bytes, time.monotonic()
+        before, began = self.received - places.filled_bytes, time.monotonic()
         loop = asyncio.get_running_loop()
-        over: asyncio.Future[None] = loop.create_future()  # received or given up
+        over: asyncio.Future[None] = loop.create_future()  # done when all has arrived, or too late
         timer: asyncio.TimerHandle | None = None
 
         def look(again: Callable[..., None], grace: float = GRACE) -> None:
-            # `again` is this function: if it named itself, the cycle of references would wait for the garbage collector
+            # `again` is this function. A reference to itself would be a cycle, which only the garbage collector frees.
             nonlocal timer
-            self._received = before + places.filled_bytes
+            self.received = before + places.filled_bytes
             due = self._patience(max(began, places.filled_last))
             if (left := due - time.monotonic()) > 0:
                 timer = loop.call_later(left, again, again)
@@ -179,7 +175,7 @@ class RequestBody:
                 over.set_exception(self._too_late(due))
 
         def end(received: asyncio.Future[None]) -> None:
-            received.exception()  # mark the exception as retrieved: the caller has given up
+            received.exception()  # mark the exception as retrieved: nobody reads it if the body was too late
             if not over.done():
                 over.set_result(None)
 
@@ -191,14 +187,14 @@ class RequestBody:
                 look(look)
                 await over
             received.result()
-            self._received = before + places.filled_bytes
+            self.received = before + places.filled_bytes
             self._see_end(True)
         except ConnectionError:
             raise ClientGoneError from None
         finally:
             if timer is not None:
                 timer.cancel()
-            places.discard()  # what is missing, at once: the memory may belong to another request after this returns
+            places.discard()  # missing bytes must not be written later: the memory may then belong to another request
 
     async def _chunk(self) -> bytes:
         while not self.complete:
@@ -211,9 +207,9 @@ class RequestBody:
         return b""
 
     async def drain(self) -> None:
-        """Discard the rest of the body, for at most DRAIN_SECONDS.
+        """Read and discard the rest of the body, for at most DRAIN_SECONDS.
 
-        If a connection is closed with unread bytes, TCP resets it, and the client loses the answer.
+        TCP resets a connection that is closed with unread bytes, and the client then loses the answer.
         """
         with contextlib.suppress(ClientGoneError, TimeoutError):
             async with asyncio.timeout(DRAIN_SECONDS):
@@ -228,7 +224,7 @@ def _too_long() -> Refusal:
 
 
 class BodyBuffer:
-    """Memory that a body fills in order: the places of its tensors.
+    """The places of a body's tensors, which arriving bytes fill in order.
 
     `filled_bytes` counts the bytes, and `filled_last` is when the last ones arrived, in `time.monotonic` seconds.
     """
@@ -246,14 +242,15 @@ class BodyBuffer:
 
     @property
     def left(self) -> int:
-        """The number of bytes that are missing."""
+        """The number of missing bytes."""
         return sum(map(len, self._places)) + self._unwanted
 
     def next(self) -> memoryview:
+        """Return the memory for the next bytes."""
         return self._places[-1][:MOST_AT_ONCE] if self._places else _SCRATCH[: self._unwanted]
 
     def filled(self, n: int) -> None:
-        """Record that `n` bytes of `next` have been written."""
+        """Record that `n` bytes were written into `next()`."""
         self.filled_bytes += n
         self.filled_last = time.monotonic()
         if not self._places:
@@ -272,12 +269,12 @@ class BodyBuffer:
             data = data[n:]
 
     def discard(self) -> None:
-        """Release the memory. The missing bytes are then discarded on arrival."""
+        """Release the memory. The missing bytes are discarded when they arrive."""
         self._unwanted, self._places = self.left, []
 
 
 class Direct:
-    """One request after its head: direct reads and writes beside ASGI's `receive` and `send`."""
+    """Direct reads and writes for one request whose head has arrived, beside ASGI's `receive` and `send`."""
 
     def __init__(self, http: EndingProtocol) -> None:
         self._http = http
@@ -285,10 +282,10 @@ class Direct:
         self._received: asyncio.Future[None] | None = None
 
     def receive(self, places: BodyBuffer) -> asyncio.Future[None]:
-        """Receive the rest of the body, which ASGI's `receive` has not delivered, into `places` of that size.
+        """Receive the part of the body that ASGI's `receive` has not delivered into `places`, which have its size.
 
-        The future is done when all has arrived; it raises ConnectionError if the client disconnects first. A reader
-        that gives up calls `places.discard()`: the rest is then discarded (see `drain`).
+        The future is done when all has arrived; it raises ConnectionError if the client disconnects first. After
+        `places.discard()`, the rest is discarded when it arrives (see `drain`).
         """
         http, cycle = self._http, self._cycle
         self._received = received = http.loop.create_future()
@@ -305,12 +302,12 @@ class Direct:
         return received
 
     async def drain(self) -> None:
-        """After an abandoned `receive`, wait until the rest of the body has arrived and has been discarded."""
+        """Wait until the rest of the body has arrived, after a `receive` whose places were discarded."""
         if self._received is not None:
             await asyncio.wait({self._received})
 
     def early(self) -> bytes:
-        """Return the part of the body that has arrived but was not delivered yet."""
+        """Return the bytes of the body that the parser has read, and that nobody has received yet."""
         early, self._cycle.body = self._cycle.body, bytearray()
         return bytes(early)
 
@@ -326,15 +323,15 @@ class Direct:
 
     @property
     def gone(self) -> bool:
-        """Whether the client has disconnected. This also tells uvicorn, which would answer 500 otherwise."""
+        """Whether the client has disconnected. This also tells uvicorn, which would otherwise answer 500."""
         if self._http.transport.is_closing():
             self._cycle.disconnected = True
         return self._cycle.disconnected
 
     def watch(self, gone: Callable[[], None]) -> None:
-        """Call `gone` when the client disconnects, at once if it already has, until `unwatch`. The body has arrived.
+        """Call `gone` when the client disconnects, or now if it already has. `unwatch` ends this.
 
-        If the client has already sent its next request, its disconnection is not noticed.
+        The body must have arrived. If the client has already sent its next request, its disconnection is not noticed.
         """
         http = self._http
         if self.gone:
@@ -347,9 +344,9 @@ class Direct:
         self._http.watcher = None
 
     async def answer(self, status: int, headers: Mapping[str, str], parts: list[Part], seconds: float) -> bool:
-        """Send the whole answer in one write. Return whether the client received it within `seconds`.
+        """Send the whole answer, and return whether the transport could pass it on within `seconds`.
 
-        When this returns, the transport holds no memory of `parts`. `headers` must be valid and contain the length.
+        When this returns, the transport refers to no memory of `parts`. `headers` must contain the length.
         """
         http, cycle = self._http, self._cycle
         if self.gone:
@@ -374,20 +371,20 @@ class Direct:
         return True
 
     async def _left(self, end: float) -> bool:
-        """Wait until the transport has sent everything. At `end`, drop the connection and return False."""
+        """Return True when the transport has sent everything. At `end`, abort the connection and return False."""
         http = self._http
         for seconds in (end - http.loop.time(), GRACE):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await http.flow.drain()
                     return True
-        http.transport.abort()  # takes effect in a later turn of the loop; until then the transport may still send
+        http.transport.abort()  # takes effect in a later turn of the loop; until then the transport uses the memory
         await http.flow.drain()
         return False
 
 
 def pieces(parts: list[Part]) -> Iterator[list[Part]]:
-    """Yield `parts` in pieces, because TLS encrypts everything that it is given at once, into new memory."""
+    """Yield `parts` in pieces of limited size: TLS encrypts each piece at once, into new memory."""
     if sum(map(len, parts)) <= ENCRYPTED_AT_ONCE:
         yield parts
         return
@@ -404,7 +401,7 @@ def persistence(cycle: RequestResponseCycle) -> list[tuple[bytes, bytes]]:
 
 
 class ConnectionState(asyncio.BufferedProtocol):
-    """The transport's protocol in one of the states. It defines how to read; everything else is uvicorn's."""
+    """The transport's protocol in one state of a connection. It defines how to read; uvicorn's class does the rest."""
 
     def __init__(self, http: EndingProtocol) -> None:
         self._http = http
@@ -423,7 +420,7 @@ class ConnectionState(asyncio.BufferedProtocol):
 
 
 class BodyReceiver(ConnectionState):
-    """The state in which every read goes directly into `places`."""
+    """The state in which reads go directly into `places`."""
 
     def __init__(self, http: EndingProtocol, places: BodyBuffer, received: asyncio.Future[None]) -> None:
         super().__init__(http)
@@ -438,7 +435,7 @@ class BodyReceiver(ConnectionState):
         if not self._places.full:
             return
         http = self._http
-        # The parser still waits for this body, so a new one parses the next request.
+        # The parser has not seen this body and would wait for it, so a new parser reads the next request.
         http.parser = new_parser(http)
         http.cycle.more_body = False
         switch_state(http, http.parsing)
@@ -458,7 +455,7 @@ def new_parser(http: EndingProtocol) -> httptools.HttpRequestParser:
 
 
 def switch_state(http: EndingProtocol, protocol: asyncio.BufferedProtocol) -> None:
-    """Give the transport another protocol. Pausing and resuming makes the transport use the new read method."""
+    """Give the transport another protocol. It uses the new protocol's read method after a pause."""
     http.flow.resume_reading()
     http.transport.pause_reading()
     http.transport.set_protocol(protocol)

@@ -1,7 +1,7 @@
-"""How a connection ends: after an answer, or after input that cannot be read any further.
+"""End a connection, after an answer or after input that the HTTP parser cannot read.
 
-A parser that has failed cannot go on. The error is not always the client's: if one of our callbacks fails, for example
-for lack of memory, httptools raises an error of its own, with ours as its context.
+The parser cannot continue after an error. The cause may be ours: if one of our callbacks fails, for example for lack of
+memory, httptools raises its own error, with ours as its context.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from flashpoint_server.http.half_closed import HalfClosed
 from flashpoint_server.observability.metrics import Metrics
 from flashpoint_server.refusal import MEDIA_TYPE, Refusal
 
-# A client can read the last answer for these seconds, and send these bytes, before the connection is closed.
+# After the last answer, the connection is closed after these seconds, or when the client has sent this many bytes.
 LINGER, DISCARDED = 5.0, 8 << 20
-MALFORMED = "malformed"  # the route in metrics of input that is not an HTTP request
+MALFORMED = "malformed"  # the name in metrics of the route of input that is not an HTTP request
 
 log = structlog.stdlib.get_logger("flashpoint.http")
 
 
 class Config(uvicorn.Config):
-    """uvicorn's configuration, with timeouts in seconds for a request's head and for a reader that takes nothing."""
+    """uvicorn's configuration, with timeouts in seconds for a request's head and for a client that reads nothing."""
 
     header_timeout = 10.0
     answer_timeout = 20.0
@@ -37,23 +37,26 @@ class Config(uvicorn.Config):
 
 
 class EndingProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol, whose clients receive the last answer. `HttpProtocol.__init__` sets its state."""
+    """uvicorn's HTTP protocol, which ends connections so that clients receive the last answer.
+
+    `HttpProtocol.__init__` sets the attributes.
+    """
 
     config: Config
     secure: bool  # whether the connection uses TLS
-    wrong: Refusal | None  # of a head that is not valid, but that the parser accepts
-    last_words: bytes  # the last answer of a connection whose input cannot be read any further
-    over: bool  # nothing more is answered
-    discarded: int  # bytes
+    wrong: Refusal | None  # the error of a head that the parser accepts, but that is not valid
+    last_words: bytes  # the last answer, if the rest of the input cannot be parsed
+    over: bool  # whether the last answer has been sent
+    discarded: int  # number of bytes that arrived and were not read
     running: RequestResponseCycle | None  # the request that is being answered, or the last one
-    parsing: asyncio.BufferedProtocol  # the state in which every read goes through the HTTP parser
+    parsing: asyncio.BufferedProtocol  # the state in which the HTTP parser gets every read
     half_closed: bool  # the client has ended its sending
     watcher: Callable[[], None] | None  # called when the client disconnects
 
     def refuse_input(self, error: Exception) -> None:
-        """Parse nothing more after an error: refuse the request in which it occurred, and then end the connection.
+        """Refuse the request in which an error occurred, and end the connection.
 
-        Earlier requests are answered first. Other input is discarded.
+        Earlier requests are answered first. All further input is discarded.
         """
         cycle, running = self.cycle, self.running
         unfinished = cycle is not None and cycle.more_body
@@ -73,7 +76,14 @@ class EndingProtocol(HttpToolsProtocol):
             route = "other" if ours else MALFORMED
             self.config.metrics.ended(exchange, route, time.perf_counter() - exchange.arrived)
             if not ours:
-                self._log_malformed(exchange, self.wrong.detail if self.wrong else str(error))
+                log.warning(
+                    "malformed request",
+                    request_id=exchange.request_id,
+                    peer=self.client and f"{self.client[0]}:{self.client[1]}",
+                    status=exchange.status,
+                    code=exchange.code,
+                    reason=self.wrong.detail if self.wrong else str(error),
+                )
         if unfinished and running is not None and cycle is not running:
             self.forget_last(running)
         elif unfinished and cycle.response_started:
@@ -85,16 +95,6 @@ class EndingProtocol(HttpToolsProtocol):
             self._send_last_words()
         if running is None or running.response_complete:
             self._send_last_words()
-
-    def _log_malformed(self, exchange: Exchange, reason: str) -> None:
-        log.warning(
-            "malformed request",
-            request_id=exchange.request_id,
-            peer=self.client and f"{self.client[0]}:{self.client[1]}",
-            status=exchange.status,
-            code=exchange.code,
-            reason=reason,
-        )
 
     def _send_last_words(self) -> None:
         self.transport.write(self.last_words)
@@ -109,9 +109,9 @@ class EndingProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def linger(self) -> None:
-        """End the sending, and discard what still arrives, until the client closes the connection, within limits.
+        """End our sending, and discard input until the client closes the connection, within LINGER and DISCARDED.
 
-        If it were closed with unread bytes, TCP would reset it, and the client could lose the last answers.
+        TCP resets a connection that is closed with unread bytes, and the client can then lose the last answers.
         """
         self.over = True
         if self.secure or self.transport.is_closing():
@@ -122,37 +122,36 @@ class EndingProtocol(HttpToolsProtocol):
             self.loop.call_later(LINGER, self.transport.close)
 
     def discard(self, nbytes: int) -> None:
-        """Count bytes that arrive and are not read."""
+        """Count `nbytes` that arrived and were not read; at the limit, close the connection."""
         self.discarded += nbytes
         if self.discarded > DISCARDED:
             self.transport.close()
 
     def forget_last(self, running: RequestResponseCycle) -> None:
-        """Forget the last request, whose body is not complete and which waits behind others."""
+        """Drop the last request of the pipeline, whose body is not complete."""
         self.pipeline.popleft()
         self.cycle = self.pipeline[0][0] if self.pipeline else running
 
 
 class Closing:
-    """The transport, as answers in ASGI messages use it. Its `close` lets the client read the last answer."""
+    """The transport that uvicorn writes ASGI answers to. Its `close` lets the client read the last answer."""
 
     def __init__(self, http: EndingProtocol) -> None:
         self.write, self.is_closing, self.close = http.transport.write, http.transport.is_closing, http.end
 
 
 def _cause_of(error: Exception) -> Exception:
-    """Return the exception of our callback if that made the parser fail, and otherwise `error`."""
+    """Return the exception of our callback if it caused the parser's `error`, else `error`."""
     if isinstance(error, httptools.HttpParserCallbackError) and isinstance(error.__context__, Exception):
         return error.__context__
     return error
 
 
 def _refusal_of(cause: Exception, *, in_body: bool) -> Refusal:
-    """Return what to answer. `in_body` says whether the input is a body."""
+    """Return the answer to input that cannot be parsed. `in_body` says whether the input is a body."""
     if isinstance(cause, MemoryError):
         return Refusal("out_of_memory", "the HTTP process ran out of memory for this request")
-    # A ValueError is that of a path which is not ASCII.
-    if not isinstance(cause, (httptools.HttpParserError, ValueError)):
+    if not isinstance(cause, (httptools.HttpParserError, ValueError)):  # ValueError: the path is not ASCII
         return Refusal("internal_error", "the server failed: a bug, logged with this request's id")
     if in_body:
         return Refusal("malformed_body", "the chunks of the body are not valid HTTP/1.1")
@@ -160,7 +159,7 @@ def _refusal_of(cause: Exception, *, in_body: bool) -> Refusal:
 
 
 def _written(refusal: Refusal, request_id: str) -> tuple[bytes, int]:
-    """Return an answer that ends the connection, and the size of its body."""
+    """Return an answer with Connection: close, and the size of its body."""
     body = refusal.body(request_id)
     fields = {
         "content-type": MEDIA_TYPE, "content-length": str(len(body)), "x-request-id": request_id, **refusal.headers,

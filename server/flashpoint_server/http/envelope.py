@@ -1,4 +1,4 @@
-"""The outermost middleware: gives each request an id, a log line, and an error answer if our code fails."""
+"""The outermost middleware: gives each request an id and a log line, and answers 500 if our code fails."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 log = structlog.stdlib.get_logger("flashpoint.http")
 
-_PARTS = 8  # maximum parts of a path; the longest path of /v2 has 7
+_PARTS = 8  # maximum parts of a path in logs and metrics; the longest path of /v2 has 7
 CLIENT_GONE = 499  # not an HTTP status: nginx logs it for a client that disconnects before its answer
 REPLICA_FIELD = "x-flashpoint-replica"
-ENDLESS = "/events"  # the end of the path of a job's stream, which lasts as long as the job
+ENDLESS = "/events"  # the last part of the paths of event streams, which last as long as their job
 _NO_GUESSING = (b"x-content-type-options", b"nosniff")  # browsers must not guess the media type
 
 
 class Application(FastAPI):
-    """The FastAPI application. A POST to a path in `posts` bypasses its layers: they take 10% of a small call."""
+    """The FastAPI application. A POST to a path in `posts` bypasses FastAPI's layers: they take 10% of a small call."""
 
     posts: Mapping[str, ASGIApp]
 
@@ -46,10 +46,10 @@ class Application(FastAPI):
 class Envelope:
     """ASGI middleware, the outermost of ours.
 
-    Metrics and traces name requests to `paths` by their path. * replaces each part that is not in `words`, as in
-    `/caches/*/append`. Logs contain only these `words` of a path, because another part may be an API key. Requests to
-    `probes` are logged at level debug. `check` raises Refusal for a request that no route may receive. `writers` write
-    errors, by the first part of the path; the default is a problem document.
+    Logs name a request by its path, with * for each part that is not in `words`, as in `/caches/*/append`: such a part
+    may be a secret. Metrics and traces use this name if it is in `paths`. Requests to `probes` are logged at level
+    debug. `check` raises Refusal for a request that no route may receive. `writers` write errors, by the first part of
+    the path; the default is a problem document.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Envelope:
 
     @cached_property
     def _log(self) -> Any:
-        """`log`, bound at the first request: an unbound logger looks up its configuration at each call."""
+        """`log`, bound at the first request: an unbound logger reads its configuration at each call."""
         return log.bind()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -110,7 +110,7 @@ class Envelope:
             else:
                 await self.app(scope, counted_receive, stamped_send)
         except ClientGoneError:
-            if exchange.status is None:  # otherwise the answer was cut off for another reason, already stored
+            if exchange.status is None:  # an answer that had begun has its status, and its code is stored already
                 exchange.status, exchange.code = CLIENT_GONE, "client_gone"
         except asyncio.CancelledError:
             if exchange.status is None:  # the server stops without waiting
@@ -137,24 +137,19 @@ async def send_refusal(send: Send, exchange: Exchange, refusal: Refusal, *, more
     """Send a refusal as the answer. With `more`, the caller must send a last, empty message."""
     exchange.code = refusal.code
     media_type, body = exchange.write_refusal(refusal, exchange.request_id)
-    headers = {"content-type": media_type, "content-length": str(len(body)), **refusal.headers}
-    start = {
-        "type": "http.response.start",
-        "status": refusal.status,
-        "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
-    }
-    await send(start)
+    fields = {"content-type": media_type, "content-length": str(len(body)), **refusal.headers}
+    raw = [(name.lower().encode(), value.encode()) for name, value in fields.items()]
+    await send({"type": "http.response.start", "status": refusal.status, "headers": raw})
     await send({"type": "http.response.body", "body": body, "more_body": more})
 
 
 def _masked(path: str, words: Collection[str]) -> str:
-    """Return the path with * for each part that is not in `words`, and for everything after `_PARTS` parts."""
+    """Return the path with * for each part that is not in `words`; at most _PARTS parts."""
     first, *parts = path.split("/", _PARTS)
     return "/".join((first and "*", *(part if part in words else "*" for part in parts)))
 
 
 def _log_fields(exchange: Exchange, route: str, seconds: float) -> Mapping[str, Any]:
-    """Return the fields of the log line."""
     fields: dict[str, Any] = {
         "request_id": exchange.request_id,
         "method": exchange.method,

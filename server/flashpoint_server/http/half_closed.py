@@ -1,8 +1,8 @@
-"""Detect that a client has closed its connection after it had ended its sending.
+"""Detect that a client which had ended its sending has also closed its connection.
 
-A client that only ends its sending (`shutdown(SHUT_WR)`) looks like one that has closed its connection: both send FIN,
-and nothing else. Only a client that has closed answers further data with a reset. The transport does not read any more,
-so it would notice the reset at its next write; epoll reports it at once.
+A client that only ends its sending (`shutdown(SHUT_WR)`) first looks like one that closes its connection: both send a
+FIN. The difference shows when the server sends data: a closed connection answers with a reset. The transport has
+stopped reading and would notice the reset only at its next write, but epoll reports it at once.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 
-# A client that closes later sends nothing: its kernel forgets the connection after a minute (tcp_fin_timeout), and
-# answers the next of these probes with a reset.
+# Keep-alive probes, in seconds, for a client that closes later and sends nothing then. Its kernel forgets the
+# connection after a minute (tcp_fin_timeout) and answers the next probe with a reset.
 _PROBES = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 
 
@@ -26,7 +26,7 @@ class HalfClosed:
         self._gone: dict[int, Callable[[], None]] = {}  # by descriptor
 
     def watch(self, connection: socket.socket, gone: Callable[[], None]) -> None:
-        """Call `gone` once the client has reset the connection, unless `forget` comes first. Raises OSError."""
+        """Call `gone` when the client resets the connection, unless `forget` is called first. Raises OSError."""
         if self._epoll is None:
             self._epoll = select.epoll()
             asyncio.get_running_loop().add_reader(self._epoll.fileno(), self._tell)

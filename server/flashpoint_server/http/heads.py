@@ -1,4 +1,4 @@
-"""Check a request's head: its size, its Host, and the coding of its body."""
+"""Check a request's head: its size, its Host field, and its Transfer-Encoding."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import re
 from flashpoint_server.config.hosts import host_name
 from flashpoint_server.refusal import Refusal
 
-# Limits of a request's head. The bytes are those of nginx and h11; the fields are more than a browser, a proxy and our
-# SDK send together.
+# Limits of a request's head. nginx and h11 allow as many bytes. A browser, a proxy and our SDK send fewer fields.
 HEAD_BYTES = 1 << 16
 HEAD_FIELDS = 128
 
@@ -18,21 +17,19 @@ _ABSOLUTE = re.compile(rb"https?://([^/?#]*)", re.IGNORECASE)
 
 
 def too_large() -> Refusal:
-    return Refusal(
-        "head_too_large",
-        f"the request's head exceeds {HEAD_BYTES} bytes or {HEAD_FIELDS} fields: send less in the header",
-    )
+    detail = f"the request's head exceeds {HEAD_BYTES} bytes or {HEAD_FIELDS} fields: send less in the header"
+    return Refusal("head_too_large", detail)
 
 
 def with_host_of(url: bytes, fields: list[Field]) -> list[Field]:
-    """Return `fields` with the host of `url` if that is absolute: it overrides the Host field (RFC 9112, §3.2.2)."""
+    """Return `fields`, with the host of an absolute `url` instead of the Host field (RFC 9112, §3.2.2)."""
     if (match := _ABSOLUTE.match(url)) is None:
         return fields
     return [*(field for field in fields if field[0] != b"host"), (b"host", match[1])]
 
 
 def wrong(version: str, url: bytes, fields: list[Field]) -> Refusal | None:
-    """Return the refusal of a head that is not valid, or None. `version` is "1.0" or "1.1"."""
+    """Return the refusal of a head; None if the head is valid. `version` is "1.0" or "1.1"."""
     size = len(url)
     hosts: list[bytes] = []
     codings: list[bytes] = []
@@ -45,10 +42,8 @@ def wrong(version: str, url: bytes, fields: list[Field]) -> Refusal | None:
     if size > HEAD_BYTES or len(fields) > HEAD_FIELDS:
         return too_large()
     if len(hosts) > 1 or not (hosts or version == "1.0"):
-        due = "at most one" if version == "1.0" else "exactly one"
-        return Refusal(
-            "malformed_head", f"an HTTP/{version} request needs {due} Host field, and this one has {len(hosts)}"
-        )
+        due = f"{'at most' if version == '1.0' else 'exactly'} one Host field"
+        return Refusal("malformed_head", f"an HTTP/{version} request needs {due}, and this one has {len(hosts)}")
     if hosts and host_name(host := hosts[0].decode("latin-1").strip()) is None:
         form = "a host name, an IPv4 address or an [IPv6] address, with or without a :port"
         return Refusal("malformed_head", f"the Host field must be {form}, not {host!r}")

@@ -1,8 +1,8 @@
-"""Check a browser's requests: the Host by which it calls this server, and the site whose page sends the request.
+"""Check requests from browsers: the Host field, and the site whose page sends the request.
 
-A page of any site can send requests to this machine. A site can also let its own name resolve to 127.0.0.1 (DNS
-rebinding): then the browser takes this server for that site, and only the Host field shows the difference. Both are
-refused before anything is read or computed.
+A page of any site can send requests to this machine. A site can also make its own name resolve to 127.0.0.1 (DNS
+rebinding). The browser then treats this server as a part of that site, and only the Host field shows the difference.
+Both kinds of requests are refused before their body is read.
 """
 
 from __future__ import annotations
@@ -55,23 +55,30 @@ class OriginPolicy:
             self._check_host(host, here)
         site, origin = headers.get("sec-fetch-site"), headers.get("origin")
         if (site is not None or origin is not None) and not self._welcome(exchange, site, origin, host):
-            raise _cross_site(origin)
+            raise Refusal(
+                "cross_site",
+                f"a browser sent this request for a page of another site (origin {origin!r}): start the server with "
+                "--cors-origins (FLASHPOINT_CORS_ORIGINS), which lists the allowed origins",
+            )
 
     def _check_host(self, host: str, here: str | None) -> None:
         """Raise Refusal 421 if the host is not allowed. The connection's own address is allowed: it needs no name."""
         name = host_name(host) or ""
         allowed = self._every_name or name in self._names or name.endswith(self._endings) or is_loopback(name)
         if not allowed and (here is None or name.strip("[]") != here):
-            raise _not_allowed(name)
+            raise Refusal(
+                "host_not_allowed",
+                f"the server does not accept the host {name!r}: use a loopback name, for example localhost, or start "
+                "the server with --allowed-hosts (FLASHPOINT_ALLOWED_HOSTS), which lists the accepted hosts",
+            )
         if allowed and len(self._known) < _MOST_KNOWN:
             self._known.add(host)
 
     def _welcome(self, exchange: Exchange, site: str | None, origin: str | None, host: str | None) -> bool:
-        """Return whether the request comes from the server's own page, from no page, or from an origin that CORS
-        allows.
+        """Return whether the request comes from our own page, from no page, or from an origin that CORS allows.
 
-        A browser that sends no Sec-Fetch-Site (plain HTTP to a host that is not localhost) still sends Origin with
-        every request that could do harm.
+        Browsers send no Sec-Fetch-Site over plain HTTP to a host that is not localhost. But they send Origin with every
+        request that could do harm.
         """
         if site in ("same-origin", "none"):
             return True
@@ -83,24 +90,8 @@ class OriginPolicy:
         return by_link and exchange.method == "GET" and exchange.path in _PAGES
 
 
-def _not_allowed(name: str) -> Refusal:
-    return Refusal(
-        "host_not_allowed",
-        f"the server does not accept the host {name!r}: use a loopback name, for example localhost, or start the "
-        "server with --allowed-hosts (FLASHPOINT_ALLOWED_HOSTS), which lists the accepted hosts",
-    )
-
-
-def _cross_site(origin: str | None) -> Refusal:
-    return Refusal(
-        "cross_site",
-        f"a browser sent this request for a page of another site (origin {origin!r}): start the server with "
-        "--cors-origins (FLASHPOINT_CORS_ORIGINS), which lists the allowed origins",
-    )
-
-
 class Cors(CORSMiddleware):
-    """Starlette's middleware, which allows calls from pages of other origins. Cookies are not used."""
+    """Starlette's middleware, which lets pages of allowed origins call the server. It does not allow cookies."""
 
     def __init__(self, app: ASGIApp, settings: Settings) -> None:
         super().__init__(

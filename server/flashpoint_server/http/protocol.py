@@ -1,4 +1,4 @@
-"""uvicorn's HTTP protocol, extended by bodies and answers without copies (`Direct` in body.py) and limits.
+"""uvicorn's HTTP protocol, with limits, and with bodies and answers that are not copied (`Direct` in body.py).
 
 States of a connection: parsing (`_Parsing`) → receiving a body (`BodyReceiver` in body.py) → parsing.
 """
@@ -29,17 +29,19 @@ from flashpoint_server.http.ending import Closing, EndingProtocol
 from flashpoint_server.http.heads import HEAD_BYTES, too_large, with_host_of, wrong
 from flashpoint_server.refusal import Refusal
 
-# Maximum bytes of one read for the parser. The parser copies its part of a body several times, so this is small.
+# Maximum bytes of one read for the parser. It copies the part of a body that it sees several times, so this is small.
 PARSED_AT_ONCE = 1 << 15
-_SCRATCH = memoryview(bytearray(PARSED_AT_ONCE))  # shared by all connections: data is copied before the next read
+_SCRATCH = memoryview(bytearray(PARSED_AT_ONCE))  # of all connections: the parser copies the data before the next read
 
 
 class HttpProtocol(EndingProtocol):
-    """uvicorn's protocol; `set_write_buffer_limits(high=0)` pauses the writer while the transport holds any byte.
+    """uvicorn's protocol, with direct reads and writes, and with limits of a head's size and time.
 
-    So the memory of an answer can be reused when the writer resumes: uvloop keeps views, not copies, of unsent data.
-    `unparsed_bytes` counts the bytes that the parser has read since the last end of a head, or bytes of a body: parts
-    of a head, chunk extensions, trailers and blank lines. Their number is limited, and so is the time for a head.
+    uvloop keeps views of unsent data, not copies. The writer is paused while the transport holds any byte, so the
+    memory of an answer can be reused when the writer resumes.
+
+    `unparsed_bytes` counts the bytes since the last end of a head or the last bytes of a body: parts of a head, chunk
+    extensions, trailers and blank lines. Their number is limited.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -56,7 +58,7 @@ class HttpProtocol(EndingProtocol):
         self._head_timer: asyncio.TimerHandle | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
         self._idle_since: float | None = None  # in the loop's seconds; None while a request arrives or is answered
-        # The head of the last request and its fields: most requests of a connection have the same head.
+        # The last request's head and its parsed fields: most requests of a connection have the same head.
         self._head: tuple[str, bytes, list[tuple[bytes, bytes]]] | None = None
         self._fields: Mapping[str, str] = {}
 
@@ -68,7 +70,7 @@ class HttpProtocol(EndingProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.secure = self.scheme == "https"
-        # The kernel closes the connection if the client acknowledges nothing for this time (man 7 tcp).
+        # The kernel closes the connection if the client acknowledges nothing for these milliseconds (man 7 tcp).
         patience = int(1000 * self.config.answer_timeout)
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience)
         transport.set_write_buffer_limits(high=int(self.secure))  # TLS pauses at `high`, plain TCP above it
@@ -77,7 +79,7 @@ class HttpProtocol(EndingProtocol):
         switch_state(self, self.parsing)
 
     def check_limits(self) -> None:
-        """Check the limits after a read that gave neither the end of a head nor bytes of a body."""
+        """Check the limits after a read without the end of a head and without bytes of a body."""
         if self.transport.is_closing():
             return
         if self.unparsed_bytes > HEAD_BYTES:
@@ -88,9 +90,9 @@ class HttpProtocol(EndingProtocol):
 
     def _await_head(self) -> None:
         if self._head_timer is None:
-            self._head_timer = self.loop.call_later(self.config.header_timeout, self._look_once_more)
+            self._head_timer = self.loop.call_later(self.config.header_timeout, self._abort_soon)
 
-    def _look_once_more(self) -> None:
+    def _abort_soon(self) -> None:
         self._head_timer = self.loop.call_later(GRACE, self.transport.abort)
 
     def _head_is_there(self) -> None:
@@ -112,13 +114,12 @@ class HttpProtocol(EndingProtocol):
             return
         cycle = self.cycle
         if cycle is not None and cycle.body and cycle.more_body and not cycle.response_complete:
-            self.flow.pause_reading()  # one chunk at a time: a body that a route receives directly must not be parsed
+            self.flow.pause_reading()  # parse only one chunk: the route may want to receive the rest directly
 
     def _parse(self, data: bytes | memoryview) -> bytes:
-        """Parse data, and return the bytes to parse next: a head with an Upgrade field, without the field (RFC 9110,
-        §7.8).
+        """Parse data. If its head has an Upgrade field, return the request without the field, to be parsed again.
 
-        The parser would treat the bytes after this head as another protocol, and would lose a body.
+        A server may ignore this field (RFC 9110, §7.8), but the parser would treat a body as another protocol.
         """
         try:
             self.parser.feed_data(data)
@@ -133,7 +134,7 @@ class HttpProtocol(EndingProtocol):
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
-            return  # the head is parsed again: see `_parse`
+            return  # the head is parsed again, without the Upgrade field
         self._head_is_there()
         version = self.parser.get_http_version()
         if not self.url.startswith(b"/"):
@@ -143,20 +144,20 @@ class HttpProtocol(EndingProtocol):
             if refusal := wrong(version, self.url, self.headers):
                 self.wrong = refusal
                 raise ValueError(refusal.code)  # the parser turns it into its own error
-            self._head = version, self.url, list(self.headers)  # a copy: trailers will be appended to the list
+            self._head = version, self.url, list(self.headers)  # a copy: the parser appends trailers to the list
             self._fields = combined(self.headers)
         self.scope[FIELDS] = self._fields  # type: ignore[literal-required]  # not ASGI's
         super().on_headers_complete()
         if version == "1.0":
             self.cycle.keep_alive = self.parser.should_keep_alive()
             self.cycle.waiting_for_100_continue = False  # HTTP/1.0 does not have it (RFC 9110, §10.1.1)
-        self.cycle.transport = self.closing  # type: ignore[assignment]  # it has what the library uses
+        self.cycle.transport = self.closing  # type: ignore[assignment]  # it has the methods that uvicorn uses
         self.scope["extensions"] = {EXTENSION: {"direct": Direct(self)}}
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():
             super().on_message_complete()
-            self.cycle.more_body = False  # also of a request that was answered early
+            self.cycle.more_body = False  # uvicorn does not set it for a request that was answered early
 
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
@@ -172,10 +173,10 @@ class HttpProtocol(EndingProtocol):
             if self._idle_timer is None:
                 self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._look_whether_idle)
         if self.pipeline:
-            self.flow.pause_reading()  # answer pipelined requests before more is read; otherwise they accumulate here
+            self.flow.pause_reading()  # answer the pipelined requests before reading more, or they accumulate here
 
     def _unset_keepalive_if_required(self) -> None:
-        """Called when data arrives: the connection is not idle. One timer serves many requests."""
+        """Note that the connection is not idle. uvicorn cancels a timer here; ours stays, and serves many requests."""
         self._idle_since = None
 
     def _look_whether_idle(self) -> None:
@@ -199,7 +200,7 @@ class HttpProtocol(EndingProtocol):
         super()._start_asgi_task(cycle, app)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Return whether to keep the connection open for pending answers, after the client has ended its sending."""
+        """Called when the client has ended its sending. Return whether to keep the connection open for an answer."""
         running = self.running
         if self.secure or running is None or running.response_complete or running.more_body:
             return False  # TLS has no half-closed connections
@@ -211,23 +212,17 @@ class HttpProtocol(EndingProtocol):
         if self.cycle is not running and self.cycle.more_body:
             self.forget_last(running)
         self.cycle.keep_alive = False
-        self._ask_whether_there()
-        return True
-
-    def _ask_whether_there(self) -> None:
-        """Write to a client that has ended its sending. One that has closed its connection answers with a reset.
-
-        The written interim answer is skipped by every HTTP/1.1 client (RFC 9110, §15.2).
-        """
-        running = self.running
-        if running is not None and not running.response_started and running.scope["http_version"] != "1.0":
+        if not running.response_started and running.scope["http_version"] != "1.0":
+            # A client that has closed its connection answers this with a reset. Every HTTP/1.1 client skips an interim
+            # answer (RFC 9110, §15.2).
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self.half_closed:
             self.config.half_closed.forget(self.transport.get_extra_info("socket"))
         if self.running is not None:
-            self.running.disconnected = True  # uvicorn marks only the last request, which may wait behind this one
+            self.running.disconnected = True  # uvicorn marks only the last pipelined request
         super().connection_lost(exc)
         self._head_is_there()
         if self._idle_timer is not None:
@@ -238,7 +233,7 @@ class HttpProtocol(EndingProtocol):
 
 
 class _Parsing(ConnectionState):
-    """The state in which every read goes through the HTTP parser."""
+    """The state in which the HTTP parser gets every read."""
 
     _http: HttpProtocol
 
@@ -257,9 +252,10 @@ class _Parsing(ConnectionState):
 
 
 def answering(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
-    """Return `app` for an HTTP/1.0 request: an answer without a length ends with its connection.
+    """Return `app` for a request of HTTP/1.0, whose rules uvicorn does not implement.
 
-    HTTP/1.0 has no chunks, and keeps a connection only if the client asks for it. uvicorn implements neither.
+    HTTP/1.0 has no chunks, so closing the connection ends an answer without a length. It keeps a connection only if the
+    client asks for that.
     """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:

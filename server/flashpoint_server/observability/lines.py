@@ -1,7 +1,8 @@
 """The queue of lines for stderr, and the thread that writes them.
 
-A reader of stderr may stop reading. A write to its full pipe then blocks without limit. Only the writer thread blocks:
-all other threads put their lines into the queue. If the queue is full, a new line is dropped and counted.
+A program that reads our stderr may stop reading. Writes to the full pipe then block without limit, but they block only
+the writer thread: all other threads put their lines into the queue. If the queue is full, new lines are dropped and
+counted.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from collections.abc import Callable, Iterator, Sequence
 STDERR = 2
 ROOM = 1 << 20  # maximum bytes in the queue
 ATOMIC = 4096  # bytes: a write of this size or less to a pipe is not mixed with other processes' lines (PIPE_BUF)
-PAUSE = 0.02  # seconds between two writes while lines keep coming: each wake-up takes the lock from the event loop
-FLUSH_SECONDS = 0.5  # maximum wait for the reader when the process ends; an engine has one second to end
+PAUSE = 0.02  # seconds between two writes under load: each one takes Python's lock away from the event loop
+FLUSH_SECONDS = 0.5  # maximum wait for the reader when the process ends: an engine has one second to end
 
 
 def _notice(dropped: int) -> bytes:
@@ -27,24 +28,24 @@ def _notice(dropped: int) -> bytes:
 
 
 class Lines:
-    """See the module. After lines were dropped, `notice` makes the line that gives their number."""
+    """The queue and its writer thread. `notice` makes the line that says how many lines were dropped."""
 
     def __init__(self) -> None:
         self.notice: Callable[[int], bytes] = _notice
-        # Reentrant: the garbage collector may run a finaliser that warns while this thread holds the lock.
+        # Reentrant: while this thread holds the lock, the garbage collector may run a finaliser that logs a warning.
         self._lock = threading.RLock()
         self._slept = threading.Condition(self._lock)
         self._wake = threading.Lock()
-        self._wake.acquire()  # released once each time the thread must wake up
+        self._wake.acquire()  # `put` releases it to wake the thread up
         self._lines: list[bytes] = []
         self._bytes = 0  # in the queue or being written
-        self._unsaid = 0  # lines dropped since the last notice
-        self._uncounted = 0  # lines dropped since the last call of `dropped`
+        self._unsaid = 0  # number of lines dropped since the last notice
+        self._uncounted = 0  # number of lines dropped since the last call of `dropped`
         self._broken = False  # the last write failed
         self._asleep = True
 
     def start(self) -> None:
-        """Start the writer thread. At its end, the process waits for it at most FLUSH_SECONDS."""
+        """Start the writer thread, for which the process waits at most FLUSH_SECONDS before it ends."""
         threading.Thread(target=self._run, name="log writer", daemon=True).start()
         atexit.register(self.flush)
 
@@ -85,7 +86,7 @@ class Lines:
         """Write the queued lines, then a notice if lines were dropped. Return whether there was anything to write."""
         with self._lock:
             lines, self._lines = self._lines, []
-            # Do not write only a notice to a stderr that has just failed: this would repeat without end.
+            # After a failed write, do not write a notice alone: it could fail again, without end.
             unsaid = 0 if self._broken and not lines else self._unsaid
             self._unsaid -= unsaid
             if not (lines or unsaid):
@@ -102,7 +103,7 @@ class Lines:
         return True
 
     def _write(self, piece: bytes, count: int) -> None:
-        """Write `count` lines. If the write fails, they count as dropped."""
+        """Write a piece of `count` lines. If the write fails, they count as dropped."""
         left = memoryview(piece)
         while left:
             try:
@@ -136,7 +137,7 @@ def _pieces(lines: Sequence[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 class _Text(io.TextIOBase):
-    """A `sys.stderr` that queues its lines. Tracebacks and libraries that print use it."""
+    """A `sys.stderr` that queues lines, for tracebacks and for libraries that print."""
 
     encoding = "utf-8"
 
@@ -165,7 +166,7 @@ _began = False
 
 
 def take_stderr(notice: Callable[[int], bytes] = _notice) -> None:
-    """Make LINES write everything that Python sends to stderr. `notice` makes the line about dropped lines."""
+    """Send everything that Python writes to stderr through LINES. `notice` makes the line about dropped lines."""
     global _began
     LINES.notice = notice
     if not _began:

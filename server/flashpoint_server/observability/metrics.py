@@ -1,9 +1,8 @@
 """The metrics of the service, for Prometheus.
 
-The versions, and the resources of each process, are read at each scrape (observed.py).
-
-A single process holds its own numbers. Several HTTP processes share a directory of memory-mapped files, which the
-supervisor names in PROMETHEUS_MULTIPROC_DIR before it starts them. The process that is scraped answers for all.
+A single HTTP process counts in its own memory. Several HTTP processes count in memory-mapped files in a directory: the
+supervisor names it in PROMETHEUS_MULTIPROC_DIR before it starts them, and any of them answers a scrape for all. Versions
+and the resources of each process are read at each scrape (observed.py).
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ DIRECTORY = "PROMETHEUS_MULTIPROC_DIR"
 _SECONDS = (0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60)
 STAGES = ("decode", "queue", "copy_in", "compute", "copy_out", "encode")
 ENDS = ("answered", "refused", "cancelled")
-AT_ONCE = 256  # metric updates per batch, from about 50 requests
+AT_ONCE = 256  # updates of metrics in a batch; 50 requests make about as many
 M = TypeVar("M", Counter, Histogram)
 _PROCESS_ID = "flashpoint_process_id"
 
@@ -48,12 +47,12 @@ class _Registry(CollectorRegistry):
 
 
 class Metrics(Listener):
-    """The metrics of one application. Times are in seconds. Collectors that register with `registry` are exported."""
+    """The metrics of one application. Times are in seconds. Other collectors may register with `registry`."""
 
     def __init__(self) -> None:
         self.registry = registry = _Registry(self._count)
         self._waiting: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
-        self._at_once = 1 if DIRECTORY in os.environ else AT_ONCE  # other processes read the files at any time
+        self._at_once = 1 if DIRECTORY in os.environ else AT_ONCE  # 1: other processes may read the files at any time
         self._children: dict[tuple[object, ...], MetricWrapperBase] = {}
 
         def counter(name: str, help_: str, *labels: str) -> Counter:
@@ -100,16 +99,13 @@ class Metrics(Listener):
         self._restarts = counter("engine_restarts", "Engine restarts")
         self._splits = counter("out_of_memory_splits", "Batches split in two because memory ran out")
 
+        oldest = "Age of the oldest request without an answer, from the end of its body"
         self._queue = {
             "requests": gauge("queue_requests", "Admitted requests: arriving, waiting, running or leaving", "livesum"),
             "bytes": gauge("queue_bytes", "Bytes of tensors of admitted requests", "livesum"),
             "flops": gauge("queue_flops", "FLOPs of admitted requests", "livesum"),
             "seconds": gauge("queue_predicted_seconds", "Predicted compute seconds of admitted requests", "livesum"),
-            "oldest_seconds": gauge(
-                "queue_oldest_seconds",
-                "Age of the oldest request without an answer, from the end of its body",
-                "livemax",
-            ),
+            "oldest_seconds": gauge("queue_oldest_seconds", oldest, "livemax"),
             "staging_slots": gauge("staging_slots", "Staging memory slots in use", "livesum"),
         }
         self._ready = gauge("ready", "1 if the server accepts new work (GET /health/ready), else 0", "livemin")
@@ -119,7 +115,7 @@ class Metrics(Listener):
         )
 
     def _later(self, count: Callable[..., None], *arguments: Any) -> None:
-        """Call `count` before the metrics are read, together with others: the code is then in the CPU's cache."""
+        """Call `count` later, before the metrics are read. Calls in a batch are faster: their code is in the cache."""
         self._waiting.append((count, arguments))
         if len(self._waiting) >= self._at_once:
             self._count()
@@ -130,7 +126,7 @@ class Metrics(Listener):
             count(*arguments)
 
     def _of(self, metric: M, *labels: str) -> M:
-        """Return the metric with these labels, of which there are few: `labels` checks them and takes a lock."""
+        """Return `metric.labels(*labels)`, cached: `labels` checks its arguments and takes a lock."""
         child = self._children.get(key := (metric, *labels))
         if child is None:
             child = self._children[key] = metric.labels(*labels)
@@ -153,7 +149,7 @@ class Metrics(Listener):
         self._bytes_out.inc(bytes_out)
 
     def accepted(self) -> None:
-        """Count an admitted compute request. `left` is called once when it ends."""
+        """Count an admitted compute request. Call `left` once, when it ends."""
         self._later(self._accepted.inc)
 
     def left(self, how: str) -> None:
@@ -191,10 +187,11 @@ class Metrics(Listener):
             self._splits.inc(batch.splits)
 
     def holding_changed(self, engine: Engine, holding: Holding) -> None:
-        self._caches.labels(engine.process[0]).set(holding.caches)
-        self._cache_bytes.labels(engine.process[0]).set(holding.nbytes)
-        self._saved.labels(engine.process[0]).set(holding.saved)
-        self._saved_bytes.labels(engine.process[0]).set(holding.saved_nbytes)
+        name = engine.process[0]
+        self._caches.labels(name).set(holding.caches)
+        self._cache_bytes.labels(name).set(holding.nbytes)
+        self._saved.labels(name).set(holding.saved)
+        self._saved_bytes.labels(name).set(holding.saved_nbytes)
 
     def cache_limit(self, engine: str, nbytes: int) -> None:
         """Set the maximum bytes of caches that an engine may hold."""
@@ -222,11 +219,11 @@ class Metrics(Listener):
         self._dropped.labels(process).inc(lines)
 
     def families(self) -> Iterable[Metric]:
-        """Return the metrics of only this process, as prometheus_client collects them."""
+        """Return the metrics of this process alone, as prometheus_client collects them."""
         return itertools.chain(self.registry.collect(), [build_info(None)], used({"http-0": os.getpid()}))
 
     def exposition(self, device: DeviceInfo | None) -> bytes:
-        """Return the counts of all HTTP processes and the values read now, in Prometheus' text format."""
+        """Return the metrics of all processes in Prometheus' text format."""
         counted = list(self.everywhere().collect())
         ids = (sample for family in counted if family.name == _PROCESS_ID for sample in family.samples)
         processes = {sample.labels["process"]: int(sample.value) for sample in ids if sample.value}
@@ -236,15 +233,15 @@ class Metrics(Listener):
 
     def everywhere(self) -> CollectorRegistry:
         """Return a registry with the counts of all HTTP processes."""
-        registry: CollectorRegistry = self.registry
-        if DIRECTORY in os.environ:
-            registry = CollectorRegistry()
-            MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        if DIRECTORY not in os.environ:
+            return self.registry
+        registry = CollectorRegistry()
+        MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
         return registry
 
 
 class _Collected(Collector):
-    """A collector that returns families already collected, for `generate_latest`."""
+    """A collector that returns given metrics, for `generate_latest`."""
 
     def __init__(self, families: Iterable[Metric]) -> None:
         self._families = families

@@ -29,7 +29,7 @@ def versions() -> dict[str, str]:
 
 
 def build_info(device: DeviceInfo | None) -> Metric:
-    """Return the metric of versions and device. The device's labels are empty before the engine is ready."""
+    """Return the metric whose labels are the versions and the device. Without `device`, its labels are empty."""
     labels = {"version": version("flashpoint")} | {name: versions().get(name, "") for name in _OF_BUILD}
     labels |= {"device": device.name, "title": device.title} if device else {"device": "", "title": ""}
     what = "Versions and device of the service, as labels"
@@ -39,9 +39,9 @@ def build_info(device: DeviceInfo | None) -> Metric:
 
 
 def used(processes: Mapping[str, int]) -> Iterable[Metric]:
-    """Return processor time, memory and descriptors of each process from /proc. `processes` maps names to process ids.
+    """Return the CPU time, memory and descriptors of each process from /proc. `processes` maps names to process ids.
 
-    prometheus_client reads only one process, and has no label to distinguish several.
+    prometheus_client's collector reads one process; the label `process` distinguishes several.
     """
     families: dict[str, Metric] = {}
     for name, pid in processes.items():

@@ -1,8 +1,8 @@
 """Spans for OpenTelemetry, sent to `--otlp-endpoint`.
 
-Spans are made after an answer has left, from times that are measured in any case: one span for the request, a child
-span for each stage, and a link to the span of its launch. A launch has its own trace. The trace id follows from the
-launch number that the engine gave it, so links from all HTTP processes lead to the same span.
+Spans are made after the answer was sent, from times that are measured anyway: one span for the request, with a child
+span for each stage, and a link to the span of its launch. A launch has its own trace, because several requests may
+share it. Its trace id follows from the engine's number for the launch, so that every HTTP process can make the link.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
 class Traces(Listener):
-    """Exports the spans of one application; `close` sends the remaining spans."""
+    """Exports the spans of one application. `close` sends those that remain."""
 
     def __init__(self, endpoint: str) -> None:
         self._processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_SECONDS))
@@ -38,13 +38,13 @@ class Traces(Listener):
         self._scope = InstrumentationScope("flashpoint", version("flashpoint"))
         self._ids = RandomIdGenerator()
         self._context = TraceContextTextMapPropagator()
-        self._epoch = time.time_ns() - time.perf_counter_ns()  # all times are measured with the clock of this host
+        self._epoch = time.time_ns() - time.perf_counter_ns()  # converts `time.perf_counter` to Unix time
 
     def close(self) -> None:
         self._processor.shutdown()  # type: ignore[no-untyped-call]
 
     def request(self, exchange: Exchange, route: str) -> None:
-        """Export the spans of a request that has ended. A caller's `traceparent` that is not sampled prevents it."""
+        """Export the spans of a request that has ended, unless the caller's `traceparent` is not sampled."""
         above = get_current_span(self._context.extract(exchange.headers)).get_span_context()
         if above.is_valid and not above.trace_flags.sampled:
             return
@@ -74,7 +74,7 @@ class Traces(Listener):
             self._tell(part, self._new(trace), mine, began, end)
 
     def computed(self, engine: Engine, done: Done) -> None:
-        """Export the span of a launch. Only one answer of each launch has `done.batch`, which describes the launch."""
+        """Export the span of a launch. Only one answer of each launch has `done.batch`."""
         if (batch := done.batch) is None:
             return
         attributes = {
