@@ -1,6 +1,4 @@
-"""Read and write JSON bodies in a separate process: a large one takes seconds of Python, which would block the event
-loop.
-"""
+"""Parse and write JSON in a separate process: a large body takes seconds, which would block the event loop."""
 
 from __future__ import annotations
 
@@ -22,17 +20,14 @@ from flashpoint_server.refusal import Refusal, out_of_time
 Arrays = dict[str, NDArray[Any]]
 T = TypeVar("T")
 
-
-# Limit of one call; the largest takes a few seconds. A process over it counts as hung: it is killed and replaced.
-HANG_SECONDS = 60.0
+HANG_SECONDS = 60.0  # timeout of a call, after which the process is replaced; the largest call takes a few seconds
 
 
 class Codec:
-    """One process, started for the first JSON body and again after a loss. It makes one call at a time.
+    """The process, which makes one call at a time. It is started for the first call, and again after it died.
 
-    `deadline` is in `time.monotonic` seconds; a caller waits no longer, neither for its turn nor for the result. A call
-    that was given up still runs to its end: a new process costs more than most calls, and the next caller would wait
-    for it. Every call raises Refusal 503 and 504.
+    A caller waits for its turn and for the result until `deadline`, in `time.monotonic` seconds. If it gives up, its call
+    continues: to start a new process takes longer than most calls. Every call raises Refusal 503 and 504.
     """
 
     def __init__(self) -> None:
@@ -51,16 +46,16 @@ class Codec:
         return await self.run(deadline, jsonwire.encode, arrays, metadata)
 
     async def run(self, deadline: float | None, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a module's function in the process. Raises what the function raises."""
+        """Call a module's function in the process. Raises the function's exceptions, too."""
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0:
-            raise out_of_time()  # do not start a call that would run to its end for nothing
+            raise out_of_time()  # a call that has started cannot be stopped
         try:
             async with asyncio.timeout(left):
                 await self._turn.acquire()
                 call = self._call = asyncio.create_task(self._ask((function, arguments)))
                 call.add_done_callback(self._pass_on)
-                await asyncio.wait([call])  # the call continues if the caller gives up
+                await asyncio.wait([call])  # a timeout of this wait does not cancel the call
             if call.cancelled():
                 raise Refusal("draining", "the server stopped before it answered this request; retry")
             returned, value = call.result()
@@ -78,13 +73,13 @@ class Codec:
         raise value
 
     async def _ask(self, message: Any) -> tuple[bool, Any]:
-        """Return whether the call returned, and the value that it returned or raised."""
+        """Return whether the function returned, and the value or the exception."""
         try:
             if self._process is None:
                 self._process = _Process()
             async with asyncio.timeout(HANG_SECONDS):
                 return await self._process.ask(message)
-        except BaseException as error:  # the next call must not read the rest of this answer
+        except BaseException as error:  # the next call must not receive the rest of this answer
             self._end()
             if isinstance(error, TimeoutError):
                 raise EOFError from None
@@ -93,7 +88,7 @@ class Codec:
     def _pass_on(self, call: asyncio.Task[tuple[bool, Any]]) -> None:
         self._turn.release()
         if not call.cancelled():
-            call.exception()  # mark the exception as retrieved: the caller has given up
+            call.exception()  # mark the exception as retrieved: the caller may have given up
 
     @property
     def pid(self) -> int:
@@ -113,7 +108,7 @@ class Codec:
 
 
 class _Process:
-    """The process. Raises OSError if it cannot be started."""
+    """The process, and our end of its socket. Raises OSError if it cannot be started."""
 
     def __init__(self) -> None:
         self._sock, theirs = socket.socketpair()
@@ -132,7 +127,7 @@ class _Process:
         return self._process.pid
 
     async def ask(self, message: Any) -> tuple[bool, Any]:
-        """Like `Codec._ask`. Raises EOFError, OSError and MemoryError; after an error the process must be ended."""
+        """Like `Codec._ask`. Raises EOFError, OSError and MemoryError; then the process must be ended."""
         loop = asyncio.get_running_loop()
         for piece in pack(message):
             await loop.sock_sendall(self._sock, piece)

@@ -1,9 +1,8 @@
-"""The process that reads and writes JSON: `python -m flashpoint_server.formats.codec_process --socket FD --parent PID`.
+"""The process for JSON: `python -m flashpoint_server.formats.codec_process --socket FD --parent PID`.
 
-It executes the calls that arrive on a stream socket (codec.py), one after another, until the socket is closed.
-
-A message is a pickle with out-of-band buffers (PEP 574): the number of pieces, then each piece after its size. A call
-is (function, arguments); an answer is (whether it returned, the value or the exception).
+It makes the calls that codec.py sends on a stream socket, one after another, until the socket is closed. A message is a
+pickle with out-of-band buffers (PEP 574): the number of pieces, and then the size and the bytes of each piece. A call
+is (function, arguments); an answer is (whether the function returned, the value or the exception).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ NUMBER = struct.Struct("<Q")  # the number of pieces, or the size of one in byte
 
 
 def pack(message: Any) -> Iterator[bytes | memoryview]:
-    """Yield the bytes to send, in order. Memory of arrays is not copied."""
+    """Yield the bytes to send, in order, without copying the memory of arrays."""
     buffers: list[pickle.PickleBuffer] = []
     text = pickle.dumps(message, 5, buffer_callback=buffers.append)
     yield NUMBER.pack(1 + len(buffers))
@@ -39,7 +38,7 @@ def unpack(pieces: Sequence[memoryview]) -> Any:
 
 
 def room(size: int) -> memoryview:
-    """Return memory for a piece of `size` bytes."""
+    """Return uninitialised memory for a piece."""
     return np.empty(size, np.uint8).data
 
 

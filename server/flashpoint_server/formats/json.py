@@ -1,4 +1,4 @@
-"""The JSON format: options and tensors in one object; a tensor is a nested or flat list of numbers."""
+"""The JSON format: one object with options and tensors; a tensor is a nested list, or a shape with a flat list."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from flashpoint_server.ipc.job import AttentionJob, JobResult
 
 
 class JsonMessage(TensorMessage):
-    """A message whose whole body has been read."""
+    """A message whose tensors are in memory already."""
 
     surface = "json"
 
@@ -29,7 +29,7 @@ class JsonMessage(TensorMessage):
 
     @classmethod
     async def parse(cls, text: bytes, codec: Codec, deadline: float | None) -> JsonMessage:
-        """Parse a body. Raises Refusal 400, 422, 503 and 504. `deadline` is in `time.monotonic` seconds."""
+        """Parse a body until `deadline`, in `time.monotonic` seconds. Raises Refusal 400, 422, 503 and 504."""
         with refuse_invalid():
             return cls(*await codec.decode(text, deadline))
 
@@ -37,7 +37,7 @@ class JsonMessage(TensorMessage):
         return self._options
 
     async def receive(self, body: RequestBody, places: Mapping[str, memoryview]) -> None:
-        """Copy the tensors to their places, and drop them from the message."""
+        """Copy the tensors into `places`, and release their memory one by one."""
         for name, place in places.items():
             place[:] = bytes_of(self._arrays.pop(name))
 

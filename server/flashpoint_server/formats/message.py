@@ -1,4 +1,4 @@
-"""The content of an attention request, in any format, and the formats' common interface."""
+"""A request with tensors, in any format: its plan, and the common interface of the formats."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _NUMBER = 25  # maximum bytes of a float and its comma, for example -1.234567880
 
 
 class RequestPlan(NamedTuple):
-    """A planned problem: its backend, device and price, and its options, packed for the engine.
+    """A planned problem, with its options as the engine receives them.
 
-    The layout is None if it differs between requests.
+    `layout` is None if requests with the same plan may have different layouts.
     """
 
     spec: Spec
@@ -52,17 +52,17 @@ class RequestPlan(NamedTuple):
     layout: Layout | None = None
 
 
-# The parts of a call beside its tensors: none, KV caches, memory to save its forward, or a saved forward.
+# A call that needs nothing but its tensors, that reads KV caches, that saves its forward, or that uses a saved forward.
 Kind = Literal["plain", "caches", "save", "saved"]
 
 Choose = Callable[[Spec, DeviceInfo], str]  # (problem, device) -> backend. Raises Refusal 413 and 422.
 
 
 class TensorMessage(ABC):
-    """A request whose options and shapes are known; its tensors may not have arrived yet.
+    """A request whose options and shapes are known. Its tensors may not have arrived yet.
 
-    `inputs` are name, dtype and shape of each tensor, in the order of their bytes. `surface` is the format's name in
-    the tables of the contract, which list what each format cannot carry.
+    `inputs` has the name, dtype and shape of each tensor, in the order of their bytes. `surface` is the name of the
+    format in the tables of the contract, which list the tensors that a format cannot carry.
     """
 
     inputs: list[tuple[str, TensorInfo]]
@@ -75,24 +75,22 @@ class TensorMessage(ABC):
         """Return the options, not yet checked."""
 
     def kind(self, direction: Direction) -> Kind:
-        """Return which parts the call has beside its tensors."""
         options = self.options()
         if direction == "forward":
             return "save" if options.get("save") is True else "caches" if "caches" in options else "plain"
         return "plain" if options.get("saved") is None else "saved"
 
     def spec(self, direction: Direction) -> Spec:
-        """Return the problem. Raises Refusal 422."""
         return make_spec(dict(self.inputs), self.options(), direction, self.surface)
 
     def plan(self, direction: Direction, device: DeviceInfo, choose: Choose) -> RequestPlan:
-        """Return the plan of the problem. Raises Refusal 413 and 422."""
+        """Check and price the problem. Raises Refusal 413 and 422."""
         spec = self.spec(direction)
         backend = choose(spec, device)
         return RequestPlan(spec, backend, price_of(spec, backend, device), device, pack_options(spec.options))
 
     def elsewhere(self, spec: Spec) -> Mapping[str, tuple[Region, int]]:
-        """Return the tensors in shared memory of the caller, each with its region and offset. Raises Refusal 422."""
+        """Return the tensors in the caller's shared memory, with their regions and offsets. Raises Refusal 422."""
         return NOWHERE
 
     @abstractmethod
@@ -101,7 +99,7 @@ class TensorMessage(ABC):
 
 
 class Format(ABC):
-    """A format of requests and answers. `whole`: the whole body must be read before its shapes are known."""
+    """A format of requests and answers. `whole` says whether the shapes are known only when the whole body is read."""
 
     whole: bool
 
@@ -114,15 +112,15 @@ class Format(ABC):
 
     @abstractmethod
     def numbers(self, spec: Spec) -> list[TensorInfo]:
-        """Return the outputs that the answer carries as text."""
+        """Return the outputs that the answer has as text."""
 
     @abstractmethod
     async def write(self, job: AttentionJob, answer: JobResult, codec: Codec) -> list[Part]:
-        """Return the parts of an answer's body, in order."""
+        """Return the parts of the answer's body, in order. Raises Refusal."""
 
 
 def text_bytes(tensors: Iterable[TensorInfo]) -> int:
-    """Return the maximum bytes of tensors as text, which an HTTP process holds until they are sent."""
+    """Return the maximum size of tensors as text, in bytes."""
     return _NUMBER * sum(math.prod(info.shape) for info in tensors)
 
 
@@ -143,7 +141,7 @@ def refuse_invalid() -> Iterator[None]:
 
 @refuse_invalid()
 def make_spec(infos: Mapping[str, TensorInfo], options: Mapping[str, Any], direction: Direction, surface: str) -> Spec:
-    """Return the problem from names, shapes, dtypes and options in the format `surface`. Raises Refusal 422."""
+    """Return the spec of a problem that was sent in the format `surface`. Raises Refusal 422."""
     if refused := refusals(surface, infos):
         raise invalid(refused)
     if not _SPECIAL.isdisjoint(options):

@@ -1,4 +1,4 @@
-"""Choose the formats of request and answer."""
+"""Choose the formats of a request and of its answer."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from flashpoint_server.formats.message import Format
 from flashpoint_server.formats.safetensors import OCTETS, SAFETENSORS, SAFETENSORS_AS_OCTETS
 from flashpoint_server.refusal import Refusal
 
-# between comments in an idle event stream: they keep it open, and tell a client that waits from one that is gone
+# Time between comments in an idle event stream. They keep it open, and show whether the client has disconnected.
 HEARTBEAT_SECONDS = 1.0
 
-_SHORT = 256  # characters of an Accept field whose result is cached
+_SHORT = 256  # maximum characters of an Accept field whose result is cached
 
 SERVED = (SAFETENSORS.media_type, JSON.media_type)
 _TAKEN = {SAFETENSORS.media_type: SAFETENSORS, JSON.media_type: JSON, OCTETS: SAFETENSORS}
@@ -60,7 +60,7 @@ def binary_format(headers: Mapping[str, str]) -> Format:
 
 
 def _preferred(headers: Mapping[str, str], offered: tuple[Format, ...]) -> Format | None:
-    """Return the first of the formats with the best quality; None if Accept allows none of them."""
+    """Return the format with the best quality, the first of several; None if Accept allows none of them."""
     accept = headers.get("accept", "")
     return (_best if len(accept) <= _SHORT else _best.__wrapped__)(accept, offered)
 
@@ -75,13 +75,14 @@ def _best(accept: str, offered: tuple[Format, ...]) -> Format | None:
 
 
 def takes_events(headers: Mapping[str, str]) -> bool:
-    """Return whether Accept names an event stream, with at least the quality of JSON. `*/*` does not name one."""
+    """Return whether Accept names event streams, with at least the quality of JSON. `*/*` does not count."""
     ranges = dict(_ranges(headers.get("accept", "")))
     quality = ranges.get(EVENT_STREAM, 0.0)
     return quality > 0 and quality >= ranges.get(JSON.media_type, 0.0)
 
 
 def _ranges(accept: str) -> list[tuple[str, float]]:
+    """Return the media ranges of an Accept field, each with its quality."""
     ranges = []
     for part in accept.split(","):
         media, *parameters = (piece.strip().lower() for piece in part.split(";"))

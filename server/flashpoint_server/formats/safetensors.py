@@ -26,7 +26,7 @@ OCTETS = "application/octet-stream"  # media type of callers that do not know sa
 
 @dataclass(frozen=True)
 class _HeadReading:
-    """The parsed head of a safetensors message, with cached results. Requests share it: change only the caches."""
+    """A parsed head, with caches of what follows from it. Requests with the same head share it."""
 
     head: wire.Head
     inputs: list[tuple[str, TensorInfo]]
@@ -36,7 +36,7 @@ class _HeadReading:
 
     @cached_property
     def options(self) -> Mapping[str, Any]:
-        """The options in `__metadata__`, each parsed as JSON."""
+        """The options in `__metadata__`, parsed as JSON."""
         return wire.decode_options(self.head.metadata)
 
 
@@ -45,8 +45,8 @@ def _read(text: bytes) -> _HeadReading:
     return _HeadReading(head, [(t.name, TensorInfo(t.dtype, t.shape)) for t in head.tensors])
 
 
-# A model repeats the same few heads; over caches it has a short one for each layer and sequence. A long head is not
-# cached, which bounds the memory of the caches: about 5 KB for a head with three tensors.
+# A model repeats the same few heads. Its calls over caches have short heads, one for each layer and cache. Long heads
+# are not cached, to bound the memory: a head with three tensors takes about 5 KB.
 _SHORT, _SHORTEST = 4096, 512  # bytes
 _read_again = lru_cache(256)(_read)
 _read_shortest_again = lru_cache(2048)(_read)
@@ -56,7 +56,7 @@ class SafetensorsMessage(TensorMessage):
     """A message whose head has been read, and whose tensors have not."""
 
     def __init__(self, reading: _HeadReading, rest: bytes) -> None:
-        """`rest` are the bytes that arrived together with the head."""
+        """`rest` are the bytes that arrived with the head."""
         self._reading = reading
         self._rest = rest
         self.inputs = reading.inputs
@@ -64,7 +64,7 @@ class SafetensorsMessage(TensorMessage):
 
     @classmethod
     async def begin(cls, body: RequestBody, head_limit: int) -> SafetensorsMessage:
-        """Read the head. Raises Refusal 400, and 413 if the head announces more than the body's limit."""
+        """Read the head. Raises Refusal 400, and 413 if the size that the head gives exceeds the body's limit."""
         start = bytearray()
         size = 8
         try:
@@ -88,22 +88,19 @@ class SafetensorsMessage(TensorMessage):
         return cls(reading, bytes(memoryview(start)[size:]))
 
     def options(self) -> Mapping[str, Any]:
-        """Return the options in the head's `__metadata__`, each parsed as JSON."""
         return self._reading.options
 
     def kind(self, direction: Direction) -> Kind:
-        """Return which parts the call has beside its tensors."""
         return "plain" if _SPECIAL.isdisjoint(self._reading.head.metadata) else super().kind(direction)
 
     def spec(self, direction: Direction) -> Spec:
-        """Return the problem, which is cached with its head. Raises Refusal 422."""
         specs = self._reading.specs
         if direction not in specs:
             specs[direction] = super().spec(direction)
         return specs[direction]
 
     def plan(self, direction: Direction, device: DeviceInfo, choose: Choose) -> RequestPlan:
-        """Return the plan, which is cached with its head for one `device`. Raises Refusal 413 and 422."""
+        """Like `TensorMessage.plan`, cached with the head for one `device`."""
         plans = self._reading.plans
         if (plan := plans.get(direction)) is None or plan.device is not device:
             plan = super().plan(direction, device, choose)
@@ -111,25 +108,21 @@ class SafetensorsMessage(TensorMessage):
         return plan
 
     async def receive(self, body: RequestBody, places: Mapping[str, memoryview]) -> None:
-        """Read the tensors into `places`, to the end of the body. Raises Refusal."""
         await body.into(places.values(), self._rest)
 
 
 class Safetensors(Format):
-    """See the module. An answer is sent from the memory into which the engine wrote it."""
+    """The safetensors format. An answer is sent from the memory into which the engine wrote it."""
 
     whole = False
 
     async def read(self, body: RequestBody, settings: Settings, codec: Codec) -> TensorMessage:
-        """Read the head. Raises Refusal."""
         return await SafetensorsMessage.begin(body, settings.head_limit)
 
     def numbers(self, spec: Spec) -> list[TensorInfo]:
-        """Return nothing: tensors are sent as bytes."""
         return []
 
     async def write(self, job: AttentionJob, answer: JobResult, codec: Codec) -> list[Part]:
-        """Return the head, and the memory of the tensors."""
         places = job.staging.outputs
         tensors = tuple((name, place.dtype, place.shape) for name, place in places.items())
         views = job.staging.views(places).values()
@@ -140,7 +133,6 @@ class Safetensors(Format):
 
 @lru_cache(256)  # a model's answers have few shapes, and its caches have the same length in all layers
 def _head(tensors: tuple[tuple[str, str, tuple[int, ...]], ...], metadata: tuple[tuple[str, Any], ...]) -> bytes:
-    """Return the head of an answer."""
     return wire.build_head(tensors, wire.encode_options(dict(metadata)))
 
 

@@ -1,8 +1,8 @@
 """The metrics of the service, for Prometheus.
 
 A single HTTP process counts in its own memory. Several HTTP processes count in memory-mapped files in a directory: the
-supervisor names it in PROMETHEUS_MULTIPROC_DIR before it starts them, and any of them answers a scrape for all. Versions
-and the resources of each process are read at each scrape (observed.py).
+supervisor names it in PROMETHEUS_MULTIPROC_DIR before it starts them, and any of them answers a scrape for all. The
+versions and the resources of each process are read at each scrape (observed.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The steps of a call to an engine: authorize, begin, read, plan, admit, stage, submit, write.
 
 A route is one function that takes a RouteRequest through these steps in this order. A step raises Refusal to end the
-request with an error, and ClientGoneError if the client has disconnected. Routes are plain ASGI, because a request can
-be refused by its head, before its body arrives.
+request with an error, and ClientGoneError if the client has disconnected. Routes are plain ASGI applications, which can
+refuse a request for its head, before its body arrives.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _DIGITS = 15  # maximum digits of milliseconds: 30,000 years, more than any sett
 
 
 class Cleanup:
-    """A context that makes calls at its end, the last one first. It takes a third of the time of an ExitStack.
+    """A context that calls functions at its end, the last one first, in a third of the time of an ExitStack.
 
     `error` is the type of the exception that ends the context, or None.
     """
@@ -62,13 +62,13 @@ class Cleanup:
             while self._calls:
                 self._calls.pop()()
         finally:
-            if self._calls:  # one has raised
+            if self._calls:  # a function has raised
                 self.__exit__(error)
 
 
 @dataclass(eq=False)
 class RouteRequest:
-    """One request in a route. `cleanup` has the calls that release what the steps have taken.
+    """One request in a route. Steps add functions to `cleanup`, which are called when the request has ended.
 
     `authorize` sets `caller`, `begin` sets `device` and `priority`, and `admit` sets `permit`.
     """
@@ -87,7 +87,7 @@ class RouteRequest:
     permit: Permit | None = None
 
     def waiting_since(self) -> float | None:
-        """Return when the body ended, in `time.monotonic` seconds; None before that and after the answer has begun."""
+        """Return when the body ended, in `time.monotonic` seconds; None before that, and when the answer has begun."""
         return self.body.ended if self.exchange.status is None else None
 
 
@@ -122,14 +122,17 @@ class Route:
 
 
 async def _refuse(send: Send, exchange: Exchange, refusal: Refusal, body: RequestBody) -> None:
-    """Send an error so that a client that is still sending can read it. Only a long body makes the connection close."""
-    last = refusal.code == "body_timeout" or "Connection" in refusal.headers
-    if body.complete or body.absent or (body.nearly_there and not last):
+    """Send an error, and discard the rest of the body: a client that is still sending can then read the error.
+
+    The connection is kept if the rest is short, and otherwise closed.
+    """
+    slow = refusal.code == "body_timeout"
+    if body.complete or body.absent or (body.nearly_there and not slow and "Connection" not in refusal.headers):
         await send_refusal(send, exchange, refusal)
         return
     refusal.headers["Connection"] = "close"
     await send_refusal(send, exchange, refusal, more=True)
-    if refusal.code != "body_timeout":
+    if not slow:
         await body.drain()
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -150,7 +153,7 @@ def begin(request: RouteRequest) -> DeviceInfo:
 
 
 def limit(request: RouteRequest, given: Format) -> None:
-    """Check the body's length. Admit the request now if its format reads the whole body. Raises Refusal 413 and 429."""
+    """Check the body's length, and admit the request if its format reads the whole body. Raises Refusal 413 and 429."""
     body = request.body
     if given.whole:
         body.limit = request.service.settings.json_limit
@@ -171,28 +174,27 @@ def admit(request: RouteRequest, nbytes: int) -> Permit:
     permit = service.admission.permit(nbytes, request.caller.quota, request.waiting_since)
     request.permit = permit
     request.cleanup.callback(permit.leave)
-    metrics = service.metrics
-    metrics.accepted()
+    service.metrics.accepted()
 
     def left() -> None:
         if (error := request.cleanup.error) is not None:
-            metrics.left("cancelled" if issubclass(error, ClientGoneError) else "refused")
+            service.metrics.left("cancelled" if issubclass(error, ClientGoneError) else "refused")
         else:
-            metrics.left("answered" if exchange.code is None else "cancelled")
+            service.metrics.left("answered" if exchange.code is None else "cancelled")
 
     request.cleanup.callback(left)
     return permit
 
 
 def stage(request: RouteRequest, layout: Layout) -> Staging:
-    """Allocate the request's staging memory until its answer has left. Raises Refusal 413 and 429."""
+    """Allocate staging memory until the request ends. Raises Refusal 413 and 429."""
     staging = Staging.take(request.service.pool, layout)
     request.cleanup.callback(staging.release)
     return staging
 
 
 async def attention(request: RouteRequest, direction: Direction, planners: Mapping[Kind, Compute]) -> None:
-    """Answer a request for attention or its gradients; `planners` compute the kinds of calls that are not plain.
+    """Answer a call of attention or its gradients. `planners` compute the kinds of calls that are not plain.
 
     Raises Refusal and ClientGoneError.
     """
@@ -237,9 +239,9 @@ async def carry_out(
 ) -> tuple[AttentionJob, JobResult]:
     """Admit, stage and submit a planned problem.
 
-    `text` are the outputs to send as text. `nbytes` is the size of all tensors that are staged. `cache_ref` names the
-    caches of a call over caches. `saved` makes `AttentionCall.saved` from the values of the index tensors. `engine` are
-    the fields of `Job` that say which engine must compute it. Raises Refusal and ClientGoneError.
+    `text` are the outputs to send as text, `nbytes` is the size of all staged tensors. `cache_ref` names the caches of
+    a call over caches. `saved` makes `AttentionCall.saved` from the values of the index tensors. `engine` are the
+    fields `incarnation` and `lost` of `Job`. Raises Refusal and ClientGoneError.
     """
     service, body = request.service, request.body
     spec, backend, price, device, options, _ = plan
@@ -264,7 +266,7 @@ async def carry_out(
 
 
 def make_job(request: RouteRequest, body: Any, staging: Staging, price: Price, kind: Callable[..., J]) -> J:
-    """Return the job of a request; `kind` makes it from the arguments that all jobs have."""
+    """Return the job of a request. `kind` makes it, from the fields that all jobs have."""
     return kind(
         id=request.exchange.request_id,
         body=body,
@@ -277,7 +279,7 @@ def make_job(request: RouteRequest, body: Any, staging: Staging, price: Price, k
 
 
 async def submit(request: RouteRequest, job: Job[Any]) -> JobResult:
-    """Return the engine's answer. If the deadline passes or the client disconnects first, drop the job and raise."""
+    """Return the engine's answer. Raises Refusal 504 at the deadline, and ClientGoneError if the client disconnects."""
     direct = request.body.direct
     answer = request.service.engine.submit(job)
 
@@ -329,14 +331,14 @@ async def write(
 
 
 async def reply(request: RouteRequest, parts: list[Part], fields: Mapping[str, str]) -> None:
-    """Answer 200 from memory that will be reused. When this returns, nothing sends from that memory any more.
+    """Answer 200 with `parts`, whose memory nothing uses any more when this returns.
 
     Raises ClientGoneError if the client has disconnected.
     """
     exchange, direct, settings = request.exchange, request.body.direct, request.service.settings
     size = sum(map(len, parts))
     fields = {**fields, "content-length": str(size)}
-    if direct is None:  # another ASGI server may still hold the memory later, so it gets a copy
+    if direct is None:  # another ASGI server may keep the memory longer, so it gets a copy
         raw = [(name.encode(), value.encode()) for name, value in fields.items()]
         await request.send({"type": "http.response.start", "status": 200, "headers": raw})
         await request.send({"type": "http.response.body", "body": b"".join(parts), "more_body": False})

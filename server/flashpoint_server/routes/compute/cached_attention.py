@@ -30,11 +30,11 @@ from flashpoint_server.ipc.staging import Layout
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes.pipeline import Numbers, RouteRequest, carry_out
 
-# seconds a byte of keys or values that one core reads; 8-bit values count as float32, because they are converted
+# Seconds in which one core reads a byte of keys or values. 8-bit values count as float32, because they are converted.
 READ_SECONDS = 1e-10
 KEY_LENGTH = 128  # maximum characters of an Idempotency-Key
-_CALL, _PLAN = "call over caches", "plan over caches"  # in `TensorMessage.derived`
-_MANY = 1 << 30  # pairs of a call from whose price that of one pair follows
+_CALL, _PLAN = "call over caches", "plan over caches"  # keys of `TensorMessage.derived`
+_MANY = 1 << 30  # number of pairs whose price gives the price of one
 REMEMBERED = 1 << 16  # number of caches whose lengths are stored here, for the prices of later calls
 
 
@@ -71,15 +71,8 @@ async def compute_cached(
         left=plan.left,
     )
     planned = RequestPlan(spec, plan.backend, price, device, plan.options, plan.layout)
-    job, answer = await carry_out(
-        request,
-        message,
-        planned,
-        numbers(spec),
-        plan.layout.nbytes,
-        cache_ref=cache_ref,
-        incarnation=ids[0].incarnation,
-    )
+    text, nbytes, engine = numbers(spec), plan.layout.nbytes, ids[0].incarnation
+    job, answer = await carry_out(request, message, planned, text, nbytes, cache_ref=cache_ref, incarnation=engine)
     lengths: list[int] = answer.metadata["lengths"]
     reads: list[int] = answer.metadata.pop("reads", lengths)
     for one, length, read in zip(ids, lengths, reads, strict=True):
@@ -104,19 +97,19 @@ def _layer(cache_options: CacheOptions, ids: Sequence[CacheId]) -> LayerShape:
 
 
 def _seed_of(key: str, cache_options: CacheOptions) -> int:
-    """Return the dropout seed of a write, of 53 bits: the same when the write is repeated, so that its answer is, too.
+    """Return a dropout seed of 53 bits that is the same when a write is repeated, so that the answers are equal.
 
-    It depends on the caches and the layer, because callers may use a key for several of them.
+    It depends on the caches and the layer, because callers may use one key for several of them.
     """
     text = json.dumps([key, cache_options.layer, *cache_options.caches])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 11
 
 
 class _Rates(NamedTuple):
-    """The price of a call as a function of its caches' lengths.
+    """The price of a call, as a function of its caches' lengths.
 
-    `queries` are those of each sequence, `batch` the number of sequences. `call` are the seconds without keys, `pair`
-    and `key` those of each (query, key) pair and of each key.
+    `queries` is their number in each sequence, `batch` the number of sequences. `call` are the seconds of a call
+    without keys, `pair` those of each (query, key) pair, and `key` those of each key.
     """
 
     spec: Spec
@@ -128,7 +121,7 @@ class _Rates(NamedTuple):
 
     @classmethod
     def of(cls, spec: Spec, backend: str, device: DeviceInfo, width: int) -> _Rates:
-        """Return the rates on a backend. `width`: bytes of each number that is read from the caches."""
+        """Return the rates on a backend. `width` is the number of bytes of each value in the caches."""
         queries = spec.q_len if not spec.ragged else -(-spec.q_len // max(spec.batch, 1))
         row = spec.kv_heads * (spec.head_dim + spec.value_dim) * width
 
@@ -140,19 +133,16 @@ class _Rates(NamedTuple):
         return cls(spec, queries, spec.batch, call, (seconds(_MANY) - call) / _MANY, key)
 
     def price(self, lengths: Sequence[int], reads: int) -> Price:
-        """Return the price over caches of these lengths: its products, and the `reads` keys that it reads.
-
-        Keys that caches share are read once.
-        """
+        """Return the price over caches of these lengths. `reads` is the number of keys; shared ones count once."""
         pairs = self.queries * (sum(lengths) + self.batch * self.queries)
         seconds = self.call + self.pair * pairs + self.key * reads
         return Price(min(flops_of(self.spec, pairs), MOST_FLOPS), seconds)
 
 
 class _Plan(NamedTuple):
-    """How to compute a call over caches. `left`: number of earlier keys that a single query sees; −1 for all.
+    """The plan of a call over caches whose layer has the sizes `layer`, on `device`.
 
-    The plan is for caches of the sizes `layer` on `device`.
+    `left` is the number of earlier keys that a single query sees, or −1 for all.
     """
 
     spec: Spec
@@ -166,14 +156,12 @@ class _Plan(NamedTuple):
 
 
 class _CacheCall(NamedTuple):
-    """The options of a call."""
-
     cache_options: CacheOptions
     options: Options
 
 
 def _call(message: TensorMessage) -> _CacheCall:
-    """Return the checked options, which are kept with the message's head. Raises Refusal 422."""
+    """Return the checked options, cached with the message's head. Raises Refusal 422."""
     if message.derived is None:
         return _options(message)
     if (call := message.derived.get(_CALL)) is None:
@@ -182,29 +170,24 @@ def _call(message: TensorMessage) -> _CacheCall:
 
 
 def _plan(message: TensorMessage, call: _CacheCall, layer: LayerShape, device: DeviceInfo) -> _Plan:
-    """Return the plan of the call. It is kept with the head if it follows from the head, `layer` and `device` alone.
-
-    Raises Refusal 422.
-    """
+    """Return the plan of the call, cached with the message's head if `call` is the cached one. Raises Refusal 422."""
     derived = message.derived if message.derived is not None and message.derived.get(_CALL) is call else {}
     plan: _Plan | None = derived.get(_PLAN)
     if plan is None or plan.device is not device or plan.layer != layer:
-        plan = derived[_PLAN] = _planned(message.inputs, call, layer, device)
+        inputs, count = tuple(message.inputs), len(call.cache_options.caches)
+        with refuse_invalid():
+            spec, left, backend = _problem(inputs, call.options, layer, count, device.choices)
+        rates = _Rates.of(spec, backend, device, ITEMSIZE["float32" if layer.quantized else layer.dtype])
+        options, layout = pack_options(spec.options), Layout.of(inputs, spec.outputs)
+        plan = derived[_PLAN] = _Plan(spec, options, left, backend, layout, rates, layer, device)
     return plan
-
-
-@refuse_invalid()
-def _planned(inputs: list[tuple[str, TensorInfo]], call: _CacheCall, layer: LayerShape, device: DeviceInfo) -> _Plan:
-    spec, left, backend = _problem(tuple(inputs), call.options, layer, len(call.cache_options.caches), device.choices)
-    rates = _Rates.of(spec, backend, device, ITEMSIZE["float32" if layer.quantized else layer.dtype])
-    return _Plan(spec, pack_options(spec.options), left, backend, Layout.of(inputs, spec.outputs), rates, layer, device)
 
 
 @lru_cache(256)  # a model makes few kinds of calls
 def _problem(
     inputs: tuple[tuple[str, TensorInfo], ...], options: Options, layer: LayerShape, caches: int, available: Backends
 ) -> tuple[Spec, int, str]:  # fmt: skip
-    """Return the problem, `left` of its plan, and its backend. Raises ProblemError."""
+    """Return the spec, `left` of the plan, and the backend. Raises ProblemError."""
     infos = dict(inputs)
     spec = plan_cached(infos, options, layer, caches)
     options, left = _for_single_queries(spec)
@@ -225,8 +208,7 @@ def _options(message: TensorMessage) -> _CacheCall:
 def _for_single_queries(spec: Spec) -> tuple[Options, int]:
     """Return equivalent options, and the number of earlier keys that a single query sees; −1 for all.
 
-    The window of one query is a range of keys. The engine can select that range for every backend, so no diagonal mask
-    is needed.
+    The window of a single query is a range of keys, which the engine can select. The backend then needs no mask.
     """
     options = spec.options
     one = not spec.ragged and spec.q_len == 1 and options.causal_alignment == "bottom_right"
@@ -245,21 +227,18 @@ def set_replica_header(request: RouteRequest) -> None:
 
 
 def found_caches(request: RouteRequest, texts: Sequence[str], fields: Sequence[str] = ()) -> list[CacheId]:
-    """Return the decoded ids of caches, all on one engine. Errors name each by its field, or else as `caches.0` ….
+    """Return the decoded ids of caches, all on one engine. Errors name them by `fields`, or else as `caches.0` ….
 
     Raises Refusal 404, 410, 421, 422 and 503.
     """
     service, owner = request.service, request.caller.name
     ids = [service.cache_ids.read(owner, text) for text in texts]
     own_replica = service.cache_ids.replica
-    if (
-        len(ids) == 1
-        and ids[0] is not None
-        and ids[0].replica == own_replica
-        and service.engine.holder(ids[0].incarnation)
-    ):
-        return [ids[0]]  # most calls: nothing to compare
-    here = {one.incarnation for one in ids if one is not None and one.replica == own_replica}
+    only = ids[0] if len(ids) == 1 else None
+    if only is not None and only.replica == own_replica and service.engine.holder(only.incarnation):
+        return [only]  # most calls
+    known = [one for one in ids if one is not None]
+    here = {one.incarnation for one in known if one.replica == own_replica}
     there = {incarnation: service.engine.holder(incarnation) for incarnation in here}
     errors = []
     for place, one in enumerate(ids):
@@ -274,11 +253,8 @@ def found_caches(request: RouteRequest, texts: Sequence[str], fields: Sequence[s
     if errors:
         code, _, detail = errors[0][1].partition(": ")
         if code == "cache_elsewhere":
-            request.exchange.replica = next(
-                one.replica for one in ids if one is not None and one.replica != own_replica
-            )
+            request.exchange.replica = next(one.replica for one in known if one.replica != own_replica)
         raise Refusal(code, detail, errors=errors)
-    known = [one for one in ids if one is not None]
     if len({one.incarnation for one in known}) > 1:
         raise invalid([("caches", "are on different engines: create them with one call, with `beside`, or by a fork")])
     return known
@@ -293,5 +269,5 @@ def idempotency_key(request: RouteRequest) -> str:
 
 
 def cache_quota(request: RouteRequest) -> int | None:
-    """Return how many bytes of caches the caller may hold; None means no limit."""
+    """Return the maximum bytes of caches that the caller may hold; None means no limit."""
     return None if request.caller.quota is None else request.caller.quota.cache_bytes

@@ -36,7 +36,7 @@ SEED_BITS = 53  # bits of a seed that the server draws: float64 represents it ex
 async def compute_saving(
     request: RouteRequest, message: TensorMessage, numbers: Numbers
 ) -> tuple[AttentionJob, JobResult]:
-    """Compute attention and save it; the answer's metadata has the id, `saved`. Raises Refusal and ClientGoneError."""
+    """Compute attention and save it; `saved` in the answer's metadata is the id. Raises Refusal and ClientGoneError."""
     service, device = request.service, request.device
     set_replica_header(request)
     options = _options(message)
@@ -62,7 +62,7 @@ async def compute_saving(
     engine, serial = answer.incarnation, answer.metadata["saved"]
 
     def left() -> None:
-        if request.cleanup.error is not None or request.exchange.code is not None:  # the caller does not know the id
+        if request.cleanup.error is not None or request.exchange.code is not None:  # the caller did not get the id
             service.engine.forget_saved(engine, serial)
 
     request.cleanup.callback(left)
@@ -82,7 +82,7 @@ def _options(message: TensorMessage) -> Options:
 
 
 def _check_memory(request: RouteRequest, size: int, quota: int | None) -> None:
-    """Refuse a forward that does not fit, before the body is read. Raises Refusal 413 and 429."""
+    """Raise Refusal 413 or 429 for a forward that does not fit, before its body is read."""
     engines, limit = request.service.engine, request.service.settings.cache_bytes
     if size > limit:
         raise Refusal("work_too_large", f"a saved forward of {size} bytes exceeds the server's limit of {limit}")
@@ -111,14 +111,12 @@ async def compute_recalled(
     recall = Recall(request.caller.name, one.serial, tensors)
     planned = RequestPlan(spec, backend, _price(one, spec, backend, device), device, pack_options(spec.options))
     nbytes = sum(info.nbytes for info in infos.values()) + spec.output_bytes
-    return await carry_out(
-        request, message, planned, numbers(spec), nbytes, saved=lambda _: recall, incarnation=one.incarnation,
-        lost="saved_lost",
-    )  # fmt: skip
+    engine: dict[str, Any] = {"incarnation": one.incarnation, "lost": "saved_lost"}
+    return await carry_out(request, message, planned, numbers(spec), nbytes, saved=lambda _: recall, **engine)
 
 
 def _price(one: SavedId, spec: Spec, backend: str, device: DeviceInfo) -> Price:
-    """Return the price of gradients. If the id contains the extent, the price follows from it."""
+    """Return the price of gradients. It is exact if the id contains the forward's extent."""
     if one.extent is None:
         return price_of(spec, backend, device)
     flops = flops_of(spec, one.extent.pairs)

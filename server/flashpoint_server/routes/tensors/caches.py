@@ -20,20 +20,8 @@ from flashpoint_server.access.cache_ids import MOST_SIZES, CacheId
 from flashpoint_server.formats.json import JSON
 from flashpoint_server.formats.message import read_model
 from flashpoint_server.formats.negotiation import binary_format, request_format
-from flashpoint_server.ipc.bodies import (
-    AppendTokens,
-    CacheCall,
-    CacheOperation,
-    CacheShape,
-    CreateCaches,
-    DeleteCaches,
-    ExportTokens,
-    ForkCaches,
-    ListCaches,
-    LookAtCaches,
-    RenewCaches,
-    TruncateCache,
-)
+from flashpoint_server.ipc import bodies
+from flashpoint_server.ipc.bodies import CacheCall, CacheOperation, CacheShape
 from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.messages import CacheRecord
 from flashpoint_server.ipc.price import Price
@@ -62,7 +50,7 @@ from flashpoint_server.routes.tensors.cache_schema import CacheRequest, DeleteRe
 from flashpoint_server.service import Service
 
 REQUEST_LIMIT = 8 << 20  # bytes of JSON; enough for thousands of ids
-LITTLE = Price(0, 1e-5)
+LITTLE = Price(0, 1e-5)  # the price of a call that computes nothing
 MOST_MADE = 1 << 17  # maximum layers of all caches that one call creates
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
@@ -107,7 +95,7 @@ async def create(request: RouteRequest) -> None:
     if len(set(zip(kv_heads, head_dim, value_dim, strict=True))) > MOST_SIZES:
         raise invalid([("layers", f"may have at most {MOST_SIZES} different sizes")])
     shape = CacheShape(tuple(kv_heads), tuple(head_dim), tuple(value_dim), cache_request.dtype)
-    made = CreateCaches(
+    made = bodies.CreateCaches(
         shape, cache_request.count, cache_request.max_length, _each("keep", cache_request.keep, n), cache_request.ttl_s
     )
     incarnation = (
@@ -122,12 +110,12 @@ async def create(request: RouteRequest) -> None:
 async def listed(request: RouteRequest) -> None:
     every = []
     for incarnation in request.service.engine.incarnations():
-        every += _described(request, incarnation, await _ask(request, incarnation, ListCaches()))
+        every += _described(request, incarnation, await _ask(request, incarnation, bodies.ListCaches()))
     await send_json(request, 200, {"caches": every})
 
 
 async def look(request: RouteRequest) -> None:
-    await send_json(request, 200, await _ask_about(request, _named(request), LookAtCaches()))
+    await send_json(request, 200, await _ask_about(request, _named(request), bodies.LookAtCaches()))
 
 
 async def fork(request: RouteRequest) -> None:
@@ -139,7 +127,7 @@ async def fork(request: RouteRequest) -> None:
     _check_made("caches", sum(one.shape.layers for one in ids[: len(fork_request.caches)]))
     unique = {one.serial: one for one in ids}
     places = {serial: place for place, serial in enumerate(unique)}
-    copies = ForkCaches([places[one.serial] for one in ids], len(fork_request.caches), fork_request.lengths)
+    copies = bodies.ForkCaches([places[one.serial] for one in ids], len(fork_request.caches), fork_request.lengths)
     records = await _ask(request, ids[0].incarnation, copies, list(unique.values()))
     await send_json(request, 201, {"caches": _described(request, ids[0].incarnation, records)})
 
@@ -152,25 +140,25 @@ def _check_made(field: str, layers: int) -> None:
 
 async def delete(request: RouteRequest) -> None:
     one = _named(request)
-    await _ask(request, one.incarnation, DeleteCaches(), [one])
+    await _ask(request, one.incarnation, bodies.DeleteCaches(), [one])
     await send_json(request, 204)
 
 
 async def delete_many(request: RouteRequest) -> None:
     delete_request = await _read(request, DeleteRequest)
     ids = found_caches(request, delete_request.caches)
-    await _ask(request, ids[0].incarnation, DeleteCaches(), ids)
+    await _ask(request, ids[0].incarnation, bodies.DeleteCaches(), ids)
     await send_json(request, 204)
 
 
 async def truncate(request: RouteRequest) -> None:
     one = _named(request)
     truncate_request = await _read(request, TruncateRequest)
-    await send_json(request, 200, await _ask_about(request, one, TruncateCache(truncate_request.length)))
+    await send_json(request, 200, await _ask_about(request, one, bodies.TruncateCache(truncate_request.length)))
 
 
 async def renew(request: RouteRequest) -> None:
-    document = await _ask_about(request, _named(request), RenewCaches())
+    document = await _ask_about(request, _named(request), bodies.RenewCaches())
     await send_json(request, 200, document | {"expires_in_s": document["ttl_s"]})
 
 
@@ -199,14 +187,13 @@ async def append(request: RouteRequest) -> None:
     await message.receive(request.body, staging.views(staging.inputs))
     # without a batch dimension of 1
     staging.inputs = {name: staging.inputs[name]._replace(shape=shapes[name]) for name in ("k", "v")}
-    (record,) = await _ask(request, one.incarnation, AppendTokens(layout, layer, at), [one], staging)
+    (record,) = await _ask(request, one.incarnation, bodies.AppendTokens(layout, layer, at), [one], staging)
     await send_json(request, 200, {"length": record.lengths[layer]})
 
 
 def _token_shapes(infos: Mapping[str, TensorInfo], one: CacheId, layer: int, layout: str) -> dict[str, tuple[int, ...]]:
     """Return the shapes of k and v of one sequence, without a batch: (Hk,S,D) or (S,Hk,D). Raises Refusal 422."""
-    sizes, errors, shapes = one.layer(layer), [], {}
-    count = None
+    sizes, errors, shapes, count = one.layer(layer), [], {}, None
     for name, dim in (("k", sizes.head_dim), ("v", sizes.value_dim)):
         info = infos[name]
         shape = info.shape[1:] if len(info.shape) == 4 and info.shape[0] == 1 and layout != "thd" else info.shape
@@ -230,7 +217,7 @@ async def tensors(request: RouteRequest) -> None:
     one = _named(request)
     layer = _layer(request, one)
     answers = binary_format(request.headers)
-    (record,) = await _ask(request, one.incarnation, LookAtCaches(), [one])
+    (record,) = await _ask(request, one.incarnation, bodies.LookAtCaches(), [one])
     first, length, sizes = record.firsts[layer], record.lengths[layer], one.layer(layer)
     count, dtype = length - first, "float32" if sizes.quantized else sizes.dtype
     outputs = {
@@ -242,7 +229,7 @@ async def tensors(request: RouteRequest) -> None:
     assert request.permit is not None  # `_ask` has admitted the request, before the tensors' size was known
     request.permit.hold(sum(info.nbytes for info in outputs.values()))
     staging = stage(request, Layout.of([], outputs))
-    await _ask(request, one.incarnation, ExportTokens(layer, first, length), [one], staging)
+    await _ask(request, one.incarnation, bodies.ExportTokens(layer, first, length), [one], staging)
     listed_ = [(name, info.dtype, (1, *info.shape)) for name, info in outputs.items()]
     metadata = wire.encode_options({"first": first, "length": length})
     views = [view for view in staging.views(staging.outputs).values() if len(view)]
@@ -250,6 +237,7 @@ async def tensors(request: RouteRequest) -> None:
 
 
 def _layer(request: RouteRequest, one: CacheId) -> int:
+    """Return the layer in the query, by default 0. Raises Refusal 422."""
     given = parse_qs(request.query, keep_blank_values=True)
     if unknown := [name for name in given if name != "layer"]:
         raise invalid([(name, "unknown parameter; known is layer") for name in unknown])
@@ -275,8 +263,7 @@ def _engine_for(request: RouteRequest) -> int:
     engines = request.service.engine.incarnations()
     if not engines:
         raise Refusal("not_ready", "no engine is ready")
-    key = idempotency_key(request)
-    if key:
+    if key := idempotency_key(request):
         return sorted(engines)[sum(key.encode()) % len(engines)]
     return request.service.engine.least_loaded(lambda engine: engine.holding.total).incarnation
 
@@ -344,7 +331,7 @@ def _one(values: Sequence[T]) -> T | list[T]:
 
 
 async def send_json(request: RouteRequest, status: int, document: Mapping[str, Any] | None = None) -> None:
-    """Answer with a JSON document, or only with a status."""
+    """Answer with a JSON document; without one, only with a status."""
     body = b"" if document is None else json.dumps(document, separators=(",", ":")).encode()
     headers = [(b"content-length", b"%d" % len(body))] if status != 204 else []
     if document is not None:

@@ -53,7 +53,7 @@ def router(service: Service, benchmarks: Benchmarks) -> APIRouter:
     known = problems(*_READ[:-1])
 
     async def find(request: Request, id: str) -> KnownBenchmark:
-        """Return a benchmark of the caller, or of anyone for a caller with `admin`. Raises Refusal 401, 403 and 404."""
+        """Return a benchmark of the caller; with `admin`, of any caller. Raises Refusal 401, 403 and 404."""
         caller = service.admit(Exchange.of(request.scope), "benchmark")
         benchmark = await benchmarks.get(id)
         if caller.name != benchmark.owner and "admin" not in caller.rights:
@@ -119,13 +119,11 @@ def router(service: Service, benchmarks: Benchmarks) -> APIRouter:
     ) -> Response:
         benchmark = await find(request, id)
         if format not in pictures.MEDIA_TYPES:
-            raise Refusal(
-                "not_found",
-                f"plot.{format} does not exist; use {' or '.join(f'plot.{kind}' for kind in pictures.MEDIA_TYPES)}",
-            )
+            drawable = " or ".join(f"plot.{one}" for one in pictures.MEDIA_TYPES)
+            raise Refusal("not_found", f"plot.{format} does not exist; use {drawable}")
+        rows = benchmark.job.model_dump_json()
         try:
-            arguments = (benchmark.job.model_dump_json(), kind, format, theme)
-            picture = await service.codec.run(None, pictures.draw, *arguments)
+            picture = await service.codec.run(None, pictures.draw, rows, kind, format, theme)
         except ValueError as error:
             raise invalid([("kind", str(error))]) from None
         return Response(picture, media_type=pictures.MEDIA_TYPES[format])

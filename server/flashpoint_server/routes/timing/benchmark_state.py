@@ -1,4 +1,4 @@
-"""The benchmarks of all engines. Every HTTP process receives every event of every benchmark."""
+"""The benchmarks of all engines. Each HTTP process receives every event of every benchmark."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import datetime
 import math
 import uuid
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import NamedTuple
 
 from flashpoint_contract.schemas.benchmark import (
@@ -25,10 +26,10 @@ from flashpoint_server.ipc.client import Engine, Engines, Listener
 from flashpoint_server.ipc.messages import DeviceInfo, JobDropped, JobEvent, JobNews, JobOpened, StartBenchmark, StopJob
 from flashpoint_server.refusal import Refusal, invalid
 
-# a case's tensors may use 1/8 of the device's memory; gradients, copies and other requests need the rest
+# A case's tensors may use 1/8 of the device's memory; gradients, copies and other requests need the rest.
 MEMORY_SHARE = 8
-HEARSAY_SECONDS = 0.25
-OPENING_SECONDS = 10.0  # maximum time for an engine to accept a job; a launch may run first
+HEARSAY_SECONDS = 0.25  # maximum wait for the news of a benchmark that another HTTP process has started
+OPENING_SECONDS = 10.0  # maximum wait until an engine accepts a job; it may be in a launch
 
 
 class KnownBenchmark:
@@ -59,18 +60,14 @@ class KnownBenchmark:
         self._more = asyncio.Event()
 
     async def ended(self, seconds: float) -> None:
-        """Wait until the benchmark ends, or the time in seconds is over."""
-        try:
+        """Wait until the benchmark ends, at most this many seconds."""
+        with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not self.over:
                     await self._more.wait()
-        except TimeoutError:
-            return
 
     async def follow(self, after: int, patience: float) -> AsyncIterator[BenchmarkEvent | None]:
-        """Yield the events after number `after` until the job ends; yield None after each `patience` seconds without
-        one.
-        """
+        """Yield the events after number `after` until the job ends, and None after each `patience` seconds without."""
         while True:
             for event in [event for event in self.events if event.id > after]:
                 after = event.id
@@ -87,7 +84,7 @@ class KnownBenchmark:
 
 
 class _Opening(NamedTuple):
-    """A benchmark that was sent to an engine, which has not yet accepted it."""
+    """A benchmark that was sent to an engine, but is not accepted yet."""
 
     owner: str
     done: asyncio.Future[KnownBenchmark]
@@ -98,7 +95,7 @@ def no_such_benchmark() -> Refusal:
 
 
 class Benchmarks(Listener):
-    """Starts, finds and stops benchmarks. See the module."""
+    """Starts, finds and stops benchmarks, and receives their events."""
 
     def __init__(self, settings: Settings, engines: Engines) -> None:
         self._settings = settings
@@ -109,7 +106,7 @@ class Benchmarks(Listener):
         self._heard = asyncio.Event()
 
     async def get(self, name: str) -> KnownBenchmark:
-        """Return a benchmark. Wait briefly for one that another HTTP process has just started. Raises Refusal 404."""
+        """Return a benchmark, which another HTTP process may just have started. Raises Refusal 404."""
         try:
             async with asyncio.timeout(HEARSAY_SECONDS):
                 while name not in self._known:
@@ -122,7 +119,7 @@ class Benchmarks(Listener):
         return sum(not benchmark.over for benchmark in self._known.values() if benchmark.engine is engine)
 
     async def open(self, request: BenchmarkRequest, owner: str, device: DeviceInfo) -> KnownBenchmark:
-        """Check a request and queue it on an engine. Raises Refusal 422, 429 and 503."""
+        """Check a request, and queue it on an engine. Raises Refusal 422, 429 and 503."""
         self._check(request, device)
         self._drop_old()
         unfinished = [benchmark for benchmark in self._known.values() if not benchmark.over]
@@ -146,7 +143,7 @@ class Benchmarks(Listener):
             del self._opening[name]
 
     def stop(self, benchmark: KnownBenchmark) -> None:
-        """Ask the engine to stop a benchmark. Its last event confirms that."""
+        """Ask the engine to stop a benchmark; an event will confirm it."""
         benchmark.engine.tell(StopJob(benchmark.job.id))
 
     def heard(self, engine: Engine, news: JobNews) -> None:
@@ -163,7 +160,7 @@ class Benchmarks(Listener):
                 self._known[news.job].add(EVENT.validate_json(news.event))
 
     def _drop_old(self) -> None:
-        """Remove old benchmarks. A dead engine cannot report that its benchmarks were dropped."""
+        """Remove old benchmarks: those of dead engines are not removed by an engine's message."""
         now = datetime.datetime.now(datetime.UTC)
         for name, benchmark in list(self._known.items()):
             ended = benchmark.job.ended
@@ -179,7 +176,7 @@ class Benchmarks(Listener):
                 benchmark.add(StateEvent(id=last + 1, state="failed", at=at, error="the engine died"))
 
     def _check(self, request: BenchmarkRequest, device: DeviceInfo) -> None:
-        """Raise Refusal 422, with the limit that the request exceeds."""
+        """Raise Refusal 422 if the request exceeds a limit."""
         settings, what = self._settings, "preset" if request.preset else "shapes"
         case_limit = settings.benchmark_cases
         if len(set(request.backends)) < len(request.backends):

@@ -1,4 +1,4 @@
-"""Draw benchmarks. This runs in a process beside the HTTP process, because matplotlib takes a second to import."""
+"""Draw benchmarks, in the process of formats/codec_process.py: importing matplotlib takes a second."""
 
 from __future__ import annotations
 
