@@ -13,15 +13,15 @@ from flashpoint_server.refusal import Writer, problem
 
 PARTS = ("decode", "queue", "compute", "encode")  # stages of a request
 _KEY = "flashpoint.exchange"
-FIELDS = "flashpoint.fields"  # in an ASGI scope: its headers as `combined` returns them, if the server knows them
+FIELDS = "flashpoint.fields"  # key of an ASGI scope: its headers as `combined` returns them, if it was called already
 _IDS_AT_ONCE = 256
-# Ids that are safe in headers and logs; any other id is replaced by a random one.
+# Request ids that are safe in headers and logs. Other ids are replaced.
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@~-]{1,128}")
 
 
 @dataclass(eq=False)
 class Timings:
-    """The start time of each stage, in `time.perf_counter` seconds. `decode` includes the arrival of the body."""
+    """When each stage started, in `time.perf_counter` seconds. `decode` includes the arrival of the body."""
 
     decode: float
     queue: float = 0.0
@@ -32,7 +32,7 @@ class Timings:
     copy_out: float = 0.0
 
     def stages(self) -> dict[str, float]:
-        """Return the seconds of each stage; copies are not part of computing."""
+        """Return the seconds of each stage. Copies to and from the GPU are separate stages."""
         return {
             "decode": self.queue - self.decode,
             "queue": self.compute - self.queue,
@@ -48,7 +48,7 @@ class Timings:
         return {name: (marks[i], marks[i + 1]) for i, name in enumerate(PARTS)}
 
     def durations(self) -> dict[str, float]:
-        """Return the milliseconds that the caller sees: decode, queue, compute with copies, encode."""
+        """Return the milliseconds of each of PARTS, as the caller sees them: `compute` includes copies."""
         return {
             "decode": round((self.queue - self.decode) * 1000, 3),
             "queue": round((self.compute - self.queue) * 1000, 3),
@@ -70,8 +70,8 @@ class LaunchInfo(NamedTuple):
 class Exchange:
     """A request and its answer.
 
-    `arrived` is in `time.perf_counter` seconds. `status` is None until the answer begins. `code` is the code of an
-    error. If the client disconnects before its answer, `status` is 499 and `code` is client_gone.
+    `arrived` is in `time.perf_counter` seconds. `status` is None until the answer begins. `code` is the error code. If
+    the client disconnects before its answer, `status` is 499 and `code` is client_gone.
     """
 
     method: str
@@ -91,7 +91,7 @@ class Exchange:
 
     @classmethod
     def open(cls, scope: MutableMapping[str, Any]) -> Exchange:
-        """Return the exchange of an ASGI scope. Create it if needed, so that `Exchange.of` finds it."""
+        """Return the exchange of an ASGI scope, which is made at the first call. `Exchange.of` returns it later."""
         if _KEY in scope:
             return cls.of(scope)
         headers = scope[FIELDS] if FIELDS in scope else combined(scope["headers"])
@@ -106,7 +106,7 @@ class Exchange:
 
 
 def _random_ids() -> Iterator[str]:
-    """Yield random ids, drawn many at a time: one call of the system takes as long as ten ids."""
+    """Yield random ids. They are drawn many at a time, because a system call takes as long as drawing ten."""
     while True:
         drawn = secrets.token_hex(16 * _IDS_AT_ONCE)
         for start in range(0, len(drawn), 32):

@@ -22,10 +22,9 @@ from flashpoint_server.observability import logs
 from flashpoint_server.processes.parent import raise_descriptor_limit
 from flashpoint_server.refusal import Refusal
 
-_SOCKET = "Ray's proxies own the sockets: see http_options"
+_SOCKETS = ("host", "port", "insecure", "keep_alive", "header_timeout", "tls_cert", "tls_key", "tls_client_ca")
 NOT_HERE = {
-    **dict.fromkeys(("host", "port", "insecure", "keep_alive", "header_timeout"), _SOCKET),
-    **dict.fromkeys(("tls_cert", "tls_key", "tls_client_ca"), _SOCKET),
+    **dict.fromkeys(_SOCKETS, "Ray's proxies own the sockets: see http_options"),
     **dict.fromkeys(("grpc_port", "grpc_bytes"), "Ray's proxies forward only HTTP"),
     "workers": "a replica is one process: see num_replicas",
     "replica": "every replica draws its own name",
@@ -37,9 +36,7 @@ END_SECONDS = 5.0  # beyond the shutdown timeout, for the end of the engine and 
 
 
 class UnstampedId:
-    """ASGI middleware that removes our request id from answers: Ray gives us the id, and adds it to every answer
-    itself.
-    """
+    """ASGI middleware that removes our request id from answers, to which Ray adds it again."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app

@@ -1,4 +1,4 @@
-"""Refusals: each error answer as a problem document of RFC 9457."""
+"""All error answers, as problem documents of RFC 9457."""
 
 from __future__ import annotations
 
@@ -75,14 +75,11 @@ class Refusal(Exception):  # noqa: N818  # an answer to the caller, not a failur
         self.headers = dict(headers or {})
         if code in _RETRY_AFTER:
             self.headers.setdefault("Retry-After", str(_RETRY_AFTER[code]))
-        if code == "draining":  # a balancer then opens the next connection to another server
+        if code == "draining":  # the balancer's next connection then leads to another server
             self.headers["Connection"] = "close"
 
     def document(self, request_id: str) -> dict[str, Any]:
-        """Return the problem document.
-
-        `title` is the phrase of the HTTP status; `type` is the page that explains `code`.
-        """
+        """Return the problem document. Its `type` is the path of the page that explains `code`."""
         document: dict[str, Any] = {
             "type": f"{TYPES}{self.code}",
             "title": HTTPStatus(self.status).phrase,
@@ -108,7 +105,7 @@ def problem(refusal: Refusal, request_id: str) -> tuple[str, bytes]:
 
 
 def shortened(text: str) -> str:
-    """Return an error's text, with the middle of each long name or value cut out: the caller may have sent them."""
+    """Return an error's text without the middle of long words, which may be names or values of the caller."""
     if len(text) <= LONGEST_NAME:
         return text
     return _cut(_LONG_NAME.sub(lambda match: _cut(match[0], LONGEST_NAME), text), LONGEST_MESSAGE)
@@ -120,7 +117,7 @@ def _cut(text: str, limit: int) -> str:
 
 
 def invalid(errors: Iterable[tuple[str, str]]) -> Refusal:
-    """Return a 422 that names each wrong field, at most MOST_ERRORS. A message without a field is about the request."""
+    """Return a 422 that names at most MOST_ERRORS wrong fields. The field "" means the whole request."""
     listed = tuple(
         (_cut(field or "request", LONGEST_NAME), shortened(message)) for field, message in islice(errors, MOST_ERRORS)
     )

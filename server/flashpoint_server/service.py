@@ -1,10 +1,11 @@
-"""The state that routes share: settings, keys, engines, admission, and whether new work is accepted."""
+"""The state that routes share: settings, keys, engines, admission, and whether the server accepts new work."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 from collections import OrderedDict
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from flashpoint_server.access.admission import Admission
@@ -33,7 +34,7 @@ REPORT_SECONDS = 1.0  # between two reports; a scrape also makes one
 
 
 class Service:
-    """The shared state of one application."""
+    """The shared state of one application. `shared` names the directory that all its HTTP processes share."""
 
     def __init__(self, settings: Settings, shared: WorkerGroup) -> None:
         self.settings = settings
@@ -54,7 +55,7 @@ class Service:
         self.keys = Keyring(settings, shared)
         self.cache_ids = CacheIds(settings, shared)
         self.saved_ids = SavedIds(self.cache_ids)
-        # For caches that this process has used, by serial: the length, and how many keys the last call read.
+        # By serial: the length of a cache that this process has used, and the number of keys that the last call read.
         self.cache_lengths: OrderedDict[int, tuple[int, int]] = OrderedDict()
         self.sites = OriginPolicy(settings.allowed_hosts, settings.cors_origins)
         self.admission = Admission(settings, self.counts)
@@ -64,7 +65,7 @@ class Service:
         self._idle.set()
 
     def admit(self, exchange: Exchange, right: Permission) -> Caller:
-        """Return the caller, if its key has `right`. Raises Refusal: 401, 403, or 429 over the key's limits."""
+        """Return the caller, whose key must have `right`. Raises Refusal 401, 403, and 429 at the key's limits."""
         caller = self.keys.find(exchange.headers)
         exchange.key = caller.name
         caller.use(right)
@@ -84,13 +85,13 @@ class Service:
         return device
 
     def check_working(self) -> None:
-        """Like `check_ready`, but also refuse while the engine's process is stopped by a signal. Raises Refusal 503."""
+        """Like `check_ready`, but also refuse while a signal has stopped the engines' processes. Raises Refusal 503."""
         self.check_ready()
         if self.engine.stopped:
             raise Refusal("not_ready", "the engine's process is stopped; a request would wait until it continues")
 
     def begin(self) -> DeviceInfo:
-        """Count a compute request until `end`, called after the last byte of its answer. Raises Refusal 503."""
+        """Count a compute request. Call `end` after the last byte of its answer. Raises Refusal 503."""
         device = self.check_ready()
         self._working += 1
         self._idle.clear()
@@ -111,7 +112,7 @@ class Service:
         return True
 
     async def keep_reporting(self) -> None:
-        """Update the metrics of the present state every second, and free unused staging memory, until cancelled."""
+        """Until cancelled, set the metrics of the present state every second, and free unused staging memory."""
         while True:
             self.report()
             self.pool.make_room()
@@ -121,8 +122,8 @@ class Service:
         """Set the metrics of the present state: admitted requests, readiness and processes."""
         self.metrics.ready(self.ready)
         number = self._shared.process
-        self.metrics.process(process_name := f"http-{number}", os.getpid())
-        self.metrics.dropped(process_name, LINES.dropped())
+        self.metrics.process(f"http-{number}", os.getpid())
+        self.metrics.dropped(f"http-{number}", LINES.dropped())
         self.metrics.process(f"json-{number}", self.codec.pid)
         for name, pid in self.engine.processes():
             self.metrics.process(name, pid)
@@ -141,16 +142,14 @@ class Service:
         )
 
     async def drain(self) -> bool:
-        """Refuse new work and wait at most `shutdown_timeout`. Return whether all admitted requests were answered."""
+        """Refuse new work, and wait at most `shutdown_timeout`. Return whether all admitted requests were answered."""
         self.draining = True
-        try:
+        with suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), self.settings.shutdown_timeout)
-        except TimeoutError:
-            return False
-        return True
+        return self._idle.is_set()
 
     def close(self) -> None:
-        """Refuse the remaining requests and free the memory."""
+        """Refuse the requests that remain, and free the memory."""
         self.engine.close()
         self.codec.close()
         self.pool.close()

@@ -8,16 +8,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-from numpy.typing import NDArray
-
-from flashpoint_contract.schemas import jsonwire
 from flashpoint_server.formats.codec_process import NUMBER, pack, room, unpack
 from flashpoint_server.refusal import Refusal, out_of_time
 
-Arrays = dict[str, NDArray[Any]]
 T = TypeVar("T")
 
 HANG_SECONDS = 60.0  # timeout of a call, after which the process is replaced; the largest call takes a few seconds
@@ -26,24 +22,14 @@ HANG_SECONDS = 60.0  # timeout of a call, after which the process is replaced; t
 class Codec:
     """The process, which makes one call at a time. It is started for the first call, and again after it died.
 
-    A caller waits for its turn and for the result until `deadline`, in `time.monotonic` seconds. If it gives up, its call
-    continues: to start a new process takes longer than most calls. Every call raises Refusal 503 and 504.
+    A caller waits for its turn and for the result until `deadline`, in `time.monotonic` seconds. After that its call
+    still continues: to start a new process takes longer than most calls. Every call raises Refusal 503 and 504.
     """
 
     def __init__(self) -> None:
         self._process: _Process | None = None
         self._turn = asyncio.Lock()
         self._call: asyncio.Task[tuple[bool, Any]] | None = None
-
-    async def decode(self, text: bytes, deadline: float | None) -> tuple[Arrays, dict[str, Any]]:
-        """Like `jsonwire.decode`. Raises WireError and FieldError."""
-        return await self.run(deadline, jsonwire.decode, text)
-
-    async def encode(
-        self, arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, Any], deadline: float | None
-    ) -> bytes:
-        """Like `jsonwire.encode`."""
-        return await self.run(deadline, jsonwire.encode, arrays, metadata)
 
     async def run(self, deadline: float | None, function: Callable[..., T], *arguments: Any) -> T:
         """Call a module's function in the process. Raises the function's exceptions, too."""

@@ -11,7 +11,7 @@ from flashpoint_contract.schemas import jsonwire
 from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.formats.codec import Arrays, Codec
+from flashpoint_server.formats.codec import Codec
 from flashpoint_server.formats.message import Format, TensorMessage, refuse_invalid
 from flashpoint_server.http.body import Part, RequestBody
 from flashpoint_server.ipc.job import AttentionJob, JobResult
@@ -22,7 +22,7 @@ class JsonMessage(TensorMessage):
 
     surface = "json"
 
-    def __init__(self, arrays: Arrays, options: Mapping[str, Any]) -> None:
+    def __init__(self, arrays: dict[str, np.ndarray[Any, Any]], options: Mapping[str, Any]) -> None:
         self._arrays = arrays
         self.inputs = [(name, TensorInfo(array.dtype.name, array.shape)) for name, array in arrays.items()]
         self._options = options
@@ -31,7 +31,7 @@ class JsonMessage(TensorMessage):
     async def parse(cls, text: bytes, codec: Codec, deadline: float | None) -> JsonMessage:
         """Parse a body until `deadline`, in `time.monotonic` seconds. Raises Refusal 400, 422, 503 and 504."""
         with refuse_invalid():
-            return cls(*await codec.decode(text, deadline))
+            return cls(*await codec.run(deadline, jsonwire.decode, text))
 
     def options(self) -> Mapping[str, Any]:
         return self._options
@@ -65,7 +65,8 @@ class Json(Format):
             name: np.frombuffer(views[name], jsonwire.DTYPES.get(place.dtype, np.float32)).reshape(place.shape)
             for name, place in places.items()
         }
-        return [await codec.encode(arrays, {"dtype": job.spec.dtype, **answer.metadata}, job.deadline)]
+        metadata = {"dtype": job.spec.dtype, **answer.metadata}
+        return [await codec.run(job.deadline, jsonwire.encode, arrays, metadata)]
 
 
 JSON = Json(jsonwire.MEDIA_TYPE)

@@ -82,7 +82,7 @@ async def until(condition):
 
 
 async def works(codec, deadline=None):
-    arrays, _ = await codec.decode(TEXT, deadline)
+    arrays, _ = await codec.run(deadline, jsonwire.decode, TEXT)
     assert arrays["q"].tolist() == [[1, 1], [1, 1]]
 
 
@@ -109,7 +109,7 @@ def test_nobody_waits_for_json_beyond_the_deadline(blocked):
         other = asyncio.ensure_future(blocked.call(codec))
         await blocked.begun()
         with refused("deadline_exceeded"):
-            await codec.decode(TEXT, time.monotonic() + BRIEFLY)
+            await codec.run(time.monotonic() + BRIEFLY, jsonwire.decode, TEXT)
         assert not other.done()
         blocked.release()
         await other
@@ -123,7 +123,7 @@ def test_a_call_whose_deadline_has_passed_starts_no_process():
 
     async def calls(codec):
         with refused("deadline_exceeded"):
-            await codec.decode(TEXT, time.monotonic() - 1)
+            await codec.run(time.monotonic() - 1, jsonwire.decode, TEXT)
         assert set(psutil.Process().children()) <= before
 
     run(calls)
@@ -158,7 +158,7 @@ def test_a_process_that_hangs_is_ended_and_the_next_call_has_another(monkeypatch
         os.kill(process, signal.SIGSTOP)
         monkeypatch.setattr("flashpoint_server.formats.codec.HANG_SECONDS", 2 * BRIEFLY)
         with refused(code):
-            await codec.decode(TEXT, None if patience is None else time.monotonic() + patience)
+            await codec.run(None if patience is None else time.monotonic() + patience, jsonwire.decode, TEXT)
         await until(lambda: not psutil.pid_exists(process))
         monkeypatch.setattr("flashpoint_server.formats.codec.HANG_SECONDS", PATIENCE)
         await works(codec)
@@ -197,7 +197,7 @@ def test_a_call_whose_process_is_killed_is_refused_and_the_next_is_not(blocked):
 def test_where_no_process_can_be_started_json_is_refused_until_one_can():
     async def calls(codec):
         with no_descriptors(), refused("out_of_memory"):
-            await codec.decode(TEXT, None)
+            await codec.run(None, jsonwire.decode, TEXT)
         await works(codec)
 
     run(calls)
@@ -207,7 +207,7 @@ def test_where_no_process_can_be_started_json_is_refused_until_one_can():
 def test_a_process_that_starts_when_memory_is_scarce_leaves_nobody_waiting(mib):
     async def calls(codec):
         with no_memory(mib << 20), contextlib.suppress(Refusal, MemoryError):
-            await codec.decode(TEXT, time.monotonic() + PATIENCE)
+            await codec.run(time.monotonic() + PATIENCE, jsonwire.decode, TEXT)
         await works(codec, time.monotonic() + PATIENCE)
 
     run(calls)
