@@ -43,13 +43,9 @@ _CONFIG, _ENV_FILE = (
 def takes_settings(command: Callable[..., int]) -> Callable[..., int]:
     """Add --config, --env-file and a flag for each setting to `command`. It receives a `Sourced` as `sourced`."""
     hints = typing.get_type_hints(command, include_extras=True)
-    parameters = [
-        each.replace(annotation=hints[each.name])
-        for each in inspect.signature(command).parameters.values()
-        if each.name != "sourced"
-    ]
+    of_command = [each for each in inspect.signature(command).parameters.values() if each.name != "sourced"]
     files = {"config": Annotated[Path | None, _CONFIG], "env_file": Annotated[Path | None, _ENV_FILE]}
-    flags = {**files, **_flags()}
+    flags = files | _flags()
 
     @functools.wraps(command)
     def done(config: Path | None = None, env_file: Path | None = None, **keywords: Any) -> int:
@@ -61,10 +57,11 @@ def takes_settings(command: Callable[..., int]) -> Callable[..., int]:
             raise _command_error(error) from None
         return command(sourced=sourced, **keywords)
 
-    added = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=a) for n, a in flags.items()]
-    of_command = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters]
-    done.__signature__ = inspect.Signature([*of_command, *added], return_annotation=int)  # type: ignore[attr-defined]
-    done.__annotations__ = {**{n: h for n, h in hints.items() if n != "sourced"}, **flags}
+    named = inspect.Parameter.KEYWORD_ONLY
+    parameters = [each.replace(kind=named, annotation=hints[each.name]) for each in of_command]
+    parameters += [inspect.Parameter(name, named, default=None, annotation=flag) for name, flag in flags.items()]
+    done.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
+    done.__annotations__ = {name: hint for name, hint in hints.items() if name != "sourced"} | flags
     return done
 
 
@@ -101,12 +98,10 @@ def _flags() -> dict[str, Any]:
 
 
 def _metavar(kind: Any, *, several: bool) -> str:
-    type_name = str(kind)
     if several:
         return "NAME,…"
-    return (
-        "INT" if "int" in type_name else "NUMBER" if "float" in type_name else "FILE" if "Path" in type_name else "TEXT"
-    )
+    words = {"int": "INT", "float": "NUMBER", "Path": "FILE"}
+    return next((word for name, word in words.items() if name in str(kind)), "TEXT")
 
 
 def _text(value: Any) -> str:

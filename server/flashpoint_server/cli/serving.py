@@ -60,8 +60,7 @@ class _Server(uvicorn.Server):
         self._next_warning = 0.0
         settings = service.settings
         self._certificate = Watch([settings.tls_cert, settings.tls_key], self._reload_certificate)
-        self._watching: asyncio.Task[None] | None = None
-        self._inviting: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = loop = asyncio.get_running_loop()
@@ -70,7 +69,7 @@ class _Server(uvicorn.Server):
             return
         await super().startup(sockets)
         keep_what_is_there()
-        self._watching = asyncio.ensure_future(self._certificate.run())
+        self._tasks.append(asyncio.ensure_future(self._certificate.run()))
         HANGUP.listen(lambda: loop.call_soon_threadsafe(self._reload))
         for listener in sockets or []:
             host, port = listener.getsockname()[:2]
@@ -78,7 +77,7 @@ class _Server(uvicorn.Server):
             log.info("listening", host=host, port=port, url=url)
         settings = self._service.settings
         if sockets and settings.workers == 1 and logs.for_people(settings.log_format):
-            self._inviting = asyncio.ensure_future(self._invite(url.replace("//127.0.0.1:", "//localhost:")))
+            self._tasks.append(asyncio.ensure_future(self._invite(url.replace("//127.0.0.1:", "//localhost:"))))
 
     async def _invite(self, url: str) -> None:
         """Log the URL of the page for people, as the last line of the start."""
@@ -87,9 +86,8 @@ class _Server(uvicorn.Server):
         log.info(f"Open {url}")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for task in (self._watching, self._inviting):
-            if task is not None:
-                task.cancel()
+        for task in self._tasks:
+            task.cancel()
         HANGUP.listen(None)
         if self._grpc is not None:
             await self._grpc.stop(0 if self.forced else LAST_BYTES)
@@ -215,11 +213,9 @@ def open_to_all(settings: Settings) -> str | None:
     """Return an address of `settings.host` that other hosts reach without authentication; None if there is none."""
     if settings.api_keys or settings.api_keys_file or settings.tls_client_ca:
         return None
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    host, port, family = settings.host or None, settings.port, _family(settings.host)
     try:
-        addresses = socket.getaddrinfo(
-            settings.host or None, settings.port, family, socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
+        addresses = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError:  # `listen` will report this error
         return None
     return next((str(where[0]) for *_, where in addresses if not _loopback(str(where[0]))), None)
@@ -230,15 +226,18 @@ def _loopback(address: str) -> bool:
     return (getattr(ip, "ipv4_mapped", None) or ip).is_loopback
 
 
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 def listen(settings: Settings) -> socket.socket:
     """Return a socket that listens on `host` and `port`. Raises OSError."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    return socket.create_server((settings.host, settings.port), family=family, backlog=2048)
+    return socket.create_server((settings.host, settings.port), family=_family(settings.host), backlog=2048)
 
 
 def _reserve(host: str, port: int) -> socket.socket:
     """Reserve a port that the workers' gRPC sockets share: gRPC cannot take over a socket. Raises OSError."""
-    shared = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    shared = socket.socket(_family(host))
     shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         shared.bind((host, port))

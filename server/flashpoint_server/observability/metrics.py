@@ -227,9 +227,7 @@ class Metrics(Listener):
         counted = list(self.everywhere().collect())
         ids = (sample for family in counted if family.name == _PROCESS_ID for sample in family.samples)
         processes = {sample.labels["process"]: int(sample.value) for sample in ids if sample.value}
-        registry = CollectorRegistry()
-        registry.register(_Collected([*counted, build_info(device), *used(processes)]))
-        return generate_latest(registry)
+        return generate_latest(_Collected([*counted, build_info(device), *used(processes)]))
 
     def everywhere(self) -> CollectorRegistry:
         """Return a registry with the counts of all HTTP processes."""
