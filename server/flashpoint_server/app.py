@@ -110,11 +110,11 @@ def create_app(
     ]
     for router in routers:
         app.include_router(router)
-    # Metrics name a route by its path, with * for each parameter; logs show only the parts that are no parameters.
+    # Metrics name a route by its path, with * for each parameter; logs show only the parts that are not parameters.
     paths = {*posts, *(re.sub(r"\{\w+\}", "*", route.path) for route in tensor_routes)}
     others = (route for router in routers for route in router.routes if isinstance(route, StarletteRoute))
-    every_path = (*posts, *(route.path for route in (*tensor_routes, *others)))
-    words = {part for path in every_path for part in path.split("/") if "{" not in part}
+    app.state.paths = [*posts, *(route.path for route in (*tensor_routes, *others))]
+    words = {part for path in app.state.paths for part in path.split("/") if "{" not in part}
     shared_arguments = (paths, service.metrics, service.traces, words, service.sites.check, {"v2": oip.written})
     probes = status.PROBES | oip.PROBES
     direct: Mapping[str, ASGIApp] = posts
@@ -165,9 +165,8 @@ async def _framework_error(request: Request, error: Any) -> Response:
 
 def _missing(request: Request) -> str:
     path = request.url.path
-    known = [route.path for route in request.app.router.routes if isinstance(route, StarletteRoute)]
     plain = path.lower().rstrip("/") if len(path) <= _LONGEST else ""
-    near = [_PROBES[plain]] if plain in _PROBES else get_close_matches(plain, known, 1, 0.7)
+    near = [_PROBES[plain]] if plain in _PROBES else get_close_matches(plain, request.app.state.paths, 1, 0.7)
     return f"there is no {path}: did you mean {near[0]}? See /docs" if near else f"there is no {path}: see /docs"
 
 

@@ -12,6 +12,8 @@ GOOD = small()
 def test_unknown_addresses_404_and_methods_405(server):
     for path in ("/nothing", "/attention/", "/attention/grad/x"):
         problem(post(server, path, GOOD), 404, "not_found")
+    for path, near in (("/atention", "/attention"), ("/metric", "/metrics"), ("/cache/fork", "/caches/fork")):
+        assert f"did you mean {near}?" in ask(server, path).json["detail"]
     answer = ask(server, "/attention")
     problem(answer, 405, "method_not_allowed")
     assert answer.headers["allow"] == "POST"
