@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -43,6 +43,7 @@ class Application(FastAPI):
         await (post or super().__call__)(scope, receive, send)
 
 
+@dataclass(eq=False)
 class Envelope:
     """ASGI middleware, the outermost of ours.
 
@@ -52,25 +53,14 @@ class Envelope:
     the path; the default is a problem document.
     """
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        paths: Collection[str],
-        metrics: Metrics,
-        traces: Traces | None,
-        words: Collection[str] = (),
-        check: Callable[[Exchange, str | None], None] | None = None,
-        writers: Mapping[str, Writer] = MappingProxyType({}),
-        probes: Collection[str] = (),
-    ) -> None:
-        self.app = app
-        self._writers = writers
-        self._words = words
-        self._check = check
-        self._paths = paths
-        self._probes = probes
-        self._metrics = metrics
-        self._traces = traces
+    app: ASGIApp
+    paths: Collection[str]
+    metrics: Metrics
+    traces: Traces | None
+    words: Collection[str] = ()
+    check: Callable[[Exchange, str | None], None] | None = None
+    writers: Mapping[str, Writer] = field(default_factory=dict)
+    probes: Collection[str] = ()
 
     @cached_property
     def _log(self) -> Any:
@@ -82,7 +72,7 @@ class Envelope:
             await self.app(scope, receive, send)
             return
         exchange = Exchange.open(scope)
-        if (writer := self._writers.get(exchange.path.partition("/")[2].partition("/")[0])) is not None:
+        if (writer := self.writers.get(exchange.path.partition("/")[2].partition("/")[0])) is not None:
             exchange.write_refusal = writer
 
         async def counted_receive() -> Message:
@@ -103,8 +93,8 @@ class Envelope:
 
         try:
             try:
-                if self._check is not None:
-                    self._check(exchange, (scope.get("server") or (None,))[0])
+                if self.check is not None:
+                    self.check(exchange, (scope.get("server") or (None,))[0])
             except Refusal as refusal:
                 await send_refusal(stamped_send, exchange, refusal)
             else:
@@ -124,12 +114,12 @@ class Envelope:
             await send_refusal(stamped_send, exchange, failure)
         finally:
             seconds = time.perf_counter() - exchange.arrived
-            route = exchange.path if exchange.path in self._paths else _masked(exchange.path, self._words)
-            known = route in self._paths
-            self._metrics.ended(exchange, route if known else "other", seconds)
-            if known and self._traces is not None:
-                self._traces.request(exchange, route)
-            tell = self._log.debug if not known and exchange.path in self._probes else self._log.info
+            route = exchange.path if exchange.path in self.paths else _masked(exchange.path, self.words)
+            known = route in self.paths
+            self.metrics.ended(exchange, route if known else "other", seconds)
+            if known and self.traces is not None:
+                self.traces.request(exchange, route)
+            tell = self._log.debug if not known and exchange.path in self.probes else self._log.info
             tell("request", **_log_fields(exchange, route, seconds))
 
 

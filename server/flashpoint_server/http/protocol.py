@@ -16,15 +16,7 @@ from uvicorn._types import ASGI3Application
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from flashpoint_server.exchange import FIELDS, combined
-from flashpoint_server.http.body import (
-    EXTENSION,
-    GRACE,
-    ConnectionState,
-    Direct,
-    new_parser,
-    persistence,
-    switch_state,
-)
+from flashpoint_server.http.body import EXTENSION, GRACE, ConnectionState, Direct, new_parser, persistence, switch_state
 from flashpoint_server.http.ending import Closing, EndingProtocol
 from flashpoint_server.http.heads import HEAD_BYTES, too_large, with_host_of, wrong
 from flashpoint_server.refusal import Refusal

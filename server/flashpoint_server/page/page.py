@@ -53,37 +53,26 @@ PLOTS: dict[PlotKind, str] = {
 def router(service: Service) -> APIRouter:
     routes = APIRouter(include_in_schema=False)
     docs_url = service.settings.docs_url
-    page = _File(_index(locked=service.keys.locked, docs_url=docs_url), HTML)
-    errors = _File(_errors(), HTML)
-    tutorial = _File(_tutorial(docs_url), HTML)
     here, swagger = files(__package__), files("fastapi_swagger.resources")
-    docs = _File((here / "templates" / "docs.html").read_bytes(), HTML, DOCS_POLICY)
+    pages = {
+        "/": _File(_index(locked=service.keys.locked, docs_url=docs_url), HTML),
+        "/docs": _File((here / "templates" / "docs.html").read_bytes(), HTML, DOCS_POLICY),
+        "/docs/errors": _File(_errors(), HTML),
+        "/docs/tutorial": _File(_tutorial(docs_url), HTML),
+    }
     ours = (here / "static").iterdir()
     others = [swagger / name for name in ("swagger-ui-bundle.js", "swagger-ui.css")]
     others += [here / "vendor" / "uplot" / name for name in ("uPlot.esm.js", "uPlot.min.css")]
     static = {file.name: _File(file.read_bytes(), TYPES[file.name.rpartition(".")[2]]) for file in (*ours, *others)}
 
-    @routes.get("/")
-    async def index(request: Request) -> Response:
-        return page.answer(request)
-
-    @routes.get("/docs")
-    async def documentation(request: Request) -> Response:
-        return docs.answer(request)
-
-    @routes.get("/docs/errors")
-    async def documentation_of_errors(request: Request) -> Response:
-        return errors.answer(request)
-
-    @routes.get("/docs/tutorial")
-    async def documentation_of_first_call(request: Request) -> Response:
-        return tutorial.answer(request)
+    for path, page in pages.items():
+        routes.add_api_route(path, page.answer)
 
     @routes.get("/static/{name}")
     async def file(name: str, request: Request) -> Response:
         if name not in static:
             raise Refusal("not_found", f"{request.url.path} does not exist")
-        return static[name].answer(request)
+        return await static[name].answer(request)
 
     return routes
 
@@ -95,7 +84,7 @@ class _File:
         self._content, self._media_type, self._policy = content, media_type, policy
         self._etag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
 
-    def answer(self, request: Request) -> Response:
+    async def answer(self, request: Request) -> Response:
         headers = HEADERS | {"Content-Security-Policy": self._policy, "ETag": self._etag}
         if request.headers.get("if-none-match") == self._etag:
             return Response(status_code=304, headers=headers)

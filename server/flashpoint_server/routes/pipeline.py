@@ -93,25 +93,26 @@ class RouteRequest:
 
 Handler = Callable[[RouteRequest], Awaitable[None]]
 Numbers = Callable[[Spec], list[TensorInfo]]  # the outputs that the answer carries as text
-Compute = Callable[[RouteRequest, TensorMessage, Numbers], Awaitable[tuple[AttentionJob, JobResult]]]
+Computed = tuple[AttentionJob, JobResult]
+Compute = Callable[[RouteRequest, TensorMessage, Numbers], Awaitable[Computed]]
 MakeBody = Callable[[Scope, Receive, Mapping[str, str], Settings], RequestBody]
 
 
+@dataclass(eq=False)
 class Route:
     """The ASGI application of one call. `handle` takes a request through the steps and sends the answer."""
 
-    def __init__(self, service: Service, handle: Handler, body: MakeBody = RequestBody) -> None:
-        self._service = service
-        self._handle = handle
-        self._body = body
+    service: Service
+    handle: Handler
+    make_body: MakeBody = RequestBody
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         exchange, query = Exchange.of(scope), scope["query_string"].decode("latin-1")
         headers = exchange.headers
-        body = self._body(scope, receive, headers, self._service.settings)
+        body = self.make_body(scope, receive, headers, self.service.settings)
         try:
             with Cleanup() as cleanup:
-                await self._handle(RouteRequest(self._service, exchange, headers, body, receive, send, cleanup, query))
+                await self.handle(RouteRequest(self.service, exchange, headers, body, receive, send, cleanup, query))
         except Refusal as refusal:
             await _refuse(send, exchange, refusal, body)
         except MemoryError:
@@ -210,9 +211,7 @@ async def attention(request: RouteRequest, direction: Direction, planners: Mappi
     await write(request, job, answer, parts, {"content-type": wanted.media_type})
 
 
-async def compute(
-    request: RouteRequest, message: TensorMessage, direction: Direction, numbers: Numbers
-) -> tuple[AttentionJob, JobResult]:
+async def compute(request: RouteRequest, message: TensorMessage, direction: Direction, numbers: Numbers) -> Computed:
     """Plan, admit, stage and submit attention or its gradients. Raises Refusal and ClientGoneError."""
     plan = message.plan(direction, request.device, partial(choose, request.service.settings))
     return await carry_out(request, message, plan, numbers(plan.spec), plan.spec.input_bytes + plan.spec.output_bytes)
@@ -236,7 +235,7 @@ async def carry_out(
     cache_ref: CacheRef | None = None,
     saved: Callable[[Mapping[str, Any]], Save | Recall | None] = lambda _: None,
     **engine: Any,
-) -> tuple[AttentionJob, JobResult]:
+) -> Computed:
     """Admit, stage and submit a planned problem.
 
     `text` are the outputs to send as text, `nbytes` is the size of all staged tensors. `cache_ref` names the caches of

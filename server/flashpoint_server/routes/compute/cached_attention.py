@@ -23,12 +23,11 @@ from flashpoint_server.access.cache_ids import CacheId
 from flashpoint_server.config.settings import REPLICA
 from flashpoint_server.formats.message import RequestPlan, TensorMessage, read_options, refuse_invalid
 from flashpoint_server.ipc.bodies import CacheRef, pack_options
-from flashpoint_server.ipc.job import AttentionJob, JobResult
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import MOST_FLOPS, Price
 from flashpoint_server.ipc.staging import Layout
 from flashpoint_server.refusal import Refusal, invalid
-from flashpoint_server.routes.pipeline import Numbers, RouteRequest, carry_out
+from flashpoint_server.routes.pipeline import Computed, Numbers, RouteRequest, carry_out
 
 # Seconds in which one core reads a byte of keys or values. 8-bit values count as float32, because they are converted.
 READ_SECONDS = 1e-10
@@ -38,9 +37,7 @@ _MANY = 1 << 30  # number of pairs whose price gives the price of one
 REMEMBERED = 1 << 16  # number of caches whose lengths are stored here, for the prices of later calls
 
 
-async def compute_cached(
-    request: RouteRequest, message: TensorMessage, numbers: Numbers
-) -> tuple[AttentionJob, JobResult]:
+async def compute_cached(request: RouteRequest, message: TensorMessage, numbers: Numbers) -> Computed:
     """Plan, admit, stage and submit attention over caches. Raises Refusal and ClientGoneError."""
     service, device = request.service, request.device
     set_replica_header(request)

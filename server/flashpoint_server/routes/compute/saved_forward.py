@@ -23,19 +23,16 @@ from flashpoint_kernels.problems.cost import extent_of, flops_of, seconds_of
 from flashpoint_server.access.saved_ids import SavedId, SavedIds
 from flashpoint_server.formats.message import RequestPlan, TensorMessage, read_options, refuse_invalid
 from flashpoint_server.ipc.bodies import Recall, Save, pack_options
-from flashpoint_server.ipc.job import AttentionJob, JobResult
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.price import MOST_FLOPS, Price, price_of
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes.compute.cached_attention import cache_quota, set_replica_header
-from flashpoint_server.routes.pipeline import Numbers, RouteRequest, carry_out, choose
+from flashpoint_server.routes.pipeline import Computed, Numbers, RouteRequest, carry_out, choose
 
 SEED_BITS = 53  # bits of a seed that the server draws: float64 represents it exactly
 
 
-async def compute_saving(
-    request: RouteRequest, message: TensorMessage, numbers: Numbers
-) -> tuple[AttentionJob, JobResult]:
+async def compute_saving(request: RouteRequest, message: TensorMessage, numbers: Numbers) -> Computed:
     """Compute attention and save it; `saved` in the answer's metadata is the id. Raises Refusal and ClientGoneError."""
     service, device = request.service, request.device
     set_replica_header(request)
@@ -92,9 +89,7 @@ def _check_memory(request: RouteRequest, size: int, quota: int | None) -> None:
         raise Refusal("cache_memory", f"{used} of {limit} bytes are in use, and this call needs {size} more")
 
 
-async def compute_recalled(
-    request: RouteRequest, message: TensorMessage, numbers: Numbers
-) -> tuple[AttentionJob, JobResult]:
+async def compute_recalled(request: RouteRequest, message: TensorMessage, numbers: Numbers) -> Computed:
     """Compute the gradients of a saved forward. Raises Refusal and ClientGoneError."""
     service, device = request.service, request.device
     options, infos = dict(message.options()), dict(message.inputs)
