@@ -49,29 +49,25 @@ class ClientGoneError(Exception):
 
 
 class RequestBody:
-    """The body of one request, read in chunks or directly into memory.
+    """The body of one request, read in chunks or directly into memory. Times are in `time.monotonic` seconds."""
 
-    `length` is the Content-Length, `limit` the maximum number of bytes, `received` the number of bytes read. `deadline`
-    is that of the request. `ended` is when the whole body had arrived; both are in `time.monotonic` seconds. `complete`
-    says whether the whole body has arrived, `absent` whether the request has no body. `direct` is set only on our own
-    server (protocol.py).
-    """
+    received = 0  # number of bytes read
+    deadline: float | None = None  # deadline of the request
+    complete = False  # whether the whole body has arrived
+    ended: float | None = None  # when it had arrived
+    _draining: Direct | None = None
 
     def __init__(self, scope: Scope, receive: Receive, headers: Mapping[str, str], settings: Settings) -> None:
         self._receive = receive
-        # Remove it from the scope, to which it refers: only the garbage collector frees a cycle of references.
+        # Only our own server (protocol.py) has `direct`. Remove it from the scope, to which it refers: only the garbage
+        # collector frees a cycle of references.
         self.direct: Direct | None = scope.get("extensions", {}).pop(EXTENSION, {}).get("direct")
-        self._draining: Direct | None = None
         self._settings = settings
         self._began = time.monotonic()
-        self.received = 0
         length = headers.get("content-length", "")
         self.length = int(length) if length.isdecimal() else None  # None: a chunked body
-        self.absent = not length and "transfer-encoding" not in headers  # RFC 9112, §6.3
-        self.limit = settings.body_limit
-        self.deadline: float | None = None
-        self.complete = False
-        self.ended: float | None = None
+        self.absent = not length and "transfer-encoding" not in headers  # no body (RFC 9112, §6.3)
+        self.limit = settings.body_limit  # maximum number of bytes
 
     @property
     def nearly_there(self) -> bool:
@@ -224,17 +220,15 @@ def _too_long() -> Refusal:
 
 
 class BodyBuffer:
-    """The places of a body's tensors, which arriving bytes fill in order.
+    """The places of a body's tensors, which arriving bytes fill in order."""
 
-    `filled_bytes` counts the bytes, and `filled_last` is when the last ones arrived, in `time.monotonic` seconds.
-    """
+    filled_bytes = 0
+    filled_last = 0.0  # when the last bytes arrived, in `time.monotonic` seconds
+    _unwanted = 0  # number of bytes to discard
 
     def __init__(self, places: Iterable[memoryview]) -> None:
         self._places = [place for place in places if len(place)]
         self._places.reverse()
-        self._unwanted = 0  # bytes to discard
-        self.filled_bytes = 0
-        self.filled_last = 0.0
 
     @property
     def full(self) -> bool:

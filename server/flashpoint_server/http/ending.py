@@ -37,21 +37,18 @@ class Config(uvicorn.Config):
 
 
 class EndingProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol, which ends connections so that clients receive the last answer.
-
-    `HttpProtocol.__init__` sets the attributes.
-    """
+    """uvicorn's HTTP protocol, which ends connections so that clients receive the last answer."""
 
     config: Config
     secure: bool  # whether the connection uses TLS
-    wrong: Refusal | None  # the error of a head that the parser accepts, but that is not valid
-    last_words: bytes  # the last answer, if the rest of the input cannot be parsed
-    over: bool  # whether the last answer has been sent
-    discarded: int  # number of bytes that arrived and were not read
-    running: RequestResponseCycle | None  # the request that is being answered, or the last one
     parsing: asyncio.BufferedProtocol  # the state in which the HTTP parser gets every read
-    half_closed: bool  # the client has ended its sending
-    watcher: Callable[[], None] | None  # called when the client disconnects
+    wrong: Refusal | None = None  # the error of a head that the parser accepts, but that is not valid
+    last_answer = b""  # the last answer, if the rest of the input cannot be parsed
+    over = False  # whether the last answer has been sent
+    discarded = 0  # number of bytes that arrived and were not read
+    running: RequestResponseCycle | None = None  # the request that is being answered, or the last one
+    half_closed = False  # whether the client has ended its sending
+    watcher: Callable[[], None] | None = None  # called when the client disconnects
 
     def refuse_input(self, error: Exception) -> None:
         """Refuse the request in which an error occurred, and end the connection.
@@ -68,7 +65,7 @@ class EndingProtocol(HttpToolsProtocol):
         blank = {"method": "", "path": "", "headers": ()}
         exchange = Exchange.open(cycle.scope if unfinished else blank)  # type: ignore[arg-type]  # the library's types
         exchange.status, exchange.code = refusal.status, refusal.code
-        self.last_words, exchange.bytes_out = _written(refusal, exchange.request_id)
+        self.last_answer, exchange.bytes_out = _written(refusal, exchange.request_id)
         ours = refusal.code in ("out_of_memory", "internal_error")
         if ours:
             log.error("failed", request_id=exchange.request_id, error=type(cause).__name__, exc_info=cause)
@@ -92,12 +89,12 @@ class EndingProtocol(HttpToolsProtocol):
             # the body's reader learns that no more data comes, and that no answer can be sent
             cycle.disconnected = True
             cycle.message_event.set()
-            self._send_last_words()
+            self._send_last_answer()
         if running is None or running.response_complete:
-            self._send_last_words()
+            self._send_last_answer()
 
-    def _send_last_words(self) -> None:
-        self.transport.write(self.last_words)
+    def _send_last_answer(self) -> None:
+        self.transport.write(self.last_answer)
         self.linger()
 
     def end(self) -> None:

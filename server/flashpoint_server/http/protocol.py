@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Mapping
-from typing import Any
 
 import httptools
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -19,7 +18,6 @@ from flashpoint_server.exchange import FIELDS, combined
 from flashpoint_server.http.body import EXTENSION, GRACE, ConnectionState, Direct, new_parser, persistence, switch_state
 from flashpoint_server.http.ending import Closing, EndingProtocol
 from flashpoint_server.http.heads import HEAD_BYTES, too_large, with_host_of, wrong
-from flashpoint_server.refusal import Refusal
 
 # Maximum bytes of one read for the parser. It copies the part of a body that it sees several times, so this is small.
 PARSED_AT_ONCE = 1 << 15
@@ -33,34 +31,21 @@ class HttpProtocol(EndingProtocol):
     memory of an answer can be reused when the writer resumes.
 
     `unparsed_bytes` counts the bytes since the last end of a head or the last bytes of a body: parts of a head, chunk
-    extensions, trailers and blank lines. Their number is limited.
+    extensions, trailers and blank lines. Their number is limited. `scope`, `url`, `headers` and `cycle` are uvicorn's.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-
-        # Per-connection state
-        self.parsing = _Parsing(self)
-        self.half_closed = False
-        self.over = False
-        self.last_words = b""
-        self.discarded = 0
-        self.running: RequestResponseCycle | None = None
-        self.closing: Closing  # made with the transport, like `secure`
-        self._head_timer: asyncio.TimerHandle | None = None
-        self._idle_timer: asyncio.TimerHandle | None = None
-        self._idle_since: float | None = None  # in the loop's seconds; None while a request arrives or is answered
-        # The last request's head and its parsed fields: most requests of a connection have the same head.
-        self._head: tuple[str, bytes, list[tuple[bytes, bytes]]] | None = None
-        self._fields: Mapping[str, str] = {}
-
-        # Per-request state; `scope`, `url`, `headers` and `cycle` are uvicorn's
-        self.unparsed_bytes = 0
-        self.wrong: Refusal | None = None
-        self.watcher = None
+    closing: Closing
+    unparsed_bytes = 0
+    _head_timer: asyncio.TimerHandle | None = None
+    _idle_timer: asyncio.TimerHandle | None = None
+    _idle_since: float | None = None  # in the loop's seconds; None while a request arrives or is answered
+    # The last request's head and its parsed fields: most requests of a connection have the same head.
+    _head: tuple[str, bytes, list[tuple[bytes, bytes]]] | None = None
+    _fields: Mapping[str, str]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.parsing = _Parsing(self)
         self.secure = self.scheme == "https"
         # The kernel closes the connection if the client acknowledges nothing for these milliseconds (man 7 tcp).
         patience = int(1000 * self.config.answer_timeout)
@@ -87,7 +72,7 @@ class HttpProtocol(EndingProtocol):
     def _abort_soon(self) -> None:
         self._head_timer = self.loop.call_later(GRACE, self.transport.abort)
 
-    def _head_is_there(self) -> None:
+    def _head_has_arrived(self) -> None:
         self.unparsed_bytes = 0
         if self._head_timer is not None:
             self._head_timer.cancel()
@@ -95,7 +80,7 @@ class HttpProtocol(EndingProtocol):
 
     def data_received(self, data: bytes | memoryview) -> None:
         self._unset_keepalive_if_required()
-        if self.over or self.last_words:
+        if self.over or self.last_answer:
             self.discard(len(data))
             return
         try:
@@ -127,7 +112,7 @@ class HttpProtocol(EndingProtocol):
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
             return  # the head is parsed again, without the Upgrade field
-        self._head_is_there()
+        self._head_has_arrived()
         version = self.parser.get_http_version()
         if not self.url.startswith(b"/"):
             self.headers[:] = with_host_of(self.url, self.headers)
@@ -158,12 +143,12 @@ class HttpProtocol(EndingProtocol):
         self.flow.resume_reading()
         if self.pipeline:
             self._start_asgi_task(*self.pipeline.pop())
-        elif self.last_words:
-            self._send_last_words()
+        elif self.last_answer:
+            self._send_last_answer()
         else:
             self._idle_since = self.loop.time()
             if self._idle_timer is None:
-                self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._look_whether_idle)
+                self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._close_if_idle)
         if self.pipeline:
             self.flow.pause_reading()  # answer the pipelined requests before reading more, or they accumulate here
 
@@ -171,11 +156,11 @@ class HttpProtocol(EndingProtocol):
         """Note that the connection is not idle. uvicorn cancels a timer here; ours stays, and serves many requests."""
         self._idle_since = None
 
-    def _look_whether_idle(self) -> None:
+    def _close_if_idle(self) -> None:
         self._idle_timer = None
         if self._idle_since is not None and not self.transport.is_closing():
             if (left := self._idle_since + self.timeout_keep_alive - self.loop.time()) > 0:
-                self._idle_timer = self.loop.call_later(left, self._look_whether_idle)
+                self._idle_timer = self.loop.call_later(left, self._close_if_idle)
             else:
                 self.transport.close()
 
@@ -216,7 +201,7 @@ class HttpProtocol(EndingProtocol):
         if self.running is not None:
             self.running.disconnected = True  # uvicorn marks only the last pipelined request
         super().connection_lost(exc)
-        self._head_is_there()
+        self._head_has_arrived()
         if self._idle_timer is not None:
             self._idle_timer.cancel()
             self._idle_timer = None
@@ -239,7 +224,7 @@ class _Parsing(ConnectionState):
         http = self._http
         http.unparsed_bytes += nbytes
         http.data_received(_SCRATCH[:nbytes])
-        if http.unparsed_bytes and not (http.over or http.last_words):
+        if http.unparsed_bytes and not (http.over or http.last_answer):
             http.check_limits()
 
 

@@ -28,7 +28,7 @@ from flashpoint_server.refusal import Refusal, invalid
 
 # A case's tensors may use 1/8 of the device's memory; gradients, copies and other requests need the rest.
 MEMORY_SHARE = 8
-HEARSAY_SECONDS = 0.25  # maximum wait for the news of a benchmark that another HTTP process has started
+NEWS_SECONDS = 0.25  # maximum wait for the news of a benchmark that another HTTP process has started
 OPENING_SECONDS = 10.0  # maximum wait until an engine accepts a job; it may be in a launch
 
 
@@ -108,7 +108,7 @@ class Benchmarks(Listener):
     async def get(self, name: str) -> KnownBenchmark:
         """Return a benchmark, which another HTTP process may just have started. Raises Refusal 404."""
         try:
-            async with asyncio.timeout(HEARSAY_SECONDS):
+            async with asyncio.timeout(NEWS_SECONDS):
                 while name not in self._known:
                     await self._heard.wait()
         except TimeoutError:
