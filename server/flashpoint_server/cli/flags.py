@@ -15,7 +15,7 @@ import typer
 from flashpoint.commands.app import CommandError
 from flashpoint.commands.completion import values
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.config.sources import FILES, PREFIX, SettingError, load
+from flashpoint_server.config.sources import PREFIX, SettingError, load
 
 # The first setting of each group. Every other setting belongs to the group of the setting before it.
 GROUPS = {
@@ -28,24 +28,18 @@ GROUPS = {
     "default_timeout_ms": "Timeouts",
     "otlp_endpoint": "Traces and logs",
 }
-_FILES = "Files of settings"
 _OFFERED = {"device": ["auto", "cpu", "cuda", "all"]}  # completions of a setting that accepts any text
-_CONFIG, _ENV_FILE = (
-    typer.Option(help=text, metavar="FILE", envvar=PREFIX + name, rich_help_panel=_FILES)
-    for name, text in zip(
-        FILES,
-        ("TOML file of settings, with lines like: port = 9000.", "File of FLASHPOINT_* variables, one a line."),
-        strict=True,
-    )
-)
+_FILE_HELP = {
+    "config": "TOML file of settings, with lines like: port = 9000.",
+    "env_file": "File of FLASHPOINT_* variables, one a line.",
+}
 
 
 def takes_settings(command: Callable[..., int]) -> Callable[..., int]:
     """Add --config, --env-file and a flag for each setting to `command`. It receives a `Sourced` as `sourced`."""
     hints = typing.get_type_hints(command, include_extras=True)
     of_command = [each for each in inspect.signature(command).parameters.values() if each.name != "sourced"]
-    files = {"config": Annotated[Path | None, _CONFIG], "env_file": Annotated[Path | None, _ENV_FILE]}
-    flags = files | _flags()
+    flags = _flags()
 
     @functools.wraps(command)
     def done(config: Path | None = None, env_file: Path | None = None, **keywords: Any) -> int:
@@ -72,7 +66,13 @@ def _command_error(error: SettingError) -> CommandError:
 
 
 def _flags() -> dict[str, Any]:
-    made, group = {}, ""
+    """Return the annotation of each flag, by its name."""
+    made: dict[str, Any] = {}
+    for name, text in _FILE_HELP.items():
+        variable = PREFIX + name.upper()
+        option = typer.Option(help=text, metavar="FILE", envvar=variable, rich_help_panel="Files of settings")
+        made[name] = Annotated[Path | None, option]
+    group = ""
     for name, field in Settings.model_fields.items():
         group = GROUPS.get(name, group)
         default = field.default

@@ -39,8 +39,8 @@ class _Handler(logging.Handler):
         LINES.put(self.format(record).encode("utf-8", "backslashreplace"))
 
 
-def _json(_: WrappedLogger, __: str, event: EventDict) -> bytes:
-    return msgspec.json.encode(event, enc_hook=repr)
+def _json(_: WrappedLogger, __: str, event: EventDict) -> str:
+    return msgspec.json.encode(event, enc_hook=repr).decode()
 
 
 def _json_line(logger: _Queued, method: str, event: EventDict) -> bytes:
@@ -55,10 +55,6 @@ def _json_line(logger: _Queued, method: str, event: EventDict) -> bytes:
 
 def _encoded(_: WrappedLogger, __: str, line: Any) -> bytes:
     return str(line).encode("utf-8", "backslashreplace")
-
-
-def _decoded(_: WrappedLogger, __: str, line: Any) -> str:
-    return bytes(line).decode()
 
 
 def _notice(processors: Sequence[Processor], dropped: int) -> bytes:
@@ -95,7 +91,7 @@ def configure(style: Literal["auto", "json", "console"], level: str) -> None:
             colors=os.isatty(STDERR) and "NO_COLOR" not in os.environ,
             exception_formatter=structlog.dev.plain_traceback,  # rich's shows the values of all local variables
         )
-        renderer, ours = [console, _encoded], [*shared, console, _encoded]
+        renderer, ours = [console], [*shared, console, _encoded]
     structlog.configure(
         processors=ours,
         wrapper_class=structlog.make_filtering_bound_logger(level),
@@ -107,7 +103,7 @@ def configure(style: Literal["auto", "json", "console"], level: str) -> None:
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
-            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *renderer, _decoded],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *renderer],
         )
     )
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
