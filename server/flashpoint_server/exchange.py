@@ -68,19 +68,15 @@ class LaunchInfo(NamedTuple):
 
 @dataclass(eq=False)
 class Exchange:
-    """A request and its answer.
-
-    `arrived` is in `time.perf_counter` seconds. `status` is None until the answer begins. `code` is the error code. If
-    the client disconnects before its answer, `status` is 499 and `code` is client_gone.
-    """
+    """A request and its answer."""
 
     method: str
     path: str
     headers: Mapping[str, str]
     request_id: str
     arrived: float = field(default_factory=time.perf_counter)
-    status: int | None = None
-    code: str | None = None
+    status: int | None = None  # set when the answer begins; 499 if the client disconnects before
+    code: str | None = None  # the error code; client_gone if the client disconnects before its answer
     bytes_in: int = 0
     bytes_out: int = 0
     key: str = ""  # the name of the request's API key

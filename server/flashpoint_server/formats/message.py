@@ -39,17 +39,14 @@ _NUMBER = 25  # maximum bytes of a float and its comma, for example -1.234567880
 
 
 class RequestPlan(NamedTuple):
-    """A planned problem, with its options as the engine receives them.
-
-    `layout` is None if requests with the same plan may have different layouts.
-    """
+    """A planned problem."""
 
     spec: Spec
     backend: str
     price: Price
     device: DeviceInfo
-    options: Raw
-    layout: Layout | None = None
+    options: Raw  # the options as the engine receives them
+    layout: Layout | None = None  # None if requests with the same plan may have different layouts
 
 
 # A call that needs nothing but its tensors, that reads KV caches, that saves its forward, or that uses a saved forward.
@@ -59,14 +56,10 @@ Choose = Callable[[Spec, DeviceInfo], str]  # (problem, device) -> backend. Rais
 
 
 class TensorMessage(ABC):
-    """A request whose options and shapes are known. Its tensors may not have arrived yet.
+    """A request whose options and shapes are known. Its tensors may not have arrived yet."""
 
-    `inputs` has the name, dtype and shape of each tensor, in the order of their bytes. `surface` is the name of the
-    format in the tables of the contract, which list the tensors that a format cannot carry.
-    """
-
-    inputs: list[tuple[str, TensorInfo]]
-    surface = "safetensors"
+    inputs: list[tuple[str, TensorInfo]]  # the tensors by name, in the order of their bytes
+    surface = "safetensors"  # name of the format in the contract's tables of tensors that a format cannot carry
     # Results that routes derive from the head alone. Requests with the same head share them.
     derived: dict[str, Any] | None = None
 

@@ -28,13 +28,12 @@ class HttpProtocol(EndingProtocol):
     """uvicorn's protocol, with direct reads and writes, and with limits of a head's size and time.
 
     uvloop keeps views of unsent data, not copies. The writer is paused while the transport holds any byte, so the
-    memory of an answer can be reused when the writer resumes.
-
-    `unparsed_bytes` counts the bytes since the last end of a head or the last bytes of a body: parts of a head, chunk
-    extensions, trailers and blank lines. Their number is limited. `scope`, `url`, `headers` and `cycle` are uvicorn's.
+    memory of an answer can be reused when the writer resumes. `scope`, `url`, `headers` and `cycle` are uvicorn's.
     """
 
     closing: Closing
+    # Number of bytes since the last end of a head or the last bytes of a body: parts of a head, chunk extensions,
+    # trailers and blank lines.
     unparsed_bytes = 0
     _head_timer: asyncio.TimerHandle | None = None
     _idle_timer: asyncio.TimerHandle | None = None

@@ -43,14 +43,12 @@ _DIGITS = 15  # maximum digits of milliseconds: 30,000 years, more than any sett
 
 
 class Cleanup:
-    """A context that calls functions at its end, the last one first, in a third of the time of an ExitStack.
+    """A context that calls functions at its end, the last one first, in a third of the time of an ExitStack."""
 
-    `error` is the type of the exception that ends the context, or None.
-    """
+    error: type[BaseException] | None = None  # type of the exception that ended the context
 
     def __init__(self) -> None:
         self._calls: list[Callable[[], object]] = []
-        self.error: type[BaseException] | None = None
         self.callback = self._calls.append
 
     def __enter__(self) -> Cleanup:
@@ -68,10 +66,7 @@ class Cleanup:
 
 @dataclass(eq=False)
 class RouteRequest:
-    """One request in a route. Steps add functions to `cleanup`, which are called when the request has ended.
-
-    `authorize` sets `caller`, `begin` sets `device` and `priority`, and `admit` sets `permit`.
-    """
+    """One request in a route."""
 
     service: Service
     exchange: Exchange
@@ -79,12 +74,12 @@ class RouteRequest:
     body: RequestBody
     receive: Receive
     send: Send
-    cleanup: Cleanup
+    cleanup: Cleanup  # steps add functions, which are called when the request has ended
     query: str = ""
-    caller: Caller = field(init=False)
-    device: DeviceInfo = field(init=False)
+    caller: Caller = field(init=False)  # from `authorize`
+    device: DeviceInfo = field(init=False)  # from `begin`, like `priority`
     priority: int = 0
-    permit: Permit | None = None
+    permit: Permit | None = None  # from `admit`
 
     def waiting_since(self) -> float | None:
         """Return when the body ended, in `time.monotonic` seconds; None before that, and when the answer has begun."""

@@ -103,18 +103,14 @@ def _seed_of(key: str, cache_options: CacheOptions) -> int:
 
 
 class _Rates(NamedTuple):
-    """The price of a call, as a function of its caches' lengths.
-
-    `queries` is their number in each sequence, `batch` the number of sequences. `call` are the seconds of a call
-    without keys, `pair` those of each (query, key) pair, and `key` those of each key.
-    """
+    """The price of a call, as a function of its caches' lengths."""
 
     spec: Spec
-    queries: int
-    batch: int
-    call: float
-    pair: float
-    key: float
+    queries: int  # number of queries in each sequence
+    batch: int  # number of sequences
+    call: float  # seconds of a call without keys
+    pair: float  # seconds for each pair of a query and a key
+    key: float  # seconds for reading each key
 
     @classmethod
     def of(cls, spec: Spec, backend: str, device: DeviceInfo, width: int) -> _Rates:
@@ -137,14 +133,11 @@ class _Rates(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """The plan of a call over caches whose layer has the sizes `layer`, on `device`.
-
-    `left` is the number of earlier keys that a single query sees, or −1 for all.
-    """
+    """The plan of a call over caches whose layer has the sizes `layer`, on `device`."""
 
     spec: Spec
     options: Raw
-    left: int
+    left: int  # number of earlier keys that a single query sees; −1 for all
     backend: str
     layout: Layout
     rates: _Rates
@@ -215,10 +208,7 @@ def _for_single_queries(spec: Spec) -> tuple[Options, int]:
 
 
 def set_replica_header(request: RouteRequest) -> None:
-    """Set the answer's X-Flashpoint-Replica: the value of the request's header, or else the name of this replica.
-
-    A balancer may know replicas by other names.
-    """
+    """Set the answer's X-Flashpoint-Replica: the request's value, which a balancer knows, or this replica's name."""
     sent = request.headers.get("x-flashpoint-replica", "")
     request.exchange.replica = sent if REPLICA.fullmatch(sent) else request.service.cache_ids.replica
 
