@@ -48,7 +48,8 @@ def takes_settings(command: Callable[..., int]) -> Callable[..., int]:
         try:
             sourced = load(texts, config, env_file)
         except SettingError as error:
-            raise _command_error(error) from None
+            text = "\n  ".join(f"{where}: {message}" for where, message, _ in error.problems)
+            raise CommandError(text, error.problems[0][2] if len(error.problems) == 1 else None) from None
         return command(sourced=sourced, **keywords)
 
     named = inspect.Parameter.KEYWORD_ONLY
@@ -57,12 +58,6 @@ def takes_settings(command: Callable[..., int]) -> Callable[..., int]:
     done.__signature__ = inspect.Signature(parameters, return_annotation=int)  # type: ignore[attr-defined]
     done.__annotations__ = {name: hint for name, hint in hints.items() if name != "sourced"} | flags
     return done
-
-
-def _command_error(error: SettingError) -> CommandError:
-    """Return one error for all wrong settings. The error has a hint if only one setting is wrong."""
-    text = "\n  ".join(f"{where}: {message}" for where, message, _ in error.problems)
-    return CommandError(text, error.problems[0][2] if len(error.problems) == 1 else None)
 
 
 def _flags() -> dict[str, Any]:

@@ -50,7 +50,7 @@ class _Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, app: FastAPI) -> None:
         super().__init__(config)
-        self._service = service = app.state.service
+        self._service: Service = app.state.service
         self._statistics = app.state.statistics
         self._loop: asyncio.AbstractEventLoop | None = None
         self._grpc: RpcServer | None = None
@@ -58,7 +58,7 @@ class _Server(uvicorn.Server):
         self.forced = False  # whether a second signal has arrived
         self._draining: asyncio.Task[None] | None = None
         self._next_warning = 0.0
-        settings = service.settings
+        settings = self._service.settings
         self._certificate = Watch([settings.tls_cert, settings.tls_key], self._reload_certificate)
         self._tasks: list[asyncio.Task[None]] = []
 

@@ -87,15 +87,15 @@ class Metrics(Listener):
         self._compute = counter("compute_seconds", "Seconds of kernel launches, without copies", "backend")
         self._speed = gauge("kernel_tflops", "TFLOP/s of the last launch", "mostrecent")
         self._memory = gauge("device_memory_bytes", "Bytes of device memory that the engine holds", "mostrecent")
-        self._caches = gauge("caches", "KV caches that engines hold", "livemax", "engine")
-        self._cache_bytes = gauge(
-            "cache_bytes", "Bytes of KV caches; memory shared by forks counts once", "livemax", "engine"
-        )
-        self._saved = gauge("saved_forwards", "Saved forwards that engines hold", "livemax", "engine")
-        self._saved_bytes = gauge("saved_bytes", "Bytes of saved forwards", "livemax", "engine")
-        self._cache_limit = gauge(
-            "cache_limit_bytes", "Limit in bytes for KV caches and saved forwards in an engine", "livemax", "engine"
-        )
+        once = "Bytes of KV caches; memory shared by forks counts once"
+        self._holding = {
+            "caches": gauge("caches", "KV caches that engines hold", "livemax", "engine"),
+            "nbytes": gauge("cache_bytes", once, "livemax", "engine"),
+            "saved": gauge("saved_forwards", "Saved forwards that engines hold", "livemax", "engine"),
+            "saved_nbytes": gauge("saved_bytes", "Bytes of saved forwards", "livemax", "engine"),
+        }
+        limit = "Limit in bytes for KV caches and saved forwards in an engine"
+        self._cache_limit = gauge("cache_limit_bytes", limit, "livemax", "engine")
         self._restarts = counter("engine_restarts", "Engine restarts")
         self._splits = counter("out_of_memory_splits", "Batches split in two because memory ran out")
 
@@ -187,11 +187,8 @@ class Metrics(Listener):
             self._splits.inc(batch.splits)
 
     def holding_changed(self, engine: Engine, holding: Holding) -> None:
-        name = engine.process[0]
-        self._caches.labels(name).set(holding.caches)
-        self._cache_bytes.labels(name).set(holding.nbytes)
-        self._saved.labels(name).set(holding.saved)
-        self._saved_bytes.labels(name).set(holding.saved_nbytes)
+        for name, metric in self._holding.items():
+            metric.labels(engine.process[0]).set(getattr(holding, name))
 
     def cache_limit(self, engine: str, nbytes: int) -> None:
         """Set the maximum bytes of caches that an engine may hold."""
