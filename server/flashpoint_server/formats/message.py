@@ -33,7 +33,7 @@ from flashpoint_server.refusal import Refusal, invalid
 
 M = TypeVar("M", bound=BaseModel)
 
-_SPECIAL = frozenset((*caches.CACHE_OPTIONS, *saved.SAVED_OPTIONS))  # options of calls that are not plain
+SPECIAL = frozenset((*caches.CACHE_OPTIONS, *saved.SAVED_OPTIONS))  # options of calls that are not plain
 _SHORT = 512  # maximum characters of options whose checked form is cached
 _NUMBER = 25  # maximum bytes of a float and its comma, for example -1.2345678806304932e-05
 
@@ -137,7 +137,7 @@ def make_spec(infos: Mapping[str, TensorInfo], options: Mapping[str, Any], direc
     """Return the spec of a problem that was sent in the format `surface`. Raises Refusal 422."""
     if refused := refusals(surface, infos):
         raise invalid(refused)
-    if not _SPECIAL.isdisjoint(options):
+    if not SPECIAL.isdisjoint(options):
         if refused := [*caches.refused(options), *saved.refused(options)]:
             raise invalid(refused)
         options = saved.plain(options)

@@ -13,14 +13,13 @@ from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.formats.codec import Codec
-from flashpoint_server.formats.message import Choose, Format, Kind, RequestPlan, TensorMessage
+from flashpoint_server.formats.message import SPECIAL, Choose, Format, Kind, RequestPlan, TensorMessage
 from flashpoint_server.http.body import Part, RequestBody
 from flashpoint_server.ipc.job import AttentionJob, JobResult
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.staging import Layout
 from flashpoint_server.refusal import Refusal
 
-_SPECIAL = frozenset(("caches", "save", "saved"))  # options of calls that are not plain
 OCTETS = "application/octet-stream"  # media type of callers that do not know safetensors' own
 
 
@@ -91,7 +90,7 @@ class SafetensorsMessage(TensorMessage):
         return self._reading.options
 
     def kind(self, direction: Direction) -> Kind:
-        return "plain" if _SPECIAL.isdisjoint(self._reading.head.metadata) else super().kind(direction)
+        return "plain" if SPECIAL.isdisjoint(self._reading.head.metadata) else super().kind(direction)
 
     def spec(self, direction: Direction) -> Spec:
         specs = self._reading.specs
