@@ -337,8 +337,8 @@ class Direct:
     def unwatch(self) -> None:
         self._http.watcher = None
 
-    async def answer(self, status: int, headers: Mapping[str, str], parts: list[Part], seconds: float) -> bool:
-        """Send the whole answer, and return whether the transport could pass it on within `seconds`.
+    async def answer(self, headers: Mapping[str, str], parts: list[Part], seconds: float) -> bool:
+        """Answer 200 with `parts`, and return whether the transport could pass all on within `seconds`.
 
         When this returns, the transport refers to no memory of `parts`. `headers` must contain the length.
         """
@@ -348,7 +348,7 @@ class Direct:
         cycle.response_started = True
         named = "".join([f"{name}: {value}\r\n" for name, value in headers.items()]).encode()
         first, last = ([b"%s: %s\r\n" % one for one in some] for some in (cycle.default_headers, persistence(cycle)))
-        head = b"".join((STATUS_LINE[status], *first, named, *last, b"\r\n"))
+        head = b"".join((STATUS_LINE[200], *first, named, *last, b"\r\n"))
         end = http.loop.time() + seconds
         for piece in pieces([head, *parts]) if http.secure else [[head, *parts]]:
             if http.transport.is_closing():

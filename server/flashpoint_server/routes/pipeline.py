@@ -343,7 +343,7 @@ async def reply(request: RouteRequest, parts: list[Part], fields: Mapping[str, s
     fields["x-request-id"] = exchange.request_id
     if exchange.replica:
         fields[REPLICA_FIELD] = exchange.replica
-    if not await direct.answer(200, fields, parts, settings.body_timeout + size / settings.body_rate):
+    if not await direct.answer(fields, parts, settings.body_timeout + size / settings.body_rate):
         exchange.code = "answer_timeout"
 
 
