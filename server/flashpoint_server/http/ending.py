@@ -130,13 +130,6 @@ class EndingProtocol(HttpToolsProtocol):
         self.cycle = self.pipeline[0][0] if self.pipeline else running
 
 
-class Closing:
-    """The transport that uvicorn writes ASGI answers to. Its `close` lets the client read the last answer."""
-
-    def __init__(self, http: EndingProtocol) -> None:
-        self.write, self.is_closing, self.close = http.transport.write, http.transport.is_closing, http.end
-
-
 def _cause_of(error: Exception) -> Exception:
     """Return the exception of our callback if it caused the parser's `error`, else `error`."""
     if isinstance(error, httptools.HttpParserCallbackError) and isinstance(error.__context__, Exception):

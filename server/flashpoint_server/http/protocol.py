@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 import httptools
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,7 +17,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from flashpoint_server.exchange import FIELDS, combined
 from flashpoint_server.http.body import EXTENSION, GRACE, ConnectionState, Direct, new_parser, persistence, switch_state
-from flashpoint_server.http.ending import Closing, EndingProtocol
+from flashpoint_server.http.ending import EndingProtocol
 from flashpoint_server.http.heads import HEAD_BYTES, too_large, with_host_of, wrong
 
 # Maximum bytes of one read for the parser. It copies the part of a body that it sees several times, so this is small.
@@ -31,7 +32,8 @@ class HttpProtocol(EndingProtocol):
     memory of an answer can be reused when the writer resumes. `scope`, `url`, `headers` and `cycle` are uvicorn's.
     """
 
-    closing: Closing
+    # The transport for uvicorn's answers to ASGI messages. Its `close` lets the client read the last answer.
+    closing: SimpleNamespace
     # Number of bytes since the last end of a head or the last bytes of a body: parts of a head, chunk extensions,
     # trailers and blank lines.
     unparsed_bytes = 0
@@ -50,7 +52,7 @@ class HttpProtocol(EndingProtocol):
         patience = int(1000 * self.config.answer_timeout)
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, patience)
         transport.set_write_buffer_limits(high=int(self.secure))  # TLS pauses at `high`, plain TCP above it
-        self.closing = Closing(self)
+        self.closing = SimpleNamespace(write=transport.write, is_closing=transport.is_closing, close=self.end)
         self._await_head()
         switch_state(self, self.parsing)
 
