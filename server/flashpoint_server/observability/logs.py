@@ -6,6 +6,7 @@ request on this core.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Sequence
@@ -39,8 +40,16 @@ class _Handler(logging.Handler):
         LINES.put(self.format(record).encode("utf-8", "backslashreplace"))
 
 
+def _encode(event: EventDict) -> bytes:
+    """Return an event as JSON. A lone surrogate, as in a file name that is not UTF-8, is escaped."""
+    try:
+        return msgspec.json.encode(event, enc_hook=repr)
+    except UnicodeEncodeError:
+        return json.dumps(event, default=repr, separators=(",", ":")).encode()
+
+
 def _json(_: WrappedLogger, __: str, event: EventDict) -> str:
-    return msgspec.json.encode(event, enc_hook=repr).decode()
+    return _encode(event).decode()
 
 
 def _json_line(logger: _Queued, method: str, event: EventDict) -> bytes:
@@ -50,7 +59,7 @@ def _json_line(logger: _Queued, method: str, event: EventDict) -> bytes:
     event["timestamp"] = datetime.now(UTC).isoformat()[:-6] + "Z"
     if "exc_info" in event:
         event = structlog.processors.format_exc_info(logger, method, event)
-    return msgspec.json.encode(event, enc_hook=repr)
+    return _encode(event)
 
 
 def _encoded(_: WrappedLogger, __: str, line: Any) -> bytes:

@@ -1,5 +1,6 @@
 """Each log line has a level; a setting selects text for people."""
 
+import json
 import os
 import re
 import subprocess
@@ -38,3 +39,24 @@ def test_a_start_that_a_person_reads_ends_with_where_the_page_is():
     assert re.search(rf"\] Open http://localhost:{port} ", lines[-1])
     assert len([line for line in lines if "] ready " in line]) == 1
     assert max(map(len, lines)) < 400
+
+
+LONE = """
+import logging, os
+import structlog
+from flashpoint_server.observability import logs
+
+logs.configure("json", "info")
+name = os.fsdecode(b"FLASHPOINT_\\xff")
+structlog.stdlib.get_logger("test").info("no such setting", name=name, names=[name], by={name: 1})
+logging.getLogger("library").warning("about %s", name)
+"""
+
+
+def test_text_that_is_not_unicode_is_escaped():
+    """A variable's name may have a byte that is not UTF-8, which Python reads as a lone surrogate."""
+    ran = subprocess.run([sys.executable, "-c", LONE], capture_output=True, timeout=60, check=True)
+    ours, theirs = map(json.loads, ran.stderr.splitlines())
+    name = os.fsdecode(b"FLASHPOINT_\xff")
+    assert (ours["name"], ours["names"], ours["by"]) == (name, [name], {name: 1})
+    assert theirs["event"] == f"about {name}"
