@@ -8,10 +8,9 @@ from functools import lru_cache
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from flashpoint_contract import wire
-from flashpoint_contract.schemas.jsonwire import FieldError
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Exchange
+from flashpoint_server.formats.message import refuse_invalid
 from flashpoint_server.http.body import RequestBody
 from flashpoint_server.ipc.regions import Regions
 from flashpoint_server.oip.answers import compressed, encode
@@ -20,7 +19,7 @@ from flashpoint_server.oip.inflated import WINDOW_BITS, InflatedBody
 from flashpoint_server.oip.message import InferMessage
 from flashpoint_server.oip.models import VERSION, Model
 from flashpoint_server.oip.statistics import Statistics
-from flashpoint_server.refusal import Refusal, invalid
+from flashpoint_server.refusal import Refusal
 from flashpoint_server.routes.pipeline import RouteRequest, admit, authorize, begin, compute, earlier, write
 
 HEAD_LENGTH = "inference-header-content-length"
@@ -100,18 +99,13 @@ async def _read(request: RouteRequest) -> InferMessage:
     if size is None and (body.length is None or body.length > _SHORT):
         admit(request, body.length or body.limit)
     text, rest = (await body.text(), b"") if size is None else await _start(body, size)
-    try:
+    with refuse_invalid():
         short = len(text) <= _SHORT
         head = _parse_again(text) if short else await service.codec.run(body.deadline, parse, text)
-    except wire.WireError as error:
-        raise Refusal("malformed_body", str(error)) from None
-    except FieldError as error:
-        raise invalid([(error.field, error.message)]) from None
     if size is not None and body.length is not None and body.length != size + head.data_size:
         due = size + head.data_size
         raise Refusal("malformed_body", f"the body has {body.length} bytes, but its head says {due}")
     body.check_length(len(text) + head.data_size)
-    assert request.caller is not None
     return _HttpMessage(head, service.regions, request.caller.name, rest)
 
 

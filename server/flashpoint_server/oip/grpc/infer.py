@@ -11,10 +11,8 @@ from typing import NamedTuple
 from starlette.types import Receive, Scope
 
 from flashpoint_contract.options import Direction
-from flashpoint_contract.schemas.jsonwire import FieldError
-from flashpoint_contract.wire import WireError
 from flashpoint_server.config.settings import Settings
-from flashpoint_server.formats.message import Choose, RequestPlan
+from flashpoint_server.formats.message import Choose, RequestPlan, refuse_invalid
 from flashpoint_server.http.body import ClientGoneError, RequestBody
 from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.regions import Regions
@@ -156,16 +154,12 @@ async def _read(request: RouteRequest, body: MessageBody) -> tuple[ParsedRequest
     """Return the parsed request, and its message. Raises Refusal 400, 413 and 422."""
     service = request.service
     message = await body.read()
-    try:
+    with refuse_invalid():
         text, tensors = split(message, RAW_INPUTS)
         if len(text) > (limit := service.settings.json_limit):
             raise Refusal("body_too_large", f"{len(text)} bytes without raw_input_contents exceed the limit of {limit}")
         sizes = tuple(map(len, tensors))
         short = len(text) <= _SHORT
         parsed = _parse_again(text, sizes) if short else await service.codec.run(body.deadline, parse, text, sizes)
-    except WireError as error:
-        raise Refusal("malformed_body", str(error)) from None
-    except FieldError as error:
-        raise invalid([(error.field, error.message)]) from None
     hold = body.incoming.hold
     return parsed, _GrpcMessage(parsed.head, service.regions, hold.owner, tensors, len(message), hold)
