@@ -1,86 +1,64 @@
 """Time the same calls in two checkouts alternately; each has its own process, with the same Python and packages.
 
-`script --work` runs in these processes: it reads the names of calls and writes the time of each in microseconds
-(`answer`). Only the fastest call of a turn counts, because other programs disturb it least. A row has the median time
-of each checkout over the rounds, and the median ratio of the two times.
+Only the fastest call of a turn counts, because other programs disturb it least. A row has the median time of each
+checkout over the rounds, and the median ratio of the two times.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
+import contextlib
 import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from statistics import median
 from typing import Any
+from unittest import mock
 
-ROOT = Path(__file__).resolve().parent.parent
+from record import ROOT, commit
+from runner import Option, apart, in_turn, medians, ratio
+
 Call = Callable[[], Any]
+BESIDE = Option(None, "a checkout of another commit", type=Path)
 
 
-def answer(calls: Mapping[str, Call], max_calls: int, seconds: float = float("inf")) -> None:
-    """For each name of a call on stdin, print the fastest time in µs, of `max_calls` calls or of `seconds` of calls."""
-    print(json.dumps(list(calls)), flush=True)
-    for name in sys.stdin:
-        call, taken = calls[name.strip()], []
+def timed(make: Callable[[], Mapping[str, Call]], max_calls: int, seconds: float) -> dict[str, Callable[..., Any]]:
+    """Return functions: `names` of the calls of `make`, and `fastest`, the µs of the fastest call of one turn.
+
+    A turn has `max_calls` calls, or as many as fill `seconds`.
+    """
+    calls = make()
+
+    def fastest(name: str) -> float:
+        call, taken = calls[name], []
         while len(taken) < max_calls and sum(taken) < 1e6 * seconds:
             began = time.perf_counter_ns()
             call()
             taken.append((time.perf_counter_ns() - began) / 1e3)
-        print(min(taken), flush=True)
+        return min(taken)
+
+    return {"names": lambda: list(calls), "fastest": fastest}
 
 
-class Side:
-    """A process that runs the calls of one checkout."""
+def in_turns(
+    make: Callable[[], Mapping[str, Call]], beside: Path | None, rounds: int, max_calls: int,
+    seconds: float = float("inf"), **variables: str,
+) -> dict[str, Any]:  # fmt: skip
+    """Time each call of `make` here and, if given, in the checkout `beside`. Return its commit and the rows.
 
-    def __init__(self, script: str, tree: Path, **variables: str) -> None:
-        paths = os.pathsep.join(str(tree / part) for part in ("kernels", "contract"))
-        self._process = subprocess.Popen(
-            [sys.executable, script, "--work"], env={**os.environ, **variables, "PYTHONPATH": paths}, text=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        )  # fmt: skip
-        self.commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=tree, capture_output=True, text=True, check=True
-        ).stdout.strip()
-        self.names: list[str] = json.loads(self._line())
-
-    def time(self, name: str) -> float:
-        assert self._process.stdin is not None
-        self._process.stdin.write(name + "\n")
-        self._process.stdin.flush()
-        return float(self._line())
-
-    def _line(self) -> str:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(f"the process ended with {self._process.wait()}")
-        return line
-
-    def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
-
-
-def in_turns(script: str, beside: Path | None, rounds: int, **variables: str) -> dict[str, Any]:
-    """Time each call of `script` here and, if given, in the checkout `beside`. Return its commit and the rows."""
-    ours = Side(script, ROOT, **variables)
-    sides = [ours] if beside is None else [ours, Side(script, beside, **variables)]
+    `make` imports our packages when it runs, so that they come from the checkout.
+    """
+    trees = {"us": ROOT} | ({"us_beside": beside.resolve()} if beside else {})
     rows = []
-    for name in ours.names:
-        for side in sides:
-            side.time(name)  # warm-up: compiles kernels and fills caches
-        times = [[side.time(name) for side in sides] for _ in range(rounds)]
-        row: dict[str, Any] = {"call": name, "us": round(median(each[0] for each in times), 1)}
-        if beside is not None:
-            row["us_beside"] = round(median(each[1] for each in times), 1)
-            row["ratio"] = round(median(each[0] / each[1] for each in times), 3)
-        rows.append(row)
-        print(row, flush=True)
-    for side in sides:
-        side.close()
-    return {"environment": {"beside": sides[-1].commit} if beside else {}, "rounds": rounds, "rows": rows}
+    with contextlib.ExitStack() as stack:
+        sides = {}
+        for side, tree in trees.items():
+            # A new process inherits this list.
+            with mock.patch.object(sys, "path", [str(tree / "kernels"), str(tree / "contract"), *sys.path]):
+                sides[side] = stack.enter_context(apart(timed, make, max_calls, seconds, **variables))
+        for name in sides["us"]("names"):
+            ways = {side: lambda ask=ask, name=name: ask("fastest", name) for side, ask in sides.items()}
+            times = list(in_turn(ways, rounds))
+            row = {"call": name, **medians(times, digits=1)}
+            rows.append(row | ({"ratio": round(ratio(times, "us", "us_beside"), 3)} if beside else {}))
+            print(rows[-1], flush=True)
+    return {"environment": {"beside": commit(beside)} if beside else {}, "rounds": rounds, "rows": rows}

@@ -8,13 +8,11 @@ missed.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from itertools import product
-from pathlib import Path
 from typing import Any
 
-from checkouts import Call, answer, in_turns
+from checkouts import BESIDE, Call, in_turns
+from runner import Args, Option, run, target
 
 LENGTHS = (1, 16, 64, 128, 512, 2048)
 DIMS = (16, 40, 64, 80, 128, 256)
@@ -44,10 +42,8 @@ def cases() -> dict[str, Call]:
     return calls
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    from runner import target
-
-    result = in_turns(__file__, args.beside, args.rounds)
+def measure(args: Args) -> dict[str, Any]:
+    result = in_turns(cases, args.beside, args.rounds, CALLS, SECONDS)
     slowest = max(result["rows"], key=lambda row: row.get("ratio", 0.0))
     if args.beside is None:
         return result
@@ -55,10 +51,4 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--work"]:
-        answer(cases(), CALLS, SECONDS)
-    else:
-        from runner import Option, run  # a checkout of another commit may have other packages
-
-        beside = Option(None, "a checkout of another commit", type=Path)
-        run(measure, "cpu-calls", packages=("torch",), beside=beside, rounds=Option(5))
+    run(measure, "cpu-calls", packages=("torch",), beside=BESIDE, rounds=Option(5))

@@ -8,12 +8,10 @@ path for plain calls on the CPU. CHECKOUT is a checkout of another commit; calls
 
 from __future__ import annotations
 
-import argparse
-import sys
-from pathlib import Path
 from typing import Any
 
-from checkouts import Call, answer, in_turns
+from checkouts import BESIDE, Call, in_turns
+from runner import Args, Option, run
 
 ARCH = 90
 CALLS = 60  # calls of one case in one turn
@@ -87,8 +85,8 @@ def cases() -> dict[str, Call]:
     }
 
 
-def work() -> None:
-    """For each name of a case on stdin, print the microseconds of the fastest of `CALLS` calls."""
+def calls() -> dict[str, Call]:
+    """Return the calls, each of which ends before Triton calls the driver."""
     from flashpoint_kernels.dispatching import dispatch
     from flashpoint_kernels.operators import plain
     from flashpoint_kernels.triton_backend.tools.ahead import pretend
@@ -97,7 +95,7 @@ def work() -> None:
     stop_before_the_driver()
     dispatch._INTERPRETED = True  # this lets the backend `triton` run on the CPU
     plain.attention = lambda *_: None  # the plain path answers only on a CPU: disable it, as on a GPU
-    answer(cases(), CALLS)
+    return cases()
 
 
 def stop_before_the_driver() -> None:
@@ -112,17 +110,12 @@ def stop_before_the_driver() -> None:
     JITFunction.run = stopped
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    result = in_turns(__file__, args.beside, args.rounds, TRITON_INTERPRET="0")
+def measure(args: Args) -> dict[str, Any]:
+    result = in_turns(calls, args.beside, args.rounds, CALLS, TRITON_INTERPRET="0")
     result["environment"]["arch"] = f"sm_{ARCH}"
     return {**result, "calls": CALLS}
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--work"]:
-        work()
-    else:
-        from runner import Option, run  # a checkout of another commit may have other packages
-
-        beside = Option(None, "a checkout of another commit", type=Path)
-        run(measure, "launch-overhead", packages=("torch", "triton"), malloc=False, beside=beside, rounds=Option(20))
+    packages = ("torch", "triton")
+    run(measure, "launch-overhead", packages=packages, beside=BESIDE, rounds=Option(20))

@@ -7,12 +7,13 @@ At (1,8,2048,64) in float32 on the CPU, `flashpoint_kernels.attention` with `aut
     decode              torch's fused operator, one query of 8 sequences over 4,096 keys, in pages too
     plain               torch's fused operator without options: types, D, N, with and without the gradient
     flex_attention      our `flex_attention` beside torch's and beside the formula
+    block_masks         `tiled` with a block mask beside `tiled` without one
 
 `--only NAME` measures one section, in at most 7 minutes, and keeps the file's other sections. With `--runs N` each
 figure is the median of N runs, and a row also has the ratio of every run. Targets: 0.85 of FlexAttention's speed in the
 geometric mean, and at least 0.7; twice as fast as the formula, with a quarter of its memory, not counting inputs and
-answers. Each row of `decode` has its own target, and `plain_bounds` has the targets of `plain`. options_peers.py has
-the sections.
+answers. Each row of `decode` has its own target, and `plain_bounds` has the targets of `plain`. With a block mask that
+keeps 1/16 of the blocks, a call is six times as fast as without a mask. options_peers.py has the sections.
 
 Much of the formula's time is the system's allocation of new memory at each call. So the formula is timed in two
 processes. With torch's defaults, our target is twice the formula's speed. With huge pages (THP_MEM_ALLOC_ENABLE=1), it
@@ -28,26 +29,26 @@ from statistics import geometric_mean, median
 from typing import Any
 
 from record import file_name
-from runner import SERVICE, Args, Option, environment, rows_of_child, run, target
+from runner import SERVICE, Args, Option, apart, environment, run, target
 
-SECTIONS = ("forward", "gradient", "flex", "decode", "plain", "flex_attention")
+SECTIONS = ("forward", "gradient", "flex", "decode", "plain", "flex_attention", "block_masks")
 # Disable the cache on disk, so that FlexAttention's compile time is that of its first use.
 VARIABLES = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
 
 Row = dict[str, Any]
 
 
-def rows_here(args: Args) -> Iterator[Row]:
-    """Yield each row of the section `args.measure`, measured in this process."""
-    import options_peers
+def sections() -> Mapping[str, Callable[[int], Iterator[Row]]]:
+    import options_peers  # this imports torch
 
-    yield from options_peers.SECTIONS[args.measure](args.rounds)
+    return options_peers.SECTIONS
 
 
 def measured(section: str, rounds: int, huge_pages: bool = False) -> list[Row]:
     """Return the rows of a section, measured in a separate process."""
-    variables = {**VARIABLES, "THP_MEM_ALLOC_ENABLE": str(int(huge_pages))}
-    return list(rows_of_child("--rounds", str(rounds), "--measure", section, **variables))
+    with apart(sections, **VARIABLES, THP_MEM_ALLOC_ENABLE=str(int(huge_pages))) as ask:
+        rows: list[Row] = ask(section, rounds)
+        return rows
 
 
 def rows_of(section: str, rounds: int, runs: int) -> list[Row]:
@@ -112,6 +113,9 @@ def targets(rows: Mapping[str, list[Row]]) -> list[Row]:
     for gradient, other in others.items():
         times = [row["times"] for row in rows.get("flex_attention", []) if row["pass"] == gradient]
         bound(f"flex_attention {gradient}: {other}'s time / ours, least", min, times, least=1.0)
+    for row in rows.get("block_masks", []):
+        if row["share"] < 0.1:
+            bound(f"{row['pass']} without / with {row['mask']}", min, [row["times"]], "times faster", least=6.0)
     return made
 
 
@@ -150,7 +154,6 @@ if __name__ == "__main__":
     run(
         measure,
         "options",
-        child=rows_here,
         rounds=Option(5),
         runs=Option(1, "number of runs; each number is their median"),
         only=Option(None, "measure only this section", choices=SECTIONS),

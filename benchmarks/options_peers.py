@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.functional import scaled_dot_product_attention
 
-from flashpoint_kernels import attention, flex_attention, native
+from flashpoint_kernels import attention, attention_backward, create_block_mask, flex_attention, native
 from flashpoint_kernels.timing.clock import peak_bytes
 
 HEADS, LENGTH, DIM, DOCUMENT, KEYS = 8, 2048, 64, 256, 4096
@@ -348,6 +348,30 @@ def beside_eager_flex(rounds: int) -> Iterator[Row]:
         }  # fmt: skip
 
 
+def block_masks(rounds: int) -> Iterator[Row]:
+    """Yield rows of `tiled` with a block mask, beside `tiled` without one; the gradient begins with o and lse."""
+    generator = torch.Generator().manual_seed(0)
+    document, blocks = torch.arange(LENGTH) // 300, (HEADS, LENGTH // 128, LENGTH // 128)
+    masks = {
+        "1/16 of the blocks, of each head": torch.rand(blocks, generator=generator) < 1 / 16,
+        "half of the blocks, of each head": torch.rand(blocks, generator=generator) < 1 / 2,
+        "documents of 300 tokens": create_block_mask(
+            lambda b, h, i, j: document[i] == document[j], q_len=LENGTH, kv_len=LENGTH
+        ),
+    }
+    q, k, v, do = torch.randn(4, 1, HEADS, LENGTH, DIM, generator=generator).unbind()
+    tiled = {"backend": "tiled"}
+    for name, mask in masks.items():
+        forwards = [partial(attention, q, k, v, block_mask=each, **tiled) for each in (mask, None)]
+        answers = [(each, *call(return_lse=True)) for each, call in zip((mask, None), forwards, strict=True)]
+        gradients = [
+            partial(attention_backward, do, q, k, v, o, lse, block_mask=each, **tiled) for each, o, lse in answers
+        ]
+        for direction, calls in (("forward", forwards), ("gradient", gradients)):
+            row: Row = {"mask": name, "share": round(float(mask.float().mean()), 4), "pass": direction}
+            yield row | pair(*calls, rounds)
+
+
 SECTIONS: dict[str, Callable[[int], Iterator[Row]]] = {
     "forward": partial(beside_formula, "forward"),
     "gradient": partial(beside_formula, "with gradient"),
@@ -355,4 +379,5 @@ SECTIONS: dict[str, Callable[[int], Iterator[Row]]] = {
     "decode": torch.no_grad()(decode),
     "plain": plain,
     "flex_attention": beside_eager_flex,
+    "block_masks": block_masks,
 }

@@ -18,13 +18,14 @@ from typing import Any
 
 import numpy as np
 
-from flashpoint_kernels.dispatching.machine import cpu_name, version_of
-
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def environment(*packages: str, device: str = "cpu") -> dict[str, Any]:
     """Return the device, the machine's load, the versions of `packages`, the commit and the date."""
+    # Imported here, because a process of checkouts.py imports the packages of another commit.
+    from flashpoint_kernels.dispatching.machine import cpu_name, version_of
+
     name = cpu_name()
     if device != "cpu":
         from flashpoint_kernels.timing.device import device_name  # this imports torch
@@ -41,11 +42,11 @@ def environment(*packages: str, device: str = "cpu") -> dict[str, Any]:
     }
 
 
-def commit() -> str:
+def commit(tree: Path = ROOT) -> str:
     """Return the commit that is checked out, or "unknown"."""
     command = ["git", "rev-parse", "HEAD"]
     try:
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        result = subprocess.run(command, cwd=tree, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return result.stdout.strip()

@@ -18,7 +18,6 @@ import json
 import math
 import multiprocessing
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -61,25 +60,19 @@ def run(
     *,
     packages: Collection[str] = SERVICE,
     malloc: bool = True,
-    child: Callable[[argparse.Namespace], Iterable[Any]] | None = None,
     **options: Option,
 ) -> NoReturn:
     """Measure, print the targets, write OUT/WHAT-DEVICE.json, and exit, with 1 if a target is missed.
 
     `measure` returns None if nothing could be measured. With `malloc`, the measured processes have the settings
-    `MALLOC`. `child` yields rows, and runs in a separate process (`rows_of_child`).
+    `MALLOC`.
     """
     doc = inspect.getmodule(measure).__doc__  # type: ignore[union-attr]
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, option in options.items():
         option.add(parser, name)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
-    parser.add_argument("--measure", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.measure is not None and child is not None:
-        for row in child(args):
-            print(json.dumps(row), flush=True)
-        sys.exit()
     check_load()
     machine = environment(*packages, device=getattr(args, "device", "cpu")) | ({"malloc": MALLOC} if malloc else {})
     if (measurements := measure(args)) is None:
@@ -168,7 +161,8 @@ def pair(ours: Callable[[], Any], other: Callable[[], Any], rounds: int, least: 
 def apart(make: Callable[..., Mapping[str, Callable[..., Any]]], *given: Any, **variables: str) -> Iterator[Ask]:
     """Run `make` in a separate process with the settings `MALLOC`; yield a function that calls, by name, its functions.
 
-    `variables` are additional environment variables of the process.
+    `variables` are additional environment variables of the process. The rows of a generator are printed as they come,
+    and returned as a list.
     """
     ours, theirs = multiprocessing.Pipe()
     process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs, make, given))
@@ -192,18 +186,10 @@ def _serve(pipe: Connection, make: Callable[..., Mapping[str, Callable[..., Any]
     with contextlib.suppress(EOFError):
         while True:
             name, arguments = pipe.recv()
-            pipe.send(made[name](*arguments))
+            result = made[name](*arguments)
+            pipe.send([*map(_printed, result)] if isinstance(result, Iterator) else result)
 
 
-def rows_of_child(*arguments: str, script: str = "", **variables: str) -> Iterator[Any]:
-    """Run this benchmark in a separate process with the settings `MALLOC`, and yield its rows."""
-    command = [sys.executable, script or sys.argv[0], *arguments]
-    with subprocess.Popen(
-        command, env={**os.environ, **MALLOC, **variables}, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            yield json.loads(line)
-    if process.returncode:
-        raise SystemExit(process.returncode)
+def _printed(row: Any) -> Any:
+    print(json.dumps(row), flush=True)
+    return row

@@ -327,6 +327,10 @@ def each_option() -> str:
              f"{r['mib']} / {r['other_mib']}" if "mib" in r else "–")
             for r in rows.get("flex_attention", [])
         ]  # fmt: skip
+        masks = [
+            (r["mask"], r["pass"], *map(number, (r["share"], r["ms"], r["other_ms"], r["times"])))
+            for r in rows.get("block_masks", [])
+        ]
         for head, own in (
             (["option", "pass", "ms", "written out, ms", "times faster", "memory / its",
               "huge pages: ms", "written out, ms", "times faster"], formula),
@@ -335,6 +339,7 @@ def each_option() -> str:
             (["pass", "dtype", "kernel", "D", "N", "causal", "ms", "SDPA, ms", "SDPA's time / ours"], plain),
             (["score_mod of `flex_attention`", "pass", "ms", "torch's forward, or the formula with gradient, ms",
               "times faster", "MiB / its"], flexed),
+            (["`block_mask` of `tiled`", "pass", "share of the blocks", "ms", "without it, ms", "times faster"], masks),
         ):  # fmt: skip
             text += "\n" + table(head, own) if own else ""
     return text or NOT_MEASURED

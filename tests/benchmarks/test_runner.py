@@ -11,20 +11,24 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 BY_RUNNER = sorted(path.stem for path in BENCHMARKS.glob("*.py") if "from runner import" in path.read_text())
 PARTS = {"options_peers"}  # options.py imports this module; it is no benchmark
 EXAMPLE = '''"""An example."""
-from runner import Option, rows_of_child, run, target
+from runner import Option, apart, run, target
 
-def rows(asked):
-    yield {"section": asked.measure, "rounds": asked.rounds}
+def rows(rounds):
+    yield {"section": "one", "rounds": rounds}
+
+def sections():
+    return {"one": rows}
 
 def measure(asked):
     if not asked.most:
         return None
-    found = list(rows_of_child("--rounds", str(asked.rounds), "--measure", "one"))
+    with apart(sections) as ask:
+        found = ask("one", asked.rounds)
     return {"environment": {"peers": {}}, "rows": found, "targets": [target("a", 2.0, "ms", most=asked.most)]}
 
 if __name__ == "__main__":
     options = {"rounds": Option(3), "most": Option(2.5), "word": Option(None, choices=["x"])}
-    run(measure, "example", packages=(), child=rows, **options)
+    run(measure, "example", packages=(), **options)
 '''
 HELP = """
 import contextlib, io, runpy, sys
