@@ -10,12 +10,13 @@ from flashpoint_contract.options import OPTIONS
 from flashpoint_server.app import create_app
 from flashpoint_server.config.settings import Settings
 
-from .markdown import table
+from .markdown import named, table
 
 _METHODS = ("get", "post", "delete")
 _HEADERS = {"last-event-id": "Last-Event-ID"}
 
 
+@named
 def calls() -> str:
     """Every call with what it does, its query, and the statuses of its answers."""
     rows = []
@@ -29,6 +30,7 @@ def calls() -> str:
     return table(["call", "does", "query", "answer", "errors"], rows)
 
 
+@named
 def headers() -> str:
     """The header fields of requests, and those of answers."""
     asked: dict[str, str] = {}
@@ -48,6 +50,7 @@ def headers() -> str:
     return table(["of the", "field", "meaning"], rows)
 
 
+@named
 def fields() -> str:
     """The fields of each JSON request without tensors. A verification also has the options of attention."""
     parts = []

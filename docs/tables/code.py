@@ -27,14 +27,16 @@ from flashpoint_server.oip.grpc.server import STATUSES
 from flashpoint_server.page.errors import ERRORS
 from flashpoint_server.refusal import STATUS, Refusal
 
-from .markdown import ROOT, table
+from .markdown import ROOT, named, table
 
 
+@named
 def nano() -> str:
     """The smallest kernel. A space before the language keeps the block out of those that tests run in order."""
     return f"\n``` python\n{smallest.source()}\n```\n\n"
 
 
+@named
 def errors() -> str:
     """Every code that the server has, in the order of the statuses."""
     rows = []
@@ -44,6 +46,7 @@ def errors() -> str:
     return table(["status", "code", "when", "what to do", "`Retry-After`", "gRPC"], rows)
 
 
+@named
 def tensors() -> str:
     """Every tensor of a call over HTTP, with its shapes, dtypes, and the calls that take it."""
     shown = (TENSORS[name] for name in INPUT_TENSORS if not {"json", "safetensors"} <= TENSORS[name].refused.keys())
@@ -65,6 +68,7 @@ def _taken(row: Tensor) -> tuple[str, str]:
     return dtypes, f"{calls}; not in JSON" if "json" in row.refused else calls
 
 
+@named
 def options() -> str:
     def values(schema: dict[str, Any]) -> str:
         variants = [part for part in schema.get("anyOf", [schema]) if part.get("type") != "null"]
@@ -80,11 +84,13 @@ def options() -> str:
     return table(["option", "values", "default", "meaning"], rows)
 
 
+@named
 def cache_options() -> str:
     """The options of a call over caches."""
     return _of_held(CACHE_OPTIONS.values())
 
 
+@named
 def saved_options() -> str:
     """The options of a call that saves a forward, and of one that uses it."""
     return _of_held(SAVED_OPTIONS.values())
@@ -95,6 +101,7 @@ def _of_held(options: Iterable[CacheOption]) -> str:
     return table(["option", "default", "meaning"], rows)
 
 
+@named
 def commands() -> str:
     """Return a list of the commands, and the help of each; the settings are a table of their own."""
     rows = [(f"[`{name}`](#flashpoint-{name})", command.about) for name, command in COMMANDS.items()]
@@ -111,6 +118,7 @@ def commands() -> str:
     return "".join(parts)
 
 
+@named
 def support() -> str:
     """A row a feature, those that every backend has first; a column a backend, and for torch a column a device."""
     columns: dict[str, frozenset[str]] = {}
@@ -127,6 +135,7 @@ def support() -> str:
     return table(["", *columns], sorted(rows, key=lambda row: (row.count("–"), row)))
 
 
+@named
 def extremes() -> str:
     """Return the tested answers of each backend for inputs at the edges of floating point."""
     sys.path.append(str(ROOT))
@@ -149,6 +158,7 @@ def extremes() -> str:
     return table(["", "in", *(f"`{name}`" for name in ANSWERS)], rows)
 
 
+@named
 def algorithms() -> str:
     """Return each algorithm's operations, and their number."""
     rows = []
@@ -163,6 +173,7 @@ def algorithms() -> str:
     return table(["", "does", *counts], rows)
 
 
+@named
 def data_sheets() -> str:
     head = ["GPU", "16-bit TFLOP/s, dense", "float32 TFLOP/s", "GB/s", "source"]
     return table(head, [(name, *sheet) for name, sheet in SHEETS.items()])

@@ -6,7 +6,7 @@ from typing import Any
 
 from flashpoint.commands.terminal.tables import number
 
-from .markdown import NOT_MEASURED, made_on, results, table, targets
+from .markdown import NOT_MEASURED, Result, by_machine, made_on, named, results, table, targets
 
 LAYERS = 18  # of Gemma 3 270M
 # name, key heads, head dimension, bytes of a number
@@ -17,24 +17,22 @@ SHAPES = (
 )
 
 
-def gemma() -> str:
+@by_machine("gemma", "torch", "transformers")
+def gemma(result: Result) -> str:
     """Gemma 3 with its cache on the server: what was to be reached, and its speed and bytes."""
-    text = ""
-    for _, result in results("gemma"):
-        found, modes = result["decode"], result["modes"]
-        home, away = found["tokens_per_second"].values()
-        text += f"\n{made_on(result['environment'], 'torch', 'transformers')}:\n\n{targets(result)}\n"
-        rows = [
-            ("tokens a second at home, SDPA", number(home)),
-            ("tokens a second, cache on the server", number(away)),
-            ("more time for a token and layer, ms", number(_more(result))),
-            ("bytes for a token, sent and received", f"{found['bytes_per_token']:,}"),
-            *((f"the tokens of eager attention: {mode}", "yes" if same else "no") for mode, same in modes.items()),
-        ]
-        text += table([f"after {found['prompt_tokens']:,} tokens", ""], rows)
-        if many := result.get("answers"):
-            text += "\n" + _answers(many) + "\n" + _stages(result["call_ms"])
-    return text or NOT_MEASURED
+    found, modes = result["decode"], result["modes"]
+    home, away = found["tokens_per_second"].values()
+    rows = [
+        ("tokens a second at home, SDPA", number(home)),
+        ("tokens a second, cache on the server", number(away)),
+        ("more time for a token and layer, ms", number(_more(result))),
+        ("bytes for a token, sent and received", f"{found['bytes_per_token']:,}"),
+        *((f"the tokens of eager attention: {mode}", "yes" if same else "no") for mode, same in modes.items()),
+    ]
+    text = f"{targets(result)}\n" + table([f"after {found['prompt_tokens']:,} tokens", ""], rows)
+    if many := result.get("answers"):
+        text += "\n" + _answers(many) + "\n" + _stages(result["call_ms"])
+    return text
 
 
 def _answers(many: dict[str, Any]) -> str:
@@ -56,10 +54,11 @@ def _stages(calls: dict[str, dict[str, float]]) -> str:
     return table(["a layer's call, ms", *(f"{count} sequences" for count in calls)], rows)
 
 
+@named
 def lora() -> str:
     """The losses at home and served, and how far they are apart."""
     rows = []
-    for _, result in results("lora"):
+    for result in results("lora"):
         home, served = result["curves"]["home"], result["curves"]["served"]
         made = made_on(result["environment"], "torch")
         losses = (f"{home[0]:.4f} to {home[-1]:.4f}", f"{served[0]:.4f} to {served[-1]:.4f}")
@@ -68,11 +67,12 @@ def lora() -> str:
     return table(head, rows) if rows else NOT_MEASURED
 
 
+@named
 def break_even() -> str:
     """From which length a decoded token is faster with the cache on a server, by the measured cost of a call."""
     text = ""
-    rates = {result["environment"]["device"]: result["rates"] for _, result in results("capacity")}
-    for _, result in results("gemma"):
+    rates = {result["environment"]["device"]: result["rates"] for result in results("capacity")}
+    for result in results("gemma"):
         reads = rates.get(result["environment"]["device"]) or next(iter(rates.values()))
         seconds, memory = _more(result) / 1e3, reads["memory"]
         made = result["environment"]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 
-from .markdown import NOT_MEASURED, RESULTS, table
+from .markdown import NOT_MEASURED, RESULTS, named, table
 
 
+@named
 def judge_corpus() -> str:
     """Return what the judge and usual checks say of each kernel that was measured."""
     path = RESULTS / "judge-corpus.json"
@@ -42,6 +43,7 @@ def judge_corpus() -> str:
     return text + table(("kernel", "verdict", "causes", "seconds, judge's own", *checks), lines)
 
 
+@named
 def judge_seeds() -> str:
     """Return how often right kernels were blamed on random cases."""
     path = RESULTS / "judge-seeds.json"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import groupby, product
 from statistics import median
 from typing import Any
@@ -10,8 +12,16 @@ from typing import Any
 from flashpoint.commands.terminal.tables import columns, number, problem
 from flashpoint_contract.schemas.benchmark import BenchmarkJob
 from flashpoint_kernels.timing.device import SHEETS
+from flashpoint_kernels.triton_backend.host.configurations import TABLES as TILES
 
-from .markdown import NOT_MEASURED, RESULTS, made_on, results, table, targets
+from .markdown import NOT_MEASURED, RESULTS, TABLES, Result, by_machine, named, results, table, targets
+
+
+def by_architecture(what: str) -> Iterator[tuple[str, Result]]:
+    """Yield the name of each architecture, as in sm_80, with its result in the files WHAT-sm<arch>.json."""
+    found = {int(path.stem.removeprefix(f"{what}-sm")): path for path in RESULTS.glob(f"{what}-sm*.json")}
+    for arch, path in sorted(found.items()):
+        yield f"sm_{arch}", json.loads(path.read_text())
 
 
 def compiled(arch: int) -> str:
@@ -39,102 +49,80 @@ def compiled(arch: int) -> str:
     return said + table(["dtype", "level", "D", *(f"`{name}`" for name in names)], rows)
 
 
-def launch_overhead() -> str:
+@by_machine("launch-overhead", "torch", "triton")
+def launch_overhead(result: Result) -> str:
     """A row a call: the host's microseconds, and those of another commit, in turns."""
-    found = ""
-    for _, result in results("launch-overhead"):
-        made = result["environment"]
-        rows = [(row["call"], row["us"], row["us_beside"], row["ratio"]) for row in result["rows"]]
-        head = ("call", "µs", f"µs, commit {made['beside'][:10]}", "ratio")
-        found += f"\n{made_on(made, 'torch', 'triton')}; compiled for {made['arch']}, without the driver:\n\n"
-        found += table(head, rows)
-    return found or NOT_MEASURED
+    made = result["environment"]
+    rows = [(row["call"], row["us"], row["us_beside"], row["ratio"]) for row in result["rows"]]
+    head = ("call", "µs", f"µs, commit {made['beside'][:10]}", "ratio")
+    return f"; compiled for {made['arch']}, without the driver:\n\n{table(head, rows)}"
 
 
-def cpu_calls() -> str:
+@by_machine("cpu-calls", "torch")
+def cpu_calls(result: Result) -> str:
     """Plain calls on the CPU beside another commit: for each pass and N, over types and D."""
-    text = ""
-    for _, result in results("cpu-calls"):
-        made: dict[str, str] = result["environment"]
-        kinds: dict[tuple[str, str], list[float]] = {}
-        for row in result["rows"]:
-            kind, _, _, length = row["call"].split(", ")
-            kinds.setdefault((kind, length), []).append(row["ratio"])
-        rows = [
-            (kind, length, f"{median(own):.2f}", f"{max(own):.2f}")
-            for (kind, length), own in sorted(kinds.items(), key=lambda item: (item[0][0], int(item[0][1][2:])))
-        ]
-        text += f"\n{made_on(made, 'torch')}, beside commit {made['beside'][:10]}; {result['rounds']} rounds:\n\n"
-        text += table(("pass", "N", "time / before, median", "most"), rows)
-    return text or NOT_MEASURED
+    kinds: dict[tuple[str, str], list[float]] = {}
+    for row in result["rows"]:
+        kind, _, _, length = row["call"].split(", ")
+        kinds.setdefault((kind, length), []).append(row["ratio"])
+    rows = [
+        (kind, length, f"{median(own):.2f}", f"{max(own):.2f}")
+        for (kind, length), own in sorted(kinds.items(), key=lambda item: (item[0][0], int(item[0][1][2:])))
+    ]
+    beside = f", beside commit {result['environment']['beside'][:10]}; {result['rounds']} rounds:\n\n"
+    return beside + table(("pass", "N", "time / before, median", "most"), rows)
 
 
-def one_row() -> str:
+@by_machine("one-row", "torch")
+def one_row(result: Result) -> str:
     """How many rows have bits that depend on the call, and what the control finds."""
-    text = ""
-    for _, result in results("one-row"):
-        control = result["control"]
-        text += (
-            f"\n{made_on(result['environment'], 'torch')}: **{result['differing']:,} of {result['rows']:,}** rows of "
-            f"{result['problems']} drawn problems; torch's operator, the control: {control['differing']:,} of "
-            f"{control['rows']:,}.\n"
-        )
-    return text or NOT_MEASURED
+    control = result["control"]
+    return (
+        f": **{result['differing']:,} of {result['rows']:,}** rows of {result['problems']} drawn problems; "
+        f"torch's operator, the control: {control['differing']:,} of {control['rows']:,}.\n"
+    )
 
 
-_DTYPES = ("float32", "float16", "bfloat16")
+_ERRORS = tuple(f"{what}, {dtype}" for what in ("o", "gradients") for dtype in ("float32", "float16", "bfloat16"))
 
 
-def library_errors() -> str:
+@by_machine("library-errors", "torch")
+def library_errors(result: Result) -> str:
     """A row a function: the options that were tried, and the largest error of o and of the gradients."""
-    text = ""
-    for _, result in results("library-errors"):
-        rows = [
-            (f"`{row['function']}`", ", ".join(row["options"]), row["cases"], *_errors(row))
-            for row in result["functions"]
-        ]
-        text += f"\n{made_on(result['environment'], 'torch')}:\n\n"
-        text += table(
-            ("function", "options", "cases", *(f"o, {t}" for t in _DTYPES), *(f"gradients, {t}" for t in _DTYPES)), rows
-        )
-    return text or NOT_MEASURED
+    rows = ((row["function"], ", ".join(row["options"]), row) for row in result["functions"])
+    return _errors("options", rows)
 
 
-def library_errors_each() -> str:
+@by_machine("library-errors", "torch", name="library-errors-each")
+def library_errors_each(result: Result) -> str:
     """A row an option of a function, over all calls in which it took part."""
-    text = ""
-    for _, result in results("library-errors"):
-        rows = [(f"`{row['function']}`", row["option"], row["cases"], *_errors(row)) for row in result["rows"]]
-        text += f"\n{made_on(result['environment'], 'torch')}:\n\n"
-        text += table(
-            ("function", "option", "cases", *(f"o, {t}" for t in _DTYPES), *(f"gradients, {t}" for t in _DTYPES)), rows
-        )
-    return text or NOT_MEASURED
+    return _errors("option", ((row["function"], row["option"], row) for row in result["rows"]))
 
 
-def _errors(row: dict[str, Any]) -> list[str]:
-    found = (row.get(f"{what}, {dtype}") for what in ("o", "gradients") for dtype in _DTYPES)
-    return ["–" if error is None else f"{error:.1e}" for error in found]
+def _errors(options: str, rows: Iterable[tuple[str, str, Result]]) -> str:
+    cells = (
+        (f"`{function}`", options_of, row["cases"], *(f"{row[name]:.1e}" if name in row else "–" for name in _ERRORS))
+        for function, options_of, row in rows
+    )
+    return table(("function", options, "cases", *_ERRORS), cells)
 
 
-def suites() -> str:
+@by_machine("suites", "torch")
+def suites(result: Result) -> str:
     """A row a suite of another project: how many cases were drawn of it, and what came of them."""
-    text = ""
-    for _, result in results("suites"):
-        rows = [
-            (f"{one['name']} `{one['commit'][:10]}`", one["over"], f"{one['drawn']:,} of {one['of']:,}",
-             one["passed"], one["failed"], one["not_expressible"], one["skipped"])
-            for one in result["suites"]
-        ]  # fmt: skip
-        text += f"\n{made_on(result['environment'], 'torch')}:\n\n"
-        text += table(("suite", "over", "cases", "passed", "failed", "not expressible", "skipped by the suite"), rows)
-    return text or NOT_MEASURED
+    rows = [
+        (f"{one['name']} `{one['commit'][:10]}`", one["over"], f"{one['drawn']:,} of {one['of']:,}",
+         one["passed"], one["failed"], one["not_expressible"], one["skipped"])
+        for one in result["suites"]
+    ]  # fmt: skip
+    return table(("suite", "over", "cases", "passed", "failed", "not expressible", "skipped by the suite"), rows)
 
 
+@named
 def suites_reasons() -> str:
     """A row a reason for which cases of other projects' suites failed or cannot be expressed."""
     text = ""
-    for _, result in results("suites"):
+    for result in results("suites"):
         rows = [
             (one["name"], why["verdict"], why["cases"], why["why"])
             for one in result["suites"]
@@ -144,16 +132,14 @@ def suites_reasons() -> str:
     return text or NOT_MEASURED
 
 
-def compiled_all() -> str:
+def _compiled_all() -> str:
     """A row an architecture: the number of variants, those that spill, shared memory and matrix instructions."""
     rows = []
-    for path in sorted(RESULTS.glob("compile-sm*.json"), key=lambda path: int(path.stem.removeprefix("compile-sm"))):
-        result = json.loads(path.read_text())
+    for arch, result in by_architecture("compile"):
         kernels = result["kernels"]
         spilling = [k["spill_bytes"] for k in kernels if k["spill_bytes"]]
         rows.append((
-            path.stem.removeprefix("compile-").replace("sm", "sm_"), len(kernels), len(spilling),
-            max(spilling, default=0),
+            arch, len(kernels), len(spilling), max(spilling, default=0),
             f"{max(k['shared_bytes'] for k in kernels) / 1024:.0f}",
             ", ".join(f"`{i}`" for i in sorted({i for k in kernels for i in k["matrix_instructions"]})),
             f"triton {result['triton']}, {result['date'][:10]}",
@@ -163,16 +149,19 @@ def compiled_all() -> str:
     return "\n" + table(head, rows)
 
 
+TABLES["compiled"] = _compiled_all
+TABLES.update({f"compile-sm{arch}": partial(compiled, arch) for arch in TILES})
+
+
+@named
 def loops_beside() -> str:
     """Instructions a score of our inner loops beside those of Triton's tutorial, at level 0 and D 128 in float16."""
     rows = []
-    for path in sorted(RESULTS.glob("loops-sm*.json"), key=lambda path: int(path.stem.removeprefix("loops-sm"))):
-        found = {(loop["head_dim"], loop["kernel"], loop["by"]): loop["per_score"]
-                 for loop in json.loads(path.read_text())["loops"]}  # fmt: skip
+    for arch, result in by_architecture("loops"):
+        found = {(loop["head_dim"], loop["kernel"], loop["by"]): loop["per_score"] for loop in result["loops"]}
         for (dim, kernel, by), tutorial in found.items():
             if by != "flashpoint" and dim == 128:
                 ours = (found.get((dim, name, "flashpoint")) for name in (kernel, f"{kernel}_hopper"))
-                arch = path.stem.removeprefix("loops-").replace("sm", "sm_")
                 rows.append((arch, f"`{kernel}`", *(f"{n:.2f}" if n else "–" for n in (*ours, tutorial))))
     return "\n" + table(["", "loop", "through pointers", "path for Hopper", "tutorial"], rows)
 
@@ -181,13 +170,13 @@ def loops_beside() -> str:
 _SHOWN = ("matrix", "exponential", "float", "convert", "integer", "move", "memory", "control")
 
 
+@named
 def loops() -> str:
     """The kernels' inner loops at level 0 beside those of Triton's tutorial: a row a loop, instructions a score."""
     text = ""
-    for path in sorted(RESULTS.glob("loops-sm*.json"), key=lambda path: int(path.stem.removeprefix("loops-sm"))):
-        result = json.loads(path.read_text())
+    for arch, result in by_architecture("loops"):
         made = f"triton {result['triton']}, {result['date'][:10]}, commit {result['commit'][:10]}"
-        text += f"\n{path.stem.removeprefix('loops-').replace('sm', 'sm_')}; {made}; the tutorial of commit "
+        text += f"\n{arch}; {made}; the tutorial of commit "
         text += f"{result['beside']['commit'][:10]} of triton-lang/triton:\n\n"
         rows = []
         for loop in result["loops"]:
@@ -217,6 +206,7 @@ CHIPS = {
 ISSUED = 4  # instructions of a warp that a multiprocessor issues in a cycle
 
 
+@named
 def decode() -> str:
     """Instructions per byte of keys and values that decode reads at D 128, beside what a GPU issues per byte."""
     rows = []
@@ -230,19 +220,9 @@ def decode() -> str:
         issued = ISSUED * processors * clock / SHEETS[name].gb_per_s
         figures = (general, 8 * general, packed, packed, paged, 16 * paged, shared, *others, issued)
         rows.append((f"sm_{arch}", *(f"{figure:.3f}" for figure in figures), name))
-    head = (
-        "",
-        "one head's block, 1 head",
-        "8 heads",
-        "packed, 1 head",
-        "8 heads",
-        "packed, pages",
-        "16 forks, each alone",
-        "16 forks together",
-        "int8",
-        "float8",
-    )
-    return table([*head, "issued per byte", "by"], rows)
+    head = ("", "one head's block, 1 head", "8 heads", "packed, 1 head", "8 heads", "packed, pages",
+            "16 forks, each alone", "16 forks together", "int8", "float8", "issued per byte", "by")  # fmt: skip
+    return table(head, rows)
 
 
 def _per_byte(kernel: dict[str, Any]) -> float:
@@ -260,6 +240,7 @@ def _variant(kernel: dict[str, Any] | None) -> str:
     return f"{said}, {kernel['beside']} beside" if kernel["beside"] else said
 
 
+@named
 def benchmarks() -> str:
     """Return the results of `flashpoint benchmark --json` for each machine: a table a problem, a row a backend."""
     text = ""
@@ -282,64 +263,54 @@ def benchmarks() -> str:
     return text or NOT_MEASURED
 
 
-def reproduced() -> str:
+@by_machine("reproduce", "python", "torch", "triton", name="reproduced")
+def reproduced(result: Result) -> str:
     """Each claim, what was measured on each machine, and the verdict."""
-    text = ""
-    for stem, result in results("reproduce"):
-        rows = [(f"`{c['name']}`", c["claim"], c["measured"], c["verdict"]) for c in result["claims"]]
-        text += f"\n{made_on(result['environment'], 'python', 'torch', 'triton')}:\n\n"
-        text += table(["", "claim", "measured", "verdict"], rows)
-        for kind in ("time", "roofline") if result["rows"] else ():
-            text += f"\n![The {kind} of each case on this machine](images/{stem}-{kind}.svg)\n"
-    return text or NOT_MEASURED
+    rows = [(f"`{c['name']}`", c["claim"], c["measured"], c["verdict"]) for c in result["claims"]]
+    kinds = ("time", "roofline") if result["rows"] else ()
+    images = (f"\n![The {kind} of each case on this machine](images/{result['stem']}-{kind}.svg)\n" for kind in kinds)
+    return table(["", "claim", "measured", "verdict"], rows) + "".join(images)
 
 
-def each_option() -> str:
+@by_machine("options", "torch", name="each-option")
+def each_option(result: Result) -> str:
     """Each option beside the formula written out and FlexAttention, and torch's own operator beside ours."""
-    text = ""
-    for _, result in results("options"):
-        rows = result["rows"]
-        runs = min((len(row.get("runs", [1])) for of_section in rows.values() for row in of_section), default=1)
-        repeated = f", medians of {runs} runs" if runs > 1 else ""
-        text += f"\n{made_on(result['environment'], 'torch')}{repeated}:\n\n{targets(result)}"
-        formula = [
-            (
-                r["option"], r["pass"], *map(number, (r["ms"], r["other_ms"], r["times"], r["memory"])),
-                *map(number, (r["huge_pages"][name] for name in ("ms", "other_ms", "times"))),
-            )
-            for of_option in zip(rows.get("forward", []), rows.get("gradient", []), strict=True)
-            for r in of_option
-        ]  # fmt: skip
-        flex = [
-            (r["option"], *map(number, (r["ms"], r["other_ms"], r["times"], r["compile_s"])))
-            for r in rows.get("flex", [])
-        ]
-        decode = [(r["decode"], *map(number, (r["ms"], r["other_ms"], r["times"]))) for r in rows.get("decode", [])]
-        plain = [
-            (
-                r["pass"], r["dtype"], r["kernel"] or "not recorded", r["head_dim"], r["length"],
-                "yes" if r["causal"] else "no", *map(number, (r["ms"], r["other_ms"], r["times"])),
-            )
-            for r in rows.get("plain", [])
-        ]  # fmt: skip
-        flexed = [
-            (r["kind"], r["pass"], *map(number, (r["ms"], r["other_ms"], r["times"])),
-             f"{r['mib']} / {r['other_mib']}" if "mib" in r else "–")
-            for r in rows.get("flex_attention", [])
-        ]  # fmt: skip
-        masks = [
-            (r["mask"], r["pass"], *map(number, (r["share"], r["ms"], r["other_ms"], r["times"])))
-            for r in rows.get("block_masks", [])
-        ]
-        for head, own in (
-            (["option", "pass", "ms", "written out, ms", "times faster", "memory / its",
-              "huge pages: ms", "written out, ms", "times faster"], formula),
-            (["option", "ms", "FlexAttention, ms", "times its speed", "its compilation, s"], flex),
-            (["decode", "ms", "torch's operator, ms", "times its speed"], decode),
-            (["pass", "dtype", "kernel", "D", "N", "causal", "ms", "SDPA, ms", "SDPA's time / ours"], plain),
-            (["score_mod of `flex_attention`", "pass", "ms", "torch's forward, or the formula with gradient, ms",
-              "times faster", "MiB / its"], flexed),
-            (["`block_mask` of `tiled`", "pass", "share of the blocks", "ms", "without it, ms", "times faster"], masks),
-        ):  # fmt: skip
-            text += "\n" + table(head, own) if own else ""
-    return text or NOT_MEASURED
+    rows = result["rows"]
+    runs = min((len(row.get("runs", [1])) for of_section in rows.values() for row in of_section), default=1)
+    repeated = f", medians of {runs} runs" if runs > 1 else ""
+    formula = [
+        (
+            r["option"], r["pass"], *_times(r), number(r["memory"]), *_times(r["huge_pages"]),
+        )
+        for of_option in zip(rows.get("forward", []), rows.get("gradient", []), strict=True)
+        for r in of_option
+    ]  # fmt: skip
+    flex = [(r["option"], *_times(r), number(r["compile_s"])) for r in rows.get("flex", [])]
+    decode = [(r["decode"], *_times(r)) for r in rows.get("decode", [])]
+    plain = [
+        (
+            r["pass"], r["dtype"], r["kernel"] or "not recorded", r["head_dim"], r["length"],
+            "yes" if r["causal"] else "no", *_times(r),
+        )
+        for r in rows.get("plain", [])
+    ]  # fmt: skip
+    flexed = [
+        (r["kind"], r["pass"], *_times(r), f"{r['mib']} / {r['other_mib']}" if "mib" in r else "–")
+        for r in rows.get("flex_attention", [])
+    ]  # fmt: skip
+    masks = [(r["mask"], r["pass"], number(r["share"]), *_times(r)) for r in rows.get("block_masks", [])]
+    tables = (
+        (["option", "pass", "ms", "written out, ms", "times faster", "memory / its",
+          "huge pages: ms", "written out, ms", "times faster"], formula),
+        (["option", "ms", "FlexAttention, ms", "times its speed", "its compilation, s"], flex),
+        (["decode", "ms", "torch's operator, ms", "times its speed"], decode),
+        (["pass", "dtype", "kernel", "D", "N", "causal", "ms", "SDPA, ms", "SDPA's time / ours"], plain),
+        (["score_mod of `flex_attention`", "pass", "ms", "torch's forward, or the formula with gradient, ms",
+          "times faster", "MiB / its"], flexed),
+        (["`block_mask` of `tiled`", "pass", "share of the blocks", "ms", "without it, ms", "times faster"], masks),
+    )  # fmt: skip
+    return f"{repeated}:\n\n{targets(result)}" + "".join(f"\n{table(head, own)}" for head, own in tables if own)
+
+
+def _times(row: dict[str, float]) -> Iterator[str]:
+    return (number(row[name]) for name in ("ms", "other_ms", "times"))

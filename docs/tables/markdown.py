@@ -1,16 +1,45 @@
-"""Parts of tables: Markdown itself, and the line above measurements."""
+"""Parts of tables: the register of all tables, Markdown itself, and the line above measurements."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
 NOT_MEASURED = "\nnot measured\n"
+Result = dict[str, Any]
+TABLES: dict[str, Callable[[], str]] = {}  # the function that makes each table, by the name in the table's marks
+
+
+def named(make: Callable[[], str]) -> Callable[[], str]:
+    """Register a function that makes a table. The table has the function's name, with dashes for underscores."""
+    TABLES[make.__name__.replace("_", "-")] = make
+    return make
+
+
+def by_machine(
+    what: str, *packages: str, name: str = ""
+) -> Callable[[Callable[[Result], str]], Callable[[Result], str]]:
+    """Register the table `name`, by default `what`, of a function that makes the text of one machine's result.
+
+    The line above the text has the machine and the versions of `packages`; a text that begins with one of ";:,"
+    continues this line.
+    """
+
+    def register(text_of: Callable[[Result], str]) -> Callable[[Result], str]:
+        def texts() -> Iterator[str]:
+            for result in results(what):
+                text, made = text_of(result), made_on(result["environment"], *packages)
+                yield f"\n{made}{text}" if text.startswith((";", ":", ",")) else f"\n{made}:\n\n{text}"
+
+        TABLES[name or what] = lambda: "".join(texts()) or NOT_MEASURED
+        return text_of
+
+    return register
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -18,13 +47,13 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return "".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 
 
-def results(what: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each machine's result of that name, with its file's stem."""
+def results(what: str) -> Iterator[Result]:
+    """Yield each machine's result of that name, with the `stem` of its file."""
     for path in sorted(RESULTS.glob(f"{what}-*.json")):
-        yield path.stem, json.loads(path.read_text())
+        yield json.loads(path.read_text()) | {"stem": path.stem}
 
 
-def made_on(made: dict[str, Any], *packages: str) -> str:
+def made_on(made: Result, *packages: str) -> str:
     """The machine that a result is of, how busy it was, the packages' versions, the day and the commit."""
     load = f"load average {round(made['load_average'][0], 2)} at the start"
     versions = (f"{name} {made[name]}" for name in packages)
@@ -33,7 +62,7 @@ def made_on(made: dict[str, Any], *packages: str) -> str:
     )
 
 
-def targets(result: dict[str, Any]) -> str:
+def targets(result: Result) -> str:
     """Return the targets, and the measurements for each."""
     rows = []
     for row in result["targets"]:
@@ -46,7 +75,7 @@ def targets_by_machine(what: str) -> str:
     """Return the targets of a benchmark with a column of results for each machine; a missed target says so."""
     found: dict[tuple[str, str], dict[str, str]] = {}
     machines = []
-    for _, result in results(what):
+    for result in results(what):
         made = result["environment"]
         machines.append(machine := f"{made['device']}, {made['date'][:10]}, `{made['commit'][:10]}`")
         for row in result["targets"]:
@@ -59,7 +88,7 @@ def targets_by_machine(what: str) -> str:
     return "\n" + table(["", "target", *machines], rows) if machines else NOT_MEASURED
 
 
-def verdicts(result: dict[str, Any]) -> str:
+def verdicts(result: Result) -> str:
     """Return the questions, the findings, and the targets."""
     rows = ((v["question"], v["found"], v["wanted"], "yes" if v["met"] else "no") for v in result["verdicts"])
     return table(["question", "found", "wanted", "met"], rows)

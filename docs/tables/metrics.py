@@ -12,9 +12,10 @@ from flashpoint_server.observability.metrics import ENDS, STAGES, Metrics
 from flashpoint_server.oip.models import MODELS
 from flashpoint_server.oip.statistics import Statistics
 
-from .markdown import table
+from .markdown import named, table
 
 
+@named
 def metrics() -> str:
     """Every metric that /metrics has, by the name that Prometheus shows, with its labels."""
     exported, families = _exported()
@@ -26,6 +27,7 @@ def metrics() -> str:
     return table(["metric", "type", "labels", "what"], rows)
 
 
+@named
 def labels() -> str:
     """Every label with its values, and the metrics that have it. Raises KeyError for a label without a description."""
     exported, families = _exported()

@@ -6,29 +6,28 @@ from typing import Any
 
 from flashpoint.commands.terminal.tables import number
 
-from .markdown import NOT_MEASURED, made_on, results, table, targets
+from .markdown import NOT_MEASURED, Result, by_machine, named, results, table, targets
 
 
-def serving(what: str) -> str:
-    """Return the service's targets, results and measurements; a table of each for each machine."""
-    text = ""
-    for _, result in results(what):
-        text += f"\n{made_on(result['environment'], 'python', 'torch', 'uvicorn')}:\n\n"
-        rows = [(name, rate, "MiB/s") for name, rate in result.get("mib_per_second", {}).items()]
-        rows += [(name, time, "µs") for name, time in result["median_microseconds"].items()]
-        rows += [
-            (f"resident, {process} process, {when}", size, "MiB")
-            for when, sizes in result.get("resident_mib", {}).items()
-            for process, size in sizes.items()
-        ]
-        text += targets(result) + "\n" + table(["", "median", "unit"], rows)
-    return text
+@by_machine("protocol", "python", "torch", "uvicorn")
+@by_machine("serving", "python", "torch", "uvicorn")
+def serving(result: Result) -> str:
+    """Return the service's targets and measurements."""
+    rows = [(name, rate, "MiB/s") for name, rate in result.get("mib_per_second", {}).items()]
+    rows += [(name, time, "µs") for name, time in result["median_microseconds"].items()]
+    rows += [
+        (f"resident, {process} process, {when}", size, "MiB")
+        for when, sizes in result.get("resident_mib", {}).items()
+        for process, size in sizes.items()
+    ]
+    return targets(result) + "\n" + table(["", "median", "unit"], rows)
 
 
+@named
 def throughput() -> str:
     """The service beside its peers: targets, requests a second of each at each case, and requests of many lengths."""
     text = ""
-    for _, result in results("throughput"):
+    for result in results("throughput"):
         made, cases = result["environment"], result["cases"]
         versions = {name: made[name] for name in ("python", "torch", "fastapi", "uvicorn")} | made["peers"]
         counts = [(case["thrown_away"], case["rounds"] + case["thrown_away"]) for case in cases.values()]
@@ -67,122 +66,101 @@ def _rate(figures: dict[str, float] | str) -> str:
     return figures if isinstance(figures, str) else number(figures["rps"])
 
 
-def cached_decode() -> str:
+@by_machine("cached-decode", "python", "torch", "uvicorn")
+def cached_decode(result: Result) -> str:
     """Decode over caches: what was to be reached, and tokens a second of each way."""
-    text = ""
-    for _, result in results("cached-decode"):
-        text += f"\n{made_on(result['environment'], 'python', 'torch', 'uvicorn')}; "
-        text += f"{result['thrown_away']} of {result['rounds'] + result['thrown_away']} rounds thrown away:\n\n"
-        rates = sorted(result["tokens_per_second"].items(), key=lambda row: -row[1])
-        text += targets(result) + "\n" + table(["", "tokens a second"], [(way, number(rate)) for way, rate in rates])
-    return text or NOT_MEASURED
+    rates = sorted(result["tokens_per_second"].items(), key=lambda row: -row[1])
+    return (
+        f"; {result['thrown_away']} of {result['rounds'] + result['thrown_away']} rounds thrown away:\n\n"
+        f"{targets(result)}\n{table(['', 'tokens a second'], [(way, number(rate)) for way, rate in rates])}"
+    )
 
 
-def forks() -> str:
-    """Calls over forks of one cache: what was to be reached."""
-    text = ""
-    for _, result in results("forks"):
-        text += f"\n{made_on(result['environment'], 'python', 'torch', 'uvicorn')}:\n\n{targets(result)}"
-    return text or NOT_MEASURED
+by_machine("forks", "python", "torch", "uvicorn")(targets)
 
 
-def train_saved() -> str:
+@by_machine("train-saved", "torch")
+def train_saved(result: Result) -> str:
     """A training step with forwards that stay at the server, beside one that sends everything."""
-    text = ""
-    for _, result in results("train-saved"):
-        steps, forward = result["training"], result["forward_ms"]
-        rows = [
-            ("bytes a step, in and out", *(f"{steps['bytes_per_step'][way]:,}" for way in ("served", "saved"))),
-            ("a step, ms", *(f"{steps['ms_per_step'][way]:.1f}" for way in ("served", "saved"))),
-            ("a forward of (1, 8, 1024, 64), ms", *(f"{forward[way]:.1f}" for way in ("unsaved", "saved"))),
-        ]
-        made = made_on(result["environment"], "torch")
-        text += f"\n{made}; {steps['rounds']} rounds of {steps['steps']} steps:\n\n{targets(result)}\n"
-        text += table(["median", "without `save`", "with `save`"], rows)
-    return text or NOT_MEASURED
+    steps, forward = result["training"], result["forward_ms"]
+    rows = [
+        ("bytes a step, in and out", *(f"{steps['bytes_per_step'][way]:,}" for way in ("served", "saved"))),
+        ("a step, ms", *(f"{steps['ms_per_step'][way]:.1f}" for way in ("served", "saved"))),
+        ("a forward of (1, 8, 1024, 64), ms", *(f"{forward[way]:.1f}" for way in ("unsaved", "saved"))),
+    ]
+    made = f"; {steps['rounds']} rounds of {steps['steps']} steps:\n\n{targets(result)}\n"
+    return made + table(["median", "without `save`", "with `save`"], rows)
 
 
-def beside() -> str:
+@by_machine("beside")
+def beside(result: Result) -> str:
     """A benchmark beside traffic: what was to hold, requests' latencies, and each row's milliseconds."""
-    text = ""
-    for _, result in results("beside"):
-        alone, busy = result["latency_ms"]["alone"], result["latency_ms"]["beside"]
-        text += (
-            f"\n{made_on(result['environment'])}; {result['requests_a_second']:g} requests a second, p50 / p99 "
-            f"{alone['p50']} / {alone['p99']} ms alone, {busy['p50']} / {busy['p99']} ms beside a benchmark:\n\n"
-        )
-        rows = [(r["backend"], r["q_len"], number(r["alone_ms"]), number(r["beside_ms"])) for r in result["rows"]]
-        text += targets(result) + "\n" + table(["backend", "length", "alone, ms", "beside traffic, ms"], rows)
-    return text or NOT_MEASURED
+    alone, busy = result["latency_ms"]["alone"], result["latency_ms"]["beside"]
+    rows = [(r["backend"], r["q_len"], number(r["alone_ms"]), number(r["beside_ms"])) for r in result["rows"]]
+    return (
+        f"; {result['requests_a_second']:g} requests a second, p50 / p99 "
+        f"{alone['p50']} / {alone['p99']} ms alone, {busy['p50']} / {busy['p99']} ms beside a benchmark:\n\n"
+        f"{targets(result)}\n{table(['backend', 'length', 'alone, ms', 'beside traffic, ms'], rows)}"
+    )
 
 
-def fairness() -> str:
+@by_machine("fairness", "torch", "grpcio")
+def fairness(result: Result) -> str:
     """Small requests alone and beside four large ones: a row for each kind, way, and limit of the large ones' key."""
-    text = ""
-    for _, result in results("fairness"):
-        rows = [
-            (
-                row["kind"],
-                row["protocol"],
-                row.get("limit", "none"),
-                f"{row['large_alone_seconds']:.2f}",
-                *(f"{row[when]['p50']:.1f} / {row[when]['p99']:.1f}" for when in ("small_alone_ms", "small_beside_ms")),
-            )
-            for row in result["rows"]
-        ]
-        head = ("large request", "over", "limit of its key", "alone, s", "small alone, ms", "small beside four, ms")
-        text += f"\n{made_on(result['environment'], 'torch', 'grpcio')}; p50 / p99:\n\n"
-        text += targets(result) + "\n" + table(head, rows)
-    return text or NOT_MEASURED
-
-
-def rpc() -> str:
-    """Calls over gRPC beside calls over HTTP, by what they carry."""
-    text = ""
-    for _, result in results("rpc"):
-        text += f"\n{made_on(result['environment'], 'python', 'grpcio')}:\n\n"
-        rows = []
-        for row in result["medians"]:
-            size = row["bytes"]
-            carried = f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
-            times = row["http_microseconds"], row["grpc_microseconds"]
-            rows.append((f"{carried} {row['way']}", *times, f"{times[1] / times[0]:.1f}"))
-        text += table(["carried", "HTTP, µs", "gRPC, µs", "ratio"], rows)
-    return text or NOT_MEASURED
-
-
-def ray() -> str:
-    """Milliseconds of a call by its direction and size, by what it passes on its way; a table for each machine."""
-    text = ""
-    for _, result in results("ray"):
-        found = result["median_milliseconds"]
-        text += f"\n{made_on(result['environment'], 'python', 'ray', 'uvicorn')}:\n\n"
-        ways = list(next(iter(found.values())))
-        text += table(["", *ways], ((what, *(ms[way] for way in ways)) for what, ms in found.items()))
-    return text or NOT_MEASURED
-
-
-def capacity() -> str:
-    """Return the calculator's predictions of calls, and their measured times."""
-    text = ""
-    for stem, result in results("capacity"):
-        rates = {name: number(value / 1e9) for name, value in result["rates"].items() if value and value > 1e6}
-        text += (
-            f"\n{made_on(result['environment'], 'torch')}; {result['rounds']} rounds. Rates: a "
-            f"call {result['rates']['call'] * 1e3:.2f} ms, upload {rates['upload']} GB/s, download {rates['download']} "
-            f"GB/s, forward {rates['flops']} GFLOP/s, gradient {rates['grad_flops']} GFLOP/s, keys read at "
-            f"{rates['memory']} GB/s.\n\n![Predicted and measured](../images/{stem}.svg)\n\n"
+    rows = [
+        (
+            row["kind"],
+            row["protocol"],
+            row.get("limit", "none"),
+            f"{row['large_alone_seconds']:.2f}",
+            *(f"{row[when]['p50']:.1f} / {row[when]['p99']:.1f}" for when in ("small_alone_ms", "small_beside_ms")),
         )
-        head = ("", "predicted, ms", "measured, ms", "ratio", "predicted, requests a second", "measured", "ratio")
-        names = ("predicted_ms", "measured_ms", "ratio", "predicted_rps", "measured_rps", "rps_ratio")
-        text += table(head, [(row["case"], *(number(row[name]) for name in names)) for row in result["cases"]])
-    return text or NOT_MEASURED
+        for row in result["rows"]
+    ]
+    head = ("large request", "over", "limit of its key", "alone, s", "small alone, ms", "small beside four, ms")
+    return f"; p50 / p99:\n\n{targets(result)}\n{table(head, rows)}"
 
 
+@by_machine("rpc", "python", "grpcio")
+def rpc(result: Result) -> str:
+    """Calls over gRPC beside calls over HTTP, by what they carry."""
+    rows = []
+    for row in result["medians"]:
+        size = row["bytes"]
+        carried = f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
+        times = row["http_microseconds"], row["grpc_microseconds"]
+        rows.append((f"{carried} {row['way']}", *times, f"{times[1] / times[0]:.1f}"))
+    return table(["carried", "HTTP, µs", "gRPC, µs", "ratio"], rows)
+
+
+@by_machine("ray", "python", "ray", "uvicorn")
+def ray(result: Result) -> str:
+    """Milliseconds of a call by its direction and size, by what it passes on its way; a table for each machine."""
+    found = result["median_milliseconds"]
+    ways = list(next(iter(found.values())))
+    return table(["", *ways], ((what, *(ms[way] for way in ways)) for what, ms in found.items()))
+
+
+@by_machine("capacity", "torch")
+def capacity(result: Result) -> str:
+    """Return the calculator's predictions of calls, and their measured times."""
+    rates = {name: number(value / 1e9) for name, value in result["rates"].items() if value and value > 1e6}
+    head = ("", "predicted, ms", "measured, ms", "ratio", "predicted, requests a second", "measured", "ratio")
+    names = ("predicted_ms", "measured_ms", "ratio", "predicted_rps", "measured_rps", "rps_ratio")
+    return (
+        f"; {result['rounds']} rounds. Rates: a "
+        f"call {result['rates']['call'] * 1e3:.2f} ms, upload {rates['upload']} GB/s, download {rates['download']} "
+        f"GB/s, forward {rates['flops']} GFLOP/s, gradient {rates['grad_flops']} GFLOP/s, keys read at "
+        f"{rates['memory']} GB/s.\n\n![Predicted and measured](../images/{result['stem']}.svg)\n\n"
+        + table(head, [(row["case"], *(number(row[name]) for name in names)) for row in result["cases"]])
+    )
+
+
+@named
 def capacity_ratio() -> str:
     """Return a sentence for each machine: the span of predicted times over measured ones."""
     text = ""
-    for _, result in results("capacity"):
+    for result in results("capacity"):
         ratios = [row["ratio"] for row in result["cases"]]
         made = result["environment"]
         span = f"{number(min(ratios))} to {number(max(ratios))} times the measured ones"
@@ -190,18 +168,15 @@ def capacity_ratio() -> str:
     return text or NOT_MEASURED
 
 
-def sharded_cache() -> str:
+@by_machine("sharded-cache", "python", "torch")
+def sharded_cache(result: Result) -> str:
     """One query over a cache at four servers, beside the operator over the same tensors."""
     ways = {"operator": "the operator in process", "sdpa": "torch's own in process", "sharded": "four servers"}
-    text = ""
-    for _, result in results("sharded-cache"):
-        text += (
-            f"\nOne query over {result['tokens']:,} tokens ({result['kv_heads']} key heads, D {result['head_dim']}, "
-            f"{result['dtype']}, {result['bytes'] / 2**30:.2g} GiB) at {result['servers']} servers of one machine: "
-            f"{made_on(result['environment'], 'python', 'torch')}; median of {result['rounds']}. An error of 1 is the "
-            "bound above.\n\n"
-        )
-        milliseconds, errors = result["median_milliseconds"], result["errors"]
-        rows = [(way, milliseconds[name], errors[name]) for name, way in ways.items()]
-        text += targets(result) + "\n" + table(["", "ms", "largest error / bound"], rows)
-    return text or NOT_MEASURED
+    milliseconds, errors = result["median_milliseconds"], result["errors"]
+    rows = [(way, milliseconds[name], errors[name]) for name, way in ways.items()]
+    return (
+        f"; one query over {result['tokens']:,} tokens ({result['kv_heads']} key heads, D {result['head_dim']}, "
+        f"{result['dtype']}, {result['bytes'] / 2**30:.2g} GiB) at {result['servers']} servers of this machine; "
+        f"median of {result['rounds']}. An error of 1 is the bound above.\n\n"
+        f"{targets(result)}\n{table(['', 'ms', 'largest error / bound'], rows)}"
+    )

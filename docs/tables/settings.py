@@ -17,12 +17,13 @@ from flashpoint_server.ipc.regions import MOST as REGIONS
 from flashpoint_server.routes.compute.cached_attention import KEY_LENGTH
 from flashpoint_server.routes.tensors.caches import MOST_MADE
 
-from .markdown import table
+from .markdown import named, table
 
 _OF_BYTES = ("body_limit", "json_limit", "head_limit")
 _OF_SECONDS = ("_timeout", "_seconds", "_ttl", "keep_alive", "benchmark_keep", "queue_delay")
 
 
+@named
 def settings() -> str:
     """Every setting, in a table for each group of `flashpoint serve --help`."""
     groups: dict[str, list[tuple[str, ...]]] = {}
@@ -46,6 +47,7 @@ class Bound(NamedTuple):
     tests: tuple[str, ...] = ()
 
 
+@named
 def limits() -> str:
     """Every bound that the server sets: its default, its setting, what happens beyond it, and its test."""
     parts = []

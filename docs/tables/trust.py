@@ -5,54 +5,45 @@ from __future__ import annotations
 import json
 import re
 
-from .markdown import NOT_MEASURED, RESULTS, made_on, results, table, verdicts
+from .markdown import NOT_MEASURED, RESULTS, Result, by_machine, named, results, table, verdicts
 
 
-def load() -> str:
+@by_machine("load", "python", "torch", "locust")
+def load(result: Result) -> str:
     """Return the load test's questions with its findings, and its curve, for each machine."""
-    text = ""
-    for stem, result in results("load"):
-        text += (
-            f"\n{made_on(result['environment'], 'python', 'torch', 'locust')}: "
-            f"a capacity of {result['capacity']} calls a second.\n\n"
-            f"![Latency against the offered rate](images/{stem}.svg)\n\n{verdicts(result)}"
-        )
-    return text or NOT_MEASURED
+    image = f"![Latency against the offered rate](images/{result['stem']}.svg)"
+    return f": a capacity of {result['capacity']} calls a second.\n\n{image}\n\n{verdicts(result)}"
 
 
-def load_steps() -> str:
+@by_machine("load", "python", "torch", "locust", name="load-steps")
+def load_steps(result: Result) -> str:
     """Return the load test's counts at each step, for each machine."""
-    text = ""
-    for _, result in results("load"):
-        text += f"\n{made_on(result['environment'], 'python', 'torch', 'locust')}:\n\n"
-        head = ("offered", "answered", "p50_ms", "p95_ms", "p99_ms", "calls", "errors", "generator_busy", "why")
-        rows = (
-            (f"{step['scenario']}: {step['step']}", *("" if step[name] is None else step[name] for name in head))
-            for step in result["steps"]
-        )
-        text += table(["step", *head], rows)
-    return text or NOT_MEASURED
+    head = ("offered", "answered", "p50_ms", "p95_ms", "p99_ms", "calls", "errors", "generator_busy", "why")
+    rows = (
+        (f"{step['scenario']}: {step['step']}", *("" if step[name] is None else step[name] for name in head))
+        for step in result["steps"]
+    )
+    return table(["step", *head], rows)
 
 
-_SHOWN = {
-    "soak": "Memory, descriptors, threads and latency, minute by minute",
-    "overload": "Calls answered in time against calls offered",
-}
+@by_machine("soak", "python", "torch")
+def soak(result: Result) -> str:
+    """Return the questions of a soak, and its picture."""
+    image = f"![Memory, descriptors, threads and latency, minute by minute](images/{result['stem']}.svg)"
+    return f"{image}\n\n{verdicts(result)}"
 
 
-def steady(what: str) -> str:
-    """Return the questions of a soak or an overload, and its picture."""
-    text = ""
-    for stem, result in results(what):
-        text += f"\n{made_on(result['environment'], 'python', 'torch')}:\n\n![{_SHOWN[what]}](images/{stem}.svg)\n\n"
-        text += verdicts(result)
-    return text or NOT_MEASURED
+@by_machine("overload", "python", "torch")
+def overload(result: Result) -> str:
+    """Return the questions of an overload, and its picture."""
+    return f"![Calls answered in time against calls offered](images/{result['stem']}.svg)\n\n{verdicts(result)}"
 
 
+@named
 def faults() -> str:
     """Return the numbers of faults, calls, right answers and violations, for each machine."""
     rows = []
-    for _, result in results("faults"):
+    for result in results("faults"):
         made, calls = result["runs"][0]["environment"], result["calls"]
         machine = f"{made['device']}, {made['date'][:10]}, `{made['commit'][:10]}`"
         counts = (sum(calls.values()), calls.get("right", 0), len(result["violations"]))
@@ -61,10 +52,11 @@ def faults() -> str:
     return "\n" + table(head, rows) if rows else NOT_MEASURED
 
 
+@named
 def each_fault() -> str:
     """Return the faults, the callers' outcomes while each was the last one, and the time to recover."""
     text = ""
-    for _, result in results("faults"):
+    for result in results("faults"):
         made = result["runs"][0]["environment"]
         seeds = ", ".join(f"{run['seed']} ({run['workers']})" for run in result["runs"])
         text += (
@@ -82,25 +74,22 @@ def each_fault() -> str:
     return text or NOT_MEASURED
 
 
-def install() -> str:
+@by_machine("install", "python", "torch")
+def install(result: Result) -> str:
     """From the wheel to the first answer, for the server and for the SDK alone."""
-    text = ""
-    for _, result in results("install"):
-        both = result["server"], result["sdk"]
-        rows = [
-            ("an empty environment, s", *(each["environment_s"] for each in both)),
-            ("`pip install`, s", *(each["install_s"] for each in both)),
-            ("`flashpoint serve` until it listens, s", result["server"]["listening_s"], "a server that runs"),
-            ("a program that asks, s", *(each["call_s"] for each in both)),
-            ("all, s", *(each["total_s"] for each in both)),
-            ("installed, MB", *(f"{each['installed_mb']:,}" for each in both)),
-            ("packages", *(each["packages"] for each in both)),
-            ("of them downloaded; the others were on the machine", *(each["downloaded"] for each in both)),
-        ]
-        sizes = f"the wheel has {result['wheel_mb']} MB, the source distribution {result['sdist_mb']} MB"
-        text += f"\n{made_on(result['environment'], 'python', 'torch')}; {sizes}:\n\n"
-        text += table(["", "wheel with `[server]`", "wheel alone: the SDK"], rows)
-    return text or NOT_MEASURED
+    both = result["server"], result["sdk"]
+    rows = [
+        ("an empty environment, s", *(each["environment_s"] for each in both)),
+        ("`pip install`, s", *(each["install_s"] for each in both)),
+        ("`flashpoint serve` until it listens, s", result["server"]["listening_s"], "a server that runs"),
+        ("a program that asks, s", *(each["call_s"] for each in both)),
+        ("all, s", *(each["total_s"] for each in both)),
+        ("installed, MB", *(f"{each['installed_mb']:,}" for each in both)),
+        ("packages", *(each["packages"] for each in both)),
+        ("of them downloaded; the others were on the machine", *(each["downloaded"] for each in both)),
+    ]
+    sizes = f"the wheel has {result['wheel_mb']} MB, the source distribution {result['sdist_mb']} MB"
+    return f"; {sizes}:\n\n" + table(["", "wheel with `[server]`", "wheel alone: the SDK"], rows)
 
 
 # The purpose of the packages of the image for GPUs, by their names; the first that matches counts.
@@ -114,29 +103,27 @@ PARTS = {
 }
 
 
-def gpu_image() -> str:
+@by_machine("gpu-image")
+def gpu_image(result: Result) -> str:
     """Return the parts of the image for GPUs, and the steps of its build."""
-    text = ""
-    for _, result in results("gpu-image"):
-        left, rows = dict(result["packages"]), []
-        for part, pattern in PARTS.items():
-            own = [name for name in left if re.match(pattern, name)]
-            rows.append((part, f"{sum(left.pop(name) for name in own) / 1e9:.2f}"))
-        rows += [("the other packages", f"{sum(left.values()) / 1e9:.2f}")]
-        compiled, packages = result["compiled"], sum(result["packages"].values())
-        kernels = f"{sum(compiled['kernels'].values()):,} kernels, for {len(compiled['kernels'])} architectures"
-        rows += [(kernels, f"{compiled['bytes'] / 1e9:.2f}")]
-        rows += [("the base, Python and gcc", f"{(result['bytes'] - packages - compiled['bytes']) / 1e9:.2f}")]
-        rows += [("**all**", f"**{result['bytes'] / 1e9:.2f}**")]
-        torch = next(name for name in result["packages"] if name.startswith("torch "))
-        text += f"\n{made_on(result['environment'])}; {torch}; base: {result['base']}"
-        text += f"; {result['note']}:\n\n" if "note" in result else ":\n\n"
-        text += table(["", "GB"], rows) + "\n"
-        slow = [(f"`{step[:100]}`", round(s)) for step, s in result["steps"].items() if s >= 10]
-        text += table(["step of the build", "s"], [*slow, ("the whole run", result["build_s"])])
-    return text or NOT_MEASURED
+    left, rows = dict(result["packages"]), []
+    for part, pattern in PARTS.items():
+        own = [name for name in left if re.match(pattern, name)]
+        rows.append((part, f"{sum(left.pop(name) for name in own) / 1e9:.2f}"))
+    rows += [("the other packages", f"{sum(left.values()) / 1e9:.2f}")]
+    compiled, packages = result["compiled"], sum(result["packages"].values())
+    kernels = f"{sum(compiled['kernels'].values()):,} kernels, for {len(compiled['kernels'])} architectures"
+    rows += [(kernels, f"{compiled['bytes'] / 1e9:.2f}")]
+    rows += [("the base, Python and gcc", f"{(result['bytes'] - packages - compiled['bytes']) / 1e9:.2f}")]
+    rows += [("**all**", f"**{result['bytes'] / 1e9:.2f}**")]
+    torch = next(name for name in result["packages"] if name.startswith("torch "))
+    note = f"; {result['note']}" if "note" in result else ""
+    slow = [(f"`{step[:100]}`", round(s)) for step, s in result["steps"].items() if s >= 10]
+    steps = table(["step of the build", "s"], [*slow, ("the whole run", result["build_s"])])
+    return f"; {torch}; base: {result['base']}{note}:\n\n{table(['', 'GB'], rows)}\n{steps}"
 
 
+@named
 def fuzz() -> str:
     """Return the runs of each fuzzer."""
     path = RESULTS / "fuzz.json"
