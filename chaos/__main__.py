@@ -45,7 +45,7 @@ def main() -> int:
     keep({"environment": environment("torch"), "seed": args.seed, "workers": args.workers, "settings": SETTINGS})
     try:
         while done < args.faults:
-            result = chaos.round(chaos.drawn(faults)[: args.faults - done])
+            result = chaos.round(chaos.chosen(faults)[: args.faults - done])
             done, number = done + len(result.faults), number + 1
             violations += len(result.violations)
             keep(row(number, result))

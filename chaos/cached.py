@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from chaos import held
-from chaos.callers import WrongError
+from chaos.callers import Answer, WrongError
 from chaos.clients import PATIENCE, STAGES, break_off, connected, head_of
-from chaos.held import DIM, KV_HEADS, LAYERS, Q_HEADS, SHAPE, Answer, HeldCache, Request
+from chaos.held import DIM, KV_HEADS, LAYERS, Q_HEADS, SHAPE, HeldCache, Request
 from chaos.keys import FILLER, OWNERS, QUOTA, SMALL
 from chaos.world import World
 

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import numpy as np
 
@@ -53,6 +53,29 @@ class Outcome:
 
 class WrongError(Exception):
     """A caller got an answer that no caller may get; the message is the reason."""
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+
+def send(
+    connection: http.client.HTTPConnection, method: str, path: str, body: bytes | None, headers: Mapping[str, str]
+) -> Answer:
+    """Send a request with a new X-Request-Id. Raises WrongError if the answer has another id."""
+    name = secrets.token_hex(8)
+    connection.request(method, path, body, {**headers, "X-Request-Id": name})
+    response = connection.getresponse()
+    answer = Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
+    if answer.headers.get("x-request-id") != name:
+        raise WrongError(f"the answer to request {answer.headers.get('x-request-id')}")
+    return answer
 
 
 class Book:
@@ -95,10 +118,11 @@ class Book:
                 raise WrongError("another caller's answer" if swapped else f"other bits in {name}")
 
 
-def refused(status: int, headers: dict[str, str], body: bytes, path: str) -> str:
+def refused(answer: Answer, path: str) -> str:
     """Return the code of a documented error. Raises WrongError for any other error."""
+    status, headers, body = answer
     try:
-        document = json.loads(body)
+        document = answer.json
     except ValueError:
         raise WrongError(f"status {status}, and no JSON: {body[:80]!r}") from None
     if path.startswith("/v2"):
@@ -113,9 +137,29 @@ def refused(status: int, headers: dict[str, str], body: bytes, path: str) -> str
     return f"{status} {code}"
 
 
+def is_refusal(error: object) -> TypeGuard[flashpoint.FlashpointError]:
+    """Return whether the SDK raised `error` for a refusal that a fault may cause."""
+    refusals = flashpoint.OverloadedError, flashpoint.DeadlineExceededError
+    return isinstance(error, refusals) and error.code in REFUSALS
+
+
+def failure(error: Exception) -> tuple[str, str]:
+    """Return the kind of outcome of a call that raised `error`, and the reason."""
+    if is_refusal(error):
+        return "refused", f"{error.status} {error.code}"
+    if isinstance(error, WrongError):
+        return "wrong", str(error)
+    if isinstance(error, TimeoutError):
+        return "hung", str(error)
+    if isinstance(error, OSError | http.client.HTTPException):
+        return "lost", type(error).__name__
+    return "wrong", f"{type(error).__name__}: {error}"
+
+
 class Caller(threading.Thread, ABC):
     """A thread that makes calls while `going` is set. Otherwise it closes its connection after a call and waits."""
 
+    connection: http.client.HTTPConnection | flashpoint.Client | None = None
     opened: float | None = None  # `time.monotonic` seconds when the connection that is still open was opened
 
     def __init__(self, name: str, load: Load, rng: np.random.Generator) -> None:
@@ -137,19 +181,16 @@ class Caller(threading.Thread, ABC):
         self.leave()
 
     def call(self, ask: Callable[[], str]) -> str:
-        """Call `ask`, record the outcome, and return the kind of outcome. `ask` returns the same as `Asker.ask`."""
+        """Call `ask`, record the outcome, and return the kind of outcome.
+
+        `ask` returns the same as `Asker.ask`, or raises an error of the SDK.
+        """
         began, opened, kind, detail = time.monotonic(), self.opened, "right", ""
         try:
             detail = ask()
             kind = "refused" if detail else "right"
-        except WrongError as error:
-            kind, detail = "wrong", str(error)
-        except (TimeoutError, flashpoint.DeadlineExceededError) as error:
-            kind, detail = "hung", str(error)
-        except (OSError, http.client.HTTPException) as error:
-            kind, detail = "lost", type(error).__name__
         except Exception as error:
-            kind, detail = "wrong", f"{type(error).__name__}: {error}"
+            kind, detail = failure(error)
         if kind != "right":
             self.leave()
         self.book.add(Outcome(kind, self.name, began, time.monotonic(), detail, opened))
@@ -169,8 +210,27 @@ class Caller(threading.Thread, ABC):
         """Delete the caller's caches at the service, and disconnect."""
         self.leave()
 
+    def connected(self) -> http.client.HTTPConnection:
+        """Return the open connection, or open one."""
+        if self.connection is None:
+            self.opened = time.monotonic()
+            self.connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=self.load.patience)
+        return self.connection
+
+    def client(self, owner: str, retries: int) -> flashpoint.Client:
+        """Return the open client of the SDK, or open one, with the key of `owner`."""
+        if self.connection is None:
+            self.opened = time.monotonic()
+            self.connection = flashpoint.Client(
+                self.load.url, api_key=key_of(owner), timeout=self.load.patience, retries=retries
+            )
+        return self.connection
+
     def leave(self) -> None:
-        """Close open connections."""
+        """Close the open connection."""
+        if self.connection is not None:
+            self.connection.close()
+            self.connection = self.opened = None
 
 
 class Asker(Caller):
@@ -195,39 +255,23 @@ class Asker(Caller):
 
     @abstractmethod
     def ask(self, question: Question) -> str:
-        """Return the code of a refusal, or "" for a right answer. Raises WrongError, OSError, TimeoutError."""
+        """Return the code of a refusal, or "" for a right answer. `failure` has the errors that it raises."""
 
 
 class Plain(Asker):
     """A caller that uses one connection of http.client for many calls. Several callers' answers have the same size."""
 
     headers: Mapping[str, str] = MappingProxyType({})
-    connection: http.client.HTTPConnection | None = None
 
     def draw(self) -> Question:
         return draw(self.rng, "safetensors", grad=False, length=64, heads=2, dim=32)
 
     def ask(self, question: Question) -> str:
-        if self.connection is None:
-            self.opened = time.monotonic()
-            self.connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=self.load.patience)
-        name = secrets.token_hex(8)
-        headers = {**question.headers, **self.headers, "X-Request-Id": name}
-        self.connection.request("POST", question.path, question.body, headers)
-        response = self.connection.getresponse()
-        body = response.read()
-        response_headers = {name.lower(): value for name, value in response.getheaders()}
-        if response_headers.get("x-request-id") != name:
-            raise WrongError(f"the answer to request {response_headers.get('x-request-id')}")
-        if response.status != 200:
-            return refused(response.status, response_headers, body, question.path)
-        self.book.compare(question, body)
+        answer = send(self.connected(), "POST", question.path, question.body, {**question.headers, **self.headers})
+        if answer.status != 200:
+            return refused(answer, question.path)
+        self.book.compare(question, answer.body)
         return ""
-
-    def leave(self) -> None:
-        if self.connection is not None:
-            self.connection.close()
-            self.connection = self.opened = None
 
 
 class Gradient(Plain):
@@ -241,8 +285,6 @@ class Numbers(Plain):
 
 
 class Inference(Plain):
-    form = "oip"
-
     def draw(self) -> Question:
         return draw(self.rng, "oip", grad=bool(self.rng.integers(2)))
 
@@ -272,33 +314,17 @@ class Large(Plain):
 class Sdk(Asker):
     """A caller that uses the SDK's client with retries."""
 
-    client: flashpoint.Client | None = None
     retries = 2
 
     def ask(self, question: Question) -> str:
-        if self.client is None:
-            self.opened = time.monotonic()
-            self.client = flashpoint.Client(
-                self.load.url, api_key=key_of(LOAD), timeout=self.load.patience, retries=self.retries
-            )
-        t = question.tensors
-        try:
-            if "do" in t:
-                grads = self.client.attention_grad(t["do"], t["q"], t["k"], t["v"], **question.options)
-                arrays = dict(zip(("dq", "dk", "dv"), grads, strict=True))
-            else:
-                arrays = {"o": self.client.attention(t["q"], t["k"], t["v"], **question.options)}
-        except (flashpoint.OverloadedError, flashpoint.DeadlineExceededError) as error:
-            if error.code not in REFUSALS:
-                raise
-            return f"{error.status} {error.code}"
+        client, t = self.client(LOAD, self.retries), question.tensors
+        if "do" in t:
+            grads = client.attention_grad(t["do"], t["q"], t["k"], t["v"], **question.options)
+            arrays = dict(zip(("dq", "dk", "dv"), grads, strict=True))
+        else:
+            arrays = {"o": client.attention(t["q"], t["k"], t["v"], **question.options)}
         self.book.compare_arrays(question, arrays)
         return ""
-
-    def leave(self) -> None:
-        if self.client is not None:
-            self.client.close()
-            self.client = self.opened = None
 
 
 class SdkGradient(Sdk):
@@ -322,9 +348,7 @@ class Asyncio(Asker):
             answers = await asyncio.gather(*calls, return_exceptions=True)
         code = ""
         for question, answer in zip(self.questions, answers, strict=True):
-            if isinstance(answer, flashpoint.OverloadedError | flashpoint.DeadlineExceededError):
-                if answer.code not in REFUSALS:
-                    raise answer
+            if is_refusal(answer):
                 code = f"{answer.status} {answer.code}"
             elif isinstance(answer, BaseException):
                 raise answer

@@ -12,11 +12,11 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from chaos.callers import WrongError
+from chaos.callers import Answer, WrongError, send
 from chaos.keys import bearer
 from chaos.questions import parsed, safetensors
 from chaos.service import Life
@@ -46,16 +46,6 @@ class HeldCache:
         return [layer.shape[1] for layer in self.layers]
 
 
-class Answer(NamedTuple):
-    status: int
-    headers: dict[str, str]
-    body: bytes
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-
 @dataclass(eq=False)
 class Request:
     """A request of a caller. `unsure`: an attempt may have taken effect, although no answer has come.
@@ -82,14 +72,7 @@ class Request:
 
     def send(self, connection: http.client.HTTPConnection, owner: str) -> Answer:
         """Send the request, and return the answer. Raises OSError, HTTPException and WrongError."""
-        name = secrets.token_hex(8)
-        headers = {**self.headers, **bearer(owner), "X-Request-Id": name}
-        connection.request(self.method, self.path, self.body or None, headers)
-        response = connection.getresponse()
-        answer = Answer(response.status, {k.lower(): v for k, v in response.getheaders()}, response.read())
-        if answer.headers.get("x-request-id") != name:
-            raise WrongError(f"the answer to request {answer.headers.get('x-request-id')}")
-        return answer
+        return send(connection, self.method, self.path, self.body or None, {**self.headers, **bearer(owner)})
 
 
 def empty() -> np.ndarray:

@@ -10,15 +10,14 @@ refused     memory or a quota does not suffice; the model does not change
 from __future__ import annotations
 
 import contextlib
-import http.client
 import time
 from collections import deque
 
 import numpy as np
 
 from chaos import held
-from chaos.callers import AFTER_NOTHING, HANG, Caller, WrongError, refused
-from chaos.held import DIM, KV_HEADS, LAYERS, Q_HEADS, SHAPE, Answer, HeldCache, Request
+from chaos.callers import AFTER_NOTHING, HANG, Answer, Caller, WrongError, refused
+from chaos.held import DIM, KV_HEADS, LAYERS, Q_HEADS, SHAPE, HeldCache, Request
 from chaos.keys import OWNERS
 from chaos.service import Life
 from flashpoint_server.refusal import STATUS
@@ -40,7 +39,6 @@ class Holder(Caller):
     """A caller with a few caches."""
 
     owner = OWNERS[0]
-    connection: http.client.HTTPConnection | None = None
 
     def __init__(self, name, load, rng):
         super().__init__(name, load, rng)
@@ -61,13 +59,11 @@ class Holder(Caller):
         """Send the request. Return the code of a refusal, or "" if the answer is right and the request is complete."""
         request = self.request
         assert request is not None
-        if self.connection is None:
-            self.opened = time.monotonic()
-            self.connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=self.load.patience)
+        connection = self.connected()
         request.first = request.first or time.monotonic()
         request.tries += 1
         try:
-            answer = request.send(self.connection, self.owner)
+            answer = request.send(connection, self.owner)
             code = self.hear(request, answer)
         except WrongError:
             self.give_up(request)
@@ -97,7 +93,7 @@ class Holder(Caller):
             self.request = None
             self.lose(request, code, answer)
             return "" if request.frees else code
-        refusal = refused(answer.status, answer.headers, answer.body, request.path)
+        refusal = refused(answer, request.path)
         if code == "key_limit":
             raise WrongError("a key without a quota got key_limit")
         request.unsure |= code not in NOT_BEGUN
@@ -152,11 +148,6 @@ class Holder(Caller):
     def end(self, cache: HeldCache, code: str) -> None:
         self.caches.remove(cache)
         self.ended.append((cache, code))
-
-    def leave(self) -> None:
-        if self.connection is not None:
-            self.connection.close()
-            self.connection = self.opened = None
 
     # End a round
 

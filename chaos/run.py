@@ -154,7 +154,7 @@ class Chaos:
         inside: dict[str, float] = {}
         end = time.monotonic() + self.quiet
         while time.monotonic() < end:
-            samples = self.service.samples() or {}
+            samples = self.service.samples()
             names = ("flashpoint_queue_requests", "flashpoint_queue_bytes", "flashpoint_staging_slots")
             inside = {name: samples.get(name, -1) for name in names}
             inside |= {name: value for name, value in samples.items() if name.startswith(CACHES)}

@@ -12,7 +12,7 @@ import time
 import numpy as np
 
 import flashpoint
-from chaos.callers import AFTER_NOTHING, HANG, REFUSALS, Caller, WrongError
+from chaos.callers import AFTER_NOTHING, HANG, Caller, WrongError
 from chaos.held import DIM, KV_HEADS, LAYERS, Q_HEADS, SHAPE, dense, empty
 from chaos.holders import is_over
 from chaos.keys import SDK, key_of
@@ -28,7 +28,6 @@ class SdkHolder(Caller):
     """A caller that has one cache."""
 
     owner = SDK
-    client: flashpoint.Client | None = None
     cache: flashpoint.Cache | None = None
     life = Life(0, None)
 
@@ -45,16 +44,7 @@ class SdkHolder(Caller):
 
     def ask(self) -> str:
         try:
-            if self.client is None:
-                self.opened = time.monotonic()
-                self.client = flashpoint.Client(
-                    self.load.url, api_key=key_of(self.owner), timeout=self.load.patience, retries=2
-                )
-            self.step(self.client)
-        except (flashpoint.OverloadedError, flashpoint.DeadlineExceededError) as error:
-            if error.code not in REFUSALS:
-                raise
-            return f"{error.status} {error.code}"
+            self.step(self.client(self.owner, retries=2))
         except flashpoint.CacheError as error:
             restarted = self.life.starts != self.load.service.starts
             if error.code not in GONE or not (restarted if error.code == GONE[1] else is_over(self.life)):
@@ -133,6 +123,5 @@ class SdkHolder(Caller):
 
     def close(self) -> None:
         """Close the client, and forget its cache."""
-        if self.client is not None:
-            self.client.close()
-        self.client = self.cache = self.opened = None
+        super().leave()
+        self.cache = None

@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from dataclasses import dataclass
+from email.message import Message
 from pathlib import Path
 
 import psutil
@@ -88,40 +89,30 @@ class Service:
 
     def ready(self) -> bool:
         """Return whether /health/ready answers 200; return False if no answer comes."""
-        return self.ask_ready() == 200
-
-    def ask_ready(self) -> int | None:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SOCKET)
-        with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
-            connection.request("GET", "/health/ready")
-            return connection.getresponse().status
-        return None
+        return self._get("/health/ready")[0] == 200
 
     def date(self) -> str | None:
         """Return the Date header of an answer, which shows the service's wall clock; None if no answer comes."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SOCKET)
-        with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
-            connection.request("GET", "/health/live")
-            return connection.getresponse().getheader("date")
-        return None
+        return self._get("/health/live")[1].get("date")
 
-    def samples(self) -> dict[str, float] | None:
-        """Return the samples of /metrics, by name and labels; None if no answer comes."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SOCKET)
-        with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
-            connection.request("GET", "/metrics", headers=keys.bearer(keys.LOAD))
-            text = connection.getresponse().read().decode()
-            return {name: float(value) for name, value in re.findall(r"^([^#\s]+) (\S+)$", text, re.MULTILINE)}
-        return None
+    def samples(self) -> dict[str, float]:
+        """Return the samples of /metrics, by name and labels; empty if no answer comes."""
+        text = self._get("/metrics", keys.LOAD)[2].decode()
+        return {name: float(value) for name, value in re.findall(r"^([^#\s]+) (\S+)$", text, re.MULTILINE)}
 
     def caches(self, owner: str) -> list[dict] | None:
         """Return the caches of a key; None if no answer comes."""
+        status, _, body = self._get("/caches", owner)
+        return json.loads(body)["caches"] if status == 200 else None
+
+    def _get(self, path: str, owner: str | None = None) -> tuple[int, Message, bytes]:
+        """Return the status, headers and body of an answer; (0, no headers, no body) if no answer comes."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SOCKET)
         with contextlib.closing(connection), contextlib.suppress(OSError, http.client.HTTPException):
-            connection.request("GET", "/caches", headers=keys.bearer(owner))
+            connection.request("GET", path, headers=keys.bearer(owner) if owner else {})
             response = connection.getresponse()
-            return json.load(response)["caches"] if response.status == 200 else None
-        return None
+            return response.status, response.headers, response.read()
+        return 0, Message(), b""
 
     def wait_ready(self, bound: float = START) -> float | None:
         """Return the seconds until the service is ready and all its processes run; None after `bound` seconds."""

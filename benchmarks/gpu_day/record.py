@@ -36,16 +36,17 @@ class Record:
             self._write(b"\n")
         self.rows: list[Row] = read(path)
 
-    def append(self, row: Row) -> None:
-        """Add a row; when this returns, the row is on disk."""
-        self._append([row])
+    def append(self, *rows: Row) -> None:
+        """Add rows; when this returns, they are on disk."""
+        with self._lock:
+            self._write(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
+            self.rows += rows
 
     def bring(self, path: Path) -> int:
         """Add the rows of another record that this record lacks, and return their number."""
         known = {json.dumps(row) for row in self.rows}
         missing = [row for row in read(path) if json.dumps(row) not in known]
-        if missing:
-            self._append(missing)
+        self.append(*missing)
         return len(missing)
 
     def reload(self) -> None:
@@ -54,11 +55,6 @@ class Record:
 
     def close(self) -> None:
         os.close(self._file)
-
-    def _append(self, rows: list[Row]) -> None:
-        with self._lock:
-            self._write(b"".join(json.dumps(row).encode() + b"\n" for row in rows))
-            self.rows += rows
 
     def _write(self, line: bytes) -> None:
         written = os.write(self._file, line)

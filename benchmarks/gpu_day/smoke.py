@@ -7,10 +7,10 @@ So a wrong kernel fails only its own checks.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -107,17 +107,9 @@ def smoke(device: Cuda, task: Smoke) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def path_of_hopper(use_hopper: bool) -> Iterator[None]:
+def path_of_hopper(use_hopper: bool) -> AbstractContextManager[Any]:
     """Select the path for Hopper or the general path in our Triton backend."""
-    before = os.environ.get("FLASHPOINT_HOPPER")
-    os.environ["FLASHPOINT_HOPPER"] = str(int(use_hopper))
-    try:
-        yield
-    finally:
-        del os.environ["FLASHPOINT_HOPPER"]
-        if before is not None:
-            os.environ["FLASHPOINT_HOPPER"] = before
+    return mock.patch.dict(os.environ, FLASHPOINT_HOPPER=str(int(use_hopper)))
 
 
 def _tensors(device: Cuda, check: Check) -> dict[str, Tensor]:

@@ -1,7 +1,10 @@
 """The service survives faults, and the checks of chaos/ detect the seeded bugs."""
 
+import json
 import re
 import signal
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -67,3 +70,13 @@ def test_no_fault_costs_a_caller_more_than_the_documentation_says():
     finally:
         code = chaos.stop()
     assert code == 0
+
+
+def test_the_command_injects_a_number_of_faults(tmp_path):
+    out = tmp_path / "rounds.jsonl"
+    command = [sys.executable, "-m", "chaos", "--faults", "2", "--only", "leave", "--out", out]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    first, *rounds = map(json.loads, out.read_text().splitlines())
+    assert first["seed"] == 0
+    assert sum(len(one["faults"]) for one in rounds) == 2
