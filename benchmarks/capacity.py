@@ -93,9 +93,6 @@ def compare(client: flashpoint.Client, rounds: int, calls: int) -> dict[str, Any
 def measure(args: Args) -> dict[str, Any]:
     with service() as (_, port, _), flashpoint.Client(f"http://127.0.0.1:{port}") as client:
         result = compare(client, args.rounds, args.calls)
-    for row in result["cases"]:
-        print(f"{row['case']:<24}{row['predicted_ms']:>10.2f} ms predicted{row['measured_ms']:>10.2f} ms measured"
-              f"{row['ratio']:>8.2f}{row['rps_ratio']:>8.2f}")  # fmt: skip
     return {"rounds": args.rounds, "calls": args.calls, "callers": CALLERS, **result}
 
 

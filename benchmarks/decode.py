@@ -161,13 +161,10 @@ def measure(args: Args) -> dict[str, Any] | None:
     if not rounds:
         print("not measured: another program used the machine in every round")
         return None
-    tokens = medians(rounds, digits=1)
-    for name, rate_of_way in tokens.items():
-        print(f"{name:<40} {rate_of_way:>10.1f} tokens/s")
     at_once = median(each[ALL] * (1 / each[ECHO] + 1 / each[OPERATOR]) for each in rounds)
     return {
         "callers": CALLERS, "keys": KEYS, "calls": args.calls,
-        "rounds": len(rounds), "thrown_away": len(every) - len(rounds), "tokens_per_second": tokens,
+        "rounds": len(rounds), "thrown_away": len(every) - len(rounds), "tokens_per_second": medians(rounds, digits=1),
         "targets": [
             target("eight callers over the operator", ratio(rounds, OURS, OPERATOR), "times", least=0.55),
             target("eight callers over the service without caches", ratio(rounds, OURS, STATELESS), "times", least=8.0),

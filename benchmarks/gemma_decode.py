@@ -2,7 +2,7 @@
 
 `python benchmarks/gemma_decode.py` takes eight minutes on two quiet cores, and needs `pip install .[examples]`. First
 the model continues a prompt of 1,800 tokens, alternately with local SDPA and with the cache on a server on the same
-cores. A relay between client and server counts the bytes of one more continuation, with HTTP headers. Next it times
+cores. The server counts the bytes of the bodies of one more continuation. Next it times
 calls of one layer: the client's wait, and the stages that the server reports. Then the model writes 16 answers to a
 prompt of 1,500 tokens with local SDPA and with the cache on the server (examples/best_of_n.py). Last, each mode of
 `generate` must return the tokens of local eager attention. Writes benchmarks/results/gemma-<cpu>.json. Exits with 1 if
@@ -12,23 +12,22 @@ a target is missed.
 from __future__ import annotations
 
 import copy
-import socket
 import statistics
 import sys
-import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from runner import ROOT, Args, Option, run, target
-from serving import service
+from runner import ROOT, Args, Option, in_turn, ratio, run, target
+from serving import service, with_bytes
 from transformers import DynamicCache, Gemma3ForCausalLM
 
 sys.path.append(str(ROOT / "examples"))
 from best_of_n import write
-from gemma import carried, load
+from gemma import load
 
 import flashpoint
 from flashpoint.integrations.transformers import NAME, RemoteCache, register
@@ -38,29 +37,6 @@ PROMPT, NEW, ROUNDS = 1800, 24, 7
 LEAST_RATIO, MOST_BYTES = 0.8, 250_000
 ANSWERS, ANSWERED = 16, 1500  # number of answers to one prompt, and tokens of the prompt
 WINDOW = (511, -1)  # sliding window of most layers, in tokens
-
-
-class Relay:
-    """A proxy for the server's port that counts the bytes in both directions."""
-
-    def __init__(self, port: int) -> None:
-        self.count, self._to = 0, port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        while True:
-            one, other = self._listener.accept()[0], socket.create_connection(("127.0.0.1", self._to))
-            for source, sink in ((one, other), (other, one)):
-                sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                threading.Thread(target=self._carry, args=(source, sink), daemon=True).start()
-
-    def _carry(self, source: socket.socket, sink: socket.socket) -> None:
-        while data := source.recv(1 << 20):
-            self.count += len(data)
-            sink.sendall(data)
-        sink.close()
 
 
 def prompts(tokenizer: Any, lengths: list[int]) -> dict[str, torch.Tensor]:
@@ -115,49 +91,49 @@ def decoded(model: Any, first: torch.Tensor, cache: Any) -> tuple[list[int], flo
     return tokens, (time.perf_counter() - start) / NEW
 
 
-def speed(model: Any, tokenizer: Any, remote: Callable[[], RemoteCache], relay: Relay) -> dict[str, Any]:
+def speed(model: Any, tokenizer: Any, remote: Callable[[], RemoteCache], port: int) -> dict[str, Any]:
     """Return the speed after a long prompt, and the bytes per token, locally and with the cache on the server."""
     ids = prompts(tokenizer, [PROMPT])["input_ids"]
     caches: dict[str, Any] = {"eager": DynamicCache(config=model.config), "sdpa": DynamicCache(config=model.config)}
     caches[NAME] = remote()
-    first, tokens, seconds = {}, {}, {way: [] for way in caches}
+    first, tokens = {}, {}
+
+    def continued(way: str) -> float:
+        """Continue the prompt with a copy of its cache, and return the seconds per token."""
+        model.set_attn_implementation(way)
+        cache = copy.deepcopy(caches[way])
+        tokens[way], seconds = decoded(model, first[way], cache)
+        if isinstance(cache, RemoteCache):
+            cache.close()
+        return seconds
+
     for way, cache in caches.items():
         model.set_attn_implementation(way)
         first[way] = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
-        tokens[way], _ = decoded(model, first[way], copy.deepcopy(cache))
-    for round_ in range(ROUNDS):
-        for way in ("sdpa", NAME) if round_ % 2 else (NAME, "sdpa"):
-            model.set_attn_implementation(way)
-            cache = copy.deepcopy(caches[way])
-            seconds[way].append(decoded(model, first[way], cache)[1])
-            if isinstance(cache, RemoteCache):
-                cache.close()
-    cache = copy.deepcopy(caches[NAME])
-    cache.client = flashpoint.Client(relay.url, timeout=600)
-    model.set_attn_implementation(NAME)
-    decoded(model, first[NAME], cache)
-    pairs = [local / remote_seconds for local, remote_seconds in zip(seconds["sdpa"], seconds[NAME], strict=True)]
+    continued("eager")
+    rounds = list(in_turn({way: partial(continued, way) for way in ("sdpa", NAME)}, ROUNDS))
+    _, nbytes = with_bytes(port, partial(continued, NAME))
     return {
         "prompt_tokens": PROMPT,
         "new_tokens": NEW,
         "rounds": ROUNDS,
         "same_tokens_as_eager": tokens[NAME] == tokens["eager"],
         "same_tokens_at_home": tokens["sdpa"] == tokens["eager"],
-        "tokens_per_second": {way: round(1 / statistics.median(seconds[way]), 2) for way in ("sdpa", NAME)},
-        "ratio": round(statistics.median(pairs), 3),
-        "ratios": [round(pair, 3) for pair in pairs],
-        "bytes_per_token": round(relay.count / NEW),
+        "tokens_per_second": {way: round(1 / statistics.median(row[way] for row in rounds), 2) for way in rounds[0]},
+        "ratio": round(ratio(rounds, "sdpa", NAME), 3),
+        "ratios": [round(row["sdpa"] / row[NAME], 3) for row in rounds],
+        "bytes_per_token": round(nbytes / NEW),
     }
 
 
-def answers(model: Any, tokenizer: Any, remote: Callable[[], RemoteCache], url: str) -> dict[str, Any]:
+def answers(model: Any, tokenizer: Any, remote: Callable[[], RemoteCache], port: int) -> dict[str, Any]:
     """Return seconds, tokens and bytes for many answers to one prompt, locally and with the cache on the server."""
     ids = prompts(tokenizer, [ANSWERED])["input_ids"]
     results = {}
     for way in ("sdpa", NAME):
         model.set_attn_implementation(way)
-        before, cache = carried(url), remote() if way == NAME else DynamicCache(config=model.config)
-        results[way] = write(model, ids, ANSWERS, NEW, cache), carried(url) - before
+        cache = remote() if way == NAME else DynamicCache(config=model.config)
+        results[way] = with_bytes(port, partial(write, model, ids, ANSWERS, NEW, cache))
         if isinstance(cache, RemoteCache):
             cache.close()
     local, on_server = (results[way][0] for way in ("sdpa", NAME))
@@ -170,7 +146,7 @@ def answers(model: Any, tokenizer: Any, remote: Callable[[], RemoteCache], url: 
         "ratio_of_tokens": round(local.seconds / on_server.seconds, 3),
         "ratio": round((local.prompt_seconds + local.seconds) / (on_server.prompt_seconds + on_server.seconds), 3),
         "same_answers": int((local.tokens == on_server.tokens).all(1).sum()),
-        "bytes": results[NAME][1],
+        "bytes": round(results[NAME][1]),
     }
 
 
@@ -195,22 +171,20 @@ def stages(client: flashpoint.Client, count: int) -> dict[str, float]:
 
 def measure(args: Args) -> dict[str, Any]:
     model, tokenizer = load(args.folder)
-    with service() as (_, port, _), torch.no_grad():
-        relay = Relay(port)
-        with flashpoint.Client(f"http://127.0.0.1:{port}", timeout=600) as client:
-            register(client)
+    with (
+        service() as (_, port, _),
+        flashpoint.Client(f"http://127.0.0.1:{port}", timeout=600) as client,
+        torch.no_grad(),
+    ):
+        register(client)
 
-            def remote() -> RemoteCache:
-                return RemoteCache(client, model.config)
+        def remote() -> RemoteCache:
+            return RemoteCache(client, model.config)
 
-            print("timing", flush=True)
-            decoding = speed(model, tokenizer, remote, relay)
-            print(decoding, flush=True)
-            calls = {str(count): stages(client, count) for count in (1, ANSWERS)}
-            print(calls, flush=True)
-            many = answers(model, tokenizer, remote, f"http://127.0.0.1:{port}")
-            print(many, flush=True)
-            modes = same(model, tokenizer, remote)
+        decoding = speed(model, tokenizer, remote, port)
+        calls = {str(count): stages(client, count) for count in (1, ANSWERS)}
+        many = answers(model, tokenizer, remote, port)
+        modes = same(model, tokenizer, remote)
     agreeing = sum(modes.values()) + decoding["same_tokens_as_eager"]
     targets = [
         target("modes that give the tokens of eager attention at home", agreeing, "modes", least=len(modes) + 1),

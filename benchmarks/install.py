@@ -94,9 +94,7 @@ def measure(_: Args) -> dict[str, Any]:
         for each in (server, sdk):
             each["total_s"] = round(each["environment_s"] + each["install_s"] + each["answer_s"], 2)
         sizes = {"wheel_mb": round(wheel.stat().st_size / MB, 2), "sdist_mb": round(sdist.stat().st_size / MB, 2)}
-    result = {**sizes, "server": server, "sdk": sdk}
-    print(json.dumps(result, indent=1))
-    return result
+    return {**sizes, "server": server, "sdk": sdk}
 
 
 if __name__ == "__main__":

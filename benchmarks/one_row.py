@@ -86,7 +86,6 @@ def measure(args: Args) -> dict[str, Any]:
             if problems % 20 == 1:
                 more, bad = differing(torchs, {name: t[name] for name in "qkv"}, 1)
                 control_rows, control_wrong = control_rows + more, control_wrong + bad
-    print(f"{wrong} of {rows:,} rows of {problems} problems; the control {control_wrong:,} of {control_rows:,}")
     return {
         "seed": args.seed, "rows": rows, "differing": wrong, "problems": problems, "found": failures,
         "control": {"rows": control_rows, "differing": control_wrong}, "kernels": native.names(),

@@ -73,7 +73,6 @@ def measure(args: Args) -> dict[str, Any]:
     pairs = {f"{n}: protocol / safetensors": (f"{n}, protocol", f"{n}, safetensors") for n in SHAPES}
     pairs["shared memory / operator"] = ("shared memory", "operator")
     microseconds = {name: round(seconds[name] * 1e6) for pair in pairs.values() for name in reversed(pair)}
-    print(microseconds)
     return {
         "rounds": args.rounds,
         "calls": args.calls,

@@ -65,8 +65,6 @@ def measure(args: Args) -> dict[str, Any]:
                 }
                 table[direction][size] = medians(list(in_turn(ways, args.rounds * calls, warm=calls)), digits=2)
     milliseconds = {f"{direction}, {size}": ways for direction in table for size, ways in table[direction].items()}
-    for name, ways in milliseconds.items():
-        print(f"{name:<12}", *(f"{way} {ms:>8}" for way, ms in ways.items()))
     return {"rounds": args.rounds, "calls": args.calls, "median_milliseconds": milliseconds}
 
 

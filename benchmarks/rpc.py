@@ -65,7 +65,6 @@ def measure(args: Args) -> dict[str, Any]:
                 }
                 taken = medians(list(in_turn(ways, args.rounds * calls, warm=calls)), digits=0)
                 rows.append({"bytes": size, "way": way, **{name: round(us) for name, us in taken.items()}})
-                print(rows[-1])
     return {"rounds": args.rounds, "medians": rows}
 
 

@@ -62,10 +62,10 @@ def run(
     malloc: bool = True,
     **options: Option,
 ) -> NoReturn:
-    """Measure, print the targets, write OUT/WHAT-DEVICE.json, and exit, with 1 if a target is missed.
+    """Measure, print the measurements and the targets, write OUT/WHAT-DEVICE.json, and exit, with 1 if one is missed.
 
-    `measure` returns None if nothing could be measured. With `malloc`, the measured processes have the settings
-    `MALLOC`.
+    `measure` returns None if nothing could be measured; it prints `rows` itself as they come. With `malloc`, the
+    measured processes have the settings `MALLOC`.
     """
     doc = inspect.getmodule(measure).__doc__  # type: ignore[union-attr]
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -79,12 +79,23 @@ def run(
         sys.exit(1)
     result = {**measurements, "environment": machine | measurements.get("environment", {})}
     targets = result.get("targets", [])
+    show({name: value for name, value in measurements.items() if name not in ("environment", "rows", "targets")})
     for row in targets:
         bound = f"at least {row['at_least']}" if "at_least" in row else f"at most {row['at_most']}"
         verdict = "met" if row["met"] else "MISSED"
         print(f"{row['what']:<75} {row['value']:>8} {row['unit']:<12} {bound:<16} {verdict}")
     write(args.out, what, {"environment": result.pop("environment"), **result})
     sys.exit(not all(row["met"] for row in targets))
+
+
+def show(value: Any, name: str = "") -> None:
+    """Print measurements, with a line for each of the innermost lists and dicts."""
+    inner = dict(enumerate(value)) if isinstance(value, list) else value
+    if isinstance(inner, dict) and (not name or any(isinstance(each, list | dict) for each in inner.values())):
+        for key, each in inner.items():
+            show(each, f"{name}, {key}".removeprefix(", "))
+    else:
+        print(f"{name}: {value}")
 
 
 def check_load() -> None:

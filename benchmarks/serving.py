@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from statistics import median
@@ -140,6 +141,21 @@ def ready(port: int) -> bool:
     return False
 
 
+def with_bytes(port: int, call: Callable[[], Any]) -> tuple[Any, float]:
+    """Return the result of `call`, and the bytes of all bodies that the service receives and sends during it."""
+
+    def carried() -> float:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+            lines = answer.read().decode().splitlines()
+        counters = ("flashpoint_received_bytes_total ", "flashpoint_sent_bytes_total ")
+        return sum(float(line.split()[1]) for line in lines if line.startswith(counters))
+
+    before = carried()
+    of_metrics = carried() - before  # bytes of the answer with the metrics
+    result = call()
+    return result, carried() - before - 2 * of_metrics
+
+
 def large_bodies(ours: Connection, bare: Connection, rounds: int) -> list[dict[str, float]]:
     """Time 64 MiB in and 64 MiB out, with almost no computation."""
     upload, download = bodies(BIG)
@@ -256,7 +272,9 @@ def measure(args: Args) -> dict[str, Any]:
             large = large_bodies(ours, bare, LARGE * args.rounds)
     bound = small["bare echo"] + small["operator"]
     growth = max(late[name] / early[name] for name in early)
-    result = {
+    return {
+        "rounds": args.rounds,
+        "calls": args.calls,
         "targets": [
             target("64 MiB in / bare uvicorn discarding", ratio(large, "bare discard", "ingest"), "rate", least=0.9),
             target("64 MiB out / bare uvicorn's", ratio(large, "bare response", "answer"), "rate", least=0.9),
@@ -274,9 +292,6 @@ def measure(args: Args) -> dict[str, Any]:
         },
         "resident_mib": {"early": early, "late": late},
     }
-    for name in ("mib_per_second", "median_microseconds", "resident_mib"):
-        print(f"{name}: {result[name]}")
-    return {"rounds": args.rounds, "calls": args.calls, **result}
 
 
 if __name__ == "__main__":

@@ -247,16 +247,6 @@ def targets(tables: dict[Case, dict[str, dict[str, float]]], tails: dict[str, di
     return rows
 
 
-def print_table(result: dict[str, Any]) -> None:
-    for case, figures in result["cases"].items():
-        print(f"\n{case}: {figures['rounds']} rounds, {figures['thrown_away']} thrown away")
-        for name, row in figures["ways"].items():
-            text = f"{row['rps']:>10.1f}/s {row['ours_over_it']:>8.2f}" if isinstance(row, dict) else row
-            print(f"  {name:<36} {text}")
-    for lengths, figures in result["mixed"].items():
-        print(f"\nmixed, {lengths}: {figures}")
-
-
 def measure(args: Args) -> dict[str, Any]:
     wanted = INSTALLABLE if "all" in args.peers else args.peers
     for peer in PEERS:
@@ -285,7 +275,6 @@ def measure(args: Args) -> dict[str, Any]:
         "mixed": tails,
         "targets": targets(tables, tails),
     }
-    print_table(result)
     if not (all(clean.values()) and all(figures["repetitions"] for figures in tails.values())):
         result["targets"].append(target("cases that were measured", 0.0, "all", least=1.0))
     return result

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import sys
 import time
-import urllib.request
 from functools import partial
 from typing import Any
 
 import torch
-from runner import ROOT, Args, Option, in_turn, medians, run, target
-from serving import service
+from runner import ROOT, Args, Option, in_turn, medians, run, seconds, target
+from serving import service, with_bytes
 
 import flashpoint
 
@@ -29,14 +28,6 @@ MOST_BYTES = 0.7
 LARGE = (1, 8, 1024, 64)
 
 
-def sent_and_received(port: int) -> float:
-    """Return the bytes of all bodies so far, received and sent, as the server counts them."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
-        lines = answer.read().decode().splitlines()
-    counters = ("flashpoint_received_bytes_total ", "flashpoint_sent_bytes_total ")
-    return sum(float(line.split()[1]) for line in lines if line.startswith(counters))
-
-
 def training(client: flashpoint.Client, port: int, rounds: int, steps: int) -> dict[str, Any]:
     """Return losses, bytes per step and milliseconds per step, with and without saving."""
     losses: dict[str, list[float]] = {}
@@ -44,19 +35,19 @@ def training(client: flashpoint.Client, port: int, rounds: int, steps: int) -> d
 
     def trained(name: str) -> float:
         """Train the model, and return the milliseconds of a step."""
-        attend, before = train_gpt.way(name, client, "torch"), sent_and_received(port)
-        overhead = sent_and_received(port) - before  # bytes of the metrics request itself
-        began = time.perf_counter()
-        losses[name] = train_gpt.train(attend, steps=steps).losses
-        taken = (time.perf_counter() - began) / steps * 1e3
-        nbytes[name] = (sent_and_received(port) - before - 2 * overhead) / steps
-        return taken
+        attend = train_gpt.way(name, client, "torch")
+
+        def train() -> None:
+            losses[name] = train_gpt.train(attend, steps=steps).losses
+
+        taken, nbytes[name] = with_bytes(port, partial(seconds, train))
+        return float(taken / steps * 1e3)
 
     ms = medians(list(in_turn({name: partial(trained, name) for name in WAYS}, rounds, warm=0)))
     return {
         "steps": steps, "rounds": rounds, "last_loss": losses["saved"][-1],
         "same_losses": losses["served"] == losses["saved"],
-        "bytes_per_step": {name: round(nbytes[name]) for name in WAYS}, "ms_per_step": ms,
+        "bytes_per_step": {name: round(nbytes[name] / steps) for name in WAYS}, "ms_per_step": ms,
     }  # fmt: skip
 
 
