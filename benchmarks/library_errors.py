@@ -30,6 +30,8 @@ BOUNDS = {"float32": 4e-6, "float16": 4e-3, "bfloat16": 0.03}
 SIZES = (1, 2, 3, 7, 16, 33, 64, 130, 200)
 PAGE = 16
 FAR = 1 << 30
+# Parts of the names of the functions that take the last 1, 2 or 3 of q, k and v in one tensor.
+PACKED = {1: "", 2: "kvpacked_", 3: "qkvpacked_"}
 Sequences = list[Tensor]  # one tensor (rows, heads, D) for each sequence
 Chosen = Mapping[str, Any]  # options by name, with their values
 Call = Callable[[Sequences, Sequences, Sequences, Chosen], Sequences]
@@ -77,38 +79,32 @@ def of_flash_attn(chosen: Chosen) -> dict[str, Any]:
 
 def batched(packed: int, q: Sequences, k: Sequences, v: Sequences, chosen: Chosen) -> Sequences:
     """Call flash_attn_func or its packed variant, in which the last `packed` of q, k and v are one tensor."""
-    tensors, options = [torch.stack(t) for t in (q, k, v)], of_flash_attn(chosen)
-    if packed == 3:
-        o = flash_attn.flash_attn_qkvpacked_func(torch.stack(tensors, 2), **options)
-    elif packed == 2:
-        o = flash_attn.flash_attn_kvpacked_func(tensors[0], torch.stack(tensors[1:], 2), **options)
-    else:
-        o = flash_attn.flash_attn_func(*tensors, **options)
-    assert isinstance(o, Tensor)
-    return list(o)
+    tensors = [torch.stack(t) for t in (q, k, v)]
+    call = getattr(flash_attn, f"flash_attn_{PACKED[packed]}func")
+    return list(call(*joined(tensors, packed, 2), **of_flash_attn(chosen)))
 
 
 def ragged(packed: int, q: Sequences, k: Sequences, v: Sequences, chosen: Chosen) -> Sequences:
     """Call flash_attn_varlen_func or one of its packed variants."""
-    tensors, options = [torch.cat(t) for t in (q, k, v)], of_flash_attn(chosen)
-    of_q, of_k = (torch.tensor([0, *map(len, rows)]).cumsum(0).int() for rows in (q, k))
-    max_lengths = max(map(len, q)), max(map(len, k))
-    if packed == 3:
-        o = flash_attn.flash_attn_varlen_qkvpacked_func(torch.stack(tensors, 1), of_q, max_lengths[0], **options)
-    elif packed == 2:
-        kv = torch.stack(tensors[1:], 1)
-        o = flash_attn.flash_attn_varlen_kvpacked_func(tensors[0], kv, of_q, of_k, *max_lengths, **options)
-    else:
-        o = flash_attn.flash_attn_varlen_func(*tensors, of_q, of_k, *max_lengths, **options)
-    assert isinstance(o, Tensor)
-    return [o[a:b] for a, b in pairwise(of_q.tolist())]
+    tensors = [torch.cat(t) for t in (q, k, v)]
+    sides = (q,) if packed == 3 else (q, k)
+    starts = [torch.tensor([0, *map(len, rows)]).cumsum(0).int() for rows in sides]
+    longest = [max(map(len, rows)) for rows in sides]
+    call = getattr(flash_attn, f"flash_attn_varlen_{PACKED[packed]}func")
+    o = call(*joined(tensors, packed, 1), *starts, *longest, **of_flash_attn(chosen))
+    return [o[a:b] for a, b in pairwise(starts[0].tolist())]
+
+
+def joined(tensors: list[Tensor], packed: int, dim: int) -> list[Tensor]:
+    """Return q, k and v, of which the last `packed` are stacked in a new dimension `dim`."""
+    return [*tensors[:-packed], torch.stack(tensors[-packed:], dim)] if packed > 1 else tensors
 
 
 def cached(q: Sequences, k: Sequences, v: Sequences, chosen: Chosen) -> Sequences:
     """Call flash_attn_with_kvcache with a cache (k, v) of rows or pages; the call appends the last keys and values."""
     appended, lengths = chosen.get("append", 0), [len(t) - chosen.get("append", 0) for t in k]
     rows = -(-max(map(len, k)) // PAGE) * PAGE
-    place = list(range(len(q)))[::-1] if "batch_idx" in chosen else list(range(len(q)))
+    place = list(range(len(q)))[:: -1 if "batch_idx" in chosen else 1]
     caches = []
     for each in (k, v):
         cache = each[0].new_full((len(q), rows, *each[0].shape[1:]), torch.nan)
@@ -131,9 +127,7 @@ def cached(q: Sequences, k: Sequences, v: Sequences, chosen: Chosen) -> Sequence
     if "leftpad" in chosen:
         options["cache_leftpad"] = torch.tensor(chosen["leftpad"], dtype=torch.int32)
     filled = torch.tensor(lengths, dtype=torch.int32)
-    o = flash_attn.flash_attn_with_kvcache(torch.stack(q), *caches, cache_seqlens=filled, **options)
-    assert isinstance(o, Tensor)
-    return list(o)
+    return list(flash_attn.flash_attn_with_kvcache(torch.stack(q), *caches, cache_seqlens=filled, **options))
 
 
 def sdpa(q: Sequences, k: Sequences, v: Sequences, chosen: Chosen) -> Sequences:
@@ -154,9 +148,7 @@ def flex(q: Sequences, k: Sequences, v: Sequences, chosen: Chosen) -> Sequences:
     keywords = {names.get(name, name): value for name, value in chosen.items()}
     score_mod, mask_mod = mods(0 if chosen.get("top_left") else len(k[0]) - len(q[0]), **keywords)
     blocks = mask_mod and create_block_mask(mask_mod, None, None, len(q[0]), len(k[0]), "cpu")
-    o = flex_attention(*tensors, score_mod, blocks, chosen.get("scale"), "heads" in chosen)
-    assert isinstance(o, Tensor)
-    return list(o.transpose(1, 2))
+    return list(flex_attention(*tensors, score_mod, blocks, chosen.get("scale"), "heads" in chosen).transpose(1, 2))
 
 
 OF_ALL = ("none", "causal", "window", "softcap", "alibi", "scale", "heads")

@@ -16,8 +16,9 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from forms import SAFETENSORS
 from runner import MALLOC, ROOT, SERVICE, Args, Option, in_turn, medians, run
-from serving import MIB, Connection, bodies, process, ready, service, until
+from serving import MIB, Connection, exchanges, process, ready, service, until
 
 sys.path.append(str(ROOT))  # for tests.support, whose functions start Ray
 from tests.support.ray_cluster import deploy, free_port
@@ -48,7 +49,7 @@ def plain_uvicorn() -> Iterator[int]:
 
 
 def measure(args: Args) -> dict[str, Any]:
-    table: dict[str, dict[str, dict[str, float]]] = {"in": {}, "out": {}}
+    milliseconds: dict[str, dict[str, float]] = {}
     with contextlib.ExitStack() as inside:
         ports = [
             inside.enter_context(service())[1],
@@ -58,13 +59,14 @@ def measure(args: Args) -> dict[str, Any]:
         opened = [inside.enter_context(contextlib.closing(Connection(port))) for port in ports]
         for size, nbytes in SIZES.items():
             calls = args.calls if nbytes <= MIB else max(1, args.calls // 10)
-            for direction, message in zip(table, bodies(nbytes), strict=True):
+            for direction, tensors in exchanges(nbytes).items():
+                message = SAFETENSORS.whole(tensors)
                 ways = {
                     way: lambda at=connection, sent=message: at.post("/attention", *sent).whole * 1e3
                     for way, connection in zip(WAYS, opened, strict=True)
                 }
-                table[direction][size] = medians(list(in_turn(ways, args.rounds * calls, warm=calls)), digits=2)
-    milliseconds = {f"{direction}, {size}": ways for direction in table for size, ways in table[direction].items()}
+                rounds = list(in_turn(ways, args.rounds * calls, warm=calls))
+                milliseconds[f"{direction}, {size}"] = medians(rounds, digits=2)
     return {"rounds": args.rounds, "calls": args.calls, "median_milliseconds": milliseconds}
 
 

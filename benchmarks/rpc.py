@@ -12,29 +12,17 @@ import os
 from typing import Any
 
 import grpc
-import numpy as np
 from forms import DATATYPES, OIP_BINARY, Tensors
 from protocol import PATH
 from runner import SERVICE, Args, Option, in_turn, medians, run, seconds
-from serving import MIB, Connection, free_ports, service
+from serving import MIB, Connection, exchanges, free_ports, service
 
 from flashpoint_server.oip.grpc import protos
 
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
 UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
-DIM = 64
 SIZES = (4096, 65536, MIB, 16 * MIB, 64 * MIB)  # bytes of the large body: the request ("in") or the answer ("out")
 CALLS = {4096: 60, 65536: 60, MIB: 20}  # calls of each size in a round; 2 calls for larger sizes
-
-
-def request(way: str, nbytes: int) -> Tensors:
-    """Return a request of `nbytes` bytes ("in"), or one whose answer has `nbytes` bytes. It computes only one row."""
-    one, single = np.ones((1, 1, 1, DIM), np.float32), np.ones(1, np.int64)
-    if way == "in":
-        keys = np.ones((1, 1, nbytes // (8 * DIM), DIM), np.float32)  # bytes of k and v
-        return {"q": one, "k": keys, "v": keys, "kv_lengths": single}
-    rows = np.ones((1, 1, nbytes // (4 * DIM), DIM), np.float32)  # bytes of o
-    return {"q": rows[..., :1], "k": one[..., :1], "v": one, "q_lengths": single}
 
 
 def message(tensors: Tensors) -> Any:
@@ -57,7 +45,7 @@ def measure(args: Args) -> dict[str, Any]:
         call = channel.unary_unary(METHOD)
         for way in ("in", "out"):
             for size in SIZES:
-                tensors, calls = request(way, size), CALLS.get(size, 2)
+                tensors, calls = exchanges(size)[way], CALLS.get(size, 2)
                 over_http, over_grpc = OIP_BINARY.whole(tensors), message(tensors).SerializeToString()
                 ways = {
                     "http_microseconds": lambda sent=over_http: http.post(PATH, *sent).whole * 1e6,

@@ -89,13 +89,13 @@ def run(
 
 
 def show(value: Any, name: str = "") -> None:
-    """Print measurements, with a line for each of the innermost lists and dicts."""
-    inner = dict(enumerate(value)) if isinstance(value, list) else value
-    if isinstance(inner, dict) and (not name or any(isinstance(each, list | dict) for each in inner.values())):
-        for key, each in inner.items():
+    """Print measurements, with a line for each innermost dict and for each element of a list."""
+    if isinstance(value, dict) and (not name or any(isinstance(each, dict) for each in value.values())):
+        for key, each in value.items():
             show(each, f"{name}, {key}".removeprefix(", "))
     else:
-        print(f"{name}: {value}")
+        for each in value if isinstance(value, list) else [value]:
+            print(f"{name}: {each}")
 
 
 def check_load() -> None:

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import psutil
-from forms import SAFETENSORS
+from forms import SAFETENSORS, Tensors
 from runner import MALLOC, ROOT, Args, Option, apart, in_turn, ratio, run, seconds, target
 
 MIB = 1 << 20
@@ -158,7 +158,7 @@ def with_bytes(port: int, call: Callable[[], Any]) -> tuple[Any, float]:
 
 def large_bodies(ours: Connection, bare: Connection, rounds: int) -> list[dict[str, float]]:
     """Time 64 MiB in and 64 MiB out, with almost no computation."""
-    upload, download = bodies(BIG)
+    upload, download = map(SAFETENSORS.whole, exchanges(BIG).values())
     ways = {
         "bare discard": lambda: bare.post("/discard", *upload).whole,
         "ingest": lambda: ours.post("/attention", *upload).whole,
@@ -168,16 +168,19 @@ def large_bodies(ours: Connection, bare: Connection, rounds: int) -> list[dict[s
     return list(in_turn(ways, rounds))
 
 
-def bodies(size: int) -> list[tuple[dict[str, str], bytes]]:
-    """Return a request of `size` bytes, and one whose answer has `size` bytes. Both compute one row over one key."""
+def exchanges(size: int) -> dict[str, Tensors]:
+    """Return a request of `size` bytes ("in"), and one whose answer has `size` bytes ("out").
+
+    Both compute one row over one key.
+    """
     one = np.array([1], np.int64)
     k = np.zeros((1, 1, size // 2 // 256, 64), np.float32)  # v has the other half of the bytes
     q = np.zeros((1, 1, size // 1024, 1), np.float32)  # for each query, o has 256 float32 values
     v = np.ones((1, 1, 1, 256), np.float32)
-    return [
-        SAFETENSORS.whole({"q": k[:, :, :1], "kv_lengths": one, "k": k, "v": k}),
-        SAFETENSORS.whole({"q": q, "k": q[:, :, :1], "v": v, "q_lengths": one}),
-    ]
+    return {
+        "in": {"q": k[:, :, :1], "kv_lengths": one, "k": k, "v": k},
+        "out": {"q": q, "k": q[:, :, :1], "v": v, "q_lengths": one},
+    }
 
 
 def small_calls(ours: Connection, bare: Connection, device: str, rounds: int, calls: int) -> dict[str, float]:
