@@ -23,7 +23,7 @@ import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from forms import LONGEST, SAFETENSORS, Case, Form, Request, truth
@@ -46,19 +46,15 @@ IN_PROCESS = {
 }
 ALL_CORES = tuple(name for name in IN_PROCESS if "all cores" in name)
 PLAIN = ("FastAPI, inline", "FastAPI, inline, a thread a core", "FastAPI, thread pool")
-# The targets by length: the service's rate divided by that of the fastest of these peers.
-WANTED: dict[int, tuple[tuple[float, str, tuple[str, ...]], ...]] = {
-    128: (
-        (1.1, "bare ASGI", ("bare ASGI",)),
-        (1.8, "NVIDIA Triton server", ("NVIDIA Triton server",)),
-        (1.8, "BentoML", ("BentoML",)),
-        (4.0, "LitServe", ("LitServe",)),
-        (5.0, "Ray Serve", ("Ray Serve",)),
-        (30.0, "MLServer", ("MLServer",)),
-        (80.0, "FastAPI, JSON lists", ("FastAPI, JSON lists",)),
-    ),
-    1024: ((0.8, "the op on all cores", ALL_CORES), (1.1, "the best plain FastAPI", PLAIN)),
-}
+# The targets by length: the service's rate divided by that of a peer, or of the fastest of several.
+WANTED: dict[int, dict[str, float]] = {
+    128: {
+        "bare ASGI": 1.1, "NVIDIA Triton server": 1.8, "BentoML": 1.8, "LitServe": 4.0, "Ray Serve": 5.0,
+        "MLServer": 30.0, "FastAPI, JSON lists": 80.0,
+    },
+    1024: {"the op on all cores": 0.8, "the best plain FastAPI": 1.1},
+}  # fmt: skip
+SEVERAL = {"the op on all cores": ALL_CORES, "the best plain FastAPI": PLAIN}
 MIXED = 200  # number of requests of many lengths
 SHORTEST = 16
 LOAD = 0.7  # rate of the open loop as a part of the saturated rate
@@ -106,20 +102,15 @@ def in_process(ask: Ask, way: str) -> Calls:
         taken: float = ask(way, case.shape, case.gradient, count)
         return taken
 
-    for case in CASES:  # warm-up: loads imports and starts pools
-        calls(case, 1)
     return calls
 
 
-class Running(NamedTuple):
-    port: int  # port of the service
-    ways: dict[str, Calls]
-    versions: dict[str, str]
-
-
 @contextlib.contextmanager
-def running(wanted: Sequence[str]) -> Iterator[Running]:
-    """Start the service, its peers and the operator in processes; yield a function for each one that can be timed."""
+def running(wanted: Sequence[str]) -> Iterator[tuple[int, dict[str, Calls], dict[str, str]]]:
+    """Start the service, its peers and the operator in processes.
+
+    Yield the service's port, a function for each of them that can be timed, and the peers' versions.
+    """
     ways, versions = {}, {}
     with contextlib.ExitStack() as stack:
         _, port, _ = stack.enter_context(service())
@@ -134,41 +125,25 @@ def running(wanted: Sequence[str]) -> Iterator[Running]:
         kernels = stack.enter_context(apart(operators, **engine_variables()))
         for name, way in IN_PROCESS.items():
             ways[name] = in_process(torch if way.startswith("sdpa") else kernels, way)
-        yield Running(port, ways, versions)
+        yield port, ways, versions
 
 
-def counts(ways: dict[str, Calls], seconds: float) -> dict[Case, dict[str, int]]:
-    """Return the calls of each server in a round, a multiple of the connections; 0 for a server that is too slow."""
-    planned: dict[Case, dict[str, int]] = {}
-    for case in CASES:
-        planned[case] = {}
-        for name, calls in ways.items():
-            if calls(case, 1) > SLOWEST:
-                planned[case][name] = 0
-                continue
+def timed_rounds(ways: dict[str, Calls], case: Case, rounds: int, seconds: float) -> list[dict[str, Any]]:
+    """Return the requests per second of each server in each round, without servers that are too slow.
+
+    The calls of a server in a round are a multiple of the connections.
+    """
+    timed = {}
+    for name, calls in ways.items():
+        calls(case, 1)  # warm-up: loads imports and starts pools
+        if calls(case, 1) <= SLOWEST:
             a_second = 2 * CONNECTIONS / calls(case, 2 * CONNECTIONS)
-            planned[case][name] = CONNECTIONS * math.ceil(a_second * seconds / CONNECTIONS)
-    return planned
-
-
-def timed_rounds(ways: dict[str, Calls], rounds: int, seconds: float) -> dict[Case, list[dict[str, Any]]]:
-    """Return the rates of each case in requests per second, by server, in each round."""
-    turns = {}
-    for case, planned in counts(ways, seconds).items():
-        timed = {
-            name: lambda case=case, name=name, calls=calls: calls / ways[name](case, calls)
-            for name, calls in planned.items()
-            if calls
-        }
-        turns[case] = in_turn(timed, rounds, warm=0, ends=STEADY)
-    measured: dict[Case, list[dict[str, Any]]] = {case: [] for case in CASES}
-    for number in range(rounds):
-        for case, turn in turns.items():
-            rates = next(turn)
-            measured[case].append(rates)
-            print(
-                f"round {number + 1} of {rounds}, {case.name}: ours {rates[OURS]:.1f}/s, op {rates[STEADY]}", flush=True
-            )
+            count = CONNECTIONS * math.ceil(a_second * seconds / CONNECTIONS)
+            timed[name] = lambda calls=calls, count=count: count / calls(case, count)
+    measured = []
+    for rates in in_turn(timed, rounds, warm=0, ends=STEADY):
+        measured.append(rates)
+        print(f"{case.name}, {len(measured)} of {rounds}: ours {rates[OURS]:.1f}/s, op {rates[STEADY]}", flush=True)
     return measured
 
 
@@ -205,12 +180,12 @@ def summary(repetitions: Sequence[dict[str, Any]]) -> dict[str, float]:
     return medians(rows) if rows else {}
 
 
-def timed_mixed(at: Running, lengths: str, repetitions: int, deviation: float) -> dict[str, Any]:
+def timed_mixed(port: int, steady: Calls, lengths: str, repetitions: int, deviation: float) -> dict[str, Any]:
     """Time requests of many lengths, and summarise only repetitions that no other program disturbed."""
     requests, seeds = mixed_requests(lengths, seed=0), count(1)
     ways = {
-        STEADY: lambda: CONNECTIONS / at.ways[STEADY](CASES[-1], CONNECTIONS),
-        "mixed": lambda: repetition(at.port, requests, CONNECTIONS, seed=next(seeds)),
+        STEADY: lambda: CONNECTIONS / steady(CASES[-1], CONNECTIONS),
+        "mixed": lambda: repetition(port, requests, CONNECTIONS, seed=next(seeds)),
     }
     runs = []
     for each in in_turn(ways, repetitions, warm=0, ends=STEADY):
@@ -234,11 +209,10 @@ def table_of(rounds: Sequence[dict[str, float]]) -> dict[str, dict[str, float]]:
 def targets(tables: dict[Case, dict[str, dict[str, float]]], tails: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for case, table in tables.items():
-        for least, what, peers in WANTED[case.length]:
-            present = [name for name in peers if name in table]
-            if present:
+        for what, least in WANTED[case.length].items():
+            if present := [name for name in SEVERAL.get(what, (what,)) if name in table]:
                 fastest = max(present, key=lambda name: table[name]["rps"])
-                label = f"{case.name}: over {what}" + (f" ({fastest})" if len(peers) > 1 else "")
+                label = f"{case.name}: over {what}" + (f" ({fastest})" if what in SEVERAL else "")
                 rows.append(target(label, table[fastest]["ours_over_it"], "times", least=least))
     for lengths, figures in tails.items():
         if figures["repetitions"]:
@@ -253,16 +227,16 @@ def measure(args: Args) -> dict[str, Any]:
         if peer.environment in wanted:
             install(peer)
     os.environ["FLASHPOINT_HEADER_TIMEOUT"] = "600"  # in the open loop, a connection is idle until its request is due
-    with running(wanted) as at:
-        measured = timed_rounds(at.ways, args.rounds, args.seconds)
-        tails = {name: timed_mixed(at, name, args.repetitions, args.deviation) for name in LENGTHS}
+    with running(wanted) as (port, ways, versions):
+        measured = {case: timed_rounds(ways, case, args.rounds, args.seconds) for case in CASES}
+        tails = {name: timed_mixed(port, ways[STEADY], name, args.repetitions, args.deviation) for name in LENGTHS}
     clean = {case: undisturbed(rounds, STEADY, args.deviation) for case, rounds in measured.items()}
     tables = {case: table_of(rounds) for case, rounds in clean.items()}
-    absent = {peer.name: "not installed" for peer in PEERS if peer.name not in at.ways}
+    absent = {peer.name: "not installed" for peer in PEERS if peer.name not in ways}
     slow = f"not measured: a call takes over {SLOWEST:g} s"
-    unmeasured = {case: dict.fromkeys(at.ways, slow if rounds else NO_ROUND) for case, rounds in clean.items()}
+    unmeasured = {case: dict.fromkeys(ways, slow if rounds else NO_ROUND) for case, rounds in clean.items()}
     result = {
-        "environment": {"peers": at.versions},
+        "environment": {"peers": versions},
         "connections": CONNECTIONS,
         "cases": {
             case.name: {
