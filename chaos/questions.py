@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks import forms
 from chaos.keys import LOAD, bearer
 from flashpoint_contract import wire
 from flashpoint_contract.schemas import jsonwire
@@ -32,14 +34,8 @@ class Question:
 
 
 def safetensors(tensors, options, path):
-    head = {"__metadata__": {name: json.dumps(value) for name, value in options.items()}}
-    end = 0
-    for name, array in tensors.items():
-        head[name] = {"dtype": "F32", "shape": array.shape, "data_offsets": [end, end + array.nbytes]}
-        end += array.nbytes
-    text = json.dumps(head).encode()
-    body = len(text).to_bytes(8, "little") + text + b"".join(array.tobytes() for array in tensors.values())
-    return Question(path, {"Content-Type": SAFETENSORS, **bearer(LOAD)}, body, tensors, options)
+    headers, body = forms.SAFETENSORS.whole(tensors, **options)
+    return Question(path, {**headers, **bearer(LOAD)}, body, tensors, options)
 
 
 def numbers(tensors, options, path):
@@ -80,14 +76,11 @@ def draw(rng, form, *, grad, backend=None, length=None, heads=None, dim=None):
 
 def ask_alone(port, question):
     """Send a question to an idle service, and store the answer in it."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)
-    try:
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", port, timeout=SECONDS)) as connection:
         connection.request("POST", question.path, question.body, question.headers)
         response = connection.getresponse()
         question.right = response.read()
-        assert response.status == 200, question.right
-    finally:
-        connection.close()
+    assert response.status == 200, question.right
     if question.headers.get("Content-Type") == SAFETENSORS:
         _, question.answer = parsed(question.right)
 

@@ -43,13 +43,6 @@ def parsed(made: argparse.ArgumentParser) -> argparse.Namespace:
     return args
 
 
-def keep(folder: Path, what: str, env: dict[str, Any], *, result: str, picture: str) -> None:
-    """Copy a result to benchmarks/results and its plot to docs/images, both named after the device."""
-    name = f"{what}-{record.file_name(env['device'])}"
-    shutil.copy(folder / result, ROOT / "benchmarks" / "results" / f"{name}.json")
-    shutil.copy(folder / picture, ROOT / "docs" / "images" / f"{name}.svg")
-
-
 def finish(
     args: argparse.Namespace, what: str, result: dict[str, Any], verdicts: Sequence[Verdict],
     draw: Callable[[dict[str, Any]], Figure],
@@ -58,10 +51,22 @@ def finish(
     result["verdicts"] = [asdict(verdict) for verdict in verdicts]
     (args.out / f"{what}.json").write_text(json.dumps(result, indent=1) + "\n")
     (args.out / f"{what}.svg").write_bytes(style.saved(lambda: draw(result), "svg"))
+    return conclude(args, what, result["environment"], verdicts, result=f"{what}.json", picture=f"{what}.svg")
+
+
+def conclude(
+    args: argparse.Namespace, what: str, env: dict[str, Any], verdicts: Sequence[Verdict], *, result: str, picture: str
+) -> int:
+    """Print the verdicts, and return the exit code.
+
+    With --record, copy `result` to benchmarks/results and `picture` to docs/images, both named after the device.
+    """
     for verdict in verdicts:
         print(f"{'yes' if verdict.met else 'NO '}  {verdict.question}  {verdict.found} ({verdict.wanted})")
     if args.record:
-        keep(args.out, what, result["environment"], result=f"{what}.json", picture=f"{what}.svg")
+        name = f"{what}-{record.file_name(env['device'])}"
+        shutil.copy(args.out / result, ROOT / "benchmarks" / "results" / f"{name}.json")
+        shutil.copy(args.out / picture, ROOT / "docs" / "images" / f"{name}.svg")
     return 0 if all(verdict.met for verdict in verdicts) else 1
 
 

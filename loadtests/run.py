@@ -10,8 +10,6 @@ import sys
 
 import locust  # noqa: F401  # first: it makes the standard library's sockets gevent's
 import report
-from rich.console import Console
-from rich.table import Table
 from scenarios import LOADS, SCENARIOS, Bounds, Report
 
 from server import Server, ServerError
@@ -31,29 +29,23 @@ def main() -> int:
     bounds = Bounds(
         args.most_errors, args.most_p99_ms, args.least_throughput, loads=tuple(args.loads), scale=args.scale
     )
-    console, env, result = Console(), report.environment(), Report()
+    env, result = report.environment(), Report()
     try:
         server = Server(args.out)
     except ServerError as error:
-        console.print(f"{error}\nthe server did not get ready", markup=False)
+        print(f"{error}\nthe server did not get ready")
         return 2
     try:
         server.warm()
         for name, scenario in SCENARIOS.items():
             if name in ("capacity", *args.only):  # the other scenarios need the capacity
-                console.print(f"[bold]{name}[/bold]: {(scenario.__doc__ or '').splitlines()[0]}")
+                print(f"{name}: {(scenario.__doc__ or '').splitlines()[0]}", flush=True)
                 scenario(result, server, bounds)
     finally:
         server.stop()
     report.write(result, env, args.out)
-    table = Table("question", "found", "wanted", "met")
-    for verdict in result.verdicts:
-        table.add_row(verdict.question, verdict.found, verdict.wanted, "yes" if verdict.met else "[red]no[/red]")
-    console.print(table)
-    console.print(f"{args.out}/report.html", soft_wrap=True)
-    if args.record:
-        report.keep(args.out, "load", env, result="result.json", picture="latency.svg")
-    return 0 if all(verdict.met for verdict in result.verdicts) else 1
+    print(f"{args.out}/report.html")
+    return report.conclude(args, "load", env, result.verdicts, result="result.json", picture="latency.svg")
 
 
 if __name__ == "__main__":
