@@ -11,11 +11,13 @@ import json
 import re
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
-from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.gpu_serve import needed as needed_by
 
 PAGE = Path(__file__).with_name("licences.md")
 EXTRAS = ("", "torch", "cli", "plot", "server", "otel", "grpc", "ray", "jax")  # "" is the client without extras
@@ -42,24 +44,12 @@ has a copy of [uPlot](https://github.com/leeoniya/uPlot) 1.6.32, under the MIT l
 
 def needed() -> dict[str, str]:
     """Return every needed package, and the first extra that needs it."""
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
     found: dict[str, str] = {}
     for extra in EXTRAS:
-        seen, waiting = set(), [("flashpoint", extra)]
-        while waiting:
-            package, wanted = asked = waiting.pop()
-            if asked in seen:
-                continue
-            seen.add(asked)
-            try:
-                lines = requires(package) or []
-            except PackageNotFoundError:
-                continue  # a package of another platform
-            for requirement in map(Requirement, lines):
-                if requirement.marker is None or requirement.marker.evaluate({"extra": wanted}):
-                    name = canonicalize_name(requirement.name)
-                    found.setdefault(name, extra or "the client")
-                    waiting += [(name, each) for each in ("", *requirement.extras)]
-    return {name: extra for name, extra in found.items() if name != "flashpoint"}
+        for name in needed_by([f"flashpoint[{extra}]" if extra else "flashpoint"], python) - {"flashpoint"}:
+            found.setdefault(name, extra or "the client")
+    return found
 
 
 def licences() -> dict[str, str]:
