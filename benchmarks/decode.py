@@ -8,13 +8,23 @@ request for all eight caches; and bare uvicorn that echoes as many bytes. The op
 each round; if a time deviates from the median, the round does not count. At the end, the benchmark measures the memory
 of 64 forks without writes. Medians, and ratios within a round, go to benchmarks/results/cached-decode-<cpu>.json. Takes
 two minutes. Exits with 1 if a target is missed.
+
+`python benchmarks/decode.py forks` times calls over forks of one cache, which read their common keys once, with one
+query for each fork. Each round times, in turn:
+
+    one request     with q alone: 16 and 64 forks of a cache of 16,384 keys, beside as many queries over that cache;
+                    64 forks of a cache of 4,096 keys, beside 64 separate caches of 4,096 keys
+    eight callers   with q, k and v of one token in each call: each with its own fork, beside each with its own cache,
+                    at 16,384 and 65,536 keys
+
+Medians of the ratios within a round go to benchmarks/results/forks-<cpu>.json. Takes four minutes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from statistics import median
@@ -23,7 +33,7 @@ from typing import Any
 import numpy as np
 from forms import SAFETENSORS, Message, Request
 from load import drive, rate, repeated
-from runner import Args, Option, apart, in_turn, medians, ratio, run, target, undisturbed
+from runner import Args, Option, apart, in_turn, medians, ratio, run, run_named, seconds, target, undisturbed
 from serving import bare_uvicorn, engine_variables, service
 
 import flashpoint
@@ -34,6 +44,10 @@ OURS, ALL, ECHO = "flashpoint", "one request for all caches", "echo of as many b
 SDK, STATELESS = "flashpoint, SDK", "flashpoint without caches"
 OPERATOR, APART = "torch's operator, all cores", "torch's operator, a caller a core"
 Ways = Mapping[str, Callable[[int], float]]  # functions that make a number of calls and return the tokens per second
+FORKED, LONG = 16384, 65536  # keys of the caches that are forked
+COUNTS = (16, 64)
+APART_KEYS = 4096  # keys of each of 64 caches, which take the memory of one cache with 262,144 keys
+Caches = Sequence[flashpoint.Cache]
 
 
 def draw(*shape: int) -> Any:
@@ -124,11 +138,9 @@ def timed(rounds: int, calls: int) -> tuple[list[dict[str, Any]], float]:
         bare = enter(bare_uvicorn())
         _, port, _ = enter(service())
         client = enter(flashpoint.Client(f"http://127.0.0.1:{port}"))
-        caches = client.caches(CALLERS, kv_heads=HEADS, head_dim=DIM)
-        for cache in caches:
-            cache.append(draw(1, HEADS, KEYS, DIM), draw(1, HEADS, KEYS, DIM))
+        caches = filled(client, CALLERS, KEYS)
         forks = memory_of_forks(client, caches[0])
-        load = enter(apart(loads, port, bare, [cache.id for cache in caches]))
+        load = enter(apart(loads, port, bare, ids_of(caches)))
         operator = enter(apart(operates))
         alone = enter(apart(operates, **engine_variables()))
 
@@ -155,8 +167,8 @@ def timed(rounds: int, calls: int) -> tuple[list[dict[str, Any]], float]:
         return every, forks
 
 
-def measure(args: Args) -> dict[str, Any] | None:
-    every, forks = timed(args.rounds, args.calls)
+def cached_decode(args: Args) -> dict[str, Any] | None:
+    every, share = timed(args.rounds, args.calls)
     rounds = undisturbed(every, OPERATOR, args.deviation)
     if not rounds:
         print("not measured: another program used the machine in every round")
@@ -169,16 +181,86 @@ def measure(args: Args) -> dict[str, Any] | None:
             target("eight callers over the operator", ratio(rounds, OURS, OPERATOR), "times", least=0.55),
             target("eight callers over the service without caches", ratio(rounds, OURS, STATELESS), "times", least=8.0),
             target("one request for eight caches over (echo of its bytes + operator)", at_once, "times", least=0.95),
-            target(f"memory of a cache and {FORKS} forks over the cache's", forks, "times", most=1.1),
+            target(f"memory of a cache and {FORKS} forks over the cache's", share, "times", most=1.1),
         ],
     }  # fmt: skip
 
 
+def reading(port: int, queries: int, caches: Caches, calls: int) -> Callable[[], float]:
+    """Return a function that times requests with `queries` queries over each cache, and returns the fastest time."""
+    q = draw(len(caches), HEADS, queries, DIM)
+    request = Request.post("/attention", SAFETENSORS.write({"q": q}, caches=ids_of(caches)))
+    return lambda: min(seconds(lambda: drive(port, [request], 1)) for _ in range(calls))
+
+
+def decoding(port: int, caches: Caches, keys: int, calls: int) -> Callable[[], float]:
+    """Return a function: the tokens per second of one caller for each cache. It then cuts the caches to `keys` keys."""
+    requests = [Request.post("/attention", message(caches=[cache_id])) for cache_id in ids_of(caches)]
+
+    def tokens_per_second() -> float:
+        a_second = repeated(port, requests, calls)
+        for cache in caches:
+            cache.truncate(keys)
+        return a_second
+
+    return tokens_per_second
+
+
+def filled(client: flashpoint.Client, count: int, keys: int) -> Caches:
+    caches = client.caches(count, kv_heads=HEADS, head_dim=DIM)
+    for cache in caches:
+        cache.append(draw(1, HEADS, keys, DIM), draw(1, HEADS, keys, DIM))
+    return caches
+
+
+def forked(client: flashpoint.Client, keys: int, count: int) -> tuple[flashpoint.Cache, Caches]:
+    (root,) = filled(client, 1, keys)
+    return root, client.fork_caches([root] * count)
+
+
+def ids_of(caches: Caches) -> list[str]:
+    return [cache.id for cache in caches]
+
+
+def compared(client: flashpoint.Client, port: int, calls: int) -> Iterator[tuple[str, Any, Any, dict[str, float]]]:
+    """Yield each comparison: its name, two functions, and a bound of the ratio of their values, first to second."""
+    for count in COUNTS:
+        root, forks = forked(client, FORKED, count)
+        name = f"{count} forks of {FORKED} keys beside as many rows over one cache"
+        yield name, reading(port, 1, forks, calls), reading(port, count, [root], calls), {"most": 1.15}
+        client.delete_caches([root, *forks])
+    separate, (root, forks) = filled(client, COUNTS[-1], APART_KEYS), forked(client, APART_KEYS, COUNTS[-1])
+    name = f"{COUNTS[-1]} caches of {APART_KEYS} keys beside as many forks"
+    yield name, reading(port, 1, separate, calls), reading(port, 1, forks, calls), {"least": 4.0}
+    client.delete_caches([root, *forks, *separate])
+    for keys, least in ((FORKED, 2.0), (LONG, 2.5)):
+        separate, (root, forks) = filled(client, CALLERS, keys), forked(client, keys, CALLERS)
+        name = f"tokens of {CALLERS} callers, forks of {keys} keys beside caches apart"
+        yield name, decoding(port, forks, keys, calls), decoding(port, separate, keys, calls), {"least": least}
+        client.delete_caches([root, *forks, *separate])
+
+
+def forks(args: Args) -> dict[str, Any]:
+    targets = []
+    with service() as (_, port, _), flashpoint.Client(f"http://127.0.0.1:{port}") as client:
+        for name, first, second, bound in compared(client, port, args.calls):
+            rounds = list(in_turn({"first": first, "second": second}, args.rounds))
+            ratios = [each["first"] / each["second"] for each in rounds]
+            row = target(name, median(ratios), "times", **bound)
+            targets.append(row | {"rounds": [round(each, 3) for each in ratios]})
+            print(targets[-1], flush=True)
+    return {"heads": HEADS, "head_dim": DIM, "calls": args.calls, "targets": targets}
+
+
 if __name__ == "__main__":
-    run(
-        measure,
-        "cached-decode",
-        rounds=Option(12),
-        calls=Option(60, "calls of each caller in a round"),
-        deviation=Option(0.15, "largest deviation of the operator from its median in a round that counts"),
+    deviation = Option(0.15, "largest deviation of the operator from its median in a round that counts")
+    run_named(
+        cached_decode=partial(
+            run,
+            cached_decode,
+            rounds=Option(12),
+            calls=Option(60, "calls of each caller in a round"),
+            deviation=deviation,
+        ),
+        forks=partial(run, forks, rounds=Option(9), calls=Option(20, "calls of each way in a round")),
     )

@@ -24,9 +24,8 @@ from typing import Any
 import grpc
 import numpy as np
 from forms import OIP_BINARY, SAFETENSORS, Tensors
-from protocol import PATH
+from protocol import METHOD, PATH, UNLIMITED, message
 from record import percentile
-from rpc import METHOD, UNLIMITED, message
 from runner import SERVICE, Args, Option, apart, run, target
 from serving import SMALL, free_ports, service
 

@@ -4,6 +4,10 @@ The same requests go to `flashpoint serve` in both encodings over one connection
 shared memory is compared with the operator in a process without HTTP. Each round times every variant once. The medians
 and their targets go to benchmarks/results/protocol-<device>.json. Takes about a minute. Exits with 1 if a target is
 missed.
+
+`python benchmarks/protocol.py rpc` sends the same prepared requests over gRPC and HTTP alternately, one connection
+each: large keys and values with one query, and large queries with one key, so that almost nothing is computed. The
+medians by payload size go to benchmarks/results/rpc-<device>.json.
 """
 
 from __future__ import annotations
@@ -11,17 +15,25 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from functools import partial
 from multiprocessing import shared_memory
 from typing import Any
 
+import grpc
 import numpy as np
-from forms import DATATYPES, OIP_BINARY, SAFETENSORS
-from runner import Args, Option, apart, in_turn, medians, run, target
-from serving import MIB, SMALL, Connection, engine_variables, operator, service
+from forms import DATATYPES, OIP_BINARY, SAFETENSORS, Tensors
+from runner import SERVICE, Args, Option, apart, in_turn, medians, run, run_named, seconds, target
+from serving import MIB, SMALL, Connection, engine_variables, exchanges, free_ports, operator, service
+
+from flashpoint_server.oip.grpc import protos
 
 SHAPES = {"small": SMALL, "16 MiB": (1, 16, 1024, 256)}  # shape of each of q, k and v
 LARGE = (8, 16, 1024, 64)  # 32 MiB each
 PATH = "/v2/models/attention/infer"
+METHOD = "/inference.GRPCInferenceService/ModelInfer"
+UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+SIZES = (4096, 65536, MIB, 16 * MIB, 64 * MIB)  # bytes of the large body: the request ("in") or the answer ("out")
+CALLS = {4096: 60, 65536: 60, MIB: 20}  # calls of each size in a round; 2 calls for larger sizes
 
 
 def encodings(ours: Connection, name: str, rounds: int, calls: int) -> dict[str, float]:
@@ -63,27 +75,61 @@ def moves_nothing(ours: Connection, rounds: int) -> dict[str, float]:
         return medians(list(in_turn(ways, rounds)), digits=9)
 
 
-def measure(args: Args) -> dict[str, Any]:
+def protocol(args: Args) -> dict[str, Any]:
     os.environ["FLASHPOINT_SHARED_MEMORY_BYTES"] = str(256 * MIB)
-    seconds: dict[str, float] = {}
+    taken: dict[str, float] = {}
     with service() as (_, port, _), contextlib.closing(Connection(port)) as ours:
         for name in SHAPES:
-            seconds |= encodings(ours, name, args.rounds, args.calls)
-        seconds |= moves_nothing(ours, args.rounds)
+            taken |= encodings(ours, name, args.rounds, args.calls)
+        taken |= moves_nothing(ours, args.rounds)
     pairs = {f"{n}: protocol / safetensors": (f"{n}, protocol", f"{n}, safetensors") for n in SHAPES}
     pairs["shared memory / operator"] = ("shared memory", "operator")
-    microseconds = {name: round(seconds[name] * 1e6) for pair in pairs.values() for name in reversed(pair)}
+    microseconds = {name: round(taken[name] * 1e6) for pair in pairs.values() for name in reversed(pair)}
     return {
         "rounds": args.rounds,
         "calls": args.calls,
         "shapes": {**SHAPES, "shared memory": LARGE},
         "targets": [
-            target(what, seconds[first] / seconds[second], "time", most=1.1) for what, (first, second) in pairs.items()
+            target(what, taken[first] / taken[second], "time", most=1.1) for what, (first, second) in pairs.items()
         ],
         "median_microseconds": microseconds,
     }
 
 
+def message(tensors: Tensors) -> Any:
+    """Return the request as a gRPC message."""
+    made = protos.message("inference.ModelInferRequest")(model_name="attention")
+    for name, t in tensors.items():
+        made.inputs.add(name=name, datatype=DATATYPES[t.dtype.name], shape=t.shape)
+        made.raw_input_contents.append(t.tobytes())
+    return made
+
+
+def rpc(args: Args) -> dict[str, Any]:
+    (port,) = free_ports(1)
+    os.environ["FLASHPOINT_GRPC_PORT"] = str(port)
+    rows = []
+    with contextlib.ExitStack() as inside:
+        _, http_port, _ = inside.enter_context(service())
+        http = inside.enter_context(contextlib.closing(Connection(http_port)))
+        channel = inside.enter_context(grpc.insecure_channel(f"127.0.0.1:{port}", options=UNLIMITED))
+        call = channel.unary_unary(METHOD)
+        for way in ("in", "out"):
+            for size in SIZES:
+                tensors, calls = exchanges(size)[way], CALLS.get(size, 2)
+                over_http, over_grpc = OIP_BINARY.whole(tensors), message(tensors).SerializeToString()
+                ways = {
+                    "http_microseconds": lambda sent=over_http: http.post(PATH, *sent).whole * 1e6,
+                    "grpc_microseconds": lambda sent=over_grpc: seconds(lambda: call(sent)) * 1e6,
+                }
+                taken = medians(list(in_turn(ways, args.rounds * calls, warm=calls)), digits=0)
+                rows.append({"bytes": size, "way": way, **{name: round(us) for name, us in taken.items()}})
+    return {"rounds": args.rounds, "medians": rows}
+
+
 if __name__ == "__main__":
-    calls = Option(60, "small calls of each way in a round")
-    run(measure, "protocol", rounds=Option(15, "rounds of each comparison"), calls=calls)
+    rounds, calls = Option(15, "rounds of each comparison"), Option(60, "small calls of each way in a round")
+    run_named(
+        protocol=partial(run, protocol, rounds=rounds, calls=calls),
+        rpc=partial(run, rpc, packages=(*SERVICE, "grpcio"), rounds=Option(10, "rounds of all sizes")),
+    )

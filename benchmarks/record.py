@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def environment(*packages: str, device: str = "cpu") -> dict[str, Any]:
     """Return the device, the machine's load, the versions of `packages`, the commit and the date."""
-    # Imported here, because a process of checkouts.py imports the packages of another commit.
+    # Imported here, because a process of calls.py imports the packages of another commit.
     from flashpoint_kernels.dispatching.machine import cpu_name, version_of
 
     name = cpu_name()

@@ -88,6 +88,14 @@ def run(
     sys.exit(not all(row["met"] for row in targets))
 
 
+def run_named(**benchmarks: Callable[[str], NoReturn]) -> NoReturn:
+    """Run the benchmark that the first argument names, by default the first one. Each is `run` without the name."""
+    named = {name.replace("_", "-"): benchmark for name, benchmark in benchmarks.items()}
+    name = sys.argv.pop(1) if len(sys.argv) > 1 and sys.argv[1] in named else next(iter(named))
+    named[name](name)
+    sys.exit()
+
+
 def show(value: Any, name: str = "") -> None:
     """Print measurements, with a line for each innermost dict and for each element of a list."""
     if isinstance(value, dict) and (not name or any(isinstance(each, dict) for each in value.values())):
