@@ -59,44 +59,42 @@ def large(kind: str) -> tuple[Tensors, dict[str, Any]]:
     return tensors, options
 
 
-class Caller:
-    """A client that sends one prepared request again and again over a persistent connection."""
+def caller(
+    protocol: str, ports: dict[str, int], tensors: Tensors, options: dict[str, Any], key: str
+) -> Callable[[], bool]:
+    """Return a function that sends one prepared request over a persistent connection; it returns False if refused."""
+    bearer = f"Bearer {key}"
+    if protocol == "grpc":
+        request = message(tensors)
+        for name, value in options.items():
+            kind = {int: "int64_param", float: "double_param", str: "string_param"}[type(value)]
+            setattr(request.parameters[name], kind, value)
+        prepared = request.SerializeToString()
+        channel = grpc.insecure_channel(f"127.0.0.1:{ports['grpc']}", options=UNLIMITED)
 
-    def __init__(
-        self, protocol: str, ports: dict[str, int], tensors: Tensors, options: dict[str, Any], key: str
-    ) -> None:
-        self._key = {"Authorization": f"Bearer {key}"} if key else {}
-        if protocol == "grpc":
-            request = message(tensors)
-            for name, value in options.items():
-                kind = {int: "int64_param", float: "double_param", str: "string_param"}[type(value)]
-                setattr(request.parameters[name], kind, value)
-            self._channel = grpc.insecure_channel(f"127.0.0.1:{ports['grpc']}", options=UNLIMITED)
-            self._call, self._body = self._channel.unary_unary(METHOD), request.SerializeToString()
-            self.send = self._grpc
-            return
-        self._http = http.client.HTTPConnection("127.0.0.1", ports["http"], timeout=PATIENCE)
-        self._path, form = (PATH, OIP_BINARY) if protocol == "oip" else ("/attention", SAFETENSORS)
-        headers, self._body = form.whole(tensors, **options)
-        self._headers = headers | self._key
-        self.send = self._over_http
+        def over_grpc() -> bool:
+            try:
+                channel.unary_unary(METHOD)(prepared, timeout=PATIENCE, metadata=[("authorization", bearer)])
+            except grpc.RpcError as error:
+                if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
+                    raise
+                return False
+            return True
 
-    def _over_http(self) -> bool:
-        self._http.request("POST", self._path, self._body, self._headers)
-        answer = self._http.getresponse()
+        return over_grpc
+    connection = http.client.HTTPConnection("127.0.0.1", ports["http"], timeout=PATIENCE)
+    path, form = (PATH, OIP_BINARY) if protocol == "oip" else ("/attention", SAFETENSORS)
+    headers, body = form.whole(tensors, **options)
+
+    def over_http() -> bool:
+        connection.request("POST", path, body, {**headers, "Authorization": bearer})
+        answer = connection.getresponse()
         answer.read()
         if answer.status not in (200, 429):
-            raise RuntimeError(f"{self._path}: {answer.status}")
+            raise RuntimeError(f"{path}: {answer.status}")
         return answer.status == 200
 
-    def _grpc(self) -> bool:
-        try:
-            self._call(self._body, timeout=PATIENCE, metadata=[(n.lower(), value) for n, value in self._key.items()])
-        except grpc.RpcError as error:
-            if error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED:
-                raise
-            return False
-        return True
+    return over_http
 
 
 def load(protocol: str, ports: dict[str, int], kind: str, key: str) -> dict[str, Callable[[], int]]:
@@ -104,9 +102,9 @@ def load(protocol: str, ports: dict[str, int], kind: str, key: str) -> dict[str,
     answered: list[bool] = []
 
     def send_until_the_end() -> None:
-        caller = Caller(protocol, ports, *large(kind), key)
+        send = caller(protocol, ports, *large(kind), key)
         while True:
-            if caller.send():
+            if send():
                 answered.append(True)
 
     for _ in range(LARGE):
@@ -129,16 +127,16 @@ def row(
 ) -> dict[str, Any]:
     """Return one row of the table: small requests alone, a large one alone, and small requests beside large ones."""
     t = np.random.default_rng(0).random(SMALL, np.float32)
-    small = Caller("http", ports, dict.fromkeys("qkv", t), {}, "small-caller")
-    alone = [seconds(small) for _ in range(calls)]
-    big = Caller(protocol, ports, *large(kind), "small-caller")
-    large_alone = [seconds(big) for _ in range(1 if kind == "reference" else 3)]
+    small = caller("http", ports, dict.fromkeys("qkv", t), {}, "small-caller")
+    alone = [answer_seconds(small) for _ in range(calls)]
+    big = caller(protocol, ports, *large(kind), "small-caller")
+    large_alone = [answer_seconds(big) for _ in range(1 if kind == "reference" else 3)]
     with apart(load, protocol, ports, kind, key or "small-caller") as ask:
         wait(ports["http"], 1 if limit else LARGE)
         before, began = ask("answered"), time.perf_counter()
         beside = []
         while len(beside) < calls or time.perf_counter() - began < 2.0:
-            beside.append(seconds(small))
+            beside.append(answer_seconds(small))
         done = ask("answered") - before
     wait(ports["http"], 0, 0)
     result = {
@@ -155,9 +153,9 @@ def row(
     return result
 
 
-def seconds(caller: Caller) -> float:
+def answer_seconds(send: Callable[[], bool]) -> float:
     began = time.perf_counter()
-    if not caller.send():
+    if not send():
         raise RuntimeError("a request of the measurement was refused")
     return time.perf_counter() - began
 

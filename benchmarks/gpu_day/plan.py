@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import chain, product
 from typing import Any, ClassVar, NamedTuple
 
@@ -49,6 +49,11 @@ EAGER = {
 }
 
 
+def papers_cases() -> list[Case]:
+    """Return B 1, N 2048, H 8, D 64 half; T 128-4096 at B 4, H 8, D 64; N 512, D 32: naive, flash and SDPA."""
+    return [case for case in preset("papers", "cuda") if case.backend not in ("flex", "torch")]
+
+
 @dataclass(frozen=True)
 class Sizes:
     """The measured shapes. The tests of this procedure use small ones."""
@@ -65,7 +70,7 @@ class Sizes:
     decode: tuple[tuple[int, int], ...] = ((1, 4096), (64, 4096), (8, 16384), (64, 16384), (1, 65536))  # batch, keys
     decode_heads: tuple[tuple[int, int], ...] = ((32, 8), (64, 8), (32, 32))  # number of query heads, and of key heads
     pages: tuple[int, ...] = (16, 256)
-    papers: Callable[[], list[Case]] = field(default=lambda: papers_cases())
+    papers: Callable[[], list[Case]] = papers_cases
 
 
 @dataclass(frozen=True)
@@ -111,12 +116,8 @@ class Timed:
     @property
     def needs(self) -> tuple[str, ...]:
         """Return the smoke tests that must pass before the case is timed."""
-        if self.case.backend != "triton":
-            return ()
-        path = "_hopper" if self.hopper else ""
-        if self.case.direction == "forward":
-            return (f"forward{path}",)
-        return (f"forward{path}", f"backward_kv{path}", f"backward_q{path}")
+        kernels = ("forward",) if self.case.direction == "forward" else ("forward", "backward_kv", "backward_q")
+        return tuple(kernel + "_hopper" * self.hopper for kernel in kernels) if self.case.backend == "triton" else ()
 
     @property
     def compiles(self) -> Any:
@@ -321,11 +322,6 @@ def papers(sizes: Sizes, hopper: bool, absent: Collection[str]) -> list[Group]:
     for case in sizes.papers():
         tasks += _ours(case, hopper) if case.backend == "triton" else [Timed(case)]
     return [Group(_without(tasks, absent))]
-
-
-def papers_cases() -> list[Case]:
-    """Return B 1, N 2048, H 8, D 64 half; T 128-4096 at B 4, H 8, D 64; N 512, D 32: naive, flash and SDPA."""
-    return [case for case in preset("papers", "cuda") if case.backend not in ("flex", "torch")]
 
 
 def decode(sizes: Sizes, _hopper: bool, absent: Collection[str]) -> list[Group]:

@@ -35,11 +35,9 @@ def describe(device: Cuda, _task: None) -> dict[str, Any] | None:
 
 def perform(device: Cuda, task: Task) -> dict[str, Any]:
     """Measure a task, and return the row's `result`."""
-    if isinstance(task, Smoke):
-        return smoke(device, task)
-    if isinstance(task, Timed):
-        return timed(device, task)
-    return trial(device, task) if isinstance(task, Trial) else decode(device, task)
+    measure: Any = {Smoke: smoke, Timed: timed, Trial: trial, Decode: decode}[type(task)]
+    result: dict[str, Any] = measure(device, task)
+    return result
 
 
 def compile_task(device: Cuda, task: Task) -> None:
