@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import repeat
 
 import torch
 from peers.op import attend
@@ -37,34 +39,25 @@ def run_on_all(tensors: Tensors) -> None:
     run([problem(tensors)], "torch")
 
 
-def one_by_one(call: Callable[[Tensors], object], tensors: Tensors, count: int) -> None:
-    for _ in range(count):
-        call(tensors)
-
-
-def side_by_side(tensors: Tensors, count: int) -> None:
-    for _ in POOL.map(lambda _: run_on_one(tensors), range(count)):
-        pass
-
-
 def timed(
-    calls: Callable[[Tensors, int], None], threads: int, shape: tuple[int, ...], gradient: bool, count: int
-) -> float:
-    """Return the seconds of `count` calls; torch uses `threads` threads."""
+    call: Callable[[Tensors], object], threads: int, shape: tuple[int, ...], gradient: bool, count: int,
+    side_by_side: bool = False,
+) -> float:  # fmt: skip
+    """Return the seconds of `count` calls, one after another or on all cores; torch uses `threads` threads."""
     names = ("q", "k", "v", "do") if gradient else ("q", "k", "v")
     generator = torch.Generator().manual_seed(0)
     inputs = {name: torch.rand(shape, generator=generator) for name in names}
     torch.set_num_threads(threads)
     began = time.perf_counter()
-    calls(inputs, count)
+    deque((POOL.map if side_by_side else map)(call, repeat(inputs, count)), maxlen=0)
     return time.perf_counter() - began
 
 
 # Each timed function with torch's number of threads; `run` sets this number itself.
 WAYS = {
-    "run_one": partial(timed, partial(one_by_one, run_on_one), 1),
-    "run_all": partial(timed, partial(one_by_one, run_on_all), 1),
-    "run_side_by_side": partial(timed, side_by_side, 1),
-    "sdpa_one": partial(timed, partial(one_by_one, attend), 1),
-    "sdpa_all": partial(timed, partial(one_by_one, attend), CORES),
+    "run_one": partial(timed, run_on_one, 1),
+    "run_all": partial(timed, run_on_all, 1),
+    "run_side_by_side": partial(timed, run_on_one, 1, side_by_side=True),
+    "sdpa_one": partial(timed, attend, 1),
+    "sdpa_all": partial(timed, attend, CORES),
 }
