@@ -27,8 +27,14 @@ Mod = Callable[..., Tensor]
 Row = dict[str, Any]
 
 
-def options() -> dict[str, tuple[Row, Row]]:
-    """Return the arguments of each option by name, and the shapes and dtypes of its q, k and v (`qkv`)."""
+DOCUMENTS = f"documents of {DOCUMENT}, causal (ours: ragged)"
+
+
+def options() -> Iterator[tuple[str, str, Row, Row]]:
+    """Yield each option: its name, its peers, the arguments of a call, and the shapes and dtypes of q, k and v (`qkv`).
+
+    The peers are `formula`, `flex` or both; `uncounted` is FlexAttention without a target.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
@@ -36,43 +42,29 @@ def options() -> dict[str, tuple[Row, Row]]:
 
     causal: Row = {"causal": True}
     slopes = {"alibi_slopes": torch.tensor([2.0 ** -(head + 1) for head in range(HEADS)])}
-    return {
-        "no options": ({}, {}),
-        "causal": (causal, {}),
-        "window [256, 0], causal": (causal | {"window": (256, 0)}, {}),
-        "window [1024, 1024]": ({"window": (1024, 1024)}, {}),
-        "alibi_slopes, causal": (causal | slopes, {}),
-        "softcap": ({"softcap": 30.0}, {}),
-        "softcap, causal": (causal | {"softcap": 30.0}, {}),
-        "sinks": ({"sinks": normal(HEADS)}, {}),
-        "attn_mask, bool": ({"attn_mask": torch.rand((LENGTH, LENGTH), generator=generator) < 0.8}, {}),
-        "attn_mask, float": ({"attn_mask": normal(LENGTH, LENGTH)}, {}),
-        "attn_mask, float, with its gradient": ({"attn_mask": normal(HEADS, LENGTH, LENGTH)}, {}),
-        "dropout_p 0.1": ({"dropout_p": 0.1, "dropout_seed": 1}, {}),
-        "kv_lengths": ({"kv_lengths": torch.tensor([1500])}, {}),
-        "Hk 2 (GQA)": ({}, {"kv_heads": 2}),
-        "Hk 2 (GQA), causal": (causal, {"kv_heads": 2}),
-        "Dv 128": ({}, {"value_dim": 128}),
-        "causal, N 512": (causal, {"length": 512}),
-        "float16": ({}, {"dtype": torch.float16}),
-        "bfloat16, causal": (causal, {"dtype": torch.bfloat16}),
-        "causal, bfloat16": (causal, {"dtype": torch.bfloat16}),
-        "softcap, bfloat16": ({"softcap": 30.0}, {"dtype": torch.bfloat16}),
-    }
-
-
-# Names of options in the order of the rows; options() has more.
-BESIDE_FORMULA = (
-    "window [256, 0], causal", "window [1024, 1024]", "softcap", "softcap, causal", "alibi_slopes, causal", "sinks",
-    "attn_mask, bool", "attn_mask, float", "attn_mask, float, with its gradient", "dropout_p 0.1", "kv_lengths",
-    "Hk 2 (GQA)", "Dv 128", "float16", "bfloat16, causal",
-)  # fmt: skip
-DOCUMENTS = f"documents of {DOCUMENT}, causal (ours: ragged)"
-BESIDE_FLEX = (
-    "no options", "causal", "window [256, 0], causal", "window [1024, 1024]", "alibi_slopes, causal", "softcap",
-    "softcap, causal", "attn_mask, bool", "attn_mask, float", DOCUMENTS, "Hk 2 (GQA), causal",
-)  # fmt: skip
-UNCOUNTED = ("causal, N 512", "causal, bfloat16", "softcap, bfloat16")  # options beside FlexAttention without targets
+    both = "formula, flex"
+    yield "no options", "flex", {}, {}
+    yield "causal", "flex", causal, {}
+    yield "window [256, 0], causal", both, causal | {"window": (256, 0)}, {}
+    yield "window [1024, 1024]", both, {"window": (1024, 1024)}, {}
+    yield "alibi_slopes, causal", both, causal | slopes, {}
+    yield "softcap", both, {"softcap": 30.0}, {}
+    yield "softcap, causal", both, causal | {"softcap": 30.0}, {}
+    yield "sinks", "formula", {"sinks": normal(HEADS)}, {}
+    yield "attn_mask, bool", both, {"attn_mask": torch.rand((LENGTH, LENGTH), generator=generator) < 0.8}, {}
+    yield "attn_mask, float", both, {"attn_mask": normal(LENGTH, LENGTH)}, {}
+    yield "attn_mask, float, with its gradient", "formula", {"attn_mask": normal(HEADS, LENGTH, LENGTH)}, {}
+    yield "dropout_p 0.1", "formula", {"dropout_p": 0.1, "dropout_seed": 1}, {}
+    yield "kv_lengths", "formula", {"kv_lengths": torch.tensor([1500])}, {}
+    yield DOCUMENTS, "flex", {}, {}
+    yield "Hk 2 (GQA)", "formula", {}, {"kv_heads": 2}
+    yield "Hk 2 (GQA), causal", "flex", causal, {"kv_heads": 2}
+    yield "Dv 128", "formula", {}, {"value_dim": 128}
+    yield "float16", "formula", {}, {"dtype": torch.float16}
+    yield "bfloat16, causal", "formula", causal, {"dtype": torch.bfloat16}
+    yield "causal, N 512", "uncounted", causal, {"length": 512}
+    yield "causal, bfloat16", "uncounted", causal, {"dtype": torch.bfloat16}
+    yield "softcap, bfloat16", "uncounted", {"softcap": 30.0}, {"dtype": torch.bfloat16}
 
 
 def qkv(
@@ -165,9 +157,9 @@ def working_memory(call: Call) -> float:
 
 
 def beside_formula(gradient: str, rounds: int) -> Iterator[Row]:
-    every = options()
-    for name in BESIDE_FORMULA:
-        keywords, sizes = every[name]
+    for name, peers, keywords, sizes in options():
+        if "formula" not in peers:
+            continue
         tensors = qkv(**sizes)
         ours, other = (call_of(attend, tensors, keywords, gradient) for attend in (attention, written_out))
         row: Row = {"option": name, "pass": gradient, **pair(ours, other, rounds)}
@@ -231,17 +223,17 @@ def documents() -> tuple[Call, Call]:
 def beside_flex(rounds: int) -> Iterator[Row]:
     """Yield each option beside FlexAttention, whose first call, which compiles, is timed separately."""
     torch.manual_seed(0)
-    every = options()
-    for name in (*BESIDE_FLEX, *UNCOUNTED):
+    for name, peers, keywords, sizes in options():
+        if peers == "formula":
+            continue
         if name == DOCUMENTS:
             ours, other = documents()
         else:
-            keywords, sizes = every[name]
             tensors = qkv(**sizes)
             ours, other = partial(attention, *tensors, **keywords), compiled_flex(tensors, *mods(**keywords))
         compile_s = round(seconds(other), 2)
         check(name, ours(), other())
-        row = {"option": name, "counted": name not in UNCOUNTED}
+        row = {"option": name, "counted": peers != "uncounted"}
         yield {**row, **pair(ours, other, rounds, ROUND), "compile_s": compile_s}
 
 
