@@ -53,7 +53,7 @@ def fill_caches(world: World) -> str | None:
     while (answer := _made(world, FILLER, made, max_length=EACH)) is not None and answer.status == 201:
         pass
     world.wait(*LASTS)
-    code = "nothing" if answer is None else _code(answer)
+    code = "nothing" if answer is None else answer.code
     if answer is not None and code != "cache_memory" and answer.status != 503:
         world.violations.append(f"a cache too many got {answer.status}: {answer.body[:200]!r}")
     for cache in made:
@@ -72,7 +72,7 @@ def fill_quota(world: World) -> str | None:
             answer = _settled(world, request, SMALL, PATIENCE)
             if answer is not None and count == TOKENS and answer.status == 200:
                 request.heard(answer)
-        code = "nothing" if answer is None else _code(answer)
+        code = "nothing" if answer is None else answer.code
         if code not in ("key_limit", "cache_memory", "nothing") and not (code == "cache_lost" and cache.life.over):
             world.violations.append(f"a write over the quota got {answer.status}: {answer.body[:200]!r}")
         with _cache(world, FILLER):  # another key must not get key_limit
@@ -100,14 +100,14 @@ def expire(world: World) -> str | None:
 
         def expired() -> bool:
             answer = _settled(world, held.look(cache), FILLER, PATIENCE)
-            codes.append("nothing" if answer is None else str(answer.status) + _code(answer))
+            codes.append("nothing" if answer is None else str(answer.status) + answer.code)
             return codes[-1] not in ("200", "nothing")
 
         world.until(expired, EXPIRES, "a cache does not expire")
         ended = ((after, FILLER, "cache_lost") for after in (held.look(cache), request, held.delete([cache])))
         for sent, owner, right in (*ended, (held.look(cache), OWNERS[0], "cache_not_found")):
             answer = _settled(world, sent, owner, PATIENCE)
-            if answer is not None and answer.status != 503 and _code(answer) != right:
+            if answer is not None and answer.status != 503 and answer.code != right:
                 world.violations.append(f"{sent.method} {sent.path} of an expired cache got {answer}")
         return f"while a body came, {codes[-1]}" if slowly else f"between calls, {codes[-1]}"
 
@@ -143,7 +143,7 @@ def _made(world: World, owner: str, made: list[HeldCache], **options: object) ->
             heard(answer)
     if len(made) > before + 1 and world.service.life() == life:
         world.violations.append("one key has made two caches")
-    if owner != SMALL and any(answer is not None and _code(answer) == "key_limit" for answer in answers):
+    if owner != SMALL and any(answer is not None and answer.code == "key_limit" for answer in answers):
         world.violations.append("a key without a quota got key_limit")
     return answers[-1]
 
@@ -151,7 +151,7 @@ def _made(world: World, owner: str, made: list[HeldCache], **options: object) ->
 def _deleted(world: World, owner: str, cache: HeldCache) -> None:
     """Delete a cache that may already be gone."""
     answer = _settled(world, held.delete([cache]), owner, PATIENCE)
-    right = answer is None or answer.status == 204 or _code(answer) in ("cache_lost", "cache_not_found")
+    right = answer is None or answer.status == 204 or answer.code in ("cache_lost", "cache_not_found")
     if not right and answer.status != 503:
         world.violations.append(f"a cache that is deleted got {answer}")
 
@@ -195,15 +195,9 @@ def _settled(world: World, request: Request, owner: str, patience: float) -> Ans
         except WrongError as error:
             world.violations.append(str(error))
         if answer is not None and (
-            answer.status not in (408, 429, 503, 504) or _code(answer) in ("cache_memory", "key_limit")
+            answer.status not in (408, 429, 503, 504) or answer.code in ("cache_memory", "key_limit")
         ):
             return answer
         if time.monotonic() > end:
             return answer
         time.sleep(0.05)
-
-
-def _code(answer: Answer) -> str:
-    with contextlib.suppress(ValueError, TypeError):
-        return str(answer.json.get("code", ""))
-    return ""

@@ -10,6 +10,7 @@ hung      no answer within the caller's timeout
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import json
 import secrets
@@ -63,6 +64,15 @@ class Answer(NamedTuple):
     @property
     def json(self) -> Any:
         return json.loads(self.body)
+
+    @property
+    def code(self) -> str:
+        """Return the code of a documented error with this status, else ""."""
+        with contextlib.suppress(ValueError):
+            document = self.json
+            if isinstance(document, dict) and STATUS.get(code := document.get("code")) == self.status:
+                return code
+        return ""
 
 
 def send(

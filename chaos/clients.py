@@ -54,13 +54,12 @@ def read_slowly(world: World) -> str | None:
     question = _several_mib(world)
     with connected(world, receive=1 << 14) as connection:
         connection.sendall(head_of(question) + question.body)
-        answer = bytearray()
+        answer = b""
         for _ in range(PIECES):
             answer += connection.recv(1 << 14)
             time.sleep(PAUSE)
-        while piece := connection.recv(1 << 20):
-            answer += piece
-    return _checked(world, question, bytes(answer))
+        answer += _rest(connection)
+    return _checked(world, question, answer)
 
 
 def write_slowly(world: World) -> str | None:
@@ -70,10 +69,8 @@ def write_slowly(world: World) -> str | None:
         for n in range(PIECES):
             connection.sendall(text[len(text) * n // PIECES : len(text) * (n + 1) // PIECES])
             time.sleep(PAUSE)
-        answer = bytearray()
-        while piece := connection.recv(1 << 20):
-            answer += piece
-    return _checked(world, question, bytes(answer))
+        answer = _rest(connection)
+    return _checked(world, question, answer)
 
 
 def fall_silent(world: World) -> str | None:
@@ -111,6 +108,10 @@ def connected(world: World, receive: int | None = None) -> socket.socket:
     connection.settimeout(PATIENCE)
     connection.connect(("127.0.0.1", world.service.port))
     return connection
+
+
+def _rest(connection: socket.socket) -> bytes:
+    return b"".join(iter(lambda: connection.recv(1 << 20), b""))
 
 
 def _checked(world: World, question: Question, answer: bytes) -> str:

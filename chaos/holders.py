@@ -9,7 +9,6 @@ refused     memory or a quota does not suffice; the model does not change
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
 
@@ -20,7 +19,6 @@ from chaos.callers import AFTER_NOTHING, HANG, Answer, Caller, WrongError, refus
 from chaos.held import DIM, KV_HEADS, LAYERS, Q_HEADS, SHAPE, HeldCache, Request
 from chaos.keys import OWNERS
 from chaos.service import Life
-from flashpoint_server.refusal import STATUS
 
 MOST = 4  # largest number of a caller's caches
 LONG = 1030  # number of tokens of a long write, which needs several chunks in two layers
@@ -81,7 +79,7 @@ class Holder(Caller):
             request.heard(answer)
             self.used(request)
             return ""
-        code = _code(answer)
+        code = answer.code
         if request.refused and request.refused(code):
             self.request = None
             return ""
@@ -346,14 +344,6 @@ class ShortHolder(OtherHolder):
         if not self.resting and self.rng.random() < 0.05:
             time.sleep(float(self.rng.uniform(*SHORT)) / 2)
         return super().turn()
-
-
-def _code(answer: Answer) -> str:
-    with contextlib.suppress(ValueError):
-        document = answer.json
-        if isinstance(document, dict) and STATUS.get(code := document.get("code")) == answer.status:
-            return code
-    return ""
 
 
 def is_over(life: Life) -> bool:

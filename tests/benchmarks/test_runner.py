@@ -30,6 +30,19 @@ if __name__ == "__main__":
     options = {"rounds": Option(3), "most": Option(2.5), "word": Option(None, choices=["x"])}
     run(measure, "example", packages=(), **options)
 '''
+SEVERAL = '''"""Two examples."""
+from functools import partial
+from runner import run, run_named
+
+def one(asked):
+    return {"number": 1}
+
+def other(asked):
+    return {"number": 2}
+
+if __name__ == "__main__":
+    run_named(one=partial(run, one, packages=()), the_other=partial(run, other, packages=()))
+'''
 HELP = """
 import contextlib, io, runpy, sys
 for name in sys.argv[2:]:
@@ -48,12 +61,12 @@ for name in sys.argv[2:]:
 """
 
 
-def example(folder, *arguments):
+def example(folder, *arguments, program=EXAMPLE):
     script = folder / "example.py"
-    script.write_text(EXAMPLE)
-    command = [sys.executable, script, "--out", folder, *arguments]
+    script.write_text(program)
+    command = [sys.executable, script, *arguments, "--out", folder]
     done = subprocess.run(command, env={"PYTHONPATH": str(BENCHMARKS)}, capture_output=True, text=True, check=False)
-    return done, [json.loads(path.read_text()) for path in folder.glob("example-*.json")]
+    return done, [json.loads(path.read_text()) for path in folder.glob("*.json")]
 
 
 def test_a_result_has_its_environment_rows_and_targets(tmp_path):
@@ -75,6 +88,14 @@ def test_a_missed_target_and_a_measurement_that_failed_are_exit_codes(tmp_path):
     failed, results = example(tmp_path, "--most", "0")
     assert failed.returncode == 1
     assert not results
+
+
+def test_the_first_argument_names_a_benchmark_of_several(tmp_path):
+    _, (first,) = example(tmp_path, program=SEVERAL)
+    assert first["number"] == 1
+    example(tmp_path, "the-other", program=SEVERAL)
+    (result,) = tmp_path.glob("the-other-*.json")
+    assert json.loads(result.read_text())["number"] == 2
 
 
 def test_an_unknown_choice_is_refused(tmp_path):
