@@ -43,15 +43,13 @@ def main() -> int:
     parser = report.parser(__doc__)
     parser.add_argument("--seconds", type=float, default=10.0, help="seconds of each step; default: %(default)s")
     args = report.parsed(parser)
-    env, server = report.environment(), Server(args.out)
-    try:
-        server.warm()
+    env = report.environment()
+    with Server(args.out) as server:
         with Load("overload", "long", server.url) as load:
             capacity = load.closed(CALLERS, args.seconds)
         with Load("overload", "long", server.url) as load:
             steps = [load.open(part * capacity.rate, args.seconds, f"{part:.0%}") for part in LOADS]
             after = load.open(LOW * capacity.rate, args.seconds, "afterwards", settle=0.0)
-    finally:
         code = server.stop()
     best = max(step.rate for step in (capacity, *steps))
     rows = [{**step.row(), **refusals(step)} for step in (capacity, *steps, after)]

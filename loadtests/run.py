@@ -31,18 +31,14 @@ def main() -> int:
     )
     env, result = report.environment(), Report()
     try:
-        server = Server(args.out)
+        with Server(args.out) as server:
+            for name, scenario in SCENARIOS.items():
+                if name in ("capacity", *args.only):  # the other scenarios need the capacity
+                    print(f"{name}: {(scenario.__doc__ or '').splitlines()[0]}", flush=True)
+                    scenario(result, server, bounds)
     except ServerError as error:
         print(f"{error}\nthe server did not get ready")
         return 2
-    try:
-        server.warm()
-        for name, scenario in SCENARIOS.items():
-            if name in ("capacity", *args.only):  # the other scenarios need the capacity
-                print(f"{name}: {(scenario.__doc__ or '').splitlines()[0]}", flush=True)
-                scenario(result, server, bounds)
-    finally:
-        server.stop()
     report.write(result, env, args.out)
     print(f"{args.out}/report.html")
     return report.conclude(args, "load", env, result.verdicts, result="result.json", picture="latency.svg")

@@ -26,7 +26,7 @@ class ServerError(Exception):
 
 
 class Server:
-    """A server on a free port, with its defaults. `__init__` waits until it is ready. Raises ServerError."""
+    """A server on a free port, with its defaults, that has answered each request once. Raises ServerError."""
 
     def __init__(self, folder: Path) -> None:
         self._log = folder / "server.log"
@@ -39,11 +39,18 @@ class Server:
             )
         try:
             self.url = self._ready()
+            self._warm()
         except BaseException:
             self._process.kill()
             raise
 
-    def warm(self) -> None:
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _warm(self) -> None:
         """Send each request once, so that the load does not measure the cost of first calls."""
         for case in (case for kind in CASES.values() for case in kind):
             answer = httpx.post(self.url + case.path, content=case.body, headers=case.headers, timeout=START)

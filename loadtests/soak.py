@@ -45,11 +45,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0, help="minutes of load; default: %(default)s")
     parser.add_argument("--window", type=float, default=30.0, help="seconds between two counts; default: %(default)s")
     args = report.parsed(parser)
-    env, server = report.environment(), Server(args.out)
     windows: list[dict[str, Any]] = []
-    result: dict[str, Any] = {"environment": env, "windows": windows}
-    try:
-        server.warm()
+    result: dict[str, Any] = {"environment": report.environment(), "windows": windows}
+    with Server(args.out) as server:
         with Load("soak", "mix", server.url) as load:
             step = load.closed(CALLERS, min(args.window, 10.0))
         result["capacity"] = round(step.rate, 1)
@@ -64,8 +62,6 @@ def main() -> int:
             # Keep the windows if a later one fails.
             (args.out / "soak.json").write_text(json.dumps(result, indent=1) + "\n")
         verdicts = [*judged(windows[WARM_WINDOWS:]), ended(server.stop())]
-    finally:
-        server.stop()
     return report.finish(args, "soak", result, verdicts, figures.soak)
 
 
