@@ -14,10 +14,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import sys
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ sys.path[:0] = [str(ROOT / "contract"), str(ROOT / "kernels")]
 os.environ.pop("TRITON_INTERPRET", None)  # Triton reads this variable when kernels are defined
 
 import compile_beside  # noqa: E402
-from record import commit, now  # noqa: E402
+from record import commit, write_compiled  # noqa: E402
 
 from flashpoint_kernels.triton_backend.host.configurations import TABLES, Tile  # noqa: E402
 from flashpoint_kernels.triton_backend.tools.aot import compile_all, faults, tile_of  # noqa: E402
@@ -48,7 +46,7 @@ def main() -> int:
         if not args.beside_commit:
             parser.error("--beside needs --beside-commit")
         for arch in set(args.arch) & set(compile_beside.ARCHITECTURES):
-            print(f"written: {compile_beside.write(arch, args.beside, args.beside_commit, args.out, args.processes)}")
+            compile_beside.write(arch, args.beside, args.beside_commit, args.out, args.processes)
         return 0
     fault_count = 0
     for arch in args.arch:
@@ -61,17 +59,7 @@ def main() -> int:
             for fault in faults(report):
                 fault_count += 1
                 print(f"sm_{arch} {report.kernel} {report.dtype} D {report.head_dim} level {report.level}: {fault}")
-        reports = [known[variant, tile_of(variant)] for variant in variants]
-        result = {
-            "device": "none: compiled ahead of time",
-            "triton": version("triton"),
-            "python": platform.python_version(),
-            "commit": commit(),
-            "date": now(),
-            "kernels": reports,
-        }
-        path.write_text(json.dumps(result, indent=1) + "\n")
-        print(f"written: {path}: {len(reports)} variants", flush=True)
+        write_compiled(path, kernels=[known[variant, tile_of(variant)] for variant in variants])
     return 1 if fault_count else 0
 
 

@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import importlib.util
 import io
-import json
 import re
 from concurrent.futures import ProcessPoolExecutor
 from itertools import product
@@ -22,7 +21,7 @@ from unittest import mock
 
 import torch
 import triton
-from record import commit, now
+from record import write_compiled
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -57,8 +56,8 @@ class Tutorial(NamedTuple):
     tile: Tile
 
 
-def write(arch: int, tutorial: Path, its_commit: str, out: Path, processes: int) -> Path:
-    """Compile the kernels of an architecture, write the instructions of their loops, and return the file's path."""
+def write(arch: int, tutorial: Path, its_commit: str, out: Path, processes: int) -> None:
+    """Compile the kernels of an architecture, and write the instructions of their loops."""
     ours = [Variant(name, arch, DTYPE, dim)
             for dim, name in product(HEAD_DIMS, (*OURS, *(OF_HOPPER if arch == 90 else ())))]  # fmt: skip
     theirs = [Tutorial("forward", arch, dim, tile) for dim, tile in product(HEAD_DIMS, FORWARD) if tile.block_n <= dim]
@@ -69,17 +68,9 @@ def write(arch: int, tutorial: Path, its_commit: str, out: Path, processes: int)
         forwards = [r for r in rows if (r["by"], r["kernel"], r["head_dim"]) == ("tutorial", "forward", dim)]
         best = min(forwards, key=lambda r: (r["instructions"]["spilled"] > 0, r["per_score"]))
         rows = [r for r in rows if r is best or r not in forwards]
-    result = {
-        "device": "none: compiled ahead of time",
-        "triton": triton.__version__,
-        "commit": commit(),
-        "date": now(),
-        "beside": {"commit": its_commit, "sha256": hashlib.sha256(tutorial.read_bytes()).hexdigest()},
-        "loops": sorted(rows, key=lambda r: (r["head_dim"], r["kernel"].split("_hopper")[0], r["by"])),
-    }
-    path = out / f"loops-sm{arch}.json"
-    path.write_text(json.dumps(result, indent=1) + "\n")
-    return path
+    beside = {"commit": its_commit, "sha256": hashlib.sha256(tutorial.read_bytes()).hexdigest()}
+    loops = sorted(rows, key=lambda r: (r["head_dim"], r["kernel"].split("_hopper")[0], r["by"]))
+    write_compiled(out / f"loops-sm{arch}.json", beside=beside, loops=loops)
 
 
 _tutorial: Any = None

@@ -66,6 +66,16 @@ def file_name(device: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
+def write_compiled(path: Path, **fields: Any) -> None:
+    """Write a result of compiling without a device, with versions, commit and date, and print the path."""
+    from flashpoint_kernels.dispatching.machine import version_of
+
+    made = {"device": "none: compiled ahead of time", "triton": version_of("triton")}
+    made |= {"python": platform.python_version(), "commit": commit(), "date": now()}
+    path.write_text(json.dumps(made | fields, indent=1) + "\n")
+    print(f"written: {path}", flush=True)
+
+
 def write(folder: Path, what: str, result: Mapping[str, Any]) -> None:
     """Write `result` to WHAT-DEVICE.json, and print the path. DEVICE comes from the result's environment."""
     path = folder / f"{what}-{file_name(result['environment']['device'])}.json"
