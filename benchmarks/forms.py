@@ -78,17 +78,21 @@ class Case(NamedTuple):
         return {name: _BLOCK[i * size : (i + 1) * size].reshape(self.shape) for i, name in enumerate(names)}
 
 
-def truth(tensors: Tensors, causal: bool = False) -> dict[str, Array]:
-    """Return the exact answer, computed in float64: `o`, or the gradients if `tensors` has `do`."""
+def truth(tensors: Tensors, causal: bool = False, left: int = -1) -> dict[str, Array]:
+    """Return the exact answer, computed in float64: `o`, or the gradients if `tensors` has `do`.
+
+    `left` is the left side of the window. The last query is at the last key. A query that sees no key has an `o` of 0.
+    """
     q, k, v = (tensors[name].astype(np.float64) for name in "qkv")
     group = q.shape[1] // k.shape[1]
     keys, values = k.repeat(group, 1), v.repeat(group, 1)
     scale = q.shape[-1] ** -0.5
     s = scale * q @ keys.swapaxes(-1, -2)
-    if causal:  # the last query sees the last key
-        s = np.where(np.tri(*s.shape[-2:], s.shape[-1] - s.shape[-2], dtype=bool), s, -np.inf)
-    p = np.exp(s - s.max(-1, keepdims=True))
-    p /= p.sum(-1, keepdims=True)
+    queries, all_keys = s.shape[-2:]
+    behind = np.arange(all_keys - queries, all_keys)[:, None] - np.arange(all_keys)
+    s = np.where((not causal or behind >= 0) & (left < 0 or behind <= left), s, -np.inf)
+    p = np.exp(s - s.max(-1, keepdims=True, initial=-1e300))
+    p /= np.maximum(p.sum(-1, keepdims=True), 1e-300)
     o = p @ values
     if "do" not in tensors:
         return {"o": o}

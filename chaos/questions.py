@@ -87,9 +87,5 @@ def ask_alone(port, question):
 
 def parsed(body):
     """Return the metadata and tensors of a safetensors message."""
-    size = wire.head_size(body[:8])
-    head = wire.parse_head(body[:size])
-    tensors = {
-        t.name: np.frombuffer(body[size + t.start : size + t.stop], np.float32).reshape(t.shape) for t in head.tensors
-    }
-    return wire.decode_options(head.metadata), tensors
+    head = wire.parse_head(body[: wire.head_size(body[:8])])
+    return wire.decode_options(head.metadata), forms.SAFETENSORS.read({}, body)
