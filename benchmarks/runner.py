@@ -93,7 +93,6 @@ def run_named(**benchmarks: Callable[[str], NoReturn]) -> NoReturn:
     named = {name.replace("_", "-"): benchmark for name, benchmark in benchmarks.items()}
     name = sys.argv.pop(1) if len(sys.argv) > 1 and sys.argv[1] in named else next(iter(named))
     named[name](name)
-    sys.exit()
 
 
 def show(value: Any, name: str = "") -> None:

@@ -68,7 +68,7 @@ def regimes() -> Figure:
 
 
 def crossing(need: Callable[[int], capacity.Need], own: float, far: capacity.Rates) -> float:
-    """The least length from which a remote call is faster than `own` FLOP/s at home; NaN where there is none."""
+    """Return the least length at which a remote call is faster than `own` FLOP/s locally; NaN if there is none."""
     for n in LENGTHS:
         asked = need(int(n))
         if capacity.predict(asked, far).seconds < asked.flops / own:

@@ -18,7 +18,7 @@ _HEADERS = {"last-event-id": "Last-Event-ID"}
 
 @named
 def calls() -> str:
-    """Every call with what it does, its query, and the statuses of its answers."""
+    """Return every call, with its purpose, its query, and the statuses of its answers."""
     rows = []
     for path, methods in _document()["paths"].items():
         for method in (name for name in _METHODS if name in methods):
@@ -32,7 +32,7 @@ def calls() -> str:
 
 @named
 def headers() -> str:
-    """The header fields of requests, and those of answers."""
+    """Return the header fields of requests and of answers."""
     asked: dict[str, str] = {}
     answered: dict[str, str] = {}
     for methods in _document()["paths"].values():
@@ -52,7 +52,7 @@ def headers() -> str:
 
 @named
 def fields() -> str:
-    """The fields of each JSON request without tensors. A verification also has the options of attention."""
+    """Return the fields of each JSON request without tensors. A verification also has the options of attention."""
     parts = []
     for title, name in {
         "POST /caches": "CacheRequest",

@@ -32,13 +32,13 @@ from .markdown import ROOT, named, table
 
 @named
 def nano() -> str:
-    """The smallest kernel. A space before the language keeps the block out of those that tests run in order."""
+    """Return the smallest kernel. Tests do not run this block, because a space precedes its language."""
     return f"\n``` python\n{smallest.source()}\n```\n\n"
 
 
 @named
 def errors() -> str:
-    """Every code that the server has, in the order of the statuses."""
+    """Return every error code of the server, in the order of the statuses."""
     rows = []
     for code, status in STATUS.items():
         wait = Refusal(code, "").headers.get("Retry-After")
@@ -48,7 +48,7 @@ def errors() -> str:
 
 @named
 def tensors() -> str:
-    """Every tensor of a call over HTTP, with its shapes, dtypes, and the calls that take it."""
+    """Return every tensor of a call over HTTP, with its shapes, dtypes, and the calls that take it."""
     shown = (TENSORS[name] for name in INPUT_TENSORS if not {"json", "safetensors"} <= TENSORS[name].refused.keys())
     return table(
         ["tensor", "meaning", "dtype", "taken by"], [(f"`{row.name}`", row.text, *_taken(row)) for row in shown]
@@ -86,13 +86,13 @@ def options() -> str:
 
 @named
 def cache_options() -> str:
-    """The options of a call over caches."""
+    """Return the options of a call over caches."""
     return _of_held(CACHE_OPTIONS.values())
 
 
 @named
 def saved_options() -> str:
-    """The options of a call that saves a forward, and of one that uses it."""
+    """Return the options of a call that saves a forward, and of one that uses it."""
     return _of_held(SAVED_OPTIONS.values())
 
 
@@ -120,7 +120,7 @@ def commands() -> str:
 
 @named
 def support() -> str:
-    """A row a feature, those that every backend has first; a column a backend, and for torch a column a device."""
+    """Return which features each backend has; first those of all backends. `torch` has a column for each device."""
     columns: dict[str, frozenset[str]] = {}
     for name in BACKENDS:
         if name == "torch":

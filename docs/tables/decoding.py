@@ -19,7 +19,7 @@ SHAPES = (
 
 @by_machine("gemma", "torch", "transformers")
 def gemma(result: Result) -> str:
-    """Gemma 3 with its cache on the server: what was to be reached, and its speed and bytes."""
+    """Return the targets, the speed and the bytes of Gemma 3 with its cache on the server."""
     found, modes = result["decode"], result["modes"]
     home, away = found["tokens_per_second"].values()
     rows = [
@@ -36,7 +36,7 @@ def gemma(result: Result) -> str:
 
 
 def _answers(many: dict[str, Any]) -> str:
-    """Answers to one prompt, at home and with the cache on the server."""
+    """Return the speed of many answers to one prompt, locally and with the cache on the server."""
     seconds, tokens = many["prompt_seconds"], many["tokens_per_second"]
     rows = [
         ("seconds for the prompt", *map(number, seconds.values())),
@@ -48,7 +48,7 @@ def _answers(many: dict[str, Any]) -> str:
 
 
 def _stages(calls: dict[str, dict[str, float]]) -> str:
-    """The milliseconds of a layer's call: what the client waits, and the stages in the server."""
+    """Return the milliseconds of a layer's call: the client's wait, and the stages in the server."""
     names = list(dict.fromkeys(name for stages in calls.values() for name in stages))
     rows = [(name, *(f"{stages.get(name, 0.0):.2f}" for stages in calls.values())) for name in names]
     return table(["a layer's call, ms", *(f"{count} sequences" for count in calls)], rows)
@@ -56,7 +56,7 @@ def _stages(calls: dict[str, dict[str, float]]) -> str:
 
 @named
 def lora() -> str:
-    """The losses at home and served, and how far they are apart."""
+    """Return the losses of local and of served attention, and their largest difference."""
     rows = []
     for result in results("lora"):
         home, served = result["curves"]["home"], result["curves"]["served"]
@@ -69,7 +69,7 @@ def lora() -> str:
 
 @named
 def break_even() -> str:
-    """From which length a decoded token is faster with the cache on a server, by the measured cost of a call."""
+    """Return the least length at which decoding with the cache on a server is faster, as predicted."""
     text = ""
     rates = {result["environment"]["device"]: result["rates"] for result in results("capacity")}
     for result in results("gemma"):
@@ -88,6 +88,6 @@ def break_even() -> str:
 
 
 def _more(result: dict[str, Any]) -> float:
-    """Milliseconds that a call takes more than the layer's attention at home."""
+    """Return the milliseconds that a call takes more than the layer's local attention."""
     home, away = result["decode"]["tokens_per_second"].values()
     return (1 / away - 1 / home) / LAYERS * 1e3

@@ -25,7 +25,7 @@ def by_architecture(what: str) -> Iterator[tuple[str, Result]]:
 
 
 def compiled(arch: int) -> str:
-    """A row a variant, a column a kernel; float32 in IEEE precision, at level 0. `benchmarks/results/` has all."""
+    """Return a row for each variant, with a column for each kernel; float32 only in IEEE precision and at level 0."""
     result = json.loads((RESULTS / f"compile-sm{arch}.json").read_text())
     kernels = {(k["dtype"], k["level"], k["head_dim"], k["kernel"]): k for k in result["kernels"]
                if k["precision"] == "ieee" and not k["paged"] and k["keys"] is None}  # fmt: skip
@@ -51,7 +51,7 @@ def compiled(arch: int) -> str:
 
 @by_machine("launch-overhead", "torch", "triton")
 def launch_overhead(result: Result) -> str:
-    """A row a call: the host's microseconds, and those of another commit, in turns."""
+    """Return the host's microseconds for each call, beside those of another commit."""
     made = result["environment"]
     rows = [(row["call"], row["us"], row["us_beside"], row["ratio"]) for row in result["rows"]]
     head = ("call", "µs", f"µs, commit {made['beside'][:10]}", "ratio")
@@ -60,7 +60,7 @@ def launch_overhead(result: Result) -> str:
 
 @by_machine("cpu-calls", "torch")
 def cpu_calls(result: Result) -> str:
-    """Plain calls on the CPU beside another commit: for each pass and N, over types and D."""
+    """Return the time of plain calls on the CPU over that of another commit, for each pass and N."""
     kinds: dict[tuple[str, str], list[float]] = {}
     for row in result["rows"]:
         kind, _, _, length = row["call"].split(", ")
@@ -75,7 +75,7 @@ def cpu_calls(result: Result) -> str:
 
 @by_machine("one-row", "torch")
 def one_row(result: Result) -> str:
-    """How many rows have bits that depend on the call, and what the control finds."""
+    """Return the number of rows whose bits depend on the call, and those that the control finds."""
     control = result["control"]
     return (
         f": **{result['differing']:,} of {result['rows']:,}** rows of {result['problems']} drawn problems; "
@@ -88,14 +88,14 @@ _ERRORS = tuple(f"{what}, {dtype}" for what in ("o", "gradients") for dtype in (
 
 @by_machine("library-errors", "torch")
 def library_errors(result: Result) -> str:
-    """A row a function: the options that were tried, and the largest error of o and of the gradients."""
+    """Return for each function the tested options, and the largest errors of o and of the gradients."""
     rows = ((row["function"], ", ".join(row["options"]), row) for row in result["functions"])
     return _errors("options", rows)
 
 
 @by_machine("library-errors", "torch", name="library-errors-each")
 def library_errors_each(result: Result) -> str:
-    """A row an option of a function, over all calls in which it took part."""
+    """Return the same errors for each option of a function, over all calls that use the option."""
     return _errors("option", ((row["function"], row["option"], row) for row in result["rows"]))
 
 
@@ -109,7 +109,7 @@ def _errors(options: str, rows: Iterable[tuple[str, str, Result]]) -> str:
 
 @by_machine("suites", "torch")
 def suites(result: Result) -> str:
-    """A row a suite of another project: how many cases were drawn of it, and what came of them."""
+    """Return for each suite of another project the number of drawn cases, and of their outcomes."""
     rows = [
         (f"{one['name']} `{one['commit'][:10]}`", one["over"], f"{one['drawn']:,} of {one['of']:,}",
          one["passed"], one["failed"], one["not_expressible"], one["skipped"])
@@ -120,7 +120,7 @@ def suites(result: Result) -> str:
 
 @named
 def suites_reasons() -> str:
-    """A row a reason for which cases of other projects' suites failed or cannot be expressed."""
+    """Return the reasons why cases of other projects' suites failed or cannot be expressed."""
     text = ""
     for result in results("suites"):
         rows = [
@@ -133,7 +133,7 @@ def suites_reasons() -> str:
 
 
 def _compiled_all() -> str:
-    """A row an architecture: the number of variants, those that spill, shared memory and matrix instructions."""
+    """Return for each architecture the variants, those that spill, shared memory and matrix instructions."""
     rows = []
     for arch, result in by_architecture("compile"):
         kernels = result["kernels"]
@@ -155,7 +155,7 @@ TABLES.update({f"compile-sm{arch}": partial(compiled, arch) for arch in TILES})
 
 @named
 def loops_beside() -> str:
-    """Instructions a score of our inner loops beside those of Triton's tutorial, at level 0 and D 128 in float16."""
+    """Return the instructions per score of our inner loops and of the tutorial's, at level 0 and D 128 in float16."""
     rows = []
     for arch, result in by_architecture("loops"):
         found = {(loop["head_dim"], loop["kernel"], loop["by"]): loop["per_score"] for loop in result["loops"]}
@@ -172,7 +172,7 @@ _SHOWN = ("matrix", "exponential", "float", "convert", "integer", "move", "memor
 
 @named
 def loops() -> str:
-    """The kernels' inner loops at level 0 beside those of Triton's tutorial: a row a loop, instructions a score."""
+    """Return the instructions per score of each inner loop at level 0, beside those of Triton's tutorial."""
     text = ""
     for arch, result in by_architecture("loops"):
         made = f"triton {result['triton']}, {result['date'][:10]}, commit {result['commit'][:10]}"
@@ -208,7 +208,7 @@ ISSUED = 4  # instructions of a warp that a multiprocessor issues in a cycle
 
 @named
 def decode() -> str:
-    """Instructions per byte of keys and values that decode reads at D 128, beside what a GPU issues per byte."""
+    """Return the instructions per byte that decoding reads at D 128, beside those that a GPU issues per byte."""
     rows = []
     for arch, (name, processors, clock) in CHIPS.items():
         found = json.loads((RESULTS / f"compile-sm{arch}.json").read_text())["kernels"]
@@ -226,7 +226,7 @@ def decode() -> str:
 
 
 def _per_byte(kernel: dict[str, Any]) -> float:
-    """Instructions of all warps in one step of the inner loop, over the bytes of the tile's keys and values."""
+    """Return the instructions of all warps in a step of the inner loop, per byte of the tile's keys and values."""
     size = 1 if kernel["keys"] else 2
     return float(kernel["loop"] * kernel["num_warps"] / (kernel["block_n"] * 2 * kernel["head_dim"] * size))
 
@@ -265,7 +265,7 @@ def benchmarks() -> str:
 
 @by_machine("reproduce", "python", "torch", "triton", name="reproduced")
 def reproduced(result: Result) -> str:
-    """Each claim, what was measured on each machine, and the verdict."""
+    """Return each claim, the measurement, and the verdict."""
     rows = [(f"`{c['name']}`", c["claim"], c["measured"], c["verdict"]) for c in result["claims"]]
     kinds = ("time", "roofline") if result["rows"] else ()
     images = (f"\n![The {kind} of each case on this machine](images/{result['stem']}-{kind}.svg)\n" for kind in kinds)
@@ -274,7 +274,7 @@ def reproduced(result: Result) -> str:
 
 @by_machine("options", "torch", name="each-option")
 def each_option(result: Result) -> str:
-    """Each option beside the formula written out and FlexAttention, and torch's own operator beside ours."""
+    """Return the times of each option beside the formula and FlexAttention, and of our operator beside torch's."""
     rows = result["rows"]
     runs = min((len(row.get("runs", [1])) for of_section in rows.values() for row in of_section), default=1)
     repeated = f", medians of {runs} runs" if runs > 1 else ""

@@ -54,7 +54,7 @@ def results(what: str) -> Iterator[Result]:
 
 
 def made_on(made: Result, *packages: str) -> str:
-    """The machine that a result is of, how busy it was, the packages' versions, the day and the commit."""
+    """Return the machine of a result, its load, the packages' versions, the date and the commit."""
     load = f"load average {round(made['load_average'][0], 2)} at the start"
     versions = (f"{name} {made[name]}" for name in packages)
     return ", ".join(

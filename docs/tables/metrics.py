@@ -17,7 +17,7 @@ from .markdown import named, table
 
 @named
 def metrics() -> str:
-    """Every metric that /metrics has, by the name that Prometheus shows, with its labels."""
+    """Return every metric of /metrics, by the name that Prometheus shows, with its labels."""
     exported, families = _exported()
     rows = []
     for family in families:
@@ -29,7 +29,7 @@ def metrics() -> str:
 
 @named
 def labels() -> str:
-    """Every label with its values, and the metrics that have it. Raises KeyError for a label without a description."""
+    """Return every label with its values. Raises KeyError for a label without a description."""
     exported, families = _exported()
     found = {label for family in families for label in _labels(exported, family)}
     rows = [(f"`{label}`", values) for label, values in _values().items() if label in found]

@@ -25,7 +25,7 @@ def serving(result: Result) -> str:
 
 @named
 def throughput() -> str:
-    """The service beside its peers: targets, requests a second of each at each case, and requests of many lengths."""
+    """Return the targets, the requests per second of the service and its peers, and those of many lengths."""
     text = ""
     for result in results("throughput"):
         made, cases = result["environment"], result["cases"]
@@ -57,7 +57,7 @@ def throughput() -> str:
 
 
 def _ways(cases: dict[str, Any]) -> list[str]:
-    """The fastest at the first case first, those without a figure there last."""
+    """Return the servers, the fastest at the first case first, and those that were not measured last."""
     ways = next(iter(cases.values()))["ways"]
     return sorted(ways, key=lambda way: -ways[way]["rps"] if isinstance(ways[way], dict) else 0.0)
 
@@ -68,7 +68,7 @@ def _rate(figures: dict[str, float] | str) -> str:
 
 @by_machine("cached-decode", "python", "torch", "uvicorn")
 def cached_decode(result: Result) -> str:
-    """Decode over caches: what was to be reached, and tokens a second of each way."""
+    """Return the targets, and the tokens per second of each way to decode."""
     rates = sorted(result["tokens_per_second"].items(), key=lambda row: -row[1])
     return (
         f"; {result['thrown_away']} of {result['rounds'] + result['thrown_away']} rounds thrown away:\n\n"
@@ -81,7 +81,7 @@ by_machine("forks", "python", "torch", "uvicorn")(targets)
 
 @by_machine("train-saved", "torch")
 def train_saved(result: Result) -> str:
-    """A training step with forwards that stay at the server, beside one that sends everything."""
+    """Return the targets, and the bytes and times of a training step with and without saved forwards."""
     steps, forward = result["training"], result["forward_ms"]
     rows = [
         ("bytes a step, in and out", *(f"{steps['bytes_per_step'][way]:,}" for way in ("served", "saved"))),
@@ -94,7 +94,7 @@ def train_saved(result: Result) -> str:
 
 @by_machine("beside")
 def beside(result: Result) -> str:
-    """A benchmark beside traffic: what was to hold, requests' latencies, and each row's milliseconds."""
+    """Return the targets, the latencies of requests, and the times of a benchmark, alone and together."""
     alone, busy = result["latency_ms"]["alone"], result["latency_ms"]["beside"]
     rows = [(r["backend"], r["q_len"], number(r["alone_ms"]), number(r["beside_ms"])) for r in result["rows"]]
     return (
@@ -106,7 +106,7 @@ def beside(result: Result) -> str:
 
 @by_machine("fairness", "torch", "grpcio")
 def fairness(result: Result) -> str:
-    """Small requests alone and beside four large ones: a row for each kind, way, and limit of the large ones' key."""
+    """Return the latency of small requests alone and beside four large ones, by the kind of the large ones."""
     rows = [
         (
             row["kind"],
@@ -123,7 +123,7 @@ def fairness(result: Result) -> str:
 
 @by_machine("rpc", "python", "grpcio")
 def rpc(result: Result) -> str:
-    """Calls over gRPC beside calls over HTTP, by what they carry."""
+    """Return the times of calls over HTTP and gRPC, by size and direction."""
     rows = []
     for row in result["medians"]:
         size = row["bytes"]
@@ -135,7 +135,7 @@ def rpc(result: Result) -> str:
 
 @by_machine("ray", "python", "ray", "uvicorn")
 def ray(result: Result) -> str:
-    """Milliseconds of a call by its direction and size, by what it passes on its way; a table for each machine."""
+    """Return the milliseconds of a call by direction and size, for each kind of server and proxy."""
     found = result["median_milliseconds"]
     ways = list(next(iter(found.values())))
     return table(["", *ways], ((what, *(ms[way] for way in ways)) for what, ms in found.items()))
@@ -170,7 +170,7 @@ def capacity_ratio() -> str:
 
 @by_machine("sharded-cache", "python", "torch")
 def sharded_cache(result: Result) -> str:
-    """One query over a cache at four servers, beside the operator over the same tensors."""
+    """Return the targets, and the times of one query over a cache at four servers and with the operator in process."""
     ways = {"operator": "the operator in process", "sdpa": "torch's own in process", "sharded": "four servers"}
     milliseconds, errors = result["median_milliseconds"], result["errors"]
     rows = [(way, milliseconds[name], errors[name]) for name, way in ways.items()]

@@ -25,7 +25,7 @@ _OF_SECONDS = ("_timeout", "_seconds", "_ttl", "keep_alive", "benchmark_keep", "
 
 @named
 def settings() -> str:
-    """Every setting, in a table for each group of `flashpoint serve --help`."""
+    """Return every setting, in a table for each group of `flashpoint serve --help`."""
     groups: dict[str, list[tuple[str, ...]]] = {}
     rows: list[tuple[str, ...]] = []
     for name, field in Settings.model_fields.items():
@@ -49,7 +49,7 @@ class Bound(NamedTuple):
 
 @named
 def limits() -> str:
-    """Every bound that the server sets: its default, its setting, what happens beyond it, and its test."""
+    """Return every bound of the server: its default, its setting, the reaction beyond it, and its test."""
     parts = []
     for group, bounds in _bounds().items():
         rows = list(_rows(bounds))

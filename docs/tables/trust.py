@@ -76,7 +76,7 @@ def each_fault() -> str:
 
 @by_machine("install", "python", "torch")
 def install(result: Result) -> str:
-    """From the wheel to the first answer, for the server and for the SDK alone."""
+    """Return the times from the wheel to the first answer, for the server and for the SDK alone."""
     both = result["server"], result["sdk"]
     rows = [
         ("an empty environment, s", *(each["environment_s"] for each in both)),
