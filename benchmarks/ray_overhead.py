@@ -57,10 +57,10 @@ def measure(args: Args) -> dict[str, Any]:
             *(inside.enter_context(deploy(haproxy=h, environment=MALLOC)).port for h in (False, True)),
         ]
         opened = [inside.enter_context(contextlib.closing(Connection(port))) for port in ports]
-        for size, nbytes in SIZES.items():
-            calls = args.calls if nbytes <= MIB else max(1, args.calls // 10)
-            for direction, tensors in exchanges(nbytes).items():
-                message = SAFETENSORS.whole(tensors)
+        for direction in ("in", "out"):
+            for size, nbytes in SIZES.items():
+                calls = args.calls if nbytes <= MIB else max(1, args.calls // 10)
+                message = SAFETENSORS.whole(exchanges(nbytes)[direction])
                 ways = {
                     way: lambda at=connection, sent=message: at.post("/attention", *sent).whole * 1e3
                     for way, connection in zip(WAYS, opened, strict=True)
