@@ -12,7 +12,7 @@ def strict():
     A test must leave it unchanged.
     """
     server = start_service(
-        api_keys="all,looker:info,prover:benchmark+verify",
+        api_keys="all,looker:info,verifier:benchmark+verify",
         body_limit=1 << 20,
         json_limit=65536,
         sequence_limit=8,

@@ -3,7 +3,7 @@
 import itertools
 
 from flashpoint import BenchmarkJob
-from tests.support.proof_answers import ROW
+from tests.support.verify_answers import ROW
 
 PEAKS = {
     "float32": {"tflops": 0.5, "gb_per_s": 50.0, "sheet_tflops": 0.75, "sheet_gb_per_s": 60.0, "sheet": "its maker"},

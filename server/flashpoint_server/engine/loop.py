@@ -82,7 +82,7 @@ class Waker:
 
 
 class EngineLoop:
-    """See the module. One thread at a time holds `_turn`. The scheduler's lock also protects the peers."""
+    """See the module. One thread at a time holds `_turn`. The scheduler's lock also protects the workers."""
 
     def __init__(self, listener: socket.socket, waker: Waker, scheduler: Scheduler, executor: Executor) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL)
@@ -91,10 +91,10 @@ class EngineLoop:
         self._scheduler = scheduler
         self._executor = executor
         self._lock = scheduler.lock
-        self._peers: list[Worker] = []
+        self._workers: list[Worker] = []
         self._stopping = False
         self._incarnation = secrets.randbits(63)
-        self._sent = 0, 0, 0, 0  # as last sent to the peers
+        self._sent = 0, 0, 0, 0  # as last sent to the workers
         self._changes = 0  # the ledger's counter at the last check
         self._peak = 0  # maximum bytes since heaps were trimmed
         self._turn = threading.Lock()
@@ -209,7 +209,7 @@ class EngineLoop:
         with self._lock:
             following = self._scheduler.finish(task, failure)
             for request in task.requests:
-                self._let_go(request.peer)
+                self._let_go(request.worker)
             if self._unseen:  # the listening thread sends the counts, and plans the next expiry
                 self._waker.wake()
             match task:
@@ -237,73 +237,73 @@ class EngineLoop:
             if (sock := accept(self._listener)) is None:
                 return
             device = self._executor.device
-            peer = Worker(Channel(sock, ToEngine), device)
-            peer.channel.send(Hello(device.info, os.getpid(), self._incarnation))
-            peer.channel.send(Holding(*self._sent))
-            self._selector.register(peer.channel, selectors.EVENT_READ, peer)
+            worker = Worker(Channel(sock, ToEngine), device)
+            worker.channel.send(Hello(device.info, os.getpid(), self._incarnation))
+            worker.channel.send(Holding(*self._sent))
+            self._selector.register(worker.channel, selectors.EVENT_READ, worker)
             with self._lock:
-                self._peers.append(peer)
+                self._workers.append(worker)
                 for plugin in self._scheduler.plugins:
                     for news in plugin.history():
-                        peer.send(news)
+                        worker.send(news)
 
-    def _hear(self, peer: Worker) -> None:
+    def _hear(self, worker: Worker) -> None:
         try:
             while True:
-                message, descriptors = peer.channel.receive()
+                message, descriptors = worker.channel.receive()
                 with self._lock:
-                    self._take_in(peer, message, descriptors)
+                    self._take_in(worker, message, descriptors)
         except BlockingIOError:
             return
         except EOFError:
-            self._forget(peer)
-        except Exception:  # a bad message or missing resource of one peer must not affect the others
+            self._forget(worker)
+        except Exception:  # a bad message or missing resource of one worker must not affect the others
             log.exception("peer dropped")
-            self._forget(peer)
+            self._forget(worker)
 
-    def _take_in(self, peer: Worker, message: ToEngine, descriptors: Sequence[int]) -> None:
+    def _take_in(self, worker: Worker, message: ToEngine, descriptors: Sequence[int]) -> None:
         match message:
             case Submit():
-                self._scheduler.admit(message, peer)
+                self._scheduler.admit(message, worker)
             case SavedOwners():
                 self._executor.device.ledger.keep_owners(message.names)
             case Forget():
                 self._executor.device.saved.drop(message.serial)
             case Cancel():
-                self._scheduler.cancel(peer, message.id)
+                self._scheduler.cancel(worker, message.id)
             case Attach():
-                self._attach(peer, message, descriptors)
+                self._attach(worker, message, descriptors)
             case Detach():
-                if message.segment in peer.segments:
-                    peer.detach(message.segment)
+                if message.segment in worker.segments:
+                    worker.detach(message.segment)
             case _:
                 for plugin in self._scheduler.plugins:
                     self._tell_all(plugin.hear(message))
 
-    def _attach(self, peer: Worker, message: Attach, descriptors: Sequence[int]) -> None:
+    def _attach(self, worker: Worker, message: Attach, descriptors: Sequence[int]) -> None:
         try:
             if not descriptors:
                 raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            peer.attach(message.segment, descriptors[0], message.size)
+            worker.attach(message.segment, descriptors[0], message.size)
         except (OSError, MemoryError, RuntimeError, ValueError) as error:
             # No address space, or none that can be pinned; or a caller's own segment has become shorter.
             log.error("segment not mapped", size=message.size, error=str(error))
-            peer.send(Unmapped(message.segment))
+            worker.send(Unmapped(message.segment))
 
     def _tell_all(self, messages: Sequence[FromEngine]) -> None:
-        for peer in self._peers:
+        for worker in self._workers:
             for one in messages:
-                peer.send(one)
+                worker.send(one)
 
-    def _forget(self, peer: Worker) -> None:
+    def _forget(self, worker: Worker) -> None:
         """Remove an HTTP process that has disconnected, with its requests."""
         with self._lock:
-            self._scheduler.forget(peer)
-            self._peers.remove(peer)
-            self._selector.unregister(peer.channel)
-            self._let_go(peer)
+            self._scheduler.forget(worker)
+            self._workers.remove(worker)
+            self._selector.unregister(worker.channel)
+            self._let_go(worker)
 
-    def _let_go(self, peer: Worker) -> None:
-        """Close the channel of a removed peer when nothing runs in its memory: this tells the peer so."""
-        if peer not in self._peers and not peer.running:
-            peer.close()
+    def _let_go(self, worker: Worker) -> None:
+        """Close the channel of a removed worker when nothing runs in its memory: this tells the worker so."""
+        if worker not in self._workers and not worker.running:
+            worker.close()

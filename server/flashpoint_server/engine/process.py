@@ -3,7 +3,7 @@
 It inherits a listening socket, opens the device, checks the backends against the float64 reference, and serves the HTTP
 processes that connect (loop.py) until SIGTERM.
 
-    opening → serving → stopped      opening → broken: sends the reason to the first peer, exits with CANNOT_WORK
+    opening → serving → stopped      opening → broken: sends the reason to the first worker, exits with CANNOT_WORK
                                      opening → ended, to be restarted: the problem may be temporary
 """
 

@@ -25,7 +25,7 @@ _PASSING = ("out of memory", "ALLOC_FAILED", "busy or unavailable", "uncorrectab
 def start(name: str) -> TorchDevice:
     """Return the device `name` (auto, cpu, cuda or cuda:N), checked and calibrated. Raises RuntimeError."""
     device = TorchDevice.open(name)
-    prove(device)
+    check_backends(device)
     calibrate(device)
     return device
 
@@ -35,7 +35,7 @@ def may_pass(error: Exception) -> bool:
     return isinstance(error, MemoryError) or any(words in str(error) for words in _PASSING)
 
 
-def prove(device: TorchDevice) -> None:
+def check_backends(device: TorchDevice) -> None:
     """Check the forward and the gradients of every backend against the float64 reference on this device.
 
     The reason: compilers can miscompile. Raises RuntimeError, which names the backend that is wrong.

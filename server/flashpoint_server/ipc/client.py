@@ -83,7 +83,7 @@ class ServiceRate:
         self._since, self._done = now, 0.0
 
     def did(self, seconds: float, now: float) -> None:
-        """Record that a request of `seconds` predicted seconds was answered."""
+        """Record the answer to a request that was predicted to take `seconds`."""
         self._done += seconds
         if (passed := now - self._since) >= WINDOW:
             rate = self._done / passed
@@ -402,7 +402,7 @@ class Engines:
 
     @property
     def pace(self) -> float:
-        """Predicted seconds that the engines answer in one second under load; 0 as long as it is unknown."""
+        """How many predicted seconds of requests the engines answer in one second under load; 0 until it is known."""
         return sum([engine.pace.rate for engine in self._ready()])
 
     def processes(self) -> Iterator[tuple[str, int]]:

@@ -121,8 +121,8 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 class DeviceInfo(msgspec.Struct, frozen=True):
-    """An engine's device: its name in torch ("cpu", "cuda:0"), a title for people, bytes of memory, and proven
-    backends.
+    """An engine's device: its name in torch ("cpu", "cuda:0"), a title for people, bytes of memory, and
+    the backends that have passed the self-test.
 
     `speed` is that of a matrix product on all cores, in FLOP/s. `rates` has the costs in seconds of each backend's work
     on one core, or on the GPU. `cores` is the number of cores that work in parallel; 1 for a GPU. `no_triton` says why

@@ -29,7 +29,7 @@ def price_of(spec: Spec, backend: str, device: DeviceInfo, index: Mapping[str, A
     return Price(min(flops_of(spec, extent.pairs), MOST_FLOPS), seconds_of(spec, device.rates[backend], extent))
 
 
-def proof_price(spec: Spec, device: DeviceInfo) -> Price:
+def verification_price(spec: Spec, device: DeviceInfo) -> Price:
     """Return the price of a verification: gradients in float64, in PyTorch without fused kernels, and on the backend.
 
     A score costs about as many operations as 64 columns, even if there are fewer.

@@ -23,7 +23,7 @@ from flashpoint_server.http.body import ClientGoneError
 from flashpoint_server.ipc.bodies import VerifyCall
 from flashpoint_server.ipc.job import Job
 from flashpoint_server.ipc.messages import DeviceInfo
-from flashpoint_server.ipc.price import Price, proof_price
+from flashpoint_server.ipc.price import Price, verification_price
 from flashpoint_server.ipc.staging import Layout
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes.pipeline import (
@@ -165,7 +165,7 @@ def _check(message: TensorMessage, device: DeviceInfo, settings: Settings) -> tu
 def _price(spec: Spec, device: DeviceInfo, settings: Settings) -> Price:
     """Return the price of a verification, which also holds the problem in float64. Raises Refusal 413."""
     check_size(spec, device.memory // IN_FLOAT64, settings.sequence_limit)
-    price = proof_price(spec, device)
+    price = verification_price(spec, device)
     if price.flops > (limit := settings.verify_flops):
         raise Refusal(
             "work_too_large", f"the verification needs {price.flops:.3g} FLOPs, over the limit of {limit:.3g}"

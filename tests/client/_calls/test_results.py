@@ -5,7 +5,7 @@ import sys
 import pytest
 
 import flashpoint
-from tests.support.proof_answers import JOB, REPORT, ROW
+from tests.support.verify_answers import JOB, REPORT, ROW
 
 MEASURED = ROW | {"ms": 1.25, "ms_p20": 1.0, "ms_p80": 2.0, "tflops": 0.5}
 

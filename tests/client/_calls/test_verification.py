@@ -8,7 +8,7 @@ import pytest
 
 import flashpoint
 from flashpoint_contract.wire import MEDIA_TYPE, decode_options, head_size, parse_head
-from tests.support.proof_answers import AT, REPORT, frames, says, streams
+from tests.support.verify_answers import AT, REPORT, frames, says, streams
 
 JSON = "application/json"
 Q = np.arange(24, dtype=np.float32).reshape(1, 2, 3, 4)

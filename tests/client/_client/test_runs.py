@@ -3,7 +3,7 @@
 import pytest
 
 import flashpoint
-from tests.support.proof_answers import EVENTS, JOB, ROW, SHAPES, says, streams
+from tests.support.verify_answers import EVENTS, JOB, ROW, SHAPES, says, streams
 
 JSON = "application/json"
 pytestmark = pytest.mark.usefixtures("delays")

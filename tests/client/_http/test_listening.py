@@ -8,7 +8,7 @@ import pytest
 import flashpoint
 from flashpoint._http import drive, exchange, listening
 from flashpoint_contract.schemas.benchmark import EVENT
-from tests.support.proof_answers import EVENTS, JOB, frames, says, streams
+from tests.support.verify_answers import EVENTS, JOB, frames, says, streams
 
 PATIENCE = 60  # seconds; only ends a hang
 pytestmark = pytest.mark.usefixtures("delays")

@@ -3,7 +3,7 @@
 import pytest
 
 import flashpoint
-from tests.support.proof_answers import EVENTS, JOB, ROW, says, streams
+from tests.support.verify_answers import EVENTS, JOB, ROW, says, streams
 
 GRID = ("--q-len", "64", "--head-dim", "16")
 MEASURED = ROW | {

@@ -1,6 +1,6 @@
 """`flashpoint info` describes a server and its caches."""
 
-from tests.support.proof_answers import says
+from tests.support.verify_answers import says
 
 
 def test_info_says_what_caches_hold(run, scripted):

@@ -8,7 +8,7 @@ import pytest
 
 from flashpoint.commands import running
 from flashpoint.commands.app import CommandError
-from tests.support.proof_answers import says
+from tests.support.verify_answers import says
 
 GRID = ("--q-len", "64", "--head-dim", "16")
 

@@ -1,7 +1,7 @@
 """`flashpoint verify` shows a server's verification."""
 
 import flashpoint
-from tests.support.proof_answers import REPORT, says
+from tests.support.verify_answers import REPORT, says
 
 
 def test_a_verification_of_a_server_is_shown(run, scripted, tmp_path):

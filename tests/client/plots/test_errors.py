@@ -7,7 +7,7 @@ from flashpoint import VerifyReport
 from flashpoint.plots import plot_verification
 from flashpoint.plots.errors import histograms
 from tests.support.pictures import check, laid_out, written
-from tests.support.proof_answers import FIGURES
+from tests.support.verify_answers import FIGURES
 
 
 @pytest.mark.parametrize("theme", ["light", pytest.param("dark", marks=pytest.mark.slow)])

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from flashpoint import BenchmarkJob, BenchmarkRequest, BenchmarkRow
 from flashpoint_contract.schemas.benchmark import EVENT
-from tests.support.proof_answers import ROW
+from tests.support.verify_answers import ROW
 
 
 @pytest.mark.parametrize("body", [{"preset": "papers"}, {"shapes": [{"q_len": 64, "head_dim": 32}], "causal": [True]}])

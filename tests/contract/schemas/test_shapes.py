@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from flashpoint import Shape, VerifyReport
 from flashpoint_contract.schemas.validation import field_problems
-from tests.support.proof_answers import FIGURES
+from tests.support.verify_answers import FIGURES
 
 
 def test_a_shape_follows_from_what_is_given():

@@ -9,7 +9,7 @@ pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
 from flashpoint_kernels.tiled_backend import tiles
 from flashpoint_server.engine.execution.device import TorchDevice
-from flashpoint_server.engine.self_test import may_pass, prove
+from flashpoint_server.engine.self_test import check_backends, may_pass
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -23,7 +23,7 @@ def test_a_backend_that_computes_wrongly_is_not_served(direction, monkeypatch):
 
     monkeypatch.setattr(tiles, direction, miscompiled)
     with pytest.raises(RuntimeError, match="the tiled backend disagrees with the reference on cpu"):
-        prove(TorchDevice.open("cpu"))
+        check_backends(TorchDevice.open("cpu"))
 
 
 def test_what_keeps_a_gpu_from_starting_may_pass():

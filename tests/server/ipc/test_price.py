@@ -10,7 +10,7 @@ from flashpoint_kernels.problems.cost import NOMINAL, Rates
 from flashpoint_server.access.admission import Admission
 from flashpoint_server.config.settings import Settings
 from flashpoint_server.ipc.messages import DeviceInfo
-from flashpoint_server.ipc.price import MOST_FLOPS, Price, price_of, proof_price
+from flashpoint_server.ipc.price import MOST_FLOPS, Price, price_of, verification_price
 
 RATES = {
     "torch": Rates(call=1.0, sequence=0.01, flop=1e-6, score=0.0, options={"bool_mask": 0.1}),
@@ -61,12 +61,12 @@ def test_lengths_lower_the_price_and_it_is_counted_again():
 def test_a_price_fits_a_message():
     huge = spec_of((1 << 20, 1 << 20, 1 << 20, 1 << 20))
     assert price_of(huge, "torch", DEVICE).flops == MOST_FLOPS
-    assert proof_price(huge, DEVICE).flops == MOST_FLOPS
+    assert verification_price(huge, DEVICE).flops == MOST_FLOPS
 
 
 def test_a_verification_costs_three_references():
     spec = spec_of((1, 1, 4, 64))
-    assert proof_price(spec, DEVICE) == Price(spec.flops, 3 * price_of(spec, "reference", DEVICE).seconds)
+    assert verification_price(spec, DEVICE) == Price(spec.flops, 3 * price_of(spec, "reference", DEVICE).seconds)
 
 
 def test_parts_are_cut_by_constants():

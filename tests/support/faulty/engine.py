@@ -149,7 +149,7 @@ def start(asked):
     """Return a device with fixed rates, without the check of its backends on the CPU."""
     device = FaultyDevice.open(asked)
     if not device.is_cpu:
-        self_test.prove(device)
+        self_test.check_backends(device)
     name = "cuda:7" if gate("moved").exists() else device.info.name
     rates = {backend: NOMINAL[backend] for backend in device.info.backends}
     device.info = msgspec.structs.replace(device.info, name=name, rates=rates)
@@ -179,14 +179,14 @@ class TellingExecutor(executor.Executor):
 class TellingScheduler(scheduler.Scheduler):
     taken: ClassVar = Counter()  # parts that have started or that a thread is about to start, by their request
 
-    def admit(self, message, peer):
-        super().admit(message, peer)
+    def admit(self, message, worker):
+        super().admit(message, worker)
         log.debug("queued", request_id=message.request_id)
 
-    def cancel(self, peer, number):
-        super().cancel(peer, number)
+    def cancel(self, worker, number):
+        super().cancel(worker, number)
         for request in self._stoppable:
-            if request.peer is peer and request.submit.id == number:
+            if request.worker is worker and request.submit.id == number:
                 log.debug("stopped", request_id=request.submit.request_id)
 
     def take(self):

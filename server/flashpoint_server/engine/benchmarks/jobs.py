@@ -1,6 +1,6 @@
 """Run benchmarks on an engine that also serves requests: one at a time, alone on the device, in short slices.
 
-    queued → running (a slice, others' turn, a slice …) → done, failed, cancelled → dropped
+    queued → running (a slice, then requests, then a slice …) → done, failed, cancelled → dropped
 
 While requests wait, they run four times as long as a slice before the next slice. So a benchmark takes at most a fifth
 of the device, and a request waits at most one slice for it. The owner whose benchmarks have run least goes first.

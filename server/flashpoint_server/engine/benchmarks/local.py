@@ -58,9 +58,10 @@ def benchmark(request: BenchmarkRequest, kernel: Kernel | None = None) -> Iterat
 def slices(
     request: BenchmarkRequest, device: str, slice_ms: float = 20.0, kernel: Kernel | None = None
 ) -> Generator[BenchmarkEvent | None, None, None]:
-    """Run a benchmark on a device that also serves requests: at each yield it is idle, after about `slice_ms` of work.
+    """Run a benchmark on a device that also serves requests.
 
-    A single call that takes longer is not split. Closing the generator stops the benchmark. Raises like `benchmark`.
+    It yields after about `slice_ms` of work; the device is then idle. A single call that takes longer is not split.
+    Closing the generator stops the benchmark. Raises like `benchmark`.
     """
     cases = cases_of(request, device, own_kernel=kernel is not None)
     timing = Timing(

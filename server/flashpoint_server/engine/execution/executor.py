@@ -77,7 +77,7 @@ class Executor:
         if request.failure is None:
             self._done(request, 1, NO_COPIES, request.alone(self._budget), next(self._numbers))
         else:
-            request.peer.send(_failed(request))
+            request.worker.send(_failed(request))
 
     def end_if_lost(self, by: str) -> None:
         """End the process if the device does not work any more. `by` says which work may have broken it."""
@@ -169,7 +169,7 @@ class Executor:
             self._fail([request], OutOfMemoryError() if isinstance(error, MemoryError) else error)
         else:
             for reply in CallReply.parts(request.submit.id, caches, saved, request.began, time.perf_counter()):
-                request.peer.send(reply)
+                request.worker.send(reply)
 
     def _launch(self, batch: Sequence[EngineRequest]) -> None:
         if batch[0].planned is None:
@@ -198,7 +198,7 @@ class Executor:
         except Exception as error:
             self._fail([request], error)
         else:
-            request.peer.send(Verified(request.submit.id, report, request.began, time.perf_counter()))
+            request.worker.send(Verified(request.submit.id, report, request.began, time.perf_counter()))
 
     def _telling(self, request: EngineRequest) -> Callable[[VerifyProgress], None]:
         """Return a function that sends a verification's progress if wanted, and stops it when nobody waits."""
@@ -210,7 +210,7 @@ class Executor:
                 raise request.failure
             if request.verification.wants_progress and (now := time.monotonic()) >= last + TOLD_SECONDS:
                 last = now
-                request.peer.send(VerifyProgressed(request.submit.id, progress.model_dump_json().encode()))
+                request.worker.send(VerifyProgressed(request.submit.id, progress.model_dump_json().encode()))
 
         return tell
 
@@ -268,7 +268,7 @@ class Executor:
         if request.saved_forward is not None:
             metadata["saved"] = request.saved_forward.serial
         ended, memory, dropped = time.perf_counter(), self.device.memory(), LINES.dropped()
-        request.peer.send(
+        request.worker.send(
             Done(request.submit.id, metadata, request.began, ended, size, *stages, memory, number, about, dropped)
         )
 

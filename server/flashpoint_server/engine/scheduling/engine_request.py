@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
 PATIENCE = 5.0  # seconds that everything waits for an HTTP process that does not read its answers
-KEPT = 256  # maximum plans for one peer; each takes some KiB, one of small gradients up to 512 KiB
+KEPT = 256  # maximum plans for one worker; each takes some KiB, one of small gradients up to 512 KiB
 # requests with at most this many sequences are planned under the queue's lock and cached: it takes less than a
 # millisecond
 FEW_SEQUENCES = 64
@@ -90,7 +90,7 @@ class PlannedProblem:
     parts: list[Problem] = field(default_factory=list)
     lengths: Lengths = NO_LENGTHS  # of `parts`
     tensors: CallTensors | None = None  # of a call over caches, instead of parts
-    alone: Batch | None = None  # the account of a launch with only this request
+    alone: Batch | None = None  # the FLOPs and the fill of a launch with only this request
     recalls: bool = False  # it uses tensors of a saved forward
 
     @cached_property
@@ -117,7 +117,7 @@ class Worker:
     channel: Channel[ToEngine]
     pinning: Pinning
     segments: dict[int, mmap.mmap] = field(default_factory=dict)
-    running: int = 0  # requests in running tasks, and requests that are cut: both compute in the peer's memory
+    running: int = 0  # requests in running tasks, and requests that are cut: both compute in the worker's memory
     planned: dict[Hashable, PlannedProblem] = field(default_factory=dict)  # cached plans
     not_reading: bool = False  # it does not read its answers
 
@@ -177,15 +177,15 @@ class Worker:
             self.not_reading = True
             log.error("peer dropped", reason="it does not read its answers")
             with contextlib.suppress(OSError):
-                # The peer sees the end only when its channel is closed, after all work in its memory.
+                # The worker sees the end only when its channel is closed, after all work in its memory.
                 self.channel.sock.shutdown(socket.SHUT_RD)
-        except (OSError, ValueError):  # the peer has disconnected, or its channel is closed
+        except (OSError, ValueError):  # the worker has disconnected, or its channel is closed
             return
 
     def close(self) -> None:
         """Close the channel.
 
-        Call this when nothing runs in the peer's memory: the end of the channel tells the peer so.
+        Call this when nothing runs in the worker's memory: the end of the channel tells the worker so.
         """
         self.channel.close()
         for number in list(self.segments):
@@ -217,7 +217,7 @@ class EngineRequest:
     """
 
     submit: Submit
-    peer: Worker
+    worker: Worker
     planned: PlannedProblem | None  # only of attention
     key: Hashable | None
     rank: float  # `Submit.rank`
@@ -236,7 +236,7 @@ class EngineRequest:
     failure: Exception | None = None
 
     @classmethod
-    def of(cls, submit: Submit, peer: Worker, cuts: Callable[[str], bool]) -> EngineRequest:
+    def of(cls, submit: Submit, worker: Worker, cuts: Callable[[str], bool]) -> EngineRequest:
         """Return the request of a message that has just arrived. Raises ProblemError if the problem is not valid.
 
         `cuts` says whether requests on a backend are cut into parts.
@@ -247,7 +247,7 @@ class EngineRequest:
         over_caches = False
         match submit.body:
             case AttentionCall() as body:
-                planned = peer.plan(submit, body, cuts)
+                planned = worker.plan(submit, body, cuts)
                 key, over_caches = planned.key, body.cache_ref is not None
                 if over_caches or body.saved is not None:
                     serials = body.serials
@@ -258,7 +258,7 @@ class EngineRequest:
         if key is ALONE:
             key = object()
         caches = tuple(dict.fromkeys(serials))
-        return cls(submit, peer, planned, key, submit.rank, over_caches, caches, time.monotonic())
+        return cls(submit, worker, planned, key, submit.rank, over_caches, caches, time.monotonic())
 
     @property
     def spec(self) -> Spec:
@@ -291,12 +291,12 @@ class EngineRequest:
     @property
     def memory(self) -> Mapping[int, mmap.mmap]:
         """The shared memory of its tensors, by segment."""
-        return self.peer.segments
+        return self.worker.segments
 
     @property
     def mapped(self) -> bool:
         """Whether all memory of the request is mapped."""
-        submit, segments = self.submit, self.peer.segments
+        submit, segments = self.submit, self.worker.segments
         return submit.segment in segments and all(t.segment in segments for t in (*submit.inputs, *submit.outputs))
 
     def cut(self, parts_of: Callable[[EngineRequest], list[Problem]]) -> list[Problem]:
@@ -339,7 +339,7 @@ class EngineRequest:
         return tensors
 
     def alone(self, budget: Budget) -> Batch:
-        """Return the account of a launch with only this request."""
+        """Return the FLOPs and the fill of a launch with only this request."""
         assert self.planned is not None
         if self.planned.by_value or self.many:
             return account([self], budget, 0)
@@ -349,7 +349,7 @@ class EngineRequest:
 
     def begin(self) -> None:
         """Mark the request as started, where the HTTP process sees it even after the engine has died."""
-        self.peer.segments[self.submit.segment][self.submit.mark] = 1
+        self.worker.segments[self.submit.segment][self.submit.mark] = 1
         self.began = time.perf_counter()
 
     def pairs(self) -> tuple[int, float]:

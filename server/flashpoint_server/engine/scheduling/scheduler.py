@@ -83,7 +83,7 @@ class Holder(Protocol):
 
 
 class Scheduler:
-    """See the module. Hold `lock` for all calls; it protects the queue, the requests and the peers' segments.
+    """See the module. Hold `lock` for all calls; it protects the queue, the requests and the workers' segments.
 
     `answer` is called with each request that has failed, or whose parts have all ended. `wake` is called when there may
     be a task that no thread has asked for.
@@ -120,12 +120,12 @@ class Scheduler:
 
     # Requests
 
-    def admit(self, message: Submit, peer: Worker) -> None:
+    def admit(self, message: Submit, worker: Worker) -> None:
         """Put a request into the queue. Raises ProblemError if its problem is not valid.
 
         A request whose kernel must be compiled waits outside the queue, and does not delay other requests.
         """
-        request = EngineRequest.of(message, peer, self._device.cuts)
+        request = EngineRequest.of(message, worker, self._device.cuts)
         if request.caches:
             assert self._holder is not None
             self._holder.enter(request.caches)
@@ -154,7 +154,7 @@ class Scheduler:
             compiling = self._device.compile(request)
         except OutOfMemoryError:
             self._waiting.put(request)  # compiled when there is memory to run it
-        except Exception as error:  # an error of one request must not affect its peer
+        except Exception as error:  # an error of one request must not affect its worker
             self._fail(request, error)
         else:
             if compiling is None:
@@ -172,26 +172,26 @@ class Scheduler:
                 self._waiting.put(request)
             self._wake()
 
-    def cancel(self, peer: Worker, number: int) -> None:
+    def cancel(self, worker: Worker, number: int) -> None:
         """Drop a request that nobody waits for any more. It is still answered."""
 
         def is_cancelled(request: EngineRequest) -> bool:
-            return request.peer is peer and request.submit.id == number
+            return request.worker is worker and request.submit.id == number
 
         for request in self._remove(is_cancelled):
             self._fail(request, out_of_time())
         self._stop(is_cancelled)
 
-    def forget(self, peer: Worker) -> None:
+    def forget(self, worker: Worker) -> None:
         """Drop all requests of an HTTP process that has disconnected."""
-        dropped = self._remove(lambda request: request.peer is peer)
+        dropped = self._remove(lambda request: request.worker is worker)
         # others wait for their end, or for their memory
         awaited = [request for request in dropped if request.caches or request.saved_forward is not None]
         for request in awaited:  # all fail before the first ends, so that it does not queue the next
             request.failure = out_of_time()
         for request in awaited:
             self._answer(request)
-        self._stop(lambda request: request.peer is peer)
+        self._stop(lambda request: request.worker is worker)
 
     def _stop(self, unwanted: Callable[[EngineRequest], bool]) -> None:
         """Let started requests that are `unwanted` end early: they have failed, and parts only for them are dropped."""
@@ -221,7 +221,7 @@ class Scheduler:
     def _end(self, group: Group) -> None:
         """Answer the requests of a group that has no parts left any more, or let their tensors be saved."""
         for request in group.requests:
-            request.peer.running -= 1
+            request.worker.running -= 1
             if request.saved_forward is None or request.failure is not None:
                 self._answer(request)
             else:
@@ -313,7 +313,7 @@ class Scheduler:
         self._running -= 1
         self._long -= task.long
         for request in task.requests:
-            request.peer.running -= 1
+            request.worker.running -= 1
         match task:
             case Compute():
                 self._part_ended(task.group, failure)
@@ -341,7 +341,7 @@ class Scheduler:
         self._running += 1
         self._long += task.long
         for request in task.requests:
-            request.peer.running += 1
+            request.worker.running += 1
         return task
 
     def _slice(self, plugin: Plugin) -> BenchmarkSlice:
@@ -364,7 +364,7 @@ class Scheduler:
             return SaveForward((request,))
         group = Group(batch)
         for request in batch:
-            request.peer.running += 1
+            request.worker.running += 1
         if request.many:
             self._stoppable += batch
             cores = max(1, self._device.cores - self._running - len(self._waiting.items))

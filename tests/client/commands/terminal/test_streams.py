@@ -13,8 +13,8 @@ import pytest
 from flashpoint import cli
 from flashpoint.commands.registry import COMMANDS
 from flashpoint.commands.terminal import streams
-from tests.support.proof_answers import EVENTS, JOB, REPORT, ROW, ROW_FIGURES, SIZES, says
-from tests.support.proof_answers import streams as streamed
+from tests.support.verify_answers import EVENTS, JOB, REPORT, ROW, ROW_FIGURES, SIZES, says
+from tests.support.verify_answers import streams as streamed
 
 ENCODINGS = ("ascii", "cp1252", "latin-1", "gbk", "cp437", "shift_jis", "utf-8", "utf-16")
 

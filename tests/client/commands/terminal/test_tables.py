@@ -9,7 +9,7 @@ from rich.console import Console
 from flashpoint.commands.terminal.tables import benchmark_tables, count, number, size, verification_table
 from flashpoint_contract.schemas.benchmark import BenchmarkRow
 from flashpoint_contract.schemas.verify import VerifyReport
-from tests.support.proof_answers import JUDGED, REPORT, ROW, ROW_FIGURES, SIZES, says
+from tests.support.verify_answers import JUDGED, REPORT, ROW, ROW_FIGURES, SIZES, says
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ device.is_cpu = False
 shapes = {"q": (1, 2, 9, 16), "k": (1, 1, 9, 16), "v": (1, 1, 9, 16)}
 tensors = {n: np.zeros(s, np.float32) for n, s in shapes.items()}
 job = submit(tensors, {"o": shapes["q"]}, room=1 << 20)
-job.peer.segments.clear()
+job.worker.segments.clear()
 found = device.compile(job)
 assert found is not None
 found.result()

@@ -20,11 +20,11 @@ def test_rights_to_verify_and_to_time(strict):
     for path, body in calls.items():
         problem(post(strict, path, body.encode(), JSON), 401, "unauthorized")
         problem(post(strict, path, body.encode(), JSON, authorization="Bearer looker"), 403, "forbidden")
-    assert post(strict, "/verify", calls["/verify"].encode(), JSON, authorization="Bearer prover").json["ok"]
-    job = post(strict, "/benchmark", calls["/benchmark"].encode(), JSON, authorization="Bearer prover")
+    assert post(strict, "/verify", calls["/verify"].encode(), JSON, authorization="Bearer verifier").json["ok"]
+    job = post(strict, "/benchmark", calls["/benchmark"].encode(), JSON, authorization="Bearer verifier")
     assert job.status == 202
-    cancel(strict, job, "prover")
-    problem(post(strict, "/attention", GOOD, authorization="Bearer prover"), 403, "forbidden")
+    cancel(strict, job, "verifier")
+    problem(post(strict, "/attention", GOOD, authorization="Bearer verifier"), 403, "forbidden")
 
 
 ENDLESS = {  # 1,000 calls of each case take minutes
