@@ -13,13 +13,8 @@
 #include "backward.h"
 #include "products.h"
 
-#ifdef __AMX_BF16__
+#if defined(__AMX_BF16__) || defined(TILES_IN_C)
 #define TILES
-#elif defined(TILES_IN_C)
-#define TILES
-#endif
-
-#ifdef TILES
 #include "backward_amx.h"
 #else
 #include "backward_float32.h"

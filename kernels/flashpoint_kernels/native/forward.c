@@ -13,13 +13,8 @@
 
 #include "forward.h"
 
-#ifdef __AMX_BF16__
+#if defined(__AMX_BF16__) || defined(TILES_IN_C)
 #define TILES
-#elif defined(TILES_IN_C)
-#define TILES
-#endif
-
-#ifdef TILES
 #include "forward_amx.h"
 #else
 #include "forward_float32.h"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -20,8 +20,9 @@ from flashpoint_server.ipc.job import AttentionJob, JobResult
 from flashpoint_server.ipc.regions import RegionSlice
 from flashpoint_server.ipc.staging import ALIGNMENT
 from flashpoint_server.oip.datatypes import DATATYPE_OF, numpy_dtype
-from flashpoint_server.oip.head import Wanted
+from flashpoint_server.oip.head import InferHead
 from flashpoint_server.oip.inflated import WINDOW_BITS
+from flashpoint_server.oip.models import VERSION
 
 # Floating-point numbers hardly compress at any level, so use the lowest.
 _LEVEL = 1
@@ -36,26 +37,20 @@ class _HttpOutput(NamedTuple):
 
 
 async def encode(
-    model: str,
-    version: str,
-    identity: str,
-    wanted: Sequence[Wanted],
-    job: AttentionJob,
-    answer: JobResult,
-    codec: Codec,
+    model: str, asked: InferHead, job: AttentionJob, answer: JobResult, codec: Codec
 ) -> tuple[list[Part], dict[str, str]]:
-    """Return the parts of the body in order, and the header fields that describe them."""
+    """Return the parts of the body in order, and the header fields that describe them; `asked` is the request."""
     places = job.staging.outputs
     views = job.staging.views(places)
     outputs = tuple(
         _HttpOutput(name, places[name].dtype, places[name].shape, places[name].size if binary else None, shared)
-        for name, binary, shared in wanted
+        for name, binary, shared in asked.wanted(job.spec)
     )
-    about = (model, version, identity, tuple(answer.metadata.items()))
+    about = (model, asked.id, tuple(answer.metadata.items()))
     if numbers := {o.name: _array(o, views[o.name]) for o in outputs if o.size is None and not o.shared}:
         head = await codec.run(job.deadline, _head_with, about, outputs, numbers)
     else:  # cached unless the answer has an id, which is always new: a model's answers have few shapes
-        head = _head_with(about, outputs, {}) if identity else _head(about, outputs)
+        head = _head_with(about, outputs, {}) if asked.id else _head(about, outputs)
     behind = [o for o in outputs if o.size is not None and not o.shared]
     parts: list[Part] = [head, *(views[o.name] for o in behind if o.size)]
     if not behind:
@@ -67,7 +62,7 @@ def _array(output: _HttpOutput, view: memoryview) -> NDArray[Any]:
     return np.frombuffer(view, numpy_dtype(output.dtype)).reshape(output.shape)
 
 
-_About = tuple[str, str, str, tuple[tuple[str, Any], ...]]
+_About = tuple[str, str, tuple[tuple[str, Any], ...]]
 
 
 @lru_cache(256)
@@ -77,7 +72,7 @@ def _head(about: _About, outputs: tuple[_HttpOutput, ...]) -> bytes:
 
 def _head_with(about: _About, outputs: tuple[_HttpOutput, ...], numbers: Mapping[str, NDArray[Any]]) -> bytes:
     """Return the head, padded with spaces so that the tensors are aligned in a client's buffer."""
-    model, version, identity, metadata = about
+    model, identity, metadata = about
     listed = []
     for output in outputs:
         entry: dict[str, Any] = {"name": output.name, "datatype": DATATYPE_OF[output.dtype], "shape": output.shape}
@@ -90,7 +85,7 @@ def _head_with(about: _About, outputs: tuple[_HttpOutput, ...], numbers: Mapping
             listed.append({**entry, "data": jsonwire.listed(numbers[output.name])})
         else:
             listed.append({**entry, "parameters": {"binary_data_size": output.size}})
-    document = {"model_name": model, "model_version": version, "parameters": dict(metadata), "outputs": listed}
+    document = {"model_name": model, "model_version": VERSION, "parameters": dict(metadata), "outputs": listed}
     if identity:
         document["id"] = identity
     text = json.dumps(document, separators=(",", ":")).encode()

@@ -17,7 +17,7 @@ from flashpoint_server.oip.answers import compressed, encode
 from flashpoint_server.oip.head import InferHead, parse
 from flashpoint_server.oip.inflated import WINDOW_BITS, InflatedBody
 from flashpoint_server.oip.message import InferMessage
-from flashpoint_server.oip.models import VERSION, Model
+from flashpoint_server.oip.models import Model
 from flashpoint_server.oip.statistics import Statistics
 from flashpoint_server.refusal import Refusal
 from flashpoint_server.routes.pipeline import RouteRequest, admit, authorize, begin, compute, earlier, write
@@ -82,7 +82,7 @@ async def infer(request: RouteRequest, model: Model, statistics: Statistics) -> 
     request.body.deadline = earlier(request.body.deadline, head.deadline(request.service.settings))
     request.priority = max(request.priority, head.priority)
     job, answer = await compute(request, message, model.direction, message.numbers)
-    parts, fields = await encode(model.name, VERSION, head.id, head.wanted(job.spec), job, answer, codec)
+    parts, fields = await encode(model.name, head, job, answer, codec)
     if (coding := headers.get("accept-encoding", "").strip()) in WINDOW_BITS:  # exactly: see docs/oip.md
         parts, fields["content-encoding"] = await compressed(parts, coding), coding
     await write(request, job, answer, parts, fields)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -17,7 +17,8 @@ from flashpoint_server.oip.datatypes import DATATYPE_OF, numpy_dtype
 from flashpoint_server.oip.grpc import protos
 from flashpoint_server.oip.grpc.framing import before
 from flashpoint_server.oip.grpc.request import CONTENTS
-from flashpoint_server.oip.head import Wanted
+from flashpoint_server.oip.head import InferHead
+from flashpoint_server.oip.models import VERSION
 
 RAW_OUTPUTS = 6  # number of the field with the tensors' bytes
 
@@ -33,29 +34,21 @@ class _RpcOutput(NamedTuple):
 
 class _About(NamedTuple):
     model: str
-    version: str
     identity: str
     metadata: tuple[tuple[str, Any], ...]
 
 
-async def encode(
-    model: str,
-    version: str,
-    identity: str,
-    wanted: Sequence[Wanted],
-    job: AttentionJob,
-    answer: JobResult,
-    codec: Codec,
-) -> list[Part]:
-    """Return the parts of the message in order."""
+async def encode(model: str, asked: InferHead, job: AttentionJob, answer: JobResult, codec: Codec) -> list[Part]:
+    """Return the parts of the message in order; `asked` is the request."""
+    wanted = asked.wanted(job.spec)
     places = job.staging.outputs
     views = job.staging.views(places)
     outputs = tuple(_RpcOutput(o.name, places[o.name].dtype, places[o.name].shape, o.shared) for o in wanted)
-    about = _About(model, version, identity, tuple(answer.metadata.items()))
+    about = _About(model, asked.id, tuple(answer.metadata.items()))
     here = [o for o in wanted if not o.shared]
     if numbers := {o.name: _array(places[o.name], views[o.name]) for o in here if not o.binary}:
         return [await codec.run(job.deadline, _head_with, about, outputs, numbers)]
-    parts: list[Part] = [_head_with(about, outputs, {}) if identity else _head(about, outputs)]
+    parts: list[Part] = [_head_with(about, outputs, {}) if asked.id else _head(about, outputs)]
     for output in wanted if here else ():  # a tensor in shared memory also has a field, which is empty
         view = b"" if output.shared else views[output.name]
         parts += [before(RAW_OUTPUTS, len(view)), view]
@@ -73,7 +66,7 @@ def _head(about: _About, outputs: tuple[_RpcOutput, ...]) -> bytes:
 
 
 def _head_with(about: _About, outputs: tuple[_RpcOutput, ...], numbers: Mapping[str, NDArray[Any]]) -> bytes:
-    message = _ModelInferResponse(model_name=about.model, model_version=about.version, id=about.identity)
+    message = _ModelInferResponse(model_name=about.model, model_version=VERSION, id=about.identity)
     for name, value in about.metadata:
         _say(message.parameters[name], value)
     for output in outputs:

@@ -23,7 +23,7 @@ from flashpoint_server.oip.grpc.framing import split
 from flashpoint_server.oip.grpc.request import CONTENTS, RAW_INPUTS, ParsedRequest, parse
 from flashpoint_server.oip.head import InferHead
 from flashpoint_server.oip.message import InferMessage
-from flashpoint_server.oip.models import VERSION, find
+from flashpoint_server.oip.models import find
 from flashpoint_server.oip.statistics import Statistics
 from flashpoint_server.refusal import Refusal, invalid, out_of_time
 from flashpoint_server.routes.pipeline import RouteRequest, authorize, begin, compute, earlier, write
@@ -145,7 +145,7 @@ async def _infer(request: RouteRequest, body: MessageBody, statistics: Statistic
     body.deadline = earlier(body.deadline, head.deadline(service.settings))
     request.priority = max(request.priority, head.priority)
     job, answer = await compute(request, message, model.direction, message.numbers)
-    parts = await encode(model.name, VERSION, head.id, head.wanted(job.spec), job, answer, service.codec)
+    parts = await encode(model.name, head, job, answer, service.codec)
     await write(request, job, answer, parts, {})
     statistics.computed(model.name, answer.batch_size, job.timings.stages())
 
