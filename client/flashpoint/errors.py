@@ -1,19 +1,4 @@
-"""The exceptions of the SDK, one class for each family of statuses. All are subclasses of FlashpointError.
-
-| class | raised when |
-|---|---|
-| InvalidInputError (a ValueError) | a tensor or an option is not valid: 422, or the client's own check |
-| BadRequestError | the message cannot be read: 400, 404, 405, 406, 408, 415 |
-| CacheError | a cache or saved forward is lost, or not as the call expects: 404, 409, 410, 421 |
-| AuthenticationError | the key is missing or wrong, or lacks the permission: 401, 403 |
-| TooLargeError | the request never fits: 413 |
-| OverloadedError | the server is full or not ready, after all retries: 429, 503 |
-| DeadlineExceededError (a TimeoutError) | the timeout passed, at the server (504) or at the client |
-| ServerError | the server failed: 500 and every other 5xx |
-| ConnectionFailedError (a ConnectionError) | no connection, or a broken one, also behind a proxy, after all retries |
-| ProtocolError | the answer does not follow the contract |
-| ClosedError (a RuntimeError) | the client was closed before the call |
-"""
+"""The exceptions of the SDK, one class for each family of HTTP statuses. All are subclasses of FlashpointError."""
 
 from __future__ import annotations
 
@@ -68,42 +53,42 @@ class FlashpointError(Exception):
 
 
 class InvalidInputError(FlashpointError, ValueError):
-    """Tensors or options that are not valid; `errors` names each field."""
+    """A ValueError: tensors or options are not valid (422, or the client's own check). `errors` names each field."""
 
 
 class BadRequestError(FlashpointError):
-    """The server could not read the message, or the address is not one of Flashpoint's."""
+    """The server could not read the message, or has no such address: 400, 404, 405, 406, 408, 415."""
 
 
 class CacheError(FlashpointError):
-    """A cache or a saved forward is not there or has expired, or a cache is not as the call expects: see `code`.
+    """A cache or a saved forward is lost, or a cache is not as the call expects: 404, 409, 410, 421; see `code`.
 
     With code `cache_elsewhere` another replica holds it, and the balancer did not route the call there.
     """
 
 
 class AuthenticationError(FlashpointError):
-    """There is no API key, it is wrong, or it lacks the permission."""
+    """There is no API key, it is wrong, or it lacks the permission: 401, 403."""
 
 
 class TooLargeError(FlashpointError):
-    """The body is over the server's limit, or the work could never fit its device."""
+    """The body is over the server's limit, or the work could never fit its device: 413."""
 
 
 class OverloadedError(FlashpointError):
-    """The server is full, starting or stopping, at every retry."""
+    """The server is full, starting or stopping, at every retry: 429, 503."""
 
 
 class DeadlineExceededError(FlashpointError, TimeoutError):
-    """The timeout passed, at the client or at the server."""
+    """A TimeoutError: the timeout passed, at the client or at the server (504)."""
 
 
 class ServerError(FlashpointError):
-    """The server failed; `request_id` finds the error in its log."""
+    """The server failed: 500 and every other 5xx. `request_id` finds the error in its log."""
 
 
 class ConnectionFailedError(FlashpointError, ConnectionError):
-    """There was no connection to the server, or it broke, also behind a proxy, at every retry."""
+    """A ConnectionError: there was no connection, or it broke, also behind a proxy, at every retry."""
 
 
 class ProtocolError(FlashpointError):
@@ -111,7 +96,7 @@ class ProtocolError(FlashpointError):
 
 
 class ClosedError(FlashpointError, RuntimeError):
-    """The client was closed before the call: make a new one, or call inside its `with` block."""
+    """A RuntimeError: the client was closed before the call. Make a new one, or call inside its `with` block."""
 
 
 _OF_HELD = (404, 409, 410, 421)

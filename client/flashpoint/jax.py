@@ -2,10 +2,9 @@
 
     o = flashpoint.jax.attention(q, k, v, client=client, causal=True)
 
-The forward calls `/attention`, the backward calls `/attention/grad`. The backward sends the inputs, `o` and `lse` of
-the forward, so the server does not store the forward, and does not compute it again. With `save=True` the server stores
-the forward, and the backward sends only `do`. A compiled program calls the client in a host callback. A `vmap` makes
-one request for all its elements where it can.
+The forward calls `/attention`, the backward `/attention/grad` with the forward's inputs, `o` and `lse`: the server does
+not store the forward, or compute it again. A compiled program calls the client in a host callback. A `vmap` makes one
+request for all its elements where it can.
 """
 
 from __future__ import annotations
@@ -73,8 +72,6 @@ def attention(
 
     Args:
         q: Queries, (B, Hq, Sq, D) in layout `bhsd`; other layouts and ranks as `Client.attention`.
-        k: Keys, (B, Hk, Sk, D).
-        v: Values, (B, Hk, Sk, Dv).
         client: The client that sends the call from the host.
         save: Let the server keep the forward until its backward has run, or for its time to live; the backward then
             sends `do` alone. Under `vmap`, and where the server has no memory for it or has lost it, the backward
@@ -146,11 +143,7 @@ class _Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class _Call:
-    """A call from a host callback: the forward, or the backward if `grads` is not empty.
-
-    Equal calls share their compiled program. With `save`, a forward that is differentiated becomes `saving`: it also
-    returns a token, the id of the saved forward, which the backward receives.
-    """
+    """A call from a host callback: the forward, or the backward if `grads` is not empty. Equal calls compile once."""
 
     client: Client
     options: AttentionOptions
@@ -158,7 +151,7 @@ class _Call:
     rank: int  # number of q's dimensions, without those that a vmap adds in front
     grads: tuple[Grad, ...] = ()
     save: bool = False
-    saving: bool = False
+    saving: bool = False  # a differentiated forward with `save`: it also returns a token, which the backward receives
 
     def answers(self, tensors: Mapping[str, Any], lead: int = 0) -> dict[str, _Answer]:
         """Return the shapes and dtypes of one problem's answers. Each key is a tensor with the same axes."""

@@ -4,15 +4,13 @@
     o = flashpoint.sharded.attention(clients, q, k, v, causal=True)
     dq, dk, dv = flashpoint.sharded.attention_grad(clients, do, q, k, v, causal=True)
 
-Queries and keys are cut into pieces of nearly equal work, one for each server. The answers are merged exactly, by their
-log-sum-exp. If a server is full, stopping or gone, its piece goes to another server. If a server has not answered after
-half of the timeout, another server gets the same piece too. The call returns the whole answer or raises an error. An
-error, a deadline or a cancellation ends all pieces. `flashpoint.torch.attention` also takes a list of clients.
-
-A KV cache over several servers, for a context that does not fit into one server:
-
-    with flashpoint.sharded.cache(clients, layers=12, kv_heads=8, head_dim=64) as cache:
+    with flashpoint.sharded.cache(clients, layers=12, kv_heads=8, head_dim=64) as cache:  # for a long context
         o = cache.attention(q, k, v, layer=0, causal=True)
+
+Queries and keys are cut into pieces of nearly equal work, one for each server. The answers are merged exactly, by their
+log-sum-exp. If a server is full, stopping, gone or late, another server gets its piece. The call returns the whole
+answer or raises an error. An error, a deadline or a cancellation ends all pieces. `flashpoint.torch.attention` also
+takes a list of clients.
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Unpack
 
 from flashpoint._calls import service
@@ -46,8 +45,13 @@ __all__ = [
     "attention_grad", "cache",
 ]  # fmt: skip
 
+_call = partial(
+    documented,
+    raises="FlashpointError: InvalidInputError, or an error of a server that no other server could make good.",
+)
 
-@documented
+
+@_call
 def attention(clients: Sequence[Client], q: Array, k: Array, v: Array, **keywords: Unpack[ShardedForward]) -> Any:
     """Return attention as `Client.attention` does, computed by the servers of all `clients`.
 
@@ -56,42 +60,27 @@ def attention(clients: Sequence[Client], q: Array, k: Array, v: Array, **keyword
     instead of twice. float64 is merged with lse in float32, and its keys are cut only if `parts` says so.
 
     Args:
-        clients: Clients of the servers, one or more. Without `timeout` the first client's own holds for the whole
-            call.
-        q: Queries, (B, Hq, Sq, D) in layout `bhsd`.
-        k: Keys, (B, Hk, Sk, D).
-        v: Values, (B, Hk, Sk, Dv).
+        clients: Clients of the servers, one or more. The first client's own timeout is the default for the whole call.
 
     Returns:
         As `Client.attention`: o (B, Hq, Sq, Dv), or (o, lse). With `with_meta` (that, list of `Part`).
-
-    Raises:
-        FlashpointError: InvalidInputError, or an error of a server that no other server could make good.
     """
     return _drive(_Job(clients, Client, "/attention", {"q": q, "k": k, "v": v, **keywords}))
 
 
-@documented
+@_call
 def attention_grad(
     clients: Sequence[Client], do: Array, q: Array, k: Array, v: Array, **keywords: Unpack[ShardedBackward]
 ) -> Any:
     """Return the gradients of `attention` as `Client.attention_grad` does, computed by the servers of all `clients`.
 
-    Each server gets the o and lse of the whole, which are computed first where they are not given.
+    Each server gets the o and lse of the whole. If these are not given, they are computed first.
 
     Args:
-        clients: Clients of the servers, one or more. Without `timeout` the first client's own holds for the whole
-            call.
-        do: Gradient of o, (B, Hq, Sq, Dv).
-        q: Queries, (B, Hq, Sq, D) in layout `bhsd`.
-        k: Keys, (B, Hk, Sk, D).
-        v: Values, (B, Hk, Sk, Dv).
+        clients: Clients of the servers, one or more. The first client's own timeout is the default for the whole call.
 
     Returns:
         (dq, dk, dv), or one tensor for each name in `grads`, in that order. With `with_meta` (that, list of `Part`).
-
-    Raises:
-        FlashpointError: InvalidInputError, or an error of a server that no other server could make good.
     """
     return _drive(_Job(clients, Client, "/attention/grad", {"do": do, "q": q, "k": k, "v": v, **keywords}))
 
@@ -118,13 +107,8 @@ def cache(clients: Sequence[Client], **shape: Unpack[SpreadSizes]) -> ShardedCac
     """Make a KV cache of one sequence, whose tokens are spread over the servers of all `clients`.
 
     Tokens [p·span, (p + 1)·span) are on server p modulo the number of servers, in a cache of its own that is made when
-    the first of them is written. Each server reads its own tokens; the answers are merged by their log-sum-exp.
-
-    Args:
-        clients: Clients of the servers, one or more.
-
-    Returns:
-        The cache, empty. At the end of a `with` it is deleted.
+    the first of them is written. Each server reads its own tokens; the answers are merged by their log-sum-exp. The end
+    of a `with` deletes the cache. `clients` are one or more.
     """
     spread = Spread([client.url for client in _checked(clients, Client)], shape)
     threads = Threads(clients)

@@ -3,10 +3,8 @@
     o = flashpoint.torch.attention(q, k, v, client=client, causal=True)
     o.square().mean().backward()
 
-The forward calls `/attention`, the backward calls `/attention/grad`. The backward sends the inputs, `o` and `lse` of
-the forward, so the server does not store the forward, and does not compute it again. With `save=True` the server stores
-the forward, and the backward sends only `do`. With a list of clients, their servers share both calls
-(`flashpoint.sharded`).
+The forward calls `/attention`, the backward `/attention/grad` with the forward's inputs, `o` and `lse`: the server does
+not store the forward, or compute it again.
 """
 
 from __future__ import annotations
@@ -66,10 +64,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, client: Client | Sequence[Clie
 
     Args:
         q: Queries, torch tensor (B, Hq, Sq, D) in layout `bhsd`; other layouts and ranks as `Client.attention`.
-        k: Keys, (B, Hk, Sk, D).
-        v: Values, (B, Hk, Sk, Dv).
-        client: The client; or a list of clients, whose servers share the call as `flashpoint.sharded.attention`
-            does.
+        client: The client; or a list of clients, whose servers share the call as `flashpoint.sharded.attention` does.
 
     Returns:
         o (B, Hq, Sq, Dv) on q's device, in its dtype. With `return_lse` (o, lse), lse float32 (B, Hq, Sq). With

@@ -11,16 +11,14 @@ import numpy as np
 
 from flashpoint._calls.arrays import Array, pack, unpack
 from flashpoint._calls.keywords import CacheSizes
-from flashpoint._calls.service import DEFAULT, Affinity, Answer, Call, HeldCache, forward, idempotent, plain
+from flashpoint._calls.service import DEFAULT, Affinity, Answer, Call, HeldCache, forward, idempotent, is_gone, plain
 from flashpoint.errors import ProtocolError, invalid
 from flashpoint_contract import wire
 from flashpoint_contract.schemas import jsonwire
 
 
 class Described(NamedTuple):
-    """The description of a cache in an answer, and the affinity to its replica."""
-
-    document: Mapping[str, Any]
+    document: Mapping[str, Any]  # from an answer
     affinity: Affinity
 
 
@@ -71,7 +69,6 @@ def create(shape: Mapping[str, Any], count: int = 1) -> Call:
 def attend(
     cache: AnyCache, q: Array, k: Array | None, v: Array | None, at: int | None, keywords: Mapping[str, Any]
 ) -> Call:
-    """Return the call for attention over one cache."""
     if "caches" in keywords:
         raise invalid("caches", "is not taken by a cache's own method: call the client's")
     return forward(q, k, v, {**keywords, "caches": [cache], "at": None if at is None else [at]})
@@ -103,20 +100,25 @@ def fork(caches: Sequence[AnyCache], lengths: Sequence[int] | None, free: Sequen
     return _json_call("POST", "/caches/fork", fields, affinity, _made(affinity), success=201)
 
 
+def fork_one(cache: AnyCache, length: int | None) -> Call:
+    """Return the call that copies one cache and returns the description of the copy."""
+    call = fork([cache], None if length is None else [length], [])
+    return replace(call, read=lambda document: call.read(document)[0])
+
+
 def change(cache: AnyCache, what: str, fields: Mapping[str, Any]) -> Call:
     """Return the call that truncates or renews a cache, as `what` says, and returns its description."""
     return _json_call("POST", f"/caches/{cache.id}/{what}", fields, cache.affinity, cache._hear)
 
 
 def look(cache: AnyCache) -> Call:
-    """Return the call that returns the description of a cache."""
     return _json_call("GET", f"/caches/{cache.id}", None, cache.affinity, cache._hear)
 
 
 def delete(cache: AnyCache) -> Call:
-    """Return the call that deletes a cache."""
+    """Return the call that deletes a cache. It does nothing if the cache is gone already."""
     call = _json_call("DELETE", f"/caches/{cache.id}", None, cache.affinity, lambda document: None, success=204)
-    return replace(call, expected="")  # the answer has no body
+    return replace(call, expected="", ignored=is_gone)  # the answer has no body
 
 
 def delete_many(caches: Sequence[AnyCache]) -> Call:
@@ -128,7 +130,6 @@ def delete_many(caches: Sequence[AnyCache]) -> Call:
 
 
 def tensors(cache: AnyCache, layer: int, like: Array | None) -> Call:
-    """Return the call that returns the keys and values of a layer."""
     kind = np.empty(0) if like is None else like
 
     def read(answer: Answer) -> tuple[Any, Any]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,15 +34,11 @@ DEFAULT: Any = object()  # stands for the client's own timeout, because None mea
 
 
 def asynchronous(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]:
-    """Return a method with the same body for the asyncio version of a class.
-
-    The body returns the result of the client's `_call`: for an asyncio client, it is a coroutine.
-    """
+    """Return the asyncio twin of a method that returns the result of its client's `_call`: there it is a coroutine."""
 
     @wraps(method)
     async def run(self: Any, /, *arguments: P.args, **keywords: P.kwargs) -> R:
-        answer: Any = method(self, *arguments, **keywords)
-        result: R = await answer
+        result: R = await cast(Any, method(self, *arguments, **keywords))
         return result
 
     return run
@@ -69,14 +64,11 @@ class Affinity:
 
 
 class HeldCache:
-    """A KV cache on a server, as a call needs it: its id, and the lengths of its layers from the latest answers.
-
-    Caches that were made together, and their forks, share an `affinity`.
-    """
+    """A KV cache on a server, as a call needs it."""
 
     id: str
-    lengths: list[int]
-    affinity: Affinity
+    lengths: list[int]  # of the layers, from the latest answers
+    affinity: Affinity  # shared with caches that were made together, and with forks
 
 
 @dataclass(frozen=True)
@@ -118,30 +110,21 @@ class Reader(Protocol):
 
 @dataclass(frozen=True)
 class Call:
-    """One call, which may be sent several times.
-
-    - `expected`: media type of the answer.
-    - `body`: the parts of the body, in order.
-    - `read`: returns the result of an `Answer`, or of a JSON object if `expected` is JSON.
-    - `success`: HTTP status of a successful answer.
-    - `repeatable`: the call may be sent again after the connection broke, because a second time does no harm.
-    - `affinity`: the affinity of the caches that the call uses.
-    - `instead`: returns the call to send at once in place of this one after an error; None for most errors.
-    - `reader`: returns the reader of an answer that is neither JSON nor a message.
-    """
+    """One call, which may be sent several times."""
 
     method: str
     path: str
-    expected: str
+    expected: str  # media type of the answer
     headers: Mapping[str, str]
-    body: tuple[memoryview, ...]
+    body: tuple[memoryview, ...]  # parts, in order
     timeout: Any
-    read: Callable[[Any], Any]
-    success: int = 200
-    repeatable: bool = True
-    affinity: Affinity | None = None
-    instead: Callable[[FlashpointError], Call | None] = lambda _: None
-    reader: Callable[[], Reader] | None = None
+    read: Callable[[Any], Any]  # returns the result of an `Answer`, or of a JSON object if `expected` is JSON
+    success: int = 200  # HTTP status
+    repeatable: bool = True  # whether to send the call again after the connection broke
+    affinity: Affinity | None = None  # of the caches that the call uses
+    instead: Callable[[FlashpointError], Call | None] = lambda _: None  # the call to send at once after this error
+    ignored: Callable[[FlashpointError], bool] = lambda _: False  # whether the result is None after this error
+    reader: Callable[[], Reader] | None = None  # for an answer that is neither JSON nor a message
 
     @property
     def size(self) -> int:
@@ -224,14 +207,9 @@ def _cached(q: Array, k: Array | None, v: Array | None, keywords: dict[str, Any]
     return replace(call, headers={**call.headers, **idempotent()}, read=read)
 
 
-@contextmanager
-def unless_gone() -> Iterator[None]:
-    """Ignore errors that say that a cache or saved forward is gone, but not that another replica holds it."""
-    try:
-        yield
-    except CacheError as error:
-        if error.code == "cache_elsewhere":
-            raise
+def is_gone(error: FlashpointError) -> bool:
+    """Return whether an error says that a cache or saved forward is gone, not that another replica holds it."""
+    return isinstance(error, CacheError) and error.code != "cache_elsewhere"
 
 
 def idempotent() -> dict[str, str]:
@@ -307,10 +285,7 @@ def message(
     tensors: Mapping[str, Any], options: AttentionOptions, references: Mapping[str, Any] | None = None,
     needed: Iterable[str] = REQUIRED["forward"],
 ) -> tuple[memoryview, ...]:  # fmt: skip
-    """Return the parts of a message with `tensors`. It leaves out tensors that are None, unless they are `needed`.
-
-    `references`: options that name caches or saved forwards on the server.
-    """
+    """Return the parts of a message, without tensors that are None and not `needed`. `references`: more options."""
     if refused := refusals("sdk", (name for name, t in tensors.items() if t is not None)):
         raise all_invalid(refused)
     packed = {name: pack(name, t) for name, t in tensors.items() if t is not None or name in needed}
@@ -341,11 +316,8 @@ def call_headers(keywords: dict[str, Any]) -> dict[str, str]:
 
 
 def checked(model: type[Model], keywords: Mapping[str, Any]) -> Model:
-    """Return `model` made from `keywords`, which may hold NumPy numbers. Raises InvalidInputError with each field.
-
-    An option of two numbers that is None gets its default.
-    """
-    given = {n: value for n, value in keywords.items() if value is not None or n not in _PAIRS}
+    """Return `model` made from `keywords`, which may hold NumPy numbers. Raises InvalidInputError with each field."""
+    given = {n: value for n, value in keywords.items() if value is not None or n not in _PAIRS}  # None is the default
     try:
         return model.model_validate(plain(given))
     except ValidationError as error:

@@ -13,8 +13,7 @@ import httpx
 from flashpoint._calls import caches as cache_calls
 from flashpoint._calls import service, verification
 from flashpoint._calls.keywords import Benchmark, CacheSizes
-from flashpoint._calls.service import Call, SavedAttention, asynchronous
-from flashpoint._client import saved as _saved
+from flashpoint._calls.service import Call, asynchronous
 from flashpoint._client.attending import AsyncAttending
 from flashpoint._client.caches import AsyncCache
 from flashpoint._client.client import Client
@@ -55,17 +54,15 @@ class AsyncClient(AsyncAttending, ClientSettings[httpx.AsyncClient]):
         self._own = self._direct(AsyncTransport) if self._transport is None and ASYNC else None
         self._http = httpx.AsyncClient(transport=self._own or self._transport, **self._http_settings())
 
-    async def delete_saved(self, saved: SavedAttention | str) -> None:
-        """Free a saved forward. Do nothing if it is gone already."""
-        with service.unless_gone():
-            await self._call(_saved.delete(saved))
+    delete_saved = asynchronous(Client.delete_saved)
+    """Free a forward, `saved` by `attention` with `save=True`: the result, or its id. It may be gone already."""
 
     async def cache(self, **shape: Unpack[CacheSizes]) -> AsyncCache:
         """Make a KV cache on the server, which holds the keys and values of one sequence."""
         return AsyncCache(self, (await self._call(cache_calls.create(shape)))[0])
 
     async def caches(self, count: int, **shape: Unpack[CacheSizes]) -> list[AsyncCache]:
-        """Make several caches of one shape on one engine, so that one call can use all of them."""
+        """Make `count` empty caches of one shape on one engine, so that one call can use all of them."""
         return [AsyncCache(self, one) for one in await self._call(cache_calls.create(shape, count))]
 
     async def fork_caches(
@@ -75,7 +72,7 @@ class AsyncClient(AsyncAttending, ClientSettings[httpx.AsyncClient]):
         return [AsyncCache(self, one) for one in await self._call(cache_calls.fork(caches, lengths, free))]
 
     async def delete_caches(self, caches: Sequence[AsyncCache]) -> None:
-        """Free the memory of several caches in one call. Caches that are gone already are ignored."""
+        """Free the memory of several `caches` in one call. Caches that are gone already are ignored."""
         try:
             await self._call(cache_calls.delete_many(caches))
         except CacheError:
@@ -90,7 +87,7 @@ class AsyncClient(AsyncAttending, ClientSettings[httpx.AsyncClient]):
         return AsyncBenchmarkRun(self, (await self._call(verification.submit(keywords))).id)
 
     def benchmark_run(self, id: str) -> AsyncBenchmarkRun:
-        """Return a benchmark that was started before. Nothing is sent yet."""
+        """Return the benchmark with this `id`, which was started before. Nothing is sent yet."""
         return AsyncBenchmarkRun(self, id)
 
     info = asynchronous(Client.info)

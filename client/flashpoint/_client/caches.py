@@ -8,7 +8,7 @@ from flashpoint._calls import caches as cache_calls
 from flashpoint._calls.arrays import Array
 from flashpoint._calls.caches import AnyCache, Described, not_copied
 from flashpoint._calls.keywords import Layer, OfLayer, call
-from flashpoint._calls.service import AsyncCallSender, CallSender, asynchronous, unless_gone
+from flashpoint._calls.service import AsyncCallSender, CallSender, asynchronous
 from flashpoint._client.attending import A
 from flashpoint.meta import Meta
 from flashpoint_contract.wording.docstrings import twin_of
@@ -97,25 +97,15 @@ class Cache(AnyCache):
         return length
 
     def fork(self, length: int | None = None) -> Cache:
-        """Return a copy. It shares memory with this cache until one of the two is written to.
-
-        Args:
-            length: Number of tokens of the copy. None copies all.
-        """
-        return Cache(
-            self._client, self._client._call(cache_calls.fork([self], None if length is None else [length], []))[0]
-        )
+        """Return a copy of the first `length` tokens, or of all. Both share memory until one of them is written to."""
+        return Cache(self._client, self._client._call(cache_calls.fork_one(self, length)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
         """Return a fork: a cache of its own on the server."""
         return self.fork()
 
     def truncate(self, length: int) -> None:
-        """Drop the tokens from a position on, in every layer.
-
-        Args:
-            length: Number of tokens that stay.
-        """
+        """Drop the tokens from position `length` on, in every layer."""
         done: None = self._client._call(cache_calls.change(self, "truncate", {"length": length}))
         return done
 
@@ -133,20 +123,16 @@ class Cache(AnyCache):
     def tensors(self, layer: int = 0, like: Array | None = None) -> tuple[Any, Any]:
         """Return the keys and values of a layer.
 
-        Args:
-            layer: Layer, from 0.
-            like: A torch tensor, whose library and device the result has. None is numpy.
-
-        Returns:
-            k (1, Hk, S, D) and v (1, Hk, S, Dv) in the cache's dtype; in float32 for a cache in 8 bits.
+        The results are k (1, Hk, S, D) and v (1, Hk, S, Dv) of `layer`, from 0, in the cache's dtype; in float32 for a
+        cache in 8 bits. They have the library and the device of the torch tensor `like`. None is numpy.
         """
         keys_and_values: tuple[Any, Any] = self._client._call(cache_calls.tensors(self, layer, like))
         return keys_and_values
 
     def delete(self) -> None:
         """Free its memory. Do nothing if it is gone already."""
-        with unless_gone():
-            self._client._call(cache_calls.delete(self))
+        done: None = self._client._call(cache_calls.delete(self))
+        return done
 
     def __enter__(self) -> Self:
         return self
@@ -174,15 +160,14 @@ class AsyncCache(AnyCache):
     """Write the keys and values of new tokens to a layer."""
 
     async def fork(self, length: int | None = None) -> AsyncCache:
-        """Return a copy. It shares memory with this cache until one of the two is written to."""
-        made = await self._client._call(cache_calls.fork([self], None if length is None else [length], []))
-        return AsyncCache(self._client, made[0])
+        """Return a copy of the first `length` tokens, or of all. Both share memory until one of them is written to."""
+        return AsyncCache(self._client, await self._client._call(cache_calls.fork_one(self, length)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AsyncCache:
         raise not_copied(self)
 
     truncate = asynchronous(Cache.truncate)
-    """Drop the tokens from a position on, in every layer."""
+    """Drop the tokens from position `length` on, in every layer."""
 
     renew = asynchronous(Cache.renew)
     """Start the time to live again, as every call with the cache does."""
@@ -193,10 +178,8 @@ class AsyncCache(AnyCache):
     tensors = asynchronous(Cache.tensors)
     """Return the keys and values of a layer."""
 
-    async def delete(self) -> None:
-        """Free its memory. Do nothing if it is gone already."""
-        with unless_gone():
-            await self._client._call(cache_calls.delete(self))
+    delete = asynchronous(Cache.delete)
+    """Free its memory. Do nothing if it is gone already."""
 
     async def __aenter__(self) -> Self:
         return self

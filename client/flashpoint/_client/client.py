@@ -74,35 +74,22 @@ class Client(Attending, ClientSettings[httpx.Client]):
         self._http = httpx.Client(transport=self._own or self._transport, **self._http_settings())
 
     def delete_saved(self, saved: SavedAttention | str) -> None:
-        """Free a saved forward. Do nothing if it is gone already.
-
-        Args:
-            saved: The result of `attention` with `save=True`, or its id.
-        """
-        with service.unless_gone():
-            self._call(_saved.delete(saved))
+        """Free a forward, `saved` by `attention` with `save=True`: the result, or its id. It may be gone already."""
+        done: None = self._call(_saved.delete(saved))
+        return done
 
     @call
     def cache(self, **shape: Unpack[CacheSizes]) -> Cache:
         """Make a KV cache on the server, which holds the keys and values of one sequence.
 
-        A size is one number for all layers, or a sequence with one for each layer.
-
-        Returns:
-            The cache, empty. At the end of a `with` it is deleted.
+        A size is one number for all layers, or a sequence with one for each layer. The end of a `with` deletes the
+        cache.
         """
         return Cache(self, self._call(cache_calls.create(shape))[0])
 
     @call
     def caches(self, count: int, **shape: Unpack[CacheSizes]) -> list[Cache]:
-        """Make several caches of one shape on one engine, so that one call can use all of them.
-
-        Args:
-            count: Number of caches.
-
-        Returns:
-            The caches, empty.
-        """
+        """Make `count` empty caches of one shape on one engine, so that one call can use all of them."""
         return [Cache(self, one) for one in self._call(cache_calls.create(shape, count))]
 
     @call
@@ -122,11 +109,7 @@ class Client(Attending, ClientSettings[httpx.Client]):
         return [Cache(self, one) for one in self._call(cache_calls.fork(caches, lengths, free))]
 
     def delete_caches(self, caches: Sequence[Cache]) -> None:
-        """Free the memory of several caches in one call. Caches that are gone already are ignored.
-
-        Args:
-            caches: Caches to delete.
-        """
+        """Free the memory of several `caches` in one call. Caches that are gone already are ignored."""
         try:
             self._call(cache_calls.delete_many(caches))
         except CacheError:  # the server has deleted none of the caches
@@ -145,8 +128,6 @@ class Client(Attending, ClientSettings[httpx.Client]):
 
         Args:
             q: Queries, (B, Hq, Sq, D) in layout `bhsd`. None: the server draws the tensors.
-            k: Keys, (B, Hk, Sk, D).
-            v: Values, (B, Hk, Sk, Dv).
 
         Returns:
             The errors of each tensor, their bounds, and the verdict `ok`.
@@ -159,18 +140,11 @@ class Client(Attending, ClientSettings[httpx.Client]):
         """Start to time a grid, or a preset, on the server's device.
 
         If the connection breaks after the call was sent, it is not sent again: that could start two benchmarks.
-
-        Returns:
-            The benchmark, which runs: `events`, `wait`, `cancel`.
         """
         return BenchmarkRun(self, self._call(verification.submit(keywords)).id)
 
     def benchmark_run(self, id: str) -> BenchmarkRun:
-        """Return a benchmark that was started before. Nothing is sent yet.
-
-        Args:
-            id: The benchmark's id, `BenchmarkRun.id`.
-        """
+        """Return the benchmark with this `id`, which was started before. Nothing is sent yet."""
         return BenchmarkRun(self, id)
 
     def info(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from flashpoint._calls.service import DEFAULT, Call, CallSender, SavedAttention, named
+from flashpoint._calls.service import DEFAULT, Call, CallSender, SavedAttention, is_gone, named
 from flashpoint._http import forked
 
 SETTLING = 2.0  # seconds that `Client.close` waits for forwards to be freed
@@ -18,9 +18,10 @@ LONGEST = 10.0  # timeout in seconds of the call that frees a forward; if it fai
 
 
 def delete(saved: SavedAttention | str, timeout: Any = DEFAULT) -> Call:
-    """Return the call that frees a saved forward. Raises InvalidInputError."""
+    """Return the call that frees a saved forward, if it is not gone already. Raises InvalidInputError."""
     id_, affinity = named(saved)
-    return Call("DELETE", f"/saved/{id_}", "", {}, (), timeout, lambda _: None, success=204, affinity=affinity)
+    path = f"/saved/{id_}"
+    return Call("DELETE", path, "", {}, (), timeout, lambda _: None, 204, affinity=affinity, ignored=is_gone)
 
 
 class _Freeing:

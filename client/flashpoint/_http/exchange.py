@@ -192,7 +192,10 @@ class Exchange:
             received = {**received, "detail": f"{detail}; url must be the server's root, {root}, not {base}"}
         if self._status != self.call.success:
             retry_after = _retry_after(self._headers)
-            raise from_problem(self._status, received, request_id=self._request_id, retry_after=retry_after)
+            error = from_problem(self._status, received, request_id=self._request_id, retry_after=retry_after)
+            if self.call.ignored(error):
+                return None
+            raise error
         if self.call.affinity is not None and (replica := self._headers.get(REPLICA)):
             self.call.affinity.replica = replica
         if not isinstance(self._reader, Message):

@@ -70,7 +70,7 @@ class ShardedCache(_Lengths):
         return self._rounds.run(self._spread.append(k, v, layer, at, layout))
 
     def fork(self, length: int | None = None) -> ShardedCache:
-        """Return a copy. It shares memory with this cache until one of the two is written to."""
+        """Return a copy of the first `length` tokens, or of all. Both share memory until one of them is written to."""
         return ShardedCache(self._rounds.run(self._spread.fork(length)), Threads(self._rounds.clients))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedCache:
@@ -78,7 +78,7 @@ class ShardedCache(_Lengths):
         return self.fork()
 
     def truncate(self, length: int) -> None:
-        """Drop the tokens from a position on, in every layer."""
+        """Drop the tokens from position `length` on, in every layer."""
         return self._rounds.run(self._spread.truncate(length))
 
     def renew(self) -> None:
@@ -115,14 +115,14 @@ class AsyncShardedCache(_Lengths):
     """Write the keys and values of new tokens to a layer."""
 
     async def fork(self, length: int | None = None) -> AsyncShardedCache:
-        """Return a copy. It shares memory with this cache until one of the two is written to."""
+        """Return a copy of the first `length` tokens, or of all. Both share memory until one of them is written to."""
         return AsyncShardedCache(await self._rounds.run(self._spread.fork(length)), Tasks(self._rounds.clients))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AsyncShardedCache:
         raise not_copied(self)
 
     truncate = asynchronous(ShardedCache.truncate)
-    """Drop the tokens from a position on, in every layer."""
+    """Drop the tokens from position `length` on, in every layer."""
 
     renew = asynchronous(ShardedCache.renew)
     """Start the time to live of all parts again. Attention does so for the parts that it reads."""

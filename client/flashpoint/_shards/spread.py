@@ -20,7 +20,7 @@ from flashpoint._calls import service
 from flashpoint._calls.arrays import Array, to_like, to_numpy
 from flashpoint._calls.caches import AnyCache
 from flashpoint._calls.keywords import CacheSizes
-from flashpoint._calls.service import Call, unless_gone
+from flashpoint._calls.service import Call
 from flashpoint._shards.problem import Numbers
 from flashpoint._shards.spans import Queries, SpanQuestion, merged
 from flashpoint.errors import FlashpointError, ProtocolError, invalid
@@ -115,7 +115,6 @@ class Spread:
         return list(made.values())
 
     def _tokens_of(self, part: int, layer: int) -> int:
-        """Return the number of a layer's tokens in a part."""
         return min(max(0, self.lengths[layer] - part * self.span), self.span)
 
     def _mend(self, layer: int) -> Steps[None]:
@@ -289,11 +288,10 @@ class Spread:
         yield from self._free(enumerate(self.parts))
 
     def _free(self, parts: Iterable[tuple[int, AnyCache]]) -> Steps[None]:
-        """Delete caches on all servers. Afterwards raise the first error, unless the cache was gone already."""
+        """Delete caches on all servers. Afterwards raise the first error; a cache that is gone already is none."""
         calls = [PartCall(self.server(part), cache_calls.delete(cache)) for part, cache in parts]
         for error in filter(_is_error, (yield Round(calls, whole=True))):
-            with unless_gone():
-                raise error
+            raise error
 
 
 @dataclass(frozen=True)

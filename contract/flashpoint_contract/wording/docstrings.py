@@ -1,6 +1,6 @@
 """Complete docstrings of calls at import, so that each parameter is described only once in the source.
 
-The descriptions of options are the `Args:` of `Options`, those of optional tensors are here, and those of other
+The descriptions of options are the `Args:` of `Options`, those of tensors are here, and those of other
 keywords are the `Args:` of the TypedDict that a call unpacks. An editor reads the source: it shows types, and the
 docstring without the added entries.
 """
@@ -17,9 +17,13 @@ from flashpoint_contract.options import Options
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_TENSORS = """Optional tensors.
+_TENSORS = """Tensors.
 
     Args:
+        q: Queries, (B, Hq, Sq, D) in layout `bhsd`.
+        k: Keys, (B, Hk, Sk, D).
+        v: Values, (B, Hk, Sk, Dv).
+        do: Gradient of o, (B, Hq, Sq, Dv).
         attn_mask: Mask, broadcastable to (B, Hq, Sq, Sk): bool (true: attend) or float (added to the scaled scores).
             Not in layout `thd`.
         block_mask: Mask of blocks, bool, (B or 1, Hq or 1, ceil(Sq/Mq), ceil(Sk/Mk)): blocks of `block_size` that are
