@@ -113,11 +113,7 @@ class Prediction:
         return 1 / (self.seconds if self.shared else self.stages[self.bottleneck])
 
     def for_load(self, requests_per_second: float) -> dict[str, int]:
-        """Return how many HTTP processes, links and devices a load needs, each busy all the time.
-
-        Args:
-            requests_per_second: The load.
-        """
+        """Return how many HTTP processes, links and devices the load `requests_per_second` needs, all of them busy."""
         busy = {
             "http process": self.stages["call"],
             "link": max(self.stages["upload"], self.stages["download"]),
@@ -182,24 +178,15 @@ def need(
 
 
 def cache_bytes(shape: Shape, *, dtype: Dtype = "float32", layers: int = 1) -> int:
-    """Return the bytes of one sequence's cache.
-
-    Args:
-        shape: Sizes: `kv_len` tokens in each layer, `kv_heads`, `head_dim` and `value_dim`.
-        dtype: Data type of the cache.
-        layers: Layers of the model.
-    """
+    """Return the bytes of one sequence's cache: `layers` of `kv_len` tokens, of the sizes in `shape` and of `dtype`."""
     token = shape.kv_heads * (shape.head_dim + shape.value_dim) * ITEMSIZE[dtype]
     return layers * layer_tokens(shape.kv_len) * token
 
 
 def predict(need: Need, rates: Rates, servers: int = 1) -> Prediction:
-    """Return the predicted time of one request in each stage.
+    """Return the predicted time of one request in each stage, from its `need` and the `rates` of the server.
 
-    Args:
-        need: The bytes and operations of the request.
-        rates: The rates of the server and of the way to it.
-        servers: Servers that share one sharded call; they share the caller's link.
+    `servers` is the number of servers that share one sharded call; they share the caller's link.
     """
     flops = rates.flops if need.side == "forward" else rates.grad_flops
     return Prediction(
@@ -217,18 +204,11 @@ def predict(need: Need, rates: Rates, servers: int = 1) -> Prediction:
 
 
 def measure(client: Client, dtype: Dtype = "float32", *, shared: bool = False) -> Rates:
-    """Measure the rates of a server and of the way to it: some fifty calls of at most 32 MiB, a few seconds in all.
+    """Measure the rates of the server of `client`: some fifty calls of at most 32 MiB, a few seconds in all.
 
-    The compute time includes the transfer to the device, so `pcie` is infinite; the network's time is in `call`, so
-    `round_trip` is 0.
-
-    Args:
-        client: Client of the server.
-        dtype: Data type of the tensors that are sent.
-        shared: The server computes on the caller's own cores.
-
-    Raises:
-        FlashpointError: the errors of `flashpoint.errors`.
+    `dtype` is that of the tensors that are sent. With `shared` the server computes on the caller's own cores. The
+    compute time includes the transfer to the device, so `pcie` is infinite; the network's time is in `call`, so
+    `round_trip` is 0. Raises the errors of `flashpoint.errors`.
     """
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
 

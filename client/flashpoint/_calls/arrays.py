@@ -29,11 +29,11 @@ NESTED = 'is a NestedTensor: send its values with layout="thd", and its offsets 
 
 
 class Packed(NamedTuple):
-    """A tensor ready to send: its dtype's name, its shape, and its contiguous memory as flat bytes."""
+    """A tensor ready to send."""
 
     dtype: str
     shape: tuple[int, ...]
-    data: memoryview
+    data: memoryview  # flat bytes of contiguous memory
 
 
 def is_torch(value: object) -> bool:

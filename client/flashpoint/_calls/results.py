@@ -40,8 +40,7 @@ class BenchmarkJob(benchmark.BenchmarkJob):
         """Draw the finished rows: an SVG, which a notebook shows. Needs matplotlib.
 
         Args:
-            kind: `time` (milliseconds), `tflops`, `speedup` (over naive attention), `memory` (peak bytes) or
-                `roofline`.
+            kind: `time` (ms), `tflops`, `speedup` (over naive attention), `memory` (peak bytes) or `roofline`.
 
         Raises:
             ValueError: no row has the figures of this picture.
@@ -71,7 +70,6 @@ def _picture(draw: str, *arguments: object) -> Picture:
 
 
 def _table(title: str, heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return an HTML table."""
     head = "".join(f"<th>{escape(name)}</th>" for name in heads)
     body = "".join("<tr>" + "".join(f"<td>{escape(_text(value))}</td>" for value in row) + "</tr>" for row in rows)
     return f"<p>{escape(title)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

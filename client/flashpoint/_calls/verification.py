@@ -32,10 +32,7 @@ CASE_TENSORS = tuple(dict.fromkeys((*INPUT_TENSORS, *ALL_ANSWERS)))  # tensors o
 
 
 def verify(q: Array | None, k: Array | None, v: Array | None, keywords: Mapping[str, Any]) -> Call:
-    """Return the call that verifies the given tensors, or tensors that the server draws if there is no q.
-
-    Raises InvalidInputError.
-    """
+    """Return the call that verifies the given tensors; without q, tensors that the server draws."""
     rest: dict[str, Any] = dict(keywords)
     timeout, progress = rest.pop("timeout", DEFAULT), rest.pop("progress", None)
     expected = jsonwire.MEDIA_TYPE if progress is None else sse.MEDIA_TYPE
@@ -76,7 +73,7 @@ class Events:
             self._take(event)
 
     def finish(self) -> Any:
-        """Return None, because `take` has received all events."""
+        """Return None: `take` has received all events."""
 
 
 class _Verification(Events):

@@ -81,17 +81,13 @@ class Cache(AnyCache):
 
     @call
     def append(self, k: Array, v: Array, *, layer: int = 0, at: int | None = None, layout: str = "bhsd") -> int:
-        """Write the keys and values of new tokens to a layer.
+        """Write the keys and values of new tokens to a layer. Return the number of tokens of the layer.
 
         Args:
-            k: Keys, (Hk, S, D) in layout `bhsd`, (S, Hk, D) in `bshd`; (S, D) for one head.
+            k: Keys, (Hk, S, D) in `layout` `bhsd`, (S, Hk, D) in `bshd`; (S, D) for one head.
             v: Values, likewise, with Dv columns.
             layer: Layer, from 0.
             at: Position where they are written. Later tokens of the layer are dropped. None is the layer's end.
-            layout: `bhsd` or `bshd`.
-
-        Returns:
-            The number of tokens of the layer.
         """
         length: int = self._client._call(cache_calls.append(self, k, v, layer, at, layout))
         return length
@@ -101,7 +97,6 @@ class Cache(AnyCache):
         return Cache(self._client, self._client._call(cache_calls.fork_one(self, length)))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
-        """Return a fork: a cache of its own on the server."""
         return self.fork()
 
     def truncate(self, length: int) -> None:
@@ -157,7 +152,7 @@ class AsyncCache(AnyCache):
     """Return attention of q over a layer of this cache. Keys and values of new tokens are written first."""
 
     append = asynchronous(Cache.append)
-    """Write the keys and values of new tokens to a layer."""
+    """Write the keys and values of new tokens to a layer. Return the number of tokens of the layer."""
 
     async def fork(self, length: int | None = None) -> AsyncCache:
         """Return a copy of the first `length` tokens, or of all. Both share memory until one of them is written to."""

@@ -35,11 +35,9 @@ class BenchmarkRun:
     def events(self, after: int = 0) -> Iterator[BenchmarkEvent]:
         """Yield its events until it has ended; those that have already happened come first.
 
-        After a broken connection it connects again, and continues after the last event. The client's `retries` is the
-        largest number of failures in a row.
-
-        Args:
-            after: Number of an event (`BenchmarkEvent.id`): only later events are returned.
+        Only events later than `after`, the number of an event (`BenchmarkEvent.id`), are yielded. After a broken
+        connection it connects again, and continues after the last event. The client's `retries` is the largest number
+        of failures in a row.
         """
         return self._client._listen(self.id, after)
 

@@ -72,10 +72,7 @@ def settle(seconds: float = SETTLING) -> None:
 
 
 class Lease:
-    """Frees a saved forward when the lease is released or garbage-collected. It does not wait and does not raise.
-
-    A copy or an unpickled lease frees nothing: only the original lease owns the forward.
-    """
+    """Frees a saved forward when it is released or garbage-collected, without waiting. A copy frees nothing."""
 
     saved: SavedAttention | str | None = None  # torch.compile also makes leases without `__init__`
 

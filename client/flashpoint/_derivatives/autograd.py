@@ -1,8 +1,5 @@
 """The autograd functions of `flashpoint.torch`, and the rules of torch that a served call follows.
 
-Each call uses two autograd functions: `Attention`, whose forward is `/attention`, and `Gradient`, whose forward is
-`/attention/grad`. `Gradient` has no backward, so every second derivative raises an error.
-
 `save_for_backward` stores everything that a backward needs: also the seed of dropout and the ticket of a saved
 forward. So a checkpoint, which computes the forward again, replaces all of it, and torch's hooks see all of it.
 """
@@ -85,10 +82,8 @@ def refuse_transforms(tensors: Iterable[tuple[str, object]]) -> None:
 
 
 def seed_for(keywords: dict[str, Any]) -> Tensor | None:
-    """Remove and return the seed in `keywords`. If dropout needs a seed, draw it from torch's CPU generator.
-
-    The client draws the seed, not the server, so that `torch.manual_seed`, `fork_rng` and checkpoints repeat it.
-    """
+    """Remove and return the seed in `keywords`. If dropout needs a seed, draw it from torch's CPU generator."""
+    # The client draws the seed, not the server, so that `torch.manual_seed`, `fork_rng` and checkpoints repeat it.
     seed, dropout_p = plain(keywords.pop("dropout_seed", None)), plain(keywords.get("dropout_p", 0))
     if seed is None and isinstance(dropout_p, (int, float)) and 0 < dropout_p < 1:
         return torch.randint(1 << 53, (), dtype=torch.int64, device="cpu")
@@ -106,22 +101,16 @@ def seeded(seed: Tensor | None) -> dict[str, int]:
 
 @dataclass
 class Served:
-    """A differentiable call: the data that its forward and its backward share, without the tensors.
-
-    - `names`: names of the tensors that autograd receives, in order.
-    - `keywords`: a private copy of all other keyword arguments.
-    - `meta`: the `Meta` of the forward, after it has run.
-    """
+    """A differentiable call: the data that its forward and its backward share, without the tensors."""
 
     client: Client | Sequence[Client]
     save: bool
-    names: tuple[str, ...]
-    keywords: dict[str, Any]
-    meta: Any = None
+    names: tuple[str, ...]  # of the tensors that autograd receives, in order
+    keywords: dict[str, Any]  # a private copy of all other keyword arguments
+    meta: Any = None  # the `Meta` of the forward, after it has run
 
     @classmethod
     def of(cls, client: Client | Sequence[Client], save: bool, keywords: dict[str, Any]) -> tuple[Served, list[Tensor]]:
-        """Return a call and its tensors from the arguments."""
         keywords = {n: value for n, value in keywords.items() if value is not None or n not in INPUT_TENSORS}
         tensors = {n: t for n, t in keywords.items() if isinstance(t, Tensor) and n in INPUT_TENSORS}
         others = {n: copy.deepcopy(t) if n in INPUT_TENSORS else t for n, t in keywords.items() if n not in tensors}
@@ -175,10 +164,7 @@ _leases: WeakValueDictionary[int, Lease] = WeakValueDictionary()
 
 
 def _ticket(lease: Lease) -> Tensor:
-    """Return a tensor that stands for a saved forward. The server frees the forward after torch frees the tensor.
-
-    The autograd graph keeps this tensor with the forward's other tensors. A checkpoint's second forward has its own.
-    """
+    """Return a tensor that stands for a saved forward. The server frees the forward after torch frees the tensor."""
     number = next(_numbers)
     memory: Any = np.array([number], np.int64).view(_Lending)
     memory.lease = _leases[number] = lease

@@ -28,11 +28,11 @@ _CONNECTING = {0, errno.EINPROGRESS, errno.EWOULDBLOCK, getattr(errno, "WSAEWOUL
 
 @dataclass(frozen=True)
 class Target:
-    """The way to a server: its name, its TLS settings if it is an HTTPS server, and the proxy, if there is one."""
+    """The way to a server."""
 
     host: str
     port: int
-    tls: ssl.SSLContext | None
+    tls: ssl.SSLContext | None  # None for HTTP
     proxy: Proxy | None = None
     proxy_tls: ssl.SSLContext | None = None
 
@@ -43,10 +43,7 @@ def _wanted(busy: OSError) -> int:
 
 
 class Connection:
-    """A plain or TLS connection for one exchange at a time. Its steps raise httpx's transport errors.
-
-    `connected` says whether the other side has accepted the connection. A forked process closes its copy.
-    """
+    """A plain or TLS connection for one exchange at a time. Its steps raise httpx's transport errors."""
 
     def __init__(self, address: Address, route: Target) -> None:
         self._socket: socket.socket | NestedTls = socket.socket(address.family, address.kind, address.protocol)
@@ -57,7 +54,7 @@ class Connection:
         self._route = route
         self._scratch = memoryview(bytearray(RECEIVE))
         self._sent_all = False
-        self.connected = self._closed = False
+        self.connected = self._closed = False  # `connected`: the other side has accepted the connection
 
     def open(self) -> Steps[None]:
         """Connect, through the proxy if there is one. Perform the TLS handshake with an HTTPS server."""
@@ -104,7 +101,6 @@ class Connection:
                 yield Wait(self._fd, _wanted(busy))
 
     def forked(self) -> None:
-        """Close this process's copy of the connection. The other process continues to use its own."""
         self.close()
 
     @property
@@ -113,11 +109,7 @@ class Connection:
         return Wait(self._fd, EVENT_READ)
 
     def exchange(self, request: httpx.Request) -> Steps[Reply]:
-        """Send `request`, and receive until the status and the headers of the answer are here.
-
-        A server may answer and close the connection before it has read the whole request. Then sending stops, and the
-        answer is valid.
-        """
+        """Send `request`, and receive the status and the headers of the answer. An early answer ends the sending."""
         proxy = self._route.proxy
         forwarding = proxy if proxy is not None and proxy.forwards and self._route.tls is None else None
         reply = Reply(request, forwarding)
@@ -206,11 +198,8 @@ class Connection:
         reply.receive(bytes(self._scratch[:count]))
 
     def _receive(self, view: memoryview) -> Steps[int]:
-        """Receive once, and return the number of bytes: 0 if the server has closed the connection.
-
-        Wait before the first receive, so that a fast server cannot starve other tasks of the event loop.
-        """
-        events = EVENT_READ
+        """Receive once, and return the number of bytes: 0 if the server has closed the connection."""
+        events = EVENT_READ  # wait even before the first receive, or a fast server could starve tasks of the event loop
         while True:
             if self._closed:  # the caller has closed it, or this process was forked
                 raise httpx.ReadError("the connection is closed")

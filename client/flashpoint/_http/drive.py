@@ -51,10 +51,7 @@ def readable(wait: Wait) -> bool:
 def run(
     steps: Steps[T], deadline: float | None, late: type[httpx.TimeoutException], stop: socket.socket | None = None
 ) -> T:
-    """Return the result of `steps`. Raise `late` at `deadline`, a time of `time.monotonic`.
-
-    Another thread can end the exchange: it makes `stop` readable, and this function raises ReadError.
-    """
+    """Return the result of `steps`. Raises `late` at `deadline` (`time.monotonic`), ReadError if `stop` is readable."""
     try:
         with _Selector() as selector:
             if stop is not None:

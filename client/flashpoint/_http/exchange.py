@@ -108,10 +108,7 @@ class Exchange:
         self._timeouts.update(dict.fromkeys(self._timeouts, left))
 
     def request(self, http: httpx.Client | httpx.AsyncClient) -> httpx.Request:
-        """Return the request of the next attempt.
-
-        After the deadline, raise the error of the last attempt, which says more than a timeout.
-        """
+        """Return the request of the next attempt. After the deadline, raise the last attempt's error, or a timeout."""
         try:
             left = self.remaining()
         except DeadlineExceededError as late:
@@ -156,10 +153,7 @@ class Exchange:
         return self._reader.space()
 
     def minimum(self, space: memoryview) -> int:
-        """Return how many bytes to wait for. For events it is one byte; otherwise it is the size of `space`.
-
-        The answer may end with fewer bytes.
-        """
+        """Return how many bytes to wait for, unless the answer ends: one for events, otherwise the size of `space`."""
         return len(space) if self.call.reader is None else 1
 
     def filled(self, count: int) -> None:
@@ -205,10 +199,7 @@ class Exchange:
         return self.call.read(Answer(head, buffer, meta))
 
     def _moves(self, error: Exception) -> bool:
-        """Return whether to send the call to the replica that this answer names.
-
-        Send it at most once, because a balancer may not route to that replica.
-        """
+        """Return whether to send the call to the replica that this answer names: at most once."""
         affinity, named = self.call.affinity, self._headers.get(REPLICA, "")
         elsewhere = isinstance(error, FlashpointError) and error.code == "cache_elsewhere"
         if affinity is None or not elsewhere or self._moved or named in ("", affinity.replica):
@@ -269,10 +260,7 @@ def _cookies(http: httpx.Client | httpx.AsyncClient, url: httpx.URL) -> str:
 
 
 def backoff(failures: int) -> float:
-    """Return the delay in seconds before retry number `failures`, from 0.
-
-    The delay doubles with each retry, and is random between half of that and the whole.
-    """
+    """Return the seconds before retry number `failures`, from 0: doubled at each, and from half to all of it."""
     return min(FIRST_DELAY * 2.0 ** min(failures, 64), LONGEST_DELAY) * random.uniform(0.5, 1.0)
 
 
@@ -334,10 +322,7 @@ def _retry_after(headers: Mapping[str, str]) -> float | None:
 
 
 def _trace_headers() -> dict[str, str]:
-    """Return `traceparent` and the other headers of the caller's propagator (W3C Trace Context).
-
-    These headers make the server's span part of the caller's trace. Without a trace, return no headers.
-    """
+    """Return `traceparent` and the other headers of the caller's trace (W3C Trace Context), if there is one."""
     if "opentelemetry.trace" not in sys.modules:  # the caller has no span; OpenTelemetry may not be installed
         return {}
     from opentelemetry import propagate

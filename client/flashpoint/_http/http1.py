@@ -62,7 +62,6 @@ class Reply:
 
     @property
     def begun(self) -> bool:
-        """Return whether the status and the headers have arrived."""
         return self.status != 0
 
     @property

@@ -22,9 +22,8 @@ from flashpoint_contract.schemas.benchmark import ENDED, EVENT, BenchmarkEvent, 
 
 
 class Listening(Exchange):
-    """The state of receiving the events of job `id` with numbers above `after`.
+    """The state of receiving the events of job `id` with numbers above `after`. Each attempt has the full timeout.
 
-    Each attempt has the full timeout. An attempt that times out after its answer began is followed by another.
     `retries` is the largest number of connections in a row that fail or end without an event.
     """
 

@@ -73,10 +73,7 @@ def authority(host: str, port: int) -> str:
 
 
 def of_environment(url: httpx.URL) -> Proxy | None:
-    """Return the proxy that the environment names for a server; None to connect directly.
-
-    Raises ValueError for a proxy that cannot be used. The text does not contain its credentials.
-    """
+    """Return the proxy that the environment names for a server, or None. Raises ValueError for one of no use."""
     proxies = urllib.request.getproxies()
     given = proxies.get(url.scheme) or proxies.get("all")
     host = url.raw_host.decode("ascii")

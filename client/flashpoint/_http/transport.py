@@ -1,10 +1,7 @@
 """httpx transports that send and receive tensors without copies, for `Client` and for `AsyncClient`.
 
-Extensions of a request:
-
-- `parts`: the body, as memoryviews.
-- `deadline`: a time of `time.monotonic`, or None. It holds for all waits of the exchange.
-- `stop`: a socket. When it becomes readable, the blocking transport raises ReadError.
+A request has the extensions `parts` (the body, as memoryviews), `deadline` (a time of `time.monotonic`, or None, for
+all waits of the exchange) and `stop` (a socket: when it becomes readable, the blocking transport raises ReadError).
 
 A response has the extension `read_into(memoryview, minimum) -> int`. It reads the body into a buffer: at least
 `minimum` bytes, fewer only at the end of the body. Its `stream` can only be closed.
@@ -46,8 +43,7 @@ class _Origin:
         forked.watch(self)
 
     def forked(self) -> None:
-        """Forget the idle connections, which belong to the parent process."""
-        self._idle = []
+        self._idle = []  # the parent's connections
 
     def connect(self) -> Steps[Connection]:
         """Return a new connection. Raises httpx's transport errors."""
@@ -119,9 +115,8 @@ class _Body(httpx.SyncByteStream, httpx.AsyncByteStream):
         return run(steps, self._deadline, httpx.ReadTimeout, self._stop)
 
     async def async_read_into(self, view: memoryview, minimum: int) -> int:
-        return await run_async(
-            self._connection.read_into(self._reply, view, minimum), self._deadline, httpx.ReadTimeout
-        )
+        steps = self._connection.read_into(self._reply, view, minimum)
+        return await run_async(steps, self._deadline, httpx.ReadTimeout)
 
     def response(self, read_into: Callable[..., object]) -> httpx.Response:
         head = self._reply
@@ -135,10 +130,7 @@ class _Body(httpx.SyncByteStream, httpx.AsyncByteStream):
 
 
 class _Own:
-    """The base class of both transports: the connections to one server, through the proxy that the environment names.
-
-    Raises ValueError if that proxy cannot be used.
-    """
+    """The base class of both transports. Raises ValueError if the environment names a proxy that cannot be used."""
 
     def __init__(self, url: httpx.URL, tls: ssl.SSLContext | None = None) -> None:
         self._origin = _Origin(url, tls, proxies.of_environment(url))

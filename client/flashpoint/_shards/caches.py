@@ -66,7 +66,7 @@ class ShardedCache(_Lengths):
         return self._rounds.run(self._spread.attention(q, k, v, at, {**keywords}), deadline)
 
     def append(self, k: Array, v: Array, *, layer: int = 0, at: int | None = None, layout: str = "bhsd") -> int:
-        """Write the keys and values of new tokens to a layer."""
+        """Write the keys and values of new tokens to a layer. Return the number of tokens of the layer."""
         return self._rounds.run(self._spread.append(k, v, layer, at, layout))
 
     def fork(self, length: int | None = None) -> ShardedCache:
@@ -74,7 +74,6 @@ class ShardedCache(_Lengths):
         return ShardedCache(self._rounds.run(self._spread.fork(length)), Threads(self._rounds.clients))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedCache:
-        """Return a fork: a cache of its own on the servers."""
         return self.fork()
 
     def truncate(self, length: int) -> None:
@@ -112,7 +111,7 @@ class AsyncShardedCache(_Lengths):
     """Return attention of q over a layer of this cache. Keys and values of new tokens are written first."""
 
     append = asynchronous(ShardedCache.append)
-    """Write the keys and values of new tokens to a layer."""
+    """Write the keys and values of new tokens to a layer. Return the number of tokens of the layer."""
 
     async def fork(self, length: int | None = None) -> AsyncShardedCache:
         """Return a copy of the first `length` tokens, or of all. Both share memory until one of them is written to."""

@@ -2,8 +2,7 @@
 
 The diagonal of query i of a sequence is key i + offset. It sees the keys from i + offset − left to i + offset + right;
 causal attention has right = 0. A `Piece` is a rectangle of queries and keys. Its offset is relative to its own first
-query and first key, as in the option `offset` of a request. `_trimmed` removes rows and columns at the edges of a piece
-that see nothing.
+query and first key, as in the option `offset` of a request.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ class Piece(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Return the numbers of queries and keys."""
         return self.queries[1] - self.queries[0], self.keys[1] - self.keys[0]
 
     def part(self, queries: Range, keys: Range) -> Piece:
@@ -39,19 +37,16 @@ class Piece(NamedTuple):
 
 
 class Band(NamedTuple):
-    """One sequence: its lengths, its diagonal, and how many keys a query sees left and right of the diagonal."""
+    """One sequence."""
 
     q_len: int
     kv_len: int
-    offset: int
-    left: int
+    offset: int  # of the diagonal
+    left: int  # number of keys that a query sees left of the diagonal
     right: int
 
     def pieces(self, query_parts: int, key_parts: int) -> list[Piece]:
-        """Cut the queries into `query_parts` and each part's visible keys into `key_parts`, with equal work.
-
-        Exactly one piece contains each pair of a query and a key that it sees.
-        """
+        """Cut the queries into `query_parts`, and each part's visible keys into `key_parts`, with equal work."""
         pieces = []
         for queries in _equal(self._seen((0, self.q_len), (0, self.kv_len)), query_parts):
             for keys in _equal(self._seen_by(queries), key_parts):

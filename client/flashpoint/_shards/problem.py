@@ -48,10 +48,7 @@ class Problem:
 
     @property
     def on_reference(self) -> bool:
-        """Return whether only the reference backend can compute this problem.
-
-        Its gradients do not use lse, and a merge by lse, which is float32, would round float64 results.
-        """
+        """Return whether only `reference` can compute this: its gradients use no lse, and a merge rounds float64."""
         return self.options.backend == "reference" or not self.spec.features.isdisjoint({"float64", "large_head_dim"})
 
     @property

@@ -40,10 +40,7 @@ class Queries:
 
     @classmethod
     def of(cls, q: Any, keywords: Mapping[str, Any]) -> Queries:
-        """Check and convert the arguments of a call.
-
-        Raises InvalidInputError for arguments that are not valid, and for options that a single server cannot compute.
-        """
+        """Check and convert the arguments of a call. Raises InvalidInputError, also for what no single server knows."""
         given = {name: to_numpy(name, keywords[name]) for name in TAKEN if keywords.get(name) is not None}
         options = checked(AttentionOptions, {name: value for name, value in keywords.items() if name not in TAKEN})
         refused = []

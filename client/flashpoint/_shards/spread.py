@@ -1,10 +1,9 @@
 """A cache over several servers: where its tokens are, and the calls of each operation. This module does no I/O.
 
-Part p holds the tokens [p·span, (p + 1)·span) of every layer. Each part is a separate cache, on server p modulo the
-number of servers. An operation is a generator. It yields rounds of calls, which may run concurrently, receives their
-results, and returns its own result. Every write contains its position (`at`), so that it can be repeated. If a write
-was not answered, the part may hold wrong tokens from that position on. The next operation on the layer first cuts these
-tokens.
+Part p, a cache on server p modulo the number of servers, holds the tokens [p·span, (p + 1)·span) of every layer. An
+operation is a generator: it yields rounds of calls, and receives their results. Every write contains its position
+(`at`), so that it can be repeated. If a write was not answered, the part may hold wrong tokens from that position on:
+the next operation on the layer first cuts them.
 """
 
 from __future__ import annotations

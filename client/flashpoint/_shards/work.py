@@ -1,9 +1,8 @@
 """Assign requests (`Question`) to servers, and assign them again if a server fails. This module does no I/O.
 
-A server gets one question at a time: the longest one that is not assigned. So faster servers answer more questions. If
-a server is full, stopping or gone, its question goes to another server, and the server gets its next question after a
-delay. If a server has not answered after half of its time, an idle server gets the same question; the first answer
-counts.
+A server gets one question at a time: the longest one that is not assigned. If a server is full, stopping or gone, its
+question goes to another server, and it gets its next question after a delay. If a server has not answered after half of
+its time, an idle server gets the same question; the first answer counts.
 """
 
 from __future__ import annotations
@@ -23,36 +22,26 @@ RETRIED = (OverloadedError, ConnectionFailedError)
 
 @dataclass
 class Item:
-    """A question and its state.
-
-    - `failed`: servers that failed to answer it; cleared when all servers have failed.
-    - `serving`: servers that compute it now.
-    - `late`: time of `time.monotonic` from which another server may get the same question.
-    - `failures`: total number of failures.
-    - `server`, `answer`: the first server that answered, and its answer.
-    """
+    """A question and its state."""
 
     question: Question
-    failed: set[int] = field(default_factory=set)
-    serving: set[int] = field(default_factory=set)
-    late: float = math.inf
-    failures: int = 0
-    server: int = -1
+    failed: set[int] = field(default_factory=set)  # servers that failed to answer; cleared when all have failed
+    serving: set[int] = field(default_factory=set)  # servers that compute it now
+    late: float = math.inf  # time of `time.monotonic` from which another server may get the same question
+    failures: int = 0  # on all servers together
+    server: int = -1  # the first that answered
     answer: Any = None
 
 
 class Work:
-    """A round of questions for `servers` servers, until `deadline` (a time of `time.monotonic`, or None).
-
-    A question is given up after (`retries` + 1) · `servers` failures.
-    """
+    """A round of questions for `servers` servers, until `deadline` (a time of `time.monotonic`, or None)."""
 
     def __init__(self, questions: Sequence[Question], servers: int, retries: int, deadline: float | None) -> None:
         self.items = [Item(question) for question in questions]
         self._open = len(self.items)
         self._waiting = sorted(self.items, key=lambda item: -item.question.shard.pairs)
         self._servers = servers
-        self._most = (retries + 1) * servers
+        self._most = (retries + 1) * servers  # failures after which a question is given up
         self._in_a_row = [0] * servers
         self._deadline = deadline
         self._last: Exception | None = None
@@ -75,10 +64,7 @@ class Work:
         return item
 
     def patience(self, server: int) -> float | None:
-        """Return the seconds until `server` may take a question that another server is too slow with.
-
-        Return None if there is no deadline. Raises DeadlineExceededError.
-        """
+        """Return the seconds until `server` may take another server's late question; None without a deadline."""
         left = self.timeout()
         if left is None:
             return None
@@ -90,7 +76,7 @@ class Work:
         return (item for item in self.items if item.answer is None and item.serving and server not in item.serving)
 
     def timeout(self) -> float | None:
-        """Return the seconds left for an attempt; Return None if there is no deadline. Raises DeadlineExceededError."""
+        """Return the seconds left for an attempt; None without a deadline. Raises DeadlineExceededError."""
         if self._deadline is None:
             return None
         left = self._deadline - time.monotonic()
@@ -107,8 +93,7 @@ class Work:
     def failed(self, server: int, item: Item, error: FlashpointError) -> float:
         """Record a failure. Return the seconds to wait before `server` gets a question, at most until the deadline.
 
-        Raises `error` if another server cannot help, or if the question has failed too often. It does not raise if
-        another server has answered the question meanwhile.
+        Raises `error` if another server cannot help, or if the question, not answered meanwhile, failed too often.
         """
         item.serving.remove(server)
         if item.answer is None:

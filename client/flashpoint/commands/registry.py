@@ -1,7 +1,6 @@
 """The table of all commands, the form of their errors, and the hints that say which extra to install.
 
-The table has only names: a command is imported when it runs. The commands need the extra `cli`, and those that serve
-need the extra `server`. This module needs neither extra.
+A command is imported when it runs: it needs an extra, which this module does not.
 """
 
 from __future__ import annotations
@@ -20,40 +19,31 @@ class Command(NamedTuple):
     about: str
 
 
-_SERVING, _JUDGING = "Serve", "Judge and measure, here or at a server"
+_GROUPS = {
+    ("Serve", "flashpoint_server.cli"): {
+        "serve": "Start a server.",
+        "config": "Print the settings in force and where each comes from.",
+        "health": "Ask the server on this host whether it is alive.",
+        "key": "Make an API key and its entry for the file of keys.",
+    },
+    ("Judge and measure, here or at a server", "flashpoint.commands"): {
+        "verify": "Judge attention against float64: a backend's, or your own.",
+        "benchmark": "Time attention over a grid, on each backend.",
+        "reproduce": "Measure here what papers and projects claim.",
+        "capacity": "Predict how long a request takes and what a load needs.",
+        "info": "Show device, versions, backends and the options of each.",
+    },
+}
 COMMANDS = {
-    "serve": Command("flashpoint_server.cli.serve:serve", _SERVING, "Start a server."),
-    "config": Command(
-        "flashpoint_server.cli.config:config", _SERVING, "Print the settings in force and where each comes from."
-    ),
-    "health": Command(
-        "flashpoint_server.cli.health:health", _SERVING, "Ask the server on this host whether it is alive."
-    ),
-    "key": Command("flashpoint_server.cli.key:key", _SERVING, "Make an API key and its entry for the file of keys."),
-    "verify": Command(
-        "flashpoint.commands.verify:verify", _JUDGING, "Judge attention against float64: a backend's, or your own."
-    ),
-    "benchmark": Command(
-        "flashpoint.commands.benchmark:benchmark", _JUDGING, "Time attention over a grid, on each backend."
-    ),
-    "reproduce": Command(
-        "flashpoint.commands.reproduce:reproduce", _JUDGING, "Measure here what papers and projects claim."
-    ),
-    "capacity": Command(
-        "flashpoint.commands.capacity:capacity", _JUDGING, "Predict how long a request takes and what a load needs."
-    ),
-    "info": Command(
-        "flashpoint.commands.info:info", _JUDGING, "Show device, versions, backends and the options of each."
-    ),
+    name: Command(f"{package}.{name}:{name}", group, about)
+    for (group, package), commands in _GROUPS.items()
+    for name, about in commands.items()
 }
 _EXTRAS = {"flashpoint": "cli", "flashpoint_server": "server"}  # the extra that installs the dependencies of a package
 
 
 def missing(error: ModuleNotFoundError, package: str) -> tuple[str, str]:
-    """Return the message and the hint for a missing dependency of `package`.
-
-    Raises `error` if the missing module belongs to `package`: then the package is broken.
-    """
+    """Return the message and the hint for a missing dependency. Raises `error` if `package` itself is broken."""
     if error.name is None or error.name.partition(".")[0] == package:
         raise error
     return f"needs {error.name}, which is not installed", how_to_install(_EXTRAS.get(package, package))

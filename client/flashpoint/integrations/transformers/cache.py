@@ -84,11 +84,8 @@ class RemoteCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens, and the tokens of a forward that did not end. Nothing is sent.
 
-        Args:
-            tokens_to_remove: Minus the number of tokens, as transformers passes it. 0: only an unfinished forward.
-
-        Raises:
-            InvalidInputError: a layer with a sliding window has freed tokens that would be needed.
+        `tokens_to_remove` is minus their number, as transformers passes it; 0 removes only an unfinished forward.
+        Raises InvalidInputError if a layer with a sliding window has freed tokens that would be needed.
         """
         if tokens_to_remove > 0:
             raise invalid("tokens_to_remove", f"is {tokens_to_remove}: give a negative number of tokens")
@@ -112,7 +109,6 @@ class RemoteCache(Cache):
             self.client.delete_caches(caches)
 
     def _distinct(self) -> list[ServerCache]:
-        """Return the server's caches without duplicates."""
         return list(dict.fromkeys(cache for rows in self._caches.values() for cache in rows))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -197,18 +193,11 @@ class RemoteCache(Cache):
     def attention(
         self, update: Update, q: Tensor, mask: Tensor | None, causal: bool, window: int | None, options: dict[str, Any]
     ) -> Tensor:
-        """Return o (B, Hq, Sq, Dv) over all tokens of a layer; the first call of a forward writes the new ones.
+        """Return o (B, Hq, Sq, Dv) of `q` (B, Hq, Sq, D) over all tokens of a layer.
 
-        Args:
-            update: New keys and values of the layer.
-            q: Queries, (B, Hq, Sq, D).
-            mask: (B, 1, Sq, Sk), bool or float; None where `causal` and `window` say all.
-            causal: Causal mask, where there is no mask.
-            window: Number of tokens that a query sees, where there is no mask. None is no bound.
-            options: Options of `Client.attention`.
-
-        Raises:
-            FlashpointError: CacheError where the server has lost the caches; the errors of `flashpoint.errors`.
+        The first call of a forward writes the new keys and values of `update`. `mask` is (B, 1, Sq, Sk), bool or float.
+        Without a mask, `causal` and `window` hold, the number of tokens that a query sees (None is no bound). `options`
+        are those of `Client.attention`. Raises the errors of `flashpoint.errors`: CacheError for a lost cache.
         """
         self._given = None
         try:
@@ -278,10 +267,9 @@ class RemoteCache(Cache):
         return whole.scatter_(2, _spread(step.order, o), o)
 
     def _distinct_sequences(self, update: Update, call: dict[str, Any]) -> tuple[list[int], int]:
-        """Return an index for each sequence, equal for equal sequences, and the number of different sequences.
+        """Return an index for each sequence, equal for equal caches and tensors, and the number of different sequences.
 
-        Sequences are equal if they have the same cache, and the same values in all tensors of the call. Where a call
-        writes different tokens to a cache, the cache is forked first. The first call makes the caches.
+        Where a call writes different tokens to a cache, the cache is forked first. The first call makes the caches.
         """
         sizes, batch = _sizes(update), len(update.k)
         rows: Sequence[ServerCache | None] | None = self._caches.get(sizes) or next(iter(self._caches.values()), None)

@@ -15,17 +15,12 @@ from flashpoint.errors import invalid
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """The tokens that one forward adds to a batch.
-
-    - `valid`: (B, count), true for tokens that are not padding; None if all are.
-    - `gaps`: padding lies between tokens, so their distances in the caches are smaller than the model's.
-    - `hides`: the mask hides tokens that the caches hold.
-    """
+    """The tokens that one forward adds to a batch."""
 
     count: int
-    valid: Tensor | None = None
-    gaps: bool = False
-    hides: bool = False
+    valid: Tensor | None = None  # (B, count), true for tokens that are not padding; None if all are
+    gaps: bool = False  # padding lies between tokens, so their distances in the caches are smaller than the model's
+    hides: bool = False  # the mask hides tokens that the caches hold
 
     @cached_property
     def lengths(self) -> Tensor | None:
@@ -38,7 +33,6 @@ class Step:
         return None if self.valid is None else _first(self.valid)
 
     def last(self, count: int) -> Step:
-        """Return a step with only the last `count` tokens."""
         if count == self.count:
             return self
         return replace(self, count=count, valid=None if self.valid is None else self.valid[:, -count:])
@@ -58,10 +52,9 @@ class History:
         return lengths
 
     def step(self, mask: Tensor | None, count: int) -> Step:
-        """Return the step of a forward over `count` tokens.
+        """Return the step of a forward over `count` tokens. `mask` is (B, length + count), false for padding.
 
-        `mask` is (B, length + count), false for padding. A shorter mask hides the missing positions; None hides
-        nothing. Raises InvalidInputError for a mask that shows tokens that the caches do not hold.
+        A shorter mask hides the missing positions. Raises InvalidInputError for tokens that the caches do not hold.
         """
         whole = self.length + count
         if mask is None or (mask.shape[1] >= whole and bool(mask[:, :whole].all())):
@@ -79,7 +72,6 @@ class History:
         return Step(count, valid, gaps=bool((runs > 1).any()), hides=not torch.equal(before, in_caches))
 
     def after(self, step: Step, batch: int) -> History:
-        """Return the history after a step."""
         some = self.valid if step.valid is None else step.valid
         if some is None:
             return History(self.length + step.count, None, batch)
@@ -88,11 +80,9 @@ class History:
         return History(self.length + step.count, torch.cat((before, new), 1), batch)
 
     def cut(self, length: int) -> History:
-        """Return the history of the first `length` positions."""
         return History(length, None if self.valid is None else _or_none(self.valid[:, :length]), self.batch)
 
     def take(self, rows: Sequence[int]) -> History:
-        """Return the history of the selected sequences."""
         return History(self.length, None if self.valid is None else _or_none(self.valid[list(rows)]), len(rows))
 
     @cached_property
@@ -103,11 +93,11 @@ class History:
 
 @dataclass(frozen=True, eq=False)
 class Forward:
-    """A forward over a batch: the history before it, its step, and the position of its writes in each cache."""
+    """A forward over a batch."""
 
     before: History
     step: Step
-    at: list[int]
+    at: list[int]  # position of its writes in each cache
 
     @cached_property
     def after(self) -> History:

@@ -36,7 +36,7 @@ class Owner(Protocol):
     def attention(
         self, update: Update, q: Tensor, mask: Tensor | None, causal: bool, window: int | None, options: dict[str, Any]
     ) -> Tensor:
-        """See `Update.attention`."""
+        """See `RemoteCache.attention`."""
 
     def drop_forward(self) -> None:
         """Forget the unfinished forward: the next forward writes at the same positions."""
@@ -84,10 +84,7 @@ class Update:
     forward: Forward | None = None
 
     def attention(self, q: Tensor, mask: Tensor | None, causal: bool, window: int | None, **options: Any) -> Tensor:
-        """Return o (B,Hq,Sq,Dv) of q (B,Hq,Sq,D). The first call writes the tokens. Raises FlashpointError.
-
-        `causal` and `window`, the number of tokens that a query sees, apply only without a mask.
-        """
+        """Return o of q, as `RemoteCache.attention` does."""
         return self.cache.attention(self, q, mask, causal, window, options)
 
     def misused(self) -> bool:

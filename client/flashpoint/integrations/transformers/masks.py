@@ -1,8 +1,7 @@
 """Masks of a forward over a `RemoteCache`: options that the server applies, and a tensor only if it is needed.
 
 transformers asks the cache for the sizes of a mask, and passes them to the mask function. One size is a
-`LengthInCache`, by which this function finds the cache. It returns a `HeldMask`, which keeps the padding and makes the
-mask (B,1,Sq,Sk) only when something computes with it.
+`LengthInCache`, by which this function finds the cache.
 """
 
 from __future__ import annotations
@@ -28,16 +27,12 @@ class LengthInCache(int):
 
 
 class HeldMask(Tensor):
-    """A mask of a forward over `cache`. Its tensor is made when something computes with it.
-
-    `plain`: the mask is causal, with a window of `window` tokens (None for no bound) and with `padding`, and hides
-    nothing else. `padding` is (B, Sk), false for padding tokens; None without padding.
-    """
+    """A mask of a forward over `cache`. Its tensor is made when something computes with it."""
 
     cache: object
-    padding: Tensor | None
-    plain: bool
-    window: int | None
+    padding: Tensor | None  # (B, Sk), false for padding tokens
+    plain: bool  # the mask is causal, with this window and padding, and hides nothing else
+    window: int | None  # number of tokens
     _make: Callable[[], Tensor | None]
     _made: Tensor | None
 
@@ -45,7 +40,6 @@ class HeldMask(Tensor):
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Make the tensor of the mask, and compute with it."""
         with torch._C.DisableTorchFunctionSubclass():
             return function(*map(_whole, args), **{name: _whole(value) for name, value in (kwargs or {}).items()})
 
