@@ -11,7 +11,18 @@ import numpy as np
 
 from flashpoint._calls.arrays import Array, pack, unpack
 from flashpoint._calls.keywords import CacheSizes
-from flashpoint._calls.service import DEFAULT, Affinity, Answer, Call, HeldCache, forward, idempotent, is_gone, plain
+from flashpoint._calls.service import (
+    DEFAULT,
+    Affinity,
+    Answer,
+    Call,
+    HeldCache,
+    forward,
+    idempotent,
+    is_gone,
+    lookup,
+    plain,
+)
 from flashpoint.errors import ProtocolError, invalid
 from flashpoint_contract import wire
 from flashpoint_contract.schemas import jsonwire
@@ -63,7 +74,7 @@ def create(shape: Mapping[str, Any], count: int = 1) -> Call:
     affinity = Affinity()
     if isinstance(beside := options.get("beside"), AnyCache):
         options["beside"], affinity = beside.id, beside.affinity
-    return _json_call("POST", "/caches", {**options, "count": count}, affinity, _made(affinity), success=201)
+    return _post("/caches", {**options, "count": count}, affinity, _made(affinity), success=201)
 
 
 def attend(
@@ -97,7 +108,7 @@ def fork(caches: Sequence[AnyCache], lengths: Sequence[int] | None, free: Sequen
     fields: dict[str, Any] = {"caches": [c.id for c in caches], "lengths": None if lengths is None else list(lengths)}
     affinity = caches[0].affinity if caches else Affinity()
     fields["free"] = [c.id for c in free]
-    return _json_call("POST", "/caches/fork", fields, affinity, _made(affinity), success=201)
+    return _post("/caches/fork", fields, affinity, _made(affinity), success=201)
 
 
 def fork_one(cache: AnyCache, length: int | None) -> Call:
@@ -108,25 +119,24 @@ def fork_one(cache: AnyCache, length: int | None) -> Call:
 
 def change(cache: AnyCache, what: str, fields: Mapping[str, Any]) -> Call:
     """Return the call that truncates or renews a cache, as `what` says, and returns its description."""
-    return _json_call("POST", f"/caches/{cache.id}/{what}", fields, cache.affinity, cache._hear)
+    return _post(f"/caches/{cache.id}/{what}", fields, cache.affinity, cache._hear)
 
 
 def look(cache: AnyCache) -> Call:
-    return _json_call("GET", f"/caches/{cache.id}", None, cache.affinity, cache._hear)
+    return lookup(f"/caches/{cache.id}", cache._hear, affinity=cache.affinity)
 
 
 def delete(cache: AnyCache) -> Call:
     """Return the call that deletes a cache. It does nothing if the cache is gone already."""
-    call = _json_call("DELETE", f"/caches/{cache.id}", None, cache.affinity, lambda document: None, success=204)
-    return replace(call, expected="", ignored=is_gone)  # the answer has no body
+    call = lookup(f"/caches/{cache.id}", _nothing, "DELETE", affinity=cache.affinity)
+    return replace(call, expected="", success=204, ignored=is_gone)  # the answer has no body
 
 
 def delete_many(caches: Sequence[AnyCache]) -> Call:
     """Return the call that deletes all of several caches, or none of them."""
     fields = {"caches": [cache.id for cache in caches]}
     affinity = caches[0].affinity if caches else Affinity()
-    call = _json_call("POST", "/caches/delete", fields, affinity, lambda document: None, success=204)
-    return replace(call, expected="")
+    return replace(_post("/caches/delete", fields, affinity, _nothing, success=204), expected="")
 
 
 def tensors(cache: AnyCache, layer: int, like: Array | None) -> Call:
@@ -151,15 +161,16 @@ def _made(affinity: Affinity) -> Callable[[Any], list[Described]]:
     return read
 
 
-def _json_call(
-    method: str, path: str, fields: Mapping[str, Any] | None, affinity: Affinity, read: Callable[[Any], Any],
-    success: int = 200,
-) -> Call:  # fmt: skip
-    headers, parts = {"Accept": jsonwire.MEDIA_TYPE}, tuple[memoryview, ...]()
-    if fields is not None:
-        headers |= {"Content-Type": jsonwire.MEDIA_TYPE, **idempotent()}
-        parts = (memoryview(_document(fields)),)
-    return Call(method, path, jsonwire.MEDIA_TYPE, headers, parts, DEFAULT, read, success=success, affinity=affinity)
+def _nothing(document: Any) -> None:
+    """Ignore an answer without a body."""
+
+
+def _post(
+    path: str, fields: Mapping[str, Any], affinity: Affinity, read: Callable[[Any], Any], success: int = 200
+) -> Call:
+    media = jsonwire.MEDIA_TYPE
+    headers = {"Accept": media, "Content-Type": media, **idempotent()}
+    return Call("POST", path, media, headers, (memoryview(_document(fields)),), DEFAULT, read, success, True, affinity)
 
 
 def _document(fields: Mapping[str, Any]) -> bytes:

@@ -244,11 +244,9 @@ def named(saved: SavedAttention | str | None) -> tuple[str | None, Affinity]:
     return saved, Affinity()
 
 
-def lookup(path: str) -> Call:
-    """Return the call for the JSON object at `path`."""
-    return Call(
-        "GET", path, jsonwire.MEDIA_TYPE, {"Accept": jsonwire.MEDIA_TYPE}, (), DEFAULT, lambda document: document
-    )
+def lookup(path: str, read: Callable[[Any], Any] = lambda document: document, method: str = "GET", **more: Any) -> Call:
+    """Return the call without a body for the JSON object at `path`. `more`: further fields of the call."""
+    return Call(method, path, jsonwire.MEDIA_TYPE, {"Accept": jsonwire.MEDIA_TYPE}, (), DEFAULT, read, **more)
 
 
 def _refuse(keywords: Mapping[str, Any], names: set[str]) -> None:
@@ -312,7 +310,16 @@ def _beside_float64(tensors: Mapping[str, Any], dtypes: Mapping[str, str]) -> It
 
 def call_headers(keywords: dict[str, Any]) -> dict[str, str]:
     """Remove `priority` and `request_id` from `keywords`, and return their headers."""
-    return _priority(keywords.pop("priority", None)) | _request_id(keywords.pop("request_id", None))
+    headers = {}
+    if (priority := keywords.pop("priority", None)) is not None:
+        if type(priority) is not int or not 0 <= priority <= 9:
+            raise invalid("priority", "must be an integer from 0 to 9")
+        headers["X-Priority"] = str(priority)
+    if (name := keywords.pop("request_id", None)) is not None:
+        if not isinstance(name, str) or not name or not (name.isascii() and name.isprintable()):
+            raise invalid("request_id", "must be printable ASCII")
+        headers["X-Request-Id"] = name
+    return headers
 
 
 def checked(model: type[Model], keywords: Mapping[str, Any]) -> Model:
@@ -335,19 +342,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: plain(item) for name, item in value.items()}
     return value
-
-
-def _priority(priority: Any) -> dict[str, str]:
-    if priority is None:
-        return {}
-    if type(priority) is not int or not 0 <= priority <= 9:
-        raise invalid("priority", "must be an integer from 0 to 9")
-    return {"X-Priority": str(priority)}
-
-
-def _request_id(request_id: Any) -> dict[str, str]:
-    if request_id is None:
-        return {}
-    if not isinstance(request_id, str) or not request_id or not (request_id.isascii() and request_id.isprintable()):
-        raise invalid("request_id", "must be printable ASCII")
-    return {"X-Request-Id": request_id}

@@ -11,7 +11,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from flashpoint._calls.arrays import Array
 from flashpoint._calls.results import BenchmarkJob, VerifyReport
-from flashpoint._calls.service import DEFAULT, Call, Model, call_headers, checked, message
+from flashpoint._calls.service import DEFAULT, Call, Model, call_headers, checked, lookup, message
 from flashpoint.errors import ConnectionFailedError, ProtocolError, from_problem, invalid
 from flashpoint_contract import sse, wire
 from flashpoint_contract.schemas import jsonwire
@@ -112,8 +112,7 @@ def submit(keywords: Mapping[str, Any]) -> Call:
 
 def job(method: str, id: str) -> Call:
     """Return the call that gets a job (`method` GET) or cancels it (DELETE) and returns its BenchmarkJob."""
-    headers = {"Accept": jsonwire.MEDIA_TYPE}
-    return Call(method, f"/benchmark/{id}", jsonwire.MEDIA_TYPE, headers, (), DEFAULT, _reads(BenchmarkJob))
+    return lookup(f"/benchmark/{id}", _reads(BenchmarkJob), method)
 
 
 def _document(model: BaseModel) -> tuple[memoryview, ...]:

@@ -126,7 +126,7 @@ class Exchange:
         method, url, body = self.call.method, _target(http.base_url, self.call.path), Body(self)
         self._url = url
         if http.cookies:  # a balancer sets cookies
-            headers["Cookie"] = _cookies(http, url)
+            headers["Cookie"] = httpx.Request("GET", url, cookies=http.cookies).headers.get("cookie", "")
         merged = [(b"Host", url.netloc), *_merged(http.headers.raw, headers)]
         request = httpx.Request(method, url, headers=merged, stream=body, extensions=extensions)
         self._timeouts = request.extensions["timeout"]
@@ -252,11 +252,6 @@ def _merged(defaults: Iterable[tuple[bytes, bytes]], headers: Mapping[str, str])
     encoded = {name.lower(): (name.encode("ascii"), value.encode("utf-8")) for name, value in headers.items()}
     yield from (one for one in defaults if one[0].lower().decode("ascii") not in encoded)
     yield from encoded.values()
-
-
-def _cookies(http: httpx.Client | httpx.AsyncClient, url: httpx.URL) -> str:
-    cookies: str = httpx.Request("GET", url, cookies=http.cookies).headers.get("cookie", "")
-    return cookies
 
 
 def backoff(failures: int) -> float:

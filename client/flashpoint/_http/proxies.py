@@ -44,10 +44,6 @@ class Proxy:
     password: str = field(default="", repr=False)
 
     @property
-    def secure(self) -> bool:
-        return self.scheme == "https"
-
-    @property
     def forwards(self) -> bool:
         """Return whether this is an HTTP proxy, which can also forward requests without a tunnel."""
         return self.scheme in PORTS

@@ -63,7 +63,7 @@ class _Origin:
     def _route(self) -> Target:
         """Return the `Target` of the server. The system's certificates are loaded for the first connection."""
         if self._known is None:
-            nested = self._proxy is not None and self._proxy.secure
+            nested = self._proxy is not None and self._proxy.scheme == "https"
             try:
                 tls = (self._tls or httpx.create_ssl_context()) if self._secure else None
                 proxy_tls = httpx.create_ssl_context() if nested else None

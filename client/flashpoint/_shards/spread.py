@@ -94,8 +94,8 @@ class Spread:
         self._unsure: set[tuple[int, int]] = set()  # (part, layer) of each write that was not answered
         self._dtype = np.dtype(np.float32)  # dtype of the tokens written last
 
-    def server(self, part: int) -> int:
-        return part % len(self.urls)
+    def _to(self, part: int, call: Call) -> PartCall:
+        return PartCall(part % len(self.urls), call)
 
     def grow(self, tokens: int) -> Steps[None]:
         """Make the missing parts for this number of tokens. Make at least one part."""
@@ -105,7 +105,7 @@ class Spread:
 
     def _make(self, calls: Mapping[int, Call]) -> Steps[list[AnyCache]]:
         """Make the caches of parts. After an error, delete the caches that were made, and raise the error."""
-        results = yield Round([PartCall(self.server(part), call) for part, call in calls.items()], whole=True)
+        results = yield Round([self._to(part, call) for part, call in calls.items()], whole=True)
         by_part = dict(zip(calls, results, strict=True))
         made = {part: AnyCache(result[0]) for part, result in by_part.items() if not _is_error(result)}
         if len(made) < len(results):
@@ -125,7 +125,7 @@ class Spread:
 
     def _cut(self, part: int, layer: int, length: int) -> PartCall:
         k, v = (np.zeros((heads, 0, dim), self._dtype) for heads, dim in self._sizes(layer))
-        return PartCall(self.server(part), cache_calls.append(self.parts[part], k, v, layer, length, "bhsd"))
+        return self._to(part, cache_calls.append(self.parts[part], k, v, layer, length, "bhsd"))
 
     def _sizes(self, layer: int) -> list[tuple[int, int]]:
         """Return (heads, dimension) of k, and of v."""
@@ -165,8 +165,8 @@ class Spread:
             first = part * span
             start, stop = max(place, first), min(behind, first + span)
             if start < stop:
-                k, v = tokens.between(start - place, stop - place)
-                asks[part] = PartCall(self.server(part), cache_calls.append(cache, k, v, layer, start - first, "bhsd"))
+                k, v = (t[:, start - place : stop - place] for t in (tokens.k, tokens.v))
+                asks[part] = self._to(part, cache_calls.append(cache, k, v, layer, start - first, "bhsd"))
             elif self._tokens_of(part, layer) > max(0, behind - first):
                 asks[part] = self._cut(part, layer, max(0, behind - first))
         yield from self._writing(layer, place, asks)
@@ -233,11 +233,11 @@ class Spread:
         if tokens is not None:
             k, v = tokens.in_layout(question.call.options.layout)
             given["at"] = [at]
-        return PartCall(self.server(question.place), service.forward(question.q, k, v, given))
+        return self._to(question.place, service.forward(question.q, k, v, given))
 
     def _part(self, question: SpanQuestion, meta: Meta) -> Part:
         """Return the `Part` of an answer. Raises ProtocolError if the part's length is wrong."""
-        url, (first, behind) = self.urls[self.server(question.place)], question.keys
+        url, (first, behind) = self.urls[question.place % len(self.urls)], question.keys
         if meta.lengths != (behind - first,):
             tokens = f"{meta.lengths} tokens, not {behind - first}"
             raise ProtocolError(f"{url}: the cache has {tokens}: another client wrote")
@@ -249,7 +249,7 @@ class Spread:
         place = length - (parts - 1) * self.span
         if any(self._tokens_of(parts - 1, layer) > place for layer in range(len(self.lengths))):
             cut = cache_calls.change(self.parts[parts - 1], "truncate", {"length": place})
-            yield Round([PartCall(self.server(parts - 1), cut)])
+            yield Round([self._to(parts - 1, cut)])
         self.lengths = [min(before, length) for before in self.lengths]
         self._unsure = {(part, layer) for part, layer in self._unsure if part < parts}
         gone, self.parts = self.parts[parts:], self.parts[:parts]
@@ -278,9 +278,7 @@ class Spread:
 
     def renew(self) -> Steps[None]:
         """Start the time to live of every part again."""
-        yield Round(
-            [PartCall(self.server(n), cache_calls.change(cache, "renew", {})) for n, cache in enumerate(self.parts)]
-        )
+        yield Round([self._to(n, cache_calls.change(cache, "renew", {})) for n, cache in enumerate(self.parts)])
 
     def delete(self) -> Steps[None]:
         """Delete every part. Raises the error of a server that could not be reached."""
@@ -288,7 +286,7 @@ class Spread:
 
     def _free(self, parts: Iterable[tuple[int, AnyCache]]) -> Steps[None]:
         """Delete caches on all servers. Afterwards raise the first error; a cache that is gone already is none."""
-        calls = [PartCall(self.server(part), cache_calls.delete(cache)) for part, cache in parts]
+        calls = [self._to(part, cache_calls.delete(cache)) for part, cache in parts]
         for error in filter(_is_error, (yield Round(calls, whole=True))):
             raise error
 
@@ -329,9 +327,6 @@ class _Tokens:
     @property
     def count(self) -> int:
         return int(self.k.shape[1])
-
-    def between(self, start: int, stop: int) -> tuple[Numbers, Numbers]:
-        return self.k[:, start:stop], self.v[:, start:stop]
 
     def in_layout(self, layout: str) -> tuple[Numbers, Numbers]:
         """Return k and v with four dimensions, in `layout`."""

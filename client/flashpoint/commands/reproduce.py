@@ -5,8 +5,7 @@ from __future__ import annotations
 import datetime
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +28,6 @@ EXAMPLES = """
   flashpoint reproduce --json reproduced.json --plots pictures
 """
 _STYLES = {"PASS": "green", "FAIL": "bold red"}
-Event = dict[str, Any]
 
 
 @examples(EXAMPLES)
@@ -69,16 +67,23 @@ def reproduce(
     return WRONG if any(claim["verdict"] == "FAIL" for claim in results["claims"]) else RIGHT
 
 
-def _watched(events: Iterator[Event]) -> tuple[dict[str, Any], bool]:
-    """Return the results, and whether Ctrl-C ended the events early. The results so far are kept."""
+def _watched(events: Iterator[dict[str, Any]]) -> tuple[dict[str, Any], bool]:
+    """Show progress on stderr. Return the results so far, and whether Ctrl-C ended the events early."""
     interrupted = False
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     results: dict[str, Any] = {"environment": {"date": now}, "claims": [], "rows": []}
-    with _progress() as show:
+    with running.progress_bar() as (update, is_terminal):
+        name = ""
         try:
             for event in events:
-                show(event)
-                if event["type"] == "environment":
+                if event["type"] == "claim":
+                    name = event["name"]
+                    update(completed=event["number"] - 1, total=event["total"], description=name)
+                    if not is_terminal:
+                        print(f"{event['number']}/{event['total']} {name}", file=sys.stderr)
+                elif event["type"] == "progress":
+                    update(description=f"{name}: {event['what']}")
+                elif event["type"] == "environment":
                     results["environment"] |= event["environment"]
                 elif event["type"] == "row":
                     results["rows"].append(event["row"])
@@ -88,25 +93,6 @@ def _watched(events: Iterator[Event]) -> tuple[dict[str, Any], bool]:
             interrupted = True
             print("flashpoint reproduce: ended early", file=sys.stderr)
     return results, interrupted
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[Event], None]]:
-    """Yield a function that shows progress on stderr: a bar in a terminal, otherwise one line for each claim."""
-    with running.progress_bar() as (update, is_terminal):
-        name = ""
-
-        def show(event: Event) -> None:
-            nonlocal name
-            if event["type"] == "claim":
-                name = event["name"]
-                update(completed=event["number"] - 1, total=event["total"], description=name)
-                if not is_terminal:
-                    print(f"{event['number']}/{event['total']} {name}", file=sys.stderr)
-            elif event["type"] == "progress":
-                update(description=f"{name}: {event['what']}")
-
-        yield show
 
 
 def _show(claims: Sequence[dict[str, Any]], show: Console) -> None:
