@@ -53,10 +53,7 @@ def save_case(path: str | PathLike[str], *, q: Array, k: Array, v: Array, o: Arr
 
 
 def read_case(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the tensors of a safetensors file as numpy arrays, and the options of its metadata.
-
-    Raises InvalidInputError if it is not a safetensors file, or has no q, k and v.
-    """
+    """Return the numpy arrays and the options of a safetensors file. Raises InvalidInputError if it is no case."""
     buffer = np.fromfile(path, np.uint8)
     try:
         size = wire.head_size(buffer[:8].data)

@@ -62,14 +62,11 @@ class Flag:
 
 @dataclass(frozen=True)
 class Number:
-    """A number in the range of float32, in which kernels compute; `optional` allows None.
-
-    `normal`: a nonzero number must be normal in float32. `below`: an exclusive upper bound.
-    """
+    """A number in the range of float32, in which kernels compute; `optional` allows None."""
 
     least: float = -LARGEST_FLOAT32
-    below: float | None = None
-    normal: bool = False
+    below: float | None = None  # exclusive
+    normal: bool = False  # a nonzero number must be normal in float32
     optional: bool = False
     message: str = "must be a number within float32's range"
 
@@ -147,33 +144,24 @@ def is_integer(value: Any) -> bool:
 
 
 class Feature(NamedTuple):
-    """A feature that a problem may need from a backend: the feature's name in `/info`, and its name in errors.
+    """A feature that a problem may need from a backend."""
 
-    `level` is the lowest variant of a kernel that has it (see `Spec.level`). `per_score`: the feature costs time for
-    each score.
-    """
-
-    name: str
-    said: str = ""
-    level: int = 0
-    per_score: bool = False
+    name: str  # in `/info`
+    said: str = ""  # in errors
+    level: int = 0  # the lowest variant of a kernel that has it (see `Spec.level`)
+    per_score: bool = False  # the feature costs time for each score
 
 
 class Option(NamedTuple):
-    """One row of the table `OPTIONS`.
-
-    `example` is a value that is not the default. The option needs `feature` if its value is `when`; if `when` is None,
-    then if its value is not the default. `direction` is the only call (forward or backward) with the option; None means
-    both. `refused` maps the surfaces that refuse the option to the reasons.
-    """
+    """One row of the table `OPTIONS`."""
 
     kind: Kind
     text: str
-    example: Any
-    feature: Feature | None = None
+    example: Any  # a value that is not the default
+    feature: Feature | None = None  # needed if the value is `when`, or without `when`, if it is not the default
     when: Any = None
-    direction: Direction | None = None
-    refused: Mapping[str, str] = MappingProxyType({})
+    direction: Direction | None = None  # the only call with the option; None means both
+    refused: Mapping[str, str] = MappingProxyType({})  # the surfaces that refuse the option, and the reasons
     name: str = ""
     default: Any = None
 

@@ -108,9 +108,7 @@ class Spec:
 
     @cached_property
     def window(self) -> tuple[int, int]:
-        """(left, right) bounds of j − (i + offset), including causality: a problem is causal if its right bound is <=
-        0.
-        """
+        """(left, right) bounds of j − (i + offset). A problem is causal if its right bound is <= 0."""
         left, right = (UNBOUNDED if w < 0 else w for w in self.options.window)
         return left, min(right, 0) if self.options.causal else right
 
@@ -194,8 +192,7 @@ class Spec:
     def causal_square(self) -> bool:
         """Whether at most half of all (query, key) pairs are visible.
 
-        False for packed queries with pages of keys: each query may see all keys that a sequence may have; and with
-        `offset`, whose numbers a spec does not know.
+        False for packed queries with pages of keys, and with `offset`: a spec does not know their numbers.
         """
         square = self.options.causal and self.q_len == self.kv_len
         return square and not (self.ragged and self.paged) and not self.has("offset")
@@ -233,11 +230,7 @@ class Spec:
         return sum(math.prod(max(n, 1) for n in t.shape) * ITEMSIZE[t.dtype] for t in tensors)
 
     def rows(self, index: Mapping[str, Any]) -> tuple[Row, ...]:
-        """Return the table of sequences from the values of the index tensors: `q_lengths`, `kv_lengths`, `cu_seqlens_*`
-        and `offset`, which may be one number.
-
-        Raises ProblemError if the values do not fit the shapes.
-        """
+        """Return the table of sequences from the values of the index tensors. Raises ProblemError."""
         return self._rows_of(index) if index else self._whole_rows
 
     @cached_property
@@ -336,10 +329,7 @@ def _plan(named: tuple[tuple[str, TensorInfo], ...], options: Options, direction
 
 
 def _grown(named: tuple[tuple[str, TensorInfo], ...], options: Options, direction: Direction) -> Spec | None:
-    """Return the problem, derived from the same one with one key; None if the number of keys changes more than sizes.
-
-    In a loop that adds a key in each call, every call has a new number of keys, but all share the problem with one.
-    """
+    """Return the problem from the same one with one key, which calls of a growing loop share; None if that differs."""
     tensors = dict(named)
     k, v = tensors.get("k"), tensors.get("v")
     if direction == "backward" or k is None or v is None or not _ANY_LENGTH.issuperset(tensors):

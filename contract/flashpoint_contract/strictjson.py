@@ -31,8 +31,7 @@ def written(number: float) -> float | str:
 
 
 def loads(text: bytes | str, *, words: bool = False) -> Any:
-    """Return the value of `text`. Raises ValueError for everything that is not strict UTF-8 JSON, at any depth and
-    length.
+    """Return the value of `text`. Raises ValueError for everything that is not strict UTF-8 JSON, at any depth.
 
     With `words`, the literals NaN, Infinity and -Infinity, which Python's json module writes, become strings.
     """

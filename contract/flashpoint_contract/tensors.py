@@ -44,37 +44,24 @@ class TensorInfo(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """One row of the table of tensors.
-
-    - `axes`: the axes in layout `bhsd`, for q of four dimensions.
-    - `like_q`: the tensor has q's dtype, which is one of `dtypes`, or one of `quantized`.
-    - `direction`: "backward" for tensors of the gradient call only. `forward_only`: the gradient call does not accept
-      it.
-    - `gradient`: the tensor has a gradient of the same shape and dtype.
-    - `scale_of`: it is the scale of that tensor: one number, a number for each key/value head (and sequence), or a
-      number for each row. `axes` are those of the last form.
-    - `broadcast`: axes that may be 1, and that may be missing at the front.
-    - `shared`: the first axis may be missing; the tensor is then shared along it.
-    - `features`: the feature that a backend needs for the tensor, by dtype; "" means any dtype.
-    - `refused`: as in `options.Option`.
-    """
+    """One row of the table of tensors."""
 
     name: str
-    axes: tuple[str, ...]
+    axes: tuple[str, ...]  # in layout `bhsd`, for q of four dimensions
     text: str
     dtypes: tuple[str, ...] = FLOATS
-    like_q: bool = False
+    like_q: bool = False  # the tensor has q's dtype, which is one of `dtypes`, or one of `quantized`
     quantized: tuple[str, ...] = ()
-    direction: Direction = "forward"
-    forward_only: bool = False
+    direction: Direction = "forward"  # "backward" for tensors of the gradient call only
+    forward_only: bool = False  # the gradient call does not accept it
     required: bool = False
-    gradient: bool = False
-    broadcast: tuple[str, ...] = ()
-    shared: bool = False
-    scale_of: str = ""
+    gradient: bool = False  # the tensor has a gradient of the same shape and dtype
+    broadcast: tuple[str, ...] = ()  # axes that may be 1, and that may be missing at the front
+    shared: bool = False  # the first axis may be missing; the tensor is then shared along it
+    scale_of: str = ""  # the tensor that it scales, by one number, or one for each head (and sequence) or row of `axes`
     layouts: tuple[str, ...] = LAYOUTS
-    features: tuple[tuple[str, Feature], ...] = ()
-    refused: Mapping[str, str] = MappingProxyType({})
+    features: tuple[tuple[str, Feature], ...] = ()  # that a backend needs for the tensor, by dtype; "" means any dtype
+    refused: Mapping[str, str] = MappingProxyType({})  # as in `options.Option`
 
     @property
     def is_index(self) -> bool:
@@ -131,10 +118,7 @@ class Tensor(NamedTuple):
         return tuple(axes)
 
     def shape(self, sizes: Mapping[str, int], layout: str, rank: int) -> tuple[int, ...]:
-        """Return the tensor's largest shape for q of `rank` dimensions, from the sizes of the axes.
-
-        The sizes contain "page_size" if the problem has pages.
-        """
+        """Return the tensor's largest shape for q of `rank` dimensions. With pages, `sizes` has "page_size"."""
         return tuple(sizes[axis] for axis in self.axes_in(layout, rank, paged="page_size" in sizes))
 
     def smallest_shape(self, sizes: Mapping[str, int], layout: str, rank: int) -> tuple[int, ...]:

@@ -1,7 +1,4 @@
-"""Convert numpy arrays and torch tensors to bytes and back, without a copy where the memory layout allows it.
-
-The module imports torch only for torch tensors: a caller who passes one has already imported torch.
-"""
+"""Convert numpy arrays and torch tensors to bytes and back, without a copy where the memory layout allows it."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ class Packed(NamedTuple):
 
 
 def is_torch(value: object) -> bool:
-    torch = sys.modules.get("torch")
+    torch = sys.modules.get("torch")  # a caller who passes a tensor has imported torch
     return torch is not None and isinstance(value, torch.Tensor)
 
 

@@ -1,8 +1,4 @@
-"""The keywords of the clients' calls. The `Args:` of a class describe its keywords in all calls that take them.
-
-`flashpoint_contract.wording.docstrings` adds these entries to the docstrings, and describes options and optional
-tensors.
-"""
+"""The keywords of the clients' calls. `wording.docstrings` adds the `Args:` of a class to the calls that take them."""
 
 from __future__ import annotations
 
@@ -302,9 +298,8 @@ class Parts(TypedDict, total=False):
     """How a sharded call is cut.
 
     Args:
-        parts: (r, c): cut every sequence's queries into r parts and its keys into c. Parts beyond the number of clients
-            wait for the first that is free, so more parts need less memory of each server. Default: None, as many parts
-            as clients, cut so that the fewest bytes are sent.
+        parts: (r, c): cut every sequence's queries into r parts and its keys into c. More parts than clients need less
+            memory of each server. Default: None, as many parts as clients, cut so that the fewest bytes are sent.
     """
 
     parts: tuple[int, int] | None

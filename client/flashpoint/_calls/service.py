@@ -99,13 +99,13 @@ class Answer:
 
 
 class Reader(Protocol):
-    """The interface of an object that parses an answer while its bytes arrive: see flashpoint._http.readers."""
+    """Parses an answer while its bytes arrive."""
 
-    def space(self) -> memoryview: ...
+    def space(self) -> memoryview: ...  # memory for the next bytes
 
-    def filled(self, count: int) -> None: ...
+    def filled(self, count: int) -> None: ...  # takes the number of bytes in `space`
 
-    def finish(self) -> Any: ...
+    def finish(self) -> Any: ...  # returns the parsed answer
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""The methods `attention` and `attention_grad` of both clients, with an overload for each type of result.
-
-The results have the type of q, `A`: numpy arrays give numpy arrays, torch tensors give torch tensors.
-"""
+"""The methods `attention` and `attention_grad` of both clients, with an overload for each type of result."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from flashpoint.meta import Meta
 if TYPE_CHECKING:
     import torch
 
-A = TypeVar("A", NDArray[Any], "torch.Tensor")
+A = TypeVar("A", NDArray[Any], "torch.Tensor")  # results have the type of q
 
 
 class Attending:

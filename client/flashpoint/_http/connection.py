@@ -1,7 +1,4 @@
-"""A connection to the server. Its methods are generators that never block: they yield the events to wait for.
-
-`drive` runs these steps, in a thread or in asyncio. Both send and receive the same bytes.
-"""
+"""A connection to the server. Its methods are generators that yield the events to wait for: steps for `drive`."""
 
 from __future__ import annotations
 

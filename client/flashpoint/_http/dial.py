@@ -1,7 +1,4 @@
-"""Find the addresses of a host, and connect to the first that answers (Happy Eyeballs, RFC 8305).
-
-Both are generators that `drive` runs, so that a call's deadline applies to them in a thread and in asyncio.
-"""
+"""Find the addresses of a host, and connect to the first that answers (Happy Eyeballs, RFC 8305): steps for `drive`."""
 
 from __future__ import annotations
 

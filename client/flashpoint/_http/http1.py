@@ -37,9 +37,8 @@ def packets(head: bytes, parts: Iterable[memoryview]) -> Iterator[memoryview]:
 class Reply:
     """The answer to `request`: pass bytes to `receive` until it has `begun`, then `take` its body until it is `done`.
 
-    `left` is the number of body bytes still to come, for a body of known length. The caller may read them from the
-    socket into their final place, and subtracts them from `left`. For other bodies `left` is None, and all bytes go
-    through `receive`. `proxy` is the proxy that forwards the request, if any. Raises httpx's protocol errors.
+    The caller may read the `left` bytes of a body of known length into their final place, and subtracts them from
+    `left`. `proxy` is the proxy that forwards the request, if any. Raises httpx's protocol errors.
     """
 
     def __init__(self, request: httpx.Request, proxy: Proxy | None = None) -> None:
@@ -50,7 +49,7 @@ class Reply:
         self._arrived = bytearray()
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
-        self.left: int | None = None
+        self.left: int | None = None  # bytes still to come; None if the body's length is not known
         target, headers = request.url.raw_path, request.headers.raw
         if proxy is not None:
             target, headers = b"http://" + request.url.netloc + target, [*headers, *proxy.headers]

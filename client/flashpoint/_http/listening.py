@@ -1,8 +1,6 @@
 """Receive the events of a benchmark, and connect again if a connection breaks. This module does no I/O.
 
-`Client` and `AsyncClient` drive a `Listening` like an `Exchange`. They repeat attempts until it has `ended`:
-
-    request → begin → (space → filled → events) … → finish      or      failed → how long to sleep
+request → begin → (space → filled → events) … → finish      or      failed → how long to sleep
 """
 
 from __future__ import annotations

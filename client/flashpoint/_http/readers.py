@@ -1,7 +1,4 @@
-"""Parse an answer while its bytes arrive: a JSON object, or a message of tensors. This module does no I/O.
-
-`space` returns the memory for the next bytes, `filled` takes their number, and `finish` returns the parsed answer.
-"""
+"""Parse an answer while its bytes arrive: a JSON object, or a message of tensors. This module does no I/O."""
 
 from __future__ import annotations
 

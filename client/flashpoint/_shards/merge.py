@@ -7,9 +7,8 @@ rescaling between servers (Flash-Decoding, Dao et al. 2023):
 
 A sink is one more term of the first sum.
 
-The backward sends each shard o and lse of the whole problem. With these, its gradients are exact parts of the whole
-(FlashAttention-2, Algorithm 2: P = exp(S − lse), dS = P ∘ (dP − rowsum(do ∘ o) + dlse)). dq is the sum over the shards
-of a query; dk and dv are the sums over the shards of a key.
+The backward sends each shard o and lse of the whole problem, so its gradients are exact parts of the whole, which are
+summed (FlashAttention-2, Algorithm 2: P = exp(S − lse), dS = P ∘ (dP − rowsum(do ∘ o) + dlse)).
 """
 
 from __future__ import annotations

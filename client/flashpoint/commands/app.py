@@ -1,7 +1,6 @@
 """The Typer application: all commands, their help, and the common form of their errors.
 
-A command is a function with annotations for Typer. Its module is imported only to run it, to show its help or to
-complete its arguments. It returns an exit code, or None for 0.
+A command is a function with annotations for Typer, which returns an exit code, or None for 0.
 """
 
 from __future__ import annotations

@@ -156,10 +156,7 @@ def _shapes(
 def _watched(
     job: BenchmarkJob, events: Iterator[BenchmarkEvent], run: BenchmarkRun | None = None
 ) -> tuple[BenchmarkJob, bool]:
-    """Show a progress bar while events arrive. Return the final job, and whether Ctrl-C ended it.
-
-    Ctrl-C cancels the job, which keeps the finished rows.
-    """
+    """Show progress while events arrive. Return the final job, and whether Ctrl-C cancelled it after some rows."""
     interrupted = False
     job = job.model_copy(update={"rows": (), "errors": ()})  # the events contain all rows and errors
     with _progress() as show:

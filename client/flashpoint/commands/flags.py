@@ -17,10 +17,7 @@ from flashpoint_contract.options import LAYOUTS, OPTIONS, Flag, Integer, Kind, N
 
 
 def takes_options(command: Callable[..., int], **others: Any) -> Callable[..., int]:
-    """Add a flag for each option to `command`. It receives the options that were given in its keyword `options`.
-
-    `others`: flags that replace the table's flags, by option name.
-    """
+    """Add a flag for each option, or the one in `others`, to `command`: its keyword `options` gets those given."""
     hints = typing.get_type_hints(command, include_extras=True)
     parameters = [
         each.replace(annotation=hints[each.name])

@@ -96,8 +96,7 @@ def words(choices: Callable[[], Sequence[str]]) -> dict[str, Any]:
 def server_of(url: str | None, alone: Mapping[str, Any] = MappingProxyType({}), reason: str = "") -> str | None:
     """Return the URL of the server to ask, from --url or FLASHPOINT_URL; None, also for an empty URL, is this machine.
 
-    `alone`: the values of options that --url excludes; `reason` says why. With one of these options FLASHPOINT_URL is
-    ignored, and --url raises BadParameter.
+    With one of the options `alone`, FLASHPOINT_URL is ignored, and --url raises BadParameter with the `reason`.
     """
     excluded = [flag for flag, value in alone.items() if value is not None]
     if not url or not excluded:
@@ -110,7 +109,7 @@ def server_of(url: str | None, alone: Mapping[str, Any] = MappingProxyType({}), 
 def local(name: str, *, served: bool = True) -> Callable[..., Any]:
     """Return the function that does `name` on this machine. Raises CommandError if a package is missing.
 
-    `served`: the command can also ask a server. The function raises ProblemError for what is not valid.
+    The function raises ProblemError. `served`: the command can also ask a server.
     """
     try:
         (registered,) = entry_points(group="flashpoint.local", name=name)
@@ -147,11 +146,7 @@ def make_folder(option: str, path: Path) -> None:
 
 
 def picture_format(json_file: Path | None, plot: Path | None) -> Any:
-    """Check that both files can be written, and return the format of `plot`, svg or png, by its name.
-
-    Raises InvalidInputError for a file that cannot be written, BadParameter for another format, and CommandError if
-    matplotlib is not installed.
-    """
+    """Check that both files can be written, and matplotlib imported. Return the format of `plot`, svg or png."""
     check_file("--json", json_file)
     check_file("--plot", plot)
     if plot is None:
@@ -183,10 +178,7 @@ def progress_bar(text: str = "starting", *, counted: bool = True) -> Iterator[tu
 
 @contextmanager
 def working(what: str) -> Iterator[Callable[[VerifyProgress], None] | None]:
-    """Yield a function that shows the progress of a verification; None if stderr is not a terminal.
-
-    The progress bar shows the text `what` until the verification begins.
-    """
+    """Yield a function that shows the progress of a verification, at first `what`; None without a terminal."""
     with progress_bar(what) as (update, is_terminal):
 
         def show(at: VerifyProgress) -> None:

@@ -1,7 +1,4 @@
-"""Draw a benchmark or a verification as an SVG or PNG picture, for light or dark pages.
-
-Needs matplotlib, the extra `plot`.
-"""
+"""Draw a benchmark or a verification as an SVG or PNG picture, for light or dark pages. Needs the extra `plot`."""
 
 from __future__ import annotations
 
@@ -34,9 +31,8 @@ def plot_benchmark(job: BenchmarkJob, kind: Kind, format: Format = "svg", theme:
     - `speedup`: bars, the speed-up over the plain formula.
     - `roofline`: the rows under the roofs of the measured peaks.
 
-    The caller's own kernel is the boldest line, with the name of its function, `environment["kernel"]`. Rows that
-    differ in more than their length, such as forward and backward, have separate panels. Raises ValueError if no
-    row has the figures of the picture.
+    Rows that differ in more than their length, such as forward and backward, have separate panels. Raises ValueError if
+    no row has the figures of the picture.
     """
     return style.saved(lambda: benchmark_figure(job, kind), format, theme)
 

@@ -35,10 +35,7 @@ class Quantity:
 
 
 def quantity(what: Quantity, rows: Rows, subtitle: str, kernel_name: str = style.OWN) -> Figure:
-    """Return a figure of `what` for all rows. A panel with a single length has one bar for each backend.
-
-    `kernel_name` is the name of the caller's kernel.
-    """
+    """Return a figure of `what` for all rows. A panel with a single length has one bar for each backend."""
     by_family = families(rows)
     over_lengths = [row for family, members in by_family.items() if not family.length for row in members]
     figure, axes = style.panels(

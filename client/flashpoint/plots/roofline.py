@@ -33,9 +33,7 @@ Boxes = NDArray[np.float64]  # rows of (left, bottom, right, top) in pixels
 def roofline(rows: Rows, peaks: Peaks, subtitle: str, kernel_name: str = style.OWN) -> Figure:
     """Return a figure with a panel for each family, and in it a line for each backend through its lengths.
 
-    The points have labels with their lengths if there are several. `peaks`, by dtype: the measured `tflops` and
-    `gb_per_s`, and `sheet_tflops` and `sheet_gb_per_s` if a data sheet is known. `kernel_name` is the name of the
-    caller's kernel.
+    `peaks`, by dtype: the measured `tflops` and `gb_per_s`, and those of the data sheet (`sheet_…`) if it is known.
     """
     by_family = families(rows)
     legend = [
@@ -60,7 +58,6 @@ def roofline(rows: Rows, peaks: Peaks, subtitle: str, kernel_name: str = style.O
 
 
 def _roofs(rows: Rows, peaks: Peaks) -> Iterator[str]:
-    """Yield texts for the legend that describe the lines of the roofs."""
     for dtype in dict.fromkeys(row.dtype for row in rows):
         peak = peaks[dtype]
         yield f"{dtype}, as measured: {style.si(peak['tflops'])} TFLOP/s, {style.si(peak['gb_per_s'])} GB/s"
@@ -140,10 +137,7 @@ def _ends_first(rows: Rows) -> list[BenchmarkRow]:
 def _place(
     ax: Axes, at: tuple[float, float], text: str, taken: Boxes, colour: str, places: Sequence[tuple[int, int, int]]
 ) -> Boxes:
-    """Write `text` at the first of `places` where it covers nothing. If there is none, do not write it.
-
-    Return `taken`, with the box of the text.
-    """
+    """Write `text` at the first of `places` where it covers nothing, if any. Return `taken`, with the text's box."""
     label = ax.annotate(text, at, xytext=(0, 0), textcoords="offset points", fontsize=7.5, color=colour)
     label.set_in_layout(False)
     extent, point, pixels = label.get_window_extent(), ax.transData.transform(at), _pixels(ax)

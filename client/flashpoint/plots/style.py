@@ -140,10 +140,7 @@ def panels(
     title: str, subtitle: str, count: int, legend: Sequence[Artist] = (), *, columns: int | None = None,
     panel: tuple[float, float] | None = None, keys: int | None = None,
 ) -> tuple[Figure, list[Axes]]:  # fmt: skip
-    """Return a figure with `count` axes in rows, with its title above and its legend below; and the axes.
-
-    `panel`: width and height of an axes with its labels, in inches. `keys`: entries in a row of the legend.
-    """
+    """Return a figure and its `count` axes. `panel`: inches of one. `keys`: entries in a row of the legend."""
     columns = columns or {1: 1, 2: 2, 4: 2, 6: 2}.get(count, 4 if count % 4 == 0 else 3)
     rows = math.ceil(count / columns)
     wide, high = panel or ({1: 6.4, 2: 4.8}.get(columns, 4.0), _PANEL_INCHES)

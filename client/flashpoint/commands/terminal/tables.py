@@ -31,10 +31,9 @@ _DROPPABLE_OF_VERIFICATION = ("float64", "there", "RMS", "cosine", "torch's own"
 
 
 def fitting(columns: Mapping[str, Sequence[str]], width: int, droppable: Sequence[str], **more: Any) -> Table:
-    """Return a table of text columns by title, which fits into `width` without a break inside a cell.
+    """Return a table of text columns by title. Leave out columns of `droppable`, in order, until `width` suffices.
 
-    Leave out columns of `droppable`, in order, until the others fit. A title with a space in front is
-    aligned left. `more` are further arguments for `Table`.
+    A title with a space in front is aligned left. `more` are further arguments for `Table`.
     """
 
     def needed() -> int:
