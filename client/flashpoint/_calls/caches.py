@@ -66,7 +66,7 @@ def not_copied(cache: object) -> TypeError:
     return TypeError(f"{type(cache).__name__} cannot be deep-copied, because the server must be asked: await fork()")
 
 
-def create(shape: Mapping[str, Any], count: int = 1) -> Call:
+def create(shape: Mapping[str, Any], count: int = 1) -> Call[list[Described]]:
     """Return the call that makes caches and returns their descriptions."""
     options = dict(shape)
     if unknown := [name for name in options if name not in CacheSizes.__annotations__]:
@@ -79,13 +79,13 @@ def create(shape: Mapping[str, Any], count: int = 1) -> Call:
 
 def attend(
     cache: AnyCache, q: Array, k: Array | None, v: Array | None, at: int | None, keywords: Mapping[str, Any]
-) -> Call:
+) -> Call[Any]:
     if "caches" in keywords:
         raise invalid("caches", "is not taken by a cache's own method: call the client's")
     return forward(q, k, v, {**keywords, "caches": [cache], "at": None if at is None else [at]})
 
 
-def append(cache: AnyCache, k: Array, v: Array, layer: int, at: int | None, layout: str) -> Call:
+def append(cache: AnyCache, k: Array, v: Array, layer: int, at: int | None, layout: str) -> Call[int]:
     """Return the call that writes new tokens to a layer and returns the new length of the layer."""
     packed = {"k": pack("k", k), "v": pack("v", v)}
     options = {"layer": layer, "layout": layout} | ({} if at is None else {"at": at})
@@ -103,7 +103,7 @@ def append(cache: AnyCache, k: Array, v: Array, layer: int, at: int | None, layo
     return Call("POST", path, jsonwire.MEDIA_TYPE, headers, body, DEFAULT, read, affinity=cache.affinity)
 
 
-def fork(caches: Sequence[AnyCache], lengths: Sequence[int] | None, free: Sequence[AnyCache]) -> Call:
+def fork(caches: Sequence[AnyCache], lengths: Sequence[int] | None, free: Sequence[AnyCache]) -> Call[list[Described]]:
     """Return the call that copies `caches`, deletes `free` and returns the descriptions of the copies."""
     fields: dict[str, Any] = {"caches": [c.id for c in caches], "lengths": None if lengths is None else list(lengths)}
     affinity = caches[0].affinity if caches else Affinity()
@@ -111,35 +111,35 @@ def fork(caches: Sequence[AnyCache], lengths: Sequence[int] | None, free: Sequen
     return _post("/caches/fork", fields, affinity, _made(affinity), success=201)
 
 
-def fork_one(cache: AnyCache, length: int | None) -> Call:
+def fork_one(cache: AnyCache, length: int | None) -> Call[Described]:
     """Return the call that copies one cache and returns the description of the copy."""
-    call = fork([cache], None if length is None else [length], [])
+    call: Call[Any] = fork([cache], None if length is None else [length], [])
     return replace(call, read=lambda document: call.read(document)[0])
 
 
-def change(cache: AnyCache, what: str, fields: Mapping[str, Any]) -> Call:
+def change(cache: AnyCache, what: str, fields: Mapping[str, Any]) -> Call[None]:
     """Return the call that truncates or renews a cache, as `what` says, and returns its description."""
     return _post(f"/caches/{cache.id}/{what}", fields, cache.affinity, cache._hear)
 
 
-def look(cache: AnyCache) -> Call:
+def look(cache: AnyCache) -> Call[None]:
     return lookup(f"/caches/{cache.id}", cache._hear, affinity=cache.affinity)
 
 
-def delete(cache: AnyCache) -> Call:
+def delete(cache: AnyCache) -> Call[None]:
     """Return the call that deletes a cache. It does nothing if the cache is gone already."""
     call = lookup(f"/caches/{cache.id}", _nothing, "DELETE", affinity=cache.affinity)
     return replace(call, expected="", success=204, ignored=is_gone)  # the answer has no body
 
 
-def delete_many(caches: Sequence[AnyCache]) -> Call:
+def delete_many(caches: Sequence[AnyCache]) -> Call[None]:
     """Return the call that deletes all of several caches, or none of them."""
     fields = {"caches": [cache.id for cache in caches]}
     affinity = caches[0].affinity if caches else Affinity()
     return replace(_post("/caches/delete", fields, affinity, _nothing, success=204), expected="")
 
 
-def tensors(cache: AnyCache, layer: int, like: Array | None) -> Call:
+def tensors(cache: AnyCache, layer: int, like: Array | None) -> Call[tuple[Any, Any]]:
     kind = np.empty(0) if like is None else like
 
     def read(answer: Answer) -> tuple[Any, Any]:
@@ -167,7 +167,7 @@ def _nothing(document: Any) -> None:
 
 def _post(
     path: str, fields: Mapping[str, Any], affinity: Affinity, read: Callable[[Any], Any], success: int = 200
-) -> Call:
+) -> Call[Any]:
     media = jsonwire.MEDIA_TYPE
     headers = {"Accept": media, "Content-Type": media, **idempotent()}
     return Call("POST", path, media, headers, (memoryview(_document(fields)),), DEFAULT, read, success, True, affinity)

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,13 +47,13 @@ def asynchronous(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatena
 class CallSender(Protocol):
     """The interface of a blocking client that caches, runs and other returned objects use."""
 
-    def _call(self, call: Call, /) -> Any: ...
+    def _call(self, call: Call[R], /) -> R: ...
 
 
 class AsyncCallSender(Protocol):
     """The interface of an asyncio client that caches, runs and other returned objects use."""
 
-    async def _call(self, call: Call, /) -> Any: ...
+    async def _call(self, call: Call[R], /) -> R: ...
 
 
 class Affinity:
@@ -109,7 +109,7 @@ class Reader(Protocol):
 
 
 @dataclass(frozen=True)
-class Call:
+class Call(Generic[R]):
     """One call, which may be sent several times."""
 
     method: str
@@ -118,11 +118,11 @@ class Call:
     headers: Mapping[str, str]
     body: tuple[memoryview, ...]  # parts, in order
     timeout: Any
-    read: Callable[[Any], Any]  # returns the result of an `Answer`, or of a JSON object if `expected` is JSON
+    read: Callable[[Any], R]  # returns the result of an `Answer`, or of a JSON object if `expected` is JSON
     success: int = 200  # HTTP status
     repeatable: bool = True  # whether to send the call again after the connection broke
     affinity: Affinity | None = None  # of the caches that the call uses
-    instead: Callable[[FlashpointError], Call | None] = lambda _: None  # the call to send at once after this error
+    instead: Callable[[FlashpointError], Call[R] | None] = lambda _: None  # the call to send at once after this error
     ignored: Callable[[FlashpointError], bool] = lambda _: False  # whether the result is None after this error
     reader: Callable[[], Reader] | None = None  # for an answer that is neither JSON nor a message
 
@@ -142,7 +142,7 @@ _NO_MEMORY = ("cache_memory", "key_limit", "work_too_large")  # error codes if a
 _FORWARD_ONLY, _BACKWARD_ONLY = _only("forward"), _only("backward")
 
 
-def forward(q: Array, k: Array | None, v: Array | None, keywords: Mapping[str, Any]) -> Call:
+def forward(q: Array, k: Array | None, v: Array | None, keywords: Mapping[str, Any]) -> Call[Any]:
     """Return the call that returns `o`, or (o, lse). Raises InvalidInputError."""
     _refuse(keywords, _BACKWARD_ONLY | {"saved"})
     rest = dict(keywords)
@@ -159,12 +159,12 @@ def forward(q: Array, k: Array | None, v: Array | None, keywords: Mapping[str, A
     return _saving(whole) if save else _call("/attention", whole)
 
 
-def _saving(keywords: Mapping[str, Any]) -> Call:
+def _saving(keywords: Mapping[str, Any]) -> Call[Any]:
     """Return the call for a SavedAttention. If the server has no memory to save it, the forward runs without saving."""
     with_meta, affinity = bool(keywords.get("with_meta")), Affinity()
     options: dict[str, Any] = {"return_lse": False, **keywords, "with_meta": True}
 
-    def made(call: Call) -> Call:
+    def made(call: Call[Any]) -> Call[Any]:
         def read(answer: Answer) -> Any:
             result, meta = call.read(answer)
             o, lse = result if isinstance(result, tuple) else (result, None)
@@ -173,14 +173,14 @@ def _saving(keywords: Mapping[str, Any]) -> Call:
 
         return replace(call, read=read)
 
-    def instead(error: FlashpointError) -> Call | None:
+    def instead(error: FlashpointError) -> Call[Any] | None:
         return made(_call("/attention", dict(options))) if error.code in _NO_MEMORY else None
 
     call = made(_call("/attention", dict(options), {"save": True}))
     return replace(call, affinity=affinity, instead=instead)
 
 
-def _cached(q: Array, k: Array | None, v: Array | None, keywords: dict[str, Any]) -> Call:
+def _cached(q: Array, k: Array | None, v: Array | None, keywords: dict[str, Any]) -> Call[Any]:
     """Return the call for attention over caches. A write has an idempotency key, so that it may be sent again."""
     given = keywords.pop("caches")
     if isinstance(given, str | HeldCache) or not isinstance(given, Iterable):
@@ -217,7 +217,7 @@ def idempotent() -> dict[str, str]:
     return {"Idempotency-Key": uuid.uuid4().hex}
 
 
-def backward(do: Array, q: Array | None, k: Array | None, v: Array | None, keywords: Mapping[str, Any]) -> Call:
+def backward(do: Array, q: Array | None, k: Array | None, v: Array | None, keywords: Mapping[str, Any]) -> Call[Any]:
     """Return the call for the gradients that `grads` names, in that order. Raises InvalidInputError."""
     _refuse(keywords, _FORWARD_ONLY | {"save"})
     rest = dict(keywords)
@@ -244,7 +244,9 @@ def named(saved: SavedAttention | str | None) -> tuple[str | None, Affinity]:
     return saved, Affinity()
 
 
-def lookup(path: str, read: Callable[[Any], Any] = lambda document: document, method: str = "GET", **more: Any) -> Call:
+def lookup(
+    path: str, read: Callable[[Any], Any] = lambda document: document, method: str = "GET", **more: Any
+) -> Call[Any]:
     """Return the call without a body for the JSON object at `path`. `more`: further fields of the call."""
     return Call(method, path, jsonwire.MEDIA_TYPE, {"Accept": jsonwire.MEDIA_TYPE}, (), DEFAULT, read, **more)
 
@@ -257,7 +259,7 @@ def _refuse(keywords: Mapping[str, Any], names: set[str]) -> None:
 def _call(
     path: str, keywords: dict[str, Any], references: Mapping[str, Any] | None = None,
     needed: Iterable[str] = REQUIRED["forward"],
-) -> Call:  # fmt: skip
+) -> Call[Any]:  # fmt: skip
     timeout = keywords.pop("timeout", DEFAULT)
     with_meta = keywords.pop("with_meta", False)
     headers = {"Content-Type": wire.MEDIA_TYPE, "Accept": wire.MEDIA_TYPE, **call_headers(keywords)}

@@ -31,7 +31,7 @@ DRAWN = ("shape", "dtype", "seed", "direction", "extras")  # keywords only for a
 CASE_TENSORS = tuple(dict.fromkeys((*INPUT_TENSORS, *ALL_ANSWERS)))  # tensors of a problem, and answers to judge
 
 
-def verify(q: Array | None, k: Array | None, v: Array | None, keywords: Mapping[str, Any]) -> Call:
+def verify(q: Array | None, k: Array | None, v: Array | None, keywords: Mapping[str, Any]) -> Call[VerifyReport]:
     """Return the call that verifies the given tensors; without q, tensors that the server draws."""
     rest: dict[str, Any] = dict(keywords)
     timeout, progress = rest.pop("timeout", DEFAULT), rest.pop("progress", None)
@@ -100,7 +100,7 @@ class _Verification(Events):
         raise from_problem(status if isinstance(status, int) else 500, self._last.problem)
 
 
-def submit(keywords: Mapping[str, Any]) -> Call:
+def submit(keywords: Mapping[str, Any]) -> Call[BenchmarkJob]:
     """Return the call that starts a benchmark and returns its BenchmarkJob. Raises InvalidInputError."""
     rest = dict(keywords)
     timeout = rest.pop("timeout", DEFAULT)
@@ -110,7 +110,7 @@ def submit(keywords: Mapping[str, Any]) -> Call:
     return Call("POST", "/benchmark", jsonwire.MEDIA_TYPE, headers, body, timeout, read, success=202, repeatable=False)
 
 
-def job(method: str, id: str) -> Call:
+def job(method: str, id: str) -> Call[BenchmarkJob]:
     """Return the call that gets a job (`method` GET) or cancels it (DELETE) and returns its BenchmarkJob."""
     return lookup(f"/benchmark/{id}", _reads(BenchmarkJob), method)
 

@@ -13,7 +13,7 @@ import httpx
 from flashpoint._calls import caches as cache_calls
 from flashpoint._calls import service, verification
 from flashpoint._calls.keywords import Benchmark, CacheSizes
-from flashpoint._calls.service import Call, asynchronous
+from flashpoint._calls.service import Call, R, asynchronous
 from flashpoint._client.attending import AsyncAttending
 from flashpoint._client.caches import AsyncCache
 from flashpoint._client.client import Client
@@ -116,8 +116,9 @@ class AsyncClient(AsyncAttending, ClientSettings[httpx.AsyncClient]):
             return False
         return True
 
-    async def _call(self, call: Call) -> Any:
-        return await self._run(self._exchange(call))
+    async def _call(self, call: Call[R]) -> R:
+        result: R = await self._run(self._exchange(call))
+        return result
 
     async def _send(self, request: httpx.Request) -> httpx.Response:
         """Send a request. With our own transport, bypass httpx's client, except for its cookies."""

@@ -23,7 +23,7 @@ class Attending:
 
     if TYPE_CHECKING:
 
-        def _call(self, call: Call, /) -> Any: ...
+        def _call(self, call: Call[Any], /) -> Any: ...
 
     @overload
     def attention(

@@ -89,8 +89,7 @@ class Cache(AnyCache):
             layer: Layer, from 0.
             at: Position where they are written. Later tokens of the layer are dropped. None is the layer's end.
         """
-        length: int = self._client._call(cache_calls.append(self, k, v, layer, at, layout))
-        return length
+        return self._client._call(cache_calls.append(self, k, v, layer, at, layout))
 
     def fork(self, length: int | None = None) -> Cache:
         """Return a copy of the first `length` tokens, or of all. Both share memory until one of them is written to."""
@@ -101,18 +100,15 @@ class Cache(AnyCache):
 
     def truncate(self, length: int) -> None:
         """Drop the tokens from position `length` on, in every layer."""
-        done: None = self._client._call(cache_calls.change(self, "truncate", {"length": length}))
-        return done
+        return self._client._call(cache_calls.change(self, "truncate", {"length": length}))
 
     def renew(self) -> None:
         """Start the time to live again, as every call with the cache does."""
-        done: None = self._client._call(cache_calls.change(self, "renew", {}))
-        return done
+        return self._client._call(cache_calls.change(self, "renew", {}))
 
     def refresh(self) -> None:
         """Ask the server for `lengths` and `bytes`, which another client may have changed."""
-        done: None = self._client._call(cache_calls.look(self))
-        return done
+        return self._client._call(cache_calls.look(self))
 
     @call
     def tensors(self, layer: int = 0, like: Array | None = None) -> tuple[Any, Any]:
@@ -121,13 +117,11 @@ class Cache(AnyCache):
         The results are k (1, Hk, S, D) and v (1, Hk, S, Dv) of `layer`, from 0, in the cache's dtype; in float32 for a
         cache in 8 bits. They have the library and the device of the torch tensor `like`. None is numpy.
         """
-        keys_and_values: tuple[Any, Any] = self._client._call(cache_calls.tensors(self, layer, like))
-        return keys_and_values
+        return self._client._call(cache_calls.tensors(self, layer, like))
 
     def delete(self) -> None:
         """Free its memory. Do nothing if it is gone already."""
-        done: None = self._client._call(cache_calls.delete(self))
-        return done
+        return self._client._call(cache_calls.delete(self))
 
     def __enter__(self) -> Self:
         return self

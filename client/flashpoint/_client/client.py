@@ -15,7 +15,7 @@ from flashpoint._calls import service, verification
 from flashpoint._calls.arrays import Array
 from flashpoint._calls.keywords import Benchmark, CacheSizes, Verify, call
 from flashpoint._calls.results import VerifyReport
-from flashpoint._calls.service import Call, SavedAttention
+from flashpoint._calls.service import Call, R, SavedAttention
 from flashpoint._client import saved as _saved
 from flashpoint._client.attending import Attending
 from flashpoint._client.caches import Cache
@@ -75,8 +75,7 @@ class Client(Attending, ClientSettings[httpx.Client]):
 
     def delete_saved(self, saved: SavedAttention | str) -> None:
         """Free a forward, `saved` by `attention` with `save=True`: the result, or its id. It may be gone already."""
-        done: None = self._call(_saved.delete(saved))
-        return done
+        return self._call(_saved.delete(saved))
 
     @call
     def cache(self, **shape: Unpack[CacheSizes]) -> Cache:
@@ -132,8 +131,7 @@ class Client(Attending, ClientSettings[httpx.Client]):
         Returns:
             The errors of each tensor, their bounds, and the verdict `ok`.
         """
-        report: VerifyReport = self._call(verification.verify(q, k, v, keywords))
-        return report
+        return self._call(verification.verify(q, k, v, keywords))
 
     @call
     def benchmark(self, **keywords: Unpack[Benchmark]) -> BenchmarkRun:
@@ -178,8 +176,9 @@ class Client(Attending, ClientSettings[httpx.Client]):
             return False
         return True
 
-    def _call(self, call: Call) -> Any:
-        return self._run(self._exchange(call))
+    def _call(self, call: Call[R]) -> R:
+        result: R = self._run(self._exchange(call))
+        return result
 
     def _send(self, request: httpx.Request) -> httpx.Response:
         """Send a request. With our own transport, bypass httpx's client, except for its cookies."""

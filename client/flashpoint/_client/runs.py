@@ -29,8 +29,7 @@ class BenchmarkRun:
 
     def job(self) -> BenchmarkJob:
         """Return the benchmark as it is now, with the rows that are finished."""
-        job: BenchmarkJob = self._client._call(verification.job("GET", self.id))
-        return job
+        return self._client._call(verification.job("GET", self.id))
 
     def events(self, after: int = 0) -> Iterator[BenchmarkEvent]:
         """Yield its events until it has ended; those that have already happened come first.
@@ -49,8 +48,7 @@ class BenchmarkRun:
 
     def cancel(self) -> BenchmarkJob:
         """Stop it, and return it. A benchmark that has ended stays as it is."""
-        job: BenchmarkJob = self._client._call(verification.job("DELETE", self.id))
-        return job
+        return self._client._call(verification.job("DELETE", self.id))
 
 
 @twin_of(BenchmarkRun)

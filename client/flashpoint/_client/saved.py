@@ -17,7 +17,7 @@ SETTLING = 2.0  # seconds that `Client.close` waits for forwards to be freed
 LONGEST = 10.0  # timeout in seconds of the call that frees a forward; if it fails, the forward's time to live ends it
 
 
-def delete(saved: SavedAttention | str, timeout: Any = DEFAULT) -> Call:
+def delete(saved: SavedAttention | str, timeout: Any = DEFAULT) -> Call[None]:
     """Return the call that frees a saved forward, if it is not gone already. Raises InvalidInputError."""
     id_, affinity = named(saved)
     path = f"/saved/{id_}"

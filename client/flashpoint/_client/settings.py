@@ -145,7 +145,7 @@ class ClientSettings(Generic[Http]):
         if self._missing:
             self._complete()
 
-    def _exchange(self, call: Call, *, once: bool = False, stop: socket.socket | None = None) -> Exchange:
+    def _exchange(self, call: Call[Any], *, once: bool = False, stop: socket.socket | None = None) -> Exchange:
         self._ready_to_call()
         if call.affinity is not None:
             call.affinity.replica = call.affinity.replica or self._replica

@@ -79,7 +79,9 @@ class Body(httpx.SyncByteStream, httpx.AsyncByteStream):
 class Exchange:
     """The state of one `Call` until its answer, its deadline or its last retry; or until `stop` becomes readable."""
 
-    def __init__(self, call: Call, *, timeout: float | None, retries: int, stop: socket.socket | None = None) -> None:
+    def __init__(
+        self, call: Call[Any], *, timeout: float | None, retries: int, stop: socket.socket | None = None
+    ) -> None:
         self.call = call
         self._stop = stop
         self._deadline = None if timeout is None else time.monotonic() + timeout

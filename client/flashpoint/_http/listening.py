@@ -28,7 +28,7 @@ class Listening(Exchange):
     def __init__(self, id: str, after: int, *, timeout: float | None, retries: int) -> None:
         headers = {"Accept": sse.MEDIA_TYPE}
         reader = partial(Events, EVENT, self._take)
-        call = Call(
+        call: Call[None] = Call(
             "GET", f"/benchmark/{id}/events", sse.MEDIA_TYPE, headers, (), DEFAULT, lambda _: None, reader=reader
         )
         super().__init__(call, timeout=timeout, retries=retries)

@@ -46,7 +46,7 @@ class Question:
     def path(self) -> str:
         return "/attention/grad" if "do" in self.tensors else "/attention"
 
-    def call(self, sending: dict[str, Any]) -> service.Call:
+    def call(self, sending: dict[str, Any]) -> service.Call[Any]:
         tensors = {name: t.swapaxes(1, 2) if self._turned(name) else t for name, t in self.tensors.items()}
         q, k, v = (tensors.pop(name) for name in "qkv")
         keywords = {**tensors, **self.options, **sending, "with_meta": True}

@@ -32,7 +32,7 @@ class Deadline:
         given = seconds(timeout) if self._given else None
         self._end = None if given is None else time.monotonic() + given
 
-    def timed(self, ask: PartCall) -> service.Call:
+    def timed(self, ask: PartCall) -> service.Call[Any]:
         if not self._given:
             return ask.call
         left = None if self._end is None else max(self._end - time.monotonic(), 1e-6)

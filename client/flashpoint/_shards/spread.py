@@ -58,7 +58,7 @@ class PartCall(NamedTuple):
     """A call, and the number of the server that gets it."""
 
     server: int
-    call: Call
+    call: Call[Any]
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Spread:
         self._unsure: set[tuple[int, int]] = set()  # (part, layer) of each write that was not answered
         self._dtype = np.dtype(np.float32)  # dtype of the tokens written last
 
-    def _to(self, part: int, call: Call) -> PartCall:
+    def _to(self, part: int, call: Call[Any]) -> PartCall:
         return PartCall(part % len(self.urls), call)
 
     def grow(self, tokens: int) -> Steps[None]:
@@ -103,7 +103,7 @@ class Spread:
         if missing:
             self.parts += yield from self._make({part: cache_calls.create(self._shape) for part in missing})
 
-    def _make(self, calls: Mapping[int, Call]) -> Steps[list[AnyCache]]:
+    def _make(self, calls: Mapping[int, Call[Any]]) -> Steps[list[AnyCache]]:
         """Make the caches of parts. After an error, delete the caches that were made, and raise the error."""
         results = yield Round([self._to(part, call) for part, call in calls.items()], whole=True)
         by_part = dict(zip(calls, results, strict=True))
