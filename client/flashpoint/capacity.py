@@ -27,7 +27,7 @@ import ml_dtypes
 import numpy as np
 
 from flashpoint._client.client import Client
-from flashpoint._shards.cut import UNBOUNDED, Band, Piece
+from flashpoint._shards.cut import UNBOUNDED, Band
 from flashpoint.errors import invalid
 from flashpoint_contract.caches import layer_tokens
 from flashpoint_contract.schemas.shapes import Dtype, Shape
@@ -163,7 +163,7 @@ def need(
         raise invalid("kv_len", "counts the new tokens too: with a cache it is at least q_len")
     s, size = shape, ITEMSIZE[dtype]
     band = Band(s.q_len, s.kv_len, s.kv_len - s.q_len, UNBOUNDED, 0 if causal else UNBOUNDED)
-    pairs = band.pairs(Piece((0, s.q_len), (0, s.kv_len), band.offset)) * s.batch * s.q_heads
+    pairs = band.pairs() * s.batch * s.q_heads
     queries, keys = s.batch * s.q_heads * s.q_len * parts[1], s.batch * s.kv_heads * s.kv_len * parts[0]
     kv = keys * (s.head_dim + s.value_dim) * size
     o, lse = queries * s.value_dim * size, queries * 4

@@ -209,9 +209,7 @@ class Options:
         "bhsd", OneOf(LAYOUTS), "bhsd (B,H,S,D), bshd (B,S,H,D), or thd (T,H,D): packed sequences of different lengths",
         "bshd", feature=Feature("thd", "thd"), when="thd",
     )  # fmt: skip
-    causal: bool = _row(
-        False, Flag(), "query i sees key j only if j <= i + offset", True, feature=Feature("causal")
-    )  # fmt: skip
+    causal: bool = _row(False, Flag(), "query i sees key j only if j <= i + offset", True, feature=Feature("causal"))
     causal_alignment: str = _row(
         "bottom_right", OneOf(("bottom_right", "top_left")),
         "offset of the diagonal: bottom_right Sk - Sq, top_left 0; the window uses it too", "top_left",

@@ -42,23 +42,20 @@ from flashpoint_contract.wording.hints import each_meant
 class Row(NamedTuple):
     """One sequence of a request: where its rows are in the canonical (N, H, S, D) views, and its valid lengths.
 
-    `batch` indexes N (0 in `thd`). `index` is the sequence's number in its request, for dropout. Query row i of
-    the sequence is canonical row `q_start + i`. Rows from `q_len` to `q_rows` are padding; likewise for keys. Query i
-    is at key i + `offset`, for `causal`, `window` and ALiBi.
-
-    If k and v are pages, `kv_start` is 0 and there is no padding (`kv_rows` is `kv_len`): key j of the sequence is key
-    j mod page_size of page `block_table[index, j div page_size]`.
+    Query row i of the sequence is canonical row `q_start + i`. Rows from `q_len` to `q_rows` are padding; likewise for
+    keys. If k and v are pages, `kv_start` is 0 and there is no padding (`kv_rows` is `kv_len`): key j of the sequence
+    is key j mod page_size of page `block_table[index, j div page_size]`.
     """
 
-    index: int  # type: ignore[assignment]  # the field's usual name; tuple's `index` method is not needed
-    batch: int
+    index: int  # type: ignore[assignment]  # number of the sequence in its request, for dropout
+    batch: int  # index of N; 0 in `thd`
     q_start: int
     q_len: int
     q_rows: int
     kv_start: int
     kv_len: int
     kv_rows: int
-    offset: int
+    offset: int  # query i is at key i + offset, for `causal`, `window` and ALiBi
 
 
 @dataclass(frozen=True)

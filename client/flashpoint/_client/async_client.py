@@ -125,11 +125,7 @@ class AsyncClient(AsyncAttending, ClientSettings[httpx.AsyncClient]):
         if self._own is None or self._http.is_closed:
             self._check_process()
             return await self._http.send(request, stream=True)
-        response = await self._own.handle_async_request(request)
-        if "set-cookie" in response.headers:
-            response.request = request
-            self._http.cookies.extract_cookies(response)
-        return response
+        return self._with_cookies(await self._own.handle_async_request(request), request)
 
     async def _received(self, exchange: Exchange) -> AsyncGenerator[None]:
         response = await self._send(exchange.request(self._http))

@@ -84,10 +84,11 @@ class Cache(AnyCache):
         """Write the keys and values of new tokens to a layer. Return the number of tokens of the layer.
 
         Args:
-            k: Keys, (Hk, S, D) in `layout` `bhsd`, (S, Hk, D) in `bshd`; (S, D) for one head.
+            k: Keys, (Hk, S, D) in layout `bhsd`, (S, Hk, D) in `bshd`; (S, D) for one head.
             v: Values, likewise, with Dv columns.
             layer: Layer, from 0.
             at: Position where they are written. Later tokens of the layer are dropped. None is the layer's end.
+            layout: `bhsd` or `bshd`.
         """
         return self._client._call(cache_calls.append(self, k, v, layer, at, layout))
 

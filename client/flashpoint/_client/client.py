@@ -185,11 +185,7 @@ class Client(Attending, ClientSettings[httpx.Client]):
         if self._own is None or self._http.is_closed:  # a closed httpx client raises the error
             self._check_process()
             return self._http.send(request, stream=True)
-        response = self._own.handle_request(request)
-        if "set-cookie" in response.headers:  # a balancer sets cookies
-            response.request = request
-            self._http.cookies.extract_cookies(response)
-        return response
+        return self._with_cookies(self._own.handle_request(request), request)
 
     def _received(self, exchange: Exchange) -> Generator[None]:
         """Make one attempt. Yield after each part of the answer that has arrived."""

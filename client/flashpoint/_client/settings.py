@@ -139,6 +139,12 @@ class ClientSettings(Generic[Http]):
         except ValueError as error:
             raise invalid("proxy", str(error)) from None
 
+    def _with_cookies(self, response: httpx.Response, request: httpx.Request) -> httpx.Response:
+        if "set-cookie" in response.headers:  # a balancer sets cookies
+            response.request = request
+            self._http.cookies.extract_cookies(response)
+        return response
+
     def _ready_to_call(self) -> None:
         if self._http.is_closed:
             raise ClosedError("the client is closed: make a new one, or call inside its `with` block")

@@ -140,7 +140,8 @@ class Served:
     ) -> tuple[Tensor, ...]:
         """Return the gradients named in `request`: from the saved forward, or if it is gone, from all tensors."""
         sending = {n: value for n, value in self.keywords.items() if n in Sending.__annotations__ and n != "request_id"}
-        if (lease := _lease_of(ticket)) is not None and lease.saved is not None:
+        lease = None if ticket is None else _leases.get(int(ticket))
+        if lease is not None and lease.saved is not None:
             try:
                 gradients: tuple[Tensor, ...] = self.method("attention_grad")(**request, saved=lease.saved, **sending)
             except CacheError:  # the saved forward expired, or its engine restarted
@@ -169,10 +170,6 @@ def _ticket(lease: Lease) -> Tensor:
     memory: Any = np.array([number], np.int64).view(_Lending)
     memory.lease = _leases[number] = lease
     return torch.from_numpy(memory)
-
-
-def _lease_of(ticket: Tensor | None) -> Lease | None:
-    return None if ticket is None else _leases.get(int(ticket))
 
 
 class Attention(torch.autograd.Function):

@@ -168,17 +168,11 @@ def race(addresses: Sequence[Address], dial: Callable[[Address], tuple[C, Steps[
                 return attempt
             if attempt not in running:
                 begun = 0.0  # the attempt failed: try the next address at once
-        raise _joined(failures)
+        if not failures:
+            raise httpx.ConnectError("the host has no address")
+        failures[-1].args = ("; ".join(dict.fromkeys(map(str, failures))),)  # each text once
+        raise failures[-1]
     finally:
         for attempt, (steps, _) in running.items():
             steps.close()
             attempt.close()
-
-
-def _joined(failures: Sequence[httpx.TransportError]) -> httpx.TransportError:
-    """Return one error for all attempts. The error contains each text once."""
-    if not failures:
-        return httpx.ConnectError("the host has no address")
-    last = failures[-1]
-    last.args = ("; ".join(dict.fromkeys(map(str, failures))),)
-    return last

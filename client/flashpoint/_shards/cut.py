@@ -55,9 +55,10 @@ class Band(NamedTuple):
                     pieces.append(piece)
         return pieces
 
-    def pairs(self, piece: Piece) -> int:
-        """Return the number of visible (query, key) pairs in a piece."""
-        return int(self._seen(piece.queries, piece.keys).sum())
+    def pairs(self, piece: Piece | None = None) -> int:
+        """Return the number of visible (query, key) pairs in a piece, or in the whole sequence."""
+        queries, keys = ((0, self.q_len), (0, self.kv_len)) if piece is None else (piece.queries, piece.keys)
+        return int(self._seen(queries, keys).sum())
 
     def _seen(self, queries: Range, keys: Range) -> NDArray[np.int64]:
         """Return, for each of `queries`, how many of `keys` it sees."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -39,7 +39,7 @@ def plan(problem: Problem, servers: int, parts: tuple[int, int] | None) -> Plan:
     if parts is not None and not (isinstance(parts, (tuple, list)) and len(parts) == 2 and all(map(_count, parts))):
         raise invalid("parts", f"must be two integers from 1 to {MOST_PARTS}: parts of the queries, and of the keys")
     heads = problem.tensors["q"].shape[1], problem.tensors["k"].shape[1]
-    works = [_pairs(rows) for rows in problem.rows]
+    works = [rows.band.pairs() for rows in problem.rows]
     shards: list[Shard] = []
     merged = False
     for rows, work in zip(problem.rows, works, strict=True):
@@ -48,7 +48,7 @@ def plan(problem: Problem, servers: int, parts: tuple[int, int] | None) -> Plan:
         ways = [parts] if parts is not None else list(_ways(share, whole_keys=problem.on_reference))
         pieces = _best(rows.band, ways, heads)
         shards += (_shard(rows, piece, heads[0]) for piece in pieces)
-        merged |= _overlap(piece.queries for piece in pieces)
+        merged |= any(a[1] > b[0] for a, b in pairwise(sorted(piece.queries for piece in pieces)))
     return Plan(tuple(shards), merged)
 
 
@@ -74,18 +74,9 @@ def _best(band: Band, ways: Sequence[tuple[int, int]], heads: tuple[int, int]) -
     return min(even, key=sent)
 
 
-def _pairs(rows: Rows) -> int:
-    band = rows.band
-    return band.pairs(Piece((0, band.q_len), (0, band.kv_len), band.offset))
-
-
 def _shard(rows: Rows, piece: Piece, q_heads: int) -> Shard:
     def moved(start: int, part: tuple[int, int]) -> slice:
         return slice(start + part[0], start + part[1])
 
     pairs = rows.band.pairs(piece) * q_heads * (rows.batch.stop - rows.batch.start)
     return Shard(rows, piece, pairs, moved(rows.q_start, piece.queries), moved(rows.kv_start, piece.keys))
-
-
-def _overlap(ranges: Iterable[tuple[int, int]]) -> bool:
-    return any(a[1] > b[0] for a, b in pairwise(sorted(ranges)))

@@ -58,10 +58,10 @@ class Threads:
     def run(self, steps: Steps[T], deadline: Deadline | None = None) -> T:
         deadline = deadline or Deadline()
         with self._lock:
+            answers: Any = None
             try:
-                following = next(steps)
                 while True:
-                    following = steps.send(self._round(following, deadline))
+                    answers = self._round(steps.send(answers), deadline)
             except StopIteration as end:
                 result: T = end.value
                 return result
@@ -109,10 +109,10 @@ class Tasks:
     async def run(self, steps: Steps[T], deadline: Deadline | None = None) -> T:
         deadline = deadline or Deadline()
         async with self._lock:
+            answers: Any = None
             try:
-                following = next(steps)
                 while True:
-                    following = steps.send(await self._round(following, deadline))
+                    answers = await self._round(steps.send(answers), deadline)
             except StopIteration as end:
                 result: T = end.value
                 return result

@@ -19,7 +19,7 @@ from flashpoint._client.runs import BenchmarkRun
 from flashpoint.commands import running
 from flashpoint.commands.app import INTERRUPTED, RIGHT, WRONG, examples
 from flashpoint.commands.completion import of_kernels
-from flashpoint.commands.running import INTS, OUTPUT, Json, Key, Plot, Theme, Timeout, Url, group, of_shape, words
+from flashpoint.commands.running import INTS, Json, Key, Plot, Theme, Timeout, Url, group, of_output, of_shape, words
 from flashpoint.commands.terminal.tables import OF_NAIVE, benchmark_tables, machine, named_rows, problem
 from flashpoint.commands.verify_kernel import load_kernel
 from flashpoint.errors import FlashpointError
@@ -48,6 +48,8 @@ Kind = Literal["time", "tflops", "speedup", "memory", "roofline", "all"]
 _of_timing = group("Timing")
 _KERNEL = "Time your own function too, called as function(q, k, v, causal=…), of torch tensors (B, H, S, D)."
 _LENGTHS, _HEADS = (256, 512, 1024), 8  # defaults if no sizes are given
+_DTYPES, _DIRECTIONS = words(lambda: get_args(TimedDtype)), words(lambda: get_args(Direction))
+_BACKENDS = words(of_kernels("timing.case", "TIMED"))
 _CAUSAL = {"no": (False,), "yes": (True,), "both": (False, True)}
 
 
@@ -61,18 +63,11 @@ def benchmark(
     batch: Annotated[int, of_shape("Number of sequences.")] = 1,
     q_heads: Annotated[int | None, of_shape("Number of query heads.", show_default="1; 8 without sizes")] = None,
     kv_heads: Annotated[int | None, of_shape("Number of key/value heads.", show_default="as query heads")] = None,
-    dtype: Annotated[
-        Any, of_shape("Data types: float32, bfloat16, float16.", **words(lambda: get_args(TimedDtype)))
-    ] = "float32",
+    dtype: Annotated[Any, of_shape("Data types: float32, bfloat16, float16.", **_DTYPES)] = "float32",
     causal: Annotated[Literal["no", "yes", "both"], of_shape("Use a causal mask.")] = "no",
-    direction: Annotated[
-        Any, of_shape("Directions: forward, backward, both.", **words(lambda: get_args(Direction)))
-    ] = "forward",
+    direction: Annotated[Any, of_shape("Directions: forward, backward, both.", **_DIRECTIONS)] = "forward",
     backend: Annotated[
-        Any,
-        _of_timing(
-            "Backends to time.", show_default="all that are worth it here", **words(of_kernels("timing.case", "TIMED"))
-        ),
+        Any, _of_timing("Backends to time.", show_default="all that are worth it here", **_BACKENDS)
     ] = None,
     kernel: Annotated[str | None, _of_timing(_KERNEL, metavar="MODULE:FUNCTION")] = None,
     relative_precision: Annotated[float, _of_timing("Repeat until the median is known to this fraction.")] = 0.01,
@@ -83,7 +78,7 @@ def benchmark(
     timeout: Timeout = 60.0,
     json: Json = None,
     plot: Plot = None,
-    kind: Annotated[Kind, typer.Option(rich_help_panel=OUTPUT, help="Figure to draw; all: a file for each.")] = "time",
+    kind: Annotated[Kind, of_output("Figure to draw; all: a file for each.")] = "time",
     theme: Theme = "light",
 ) -> int:
     """Time attention over a grid, on every backend or those named, here or on a server's device, or your own kernel.

@@ -16,7 +16,7 @@ from rich.text import Text
 from flashpoint.commands import running
 from flashpoint.commands.app import INTERRUPTED, RIGHT, WRONG, examples
 from flashpoint.commands.completion import of_kernels
-from flashpoint.commands.running import OUTPUT, Json, words
+from flashpoint.commands.running import Json, of_output, words
 from flashpoint.commands.terminal.tables import machine
 from flashpoint.errors import invalid
 from flashpoint_contract.schemas.benchmark import BenchmarkJob, BenchmarkRequest, BenchmarkRow, PlotTheme
@@ -37,10 +37,7 @@ def reproduce(
     ] = None,
     json: Json = None,
     plots: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR", rich_help_panel=OUTPUT, help="Draw the timings into this folder. Needs matplotlib."
-        ),
+        Path | None, of_output("Draw the timings into this folder. Needs matplotlib.", metavar="DIR")
     ] = None,
 ) -> int:
     """Measure on this machine what papers and projects claim: claim, measured, verdict, and how it was measured.

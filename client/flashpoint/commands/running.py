@@ -36,42 +36,26 @@ WIDTH = 140  # characters in a table's line if the output is not a terminal
 
 SERVER, OUTPUT, SHAPE, OPTIONS = "Server", "Output", "Problem", "Attention options"
 
-Url = Annotated[
-    str | None,
-    typer.Option(
-        envvar="FLASHPOINT_URL",
-        help="A server, such as http://localhost:8000. Without it, or if it is empty, this machine.",
-        rich_help_panel=SERVER,
-    ),
-]
-Key = Annotated[
-    str | None, typer.Option(envvar="FLASHPOINT_API_KEY", help="The server's API key.", rich_help_panel=SERVER)
-]
-Timeout = Annotated[
-    float,
-    typer.Option(min=0.001, metavar="SECONDS", help="Seconds that the server has for a call.", rich_help_panel=SERVER),
-]
-Json = Annotated[
-    Path | None,
-    typer.Option("--json", metavar="FILE", help="Write the result as JSON; - is stdout.", rich_help_panel=OUTPUT),
-]
-Plot = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Draw it: FILE.svg or FILE.png. Needs matplotlib.", rich_help_panel=OUTPUT),
-]
-Theme = Annotated[PlotTheme, typer.Option(help="Draw it for a light or a dark page.", rich_help_panel=OUTPUT)]
-
 
 def group(name: str) -> Callable[..., Any]:
     """Return a function that makes options in a group of the help: `of_shape("Number of sequences.")`."""
 
-    def option(help: str, **more: Any) -> Any:
-        return typer.Option(help=help, rich_help_panel=name, **more)
+    def option(help: str, *flags: str, **more: Any) -> Any:
+        return typer.Option(*flags, help=help, rich_help_panel=name, **more)
 
     return option
 
 
-of_shape = group(SHAPE)
+of_shape, of_server, of_output = group(SHAPE), group(SERVER), group(OUTPUT)
+
+_URL = "A server, such as http://localhost:8000. Without it, or if it is empty, this machine."
+_TIMEOUT = "Seconds that the server has for a call."
+Url = Annotated[str | None, of_server(_URL, envvar="FLASHPOINT_URL")]
+Key = Annotated[str | None, of_server("The server's API key.", envvar="FLASHPOINT_API_KEY")]
+Timeout = Annotated[float, of_server(_TIMEOUT, min=0.001, metavar="SECONDS")]
+Json = Annotated[Path | None, of_output("Write the result as JSON; - is stdout.", "--json", metavar="FILE")]
+Plot = Annotated[Path | None, of_output("Draw it: FILE.svg or FILE.png. Needs matplotlib.", metavar="FILE")]
+Theme = Annotated[PlotTheme, of_output("Draw it for a light or a dark page.")]
 
 
 def _words(text: str) -> tuple[str, ...]:

@@ -190,10 +190,6 @@ def _binary(count: float) -> str:
     return f"{count:.3g} GiB"
 
 
-def _per_sequence(row: BenchmarkRow) -> float:
-    return (row.peak_bytes or 0) / row.batch
-
-
 QUANTITIES = {
     "time": Quantity(
         "Time of a call", "median, bars from p20 to p80", "milliseconds", lambda row: row.ms or 0, _logarithmic,
@@ -205,7 +201,7 @@ QUANTITIES = {
     ),
     "memory": Quantity(
         "Memory of a call", "beside its inputs, at its highest, divided by the batch", "peak memory per sequence",
-        _per_sequence, _memory, _binary, timed=False,
+        lambda row: (row.peak_bytes or 0) / row.batch, _memory, _binary, timed=False,
     ),
     "speedup": Quantity(
         "Speed-up over the plain formula", "", "times as fast as naive", lambda row: row.speedup_over_naive or 0,
