@@ -23,12 +23,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 Answer = Tensor | tuple[Tensor, Tensor, None]
 # Maps the names of arguments in this library's errors to flash-attn's names.
-_NAMES = {
-    "scale": "softmax_scale",
-    "window": "window_size",
-    "cu_seqlens_k": "cu_seqlens_k",
-    "kv_lengths": "cache_seqlens",
-}
+_NAMES = {"scale": "softmax_scale", "window": "window_size", "kv_lengths": "cache_seqlens"}
 
 
 class FlashAttnError(RuntimeError):

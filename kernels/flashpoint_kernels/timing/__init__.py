@@ -23,31 +23,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from flashpoint_kernels.timing.case import PRESETS as PRESETS
-    from flashpoint_kernels.timing.case import ROW_FIELDS as ROW_FIELDS
-    from flashpoint_kernels.timing.case import TIMED as TIMED
-    from flashpoint_kernels.timing.case import Case as Case
-    from flashpoint_kernels.timing.case import Timing as Timing
-    from flashpoint_kernels.timing.case import grid as grid
-    from flashpoint_kernels.timing.case import preset as preset
-    from flashpoint_kernels.timing.device import Peak as Peak
-    from flashpoint_kernels.timing.device import describe as describe
-    from flashpoint_kernels.timing.measurement import measure as measure
-    from flashpoint_kernels.timing.measurement import run_grid as run_grid
+    from flashpoint_kernels.timing.case import PRESETS, ROW_FIELDS, TIMED, Case, Timing, grid, preset
+    from flashpoint_kernels.timing.device import Peak, describe
+    from flashpoint_kernels.timing.measurement import measure, run_grid
 
-_HOME = {
-    "ROW_FIELDS": "case",
-    "TIMED": "case",
-    "Case": "case",
-    "Timing": "case",
-    "describe": "device",
-    "measure": "measurement",
-    "Peak": "device",
-    "PRESETS": "case",
-    "grid": "case",
-    "preset": "case",
-    "run_grid": "measurement",
-}
 __all__ = [
     "PRESETS",
     "ROW_FIELDS",
@@ -63,7 +42,10 @@ __all__ = [
 ]
 
 
+_HOME = {"Peak": "device", "describe": "device", "measure": "measurement", "run_grid": "measurement"}  # others: case
+
+
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(import_module(f"flashpoint_kernels.timing.{_HOME[name]}"), name)
+    if name in __all__:
+        return getattr(import_module(f"flashpoint_kernels.timing.{_HOME.get(name, 'case')}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -181,6 +181,11 @@ class Slices:
         self._enter()
         self._since = perf_counter()
 
+    def pause(self) -> Iterator[float]:
+        """Close the slice, yield its milliseconds, and open the next slice."""
+        yield self.end()
+        self.begin()
+
     @contextmanager
     def with_threads(self, count: int) -> Iterator[Waits]:
         """Run the block with `count` threads of torch; set the number again after each pause, in which others may

@@ -120,8 +120,7 @@ def find_peaks(device: str, dtype: str, slices: Slices) -> Iterator[float]:
         target, taken = torch.zeros_like(source), []
         for _ in range(REPEATS):
             taken += clock.time(partial(target.copy_, source), 1)
-            yield slices.end()
-            slices.begin()
+            yield from slices.pause()
         _copies[device] = 2 * COPY_BYTES[kind] / min(taken) / 1e6
     for name in {dtype, "float32"}:
         if (device, name) in _products:
@@ -132,15 +131,12 @@ def find_peaks(device: str, dtype: str, slices: Slices) -> Iterator[float]:
             matrix = torch.randn(n, n, device=device).to(DTYPES[name])
             # Not timed: the first product of a process initialises the library, and the first of a size loads its code.
             torch.mm(matrix, matrix)
-            yield slices.end()
-            slices.begin()
+            yield from slices.pause()
             taken = clock.time(partial(torch.mm, matrix, matrix), 1)
-            yield slices.end()
-            slices.begin()
+            yield from slices.pause()
         for _ in range(REPEATS):
             taken += clock.time(partial(torch.mm, matrix, matrix), 1)
-            yield slices.end()
-            slices.begin()
+            yield from slices.pause()
         _products[device, name] = 2 * n**3 / min(taken) / 1e9
 
 

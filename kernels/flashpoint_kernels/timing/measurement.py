@@ -165,19 +165,16 @@ def _timed(
         yield from aside(partial(_first, whole, device), slices)
     else:
         _first(whole, device)
-    yield slices.end()
-    slices.begin()
+    yield from slices.pause()
     peak, held = peak_bytes(whole, device), held_bytes(algorithms(case), case)
     for _ in range(_AGAIN):
         if peak is None or peak >= held:
             break
-        yield slices.end()
-        slices.begin()
+        yield from slices.pause()
         peak = max(peak, peak_bytes(whole, device) or 0)
     low = peak is not None and peak < held
     warm_ms = slices.spent_ms
-    yield slices.end()
-    slices.begin()
+    yield from slices.pause()
     call: Callable[[], Any] = whole
     if case.direction == "backward":
         o = attend(*leaves)
@@ -189,8 +186,7 @@ def _timed(
         cost_ms = math.inf  # time of a call in a slice, including the clock's own work
         while not enough(samples):
             if slices.spent_ms + cost_ms > slices.slice_ms:
-                yield slices.end()
-                slices.begin()
+                yield from slices.pause()
                 if cost_ms * _SHORT < slices.slice_ms:
                     call()
             before, room = slices.spent_ms, slices.slice_ms - slices.spent_ms
@@ -266,8 +262,7 @@ def _inputs(case: Case, device: str, layout: str, slices: Slices) -> Generator[f
         shape = (case.batch, heads, rows, dim)
         t = torch.randn(shape, generator=generator, device=device).to(DTYPES[case.dtype])
         made.append(t if layout == "bhsd" else t.transpose(1, 2).contiguous())
-        yield slices.end()
-        slices.begin()
+        yield from slices.pause()
     return made
 
 
@@ -301,8 +296,7 @@ def aside(call: Callable[[], Any], slices: Slices) -> Generator[float, None, Non
 
     Thread(target=work, name="flashpoint-first", daemon=True).start()
     while wait([ended], _LOOK_SECONDS).not_done:
-        yield slices.end()
-        slices.begin()
+        yield from slices.pause()
     ended.result()
 
 

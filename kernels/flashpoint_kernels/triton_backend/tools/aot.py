@@ -191,39 +191,36 @@ def build(variant: Variant, tile: Tile) -> Any:
 
 def faults(report: Report) -> list[str]:
     """Return the faults that a shipped variant must not have: see docs/compiled.md."""
-    half = report.dtype != "float32"
-    problems = []
-    if report.registers > 255:
-        problems.append(f"{report.registers} registers")
-    if report.shared_bytes > SHARED_KIB[report.arch] * 1024:
-        problems.append(f"{report.shared_bytes} bytes of shared memory")
-    if report.atomics:
-        problems.append(f"{report.atomics} atomics")
-    if half and report.level == 0 and report.head_dim <= 128:
-        if report.loop_spills:
-            problems.append(f"{report.loop_spills} spills in a loop")
-        elif report.spill_bytes and not report.loop:
-            problems.append(f"{report.spill_bytes} bytes spilled")
-    if report.unfenced:
-        problems.append(f"{report.unfenced} tiles read without a proxy fence")
-    if report.hazards:
-        problems.append(f"{report.hazards} writes to registers of a running product")
+    half, hopper = report.dtype != "float32", report.kernel.endswith("hopper")
     kernel = report.kernel.removesuffix("_hopper").removesuffix("_blocks")
     rows, columns = report.block_m, report.block_n
     if kernel == "backward_kv":  # this kernel multiplies the transposed tile
         rows, columns = columns, rows
-    if half and kernel in _PRODUCTS and rows >= 64 and MATRIX[report.arch] not in report.matrix_instructions:
-        problems.append(f"no {MATRIX[report.arch]}, but {', '.join(report.matrix_instructions) or 'nothing'}")
+    unspilled = half and report.level == 0 and report.head_dim <= 128
+    product, found = MATRIX[report.arch], report.matrix_instructions
     pipelined = _is_plain(report) and kernel.partition("_packed")[0] in _PRODUCTS and report.num_stages > 1
-    if pipelined and not report.ahead:
-        problems.append("no tile is loaded while another is used")
-    if report.kernel.endswith("hopper") and not report.copies:
-        problems.append("no copies by descriptor")
-    if report.kernel.endswith("hopper") and not report.specialised:
-        problems.append("its warps have no roles")
-    if report.kernel.endswith("hopper") and report.beside < columns // 2:  # scores of a thread in a tile of 64 rows
-        problems.append(f"{report.beside} exponentials beside a product")
-    return problems
+    checks = (
+        (report.registers > 255, f"{report.registers} registers"),
+        (report.shared_bytes > SHARED_KIB[report.arch] * 1024, f"{report.shared_bytes} bytes of shared memory"),
+        (report.atomics, f"{report.atomics} atomics"),
+        (unspilled and report.loop_spills, f"{report.loop_spills} spills in a loop"),
+        (
+            unspilled and report.spill_bytes and not (report.loop or report.loop_spills),
+            f"{report.spill_bytes} bytes spilled",
+        ),
+        (report.unfenced, f"{report.unfenced} tiles read without a proxy fence"),
+        (report.hazards, f"{report.hazards} writes to registers of a running product"),
+        (
+            half and kernel in _PRODUCTS and rows >= 64 and product not in found,
+            f"no {product}, but {', '.join(found) or 'nothing'}",
+        ),
+        (pipelined and not report.ahead, "no tile is loaded while another is used"),
+        (hopper and not report.copies, "no copies by descriptor"),
+        (hopper and not report.specialised, "its warps have no roles"),
+        # half of the columns: the scores of a thread in a tile of 64 rows
+        (hopper and report.beside < columns // 2, f"{report.beside} exponentials beside a product"),
+    )
+    return [fault for wrong, fault in checks if wrong]
 
 
 def _is_plain(report: Report) -> bool:
