@@ -3,42 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import TYPE_CHECKING, ParamSpec, TypeGuard
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
 
 from flashpoint_contract.options import ProblemError
 from flashpoint_kernels.functional import attention
+from flashpoint_kernels.operators.torch_rules import raises_as
 
 if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias  # imports torch._dynamo, which takes seconds
-
-P = ParamSpec("P")
-# Maps names of `attention`'s arguments to the names in torch's signature.
-_NAMES = {"q": "query", "k": "key", "v": "value", "causal": "is_causal"}
 
 
 class SdpaError(ProblemError, RuntimeError):
     """An argument is not valid. It is also a RuntimeError, which torch raises for most of them."""
 
 
-def _as_torch_raises(function: Callable[P, Tensor]) -> Callable[P, Tensor]:
-    """Raise an error of a type that callers of torch's function catch, with torch's names of arguments."""
-
-    @wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> Tensor:
-        try:
-            return function(*args, **kwargs)
-        except ProblemError as error:
-            raise SdpaError([(_NAMES.get(name, name), text) for name, text in error.errors]) from None
-
-    return wrapped
-
-
-@_as_torch_raises
+@raises_as(SdpaError, {"q": "query", "k": "key", "v": "value", "causal": "is_causal"})
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,

@@ -8,41 +8,32 @@ sets right to 0. ALiBi subtracts slope·|i + Sk − Sq − j|. A query that sees
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial, wraps
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashpoint_contract.options import ProblemError
 from flashpoint_kernels.flash_attn.layers.rotary import apply_rotary_emb
 from flashpoint_kernels.functional import attention
+from flashpoint_kernels.operators.torch_rules import raises_as
 
-P = ParamSpec("P")
-T = TypeVar("T")
 Answer = Tensor | tuple[Tensor, Tensor, None]
-# Maps the names of arguments in this library's errors to flash-attn's names.
-_NAMES = {"scale": "softmax_scale", "window": "window_size", "kv_lengths": "cache_seqlens"}
 
 
 class FlashAttnError(RuntimeError):
     """An argument is not valid: flash-attn raises RuntimeError for it."""
 
 
-def _in_flash_attns_words(function: Callable[P, T]) -> Callable[P, T]:
-    """Raise flash-attn's type of error, with flash-attn's names of arguments."""
+def _error(errors: Iterable[tuple[str, str]]) -> FlashAttnError:
+    return FlashAttnError("; ".join(f"{name}: {text}" for name, text in errors))
 
-    @wraps(function)
-    def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return function(*args, **kwargs)
-        except ProblemError as error:
-            raise FlashAttnError(
-                "; ".join(f"{_NAMES.get(name, name)}: {text}" for name, text in error.errors)
-            ) from None
 
-    return wrapped
+# Raises flash-attn's type of error, with flash-attn's names of arguments.
+_in_flash_attns_words = raises_as(
+    _error, {"scale": "softmax_scale", "window": "window_size", "kv_lengths": "cache_seqlens"}
+)
 
 
 @_in_flash_attns_words

@@ -132,7 +132,7 @@ class Forward:
         return keys * self.heads * (self.head_dim + self.value_dim) * self.k_dtype.itemsize
 
     def workers(self, threads: int) -> int:
-        """Return the number of threads for the work, at most `most`."""
+        """Return the number of threads for the work, at most `threads`."""
         return self._workers(threads, sum(row.keys for row in self.rows), sum(row.pairs for row in self.rows))
 
     def _workers(self, threads: int, keys: int, pairs: int) -> int:

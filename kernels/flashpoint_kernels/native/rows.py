@@ -43,7 +43,7 @@ class Spans:
 
     def of_sequence(self, number: Any) -> Any:
         """Return the address of a sequence's first span; for an array of sequences, an array of addresses."""
-        return self._address + 64 * self._count * number
+        return self._address + SPAN * self._count * number
 
 
 class QuerySteps(NamedTuple):

@@ -1,11 +1,10 @@
-"""Follow torch's rules for a call: apply autocast, and raise a clear error where a transform would lose a
-derivative.
-"""
+"""Follow torch's rules for a call: apply autocast, and raise the errors that a caller of torch expects."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +12,27 @@ from torch.autograd import forward_ad
 
 from flashpoint_contract.options import ProblemError
 
+P = ParamSpec("P")
+T = TypeVar("T")
 _BATCHED = ("FuncTorchBatched", "Batched")  # wrappers of torch.vmap, and of torch.autograd.grad(is_grads_batched=True)
+
+
+def raises_as(
+    error_of: Callable[[list[tuple[str, str]]], Exception], names: Mapping[str, str]
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Return a decorator that replaces a ProblemError by `error_of(errors)`, with the caller's `names` of arguments."""
+
+    def decorated(function: Callable[P, T]) -> Callable[P, T]:
+        @wraps(function)
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> T:
+            try:
+                return function(*args, **kwargs)
+            except ProblemError as error:
+                raise error_of([(names.get(name, name), text) for name, text in error.errors]) from None
+
+        return wrapped
+
+    return decorated
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

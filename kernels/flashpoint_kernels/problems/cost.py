@@ -9,7 +9,7 @@ processes price requests by their heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from flashpoint_contract.options import UNBOUNDED
@@ -181,15 +181,11 @@ def _seconds(spec: Spec, rates: Rates, sequences: int, pairs: int, keys: int) ->
     scores = pairs * spec.q_heads * _ways(spec)
     if spec.causal_square:
         scores /= 2
-    each = rates.score + sum(rates.options.get(name, 0.0) for name in _options(spec))
+    each = rates.score + sum(rates.options.get(name, 0.0) for name in SCORE_FEATURES if name in spec.features)
     read = keys * key_bytes(spec) * _ways(spec)
     flop = rates.types.get(spec.dtype, rates.flop)
     seconds = sequences * rates.sequence * _ways(spec) + flops_of(spec, pairs) * flop + scores * each
     return seconds + read * rates.byte
-
-
-def _options(spec: Spec) -> Iterable[str]:
-    return (name for name in SCORE_FEATURES if name in spec.features)
 
 
 def _ways(spec: Spec) -> float:

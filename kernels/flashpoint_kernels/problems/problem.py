@@ -348,7 +348,7 @@ class Problem:
             return t
         first, last = self.rows[0], self.rows[-1]
         if row.broadcast:
-            view = _one_head(t.reshape((1,) * (self.spec.rank - t.ndim) + tuple(t.shape)), 4)
+            view, _ = self._mask_sequences(t)
             return view if view.shape[0] == 1 else view[first.batch : last.batch + 1]
         view = self.canonical(name, t)
         if not self.spec.ragged:

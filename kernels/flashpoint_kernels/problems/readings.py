@@ -23,7 +23,7 @@ class _Reading(NamedTuple):
 
 
 class Readings:
-    """The last read values of at most `most` tensors. Threads may share this object: each step replaces it as a
+    """The last read values of at most `limit` tensors. Threads may share this object: each step replaces it as a
     whole.
     """
 

@@ -46,16 +46,17 @@ def errors(device: str) -> dict[str, dict[str, dict[str, float]]]:
         answers = ours(backend, q, k, v, do)
         by_backend[backend] = {
             name: {
-                "torch": _apart(t, plain[name]),
-                "exact": _apart(t, exact[name]),
-                "its": _apart(plain[name], exact[name]),
+                "torch": apart(t, plain[name]),
+                "exact": apart(t, exact[name]),
+                "its": apart(plain[name], exact[name]),
             }
             for name, t in answers.items()
         }
     return by_backend
 
 
-def _apart(a: Tensor, b: Tensor) -> float:
+def apart(a: Tensor, b: Tensor) -> float:
+    """Return the largest difference of two tensors, computed in float64."""
     return float((a.double() - b.double()).abs().max())
 
 

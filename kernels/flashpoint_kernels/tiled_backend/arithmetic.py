@@ -7,6 +7,9 @@ have the same bits in a batch of any size: a test checks both.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -34,6 +37,11 @@ def _is_thin(a: Tensor, b: Tensor) -> bool:
 
 def _twice(t: Tensor) -> Tensor:
     return t.expand(2, -1, -1)
+
+
+def shaped(memory: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the first elements of one-dimensional memory as a tensor of this shape."""
+    return memory[: math.prod(shape)].view(*shape)
 
 
 def tanh_(t: Tensor) -> Tensor:

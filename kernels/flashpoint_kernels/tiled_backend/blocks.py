@@ -26,7 +26,7 @@ from flashpoint_kernels.problems.dropout import kept_bits
 from flashpoint_kernels.problems.problem import Problem, narrowed
 from flashpoint_kernels.problems.reproducible import aligned
 from flashpoint_kernels.quantization import scaled
-from flashpoint_kernels.tiled_backend.arithmetic import add_product, product, tanh_
+from flashpoint_kernels.tiled_backend.arithmetic import add_product, product, shaped, tanh_
 from flashpoint_kernels.tiled_backend.cells import Cells, Flags, Group, Numbers, groups
 
 INF = float("inf")
@@ -110,9 +110,9 @@ def _backward(t: Strips, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
             q, do_u, lse_u, delta_u = (each.index_select(0, at) for each in (t.q, do, lse, delta))
             s, slope = t.scores(strips, keys[:u], q, k[:u], memory, with_slope=True)
             p = s.sub_(lse_u).exp_()
-            kept = t.drop(strips, keys[:u], p, _shaped(other_memory, p.shape)) if t.dropout_p else p
+            kept = t.drop(strips, keys[:u], p, shaped(other_memory, p.shape)) if t.dropout_p else p
             add_product(own_dv[:u], kept.mT, do_u)
-            dp = product(do_u, v[:u].mT, _shaped(more, p.shape))
+            dp = product(do_u, v[:u].mT, shaped(more, p.shape))
             ds = dp.mul_(kept).addcmul_(p, delta_u, value=-1.0) if t.dropout_p else dp.sub_(delta_u).mul_(p)
             if "dattn_mask" in out:
                 t.add_to_mask(strips, keys, ds, out["dattn_mask"])
@@ -239,7 +239,7 @@ class Strips:
         Like `Tiles.scores`. With `with_slope`, also return softcap's slope ds/d(scale·q·k), None without softcap.
         """
         softcap = self.problem.spec.options.softcap
-        s = product(q, k.mT, _shaped(memory, (len(keys), *self.cells.size)))
+        s = product(q, k.mT, shaped(memory, (len(keys), *self.cells.size)))
         slope = None
         if softcap:
             tanh_(s.div_(softcap))
@@ -326,7 +326,3 @@ def _part(t: Tensor, head: int, i: slice, j: slice) -> Tensor:
     """Return a cell's part of a mask (Hq|1, sq|1, sk|1): (m|1, n|1)."""
     of_head = t[head if len(t) > 1 else 0]
     return of_head[i if of_head.shape[0] > 1 else slice(None), j if of_head.shape[1] > 1 else slice(None)]
-
-
-def _shaped(memory: Tensor, shape: Sequence[int]) -> Tensor:
-    return memory[: math.prod(shape)].view(*shape)

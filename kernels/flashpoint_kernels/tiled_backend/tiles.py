@@ -32,7 +32,7 @@ from flashpoint_kernels.problems.reproducible import aligned, can_be_cut, flushi
 from flashpoint_kernels.problems.sequences import parted
 from flashpoint_kernels.quantization import scaled
 from flashpoint_kernels.tiled_backend import blocks
-from flashpoint_kernels.tiled_backend.arithmetic import add_product, product, tanh_
+from flashpoint_kernels.tiled_backend.arithmetic import add_product, product, shaped, tanh_
 
 INF = float("inf")
 
@@ -172,12 +172,12 @@ def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
             tile = (*q.shape[:2], j1 - j0)
             s, tanh = t.scores(q, i0, i1, j0, j1, memory, tangents)
             p = s.sub_(lse[:, i0:i1]).exp_()
-            kept = p if room is None else t.drop(p, i0, i1, j0, j1, room, _shaped(other_memory, p.shape))
+            kept = p if room is None else t.drop(p, i0, i1, j0, j1, room, shaped(other_memory, p.shape))
             if "dv" in out:
                 add_product(dv, kept.view(tile).mT, do_i)
             if not out.keys() & {"dq", "dk", "dattn_mask"}:
                 continue
-            dp = product(do_i, v.mT, _shaped(more, tile)).view(s.shape)
+            dp = product(do_i, v.mT, shaped(more, tile)).view(s.shape)
             if room is None:
                 ds = dp.sub_(delta[:, i0:i1]).mul_(p)
             else:
@@ -321,12 +321,12 @@ class Tiles:
         in `tangents`. `tangents` may be `memory` if the tanh is not needed.
         """
         left, right = self.problem.spec.window
-        s = product(q, self.keys(j0, j1).mT, _shaped(tangents, (*q.shape[:2], j1 - j0)))
+        s = product(q, self.keys(j0, j1).mT, shaped(tangents, (*q.shape[:2], j1 - j0)))
         s = s.view(self.heads, i1 - i0, j1 - j0)
         tanh = None
         if self.softcap:
             tanh = tanh_(s)
-            s = torch.mul(tanh, self.softcap, out=_shaped(memory, s.shape))
+            s = torch.mul(tanh, self.softcap, out=shaped(memory, s.shape))
         if self.slopes is not None:
             s.addcmul_(self.slopes, self.ahead(i0, i1, j0, j1).abs_().float(), value=-1.0)
         if self.mask is not None:
@@ -381,10 +381,6 @@ def _rows_of(t: Tensor, scale: Tensor | None, j0: int, j1: int) -> Tensor:
     if scale is None:
         return rows
     return scaled(rows, scale if scale.shape[1] == 1 else scale[:, j0:j1])
-
-
-def _shaped(memory: Tensor, shape: tuple[int, ...]) -> Tensor:
-    return memory[: math.prod(shape)].view(shape)
 
 
 def _finite(m: Tensor) -> Tensor:

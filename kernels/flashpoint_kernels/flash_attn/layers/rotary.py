@@ -131,17 +131,16 @@ class RotaryEmbedding(nn.Module):
         scale = None if scale_base is None else (columns + 0.4 * dim) / (1.4 * dim)
         self.register_buffer("scale", scale, persistent=False)
 
-    def _tables(self, length: int, t: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """Return cos and sin of `length` positions, and for XPos other cos and sin for k; else None, None."""
+    def _tables(self, length: int, t: Tensor) -> tuple[Tensor, ...]:
+        """Return cos and sin of `length` positions for q, and those for k, which differ with XPos."""
         places = torch.arange(length, device=t.device, dtype=torch.float32)
         angles = torch.outer(places, self.inv_freq.to(t.device))
         cos, sin = angles.cos(), angles.sin()
-        if self.scale is None or self.scale_base is None:
-            return cos.to(t.dtype), sin.to(t.dtype), None, None
-        power = ((places - length // 2) / self.scale_base)[:, None]
-        scale = self.scale.to(t.device) ** power
-        of_q, of_k = (cos * scale, sin * scale), (cos / scale, sin / scale)
-        return of_q[0].to(t.dtype), of_q[1].to(t.dtype), of_k[0].to(t.dtype), of_k[1].to(t.dtype)
+        tables = cos, sin, cos, sin
+        if self.scale is not None and self.scale_base is not None:
+            scale = self.scale.to(t.device) ** ((places - length // 2) / self.scale_base)[:, None]
+            tables = cos * scale, sin * scale, cos / scale, sin / scale
+        return tuple(table.to(t.dtype) for table in tables)
 
     def forward(
         self,
@@ -162,5 +161,4 @@ class RotaryEmbedding(nn.Module):
                 qkv, cos, sin, cos_k, sin_k, self.interleaved, seqlen_offset, num_heads_q
             )  # fmt: skip
         apply_rotary_emb(qkv, cos, sin, self.interleaved, True, seqlen_offset)
-        turn = cos if cos_k is None else cos_k, sin if sin_k is None else sin_k
-        return qkv, apply_rotary_emb_kv_(kv, *turn, self.interleaved, seqlen_offset)
+        return qkv, apply_rotary_emb_kv_(kv, cos_k, sin_k, self.interleaved, seqlen_offset)

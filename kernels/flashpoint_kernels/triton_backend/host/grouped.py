@@ -137,8 +137,8 @@ class Launch:
         self, code: Code, items: np.ndarray, heads: int, args: Callable[[Tensor], tuple[Any, ...]],
         most_programs: int | None = None,
     ) -> Call:  # fmt: skip
-        """Return a call with one program per item and head, but at most `most` programs. `args` makes the arguments
-        from the items on the device.
+        """Return a call with one program per item and head, at most `most_programs`. `args` makes the arguments from
+        the items on the device.
         """
         number = self.upload.add(items)
         programs = len(items) * heads

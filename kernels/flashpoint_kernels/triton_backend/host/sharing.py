@@ -42,7 +42,7 @@ _COMMON = np.r_[
 
 
 def shared_parts(problems: Sequence[Problem], ints: np.ndarray, floats: np.ndarray, work: ForwardList) -> Cascade:
-    """Return the programs of `found`, but only one program for each part of keys that several sequences have in the
+    """Return the programs of `work`, but only one program for each part of keys that several sequences have in the
     same pages.
 
     `ints` and `floats` are the launch's table. Pages are compared where their numbers are known (`Problem.pages`).

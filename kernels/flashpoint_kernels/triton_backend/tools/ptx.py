@@ -9,6 +9,7 @@ copy, even a fence before the copy has arrived.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 _LABEL = re.compile(r"(\$L__BB\w+):")
@@ -95,9 +96,7 @@ class Ptx:
             start = self._labels[branch[2]] if (branch := _BRANCH.match(line)) else at
             if start < at and any(_PRODUCT.search(each) for each in self.lines[start:at]):
                 spans.append((start, at))
-        return [
-            self.lines[a:b] for a, b in spans if not any((a, b) != (c, d) and a <= c and d <= b for c, d in spans)
-        ]  # fmt: skip
+        return [self.lines[a:b] for a, b in innermost(spans)]
 
     def loads_ahead(self) -> int:
         """Return how many groups of copies are under way at each product of the loops, at least; 0 without a copy.
@@ -105,6 +104,11 @@ class Ptx:
         A group is a tile of one tensor, or its row statistics.
         """
         return min((_ahead(loop) for loop in self.loops()), default=0)
+
+
+def innermost(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the spans, (first line, end), that contain no other span."""
+    return [(a, b) for a, b in spans if not any((a, b) != (c, d) and a <= c and d <= b for c, d in spans)]
 
 
 def _ahead(loop: list[str]) -> int:

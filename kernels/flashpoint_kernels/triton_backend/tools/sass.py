@@ -10,6 +10,8 @@ from pathlib import Path
 
 import triton
 
+from flashpoint_kernels.triton_backend.tools.ptx import innermost
+
 MMA = re.compile(r"\b(HMMA|HGMMA|UTC\w*MMA)\b")
 # Kinds of instructions, by the first letters of their names; the first match counts.
 KINDS = {
@@ -61,8 +63,7 @@ class Code:
             start = self._labels.get(jump[1], at) if jump else at
             if start < at and any(MMA.search(i) for i in self.instructions[start:at]):
                 spans.append((start, at + 1))
-        inner = [(a, b) for a, b in spans if not any((a, b) != (c, d) and a <= c and d <= b for c, d in spans)]
-        return [self.instructions[a:b] for a, b in sorted(inner)]
+        return [self.instructions[a:b] for a, b in sorted(innermost(spans))]
 
     def shortest_loop(self) -> list[str]:
         """Return the shortest of `loops`, which has the fewest tests; empty if there is no loop."""

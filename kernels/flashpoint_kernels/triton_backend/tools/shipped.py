@@ -87,9 +87,8 @@ def _packed(arch: int, dtype: str, dim: int) -> list[Variant]:
 
 def representative() -> list[Variant]:
     """Return the variants that CI compiles: the fast ones of most requests for all GPUs, and the heaviest for some."""
-    variants = []
-    variants += [Variant("forward", arch, "bfloat16", dim, value_dim=dv)
-              for arch, (dim, dv) in product((80, 90, 100), ((192, 128), (576, 512)))]  # fmt: skip
+    wide = product((80, 90, 100), ((192, 128), (576, 512)))
+    variants = [Variant("forward", arch, "bfloat16", dim, value_dim=dv) for arch, (dim, dv) in wide]
     for arch in TABLES:
         dims = (64, 128) if arch in (80, 90) else (128,)
         variants += [
@@ -97,15 +96,13 @@ def representative() -> list[Variant]:
         ]
         variants.append(Variant("forward_packed16", arch, "bfloat16", 128, paged=True, keys="float8_e4m3fn"))
         variants.append(Variant("cascade_packed16", arch, "bfloat16", 128, paged=True))
-        for dim, kernel in product(dims, _PRODUCTS):
-            variants.append(Variant(kernel, arch, "bfloat16", dim))
+        variants += [Variant(kernel, arch, "bfloat16", dim) for dim, kernel in product(dims, _PRODUCTS)]
         of_blocks = ("forward_blocks", "forward_packed16_blocks", "backward_kv_blocks", "backward_q_blocks")
         variants += [
             Variant(kernel, arch, "bfloat16", 128) for kernel in (*of_blocks, "list_key_tiles", "list_query_tiles")
         ]
     variants += [Variant(f"{k}_hopper", 90, "bfloat16", dim) for dim in (64, 128) for k in hopper_tiles(dim, dim)]
-    for kernel in ("forward", "backward_kv", "backward_q", "backward_mask"):
-        variants.append(Variant(kernel, 90, "float16", 96, 2, "float32"))
+    variants += [Variant(kernel, 90, "float16", 96, 2, "float32") for kernel in (*_PRODUCTS, "backward_mask")]
     variants += [Variant(kernel, 86, "bfloat16", 256) for kernel in _PRODUCTS]
     variants += [Variant(kernel, 80, "float32", 64) for kernel in ("forward", "backward_kv", "merge", "delta")]
     variants += [Variant(kernel, 80, "float32", 64) for kernel in ("forward_blocks", "backward_kv_blocks")]
