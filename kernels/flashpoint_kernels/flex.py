@@ -294,9 +294,7 @@ class _Tiled(torch.autograd.Function):
 
 
 class _TiledGradient(torch.autograd.Function):
-    """The autograd function with outputs dq, dk, dv and the gradients of captured tensors. It has no second
-    derivative.
-    """
+    """The autograd function with outputs dq, dk, dv and captured tensors' gradients, without a second derivative."""
 
     @staticmethod
     def forward(
@@ -343,9 +341,7 @@ class _TiledGradient(torch.autograd.Function):
 def _through(
     scores: Tensor, ds: Tensor, products: Tensor, captured: Sequence[Tensor], of_captured: Sequence[Tensor]
 ) -> Tensor:
-    """Return the gradient of products from the gradient of scores; add the gradients of captured tensors to their
-    sums.
-    """
+    """Return the gradient of products from that of scores; add the gradients of captured tensors to their sums."""
     if not scores.requires_grad:  # score_mod uses neither the score nor a captured tensor
         return torch.zeros_like(products)
     gradients = torch.autograd.grad(scores, (products, *captured), ds, allow_unused=True)
@@ -382,9 +378,7 @@ class _Captured(TorchFunctionMode):
 
 
 def _captured(flex: _Flex, q: Tensor) -> tuple[Tensor, ...]:
-    """Return each tensor that score_mod uses and that requires a gradient. To find them, call score_mod with one
-    score.
-    """
+    """Return the tensors that score_mod uses and that require a gradient, found by a call with one score."""
     if flex.score_mod is None or not torch.is_grad_enabled() or not q.numel():
         return ()
     one = [torch.zeros(1, dtype=torch.long, device=q.device)] * 4

@@ -226,9 +226,7 @@ def attention_backward(
 
 
 def _options(window: Sequence[int] | None, *given: Any) -> Options:
-    """Return the options of a call from a cache: to check them takes as long as torch's operator on a short
-    sequence.
-    """
+    """Return the options of a call from a cache: to check them takes as long as a short sequence in torch."""
     pair = window if type(window) in (tuple, list) else ()
     assert pair is not None
     given_plainly = len(pair) == 2 and _PYTHONS.issuperset(map(type, (*pair, *given)))

@@ -91,9 +91,7 @@ def scaled_dot_product_attention(
 
 
 def _in_one_batch(t: Tensor, lead: Sequence[int]) -> Tensor:
-    """Return (…, H, L, E) with the batch dimensions `lead` flattened to one; copy only if some of these are
-    broadcast.
-    """
+    """Return (…, H, L, E) with the batch dimensions `lead` flattened to one; copy only if some are broadcast."""
     shape = t.shape[-3:]
     return t.reshape(1, *shape) if not lead else t.expand(*lead, *shape).reshape(math.prod(lead), *shape)
 

@@ -64,9 +64,7 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 
 def _checks() -> list[tuple[Any, str, Any]]:
-    """Return the checks of transformers to replace: (owner, name, new value). Raises RuntimeError for other
-    versions.
-    """
+    """Return transformers' checks to replace: (owner, name, new value). Raises RuntimeError for other versions."""
     import transformers
     from transformers import modeling_flash_attention_utils as utils
     from transformers.modeling_utils import PreTrainedModel

@@ -165,9 +165,7 @@ class Backward:
         return max(1, min(threads, flops // _LEAST_FLOPS))
 
     def shares(self, sequences: list[Sequence], threads: int) -> list[list[Step]]:
-        """Cut the work into about equal shares for at most `threads` threads. `run` computes shares; then call
-        `finish`.
-        """
+        """Cut the work into about equal shares for at most `threads` threads: first `run` them, then call `finish`."""
         if self.adds and not self._places["dattn_mask"].batch and len(sequences) > 1:
             self._dmask = torch.zeros_like(_once(self.t["dattn_mask"]))
         workers = self._workers(threads, sum(sequence.pairs(0, sequence.queries) for sequence in sequences))
@@ -288,9 +286,7 @@ class Backward:
                     yield _Part(sequence, head, step, *chunk, step * pairs_of_chunk, cut)
 
     def _share(self, groups: list[list[_Part]]) -> list[Step]:
-        """Return the steps of one thread: one step, or if masks' gradients are summed, one step for each part of a
-        group.
-        """
+        """Return a thread's steps: one, or if masks' gradients are summed, one for each part of a group."""
         if self._dmask is None:
             return [Step(self._tasks([part for group in groups for part in group]), None)]
         steps, (dmask, each) = [], (_once(self.t["dattn_mask"]), self.t["q"].shape[1] // self.t["k"].shape[1])

@@ -26,9 +26,7 @@ TYPES = {getattr(torch, name): number for number, name in enumerate(native.DTYPE
 
 
 class Dropped(ctypes.Structure):
-    """`struct dropout` of options.h: low and high word of the seed, the largest dropped word, and whether dropout is
-    on.
-    """
+    """`struct dropout` of options.h: the seed's low and high word, the largest dropped word, and whether it is on."""
 
     _fields_ = tuple((name, ctypes.c_uint32) for name in ("low", "high", "last", "on"))
 
@@ -111,9 +109,7 @@ class Forward:
         self.memory.append(other.held)
 
     def share_prefixes(self, workers: int) -> None:
-        """Let sequences that begin with the same chunks of keys read these chunks together, on about `workers`
-        threads.
-        """
+        """Let sequences with the same first chunks of keys read these together, on about `workers` threads."""
         alone = [row for row in self.rows if isinstance(row, Rows)]
         if len(alone) > 1 and not self.dropped.on:
             shared = [row for row in self.rows if isinstance(row, SharedPrefix)]

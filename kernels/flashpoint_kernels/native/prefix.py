@@ -51,9 +51,7 @@ class SharedPrefix:
         return sum(row.pairs for row in self.rows)
 
     def reads(self) -> list[float]:
-        """Return the number of keys for each sequence, where the keys of a run are divided equally among its
-        sequences.
-        """
+        """Return each sequence's number of keys; the sequences of a run share its keys equally."""
         reads = [float(row.stop - tail) for row, tail in zip(self.rows, self.tails, strict=True)]
         for run in self.runs:
             for n in range(run.first, run.last):

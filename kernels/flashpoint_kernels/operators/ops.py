@@ -91,9 +91,7 @@ def _backward(*arguments: Any) -> list[Tensor]:
 
 
 def _is_direct(tensors: Sequence[Tensor | None]) -> bool:
-    """Return whether nothing traces, maps, profiles or counts a call with these tensors, so that it needs no
-    dispatcher.
-    """
+    """Return whether nothing traces, maps, profiles or counts a call with these tensors: it needs no dispatcher."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or forward_ad._current_level >= 0:
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._is_tracing():

@@ -125,9 +125,7 @@ def pairs_of(spec: Spec, q: int, k: int, offset: int | None = None) -> int:
 
 
 def _counted(spec: Spec) -> int:
-    """Return the factor of each visible pair: 2 if `Extent` assumes that only half of all pairs are computed,
-    else 1.
-    """
+    """Return the factor of each visible pair: 2 if `Extent` assumes that half of all pairs are computed, else 1."""
     return 2 if spec.causal_square else 1
 
 
@@ -171,9 +169,7 @@ def seconds_of(spec: Spec, rates: Rates, extent: Extent) -> float:
 
 
 def row_seconds(spec: Spec, rates: Rates, row: Row) -> float:
-    """Return the predicted seconds of one sequence, without the operator call that it shares with others of its
-    lengths.
-    """
+    """Return the predicted seconds of one sequence, without the operator call that it shares with others."""
     return _seconds(spec, rates, 1, pairs_of(spec, row.q_len, row.kv_len, row.offset), row.kv_len)
 
 

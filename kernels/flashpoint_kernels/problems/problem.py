@@ -402,9 +402,7 @@ def _placed(name: str, t: Tensor, device: torch.device) -> Tensor:
 
 
 def with_forwards(problems: Sequence[Problem]) -> tuple[list[Problem], Sequence[Problem]]:
-    """For gradient problems without `o` and `lse`, return their forwards, and the problems with the forwards'
-    outputs.
-    """
+    """Return the forwards of gradient problems without `o` and `lse`, and the problems with the forwards' outputs."""
     forwards = {id(p): forward_of(p) for p in problems if "lse" not in p.tensors}
     whole = [replace(p, tensors=p.tensors | forwards[id(p)].outputs) if id(p) in forwards else p for p in problems]
     return list(forwards.values()), whole

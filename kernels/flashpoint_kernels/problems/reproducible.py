@@ -193,9 +193,7 @@ def threads(problem: Problem, row: Row) -> exactly:
 
 
 class exactly:  # noqa: N801  # a context manager, whose name reads as a word
-    """Run torch's CPU operations with `count` threads (0: no change), and restore the previous number of threads at the
-    end.
-    """
+    """Run torch's CPU operations with `count` threads (0: no change), and restore the number of threads at the end."""
 
     def __init__(self, count: int) -> None:
         self._count = count

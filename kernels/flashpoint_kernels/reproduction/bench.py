@@ -97,9 +97,7 @@ class Bench:
 
 
 def marks(row: Row) -> list[str]:
-    """Return why a row's time is unreliable: other programs disturbed it, its times differ, or its memory is
-    impossible.
-    """
+    """Return why a row's time is unreliable: disturbed by other programs, times that differ, or impossible memory."""
     marks = {
         "busy": row["busy"],
         "noisy": is_noisy(row["ms"], row["ms_p20"], row["ms_p80"]),

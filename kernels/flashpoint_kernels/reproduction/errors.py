@@ -34,9 +34,7 @@ def ours(backend: Backend, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Answe
 
 
 def errors(device: str) -> dict[str, dict[str, dict[str, float]]]:
-    """Return the largest error of each tensor: `torch` from PyTorch, `exact` from float64, `its` PyTorch's from
-    float64.
-    """
+    """Return each tensor's largest error: `torch` from PyTorch, `exact` from float64, `its` PyTorch's from float64."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, do = (torch.randn(1, 1, LENGTH, HEAD_DIM, generator=generator).to(device) for _ in range(4))
     plain = written_out(q, k, v, do)

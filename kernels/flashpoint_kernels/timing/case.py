@@ -242,9 +242,7 @@ ALGORITHMS = {
 
 
 def pairs(case: Case, *, seen: bool = False) -> int:
-    """Return P, the number of (query, key) pairs over batch and query heads; with `seen`, count only pairs that the
-    causal mask does not hide.
-    """
+    """Return P, the (query, key) pairs over batch and query heads; with `seen`, without those that the mask hides."""
     rows, keys = case.q_len, case.kv_len
     count = rows * keys
     if seen and case.causal:

@@ -72,9 +72,7 @@ class CudaClock:
         return taken
 
     def _queued(self, call: Callable[[], Any], repeats: int) -> list[float]:
-        """Return the milliseconds of the calls in which the GPU did not wait; after other calls, make the pause
-        longer.
-        """
+        """Return the milliseconds of the calls in which the GPU did not wait; after others, make the pause longer."""
         event: Callable[..., Any] = torch.cuda.Event
         sleep: Callable[[int], None] = torch.cuda._sleep
         timed: list[tuple[Any, Any]] = []
@@ -188,9 +186,7 @@ class Slices:
 
     @contextmanager
     def with_threads(self, count: int) -> Iterator[Waits]:
-        """Run the block with `count` threads of torch; set the number again after each pause, in which others may
-        change it.
-        """
+        """Run the block with `count` threads of torch; set them again after each pause, as others may change them."""
         self._threads, self._waits = count, (waits := Waits(count))
         since = self.spent_ms
         self._enter()

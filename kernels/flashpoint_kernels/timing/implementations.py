@@ -60,9 +60,7 @@ def implementation_of(case: Case, kernel: Kernel | None) -> Implementation:
 
 
 def _own(kernel: Kernel, case: Case, device: str) -> Attend:
-    """Return the caller's function, called by the rules of `own_kernel`. Raises CannotRunError if these cannot be
-    followed.
-    """
+    """Return the caller's function, called by the rules of `own_kernel`. Raises CannotRunError if it cannot be."""
     try:
         given = keywords(kernel, {}, Options(causal=case.causal))
     except NotTakenError as error:

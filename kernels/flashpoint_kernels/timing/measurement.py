@@ -129,9 +129,7 @@ class _Timed:
 
     @property
     def busy(self) -> bool:
-        """Whether other programs disturbed the time: threads waited, or all threads together took far longer than
-        fewer.
-        """
+        """Whether other programs disturbed the time: threads waited, or all threads took far longer than fewer."""
         held_up = False
         if self.by_threads:
             ms_of_all = self.by_threads[max(self.by_threads)]
@@ -267,9 +265,7 @@ def _inputs(case: Case, device: str, layout: str, slices: Slices) -> Generator[f
 
 
 def _check_memory(case: Case, device: str) -> None:
-    """Raise CannotRunError for a case that exceeds a CPU's memory: a GPU would raise, but the system would kill a
-    process.
-    """
+    """Raise CannotRunError for a case that exceeds a CPU's memory, for which the system would kill the process."""
     if not device.startswith("cpu") or not any(ALGORITHMS[name].matrix_passes for name in algorithms(case)):
         return
     # Naive attention holds S and P, in the backward also dP and dS, each possibly in float32.

@@ -39,9 +39,7 @@ def backward(problems: Sequence[Problem]) -> None:
 
 
 def _gradient_calls(problem: Problem) -> Sequence[Callable[[], object]]:
-    """Return the calls of a gradient, like `_calls`. For a small problem, also keep the memory of the forward that it
-    needs.
-    """
+    """Return the calls of a gradient, like `_calls`. A small problem also keeps its forward's memory."""
     calls: list[Callable[[], object]] = []
     whole, nbytes = problem, 0
     if "lse" not in problem.tensors:

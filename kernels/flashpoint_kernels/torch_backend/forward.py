@@ -121,9 +121,7 @@ def prepared(problem: Problem, rows: Sequence[Row], threads: int) -> Callable[[]
 
 
 def repeats(problem: Problem) -> bool:
-    """Return whether the problem's `prepared` stays valid when its tensors get other values, because it copies
-    nothing.
-    """
+    """Return whether a problem's `prepared` copies nothing, so that it stays valid when tensors get other values."""
     spec = problem.spec
     if (
         spec.paged

@@ -150,9 +150,7 @@ class RotaryEmbedding(nn.Module):
         max_seqlen: int | None = None,
         num_heads_q: int | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Apply the embedding in place to `qkv` (see `apply_rotary_emb_qkv_`), or to q in `qkv` (B, S, H, D) and k in
-        `kv`.
-        """
+        """Apply the embedding in place to `qkv` as `apply_rotary_emb_qkv_`, or to q (B, S, H, D) and k in `kv`."""
         farthest = int(seqlen_offset.max()) if isinstance(seqlen_offset, Tensor) else seqlen_offset
         length = max_seqlen or qkv.shape[1] + farthest
         cos, sin, cos_k, sin_k = self._tables(length, qkv)

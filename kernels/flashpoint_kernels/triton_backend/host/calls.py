@@ -109,9 +109,7 @@ def run_calls(calls: Iterable[Call]) -> None:
 
 
 def _inside(device: torch.device, describes: bool, act: Callable[[], Any]) -> Any:
-    """Select a device; if `describes`, also set an allocator for descriptors, and restore the caller's allocator
-    afterwards.
-    """
+    """Call `act` on a device; if `describes`, with an allocator for descriptors during the call."""
 
     def scratch(size: int, _alignment: int, _stream: int | None) -> torch.Tensor:
         return torch.empty(size, dtype=torch.int8, device=device)

@@ -205,9 +205,7 @@ def _merge_code(route: Route, rows: int) -> Code:
 
 
 def _forward_hopper(launch: Launch, items: np.ndarray) -> Call:
-    """Return the forward's call for Hopper: one program per multiprocessor; they divide the blocks of queries among
-    them.
-    """
+    """Return the forward's call for Hopper: one program per multiprocessor, which divide the blocks of queries."""
     # Import it only when the path is requested: see hopper/.
     from flashpoint_kernels.triton_backend.hopper.forward import attention_forward_hopper
 
@@ -364,9 +362,7 @@ def _asked(launch: Launch, items: np.ndarray, *names: str) -> np.ndarray:
 def _launches(
     problems: Sequence[Problem], extras: Iterable[dict[str, Tensor]], tiles: Config | None, every: bool
 ) -> Iterator[Launch]:
-    """Group problems by route. Find each route from one problem alone, so that other problems never change its
-    variant.
-    """
+    """Group problems by route. A route depends on one problem alone, so that others never change its variant."""
     groups: dict[Route, tuple[list[Problem], list[Table]]] = {}
     for problem, extra in zip(problems, extras, strict=True):
         if not problem.rows:  # an empty batch has no program, so set its sums to 0

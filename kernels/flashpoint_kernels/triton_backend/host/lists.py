@@ -29,9 +29,7 @@ class Lists:
 
 
 def of_queries(launch: Launch, items: np.ndarray, tile: Tile, packed: bool, parts: np.ndarray | None = None) -> Lists:
-    """Return the lists for blocks of queries: tiles of the keys in a block's part (first and last key), or of all
-    keys.
-    """
+    """Return the lists for blocks of queries: tiles of the keys in a block's part (first and end), or of all keys."""
     if parts is None:
         keys = launch.column(columns.KV_LEN)[items[:, 0]]
         parts = np.column_stack([np.zeros_like(keys), keys])

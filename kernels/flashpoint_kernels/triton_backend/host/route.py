@@ -70,9 +70,7 @@ class Route:
         return {name: self._shared[name] for name in names}
 
     def code(self, kernel: Any, kind: Hashable, make: Callable[[], tuple[Tile, dict[str, Any]]]) -> Code:
-        """Return the code of a kernel of this kind. Once for each kind, call `make`, which returns the tile and the
-        constants.
-        """
+        """Return a kernel's code of this kind. `make`, called once for each kind, returns its tile and constants."""
         code = self._codes.get((kernel, kind))
         if code is None:
             tile, constants = make()

@@ -147,9 +147,7 @@ def _blocks(shape: Shape, rows: np.ndarray, block_m: int) -> np.ndarray:
 
 
 class _Kept(Generic[T]):
-    """A function of an int64 array with one row per sequence and a Config. Results are cached by the bytes of the
-    array.
-    """
+    """A function of an int64 array, one row per sequence, and a Config; results are cached by the array's bytes."""
 
     def __init__(self, make: Callable[[np.ndarray, Config], T]) -> None:
         self._of_bytes = lru_cache(_KEPT)(
@@ -263,9 +261,7 @@ def _visible(shape: Shape, start: np.ndarray, step: int, share: Any) -> tuple[np
 
 
 def _spread(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For `counts[i]` programs of each sequence i, return each program's sequence, and its index within the
-    sequence.
-    """
+    """Return the sequence of each program, and its index within the sequence; sequence i has `counts[i]` programs."""
     ends = np.cumsum(counts)
     row = np.repeat(np.arange(len(counts)), counts)
     return row, np.arange(len(row)) - (ends - counts)[row]

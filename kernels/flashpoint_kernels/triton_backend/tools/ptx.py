@@ -88,9 +88,7 @@ class Ptx:
         return len(places)
 
     def loops(self) -> list[list[str]]:
-        """Return the innermost loops with a matrix product, each from the target of a backward branch to that
-        branch.
-        """
+        """Return the innermost loops with a matrix product, each from a backward branch's target to the branch."""
         spans = []
         for at, line in enumerate(self.lines):
             start = self._labels[branch[2]] if (branch := _BRANCH.match(line)) else at

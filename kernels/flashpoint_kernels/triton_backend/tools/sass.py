@@ -54,9 +54,7 @@ class Code:
                 self.instructions.append(matched[1])
 
     def loops(self) -> list[list[str]]:
-        """Return the innermost loops with a matrix product, in order: from the target of a backward branch to the
-        branch.
-        """
+        """Return, in order, the innermost loops with a matrix product, each from a branch's target to the branch."""
         spans = []
         for at, instruction in enumerate(self.instructions):
             jump = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", instruction)
@@ -70,9 +68,7 @@ class Code:
         return min(self.loops(), key=len, default=[])
 
     def beside(self) -> int:
-        """Return the minimum number of exponentials between a wait that leaves a product running and the wait for all
-        products; 0 without such waits.
-        """
+        """Return the fewest exponentials from a wait that leaves a product running to the wait for all; or 0."""
         counts = []
         stretch: list[str] | None = None
         for instruction in self.instructions:

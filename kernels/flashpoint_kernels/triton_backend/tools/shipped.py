@@ -73,9 +73,7 @@ def all_of(arch: int, dtypes: Sequence[str] = DTYPES) -> list[Variant]:
 
 
 def _packed(arch: int, dtype: str, dim: int) -> list[Variant]:
-    """Return the smallest packed blocks at levels 0 and 2, and the largest at level 0; for float32 the smallest at
-    level 0.
-    """
+    """Return the smallest packed blocks at levels 0 and 2, and the largest at level 0; float32: the smallest at 0."""
     smallest, largest = PACKED_ROWS[0], packed_tile(arch, dtype, dim).block_m
     kernels = ("forward", "backward_q")
     variants = [Variant(f"{kernel}_packed{smallest}", arch, dtype, dim) for kernel in (*kernels, "merge")]
