@@ -113,10 +113,13 @@ class Cache(AnyCache):
 
     @call
     def tensors(self, layer: int = 0, like: Array | None = None) -> tuple[Any, Any]:
-        """Return the keys and values of a layer.
+        """Return k (1, Hk, S, D) and v (1, Hk, S, Dv) of a layer.
 
-        The results are k (1, Hk, S, D) and v (1, Hk, S, Dv) of `layer`, from 0, in the cache's dtype; in float32 for a
-        cache in 8 bits. They have the library and the device of the torch tensor `like`. None is numpy.
+        They have the cache's dtype; of a cache in 8 bits float32.
+
+        Args:
+            layer: Layer, from 0.
+            like: A torch tensor, whose library and device the result has. None is numpy.
         """
         return self._client._call(cache_calls.tensors(self, layer, like))
 
@@ -166,7 +169,7 @@ class AsyncCache(AnyCache):
     """Ask the server for `lengths` and `bytes`, which another client may have changed."""
 
     tensors = asynchronous(Cache.tensors)
-    """Return the keys and values of a layer."""
+    """Return k (1, Hk, S, D) and v (1, Hk, S, Dv) of a layer."""
 
     delete = asynchronous(Cache.delete)
     """Free its memory. Do nothing if it is gone already."""

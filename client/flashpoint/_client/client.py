@@ -74,7 +74,7 @@ class Client(Attending, ClientSettings[httpx.Client]):
         self._http = httpx.Client(transport=self._own or self._transport, **self._http_settings())
 
     def delete_saved(self, saved: SavedAttention | str) -> None:
-        """Free a forward, `saved` by `attention` with `save=True`: the result, or its id. It may be gone already."""
+        """Free a forward: the result of `attention` with `save=True`, or its id. Do nothing if it is gone already."""
         return self._call(_saved.delete(saved))
 
     @call
@@ -135,7 +135,7 @@ class Client(Attending, ClientSettings[httpx.Client]):
 
     @call
     def benchmark(self, **keywords: Unpack[Benchmark]) -> BenchmarkRun:
-        """Start to time a grid, or a preset, on the server's device.
+        """Start to time a grid, or a preset, on the server's device. Return the benchmark, which runs.
 
         If the connection breaks after the call was sent, it is not sent again: that could start two benchmarks.
         """

@@ -31,6 +31,7 @@ STAGES = {
     "float64": "float64",
     "torch": "torch's own math",
     "rounding": "the effect of rounding",
+    "causes": "known mistakes",
 }
 WIDTH = 140  # characters in a table's line if the output is not a terminal
 

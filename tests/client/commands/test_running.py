@@ -2,10 +2,16 @@
 
 import json
 import os
+import pty
+import subprocess
+import sys
+import typing
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import flashpoint
 from flashpoint.commands import running
 from flashpoint.commands.app import CommandError
 from tests.support.verify_answers import says
@@ -52,3 +58,31 @@ def test_what_is_missing_says_what_to_install(monkeypatch):
         running.local("verify")
     assert caught.value.hint.startswith("install it with: pip install '.[server]' in a checkout")
     assert "--url" in caught.value.hint
+
+
+def test_every_stage_of_a_verification_has_words():
+    stage = flashpoint.VerifyProgress.model_fields["stage"].annotation
+    assert set(running.STAGES) == set(typing.get_args(stage))
+
+
+def test_progress_is_shown_on_a_terminal_to_the_end_of_a_wrong_answer(tmp_path):
+    """The report of a wrong answer looks for causes, which is a stage of its own."""
+    pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
+    q = np.random.default_rng(0).standard_normal((1, 1, 9, 16), np.float32)
+    case = flashpoint.save_case(tmp_path / "case.safetensors", q=q, k=q, v=q, o=q, causal=True)
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "flashpoint", "verify", case]
+    with subprocess.Popen(command, stdout=theirs, stderr=theirs) as process:
+        os.close(theirs)
+        shown = b""
+        while part := read_terminal(ours):
+            shown += part
+    assert (process.returncode, b"Traceback" in shown, b"FAIL" in shown) == (1, False, True), shown.decode()
+
+
+def read_terminal(descriptor):
+    """Return the next bytes; none where the last process has closed the terminal, which Linux reports as EIO."""
+    try:
+        return os.read(descriptor, 1 << 16)
+    except OSError:
+        return b""
