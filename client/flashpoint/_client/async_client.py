@@ -83,7 +83,7 @@ class AsyncClient(AsyncAttending, ClientSettings[httpx.AsyncClient]):
     """Compare a backend's answers, or your own, with float64, and judge whether they are near enough."""
 
     async def benchmark(self, **keywords: Unpack[Benchmark]) -> AsyncBenchmarkRun:
-        """Start to time a grid, or a preset, on the server's device."""
+        """Start to time a grid, or a preset, on the server's device. Return the benchmark, which runs."""
         return AsyncBenchmarkRun(self, (await self._call(verification.submit(keywords))).id)
 
     def benchmark_run(self, id: str) -> AsyncBenchmarkRun:
