@@ -55,7 +55,7 @@ class AsyncClient(AsyncAttending, ClientSettings[httpx.AsyncClient]):
         self._http = httpx.AsyncClient(transport=self._own or self._transport, **self._http_settings())
 
     delete_saved = asynchronous(Client.delete_saved)
-    """Free a forward: the result of `attention` with `save=True`, or its id. Do nothing if it is gone already."""
+    """Free a forward: `saved` is the result of `attention` with `save=True`, or its id. It may be gone already."""
 
     async def cache(self, **shape: Unpack[CacheSizes]) -> AsyncCache:
         """Make a KV cache on the server, which holds the keys and values of one sequence."""

@@ -74,7 +74,7 @@ class Client(Attending, ClientSettings[httpx.Client]):
         self._http = httpx.Client(transport=self._own or self._transport, **self._http_settings())
 
     def delete_saved(self, saved: SavedAttention | str) -> None:
-        """Free a forward: the result of `attention` with `save=True`, or its id. Do nothing if it is gone already."""
+        """Free a forward: `saved` is the result of `attention` with `save=True`, or its id. It may be gone already."""
         return self._call(_saved.delete(saved))
 
     @call
