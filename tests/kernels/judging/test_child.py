@@ -39,6 +39,6 @@ print(sorted(set(sys.modules) - before))
 
 
 def test_a_session_has_the_modules_that_a_first_gradient_imports() -> None:
-    """What torch imports at a process's first gradient is imported once, before the judge forks a session."""
+    """The judge imports torch's modules for a first gradient once, before it forks a session."""
     ran = subprocess.run([sys.executable, "-c", FIRST_GRADIENT], capture_output=True, text=True, check=True)
     assert ran.stdout == "[]\n"

@@ -1,4 +1,4 @@
-"""What the programs of this folder share: they read cases from a directory, and write answers and a report into it."""
+"""The shared code of the programs here: they read cases from a directory, and write answers and a report into it."""
 
 import json
 from pathlib import Path
