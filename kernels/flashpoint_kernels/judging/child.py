@@ -29,7 +29,6 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
-import torch.fx.experimental.symbolic_shapes  # the first gradient imports it; each session would take 0.4 s for it
 from torch import Tensor
 
 from flashpoint_contract.wording.hints import meant
@@ -417,6 +416,11 @@ def _end_with_parent() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
+def import_for_gradients() -> None:
+    """Import what torch imports at a first gradient, such as sympy. Each forked session would take 0.4 s for it."""
+    importlib.import_module("torch.fx.experimental.symbolic_shapes")
+
+
 def spawner(control: socket.socket, function: Callable[..., Any] | None = None) -> None:
     """Fork a session for each request on `control`; send its pid, and later its exit status."""
     _end_with_parent()
@@ -459,4 +463,5 @@ def _redirect(output: int) -> None:
 def main() -> None:
     """Fork sessions; the argument is the number of the socket's file descriptor."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    import_for_gradients()
     spawner(socket.socket(fileno=int(sys.argv[1])))

@@ -79,6 +79,7 @@ class _Spawner:
             self.pid = self.process.pid
         else:
             self.process = None
+            child.import_for_gradients()
             with warnings.catch_warnings():  # Python and JAX warn of threads at a fork; the child uses none of them
                 warnings.simplefilter("ignore", DeprecationWarning)
                 warnings.filterwarnings("ignore", r"os\.fork", RuntimeWarning)
