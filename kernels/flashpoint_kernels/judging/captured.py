@@ -141,8 +141,8 @@ def _dense(
     for (rows, x), (_, value), (_, accurate), (_, allowed) in zip(
         *(view.batches(together) for view in views), strict=True
     ):
-        limits = {n: Limits(value[n].clone(), accurate[n].clone(), allowed[n].clone()) for n in wrong}
-        part = {n: x[n].clone() for n in wrong}
+        limits = {n: Limits(*(t[n].to("cpu", copy=True) for t in (value, accurate, allowed))) for n in wrong}
+        part = {n: x[n].to("cpu", copy=True) for n in wrong}
         bad = tuple(n for n in OUTPUTS if n in wrong and _is_wrong(limits[n], part[n], spec.dtype))
         if bad and rows[0].q_len * rows[0].kv_len * spec.q_heads <= _SMALL:
             case, tensors = _case(problem, rows, x)

@@ -37,6 +37,7 @@ from flashpoint_kernels.problems.problem import DTYPE_NAMES, DTYPES
 _KEPT = 4  # number of earlier answers that are checked for changes
 _DIFFERENT = 4  # number of differing answers that a repeated call returns
 _SIMPLE = (bool, int, float, str, type(None))
+_ADVICE = "\nSearch for `cuda"  # torch adds the same advice to each error of CUDA
 _INTS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -362,7 +363,7 @@ def _overlap(t: Tensor, other: Tensor) -> bool:
 
 def _told(error: BaseException) -> dict[str, Any]:
     try:
-        text = str(error).strip().encode(errors="replace").decode() or type(error).__name__
+        text = str(error).partition(_ADVICE)[0].strip().encode(errors="replace").decode() or type(error).__name__
         lines = traceback.format_exception(type(error), error, error.__traceback__)
     except BaseException:  # even `str` of the function's own exception class may fail
         text, lines = type(error).__name__, []

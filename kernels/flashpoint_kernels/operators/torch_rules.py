@@ -14,6 +14,8 @@ from flashpoint_contract.options import ProblemError
 
 P = ParamSpec("P")
 T = TypeVar("T")
+# The types of devices that have autocast. torch.compile of torch 2.11 cannot trace `is_autocast_available`.
+_AUTOCAST = frozenset(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
 _BATCHED = ("FuncTorchBatched", "Batched")  # wrappers of torch.vmap, and of torch.autograd.grad(is_grads_batched=True)
 
 
@@ -41,7 +43,7 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     The device of q decides. Tensors on other devices, and values that are not tensors, stay unchanged.
     """
     kind = tensors[0].device.type
-    if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+    if kind not in _AUTOCAST or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(t.to(dtype) if _casts(t, kind) else t for t in tensors)

@@ -114,7 +114,12 @@ def _beyond_accuracy(
             only = [o for o in hit if not o.wrong_outputs]
             yield cause(code, text, advice), only or hit
     raised = [o for o in failed if o.status == "wrong" and ("raised" in o.text and not o.wrong_outputs)]
-    if raised:
+    relations = {o.relation.partition(" (")[0] for o in raised}
+    if len(relations) == 1 and relations <= _OF_RELATION.keys():
+        (relation,) = relations
+        code, _, advice = _OF_RELATION[relation]
+        yield cause(code, f"{relation}: {raised[0].text}", advice), raised
+    elif raised:
         yield (
             cause("exception", raised[0].text, "support the case, or refuse it everywhere with a clear exception"),
             raised,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import Tensor
 
 import flashpoint_kernels
@@ -27,3 +28,19 @@ def test_no_cause_is_confirmed_by_cases_of_one_or_two_keys() -> None:
     report = flashpoint_kernels.judge(wrong_with_two_keys, quick=True, dtype="float32")
     assert report.verdict == "wrong"
     assert [cause.confirmed for cause in report.causes] == [False]
+
+
+def loads_vectors(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Fail as CUDA does where a kernel loads a vector from an address that is not aligned."""
+    if q.data_ptr() % 16:
+        raise RuntimeError("CUDA error: misaligned address\nSearch for `cudaErrorMisalignedAddress' in the manual.")
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+@pytest.mark.slow
+def test_an_exception_in_one_relation_alone_is_named_by_the_relation() -> None:
+    report = flashpoint_kernels.judge(loads_vectors, quick=True, dtype="float32")
+    (cause,) = report.causes
+    assert (report.verdict, cause.code) == ("wrong", "alignment")
+    expected = "inputs at an address that is not aligned: it raised RuntimeError: CUDA error: misaligned address"
+    assert cause.text == expected
