@@ -1,4 +1,4 @@
-"""Calls over caches have the right options and memory, and are checked as the right problem."""
+"""Calls over KV caches: their options, the memory of a layer, and the `Spec` that checks their tensors."""
 
 import pytest
 

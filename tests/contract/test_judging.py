@@ -1,4 +1,4 @@
-"""The judge's report becomes text and JSON of its published schema."""
+"""The judge's report is written as text, and as JSON that the published schema accepts."""
 
 import json
 from dataclasses import replace
@@ -24,7 +24,7 @@ WRONG = replace(
 
 
 def test_the_published_schema_is_that_of_the_class():
-    """`python docs/make_tables.py` writes it."""
+    """The published file equals `schema()`; `python docs/make_tables.py` writes it."""
     assert json.loads(PUBLISHED.read_text()) == schema()
     jsonschema.Draft202012Validator.check_schema(schema())
 

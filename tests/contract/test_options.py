@@ -1,4 +1,4 @@
-"""Options are checked and normalised: numbers of any library become Python numbers; errors name each wrong field."""
+"""`Options` turns NumPy numbers into Python numbers and lists into tuples; its error names every wrong field."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The plan of a saved forward includes lse; the plan of its gradients uses the saved tensors."""
+"""The plan of a saved forward returns lse; the plan of its gradients needs only `do` and reuses the saved tensors."""
 
 import pytest
 

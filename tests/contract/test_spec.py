@@ -1,4 +1,4 @@
-"""A problem is planned from shapes alone: sizes, work, what it needs of a backend, and the rows of its sequences."""
+"""`plan` makes a `Spec` from shapes and dtypes: sizes, FLOPs, outputs, required features, and one row per sequence."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""JSON is parsed strictly; NaN and infinities are written as strings."""
+"""JSON is parsed strictly: no repeated keys, lone surrogates or bare NaN. Strings stand for NaN and infinities."""
 
 import json
 import math

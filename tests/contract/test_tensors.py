@@ -1,4 +1,4 @@
-"""The table of tensors gives shapes, axes, needs and refusals, for every layout and rank."""
+"""The table TENSORS gives each tensor's shape, head axis and allowed dtypes, for every layout and rank."""
 
 import pytest
 

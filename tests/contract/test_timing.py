@@ -1,4 +1,4 @@
-"""A time is noisy if its percentiles are far apart."""
+"""A measured time is noisy if its 20th and 80th percentiles differ by more than a fifth of its median."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Models whose attention `register` cannot replace are refused; no model silently computes locally."""
+"""A Hugging Face model whose attention `register` cannot replace is refused; none silently computes locally."""
 
 import importlib
 import re
@@ -16,7 +16,7 @@ import flashpoint
 
 NAME = "remote_attention_where_it_can_be"
 KNOWN = {"bloom", "mpt", "falcon", "xglm", "codegen", "gptj", "gpt_neo", "rwkv", "xlnet"}
-# They need libraries that are not installed, or have no default configuration.
+# Models that the test cannot make: they need libraries that are not installed, or have no default configuration.
 WITHOUT = {"autoformer", "dab_detr", "dinat", "layoutlmv2", "omdet_turbo", "table_transformer", "conditional_detr"}
 
 
@@ -30,7 +30,7 @@ def client(server):
 
 
 def kinds():
-    """Yield the folders of transformers' models whose attention does not use the attention interface."""
+    """Yield (folder, module) for each model of transformers whose attention does not use the attention interface."""
     import transformers
 
     for file in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
@@ -77,7 +77,7 @@ def test_models_without_the_interface_are_refused_when_they_are_made(client):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_every_model_without_the_interface_is_refused(client):
-    """Two of these models have a part whose attention can be replaced."""
+    """All models except WITHOUT are refused, and except two with one part whose attention can be replaced."""
     partly = {"mask2former", "oneformer"}
     assert sum(refused(*each) for each in kinds() if each[0] not in WITHOUT | partly) > 60
 
@@ -116,7 +116,7 @@ def vision_and_text():
 
 @pytest.mark.parametrize("parts", [NAME, {"text_config": NAME}], ids=["whole", "text alone"])
 def test_a_part_that_stays_local_is_named(client, parts):
-    """The pooling of a vision tower uses torch's attention. By part, only the text model is served."""
+    """A warning names the vision model, whose pooling calls torch's attention, unless only the text model is chosen."""
     from transformers import LlavaForConditionalGeneration
 
     named = pytest.warns(UserWarning, match="SiglipVisionModel computes MultiheadAttention itself")

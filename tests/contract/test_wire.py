@@ -1,4 +1,4 @@
-"""A head is parsed strictly, built, and read by the safetensors library."""
+"""A safetensors head is parsed strictly; the safetensors library and Flashpoint read each other's messages."""
 
 import contextlib
 import json

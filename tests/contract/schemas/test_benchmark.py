@@ -1,4 +1,4 @@
-"""A grid survives the wire, and a job is the sum of its events."""
+"""A benchmark request is unchanged by JSON; a job's events, applied in order, give the job's state."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Tensors in JSON round-trip bit for bit, and wrong ones are named."""
+"""Tensors in JSON round-trip bit for bit; an error about a wrong tensor names its field."""
 
 import contextlib
 import json
@@ -115,7 +115,7 @@ def test_an_answer_is_written_with_short_numbers_and_words():
 
 
 def arrays(dtype):
-    """Return a strategy of arrays with any bits; hypothesis lacks bfloat16, so it is the upper half of a float32."""
+    """Return a strategy of arrays of a dtype with any values. bfloat16, unknown to hypothesis, is drawn as uint16."""
     shapes = hnp.array_shapes(min_dims=1, max_dims=4, min_side=0, max_side=3)
     if dtype != "bfloat16":
         return hnp.arrays(DTYPES[dtype], shapes)

@@ -1,4 +1,4 @@
-"""The model of the options and the table of options agree in names, defaults and refused values."""
+"""`AttentionOptions` (pydantic) and `spec.Options` agree in field names, defaults, and accepted and refused values."""
 
 from dataclasses import fields
 

@@ -1,4 +1,4 @@
-"""Missing sizes of a problem are computed from the given sizes; JSON has NaN and infinities as strings."""
+"""`Shape` computes missing sizes from the given ones; reports write NaN and infinities as JSON strings."""
 
 import json
 import math

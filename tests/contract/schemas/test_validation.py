@@ -1,4 +1,4 @@
-"""The error about a wrong document describes each wrong field in the contract's words."""
+"""The error about an invalid request names each wrong field and says what is allowed, without pydantic's wording."""
 
 import json
 import math

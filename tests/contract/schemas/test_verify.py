@@ -1,4 +1,4 @@
-"""A verification takes the options of every call."""
+"""`VerifyRequest` has the attention options as fields, and refuses unknown ones."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Every public callable of the SDK and of the attention library documents each of its parameters."""
+"""Every public function, class and method of the SDK and of the attention library documents each parameter."""
 
 import ast
 import dataclasses
@@ -28,7 +28,7 @@ MODULES = (
 )
 OPTIONAL = ("flashpoint.jax", "flashpoint.integrations.transformers", "flashpoint_kernels.transformers")
 OURS = ("flashpoint", "flashpoint_contract", "flashpoint_kernels")
-# Callers never construct these classes; a client, a cache or a function returns their objects.
+# Callers never construct these classes, so the parameters of `__init__` need no documentation.
 MADE = re.compile("(Async)?(Sharded)?(Cache|BenchmarkRun)")
 
 
@@ -44,7 +44,7 @@ def public(module):
 
 
 def parameters(function):
-    """Yield the names of a function's parameters, including the TypedDict that its keywords unpack."""
+    """Yield the names of a function's public parameters; for `**keywords: Unpack[T]`, the keys of the TypedDict T."""
     for name, parameter in inspect.signature(function).parameters.items():
         if parameter.kind is inspect.Parameter.VAR_KEYWORD:
             unpacked = re.search(r"Unpack\[(?:\w+\.)*(\w+)\]", str(parameter.annotation))
@@ -125,7 +125,7 @@ def test_the_fixture_documents_what_its_function_takes():
 
 
 def twins():
-    """Yield each asyncio method or function, its owner, its name, and its synchronous twin."""
+    """Yield (owner, name, asyncio function, synchronous function) for each pair; owner is a class or module."""
     import flashpoint
     from flashpoint import sharded
     from flashpoint._client.attending import AsyncAttending, Attending
@@ -138,14 +138,14 @@ def twins():
             sync = asynchronous.__name__.removeprefix("Async")
             home = sharded if "Sharded" in sync else flashpoint
             like = getattr(Attending if sync == "Attending" else getattr(home, sync), name, None)
-            if like is not None:  # `aclose` pairs with `close`
+            if like is not None:  # `aclose` has no synchronous method of the same name
                 yield asynchronous, name, function, like
     for name in ("attention", "attention_grad", "cache"):
         yield sharded, name, getattr(sharded, f"async_{name}"), getattr(sharded, name)
 
 
 def first_line_in_source(twin, name):
-    """Return the first line that an editor shows: of the docstring, or of the text below `name = asynchronous(…)`."""
+    """Return the first line of the docstring, or of the string below `name = asynchronous(…)`, which editors show."""
     if not inspect.isclass(twin):
         source = ast.parse(textwrap.dedent(inspect.getsource(twin))).body[0]
         return ast.get_docstring(source).split("\n")[0]
@@ -166,7 +166,7 @@ def test_twins_say_the_same_and_an_editor_shows_their_first_line():
 
 
 def test_each_description_stands_once_in_the_sources():
-    """A description that is added to calls at import has no copy, because copies would diverge."""
+    """The sources contain each shared parameter description once; imports merge it into all docstrings that need it."""
     root = Path(__file__).resolve().parents[3]
     sources = [path for package in ("client", "contract", "kernels") for path in (root / package).rglob("*.py")]
     for text in ("tanh(s/softcap), before mask and bias (Gemma 2)", "Seconds for the whole call, retries included"):

@@ -1,4 +1,4 @@
-"""Errors about unknown versions, claims and data types suggest the probable name."""
+"""An error about an unknown dtype, model, version or claim suggests the closest known name."""
 
 import json
 
