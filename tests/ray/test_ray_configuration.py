@@ -1,4 +1,4 @@
-"""The files of deploy/ray fit Ray's schema, and the application's builder checks its arguments."""
+"""The files of deploy/ray fit Ray's schema, and `flashpoint_server.ray.app` refuses arguments that it cannot use."""
 
 import warnings
 from pathlib import Path
@@ -13,7 +13,7 @@ DEPLOY = Path(__file__).resolve().parents[2] / "deploy/ray"
 
 @pytest.fixture(scope="module")
 def ray():
-    """Return Ray's schema and our application. Ray's code warns at its import and at its use."""
+    """Yield Ray's schema of a Serve configuration and our function `app`. Warnings of Ray's code are suppressed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import ray.serve.schema as schema
@@ -90,10 +90,7 @@ def test_a_variable_that_is_no_setting_here_is_named(ray, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_variables_of_the_image_are_no_obstacle(ray, monkeypatch):
-    """The application ignores variables that configure the socket of `flashpoint serve`.
-
-    The base image of deploy/kuberay/Dockerfile sets them.
-    """
+    """`app` ignores variables for the socket of `flashpoint serve`, because its Docker image sets them."""
     for name, value in (("HOST", "0.0.0.0"), ("PORT", "8000"), ("INSECURE", "true")):
         monkeypatch.setenv(f"FLASHPOINT_{name}", value)
     assert deployment(ray.app({}))

@@ -1,4 +1,4 @@
-"""Ray adds and removes replicas under load, within a limit; the tests take minutes (`make test-cluster`)."""
+"""Ray adds and removes replicas with the load, and refuses calls over its limits. `make test-cluster` takes minutes."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -16,13 +16,13 @@ PATIENCE = 900  # seconds for Ray to scale on a busy machine
 
 @pytest.fixture(scope="module")
 def slow():
-    """Return a request that takes long to compute, and its answer."""
+    """Return (tensors, expected output) of an attention call that takes long to compute."""
     q, k, v = tensors(1, 4, 768, 64, n=3)
     return {"q": q, "k": k, "v": v}, dense(q, k, v)[0]
 
 
 class Callers:
-    """Threads that send one call after another without retries; an error in a thread fails the test."""
+    """`count` threads, each of which sends one call after another without retries. `end` raises their errors."""
 
     def __init__(self, cluster, slow, count):
         self._cluster, (self._tensors, self._expected) = cluster, slow
@@ -42,18 +42,18 @@ class Callers:
         return any(call.done() for call in self._calling)
 
     def end(self):
-        """Stop the threads, and return the number of answered calls. Raises the error of any thread."""
+        """Stop the threads and return the number of answered calls. Raises the first error of a thread, if any."""
         self._enough.set()
         with self._threads:
             return sum(call.result() for call in self._calling)
 
 
-# Ray hears of waiting requests twice a second.
+# Ray's replicas and proxies report their request counts, on which autoscaling depends, every 0.5 s.
 OFTEN = {f"RAY_SERVE_{who}_AUTOSCALING_METRIC_PUSH_INTERVAL_S": "0.5" for who in ("REPLICA", "HANDLE")}
 
 
 def scaled(target_seconds, **options):
-    """Return an autoscaling configuration for at most two replicas, which decides within seconds."""
+    """Return a configuration for Ray's autoscaler: at most two replicas, with decisions within seconds."""
     policy = "flashpoint_server.autoscaling:OngoingAndWaiting"
     return {
         "max_replicas": 2,
@@ -80,7 +80,7 @@ def test_replicas_come_and_go_under_load_and_nothing_is_dropped(slow, haproxy):
 
 
 def test_a_wait_alone_brings_another_replica(slow):
-    """A few long requests, each of which waits for the earlier ones, make Ray add a replica."""
+    """Ray adds a replica when the predicted wait exceeds `target_seconds`, although the number of requests is low."""
     autoscaling = scaled(0.01, target_ongoing_requests=1000)
     with deploy(deployment={"autoscaling_config": autoscaling}, environment=OFTEN) as cluster:
         callers = Callers(cluster, slow, 8)

@@ -1,4 +1,4 @@
-"""Two replicas behind Ray's proxy or HAProxy answer and refuse requests, and outlast the death of a replica."""
+"""Two replicas behind Ray's proxy or HAProxy answer and refuse requests; no call is lost when one replica is killed."""
 
 import contextlib
 import json
@@ -32,14 +32,14 @@ def cluster(request):
 
 @pytest.fixture(scope="module")
 def problem():
-    """Return a request and its answer."""
+    """Return (tensors, expected output) of an attention call."""
     q, k, v = tensors(1, 4, 256, 64, n=3)
     return {"q": q, "k": k, "v": v}, dense(q, k, v)[0]
 
 
 @contextlib.contextmanager
 def stopped(engines):
-    """Suspend the engines inside the block: requests that the replicas admit stay unanswered."""
+    """Suspend the engine processes inside the block, so that requests which the replicas admit stay unanswered."""
     try:
         for engine in engines:
             engine.suspend()
@@ -118,7 +118,7 @@ def test_overload_is_refused_by_us_and_callers_that_wait_are_answered(cluster, p
 
 
 def test_a_killed_replica_loses_nothing(cluster, problem):
-    """A replica is killed while its stopped engine holds a call: clients send this call again, and no call is lost."""
+    """Kill a replica whose suspended engine has unanswered calls: the clients retry these calls, and none is lost."""
     tensors, expected = problem
     (victim, _), ready = cluster.replicas, cluster.ready
     below = victim.children(recursive=True)
@@ -134,7 +134,7 @@ def test_a_killed_replica_loses_nothing(cluster, problem):
                 answered[caller] += 1
                 retries.append(meta.retries)
 
-    callers = range(QUEUE_LIMIT)  # one replica admits as many, so none is refused and waits
+    callers = range(QUEUE_LIMIT)  # even one replica admits all of their calls, so no call is refused
     with ThreadPoolExecutor() as threads:
         try:
             calls = [threads.submit(call, caller) for caller in callers]
