@@ -1,4 +1,4 @@
-"""The service survives faults, and the checks of chaos/ detect the seeded bugs."""
+"""The service survives injected faults, and the checks of chaos/ detect bugs that tests/support/faulty adds."""
 
 import json
 import re
@@ -17,7 +17,7 @@ from tests.support.servers import wait_for
 
 pytestmark = pytest.mark.slow
 
-BUGS = {  # leaking bugs come last: their resources are not released
+BUGS = {  # bug: the violation that must be reported; bugs that leak come late, because the leak stays
     "swap": r"wrong, another caller's answer",
     "twice": r"caches: wrong, (lengths?: |POST \S+ was answered, and not refused)",
     "hoard": r"left over: flashpoint_cache_bytes\{.* is [1-9]",
@@ -29,7 +29,7 @@ SEED = 11
 
 @pytest.fixture
 def faulty(tmp_path):
-    """Return a service with the bug that `file` names; if the file is empty, the checks find no violation."""
+    """Yield (chaos, file). The service has the bug whose name the test writes into `file`, or none if it is empty."""
     file = tmp_path / "bug"
     file.write_text("")
     program = ("-m", "tests.support.faulty.server")
@@ -42,12 +42,12 @@ def faulty(tmp_path):
 
 def test_a_seeded_bug_is_seen(faulty):
     chaos, file = faulty
-    chaos.quiet = 1.0  # seconds; a leak stays, so a longer check sees no more
+    chaos.quiet = 1.0  # seconds; a leaked resource is never released, so a longer wait would find the same
     for bug, wanted in BUGS.items():
         if bug == "lose":
-            chaos.load.patience = 3.0  # a lost answer never comes; a late answer also counts as lost
+            chaos.load.patience = 3.0  # seconds; a lost answer never comes, and a late one may count as lost here
         file.write_text(bug)
-        # Callers draw random requests: if two are equal, a swap of their answers shows only in a later check.
+        # Callers draw random requests. If two are equal, a swap of their answers is invisible, so repeat the check.
         wait_for(
             lambda wanted=wanted: any(re.search(wanted, what) for what in chaos.look_under_load().violations),
             lambda bug=bug: f"{bug} is not seen",
@@ -56,7 +56,7 @@ def test_a_seeded_bug_is_seen(faulty):
 
 
 def test_no_fault_costs_a_caller_more_than_the_documentation_says():
-    """Each kind of fault occurs once, except those that need several HTTP processes; an engine starts twice."""
+    """Each kind of fault occurs once, except those of `apart`; of these, only kill_engine and restart occur."""
     apart = (kill_engine, restart, kill_service, kill_http, stop_supervisor)
     light = [fault for fault in FAULTS if fault not in apart]
     order = np.random.default_rng(SEED).permutation(len(light))

@@ -1,4 +1,4 @@
-"""`make soak` runs for some seconds: the service's memory and descriptors stay bounded. Times are not checked."""
+"""A soak test of some seconds: the service's resources do not grow. Times and refusals are not checked."""
 
 import json
 import subprocess
@@ -12,8 +12,8 @@ from chaos.service import MIB
 
 LOADTESTS = Path(__file__).resolve().parents[2] / "loadtests"
 TIMES = ("How many calls were refused or late?", "Flat: p50_ms")
-# These resources grow with the maximum of concurrent requests, which is larger on a busy machine. tests/chaos has wider
-# bounds for private memory.
+# These resources grow with the highest number of concurrent requests, which is larger on a busy machine. For private
+# memory, the test below applies the wider bounds of chaos/ instead.
 GROWS = ("Flat: shared_mib", "Flat: resident_mib", "Flat: private_mib", "Flat: descriptors")
 
 
