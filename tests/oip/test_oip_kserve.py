@@ -1,4 +1,4 @@
-"""KServe's unmodified clients work (`make test-kserve`). A separate environment has the versions that they pin."""
+"""KServe's unmodified clients work (`make test-kserve`), in a separate environment with the versions that they pin."""
 
 import subprocess
 import sys
@@ -11,14 +11,14 @@ from tests.support.oip.grpc_calls import port_of
 
 CLIENTS = Path(__file__).parent / "clients"
 KSERVE = "kserve==0.21.0"
-# KServe's gRPC client sends tensors as bytes by default, and lacks BF16.
+# The cases for KServe's gRPC client with its defaults: it sends tensors as bytes, and lacks BF16.
 BYTES = [c for c in CASES if c["binary"] and all(i["datatype"] != "BF16" for i in c["inputs"].values())]
 STATUSES = {"422": "INVALID_ARGUMENT", "404": "NOT_FOUND", "504": "DEADLINE_EXCEEDED"}
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory):
-    """Return the Python of an environment with KServe's client."""
+    """Return the path of the Python of a new virtual environment with KServe's client."""
     home = tmp_path_factory.mktemp("kserve") / "venv"
     subprocess.run([sys.executable, "-m", "venv", home], check=True)
     python = home / "bin" / "python"

@@ -1,4 +1,4 @@
-"""NVIDIA's unmodified utilities for system shared memory work with the server."""
+"""The shared-memory utilities of NVIDIA's unmodified tritonclient work with the server."""
 
 import json
 import subprocess

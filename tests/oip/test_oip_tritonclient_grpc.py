@@ -1,4 +1,4 @@
-"""NVIDIA's unmodified gRPC client, synchronous and asyncio, works in each call that the server supports."""
+"""NVIDIA's unmodified gRPC client, synchronous and asyncio, works for each call that the server supports."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The shared code of the programs here: they read cases from a directory, and write answers and a report into it."""
+"""Code that the programs in this folder share: they read cases from a directory, and write answers and a report."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy as np
 
 
 def run(ask, url, directory):
-    """Call `ask(url, cases, tensors, answers)`, which adds arrays to `answers` and returns the report of each case."""
+    """Call `ask(url, cases, tensors, answers)`, which adds arrays to `answers` and returns a report; save both."""
     home, answers = Path(directory), {}
     cases, tensors = json.loads((home / "cases.json").read_text()), dict(np.load(home / "tensors.npz"))
     report = ask(url, cases, tensors, answers)
@@ -16,7 +16,7 @@ def run(ask, url, directory):
 
 
 async def readiness(client):
-    """Return what a client with asyncio's methods says of the server and of a model."""
+    """Return whether the server is live, whether it is ready, and whether the model is ready; `client` is asyncio's."""
     return [
         await client.is_server_live(),
         await client.is_server_ready(),

@@ -13,7 +13,7 @@ NUMPY = {"FP16": np.float16, "FP32": np.float32, "FP64": np.float64, "BOOL": boo
 
 
 def request_of(case, tensors):
-    """Return the request. KServe's client lacks BF16, so BF16 inputs and outputs travel as numbers."""
+    """Return the request of a case. If an input is BF16, which KServe's client lacks, all tensors are JSON numbers."""
     inputs, binary = [], case["binary"] and all(i["datatype"] in NUMPY for i in case["inputs"].values())
     for name, given in case["inputs"].items():
         array, datatype = tensors[given["tensor"]], given["datatype"]

@@ -1,4 +1,4 @@
-"""Compare our .proto files with the messages of tritonclient, and write a list of the differences to stdout."""
+"""Compare our .proto files with the messages of tritonclient; print the differences as a JSON list."""
 
 import json
 

@@ -12,7 +12,7 @@ from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
 
 def request_of(case, tensors):
-    """Return the arguments of a client's `infer`."""
+    """Return the keyword arguments of tritonclient's `infer` for a case."""
     inputs = []
     for name, given in case["inputs"].items():
         array = tensors[given["tensor"]].astype(triton_to_np_dtype(given["datatype"]))

@@ -13,7 +13,7 @@ from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
 
 def request_of(case, tensors):
-    """Return the arguments of a client's `infer`."""
+    """Return the keyword arguments of tritonclient's `infer` for a case."""
     inputs = []
     for name, given in case["inputs"].items():
         array = tensors[given["tensor"]].astype(triton_to_np_dtype(given["datatype"]))
@@ -41,7 +41,7 @@ def refused(error):
 
 
 def in_the_background(client, case, tensors):
-    """Call `async_infer`, whose answer goes to a callback."""
+    """Call `async_infer`; return a queue, into which its callback puts (result, error)."""
     came = queue.Queue()
     client.async_infer(callback=lambda result, error: came.put((result, error)), **request_of(case, tensors))
     return came

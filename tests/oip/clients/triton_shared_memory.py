@@ -1,4 +1,4 @@
-"""Run attention and its gradients in shared memory and print a report: `triton_shared_memory.py HOST:PORT`."""
+"""Send attention and gradients in shared memory, and print a report: `triton_shared_memory.py HOST:PORT`."""
 
 import json
 import os
