@@ -1,5 +1,7 @@
-"""Helm renders valid manifests that fit the server and the image, and refuses bad values. `make charts` rewrites
-deploy/helm/validated.txt."""
+"""The Helm chart gives valid manifests that fit the server and the image, and refuses bad values.
+
+`make charts` rewrites deploy/helm/validated.txt, the report of the validation.
+"""
 
 import copy
 import inspect
@@ -50,7 +52,7 @@ def container(values=None):
 
 
 def exported():
-    """Return every metric name with samples in /metrics."""
+    """Return the name of every time series in /metrics."""
     suffixes = {"counter": ["_total"], "gauge": [""], "histogram": ["_bucket", "_sum", "_count"]}
     metrics = Metrics()
     Statistics(metrics.registry)
@@ -140,7 +142,7 @@ MIB = 1 << 20
     ],
 )
 def test_a_pods_memory_has_room_for_all_that_its_settings_allow(given, processes):
-    """The pod's memory limit follows the formula of docs/kubernetes.md, with 2 GiB for the engine."""
+    """The pod's memory limit follows the formula of docs/kubernetes.md. `processes`: the MiB of the HTTP processes."""
     resources = container({"settings": given, "memory": {"processesMiB": 2048}})["resources"]
     assert resources["requests"]["memory"] == resources["limits"]["memory"]
     memory = int(resources["limits"]["memory"].removesuffix("Mi"))
@@ -191,7 +193,7 @@ def test_it_runs_as_the_image_is_made():
     assert one["ports"][0] == {"name": "http", "containerPort": int(port)}
     assert one["securityContext"]["readOnlyRootFilesystem"] is True
     assert {mount["mountPath"] for mount in one["volumeMounts"]} == {"/tmp", cache}
-    assert "command" not in one  # the image's entry point links its compiled kernels
+    assert "command" not in one  # it would replace the image's entry point, which links the compiled kernels
     assert spec["enableServiceLinks"] is False
     assert spec["automountServiceAccountToken"] is False
 
@@ -271,7 +273,7 @@ def test_its_parts_find_each_other(release):
     assert all(selector.items() <= labels for selector in selectors)
     monitor = of_kind(manifests, "ServiceMonitor")["spec"]
     assert monitor["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
-    assert service["metadata"]["labels"][monitor["jobLabel"]] == "flashpoint"  # the job name in FlashpointDown
+    assert service["metadata"]["labels"][monitor["jobLabel"]] == "flashpoint"  # the job in alert FlashpointDown
     assert (
         of_kind(manifests, "HorizontalPodAutoscaler")["spec"]["scaleTargetRef"]["name"]
         == deployment["metadata"]["name"]
@@ -321,7 +323,7 @@ def test_prometheus_can_read_what_keda_asks_it(tmp_path):
 
 
 def test_a_package_of_the_chart_has_all_that_the_folder_has(tmp_path):
-    """The chart's folder has links to alerts and a dashboard outside it; the package has copies instead of links."""
+    """The chart's folder has symbolic links to the alerts and the dashboard. The package has copies of these files."""
     packed = charts.helm_python.package(CHART, destination=tmp_path)
     charts.helm_python.expand(tmp_path, packed)
     assert not [path for path in (tmp_path / "flashpoint").rglob("*") if path.is_symlink()]

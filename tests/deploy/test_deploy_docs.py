@@ -23,7 +23,7 @@ BLOCKS = [yaml.safe_load(text) for text in [*SHOWN, *(path.read_text() for path 
 def test_the_yaml_is_valid():
     assert len(BLOCKS) == 3
     for block in BLOCKS:
-        if block.get("kind") == "HTTPRoute":  # no package has the schemas of the Gateway API
+        if block.get("kind") == "HTTPRoute":  # no Python package has the schemas of the Gateway API
             continue
         manifests = [block] if "apiVersion" in block else charts.render({"insecure": True, **block})
         for manifest in manifests:

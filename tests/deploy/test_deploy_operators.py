@@ -1,7 +1,7 @@
 """The examples for KubeRay and KServe are valid.
 
-No package ships schemas for these resource kinds, so this file defines them from the operators' API types, as strictly
-as Kubernetes' schemas, which validate the pods. One test compares the schemas with KServe's models.
+No package has the schemas of RayService and InferenceService, so this file defines them after the operators' API types.
+They refuse unknown fields. Kubernetes' schemas validate the pods. One test compares COMPONENT with KServe's models.
 """
 
 import ast
@@ -34,7 +34,7 @@ def of(required, **fields):
 
 COUNT = {"type": "integer", "minimum": 0}
 WORDS = {"type": "object", "additionalProperties": {"type": "string"}}
-POD = {"type": "object"}  # Kubernetes' schema validates pods separately
+POD = {"type": "object"}  # `validate_pod` applies Kubernetes' schema
 META = of(["name"], name={"type": "string"}, namespace={"type": "string"}, labels=WORDS, annotations=WORDS)
 HEAD = of(["rayStartParams", "template"], rayStartParams=WORDS, template=POD, serviceType={"type": "string"})
 WORKERS = of(
@@ -67,7 +67,7 @@ RAY_SERVICE = of(
         ),
     ),
 )
-# A KServe predictor has these fields and the fields of a pod.
+# The fields of a KServe predictor that are not fields of a pod.
 COMPONENT = {
     "minReplicas": COUNT,
     "maxReplicas": COUNT,
@@ -158,7 +158,7 @@ def test_every_pod_is_the_images_user_and_reads_no_services_port():
 
 @pytest.mark.full
 def test_kserve_has_the_fields_that_the_schema_says(tmp_path):
-    """The test reads the models from KServe's package without installing it: its pinned versions conflict with ours."""
+    """COMPONENT agrees with KServe's models. The package is downloaded, not installed: its pins conflict with ours."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", tmp_path, "kserve==0.21.0"]
     subprocess.run(command, check=True)
     (wheel,) = tmp_path.glob("kserve-*.whl")

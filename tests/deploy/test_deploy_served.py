@@ -1,7 +1,7 @@
 """Real servers answer Kubernetes' probes, and a rolling update loses no call.
 
-In the update, a connection balancer acts as the Service: when the new pod is ready, the old pod leaves the Service and
-gets SIGTERM.
+Two server processes act as the old and the new pod, and a TCP balancer acts as the Service. When the new pod is ready,
+the balancer sends new connections to it, and the old pod gets SIGTERM.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ BACKWARD = message(TENSORS, backend="reference")
 
 
 class Service:
-    """A balancer that sends new connections to `target` and keeps open ones, like kube-proxy."""
+    """A TCP balancer that sends new connections to the port `target` and keeps open connections, like kube-proxy."""
 
     def __init__(self, target):
         self.target = target
@@ -58,7 +58,7 @@ class Service:
                 await writer.drain()
         except ConnectionError:
             pass
-        finally:  # close also after cancellation: an open connection would fail another test
+        finally:  # close after cancellation, too: the warning about an unclosed connection would fail another test
             writer.close()
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
@@ -109,7 +109,7 @@ def test_no_call_is_lost_when_a_pod_is_replaced(start_server, tmp_path, service_
             service.target = new.port
             old.process.send_signal(signal.SIGTERM)
             old.wait_for_line(lambda line: line["event"] == "draining")
-            # The server tells a caller with an open connection to reconnect; otherwise its retries would run out.
+            # `Connection: close` makes the client reconnect, and so reach the new pod before its retries run out.
             refused = post(old, "/attention", FORWARD)
             assert (refused.status, refused.json["code"]) == (503, "draining")
             assert refused.headers["connection"] == "close"
