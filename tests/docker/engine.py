@@ -1,7 +1,7 @@
-"""Provide a Docker engine for tests: a reachable one, or a new one, whose socket, data and folder are removed.
+"""Provide a Docker engine for tests: a running one if it is reachable, or a new one, which is removed after the tests.
 
-The module pulls base images if it can reach a registry. If not, a minimal Debian (by debootstrap) gets the names of
-the base images as a stand-in, but only in a new engine.
+Base images are pulled from their registry. If that fails, a new engine gets a minimal Debian (by debootstrap) under the
+name of the base image, as a stand-in.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ NEEDED = {
     "unshare": "util-linux",
     "ip": "iproute2",
 }  # program: the Debian package that has it
-CLIENT = "/usr/bin:/usr/local/bin:/usr/sbin"  # first the distribution's client, which fits the distribution's engine
+CLIENT = "/usr/bin:/usr/local/bin:/usr/sbin"  # prefers the distribution's client, whose version fits its engine
 START_SECONDS = 60
 STOP_SECONDS = 60
-KEPT_SECONDS = 7 * 86400  # a minimal Debian older than this is built again
+KEPT_SECONDS = 7 * 86400  # a cached minimal Debian that is older than this is built again
 PULL_SECONDS = 30
 INSTALLS = """
 apt-get -qq update -o APT::Update::Error-Mode=any
@@ -38,31 +38,31 @@ apt-get -qq install --yes --no-install-recommends python3-venv >/dev/null
 python3 -m venv /venv
 /venv/bin/pip download --quiet --no-deps --dest /tmp h11
 """
-# This machine reaches its package registries with these files. A stand-in image needs copies to install packages.
+# The files by which this machine reaches its package registries. A stand-in image needs copies to install packages.
 BROUGHT = ("/etc/apt", "/etc/resolv.conf", "/etc/pip.conf", "/etc/ssl", "/usr/local/share/ca-certificates")
 SETTINGS = re.compile(r"PIP_|SSL_CERT|REQUESTS_CA|CURL_CA")
 
 
 class Build(NamedTuple):
-    """The duration of a build, and of each instruction that was not in the engine's cache, in seconds."""
+    """The seconds of a whole build, and of each instruction whose result was not in the engine's cache."""
 
     seconds: float
     steps: dict[str, float]
 
 
 def steps(log: str) -> dict[str, float]:
-    """Return the seconds of each instruction in a builder's plain log."""
+    """Return the seconds of each Dockerfile instruction, from the log of `docker build --progress=plain`."""
     named = dict(re.findall(r"^#(\d+) \[[^\]]*\d+/\d+\] (.*)$", log, re.MULTILINE))
     took = re.findall(r"^#(\d+) DONE ([\d.]+)s$", log, re.MULTILINE)
     return {" ".join(named[number].split()): float(seconds) for number, seconds in took if number in named}
 
 
 class UnavailableError(Exception):
-    """No engine is reachable, and none can be started; the message says what to install."""
+    """The error if no engine can be reached or started, or a base image is missing. The message gives the reason."""
 
 
 class Engine:
-    """An engine at the address `host` (None: the client's default). `own` is true if this module started the engine."""
+    """A Docker engine at the address `host` (None: the client's default). `own`: whether this module started it."""
 
     def __init__(self, host: str | None, *, own: bool) -> None:
         self.own = own
@@ -83,13 +83,13 @@ class Engine:
         return run
 
     def build(self, tag: str, *flags: object, context: Path = ROOT, seconds: float = 900) -> Build:
-        """Build an image."""
+        """Build an image with this tag from the folder `context`; return the durations. Raises as `docker` does."""
         began = time.monotonic()
         run = self.docker("build", "--progress=plain", "-t", tag, *flags, context, seconds=seconds)
         return Build(time.monotonic() - began, steps(run.stderr))
 
     def check_registries(self, base: str) -> None:
-        """Raise UnavailableError if a container of `base`, a Debian, cannot install packages by apt and by pip."""
+        """Raise UnavailableError if a container of the Debian image `base` cannot install packages with apt and pip."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             run = self.docker("run", "--rm", base, "sh", "-ec", INSTALLS, seconds=120, check=False)
             if run.returncode == 0:
@@ -103,26 +103,26 @@ class Engine:
         return int(self.docker("image", "inspect", "-f", "{{.Size}}", image).stdout)
 
     def layers(self, image: str) -> list[tuple[str, str]]:
-        """Return (size, instruction) of each layer that has a size, in build order."""
+        """Return (size, instruction) of each layer of an image that is not empty, in build order."""
         lines = self.docker("history", "--no-trunc", "--format", "{{.Size}}\t{{.CreatedBy}}", image).stdout.splitlines()
         return [(size, by) for size, _, by in (line.partition("\t") for line in reversed(lines)) if size != "0B"]
 
     def pulls(self, name: str) -> bool:
-        """Pull an image. Return False if the pull fails or takes long."""
+        """Pull an image. Return False if the pull fails or takes longer than PULL_SECONDS."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             return self.docker("pull", "-q", name, seconds=PULL_SECONDS, check=False).returncode == 0
         return False
 
     def provide(self, name: str, *, wheels: bool) -> str:
-        """Make a base image available, and return its source. Raises UnavailableError.
+        """Make a base image available, and return a word on its source. Raises UnavailableError if that is impossible.
 
-        With `wheels`, a stand-in has the package folder that pip on this machine also searches (PIP_FIND_LINKS).
+        With `wheels`, pip in a stand-in also searches a copy of this machine's package folder (PIP_FIND_LINKS).
         """
         if self.docker("image", "inspect", name, check=False).returncode == 0:
             return "there"
         if self.pulls(name):
             return "pulled"
-        if not self.own:  # a stand-in would take the image's name from other users of this engine
+        if not self.own:  # other users of this engine would get the stand-in under the image's name
             raise UnavailableError(f"the base image {name} cannot be pulled")
         variables = {key: value for key, value in os.environ.items() if SETTINGS.match(key)}
         if not wheels:
@@ -140,9 +140,9 @@ class Engine:
 
 @contextlib.contextmanager
 def engine(size: int = 8 << 30) -> Iterator[Engine]:
-    """Yield an engine. Raises UnavailableError.
+    """Yield an engine. Raises UnavailableError if none is reachable and none can be started.
 
-    `size`: the bytes that the engine's images will take. They are kept in memory if twice this size is available.
+    size: the bytes that the images need. A new engine stores them in memory if twice as much memory is available.
     """
     with contextlib.suppress(UnavailableError, subprocess.TimeoutExpired):
         there = Engine(None, own=False)
@@ -168,13 +168,13 @@ def engine(size: int = 8 << 30) -> Iterator[Engine]:
         keeper.stdin.close()  # type: ignore[union-attr]  # stdin is a pipe
         keeper.wait(
             2 * STOP_SECONDS
-        )  # the removal of the folder may take minutes on a disk, and continues in the background
+        )  # KEEPER deletes the folder in the background after that, because it may take minutes on a disk
 
 
-# The engine and its processes have their own process and mount namespaces. The engine ends when the pipe from this
-# process closes, so nothing outlives a killed test run. It has a separate bridge and separate iptables rules: otherwise
-# two engines would give containers on docker0 the same addresses and delete each other's rules.
-# $1: folder; $2: size of data in memory, if any; $3: bridge; $4: n in the bridge's network 10.n.0.0/16.
+# This shell script runs the engine in separate process and mount namespaces. It stops the engine when its standard
+# input closes, so nothing outlives a killed test run. The engine has a separate bridge and separate iptables rules:
+# otherwise two engines would give containers on docker0 the same addresses and delete each other's rules.
+# $1: folder; $2: size of a tmpfs for the data, or empty; $3: bridge; $4: n of the network 10.n.0.0/16; then dockerd.
 KEEPER = f"""
 folder=$1 size=$2 bridge=$3 network=10.$4.0.0/16 address=10.$4.0.1/24; shift 4
 exec 3<&0
@@ -235,14 +235,14 @@ def _available_memory() -> int:
 
 
 def _free_network() -> int:
-    """Return an n for which no interface or route of this machine has an address 10.n.x.y."""
+    """Return a random n such that no route of this machine has an address 10.n.x.y."""
     taken = subprocess.run(["ip", "-4", "route", "show", "table", "all"], capture_output=True, text=True, check=True)
     used = {int(n) for n in re.findall(r"\b10\.(\d+)\.", taken.stdout)}
     return random.choice([n for n in range(16, 256) if n not in used])
 
 
 def _mtu() -> int:
-    """Return the smallest MTU of this machine's interfaces: a container with a larger MTU loses long packets."""
+    """Return the smallest MTU of this machine's network interfaces. A larger one in a container loses long packets."""
     mtus = [
         int((one / "mtu").read_text()) for one in Path("/sys/class/net").iterdir() if one.name.startswith(("e", "w"))
     ]
@@ -250,7 +250,7 @@ def _mtu() -> int:
 
 
 def _debian(root: Path, brought: Sequence[Path]) -> None:
-    """Make a minimal Debian of this machine's release from its apt mirror, with copies of `brought` and `BROUGHT`."""
+    """Create a minimal Debian of this machine's release in `root`, with copies of the paths `brought` and `BROUGHT`."""
     release = re.search(r"VERSION_CODENAME=(\w+)", Path("/etc/os-release").read_text())
     if release is None:
         raise UnavailableError("a stand-in for the base images needs a machine with Debian")
@@ -278,7 +278,7 @@ def _debian(root: Path, brought: Sequence[Path]) -> None:
             target = root / path.relative_to("/")
             target.parent.mkdir(parents=True, exist_ok=True)
             subprocess.run(["cp", "-a", "--no-target-directory", path.resolve(), target], check=True)
-    # Keep only the mirror's package lists, and no packages.
+    # Delete the sources of other package repositories, which this machine may have.
     for other in (root / "etc/apt/sources.list.d").glob("*"):
         if "debian" not in other.name:
             other.unlink()

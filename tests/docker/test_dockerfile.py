@@ -1,4 +1,4 @@
-"""Dockerfile and .dockerignore are right without a build.
+"""Checks of the texts of Dockerfile, .dockerignore and compose.yaml, which need no Docker.
 
 `make image-test` builds and runs the image (test_image.py).
 """
@@ -22,7 +22,7 @@ from tests.docker.engine import ROOT, steps
 
 
 def instructions(dockerfile):
-    """Return (keyword, arguments) of each instruction, with continued lines joined and without comments."""
+    """Return (keyword, arguments) of each instruction of a Dockerfile, without comments and line continuations."""
     text = "\n".join(line for line in dockerfile.splitlines() if not line.lstrip().startswith("#"))
     lines = text.replace("\\\n", " ").splitlines()
     return [(word, rest) for word, _, rest in (line.strip().partition(" ") for line in lines) if word]
@@ -33,7 +33,7 @@ INSTRUCTIONS = instructions((ROOT / "Dockerfile").read_text())
 
 
 def every(word, stage=None):
-    """Return the arguments of each instruction with the keyword `word`, in all stages or in one."""
+    """Return the arguments of each instruction with the keyword `word`, in the given stage or in all stages."""
     arguments, now = [], None
     for name, rest in INSTRUCTIONS:
         if name == "FROM":
@@ -122,7 +122,7 @@ def test_kernels_are_compiled_into_what_the_entry_point_links():
 
 
 def test_the_entry_point_links_what_is_compiled_and_runs_the_command(tmp_path):
-    """Existing files stay, and a link from an earlier start does not break the next start."""
+    """Kernels that Triton has compiled stay in its cache, and links from an earlier start do not break the next one."""
     compiled, cache = tmp_path / "compiled", tmp_path / "cache"
     (compiled / "key").mkdir(parents=True)
     (compiled / "key" / "kernel.cubin").write_text("the image's")
@@ -138,10 +138,7 @@ def test_the_entry_point_links_what_is_compiled_and_runs_the_command(tmp_path):
 
 
 def test_the_health_check_asks_the_port_that_is_served():
-    """`flashpoint health` reads the server's variables.
-
-    tests/server/cli/test_health.py and config/test_tls.py run it.
-    """
+    """`flashpoint health` finds the port in FLASHPOINT_PORT. Tests of tests/server/cli and config run this command."""
     (check,) = every("HEALTHCHECK")
     assert json.loads(check[check.index("[") :]) == ["flashpoint", "health"]
     assert "health" in COMMANDS
@@ -149,7 +146,7 @@ def test_the_health_check_asks_the_port_that_is_served():
     (port,) = every("EXPOSE")
     assert f"FLASHPOINT_PORT={port}" in environment
     assert "FLASHPOINT_HOST=0.0.0.0" in environment
-    assert "FLASHPOINT_INSECURE=true" in environment  # `docker run` works, and the log warns
+    assert "FLASHPOINT_INSECURE=true" in environment  # `docker run` works without API keys; the log warns
     assert json.loads(every("CMD")[0]) == ["flashpoint", "serve"]
     assert "flashpoint" in PROJECT["scripts"]
 
@@ -170,7 +167,7 @@ def test_labels_are_those_of_the_project():
 
 
 class Compose(yaml.SafeLoader):
-    """A YAML loader that accepts the tag of compose files."""
+    """A YAML loader that accepts the tag `!reset` of compose files."""
 
 
 Compose.add_constructor("!reset", lambda loader, node: None)

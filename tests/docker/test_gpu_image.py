@@ -1,7 +1,7 @@
-"""The GPU image, fully built by a Docker engine, runs without a GPU: `make gpu-image-test`.
+"""The GPU image is built and started on a machine without a GPU: `make gpu-image-test`.
 
-If the CUDA base cannot be pulled, a minimal Debian without CUDA's files replaces it; pip installs torch's
-CUDA build of the release in constraints.txt. RECORD=1 writes layers, packages and times to benchmarks/results/.
+If the CUDA base image cannot be pulled, a minimal Debian replaces it. pip installs the CUDA build of torch in any case.
+RECORD=1 writes the sizes of layers and packages, and the build times, to benchmarks/results/.
 """
 
 import contextlib
@@ -24,9 +24,9 @@ pytestmark = pytest.mark.image
 IMAGE = "flashpoint:gpu"
 BASE = every("FROM")[0].partition(" AS ")[0]
 ARCHITECTURES = [int(word) for word in re.search(r'ARCHITECTURES="([\d ]+)"', every("ENV", "base-gpu")[1])[1].split()]
-SIZE = 30 << 30  # bytes of the image, its build stage, and the downloads
+SIZE = 30 << 30  # bytes of disk or memory for the image, its build stage, and the downloads
 BUILD_SECONDS = int(os.environ.get("IMAGE_BUILD_SECONDS", "3600"))
-# This program prints the bytes of each installed package, summed over the files in its RECORD.
+# This program prints the size in bytes of each installed package: the sum over the files that its metadata lists.
 PACKAGES = """
 import importlib.metadata as m, json, os
 sizes = {}
@@ -35,7 +35,7 @@ for d in m.distributions():
     sizes[f'{d.name} {d.version}'] = sum(os.path.getsize(p) for p in paths if os.path.isfile(p))
 print(json.dumps(sizes))
 """
-# This program prints (compute capability, entry) of each compiled kernel in the image.
+# This program prints [capability, name] of each compiled kernel in the image, and the bytes of all kernels.
 COMPILED = """
 import json, pathlib
 root = pathlib.Path('/opt/flashpoint/compiled')
@@ -47,7 +47,7 @@ print(json.dumps([[[f['target']['arch'], f['name']] for f in found if 'target' i
 
 @pytest.fixture(scope="module")
 def docker():
-    """Return an engine that has the image."""
+    """Yield an engine that has the image; print the sizes and times of its build."""
     with contextlib.ExitStack() as stack:
         try:
             docker_engine = stack.enter_context(engine(SIZE))
@@ -77,7 +77,7 @@ def docker():
 
 
 def inside(docker, code, *flags):
-    """Return the output of a Python program in a new container."""
+    """Return the output of the Python program `code`, run in a new container of the image."""
     return docker.docker("run", "--rm", "--entrypoint=python", *flags, IMAGE, "-c", code, seconds=300).stdout
 
 
@@ -98,7 +98,7 @@ def test_torch_is_the_cuda_build_of_the_pinned_release(docker):
 
 
 def test_kernels_are_there_for_every_architecture(docker):
-    """The image has compiled kernels of each launch for each GPU architecture."""
+    """Every GPU architecture has the same kernels in the image, each for every dtype, head dimension and variant."""
     compiled, _ = json.loads(inside(docker, COMPILED))
     assert {arch for arch, _ in compiled} == set(ARCHITECTURES)
     names = [{name for one, name in compiled if one == arch} for arch in ARCHITECTURES]
@@ -111,7 +111,7 @@ def test_kernels_are_there_for_every_architecture(docker):
 
 
 def test_a_launch_that_was_compiled_ahead_is_not_compiled_again(docker):
-    """The kernels' cache keys fit the installed package, so a launch uses the image's kernels and compiles nothing."""
+    """Triton finds the image's kernels by its cache keys: compiling one of them again adds no file to the cache."""
     words = "--arch 100 --dtypes bfloat16 --head-dims 128 --levels 1"
     ahead = f"python -m flashpoint_kernels.triton_backend.tools.ahead {words} --processes 1"
     code = "find -L $TRITON_CACHE_DIR/ -name '*.cubin' | wc -l"

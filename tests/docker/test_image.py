@@ -1,6 +1,6 @@
-"""The CPU image, built and run by a Docker engine, works: `make image-test`. Without an engine, the tests are skipped.
+"""The CPU image is built by a Docker engine, and its containers serve requests: `make image-test`.
 
-engine.py finds or starts the engine. Requests use the published port.
+engine.py finds or starts the engine; if it cannot, the tests are skipped. Requests use the containers' published ports.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ def wait(condition, message):
 
 @pytest.fixture(scope="module")
 def docker():
-    """Return an engine that has the image."""
+    """Yield an engine that has the image; print the time of its build and the sizes of its layers."""
     with contextlib.ExitStack() as stack:
         try:
             daemon = stack.enter_context(engine())
@@ -72,7 +72,7 @@ def docker():
 
 
 class Container:
-    """A running container of the image, on a port of this host's loopback."""
+    """A running container of the image. Its port 8000 is published on the host's loopback interface."""
 
     def __init__(self, docker, *flags, image=IMAGE):
         self.docker = docker
@@ -96,7 +96,7 @@ class Container:
         return self.docker.docker("exec", self.id, *command).stdout
 
     def ready(self, **how):
-        """Wait until the container serves requests; return it."""
+        """Wait until the server in the container is ready; return the container. `how`: the client's arguments."""
 
         def there():
             with contextlib.suppress(flashpoint.FlashpointError, RuntimeError), self.client(**how) as client:
@@ -111,7 +111,7 @@ class Container:
 
 @pytest.fixture
 def run(docker):
-    """Return a function that starts a container with flags; its containers end with the test."""
+    """Yield a function that starts a container with the given flags of `docker run`. The test's end removes them."""
     with contextlib.ExitStack() as stack:
 
         def start(*flags):
@@ -128,7 +128,7 @@ def expected(q):
 
 
 def keys(folder, **named):
-    """Replace the key file as an operator does, by a rename in the mounted folder."""
+    """Write a key file with these names and API keys, and rename it to `keys.toml` in the mounted folder."""
     text = "".join(
         f'[{name}]\nsha256 = "{hashlib.sha256(key.encode()).hexdigest()}"\nrights = ["attention", "info"]\n'
         for name, key in named.items()
@@ -140,7 +140,7 @@ def keys(folder, **named):
 
 @pytest.fixture
 def readable(tmp_path):
-    """Return a folder that user 10001 of a container can read."""
+    """Return a folder that user 10001, which runs the server in a container, can read."""
     folder = tmp_path / "keys"
     folder.mkdir()
     for parent in (folder, *folder.parents):
@@ -204,7 +204,7 @@ def test_variables_are_settings_and_two_containers_share_nothing(run):
 
 
 def test_a_memory_limit_refuses_work_and_kills_nothing(run):
-    """The server refuses or answers requests larger than the container's memory, and serves later requests."""
+    """A container of 2 GiB gets large requests: the kernel kills no process, and the server answers a later request."""
     container = run("-m", "2g", "--memory-swap", "2g").ready()
     large = np.zeros((1, 1, 1 << 21, 64), np.float32)  # 512 MiB for the request and for the answer
     started = container.state(".State.StartedAt")
@@ -239,8 +239,7 @@ def test_a_killed_engine_and_a_killed_server_start_again(run):
 
 
 def test_compose_runs_the_service_and_prometheus_scrapes_it(docker, tmp_path):
-    """compose.yaml runs with the CPU file and without Grafana. If the base image is a stand-in,
-    the test runs Debian's Prometheus."""
+    """Run compose.yaml with the CPU image and no Grafana. In a new engine, Prometheus comes from a Debian package."""
     compose = shutil.which("docker-compose")
     if compose is None:
         pytest.skip("no docker-compose: install docker-compose")
