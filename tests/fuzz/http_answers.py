@@ -1,4 +1,4 @@
-"""Read the answers on a connection as strictly as HTTP/1.1 allows: an invalid answer raises an error."""
+"""A strict reader of the server's HTTP/1.1 answers. It raises an error for every answer that is not valid."""
 
 from __future__ import annotations
 
@@ -24,12 +24,15 @@ class Answer:
 
     @property
     def code(self) -> str | None:
-        """Return the error code of a problem document; None for another answer."""
+        """Return the error code of a problem document, or None if the body is not a problem document."""
         return json.loads(self.body).get("code") if "problem" in self.fields.get("content-type", "") else None
 
 
 async def read_answer(reader: asyncio.StreamReader, method: str = "POST") -> Answer | None:
-    """Return the next answer other than 100; None at the connection's end, which must not come inside an answer."""
+    """Return the next answer, without "100 Continue" answers, or None if the connection has ended.
+
+    Raises NotHttpError if the answer is invalid or incomplete.
+    """
     while True:
         try:
             head = await reader.readuntil(b"\r\n\r\n")

@@ -1,7 +1,7 @@
-"""Requests that no client should send. Each case has the bytes, their pieces, and the allowed answers.
+"""Raw HTTP requests for the fuzzer, most of them invalid. A `Case` has the bytes to send and the allowed answers.
 
-`Case.allowed` has the allowed statuses; `GONE` means that the server ended the connection. A case whose body or field
-contains the text of another request names that request `SMUGGLED`: the server must never execute it.
+`Case.allowed` has the allowed statuses; `GONE` means that the server ended the connection. Some bodies and fields
+contain a second request, for the path `SMUGGLED`. The server must never execute this request.
 """
 
 from __future__ import annotations
@@ -12,20 +12,23 @@ from dataclasses import dataclass
 from random import Random
 
 GONE = 0
-SMUGGLED = "/attention/events"  # no such route exists, but the log would print it
+SMUGGLED = "/attention/events"  # no such route exists, but the log would have a line for a request to it
 
-# `REFUSED` has the usual answers to an invalid head; `OTHERWISE` adds other allowed ones. 408 and `GONE` occur if the
-# head stays incomplete, 429 if it announces too many bytes, 504 if it sets a deadline. Other 5xx are never allowed.
+# `REFUSED` has the usual statuses for an invalid head; `OTHERWISE` is the default of `Case.allowed`. 408 and `GONE`
+# occur if the head stays incomplete, 429 if it announces too many bytes, 504 if it sets a deadline. 500 is not allowed.
 REFUSED = frozenset({400, 413, 414, 431, 501, 505})
 OTHERWISE = frozenset({GONE, 200, 404, 405, 406, 408, 411, 415, 417, 421, 422, 429, 504}) | REFUSED
 
 
 @dataclass(frozen=True)
 class Case:
-    """The bytes that a client sends, and the allowed answers. `exact` answers must be 200 with the expected bytes.
+    """The bytes that a client sends, and the allowed answers.
 
-    `ends` says what the client does after sending: it waits for the connection's end, shuts down its sending side
-    (`half`), closes the connection (`close`), or resets it, which drops unread bytes (`reset`).
+    pieces: the bytes, in the pieces that are written to the socket one by one
+    allowed: the allowed statuses, if `exact` is 0
+    exact: the number of answers with status 200 and the expected body that must come
+    ends: the client's action after sending: it reads answers (`waits`), shuts down its sending side and reads
+        (`half`), closes the connection (`close`), or resets it (`reset`)
     """
 
     name: str
@@ -36,7 +39,7 @@ class Case:
 
 
 def head(body: bytes, *fields: str, path: str = "/attention", length: bool = True, version: str = "1.1") -> bytes:
-    """Return a request's head, which is valid unless `fields` make it invalid."""
+    """Return the head of a POST request with these fields. It is valid unless `fields` makes it invalid."""
     lines = [f"POST {path} HTTP/{version}", "Host: localhost", "Content-Type: application/vnd.safetensors", *fields]
     if length:
         lines.append(f"Content-Length: {len(body)}")
@@ -49,7 +52,7 @@ def chunked(body: bytes, size: int, extension: bytes = b"", trailer: bytes = b""
 
 
 def split_anywhere(body: bytes) -> Iterator[Case]:
-    """Yield a good request cut into two pieces at each position, into single bytes, and into chunks of any size."""
+    """Yield a valid request cut into two pieces at each position, into single bytes, and into chunks of many sizes."""
     whole = head(body) + body
     for at in range(1, len(whole)):
         yield Case(f"cut at {at}", (whole[:at], whole[at:]), exact=1)
@@ -282,7 +285,7 @@ def pipelines(body: bytes) -> Iterator[Case]:
 
 
 def gone(body: bytes, rng: Random) -> Iterator[Case]:
-    """Yield requests cut anywhere, after which the client closes or resets the connection or shuts down sending."""
+    """Yield requests cut at random positions, after which the client closes, resets or half-closes the connection."""
     whole = head(body) + body
     te = head(body, "Transfer-Encoding: chunked", length=False) + chunked(body, 11)
     for ends in ("close", "reset", "half"):
@@ -309,7 +312,7 @@ def slow(body: bytes) -> Iterator[Case]:
 
 
 def mutated(body: bytes, rng: Random, count: int) -> Iterator[Case]:
-    """Yield good requests with bytes changed, removed, repeated, or inserted from parts of HTTP."""
+    """Yield `count` valid requests with random bytes changed, removed or repeated, or with pieces of HTTP inserted."""
     tokens = (
         b"\r\n",
         b"\n",
@@ -343,7 +346,7 @@ def mutated(body: bytes, rng: Random, count: int) -> Iterator[Case]:
     for number in range(count):
         text = bytearray(rng.choice(texts))
         for _ in range(rng.choice((1, 1, 2, 4))):
-            # Change the head more often than the body, which has other fuzzers.
+            # Change the head more often than the body: tests/fuzz/targets.py already fuzzes bodies.
             at = rng.randrange(min(len(text), rng.choice((250, len(text)))))
             how = rng.randrange(5)
             if how == 0:
@@ -362,7 +365,7 @@ def mutated(body: bytes, rng: Random, count: int) -> Iterator[Case]:
 
 
 def all_cases(body: bytes, seed: int, count: int) -> Iterator[Case]:
-    """Yield the cases of a seed, `count` of them mutated; the first families are the same for every seed."""
+    """Yield all cases: first those that ignore the seed, then the random ones, with `count` mutated requests."""
     rng = Random(seed)
     for family in (split_anywhere, lengths, chunks, fields, request_lines, pipelines, slow):
         yield from family(body)

@@ -1,4 +1,4 @@
-"""Send the cases of http_cases.py to a server, many at a time, and check the answers to each."""
+"""Send the cases of http_cases.py to a server, AT_A_TIME at once, and check the answers to each case."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from tests.fuzz.http_answers import Answer, NotHttpError, read_answer
 from tests.fuzz.http_cases import GONE, Case
 
 AT_A_TIME = 32
-# Seconds. If a case has no answer by then, the server waits for the rest of its head, so the client leaves.
+# Seconds to wait for an answer that need not come: the server may wait for the rest of the request. Then the client
+# closes the connection.
 PATIENCE = 3.0
 HANG = 120.0  # seconds for an answer that must come, on a busy machine
-LATE = 0.5  # seconds to send the pieces of a good request; the server may drop a slower request
+LATE = 0.5  # seconds; the server may answer 408 to a valid request whose sending takes longer
 TRIES = 5  # attempts for a request that was sent too slowly
 
 
 @dataclass
 class Report:
-    """The number of answers of each status, including `GONE`, and the wrong answers."""
+    """The number of cases, the number of answers with each status (`GONE` included), and a line per wrong answer."""
 
     cases: int = 0
     statuses: Counter[int] = field(default_factory=Counter)
@@ -31,7 +32,7 @@ class Report:
 
 
 async def attack(port: int, cases: Iterable[Case], expected: bytes) -> Report:
-    """Send the cases and return the report. `expected` is the body of the right answer to a good request."""
+    """Send the cases and return the report. `expected` is the body of the right answer to the valid request."""
     report, waiting = Report(), iter(cases)
 
     async def work() -> None:
@@ -48,7 +49,10 @@ async def attack(port: int, cases: Iterable[Case], expected: bytes) -> Report:
 
 
 async def _try(port: int, case: Case, expected: bytes, report: Report, last: bool) -> bool:
-    """Send a case and check the answers. Return False if a good case must be sent again; never at the `last` try."""
+    """Send a case, and add its answers and errors to `report`.
+
+    Return False, and add nothing, if the case must be sent again because it was sent too slowly; not at the `last` try.
+    """
     clock = asyncio.get_running_loop().time
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     sock: socket.socket = writer.get_extra_info("socket")

@@ -1,4 +1,4 @@
-"""Start a server for the HTTP fuzzer, and check that its state after the attack equals its state before."""
+"""The server for the HTTP fuzzer, and a check that answers, memory, descriptors and log are right after the attack."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from flashpoint_contract import wire
 from tests.fuzz.http_cases import SMUGGLED, all_cases
 from tests.fuzz.http_fuzz import attack
 
-# Short timeouts for a stopped body and an idle connection, because the fuzzer waits for each.
+# Short timeouts for stalled bodies and idle connections, because the fuzzer waits until they expire.
 SETTINGS = {"body_timeout": 1.0, "keep_alive": 1}
-# Allowed growth by the allocator's arenas, and by connections whose end the server has not seen yet.
+# Allowed growth of memory, by the allocator's arenas, and of descriptors, by connections whose end was not seen yet.
 MIB, FDS = 32, 8
 
 
 def forward(seed: int = 0) -> bytes:
-    """Return a small forward request in safetensors."""
+    """Return the body of a small forward request, in safetensors, with tensors that depend on the seed."""
     rng = np.random.default_rng(seed)
     tensors = {name: rng.standard_normal((2, 3), dtype=np.float32) for name in "qkv"}
     head = wire.build_head([(name, "float32", t.shape) for name, t in tensors.items()], {"causal": "true"})
@@ -29,7 +29,7 @@ def forward(seed: int = 0) -> bytes:
 
 
 class Attacked:
-    """An attacked `server` of tests/support/servers.py, started with SETTINGS."""
+    """A `server` of tests/support/servers.py, started with SETTINGS, and its state before the attack."""
 
     def __init__(self, server: Any) -> None:
         self.server = server
@@ -37,7 +37,7 @@ class Attacked:
         self.body = forward()
         self.right = self.answer(self.body)
         self._others = {seed: self.answer(forward(seed)) for seed in range(1, 9)}
-        # One request of each kind creates what first calls create: memory slots, and the process that reads JSON.
+        # These requests make the server allocate memory slots and start its JSON process before the first measurement.
         self.answer(b'{"q": [[0]], "k": [[0]], "v": [[0]]}', "application/json")
         asyncio.run(attack(self.port, all_cases(self.body, seed=-1, count=100), self.right))
         self._rss, self._fds = self._resources()
@@ -51,13 +51,13 @@ class Attacked:
             return response.read()
 
     def _resources(self) -> tuple[int, int]:
-        """Return the memory in MiB and the number of descriptors of all the server's processes."""
+        """Return the resident memory in MiB and the number of descriptors, summed over the server's processes."""
         process = psutil.Process(self.server.pid)
         family = [process, *process.children(recursive=True)]
         return sum(p.memory_info().rss for p in family) >> 20, sum(p.num_fds() for p in family)
 
     def faults(self) -> list[str]:
-        """Return the differences from the state at the start, and log lines that must not occur."""
+        """Return a text for each change of answers, memory, descriptors or load, and for each log line of an error."""
         faults = [f"answer {s} differs" for s, right in self._others.items() if self.answer(forward(s)) != right]
         rss, fds = self._resources()
         if rss > self._rss + MIB:

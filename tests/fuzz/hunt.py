@@ -1,7 +1,7 @@
 """Fuzz one target, guided by coverage: `python -m tests.fuzz.hunt TARGET [arguments of libFuzzer]`.
 
-Needs atheris. libFuzzer keeps inputs that reach new code in the first given folder. `make fuzz` runs this module for
-each target through run.py.
+Needs atheris. libFuzzer stores inputs that reach new code in the first folder among its arguments. `make fuzz` runs
+this module for each target through run.py.
 """
 
 import sys
@@ -28,15 +28,15 @@ def main() -> None:
 
 
 def _try(target: Callable[[bytes], None], data: bytes) -> None:
-    """Run a target. Memory is counted for one of sixteen inputs, always the same ones: it takes four times as long."""
+    """Run a target. Limit memory, too, for one input in 16, chosen by checksum: this takes four times as long."""
     if zlib.crc32(data) % 16:
-        target(data)  # libFuzzer checks the time
+        target(data)  # libFuzzer limits its time
     else:
         bounded(target, data)
 
 
 def _change(data: bytes, longest: int, seed: int) -> bytes:
-    """Change an input: half of the time as JSON, if it is JSON; else as bytes."""
+    """Return a mutated input, for libFuzzer. JSON is changed as JSON if `seed` is odd; all else is changed as bytes."""
     changed = mutated(data, Random(seed)) if seed % 2 else None
     return changed[:longest] if changed else atheris.Mutate(data, longest)
 

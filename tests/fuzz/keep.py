@@ -1,7 +1,7 @@
-"""Add the inputs that `make fuzz` has found to the corpus: `python -m tests.fuzz.keep`.
+"""Rebuild the corpus from itself and the inputs that `make fuzz` has found: `python -m tests.fuzz.keep`.
 
-The module takes inputs in order of size, and keeps an input if it runs two lines of our code in a sequence that no
-smaller input has run.
+The module reads inputs in order of size. It keeps an input if two lines of our code run one after the other for it,
+and did not for any smaller input.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OURS = tuple(str(Path(package.__file__).parent) for package in (flashpoint, flas
 
 
 def ways(target: Callable[[bytes], None], data: bytes) -> set[tuple[str, int, int]]:
-    """Return (file, line, next line) of all steps in our code that `target` takes on `data`."""
+    """Return (file, line, next line) of each step from line to line that `target` runs in our code on `data`."""
     steps_taken: set[tuple[str, int, int]] = set()
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:

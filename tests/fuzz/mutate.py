@@ -1,4 +1,4 @@
-"""Change one value in a JSON document, because random byte changes seldom leave valid JSON."""
+"""A mutator that changes one value in a JSON document, because random changes of bytes seldom leave valid JSON."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from random import Random
 from typing import Any
 
-# Values that often reveal bugs: limits of types, floats and sizes, and names of the contract.
+# Values that often reveal bugs: limits of types, floats and sizes, and names of tensors, dtypes and options.
 VALUES: tuple[Any, ...] = (
     None, True, False, 0, 1, -1, 2, 3, 255, 1 << 30, (1 << 31) - 1, 1 << 31, 1 << 53, (1 << 60) - 1, 1 << 62, (1 <<
     63) - 1, 1 << 63, (1 << 64) - 1, 1 << 64, 10**30, 10**400, 0.5, -0.0, 1e-45, 1e-320, 3.4e38, 1e39, 1.7e308, "",
@@ -23,7 +23,7 @@ VALUES: tuple[Any, ...] = (
 
 
 def mutated(data: bytes, rng: Random) -> bytes | None:
-    """Return `data` with one value changed, inserted, removed or repeated; None if it is not JSON."""
+    """Return the JSON `data` with one value changed, inserted or removed, or None if it is no JSON or has no values."""
     try:
         document = json.loads(data)
         places = list(_places(document))
@@ -62,7 +62,7 @@ def _places(value: Any) -> Any:
 
 
 def _nudged(value: Any, rng: Random) -> Any:
-    """Return a value near the given one. If a string contains JSON, as in options, change one value of this JSON."""
+    """Return a value near the given one. If it is a string that contains JSON, one value of this JSON is changed."""
     if isinstance(value, bool) or value is None:
         return not value
     if isinstance(value, int | float):

@@ -1,9 +1,9 @@
-"""Fuzz each target in turn, keep its inputs in .fuzz, and then send raw HTTP to a server (`make fuzz`).
+"""Fuzz each target in turn, store its inputs in .fuzz, and then send raw HTTP to a server (`make fuzz`).
 
     python -m tests.fuzz.run [--minutes 10] [--only TARGET …] [--record]
 
-The program exits with 1 if an input broke a target: the input is in .fuzz, and the target prints the reason. `--record`
-writes the results to benchmarks/results/fuzz.json, and keeps the results of other targets there.
+The exit status is 1 if an input broke a target. Then .fuzz contains the input, and stderr has the reason. `--record`
+writes the results to benchmarks/results/fuzz.json, which keeps its results of targets that did not run.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MUTATED = 1000  # mutated cases in a round, beside the fixed cases
 
 
 def fuzz(target: str, seconds: int) -> dict[str, Any]:
-    """Fuzz a target and return libFuzzer's counts. `failed` is true if libFuzzer stopped at an input."""
+    """Fuzz a target and return its result: libFuzzer's statistics, and `failed` if an input broke the target."""
     folder = FOUND / target
     folder.mkdir(parents=True, exist_ok=True)
     command = [
@@ -59,7 +59,7 @@ def fuzz(target: str, seconds: int) -> dict[str, Any]:
 
 
 def fuzz_http(seconds: int) -> dict[str, Any]:
-    """Run rounds of the raw-socket fuzzer, each with another seed, against one server."""
+    """Run rounds of the HTTP fuzzer, each with another seed, against one server; return the result."""
     server = serve(**SETTINGS)
     try:
         attacked = Attacked(server)

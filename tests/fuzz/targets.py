@@ -1,8 +1,7 @@
-"""Fuzz targets: each takes any bytes, and either refuses them as documented, or reads a message that can be written
-and read again.
+"""Fuzz targets: functions that read any bytes as a message, and check that it can be written and read unchanged.
 
-A target raises only AssertionError, for a bug. Documented refusals are caught where they may occur: WireError,
-FieldError, ProblemError and Refusal with a status of 4xx. `bounded` also limits a target's time and memory.
+The documented errors for an invalid message are caught where they may occur: WireError, FieldError, ProblemError, and
+Refusal with a status of 4xx. A target that raises anything has found a bug. `bounded` limits time and memory, too.
 """
 
 from __future__ import annotations
@@ -51,9 +50,10 @@ from flashpoint_server.routes.pipeline import deadline_of, priority_of
 
 T = TypeVar("T")
 
-LONGEST = 4096  # bytes of an input: longer inputs are slower and reach no more code
-SECONDS = 2.0  # of CPU time for one input: a hundred times that of the slowest input
-# Memory that an input may take. Python values take the most: `{},` is 3 bytes, but an object of 64 bytes and a pointer.
+LONGEST = 4096  # bytes of an input; longer inputs would be slower and reach no more code
+SECONDS = 2.0  # limit of the CPU time for one input: a hundred times the time of the slowest input
+# Limits of the memory for one input: a constant, and bytes for each byte of it. Parsed JSON takes the most: `{},` has 3
+# bytes, but its object has 64 bytes and a pointer.
 BYTES, BYTES_EACH = 1 << 20, 256
 
 SETTINGS = Settings(body_limit=1 << 16, json_limit=1 << 16)
@@ -65,7 +65,7 @@ atexit.register(_loop.close)
 
 
 def bounded(target: Callable[[bytes], None], data: bytes, max_seconds: float = SECONDS) -> None:
-    """Run `target` on `data`; assert that it takes at most `max_seconds` of CPU time, and no memory over the bound."""
+    """Run `target` on `data`; assert that CPU time is below `max_seconds`, and memory below the limit for `data`."""
     tracemalloc.start()
     try:
         start = time.thread_time()
@@ -81,7 +81,7 @@ def bounded(target: Callable[[bytes], None], data: bytes, max_seconds: float = S
 
 
 def refused(call: Callable[[], T]) -> T | None:
-    """Return the result of `call`; None for a documented refusal."""
+    """Return the result of `call`, or None if it raises a Refusal, whose status and document are checked."""
     try:
         return call()
     except Refusal as refusal:
@@ -94,7 +94,7 @@ def refused(call: Callable[[], T]) -> T | None:
 
 
 def read(function: Callable[[bytes], T], data: bytes) -> T | None:
-    """Return the result of `function` as the JSON process would return it; None if the message is invalid."""
+    """Return the result of `function`, pickled and unpickled as for the JSON process, or None if `data` is invalid."""
     try:
         return crossed(function(data))
     except (wire.WireError, jsonwire.FieldError) as error:
@@ -108,7 +108,7 @@ def served(coroutine: Coroutine[Any, Any, T]) -> T | None:
 
 
 def body_of(data: bytes, kind: Callable[..., RequestBody] = RequestBody, *more: Any) -> RequestBody:
-    """Return a request body in pieces, as an ASGI server delivers it; `data` determines the sizes of the pieces."""
+    """Return a request body that gets `data` in pieces, as from an ASGI server. `data` determines the pieces' size."""
     step = 1 + zlib.crc32(data) % max(1, len(data))
     pieces = iter([data[i : i + step] for i in range(0, len(data), step)])
 
@@ -120,7 +120,7 @@ def body_of(data: bytes, kind: Callable[..., RequestBody] = RequestBody, *more: 
 
 
 def crossed(value: T) -> T:
-    """Return the value as the process that reads JSON would return it."""
+    """Return the value after pickling and unpickling, as the server's JSON process returns it."""
     copy: T = pickle.loads(pickle.dumps(value))
     return copy
 
@@ -141,7 +141,7 @@ def _raise(error: Exception) -> None:
 
 
 def use(spec: Spec, index: Mapping[str, list[int]]) -> None:
-    """Read every property of a spec that the service reads for a request."""
+    """Read and check the properties of a `Spec` that the service reads for a request."""
     assert spec.input_bytes >= 0
     assert spec.flops >= 0
     assert spec.level in (0, 1, 2)
@@ -163,7 +163,7 @@ def use(spec: Spec, index: Mapping[str, list[int]]) -> None:
 
 
 def safetensors(data: bytes) -> None:
-    """Read a safetensors message, first whole and then as a head whose tensors follow."""
+    """Read `data` as a whole safetensors message, then as the JSON of a head, followed by tensors of zeros."""
     _message(data)
     head = len(data).to_bytes(8, "little") + data
     try:
@@ -202,7 +202,7 @@ async def _received(data: bytes, direction: Direction) -> None:
 
 
 def json_message(data: bytes) -> None:
-    """Read a JSON message of tensors and options."""
+    """Read `data` as a JSON message of tensors and options."""
     if (message := read(jsonwire.decode, data)) is None:
         return
     tensors, options = message
@@ -218,7 +218,7 @@ def json_message(data: bytes) -> None:
 
 
 def inference(data: bytes) -> None:
-    """Read the JSON of an infer request of the Open Inference Protocol."""
+    """Read `data` as the JSON of an infer request of the Open Inference Protocol."""
     if (head := read(oip_head.parse, data)) is None:
         return
     assert head.data_size >= 0
@@ -230,7 +230,7 @@ def inference(data: bytes) -> None:
             index = {i.name: i.array.ravel().tolist() for i in head.inputs if i.array is not None}
             use(spec, {name: values for name, values in index.items() if name in INDEX_TENSORS})
     if math.inf in map(abs, filter(_is_number, head.options.values())):
-        return  # no option may have a number that JSON cannot write
+        return  # JSON cannot write an infinity, so the request cannot be written again
     again = oip_head.parse(_written(head))
     for field in ("id", "outputs", "options", "timeout", "priority"):
         assert getattr(again, field) == getattr(head, field), field
@@ -249,7 +249,7 @@ _SHARED = {"region": "shared_memory_region", "offset": "shared_memory_offset", "
 
 
 def _written(head: oip_head.Head) -> bytes:
-    """Return an equal request."""
+    """Return the JSON of an infer request that is equal to `head`."""
 
     def shared(at: Any) -> dict[str, Any]:
         return {} if at is None else {_SHARED[k]: v for k, v in at._asdict().items()}
@@ -276,11 +276,14 @@ def _written(head: oip_head.Head) -> bytes:
     return json.dumps(request).encode()
 
 
-_NUMBERS = ("scale", "softcap", "dropout_p")  # in JSON, these options may be integers
+_NUMBERS = ("scale", "softcap", "dropout_p")  # floats, which JSON may write as integers
 
 
 def documents(data: bytes) -> None:
-    """Read JSON documents of /verify, /benchmark and shared memory, and options, which are checked in two places."""
+    """Read `data` as a JSON document of /verify, of /benchmark, of shared memory, and as options.
+
+    `AttentionOptions` and `Options` must accept the same options.
+    """
     for model in (VerifyRequest, BenchmarkRequest, Registration):
         model_value = served(read_model(body_of(data), model, SETTINGS.json_limit))
         if model_value is not None:
@@ -297,7 +300,7 @@ def documents(data: bytes) -> None:
         checked = None
     try:
         options_value = Options(**options)
-    except (ProblemError, TypeError):  # an unknown name raises TypeError
+    except (ProblemError, TypeError):  # TypeError: an unknown option
         options_value = None
     assert (checked is None) == (options_value is None), (checked, options_value)
     if checked is not None and options_value is not None:
@@ -313,14 +316,14 @@ def documents(data: bytes) -> None:
 
 
 def compressed(data: bytes) -> None:
-    """Read a compressed body: `data` as it is under each coding, and `data` compressed with each coding."""
+    """Read a body with each Content-Encoding: `data` itself, which is usually invalid, and `data` compressed."""
     for coding, pack in (("gzip", gzip.compress), ("deflate", zlib.compress)):
         served(body_of(data, InflatedBody, coding).text())
         assert served(body_of(pack(data), InflatedBody, coding).text()) == data
 
 
 def headers(data: bytes) -> None:
-    """Read the fields of a request's head, one per line."""
+    """Read `data` as the header fields of a request, one per line."""
     fields = combined(tuple(line.partition(b":")[::2]) for line in _lines(data))
     given = refused(lambda: request_format(fields))
     if given is not None:

@@ -1,4 +1,4 @@
-"""Without atheris, the fuzz targets accept the corpus and inputs near it, the same ones in each run."""
+"""The fuzz targets run on the corpus and on inputs near it, without atheris. Each run has the same inputs."""
 
 import math
 from pathlib import Path
@@ -14,13 +14,13 @@ from tests.fuzz.targets import BYTES, SECONDS, TARGETS, bounded
 
 CORPUS = {name: sorted((Path(__file__).parent / "corpus" / name).iterdir()) for name in TARGETS}
 MAX_BYTES = 300 << 10  # bytes of the whole corpus
-TIMELESS = math.inf  # seconds: `make fuzz` limits the time of targets, a test does not
+TIMELESS = math.inf  # seconds; a test has no time limit, which a busy machine would exceed
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_the_corpus_is_refused_or_survives_the_way_back(name):
     assert CORPUS[name]
-    TARGETS[name](CORPUS[name][0].read_bytes())  # the first call fills caches, whose memory does not count
+    TARGETS[name](CORPUS[name][0].read_bytes())  # fills caches, whose memory must not count against the limit
     for path in CORPUS[name]:
         try:
             bounded(TARGETS[name], path.read_bytes(), TIMELESS)
@@ -35,7 +35,7 @@ def test_the_corpus_is_small():
 
 @st.composite
 def near(draw, paths):
-    """Draw an input of the corpus with a few changes, as JSON or as bytes."""
+    """Draw an input of the corpus with one to four changes, each of a JSON value or of bytes."""
     data = bytearray(draw(st.sampled_from(paths)).read_bytes())
     for _ in range(draw(st.integers(1, 4))):
         if draw(st.booleans()):
