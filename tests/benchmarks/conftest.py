@@ -1,4 +1,4 @@
-"""Install the interpreter of Gluon, so that the kernels for Hopper run here, too."""
+"""Install the interpreter for Gluon (tests/support), so that the kernels for Hopper run on the CPU."""
 
 import pytest
 
@@ -10,7 +10,7 @@ if DEVICE == "cpu":
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Ignore JAX's warnings: guarded processes are forks, and JAX, if another test imported it, warns of each fork."""
+    """Ignore JAX's warning about forks. Guarded processes are forks, and another test may have imported JAX."""
     for item in items:
         if "tests/benchmarks/" in item.path.as_posix():
             item.add_marker(pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning"))

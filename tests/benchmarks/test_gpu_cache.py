@@ -1,4 +1,4 @@
-"""The compile cache of `make gpu` is packed into a few files, and works where it is unpacked."""
+"""Triton's compile cache is packed into a few files by `make gpu`, and works in the folder where it is unpacked."""
 
 import gzip
 import json
@@ -19,7 +19,7 @@ fill(Wanted(90, "bfloat16", 64, 0, "forward"))
 
 
 def entry(folder: Path, name: str, size: int = 10, at: float = 1000.0) -> Path:
-    """Make a cache folder as Triton does, and return it."""
+    """Create an entry of Triton's compile cache: a folder with files of `size` random bytes and the mtime `at`."""
     made = folder / name
     made.mkdir(parents=True)
     names = ("kernel.cubin", "kernel.ptx", "kernel.ttir", "kernel.json")
@@ -81,7 +81,7 @@ def test_a_part_that_is_cut_off_or_leads_elsewhere_harms_nothing(tmp_path: Path)
 
 @pytest.mark.slow
 def test_triton_compiles_nothing_that_was_brought_along(tmp_path: Path) -> None:
-    """A kernel is compiled for an absent GPU, packed, unpacked elsewhere, and requested again."""
+    """Compile a kernel for an absent GPU, pack its cache, unpack it elsewhere, and ask for the kernel again."""
 
     def fill(folder: Path) -> None:
         env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}

@@ -1,4 +1,4 @@
-"""The plan of `make gpu` has the right points in each stage, in the right order."""
+"""The plan of `make gpu` has the right tasks in each stage, in the right order."""
 
 from collections import Counter
 from typing import Any
@@ -124,4 +124,4 @@ def test_tests_of_the_path_for_hopper_run_first_and_under_the_race_detector() ->
     for direction, races in zip(plan.PASSES, plan.SUITES["races"], strict=True):
         assert races.environment["TRITON_INSTRUMENTATION_MODE"] == "consan"
         assert suites.files(races) == ["tests/kernels/test_hopper_races.py"]
-        assert (races.select, races.seconds) == (direction, 300)  # each test compiles for over a minute
+        assert (races.select, races.seconds) == (direction, 300)  # seconds; one compilation takes over 60 s

@@ -1,4 +1,4 @@
-"""The record of `make gpu` keeps all earlier rows, however a process or machine ends."""
+"""The record of `make gpu`, a file of JSON lines, keeps all earlier rows after a crash of the process or machine."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def test_a_line_that_was_cut_off_is_skipped_and_the_next_row_begins_a_line(tmp_p
 
 
 def test_two_writers_share_a_record(tmp_path: Path) -> None:
-    """gpu.py and the pytest that gpu.py starts append to one record."""
+    """Two processes append to one file: gpu.py, and the pytest that gpu.py starts."""
     one, other = Record(tmp_path / "rows.jsonl"), Record(tmp_path / "rows.jsonl")
     one.append(row("a"))
     other.append(row("b"))

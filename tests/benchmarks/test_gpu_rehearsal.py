@@ -1,7 +1,7 @@
-"""Rehearsals of `make gpu` pass in a bare environment, with a fake device and kills at any moment.
+"""Rehearsals of `make gpu` with few packages, a fake device, and kills at random moments.
 
-The fake device records every measurement that began or ended, even if its process died. The record of `make gpu` must
-have all of them.
+The fake device notes the start and end of each measurement in a file. The record of `make gpu` must have every
+measurement that ended, except one whose process was killed before it wrote the row.
 """
 
 import json
@@ -27,12 +27,12 @@ ABSENT = ("pydantic", "httpx", "fastapi", "hypothesis", "ml_dtypes", "psutil", "
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the Python of a bare machine."""
+    """Return the Python of an environment that has only the packages of a bare GPU machine."""
     return bare.make(tmp_path_factory.mktemp("bare"))
 
 
 class Rehearsal:
-    """Calls of the command, one after another, and their results."""
+    """Runs of the command, one after another, and their rows and notes."""
 
     def __init__(self, python: Path, folder: Path) -> None:
         self.python, self.folder = python, folder
@@ -40,7 +40,7 @@ class Rehearsal:
         self.outs = [folder / "out-0"]
 
     def start(self, *stages: str) -> subprocess.Popen[bytes]:
-        """Start a call: the first, or one that continues from the previous call's results in another folder."""
+        """Start the command with the output folder `outs[-1]`. It resumes from the rows in `outs[-2]`, if any."""
         command = [str(self.python), "-m", "tests.support.gpu_stand_in", str(self.notes), *stages]
         command += ["--out", str(self.outs[-1]), "--cache", str(self.folder / "cache"), "--commit", "abc"]
         if len(self.outs) > 1 and (self.outs[-2] / "rows.jsonl").exists():
@@ -53,7 +53,7 @@ class Rehearsal:
             log.close()
 
     def kill(self, process: subprocess.Popen[bytes], events: int) -> None:
-        """Kill a call when it has this number of rows and notes, unless it has ended."""
+        """Kill the command when there are `events` rows and notes in all, unless it has ended before."""
         try:
             wait_for(lambda: self.events >= events or process.poll() is not None, self.log)
         finally:
@@ -67,7 +67,7 @@ class Rehearsal:
 
     @property
     def noted(self) -> list[tuple[str, str]]:
-        """Return ("begin" or "end", key) of every measurement."""
+        """Return the fake device's notes: ("begin" or "end", key) for the start and the end of each measurement."""
         lines = self.notes.read_text().splitlines() if self.notes.exists() else []
         return [(what, key) for what, _, key in (line.partition(" ") for line in lines)]
 
@@ -94,12 +94,12 @@ def test_the_tests_of_a_device_can_be_read_on_a_bare_machine(python: Path) -> No
     assert "torch_backend/test_fused.py" in process.stdout
 
 
-@pytest.mark.full  # in test_gpu_run.py a call goes on from the rows of another, without a kill
+@pytest.mark.full  # test_gpu_run.py tests without a kill that a run continues from the rows of an earlier run
 @pytest.mark.parametrize(("kills", "stages"), [(2, ("tests", "papers")), (4, ("first", "tests", "papers"))])
 def test_no_measured_row_is_lost_whenever_the_command_is_killed(
     python: Path, tmp_path: Path, kills: int, stages: tuple[str, ...]
 ) -> None:
-    """The command is killed at moments from a seed, and continues in another folder each time, as on a new machine."""
+    """The command is killed at random moments. Every second run continues in a new folder, as on a new machine."""
     seed = random.randrange(1 << 30)
     moments = random.Random(seed)
     rehearsal = Rehearsal(python, tmp_path)
@@ -112,7 +112,7 @@ def test_no_measured_row_is_lost_whenever_the_command_is_killed(
         process = rehearsal.start(*stages)
         rehearsal.kill(process, until)
         rows = [json.dumps(row) for row in rehearsal.rows]
-        if len(rows) >= len(before):  # else it was killed before it had copied all earlier rows
+        if len(rows) >= len(before):  # if not, it was killed before it had copied all earlier rows
             assert [json.dumps(row) for row in before] == rows[: len(before)], f"seed {seed}"
         else:
             rehearsal.outs.pop()
@@ -135,7 +135,7 @@ def test_no_measured_row_is_lost_whenever_the_command_is_killed(
 
 
 def unrecorded(rehearsal: Rehearsal, seed: int) -> Counter[str]:
-    """Count measurements that ended without a row: at most the last of each call, as the next begins after its row."""
+    """Count the measurements that ended without a row. Only the last one may: its row precedes the next measurement."""
     recorded = {row["key"] for row in rehearsal.rows}
     noted = rehearsal.noted
     missing = Counter(key for what, key in noted if what == "end" and key not in recorded)
@@ -147,14 +147,14 @@ def unrecorded(rehearsal: Rehearsal, seed: int) -> Counter[str]:
 
 @pytest.mark.full
 def test_the_whole_procedure_runs_on_a_bare_machine(python: Path, tmp_path: Path) -> None:
-    """Every stage runs in the calls of docs/gpu-day.md, each on another machine, which returns few files."""
+    """Run every stage in the calls of docs/gpu-day.md, each as on a new machine; the output has only a few files."""
     rehearsal = Rehearsal(python, tmp_path)
     calls = (("first",), ("tests", "judge", "races"), ("sweep",), ("table", "papers", "decode", "flex"))
     for number, stages in enumerate(calls):
         if number:
             rehearsal.outs.append(tmp_path / f"out-{number}")
         assert rehearsal.start(*stages).wait() == 0, rehearsal.log()
-        shutil.rmtree(tmp_path / "cache", ignore_errors=True)  # another machine
+        shutil.rmtree(tmp_path / "cache", ignore_errors=True)  # a new machine has no compile cache
     stages = dict.fromkeys(row["stage"] for row in rehearsal.rows)
     assert list(stages) == list(plan.STAGES)
     names = [str(path.relative_to(rehearsal.outs[-1])) for path in rehearsal.outs[-1].rglob("*") if path.is_file()]

@@ -1,4 +1,4 @@
-"""The report of `make gpu` is right for whole and partial records, with made-up figures."""
+"""The report of `make gpu` is right for complete and for partial records. All times are made up."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ HERE = {
 
 
 def made_up(ms: float | None, **more: Any) -> dict[str, Any]:
-    """Return a flat row of a timing."""
+    """Return a flat row of a made-up timing of `ms` milliseconds, in the form that `report.ratios` reads."""
     row = {
         "direction": "forward", "dtype": "bfloat16", "head_dim": 128, "causal": False, "q_heads": 16, "kv_heads": 16,
         "batch": 32, "q_len": 512, "backend": "triton", "deterministic": False,
@@ -135,7 +135,7 @@ def test_a_whole_record_makes_every_section(tmp_path: Path) -> None:
 
 
 def test_a_partial_record_says_what_is_there(tmp_path: Path) -> None:
-    """Rows of the newest environment count, and rows of peers; rows of our older sources do not count."""
+    """Rows of our kernels count only if measured with the newest sources; rows of peers count in any case."""
     rows = rows_of("first")
     ours = [row for row in rows if row["key"].endswith(" triton")]
     peers = [row for row in rows if row["key"].endswith(" sdpa_cudnn")]

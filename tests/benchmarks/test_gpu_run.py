@@ -21,7 +21,7 @@ PAPERS = [task.key for group in plan.papers(StandIn.sizes, True, []) for task in
 
 @pytest.fixture(autouse=True)
 def _restore_environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Restore the environment that the command sets for its child processes."""
+    """Restore `os.environ` and `sys.path`, which the command changes for its child processes."""
     before = dict(os.environ)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
@@ -65,7 +65,7 @@ def test_a_wrong_command_is_refused(arguments: list[str], message: str, capsys: 
 
 @pytest.mark.slow
 def test_time_that_is_over_ends_a_call_and_the_next_goes_on(tmp_path: Path, command: Callable[..., int]) -> None:
-    """The clock passes the limit after three rows. Stages run in the order of the plan, not of the arguments."""
+    """The fake clock passes the time limit after three rows. Stages run in the plan's order, not the arguments'."""
 
     def clock() -> float:
         return 0.0 if len(keys(tmp_path)) < 3 else 1e9
@@ -84,7 +84,7 @@ def test_time_that_is_over_ends_a_call_and_the_next_goes_on(tmp_path: Path, comm
     assert rows[-1]["clocks"]["sm_mhz"] == [1980, 1980]
 
 
-@pytest.mark.full  # test_gpu_plan.py tests the plan without these kernels
+@pytest.mark.full  # test_gpu_plan.py tests that the plan omits the times of such kernels
 def test_kernels_that_fail_their_smoke_test_are_not_timed(tmp_path: Path, command: Callable[..., int]) -> None:
     command("papers", clock=lambda: 0.0 if not keys(tmp_path) else 1e9)
     record = Record(tmp_path / "out" / "rows.jsonl")

@@ -1,4 +1,4 @@
-"""`make gpu-serve` runs from a folder of wheels, which is enough on a bare machine."""
+"""`make gpu-serve` needs only a folder of wheels on a machine that has torch but no network."""
 
 import os
 import subprocess
@@ -49,7 +49,7 @@ def test_a_folder_of_wheels_is_installed_without_a_network(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_the_service_runs_on_a_bare_machine_with_those_wheels(tmp_path: Path) -> None:
-    """The service answers, and pytest collects its GPU tests, with only the wheels."""
+    """With only the wheels and a bare machine's packages, the server starts and pytest collects the GPU tests."""
     wanted = tuple(name for name in gpu_serve.needed(gpu_serve.WANTED, "3.12") if name != "flashpoint")
     python = bare.make(tmp_path / "bare", (*gpu_serve.THERE, *wanted))
     path = python_path(pretend_installed(tmp_path / "described", "0"))

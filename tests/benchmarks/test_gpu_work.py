@@ -1,4 +1,4 @@
-"""A guarded process does the task of `make gpu` correctly, with real kernels under Triton's interpreter."""
+"""The tasks of `make gpu` (checks, trials and timings) are right, with real kernels under Triton's interpreter."""
 
 import json
 import math
@@ -21,7 +21,7 @@ from flashpoint_kernels.timing.implementations import CannotRunError
 from flashpoint_kernels.triton_backend.tools.aot import KERNELS
 from tests.support.gpu_stand_in import StandIn
 
-SHAPE = (1, 1, 20, 16)  # too many queries for packed blocks, which have other tiles
+SHAPE = (1, 1, 20, 16)  # 20 queries: with fewer, the kernels would pack heads into one block and use other tiles
 SLOW_CHECKS = {
     "merge", "packed_backward_q", "int8", "pages", "pages_many", "options", "mask", "backward_mask", "backward_sinks",
     "float32", "forward_hopper", "wide", "widest", "widest_split", "repeats_backward", "repeats_forward_hopper",
@@ -35,7 +35,7 @@ def device(tmp_path: Path) -> StandIn:
 
 
 def test_every_kernel_has_a_smoke_test() -> None:
-    """A new kernel needs a check in benchmarks/gpu_day/smoke.py."""
+    """A developer who adds a kernel must add a check to benchmarks/gpu_day/smoke.py."""
     covered = {name for check in smoke.CHECKS.values() for name in check.kernels}
     assert covered == {kernel.__name__ for kernel in KERNELS.values()} | {"nano_forward"}
 
@@ -103,7 +103,7 @@ def test_a_tile_that_does_not_fit_is_refused_and_the_shipped_one_fails(
 def test_what_a_trial_leaves_unwritten_is_no_answer(
     unwritten: int, device: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An output that a trial does not write is wrong, although new memory may contain the previous trial's answers."""
+    """An output that a trial does not write is wrong, even if its memory has the right answer of an earlier trial."""
     right = [torch.ones(4), torch.ones(4)]
     left = [t.clone() for t in right]
     call = SimpleNamespace(args=tuple, run=lambda: left[1 - unwritten].copy_(right[0]))
@@ -137,7 +137,7 @@ print(json.dumps(Cuda().occupancy(call)))
 
 @pytest.mark.slow
 def test_what_the_compiler_made_of_a_call_is_read_from_its_code(tmp_path: Path) -> None:
-    """Registers and spills come from a call compiled for an absent sm_90; the device's own figures are made up."""
+    """Registers and spills come from a kernel compiled for an absent sm_90; the device properties are made up."""
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, "-c", OCCUPANCY], env=env | {"TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True,
@@ -200,7 +200,7 @@ def test_decoding_is_timed_where_it_is_right_and_says_what_is_not_there(
 
 
 class Counted(torch.Tensor):
-    """A tensor that counts how often its elements are read."""
+    """A tensor that counts the calls of `tolist`, which copies its elements from the device."""
 
     reads = 0
 
@@ -210,7 +210,7 @@ class Counted(torch.Tensor):
 
 
 def test_a_timed_call_over_pages_reads_no_lengths_from_the_device(device: StandIn) -> None:
-    """A read of lengths would wait for the device, and the measured time would include the host's time."""
+    """If a call read the lengths, it would wait for the device, and its time would include work of the host."""
     task = Decode("triton", 2, 4, 2, 40, 16, page=16)
     cache = decode.make_cache(device, task)
     call = decode._ours(task, replace(cache, lengths=cache.lengths.as_subclass(Counted)))

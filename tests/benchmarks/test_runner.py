@@ -1,4 +1,4 @@
-"""The runner of the benchmarks handles options, writes the record, and returns the right exit codes."""
+"""benchmarks/runner.py reads the options of a benchmark, writes its results, and returns the right exit code."""
 
 import json
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 BY_RUNNER = sorted(path.stem for path in BENCHMARKS.glob("*.py") if "from runner import" in path.read_text())
-PARTS = {"options_peers"}  # options.py imports this module; it is no benchmark
+PARTS = {"options_peers"}  # a module that options.py imports, not a benchmark
 EXAMPLE = '''"""An example."""
 from runner import Option, apart, run, target
 
