@@ -1,7 +1,7 @@
-"""Choose where kernels run: under Triton's interpreter, or on a GPU with FLASHPOINT_TEST_DEVICE=cuda (`make gpu`).
+"""Fixtures of all tests, and the place where kernels run: Triton's interpreter, or a GPU (FLASHPOINT_TEST_DEVICE=cuda).
 
-With FLASHPOINT_TEST_ARCH=90 nothing runs: tests/support/kernels/resolved.py resolves launches as for an sm_90. The
-choice is made before any import of triton, which reads it when a kernel is decorated.
+With FLASHPOINT_TEST_ARCH=90 no kernel runs: tests/support/kernels/resolved.py only computes the launches for an sm_90.
+TRITON_INTERPRET is set before any import of triton, which reads it when a kernel is decorated.
 """
 
 import contextlib
@@ -11,21 +11,22 @@ import os
 import pytest
 
 DEVICE = os.environ.get("FLASHPOINT_TEST_DEVICE", "cpu")
-EXPLORING = bool(os.environ.get("FLASHPOINT_TEST_EXPLORE"))  # by `make test-full`
+EXPLORING = bool(os.environ.get("FLASHPOINT_TEST_EXPLORE"))  # `make test-full` sets it: hypothesis draws new examples
 INTERPRETING = DEVICE == "cpu" and not os.environ.get("FLASHPOINT_TEST_ARCH")
 if INTERPRETING:
     os.environ["TRITON_INTERPRET"] = "1"
 
-# torch's threads sleep while they wait, as in an engine. Beside other work on two cores, spinning raised the processor
-# time of some kernel tests from 12 s to 99 s. Set before any import of torch.
+# torch's threads sleep while they wait, as in an engine. Without this, they spin: beside other work on two cores, the
+# processor time of some kernel tests rose from 12 s to 99 s. Set before any import of torch, which reads it.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-# The modules and tests of a run are millions of objects that live to its end. Collecting garbage among them took each
-# process up to 0.5 s at a time, 25 s in all. The collector waits until all tests are known, and then leaves them out.
+# The modules and tests of a run are millions of objects that live until it ends. A collection that scans them took up
+# to 0.5 s, and all collections took 25 s per process. So the collector is off until pytest has collected all tests;
+# `pytest_collection_finish` then excludes these objects from every later collection.
 gc.disable()
 
-# A busy machine must not fail an example for its time. Examples are the same in every run, without stored ones of
-# earlier runs; `make test-full` draws others. `make gpu` runs without hypothesis.
+# No example has a deadline, because a busy machine would exceed it. Each run draws the same examples and stores none;
+# `make test-full` draws new ones. hypothesis is not installed where `make gpu` runs.
 with contextlib.suppress(ImportError):
     import hypothesis
 
@@ -40,7 +41,7 @@ with contextlib.suppress(ImportError):
 
 
 def start_service(**how):
-    """Start a server as `tests.support.servers.serve`; skip the test without torch, which every engine needs."""
+    """Start a server with `tests.support.servers.serve`. Skip the test if torch is missing: every engine needs it."""
     pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
     from tests.support.servers import serve
 
@@ -49,7 +50,7 @@ def start_service(**how):
 
 @pytest.fixture(scope="session")
 def server():
-    """Start a server with default settings; all tests of a pytest process share it and must leave it unchanged."""
+    """Yield a server with default settings. All tests of a pytest process share it and must not change its state."""
     server = start_service()
     yield server
     server.stop()
@@ -57,7 +58,7 @@ def server():
 
 @pytest.fixture(scope="session")
 def rpc_server():
-    """Start a server with gRPC, shared memory and small limits; a test must leave it unchanged."""
+    """Yield a server with gRPC, 1 MiB of shared memory and small size limits. Tests must not change its state."""
     server = start_service(
         grpc_port=0, shared_memory_bytes=1 << 20, body_limit=4 << 20, json_limit=1 << 20, log_level="debug"
     )
@@ -67,7 +68,7 @@ def rpc_server():
 
 @pytest.fixture(scope="module")
 def start_server():
-    """Return `start_server(ready=True, interpret=False, **settings)`; its servers end with the module."""
+    """Yield a function `start_server(ready=True, interpret=False, **settings)`. Its servers stop after the module."""
     with contextlib.ExitStack() as stack:
 
         def start(**how):
@@ -80,13 +81,13 @@ def start_server():
 
 @pytest.fixture(scope="session")
 def url(request):
-    """Return the address of a server with the models of the Open Inference Protocol: FLASHPOINT_OIP_URL, or ours."""
+    """Return the URL of an Open Inference Protocol server: FLASHPOINT_OIP_URL, or that of the fixture `server`."""
     return os.environ.get("FLASHPOINT_OIP_URL", "").rstrip("/") or request.getfixturevalue("server").url
 
 
 @pytest.fixture(scope="session")
 def receiver():
-    """Start a receiver of the spans that `gated` sends."""
+    """Yield an OpenTelemetry receiver (OTLP), which records the trace spans that the server `gated` sends."""
     from tests.support.otlp import Receiver
 
     receiver = Receiver()
@@ -96,10 +97,10 @@ def receiver():
 
 @pytest.fixture(scope="session")
 def gated(receiver, tmp_path_factory):
-    """Start a server with interpreted Triton kernels, whose engine waits and fails on demand.
+    """Yield a server with interpreted Triton kernels, whose engine waits and fails on demand.
 
-    All tests of a pytest process share it: a test opens its gates again and leaves a ready engine. It has little
-    shared memory, and gives up a body or an answer that pauses for two seconds.
+    All tests of a pytest process share it. Each test must reopen the gates that it closes and leave a ready engine.
+    The server has 256 MiB of staging memory. It times out a body, or an answer's reader, that stalls for two seconds.
     """
     from tests.support.gated import GatedServer
 
@@ -122,7 +123,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish():
-    """Let the garbage collector begin, with what the tests make alone."""
+    """Start the garbage collector, without the modules and tests that exist now: it scans only newer objects."""
     gc.collect()
     gc.freeze()
     gc.enable()

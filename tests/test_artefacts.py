@@ -1,6 +1,6 @@
-"""The wheel of `make dist`, installed into a new environment, serves and answers.
+"""The wheel of `make dist`, installed into a new virtual environment, runs a server that answers requests.
 
-The environment sees the packages of this one, except Flashpoint, which comes from the wheel.
+The new environment uses the installed packages of the current one, except Flashpoint, which comes from the wheel.
 """
 
 import email
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 pytest.importorskip("hatchling", reason="make test installs it")
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMIT = 2 << 20  # bytes of a file: a larger one would contain unintended data
+LIMIT = 2 << 20  # bytes; a larger wheel or source archive would contain unintended data
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def built(tmp_path_factory):
 
 
 def environment(home, wheel):
-    """Return the Python and the site-packages of a new environment that has only the wheel."""
+    """Create a virtual environment that has only the wheel; return the paths of its Python and its site-packages."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", home], check=True)
     python = home / "bin" / "python"
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--disable-pip-version-check"]
@@ -52,7 +52,7 @@ def environment(home, wheel):
 
 @pytest.fixture(scope="module")
 def installed(built, tmp_path_factory):
-    """Return the Python of an environment that has the wheel."""
+    """Return the path of the Python of an environment with the wheel and the packages of the current environment."""
     python, packages = environment(tmp_path_factory.mktemp("venv"), built[0])
     theirs = [path for path in sys.path if path.endswith("site-packages")]
     (packages / "dependencies.pth").write_text("\n".join(theirs) + "\n")
@@ -60,7 +60,10 @@ def installed(built, tmp_path_factory):
 
 
 def needed(wheel, extras, **system):
-    """Return the names of the packages that pip installs for these extras of the wheel, on this or another system."""
+    """Return the names of the packages that pip installs for these extras of the wheel.
+
+    system: values for environment markers, such as `platform_system`; the default is the current system.
+    """
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
         metadata = email.message_from_bytes(archive.read(name))
@@ -79,7 +82,7 @@ def needed(wheel, extras, **system):
 
 @pytest.fixture(scope="module")
 def alone(built, tmp_path_factory):
-    """Return a function that returns the Python of an environment with only the wheel and its given extras."""
+    """Return a function of extras. It returns the Python of an environment with only the wheel and these extras."""
 
     @cache
     def made(*extras):
@@ -138,7 +141,7 @@ def test_the_lock_file_has_every_package_of_a_server_but_torch_in_its_tested_ver
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = ("cli", "plot", "server", "grpc", "otel")
     asked = [*project["dependencies"], *(each for extra in extras for each in project["optional-dependencies"][extra])]
-    needed = {"flashpoint", "torch", "triton"}  # not in the lock file; torch has its dependencies
+    needed = {"flashpoint", "torch", "triton"}  # absent from the lock file, with the dependencies of torch
     while asked:
         each = Requirement(asked.pop())
         name = canonicalize_name(each.name)
@@ -203,8 +206,8 @@ print(sorted(name for name in sys.argv[1:] if importlib.util.find_spec(name)))
 
 
 def test_the_library_is_installed_alone(built, alone, tmp_path):
-    """`pip install flashpoint[torch]` has attention, gradients and `judge`, and no package of the server."""
-    # torch requires jinja2 on each system.
+    """`pip install flashpoint[torch]` has attention, gradients and `judge`, and none of the server's dependencies."""
+    # jinja2 is a dependency of torch, too.
     assert needed(built[0], ["torch"]) & (SERVER | {"typer", "rich", "matplotlib"}) <= {"jinja2"}
     packages = ("fastapi", "uvicorn", "structlog", "typer", "rich", "matplotlib")
     assert output_of(alone("torch"), "-c", LIBRARY, *packages, cwd=tmp_path).stdout == "[]\n"
@@ -220,7 +223,7 @@ def test_the_library_is_installed_alone(built, alone, tmp_path):
 
 
 def test_the_library_and_the_command_line_judge(alone, tmp_path):
-    """`pip install flashpoint[torch,cli]` has the judge as a command, and says what to install for a server."""
+    """With `flashpoint[torch,cli]`, `flashpoint verify` runs, and `flashpoint serve` names the extra to install."""
     python = alone("torch", "cli")
     judge = ["verify", "--kernel", "flashpoint_kernels:attention", "--quick", "--dtype", "float32"]
     assert "PASS" in output_of(python, "-m", "flashpoint", *judge, cwd=tmp_path).stdout

@@ -1,7 +1,7 @@
 """mypy and pyright find no error in the Python examples of the README and of docs/.
 
-An example keeps the line numbers of its page. The blocks of a tutorial form one file, as a reader runs them; every
-other block is a separate file.
+Each example has the same line numbers in its file as on its page. The blocks of a page in ONE_SESSION form one file,
+because a reader runs them in one session. Every other block is a separate file.
 """
 
 import json
@@ -21,10 +21,10 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = [str(ROOT / name) for name in ("contract", "client", "kernels", "server")]
 ONE_SESSION = {"tutorial", "train-a-layer", "judge-my-kernel", "decoding", "algorithm"}
 PYTHON = re.compile(rf'^```python(?: title="([\w.]+)")?\n{BLOCK}```$', re.MULTILINE)
-# The names that a fragment does not define.
+# For each page, code that defines the names that its examples use but do not define.
 GIVEN = {"balancers": "import flashpoint; there = flashpoint.Client(); old = there.cache()"}
-# Errors from types of other packages: torch's `grad` before a backward, tritonclient's outputs under an unknown name, a
-# protocol of transformers, and a module that `install` provides when the example runs.
+# Lines whose errors come from the types of other packages: torch's `grad`, None before a backward; tritonclient's None
+# for an unknown output; a protocol of transformers; and `flash_attn`, which `install` provides when the example runs.
 THEIRS = re.compile(r"\.grad\.|\.as_numpy\(|get_response\(|\.generate\b|^from flash_attn\b")
 MYPY = """\
 [mypy]
@@ -38,13 +38,13 @@ follow_imports = silent
 
 @pytest.fixture(scope="module")
 def examples(tmp_path_factory):
-    """Return a folder with the examples of all pages."""
+    """Return a folder with the Python examples of the README and of docs/, as files."""
     folder = tmp_path_factory.mktemp("examples")
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         lines, text = [], page.read_text(encoding="utf-8")
         for match in PYTHON.finditer(text):
             name, code = match.groups()
-            line = text.count("\n", 0, match.start()) + 1  # line of the fence: the code begins on the next
+            line = text.count("\n", 0, match.start()) + 1  # the line of ```python; the code begins on the next line
             if name:
                 (folder / name).write_text(code)
             elif page.stem in ONE_SESSION:
@@ -65,7 +65,7 @@ def checked(command, folder):
 
 
 def ours(folder, errors):
-    """Return the errors without those from other packages' types. An error is (file, line, message)."""
+    """Return the errors (file, line, message) whose source line does not match THEIRS."""
     return [
         (file, line, message)
         for file, line, message in errors
@@ -90,7 +90,7 @@ def test_pyright_finds_no_error_in_the_examples(examples, tmp_path):
         "extraPaths": [str(examples), *SOURCES],
         "typeCheckingMode": "standard",
         "reportMissingModuleSource": False,
-        "reportPossiblyUnboundVariable": False,  # later blocks of a session use names set in a `with` or a loop
+        "reportPossiblyUnboundVariable": False,  # later blocks of a page use names assigned in a `with` or a loop
     }
     (tmp_path / "pyrightconfig.json").write_text(json.dumps(settings))
     command = [sys.executable, "-m", "basedpyright", "-p", tmp_path, "--pythonpath", sys.executable, "--outputjson"]

@@ -1,4 +1,4 @@
-"""The figures in docs/images are those drawn from their results, and can be read."""
+"""Each figure in docs/images has the texts of a figure drawn anew from its results, and its texts are legible."""
 
 import re
 from html import unescape
@@ -33,6 +33,6 @@ def test_every_picture_of_a_page_is_there_and_has_a_text_for_those_who_do_not_se
         for text, path in re.findall(r"!\[([^\]]*)\]\((?!https?:)([^)]+)\)", page.read_text()):
             assert len(text.split()) >= 3, (page.name, path)
             shown[(page.parent / path).resolve()] = text
-    stored = {path for path in (DOCS / "images").iterdir() if path.name != "overview.svg"}  # the README has this one
+    stored = {path for path in (DOCS / "images").iterdir() if path.name != "overview.svg"}  # only the README shows it
     assert set(shown) == stored
     assert {path.stem for path in stored if path.suffix == ".svg"} == set(DRAWN)

@@ -1,4 +1,4 @@
-"""The check of words in `make lint` finds each sentence against a rule, and no others."""
+"""tests/words.py, which `make lint` runs, finds each sentence that breaks a rule of wording, and no others."""
 
 import pytest
 

@@ -1,11 +1,11 @@
 """Run the tests with other versions of Python and with the oldest libraries: `make test-versions`.
 
-- Python 3.12 and 3.13: the tests of the SDK, the wire formats and the HTTP side, without torch and triton.
-- Python 3.11: the same and the service, with the lowest version of each library that pyproject.toml allows.
+- Python 3.12 and 3.13: the tests of the SDK, the wire formats and the HTTP processes, without torch and triton.
+- Python 3.11: these and end-to-end tests of the service, with the lowest library versions that pyproject.toml allows.
   torch and triton keep the versions of constraints.txt; benchmarks/compat.py covers other versions of Triton.
 
-Environments stay in build/versions, so that a second run is quick. Exits with 1 if a test fails. A Python that this
-machine lacks is reported, but is no failure.
+The virtual environments stay in build/versions for the next run. The exit status is 1 if a test fails. A version of
+Python that is not installed is reported and skipped.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 HOME = ROOT / "build" / "versions"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = ("server", "grpc", "otel")
-# The packages of the extra dev that these tests import.
+# The packages that these tests import, from the extra `dev` of pyproject.toml.
 TOOLS = ("hypothesis", "psutil", "pytest", "pytest-randomly", "pytest-xdist", "pyyaml", "safetensors")
 HTTP_SIDE = ("tests/client", "tests/contract", "tests/server", "tests/fuzz")
 SERVED = ("http_exact", "observability", "sdk")
@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def newer(version: str) -> str:
-    """Test the HTTP side on another Python, without torch."""
+    """Run HTTP_SIDE on this version of Python, without torch; return "passed", "failed" or why no test ran."""
     python = find_python(version)
     if python is None:
         return f"not tested: install Python {version}"
@@ -50,18 +50,21 @@ def newer(version: str) -> str:
 
 
 def lowest() -> str:
-    """Test the service with the lowest versions. The test tools keep their versions: no user installs them."""
+    """Run SERVICE with the lowest allowed version of each library that users install; return "passed" or "failed".
+
+    torch, triton and the test tools have the versions of constraints.txt.
+    """
     pins = {name_of(line): line for line in (ROOT / "constraints.txt").read_text().splitlines()}
     pinned = [pins[name] for name in ("torch", "triton", *map(name_of, TOOLS))]
     wanted = [line for line in requirements(EXTRAS) if name_of(line) not in ("torch", "triton")]
     floors = [re.sub(r">=([^,]+).*", r"==\1", line) for line in wanted]
-    # Old libraries use functions that the newest versions of their dependencies deprecate.
+    # The lowest versions call functions that the newest versions of their dependencies deprecate.
     more = ("-W", "ignore::DeprecationWarning")
     return run_tests(sys.executable, "lowest", [*floors, "torch", "triton", *TOOLS], "\n".join(pinned), SERVICE, more)
 
 
 def requirements(extras: tuple[str, ...]) -> list[str]:
-    """Return the requirements of the project with these extras, including extras that they name."""
+    """Return the project's requirements with these extras, and with the extras that these extras include."""
     resolved, todo = list(PROJECT["dependencies"]), list(extras)
     while todo:
         for line in PROJECT["optional-dependencies"][todo.pop()]:
@@ -77,7 +80,7 @@ def name_of(requirement: str) -> str:
 
 
 def find_python(version: str) -> str | None:
-    """Return a working interpreter of this version, from the PATH or from pyenv."""
+    """Return the path of an interpreter of this version, on the PATH or from pyenv, or None if none runs."""
     root = os.environ.get("PYENV_ROOT", os.path.expanduser("~/.pyenv"))
     for path in (shutil.which(f"python{version}"), *sorted(glob.glob(f"{root}/versions/{version}.*/bin/python"))):
         if path and subprocess.run([path, "-c", ""], capture_output=True, check=False).returncode == 0:
@@ -88,7 +91,7 @@ def find_python(version: str) -> str | None:
 def run_tests(
     python: str, name: str, wanted: list[str], pins: str, tests: tuple[str, ...], more: tuple[str, ...] = ()
 ) -> str:
-    """Install into a separate environment and run the tests there; return "passed" or "failed"."""
+    """Install `wanted`, constrained by `pins`, into HOME/name and run `tests`; return "passed" or "failed"."""
     home = HOME / name
     print(f"== {name}: installing into {home.relative_to(ROOT)}", flush=True)
     if not home.exists():

@@ -1,8 +1,8 @@
 """Find words that this project does not use in its documentation and sources: `python tests/words.py [FILES]`.
 
-docs/contributing.md has the rules, with examples. A sentence does not open with "Of", "What", "Who" or "That which",
-unless it is a question with its mark. Files are read as text: docstrings, comments, strings, help and YAML have the
-same rules, and a capital letter marks the start of a sentence. Words in quotation marks or backquotes are free.
+docs/contributing.md has the rules, with examples. No sentence may open with "Of", "What", "Who" or "That which", except
+a question that ends with "?". The whole text of a file is searched: code, comments and strings alike. A capital letter
+marks the start of a sentence. Words in backquotes, and these words in quotation marks, are allowed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 READ = {".conf", ".css", ".html", ".js", ".md", ".proto", ".py", ".sh", ".toml", ".tpl", ".yaml", ".yml"}
 READ_NAMES = {"Dockerfile", "Makefile"}
-# Between two words: spaces, and at the end of a line the marks of a comment or of a continued string.
+# The text between two words: whitespace, the start of a comment on the next line, or the join of two string literals.
 GAP = r"""(?:\s|#|//|["']\s*\n\s*f?["'])+"""
 OPENING = re.compile(rf"(?<![\w`\[])(?:Of|What|Who|That{GAP}which)(?=\s)(?!\s*=)")
-# A question reaches its mark before another sentence, paragraph or string starts.
+# The rest of a question, up to its "?". It ends before a new sentence, paragraph, table cell or string begins.
 QUESTION = re.compile(r"""(?:(?!\n\s*\n|[.!:;]\s)[^?"|])*\?""")
 PHRASE = re.compile(rf"(?<![\w`])(?:one[’']s|whoever|such{GAP}as{GAP}would|is{GAP}said{GAP}to)\b", re.IGNORECASE)
 QUOTED = re.compile(r'(?<!")"(?:Of|What|Who|That which|one[’\']s|whoever|such as would|is said to)"(?!")')
@@ -27,7 +27,7 @@ CODE = re.compile(r"(`+)[^\n]+?\1")
 
 
 def violations(text: str, markdown: bool) -> Iterator[tuple[int, str]]:
-    """Yield the line and the words of each place that breaks a rule."""
+    """Yield the line number, and up to 60 characters of the text, of each place that breaks a rule."""
     for quoted in [QUOTED, *([CODE] if markdown else [])]:
         text = quoted.sub(lambda match: "`" * len(match[0]), text)
     openings = [match for match in OPENING.finditer(text) if not QUESTION.match(text, match.end())]
@@ -36,7 +36,7 @@ def violations(text: str, markdown: bool) -> Iterator[tuple[int, str]]:
 
 
 def sources() -> list[Path]:
-    """Return the files of the repository that people write and read."""
+    """Return the repository's text files that the rules apply to, except this file and its test."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     paths = [ROOT / line for line in listed.splitlines()]
     shown = [path for path in paths if (path.suffix in READ or path.name in READ_NAMES) and path.is_file()]
