@@ -21,13 +21,13 @@ from tests.support.scripted_server import ScriptedServer
 
 @pytest.fixture(autouse=True)
 def kept_connections(monkeypatch):
-    """Make clients keep idle connections, however much time a busy machine puts between two calls."""
+    """Let clients reuse a connection that was idle for up to an hour: a busy machine may pause between two calls."""
     monkeypatch.setattr(transport, "IDLE_SECONDS", 3600.0)
 
 
 @pytest.fixture
 def delays(monkeypatch):
-    """Record the seconds that the clients would wait before each retry, in order, without waiting."""
+    """Return a list that gets the seconds of each wait before a retry. The clients do not wait."""
     waits = []
 
     async def sleep(delay):
@@ -40,13 +40,13 @@ def delays(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def default_width(monkeypatch):
-    """Give tables their default width, whatever a test of another file has set."""
+    """Give tables their default width: unset COLUMNS."""
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
 @pytest.fixture
 def run(capsys):
-    """Return a function that runs a command and returns its exit code, stdout and stderr."""
+    """Return `run(*arguments)`, which runs `flashpoint` and returns (exit code, stdout, stderr)."""
 
     def run(*arguments):
         code = cli.main([str(a) for a in arguments])
@@ -56,7 +56,7 @@ def run(capsys):
 
 
 class Clock:
-    """A stand-in for the module `time`: the real time plus what a test adds."""
+    """A replacement for the module `time`, whose monotonic clock a test can advance."""
 
     time = staticmethod(time.time)
 
@@ -72,7 +72,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Return `clock(*modules)`, which installs one `Clock` in these client modules and returns it."""
+    """Return `clock(*modules)`, which replaces `time` in these client modules by one `Clock`, and returns it."""
 
     def install(*modules):
         clock = Clock()
@@ -85,7 +85,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def timed_waits(monkeypatch):
-    """Count only the time that a call waits for a socket, so that a slow machine does not exceed a timeout."""
+    """Stop the clock of `exchange`, so that only waits for a socket use up a timeout, not a slow machine."""
     began = []
 
     def monotonic():
@@ -107,7 +107,7 @@ def scripted():
 
 
 class Twin:
-    """An `AsyncClient` for synchronous tests, so that each test runs with both clients."""
+    """An `AsyncClient` with blocking methods, so that one synchronous test can run with both kinds of client."""
 
     def __init__(self, *args, **settings):
         self._client = flashpoint.AsyncClient(*args, **settings)
@@ -140,14 +140,14 @@ def connect(request):
 
 @pytest.fixture
 def raw():
-    """Return a factory of `RawServer`s, which end with the test."""
+    """Yield a factory of `RawServer` objects, which are closed after the test."""
     with contextlib.ExitStack() as stack:
         yield lambda talk, **how: stack.enter_context(RawServer(talk, **how))
 
 
 @pytest.fixture(scope="session")
 def certificate(tmp_path_factory):
-    """Return the file of a self-signed certificate of `localhost`, with its key."""
+    """Return the path of a PEM file with a self-signed certificate for `localhost` and its key."""
     path = tmp_path_factory.mktemp("tls") / "localhost.pem"
     command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
     where = ["-addext", "subjectAltName=DNS:localhost", "-keyout", path, "-out", f"{path}.crt"]
@@ -163,7 +163,7 @@ def trusted(certificate, monkeypatch):
 
 @pytest.fixture
 def tls_server(certificate, trusted):
-    """Return the TLS settings of a server whose certificate the clients trust."""
+    """Return the SSLContext of a server whose certificate the clients trust."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate)
     return context
@@ -171,7 +171,10 @@ def tls_server(certificate, trusted):
 
 @pytest.fixture
 def reach(connect):
-    """Return a factory of clients of either kind; `benchmark_run` needs no await."""
+    """Return a factory of clients of both kinds, as `connect`, whose `benchmark_run` works in both.
+
+    `AsyncClient.benchmark_run` is no coroutine function, so `Twin` must not run it in its event loop.
+    """
 
     def reach(*args, **settings):
         client = connect(*args, **settings)
@@ -184,7 +187,7 @@ def reach(connect):
 
 @pytest.fixture
 def kernels(tmp_path, monkeypatch):
-    """Return a folder with the module `my_kernels`, which is the current folder."""
+    """Change to a folder with the module `my_kernels`, and return this folder."""
     (tmp_path / "my_kernels.py").write_text(KERNELS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -202,6 +205,6 @@ def connected(server):
 
 @pytest.fixture
 def jax_client(connected):
-    """Return a client that records its calls, with an empty record."""
+    """Return the client of this module with an empty list `asked`, in which it records its calls."""
     connected.asked = ()
     return connected

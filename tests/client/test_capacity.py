@@ -1,4 +1,4 @@
-"""The calculator's results equal counts by the definition, and its command prints them."""
+"""`flashpoint.capacity`: bytes and FLOPs equal counts by the definition, and times follow from the rates."""
 
 import math
 from dataclasses import replace
@@ -120,7 +120,7 @@ def test_a_side_is_one_of_two():
 
 
 def test_a_way_too_fast_to_be_measured_takes_no_time():
-    """A measured rate is infinite if other work slowed the small calls that large calls are compared with."""
+    """A rate comes from the time of large calls less that of small ones. If noise makes this negative, it is inf."""
     assert capacity._rate(1 << 20, -0.001) == math.inf
     prediction = predict(need(SHAPE), replace(RATES, upload=math.inf, download=math.inf))
     assert prediction.stages["upload"] == prediction.stages["download"] == 0

@@ -1,4 +1,4 @@
-"""The calculator's rates and predictions fit a real server, with a clock that only the calls advance."""
+"""The capacity calculator measures rates and predicts times rightly, with a real server and a simulated clock."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ RATES = {"call": 2e-3, "upload": 1e9, "download": 5e8, "flops": 1e11, "grad_flop
 
 
 class Clock:
-    """Replaces the module `time`."""
+    """A replacement for the module `time` that stands still unless a test advances `now`."""
 
     now = 0.0
 
@@ -21,7 +21,7 @@ class Clock:
 
 
 class Timed(flashpoint.Client):
-    """A client that advances the clock by the time that each call would take at RATES."""
+    """A client that advances the clock by the time that each of its calls would take at RATES."""
 
     def __init__(self, url, clock):
         super().__init__(url)

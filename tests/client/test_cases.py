@@ -1,4 +1,4 @@
-"""A case is saved with its options, and judged from its file."""
+"""`save_case` saves a problem and its answer to a file with its options, and `flashpoint verify` judges the file."""
 
 import numpy as np
 import pytest

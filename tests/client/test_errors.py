@@ -1,4 +1,4 @@
-"""Each status is an error of its family, with the fields that the server names."""
+"""Each HTTP status raises its class of exception, with the fields that the server names."""
 
 import pytest
 

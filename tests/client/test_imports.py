@@ -1,4 +1,4 @@
-"""An import of the SDK loads torch and JAX only if they are needed; each test runs a separate process."""
+"""An import of the SDK imports torch, JAX and other large packages only if they are needed."""
 
 import importlib.util
 import subprocess
@@ -12,7 +12,7 @@ HEAVY = ("fastapi", "flashpoint_server", "jax", "matplotlib", "torch", "transfor
 
 
 def imported(program):
-    """Return the modules of HEAVY that `program` has imported."""
+    """Run `program` in a new process; return the list of the HEAVY modules that it has imported, as text."""
     program += f"\nimport sys\nprint([name for name in {HEAVY} if name in sys.modules])"
     command = [sys.executable, "-W", "error", "-c", program]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -13,7 +13,7 @@ import flashpoint
 from flashpoint.jax import attention
 from tests.support.jax_calls import derived, same, tensors
 
-# The largest error, relative to the largest number: the rounding of the sums, and one rounding to the dtype.
+# The largest allowed error, relative to the largest number: the rounding of sums, and one rounding to the dtype.
 BOUNDS = {"float64": 1e-14, "float32": 4e-6, "float16": 2**-9, "bfloat16": 2**-6}
 
 
@@ -26,7 +26,7 @@ def close(found, expected):
 
 
 def exact(function, *arguments):
-    """Return `derived(function)` in float64, by JAX's differentiation."""
+    """Return the value and the gradients of `function` in float64, by JAX's differentiation. arguments: do, *inputs."""
     with jax.enable_x64(True):
         return jax.jit(derived(function))(*(np.asarray(a, np.float64) for a in arguments))
 
@@ -39,7 +39,7 @@ def eager(function):
     return function
 
 
-# By name: our options, and JAX's options.
+# name: (options of flashpoint.jax.attention, the same options for jax.nn.dot_product_attention).
 CASES = {
     "none": ({}, {}),
     "window": ({"window": (4, 2), "causal_alignment": "top_left"}, {"local_window_size": (4, 2)}),
@@ -100,11 +100,11 @@ def test_gradients_of_a_mask_and_through_grad_and_jit(jax_client):
         expected = graded(own, *(np.asarray(t, np.float64) for t in inputs))
     close(actual, expected)
     close(jax.grad(loss, 4)(served, *inputs), expected[1][3])
-    assert jax_client.asked[-1] == ("dattn_mask",)  # the request asks only for needed gradients
+    assert jax_client.asked[-1] == ("dattn_mask",)  # the request's `grads` has only the gradient that is needed
 
 
 def dense(q, k, v, sinks):
-    """Return (o, lse) by definition, with one extra logit per head in the denominator. bhsd."""
+    """Return (o, lse) by the definition, in layout bhsd. Each head's sink is an extra logit in the denominator."""
     s = jnp.einsum("bhid,bhjd->bhij", q, k) / q.shape[-1] ** 0.5
     s = jnp.concatenate([s, jnp.broadcast_to(sinks[:, None, None], (*s.shape[:-1], 1))], -1)
     return jnp.einsum("bhij,bhjd->bhid", jax.nn.softmax(s)[..., :-1], v), jax.nn.logsumexp(s, -1)
@@ -133,7 +133,7 @@ def test_gradients_of_sinks_and_through_lse(jax_client):
 
 
 def test_float64_is_exact(jax_client):
-    """It is compared with the definition, because JAX's attention has its softmax in float32."""
+    """The result is compared with `dense`, because JAX's attention computes its softmax in float32."""
     with jax.enable_x64(True):
         given = tensors((1, 2, 9, 5), (1, 2, 9, 8), (1, 2, 11, 8), (1, 2, 11, 5), (2,), dtype="float64")
         actual = jax.jit(derived(lambda q, k, v, sinks: attention(q, k, v, client=jax_client, sinks=sinks)))(*given)

@@ -1,4 +1,4 @@
-"""Options of a problem become arguments of the judge, which is found by its entry point."""
+"""The options of a problem become arguments of the judge, which is found by a package entry point."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`Meta` has what the server's headers say."""
+"""`Meta` has the backend, seed, batch size, request id, timings and retries of a call."""
 
 import numpy as np
 

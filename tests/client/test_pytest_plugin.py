@@ -1,4 +1,4 @@
-"""The fixture `judge_attention` passes a right function and fails a wrong one."""
+"""A test with the fixture `judge_attention` passes for a right function and fails for a wrong one."""
 
 import subprocess
 import sys

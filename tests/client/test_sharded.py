@@ -1,7 +1,7 @@
-"""`flashpoint.sharded` equals float64 and one server, in the forward and the gradients.
+"""The outputs and gradients of `flashpoint.sharded` equal those of one server, which computes in float64.
 
-In most tests three clients of one real server replace three servers: the calls and their parts are the same. The slow
-tests have three servers. _shards/test_run.py has the parts of a server that fails.
+In most tests, three clients of one real server stand for three servers, because the requests are the same. Slow tests
+have several servers. _shards/test_run.py tests servers that fail.
 """
 
 import asyncio
@@ -108,8 +108,8 @@ def problems(draw):
     return q, k, v, do, keywords, grads
 
 
-# Relative to the largest number in the answer: the bound of one server; for half types twice their unit, because a part
-# is rounded before the merge.
+# The largest allowed error, relative to the largest number in the answer: the bound of one server; for half types twice
+# their rounding unit, because each part is rounded before the merge, and the result after it.
 BOUNDS = {np.dtype(np.float32): 4e-6, np.dtype(np.float16): 2**-9, np.dtype(BFLOAT16): 2**-6}
 
 
@@ -133,7 +133,7 @@ def test_any_problem_is_as_one_server_in_float64_solves_it(clients, problem, par
 
 @pytest.mark.parametrize(("dtype", "unit"), [(np.float16, 2**-11), (BFLOAT16, 2**-8)])
 def test_half_answers_err_by_two_roundings_and_no_more(clients, dtype, unit):
-    """|o − o₆₄| ≤ u·Σ p|v| for the parts, whose weights add up to 1, + u·|o| for the merge + float32 rounding."""
+    """|o − o₆₄| ≤ u·Σ p|v| (rounding of the parts, weighted) + u·|o| (rounding of the result) + float32's rounding."""
     q, k, v = (normal(1, 4, 64, 32, dtype=dtype, seed=seed) for seed in range(3))
     wide = [t.astype(np.float64) for t in (q, k, v)]
     o = clients[0].attention(*wide)
@@ -141,11 +141,11 @@ def test_half_answers_err_by_two_roundings_and_no_more(clients, dtype, unit):
     actual = sharded.attention(clients, q, k, v, parts=(1, 3)).astype(np.float64)
     assert (np.abs(actual - o) <= unit * (size + np.abs(o)) + 1e-5).all()
     once = sharded.attention(clients, *(t.astype(np.float32) for t in (q, k, v)), parts=(1, 3))
-    assert np.abs(once - o).max() < 1e-5  # sent as float32, without rounding to half
+    assert np.abs(once - o).max() < 1e-5  # the same inputs as float32: no rounding to half
 
 
 def check_causal_work(clients):
-    """Check that the work is cut into equal parts. A race decides which server answers which part."""
+    """Check causal answers, and that all parts have nearly equal work. Any server may have answered any part."""
     q, k, v, do = (normal(1, 2, 600, 16, seed=seed) for seed in range(4))
     for parts in ((1, 3), (3, 1), None):
         o, actual = sharded.attention(clients, q, k, v, causal=True, parts=parts, with_meta=True)
@@ -179,7 +179,7 @@ def test_one_query_over_many_keys_cuts_the_keys(clients):
 
 
 def test_float64_is_not_merged(clients):
-    """The keys of float64 calls are not cut, because a merge needs lse, which is float32 and would round the answer."""
+    """The keys of a float64 problem are not cut: merging needs lse, which is float32 and would make o inexact."""
     q, k, v, do = (normal(2, 4, 90, 16, dtype=np.float64, seed=seed) for seed in range(4))
     o, parts = sharded.attention(clients, q, k, v, causal=True, with_meta=True)
     near(o, clients[0].attention(q, k, v, causal=True), 1e-14)
@@ -190,7 +190,7 @@ def test_float64_is_not_merged(clients):
 
 
 def test_answers_are_the_same_bits_every_time(clients):
-    """Parts are merged in a fixed order, whatever the order of their answers."""
+    """Parts are merged in a fixed order, regardless of the order in which their answers arrive."""
     q, k, v, do = (normal(1, 2, 200, 16, seed=seed) for seed in range(4))
     runs = [sharded.attention_grad(clients, do, q, k, v, parts=(2, 4), causal=True) for _ in range(3)]
     for run in runs[1:]:
@@ -249,7 +249,7 @@ def survivor(start_server, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_the_part_of_a_killed_server_is_answered_by_another(server, survivor, start_server, tmp_path, direction):
-    """Gates block both servers until each has a part; one is killed, and the other answers both parts."""
+    """Both servers wait until each has a part. Then one is killed, and the other answers both parts."""
     victim = GatedServer(start_server, tmp_path, interpret=True)
     survivor.gate("gate").unlink(missing_ok=True)
     q, k, v, do = (normal(1, 2, 40, 16, seed=seed) for seed in range(4))

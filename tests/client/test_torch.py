@@ -1,4 +1,4 @@
-"""`flashpoint.torch.attention` has derivatives from a real server process that equal float64 autograd."""
+"""The gradients that `flashpoint.torch.attention` gets from a real server equal those of autograd in float64."""
 
 import pytest
 
@@ -99,7 +99,7 @@ def test_half_types_have_half_gradients(client, dtype):
 
 
 def test_any_view_is_sent(client):
-    """A tensor with one element may have any stride, and torch negates some views only when they are read."""
+    """Views are sent by value: a column of one row, with any stride, and a view whose negation torch has deferred."""
     q, lengths = torch.randn(1, 2, 8, 16), torch.tensor([[5, 8]])
     expected = client.attention(-q, q, q, kv_lengths=torch.tensor([5]))
     assert torch.equal(client.attention(torch._neg_view(q), q, q, kv_lengths=lengths[:, 0]), expected)

@@ -1,4 +1,4 @@
-"""Calls for a type checker, which shows the types that users see; this file never runs."""
+"""Calls with the result types that mypy must infer. _client/test_attending.py checks this file, which never runs."""
 
 from typing import Any, assert_type
 

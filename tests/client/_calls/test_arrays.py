@@ -1,4 +1,4 @@
-"""Arrays of numpy travel bit for bit, whatever their dtype, shape and alignment."""
+"""NumPy arrays of every dtype, shape and alignment reach the server and come back bit for bit."""
 
 import ml_dtypes
 import numpy as np

@@ -1,4 +1,4 @@
-"""Tensors of torch travel bit for bit; those without bytes are refused by name."""
+"""torch tensors reach the server and come back bit for bit. Complex, sparse and meta tensors are refused by name."""
 
 import ml_dtypes
 import numpy as np

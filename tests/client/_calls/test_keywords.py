@@ -1,4 +1,4 @@
-"""A wrong keyword of a call is refused before anything is sent, with the name that was probably meant."""
+"""A call with a wrong keyword is refused before anything is sent; the error suggests the name that was meant."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import pytest
 import flashpoint
 
 Q = np.zeros((1, 2, 4, 8), np.float32)
-# Keywords of `Client.attention` and the message; nothing is sent.
+# Keywords of `Client.attention`, and the error message.
 CALLS = [
     ({"is_causal": True}, "is_causal: unknown option or tensor; did you mean causal?"),
     ({"casual": True}, "casual: unknown option or tensor; did you mean causal?"),

@@ -1,4 +1,4 @@
-"""Results display as tables and pictures in a notebook."""
+"""The results of `verify` and `benchmark` display as HTML tables and pictures in a notebook."""
 
 import sys
 

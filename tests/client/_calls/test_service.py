@@ -1,4 +1,4 @@
-"""A call sends its tensors and options, and refuses wrong ones by name before anything is sent."""
+"""A call sends its tensors and the options that are set. If one is wrong, it sends nothing, and the error names it."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from tests.support.scripted_server import message
 
 
 def sent(server, index=-1):
-    """Return (tensor name → (dtype, shape, bytes), options) of a request that the server received."""
+    """Return (tensors, options) of the request with this index. tensors: {name: (dtype, shape, bytes)}."""
     body = server.requests[index][3]
     head = parse_head(body[: head_size(body[:8])])
     tensors = {t.name: (t.dtype, t.shape, body[head.size + t.start : head.size + t.stop]) for t in head.tensors}

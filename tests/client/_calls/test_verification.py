@@ -1,4 +1,4 @@
-"""A verification is sent, tells its progress and returns its report, by both clients."""
+"""`verify` sends a problem, reports progress and returns a report, in the synchronous and the asyncio client."""
 
 import threading
 
@@ -12,7 +12,7 @@ from tests.support.verify_answers import AT, REPORT, frames, says, streams
 
 JSON = "application/json"
 Q = np.arange(24, dtype=np.float32).reshape(1, 2, 3, 4)
-PATIENCE = 60  # seconds; only ends a hang
+PATIENCE = 60  # seconds; a longer wait is a hang
 pytestmark = pytest.mark.usefixtures("delays")
 
 
@@ -64,7 +64,7 @@ def test_an_answer_of_another_shape_is_no_report(scripted, reach):
 
 @pytest.mark.parametrize("transport", [None, httpx.HTTPTransport], ids=["own", "httpx"])
 def test_a_verification_tells_its_progress_as_it_comes(scripted, reach, transport):
-    """The server continues only after the caller has received the previous block."""
+    """Each event arrives before the server sends the next one: the server waits until `progress` has been called."""
     settings, seen = {}, threading.Semaphore(0)
     if transport:
         is_async = not isinstance(reach(scripted.url), flashpoint.Client)
@@ -92,7 +92,7 @@ def test_a_verification_tells_its_progress_as_it_comes(scripted, reach, transpor
 
 
 def test_a_verification_whose_events_break_is_asked_again(scripted, reach):
-    """A verification has no side effect, so it is retried, also after a refusal that follows its events."""
+    """A verification has no side effects, so it is retried after a broken stream, and after an error at its end."""
     full = {"status": 503, "code": "out_of_memory", "detail": "d"}
     scripted.script.extend(
         [

@@ -1,4 +1,4 @@
-"""The client for asyncio runs calls at once, and has the methods of `Client`."""
+"""The asyncio client runs calls concurrently, and its classes have the methods of their synchronous counterparts."""
 
 import asyncio
 import inspect
@@ -31,7 +31,7 @@ def test_many_calls_of_one_async_client_run_at_once(scripted):
 
 
 def methods(kind):
-    """Return the public methods of a class, each with the names, kinds and defaults of its parameters."""
+    """Return {method name: [(parameter name, kind, default), …]} for a class's public methods; `aclose` is `close`."""
     results = {}
     for name, function in inspect.getmembers(kind, inspect.isfunction):
         if not name.startswith("_"):

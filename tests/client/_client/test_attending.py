@@ -1,4 +1,4 @@
-"""The types of results follow from the types of inputs and from the keywords."""
+"""A type checker infers the types of results from the types of the inputs and from the keywords."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""The SDK's caches: their order, lengths and copies, the arguments that they accept, and the asyncio twin."""
+"""The SDK's KV caches: the order of calls, lengths, copies, accepted arguments, and the asyncio cache."""
 
 import asyncio
 import concurrent.futures
@@ -25,7 +25,7 @@ pytestmark = FORKING
 
 @pytest.fixture(scope="module")
 def shared_server(start_server, tmp_path_factory):
-    """Return a server that tests share; a test deletes its caches."""
+    """Return a server that the tests of this module share. Each test deletes the caches that it creates."""
     return started(start_server, tmp_path_factory)
 
 
@@ -36,7 +36,7 @@ def test_calls_on_one_cache_keep_their_order_and_the_sdk_its_lengths(shared_serv
             done = [pool.submit(cache.append, k[0, :, n : n + 1], v[0, :, n : n + 1], layer=1) for n in range(64)]
             lengths = [one.result() for one in done]
         assert sorted(lengths) == list(range(1, 65))
-        cache.refresh()  # the threads got their answers in any order
+        cache.refresh()  # the length is that of the last answer, and the threads got answers in any order
         o, meta = cache.attention(q[:, :, :9], k[:, :, :9], v[:, :, :9], causal=True, with_meta=True)
         torch.testing.assert_close(
             o, attention(q[:, :, :9], k[:, :, :9], v[:, :, :9], causal=True), rtol=1e-4, atol=1e-5

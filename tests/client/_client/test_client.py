@@ -1,4 +1,4 @@
-"""A client is shared by threads, keeps its connections, and takes another transport."""
+"""A client reuses its connections, may be shared by threads, and accepts a transport of httpx."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""A benchmark is started once, watched and cancelled, by both clients."""
+"""A benchmark job is started once, watched and cancelled, by the synchronous and the asyncio client."""
 
 import pytest
 
@@ -35,7 +35,7 @@ def test_a_benchmark_is_cancelled(scripted, reach):
 
 
 def test_a_benchmark_is_not_started_twice(scripted, reach):
-    """After a lost connection the start is not repeated, because the server may have started it. After a 429 it is."""
+    """The request is retried after a 429, but not after a lost connection: the server may have started the job."""
     scripted.script.extend([lambda h: h.problem(429), lambda h: h.vanish()])
     with pytest.raises(flashpoint.ConnectionFailedError):
         reach(scripted.url).benchmark(preset="papers")

@@ -1,4 +1,4 @@
-"""Saved forwards: the requests that are sent, the fallback if memory is full, and when forwards are freed."""
+"""Forwards saved on the server for a backward: requests, the fallback if memory is full, and when they are freed."""
 
 import asyncio
 import gc
@@ -21,9 +21,9 @@ SHAPES = {"q": (1, 4, 24, 16), "k": (1, 2, 24, 16), "v": (1, 2, 24, 16)}
 
 
 class Counted(flashpoint.Client):
-    """A client that records each call's path, whether it saves or recalls, and its bytes.
+    """A client that records (method, path, "save" or "saved" if the request has this field, bytes) of each call.
 
-    `held` returns the ids of the forwards that were saved since the client was made.
+    `held()` returns the ids of the forwards that the server has saved since this client was created.
     """
 
     def __init__(self, server):
@@ -37,7 +37,7 @@ class Counted(flashpoint.Client):
         return super()._call(call)
 
     def asked(self):
-        """Return the path and the field `save` or `saved` of each POST since the last call."""
+        """Return (path, "save" or "saved" or "") of each POST since `asked` was called last."""
         posts = [call[1:3] for call in self.calls if call[0] == "POST"]
         self.calls = []
         return posts
@@ -52,7 +52,7 @@ def client(server):
 
 @pytest.fixture(scope="module")
 def little(start_server):
-    """Start a server with memory for one small forward."""
+    """Start a server whose memory for caches and saved forwards fits one small forward."""
     return start_server(cache_bytes=30_000)
 
 
@@ -164,7 +164,7 @@ def test_torch_sends_do_alone_and_frees_the_forward(client):
 
 
 def test_a_client_that_is_closed_after_the_backward_leaves_no_forward_behind(client, server):
-    """`close` waits until forwards are freed: their thread uses the client's connections."""
+    """`close` waits until the client's forwards are freed, because the freeing thread needs its connections."""
     with flashpoint.Client(server.url, timeout=240) as other:
         for _ in range(5):
             inputs = qkv(grad=True)

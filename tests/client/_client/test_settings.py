@@ -1,4 +1,4 @@
-"""The settings of a client are checked; keys are not shown; copies have connections of their own."""
+"""A client's settings are checked, no text shows its API key or password, and its copies have separate connections."""
 
 import copy
 import io
@@ -212,7 +212,7 @@ def test_modules_with_clients_are_saved_and_averaged():
     module.lease = Lease(module.client, "saved-1")
     averaged = torch.optim.swa_utils.AveragedModel(module)
     assert averaged.module.client.url == module.client.url
-    assert averaged.module.lease.saved is None  # the original module frees the forward
+    assert averaged.module.lease.saved is None  # only the original lease frees the saved forward
     file = io.BytesIO()
     torch.save(module, file)
     assert KEY.encode() not in file.getvalue()

@@ -1,4 +1,4 @@
-"""`flashpoint.torch.attention` raises for missing derivatives, transforms and NestedTensors, and has autocast."""
+"""`flashpoint.torch.attention` raises for unsupported derivatives, transforms and NestedTensors; it obeys autocast."""
 
 from functools import partial
 
@@ -15,7 +15,7 @@ from flashpoint_kernels import quantize
 from flashpoint_kernels.modules import Block
 from tests.support.dense_attention import tensors
 
-# torch uses torch.jit.script for forward-mode derivatives, and warns once in each process.
+# torch's forward-mode derivatives use torch.jit.script, which warns about its deprecation once in each process.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
 
 X = tensors(1, 2, 6, 8, n=1)[0]
@@ -52,7 +52,7 @@ def test_a_second_derivative_raises_whatever_it_is_taken_of(attention):
 
 
 def test_a_gradient_penalty_raises(attention):
-    """A gradient penalty raises, because it depends on the weight only through do."""
+    """A gradient penalty needs second derivatives, even for `weight`, on which dq depends only through do."""
     q, weight = leaf(), leaf()
     (dq,) = torch.autograd.grad((attention(q, X, X) * weight).sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match=SECOND):
@@ -169,7 +169,7 @@ def test_autocast_for_another_device_changes_nothing(client):
 
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # Dynamo warns at any graph break
+)  # Dynamo causes this warning at every graph break
 @pytest.mark.parametrize("save", [False, True])
 def test_a_compiled_program_calls_between_two_graphs(client, save):
     def call(q):

@@ -1,6 +1,6 @@
 """`flashpoint.torch.attention` is right if torch repeats a forward, moves saved tensors, or runs a backward twice.
 
-With dropout, a second forward that drops other weights would give a right o and wrong gradients.
+If a repeated forward dropped other weights than the first, o would be right and the gradients would be wrong.
 """
 
 import gc
@@ -37,7 +37,7 @@ def inputs():
 
 
 def layers(client, save, x, k, v):
-    """Return two layers with separate dropout, so that they have different seeds."""
+    """Return the output of two attention layers with dropout; each draws a separate seed from torch's generator."""
     o = attention(x, k, v, client=client, dropout_p=0.5, save=save)
     o = torch.nn.functional.dropout(o, 0.25)
     return attention(o.sin(), k, v, client=client, dropout_p=0.5, save=save, causal=True)
@@ -52,7 +52,7 @@ def gradients(run, *, backward=once):
     given = inputs()
     torch.manual_seed(5)
     loss = run(*given).square().sum()
-    torch.manual_seed(77)  # a backward that draws a seed again gets another seed
+    torch.manual_seed(77)  # if the backward drew the dropout seed anew, it would get another one than the forward
     return backward(loss, given)
 
 
@@ -79,7 +79,7 @@ def offloaded(function, *x):
 
 
 def copied(function, *x):
-    """Return every saved tensor as a copy, as from a disk or a GPU's memory."""
+    """Run a function whose tensors saved for the backward are copied, as if they were moved to a disk and back."""
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
         return function(*x)
 
@@ -108,7 +108,7 @@ def test_every_way_of_saving_gives_the_gradients_of_a_plain_call(server, client,
 
 @pytest.mark.parametrize("save", [False, True])
 def test_a_backward_uses_the_second_forward_whole_if_it_drops_other_weights(client, save):
-    """Without the generator's state, torch takes the gradient of the second forward. o is linear in v."""
+    """With preserve_rng_state=False, the gradient is that of the repeated forward. dv shows it: o is linear in v."""
     q, k, v = inputs()
     torch.manual_seed(5)
     o = checkpoint(
@@ -150,7 +150,7 @@ def test_the_seed_is_torchs(client):
     torch.manual_seed(1)
     with torch.random.fork_rng(devices=[]):
         assert torch.equal(call()[0], first)
-    assert torch.equal(call()[0], first)  # the fork restored the state
+    assert torch.equal(call()[0], first)  # fork_rng restored the generator's state
     assert torch.equal(call()[0], second)
     assert call(dropout_seed=(1 << 64) - 1)[1].seed == (1 << 64) - 1
     state = torch.get_rng_state()
@@ -161,7 +161,7 @@ def test_the_seed_is_torchs(client):
 
 
 def test_threads_draw_seeds_of_their_own(client):
-    """As in DataParallel replicas, each backward drops the weights of its forward (o is linear in v)."""
+    """In threads, as in DataParallel, each backward drops the same weights as its forward (o is linear in v)."""
 
     def replica(_):
         q, k, v = inputs()
@@ -176,7 +176,7 @@ def test_threads_draw_seeds_of_their_own(client):
 
 
 def test_what_the_caller_changes_after_the_forward_is_not_used(client):
-    """torch's versions protect tensors; arrays and lists are copied."""
+    """A backward after an in-place change: tensors raise, by torch's version counter; arrays and lists were copied."""
     q, k, v = inputs()
     lengths = torch.tensor([5, 9])
     for given in (lengths.numpy().copy(), lengths.tolist()):

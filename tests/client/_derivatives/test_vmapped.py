@@ -1,4 +1,4 @@
-"""`jax.vmap` of `flashpoint.jax.attention` sends one request if shapes allow, with the bits of separate requests."""
+"""`jax.vmap` of `flashpoint.jax.attention` sends one request if the inputs allow; results equal separate requests."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,8 @@ RAGGED = (12, 4, D), (12, 4, D), (9, 2, D), (9, 2, D)
 STARTING = {"layout": "thd", "cu_seqlens_q": [0, 3, 12], "cu_seqlens_k": [0, 4, 9]}
 STARTS = np.array([[0, 3, 12], [0, 0, 12], [0, 5, 12]])
 
-# name: shapes of do, q, k, v and other inputs with a gradient; their mapped axes; options; requests per direction.
+# name: (shapes of do, q, k, v and other inputs with a gradient; the mapped axis of each, None if it is not mapped;
+# options, of which "mapped" has an axis 0 that is mapped; the number of requests for each direction).
 CASES = {
     "all": ((O, Q, K, V), (0, 0, 0, 0), {}, 1),
     "other axes, and one in common": ((O, Q, K, V), (0, 2, None, 4), {"causal": True}, 1),
@@ -52,7 +53,8 @@ def mapped_shape(shape, axis):
     return shape if axis is None else (*shape[:axis], N, *shape[axis:])
 
 
-# The fast tier has each way of mapping once: q, k, v, masks, slopes, lengths, sinks, and a case without a way.
+# `make test` runs each method of merging the examples of q, k, v, masks, slopes, lengths or sinks once, and a case that
+# cannot be merged.
 FAST = {
     "other axes, and one in common", "one head", "a bias", "a mask in common", "slopes", "lengths", "offsets",
     "sinks in common", "ragged", "ragged, with sinks", "sinks and lengths", "dropout",
@@ -96,7 +98,7 @@ def test_maps_within_maps_are_one_request(jax_client):
 
 
 def test_gradients_of_a_loss_over_a_map(jax_client):
-    """An unmapped input gets the sum of the examples' gradients, in one request."""
+    """An input that is not mapped gets the sum of the examples' gradients; one request computes all gradients."""
     q, k, v, sinks = tensors((N, *Q), (N, *K), V, (4,))
 
     def loss(each):
@@ -121,6 +123,6 @@ def test_ragged_sequences_with_a_gap_are_refused(jax_client):
     def ragged(q, k, v, starts):
         return attention(q, k, v, client=jax_client, layout="thd", cu_seqlens_q=starts, cu_seqlens_k=starts)
 
-    starts = jnp.asarray(STARTS).at[1, 2].set(11)  # concatenated starts would hide this error
+    starts = jnp.asarray(STARTS).at[1, 2].set(11)  # 11 of 12 rows: concatenated starts would hide the gap
     with pytest.raises(RuntimeError, match="cu_seqlens_q"):
         jax.vmap(ragged)(q, k, v, starts)

@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def no_environment(monkeypatch):
-    """Hide the proxies that the environment of the tests names."""
+    """Unset the environment variables that name proxies, such as HTTP_PROXY."""
     for name in list(os.environ):
         if name.lower().endswith("_proxy"):
             monkeypatch.delenv(name)

@@ -1,4 +1,4 @@
-"""A connection sends and receives without copies, reads early answers, and notices a server that hangs up."""
+"""A connection sends and receives tensors without copies, reads early answers, and detects a closed connection."""
 
 import socket
 import struct
@@ -42,7 +42,7 @@ def test_tensors_go_and_come_without_a_copy(raw, connect):
 
 
 def test_bytes_keep_their_order_through_small_buffers(raw, connect):
-    """With odd sizes in pieces, every partial send and receive continues where the previous one stopped."""
+    """With odd sizes and small buffers, each partial send and receive continues at the byte where the last ended."""
     rng = np.random.default_rng(0)
     tensors = [rng.integers(0, 256, (1, n), np.uint8) for n in (1_000_001, 70_001, 5)]
 

@@ -1,4 +1,4 @@
-"""The clients' transports work over TLS, with a certificate made for the test."""
+"""The transports of both clients work over TLS, with a self-signed certificate made for the tests."""
 
 import ssl
 
@@ -33,7 +33,7 @@ def tls(request, certificate):
 
 
 def echo(connection):
-    """Send q back as o: it is the first tensor of the body, before the two TINY ones."""
+    """Answer each request with its q as o. q is the first tensor of the body; the other two are TINY."""
     while (body := read_request(connection)) is not None:
         size = 8 + int.from_bytes(body[:8], "little")
         connection.sendall(answer(message({"o": np.frombuffer(body, np.float32, offset=size)[:-8]})))

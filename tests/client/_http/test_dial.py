@@ -1,4 +1,4 @@
-"""A client tries the addresses of a host in turn (Happy Eyeballs, RFC 8305), also those of a proxy."""
+"""A client tries the addresses of a host, or of a proxy, one after another (Happy Eyeballs, RFC 8305)."""
 
 import contextlib
 import socket
@@ -15,7 +15,7 @@ from tests.support.proxies import ProxyServer
 
 @pytest.fixture
 def silent():
-    """Return a factory of addresses that neither accept nor refuse a connection, because their queue is full."""
+    """Yield a factory of (host, port) that neither accepts nor refuses a connection, because its backlog is full."""
     with contextlib.ExitStack() as stack:
 
         def make():
@@ -39,7 +39,7 @@ def refusing():
 
 @pytest.fixture
 def names(monkeypatch):
-    """Return `names(host=[(address, port), …])`, which sets the resolver's answer for a host."""
+    """Return a function `names({host: [(address, port), …]})`, which sets the addresses that a host resolves to."""
     known, real = {}, socket.getaddrinfo
 
     def getaddrinfo(host, port, *args, **keywords):
@@ -143,7 +143,7 @@ def test_a_resolver_that_is_silent_meets_the_timeout_and_calls_share_its_thread(
     finally:
         over.set()
         for thread in threading.enumerate():
-            if thread.name == "flashpoint-resolver":  # the next test must not join this lookup
+            if thread.name == "flashpoint-resolver":  # a later test of the same name would share this lookup
                 thread.join(60)
 
 

@@ -1,4 +1,4 @@
-"""A wait ends at the deadline or with its task, and closes the connection."""
+"""A wait for the server ends at the deadline or when its asyncio task is cancelled. Then the connection is closed."""
 
 import asyncio
 import threading
@@ -25,7 +25,7 @@ def test_a_server_that_falls_silent_meets_the_timeout(raw, connect, where):
 
     over = threading.Event()
     client = connect(raw(talk, receive_buffer=SMALL).url, retries=0)
-    client.attention(Q, Q, Q)  # the next call's timeout expires after the connect
+    client.attention(Q, Q, Q)  # opens the connection, so that the timeout of the next call does not expire during it
     with pytest.raises(flashpoint.DeadlineExceededError):
         client.attention(BIG if where == "within the request" else Q, TINY, TINY, timeout=0.2)
     over.set()

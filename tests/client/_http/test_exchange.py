@@ -1,4 +1,4 @@
-"""A call is sent again when that can help, and ends at its timeout."""
+"""A call is retried after failures that a retry can cure, and fails at its timeout."""
 
 import socket
 import threading
@@ -15,7 +15,7 @@ from flashpoint._http import exchange, transport
 from tests.support.framed import Q, echo
 from tests.support.scripted_server import message
 
-PATIENCE = 60  # seconds; only ends a hang
+PATIENCE = 60  # seconds; a longer wait is a hang
 
 
 @pytest.mark.parametrize("status", [429, 503])
@@ -113,7 +113,7 @@ def test_no_server_is_a_connection_error_after_the_retries(connect, delays):
 
 @pytest.fixture
 def connected(scripted, connect):
-    """Return a client with a connection, so that the timeout of its next call expires after the connect."""
+    """Return a client with an open connection, so that a timeout of its next call does not expire while it connects."""
     client = connect(scripted.url, retries=0)
     client.attention(Q, Q, Q)
     return client
@@ -129,7 +129,7 @@ def test_a_server_that_never_answers_meets_the_timeout(scripted, connected):
 
 
 def test_a_server_that_trickles_meets_the_timeout_too(scripted, connected):
-    """Arriving bytes do not renew the timeout: they arrive until the client has left."""
+    """Arriving bytes do not restart the timeout: the server sends bytes until the client closes the connection."""
     stop = threading.Event()
 
     def trickle(handler):
@@ -167,7 +167,7 @@ def test_time_spent_sending_is_not_given_again_to_the_wait(scripted, connect, mo
 def test_a_connection_that_takes_too_long_says_that_the_deadline_passed(connect, timed_waits):
     with socket.socket() as full, socket.socket() as first:
         full.bind(("127.0.0.1", 0))
-        full.listen(0)  # the queue has room for one connection only
+        full.listen(0)  # the backlog fits one connection
         first.connect(full.getsockname())
         url = f"http://127.0.0.1:{full.getsockname()[1]}"
         with pytest.raises(flashpoint.ConnectionFailedError) as info:

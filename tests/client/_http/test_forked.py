@@ -1,4 +1,4 @@
-"""A client in a forked process has separate connections, threads and locks."""
+"""After a fork, the client of the child process uses other connections, threads and locks than its parent."""
 
 import asyncio
 import multiprocessing
@@ -30,14 +30,15 @@ def tensor(number):
 
 
 def wrong(client, first):
-    """Return how many of `CALLS` calls get the answer of another call; the server sends q back."""
+    """Make CALLS calls; return how many get the answer of another call. The server answers each call with its q."""
     return sum(not np.array_equal(client.attention(q := tensor(first + i), q, q), q) for i in range(CALLS))
 
 
 def all_wrong(client):
-    """Return the wrong answers of this process and of three children that call at the same time.
+    """Return the number of wrong answers in this process and three children, which make calls at the same time.
 
-    No child calls before all are forked: a server's thread that answers holds locks of OpenSSL, which a fork copies.
+    No child makes calls before all are forked: while a server's thread of this process answers, it holds OpenSSL's
+    locks, and a child forked then would have them locked for ever.
     """
     client.attention(*[tensor(-1)] * 3)  # leaves an idle connection, which a fork copies
     gate, opener = os.pipe()
@@ -75,7 +76,7 @@ def echo(connection):
 
 
 def test_so_they_do_over_tls_and_the_parent_keeps_its_connection(raw, connect, tls_server):
-    """A child that closed TLS on its copy of the connection would send a close message for the parent."""
+    """A child must not shut down TLS on its copy of a connection, because this would end the parent's connection."""
     server = raw(echo, tls=tls_server)
     client = connect(server.url)
     assert all_wrong(client) == 0
@@ -97,11 +98,11 @@ def test_nested_forks(scripted, connect):
 
 
 def test_a_child_closes_the_copies_of_connections_at_once(raw, connect):
-    """Otherwise the server would see the end of a connection only after all children have ended."""
+    """If children kept copies of a connection open, the server would see its end only when all children have ended."""
     seen = threading.Event()
 
     def talk(connection):
-        echo(connection)  # echo returns when the client closes the connection
+        echo(connection)  # returns when the server sees that the connection is closed
         seen.set()
 
     client = connect(raw(talk).url)

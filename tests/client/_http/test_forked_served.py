@@ -1,4 +1,4 @@
-"""Forked clients and caches work with a real server."""
+"""Clients and caches of a real server work in a forked process."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""An answer is read however it is framed; a broken one is a failed connection."""
+"""The client reads an answer with any HTTP/1.1 framing. It treats a malformed answer as a failed connection."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The events of a benchmark come as they are sent, also over several connections."""
+"""The client yields the events of a benchmark job as the server sends them, over as many connections as needed."""
 
 import threading
 
@@ -10,12 +10,12 @@ from flashpoint._http import drive, exchange, listening
 from flashpoint_contract.schemas.benchmark import EVENT
 from tests.support.verify_answers import EVENTS, JOB, frames, says, streams
 
-PATIENCE = 60  # seconds; only ends a hang
+PATIENCE = 60  # seconds; a longer wait is a hang
 pytestmark = pytest.mark.usefixtures("delays")
 
 
 def heard(client, *arguments, seen=lambda event: None):
-    """Return the ids of the events of job j1 from either client; call `seen` with each event as it arrives."""
+    """Return the ids of all events of the job j1, from either kind of client; call `seen` with each event."""
     run, ids = client.benchmark_run("j1"), []
 
     def take(event):
@@ -35,7 +35,7 @@ def heard(client, *arguments, seen=lambda event: None):
 
 
 def test_events_come_as_they_are_sent(scripted):
-    """The server sends the next event only after the client has the previous one, and ends no answer."""
+    """The server sends an event only after the caller has the previous one, and leaves its answer open."""
     seen, over = threading.Semaphore(0), threading.Event()
 
     def step(handler):
@@ -72,7 +72,7 @@ def test_a_reader_that_stops_early_ends_the_connection(scripted):
 
 @pytest.mark.parametrize("transport", [None, httpx.HTTPTransport], ids=["own", "httpx"])
 def test_events_go_on_where_a_connection_broke(scripted, reach, transport):
-    """After breaks, early ends and refusals, no event is lost, and a repeated event counts once."""
+    """After broken connections, early ends and errors, no event is lost, and a repeated event is yielded once."""
     settings = {}
     if transport:
         is_async = not isinstance(reach(scripted.url), flashpoint.Client)
@@ -91,7 +91,7 @@ def test_events_go_on_where_a_connection_broke(scripted, reach, transport):
 
 
 def test_a_connection_whose_time_is_over_is_followed_by_another(scripted, reach, clock):
-    """The timeout applies to the start of an answer: a benchmark may take longer. It expires after event 2."""
+    """The timeout limits one connection, not the benchmark. It expires after event 2, and the client reconnects."""
     time, release = clock(drive, exchange, listening), threading.Event()
     scripted.script.extend([streams(EVENTS[:2], end=lambda h: release.wait(PATIENCE)), streams(EVENTS[2:])])
     client = reach(scripted.url, retries=0, timeout=300)

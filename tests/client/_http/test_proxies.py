@@ -1,4 +1,4 @@
-"""Tensors go through every kind of proxy, and no text shows a proxy's credentials."""
+"""Calls work through HTTP, HTTPS and SOCKS5 proxies, and no message shows a proxy's credentials."""
 
 import os
 

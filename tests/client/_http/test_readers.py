@@ -1,4 +1,4 @@
-"""An answer that is not a whole message is a protocol error."""
+"""An answer with status 200 that is not a complete safetensors message with o raises ProtocolError."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A transport keeps idle connections, replaces closed ones, and closes all with its client."""
+"""A transport reuses idle connections, replaces closed ones, and closes all when its client is closed."""
 
 import asyncio
 import threading

@@ -3,7 +3,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def clients(server):
-    """Return three clients of one server, in the place of three servers."""
+    """Yield three clients of one server, which stand for three servers."""
     from tests.support.sharded import clients_of  # needs torch
 
     with clients_of(server, server, server) as clients:
@@ -12,7 +12,7 @@ def clients(server):
 
 @pytest.fixture
 def left(server):
-    """Return a function that lists the caches that the server holds since the test began."""
+    """Return a function that returns the ids of the caches created since the test began that still exist."""
     from tests.support.sockets import held_since
 
     return held_since(server)

@@ -1,4 +1,4 @@
-"""`ShardedCache` and its twin for asyncio rewrite, cut and fork tokens over several servers."""
+"""`ShardedCache` and its asyncio counterpart overwrite, truncate and fork tokens over several servers."""
 
 import asyncio
 import contextlib
@@ -74,5 +74,5 @@ def test_torch_tensors_come_back_as_torch_tensors(clients):
         o = cache.attention(q, k, v, causal=True)
         assert o.dtype == torch.bfloat16
         torch.testing.assert_close(o, attention(q, k, v, causal=True, backend="tiled"), rtol=2**-6, atol=2**-6)
-        assert cache.append(k[:, :, :1], v[:, :, :1], at=1) == 2  # the write also cuts the tokens of later servers
+        assert cache.append(k[:, :, :1], v[:, :, :1], at=1) == 2  # the write truncates the tokens on later servers
         assert cache.attention(q[:, :, :1], with_meta=True)[1][0].keys == (0, 2)

@@ -1,4 +1,4 @@
-"""A sequence is cut so that every visible pair is in one piece, with the right offset of the diagonal."""
+"""A sequence is cut into pieces so that each visible pair (query, key) is in one piece, with the right diagonal."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ OFFSET = st.integers(-20, 20)
 
 
 def seen(q_len, kv_len, offset, left, right):
-    """Return the visible pairs of a sequence by the contract."""
+    """Return the visible pairs of a sequence as a boolean matrix (q_len, kv_len), by the definition of the window."""
     i, j = np.arange(q_len)[:, None], np.arange(kv_len)
     return (j >= i + offset - left) & (j <= i + offset + right)
 
@@ -41,7 +41,7 @@ BANDS = [Band(999, 999, 0, UNBOUNDED, 0), Band(300, 2000, 1700, 64, 0), Band(7, 
 @pytest.mark.parametrize("band", BANDS)
 @pytest.mark.parametrize("parts", [(1, 3), (3, 1), (2, 2), (1, 7)])
 def test_the_work_is_shared_equally(band, parts):
-    """The shares are equal up to one row and one column, the smallest steps of a cut."""
+    """No piece has more pairs than an equal share, plus one row and one column, the smallest steps of a cut."""
     work = [band.pairs(piece) for piece in band.pieces(*parts)]
     share = sum(work) / (parts[0] * parts[1])
     step = max(band.pairs(Piece((i, i + 1), (0, band.kv_len), band.offset + i)) for i in range(band.q_len))

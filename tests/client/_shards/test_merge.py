@@ -1,4 +1,4 @@
-"""Answers of shards with NaN, infinities or no visible key are merged correctly; no server runs."""
+"""Answers of shards with NaN, infinities or no visible key are merged correctly. No server is needed."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ ANSWER = np.ones((1, 1, 4, 8), np.float32)
 
 
 def merged(answers, steps):
-    """Return the result of the generator `steps`, with one of `answers` for each question."""
+    """Return the result of the generator `steps`: it yields a list of requests once, and receives `answers`."""
     try:
         questions = next(steps)
         assert len(questions) == len(answers)

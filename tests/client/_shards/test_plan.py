@@ -1,4 +1,4 @@
-"""A problem is cut into parts of nearly equal work, which together have every visible pair once."""
+"""A problem is cut into parts of nearly equal work, which together contain each visible pair (query, key) once."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def made(q_len=96, kv_len=96, heads=(4, 2), batch=2, **keywords):
 
 
 def visible(whole):
-    """Return the number of visible pairs of a problem, which one server would compute."""
+    """Return the number of visible pairs (query, key) of a whole problem."""
     return sum(shard.pairs for shard in plan(whole, 1, None).shards)
 
 

@@ -1,4 +1,4 @@
-"""Rounds of calls run at once, by threads and by tasks; the first error ends a round unless all results are wanted."""
+"""The calls of a `Round` run concurrently, in threads or asyncio tasks. An error ends a round that is not `whole`."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ def servers():
 
 @pytest.fixture(params=["threads", "asyncio"])
 def run(request, servers):
-    """Return `run(steps, deadline)`, which runs an operation with a client for each server."""
+    """Return `run(steps, deadline)`, which runs the rounds that `steps` yields, with a client for each server."""
 
     def with_threads(steps, deadline=None):
         with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""A sharded call succeeds or fails correctly if a shard's server is full, gone, silent or wrong."""
+"""A sharded call retries a shard elsewhere or raises the right error if a server is full, gone, silent or fails."""
 
 import asyncio
 import contextlib
@@ -22,14 +22,14 @@ Q, K, V = np.random.default_rng(0).standard_normal((3, 1, 2, 12, 4), dtype=np.fl
 
 
 def solved(q, k, v):
-    """Return o and lse of attention without options."""
+    """Return o and lse of attention over all keys, with the default scale."""
     s = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1])
     lse = np.logaddexp.reduce(s, axis=-1)
     return np.exp(s - lse[..., None]) @ v, lse
 
 
 def solve(handler):
-    """Answer like the service."""
+    """Answer a request as the service does, with the o and lse of its q, k and v."""
     head = parse_head(handler.body[: head_size(handler.body[:8])])
     data = np.frombuffer(handler.body, np.uint8)[head.size :]
     q, k, v = (data[t.start : t.stop].view(np.float32).reshape(t.shape) for t in head.tensors)
@@ -39,7 +39,7 @@ def solve(handler):
 
 @pytest.fixture
 def servers():
-    """Start three servers that solve each request, unless their script has other steps first."""
+    """Yield three scripted servers that answer 100 requests with `solve`. A test may put other steps before these."""
     with contextlib.ExitStack() as stack:
         results = []
         for _ in range(3):
@@ -55,7 +55,7 @@ def servers():
 
 @pytest.fixture(params=["threads", "asyncio"])
 def attention(request):
-    """Return `attention(urls, **keywords)` of Q, K and V, with either kind of client."""
+    """Return `attention(urls, **keywords)`, which sends Q, K and V to these servers with one of the kinds of client."""
 
     def in_threads(urls, retries=4, **keywords):
         with contextlib.ExitStack() as stack:
@@ -85,7 +85,7 @@ def gone(handler):
 
 
 def wait_for_requests(*servers):
-    """Wait until each of these servers has a request."""
+    """Wait until each of these servers has received a request."""
     wait_for(lambda: all(server.requests for server in servers), lambda: "a server is not asked")
 
 
@@ -96,7 +96,7 @@ def closed(*servers):
 
 @pytest.fixture
 def nobody():
-    """Return a URL where no server listens."""
+    """Yield a URL at which connections are refused."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # without listen: connections are refused
         yield f"http://127.0.0.1:{taken.getsockname()[1]}"
@@ -115,7 +115,7 @@ def test_the_parts_are_merged_to_the_whole(attention, servers, parts):
 
 @pytest.mark.parametrize("failing", [busy, full, gone])
 def test_a_failed_shard_goes_to_another_server(attention, servers, failing):
-    """Nothing waits for the server that requests a delay of 900 s: the call has 600 s."""
+    """The call does not wait for the failed server, although it asks for 900 s: the timeout of 600 s would expire."""
 
     def behind_it(handler):
         wait_for_requests(servers[0])
@@ -154,7 +154,7 @@ def test_there_is_an_error_and_no_part_of_an_answer_when_all_fail(attention, ser
 
 
 def silent(raw):
-    """Return a server that reads everything, sends nothing, and counts opened and closed connections."""
+    """Start a server that reads all bytes, never answers, and counts opened and closed connections."""
     return raw(until_closed)
 
 
@@ -189,7 +189,7 @@ def test_the_deadline_holds_for_all(attention, servers, raw):
 
 
 def test_a_silent_servers_shard_is_asked_of_another_at_half_time(attention, servers, raw, clock):
-    """An idle server waits until half time, 0.2 s after it has answered the other shards."""
+    """Half of the timeout passes 0.2 s after the other server has answered. Then it gets the silent server's shard."""
     quiet, time = silent(raw), clock(work)
 
     def until_shortly_before_half_time(handler):
@@ -206,7 +206,7 @@ def test_a_silent_servers_shard_is_asked_of_another_at_half_time(attention, serv
 
 
 def test_a_late_error_about_a_shard_that_is_answered_ends_nothing(attention, servers, clock):
-    """An error about a shard that a third server has already answered does not end the call."""
+    """An error about a shard does not end the call if another server has already answered this shard."""
     answered, refused, time = threading.Event(), threading.Event(), clock(work)
     bodies = []
 
@@ -220,7 +220,7 @@ def test_a_late_error_about_a_shard_that_is_answered_ends_nothing(attention, ser
 
     def first(handler):
         wait_for_requests(*servers[:2])
-        time.advance(300)  # half time
+        time.advance(300)  # half of the timeout: now this server may take the shards of the others
         solve(handler)
 
     def second(handler):
@@ -271,7 +271,7 @@ def test_cancelling_it_cancels_every_shard(raw):
 
 
 def test_an_interrupt_ends_every_thread(raw):
-    """SIGINT reaches the main thread, which waits for the others, even if a shell ignores SIGINT."""
+    """SIGINT in the main thread ends all threads of the call. A shell may ignore SIGINT, so a handler is set first."""
     quiet = [silent(raw) for _ in range(2)]
     before_test = signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,4 +1,4 @@
-"""Attention over keys in spans equals float64 over the whole; what no server alone can compute is refused."""
+"""A `ShardedCache` has spans of tokens on several servers. Its attention equals float64 over the whole sequence."""
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +14,7 @@ from tests.support.sharded import BOUNDS, HQ, SHAPE, D, expected, in_layout, nea
 
 @st.composite
 def problems(draw):
-    """Draw (span, how the tokens arrive, queries of a last call that only reads, dtype, keywords)."""
+    """Draw (tokens of a span, tokens of each write, queries of a last call that only reads, dtype, keywords)."""
     pick = lambda *values: draw(st.sampled_from(values))  # noqa: E731
     pieces = draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
     total, count = sum(pieces), draw(st.integers(1, 12))
@@ -36,7 +36,7 @@ def problems(draw):
 @settings(max_examples=40, deadline=None)
 @given(problems(), st.integers(0, 100))
 def test_any_problem_is_as_float64_solves_it_over_the_whole(clients, problem, seed):
-    """Sharded attention equals float64. Tokens arrive with their queries, in pieces that may cross spans."""
+    """Attention equals float64. Each call writes tokens, which may cross spans, and reads all; the last only reads."""
     span, pieces, count, dtype, keywords = problem
     layout, total = keywords["layout"], sum(pieces)
     q = normal(1, HQ, total, D, seed=seed, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Errors name the servers that failed; later calls repair incomplete writes; sizes are checked."""
+"""A `ShardedCache` names the server that failed, repairs incomplete writes in later calls, and checks its sizes."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def test_a_server_that_fails_is_named_and_what_it_left_is_mended(server, left):
         sharded.cache(pair, **SHAPE, span=8) as cache,
     ):  # fmt: skip
         cache.append(*(t[:, :, :6] for t in made))
-        cache.append(*(t[:, :, 6:10] for t in made))  # now the second server also has tokens
+        cache.append(*(t[:, :, 6:10] for t in made))  # tokens 8 and 9 are on the second server
         up["up"] = False
         for call in (
             lambda: cache.attention(normal(1, HQ, 1, D)), lambda: cache.append(*tokens(20)),

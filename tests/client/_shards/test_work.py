@@ -1,4 +1,4 @@
-"""Questions go to servers in the right order; no server runs."""
+"""`Work` gives shards to idle servers in the right order, and retries failed and late ones. No server is needed."""
 
 from types import SimpleNamespace
 
@@ -94,7 +94,7 @@ def test_a_question_that_another_still_has_does_not_wait_as_well():
     one.failed(1, item, FULL)
     assert one.take(1) is None
     half_time_is_over(item)
-    assert one.take(1) is item  # the other server that has this item is still silent
+    assert one.take(1) is item  # server 0, which has this item, has not answered yet
     one.failed(1, item, FULL)
     one.failed(0, item, FULL)
     assert one.take(0) is item

@@ -1,4 +1,4 @@
-"""A command that is called wrongly or whose call fails ends with the right exit code and message."""
+"""A command with wrong arguments, or whose request fails, ends with the right exit code and message."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`flashpoint benchmark` and `info` run on this machine, and time the caller's function."""
+"""Without a server, `flashpoint benchmark` times kernels and the caller's function; `info` describes this machine."""
 
 import pytest
 
@@ -34,11 +34,11 @@ TIMED = ("--max-seconds", "0.01", "--warmup-ms", "0")
 
 
 def timed(run, tmp_path, kernel, *flags):
-    """Return the exit code, both outputs, and the rows of the function and of the others."""
+    """Time a function of `my_kernels`; return (exit code, stdout, stderr, the rows of this function)."""
     flags = (*SMALL, *TIMED, *flags, "--backend", "naive", "--json", tmp_path / "rows.json")
     code, out, err = run("benchmark", "--kernel", f"my_kernels:{kernel}", *flags)
     job = flashpoint.BenchmarkJob.model_validate_json((tmp_path / "rows.json").read_text())
-    assert job.environment["kernel"] == f"my_kernels:{kernel}"  # plots show this name
+    assert job.environment["kernel"] == f"my_kernels:{kernel}"  # plots use this name for the backend "kernel"
     rows = job.rows
     assert {row.backend for row in rows} == {"naive", "kernel"}
     return code, out, err, [row for row in rows if row.backend == "kernel"]
@@ -52,7 +52,7 @@ def test_a_function_is_timed_beside_the_backends(run, kernels, tmp_path):
     assert all(row.ms > 0 and row.speedup_over_naive > 0 and row.skipped is None for row in rows)
     assert "plain is my_kernels:plain; `flashpoint verify --kernel my_kernels:plain` judges its answers" in out
     lines = [line.split()[0] for line in out.splitlines() if line.strip()]
-    assert (lines.count("plain"), lines.count("kernel")) == (5, 0)  # in four rows, and in the line above
+    assert (lines.count("plain"), lines.count("kernel")) == (5, 0)  # in four rows, and in the line asserted above
     assert "naive writes the matrix of scores, so its limit is low" in " ".join(out.split())
 
 

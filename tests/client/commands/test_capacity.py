@@ -1,4 +1,4 @@
-"""`flashpoint capacity` computes from given rates, and names what is wrong."""
+"""`flashpoint capacity` predicts times from given rates, and names the argument that is wrong."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Shell completion works as shells request it: by the variable, without an argument."""
+"""Shell completion works as shells ask for it: by an environment variable, without arguments."""
 
 import os
 import pty
@@ -76,7 +76,7 @@ def test_words_that_bash_splits_are_joined(monkeypatch, words, at, joined):
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 def test_a_real_bash_completes_what_is_typed(tmp_path):
-    """An interactive bash with the script of `--show-completion` shows the completions on its terminal."""
+    """An interactive bash that has run the script of `--show-completion` completes words after a tab."""
     folder = Path(sys.executable).parent
     environment = os.environ | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "PS1": "$ ", "TERM": "dumb"}
     environment["HOME"] = str(tmp_path)
@@ -98,7 +98,7 @@ def test_a_real_bash_completes_what_is_typed(tmp_path):
 
 
 def type_into(terminal, text, wanted):
-    """Type, and wait until the terminal shows `wanted`; the timeout only ends a hang."""
+    """Type `text` into the terminal, and wait until it shows `wanted`. Raises AssertionError after 120 s."""
     os.write(terminal, text.encode())
     seen, end = "", time.monotonic() + 120
     while wanted not in seen:

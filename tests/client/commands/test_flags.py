@@ -1,4 +1,4 @@
-"""A command gets a flag for each option of the table, before its flags about the server."""
+"""A command gets a flag for each attention option of the table OPTIONS, placed before `--url`."""
 
 import inspect
 import typing

@@ -1,6 +1,6 @@
-"""About a hundred typing mistakes are refused with the right exit code, a message and a hint.
+"""About a hundred mistakes in command lines are refused with the right exit code, a message and a hint.
 
-A row has the arguments, the environment variables, the exit code, and a text of stderr.
+A row of ROWS has the arguments, the environment variables, the exit code, and a text that stderr must contain.
 """
 
 import os
@@ -197,7 +197,7 @@ ROWS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return a folder of wrong files; each file has another fault."""
+    """Return a folder of invalid files, each with a different fault."""
     folder_path = tmp_path_factory.mktemp("mistakes")
     (folder_path / "bad.toml").write_text("port is 3")
     (folder_path / "prot.toml").write_text("prot = 3")
@@ -207,7 +207,7 @@ def folder(tmp_path_factory):
     (folder_path / "text.py").write_text("def f(q, k, v): ...")
     x = np.zeros((2, 4), np.float32)
     case = flashpoint.save_case(folder_path / "case", q=x, k=x, v=x, o=x, scale=1.0).read_bytes()
-    renamed = case.replace(b'"scale":', b'"softmax_scale":')  # longer than the length in the file's head
+    renamed = case.replace(b'"scale":', b'"softmax_scale":')  # now the head is longer than the length field says
     (folder_path / "flash.safetensors").write_bytes(_headed(renamed, len(renamed) - len(case)))
     longer = case.replace(b'"o":', b'"out":')
     (folder_path / "named.safetensors").write_bytes(_headed(longer, 2))
@@ -224,7 +224,7 @@ def _headed(case, more):
 
 @pytest.fixture(scope="module")
 def free():
-    """Return a port on which nobody listens and which nobody else takes."""
+    """Yield a port on which no server listens, reserved until the tests of this module end."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         yield bound.getsockname()[1]

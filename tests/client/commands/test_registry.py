@@ -1,4 +1,4 @@
-"""Every command is where the table says; one that lacks a package says what to install."""
+"""Every command of the registry exists. If a package is missing, a command says what to install."""
 
 import importlib
 

@@ -1,4 +1,4 @@
-"""`flashpoint reproduce` measures claims, shows progress, and keeps what there is after Ctrl-C."""
+"""`flashpoint reproduce` measures published claims, shows progress, and writes the results so far after Ctrl-C."""
 
 import io
 import json

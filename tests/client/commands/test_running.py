@@ -1,4 +1,4 @@
-"""Files are checked before the work; JSON stands alone on stdout; a missing package is named."""
+"""Commands check their output files before they start, and print nothing but JSON with `--json -`."""
 
 import json
 import os
@@ -35,7 +35,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(run, tmp_path,
 
 
 def test_a_file_in_a_folder_that_may_not_be_written_is_refused(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path)  # root may write everywhere
+    monkeypatch.setattr(os, "access", lambda path, _: Path(path) != tmp_path)  # root, who may run tests, can write all
     code, _, err = run("info", "--json", tmp_path / "info.json")
     assert (code, err) == (2, f"flashpoint info: --json: {tmp_path / 'info.json'} cannot be written: no permission\n")
 
@@ -66,7 +66,7 @@ def test_every_stage_of_a_verification_has_words():
 
 
 def test_progress_is_shown_on_a_terminal_to_the_end_of_a_wrong_answer(tmp_path):
-    """The report of a wrong answer looks for causes, which is a stage of its own."""
+    """A wrong answer adds a stage, the search for causes, which must have a progress text, too."""
     pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
     q = np.random.default_rng(0).standard_normal((1, 1, 9, 16), np.float32)
     case = flashpoint.save_case(tmp_path / "case.safetensors", q=q, k=q, v=q, o=q, causal=True)
@@ -81,7 +81,7 @@ def test_progress_is_shown_on_a_terminal_to_the_end_of_a_wrong_answer(tmp_path):
 
 
 def read_terminal(descriptor):
-    """Return the next bytes; none where the last process has closed the terminal, which Linux reports as EIO."""
+    """Return the next bytes of a terminal, or b"" if all processes have closed it, which Linux reports as EIO."""
     try:
         return os.read(descriptor, 1 << 16)
     except OSError:

@@ -1,4 +1,4 @@
-"""`flashpoint verify` shows a server's verification."""
+"""`flashpoint verify --url` shows the verification report of a server."""
 
 import flashpoint
 from tests.support.verify_answers import REPORT, says

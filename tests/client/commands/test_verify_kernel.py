@@ -1,4 +1,4 @@
-"""`flashpoint verify --kernel` judges the caller's function, and names a function that is not there."""
+"""`flashpoint verify --kernel` judges the caller's function, and says if the module or function does not exist."""
 
 import json
 

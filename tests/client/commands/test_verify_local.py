@@ -1,4 +1,4 @@
-"""`flashpoint verify` judges drawn problems and files on this machine."""
+"""`flashpoint verify` without a server: it judges random problems, and problems from files, on this machine."""
 
 import json
 

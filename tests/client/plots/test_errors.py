@@ -1,4 +1,4 @@
-"""A verification's picture shows the errors of each tensor and its bound."""
+"""The picture of a verification shows a histogram of each tensor's errors, and the tensor's bound."""
 
 import pytest
 

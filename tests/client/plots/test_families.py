@@ -1,4 +1,4 @@
-"""Each family has a panel with its data, and lengths are labelled apart."""
+"""Each family of benchmark rows (direction, dtype, shape) has a panel with its data, and no label covers another."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def test_each_family_has_a_panel_with_its_data_and_no_label_covers_another(kind)
     assert "forward, causal · float16\nB 1 H 2/1 N 2048 D 64" in panel_titles
     assert {f"forward · float32\nB {b} H 2/1 D 128/64" for b in (1, 4)} <= set(
         panel_titles
-    )  # one panel each, not one zigzag line
+    )  # in one panel, batches 1 and 4 would form one zigzag line
     assert len(panel_titles) == len(set(panel_titles)) == 8
     words = {text for text, _ in written(figure)}
     assert {"tiled", "sdpa_flash", "its_own"} <= words

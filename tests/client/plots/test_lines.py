@@ -1,4 +1,4 @@
-"""One row is a picture, speed-ups have a line at 1, and rows without figures have no picture."""
+"""One row makes a picture, speed-up pictures have a line at 1, and rows without figures raise ValueError."""
 
 import pytest
 
@@ -36,4 +36,4 @@ def test_speedups_have_a_line_at_1_above_the_bars(lengths):
     x, y = ax.transData.transform((1, 1)).round().astype(int)
     (x0, y0), (x1, y1) = ax.bbox.min.round().astype(int), ax.bbox.max.round().astype(int)
     line = picture[y0:y1, x - 1 : x + 1] if len(lengths) == 1 else picture[y - 1 : y + 1, x0:x1].swapaxes(0, 1)
-    assert ((line < 0.45).all(axis=2).any(axis=1)).mean() > 0.5  # of the panel, because it is dashed
+    assert ((line < 0.45).all(axis=2).any(axis=1)).mean() > 0.5  # the dashes cover over half of the panel's extent

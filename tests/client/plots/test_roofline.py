@@ -1,4 +1,4 @@
-"""A roofline needs its peaks, and says why naive attention has a high share."""
+"""A roofline picture needs measured peaks, and says why naive attention reaches a high share of its limit."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Backends can be told apart, the caller's kernel is the boldest, and equal pictures have equal bytes."""
+"""Each backend has a distinct style, the caller's kernel has the boldest line, and equal pictures have equal bytes."""
 
 import itertools
 import threading

@@ -1,4 +1,4 @@
-"""The help lists the commands, and cuts nothing short in a narrow terminal."""
+"""`--help` lists the commands, and truncates no text in a narrow terminal."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Commands write in every encoding, and end well where nobody reads."""
+"""Commands write in every encoding of stdout, and end without a traceback if stdout is closed or full."""
 
 import io
 import json
@@ -21,7 +21,7 @@ ENCODINGS = ("ascii", "cp1252", "latin-1", "gbk", "cp437", "shift_jis", "utf-8",
 
 @pytest.fixture
 def terminal(monkeypatch):
-    """Return a function that runs a command with an encoding of stdout and stderr; it returns exit code and outputs."""
+    """Return `terminal(encoding, *arguments)`, which runs a command and returns (exit code, stdout, stderr)."""
 
     def terminal(encoding, *arguments):
         streams = [io.TextIOWrapper(io.BytesIO(), encoding=encoding) for _ in range(2)]

@@ -1,4 +1,4 @@
-"""Numbers are short, and tables keep them whole at every width."""
+"""Numbers are written with three digits and units, and tables of every width show them in full."""
 
 import io
 import re

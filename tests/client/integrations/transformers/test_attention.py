@@ -1,4 +1,4 @@
-"""`register` works for a decoder: grouped heads, causal masks, padding, a key/value cache, and errors."""
+"""Models of Hugging Face transformers whose attention is served, by `register`, agree with eager attention."""
 
 import pytest
 
@@ -17,7 +17,7 @@ SIZES = {
 
 
 def register(*arguments):
-    from flashpoint.integrations.transformers import register  # takes seconds: not at collection
+    from flashpoint.integrations.transformers import register  # this import takes seconds, so not at collection
 
     register(*arguments)
 
@@ -73,7 +73,7 @@ def test_a_decoders_gradients_agree_with_eager(models):
 
 @pytest.mark.parametrize("kind", ["gemma3", "gemma3_with_softcap", "gpt_oss", "t5"])
 def test_answers_and_gradients_of_other_families_agree_with_eager(client, kind):
-    """The families have windows, softcap, sinks, or the position bias of T5 with a gradient; one row is padded."""
+    """These families have windows, softcap, sinks, or T5's position bias, which has a gradient. One row is padded."""
     name, _, softcap = kind.partition("_with_")
     model = getattr(small_models, name)(**({"attn_logit_softcapping": 5.0} if softcap else {})).train()
     mask = torch.ones_like(TOKENS)
@@ -85,7 +85,7 @@ def test_answers_and_gradients_of_other_families_agree_with_eager(client, kind):
         model.zero_grad()
         out = model(TOKENS, attention_mask=mask, labels=TOKENS.masked_fill(mask == 0, -100))
         out.loss.backward()
-        logits = out.logits if name == "t5" else out.logits[mask.bool()]  # rows of padding have no meaning
+        logits = out.logits if name == "t5" else out.logits[mask.bool()]  # logits at padding have no meaning
         results[attention] = (
             logits.detach(),
             {each: p.grad for each, p in model.named_parameters() if p.grad is not None},
@@ -98,7 +98,7 @@ def test_answers_and_gradients_of_other_families_agree_with_eager(client, kind):
     for each, grad in eager_grads.items():
         error, largest = (grads[each] - grad).abs().max(), grad.abs().max()
         assert error <= 1e-5, each
-        assert error <= 5e-5 * largest, each  # cancellation in small sums loses digits in float32
+        assert error <= 5e-5 * largest, each  # wide, because cancellation in float32 sums loses digits
 
 
 @torch.no_grad()

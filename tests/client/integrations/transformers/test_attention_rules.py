@@ -1,4 +1,4 @@
-"""Models of transformers on a server: checkpointing, second derivatives, autocast, and MLA with a cache."""
+"""transformers models with served attention: gradient checkpointing, second derivatives, autocast, and MLA."""
 
 import pytest
 
@@ -55,7 +55,7 @@ def test_a_second_derivative_of_a_model_raises(client):
 
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 def test_a_model_trains_under_autocast(client, kind):
-    """Training works although q and k are float32, by rotary embeddings, and v is bfloat16."""
+    """Training under autocast works although rotary embeddings make q and k float32, while v is bfloat16."""
     results = {}
     for attention in ("sdpa", NAME):
         model = getattr(small_models, kind)().train()
@@ -87,7 +87,7 @@ def test_a_remote_cache_under_autocast(client):
 
 @torch.no_grad()
 def test_mla_is_served_without_a_remote_cache_and_says_so_with_one(client):
-    """DeepSeek caches latent vectors and computes keys from them, so the error does not blame `register`."""
+    """DeepSeek's MLA caches latent vectors and computes keys from them, so a `RemoteCache` cannot work for it."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     from flashpoint.integrations.transformers import RemoteCache

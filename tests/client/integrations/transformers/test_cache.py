@@ -1,4 +1,4 @@
-"""`RemoteCache` keeps the keys on a real server; each mode of `generate` gives the tokens of eager attention."""
+"""With a `RemoteCache`, whose keys are on a real server, each mode of `generate` gives eager attention's tokens."""
 
 import copy
 import os
@@ -33,19 +33,19 @@ MODES = {
     "assisted": {"input_ids": TOKENS[:1]},
 }
 SLOW, FULL = pytest.mark.slow, pytest.mark.full
-# The fast tier has each model and each mode once. The slow tier adds each mode with one of three models.
+# `make test` runs each mode with gemma3 models and each model with padding. `make test-all` adds a third of the others.
 PAIRS = [
     pytest.param(model, mode, marks=() if "gemma3" in model or mode == "padded" else FULL if (m + n) % 3 else SLOW)
     for m, model in enumerate(MODELS)
     for n, mode in enumerate(MODES)
-    if (model, mode) != ("gemma4", "assisted")  # transformers fails: its layers share keys that `crop` does not cut
+    if (model, mode) != ("gemma4", "assisted")  # transformers itself fails: `crop` does not cut the layers' shared keys
 ]
 NAME = "remote_attention_with_cache"
 
 
 @pytest.fixture(scope="module")
 def client(server):
-    from flashpoint.integrations.transformers import register  # takes seconds: not at collection
+    from flashpoint.integrations.transformers import register  # this import takes seconds, so not at collection
 
     with flashpoint.Client(server.url, timeout=240) as client:
         register(client, NAME)
@@ -68,7 +68,7 @@ def remote(client, model, **how):
 
 
 def generated(model, cache=None, **options):
-    """Return the tokens and the logits of each step; without a cache, with eager attention."""
+    """Generate; return the tokens and each step's logits. Without a cache, the attention is eager."""
     if cache is None:
         model.set_attn_implementation("eager")
     else:
@@ -98,7 +98,7 @@ def test_each_mode_gives_the_models_own_tokens(client, models, name, mode):
 
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_conversation_goes_on_with_the_same_cache(client, models, padded):
-    """The second turn's padding is between tokens: windows count positions that the server does not store."""
+    """Padding of the second turn lies between tokens. The server does not store it, but windows count its positions."""
     model = models("gemma3")
     rows = 3 if padded else 1
     turn = {"input_ids": TOKENS[:rows], "attention_mask": MASK[:rows]}
@@ -166,7 +166,7 @@ def test_sequences_share_a_cache_until_their_tokens_differ(client, models, serve
 @pytest.mark.parametrize("kind", ["llama", "gemma3"])
 @pytest.mark.parametrize("mode", [{"num_return_sequences": 4, "do_sample": True}, {"num_beams": 3}], ids=["n", "beams"])
 def test_answers_to_one_prompt_are_forks_of_one_prefill(client, models, kind, mode):
-    """Each of two prompts is sent once, and the tokens equal those of local attention."""
+    """Each of two prompts is computed once, not for each answer. The tokens equal those of eager attention."""
     model = models(kind)
     sizes = {"max_new_tokens": 6, "min_new_tokens": 6, **mode}
     prompts = TOKENS[:2].repeat(1, 3)
@@ -294,7 +294,7 @@ def test_a_forward_that_stopped_does_not_count(client, models):
 
 
 def lost(client, model, cache, code):
-    """Check that the forward over a lost cache raises `code` and empties the cache."""
+    """Check that a forward over a lost cache raises CacheError with `code` and empties it, and the next one works."""
     with pytest.raises(flashpoint.CacheError, match="Call generate again with all tokens") as error:
         generated(model, cache, input_ids=TOKENS.repeat(1, 3))
     assert (error.value.code, cache.get_seq_length()) == (code, 0)

@@ -1,4 +1,4 @@
-"""A stand-in for held keys shows their sizes, moves to a device, and refuses to be computed with."""
+"""The placeholder tensor for keys on a server has their shape and can change its device; any computation raises."""
 
 import pytest
 
@@ -12,7 +12,7 @@ from flashpoint.integrations.transformers.held import HeldTensor
 
 
 class Update:
-    """An update that counts its misuses."""
+    """A fake cache update that counts the calls of `misused`."""
 
     def __init__(self, registered):
         self.registered, self.misuses = registered, 0

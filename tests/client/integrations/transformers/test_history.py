@@ -1,4 +1,4 @@
-"""Random histories of a `RemoteCache` (forwards, padding, cuts, copies, reordered rows) equal eager attention."""
+"""After random operations (forwards, padding, crops, copies, reordered rows), a `RemoteCache` gives eager's logits."""
 
 import copy
 
@@ -20,7 +20,7 @@ REWIND = 8
 
 
 class Histories(RuleBasedStateMachine):
-    """The model state is the tokens and mask of all positions; eager attention recomputes it at each forward."""
+    """Random operations on a cache, and the tokens and mask of all positions, from which eager attention recomputes."""
 
     client = model = None
 
@@ -47,7 +47,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 5), rows=st.integers(1, 3), equal=st.booleans(), data=st.data())
     def forward(self, count, rows, equal, data):
-        """Run a forward. With `equal`, all sequences get the same tokens, so equal sequences go on sharing a cache."""
+        """Run a forward of `count` tokens. With `equal`, all rows get the same, so equal rows keep sharing a cache."""
         if not self.rows:
             self.tokens = self.mask = torch.zeros(rows, 0, dtype=torch.int64)
         padding = data.draw(st.lists(st.integers(0, count), min_size=self.rows, max_size=self.rows))

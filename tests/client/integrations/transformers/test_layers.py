@@ -1,4 +1,4 @@
-"""A model's cache has the layers that transformers makes, with their windows; other kinds of state are refused."""
+"""`layers_of` makes a layer with the right window for each layer of a model, and refuses encoder-decoders."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from flashpoint.integrations.transformers.layers import RemoteLayer, layers_of
 
 
 class Owner:
-    """A cache that records the updates of its layers."""
+    """A fake cache that records the updates (layer, k, v) of its layers."""
 
     config = None
 

@@ -1,4 +1,4 @@
-"""A mask over held keys equals that of transformers when it is computed, and is `plain` if options express it."""
+"""`HeldMask`, a mask over keys on a server, equals that of transformers; it is `plain` if options can express it."""
 
 from types import SimpleNamespace
 
