@@ -1,6 +1,6 @@
-"""Hooks of schemathesis that draw safetensors messages and check the server's answers.
+"""Hooks for schemathesis, which tests a server against its /openapi.json.
 
-`schemathesis` loads this file in a separate process, as schemathesis.toml configures.
+They draw safetensors messages and check the answers. The command `schemathesis` loads this file: see schemathesis.toml.
 """
 
 import json
@@ -16,7 +16,7 @@ MISSPELT = {"casual": "true", "window_left": "3"}
 
 @st.composite
 def messages(draw):
-    """Draw a safetensors message, with or without `do`, that is valid or has an unknown option."""
+    """Draw a safetensors message with or without `do`. One in ten has an unknown option; the others are valid."""
     dtype = draw(st.sampled_from(["float16", "bfloat16", "float32", "float64"]))
     batch, q_len, kv_len, dim, value_dim = (draw(st.integers(minimum, 5)) for minimum in (1, 0, 1, 1, 1))
     kv_heads, group = draw(st.integers(1, 2)), draw(st.integers(1, 3))
@@ -89,16 +89,16 @@ schemathesis.openapi.media_type(SAFETENSORS, messages(), aliases=["application/o
 
 @schemathesis.hook
 def filter_case(context, case):
-    """Return whether to send a case: HTTP allows unknown headers, but this API refuses unknown fields in a body."""
+    """Return whether to send a case. Skip those with an unknown header as an error: HTTP allows unknown headers."""
     return "x-schemathesis-unknown-property" not in case.headers
 
 
 @schemathesis.check
 def messages_get_what_they_ask(ctx, response, case):
-    """Check that a safetensors message that fits the call is answered, and any other is refused for its real fault."""
+    """Check that a valid safetensors message gets 200, and an invalid one 422 with the name of its wrong field."""
     if not (isinstance(case.body, bytes) and case.meta.generation.mode.is_positive) or response.status_code == 504:
         return
-    if case.path.startswith("/caches/"):  # ids cannot be drawn: see tests/server/routes/tensors/test_caches.py
+    if case.path.startswith("/caches/"):  # no random id exists: tests/server/routes/tensors/test_caches.py has ids
         return
     head = head_of(case.body)
     wrong = {name for name in MISSPELT if name in head["__metadata__"]}
@@ -123,7 +123,7 @@ def messages_get_what_they_ask(ctx, response, case):
 
 @schemathesis.check
 def a_refusal_names_its_fields(ctx, response, case):
-    """Check that every answer with status 422 names the wrong field."""
+    """Check that every answer with status 422 names a wrong field."""
     if response.status_code == 422 and case.path.startswith("/v2/"):
         assert response.json()["error"].partition(":")[0], response.text
     elif response.status_code == 422:
@@ -134,7 +134,7 @@ def a_refusal_names_its_fields(ctx, response, case):
 
 @schemathesis.check
 class EveryCallIsReached:
-    """Check that both encodings of every call were answered, except calls that need a cache id."""
+    """Check that every call was answered in both encodings at least once, except calls that need a cache id."""
 
     def __init__(self):
         self.asked, self.answered = set(), set()

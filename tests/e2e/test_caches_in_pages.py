@@ -1,4 +1,4 @@
-"""Triton's kernels read the pages of KV caches in place: interpreted here, and on a GPU by `make gpu-serve`."""
+"""The Triton kernels read pages of KV caches without a copy: interpreted, or on a GPU by `make gpu-serve`."""
 
 import concurrent.futures
 
@@ -11,9 +11,9 @@ from tests.support.messages import message, normal
 
 
 def test_bits_are_those_of_a_call_that_sends_all_keys(gated):
-    """A call over caches has the bits of a call that sends all keys, also after forks, cuts and rewrites.
+    """A call over two caches of different lengths has the bits of calls that send all keys.
 
-    One call covers two caches of different lengths.
+    One cache is a fork, and the other has been overwritten and truncated after it.
     """
     shapes = (1, 2, 5, 16), (1, 1, 40, 16), (1, 1, 40, 16)
     q, k, v = (normal(*shape, seed=n) for n, shape in enumerate(shapes))
@@ -50,7 +50,7 @@ def test_8_bit_tokens_are_read_with_their_scales(gated, dtype):
 
 
 def test_calls_over_caches_of_one_dtype_share_a_launch(gated):
-    """Calls over caches of one dtype share a launch; another dtype or a block mask gets a separate launch."""
+    """Calls over caches with the same dtype share a launch. Another dtype, or a block mask, needs a separate launch."""
     tokens = {"k": normal(1, 20, 16), "v": normal(1, 20, 16)}
     q = normal(1, 1, 2, 16, seed=3)
     blocks = {"q": q, **{name: t[None] for name, t in tokens.items()}, "block_mask": torch.ones(1, 1, dtype=torch.bool)}

@@ -1,4 +1,4 @@
-"""Calls on KV caches over HTTP, in any order, have the same effect as on a model in numpy."""
+"""Random sequences of HTTP calls on KV caches have the same effect as on a model of the caches in NumPy."""
 
 import itertools
 import json
@@ -27,12 +27,12 @@ def shared_server(start_server, tmp_path_factory):
 
 
 class Model:
-    """The expected cache: its owner, tokens (2, n, Hk, D) of each layer, and the writes that had an idempotency key."""
+    """The expected state of a cache: its owner, k and v (2, n, Hk, D) of each layer, and writes to repeat."""
 
     def __init__(self, owner, tokens=None):
         self.owner = owner
         self.layers = tokens or [np.zeros((2, 0, HK, D), np.float32) for _ in range(LAYERS)]
-        self.writes = []  # (idempotency key, call that repeats the write), latest last
+        self.writes = []  # (idempotency key, function that repeats the write); the latest is last
         self.last = None  # idempotency key of the last write
 
     @property
@@ -50,7 +50,7 @@ class Model:
 
 
 class Calls(RuleBasedStateMachine):
-    """Clients with two API keys; each call opens a new connection, so any of the HTTP processes may answer it."""
+    """Calls of clients with two API keys. Each call has a new connection, so any HTTP process may answer it."""
 
     server = None
     keys = itertools.count()
@@ -65,15 +65,15 @@ class Calls(RuleBasedStateMachine):
             if ids:
                 assert posted(self.server, "/caches/delete", {"caches": ids}, name).status == 204
 
-    # Expected errors of calls
+    # The expected errors of calls
 
     def some(self, data):
         return data.draw(st.sampled_from([*self.there, *self.lost, *self.gone] or ["c" + "A" * 60]))
 
     def problem(self, name, *ids):
-        """Return (code, indices of the wrong caches) of the error that a call must get, or None.
+        """Return (code, indices of the wrong caches) of the error that a call of `name` on `ids` must get, or None.
 
-        The HTTP process refuses ids of other keys' caches before the engine gets the call.
+        Ids of another API key's caches come first: the HTTP process refuses them before the engine gets the call.
         """
         never = [n for n, one in enumerate(ids) if self.owners.get(one) != name]
         if never:
@@ -83,7 +83,7 @@ class Calls(RuleBasedStateMachine):
         return (next(iter(ended.values())), list(ended)) if ended else None
 
     def refused(self, answer, problem, caches=None):
-        """Check a refusal. The first `caches` ids come from the field `caches`, and the others from `free`."""
+        """Check an error answer. The first `caches` ids were in the field `caches`, and the others in `free`."""
         code, named = problem
         assert answer.json["code"] == code, answer
         fields = [f"caches.{n}" if caches is None or n < caches else f"free.{n - caches}" for n in named]
@@ -226,9 +226,9 @@ class Calls(RuleBasedStateMachine):
     @precondition(lambda self: any(model.writes for model in self.there.values()))
     @rule(data=st.data())
     def copy_comes_late(self, data):
-        """Repeat a write late.
+        """Repeat a write with its idempotency key: the last write of a cache gets its answer, an earlier one 409.
 
-        The last write gets its answer again, an earlier one gets 409, and neither writes again.
+        Neither changes the cache.
         """
         model = data.draw(st.sampled_from([model for model in self.there.values() if model.writes]))
         key, send = data.draw(st.sampled_from(model.writes))

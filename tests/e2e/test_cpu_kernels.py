@@ -1,6 +1,6 @@
-"""A server with the kernels in C names them in answers, and gives a row the same bits in all calls.
+"""A server with the C kernels names them in its answers, and computes a query row with the same bits in every call.
 
-A server without the kernels says what to install.
+A server without these kernels says what to install.
 """
 
 import json
@@ -51,7 +51,7 @@ def test_an_answer_of_another_backend_names_no_kernel(server):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_prefill_decode_verification_and_forks_give_a_row_the_same_bits(server, dtype):
-    """Over HTTP, every call over a cache has the same bits as a prefill without caches."""
+    """Over HTTP, each call over a cache gives its rows the bits that they have in one prefill without a cache."""
     length, start = 300, 280
     q = normal(1, 4, length, 64, seed=1).to(dtype)
     k, v = (normal(1, 2, length, 64, seed=seed).to(dtype) for seed in (2, 3))
@@ -72,7 +72,7 @@ def test_prefill_decode_verification_and_forks_give_a_row_the_same_bits(server, 
             fork = cache.fork()
             for row in range(start, length):  # decoding
                 check(cache.attention(*(t[:, :, row : row + 1] for t in (q, k, v)), **options), row, row + 1)
-            for row in range(start, length, 5):  # five rows a call, as for verification of drafts
+            for row in range(start, length, 5):  # five rows a call, as in speculative decoding
                 check(fork.attention(*(t[:, :, row : row + 5] for t in (q, k, v)), **options), row, row + 5)
             fork.delete()
 
@@ -89,7 +89,7 @@ def test_float32_can_be_forced_for_all_types(start_server):
 
 @pytest.mark.slow
 def test_a_machine_without_the_kernels_says_what_to_install(start_server, tmp_path):
-    """The server's package has no compiled library, as after an installation without a C compiler."""
+    """The server uses a copy of the package without the compiled library, as installed without a C compiler."""
     package = Path(flashpoint_kernels.__file__).parent
     shutil.copytree(package, tmp_path / package.name, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     without = start_server(environment={"PYTHONPATH": str(tmp_path)})

@@ -1,4 +1,4 @@
-"""Over HTTP, extreme values of docs/numerics.md get the same bits as from the backend in this process."""
+"""For the extreme values of docs/numerics.md, answers over HTTP have the bits of the backend in this process."""
 
 import json
 
@@ -26,7 +26,7 @@ def test_an_edge_is_answered_as_here(server, name):
 
 
 def test_json_has_words_for_what_it_has_no_numbers_for(server):
-    """JSON writes NaN and infinities as strings. A query with one key gets the value of that key."""
+    """JSON has NaN and infinities as strings. The output of a query with one key is the value of this key."""
     value = ["NaN", "Infinity", "-Infinity", 0.0, 1e-45, -3.4028235e38]
     body = {"q": [[0]], "k": [[0]], "v": [value], "backend": "reference"}
     answer = post(server, "/attention", json.dumps(body).encode(), JSON)

@@ -1,4 +1,4 @@
-"""On a GPU (`make gpu-serve`), one launch copies while another computes."""
+"""On a GPU (`make gpu-serve`), launches overlap in time, and each has the bits that it has alone."""
 
 import concurrent.futures
 import datetime
@@ -13,8 +13,8 @@ pytestmark = pytest.mark.gpu
 
 
 def test_launches_overlap_and_each_has_the_bits_it_has_alone(start_server):
-    """Two launches run at once on separate streams (one begins before the previous one ends), with unchanged bits."""
-    server = start_server(batch_bytes=1, log_level="debug")  # so each request has a separate launch
+    """Some launch begins before an earlier one ends, because they use separate streams; all answers are equal."""
+    server = start_server(batch_bytes=1, log_level="debug")  # 1 byte, so each request has a separate launch
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, 16, 4096, 64, generator=generator, dtype=torch.float32).half()
     body = message({"q": q, "k": q, "v": q}, backend="triton", causal=True)
@@ -26,7 +26,7 @@ def test_launches_overlap_and_each_has_the_bits_it_has_alone(start_server):
     assert {answer.headers["x-batch-size"] for answer in answers} == {"1"}
 
     def times(name):
-        """Return (begin, end) of the launch of request `name`, in seconds of the log's clock."""
+        """Return (begin, end) of the launch of request `name`, in seconds since the epoch, from the log."""
         begin = server.wait_for_line(lambda line: line["event"] == "begin" and line["request_id"] == name)
         done = server.wait_for_line(lambda line: line["event"] == "request" and line["request_id"] == name)
         begun = datetime.datetime.fromisoformat(begin["timestamp"]).timestamp()

@@ -1,4 +1,4 @@
-"""Forward and gradients over HTTP equal float64 autograd, for every claimed option, in both encodings."""
+"""Outputs and gradients over HTTP agree with float64 autograd, for every option that a CPU backend supports."""
 
 import functools
 import itertools
@@ -19,7 +19,7 @@ CPU_BACKENDS = ("torch", "tiled", "reference")
 
 
 def philox_keep(seed, p, shape):
-    """Return the contract's dropout mask of `shape` (B,H,Sq,Sk), written in numpy from the contract's text alone."""
+    """Return which weights dropout keeps, (B, H, Sq, Sk), by an independent NumPy version of the documented Philox."""
     batch, heads, sq, sk = shape
     i = [
         np.arange(-(-sk // 4)),
@@ -40,9 +40,9 @@ def philox_keep(seed, p, shape):
 
 def dense(t, dtype, *, causal=False, causal_alignment="bottom_right", window=(-1, -1), scale=None, softcap=0.0,
           dropout_p=0.0, dropout_seed=0, **_):  # fmt: skip
-    """Return (o, lse) by definition, in `dtype`.
+    """Return (o, lse) by the definition of attention, computed in `dtype`.
 
-    Tensors have layout bhsd and rank 4; every row sees at least one key.
+    Tensors have layout bhsd and rank 4, and every query sees at least one key.
     """
     q, k, v = (t[name].to(dtype) for name in "qkv")
     groups = q.shape[1] // k.shape[1]
@@ -77,7 +77,7 @@ SOURCES = {"dq": "q", "dk": "k", "dv": "v", "dattn_mask": "attn_mask", "dsinks":
 
 
 def truth(t, options, dtype=torch.float64):
-    """Return o, lse and the gradients that `options` request, by autograd in `dtype`."""
+    """Return {name: tensor} of o, lse and the gradients that `options` names, by autograd in `dtype`."""
     grads = options.get("grads", ["dq", "dk", "dv"])
     leaves = {SOURCES[g]: t[SOURCES[g]].to(dtype).requires_grad_() for g in grads}
     o, lse = dense({**t, **leaves}, dtype, **options)
@@ -87,7 +87,7 @@ def truth(t, options, dtype=torch.float64):
 
 
 def case(extra=None, heads=4, kv_heads=4, value_dim=32, batch=1, length=512, dtype=torch.float32, **options):
-    """Return tensors and options of one problem; q, k, v and do are normal."""
+    """Return (tensors, options) of a problem whose q, k, v and do are normally distributed."""
     shapes = {
         "q": (batch, heads, length, 32), "k": (batch, kv_heads, length, 32),
         "v": (batch, kv_heads, length, value_dim), "do": (batch, heads, length, value_dim),
@@ -97,7 +97,7 @@ def case(extra=None, heads=4, kv_heads=4, value_dim=32, batch=1, length=512, dty
 
 
 def problems(length):
-    """Return a problem for each tensor and each option of a call."""
+    """Return {name: (tensors, options)} with a problem for each kind of tensor and option."""
     diagonal = torch.eye(length, dtype=torch.bool)  # every row sees at least one key
 
     def made(extra=None, **how):
@@ -129,7 +129,7 @@ def problems(length):
 
 
 OPTIONS = problems(512)
-SHORT = problems(96)  # for half types: torch's half arithmetic is slow on a CPU
+SHORT = problems(96)  # for half types, whose arithmetic in torch is slow on a CPU
 
 
 def spec_of(tensors, options, direction):
@@ -157,7 +157,7 @@ def test_the_list_of_claims_is_worth_testing():
 
 
 def ask(server, tensors, options, backend, **headers):
-    """Request the forward, then the gradients with its o and lse, over HTTP; return both answers."""
+    """Send the forward and then the gradients to the server; return both answers."""
     forward = {n: t for n, t in tensors.items() if n in FORWARD_TENSORS}
     one = post(server, "/attention", message(forward, **options, backend=backend, return_lse=True), **headers)
     assert one.status == 200, one.body
@@ -173,13 +173,13 @@ def error(actual, expected):
 
 @functools.cache
 def gold(name, length):
-    """Return the float64 solution of a problem, for the comparison with every backend."""
+    """Return the float64 solution of a problem, cached for the comparison with each backend."""
     return truth(*{512: OPTIONS, 96: SHORT}[length][name])
 
 
 @pytest.mark.parametrize(("backend", "name"), CLAIMED)
 def test_float32_is_within_2e_6_of_float64(server, backend, name):
-    # The reference uses the formula of the float64 solution, so a short problem is enough to test its path.
+    # The backend "reference" computes the same formula as `truth`, so a short problem is enough for it.
     length = 96 if backend == "reference" else 512
     tensors, options = {512: OPTIONS, 96: SHORT}[length][name]
     expected = gold(name, length)
@@ -189,13 +189,13 @@ def test_float32_is_within_2e_6_of_float64(server, backend, name):
     assert actual.keys() == expected.keys()
     for tensor in expected:
         assert actual[tensor].dtype == torch.float32
-        # A large scale makes the softmax sharp: the reference rule has a wider bound for it, in its case "elsewhere".
+        # A large scale makes the softmax sharp and the errors larger: `verify`, too, has a wider bound for it.
         bound = (5e-6 if name == "large scale" else 2e-6) * expected[tensor].abs().max().item()
         assert error(actual[tensor], expected[tensor]) <= bound, tensor
 
 
 def half_cases():
-    """Yield each problem in both half types; one of the two belongs to the fast tests."""
+    """Yield each problem in both half types, of which one is marked as slow."""
     cases = [(backend, name) for backend, name in CLAIMED if backend != "reference"]
     cases = [(backend, name) for backend, name in cases if claims(backend, name, torch.float16)]
     for (n, (backend, name)), (i, dtype) in itertools.product(enumerate(cases), enumerate(HALVES)):
@@ -205,7 +205,7 @@ def half_cases():
 
 @pytest.mark.parametrize(("backend", "name", "dtype"), [*half_cases()])
 def test_half_types_are_as_near_as_torchs_own_arithmetic(server, backend, name, dtype):
-    """Answers satisfy max|out − gold| ≤ 2 × max|same-dtype arithmetic − gold| + 1e-5; gradients have 3 × for 2 ×."""
+    """Outputs satisfy max|out − exact| ≤ 2 × max|torch in the half type − exact| + 1e-5; for gradients it is 3 ×."""
     tensors, options = SHORT[name]
     tensors = {n: t.to(dtype) if n in ("q", "k", "v", "do") else t for n, t in tensors.items()}
     exact, plain = truth(tensors, options), truth(tensors, options, dtype)
@@ -319,7 +319,7 @@ def test_empty_dimensions(server, backend, batch, sq, sk):
 
 
 def test_nan_and_infinity_are_answered(server):
-    """NaN and infinity appear in their request's rows, cause no error, and reach no other batch element."""
+    """NaN and infinity in the inputs cause no error, and reach no other element of the batch."""
     t = {n: normal(2, 1, 4, 8, seed=i) for i, n in enumerate("qkv")}
     clean = post(server, "/attention", message(t, backend="tiled")).tensors["o"]
     t["q"][0, 0, 1, 0] = math.nan
@@ -387,7 +387,7 @@ TRITON = {
 
 @pytest.fixture(scope="module")
 def interpreted(start_server):
-    """Start a server with our Triton kernels on the CPU, under Triton's interpreter."""
+    """Start a server that runs our Triton kernels on the CPU, under Triton's interpreter."""
     return start_server(interpret=True)
 
 

@@ -1,6 +1,6 @@
-"""Invalid bytes on raw sockets leave a real server unchanged.
+"""After invalid bytes on raw sockets, a real server answers as before.
 
-The tests send the cases of `make fuzz`, with one seed and fewer drawn cases.
+The tests send the HTTP cases of `make fuzz`, with one seed and fewer random cases.
 """
 
 import asyncio
@@ -28,9 +28,9 @@ def test_whatever_is_sent_the_server_answers_as_before(start_server):
 
 
 def test_requests_that_come_faster_than_their_answers_do_not_heap_up(server):
-    """If a client sends endlessly and reads nothing, the server stops reading its requests at a bound.
+    """If a client sends requests without reading answers, the server stops reading from it after a bounded amount.
 
-    The server has stopped if it reads none of the client's bytes while it answers 50 other requests.
+    It has stopped if it reads none of the client's bytes while it answers 50 requests of another client.
     """
     body = forward()
     right, flood = post(server, "/attention", body).body, memoryview((head(body) + body) * 100)

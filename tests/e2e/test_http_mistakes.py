@@ -1,4 +1,4 @@
-"""A mistake in handwritten JSON or in a call of the SDK gets an error that says what to do."""
+"""A mistake in a handwritten JSON request or in a call of the SDK causes an error that says what to do."""
 
 import asyncio
 import json
@@ -71,7 +71,7 @@ REQUESTS = [
 
 
 def text(answer):
-    """Return the detail of a problem, and its errors as `field: message`."""
+    """Return the detail of a problem document, and its errors as lines `field: message`."""
     document = answer.json()
     assert document["detail"]
     return "\n".join([document["detail"], *(f"{e['loc'][-1]}: {e['msg']}" for e in document.get("errors") or ())])

@@ -1,6 +1,6 @@
-"""Each client of docs/languages.md works with a real server, retries as the server asks, and is shown on that page.
+"""Each client of docs/languages.md works with a real server, and retries after the time in the server's Retry-After.
 
-No test measures time. To test waits, a fake timer of JavaScript or Go records the requested wait and ends at once;
+No test measures time. To test waits, a fake timer of JavaScript or Go records the requested wait and returns at once;
 curl prints its wait.
 """
 
@@ -24,7 +24,7 @@ FULL = {"type": "about:blank", "status": 429, "code": "queue_full", "detail": "c
 
 
 class Front(ThreadingHTTPServer):
-    """A proxy before a server. For each value in `refusals`, it answers one request with 429 and this Retry-After."""
+    """A proxy for a server. It answers one request for each value in `refusals` with 429 and this Retry-After."""
 
     daemon_threads = True
 
@@ -113,7 +113,7 @@ def run(command, *arguments):
 
 
 GO = pytest.param("go", id="go", marks=pytest.mark.slow)  # Go compiles slowly without its build cache
-# For each language: the client whose output the page shows, and its calls. JavaScript and Go print the same lines.
+# language: (the client whose output the page shows, its number of calls). JavaScript and Go print the same lines.
 CALLS = {"javascript": ("attention.mjs", 3), "go": ("attention.mjs", 3), "curl": ("attention.sh", 4)}
 
 
@@ -190,7 +190,7 @@ def test_it_waits_as_long_as_it_is_told_and_gives_up_with_the_problem(command, f
     assert [float(wait) for wait in (tmp_path / "waits").read_text().split()] == [7, 0.2, 0.4, 3]
 
 
-@pytest.mark.slow  # curl really waits
+@pytest.mark.slow  # curl waits two seconds
 def test_curl_waits_as_long_as_it_is_told(curl, front, monkeypatch, tmp_path):
     talking = tmp_path / "curl"
     talking.write_text(f'#!/bin/sh\nexec {shutil.which("curl")} "$@" --no-silent --no-progress-meter\n')

@@ -1,7 +1,4 @@
-"""`make loadtest` with few and short steps checks answers and writes a complete report.
-
-Its measurements are not tested here.
-"""
+"""`make loadtest`, run with few and short steps, checks the answers that it gets and writes a complete report."""
 
 import csv
 import json
@@ -19,7 +16,7 @@ KINDS = ("forward", "gradient", "mixed", "decode", "json", "oip", "mix")
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """Return the process and the folder with its output."""
+    """Return (finished process of the load test, folder with its output)."""
     out = tmp_path_factory.mktemp("loadtest")
     command = [
         sys.executable, LOADTESTS / "run.py", "--only", "saturation", "drain", "--scale", "0.05", "--loads", "0.2",
@@ -31,7 +28,7 @@ def ran(tmp_path_factory):
 
 
 def test_every_kind_of_caller_gets_right_answers(ran):
-    """The load test sends each request of each kind once before its steps, and ends at a wrong answer."""
+    """All kinds of callers ran, and none got a wrong answer. A wrong answer would also end the load test."""
     process, out = ran
     assert process.returncode in (0, 1), process.stdout  # the run has reached its verdicts
     steps = json.loads((out / "result.json").read_text())["steps"]
@@ -92,6 +89,6 @@ for kind, cases in CASES.items():
 
 
 def test_a_wrong_answer_is_seen():
-    """The load test's caller rejects a wrong answer."""
+    """The check of the load test accepts a right answer of each case, and rejects wrong and incomplete ones."""
     ran = subprocess.run([sys.executable, "-c", WRONG], cwd=LOADTESTS, capture_output=True, text=True, check=False)
     assert ran.returncode == 0, ran.stderr

@@ -1,4 +1,4 @@
-"""The library, the clients and `flashpoint.torch` take NumPy and torch numbers as options, and lists as lengths."""
+"""The library, the clients and `flashpoint.torch` accept NumPy and torch numbers as options, and lists as lengths."""
 
 from functools import partial
 
@@ -70,7 +70,7 @@ def test_what_is_no_such_number_is_refused_by_name(call, wrong):
 
 
 def test_a_scale_that_requires_a_gradient_is_refused():
-    """Options are numbers, so the gradient of the scale would be lost."""
+    """A scale that requires a gradient is refused, because options become Python numbers and lose gradients."""
     with pytest.raises(ProblemError, match="scale: has no gradient"):
         attention(X, X, X, scale=torch.tensor(0.25, requires_grad=True))
 

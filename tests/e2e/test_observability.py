@@ -1,5 +1,7 @@
-"""promtool accepts deploy/prometheus and deploy/grafana, and each alert fires when it should and at no other time. A
-real Prometheus that scrapes a real server under load can answer every expression of the dashboard."""
+"""promtool accepts deploy/prometheus, and each alert fires when it should and at no other time.
+
+A real Prometheus scrapes a real server under load, and then has data for every expression of the Grafana dashboard.
+"""
 
 import itertools
 import json
@@ -22,8 +24,8 @@ DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 PROMETHEUS = DEPLOY / "prometheus"
 DASHBOARD = json.loads((DEPLOY / "grafana/flashpoint.json").read_text())
 SCRAPE = "500ms"
-WITH_KEYS = {"flashpoint_key_requests_total"}  # the server of these tests has no keys
-WINDOW = "10s"  # replaces Grafana's $__rate_interval, and has four scrapes or more
+WITH_KEYS = {"flashpoint_key_requests_total"}  # has no samples here, because the server has no API keys
+WINDOW = "10s"  # replaces Grafana's $__rate_interval; long enough for four scrapes or more
 
 pytestmark = pytest.mark.skipif(
     shutil.which("promtool") is None or shutil.which("prometheus") is None,
@@ -59,7 +61,7 @@ def test_the_alerts_fire_when_they_should_and_at_no_other_time():
 
 
 def test_every_variable_and_panel_of_the_dashboard_is_whole():
-    """Each panel has a position, and the dashboard has a variable for the data source."""
+    """No two panels overlap, and each query uses the dashboard's variable for the data source."""
     panels = DASHBOARD["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
     cells = [
@@ -76,7 +78,7 @@ def test_every_variable_and_panel_of_the_dashboard_is_whole():
 
 
 class Prometheus:
-    """A Prometheus that scrapes `server` with the deployed configuration, except the address and the interval."""
+    """A Prometheus with the deployed configuration, except that it scrapes `server`, at short intervals."""
 
     def __init__(self, server, folder):
         config = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
@@ -99,7 +101,7 @@ class Prometheus:
         )  # fmt: skip
 
     def get(self, path, **parameters):
-        """Return the data of Prometheus' answer; None while Prometheus starts."""
+        """Return the data of Prometheus' answer, or None while Prometheus starts."""
         try:
             answer = self.client.get(f"{self.url}/api/v1/{path}", params=parameters)
         except httpx.TransportError:  # not listening yet
@@ -124,7 +126,7 @@ class Prometheus:
 
 @pytest.fixture(scope="module")
 def loaded(start_server, tmp_path_factory):
-    """Return a server that gets requests of several kinds until the module ends."""
+    """Yield a server to which threads send requests of several kinds until the tests of this module end."""
     server = GatedServer(start_server, tmp_path_factory.mktemp("gates"), interpret=True, max_queue_delay=0.02).server
     small = {name: normal(1, 2, 5, 8, seed=seed) for seed, name in enumerate("qkv")}
     longer = {name: normal(1, 2, 9, 8, seed=seed) for seed, name in enumerate("qkv")}
@@ -151,7 +153,7 @@ def loaded(start_server, tmp_path_factory):
     def caches():
         document = json.dumps({"length": 0}).encode()
         assert post(server, f"/caches/{cache}/truncate", document, JSON).status == 200
-        document = json.dumps({"length": 1}).encode()  # after the end
+        document = json.dumps({"length": 1}).encode()  # beyond the end of the cache, so an error
         assert post(server, f"/caches/{cache}/truncate", document, JSON).status == 409
 
     threads = [threading.Thread(target=ask, args=(kind,)) for kind in (launches, longer_launches, others, caches)]

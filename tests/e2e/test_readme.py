@@ -1,7 +1,7 @@
 """The examples of the README and of docs/ run as printed, and print the output shown below them.
 
-An example is a fenced block of sh (with curl) or python, directly followed by its output in a block of text or json.
-Python examples of several pages run in one process, every block in a separate namespace.
+An example is a fenced block of sh (with curl) or python, directly followed by a block of text or json with its output.
+Python examples of several pages run in one process, each in a separate namespace.
 """
 
 import json
@@ -15,8 +15,8 @@ import pytest
 from tests.support.documents import BLOCK, same
 
 ROOT = Path(__file__).resolve().parents[2]
-CLIENT = ("README.md", "docs/http.md", "docs/oip.md", "docs/sdk.md", "docs/sharded.md")  # take seconds in all
-# The examples of these pages take seconds each: they import torch or jax, compile or compute.
+CLIENT = ("README.md", "docs/http.md", "docs/oip.md", "docs/sdk.md", "docs/sharded.md")  # take a few seconds together
+# Each example of these pages takes seconds: it imports torch or jax, compiles or computes.
 OF_TORCH = ("docs/kernels.md", "docs/timing.md", "docs/torch.md", "docs/huggingface.md", "docs/coming-from.md")
 OTHERS = ("docs/when-remote-attention-pays.md", "docs/jax.md")
 PAGES = CLIENT + OTHERS + OF_TORCH
@@ -72,7 +72,7 @@ def test_the_python_examples_print_what_the_page_says(server, pages, tmp_path):
 
 
 def test_the_readme_has_its_examples():
-    """The README has all its examples: one with a misspelt fence would not be found and would not run."""
+    """The expected number of examples is found: one with a misspelt fence would not be found, and so not run."""
     assert len(examples("README.md", "sh")) == 1
     assert len(examples("README.md", "python")) == 3
 
@@ -86,7 +86,7 @@ def test_every_link_between_the_pages_leads_somewhere():
 
 
 def test_every_file_that_a_page_names_exists():
-    """A page names a file by the end of its path. NAME stands for any name; two files belong to others."""
+    """Pages name files by the end of their paths. NAME is a placeholder, and two files belong to other projects."""
     others = {"mykernels.py", "python/tutorials/06-fused-attention.py"}
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     named = {(page.name, name) for page in pages for name in re.findall(r"`([\w/.-]+\.(?:py|c|h))`", page.read_text())}

@@ -1,4 +1,4 @@
-"""KV caches work at several servers behind balancers that route by X-Flashpoint-Replica, and can be moved."""
+"""KV caches and saved forwards work with two replicas behind a balancer that routes by X-Flashpoint-Replica."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ def replicas(start_server):
 
 @pytest.fixture(scope="module", params=["ours", "nginx", "haproxy"])
 def balanced(replicas, request, tmp_path_factory):
-    """Start a balancer that routes a request to the replica that it names."""
+    """Yield the address of a balancer that sends each request to the replica named in its X-Flashpoint-Replica."""
     if request.param == "ours":
         with balancer(by_name(replicas)) as address:
             yield address
@@ -64,7 +64,7 @@ def saved(server):
 
 
 def every_call(server, one):
-    """Return the answers of every call that names a cache."""
+    """Make every call that names a cache, and return the answers; the last ones delete the cache `one`."""
     q, (k, v) = normal(1, 2, 1, 16), kv(1, 1)
     return [
         ask(server, f"/caches/{one}"), ask(server, f"/caches/{one}/tensors"),
@@ -94,7 +94,7 @@ def test_every_answer_about_caches_says_what_leads_to_the_replica(replicas):
     assert ask(b, "/caches").headers[NAME] == "b"
     q = message({name: normal(2, 3) for name in "qkv"})
     assert NAME not in post(b, "/attention", q).headers
-    # A balancer may have other names for replicas. The server returns the name by which a request reached it.
+    # A balancer may have other names for replicas. The server answers with the name that the request had, if valid.
     assert ask(b, "/caches", x_flashpoint_replica="MTAuMC4wLjE6ODAwMA==").headers[NAME] == "MTAuMC4wLjE6ODAwMA=="
     assert ask(b, "/caches", x_flashpoint_replica="no name").headers[NAME] == "b"
     for cache in cache_count(b):
@@ -121,7 +121,7 @@ def test_a_replica_names_the_one_that_holds_a_saved_forward(replicas):
 
 @pytest.mark.parametrize("name", ["", "a", "b"])
 def test_the_sdk_reaches_the_replica_that_holds_a_saved_forward(replicas, name):
-    """The SDK reaches the replica by the forward's answer or its id alone, also if the client has another `replica`."""
+    """The forward's answer, or its id alone, leads the SDK to the right replica, even if the client names another."""
     q, k, v = (normal(1, 2, 7, 16, seed=seed).numpy() for seed in range(3))
     with client(replicas["a"]) as direct:
         expected = direct.attention_grad(q, q, k, v)
@@ -142,7 +142,7 @@ def test_the_sdk_reaches_the_replica_that_holds_a_saved_forward(replicas, name):
             assert all(map(np.array_equal, other.attention_grad(q, saved=forward.saved), expected))
             (other if name else through).delete_saved(forward.saved)
             sent_names.clear()
-            through.delete_saved(forward)  # already deleted: no error
+            through.delete_saved(forward)  # it is already deleted, which is no error
             assert sent_names == [forward.replica]
         inputs = [torch.from_numpy(t).requires_grad_() for t in (q, k, v)]
         o = flashpoint.torch.attention(*inputs, client=through, save=True)
@@ -168,7 +168,7 @@ def test_a_balancer_that_does_not_lead_to_a_saved_forward_is_told_of(replicas):
             through.attention_grad(q, saved=forward)
         assert (error.value.status, error.value.code) == (421, "cache_elsewhere")
         with pytest.raises(flashpoint.CacheError, match="X-Flashpoint-Replica: a"):
-            through.delete_saved(forward)  # it still exists
+            through.delete_saved(forward)  # it still exists at replica a, so this is an error
         one.delete_saved(forward)
 
 
@@ -210,7 +210,7 @@ def test_the_sdk_reaches_each_cache_through_a_balancer(replicas, balanced):
             neighbour.delete()
             cache.refresh()
             assert torch.equal(cache.tensors(like=q)[0], k)
-        with client(balanced) as other:  # this client has only the ids
+        with client(balanced) as other:  # this client knows the caches only by their ids
             for cache in caches * 2:
                 assert torch.equal(other.attention(q[:, :, 6:], caches=[cache.id]), o)
         for cache in caches:
@@ -259,7 +259,7 @@ def test_a_balancer_that_does_not_route_by_name_is_told_of(replicas):
 
 
 def test_a_deletion_that_does_not_reach_the_cache_is_told_of(replicas):
-    """A deletion that reaches the wrong replica raises CacheError: the cache still exists and takes memory."""
+    """A deletion that reaches the wrong replica raises CacheError, because the cache still exists and uses memory."""
     lead = ["a"]
     with balancer(lambda _: replicas[lead[0]]) as turning, client(turning) as through:
         cache = through.cache(**SHAPE)
@@ -303,7 +303,7 @@ def test_a_value_that_cannot_be_a_header_is_refused(name):
 
 
 def test_numpy_is_as_torch(replicas):
-    """One client makes the cache, and another uses it by its id and its replica name."""
+    """One client creates the cache, and another uses it by its id and its replica's name, both with NumPy arrays."""
     k, v = (t.numpy() for t in kv(3, 2))
     with client(replicas["a"]) as one, one.cache(**SHAPE) as cache, client(replicas["a"], replica=cache.replica) as two:
         cache.append(k, v)

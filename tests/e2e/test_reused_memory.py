@@ -1,4 +1,4 @@
-"""A caller never reads another caller's bytes, however slowly it reads and however often memory is reused."""
+"""The server reuses memory, and yet no answer contains bytes of another request, even for slow readers."""
 
 import concurrent.futures
 import contextlib
@@ -16,20 +16,20 @@ from tests.support.sockets import connect, nothing_inside, read_all, segments, s
 
 
 def longest():
-    """Return the longest timeouts that the settings allow, eleven days."""
+    """Return {setting: longest allowed value} of the timeouts that may be eleven days."""
     bounds = [(name, bound) for name, field in Settings.model_fields.items() for bound in field.metadata]
     return {name: bound.le for name, bound in bounds if bound in (Le(LONGEST), Le(1000 * LONGEST))}
 
 
 @pytest.fixture(scope="module")
 def patient(start_server):
-    """Start a server that never times out while it reads a body or sends an answer, even on a slow machine."""
+    """Start a server with timeouts of eleven days, so that none expires on a slow machine."""
     return start_server(**longest())
 
 
 @pytest.mark.slow
 def test_canary_slow_readers_and_reused_memory_show_nobody_elses_bytes(patient):
-    """Slow readers get right answers, while fifty other answers are computed, sent, cut off or cancelled."""
+    """Six slow readers get right answers, while fifty other requests are answered, sent in part or abandoned."""
     server = patient
     slow = [(value, send(server, constant(value))) for value in range(1, 7)]
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
@@ -60,14 +60,14 @@ def test_a_client_that_never_reads_holds_up_nobody(patient):
 
 @pytest.mark.slow
 def test_a_time_may_be_as_long_as_the_settings_allow(patient):
-    """Timeouts of eleven days fit all timers of the system and of the event loop."""
+    """A server with timeouts of eleven days answers: no timer of the system or the event loop overflows."""
     assert {"body_timeout", "header_timeout", "keep_alive", "max_timeout_ms", "shutdown_timeout"} <= set(longest())
     assert shows_only(post(patient, "/attention", constant(4, 8)), 4)
 
 
 @pytest.mark.slow
 def test_canary_on_a_server_that_is_not_ours(start_server, tmp_path):
-    """Under plain uvicorn, which does not report when its buffers are free, no answer has another caller's bytes."""
+    """The application is safe under plain uvicorn, too, which does not report when it has sent a buffer."""
     program = tmp_path / "plain.py"
     program.write_text(
         textwrap.dedent("""
@@ -97,7 +97,7 @@ def test_canary_on_a_server_that_is_not_ours(start_server, tmp_path):
 @pytest.mark.slow
 def test_memory_is_reused_and_giants_are_given_back(server):
     nothing_inside(server)
-    for _ in range(3):  # the pool grows to its needed size
+    for _ in range(3):  # the pool of memory segments grows to the size that these requests need
         assert shows_only(post(server, "/attention", constant(3)), 3)
     before = segments(server.pid)
     for value in range(4):
@@ -106,7 +106,7 @@ def test_memory_is_reused_and_giants_are_given_back(server):
     giant = post(server, "/attention", constant(5, 20 * ROWS))  # 160 MiB in, 160 MiB out
     assert shows_only(giant, 5)
     wait_for(lambda: segments(server.pid) == before, lambda: "a giant's segment stays")
-    assert shows_only(post(server, "/attention", constant(6)), 6)  # the engine first unmaps the giant
+    assert shows_only(post(server, "/attention", constant(6)), 6)  # first the engine unmaps the large segment
     wait_for(lambda: segments(server.engine_pid) <= before, lambda: "the engine keeps a giant's segment")
 
 

@@ -1,4 +1,4 @@
-"""The procedures of docs/runbooks.md that can run here work."""
+"""The procedures of docs/runbooks.md work, as far as they need no systemd, Docker or Kubernetes."""
 
 import configparser
 import json
@@ -25,7 +25,7 @@ SHAPE = {"kv_heads": 1, "head_dim": 4}
 
 
 def key(*arguments):
-    """Run `flashpoint key`, and return its stdout: the key, if it prints one."""
+    """Run `flashpoint key`; return the API key that it prints, or "" if it prints none."""
     ran = subprocess.run([FLASHPOINT, "key", *arguments], capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert not ran.stdout or re.fullmatch(r"fp_[\w-]{43}\n", ran.stdout)
@@ -34,9 +34,9 @@ def key(*arguments):
 
 @pytest.mark.slow
 def test_a_key_is_rotated_without_losing_its_caches(start_server, tmp_path):
-    """A rotated key keeps its caches.
+    """After the rotation of a key, the new key has the caches of the old one.
 
-    Caches end when their owner is revoked; a new owner of that name does not get them.
+    Caches end when the name is revoked; a later key of the same name does not get them.
     """
     file = str(tmp_path / "keys.toml")
     old, other = key("alice", "--file", file), key("bob", "--file", file)
@@ -49,7 +49,7 @@ def test_a_key_is_rotated_without_losing_its_caches(start_server, tmp_path):
         return drawn
 
     def cache_ids(given):
-        """Return the ids of the key's caches, or the status if the key is refused."""
+        """Return the ids of this API key's caches, or the HTTP status if the key is refused."""
         answer = ask(server, "/caches", authorization=f"Bearer {given}")
         return [one["id"] for one in answer.json["caches"]] if answer.status == 200 else answer.status
 
@@ -66,7 +66,7 @@ def test_a_key_is_rotated_without_losing_its_caches(start_server, tmp_path):
 
 @pytest.mark.slow
 def test_the_unit_of_systemd_starts_reloads_and_stops_the_server(tmp_path):
-    """The commands of the systemd unit, run here on a separate port, start, reload and stop the server."""
+    """The commands of the systemd unit start, reload and stop a server. They run without systemd, on a free port."""
     unit = configparser.ConfigParser(strict=False, interpolation=None)
     unit.optionxform = str
     unit.read(UNIT)
@@ -108,7 +108,7 @@ def test_the_gap_that_retries_bridge(retries, minimum, maximum):
 
 
 def test_a_call_of_a_version_that_the_server_does_not_know_names_what_it_refuses(server):
-    """A newer client may send an unknown field or option: the error names it."""
+    """If a newer client sends an option that the server does not know, the error names this option."""
     tensors = {name: normal(2, 3) for name in "qkv"}
     answer = post(server, "/attention", message(tensors, an_option_of_tomorrow=True))
     assert answer.status == 422

@@ -1,4 +1,7 @@
-"""Saved forwards share launches and are freed if callers leave or fail, with interpreted Triton kernels."""
+"""Saved forwards share launches with other requests, and are freed if callers leave or a launch fails.
+
+The Triton kernels run under the interpreter.
+"""
 
 import concurrent.futures
 import contextlib
@@ -73,7 +76,7 @@ def test_what_a_caller_who_leaves_has_saved_is_freed(gated, pool):
         first.enter_context(gated.busy(pool, HELD))
         with gated.busy(pool, forward(2), "wait"), gated.client(forward(1, save=True)) as running:
             first.close()
-            gated.wait_begun(running)  # leaves before its request ends
+            gated.wait_begun(running)  # then it leaves, before its request ends
     wait_for(lambda: not saved(gated.server), lambda: "a forward is held that nobody has heard of")
 
 

@@ -1,4 +1,4 @@
-"""A server follows its /openapi.json: schemathesis sends requests that the document allows, and others."""
+"""A server behaves as its /openapi.json says: schemathesis sends valid and invalid requests and checks the answers."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from tests.support.messages import JSON, ask, post
 HERE = Path(__file__).parent
 
 
-OPERATIONS = 37  # in the document; fewer would mean that some are not tested
+OPERATIONS = 37  # in the document; a smaller number would mean that schemathesis did not find some
 
 
 SCHEMATHESIS = Path(sys.executable).parent / "schemathesis"
@@ -22,7 +22,7 @@ SCHEMATHESIS = Path(sys.executable).parent / "schemathesis"
 
 @pytest.fixture(scope="module")
 def bounded(start_server):
-    """Start a server whose benchmarks and verifications are short."""
+    """Start a server with low limits for benchmarks and verifications, so that random ones are short."""
     return start_server(benchmark_seconds=2, verify_flops=10**8)
 
 
@@ -51,7 +51,7 @@ def test_schemathesis_finds_nothing(bounded, tmp_path):
 
 
 def test_infinite_values_of_a_report_fit_the_schema(server):
-    """If a problem has no keys, lse is -inf, and a report in JSON writes it as a string, which the schema allows."""
+    """The schema allows infinities in a report. Without keys, lse is -inf, which JSON has as the string "-Infinity"."""
     body = {"shape": {"q_len": 3, "kv_len": 0, "head_dim": 16}}
     report = post(server, "/verify", json.dumps(body).encode(), JSON).json
     assert {"worst_value": "-Infinity", "worst_expected": "-Infinity"}.items() <= report["tensors"][1].items()

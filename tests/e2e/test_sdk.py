@@ -147,7 +147,7 @@ def test_the_asynchronous_twin(server):
 
 
 def test_a_large_answer_arrives_whole(client):
-    """A large answer, which takes many socket reads, arrives whole in one buffer."""
+    """A large answer, which needs many socket reads, arrives complete."""
     q = tensors(1, 4, 1, 64, n=1)[0].expand(1, 4, 16384, 64)
     k, v = tensors(1, 4, 1, 64, n=2, seed=1)
     o = client.attention(q, k, v)

@@ -1,4 +1,4 @@
-"""`pip install .` alone, in a new venv, gives a client that works without torch with a real server."""
+"""`pip install .` without extras, in a new venv, gives a client that works without torch, with a real server."""
 
 import subprocess
 import sys
@@ -49,7 +49,7 @@ print("works")
 
 @pytest.fixture(scope="module")
 def venv(tmp_path_factory):
-    """Return the `bin` of a venv with the wheel of this tree and its dependencies."""
+    """Return the `bin` folder of a new venv with this project and its required dependencies."""
     home = tmp_path_factory.mktemp("clean") / "venv"
     subprocess.run([sys.executable, "-m", "venv", home], check=True)
     pip = [home / "bin" / "python", "-m", "pip", "--quiet", "--disable-pip-version-check", "install", "--no-compile"]

@@ -1,4 +1,4 @@
-"""The client waits for a server that starts late. test_security.py tests keys and refused bodies."""
+"""The client retries until a server has started, and the command line uses the server of FLASHPOINT_URL."""
 
 import json
 import os
@@ -20,7 +20,7 @@ Q = np.random.default_rng(0).standard_normal((1, 2, 8, 16)).astype(np.float32)
 
 
 class Watched(Transport):
-    """The client's transport; it sets `failed` after a connection has failed."""
+    """The client's transport, which sets the event `failed` when a connection has failed."""
 
     def __init__(self, url):
         super().__init__(httpx.URL(url), None)
@@ -34,9 +34,9 @@ class Watched(Transport):
             raise
 
 
-@pytest.mark.slow  # it starts a server; tests/client tests each retry with a scripted server
+@pytest.mark.slow  # it starts a server; tests/client tests retries quickly with a scripted server
 def test_a_call_waits_for_a_server_that_is_still_starting(start_server):
-    with socket.socket() as reserved:  # bound but not listening: connections are refused, and no one takes the port
+    with socket.socket() as reserved:  # bound, not listening: the port refuses connections and is reserved
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind(("127.0.0.1", 0))
         port = reserved.getsockname()[1]
@@ -54,9 +54,9 @@ def test_a_call_waits_for_a_server_that_is_still_starting(start_server):
 
 
 def test_the_command_line_asks_the_server_of_the_variable(start_server):
-    """FLASHPOINT_URL replaces --url, except beside an option that excludes --url.
+    """FLASHPOINT_URL is the default of --url, unless an option that excludes --url is given.
 
-    With an empty --url, work is local.
+    With an empty --url, the command runs without a server.
     """
     server = start_server()
 

@@ -26,8 +26,8 @@ Q = np.random.default_rng(0).standard_normal((1, 2, 8, 16)).astype(np.float32)
 ORIGIN = "https://page.example"
 
 
-# Settings of keys by name; the key of alice is alice-s3cret. A key whose limit a test exhausts has no other test.
-# Limited rates are so low that a retry would wait for hours, however long the test takes.
+# The settings of each API key by its name; the key of alice is alice-s3cret. Each key whose limit a test exhausts has
+# only this test. Limited rates are so low that they allow no second request during a test, however slow it is.
 KEYS = {
     "alice": {"rights": ["attention", "info", "benchmark"]},
     "bob": {"rights": ["benchmark"]},
@@ -67,7 +67,7 @@ def keys_path(tmp_path_factory):
 
 
 def logged_secrets(server):
-    """Return the keys and key hashes that are in the server's log."""
+    """Return the parts of keys, and the key hashes, that occur in the server's log."""
     log = json.dumps(server.lines) + json.dumps(server.noise)
     digests = [hashlib.sha256(key_of(name).encode()).hexdigest() for name in KEYS]
     return [secret for secret in ("s3cret", *digests) if secret in log]
@@ -75,7 +75,7 @@ def logged_secrets(server):
 
 @pytest.fixture(scope="module")
 def locked(start_server, keys_path):
-    """Start a server with keys. Its timeouts are so long that none expires during a test on a slow machine."""
+    """Yield a server with API keys and timeouts of an hour, so that none expires on a slow machine."""
     server = start_server(
         workers=2, api_keys_file=keys_path, header_timeout=3600, body_timeout=3600, body_limit=1 << 20,
         cors_origins=ORIGIN, log_level="debug",
@@ -92,13 +92,13 @@ def ask(locked, method, path, **headers):
 
 
 def words(answer):
-    """Return the status and the detail of an error, which has another form at /v2."""
+    """Return (status, detail) of an error answer. The Open Inference Protocol (/v2) has the detail in `error`."""
     document = answer.json
     return answer.status, document.get("detail") or document["error"]
 
 
 def test_a_refused_key_is_told_nothing(locked):
-    """On every path, a missing or wrong key, another scheme, or a missing permission gets an error without details."""
+    """On each path, a missing key, a wrong key and another scheme get the same 401; a missing permission gets a 403."""
     unknown, forbidden = set(), set()
     for path in ("/attention", "/attention/grad", "/verify", "/benchmark", "/v2/models/attention/infer"):
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {key_of('alice')}"}):
@@ -118,7 +118,7 @@ def limited(answer):
 
 
 def test_requests_are_counted_over_all_processes(locked):
-    """Ten concurrent connections reach both processes, and only one request is admitted."""
+    """The rate limit admits only one of ten concurrent requests, although these reach both HTTP processes."""
     with concurrent.futures.ThreadPoolExecutor(10) as pool:
         answers = list(pool.map(lambda _: post(locked, "/attention", GOOD, **bearer("slow")), range(10)))
     assert sorted(answer.status for answer in answers) == [200] + [429] * 9
@@ -164,7 +164,7 @@ def test_a_key_is_named_in_logs_and_metrics(locked):
     def exposed():
         return ask(locked, "GET", "/metrics", authorization="Bearer environment-s3cret").body.decode()
 
-    # The server may count a request after it has sent the answer.
+    # Wait, because the server may count a request after it has sent the answer.
     wait_for(lambda: 'flashpoint_key_requests_total{key="named",reason="malformed_body"} 1.0' in exposed(), exposed)
     wait_for(lambda: 'key="key-1"' in exposed(), exposed)
     text = exposed()
@@ -183,7 +183,7 @@ def test_a_benchmark_is_its_keys_own_and_an_administrators(locked):
 
 
 def test_a_right_of_its_own_registers_shared_memory(locked):
-    for name, status in (("alice", 403), ("looker", 403), ("root", 404)):  # 404: it is off here
+    for name, status in (("alice", 403), ("looker", 403), ("root", 404)):  # 404: shared memory is disabled here
         answer = post(
             locked, "/v2/systemsharedmemory/region/r/register", b'{"key": "k", "byte_size": 1}', **bearer(name)
         )
@@ -207,7 +207,7 @@ def test_only_pages_of_named_origins_may_call(locked):
 
 
 def closed(connection):
-    """Return the bytes received until the server closes or resets the connection."""
+    """Return the bytes that are received before the server closes or resets the connection."""
     received = b""
     with contextlib.suppress(ConnectionError):
         while piece := connection.recv(1 << 16):
@@ -243,7 +243,7 @@ def test_what_never_ends_is_cut_off_in_bounded_bytes(locked, what):
             while sent < 64 << 20:
                 connection.sendall(more)
                 sent += len(more)
-        assert sent < 64 << 20  # socket buffers take some MiB
+        assert sent < 64 << 20  # far above the limits, because socket buffers accept some MiB
         closed(connection)
     assert post(locked, "/attention", GOOD, **bearer("alice")).status == 200
 
@@ -260,7 +260,7 @@ def test_a_large_head_is_taken_and_one_too_large_is_431(locked):
 
 
 def test_keys_are_read_again_and_a_wrong_file_changes_nothing(locked, keys_path):
-    """Each process reads the key file when it changes and at SIGHUP; a wrong file changes nothing."""
+    """Both HTTP processes reread the key file when it changes and at SIGHUP; an invalid file has no effect."""
 
     def reread(event, change):
         seen = len([line for line in locked.lines if line["event"] == event])
@@ -271,7 +271,7 @@ def test_keys_are_read_again_and_a_wrong_file_changes_nothing(locked, keys_path)
         )
 
     def put(text):
-        """Replace the key file atomically, as an editor or Kubernetes does, so that no process reads half of it."""
+        """Replace the key file atomically, as an editor or Kubernetes does, so that no process reads a part of it."""
         new = keys_path.with_suffix(".new")
         new.write_text(text) if isinstance(text, str) else write(new, text)
         new.replace(keys_path)
@@ -290,7 +290,7 @@ def test_keys_are_read_again_and_a_wrong_file_changes_nothing(locked, keys_path)
 
 
 def test_secrets_are_in_no_log(locked):
-    """The log contains no keys, whether requests have them in the right or in a wrong place."""
+    """The log contains no API key, even if a request has it in its path, its query or a malformed header."""
     assert post(locked, "/attention", GOOD, **bearer("alice")).status == 200
     assert post(locked, "/attention", GOOD, **bearer("looker")).status == 403
     post(locked, f"/attention?key={key_of('alice')}", GOOD)

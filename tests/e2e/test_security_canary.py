@@ -1,4 +1,4 @@
-"""Although requests reuse memory, an answer contains no bytes of an earlier request."""
+"""Requests reuse memory that contains a canary, bytes of earlier requests; no answer contains these bytes."""
 
 import json
 
@@ -27,7 +27,7 @@ def zeros(names="qkv", **more):
 
 
 def checked(answer):
-    """Assert that the answer succeeded and does not contain `CANARY`; return it."""
+    """Assert that the answer has status 200 and does not contain `CANARY`; return the answer."""
     assert answer.status == 200, answer.body
     assert b"CANARY" not in answer.body
     return answer
@@ -35,7 +35,7 @@ def checked(answer):
 
 @pytest.fixture(autouse=True)
 def left_behind(server):
-    """Fill every memory slot that a test can get with `CANARY`, by requests that end in different ways."""
+    """Fill each memory slot that a test may get with `CANARY`, by requests that end in different ways."""
     body = canaries()
     for cut in (len(body) // 3, len(body) - 1):
         with send(server, body[:cut], length=len(body)):
@@ -43,14 +43,14 @@ def left_behind(server):
     with send(server, body):
         pass  # the client leaves before its answer
     refused = message({name: filled(B, H, S, D) for name in "qkv"} | {"kv_lengths": torch.tensor([1, S + 1])})
-    assert post(server, "/attention", refused).status == 422  # its body is refused
+    assert post(server, "/attention", refused).status == 422  # refused after its body was read
     assert post(server, "/attention", body).status == 200
     assert post(server, "/attention/grad", canaries(("q", "k", "v", "do"))).status == 200
     nothing_inside(server)
 
 
 def test_rows_that_nobody_computes_are_zero(server):
-    """The answer has zeros in rows of padding, of sequences without keys, and of queries whose keys are all masked."""
+    """The output is 0 in rows of padding, of sequences without keys, and of queries whose keys are all masked."""
     lengths = {"q_lengths": torch.tensor([1, S]), "kv_lengths": torch.tensor([S, 0])}
     answer = checked(post(server, "/attention", message(zeros(**lengths), return_lse=True)))
     assert not answer.tensors["o"].any()

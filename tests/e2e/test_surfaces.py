@@ -1,8 +1,8 @@
-"""Every tensor and option of the contract's table works through every surface that can carry it.
+"""Every tensor and option of the contract's tables works through every interface that accepts it.
 
-Each test sends one small problem with the tensor or option (`entry`) through a surface: HTTP, the SDK or an
-integration. The surface must answer like the kernel library in this process. If the table names the surface in
-`refused`, its error must name the entry. Entries come from the table, so a new row is tested without new code.
+A test sends a small problem with one tensor or option (the entry) through an interface (the surface): HTTP, the SDK or
+an integration. The answer must equal that of the kernel library in this process. If the entry's row names the interface
+in `refused`, the error must name the entry. Entries come from the tables, so a new row is tested without new code.
 """
 
 import asyncio
@@ -32,10 +32,10 @@ from tests.support.oip.message import DATATYPES, NAMES, infer
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = {"B": 2, "B+1": 3, "Hq": 4, "Hk": 2, "Sq": 6, "Sk": 8, "D": 16, "Dv": 16}
 PACKED = SIZES | {"Sq": 12, "Sk": 16}
-BLOCKS = SIZES | {"Sq": 20, "Sk": 40, "q_blocks": 2, "k_blocks": 2}  # sizes for the example of block_size
+BLOCKS = SIZES | {"Sq": 20, "Sk": 40, "q_blocks": 2, "k_blocks": 2}  # sizes that fit the example of block_size
 PAGED = SIZES | {"pool": 5, "pages": 2, "page_size": 4}
 TABLE = torch.tensor([[4, 1], [0, 4]], dtype=torch.int32)
-# Without these options, an entry has no effect.
+# entry: other options without which it has no effect.
 BESIDE = {
     "causal_alignment": {"causal": True}, "dropout_seed": {"dropout_p": 0.5}, "dropout_p": {"dropout_seed": 3},
     "block_mask": {"block_size": OPTIONS["block_size"].example},
@@ -45,7 +45,7 @@ BESIDE_TENSORS = {"block_table": ["kv_lengths"], "block_size": ["block_mask"], *
 
 
 def value(name, layout, entry):
-    """Return a tensor that is valid for its row of the table and differs from the default."""
+    """Return a valid value of the tensor `name` for this layout, in a problem that tests `entry`."""
     row = TENSORS[name]
     if name == "block_table":
         return TABLE
@@ -63,7 +63,7 @@ def value(name, layout, entry):
 
 
 def problem(entry):
-    """Return (tensors, options, direction) of a problem with the entry."""
+    """Return (tensors, options, direction) of a problem that contains the entry and all that the entry needs."""
     rows, options = TENSORS, dict(BESIDE.get(entry, {}))
     direction = (OPTIONS[entry].direction if entry in OPTIONS else rows[entry].direction) or "forward"
     if entry in OPTIONS:
@@ -82,13 +82,13 @@ def problem(entry):
 
 
 def eight_bit(tensors, dtype):
-    """Return 8-bit k and v, with a scale for each row."""
+    """Return k and v quantized to the 8-bit `dtype`, and k_scale and v_scale with a scale for each row."""
     (k, k_scale), (v, v_scale) = (quantize(tensors[name], dtype) for name in "kv")
     return {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
 
 
 def solve(tensors, options, direction):
-    """Return the kernel library's output tensors by name."""
+    """Return {name: output tensor} of the kernel library in this process."""
     backend = options.get("backend", "tiled")
     made = Problem.create(tensors, Options(**{**options, "backend": backend}), direction)
     run([made], backend)
@@ -104,7 +104,7 @@ def services(rpc_server):
 
 
 class RefusedError(Exception):
-    """A surface refused the request; the text is its message."""
+    """Raised if an interface refuses a request; the text is the interface's error message."""
 
 
 def by_json(services, tensors, options, direction):
@@ -124,7 +124,7 @@ def by_safetensors(services, tensors, options, direction):
 
 
 def parameters(options):
-    """Return options as parameters of the Open Inference Protocol."""
+    """Return the options as parameters of the Open Inference Protocol, which has no pairs and no lists."""
     results = {}
     for name, given in options.items():
         if name in OPTIONS and isinstance(OPTIONS[name].kind, Pair):
@@ -155,7 +155,7 @@ def by_grpc(services, tensors, options, direction):
 
 
 def called(forward, backward, tensors, options, direction):
-    """Call `forward` or `backward` with keywords, and return the output tensors by name."""
+    """Call `forward` or `backward`, by `direction`; return {name: output tensor}. Raises RefusedError."""
     first = ("q", "k", "v") if direction == "forward" else ("do", "q", "k", "v")
     keywords = {n: t for n, t in tensors.items() if n not in first} | options
     try:
@@ -233,7 +233,7 @@ SURFACES = {
 }
 
 
-AUTOGRAD = ("torch", "jax")  # here autograd makes the gradient call and passes its arguments
+AUTOGRAD = ("torch", "jax")  # here autograd makes the gradient call, so a caller cannot pass it arguments
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
@@ -256,7 +256,7 @@ def test_an_entry_goes_through_a_surface_or_is_refused_by_name(services, surface
 
 
 def judged(entry):
-    """Return (tensors, options) of a verification; the outputs among the tensors are right only with the entry."""
+    """Return (tensors, options) of a verification. The tensors include outputs that are right only with the entry."""
     tensors, options, direction = problem(entry)
     return {**tensors, **solve(tensors, options, direction)}, options
 
@@ -342,7 +342,7 @@ def test_saving_is_refused_by_name_where_it_is_not_taken(services, surface, entr
     elif entry == "saved":
         with pytest.raises(RefusedError, match="part of the saved forward"):
             SURFACES[surface](services, tensors, {entry: given}, direction)
-    elif surface not in ("sdk", "async"):  # with `save`, their answer has another form
+    elif surface not in ("sdk", "async"):  # with `save`, these return an object instead of tensors
         actual = SURFACES[surface](services, tensors, {entry: given}, direction)
         torch.testing.assert_close(actual["o"], solve(tensors, {}, direction)["o"], rtol=1e-4, atol=1e-5)
 
@@ -361,7 +361,7 @@ FORMS = ("number", "0-d", "per head", "per head and sequence", "per row")
 
 
 def scales(form, layout="bhsd"):
-    """Return k_scale and v_scale for SIZES, in one of the contract's forms."""
+    """Return k_scale and v_scale with the shape of `form`, for the sizes SIZES, or PACKED if the layout is thd."""
     if form == "number":
         return {"k_scale": 0.25, "v_scale": 0.5}
     sizes, rank = (PACKED, 3) if layout == "thd" else (SIZES, 4)
@@ -396,7 +396,7 @@ def test_scales_are_cut_among_servers_with_their_keys(services, layout):
         q, k, v = (tensors.pop(n) for n in "qkv")
         actual = sharded.attention(services.clients, q, k, v, layout=layout, causal=True, parts=(2, 3), **tensors)
         expected = solve(as_tensors, {"layout": layout, "causal": True}, "forward")["o"]
-        # Values reach 200, and terms of their sums cancel: the error of float32 is relative to the size of the terms.
+        # Values are large, and the terms of their sums cancel: float32's error is relative to the largest term.
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
 
 
@@ -413,7 +413,7 @@ def test_a_protocol_without_float8_refuses_it_by_name(services, surface, monkeyp
 def test_a_gradient_refuses_pages_and_8_bits_by_name(services, surface):
     tensors, options, _ = problem("k_scale")
     tensors["do"] = normal(2, 4, 6, 16)
-    if surface == "torch":  # the forward succeeds
+    if surface == "torch":  # its forward succeeds, and its backward raises
         tensors.pop("do")
         actual = SURFACES[surface](services, tensors | {"q": tensors["q"].requires_grad_()}, options, "forward")
         with pytest.raises(flashpoint.InvalidInputError, match=r"\bk_scale\b"):
@@ -424,7 +424,7 @@ def test_a_gradient_refuses_pages_and_8_bits_by_name(services, surface):
 
 
 def test_a_scale_that_is_not_finite_is_refused_by_name_each_time(services):
-    """A scale that is not finite is refused each time, also when the engine has cached the problem."""
+    """A scale that is not finite is refused each time, even if the server has already planned an equal problem."""
     tensors, options, direction = problem("k_scale")
     for bad in (torch.nan, torch.inf, None, -torch.inf):
         given = tensors | ({"v_scale": tensors["v_scale"].clone()})

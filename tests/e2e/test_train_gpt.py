@@ -1,4 +1,7 @@
-"""The example trains with the same loss curve for local, torch's, served and saved attention."""
+"""examples/train_gpt.py has the same loss curve with our local attention, torch's SDPA, and served attention.
+
+"saved" is served attention whose forwards stay on the server until the backward.
+"""
 
 import functools
 import json
@@ -18,17 +21,17 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "train_gpt.py"
 TINY = {"seed": 3, "steps": 12, "batch": 4, "context": 32, "dim": 32, "layers": 2}
 
-# The largest difference of two curves. Float32 attention, forward and backward, is within 2e-6 of exact up to 512 rows
-# and a head dimension of 32 (`verify`'s rule), so two implementations are within ε = 4e-6 of each other. A step lowers
-# the loss by g·u, for the gradient g and AdamW's step u. An error of εg in g gives this gain a relative error of ε, to
-# first order. After any number of steps the loss has an error of ε times the total gain, plus ε times itself from the
-# forward: together ε times the initial loss.
+# The largest allowed difference of two curves, relative to the initial loss. For up to 512 rows and a head dimension of
+# 32, outputs and gradients in float32 are within 2e-6 of exact ones (`verify`'s rule), so those of two implementations
+# differ by at most ε = 4e-6. A step lowers the loss by g·u, with the gradient g and AdamW's step u; an error of εg in g
+# gives this decrease a relative error of ε, to first order. So after any number of steps, the error of the loss is ε
+# times its total decrease, plus ε times the loss itself, from the forward: together ε times the initial loss.
 EPSILON = 4e-6
 
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Use one thread: at these sizes a second thread gains nothing, and it slows other tests."""
+    """Let torch use one thread: at these sizes, a second one gains nothing and slows other tests."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -62,7 +65,7 @@ def test_a_forward_that_stays_at_the_server_changes_no_bit(curves):
 
 
 def test_it_learns(curves):
-    """The loss starts near the entropy of guessing 96 characters and falls."""
+    """The loss starts near ln(96), that of guessing among 96 characters, and falls."""
     for losses in curves.values():
         assert 4.4 < losses[0] < 4.9
         assert losses[-1] < losses[0] - 0.5
@@ -70,7 +73,7 @@ def test_it_learns(curves):
 
 @pytest.mark.slow
 def test_our_kernels_go_down_it_too(example):
-    """With interpreted Triton kernels, the first two losses are right; the second needs the first step's gradients."""
+    """With interpreted Triton kernels, two losses are right; the second one depends on the gradients of the first."""
     triton = functools.partial(example.attention, backend="triton")
     small = TINY | {"steps": 2, "batch": 1, "layers": 1}
     expected = example.train(example.sdpa, **small).losses
@@ -79,7 +82,7 @@ def test_our_kernels_go_down_it_too(example):
 
 @pytest.mark.parametrize("wrong", [{"scale": 1.01 / 8**0.5}, {"causal_alignment": "top_left", "window": (30, 0)}])
 def test_the_bound_finds_attention_that_is_a_little_wrong(example, curves, wrong):
-    """The bound rejects attention whose scale is wrong by 1 %, or whose window omits the last query's farthest key."""
+    """The bound detects attention whose scale is wrong by 1 %, or whose window omits one key of the last query."""
 
     def call(*args, window, **options):
         return example.attention(*args, **options | wrong)

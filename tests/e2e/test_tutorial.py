@@ -1,4 +1,4 @@
-"""The tutorials work for a reader who runs block after block, all Python in one session, and give the shown output."""
+"""The tutorials print the output that they show, if a reader runs block after block, all Python in one session."""
 
 import contextlib
 import io
@@ -20,7 +20,10 @@ STEP = re.compile(rf"^```(sh|python)\n{BLOCK}```\n\n```(text|json)\n{BLOCK}```$"
 
 
 def steps_of(page):
-    """Return (position, language, code, kind of output, output) for each block and for each named file."""
+    """Return (position, language, code, kind of output, output) of each block of a page, in order.
+
+    A block that is a file has the language "file", and its name as the output.
+    """
     text = (DOCS / f"{page}.md").read_text()
     files = [(match.start(), "file", match[2], "", match[1]) for match in FILE.finditer(text)]
     return sorted([*files, *((match.start(), *match.groups()) for match in STEP.finditer(text))])
@@ -39,7 +42,7 @@ def test_every_block_has_its_output_and_python_is_valid(page):
 
 @pytest.fixture(scope="module")
 def readers(start_server):
-    """Start a separate server for these pages, which may leave data there."""
+    """Start a server for these pages alone, because they leave caches and jobs on it."""
     return start_server()
 
 
@@ -113,9 +116,9 @@ def timed(client: flashpoint.Client) -> BenchmarkJob:
 
 @pytest.mark.slow
 def test_strictly_typed_users_see_no_error_but_their_own(tmp_path):
-    """`mypy --strict` finds the intended mistakes, and no others in the tutorial's Python or in a library.
+    """`mypy --strict` finds an error in each line of MISTAKES, and none in the tutorial's Python or in LIBRARY.
 
-    Torch's types are excluded, because mypy would spend most of its time on them.
+    mypy skips torch's types, on which it would spend most of its time.
     """
     code = "".join(code for _, language, code, _, _ in steps_of("tutorial") if language == "python")
     (tmp_path / "program.py").write_text(code + MISTAKES)

@@ -1,4 +1,4 @@
-"""TypeScript accepts the types of the JavaScript client, and two generators make working clients from /openapi.json."""
+"""TypeScript accepts the types of the JavaScript client, and two code generators make clients from /openapi.json."""
 
 import json
 import re
@@ -88,7 +88,7 @@ console.log(refused.response?.status, (refused.error as any).code);
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return a folder with the compiler, the generators and the JavaScript client."""
+    """Return a folder with the TypeScript compiler, the code generators and the JavaScript client."""
     folder = tmp_path_factory.mktemp("typescript")
     (folder / "package.json").write_text('{"type": "module", "private": true}')
     node.install(folder, "typescript", "openapi-typescript", "openapi-fetch", "@hey-api/openapi-ts")
@@ -106,7 +106,7 @@ def schema(folder, server):
 
 
 def compiled(folder, name, text):
-    """Check a program's types, compile it, and return its file."""
+    """Check the types of a TypeScript program, compile it, and return the name of the JavaScript file."""
     (folder / f"{name}.ts").write_text(TENSORS + text)
     node.program(folder, "typescript", "bin/tsc", [*STRICT, f"{name}.ts"])
     return f"{name}.js"

@@ -1,4 +1,4 @@
-"""Triton's kernels and tiles serve the forward for head dimensions of multi-head latent attention."""
+"""The backends `triton` and `tiled` serve the head dimensions of multi-head latent attention, in the forward alone."""
 
 import math
 

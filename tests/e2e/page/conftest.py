@@ -1,4 +1,4 @@
-"""Fixtures open pages of a real server in headless Chromium."""
+"""Fixtures that open web pages of a real server in headless Chromium."""
 
 import shutil
 
@@ -28,9 +28,10 @@ def chromium():
 
 @pytest.fixture
 def open_page(chromium):
-    """Return a factory of pages; a page must send requests to its server only, and its scripts must not fail.
+    """Yield `open_page(server, path, prepare, **context)`, which calls `prepare(page)` and then loads the page.
 
-    The factory calls `prepare` with the page before it loads.
+    After the test, check that scripts raised no errors, no Content-Security-Policy was violated, and all requests went
+    to the page's server.
     """
     opened = []
 

@@ -1,4 +1,4 @@
-"""The page starts, watches and cancels benchmarks, and draws their results."""
+"""The server's page starts benchmarks, shows their progress, cancels them, and draws their results."""
 
 import pytest
 from playwright.sync_api import expect
@@ -6,7 +6,7 @@ from playwright.sync_api import expect
 from tests.support.browser import cells, drawn, enter, fill, never_known, said, start_benchmark
 from tests.support.messages import ask
 
-# This script returns the fraction of a chart's width that has the text colour at the height of a value.
+# This script returns the fraction of a chart's width with dark pixels at the height of a value: a horizontal line.
 LEVEL = """async (value) => {
     const { charts } = await import("/static/chart.js");
     const { plot } = charts.get(document.querySelector("#benchmark .charts > div"));
@@ -52,7 +52,7 @@ def test_a_benchmark_is_started_watched_to_its_end_and_drawn(page, server):
     page.reload()  # the page's address has the benchmark's id
     expect(said(page, "benchmark")).to_have_text("Done · 4 rows")
     assert cells(page, "benchmark") == shown
-    expect(page.locator("#playground .outcome")).to_be_visible()  # it moves the benchmark's section down
+    expect(page.locator("#playground .outcome")).to_be_visible()  # its answer moves the benchmark section down
     expect(page.locator("#benchmark-title")).to_be_in_viewport()
     page.mouse.wheel(0, -100_000)
     expect(page.locator("#playground-title")).to_be_in_viewport()
@@ -105,14 +105,14 @@ def test_with_a_key_a_benchmark_is_watched(open_page, start_server):
     expect(page.locator("#health")).to_have_text("Ready")
     never_known(page)
     start_benchmark(page, lengths="2048, 2049", seconds=400)
-    expect(said(page, "benchmark")).to_contain_text("of 4")  # its events, which need the key, arrive
+    expect(said(page, "benchmark")).to_contain_text("of 4")  # the stream of events, which needs the key, works
     page.get_by_role("button", name="Cancel").click()
     expect(said(page, "benchmark")).to_contain_text("Cancelled")
 
 
 @pytest.mark.slow
 def test_the_axis_of_times_holds_their_whiskers(page):
-    """If times vary by a factor of 100, as on a busy machine, the axis contains the whiskers of the newest rows."""
+    """If p80 is 100 times p20, as on a busy machine, the axis still contains the whiskers of the newest row."""
     script = """async ([rows]) => {
         const { plot } = await import("/static/plot.js");
         const { charts } = await import("/static/chart.js");

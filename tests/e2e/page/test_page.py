@@ -1,4 +1,4 @@
-"""The page of a real server works in headless Chromium."""
+"""The server's page in headless Chromium: metrics, device, caches, API keys, accessibility, other sites' requests."""
 
 import http.server
 import json
@@ -16,7 +16,7 @@ from tests.support.messages import ask, message, normal, post
 
 @pytest.fixture
 def evil():
-    """Return the address of another site's page, which sends requests without CORS preflight and links to our page."""
+    """Yield the URL of a page on another site, with a link. Tests send requests to our server from this page."""
 
     class Page(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -36,12 +36,12 @@ def evil():
 
 
 def fence(server):
-    """Wait until the log has the lines of all earlier requests."""
+    """Wait until the log has the line of a new request, and so the lines of all earlier requests."""
     server.wait_for_request(ask(server, "/info").headers["x-request-id"])
 
 
 def refused_since(server, first):
-    """Return method and route of the requests that were refused as cross-site after the log line number `first`."""
+    """Return (method, route) of each request that was refused as cross-site, from log line `first` on."""
     lines = [line for line in server.lines[first:] if line.get("code") == "cross_site"]
     return [(line["method"], line["route"]) for line in lines]
 
@@ -133,9 +133,9 @@ def test_traffic_is_shown_as_it_is(page, server):
 
 
 def test_quantiles_are_those_between_two_samples(page):
-    """The quantiles count only the requests between two samples, without 100 earlier ones.
+    """The page computes quantiles of the 100 requests between two samples of /metrics, without 100 earlier ones.
 
-    30 counted requests take up to 1 ms, 60 take 1 to 2 ms, and 10 exceed the last bound.
+    30 of these requests take up to 1 ms, 60 take 1 to 2 ms, and 10 exceed the histogram's last bound.
     """
 
     def exposition(*counts):
@@ -213,7 +213,7 @@ def test_caches_are_listed_and_deleted(page, server):
         large.append(k, k, layer=1)
         small.append(k[:, :, :5], k[:, :, :5])
         rows = page.locator("#caches tbody tr")
-        expect(rows.first).to_contain_text(f"{large.id[:9]}…0–1,500")  # wait while the page still shows deleted caches
+        expect(rows.first).to_contain_text(f"{large.id[:9]}…0–1,500")  # the page may show deleted caches for a while
         expect(rows).to_have_count(2)
         first = rows.first.locator("th, td").all_inner_texts()
         assert first[:6] == [f"{large.id[:9]}…", "0–1,500", "2", "2", "8", "float32"]
@@ -245,7 +245,7 @@ SCREENS = [(scheme, width) for scheme in ("light", "dark") for width in (1280, 3
 
 
 def violations(page):
-    """Return the accessibility rules, including contrast, that the page breaks according to axe."""
+    """Return (rule, impact, elements) of each accessibility rule that the page violates, by axe; contrast included."""
     violations = Axe().run(page).response["violations"]
     return [(v["id"], v["impact"], [n["target"] for n in v["nodes"]]) for v in violations]
 
@@ -288,10 +288,7 @@ def test_it_fits_and_is_accessible(open_page, server, scheme, width):
 @pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "width"), SCREENS)
 def test_its_other_pages_fit_and_are_accessible(open_page, server, scheme, width):
-    """The other pages of the server fit the screen and pass axe.
-
-    Swagger UI at /docs, of another project, is excluded.
-    """
+    """The errors page and the tutorial fit the screen and pass axe. /docs itself is Swagger UI, of another project."""
     for path in ("/docs/errors", "/docs/tutorial"):
         page = open_page(server, path, color_scheme=scheme, viewport={"width": width, "height": 800})
         assert page.evaluate("document.documentElement.scrollWidth") == width

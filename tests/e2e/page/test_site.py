@@ -21,11 +21,11 @@ ROOT = Path(__file__).resolve().parents[3]
 REPOSITORY = "https://example.com/flashpoint"
 SCREENS = [(scheme, width) for scheme in ("light", "dark") for width in (1280, 390)]
 OPPOSITES = [SCREENS[0], SCREENS[-1]]  # each scheme and each width once
-# Each page has parts that others lack: tables, formulas, pictures, an API.
+# Pages with different kinds of content: tables, formulas, pictures, an API reference.
 PAGES = ("index", "algorithm", "page", "reproduce", "reference/api", "reference/settings", "security")
 
 
-# `make docs` builds the same pages, and stops at a link to nowhere.
+# Slow, because `make docs`, which builds these pages too, already fails at a broken link.
 pytestmark = pytest.mark.slow
 
 
@@ -40,7 +40,7 @@ class Site(NamedTuple):
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """Build the site for a repository with an address, and serve it."""
+    """Build the site with REPOSITORY as the repository's address, and serve it over HTTP."""
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
     environment = os.environ | {"FLASHPOINT_REPOSITORY": REPOSITORY, "NO_MKDOCS_2_WARNING": "1"}
@@ -60,7 +60,7 @@ def site(tmp_path_factory):
 
 @pytest.fixture
 def opened(chromium):
-    """Return a function that opens an empty browser page with a colour scheme and a width."""
+    """Yield a function that opens an empty browser page with this colour scheme and width."""
     contexts = []
 
     def new(scheme="light", width=1280):
@@ -77,7 +77,7 @@ def opened(chromium):
 
 
 def broken(page, url):
-    """Return the violations that axe finds on a page of the site."""
+    """Open a page of the site; return (rule, up to three elements) of each violation that axe finds."""
     page.goto(url)
     page.wait_for_function(
         "document.querySelectorAll('pre > code').length === 0 || document.querySelector('.md-code__nav')"
@@ -96,7 +96,7 @@ def test_axe_finds_nothing(site, opened, scheme, width):
 
 
 def test_no_page_leaves_out_a_level_of_headings_or_the_name_of_a_dialog(site):
-    """Every page is searched for two faults that depend on its text, because axe on every page would take minutes."""
+    """Search every page for two faults that depend on its text, because axe on every page would take minutes."""
     faults = []
     for name in site.pages:
         text = (site.folder / name).read_text()

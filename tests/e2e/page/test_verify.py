@@ -1,4 +1,4 @@
-"""The page requests, shows and cancels verifications."""
+"""The server's page requests verifications, shows their reports, and cancels them."""
 
 import json
 import re
@@ -41,7 +41,7 @@ def test_a_verification_is_judged_and_the_code_on_screen_asks_the_same(page):
         counts = [decade["count"] for decade in tensor["histogram"]]
         assert [count for count in chart["lines"]["elements"] if count is not None] == counts
         assert chart["lost"] == []
-    # The request has the form's content, except values that are defaults of the API.
+    # The request has the values of the form, without those that are defaults of the API.
     assert json.loads(re.search(r"-d '(.*)'", page.locator("#verify-code code").inner_text() or "{}")[1]) == {
         "shape": {"q_heads": 4, "kv_heads": 2, "q_len": 33, "kv_len": 40, "head_dim": 16},
         "backend": "tiled", "causal": True, "window": [8, -1], "softcap": 20, "seed": 3, "extras": ["sinks"],
@@ -54,7 +54,7 @@ def test_a_verification_is_judged_and_the_code_on_screen_asks_the_same(page):
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
     page.evaluate(
         "window.setTimeout = () => 0"
-    )  # otherwise a slow machine may miss the word, which is shown for two seconds
+    )  # the page would remove the word "Copied" after two seconds, which may be too soon on a slow machine
     page.locator("#verify-code").get_by_role("button", name="Copy").click()
     expect(page.locator("#verify-code").get_by_role("button")).to_have_text("Copied")
     assert page.evaluate("navigator.clipboard.readText()") == page.locator("#verify-code code").inner_text()
@@ -62,7 +62,7 @@ def test_a_verification_is_judged_and_the_code_on_screen_asks_the_same(page):
 
 @pytest.mark.slow
 def test_a_wrong_element_is_shown_where_it_is(page, server):
-    """The page shows the position of a wrong element; the test gives the page a real report of a wrong answer."""
+    """The page shows the position of a wrong element. It gets the server's real report about a wrong o."""
     q, k, v = (normal(1, 2, 48, 16, seed=seed) for seed in range(3))
     o = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     o[0, 1, 17, 5] += 1e-2
@@ -79,7 +79,7 @@ def test_a_wrong_element_is_shown_where_it_is(page, server):
 
 
 def test_a_bound_is_in_its_chart_and_never_left_of_zero(page):
-    """If the bound is 0 or far below all errors, the red line is next to the bar of the exact elements."""
+    """The red line of the bound is always to the right of the bar of exact elements, even if the bound is 0 or tiny."""
     script = """async () => {
         const { decades } = await import("/static/decades.js");
         const { charts } = await import("/static/chart.js");
@@ -124,7 +124,7 @@ def test_what_is_wrong_is_said_at_its_field(page):
 
 @pytest.mark.slow
 def test_a_verification_is_cancelled_while_it_waits(open_page, gated):
-    """A verification waits behind a blocked launch and is cancelled: the server drops it; the page shows no result."""
+    """If a verification that waits behind a blocked launch is cancelled, the server drops it; no result is shown."""
     page = open_page(gated.server)
     expect(page.locator("#playground .outcome")).to_be_visible()  # the page's first call has ended
     name = f"cancelled-{uuid.uuid4().hex}"
@@ -148,7 +148,7 @@ def test_a_verification_is_cancelled_while_it_waits(open_page, gated):
 
 @pytest.mark.slow
 def test_a_verification_shows_its_blocks_and_is_cancelled_while_it_runs(open_page, gated):
-    """While the verification's third block is held, the page shows progress; no block starts after cancellation."""
+    """While a verification's third block is blocked, the page shows the progress. After a cancel no block starts."""
     page = open_page(gated.server)
     expect(page.locator("#playground .outcome")).to_be_visible()
     name = f"step-{uuid.uuid4().hex}"
