@@ -1,4 +1,4 @@
-"""Fixtures start servers that several test files share."""
+"""Fixtures of the server's tests: servers that several test files share, a client, and files of settings."""
 
 import pytest
 
@@ -7,9 +7,9 @@ from tests.conftest import start_service
 
 @pytest.fixture(scope="session")
 def strict():
-    """Start a server with keys and small limits that accepts some host names and pages of one origin.
+    """Yield a server with API keys and small limits, which accepts three host names and web pages of one origin.
 
-    A test must leave it unchanged.
+    Tests must not change its state.
     """
     server = start_service(
         api_keys="all,looker:info,verifier:benchmark+verify",
@@ -29,7 +29,7 @@ def strict():
 
 @pytest.fixture(scope="session")
 def cache_server(tmp_path_factory):
-    """Start a server with keys and little memory for caches; a test deletes its caches."""
+    """Yield a server with API keys and little memory for caches. Each test deletes the caches that it creates."""
     from tests.support.caches import started
 
     server = started(start_service, tmp_path_factory)
@@ -39,7 +39,7 @@ def cache_server(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def saved_server(tmp_path_factory):
-    """Start a server with keys and little memory for saved forwards; a test deletes its saved forwards."""
+    """Yield a server with API keys and little memory for saved forwards. Each test deletes those that it creates."""
     from tests.support.caches import started_for_saved
 
     server = started_for_saved(start_service, tmp_path_factory)
@@ -49,7 +49,7 @@ def saved_server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(server):
-    """Return a client of the SDK."""
+    """Yield a client of the SDK for the shared server."""
     import flashpoint
 
     with flashpoint.Client(server.url) as client:
@@ -58,7 +58,7 @@ def client(server):
 
 @pytest.fixture
 def files(tmp_path):
-    """Write settings to a TOML file and to a file of variables, and return their paths."""
+    """Write settings to a TOML file and to a file of environment variables; return the two paths."""
     (tmp_path / "a.toml").write_text(
         'queue_limit = 1\nkeep_alive = 2\ncors_origins = ["https://a.org", "https://b.org"]\n'
     )

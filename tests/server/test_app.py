@@ -20,7 +20,7 @@ def test_unknown_addresses_404_and_methods_405(server):
     answer = post(server, "/health/live", b"")
     problem(answer, 405, "method_not_allowed")
     assert answer.headers["allow"] == "GET, HEAD"
-    for path in ("/attention", "/benchmark/none/events"):  # no GET, or an endless one
+    for path in ("/attention", "/benchmark/none/events"):  # the first has no GET, the second an endless one
         assert ask(server, path, "HEAD").status == 405
 
 

@@ -1,4 +1,4 @@
-"""The autoscaling policy computes the number of replicas from the requests and waits."""
+"""The autoscaling policy for Ray Serve computes the number of replicas from the numbers of requests and the waits."""
 
 from types import SimpleNamespace
 

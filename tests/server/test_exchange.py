@@ -1,4 +1,4 @@
-"""A request has each header field once; repeated fields are joined."""
+"""Repeated header fields of a request are joined into one."""
 
 from flashpoint_server.exchange import combined
 from flashpoint_server.formats.negotiation import answer_format, request_format

@@ -1,4 +1,4 @@
-"""The licences of a server's packages are compatible with Apache-2.0, and docs/licences.md lists them."""
+"""The licences of the packages that a server needs are compatible with Apache-2.0, and docs/licences.md lists them."""
 
 import subprocess
 import sys

@@ -4,7 +4,7 @@ import ast
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# FieldError is the name in OpenAPI; the client's Exchange is not public.
+# Class names that are in use twice: FieldError, because OpenAPI shows it; Exchange, because the client's is private.
 SHARED = {"FieldError", "Exchange"}
 
 

@@ -1,4 +1,4 @@
-"""A refusal has a complete problem document with texts of limited length."""
+"""A `Refusal` has a complete problem document, in which names and values of the caller are shortened."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Every test that docs/security.md and docs/reference/limits.md name exists and is a test."""
+"""Every test that docs/security.md and docs/reference/limits.md link to exists."""
 
 import ast
 import functools

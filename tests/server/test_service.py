@@ -1,4 +1,4 @@
-"""The service refuses work before an engine is ready and while the service drains; draining waits for admitted work."""
+"""The service refuses work until an engine is ready and while it drains. `drain` waits for admitted work."""
 
 import asyncio
 

@@ -66,7 +66,7 @@ def test_flops_and_predicted_seconds_are_counted_once_they_are_known():
 
 
 def test_the_longest_wait_is_of_the_requests_that_wait_for_the_service_alone(monkeypatch):
-    """The longest wait leaves out requests whose body is arriving or whose answer is being sent."""
+    """`oldest_seconds` ignores requests that do not wait for the engine: their body arrives or their answer is sent."""
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 1000.0))
     admission = Admission(Settings())
     waits = {"first": None, "second": 998.0}
@@ -120,7 +120,7 @@ def totals(counts):
 
 
 def test_limits_hold_over_all_processes_together(tmp_path):
-    """Limits apply to the sum over three processes of requests, bytes, FLOPs and seconds, without finished requests."""
+    """Each limit (requests, bytes, FLOPs, seconds) applies to the sum over the unfinished requests of all processes."""
     limits = {"queue_limit": 3, "queue_bytes": 100, "queue_flops": 100, "queue_seconds": 10}
     (one, counts), (two, _), (three, _) = (shared(tmp_path, n, **limits) for n in range(3))
     with one.permit(60) as first, two.permit(30) as second:
@@ -142,10 +142,7 @@ def test_limits_hold_over_all_processes_together(tmp_path):
 
 
 def test_what_a_process_that_died_had_inside_counts_no_more(tmp_path):
-    """The supervisor clears a dead process's columns in every file.
-
-    A successor that starts earlier clears them itself.
-    """
+    """The counts of a dead process are cleared: by the supervisor (`clear`), or when its successor starts."""
     (one, _), (two, counts) = (shared(tmp_path, n, queue_bytes=100) for n in range(2))
     spent = [Spent("alice", WorkerGroup(tmp_path, n)) for n in range(2)]
     for number in range(2):
@@ -171,7 +168,7 @@ def stopped_clock(monkeypatch):
 def test_a_request_that_would_wait_for_too_much_of_its_time_is_refused_at_once():
     admission = Admission(Settings())
     with ExitStack() as inside:
-        # FEW requests are admitted at any measured speed: a busy engine measures its speed again.
+        # The first FEW requests are admitted in any case. Only with work to do can the engine measure its speed anew.
         for _ in range(FEW):
             inside.enter_context(admission.permit(0)).charge(Price(0, 10.0), NOW + 1, 1.0)
         one = inside.enter_context(admission.permit(0))
@@ -190,7 +187,7 @@ def test_a_request_that_does_not_wait_for_others_is_let_in():
         for _ in range(FEW):
             inside.enter_context(admission.permit(0)).charge(Price(0, 10.0))
         small = inside.enter_context(admission.permit(0))
-        small.charge(Price(0, 0.01), NOW + 1, 1.0)  # a small request goes before large ones
+        small.charge(Price(0, 0.01), NOW + 1, 1.0)  # it runs before the large requests
         small.charge(Price(0, 10.0), None, 1.0)  # a request without a deadline may wait
         small.charge(Price(0, 10.0), NOW + 1, 0.0)  # the engine's speed is unknown
-        small.charge(Price(0, 10.0), NOW - 1, 1.0)  # already late: it gets 504 when its turn comes
+        small.charge(Price(0, 10.0), NOW - 1, 1.0)  # already late: it is admitted, and answered with 504

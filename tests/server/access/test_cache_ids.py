@@ -1,4 +1,4 @@
-"""A cache id is readable only at replicas that may read it, and gives the cache's owner."""
+"""A cache id contains the cache's shape, signed for its owner. Only replicas with the same secret accept it."""
 
 import pytest
 

@@ -29,7 +29,7 @@ def sha256(key):
 
 
 def keys_file(path, **entries):
-    """Write a key file and return its path; the API key of an entry is the entry's name twice."""
+    """Write a key file and return its path. The API key of an entry is its name, twice: `alicealice` for alice."""
     tables = {name: {"sha256": sha256(name * 2), "rights": ["attention"], **fields} for name, fields in entries.items()}
     path.write_text(
         "".join(
@@ -69,7 +69,7 @@ def test_rights(authorization, right, expected):
 
 
 def test_what_is_refused_tells_nothing():
-    """An error shows neither whether the key is known nor which permission is missing."""
+    """All errors about an unknown key are equal, and so are those about a missing permission: they give no details."""
     keyring = ring(api_keys="look:info")
     unknown = set()
     for headers in ({}, {"authorization": "Bearer no"}, {"authorization": "Basic look"}, {"authorization": "Bearer"}):
@@ -100,7 +100,7 @@ def test_a_wrong_key_setting_is_refused_without_being_shown(keys):
     with pytest.raises(ValidationError) as caught:
         Settings(api_keys=keys)
     assert "key 1 must be" in str(caught.value)
-    assert keys not in str(caught.value)  # a program that embeds the server may log this error
+    assert keys not in str(caught.value)  # a program that embeds the server may write this error to a log
 
 
 def test_keys_of_a_file_have_names_rights_and_limits(tmp_path):

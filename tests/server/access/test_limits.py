@@ -1,4 +1,4 @@
-"""The limits of an API key hold, also over several processes, and a refused request does not count."""
+"""The limits of an API key hold in one process and over several, and a refused request does not use them up."""
 
 import contextlib
 import subprocess
@@ -30,14 +30,14 @@ def refused(call, *args):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Return a stopped clock for the limits; its time is `clock.now`."""
+    """Replace the clock of the limits by a stopped one, and return it; a test sets its time, `clock.now`."""
     clock = SimpleNamespace(now=1000.0)
     monkeypatch.setattr(limits, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
 
 
 def test_requests_by_the_second(clock):
-    """A key may at first use one second of its rate at once, and then more as time passes."""
+    """A key may use up to one second of its rate at once (a token bucket), which refills as time passes."""
     limited = quota(requests_per_second=64)
     for _ in range(64 * int(BURST)):
         limited.take("requests", 1)
@@ -131,7 +131,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def takers(tmp_path):
-    """Start three processes that take from the same limits at the same time."""
+    """Yield three processes that use the same limits at the same time."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with contextlib.ExitStack() as running:
 
@@ -145,7 +145,10 @@ def takers(tmp_path):
 
 
 def test_processes_share_one_limit_and_the_next_one_does_not_inherit_a_dead_ones_requests(takers, tmp_path):
-    """In one second three processes together get one key's limit, a request and 16,384 FLOPs, also after they die."""
+    """With a stopped clock, three processes together may use one request and 16,384 FLOPs, the burst of one key.
+
+    The count of their concurrent requests stays when they are killed, until processes with their numbers start again.
+    """
     for taker in takers:
         assert taker.stdout.readline() == "inside\n"
     here = Spent("alice", WorkerGroup(tmp_path, 3))
@@ -158,7 +161,7 @@ def test_processes_share_one_limit_and_the_next_one_does_not_inherit_a_dead_ones
     for taker in takers:
         taker.kill()
         taker.communicate()
-    assert sum(here.numbers[3:]) == 3  # the dead processes held these requests
+    assert sum(here.numbers[3:]) == 3  # of the dead processes
     for n in range(3):
         Spent("alice", WorkerGroup(tmp_path, n))
     assert sum(here.numbers[3:]) == 0

@@ -1,4 +1,4 @@
-"""The id of a saved forward gives the problem and the forward's owner."""
+"""The id of a saved forward contains its problem (shapes, options, sizes), signed for its owner."""
 
 from flashpoint_contract.options import Options
 from flashpoint_contract.saved import ID_LENGTH, plan_saved

@@ -1,4 +1,4 @@
-"""SIGHUP ends no process of the service, and temporary files of a killed process are removed."""
+"""SIGHUP ends no process of the service, and a new server removes the temporary files of a killed one."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ PREFIX = "flashpoint-serve-"  # prefix of a server's directories
 
 
 def hang_up(server):
-    """Send SIGHUP to every process of a server, as a terminal does to a group when it closes."""
+    """Send SIGHUP to every process of a server, as a terminal does when it closes; return their process ids."""
     family = [server.pid, *(child.pid for child in psutil.Process(server.pid).children(recursive=True))]
     for pid in family:
         os.kill(pid, signal.SIGHUP)
@@ -31,7 +31,7 @@ def hang_ups(server):
 
 
 def test_sighup_without_anything_to_read_again_is_logged_and_changes_nothing(server):
-    assert post(server, "/attention", SMALL, accept=JSON).status == 200  # this starts the process that writes JSON
+    assert post(server, "/attention", SMALL, accept=JSON).status == 200  # starts the JSON process
     before = hang_ups(server)
     family = hang_up(server)
     assert len(family) >= 3
@@ -42,7 +42,7 @@ def test_sighup_without_anything_to_read_again_is_logged_and_changes_nothing(ser
 
 
 def start_another(folder):
-    """Start a server with this temporary directory; it ends at once because its port is taken."""
+    """Start a server with this temporary directory, and wait for its end: its port is in use, so it ends at once."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         command = [sys.executable, "-m", "flashpoint_server.cli.serve", "--port", str(taken.getsockname()[1])]
         variables = {**os.environ, "TMPDIR": str(folder)}
@@ -56,7 +56,7 @@ def content(folder):
 
 @pytest.mark.slow
 def test_several_processes_outlast_sighup_and_leave_no_files_behind(start_server, tmp_path):
-    """A started server removes the files of a killed server. Files of a live server and other files stay."""
+    """A starting server removes the directory of a killed server, but not that of a running one, nor other files."""
     (tmp_path / "other").mkdir()
     (tmp_path / f"{PREFIX}link").symlink_to(tmp_path / "other")
     (tmp_path / f"{PREFIX}file").touch()

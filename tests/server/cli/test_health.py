@@ -1,4 +1,4 @@
-"""`flashpoint health` asks the server on this host."""
+"""`flashpoint health` reports whether the server on this host answers."""
 
 from flashpoint.cli import main
 

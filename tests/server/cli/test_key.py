@@ -1,4 +1,4 @@
-"""`flashpoint key` edits a key file safely, also with several writers, and never shows a key."""
+"""`flashpoint key` edits a key file atomically, keeps its comments, and shows no API key except a new one."""
 
 import hashlib
 import os

@@ -1,4 +1,4 @@
-"""The directory of a process is removed after the process is killed, and never before."""
+"""The temporary directory of a killed process is removed by a later process, and that of a running one stays."""
 
 import subprocess
 import sys

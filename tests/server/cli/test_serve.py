@@ -1,4 +1,4 @@
-"""If `flashpoint serve` cannot start, it ends and prints the reason."""
+"""`flashpoint serve` ends with a reason if it cannot start, and warns of misspelt variables."""
 
 import json
 import os
@@ -18,7 +18,7 @@ def test_a_wrong_start_ends_with_a_reason_for_a_person():
 
 
 def test_a_variable_that_is_nearly_a_setting_is_warned_of(server):
-    """A variable whose name is nearly a setting gets a warning. The server then ends, because its port is taken."""
+    """A variable with a misspelt setting causes a warning. Then the server ends, because its port is in use."""
     variables = {
         "FLASHPOINT_QEUE_LIMIT": "1",
         "FLASHPOINT_API_KEY": "a-client-s",
@@ -41,15 +41,15 @@ def test_a_server_whose_device_is_not_there_ends_with_a_reason():
 
 
 def start(*flags, **variables):
-    """Run `flashpoint serve` with these flags, until it ends by itself."""
+    """Run `flashpoint serve` with these flags and variables until it ends by itself; return the finished process."""
     command = [sys.executable, "-m", "flashpoint_server.cli.serve", *flags]
     return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **variables})
 
 
 def test_without_keys_others_are_served_by_choice_alone(capsys, monkeypatch):
-    """Without keys, a server on a public address refuses to start before it opens a socket, and names both remedies.
+    """Without API keys, a server on a public address refuses to start, and names the remedies.
 
-    No machine has this test's address.
+    It refuses before it opens a socket: no machine has the address of this test, 192.0.2.1.
     """
     host = ["--host", "192.0.2.1", "--port", "0"]
     assert serve.main(host) == 2

@@ -1,4 +1,4 @@
-"""A server that cannot start prints the reason and the remedy in one line; nothing delays a server's end."""
+"""A server that cannot start prints the reason and the remedy. At its stop, a timeout or a second signal ends it."""
 
 import concurrent.futures
 import contextlib
@@ -105,7 +105,7 @@ def test_without_descriptors_the_log_says_that_connections_are_dropped(server):
     resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (max(used) + 1, before[1]))
     try:
         with contextlib.ExitStack() as held:
-            for _ in range(max(used) + 1):  # use all free descriptors; further connections wait to be accepted
+            for _ in range(max(used) + 1):  # more connections than free descriptors
                 connection = held.enter_context(socket.socket())
                 connection.settimeout(PATIENCE)
                 connection.connect(("127.0.0.1", server.port))
@@ -138,13 +138,13 @@ def reached(server):
     ],
 )
 def test_an_address_that_others_reach_is_known_as_one(host, expected, tmp_path):
-    """`open_to_all` is true for an address that others reach, unless keys or client certificates protect it.
+    """`open_to_all` returns an address that other machines reach, or None if keys or client certificates protect it.
 
-    `192.0.2.1` is a documentation address, which no machine has.
+    `192.0.2.1` is reserved for documentation, so no machine has it.
     """
     settings = Settings(host=host)
     assert open_to_all(settings) == expected
     assert open_to_all(settings.model_copy(update={"tls_client_ca": tmp_path})) is None
     assert open_to_all(Settings(host=host, api_keys="k")) is None
-    assert open_to_all(Settings(host=host, insecure=True)) == expected  # if true, the log has a warning
+    assert open_to_all(Settings(host=host, insecure=True)) == expected  # the server logs a warning, and starts
     assert Settings().host == "127.0.0.1"

@@ -1,4 +1,4 @@
-"""Several HTTP processes serve one port and share limits, and the others serve on if one dies."""
+"""Several HTTP processes serve one port and share limits. If one dies, the others continue, and it is replaced."""
 
 import os
 import signal
@@ -42,7 +42,7 @@ def test_several_workers_on_one_port_survive_each_others_death(start_server):
 
 @pytest.mark.slow
 def test_limits_hold_over_all_workers_and_a_dead_one_has_nothing_inside(start_server):
-    """A request with an unsent body takes the only place of both workers, until the worker with this request dies."""
+    """With queue_limit=1, a request with an unsent body fills the queue of both workers until its worker is killed."""
     server = start_server(workers=2, queue_limit=1)
     wait_for(lambda: workers_ready(server) == 2, lambda: f"{workers_ready(server)} of two workers are ready")
     with send(server, SMALL[:-1], length=len(SMALL)) as unsent:
@@ -58,10 +58,10 @@ def test_limits_hold_over_all_workers_and_a_dead_one_has_nothing_inside(start_se
 
 
 def workers_ready(server):
-    """Return how many HTTP processes have logged that they are ready."""
+    """Return the number of HTTP processes that have logged that they are ready."""
     return len([line for line in list(server.lines) if line["event"] == "ready"])
 
 
 def connected_to(pid, connection):
-    """Return whether process `pid` has the other end of the connection."""
+    """Return whether process `pid` has the server's end of this connection."""
     return connection.getsockname() in [c.raddr for c in psutil.Process(pid).net_connections() if c.raddr]

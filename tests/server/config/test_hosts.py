@@ -1,4 +1,4 @@
-"""Settings with valid host names are parsed, and other values are refused."""
+"""The name in a Host header is parsed, or None if it is invalid; `allowed_hosts` accepts only host names."""
 
 import pytest
 from pydantic import ValidationError

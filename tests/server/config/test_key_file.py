@@ -1,4 +1,4 @@
-"""A right key file is read; the error for a wrong one shows none of its values."""
+"""The error about an invalid key file names the wrong field, and shows none of the file's values."""
 
 import pytest
 from pydantic import ValidationError

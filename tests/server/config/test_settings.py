@@ -1,4 +1,4 @@
-"""Settings have bounds, and sizes in bytes may have a unit."""
+"""`make serve` passes the port to the server, and settings in bytes accept a unit, as in 4GiB."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ from flashpoint_server.config.sources import SettingError, load
     [({}, [], 8000), ({"FLASHPOINT_PORT": "8001"}, [], 8001), ({"FLASHPOINT_PORT": "8001"}, ["PORT=9000"], 9000)],
 )
 def test_make_serve_passes_port_or_the_variable(variables, arguments, port):
-    of_make = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")  # `make test` sets them, which makes an inner make print more
+    of_make = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")  # `make test` sets them, and then an inner make prints more
     environment = {n: value for n, value in os.environ.items() if n not in ("PORT", "FLASHPOINT_PORT", *of_make)}
     command = ["make", "-n", "-o", ".venv/.server", "serve", *arguments]
     said = subprocess.run(

@@ -1,4 +1,4 @@
-"""Flags override variables, and variables override files; the error for a wrong value names its source."""
+"""Flags override environment variables, which override files. The error about a wrong value names its source."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""HTTPS works with real clients and client certificates, and answers contain no bytes of other callers."""
+"""HTTPS and gRPC over TLS work with real clients, client certificates and renewed server certificates."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ class Authority:
         self._made("ca", "-x509", "-addext", "basicConstraints=critical,CA:TRUE")
 
     def give(self, name, to="localhost"):
-        """Make a certificate and its key, and return their files."""
+        """Create a certificate for the host `to` and its key; return the paths of the two files."""
         signed = ("-CA", self.file, "-CAkey", self.where / "ca.key", "-addext", "subjectAltName=DNS:" + to)
         self._made(name, "-x509", *signed)
         return self.where / f"{name}.pem", self.where / f"{name}.key"
@@ -61,7 +61,7 @@ def tls_settings(authority):
 
 @pytest.fixture(scope="module")
 def server(start_server, authority):
-    """Start a server that requires a client certificate and a key. Its timeouts do not expire during a slow test."""
+    """Start a server that requires a client certificate and an API key, with timeouts of an hour for slow machines."""
     settings = {**tls_settings(authority), "api_keys": "s3cret"}
     server = start_server(ready=False, header_timeout=3600, body_timeout=3600, grpc_port=0, **settings)
     assert server.url.startswith("https://")
@@ -84,7 +84,7 @@ def client(server, authority, kind=flashpoint.Client, **how):
 
 @contextlib.contextmanager
 def connected(server, context):
-    """Return an `http.client` connection to the server over TLS."""
+    """Yield an `http.client` connection to the server over TLS."""
     connection = http.client.HTTPSConnection("localhost", server.port, timeout=60, context=context)
     with contextlib.closing(connection):
         yield connection
@@ -101,7 +101,7 @@ HEADERS = {"Content-Type": SAFETENSORS, "Authorization": "Bearer s3cret"}
 
 def test_both_clients_get_exact_answers_of_any_size(server, authority):
     with client(server, authority) as blocking:
-        for rows in (1, 100, 3 * ROWS):  # the last request and answer have 3 MiB: more than one encryption step
+        for rows in (1, 100, 3 * ROWS):  # the last request and answer are encrypted in several steps
             q = np.random.default_rng(rows).standard_normal((1, 1, rows, 256), np.float32)
             v = np.full((1, 1, 3, 256), rows, np.float32)
             assert np.array_equal(blocking.attention(q, v, v), np.full_like(q, rows))
@@ -162,7 +162,7 @@ def test_neither_plain_http_nor_an_old_version_is_spoken(server, authority):
 
 
 def test_tls_1_2_has_forward_secrecy_and_authenticated_encryption(server, authority):
-    """HTTP and gRPC refuse suites with CBC and suites without an ephemeral key exchange."""
+    """HTTP and gRPC refuse TLS cipher suites with CBC, and those without an ephemeral elliptic-curve key exchange."""
 
     def suite(port, ciphers):
         context = trusting(authority)
@@ -184,7 +184,7 @@ def test_tls_1_2_has_forward_secrecy_and_authenticated_encryption(server, author
 
 @pytest.mark.slow
 def test_its_health_is_asked_for_through_tls(server, authority, capsys, start_server):
-    """`flashpoint health` works over TLS without a client certificate, and accepts a certificate of any authority."""
+    """`flashpoint health` works over TLS. It has no client certificate and does not verify the server's certificate."""
     cert, key = authority.give("alive")
     files = [f"--tls-cert={cert}", f"--tls-key={key}", f"--tls-client-ca={authority.file}"]
     assert main(["health", f"--port={server.port}", *files]) == 0
@@ -199,7 +199,7 @@ def test_its_health_is_asked_for_through_tls(server, authority, capsys, start_se
 
 
 def test_canary_slow_readers_see_nobody_elses_bytes(server, authority):
-    """Slow readers get right answers, which wait partly encrypted while other answers are computed in reused memory."""
+    """Slow readers get right answers, although other answers reuse memory while theirs wait, in part encrypted."""
     context = trusting(authority)
     with contextlib.ExitStack() as open_until:
         slow = []
@@ -215,10 +215,10 @@ def test_canary_slow_readers_see_nobody_elses_bytes(server, authority):
             assert bool((reply(connection.getresponse()).tensors["o"] == value).all())
 
 
-@pytest.mark.slow  # needs a server with a short timeout; tests/server/http/test_heads.py has the same without TLS
+@pytest.mark.slow  # needs a separate server; tests/server/http/test_heads.py tests this without TLS
 def test_a_head_that_never_ends_is_closed(start_server, authority):
     server = start_server(ready=False, header_timeout=1, **tls_settings(authority))
-    cut_off = (ConnectionError, ssl.SSLEOFError)  # on a slow machine, the handshake may fail
+    cut_off = (ConnectionError, ssl.SSLEOFError)  # on a slow machine, the timeout may expire during the handshake
     with connected(server, trusting(authority)) as connection, contextlib.suppress(*cut_off):
         connection.connect()
         connection.sock.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n")
@@ -248,7 +248,7 @@ def certificates_loaded(server):
 
 def test_a_new_certificate_is_shown_after_sighup(server, authority):
     def shown():
-        """Check that HTTP and gRPC show the same certificate, and return it."""
+        """Check that HTTP and gRPC have the same server certificate, and return its serial number."""
         with connected(server, trusting(authority)) as connection:
             connection.connect()
             serial = connection.sock.getpeercert()["serialNumber"]
@@ -263,7 +263,7 @@ def test_a_new_certificate_is_shown_after_sighup(server, authority):
 
     before = shown()
     cert, _ = authority.give("another")
-    for wrong, why in ((b"nothing", "PEM"), (cert.read_bytes(), "mismatch")):  # the matching key is missing
+    for wrong, why in ((b"nothing", "PEM"), (cert.read_bytes(), "mismatch")):  # not PEM; a certificate of another key
         (authority.where / "server.pem").write_bytes(wrong)
         server.process.send_signal(1)
         server.wait_for_line(lambda line, why=why: line["event"] == "certificate kept" and why in line["error"])

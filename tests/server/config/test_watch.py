@@ -1,4 +1,4 @@
-"""Watched files are noticed when they are rewritten, replaced, removed, or swapped by a symbolic link."""
+"""`Watch` detects that a file was rewritten, replaced, removed, or changed by another target of a symbolic link."""
 
 import os
 
@@ -22,7 +22,7 @@ def test_a_file_that_is_another_is_noticed_once(tmp_path, changes):
     watch.look()
     watch.look()
     assert changes == ["second"]
-    (tmp_path / "new").write_text("thirds")  # the new text has the same size
+    (tmp_path / "new").write_text("thirds")  # of the same size as the old text
     os.replace(tmp_path / "new", path)
     watch.look()
     path.unlink()
@@ -34,10 +34,7 @@ def test_a_file_that_is_another_is_noticed_once(tmp_path, changes):
 
 
 def test_a_secret_of_kubernetes_is_noticed(tmp_path, changes):
-    """A change of a mounted secret is noticed.
-
-    Its files are links through the link `..data`, which Kubernetes replaces.
-    """
+    """The files of a mounted Kubernetes secret are links through the link `..data`. `Watch` detects its replacement."""
     for version in ("one", "two"):
         (tmp_path / f"..{version}").mkdir()
         (tmp_path / f"..{version}" / "keys.toml").write_text(version)

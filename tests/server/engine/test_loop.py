@@ -1,4 +1,4 @@
-"""Between two parts of a large request, the engine runs small requests, and ends a late or cancelled one."""
+"""Between two parts of a large request, the engine runs small requests. It stops a large one that is late or left."""
 
 import concurrent.futures
 
@@ -25,7 +25,7 @@ def pool():
 
 @pytest.fixture
 def step(gated):
-    """Return the gate that holds the second part of a request named step-…; open the gate at the end of the test."""
+    """Close the gate at which the second part of a request step-… waits; yield its file; open it after the test."""
     gate = gated.gate("step")
     gate.unlink(missing_ok=True)
     yield gate
@@ -33,11 +33,11 @@ def step(gated):
 
 
 def wait_held(gated, name):
-    """Wait until the second part of the request waits at its gate."""
+    """Wait until the second part of the request with this id waits at the gate."""
     gated.server.wait_for_line(lambda line: line["event"] == "held" and line["request_id"] == name)
 
 
-# The engine of the tests does not cut requests of `reference` into parts; another test has them.
+# Without the last kind, `reference`, whose requests this engine does not cut into parts; a test below has this kind.
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=[] if kind == "plain" else pytest.mark.slow) for kind in KINDS[:-1]]
 )
@@ -69,9 +69,9 @@ def test_a_request_whose_client_leaves_starts_no_further_part(gated, step):
 
 
 def test_a_late_request_starts_no_further_part(gated, pool, step):
-    """A request whose deadline passes in the engine starts no further part.
+    """A request whose deadline passes while a part runs starts no further part.
 
-    The test doubles the deadline until a request reaches the engine in time.
+    The test doubles the deadline until a request starts its first part in time.
     """
     body = message(short_sequences("plain")[0])
     for doubling in range(8):
@@ -88,10 +88,7 @@ def test_a_late_request_starts_no_further_part(gated, pool, step):
 
 @pytest.mark.slow
 def test_a_small_request_passes_an_exact_one_of_many_sequences(server, pool):
-    """A small request is answered before a large one of 20 CPU seconds.
-
-    The client of the large one leaves, which ends it.
-    """
+    """A small request is answered before an earlier one that needs 20 s. Then the client of the large one leaves."""
     tensors, options = short_sequences("reference")
     nothing_inside(server)
     with send(server, message(tensors, **options), request_id="exact"):

@@ -31,7 +31,7 @@ def test_every_thread_of_an_engine_leaves_the_cores_to_http_first(server):
 
 
 def test_a_killed_engine_costs_what_it_had_begun_and_no_more(gated):
-    """The running requests are refused, the benchmark fails, and the next engine answers the waiting requests."""
+    """If an engine is killed, its running request gets 503, its benchmark fails, and the next engine does the rest."""
     server, engine = gated.server, gated.server.engine_pid
     before, alone = post(server, "/attention", SMALL), small(backend="reference")
     timed = {"shapes": [{"q_len": 8, "head_dim": 8}], "backends": ["naive"]}
@@ -40,7 +40,7 @@ def test_a_killed_engine_costs_what_it_had_begun_and_no_more(gated):
             waiting = [gated.post(pool, "waits", alone) for _ in range(6)]
             benchmark = post(server, "/benchmark", json.dumps(timed).encode(), JSON)
             assert benchmark.status == 202
-            gated.gate("closed").touch()  # the next engine waits at its start
+            gated.gate("closed").touch()  # makes the next engine wait at its start
             os.kill(engine, signal.SIGKILL)
             problem(running.result(), 503, "engine_lost")
             assert running.result().headers["retry-after"]
@@ -59,7 +59,7 @@ def test_a_killed_engine_costs_what_it_had_begun_and_no_more(gated):
 
 
 def test_a_stopped_engine_is_not_ready_and_answers_when_it_goes_on(server):
-    """While SIGSTOP stops the engine, the server is not ready; it answers after the engine continues."""
+    """While the engine is stopped by SIGSTOP, the server is not ready. After SIGCONT, it answers waiting requests."""
     engine, before = server.engine_pid, post(server, "/attention", SMALL)
     nothing_inside(server)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -79,7 +79,7 @@ def test_a_stopped_engine_is_not_ready_and_answers_when_it_goes_on(server):
 
 
 def test_an_engine_that_cannot_map_a_segment_drops_it_and_serves_on(gated):
-    """A request whose memory exceeds the engine's address space is refused, and the next ones are answered."""
+    """If the engine cannot map the memory of a request, this request gets 503, and later ones are answered."""
     server, engine = gated.server, gated.server.engine_pid
     # The engine may first release idle memory of other tests, at most 80 MiB.
     room = psutil.Process(engine).memory_info().vms + (16 << 20)

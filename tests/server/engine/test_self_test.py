@@ -1,4 +1,4 @@
-"""A backend must pass a check before it serves; a failed start may be retried."""
+"""At its start, an engine checks its backends against `reference`; some failures of a start may be retried."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ from flashpoint_server.engine.self_test import check_backends, may_pass
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_backend_that_computes_wrongly_is_not_served(direction, monkeypatch):
-    """A backend is not served if one element of one answer is wrong by 0.01, as after a miscompilation."""
+    """The check fails if one element of one output of a backend is wrong by 0.01, as after a miscompilation."""
     compute = getattr(tiles, direction)
 
     def miscompiled(problems):
@@ -34,7 +34,7 @@ def test_what_keeps_a_gpu_from_starting_may_pass():
 
 @pytest.mark.slow
 def test_an_engine_starts_without_sympy():
-    """The engine starts without sympy. torch imports it, in half a second, when autograd gets gradients of outputs."""
+    """The engine's start does not import sympy, which takes 0.5 s. torch imports it in some uses of autograd."""
     program = "import sys; from flashpoint_server.engine import self_test; self_test.start('cpu')"
     program += "; print('sympy' in sys.modules)"
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""Calls of the JSON process end correctly at deadlines, cancellation, its death, and a lack of system resources."""
+"""Calls of the JSON process end correctly if deadlines pass, callers leave, it dies or hangs, or resources run out."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from tests.support.held import hold
 
 TEXT = jsonwire.encode({"q": np.ones((2, 2), np.float32)}, {})
 PATIENCE = 240  # seconds; a longer wait is a hang
-BRIEFLY = 0.05  # seconds; a deadline that passes while this call or another one is blocked
+BRIEFLY = 0.05  # seconds; a deadline so soon that it passes while the JSON process is blocked
 
 
 @contextlib.contextmanager
@@ -53,7 +53,7 @@ def no_memory(more):
 
 
 class Held:
-    """A call that blocks the JSON process until `release`."""
+    """A call that blocks the JSON process until `release` is called."""
 
     def __init__(self, folder):
         self._folder = folder
@@ -87,7 +87,7 @@ async def works(codec, deadline=None):
 
 
 def run(calls):
-    """Run `calls(codec)` in the event loop of the service."""
+    """Run the coroutine function `calls` with a new codec, in uvloop, as in the service."""
 
     async def main():
         codec = Codec()
@@ -130,7 +130,7 @@ def test_a_call_whose_deadline_has_passed_starts_no_process():
 
 
 def test_who_gives_a_call_up_costs_the_next_no_process(blocked):
-    """After a caller gives up a call, the same process answers the next call. A new process would start slowly."""
+    """After a caller cancels a call, the same JSON process answers the next call, because a new one starts slowly."""
 
     async def calls(codec):
         process = await codec.run(None, os.getpid)

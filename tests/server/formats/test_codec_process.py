@@ -1,4 +1,4 @@
-"""At a request's deadline the server stops waiting for the JSON process, which then serves the next request."""
+"""At a request's deadline, the server stops waiting for the JSON process, which can then serve other requests."""
 
 import os
 import signal
@@ -13,8 +13,8 @@ GOOD = small()
 
 
 def test_a_deadline_that_passes_while_the_answer_is_written_as_json_is_504(server):
-    """If the deadline passes while the process that writes JSON is stopped, the answer is 504."""
-    assert post(server, "/attention", GOOD, accept=JSON).status == 200  # this starts the process that writes JSON
+    """If the deadline passes while the JSON process is stopped by SIGSTOP, the answer is 504."""
+    assert post(server, "/attention", GOOD, accept=JSON).status == 200  # starts the JSON process
     (codec,) = server.children("formats.codec_process")
     os.kill(codec, signal.SIGSTOP)
     try:

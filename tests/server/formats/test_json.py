@@ -1,4 +1,4 @@
-"""A valid JSON body is read; the error for an invalid one names the wrong field."""
+"""Malformed JSON gets 400. JSON with an invalid field gets 422, and the error names the field."""
 
 import json
 

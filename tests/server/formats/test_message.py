@@ -1,4 +1,4 @@
-"""Tensors and options that make no valid request get an error that names each wrong field."""
+"""A request with invalid tensors or options gets 422, and the error names each wrong field."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Content-Type gives the format of a request, and Accept gives the format of its answer."""
+"""Content-Type selects the format of a request (safetensors, JSON), and Accept that of its answer."""
 
 import pytest
 

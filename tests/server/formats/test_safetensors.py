@@ -1,4 +1,4 @@
-"""A safetensors body is read whole or refused, and the server serves on."""
+"""A malformed safetensors body gets 400, and the server continues to serve."""
 
 import struct
 

@@ -1,4 +1,4 @@
-"""A fixture runs a benchmark whose events several test files read."""
+"""The fixture `job`, a finished benchmark whose events several test files read."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def job(server):
-    """Return the address of a finished benchmark."""
+    """Run a short benchmark to its end, and return its path, /benchmark/ID."""
     from tests.support.messages import JSON, ask, post
     from tests.support.servers import wait_for
 

@@ -1,4 +1,4 @@
-"""The server limits a body's size and time, and gives up an answer that its client does not read."""
+"""The server limits the size and the time of a body, and drops an answer that its client does not read."""
 
 import concurrent.futures
 import contextlib
@@ -80,7 +80,7 @@ def test_a_body_that_comes_too_slowly_408(strict):
 
 
 def test_a_trickle_is_too_slow_even_without_a_pause(strict):
-    """A body sent in single bytes is refused for its rate, although no pause exceeds the timeout."""
+    """A body that arrives in single bytes gets 408 for its low rate, although no pause exceeds the timeout."""
     with connect(strict) as connection:
         connection.sendall(
             f"POST /attention HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer all\r\nContent-Type: {JSON}\r\n"
@@ -99,7 +99,7 @@ def test_a_trickle_is_too_slow_even_without_a_pause(strict):
 
 @pytest.mark.parametrize("path", ["/attention", "/verify", "/benchmark", "/v2/models/attention/infer"])
 def test_a_client_that_vanishes_in_its_body_leaves_the_server_serving(server, path):
-    """A client leaves inside its body: one log line says this, and the server serves on without an error."""
+    """If a client leaves before it has sent its body, the log has a line with 499, and the server serves on."""
     name = f"vanished{path}-{os.urandom(4).hex()}"
     with connect(server) as connection:
         connection.sendall(
@@ -161,7 +161,7 @@ def test_an_early_refusal_is_read_by_every_client(strict, client, body, key, sta
 
 @pytest.mark.parametrize(("key", "statuses"), [("none", [401]), ("all", [100, 200])])
 def test_expect_100_continue_is_answered_before_the_body_is_sent(strict, key, statuses):
-    """A request refused for its headers gets no 100 Continue before its answer; any other request gets one."""
+    """With `Expect: 100-continue`, a request with a wrong key gets 401 at once; a valid one gets 100 Continue first."""
     with connect(strict) as connection:
         connection.sendall(
             f"POST /attention HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n"
@@ -176,7 +176,7 @@ def test_expect_100_continue_is_answered_before_the_body_is_sent(strict, key, st
                     connection.sendall(GOOD)
             fields = b"".join(iter(lines.readline, b"\r\n"))
         assert results == statuses
-        # Without 100 Continue a client may or may not send the body, so the server must close the connection.
+        # After a 401 instead of 100, a client may send the body or not, so the server must close the connection.
         assert (b"connection: close" in fields) == (statuses == [401])
 
 
@@ -202,7 +202,7 @@ HEAD = f"POST /attention HTTP/1.1\r\nHost: localhost\r\nContent-Type: {SAFETENSO
 
 @contextlib.contextmanager
 def stopped(server):
-    """Stop the HTTP process for the block, and continue it after its body timeout (2 s) has passed."""
+    """Stop the server's HTTP process inside the block, and continue it after the body timeout (2 s) has passed."""
     os.kill(server.pid, signal.SIGSTOP)
     began = time.monotonic()
     try:
@@ -219,7 +219,7 @@ def status_of(connection):
 
 @pytest.mark.slow
 def test_a_body_that_arrived_while_the_server_was_stopped(gated):
-    """A body that arrived while the server was stopped is accepted, both in staging memory and in chunks."""
+    """A body that arrived while the server was stopped is not late, with a Content-Length and with chunks."""
     chunked = b"%x\r\n%s\r\n0\r\n\r\n" % (len(BODY), BODY)
     framings = {b"Content-Length: %d\r\n\r\n" % len(BODY): BODY, b"Transfer-Encoding: chunked\r\n\r\n": chunked}
     for framing, end in framings.items():
@@ -243,16 +243,16 @@ def test_an_answer_that_nobody_takes_is_dropped_after_a_while(gated):
 
 @pytest.mark.slow
 def test_an_answer_given_up_is_never_another_requests(gated):
-    """Clients read nothing until the server gives up their answers; what they read later contains no other answer.
+    """Slow clients read nothing until the server drops their answers, while other requests reuse memory.
 
-    Meanwhile other requests reuse the memory.
+    The bytes that these clients read afterwards belong to their own answers only.
     """
     server, over = gated.server, threading.Event()
     connections = {f"slow-{value}": (value, unread(server, value, f"slow-{value}")) for value in range(1, 5)}
 
     def reuse():
         while not over.is_set():
-            with contextlib.suppress(http.client.HTTPException, ConnectionError):  # this answer may be given up, too
+            with contextlib.suppress(http.client.HTTPException, ConnectionError):  # this one may be dropped, too
                 post(server, "/attention", wide(-1, 1 << 12))
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
@@ -289,7 +289,10 @@ def test_a_request_behind_a_direct_body_may_close_with_bytes_behind_it(server):
 
 @pytest.mark.parametrize("expect", [True, False], ids=["100-continue", "at-once"])
 def test_a_refusal_from_the_head_comes_before_the_body(server, expect):
-    """A head whose request is invalid gets 422, without 100 Continue and before any byte of the body."""
+    """An invalid safetensors head gets 422 before the tensors arrive.
+
+    With `Expect: 100-continue`, the server asks for the body, and refuses it after the safetensors head.
+    """
     bad = message({"q": torch.zeros(2, 1, 4096, 64), "k": torch.zeros(2, 1, 8, 32), "v": torch.zeros(2, 1, 8, 64)})
     head = bad[: 8 + int.from_bytes(bad[:8], "little")]
     with connect(server) as connection:
@@ -305,7 +308,7 @@ def test_a_refusal_from_the_head_comes_before_the_body(server, expect):
 
 
 def test_two_requests_on_one_connection_at_once(server):
-    """Pipelined requests are answered: one packet has the last bytes of the first request and the second head."""
+    """Two pipelined requests, sent at once, are both answered."""
     body = constant(4, 1 << 10)
     request = (
         f"POST /attention HTTP/1.1\r\nHost: localhost\r\nContent-Type: {SAFETENSORS}\r\nContent-Length: {len(body)}\r\n"

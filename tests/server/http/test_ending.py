@@ -1,4 +1,4 @@
-"""A connection stays open after an answer if the next request can be read, and ends after invalid input."""
+"""A connection stays open after an answer if the server can find the next request's start, and is closed otherwise."""
 
 import contextlib
 import http.client
@@ -24,7 +24,7 @@ GOOD = small()
 
 def test_a_chunk_that_is_none_is_400_and_the_connection_ends(server):
     chunk = b"%x\r\n%s\r\n" % (len(GOOD), GOOD)
-    for begin in (b"", chunk[:-1], chunk):  # the body never ends, even after its last byte
+    for begin in (b"", chunk[:-1], chunk):  # the last chunk, of size 0, never comes
         name = f"no-chunk-{os.urandom(4).hex()}"
         head = (
             f"POST /attention HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: {name}\r\nContent-Type: {SAFETENSORS}\r\n"
@@ -42,7 +42,7 @@ def test_a_chunk_that_is_none_is_400_and_the_connection_ends(server):
 
 
 def test_a_body_that_is_refused_before_it_has_come_costs_no_connection_where_it_is_short(server):
-    """After it refuses a request with a short body, the server discards the body's rest and reads the next request."""
+    """If the server refuses a request before its short body has arrived, it discards the rest and reads on."""
     refused = message({"q": SMALL["q"], "x": torch.zeros(100_000)})
     head = "POST /attention HTTP/1.1\r\nHost: localhost\r\n"
     with connect(server) as connection:
@@ -93,7 +93,7 @@ KEEP = "Connection: keep-alive"
 
 
 def test_http_1_0_is_kept_alive_where_it_asks(server):
-    """An HTTP/1.0 client that asks for keep-alive gets four answers on one connection, one of which is an error."""
+    """An HTTP/1.0 client that asks for keep-alive gets several answers on one connection, even after an error."""
     requests = [get("/health", KEEP, version="1.0"), post("/attention", GOOD, SAFETENSORS, KEEP, version="1.0")]
     requests += [get("/nothing", KEEP, version="1.0"), get("/info", version="1.0")]
     replies = answers(talk(server, b"".join(requests)))

@@ -1,4 +1,4 @@
-"""Each request gets an id, one log line and an answer, also if the server's code fails."""
+"""Each request gets an id, one log line and an answer, even if the server's code raises an unexpected error."""
 
 import os
 
@@ -24,7 +24,7 @@ def test_a_request_id_is_echoed_when_it_is_sane_and_made_when_not(server):
 
 @pytest.mark.slow
 def test_a_bug_of_ours_is_500_with_its_id_in_the_log(gated):
-    """A route that fails (tests/support/faulty/server.py) gets 500 with an id that is in the log."""
+    """An unexpected error of a route (of tests/support/faulty) gives 500, with the request id that is in the log."""
     server = gated.server
     answer = ask(server, "/fail")
     document = problem(answer, 500, "internal_error")

@@ -1,4 +1,4 @@
-"""A client that shuts down its sending side gets its answers; requests of a client that leaves are dropped."""
+"""A client that shuts down its sending side still gets its answers. The requests of one that leaves are dropped."""
 
 import concurrent.futures
 import contextlib
@@ -24,7 +24,7 @@ ALONE = small(backend="reference")
 
 
 def test_half_a_connection_gets_its_answers(server, job):
-    """A client that shuts down sending after one or more requests, and perhaps half of one more, gets its answers."""
+    """A client that shuts down sending gets the answers to its complete requests, not to an incomplete last one."""
     large = message({name: normal(1, 8, 4096 if name == "q" else 4, 64, seed=1) for name in "qkv"})  # 8 MiB
     for sent in (
         get("/info"), get(f"{job}/events"), get("/health", version="1.0"), post("/attention", GOOD, SAFETENSORS),
@@ -42,7 +42,7 @@ def test_half_a_connection_gets_its_answers(server, job):
 
 
 def test_a_slow_reader_of_half_a_connection_gets_all(server):
-    """A slow reader that has shut down sending gets a whole answer that exceeds the kernel's buffers."""
+    """A slow reader that has shut down sending gets a complete answer that is larger than the socket buffers."""
     large = message({name: torch.ones(1, 8, 16384 if name == "q" else 4, 64) for name in "qkv"})  # 32 MiB
     with connect(server, receive_buffer=4096) as connection:
         connection.sendall(post("/attention", large, SAFETENSORS))
@@ -56,7 +56,7 @@ def test_a_slow_reader_of_half_a_connection_gets_all(server):
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 def test_half_a_connection_waits_for_its_answer(gated, version):
-    """A client that shuts down sending while its request waits in the queue or runs gets the answer."""
+    """Two clients shut down sending, one before and one after its request is queued. Both get their answers."""
     names = [f"half-{os.urandom(4).hex()}" for _ in range(2)]
     with concurrent.futures.ThreadPoolExecutor() as pool, gated.busy(pool, ALONE), contextlib.ExitStack() as held:
         connections = [held.enter_context(connect(gated.server)) for _ in names]
@@ -77,7 +77,7 @@ def test_a_client_that_ends_its_sending_and_then_leaves_is_dropped(gated):
         with connect(gated.server) as connection:
             connection.sendall(post("/attention", ALONE, SAFETENSORS, f"X-Request-Id: {name}"))
             connection.shutdown(socket.SHUT_WR)
-            assert connection.recv(100).startswith(b"HTTP/1.1 100 ")  # the server checks the connection
+            assert connection.recv(100).startswith(b"HTTP/1.1 100 ")  # by which the server tests it
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close now resets
         gated.wait_dropped(name)
     assert gated.server.wait_for_request(name)["code"] == "client_gone"

@@ -1,4 +1,4 @@
-"""The server refuses a head with a wrong size, Host or Transfer-Encoding, as HTTP demands."""
+"""The server refuses a request head that is too large or slow, or has an invalid Host or Transfer-Encoding."""
 
 import concurrent.futures
 import contextlib
@@ -40,7 +40,7 @@ def test_a_request_has_one_valid_host(server, what):
 
 
 def test_trailers_are_no_part_of_a_head_that_is_repeated(server):
-    """A Host in the trailers of a valid request is no part of its head; a later head with two Hosts is refused."""
+    """A Host in the trailers of a request is not part of its head. A later head with two Host fields is refused."""
     lines = "POST /nothing HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
     with connect(server) as connection:
         connection.sendall(f"{lines}\r\n1\r\nx\r\n0\r\nHost: localhost\r\n\r\n".encode())
@@ -89,7 +89,7 @@ def test_a_head_over_64_kib_is_431(server, path, fields):
     with connect(server) as connection:
         connection.sendall(get(path, *fields))
         response = http.client.HTTPResponse(connection)
-        response.begin()  # read at once: the server may reset the connection after its answer
+        response.begin()  # at once, because the server may reset the connection after its answer
         answer = reply(response)
     if path == "/info" and not fields:
         assert answer.status == 200
@@ -116,7 +116,7 @@ SLOW = [b"", HEAD[:10], HEAD, b"\r\n", HEAD + b"\r\n" + HEAD, HEAD + b"Content-L
 
 
 def wait_closed(server, begin):
-    """Open a connection with `begin`, send single bytes, and wait until the server closes it."""
+    """Open a connection, send `begin` and then single bytes, and wait until the server closes the connection."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=0.05) as connection:
 
         def is_closed():
@@ -139,7 +139,7 @@ def wait_closed(server, begin):
 
 
 def test_a_slow_head_is_closed_in_bounded_time(start_server):
-    """The server closes a connection that sends single bytes of a head, blank lines or an unwanted body (Slowloris)."""
+    """The server closes a connection that sends a head, blank lines or an unwanted body byte by byte (Slowloris)."""
     server = start_server(ready=False, header_timeout=0.3)
     with concurrent.futures.ThreadPoolExecutor(len(SLOW)) as pool:
         list(pool.map(lambda begin: wait_closed(server, begin), SLOW))

@@ -1,4 +1,7 @@
-"""The origin policy allows only the right hosts and pages. Rules are tested without a server, effects with one."""
+"""The origin policy refuses requests to other host names and from web pages of other sites.
+
+`OriginPolicy` is tested alone, and then with a server.
+"""
 
 import json
 
@@ -10,11 +13,11 @@ from flashpoint_server.refusal import Refusal
 from tests.support.messages import SAFETENSORS, ask, problem, read_metrics, small
 from tests.support.raw_http import get, one, post, talk
 
-HERE = "10.0.0.7"  # the server's address in these tests
+HERE = "10.0.0.7"  # the IP address at which requests reach the server, in tests of `OriginPolicy`
 
 
 def answer(sites, host=None, method="POST", path="/attention", **fields):
-    """Return the error code of the refusal; None if the request continues."""
+    """Return the error code if the policy refuses a request with this Host and these fields, or None."""
     headers = {name.replace("_", "-"): value for name, value in fields.items()}
     try:
         sites.check(Exchange(method, path, headers | ({"host": host} if host else {}), "id"), HERE)
@@ -41,7 +44,7 @@ def test_a_server_that_anybody_may_call_on_loopback_answers_to_loopback_names():
     sites = OriginPolicy((), ())
     assert {answer(sites, host) for host in (*LOOPBACK, *OTHERS)} == {None}
     sites.only_loopback()
-    for _ in range(2):  # the second answer comes from the policy's cache
+    for _ in range(2):  # the second time from the policy's cache
         assert {answer(sites, host) for host in (None, *LOOPBACK)} == {None}
         assert {answer(sites, host) for host in OTHERS} == {"host_not_allowed"}
 
@@ -107,9 +110,9 @@ CLOSE = "Connection: close"
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "localhost.evil.example", "192.0.2.1"])
 def test_a_name_that_leads_here_is_not_ours(server, host):
-    """A server on loopback without keys refuses other host names, even if they resolve to its address.
+    """A server on loopback without API keys refuses other host names, even if they resolve to its address.
 
-    With DNS rebinding, a browser treats this server as the origin of an attacker's page.
+    With DNS rebinding, an attacker's name resolves to this server, and a browser lets the attacker's page read answers.
     """
     before = read_metrics(server)["flashpoint_accepted_total"]
     fields = f"Origin: http://{host}", "Sec-Fetch-Site: same-origin", CLOSE
@@ -133,7 +136,7 @@ def test_loopback_names_are_ours(server, host):
 def test_allowed_hosts_are_answered(strict):
     for host, status in (("attention.example:80", 200), ("a.b.pods.example", 200), ("pods.example", 421), ("x.y", 421)):
         assert one(talk(strict, get("/health", CLOSE, host=f"Host: {host}"))).status == status
-    assert strict.get("/health")[1]["live"]  # probes use the address, too
+    assert strict.get("/health")[1]["live"]  # by the IP address, as probes do
 
 
 EVIL = ("Origin: http://evil.example", "Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: no-cors")
@@ -141,7 +144,7 @@ EVIL = ("Origin: http://evil.example", "Sec-Fetch-Site: cross-site", "Sec-Fetch-
 
 @pytest.mark.parametrize("fields", [EVIL, EVIL[:1], EVIL[1:], ("Sec-Fetch-Site: same-site",)])
 def test_a_page_of_another_site_has_nothing_computed(server, fields):
-    """The server refuses cross-site POSTs of text/plain, which browsers send without CORS preflight."""
+    """The server refuses cross-site requests before it computes. A POST of text/plain comes without a preflight."""
     before = read_metrics(server)["flashpoint_accepted_total"]
     numbers = {"shape": [1, 2], "datatype": "FP32", "data": [1, 2]}
     infer = json.dumps({"inputs": [{"name": name, **numbers} for name in "qkv"]}).encode()

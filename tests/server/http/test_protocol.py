@@ -1,6 +1,7 @@
-"""The server answers valid requests in any encoding and any pieces, whatever happens while they arrive.
+"""The server answers valid requests, however they are framed and cut, and whatever happens while they arrive.
 
-Answers come in order, each fits its request, and none is 400. The server does not write to released memory.
+Random events are deadlines, refusals, a lack of memory and cancellation. Answers come in order, each fits its request,
+and none is 400. The server does not write to released memory.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ from flashpoint_server.refusal import STATUS
 from tests.support.connections import CALLBACKS, REFUSALS, RELEASED, Bench, answers, body_of, code_of
 
 PATIENCE = 60  # seconds; a longer wait is a hang
-GRACE = 0.001  # seconds; replaces the server's grace, so that deadlines pass soon
+GRACE = 0.001  # seconds; replaces GRACE of the server, so that deadlines pass soon
 SIZES = (0, 1, 100, 40_000, 200_000, 1_500_000)
 PLANS = ("deadline", "memory", "fails", *REFUSALS)
 MAX_REQUESTS = 8  # requests of one connection
@@ -34,7 +35,7 @@ request_plans = st.fixed_dictionaries({
 
 
 class Request:
-    """The bytes of one request and its allowed answers."""
+    """The bytes of one request, and a check of its answer."""
 
     def __init__(self, number, size, plan, chunks, expects, closes):
         self.number = number
@@ -57,13 +58,13 @@ class Request:
         head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
         self.head = f"POST /attention HTTP/1.1\r\n{head}\r\n".encode()
         self.text = self.head + sent
-        # The answer may end the connection. Later requests and their answers would then be lost.
+        # The answer may close the connection. Later requests would then get no answers.
         refused = plan in ("early", "staging", "memory") and (chunks or expects or size > NEARLY)
         self.may_close = closes or refused or plan == "deadline"
         self.cancelled = False
 
     def check(self, status, fields, body, *, short):
-        """Assert that this answer is allowed. `short`: the server lacked memory while the request arrived."""
+        """Assert that this answer to the request is allowed. `short`: the server lacked memory while it arrived."""
         if status == 200:
             assert self.plan in ("answers", "deadline")
             assert body == self.tensor
@@ -80,7 +81,7 @@ class Request:
 
 
 class Connection(RuleBasedStateMachine):
-    """A client's connection. The rules send, read, wait and leave."""
+    """Random operations of a client on one connection, and of the server: send, read, wait, answer, fail."""
 
     bench = None
 
@@ -98,7 +99,7 @@ class Connection(RuleBasedStateMachine):
     @precondition(lambda self: not self.half_closed and len(self.requests) < MAX_REQUESTS)
     @rule(how=request_plans)
     def ask(self, how):
-        """Append a request to the text that is not yet sent."""
+        """Append a request to the bytes that wait to be sent."""
         if self.requests and self.requests[-1].may_close and (self.requests[-1].closes or not self._answered()):
             return
         self.requests.append(Request(len(self.requests), **how))
@@ -113,7 +114,7 @@ class Connection(RuleBasedStateMachine):
     @precondition(lambda self: self.outbox)
     @rule(offset=st.integers(-2, 2))
     def send_to_the_end_of_a_request(self, offset):
-        """Send up to the end of a request or of its head, or one byte more or less."""
+        """Send up to the end of a request or of its head, or up to two bytes more or less."""
         ends = list(itertools.accumulate(len(part) for r in self.requests for part in (r.head, r.text[len(r.head) :])))
         sent = ends[-1] - len(self.outbox)
         self._send(max(1, next(end for end in ends if end > sent) - sent + offset))
@@ -124,7 +125,7 @@ class Connection(RuleBasedStateMachine):
 
     @rule()
     def stop_the_server(self):
-        """Block the server's event loop, so that deadlines pass and then all data arrives at once."""
+        """Block the event loop of the server, so that deadlines pass, and data arrives together afterwards."""
         time.sleep(3 * GRACE)
 
     @rule()
@@ -142,13 +143,13 @@ class Connection(RuleBasedStateMachine):
 
     @rule(luck=st.integers(0, 5), callback=st.sampled_from(CALLBACKS))
     def run_out_of_memory(self, luck, callback):
-        if not luck:  # rarely, because it ends the connection
+        if not luck:  # only sometimes, because it closes the connection
             self.server.lacking = callback
 
     @precondition(lambda self: not self.half_closed)
     @rule(luck=st.integers(0, 5))
     def end_sending(self, luck):
-        if luck:  # rarely, because nothing can be sent afterwards
+        if luck:  # only sometimes, because nothing can be sent afterwards
             return
         self.half_closed = True
         with contextlib.suppress(OSError):
@@ -166,7 +167,7 @@ class Connection(RuleBasedStateMachine):
         del self.outbox[:sent]
 
     def _read(self):
-        """Read the data that has arrived, unless the client has stopped reading."""
+        """Read the bytes that have arrived, unless the client does not read at present."""
         with contextlib.suppress(BlockingIOError):
             while self.reading and not self.ended:
                 try:
@@ -177,7 +178,7 @@ class Connection(RuleBasedStateMachine):
                 self.received += data
 
     def teardown(self):
-        """Send, await and read everything; then compare the answers with the requests."""
+        """Send all bytes, read all answers, and compare them with the requests."""
         try:
             self.reading, end = True, time.monotonic() + PATIENCE
             unsent = len(self.outbox) if self.half_closed else 0
@@ -227,7 +228,7 @@ class Connection(RuleBasedStateMachine):
             return
         # The connection ended without an answer to the next request.
         left = len(received) >= self.server.begun if self.half_closed else False
-        lost = hit is not None and len(received) > hit  # the rest of an answered request's body is lost
+        lost = hit is not None and len(received) > hit  # the server lacked memory for the rest of an earlier body
         assert left or lost or any(r.cancelled for r in self.requests), (len(received), hit, bytes(rest[:200]))
 
 
@@ -259,7 +260,7 @@ def test_more_connections_answer_every_request(bench):
 
 
 def exchanged(bench, connection, text, answered=1):
-    """Send a text, and return the answers: `answered` of them, or fewer if the connection ends."""
+    """Send the bytes `text`, and return `answered` answers, or fewer if the connection ends."""
     received, end = b"", time.monotonic() + PATIENCE
     connection.sendall(text)
     while len(answers(received)[0]) < answered:
@@ -275,7 +276,7 @@ def exchanged(bench, connection, text, answered=1):
 
 @pytest.mark.parametrize("callback", CALLBACKS)
 def test_a_request_that_arrives_while_memory_is_short_is_answered_503(bench, callback):
-    """A valid request that arrives while memory is short gets 503, which the SDK retries, and not 400."""
+    """A valid request that arrives while the server lacks memory gets 503, which the SDK retries, and not 400."""
     connection, server = bench.connect()
     with connection:
         server.lacking = callback
@@ -287,7 +288,7 @@ def test_a_request_that_arrives_while_memory_is_short_is_answered_503(bench, cal
 @pytest.mark.parametrize("wrong", [b"NO SUCH THING", b"POST /attention HTTP/1.1\r\nHost: a\r\nHost: b"])
 @pytest.mark.parametrize("complete", [True, False])
 def test_an_earlier_request_is_answered_before_the_one_that_cannot_be_read(bench, wrong, complete):
-    """A request is answered before a later one that cannot be read, also if the body of the later one breaks off."""
+    """A request is answered before the 400 for a later one that has a malformed head or body."""
     connection, _ = bench.connect()
     first, second = Request(0, 100, "answers", 0, False, False), Request(1, 100, "answers", 50, False, False)
     text = first.text + (wrong + b"\r\n\r\n" if complete else second.text[: len(second.head) + 20] + b"\r\n" * 40)
@@ -298,7 +299,7 @@ def test_an_earlier_request_is_answered_before_the_one_that_cannot_be_read(bench
 
 
 def test_what_arrives_after_the_deadline_does_not_touch_released_memory(bench):
-    """Bytes that arrive after the deadline are not written to the body's memory, which another request may use."""
+    """Bytes of a body that arrive after its deadline are not written to its memory, which may have been reused."""
     bench.released.clear()  # forget releases of earlier tests
     connection, _ = bench.connect()
     request = Request(0, 200_000, "deadline", 0, False, False)

@@ -1,4 +1,4 @@
-"""The HTTP side and the engine process agree on job order, cancellation, process death, closing and memory."""
+"""An HTTP process and an engine process: the order of jobs, cancellation, a process's death, closing, and memory."""
 
 import asyncio
 import os
@@ -43,20 +43,20 @@ async def until(condition):
 
 @pytest.fixture
 def gate(tmp_path, monkeypatch):
-    """Return a function that gives the file of an engine's gate by name (tests/support/faulty/engine.py)."""
+    """Return a function from the suffix of an engine's gate, as ".gate", to its file (tests/support/faulty)."""
     monkeypatch.setenv("FLASHPOINT_TEST_GATE", str(tmp_path / "open"))
     return (tmp_path / "open").with_suffix
 
 
 class Bench:
-    """Engine processes, and the memory pool that this process shares with them."""
+    """The client of engine processes, and the memory pool that this process shares with them."""
 
     def __init__(self):
         self.engines = Engines([Metrics()])
         self.pool = Pool(1 << 30, self.engines.forget_segment)
 
     def job(self, name, **how):
-        """Return a forward job on 4 queries and keys. A launch named "gate-…" waits for the gate `.gate`."""
+        """Return a forward job with 4 queries and 4 keys. A job whose name begins with gate- waits for the gate."""
         info = TensorInfo("float32", (1, 1, 4, 8))
         spec = plan(dict.fromkeys("qkv", info), Options(), "forward")
         staging = Staging.take(self.pool, Layout.of([(n, info) for n in "qkv"], spec.outputs))
@@ -74,14 +74,14 @@ class Bench:
         )
 
     async def answer(self, job):
-        """Return the output of a job and release its memory."""
+        """Submit a job, return its output o, and release its memory."""
         await self.engines.submit(job)
         o = np.frombuffer(job.staging.views(job.staging.outputs)["o"], np.float32).copy()
         job.staging.release()
         return o
 
     async def begun(self, job):
-        """Return the pending answer of a job after the engine has started it."""
+        """Submit a job, wait until the engine has started it, and return the future of its answer."""
         answer = self.engines.submit(job)
         await until(lambda: job.staging.slot.mark)
         return answer
@@ -103,14 +103,14 @@ async def bench():
 
 
 def engine_pids():
-    """Return the engine processes that this process has started."""
+    """Return the ids of the engine processes that this process has started."""
     return [c.pid for c in psutil.Process().children() if ENGINE in c.cmdline()]
 
 
 def test_order_cancelling_memory_and_closing(gate, monkeypatch):
-    """Jobs run by priority and then in order; cancelled or late jobs never start; all memory is released.
+    """Jobs run by priority, and in order within a priority. Cancelled and late jobs never start. Memory is released.
 
-    Closed engines refuse running and new jobs, and leave no process.
+    After `close`, running and new jobs are refused, and no engine process is left.
     """
     now = time.monotonic()  # all jobs arrive at the same time and differ only in priority
     monkeypatch.setattr(engine, "time", SimpleNamespace(monotonic=lambda: now, perf_counter=time.perf_counter))
@@ -182,7 +182,7 @@ def test_a_killed_engine_fails_what_it_had_begun_and_another_does_the_rest(gate)
             leaving = b.engines.submit(left)
             waiting = [asyncio.create_task(b.answer(job)) for job in (b.job("waits"), b.job("waits too"))]
             await asyncio.sleep(0)  # the jobs are sent
-            gate(".closed").touch()  # the next engine waits at its start
+            gate(".closed").touch()  # makes the next engine wait at its start
             os.kill(pid, signal.SIGKILL)
             with pytest.raises(Refusal) as caught:
                 await lost
@@ -194,18 +194,18 @@ def test_a_killed_engine_fails_what_it_had_begun_and_another_does_the_rest(gate)
             with pytest.raises(Refusal, match="starting"):
                 b.engines.submit(b.job("early"))
             gate(".closed").unlink()
-            answers = await asyncio.gather(*waiting)  # another engine gives these answers
+            answers = await asyncio.gather(*waiting)  # the next engine computes these
             assert all(np.array_equal(answer, expected) for answer in answers)
             assert engine_pids() != [pid]
             assert np.array_equal(await b.answer(b.job("after")), expected)
-            assert b.pool.taken == 1  # the memory of the job that came too early, which its caller releases
+            assert b.pool.taken == 1  # of the refused job "early", which its caller must release
 
     asyncio.run(run())
 
 
 @pytest.mark.slow
 def test_a_peer_that_reads_nothing_holds_up_the_others_for_a_while_only():
-    """The engine drops a stopped HTTP process whose answers fill its socket, and answers another process's job."""
+    """The engine disconnects a process that reads no answers, when they fill its socket, and serves another process."""
 
     pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
 
@@ -215,12 +215,12 @@ def test_a_peer_that_reads_nothing_holds_up_the_others_for_a_while_only():
                 deaf.connect(address)
                 tensors = [PlacedTensor(name, "float32", (1, 1), 7, 0) for name in "qkv"]
                 body = AttentionCall("forward", pack_options(Options()), "reference")
-                # A late job is answered at once.
+                # The engine answers a late job at once.
                 late = Submit(0, "deaf", body, 7, tensors, [], 0, 0, 0.0, 0.0, 0.0)
                 message = msgspec.msgpack.encode(late)
                 deaf.settimeout(PATIENCE)
 
-                def send_until_dropped():  # hundreds of answers fill its socket
+                def send_until_dropped():  # the unread answers fill the socket
                     for _ in range(100_000):
                         deaf.send(message)
 

@@ -1,4 +1,4 @@
-"""HTTP processes share counts: each writes its own column, and sums leave out processes that have ended."""
+"""HTTP processes share counts in a file: each writes its column, and the column of a dead process can be cleared."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Messages between an HTTP process and an engine arrive whole with their descriptors; otherwise the reader gets EOF."""
+"""Messages between an HTTP process and an engine arrive whole, in order, with their descriptors, or raise EOFError."""
 
 import os
 import socket
@@ -21,7 +21,7 @@ from flashpoint_server.ipc.messages import (
 
 @pytest.fixture
 def ends():
-    """Return the engine's end and the HTTP process's end of a channel."""
+    """Yield the engine's end and the HTTP process's end of a channel."""
     engine, http = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with engine, http:
         yield Channel(engine, ToEngine), Channel(http, FromEngine)

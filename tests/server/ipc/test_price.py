@@ -1,4 +1,4 @@
-"""The price of a request (FLOPs, predicted seconds) is computed from its head, and again when its lengths are known."""
+"""The price of a request, its FLOPs and predicted seconds, is computed from shapes, and anew when lengths are known."""
 
 import numpy as np
 import pytest
@@ -70,5 +70,5 @@ def test_a_verification_costs_three_references():
 
 
 def test_parts_are_cut_by_constants():
-    """The sizes of a request's parts are constants, and do not depend on measurements at the server's start."""
+    """The sizes of a request's parts follow from constants (NOMINAL), and not from rates measured at the start."""
     assert set(NOMINAL) == {"torch", "tiled", "reference", "triton"}

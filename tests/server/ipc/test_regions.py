@@ -17,7 +17,7 @@ def key():
 
 
 def test_a_region_is_its_keys_own(key):
-    """One API key cannot see, use or remove a region of another key, and may have a region of the same name."""
+    """An API key cannot see, use or remove a shared-memory region of another key, and may use the same names."""
     dropped = []
     regions = Regions(1 << 20, dropped.append)
     regions.register("alice", "mine", key, 0, 1024)

@@ -1,4 +1,4 @@
-"""The staging pool has size classes and a limit, and reuses memory; request bodies are read directly into it."""
+"""Staging memory, which HTTP processes share with engines: its size classes, its limit, reuse, and reading into it."""
 
 import contextlib
 import itertools
@@ -96,7 +96,7 @@ MIB = 1 << 20
 
 
 def memory_files():
-    """Return how many staging segments this process has open."""
+    """Return the number of staging segments that this process has open."""
     inodes = set()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # listdir's own descriptor is already closed
@@ -184,14 +184,14 @@ def test_segments_are_closed_giants_at_once_and_the_rest_with_the_pool():
 
 
 def test_the_bound_holds_for_all_processes_and_unused_memory_makes_room_for_another(tmp_path):
-    """The pool's limit holds for all processes.
+    """The limit of staging memory holds for all processes together.
 
-    If one finds no room, another process's pool frees its unused memory.
+    If the pool of one process finds no memory, `make_room` of the others frees their unused memory.
     """
     one, two = (Pool(3 * GROWTH, counts=Counts(WorkerGroup(tmp_path, n, 2))) for n in range(2))
     large, small = one.take(2 * GROWTH), one.take(SMALLEST)
     large.release()  # the pool keeps its segment
-    one.make_room()  # no process needs the room
+    one.make_room()  # frees nothing: no process has found the memory full
     with pytest.raises(PoolFullError, match=f"{3 * GROWTH} of {3 * GROWTH} bytes"):
         two.take(GROWTH)
     one.make_room()

@@ -1,4 +1,4 @@
-"""The log never blocks the service: if nobody reads the log, the service drops and counts lines."""
+"""The log never blocks the service: if its stderr is not read, the service drops and counts lines."""
 
 import contextlib
 import http.client
@@ -25,7 +25,7 @@ SMALL = message({name: normal(2, 3) for name in "qkv"})
 
 
 class Unread:
-    """A server whose stderr is a pipe that only `read` reads, after the first lines."""
+    """A server whose stderr is a pipe. After the server's start, only `read` reads it."""
 
     def __init__(self):
         command = [sys.executable, *PROGRAM, "--port=0", f"--device={DEVICE}", "--shutdown-timeout=5"]
@@ -36,7 +36,7 @@ class Unread:
         wait_for(lambda: ask(self, "/health/ready").status == 200, lambda: self.lines)
 
     def read(self, until):
-        """Read whole lines, up to the first for which `until` is true."""
+        """Read lines of the log up to the first for which `until` is true."""
         while not (self.lines and until(self.lines[-1])):
             text = self.process.stderr.readline()
             assert text, "the server has ended"
@@ -46,10 +46,7 @@ class Unread:
         return read_metrics(self)[f'flashpoint_log_lines_dropped_total{{process="{process}"}}']
 
     def fill(self):
-        """Send so many requests on one connection that their log lines exceed the queue and the pipe.
-
-        Each request logs a line of 4 kB with a traceback.
-        """
+        """Send so many failing requests that their log lines, of 4 kB each, exceed the queue of lines and the pipe."""
         before = self.dropped("http-0")
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
         with contextlib.closing(connection):
@@ -75,9 +72,9 @@ def unread():
 
 @pytest.mark.slow
 def test_a_server_whose_log_nobody_reads_serves_on_counts_what_it_drops_and_ends(unread):
-    """A server whose log nobody reads serves on, and a later log line has the number of dropped lines.
+    """A server whose log is not read continues to serve, counts the lines that it drops, and logs the counts later.
 
-    The engine also drops lines, and sends its count with its next answer.
+    The engine drops lines, too, and sends its count with its next answer.
     """
     unread.fill()
     assert ask(unread, "/health/live").status == 200
@@ -89,7 +86,7 @@ def test_a_server_whose_log_nobody_reads_serves_on_counts_what_it_drops_and_ends
     def notices():
         return [line for line in unread.lines if line["event"] == "log lines dropped"]
 
-    # A process logs two notices if it drops more lines after its writer has taken the first count.
+    # A process may log its count in two lines, if it drops more lines after the first was written.
     unread.read(lambda _: sum(line["lines"] for line in notices()) >= sum(dropped))
     assert {line["level"] for line in notices()} == {"warning"}
     assert len(notices()) >= 2
@@ -100,7 +97,7 @@ def test_a_server_whose_log_nobody_reads_serves_on_counts_what_it_drops_and_ends
 
 
 def test_what_python_writes_to_stderr_waits_for_no_reader():
-    """Prints, warnings and tracebacks, of threads and at exit, do not block, although they exceed a pipe's capacity."""
+    """`print`, warnings and tracebacks do not block a process, although they exceed the capacity of an unread pipe."""
     program = textwrap.dedent(f"""
         import sys, threading, warnings
         from flashpoint_server.observability import logs
@@ -124,7 +121,7 @@ def test_what_python_writes_to_stderr_waits_for_no_reader():
 
 
 def test_all_lines_are_written_before_the_end_of_a_process_whose_log_is_read():
-    """All lines, also of two threads and just before the exit, are written whole and in order."""
+    """The lines of two threads, and one just before the exit, are written whole and in order, or counted as dropped."""
     program = textwrap.dedent("""
         import threading
         import structlog

@@ -1,4 +1,4 @@
-"""Each log line has a level; a setting selects text for people."""
+"""Probes are logged at level debug, a console format is for people, and any text can be logged."""
 
 import json
 import os
@@ -54,7 +54,7 @@ logging.getLogger("library").warning("about %s", name)
 
 
 def test_text_that_is_not_unicode_is_escaped():
-    """A variable's name may have a byte that is not UTF-8, which Python reads as a lone surrogate."""
+    """A text with a lone surrogate can be logged: Python reads a non-UTF-8 byte of a variable's name as one."""
     ran = subprocess.run([sys.executable, "-c", LONE], capture_output=True, timeout=60, check=True)
     ours, theirs = map(json.loads, ran.stderr.splitlines())
     name = os.fsdecode(b"FLASHPOINT_\xff")

@@ -25,7 +25,7 @@ ALONE = message({name: normal(2, 3) for name in "qkv"}, backend="reference")
 LAUNCHES = "flashpoint_batch_size_count"
 
 
-# This request has an answer of 16 MiB, which exceeds socket buffers.
+# The answer to this request has 16 MiB, more than socket buffers hold.
 LONG_ANSWER = message({"q": normal(1, 4, 1 << 12, 1), "k": normal(1, 4, 1, 1), "v": normal(1, 4, 1, 256)})
 
 
@@ -49,9 +49,9 @@ def test_ready_is_what_the_health_check_says(server):
 
 
 def test_a_body_that_comes_slowly_and_an_answer_that_is_taken_slowly_are_not_queued_work(server, gated):
-    """A request counts as queued after the end of its body, while it waits for the engine.
+    """The age of the oldest queued request counts only time that it waits for the engine, not for its client.
 
-    One server allows long pauses in a body and an answer; the other has an engine that waits.
+    `server` allows long pauses in a body and an answer; `gated` has an engine that waits.
     """
     nothing_inside(server)
     with send(server, SMALL[:-8], length=len(SMALL)):
@@ -87,7 +87,7 @@ def test_json_that_waits_to_be_read_is_queued_work(server):
 
 @contextlib.contextmanager
 def asking(server, body, name):
-    """Start a client that waits for a JSON answer inside the block, and leaves at the end of the block."""
+    """Send a JSON request at the start of the block, and close its connection at the end, without reading."""
     head = f"POST /attention HTTP/1.1\r\nHost: localhost\r\nX-Request-Id: {name}\r\nContent-Type: {JSON}\r\n"
     with connect(server) as connection:
         connection.settimeout(PATIENCE)
@@ -96,7 +96,7 @@ def asking(server, body, name):
 
 
 def peers(server):
-    """Return the ports of the clients that are connected to the server."""
+    """Return the ports of the clients whose connections the server has open."""
     return {
         connection.raddr.port for connection in psutil.Process(server.pid).net_connections("tcp") if connection.raddr
     }
@@ -108,7 +108,7 @@ def client_gone(server):
 
 
 def test_a_client_that_vanishes_while_its_answer_is_written_is_499(server):
-    """If a client leaves while its answer is written, the log line and the metric have status 499."""
+    """If a client leaves while its answer is encoded as JSON, its log line and the metric have status 499."""
     assert post(server, "/attention", SMALL, accept=JSON).status == 200
     (codec,) = server.children("formats.codec_process")
     nothing_inside(server)

@@ -1,4 +1,4 @@
-"""The server sends the right spans to an OTLP receiver, which decodes them with OpenTelemetry's messages."""
+"""The server sends the right trace spans to an OpenTelemetry (OTLP) receiver."""
 
 import concurrent.futures
 import os
@@ -51,7 +51,7 @@ def test_a_request_and_the_parts_of_its_way_are_in_the_callers_trace(server, rec
         edges.append(part.end_time_unix_nano)
     assert edges == sorted(edges)
     assert edges[-1] <= span.end_time_unix_nano
-    assert abs(span.start_time_unix_nano - caller.start_time) < 3600e9  # both are in nanoseconds since the same epoch
+    assert abs(span.start_time_unix_nano - caller.start_time) < 3600e9  # both in nanoseconds since the epoch
 
 
 def test_requests_that_share_a_launch_link_to_its_span(gated, receiver):
@@ -75,7 +75,7 @@ def test_what_its_caller_did_not_choose_is_not_told_and_what_is_refused_is(serve
     q = dict.fromkeys("qkv", normal(1, 1, 3, 8))
     unchosen, refused, last, watched = (os.urandom(16).hex() for _ in range(4))
     assert post(server, "/attention", message(q), traceparent=f"00-{unchosen}-{1:016x}-00").status == 200
-    name = f"untraced-{refused}"  # its `traceparent` is wrong, so it gets a new trace
+    name = f"untraced-{refused}"  # its `traceparent` is invalid, so it gets a new trace
     assert post(server, "/attention", message(q), traceparent="nonsense", x_request_id=name).status == 200
     wrong = message(q, causal="perhaps")
     assert post(server, "/attention/grad", wrong, traceparent=f"00-{refused}-{1:016x}-01").status == 422

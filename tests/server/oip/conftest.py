@@ -1,4 +1,4 @@
-"""Fixtures start servers that several test files share."""
+"""Fixtures of the tests of the Open Inference Protocol: servers that several test files share."""
 
 import contextlib
 
@@ -9,7 +9,7 @@ MIB = 1 << 20
 
 @pytest.fixture(scope="session")
 def held(tmp_path_factory):
-    """Start a shared server with gRPC, keys, shared memory and smaller limits, whose launches wait at gates."""
+    """Yield a server with gRPC, API keys, shared memory and small limits, whose launches wait at gates."""
     pytest.importorskip("torch", reason="install the extra: pip install '.[torch]'")
     from tests.support.oip.held import HeldServer
 
@@ -29,13 +29,13 @@ def held(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def locked(held):
-    """Return a server with keys and small limits."""
+    """Return the server of `held`, for tests that need only its API keys and small limits."""
     return held.server
 
 
 @pytest.fixture
 def private_server(tmp_path):
-    """Return a factory of servers for one test, which may stop them or kill their engine."""
+    """Yield a factory of servers for one test, which may stop them or kill their engines."""
     from tests.support.oip.held import HeldServer
 
     with contextlib.ExitStack() as stack:

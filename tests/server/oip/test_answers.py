@@ -66,7 +66,7 @@ def test_an_answer_is_compressed_where_that_alone_is_accepted(url, coding):
 
 @pytest.mark.parametrize("accepted", ["gzip, deflate, br", "gzip, deflate", "*", "identity", "br", "gzip;q=0"])
 def test_nothing_else_is_compressed(url, accepted):
-    """Other answers are not compressed: some clients accept every coding and yet do not inflate JSON."""
+    """With any other Accept-Encoding, nothing is compressed: some clients accept codings that they do not decode."""
     parameters = {"binary_data_output": True}
     reply = infer(url, "attention", SMALL, headers={"accept-encoding": accepted}, parameters=parameters)
     assert "content-encoding" not in reply.headers

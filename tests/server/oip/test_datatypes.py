@@ -1,4 +1,4 @@
-"""Tensors of every datatype are computed."""
+"""Attention and gradients are right for every datatype of the Open Inference Protocol that is served."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Small inferences are answered between the parts of a large one, and a cancelled inference starts no further part."""
+"""A small request is answered between the parts of a large one, and a cancelled request starts no further part."""
 
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,4 +1,4 @@
-"""A request's head may have tensors of any shape as numbers or bytes; the error for an invalid head names its fault."""
+"""The JSON head of an infer request: tensors as numbers or as bytes behind it, its length, and errors about it."""
 
 import json
 import socket
@@ -42,7 +42,7 @@ def test_inputs_in_numbers_and_in_bytes_may_be_mixed(url, numbers):
 
 
 def test_numbers_that_are_not_finite(url):
-    """Infinity is accepted as a string and as the literal that Python's json writes. Answers have the string."""
+    """-Infinity is accepted as a string and as the literal that Python's json writes. Answers have the string."""
     mask = torch.zeros(S, S).masked_fill(torch.ones(S, S, dtype=torch.bool).triu(1), -torch.inf)
     tensors = {**SMALL, "attn_mask": mask}
     head, data = request(tensors, numbers=["attn_mask"], parameters={"binary_data_output": True})
@@ -81,7 +81,7 @@ SIZE = Q["parameters"]["binary_data_size"]
 
 
 def broken(**changes):
-    """Return a request whose first input has changed fields; None removes a field."""
+    """Return the head of a request whose first input has these fields changed. None removes a field."""
     first = {name: value for name, value in {**Q, **changes}.items() if value is not None}
     return json.dumps({"inputs": [first, entry("k", SMALL["k"]), entry("v", SMALL["v"])]}).encode()
 
@@ -156,7 +156,7 @@ def test_a_head_before_bytes_has_its_limit(locked):
 
 
 def test_a_request_is_refused_from_its_head(locked):
-    """A request is refused from its head: the answer arrives although the client sends nothing more."""
+    """An invalid head gets 422 before the tensors arrive: the client sends nothing after the head."""
     head, data = request(SMALL, parameters={"casual": True})
     fields = {LENGTH: len(head), "content-length": len(head + data), "host": "there", **KEY}
     text = f"POST {PATH} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in fields.items())

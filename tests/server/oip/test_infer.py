@@ -1,4 +1,4 @@
-"""An inference has the same bits, options, keys, limits and deadlines as the other routes."""
+"""An infer request has the same bits, options, API keys, limits and deadlines as the other routes."""
 
 import json
 
@@ -76,7 +76,7 @@ SIZE = Q["parameters"]["binary_data_size"]
 
 
 def broken(**changes):
-    """Return a request whose first input has changed fields; None removes a field."""
+    """Return the head of a request whose first input has these fields changed. None removes a field."""
     first = {name: value for name, value in {**Q, **changes}.items() if value is not None}
     return json.dumps({"inputs": [first, entry("k", SMALL["k"]), entry("v", SMALL["v"])]}).encode()
 

@@ -1,4 +1,4 @@
-"""A compressed body is read if its inflated size is within the limit, and otherwise refused."""
+"""A compressed request body is read if its decompressed size is within the limit, and refused otherwise."""
 
 import gzip
 import zlib
@@ -17,7 +17,7 @@ SMALL = problem()
 
 @pytest.mark.parametrize("coding", PACK)
 def test_compressed_requests(url, coding):
-    """Compressed requests work; the header gives the length of the JSON before compression."""
+    """Compressed requests work. The header with the length of the JSON gives its length before compression."""
     expected = truth(SMALL)["o"]
     parameters = {"binary_data_output": True}
     near(infer(url, "attention", SMALL, coding=coding, parameters=parameters).tensors["o"], expected, 2e-6)
@@ -59,7 +59,7 @@ LARGE = {name: torch.zeros(1, 1, 512, 256) for name in "qkv"}  # 1.5 MiB
 
 
 def bomb(coding):
-    """Return a compressed head and tensors within the limit, followed by bytes that exceed the limit."""
+    """Return (compressed body, headers): a valid head, followed by more bytes than the limit when decompressed."""
     head, _ = request(LARGE)
     packed = zlib.compressobj(9, wbits=31 if coding == "gzip" else 15)
     return packed.compress(head + bytes(8 * MIB)) + packed.flush(), {LENGTH: len(head), "content-encoding": coding}

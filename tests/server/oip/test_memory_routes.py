@@ -26,9 +26,9 @@ KEY = dict(ALL)
 
 @contextlib.contextmanager
 def running(held):
-    """Run a request in shared memory of the client until the block ends.
+    """Start a request with tensors in shared memory, whose launch waits at a gate until the block ends or opens it.
 
-    Yields the memory, its key, the name of its region, the future of the answer, and the expected output.
+    Yield the memory, its key, the path of its region, the future of the answer, and the expected output.
     """
     tensors = problem()
     nbytes = len(raw(tensors["q"]))
@@ -66,7 +66,7 @@ def running(held):
 
 
 def test_a_request_that_runs_keeps_its_region(held):
-    """If a region is unregistered during a request, the answer is still written. Then the engine unmaps the region."""
+    """If a region is unregistered during a request, the output is still written to it. Then the engine unmaps it."""
     with running(held) as (block, key, path, future, expected):
         assert call(held.server.url, "POST", f"{path}/unregister", b"", **KEY).status == 200
         assert not future.done()
@@ -80,7 +80,7 @@ def test_a_request_that_runs_keeps_its_region(held):
 
 @pytest.mark.slow
 def test_a_client_that_truncates_its_region_costs_an_engine_and_no_more(held):
-    """If a client truncates its region, the engine dies, and a new engine replaces it; nothing else changes."""
+    """If a client truncates the memory of its region, the engine dies, and a new engine serves the next requests."""
     before = held.server.engine_pid
     with running(held) as (_, key, _, future, _):
         os.truncate(f"/dev/shm/{key}", 0)
@@ -104,7 +104,7 @@ def server(rpc_server):
 
 @pytest.fixture
 def memory(server):
-    """Return a shared memory object of 64 KiB and its key, which must not appear in the log."""
+    """Yield (shared memory object of 64 KiB, its key). Check that the key is not in the log."""
     key = "flashpoint-test-" + secrets.token_hex(8)
     block = shared_memory.SharedMemory(key, create=True, size=1 << 16)
     try:
@@ -123,7 +123,7 @@ def register(server, name, key, offset=0, byte_size=1 << 16):
 
 
 def lying(name, t, region, offset):
-    """Return an input whose data is in a region."""
+    """Return the JSON of an input whose data is in a shared-memory region, at this offset."""
     place = {"shared_memory_region": region, "shared_memory_byte_size": t.numel() * t.element_size()}
     return {"name": name, "shape": list(t.shape), "datatype": NAMES[t.dtype],
             "parameters": {**place, "shared_memory_offset": offset}}  # fmt: skip
@@ -142,7 +142,7 @@ def ask(server, inputs, outputs=None, parameters=None, data=b"", model="attentio
 
 @pytest.mark.parametrize("start", [0, 3, 4, 64])
 def test_inputs_and_outputs_of_several_regions_and_of_the_body(server, memory, start):
-    """q and k are in regions at any alignment, v is in the body, o in a region, and lse in JSON as numbers."""
+    """q and k are in two regions, v is in the body, o goes into a region, and lse into the JSON answer."""
     block, key = memory
     tensors = problem()
     assert register(server, "low", key, 0, 1 << 15).status == 200
@@ -235,7 +235,7 @@ def test_a_place_that_is_wrong_is_refused(server, memory, name):
 
 @pytest.mark.parametrize("size", [NBYTES - 4, NBYTES + 4])
 def test_an_inputs_place_has_its_size(server, memory, size):
-    """The memory given for an input must have its exact size; that of an output may be larger, as in Triton."""
+    """shared_memory_byte_size of an input must be its exact size; that of an output may be larger, as in Triton."""
     _, key = memory
     assert register(server, "all", key).status == 200
     inputs = [lying(n, t, "all", i * NBYTES) for i, (n, t) in enumerate(problem().items())]

@@ -1,4 +1,4 @@
-"""The routes of /v2 other than inference answer: health, metadata, the index, and errors for unknown paths."""
+"""The routes of /v2 other than infer: health, metadata, the index of models, and errors for unknown paths."""
 
 import pytest
 
@@ -84,7 +84,7 @@ def test_shared_memory_is_off_by_default(server):
 
 @pytest.mark.parametrize("kind", ["system", "cuda"])
 def test_what_is_off_has_no_regions_and_unregisters_nothing(server, kind):
-    """Without shared memory, a server lists no regions and accepts unregistration, which Triton's clients send."""
+    """A server without shared memory lists no regions, and accepts that Triton's clients unregister some."""
     path = f"/v2/{kind}sharedmemory"
     assert call(server.url, "GET", f"{path}/status").head == []
     for of in ("", "/region/any"):

@@ -1,4 +1,4 @@
-"""The statistics of a model count the requests that it has served."""
+"""The statistics of a model count the requests that it has answered and refused, and their times."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_statistics_count_what_is_served(url):
     assert infer(url, "attention_grad", SMALL).status == 422
 
     def counted():
-        """Return the statistics once they include the last call, which a server may count after it sends the answer."""
+        """Return the statistics if they include all four calls, or None: a call may be counted after its answer."""
         now = stats()
         both = now["inference_stats"], before["inference_stats"]
         more = [now["fail"]["count"] + now["success"]["count"] for now in both]

@@ -1,4 +1,4 @@
-"""Each error code has its entry in the list of errors."""
+"""Each error code has an entry on the page /docs/errors, to which the `type` of a problem document points."""
 
 import re
 

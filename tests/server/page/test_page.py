@@ -1,4 +1,4 @@
-"""The page is served with a strict Content-Security-Policy and with ETags of its version."""
+"""The page and its files are served with a strict Content-Security-Policy, and with ETags for revalidation."""
 
 import re
 

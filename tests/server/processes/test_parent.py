@@ -1,4 +1,7 @@
-"""The operating system ends a process whose work hangs, also while a thread holds Python's lock."""
+"""`Watchdog` lets the operating system end a process whose work hangs, even while a thread holds Python's GIL.
+
+All processes of a killed server end.
+"""
 
 import contextlib
 import signal
@@ -63,7 +66,7 @@ def test_a_killed_server_leaves_no_process(start_server, ready):
 
 
 def _alive(pid):
-    """Return whether process `pid` runs. A zombie, which the orphan's new parent will reap, does not run."""
+    """Return whether process `pid` runs. A zombie, which waits to be reaped, does not run."""
     with contextlib.suppress(psutil.NoSuchProcess):
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     return False

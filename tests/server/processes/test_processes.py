@@ -1,4 +1,4 @@
-"""A child process that dies is started again, and a child that is told to end ends."""
+"""A child process that dies is started again, and ends when its parent stops it."""
 
 import asyncio
 
@@ -11,9 +11,9 @@ PATIENCE = 240  # seconds; a longer wait is a hang
 
 
 def test_a_child_that_dies_is_started_again_and_ends_when_it_is_told_to(tmp_path, monkeypatch):
-    """A child that dies twice is started again.
+    """A child that dies twice is started a third time.
 
-    At each start it writes a letter to a file; the third one stays alive.
+    At each start it appends a letter to a file; the third process stays alive until it is stopped.
     """
     module = tmp_path / "dies_twice.py"
     module.write_text(

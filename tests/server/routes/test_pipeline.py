@@ -1,4 +1,4 @@
-"""The server refuses a call for its headers, size or price before the engine computes it."""
+"""The server refuses a call with invalid headers, or with too much work or memory, before the engine gets it."""
 
 import pytest
 
@@ -35,7 +35,7 @@ KEY = {"authorization": "Bearer all"}
 def test_work_that_can_never_fit_413(strict, server):
     many = {name: torch.empty(9, 1, 0, 8) for name in "qkv"}
     problem(post(strict, "/attention", message(many), **KEY), 413, "work_too_large")
-    # 40 MB of q and v, without keys; the answer would have 10^12 zeros
+    # q has 4 MB, and k and v are empty; the answer would have 10^12 zeros
     wide = {"q": torch.zeros(1, 1, 10**6, 1), "k": torch.zeros(1, 1, 0, 1), "v": torch.zeros(1, 1, 0, 10**6)}
     problem(post(server, "/attention", message(wide, backend="reference")), 413, "work_too_large")
     as_json = post(strict, "/attention", message({n: normal(1, 1, 200, 128) for n in "qkv"}), accept=JSON, **KEY)

@@ -38,7 +38,7 @@ def test_info_says_what_it_is(server):
     assert "softcap" in info["options"]["torch"]  # the kernels in C support it
     assert "wide_head_dim" in set(info["options"]["tiled"]) - set(info["options"]["torch"])
     assert info["limits"]["body_bytes"] == 1 << 30
-    nothing_inside(server)  # checked by `load` of /info
+    nothing_inside(server)  # this helper reads `load` of /info
 
 
 def test_health_in_one_answer(server):

@@ -1,4 +1,4 @@
-"""/verify checks a backend or a caller's outputs, reports progress and judgements, and has deadlines and refusals."""
+"""/verify judges a backend or the caller's outputs, sends progress events, and stops at deadlines and cancellation."""
 
 import itertools
 import json
@@ -37,7 +37,7 @@ def test_a_verification_tells_how_far_it_is(client):
 
 
 def test_the_events_of_a_verification_are_asked_for_by_name(server, tensors):
-    """Accept must name the event stream to get events; otherwise the answer is JSON. A refusal has its own status."""
+    """Only if Accept prefers text/event-stream is the answer a stream of events. An invalid request gets 422 anyway."""
     drawn = json.dumps({"shape": SHAPE}).encode()
     for accept in ("*/*", "text/event-stream;q=0.5, application/json", "text/event-stream;q=0"):
         assert post(server, "/verify", drawn, JSON, accept=accept).headers["content-type"] == JSON, accept
@@ -53,7 +53,7 @@ def test_the_events_of_a_verification_are_asked_for_by_name(server, tensors):
 
 
 def test_a_verification_that_nobody_waits_for_ends_between_two_blocks(gated):
-    """If a verification's client leaves, its next block does not start, and another verification runs instead."""
+    """If the client of a running verification leaves, no further block starts, and another verification can run."""
     name = "step-left"
     drawn = json.dumps({"shape": SHAPE}).encode()
     gated.gate("step").unlink(missing_ok=True)

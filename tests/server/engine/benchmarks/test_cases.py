@@ -1,4 +1,4 @@
-"""A benchmark request is expanded into the right cases."""
+"""A benchmark request (a preset or a grid) is expanded into the cases to time."""
 
 from flashpoint import BenchmarkRequest
 from flashpoint_kernels.timing import preset

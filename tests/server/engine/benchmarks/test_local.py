@@ -1,4 +1,4 @@
-"""Benchmarks and verifications without a server have a server's schemas: results and presets fit the SDK."""
+"""The contract's schemas fit the results, presets and backends of the kernels; a seed draws the same problem."""
 
 import dataclasses
 from typing import get_args

@@ -1,4 +1,4 @@
-"""Calls over forks read shared keys once, and each call has the same bits in a batch and alone."""
+"""Calls over forks of a cache read their shared keys once, and each call has the same bits in a batch and alone."""
 
 import itertools
 from collections import Counter
@@ -38,7 +38,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 class Forks:
-    """A cache store whose caches have one shape."""
+    """A store of caches of one shape, and helpers that write, fork and compute."""
 
     def __init__(self, dtype: str, heads: int, dim: int, value_dim: int, keep: int | None = None) -> None:
         self.layer = LayerShape(heads, dim, value_dim, dtype)
@@ -71,7 +71,7 @@ class Forks:
         return CachedCall(CallTensors.of(spec, tensors, {"o": o, "lse": lse}), caches)
 
     def answers(self, calls: list[CachedCall], cores: int = 1) -> tuple[list[dict[str, Tensor]], list[CachedPart]]:
-        """Compute calls in one batch; return their o and lse, and the parts of the batch."""
+        """Compute calls in one batch; return ({"o": …, "lse": …} of each call, the parts of the batch)."""
         _, parts = attend([(call, call.write(self.store)) for call in calls], "torch", cores)
         cached = [part for part in parts if isinstance(part, CachedPart)]
         for part in cached:
@@ -84,9 +84,9 @@ def prefixes(parts: list[CachedPart]) -> list[SharedPrefix]:
 
 
 class Histories(RuleBasedStateMachine):
-    """After any creation, write, fork, cut or deletion of caches, a call has the same bits in a batch and alone."""
+    """After random writes, forks, truncations and deletions, each call has the same bits in a batch and alone."""
 
-    shared: ClassVar[Counter[bool]] = Counter()  # counts calls with and without shared keys
+    shared: ClassVar[Counter[bool]] = Counter()  # the number of batches with (True) and without shared keys
 
     @initialize(
         dtype=st.sampled_from(TYPES), heads=st.integers(1, 3), dims=st.sampled_from([(16, 16), (24, 40)]),
@@ -136,7 +136,7 @@ class Histories(RuleBasedStateMachine):
         q = normal(*shape, self.forks.layer.head_dim, dtype=self.forks.kind)
         options: dict[str, Any] = {"causal": causal, "window": window, "softcap": softcap, "layout": layout}
         if any(self.track(serial).first for serial in some):
-            options |= {"causal": True, "window": (200, 0)}  # queries must not see dropped tokens
+            options |= {"causal": True, "window": (200, 0)}  # so that no query sees a dropped token
         options["sinks"] = normal(heads) if sinks else None
         alone = [
             self.forks.answers([self.forks.call([serial], q[n : n + 1], **options)])[0][0]
@@ -163,7 +163,7 @@ class Histories(RuleBasedStateMachine):
 
 def test_calls_over_forks_have_the_bits_of_each_call_alone_in_any_history() -> None:
     run_state_machine_as_test(Histories, settings=settings(max_examples=150, stateful_step_count=12, deadline=None))
-    assert Histories.shared[True] > 10  # many calls shared keys
+    assert Histories.shared[True] > 10  # shared keys were tested often
     assert Histories.shared[False] > 10
 
 
@@ -186,7 +186,7 @@ def test_forks_of_forks_read_each_chunk_once() -> None:
     caches = forks.store.find(ALICE, leaves)
     reads = forks.store.reads(caches, 0)
     assert reads is not None
-    assert abs(sum(reads) - prefix.keys) <= len(leaves) * 4  # each cache's share of a read is rounded up
+    assert abs(sum(reads) - prefix.keys) <= len(leaves) * 4  # the share of each cache is rounded up
     k, v = (
         [torch.cat([piece[n] for piece in cache.tracks[0].pieces(0, cache.tracks[0].length)], 2) for cache in caches]
         for n in (1, 2)

@@ -1,4 +1,4 @@
-"""A cache says why a cut or a write is not possible, and how much memory its deletion frees."""
+"""A cache gives the reason why a truncation or a write is impossible, and the memory that its deletion frees."""
 
 import pytest
 
@@ -22,7 +22,7 @@ ALICE = Terms("alice")
 
 
 def all_visible(queries, length):
-    """Return the first position that a write needs if no query sees an earlier token."""
+    """Return the first position that the queries see, if each sees only itself and later tokens."""
     return length - queries
 
 

@@ -1,4 +1,4 @@
-"""One call can name 2,000 caches."""
+"""One call can create, list, fork or delete 2,000 caches."""
 
 import pytest
 

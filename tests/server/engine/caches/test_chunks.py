@@ -1,4 +1,4 @@
-"""Chunks of a layer have their own scales and positions, are dropped by `keep`, and show no data of an old owner."""
+"""Chunks, the memory blocks of a cache's layer: 8-bit scales, dropping by `keep`, alignment, and no old data."""
 
 import pytest
 
@@ -53,7 +53,7 @@ def test_8_bits_have_a_scale_for_each_token_and_head(dtype):
     (record,) = store.create(Terms("alice"), shape, 1, None, [None], None)
     base = store._ledger.used
     k, v = tokens(CHUNK + 5)
-    store.write(Terms("alice"), [record.serial], 0, None, [(k[:, :7], v[:, :7])])  # written into a chunk that grows
+    store.write(Terms("alice"), [record.serial], 0, None, [(k[:, :7], v[:, :7])])  # in a chunk that grows
     store.write(Terms("alice"), [record.serial], 0, None, [(k[:, 7:], v[:, 7:])])
     assert store._ledger.used - base == (CHUNK + 16) * HEADS * (D + DV + 8)
     store.fork(Terms("alice"), [record.serial], [CHUNK - 1], [])

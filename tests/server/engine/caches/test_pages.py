@@ -1,4 +1,4 @@
-"""Chunks of caches are pages of one block: the block is divided correctly, and pages are read in place."""
+"""With Triton, chunks of caches are pages of one memory block: it is divided correctly and read without copies."""
 
 import gc
 
@@ -59,7 +59,7 @@ def normal(*shape, seed=0):
 
 
 def call_of(store, serials, q, tokens=None, dtype="float32", **options):
-    """Return a call over caches and its output o; `tokens` are k and v of new tokens."""
+    """Return (call over caches, its output tensor o). `tokens`: k and v of new tokens, or None."""
     tensors = {"q": q} | (dict(zip("kv", tokens, strict=True)) if tokens else {})
     if "attn_mask" in options:
         tensors["attn_mask"] = options.pop("attn_mask")
@@ -76,7 +76,11 @@ def create(store, count, keep=None, dtype="float32"):
 
 
 def attended(paged, lengths, q, cut=None, keep=None, in_pages=None, **options):
-    """Return o over caches of these lengths, by the backend `tiled`; with `cut`, drop tokens and write them again."""
+    """Return o over caches of these lengths, by the backend `tiled`.
+
+    With `cut`, first truncate each cache there and write the tokens again. Assert that the keys are read in place if
+    and only if `in_pages`, or by default `paged`, is true.
+    """
     store = CacheStore(Ledger(1 << 26), 100.0, paged=paged)
     serials = create(store, len(lengths), keep)
     for n, (serial, length) in enumerate(zip(serials, lengths, strict=True)):
@@ -107,7 +111,7 @@ def test_pages_are_read_in_place_with_the_bits_of_a_copy(options):
         q = q.transpose(1, 2).contiguous()
     lengths = [130, 17, 64]
     in_place, copied = attended(True, lengths, q, cut=9, **options), attended(False, lengths, q, **options)
-    if "window" in options:  # a copy begins at the first visible key, so it has other tiles
+    if "window" in options:  # a copy begins at the first visible key, so its tiles and roundings differ
         torch.testing.assert_close(in_place, copied, rtol=0, atol=1e-6)
         copied = attended(True, lengths, q, **options)
     assert torch.equal(in_place, copied)
@@ -116,7 +120,10 @@ def test_pages_are_read_in_place_with_the_bits_of_a_copy(options):
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 @pytest.mark.parametrize("backend", ["triton", "tiled"])
 def test_8_bit_pages_are_read_in_place_with_their_scales(dtype, backend):
-    """8-bit pages are read in place, also after a fork's copy, with NaN, and with a mask that counts dropped tokens."""
+    """8-bit pages are read in place, after a fork has copied a page, with a mask, and with NaN in a key.
+
+    If tokens were dropped, as in the case for `tiled`, a mask causes a copy: its positions count dropped tokens.
+    """
     store, name = CacheStore(Ledger(1 << 26), 100.0, paged=True), str(dtype).removeprefix("torch.")
     lengths = [130, 17] if backend == "triton" else [2 * CHUNK + 30, 17]
     serials = create(store, 2, keep=100, dtype=name)
@@ -202,9 +209,9 @@ def test_a_kernel_reads_the_pages_of_forks_once_with_the_bits_of_each_alone():
 
 
 def test_tokens_that_a_layer_no_longer_keeps_are_not_read():
-    """Dropped tokens are not read.
+    """Tokens that `keep` has dropped are not read, in place or in a copy.
 
-    Mask positions count from the first token, so with a mask the kept keys are copied.
+    With a mask, whose positions count dropped tokens, the remaining keys are copied.
     """
     length, q = 2 * CHUNK + 30, normal(1, HQ, 2, D, seed=7)
     for options, in_pages in (({}, True), ({"attn_mask": torch.arange(length) % 3 > 0}, False)):
@@ -214,13 +221,13 @@ def test_tokens_that_a_layer_no_longer_keeps_are_not_read():
 
 
 def test_a_block_without_a_free_piece_is_said_and_nothing_is_lost():
-    store = CacheStore(Ledger(1 << 20), 100.0, paged=True)  # room for 4 chunks of 1,024 tokens and a little more
+    store = CacheStore(Ledger(1 << 20), 100.0, paged=True)  # fits 4 chunks of 1,024 tokens and a little more
     first, second = create(store, 2)
     tokens = normal(HK, CHUNK, D), normal(HK, CHUNK, DV)
     store.write(ALICE, [first], 0, None, [tokens])
     block = store._block
     free = list(block._free)
-    taken = block.take(sum(end - start for start, end in free) - 4096, 1)  # this memory is taken as if by other caches
+    taken = block.take(sum(end - start for start, end in free) - 4096, 1)  # as if other caches used this memory
     with pytest.raises(Refusal, match="no free piece"):
         store.write(ALICE, [second], 0, None, [tokens])
     assert store.look(ALICE, [second])[0].lengths == [0]

@@ -1,4 +1,4 @@
-"""CPU attention over caches reads chunks in place, is right and gives each sequence the bits that it has alone."""
+"""CPU attention over caches reads chunks without a copy, is right, and gives each sequence the bits it has alone."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 class Caches:
-    """Caches of the given lengths; `dims` are (D, Dv), and `keep` is that of POST /caches."""
+    """Caches with random tokens. `dims`: (D, Dv); `keep`: as in POST /caches; `paged`: whether chunks are pages."""
 
     def __init__(
         self, lengths: list[int], dtype: str, keep: int | None = None, dims: tuple[int, int] = (D, DV),
@@ -49,7 +49,7 @@ class Caches:
             for n, length in enumerate(lengths)
         ]
         for serial, (k, v) in zip(self.serials, self.tokens, strict=True):
-            for start in range(0, k.shape[1], 700):  # each chunk is filled by several writes
+            for start in range(0, k.shape[1], 700):  # 700, so that several writes fill a chunk
                 tokens = slice(start, start + 700)
                 self.store.write(ALICE, [serial], 0, None, [(k[:, tokens], v[:, tokens])])
         self.dtype = dtype
@@ -73,7 +73,7 @@ class Caches:
         return o, lse, list(parts)
 
     def expected(self, number: int, tensors: dict[str, Tensor], **options: Any) -> tuple[Tensor, Tensor]:
-        """Return o (Hq, Sq, Dv) and lse of one sequence, by the formula in float64."""
+        """Return o (Hq, Sq, Dv) and lse (Hq, Sq) of one sequence, by the backend `reference`, in float64."""
         k, v = (t[None] for t in self.tokens[number])
         scales = {}
         if self.dtype in ("int8", "float8_e4m3fn"):
@@ -97,7 +97,7 @@ def test_any_call_is_right_and_has_the_bits_of_each_sequence_alone(
     dtype: str, lengths: list[int], q_len: int, group: int, causal: bool, window: tuple[int, int], alibi: bool,
     sinks: bool, cores: int, scale: float | None, paged: bool, mask: str, dropout_p: float, dims: tuple[int, int],
 ) -> None:  # fmt: skip
-    """Any call is right, also if chunks are pages, as in a server with the backend `triton`."""
+    """Any call is right, whether chunks are separate or pages, as in a server with the backend `triton`."""
     caches, heads = Caches(lengths, dtype, paged=paged, dims=dims), HK * group
     kind = getattr(torch, dtype) if dtype in ("float16", "bfloat16") else torch.float32
     q = normal(len(lengths), heads, q_len, dims[0], seed=7).to(kind)
@@ -117,7 +117,7 @@ def test_any_call_is_right_and_has_the_bits_of_each_sequence_alone(
     given_mask = {"attn_mask": masks} if mask else {}
     o, lse, parts = caches.attend(every, {"q": q, **extra, **given_mask}, cores, **options)
     assert all(isinstance(part, CachedPart) for part in parts)
-    for n in every[:1] if dropout_p else every:  # dropout depends on the sequence's index
+    for n in every[:1] if dropout_p else every:  # dropout depends on the index in the batch
         own_o, own_lse, _ = caches.attend([n], {"q": q[n : n + 1], **extra, **masked(n)}, 1, **options)
         assert torch.equal(own_o[0], o[n])
         assert torch.equal(own_lse[0], lse[n])
@@ -165,7 +165,7 @@ def test_a_large_call_has_parts_of_about_equal_work_and_a_small_one_has_one() ->
 def test_without_the_kernels_tokens_are_copied_into_pages(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the C kernels, tokens are copied into pages, and the backend `tiled` reads the pages."""
+    """Without the C kernels, the backend `tiled` computes, and the tokens are copied into pages for it."""
     monkeypatch.setattr(native, "library", lambda: None)
     caches = Caches([1100, 3], "float32")
     q = normal(2, 4, 2, D, seed=7)

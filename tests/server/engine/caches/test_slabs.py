@@ -1,4 +1,4 @@
-"""Full chunks of a layer are adjacent in a slab, and are freed one by one."""
+"""Full chunks of a cache's layer are adjacent in a slab, a larger block of memory, and are freed one by one."""
 
 import ctypes
 import mmap
@@ -45,7 +45,7 @@ def write(store, serial, count, at=None, seed=0):
 
 
 def adjacent(track):
-    """Return the length of each run of adjacent chunks; assert that the spans match the chunks' memory."""
+    """Return the number of chunks of each adjacent run; assert that `spans`, for the C kernels, match their memory."""
     spans = track.spans()
     numbers = (ctypes.c_int64 * (8 * len([c for c in track.chunks if c is not None]))).from_address(
         spans.of_sequence(0)
@@ -77,7 +77,7 @@ def test_a_cache_that_grows_token_by_token_has_few_runs(store):
     serial = create(store)
     for start in range(0, 12 * CHUNK, 512):
         write(store, serial, 512, seed=start)
-    assert adjacent(track_of(store, serial)) == [4, 4, 4]  # each new slab doubles the room
+    assert adjacent(track_of(store, serial)) == [4, 4, 4]  # slabs with 4, 4 and 8 places
     assert MOST_CHUNKS >= 12
 
 
@@ -110,7 +110,7 @@ def test_dropped_chunks_give_their_memory_back_though_others_of_their_slab_stay(
     gone = [track.chunks[place] for place in range(3)]
     write(store, serial, 1)
     assert track.first == 5 * CHUNK
-    assert all(not chunk.k.any() and not chunk.v.any() for chunk in gone)  # freed memory is mapped as zero pages
+    assert all(not chunk.k.any() and not chunk.v.any() for chunk in gone)  # freed memory reads as zero pages
     assert adjacent(track) == [1, 1]
     used = store._ledger.used
     store.truncate(ALICE, serial, 5 * CHUNK + 1)

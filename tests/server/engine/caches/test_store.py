@@ -1,4 +1,4 @@
-"""The store of caches behaves like a model in numpy, and counts its memory."""
+"""The store of caches behaves like a model in NumPy, and counts its memory correctly."""
 
 import pytest
 
@@ -35,7 +35,7 @@ OWNERS = ("alice", "bob")
 
 
 def outcome(call, *arguments, **keywords):
-    """Return (error code or None, return value) of a call."""
+    """Call a function; return (None, its result), or (error code, None) if it raises a Refusal."""
     try:
         return None, call(*arguments, **keywords)
     except Refusal as refusal:
@@ -43,7 +43,7 @@ def outcome(call, *arguments, **keywords):
 
 
 class Model:
-    """The expected state of a cache."""
+    """The expected owner, tokens, idempotency keys and expiry of a cache."""
 
     def __init__(self, owner, ttl_end, max_length=None, keep=None):
         self.owner, self.expires, self.max_length, self.keep = owner, ttl_end, max_length, keep
@@ -62,7 +62,7 @@ class Model:
 
 
 class Stateful(RuleBasedStateMachine):
-    """Run every operation on the store and on the model, and compare them."""
+    """Random operations on the store and on models of its caches, whose results are compared."""
 
     paged = False
 
@@ -217,7 +217,7 @@ class Stateful(RuleBasedStateMachine):
 
 
 class PagedStateful(Stateful):
-    """Run `Stateful` with pages as chunks: no two chunks share a page, and all unused pages are free."""
+    """`Stateful` with pages as chunks: no page belongs to two chunks, and all unused pages are free."""
 
     paged = True
 
@@ -263,10 +263,10 @@ def test_a_fork_counts_the_memory_of_the_caches_that_it_deletes():
     store.write(Terms("alice"), [one, two], 0, None, [tokens(CHUNK), tokens(CHUNK, 1)])
     assert store._ledger.used == store._ledger.limit
     refused("cache_memory", store.fork, Terms("alice"), [one], None, [])
-    refused("cache_memory", store.fork, Terms("alice"), [one, two], None, [empty])  # exceeds the limit by one `BASE`
+    refused("cache_memory", store.fork, Terms("alice"), [one, two], None, [empty])  # over the limit by one `BASE`
     (copy,) = [record.serial for record in store.fork(Terms("alice"), [one], None, [empty, empty])]
     refused("cache_memory", store.fork, Terms("alice"), [one] * 3, None, [one, copy])  # the forks keep the chunk
-    made = store.fork(Terms("alice"), [one] * 3, None, [two, two])  # `two` makes room for two forks
+    made = store.fork(Terms("alice"), [one] * 3, None, [two, two])  # frees the memory of `two`
     assert store._ledger.used == chunk + 5 * BASE
     for record in made:
         np.testing.assert_array_equal(read(store, "alice", record.serial, 0)[1], read(store, "alice", one, 0)[1])
@@ -293,7 +293,7 @@ def test_a_late_copy_of_a_write_is_refused_and_the_last_one_repeats():
     refused("cache_stale", write, "a", 1)
     for n in range(64):
         write(f"k{n}", n)
-    assert write("a", 1) == [67]  # the store remembers 64 idempotency keys
+    assert write("a", 1) == [67]  # written again: the store remembers the last 64 idempotency keys only
 
 
 def test_creations_and_forks_repeat_their_first_answer():

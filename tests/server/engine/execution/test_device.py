@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[4]
 
 
 def submit(inputs, outputs, room=1 << 16, **options):
-    """Return a forward job, and the memory of its inputs and outputs, with 64 bytes between them."""
+    """Return an engine request for a forward whose inputs and outputs are in shared memory, aligned to 64 bytes."""
     memory = mmap.mmap(-1, room)
     placed, at = [], 0
     for name, array in inputs.items():
@@ -71,10 +71,7 @@ def test_answers_are_written_where_they_are_wanted(device):
 
 
 def test_every_byte_of_a_bool_but_0_is_true(device):
-    """A byte of a bool other than 0 is read as true.
-
-    In compiled code, bytes other than 0 and 1 are undefined behaviour.
-    """
+    """Each byte of a bool tensor except 0 counts as true. In compiled code, bytes over 1 are undefined behaviour."""
     q, v = np.zeros((1, 8), np.float32), np.arange(32, dtype=np.float32).reshape(4, 8)
     mask = np.array([[0, 1, 2, 255]], np.uint8).view(bool)
     job = submit({"q": q, "k": np.zeros_like(v), "v": v, "attn_mask": mask}, {"o": (1, 8)})
@@ -93,7 +90,7 @@ def test_index_tensors_that_do_not_fit_are_422(device):
 
 
 class Gpu(TorchDevice):
-    """A device that handles errors as a GPU does; `works` replaces the check whether CUDA works."""
+    """A device that classifies errors as on a GPU. `works`: the result of the check whether CUDA still works."""
 
     def __init__(self, works):
         super().__init__(DeviceInfo("cuda:0", "none", 0, ("triton",), 1.0))
@@ -116,10 +113,7 @@ class Gpu(TorchDevice):
     ],
 )
 def test_a_device_is_lost_only_where_nothing_works_any_more(error_text, works, kind, device, monkeypatch):
-    """After an error, the device is lost only if a check of it fails.
-
-    CUDA may refuse one call with the same error text.
-    """
+    """After a CUDA error, the device counts as lost only if a check fails: one bad call may have the same text."""
 
     def fail(*_):
         raise RuntimeError(error_text)
@@ -153,16 +147,16 @@ assert device.compile(job) is None
 
 @pytest.mark.slow
 def test_kernels_are_compiled_for_a_job_whose_tensors_nobody_reads(tmp_path):
-    """Kernels are compiled without the job's tensors: a request that waits for kernels copies nothing to the GPU."""
+    """`compile` does not read the tensors of a request, so a request that waits for its kernels uses no GPU memory."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-c", COMPILE]
     subprocess.run(command, check=True, cwd=ROOT, env=environment | {"TRITON_CACHE_DIR": str(tmp_path)})
 
 
 def test_a_cuda_build_of_torch_that_finds_no_gpu_says_so(monkeypatch):
-    """With `auto`, a CUDA build of torch without a GPU gets a message; with `cpu` it gets none.
+    """With `--device auto`, a CUDA build of torch that finds no GPU causes a message; with `cpu` it causes none.
 
-    tests/docker/test_gpu_image.py tests the real build.
+    tests/docker/test_gpu_image.py tests this with a real CUDA build.
     """
     assert TorchDevice.open("auto").info.no_gpu == ""  # this torch is built for the CPU, or has a GPU
     monkeypatch.setattr(torch.version, "cuda", "13.0")

@@ -1,4 +1,4 @@
-"""Batches are right and survive injected faults, with real processes and interpreted Triton kernels."""
+"""Batched launches are right and survive injected faults, with real processes and interpreted Triton kernels."""
 
 import concurrent.futures
 import contextlib
@@ -37,12 +37,12 @@ def gradient(seed, length=4):
     return message({n: normal(1, 1, length, 16, seed=seed * 9 + i) for i, n in enumerate(names)}, backend="triton")
 
 
-HELD = forward(99)  # computed while a gate is closed
+HELD = forward(99)  # keeps the engine busy while a gate is closed
 
 
 @pytest.fixture
 def mortal(start_server, tmp_path):
-    """Start a separate server for a test that ends it or its engine."""
+    """Return a function that starts a server for one test, which may end it or its engine."""
     return lambda **settings: GatedServer(start_server, tmp_path, interpret=True, **settings)
 
 
@@ -74,7 +74,7 @@ def test_eight_mixed_requests_run_in_one_launch_and_each_has_the_bits_it_has_alo
 
 
 def test_the_triton_kernels_agree_with_the_reference(gated):
-    """Interpreted on the CPU, they agree; test_http_exact.py compares them with float64 in more cases."""
+    """The interpreted kernels agree with the backend `reference`; test_http_exact.py has more cases."""
     tensors = {"q": normal(1, 4, 37, 16, seed=1), "k": normal(1, 2, 53, 16, seed=2), "v": normal(1, 2, 53, 16, seed=3)}
     for path, sent in (("/attention", tensors), ("/attention/grad", {**tensors, "do": normal(1, 4, 37, 16, seed=4)})):
         actual, expected = (
@@ -88,7 +88,7 @@ def test_the_triton_kernels_agree_with_the_reference(gated):
 def test_who_leaves_or_is_late_is_not_in_the_batch_and_its_mates_are(gated, pool):
     expected = post(gated.server, "/attention", forward(1)).body
     with gated.busy(pool, HELD):
-        # With the blocked and the late request these are FEW, which the server admits at any measured speed.
+        # With the blocked and the late request, these are FEW requests, which the server admits in any case.
         mates = [gated.post(pool, "stays", forward(1)) for _ in range(FEW - 2)]
         late = gated.post(pool, "late", forward(1), x_timeout_ms=50)
         problem(late.result(), 504, "deadline_exceeded")
@@ -127,7 +127,7 @@ def test_who_leaves_a_running_batch_costs_its_mates_nothing(gated, pool):
 
 
 def test_sequences_that_meet_nobody_are_answered(gated):
-    """Packed sequences whose queries have no keys are answered. Padding them would need extreme memory."""
+    """Packed sequences, one without keys and one without queries, are answered: 0. Padding would need much memory."""
     q = torch.zeros(16384, 1, 64, dtype=torch.float16)
     ends = {"cu_seqlens_q": torch.tensor([0, 16384, 16384]), "cu_seqlens_k": torch.tensor([0, 0, 16384])}
     answer = post(gated.server, "/attention", message({"q": q, "k": q, "v": q, **ends}, layout="thd", backend="torch"))
@@ -135,7 +135,7 @@ def test_sequences_that_meet_nobody_are_answered(gated):
 
 
 def test_poison_harms_nobody_else(gated, pool):
-    """NaN in one request of a launch does not reach the others."""
+    """NaN in one request of a launch does not change the answers of the other requests."""
     poison = {name: torch.full((1, 2, 5, 16), float("nan")) for name in "qkv"}
     expected = [post(gated.server, "/attention", forward(seed)).body for seed in range(3)]
     with gated.busy(pool, HELD):
@@ -156,7 +156,7 @@ CULPRITS = [
 
 @pytest.mark.parametrize(("name", "status", "code"), CULPRITS)
 def test_the_culprit_alone_pays(gated, pool, name, status, code):
-    """If one request of a batch fails, the batch is halved and retried; only a request that fails again is refused."""
+    """If a batch fails, its halves are retried, until only the request that causes the failure is refused."""
     expected = [post(gated.server, "/attention", forward(seed)).body for seed in range(4)]
     splits = read_metrics(gated.server)["flashpoint_out_of_memory_splits_total"]
     with gated.busy(pool, HELD):
@@ -188,9 +188,9 @@ def test_only_those_wait_whose_kernel_is_being_compiled(gated, pool):
 
 
 def test_what_fails_on_its_way_into_the_queue_fails_alone(gated):
-    """A request fails before it is queued, at the look-up of its kernels.
+    """Two requests fail before they are queued, when the engine looks up their kernels.
 
-    Its HTTP process stays connected to the engine.
+    They get errors, and their HTTP process stays connected to the engine.
     """
     engine, line_count, t = gated.server.engine_pid, len(gated.server.lines), normal(5, 2, 24)
     unfit = message({name: normal(1, 1, 4, 40) for name in "qkv"}, backend="triton")
@@ -206,7 +206,7 @@ def test_what_fails_on_its_way_into_the_queue_fails_alone(gated):
 
 
 def test_the_books_balance_when_nothing_is_inside(gated, pool):
-    """After answers, a refusal and a client that left, all accepted requests have ended and all memory is free."""
+    """After three answers, an error and a client that left, the metrics count all requests as ended, with no memory."""
     server = gated.server
     nothing_inside(server)
     before = read_metrics(server)
@@ -234,15 +234,15 @@ def test_the_books_balance_when_nothing_is_inside(gated, pool):
 
 
 def flops(tensors):
-    """Return the FLOPs that the server counts for a request."""
+    """Return the FLOPs that the server counts for a forward with these tensors."""
     return plan({n: TensorInfo("float32", tuple(t.shape)) for n, t in tensors.items()}, Options(), "forward").flops
 
 
 @pytest.mark.slow
 def test_a_full_queue_and_sigterm_under_load_lose_no_answer(mortal, pool):
-    """A queue full by count, bytes or FLOPs answers all admitted requests, also when the server stops.
+    """Requests over a queue limit (count, bytes, FLOPs) are refused; all admitted ones are answered, despite SIGTERM.
 
-    With the configured delay and budget, a launch starts with two requests, or with one of their total size.
+    With the configured delay and budget, a launch waits for two requests, or for one of their total size.
     """
     queue = {"queue_limit": 17, "queue_bytes": 128 << 10, "queue_flops": 1 << 20}
     batch = {"max_queue_delay": 60, "batch_flops": 2 * flops(forward_tensors(1))}
@@ -285,7 +285,7 @@ def test_a_full_queue_and_sigterm_under_load_lose_no_answer(mortal, pool):
 
 @pytest.mark.slow
 def test_an_engine_killed_in_the_middle_of_a_batch_with_32_waiting(gated, pool):
-    """If the engine is killed, the running launch is refused, and the next engine answers the other requests."""
+    """If the engine is killed, the requests of the running launch get 503, and the next engine answers all others."""
     server, engine = gated.server, gated.server.engine_pid
     restarts = read_metrics(server)["flashpoint_engine_restarts_total"]
     expected = [post(server, "/attention", forward(seed)).body for seed in range(4)]
@@ -321,10 +321,10 @@ def test_a_lost_device_and_a_hang_end_the_engine_and_nothing_else(request, morta
 
 @pytest.mark.slow
 def test_an_engine_is_started_again_with_too_little_memory_and_not_with_another_device(mortal, tmp_path):
-    """The engine restarts after a lack of memory, but not on another device.
+    """An engine whose start fails for lack of memory is started again. If it would use another device, the server ends.
 
-    Otherwise `--device auto` would serve from the CPU and hide the loss of the GPU. A lone request is computed after
-    its delay.
+    Otherwise `--device auto` would serve from the CPU and hide the loss of a GPU. Also, a lone request is computed
+    after max_queue_delay.
     """
     (tmp_path / "open.short").touch()
     faulty = mortal(max_queue_delay=0.2)

@@ -1,4 +1,4 @@
-"""A call on kernel threads blocks its caller, raises errors there, and keeps no tensors alive."""
+"""`KernelThreads.run` blocks its caller until all calls have run, raises their errors, and keeps no tensors alive."""
 
 import threading
 import weakref
@@ -50,7 +50,7 @@ def test_the_caller_gets_the_error_and_the_thread_goes_on(count):
 
 
 def test_a_call_is_not_kept_alive():
-    """Threads keep no reference to a finished call: its tensors are cache memory, which a later call may free."""
+    """The threads keep no reference to a finished call, whose tensors may be cache memory that must be freed later."""
 
     class Held:
         def run(self):

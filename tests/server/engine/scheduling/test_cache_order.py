@@ -1,6 +1,7 @@
 """Calls on KV caches end correctly if deadlines pass, clients leave, caches expire, keys are revoked, or servers stop.
 
-A call named gate-… writes its tokens and waits in the engine until the test opens the gate (tests/support/faulty).
+A request whose id begins with gate- writes its tokens, and then waits in the engine until the test opens the gate
+(tests/support/faulty).
 """
 
 import concurrent.futures
@@ -33,7 +34,7 @@ def pool():
 
 @pytest.fixture
 def one(slow):
-    """Create a cache, and delete it at the end if it still exists."""
+    """Yield the id of a new cache, and delete the cache after the test if it still exists."""
     one = created(slow.server)
     yield one
     ask(slow.server, f"/caches/{one}", "DELETE")
@@ -51,7 +52,7 @@ def tokens(count, *names):
 
 
 def writing(one, count=1):
-    """Return a request that writes `count` tokens; such calls run one at a time."""
+    """Return a request that writes `count` tokens into the cache `one`; calls of its backend run one at a time."""
     return message(tokens(count, "q", "k", "v"), caches=[one], backend="reference")
 
 
@@ -79,7 +80,7 @@ def test_a_call_that_runs_beyond_its_deadline_has_written_all(slow, pool, one):
     slow.gate("gate").unlink(missing_ok=True)
     with contextlib.ExitStack() as inside:
         inside.callback(slow.gate("gate").touch)
-        for patience in (500, 2000, 8000, 32000, 128000):  # milliseconds in which the call must start
+        for patience in (500, 2000, 8000, 32000, 128000):  # milliseconds; retry until the call has started in time
             running = slow.post(pool, "gate", writing(one, 2), x_timeout_ms=patience)
             wait_for(lambda call=running: slow.begun(call.name) or call.done(), lambda: "it neither runs nor ends")
             problem(running.result(), 504, "deadline_exceeded")

@@ -1,4 +1,4 @@
-"""An engine drops an HTTP process that reads nothing."""
+"""An engine disconnects an HTTP process that reads no messages."""
 
 import select
 import socket
@@ -32,9 +32,9 @@ def test_a_peer_that_reads_nothing_is_dropped_and_told_only_when_its_memory_is_f
         peer.send(Unmapped(0))
     assert ours.receive() == (Cancel(7), [])
     assert select.select([ours], [], [], 240)[0]
-    with pytest.raises(EOFError):  # at EOFError, the engine's loop removes the process
+    with pytest.raises(EOFError):  # by which the engine's loop knows that it must remove the process
         ours.receive()
-    assert set(received(theirs)) == {Unmapped(0)}  # the process gets no end of file yet
+    assert set(received(theirs)) == {Unmapped(0)}  # no end of file yet: the engine still uses the process's memory
     peer.close()
     with pytest.raises(EOFError):
         theirs.receive()

@@ -1,4 +1,4 @@
-"""The scheduler, without sockets, torch or a device, chooses the next task and answers at the right time."""
+"""The scheduler chooses the right next task and answers at the right time, with a fake device and no sockets."""
 
 import itertools
 import math
@@ -39,9 +39,9 @@ SHORT, LONG = 0.001, 1.0  # predicted seconds of a request
 
 
 class Resources:
-    """A device with two cores on which each sequence is a part.
+    """A fake device with two cores, on which each sequence is a part.
 
-    The `kin` of a call over a cache is the cache's number.
+    Calls over caches with the same last digit are kin: they share their first keys. 0 has no kin.
     """
 
     is_cpu = True
@@ -87,7 +87,7 @@ class Plugin:
 
 
 class Bench:
-    """A scheduler that records its answers."""
+    """A scheduler with the fake device, and records of its answers and wake-ups."""
 
     def __init__(self, plugins=()):
         self.device = Resources()
@@ -141,7 +141,7 @@ def bench():
 def test_cores_share_the_parts_of_a_request_and_its_last_part_answers_it(bench):
     number = bench.admit(sequences=3, seconds=3 * LONG)
     first, second = bench.take(), bench.take()
-    assert bench.scheduler.take() is None  # both cores are taken
+    assert bench.scheduler.take() is None  # both cores are busy
     assert bench.peer.running == 3  # two parts and the request itself
     bench.finish(first)
     third = bench.take()
@@ -152,7 +152,7 @@ def test_cores_share_the_parts_of_a_request_and_its_last_part_answers_it(bench):
 
 
 def test_the_last_parts_of_a_long_request_are_not_passed_by_a_longer_one(bench):
-    """A request of 4 seconds with 1 second left runs before a request of 2 seconds that arrived at the same time."""
+    """A request of 4 s of which 1 s is left runs before a request of 2 s, although both arrived at the same time."""
     first = bench.admit(sequences=4, seconds=4 * LONG, rank=PASSED * 4 * LONG)
     began = [bench.take(), bench.take()]
     bench.finish(*began)
@@ -185,7 +185,7 @@ def test_one_short_part_more_runs_than_there_are_cores(bench):
 
 
 def test_short_parts_do_not_pass_a_long_one_for_ever(bench):
-    """If a long part is first in the queue and needs a core, no short part uses the extra lane before it."""
+    """If a long part is first in the queue, no later short part starts before it: it gets the next free core."""
     for _ in range(3):
         bench.admit(rank=0.0)
     tasks = [bench.take() for _ in range(3)]
@@ -214,7 +214,7 @@ def test_a_request_that_is_cancelled_ends_between_two_parts(bench):
 
 
 def test_a_verification_that_runs_is_told_that_nobody_waits(bench):
-    """Cancelling a running verification sets `failure`, which the executor checks between blocks."""
+    """If a running verification is cancelled, `failure` is set; the executor checks this between blocks and stops."""
     cancelled, gone = [
         Submit(next(NUMBERS), "r", VerifyCall(b"{}"), 0, [], [], 0, 1, LONG, 0.0, None) for _ in range(2)
     ]  # fmt: skip
@@ -292,7 +292,7 @@ def test_the_requests_of_a_process_that_is_gone_are_dropped(bench):
 
 
 class Calls(Bench):
-    """A scheduler with calls from two HTTP processes, each call over a separate cache."""
+    """A scheduler for calls over caches, from two HTTP processes. Each call has a separate cache."""
 
     def __init__(self):
         super().__init__()
@@ -372,7 +372,7 @@ def test_parts_for_calls_that_have_all_ended_early_are_dropped():
 
 
 def test_calls_on_a_cache_of_a_process_that_is_gone_are_dropped_once():
-    """If a process ends, its waiting calls on caches are dropped once, and a call of another process runs."""
+    """If an HTTP process ends, each of its waiting calls on caches is dropped once, and other processes' calls run."""
     bench, ledger = Bench(), Ledger(1 << 20)
     bench.scheduler = Scheduler(bench.device, Budget(1 << 60, 1 << 60, 0.0), bench.answer, bench.wake, holder=ledger)
     terms, store = Terms("alice"), CacheStore(ledger, ttl=60.0)
@@ -409,7 +409,7 @@ def test_a_slice_of_a_plugin_runs_alone(monkeypatch):
     assert (part.requests[0].submit.id, bench.woken) == (number, 1)
     plugin.wanted = True
     bench.admit()
-    assert bench.scheduler.take() is None  # the part is postponed, so that the slice soon runs alone
+    assert bench.scheduler.take() is None  # no part starts, so that the slice can run alone soon
     monkeypatch.setattr(module, "HOLD_SECONDS", 0.0)
-    bench.take()  # running parts take longer than HOLD_SECONDS, so the part runs
+    bench.take()  # the slice has waited longer than HOLD_SECONDS, so parts start again
     assert plugin.calls == ["begin", "postpone"]

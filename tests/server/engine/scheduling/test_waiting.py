@@ -1,4 +1,4 @@
-"""The engine's queue keeps its order, batches by launch key within budgets, and bounds a batch's wait."""
+"""The engine's queue orders requests by rank, batches those with equal launch keys, and limits a batch's wait."""
 
 import math
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ def test_a_batch_waits_for_others_until_its_oldest_has_waited_or_it_is_full():
     assert (queue.take(11.9, groups=True), queue.closes()) == ([], 12.0)
     queue.put(second)
     assert (queue.take(11.9, groups=True), queue.closes()) == ([], 12.0)
-    queue.put(third := Item(5.0, arrived=11.5, flops=5))  # the batch is full without this one
+    queue.put(third := Item(5.0, arrived=11.5, flops=5))  # does not fit into the batch of the other two
     assert queue.take(11.9, groups=True) == [second, first]
     assert queue.closes() == 13.5
     assert queue.take(13.5, groups=True) == [third]

@@ -1,4 +1,4 @@
-"""The ledger enforces quotas of owners and the total limit, and remembers expired entries for an hour."""
+"""The ledger limits the memory of each owner and of all, and knows expired entries for an hour."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The store remembers answers of each owner within bounds, and fairly."""
+"""`OwnerLru` forgets old entries; at its limit, the owner with the most entries loses the oldest one."""
 
 from flashpoint_server.engine.state.owner_lru import OwnerLru
 

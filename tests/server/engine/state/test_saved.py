@@ -1,4 +1,4 @@
-"""The store of saved forwards, with caches in the same ledger, behaves like a simple model in the test."""
+"""The store of saved forwards, which shares its memory limit with caches, behaves like a simple model."""
 
 import pytest
 
@@ -35,7 +35,7 @@ def ask(operation, owner="alice", forwards=(), after=0):
 
 
 def code(call, *given):
-    """Return the error code of a call, or None."""
+    """Call a function; return the code of the Refusal that it raises, or None."""
     try:
         call(*given)
     except Refusal as refusal:
@@ -44,7 +44,7 @@ def code(call, *given):
 
 
 class Holding(RuleBasedStateMachine):
-    """Reserve, keep, drop, use and delete saved forwards in any order, while caches use the same memory."""
+    """Random operations on saved forwards and caches with one memory limit, compared with a model."""
 
     def __init__(self):
         super().__init__()

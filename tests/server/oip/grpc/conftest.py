@@ -1,4 +1,4 @@
-"""Fixtures start a server with gRPC, and a client for it."""
+"""Fixtures: a server with gRPC, and a client for it."""
 
 import pytest
 

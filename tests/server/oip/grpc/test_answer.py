@@ -1,4 +1,4 @@
-"""A gRPC answer has tensors as bytes or as numbers."""
+"""A gRPC answer has its tensors as raw bytes or as numbers, as the request asks."""
 
 import pytest
 

@@ -1,4 +1,7 @@
-"""Under gRPC's memory limit, a call whose message has an unknown length reads, waits or is ended for another call."""
+"""gRPC's memory limit for arriving messages: a call counts with the largest size until its message has arrived.
+
+A call reads, waits for memory, or is ended because it is slow and another call needs the memory.
+"""
 
 import asyncio
 import contextlib
@@ -17,7 +20,7 @@ LARGEST = 16 * MIB
 
 
 class Calls:
-    """Simulated calls of one server with messages up to 16 MiB; the test advances the clock."""
+    """Simulated calls with messages of up to 16 MiB, and their memory limit. The test advances the clock."""
 
     def __init__(self, monkeypatch, *, locked, messages, **settings):
         self.now = 1000.0
@@ -27,7 +30,7 @@ class Calls:
         self.reads = []
 
     async def begin(self, owner="", *, counted=True, patience=600):
-        """Start a call that reads or waits: `call.message` delivers its message, and `call.task` reads it."""
+        """Start a call and return it. `call.task` waits for memory and then for the future `call.message`."""
         hold, message = Hold(self.memory, counted=counted, owner=owner), asyncio.get_running_loop().create_future()
         call = SimpleNamespace(hold=hold, message=message, begun=False)
 
@@ -46,7 +49,7 @@ class Calls:
             await asyncio.sleep(0)
 
     async def turn(self, seconds, call):
-        """Advance the clock and give waiting calls their turns; then wait until `call` ends, at most 60 s."""
+        """Advance the clock, let waiting calls get memory, and wait until `call` ends, at most 60 s."""
         self.now += seconds
         self.memory._give_turns()
         with contextlib.suppress(TimeoutError):
@@ -106,9 +109,9 @@ def test_a_large_message_makes_way_for_one_that_may_be_small_and_the_oldest_only
 
 
 def test_a_key_has_half_of_the_memory_at_most(monkeypatch):
-    """Silent calls of one key get at most half of the memory.
+    """Calls of one API key that send nothing get at most half of the memory.
 
-    Calls of another key or without a key yet read at once.
+    Calls of other keys, and calls whose key is not known yet, can read at once.
     """
 
     async def run():
@@ -124,7 +127,7 @@ def test_a_key_has_half_of_the_memory_at_most(monkeypatch):
 
 
 async def two_that_hold_all(calls):
-    """Start two calls that take all memory, and deliver their messages."""
+    """Start two calls whose messages use all memory, deliver the messages, and return the calls."""
     pair = await calls.begin(), await calls.begin()
     for call in pair:
         call.message.set_result(bytes(LARGEST))
@@ -147,7 +150,7 @@ def test_no_more_calls_are_awaited_than_the_queue_admits(monkeypatch):
         with pytest.raises(Refusal, match="this call needs 1 more"):
             first.hold.add(1)
         second.hold.release()
-        first.hold.add(3 * LARGEST)  # a call that is alone gets room for an answer of any size
+        first.hold.add(3 * LARGEST)  # a call that is alone may have an answer of any size
 
     asyncio.run(run())
 

@@ -1,4 +1,4 @@
-"""The parser extracts tensors from a protobuf message, also if the message is cut or changed anywhere."""
+"""`split` extracts the raw tensors of a protobuf message without a copy, or refuses a damaged message."""
 
 import contextlib
 
@@ -17,7 +17,7 @@ from tests.support.oip.message import raw
 
 
 def test_a_message_that_is_cut_or_marred_anywhere_is_read_or_refused():
-    """A message that is cut or changed anywhere is refused, or gives the same fields as protobuf."""
+    """A message that is cut or changed at any byte is refused, or has the tensors that protobuf's parser finds."""
     small = {name: torch.ones(1, 1) for name in "qkv"}
     whole = request(small, outputs=["o"], id="cut", causal=True).SerializeToString()
     rest, tensors = split(whole, RAW_INPUTS)

@@ -1,4 +1,4 @@
-"""ModelInfer gives the same bits as HTTP, shares HTTP's queue, and is refused before its message is read."""
+"""ModelInfer gives the same bits as HTTP and shares its queue. Calls may be refused before their messages are read."""
 
 import contextlib
 import re
@@ -108,7 +108,7 @@ def test_a_cancelled_call_and_a_late_one_are_not_in_the_batch_and_the_others_are
     held.wait_inside(0)
     before = held.metrics()
     with held.busy() as first:
-        # With the gated and the late call these are FEW, which the server admits at any measured speed.
+        # With the gated and the late call, these are FEW requests, which the server admits in any case.
         mates = [held.queue("stays") for _ in range(FEW - 2)]
         leaver = held.queue("leaves")
         leaver.cancel()
@@ -177,7 +177,7 @@ def test_a_call_without_a_key_or_its_right_is_refused_before_its_message_is_read
 
 @contextlib.contextmanager
 def unsent_message(held, metadata):
-    """Start a call that sends no message, and return it after the server has ended it."""
+    """Start a call that sends no message, and yield it after the server has ended it."""
     with silent_call(held.caller, metadata) as call:
         assert call.exception(HANG) is not None
         yield call

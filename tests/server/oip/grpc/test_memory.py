@@ -1,4 +1,4 @@
-"""The memory of a server stays bounded while many clients send large messages at once, over gRPC and over HTTP."""
+"""The memory of a server stays within its limit while many clients send large messages, over gRPC or HTTP."""
 
 import concurrent.futures
 import contextlib
@@ -25,14 +25,14 @@ CLIENTS = 10
 
 
 def tensors(nbytes):
-    """Return a request of `nbytes`, nearly all in k and v, that is computed quickly."""
+    """Return {name: tensor} of a request of `nbytes`, nearly all in k and v, which is computed quickly."""
     one = np.ones((1, 1, 1, 64), np.float32)
     keys = np.ones((1, 1, nbytes // (2 * one.nbytes), 64), np.float32)
     return {"q": one, "k": keys, "v": keys}
 
 
 def over_grpc(server, nbytes):
-    """Return a function that sends a call on a new connection and returns the name of its status."""
+    """Return a function that makes a call on a new connection and returns the name of its gRPC status."""
     request = protos.message("inference.ModelInferRequest")(model_name="attention")
     for name, t in tensors(nbytes).items():
         request.inputs.add(name=name, datatype="FP32", shape=t.shape)
@@ -67,7 +67,7 @@ def over_http(server, nbytes):
 
 
 class Watched:
-    """A context that polls `memory` and records its maximum."""
+    """A context that polls the function `memory` in a thread, and records the maximum in `bytes`."""
 
     def __init__(self, memory):
         self.bytes = 0
@@ -89,13 +89,13 @@ class Watched:
 
 
 def private(process):
-    """Return the size of a process's private memory in bytes."""
+    """Return the private resident memory of a process in bytes."""
     memory = process.memory_info()
     return memory.rss - memory.shared
 
 
 def of_all(server):
-    """Return the memory of all the server's processes in bytes, where shared memory counts once."""
+    """Return the resident memory of the server's processes in bytes; shared memory counts once."""
     private_bytes, shared = 0, 0
     for process in (family := psutil.Process(server.pid)), *family.children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -105,7 +105,7 @@ def of_all(server):
 
 @pytest.mark.slow
 def test_messages_that_wait_and_messages_that_were_read_hold_no_more_than_the_limit(start_server):
-    """The limit lets the server read four calls of 9 MiB at once; messages of other calls stay with their senders."""
+    """With 64 MiB, the server reads few calls of 9 MiB at once; the messages of the others stay with their senders."""
     server = start_server(grpc_port=0, grpc_bytes=64 * MIB, body_limit=10 * MIB, staging_bytes=64 * MIB)
     call = over_grpc(server, 9 * MIB)
     assert call() == "OK"

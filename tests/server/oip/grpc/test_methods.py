@@ -1,4 +1,4 @@
-"""The gRPC methods other than ModelInfer answer like the paths under /v2."""
+"""The gRPC methods other than ModelInfer: health, shared memory, and errors for calls that are not served."""
 
 import pytest
 
@@ -12,7 +12,7 @@ from tests.support.oip.grpc_calls import HANG, METHOD, refused, request
 
 
 def test_cuda_shared_memory_is_off(caller):
-    """CUDA shared memory is off, but calls to unregister it, which Triton's clients send first, succeed."""
+    """CUDA shared memory is not served, but unregistering it succeeds: Triton's clients do this first."""
     caller.ask("CudaSharedMemoryUnregister")
     caller.ask("CudaSharedMemoryUnregister", name="any")
     assert not caller.ask("CudaSharedMemoryStatus").regions

@@ -1,4 +1,4 @@
-"""A valid message is parsed; the error for an invalid one names the wrong field."""
+"""The error about an invalid gRPC request names the wrong field. KServe's extra parameters are accepted."""
 
 import pytest
 
@@ -20,7 +20,7 @@ SIZE = len(raw(SMALL["q"]))
 
 
 def test_what_clients_say_of_bytes_is_taken(caller):
-    """The server accepts KServe's parameters: the size of each input, and bytes or numbers for each output."""
+    """The server accepts parameters of KServe's client: the size of an input, and bytes or numbers for an output."""
     expected = caller.infer(request(SMALL)).bits
     message = sized(SIZE)
     message.outputs.add(name="o").parameters["binary_data"].bool_param = True
@@ -137,4 +137,4 @@ def test_what_is_wrong_is_refused_and_named(server, caller, what):
         caller.infer(make())
     if what != "message too long":
         assert "x-request-id" in dict(error[0].trailing_metadata())
-    assert caller.infer(request(SMALL, causal=True)).bits  # the server serves on
+    assert caller.infer(request(SMALL, causal=True)).bits  # the server continues to serve

@@ -1,4 +1,4 @@
-"""The gRPC port, shared by workers, gives the answers and statuses of the application."""
+"""The gRPC server: a port shared by workers, logs and metrics, gRPC statuses, draining, and the death of an engine."""
 
 import asyncio
 import contextlib
@@ -73,9 +73,9 @@ def test_a_call_has_its_line_in_the_log_and_its_place_in_the_metrics(server, cal
 
 
 def test_a_refusal_of_a_call_that_is_over_is_a_cancellation_and_no_error():
-    """If gRPC raises InternalError for a call whose client has left, the method ends as cancelled.
+    """If `abort` raises InternalError, because the client has left, the method raises CancelledError.
 
-    gRPC would log any other error that a method raises.
+    gRPC would log any other exception of a method as an error.
     """
 
     class Gone:
@@ -88,7 +88,7 @@ def test_a_refusal_of_a_call_that_is_over_is_a_cancellation_and_no_error():
 
 @pytest.mark.slow
 def test_calls_whose_deadlines_pass_during_the_refusal_are_no_errors_in_the_log(server, caller):
-    """The log has no errors if deadlines pass during refusals. Each call may end by its deadline or by the refusal."""
+    """Each call ends by its deadline or by the refusal of its message, and the log has no error in either case."""
     method, before = caller.channel.unary_unary(METHOD), len(server.lines)
     for _ in range(20):
         calls = [method.future(b"\xff", timeout=0.002 + 0.0005 * step) for step in range(50)]
@@ -116,11 +116,11 @@ def test_a_grpc_port_that_is_taken_ends_the_server(server):
 
 @pytest.mark.slow
 def test_silent_calls_make_way(private_server):
-    """A call without a message loses its place to a later call, and a stopping server answers all admitted calls."""
+    """A call that sends no message is ended if a later call needs its place. A stopping server answers other calls."""
     private_server = private_server(queue_limit=2, body_timeout=0.5)
 
     def answered():
-        """Send a call. Return False while the server refuses it, because neither silent call counts as slow yet."""
+        """Return whether a call is answered. It is refused as long as neither silent call counts as too slow."""
         try:
             return bool(private_server.caller.infer(private_server.question).bits)
         except grpc.RpcError as error:
@@ -138,7 +138,7 @@ def test_silent_calls_make_way(private_server):
         assert "too slowly" in gone.details()
 
     def drains():
-        """Return False while the server is ready, or if it ended this call as too slow."""
+        """Return whether the server reports that it is not ready; False if it ended this call as too slow."""
         try:
             return not private_server.caller.ask("ServerReady").ready
         except grpc.RpcError as error:
@@ -163,7 +163,7 @@ def test_an_engine_that_dies_is_unavailable_until_the_next_is_there(private_serv
         return private_server.caller.ask("ServerReady").ready
 
     with private_server.busy() as first:
-        private_server.gate("closed").touch()  # the next engine waits at its start
+        private_server.gate("closed").touch()  # makes the next engine wait at its start
         os.kill(private_server.server.engine_pid, signal.SIGKILL)
         assert first.code() is grpc.StatusCode.UNAVAILABLE
         assert "engine died" in first.details()

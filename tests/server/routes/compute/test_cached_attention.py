@@ -1,4 +1,4 @@
-"""Attention over caches equals attention over their tensors; the error for a wrong request names the field."""
+"""Attention over KV caches equals attention over their tensors. An invalid call gets an error that names the field."""
 
 import concurrent.futures
 import json
@@ -83,7 +83,7 @@ def test_8_bit_caches_take_and_give_the_dtype_of_q(cache_server, dtype):
     for name, t in (("k", k), ("v", v)):
         values, scale = quantize(torch.cat((t[:, :, :1000].half().float(), t[:, :, 1000:1002]), 2), dtype)
         stands |= {name: values, f"{name}_scale": scale}
-    for options in ({"causal": True}, {"softcap": 5.0, "causal": True}):  # read in chunks, then as pages
+    for options in ({"causal": True}, {"softcap": 5.0, "causal": True}):
         answer = attended(cache_server, {"q": q, **rest}, caches=[one], at=[1000], **options)
         expected = attention(q, **stands, **options)
         torch.testing.assert_close(answer.tensors["o"], expected, rtol=1e-4, atol=1e-5)
@@ -137,9 +137,9 @@ def test_masks_slopes_sinks_and_lengths_count_positions_in_the_cache(cache_serve
 
 @pytest.mark.parametrize("shape", [(2, HQ, 1, 11), (2, 1, 1, 20)])
 def test_a_block_masks_blocks_count_from_the_caches_first_token(cache_server, shape):
-    """Blocks of a block mask count from the cache's first token.
+    """The columns of a block mask count from the first token of a cache.
 
-    Extra columns are ignored; too few are refused by name.
+    Extra columns are ignored. Too few get an error that names block_mask.
     """
     k, v = kv(700, 5, 2)
     ids, q = created(cache_server, count=2), normal(2, HQ, 1, D, seed=6)
@@ -169,7 +169,7 @@ def test_bits_do_not_depend_on_how_a_cache_was_filled_forked_or_cut_nor_on_neigh
     append(whole, 0, count)
     for start, stop in ((0, 7), (7, 900), (900, 1300)):
         append(pieces, start, stop)
-    append(pieces, 5, 40)  # and cut them again
+    append(pieces, 5, 40)  # truncated by the next line
     posted(cache_server, f"/caches/{pieces}/truncate", {"length": 1300})
     append(pieces, 1300, count, at=1300)
     (forked,) = (c["id"] for c in posted(cache_server, "/caches/fork", {"caches": [pieces]}).json["caches"])
@@ -183,7 +183,7 @@ def test_bits_do_not_depend_on_how_a_cache_was_filled_forked_or_cut_nor_on_neigh
 
 
 def test_forks_that_are_asked_together_or_at_the_same_time_have_the_bits_of_a_call_without_a_cache(cache_server):
-    """Forks get the bits of a call without a cache, in one call over all forks and in simultaneous calls."""
+    """Calls over forks have the bits of calls without caches, in one call over all forks and in concurrent calls."""
     k, v = (normal(1, HK, 1030, D, seed=seed) for seed in (1, 2))
     q, own_k, own_v = (normal(8, heads, 2, D, seed=3 + heads) for heads in (HQ, HK, HK))
     expected = []
@@ -247,7 +247,7 @@ def test_refusals_name_the_field(cache_server):
 
 
 def test_a_head_that_was_seen_before_means_the_same_only_to_its_owner(cache_server):
-    """A cached result of reading a head is not used for another API key, other options or other lengths."""
+    """The server caches the plans of heads. A plan is not used for another API key, other options or other lengths."""
     (one,), (k, v), q = created(cache_server), kv(3, 0), normal(1, HQ, 3, D, seed=1)
     body = message({"q": q, "k": k, "v": v}, caches=[one], causal=True)
     for length in (3, 6):
@@ -279,7 +279,7 @@ def test_a_sequence_without_queries_may_have_a_cache_cut_to_its_first_kept_token
 
 
 def test_a_repeated_write_has_the_seed_of_the_first(cache_server):
-    """A repeated write gets the first write's seed; other idempotency keys, layers and caches get other seeds."""
+    """A write that is repeated with its idempotency key gets the same dropout seed; other writes get other seeds."""
     (one, two), (k, v), seeds = created(cache_server, count=2), kv(3, 0), []
     for key, cache, layer in (("a", one, 0), ("a", one, 0), ("b", one, 0), ("a", two, 0), ("c", two, 0), ("c", one, 1)):
         tensors = {"q": normal(1, HQ, 3, D), "k": k, "v": v}
@@ -295,7 +295,7 @@ def test_a_repeated_write_has_the_seed_of_the_first(cache_server):
 @pytest.mark.parametrize("backend", ["torch", "tiled", "reference"])
 @pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
 def test_memory_that_had_another_owner_tells_nothing(cache_server, backend, masked):
-    """Answers have no trace of freed memory's old content: NaN, which would show if an unwritten number were read."""
+    """Memory of a deleted cache is full of NaN, and answers over a new cache in it have none: no old number is read."""
     (one,) = created(cache_server)
     for layer in range(SHAPE["layers"]):
         assert (
@@ -341,7 +341,7 @@ def test_a_call_that_is_refused_for_its_mask_has_written_nothing(cache_server):
         **two,
         "attn_mask": mask[..., :4],
         "q_lengths": torch.tensor([0, 2]),
-    }  # too short for a cache without queries
+    }  # 4 columns are too few for the first cache, but its sequence has no queries
     assert attended(cache_server, short, caches=[one, other]).status == 200
     assert (lengths(cache_server, one), lengths(cache_server, other)) == ([5, 0], [2, 0])
     posted(cache_server, "/caches/delete", {"caches": [one, other]})

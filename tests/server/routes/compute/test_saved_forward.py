@@ -1,4 +1,7 @@
-"""Gradients of a saved forward equal those of a call that sends all tensors; an error names the wrong field."""
+"""Gradients of a saved forward have the bits of a call that sends all tensors.
+
+An invalid call about a saved forward gets 422, and its first error names the field that is wrong or missing.
+"""
 
 import json
 
@@ -15,7 +18,7 @@ from tests.support.saved import HK, HQ, D, S, delete, forward, gradient, qkv, sa
 
 
 def packed(tensors):
-    """Return the tensors packed, in layout thd."""
+    """Return tensors of layout bhsd in layout thd: the sequences of the batch, one after another."""
     return {name: t.transpose(1, 2).flatten(0, 1).contiguous() for name, t in tensors.items()}
 
 

@@ -32,7 +32,7 @@ def test_the_documentation_is_served(server):
     ],
 )
 def test_every_example_is_answered(server, path):
-    """The server answers every example, which a reader of /docs can send with one click."""
+    """The server answers each example request of /openapi.json, which a reader of /docs can send with one click."""
     document = ask(server, "/openapi.json").json
     examples = document["paths"][path]["post"]["requestBody"]["content"][JSON]["examples"]
     assert examples

@@ -1,10 +1,10 @@
-"""A wrong request gets the error that /openapi.json has as the example of this error."""
+"""An invalid request gets the error document that /openapi.json shows as an example for it."""
 
 import pytest
 
 from tests.support.messages import JSON, ask, post
 
-WRONG = {  # requests that get an operation's example: code, method, path, body, headers
+WRONG = {  # name: (code of the error, method, path, body, headers) of a request that gets the example error
     "an option": ("invalid_request", "POST", "/attention", b'{"q":[[1]],"k":[[1]],"v":[[1]],"casual":true}', {}),
     "a tensor": ("invalid_request", "POST", "/attention/grad", b'{"q":[[1]],"k":[[1]],"v":[[1]],"dout":[[1]]}', {}),
     "a shape": ("invalid_request", "POST", "/verify", b'{"shape":{"q_len":64}}', {}),

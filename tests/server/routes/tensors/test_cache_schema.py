@@ -1,4 +1,4 @@
-"""A request of absurd size is refused before it takes memory."""
+"""A request for caches of absurd sizes is refused before memory is allocated."""
 
 import pytest
 

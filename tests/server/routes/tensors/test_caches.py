@@ -1,4 +1,4 @@
-"""With /caches an owner makes, forks, lists, reads and deletes its own caches, within quotas and memory."""
+"""By /caches, an API key creates, forks, lists, reads and deletes its caches, and no others, within limits."""
 
 import concurrent.futures
 import contextlib
@@ -32,7 +32,7 @@ from tests.support.servers import wait_for
 
 @pytest.fixture(scope="module")
 def hurt(start_server, tmp_path_factory):
-    """Start a server for tests that kill its engine and change its keys."""
+    """Start a server for the tests that kill its engine or change its API keys."""
     return started(start_server, tmp_path_factory)
 
 
@@ -85,7 +85,7 @@ def test_a_key_is_held_to_its_quota_and_all_keys_to_the_memory(cache_server):
 
 @pytest.mark.slow
 def test_tensors_are_read_as_one_request(start_server, tmp_path):
-    """Reading a cache's tensors counts as one request: the limits allow only one, and the key pays for the bytes."""
+    """Reading the tensors of a cache is one request, as limits allow only one, and its bytes count for the API key."""
     limits = {"rights": ["attention"], "concurrent": 1, "bytes_per_second": 200_000}
     digest = hashlib.sha256(KEYS["alice"].encode()).hexdigest()
     file = tmp_path / "keys.toml"
@@ -100,7 +100,7 @@ def test_tensors_are_read_as_one_request(start_server, tmp_path):
         answers.append(ask(server, f"/caches/{one}/tensors", **bearer("alice")))
         return answers[-1].status == 200
 
-    wait_for(read, lambda: answers[-1], seconds=10)  # the key must pay for the tokens first
+    wait_for(read, lambda: answers[-1], seconds=10)  # first the rate limit must recover from the written tokens
     assert "bytes a second" in problem(ask(server, f"/caches/{one}", **bearer("alice")), 429, "key_limit")["detail"]
 
 
@@ -211,7 +211,7 @@ def test_a_key_that_uses_up_its_quota_is_refused_alone(cache_server):
 
 @pytest.mark.slow
 def test_a_creation_that_its_engine_had_not_begun_may_be_sent_again(start_server):
-    """A creation or a list that a dead engine had not begun may be sent again: neither names a lost cache."""
+    """A creation and a list that an engine had not started when it died get 503, and not "cache lost": retries work."""
     server = start_server()
     os.kill(server.engine_pid, signal.SIGSTOP)
     with concurrent.futures.ThreadPoolExecutor(2) as pool:

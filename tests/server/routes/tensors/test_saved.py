@@ -1,4 +1,4 @@
-"""/saved lists, describes and deletes saved forwards, which have limits and end with their engine or owner."""
+"""/saved lists, describes and deletes saved forwards. They have limits, and are lost with their engine or owner."""
 
 import os
 import signal
@@ -75,14 +75,14 @@ def test_memory_is_the_callers_with_that_of_caches(saved_server):
     refusal = problem(answer, 429, "cache_memory")
     assert answer.headers["retry-after"] == "1", refusal
     do = {"do": normal(2, HQ, 200, D)}
-    assert gradient(saved_server, do, saved=ids[0]).status == 200  # live forwards are never evicted
+    assert gradient(saved_server, do, saved=ids[0]).status == 200  # the refused requests evicted no forward
     for one in ids:
         delete(saved_server, one)
     wait_for(lambda: forward_and_delete(saved_server), lambda: "there was no memory again")
 
 
 def forward_and_delete(server):
-    """Return whether this HTTP process knows that memory is free again."""
+    """Return whether a forward can be saved again; delete it. An HTTP process may learn late of freed memory."""
     answer = forward(server, qkv(length=200), save=True)
     return answer.status == 200 and delete(server, saved_of(answer)).status == 204
 

@@ -1,4 +1,4 @@
-"""Keys with permission start, watch, draw and cancel benchmarks, within limits; the server keeps results."""
+"""API keys with the permission start, watch, draw and cancel benchmarks, within limits. Results stay readable."""
 
 import json
 
@@ -34,14 +34,14 @@ ENDLESS = {  # 1,000 calls of each case take minutes
 
 
 def cancel(server, job, key):
-    """Cancel a benchmark and wait for its end, because its last slice may end after the answer."""
+    """Cancel a benchmark, and wait for its end: the slice that runs may end after the answer."""
     where, given = job.headers["location"], {"authorization": f"Bearer {key}"}
     assert ask(server, where, "DELETE", **given).status == 200
     wait_for(lambda: ask(server, where, **given).json["state"] == "cancelled", lambda: "it goes on")
 
 
 def test_one_caller_may_have_half_of_the_benchmarks(strict):
-    """Two benchmarks may run: the caller's second one gets 429 until the first has ended."""
+    """With benchmark_jobs=2, one caller may have one benchmark; its second one gets 429 until the first has ended."""
     body = json.dumps(ENDLESS).encode()
     first = post(strict, "/benchmark", body, JSON, **KEY)
     assert first.status == 202

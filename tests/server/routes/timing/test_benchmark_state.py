@@ -1,4 +1,4 @@
-"""The server keeps a benchmark's events for listeners that connect later."""
+"""The server stores the events of a benchmark, so that a client can reconnect and continue after Last-Event-ID."""
 
 import re
 
