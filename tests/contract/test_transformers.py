@@ -77,7 +77,7 @@ def test_models_without_the_interface_are_refused_when_they_are_made(client):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_every_model_without_the_interface_is_refused(client):
-    """All models except WITHOUT are refused, and except two with one part whose attention can be replaced."""
+    """Each such model is refused, except those in WITHOUT and two with a part whose attention can be replaced."""
     partly = {"mask2former", "oneformer"}
     assert sum(refused(*each) for each in kinds() if each[0] not in WITHOUT | partly) > 60
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from random import Random
 
 GONE = 0
-SMUGGLED = "/attention/events"  # no such route exists, but the log would have a line for a request to it
+SMUGGLED = "/attention/events"  # not a route of the server; a request to it would show in the log
 
 # `REFUSED` has the usual statuses for an invalid head; `OTHERWISE` is the default of `Case.allowed`. 408 and `GONE`
 # occur if the head stays incomplete, 429 if it announces too many bytes, 504 if it sets a deadline. 500 is not allowed.

@@ -168,7 +168,7 @@ def stopped_clock(monkeypatch):
 def test_a_request_that_would_wait_for_too_much_of_its_time_is_refused_at_once():
     admission = Admission(Settings())
     with ExitStack() as inside:
-        # The first FEW requests are admitted in any case. Only with work to do can the engine measure its speed anew.
+        # FEW requests are admitted whatever their predicted wait is: an engine without work cannot measure its speed.
         for _ in range(FEW):
             inside.enter_context(admission.permit(0)).charge(Price(0, 10.0), NOW + 1, 1.0)
         one = inside.enter_context(admission.permit(0))

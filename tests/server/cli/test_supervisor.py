@@ -22,7 +22,7 @@ def test_several_workers_on_one_port_survive_each_others_death(start_server):
     wait_for(lambda: len(server.children("cli.worker")) == 2, lambda: "two workers")
     engine, (victim, other) = server.engine_pid, server.children("cli.worker")
     expected = post(server, "/attention", SMALL).body
-    answered = 'flashpoint_ended_total{how="answered"}'  # counts all workers, including the dead one
+    answered = 'flashpoint_ended_total{how="answered"}'  # the sum over all workers, including the dead one
     wait_for(lambda: read_metrics(server).get(answered) == 1, lambda: "the first answer is not counted")
     os.kill(victim, signal.SIGKILL)
     server.wait_for_line(lambda line: line["event"] == "lost" and line["pid"] == victim)

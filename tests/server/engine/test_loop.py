@@ -1,4 +1,4 @@
-"""Between two parts of a large request, the engine runs small requests. It stops a large one that is late or left."""
+"""Between two parts of a large request, the engine runs small requests, and checks its deadline and its client."""
 
 import concurrent.futures
 

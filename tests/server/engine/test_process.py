@@ -1,4 +1,4 @@
-"""An engine process that is killed, stopped or short of memory harms no other request."""
+"""An engine process that is killed, stopped or short of memory fails only the requests that it runs."""
 
 import concurrent.futures
 import json

@@ -21,7 +21,7 @@ MASK = torch.ones_like(TOKENS)
 MASK[1, :5] = 0
 MASK[2, :9] = 0
 PADDED = {"input_ids": TOKENS * MASK, "attention_mask": MASK}
-NEW = 12  # twice the window of models that have one
+NEW = 12  # new tokens: twice the window of the models with a sliding window
 MODES = {
     "greedy": {"input_ids": TOKENS[:1]},
     "sampled": {"input_ids": TOKENS, "do_sample": True},

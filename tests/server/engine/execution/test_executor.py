@@ -88,7 +88,7 @@ def test_the_triton_kernels_agree_with_the_reference(gated):
 def test_who_leaves_or_is_late_is_not_in_the_batch_and_its_mates_are(gated, pool):
     expected = post(gated.server, "/attention", forward(1)).body
     with gated.busy(pool, HELD):
-        # With the blocked and the late request, these are FEW requests, which the server admits in any case.
+        # With the blocked and the late request, these are FEW requests, admitted whatever their predicted wait is.
         mates = [gated.post(pool, "stays", forward(1)) for _ in range(FEW - 2)]
         late = gated.post(pool, "late", forward(1), x_timeout_ms=50)
         problem(late.result(), 504, "deadline_exceeded")

@@ -108,7 +108,7 @@ def test_a_cancelled_call_and_a_late_one_are_not_in_the_batch_and_the_others_are
     held.wait_inside(0)
     before = held.metrics()
     with held.busy() as first:
-        # With the gated and the late call, these are FEW requests, which the server admits in any case.
+        # With the gated and the late call, these are FEW requests, admitted whatever their predicted wait is.
         mates = [held.queue("stays") for _ in range(FEW - 2)]
         leaver = held.queue("leaves")
         leaver.cancel()

@@ -129,8 +129,8 @@ def test_ten_clients_with_300_mib_each_leave_a_server_of_2_5_gib_alive(start_ser
     call, small = way(server, 300 * MIB), way(server, MIB)
     with Watched(lambda: of_all(server)) as watched, concurrent.futures.ThreadPoolExecutor(CLIENTS) as pool:
         statuses = Counter(pool.map(lambda _: call(), range(CLIENTS)))
-    # On a busy machine a message of 300 MiB may be slower than the minimum rate; a refused one may still be arriving
-    # when the server stops discarding it (docs/http.md, Errors).
+    # On a busy machine, a message of 300 MiB may be slower than the minimum rate (408). A refused message may still be
+    # arriving when the server stops discarding it and closes the connection ("RESET"; docs/http.md, Errors).
     assert set(statuses) <= {"OK", "RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "RESET"}
     assert watched.bytes <= 2560 * MIB
     wait_for(lambda: ask(server, "/info").json["load"] == {"requests": 0, "bytes": 0}, lambda: "requests that stay")
