@@ -25,7 +25,7 @@ def _judged(function: Callable[..., Any] | str, **more: Any) -> Report:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("backend", OURS)
+@pytest.mark.parametrize("backend", [pytest.param(n, marks=pytest.mark.slow if n == "reference" else []) for n in OURS])
 def test_our_kernels_are_right(backend: str, causal: bool) -> None:
     if backend not in available_backends(DEVICE):
         pytest.skip(f"{backend} does not run on {DEVICE}")

@@ -102,7 +102,7 @@ def test_packed_sequences_and_the_gradient_of_a_mask(backend: str) -> None:
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_compiled_program_knows_the_strides(dynamic: bool) -> None:
     def step(q: Tensor, k: Tensor) -> Tensor:
         return attention(q, k, k, softcap=2.0).transpose(1, 2).reshape(*q.shape[:1], -1) * 2

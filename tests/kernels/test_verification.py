@@ -12,6 +12,7 @@ from flashpoint_kernels import Options, ProblemError, verify
 from flashpoint_kernels.reference_backend import formula
 from flashpoint_kernels.verification import Progress
 from tests.conftest import DEVICE
+from tests.support.covering import cover
 from tests.support.kernels.solving import backward, forward, normal, qkv
 from tests.support.kernels.verified import errors_of, sdpa, told
 
@@ -34,9 +35,8 @@ def test_is_plain_data() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["o", "lse", "dq", "dk", "dv"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_one_wrong_value_is_found(name: str, dtype: torch.dtype) -> None:
+@cover(dtype=[torch.float32, torch.float16, torch.bfloat16], name=["o", "lse", "dq", "dk", "dv"])
+def test_one_wrong_value_is_found(dtype: torch.dtype, name: str) -> None:
     t = qkv(2, 2, 20, 30, 16, dtype=dtype)
     answers = forward("tiled", t)
     answers |= backward("tiled", t | answers)

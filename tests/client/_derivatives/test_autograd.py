@@ -170,7 +170,7 @@ def test_autocast_for_another_device_changes_nothing(client):
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"
 )  # Dynamo causes this warning at every graph break
-@pytest.mark.parametrize("save", [False, True])
+@pytest.mark.parametrize("save", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_compiled_program_calls_between_two_graphs(client, save):
     def call(q):
         return flashpoint.torch.attention(q.sin(), X, X, client=client, save=save, causal=True).cos()

@@ -54,7 +54,7 @@ def test_parent_and_children_get_their_own_answers(scripted, connect):
     assert all_wrong(connect(scripted.url)) == 0
 
 
-@pytest.mark.parametrize("scheme", ["http", "socks5"])
+@pytest.mark.parametrize("scheme", [pytest.param("http", marks=pytest.mark.slow), "socks5"])
 def test_so_they_do_behind_a_proxy(scripted, connect, monkeypatch, no_environment, scheme):
     with ProxyServer(scheme) as proxy:
         monkeypatch.setenv("http_proxy", proxy.url)

@@ -38,7 +38,7 @@ def test_a_function_that_is_not_there_is_named(run, kernels, kernel, message):
     assert message in err
 
 
-@pytest.mark.parametrize("layout", ["sbhd", "shd"])
+@pytest.mark.parametrize("layout", ["sbhd", pytest.param("shd", marks=pytest.mark.slow)])
 def test_a_layout_of_the_judge_alone_is_taken_with_a_function(run, kernels, layout):
     flags = (*SMALL, "--dtype", "float32", "--layout", layout)
     code, out, err = run("verify", "--kernel", "my_kernels:plain", *flags)

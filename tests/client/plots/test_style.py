@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from flashpoint.plots import benchmark_figure, plot_benchmark, style
+from tests.support.covering import cover
 from tests.support.pictures import check, laid_out, painted, pixels, written
 from tests.support.plot_rows import job, row
 
@@ -23,8 +24,7 @@ def test_every_backend_beside_every_other_in_one_panel():
         check(laid_out(lambda kind=kind, some=some: benchmark_figure(job(some), kind)))
 
 
-@pytest.mark.parametrize("theme", ["light", "dark"])
-@pytest.mark.parametrize("kind", ["time", "tflops", "roofline"])
+@cover(theme=["light", "dark"], kind=["time", "tflops", "roofline"])
 def test_the_callers_kernel_is_the_boldest_line_under_its_functions_name(kind, theme):
     others = ["naive", "torch", "sdpa_flash", "flex"]
     each = {name: 1 + i for i, name in enumerate([*others, "kernel"])}

@@ -1,10 +1,10 @@
 """The judge locates and explains errors in answers that another program computed and saved."""
 
-import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
 from flashpoint_kernels import Options, verify
+from tests.support.covering import cover
 from tests.support.kernels.solving import forward, qkv
 from tests.support.kernels.verified import errors_of, sdpa
 
@@ -25,8 +25,7 @@ def test_wrong_answers_say_where_and_why() -> None:
     assert report.causes[0].code.startswith("scale")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("name", ["o", "dq", "dk", "dv"])
+@cover(dtype=[torch.float32, torch.float16], name=["o", "dq", "dk", "dv"])
 def test_an_element_off_by_a_hundredth_is_located(dtype: torch.dtype, name: str) -> None:
     t = qkv(1, 4, 64, 64, 32, dtype=dtype)
     answers = sdpa(t, SDPBackend.MATH)

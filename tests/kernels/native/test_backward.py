@@ -29,7 +29,9 @@ def test_any_problem_agrees_with_float64(problem: tuple[dict[str, Tensor], dict[
     check("torch", tensors, **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, *(pytest.param(t, marks=pytest.mark.slow) for t in (torch.float32, torch.float16))]
+)
 def test_each_instruction_set_is_exact(level: str, dtype: torch.dtype) -> None:
     for dim, value_dim in ((64, 64), (40, 24), (128, 112)):
         t = qkv(2, 4, 130, 200, dim, kv_heads=2, value_dim=value_dim, dtype=dtype)

@@ -151,24 +151,31 @@ def integers(names: tuple[str, ...]) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    ("header", "structure", "expected"),
+    ("header", "structures"),
     [
-        ("forward.h", "call", places(forward._Call)),
-        ("forward.h", "task", integers(forward.TASK)),
-        ("forward.h", "reader", integers(forward.READER)),
-        ("forward.h", "span", integers(SPAN)),
-        ("backward.h", "call", places(backward._Call)),
-        ("backward.h", "part", integers(tuple(map(in_c, backward.PART)))),
-        ("threads.c", "replay", places(calls._Replay)),
+        (
+            "forward.h",
+            {
+                "call": places(forward._Call), "task": integers(forward.TASK), "reader": integers(forward.READER),
+                "span": integers(SPAN),
+            },
+        ),
+        (
+            "backward.h",
+            {"call": places(backward._Call), "part": integers(tuple(map(in_c, backward.PART)))},
+        ),
+        ("threads.c", {"replay": places(calls._Replay)}),
     ],
-)
+    ids=["forward.h", "backward.h", "threads.c"],
+)  # fmt: skip
 def test_members_are_where_python_writes_them(
-    tmp_path: Path, header: str, structure: str, expected: dict[str, int]
+    tmp_path: Path, header: str, structures: dict[str, dict[str, int]]
 ) -> None:
     """Python writes each member where C has it, and both sizes are equal: C has no further members."""
+    expected = {(struct, name): at for struct, members in structures.items() for name, at in members.items()}
     lines = [
-        f'printf("%zu ", {f"offsetof(struct {structure}, {name})" if name else f"sizeof(struct {structure})"});'
-        for name in expected
+        f'printf("%zu ", {f"offsetof(struct {struct}, {name})" if name else f"sizeof(struct {struct})"});'
+        for struct, name in expected
     ]
     source = tmp_path / "places.c"
     source.write_text(

@@ -9,6 +9,7 @@ from flashpoint_kernels import Options, Problem, attention, attention_backward
 from flashpoint_kernels.dispatching.dispatch import run_part
 from flashpoint_kernels.native import backward as parts
 from flashpoint_kernels.torch_backend.backward import differentiate
+from tests.support.covering import cover
 from tests.support.kernels.solving import backward, check, forward, normal, qkv
 
 GRADS = ("dq", "dk", "dv")
@@ -39,8 +40,10 @@ def test_the_gradient_of_a_shared_mask_has_the_same_bits_on_any_number_of_thread
         assert torch.equal(separate[0] + separate[1], results[0]["dattn_mask"])
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (700, 90)}, {"dropout_p": 0.3}], ids=str)
-@pytest.mark.parametrize("kv_heads", [1, 2])
+@cover(
+    options={"plain": {}, "causal": {"causal": True}, "window": {"window": (700, 90)}, "dropout": {"dropout_p": 0.3}},
+    kv_heads=[1, 2],
+)
 def test_parts_of_a_sequence_agree_with_float64_and_have_the_same_bits_on_any_number_of_threads(
     options: dict[str, Any], kv_heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

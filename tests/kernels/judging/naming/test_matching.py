@@ -24,15 +24,18 @@ def with_scale(scale: Callable[[int, int], float]) -> Callable[..., Tensor]:
 @pytest.mark.parametrize(
     ("scale", "said"),
     [
-        (lambda d, m: (d + 1) ** -0.5, "1/sqrt(D + 1), not 1/sqrt(D): scores are sqrt(D/(D + 1)) times the right ones"),
         *(
             pytest.param(scale, said, marks=pytest.mark.slow)
             for scale, said in (
+                (
+                    lambda d, m: (d + 1) ** -0.5,
+                    "1/sqrt(D + 1), not 1/sqrt(D): scores are sqrt(D/(D + 1)) times the right ones",
+                ),
                 (lambda d, m: m**-0.5, "1/sqrt(Sk), not 1/sqrt(D): scores are sqrt(D/Sk) times the right ones"),
                 (lambda d, m: 1.3 * d**-0.5, "scores are 1.3 times the right ones"),
-                (lambda d, m: (1.1 + m / 500) * d**-0.5, "times the right ones, which differs from case to case"),
             )
         ),
+        (lambda d, m: (1.1 + m / 500) * d**-0.5, "times the right ones, which differs from case to case"),
     ],
 )
 def test_a_factor_of_the_scores_is_found_with_its_formula(scale: Callable[[int, int], float], said: str) -> None:

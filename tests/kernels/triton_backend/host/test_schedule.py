@@ -144,7 +144,7 @@ def decode(kv_len: int, heads: int, kv_heads: int, q_len: int = 1) -> Shape:
     return Shape(q_len, q_len, kv_len, kv_len, kv_len - q_len, 1 << 30, 0, heads, heads // kv_heads)
 
 
-@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("arch", [90, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (80, 100))])
 @pytest.mark.parametrize(("kv_len", "heads", "kv_heads"), [(4096, 32, 8), (4096, 64, 8), (32768, 8, 1), (4096, 32, 32)])
 def test_few_sequences_of_many_keys_have_programs_for_a_whole_gpu(
     arch: int, kv_len: int, heads: int, kv_heads: int

@@ -24,7 +24,14 @@ def both(cases, out, RANGE: tl.constexpr):
     tl.store(out + tl.program_id(0) * 2 + 1, hi)
 
 
-@pytest.mark.parametrize("name", ["key_range", "full_key_range", "query_range", "full_query_range"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("full_key_range", "query_range")),
+        "key_range",
+        "full_query_range",
+    ],
+)
 def test_a_compiled_range_is_that_of_python(name: str) -> None:
     function: Any = getattr(bounds, name)
     cases = torch.tensor(CASES, dtype=torch.int32, device=DEVICE)

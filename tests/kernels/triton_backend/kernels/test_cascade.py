@@ -15,9 +15,9 @@ UNIT = 1 if INTERPRETING else 16  # the interpreter's tiles have fewer keys than
     ("dtype", "kind", "group", "options"),
     [
         (torch.float32, None, 1, {}),
-        (torch.bfloat16, None, 4, {"softcap": 2.0}),
+        pytest.param(torch.bfloat16, None, 4, {"softcap": 2.0}, marks=pytest.mark.slow),
         (torch.float16, torch.int8, 1, {"window": (90 * UNIT, 0)}),
-        (torch.bfloat16, torch.float8_e4m3fn, 2, {}),
+        pytest.param(torch.bfloat16, torch.float8_e4m3fn, 2, {}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -162,7 +162,7 @@ class Histories(RuleBasedStateMachine):
 
 
 def test_calls_over_forks_have_the_bits_of_each_call_alone_in_any_history() -> None:
-    run_state_machine_as_test(Histories, settings=settings(max_examples=150, stateful_step_count=12, deadline=None))
+    run_state_machine_as_test(Histories, settings=settings(max_examples=60, stateful_step_count=12, deadline=None))
     assert Histories.shared[True] > 10  # shared keys were tested often
     assert Histories.shared[False] > 10
 
