@@ -468,20 +468,14 @@ def _pattern(left: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Cause:
     code = best[1] if condition else "unknown"
     if outputs and all(n.startswith("d") for n in outputs) and condition:
         code = f"gradient-{code}"
-    where = _where(first)
-    small = _noise(hit)
-    if small is not None:
-        return Cause(
-            "low-precision",
-            f"{what}{condition} by about {small:.1e} of the largest value: like rounding to few bits",
-            "keep scores, weights, sums and accumulators in float32",
-            False,
-            len(left),
-        )
+    text = f"{what}{condition}"
     advice = best[3] if condition else "compare the smallest failing case with float64, tile by tile"
-    return Cause(
-        code, f"{what}{condition}" + (f"; in the smallest case: {where}" if where else ""), advice, False, len(left)
-    )
+    if (noise := _noise(hit)) is not None:
+        code, advice = "low-precision", "keep scores, weights, sums and accumulators in float32"
+        text += f" by about {noise:.1e} of the largest value: like rounding to few bits"
+    elif where := _where(first):
+        text += f"; in the smallest case: {where}"
+    return Cause(code, text, advice, False, len(left))
 
 
 def _where(o: Outcome) -> str:
