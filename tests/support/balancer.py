@@ -1,4 +1,4 @@
-"""Balancers before two servers: a small one in Python, and nginx and HAProxy with the configurations of deploy/."""
+"""Load balancers for two servers: a small one in Python, and nginx and HAProxy with the configurations of deploy/."""
 
 import contextlib
 import http.client
@@ -94,7 +94,7 @@ def haproxy(servers, folder):
 
 
 def installed(program):
-    """Return whether a program is installed, also in an administrator's folder."""
+    """Return whether a program is on the PATH, in /usr/sbin or in /sbin."""
     return _path(program) is not None
 
 
@@ -103,7 +103,7 @@ def _path(program):
 
 
 def _configure(name, servers, path):
-    """Write a configuration of deploy/ with the tests' addresses; return the balancer's port."""
+    """Write a configuration of deploy/ to `path`, with the addresses of `servers` and a free port; return this port."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     text = (DEPLOY / name).read_text()

@@ -1,4 +1,4 @@
-"""Make an environment that has only the packages of a bare GPU machine, as links into the running environment."""
+"""Make a virtual environment with only the packages of a bare GPU machine, as links into the running environment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.gpu_serve import THERE, needed
 
 
 def make(folder: Path, wanted: tuple[str, ...] = THERE) -> Path:
-    """Make an environment with `wanted` and their dependencies, and return its Python."""
+    """Make a virtual environment in `folder` with the packages `wanted` and their dependencies; return its Python."""
     venv.create(folder, symlinks=True)
     (site,) = folder.glob("lib/python*/site-packages")
     for name in needed(wanted, "3.12"):

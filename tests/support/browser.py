@@ -6,7 +6,7 @@ import sys
 
 PATIENCE_MS = 240_000  # for any action; only ends a hang
 
-# For each chart: its title, its lines by name, and the points outside its axes or where nothing is painted.
+# Returns for each chart: its title, its x values, its lines by name, and the points outside its axes or not painted.
 _DRAWN = """async (selector) => {
     const { charts } = await import("/static/chart.js");
     return [...document.querySelectorAll(selector)].map((element) => {
@@ -45,7 +45,7 @@ def start_benchmark(page, lengths="32, 64", backends="naive, torch", seconds=0.0
 
 
 def never_known(page):
-    """Set a precision that is never reached, so that new benchmarks of the page run for a minute per case."""
+    """Request a precision that is never reached, so that each case of a new benchmark runs until its max_seconds."""
 
     def with_precision(route):
         route.continue_(post_data=json.dumps({**route.request.post_data_json, "relative_precision": 1e-9}))

@@ -1,4 +1,4 @@
-"""A store of caches without an engine: its clock, and calls with small caches of two layers."""
+"""A store of KV caches without an engine: a clock for it, and calls that use small caches with two layers."""
 
 import numpy as np
 import pytest
@@ -43,7 +43,7 @@ def tokens(count, seed=0):
 
 
 def read(store, owner, serial, layer):
-    """Return (first token, k and v of the present tokens, side by side) of a layer."""
+    """Return (the position of a layer's first present token, the k and v of its tokens, joined along D)."""
     (cache,) = store.find(Terms(owner), [serial])
     track = cache.tracks[layer]
     runs = track.pieces(track.first, track.length)

@@ -14,7 +14,7 @@ KEYS = {name: f"key-of-{name}-with-some-length" for name in ("alice", "bob", "ca
 
 
 def started(start_server, tmp_path_factory, cache_bytes=8 << 20, quota=1_000_000, **settings):
-    """Start a server with two HTTP processes, API keys and little cache memory; carol has the quota."""
+    """Start a server with two HTTP processes, API keys and little cache memory; only carol's key has the `quota`."""
     file = tmp_path_factory.mktemp("keys") / "keys.toml"
     write_keys(file, KEYS, quota)
     server = start_server(workers=2, api_keys_file=file, cache_bytes=cache_bytes, **settings)
@@ -24,7 +24,7 @@ def started(start_server, tmp_path_factory, cache_bytes=8 << 20, quota=1_000_000
 
 
 def started_for_saved(start_server, tmp_path_factory):
-    """Start a server as `started` does, with memory for few saved forwards."""
+    """Start a server as `started` does, with memory for only a few saved forward passes."""
     return started(start_server, tmp_path_factory, cache_bytes=1 << 20, quota=SAVED_QUOTA)
 
 

@@ -20,7 +20,7 @@ DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 CHART = DEPLOY / "helm" / "flashpoint"
 VALIDATED = DEPLOY / "helm" / "validated.txt"
 EXAMPLES = {path.stem: yaml.safe_load(path.read_text()) for path in sorted((DEPLOY / "helm/examples").glob("*.yaml"))}
-OLDEST, NEWEST = "1.27", "1.37"  # of Kubernetes: the minimum of Chart.yaml, and the newest with a schema here
+OLDEST, NEWEST = "1.27", "1.37"  # versions of Kubernetes: Chart.yaml's minimum; kubernetes_validate's newest schema
 MODELS = {
     "PrometheusRule": "cloudcoil.models.prometheus_operator.v1",
     "ServiceMonitor": "cloudcoil.models.prometheus_operator.v1",
@@ -48,7 +48,7 @@ def validate(manifest: dict[str, Any], kubernetes: str) -> None:
 
 @cache
 def _strict_schema(kind: str) -> Any:
-    models = import_module(MODELS[kind])  # takes seconds: not at collection
+    models = import_module(MODELS[kind])  # imported only here, because the import takes seconds
     return _closed(getattr(models, kind).model_json_schema(by_alias=True))
 
 
@@ -65,7 +65,7 @@ def _closed(schema: Any) -> Any:
 
 
 def report() -> str:
-    """Return the report of Helm and the schemas about the chart with each file of deploy/helm/examples/."""
+    """Lint and validate the chart with its defaults and with each file of deploy/helm/examples/; return a report."""
     keda, operator = (version(f"cloudcoil.models.{name}") for name in ("keda", "prometheus_operator"))
     lines = [
         f"Helm {helm_python.helm_sdk_version()}; schemas of Kubernetes {OLDEST} and {NEWEST}, of KEDA {keda}, of the "

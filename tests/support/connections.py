@@ -1,6 +1,6 @@
 """Serve HTTP on a socket without an engine or other processes; the test runs the event loop turn by turn.
 
-The route reads a safetensors message into separate memory, waits until the test lets it answer, and sends the tensor
+The route reads a safetensors message into memory of its own, waits until the test lets it answer, and sends the tensors
 back. All code between the route and the socket is the server's.
 """
 
@@ -34,10 +34,10 @@ CALLBACKS = (
 
 
 class ShortOfMemory(HttpProtocol):
-    """A protocol whose allocation in the callback `lacking` fails once; then `hit` is the request's number."""
+    """A protocol whose callback `lacking` raises MemoryError once; `hit` is then the number of the request, from 0."""
 
     lacking = hit = None
-    begun = -1  # the number of the request in the parser
+    begun = -1  # the number of the request that the parser reads, from 0
 
     def _allocate(self, callback):
         if self.lacking == callback:
@@ -74,7 +74,8 @@ class ShortOfMemory(HttpProtocol):
 class Bench:
     """A listening socket, and the event loop that serves it while the test calls `turn`.
 
-    `waiting` has the unanswered requests whose bodies have arrived, `tasks` the tasks of the handlers.
+    `waiting` has a future for each request whose body has arrived: its result lets the route answer. `tasks` has the
+    tasks of the handlers, `released` the memory of finished requests.
     """
 
     def __init__(self, tls=None):
@@ -107,7 +108,7 @@ class Bench:
             await asyncio.sleep(0)
 
     def connect(self):
-        """Return a client's non-blocking socket with a small receive buffer, and the server's end of it."""
+        """Return a client's non-blocking socket with a small receive buffer, and the server's protocol object."""
         connection = socket.socket()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 14)
         connection.connect(("127.0.0.1", self.port))
@@ -128,7 +129,7 @@ class Bench:
         return answer
 
     def answer(self):
-        """Answer the request that has waited longest, if any. Return whether there was one."""
+        """Let the route answer the request that has waited longest. Return whether any request waited."""
         self.waiting = [one for one in self.waiting if not one.done()]
         if self.waiting:
             self.waiting[0].set_result(None)
@@ -162,12 +163,12 @@ class Bench:
 
 
 def body_of(tensor):
-    """Return a message with one tensor of these bytes."""
+    """Return a safetensors message with one int8 tensor, q, of the bytes `tensor`."""
     return wire.build_head([("q", "int8", (len(tensor),))], {}) + tensor
 
 
 def answers(received):
-    """Return (status, fields, body) of each whole answer, and the remaining bytes. Skip interim answers."""
+    """Return (status, fields, body) of each complete answer but those with a status 1xx, and the remaining bytes."""
     results = []
     while b"\r\n\r\n" in received:
         head, _, rest = received.partition(b"\r\n\r\n")
@@ -185,7 +186,7 @@ def answers(received):
 
 
 def code_of(body):
-    """Return the code of an error, if it is a problem document of the service."""
+    """Return the `code` of the service's problem document, or the text of a body that is not JSON."""
     try:
         return json.loads(body)["code"]
     except ValueError:

@@ -1,4 +1,4 @@
-"""Requests whose answers are one value everywhere, so that a byte of another request would show."""
+"""Requests whose answers have one value everywhere, so that a test notices bytes of another request's answer."""
 
 import torch
 
@@ -26,13 +26,13 @@ def values_of(body):
 
 
 def wide(value, rows):
-    """Like `constant`, with small tensors: the answer, (1, 4, rows, 256) float32, is 256 times the body's size."""
+    """Like `constant`, with a small body: the answer, (1, 4, rows, 256) float32, is about 256 times as large."""
     q, k = torch.zeros(1, 4, rows, 1), torch.zeros(1, 4, 1, 1)
     return message({"q": q, "k": k, "v": torch.full((1, 4, 1, 256), float(value))})
 
 
 def unread(server, value, name):
-    """Return a connection on which the server sends 16 MiB, more than the socket buffers hold."""
+    """Return a connection whose answer nobody reads: 16 MiB, more than the socket buffers hold."""
     return send(server, wide(value, 1 << 12), request_id=name, receive_buffer=1 << 16)
 
 

@@ -1,4 +1,4 @@
-"""Covering arrays: few cases in which each pair of levels of two factors occurs, in the place of all combinations."""
+"""Covering arrays: instead of all combinations, a few cases that have each pair of levels of any two factors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ Case = dict[str, Any]
 def covering(
     factors: Mapping[str, Iterable[Any]], *, possible: Callable[[Case], bool] = lambda case: True, seed: int = 11
 ) -> list[Case]:
-    """Return cases with every pair of levels that some valid case has, by a seeded greedy search.
+    """Return valid cases that together have each pair of levels, by a seeded greedy search.
 
-    `possible` says whether a case is valid. A pair is left out where the case that has it, and the first level of
-    every other factor, is not valid.
+    `possible` returns whether a case is valid. A pair is left out if the case that has this pair, and the first level
+    of every other factor, is not valid.
     """
     rng, levels = Random(seed), {name: tuple(values) for name, values in factors.items()}
     plain = {name: values[0] for name, values in levels.items()}
@@ -43,10 +43,10 @@ def covering(
 
 
 def cover(*, indirect: Sequence[str] = (), **factors: Iterable[Any] | Mapping[str, Any]) -> pytest.MarkDecorator:
-    """Parametrize a test over a covering array; `make test` runs cases that have each level once, and CI runs all.
+    """Parametrize a test over a covering array. `make test` runs each case with a level that no earlier case has.
 
-    The levels of a factor are values, or values by the name that the test's id shows. `indirect` names the factors
-    that are fixtures.
+    CI runs all cases. The levels of a factor are an iterable of values, or a mapping of names to values; the names are
+    in the test's id. `indirect` has the factors that are fixtures.
     """
     named = {
         factor: dict(levels) if isinstance(levels, Mapping) else {str(level): level for level in levels}

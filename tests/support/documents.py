@@ -1,4 +1,4 @@
-"""Compare the output of a page's example with the output that the page shows."""
+"""Compare the output of an example in the documentation with the output that its page shows."""
 
 BLOCK = r"((?:(?!```).*\n)*)"
 

@@ -7,7 +7,7 @@ import traceback
 import numpy as np
 import pytest
 
-# JAX warns at each fork of a process that has imported it; another test may have done so.
+# JAX warns at each fork of a process that has imported it, and another test may have imported it.
 BESIDE_JAX = [
     pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:Exception ignored in.*_at_fork:pytest.PytestUnraisableExceptionWarning"),
@@ -18,16 +18,16 @@ FORKING = [
     pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning"),
     *BESIDE_JAX,
 ]
-SIZES = {"layers": 1, "kv_heads": 2, "head_dim": 16}  # of caches
+SIZES = {"layers": 1, "kv_heads": 2, "head_dim": 16}  # the shape of a KV cache
 
 
 def tokens(seed, count=3):
-    """Return the same keys or values of a cache with SIZES for the same seed."""
+    """Return `count` random keys or values for a KV cache with SIZES. Equal seeds give equal numbers."""
     return np.random.default_rng(seed).standard_normal((1, 2, count, 16), dtype=np.float32)
 
 
 class Child:
-    """A forked process that runs `function`. `result()` waits for its end and returns the function's result."""
+    """A forked process that runs `function`; `result()` waits, and returns its result or fails with its traceback."""
 
     def __init__(self, function):
         self._end, out = os.pipe()

@@ -8,7 +8,7 @@ from tests.support.scripted_server import message
 
 Q = np.arange(24, dtype=np.float32).reshape(1, 2, 3, 4)
 TINY = np.zeros((1, 4), np.float32)
-BIG = np.zeros((1, 4 << 20), np.float32)  # 16 MiB: more than the buffers from a client to a SMALL receiver
+BIG = np.zeros((1, 4 << 20), np.float32)  # 16 MiB: more than the socket buffers hold if the server's is SMALL
 SMALL = 1 << 16  # bytes of a server's receive buffer
 GOOD = message({"o": Q})
 TYPE = f"Content-Type: {MEDIA_TYPE}\r\n".encode()

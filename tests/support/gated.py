@@ -1,4 +1,4 @@
-"""A server whose engine waits and fails on demand (tests/support/faulty), and its gates."""
+"""A server whose engine waits and fails on demand (tests/support/faulty), and the files that make it continue."""
 
 import contextlib
 import os
@@ -23,7 +23,7 @@ def wait_for_parts(server, name, count, stop=lambda: False):
 class GatedServer:
     """A server process, started by `start` with `settings`; the gates are files in `folder`.
 
-    With `closed`, its engine waits at its start until `open("closed")`.
+    With `closed`, its engine waits at its start until the test removes the file `gate("closed")`.
     """
 
     def __init__(self, start, folder, *, closed=False, environment=(), **settings):
@@ -57,7 +57,7 @@ class GatedServer:
         wait_for(lambda: self._said("queued", name), lambda: f"{name} is not queued")
 
     def post(self, pool, name, body, path="/attention", **headers):
-        """Post in the background; return the future when the request is in the engine's queue or answered.
+        """Post in the background; return the answer's future once the request is in the engine's queue or answered.
 
         The id of the request, `future.name`, is `name` and a unique suffix.
         """
@@ -71,7 +71,8 @@ class GatedServer:
     def busy(self, pool, body, which="gate", path="/attention", **headers):
         """Keep the engine busy with the request `body` inside the block; yield its future.
 
-        With another gate than "gate", the request is only queued, behind the running launch.
+        The request waits at a gate, which opens at the end of the block. If `which` is not "gate", another request must
+        already keep the engine busy, and this request is only queued behind it.
         """
         if which == "gate":
             nothing_inside(self.server)
@@ -103,7 +104,7 @@ class GatedServer:
         wait_for(lambda: self._said("held", name), lambda: f"{name} is not held")
 
     def wait_stopped(self, name):
-        """Wait until the engine knows that no client waits for this running verification."""
+        """Wait until the engine has learnt that it must stop this running verification: no client waits for it."""
         wait_for(lambda: self._said("stopped", name), lambda: f"{name} is not stopped")
 
     def blocks(self, name):

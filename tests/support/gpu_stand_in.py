@@ -1,11 +1,11 @@
 """A fake device for rehearsals of `make gpu`: real kernels under Triton's interpreter, made-up times.
 
-Every time that it "measures" is a function of the measured case. It records each start and end of a measurement in a
-separate file, so that a test knows the measurements even if their process failed.
+Every time that it "measures" is a function of the measured case. It records each start and end of a measurement in the
+file NOTES, so that a test knows the measurements even if their process failed.
 
     python -m tests.support.gpu_stand_in NOTES [arguments of benchmarks/gpu.py]
 
-runs the whole command on it.
+runs the whole command of `make gpu` on the fake device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def papers() -> list[Case]:
     return grid([shape], directions=plan.PASSES, backends=("naive", "triton", "sdpa_flash"))
 
 
-FEW = ("triton_backend/kernels/test_tiles.py",)  # tests of the kernels that take seconds
+FEW = ("triton_backend/kernels/test_tiles.py",)  # kernel tests that take only seconds
 
 
 class StandIn(Cuda):
@@ -81,7 +81,7 @@ class StandIn(Cuda):
         pass
 
     def measure(self, case: Case) -> dict[str, Any]:
-        """Return a made-up row, after a run of our backend on one head of the case."""
+        """Return a made-up row; if the case's backend is triton, run the kernels on one head of the case first."""
         hopper = os.environ.get("FLASHPOINT_HOPPER") == "1"
         what = plan.Timed(case, _deterministic(), hopper).key
         self.note("begin", what)
@@ -97,7 +97,7 @@ class StandIn(Cuda):
         return row
 
     def milliseconds(self, call: Callable[[], Any], repeats: int = 20) -> list[float]:
-        """Return one time for every call without a known name."""
+        """Run the call once, and return a time of 1 ms for each repeat."""
         call()
         return [1.0] * repeats
 
@@ -105,7 +105,7 @@ class StandIn(Cuda):
         return {"registers": 255, "spills": 0, "shared_bytes": 1024, "programs_per_multiprocessor": 2}
 
     def note(self, what: str, of: str) -> None:
-        """Append a note to the file, and flush it to disk."""
+        """Append a line to the file of notes, and flush it to disk, so that it survives a crash."""
         file = os.open(self.notes, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         os.write(file, f"{what} {of}\n".encode())
         os.fsync(file)

@@ -8,7 +8,7 @@ import flashpoint
 
 
 class Counted(flashpoint.Client):
-    """A client that records the requested gradients."""
+    """A client that records its calls in `asked`: "o" for `attention`, the requested gradients for `attention_grad`."""
 
     asked = ()
 
@@ -32,7 +32,7 @@ def same(actual, expected):
 
 
 def derived(function):
-    """Return a function (do, *inputs) → function(*inputs) and the gradient of each input for do."""
+    """Return a function of (do, *inputs), which returns function(*inputs) and the gradient of each input for do."""
 
     def both(do, *inputs):
         value, back = jax.vjp(function, *inputs)

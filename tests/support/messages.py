@@ -87,7 +87,7 @@ def normal(*shape, seed=0, dtype=None):
 
 
 def small(**options):
-    """Return a message with tensors of two rows."""
+    """Return a message with q, k and v of shape (2, 3)."""
     return message({name: normal(2, 3, seed=seed) for seed, name in enumerate("qkv")}, **options)
 
 
@@ -105,7 +105,7 @@ def problem(answer, status, code):
 
 
 def refused_by_protocol(server):
-    """Check that /v2 refuses a request with an error in the form of its protocol."""
+    """Check that paths below /v2 answer 503, with an error as the Open Inference Protocol defines it."""
     answers = [server.get(path) for path in ("/v2/health/ready", "/v2/models/attention/ready")]
     answer = post(server, "/v2/models/attention/infer", b"{}", None)
     for status, document in (*answers, (answer.status, answer.json)):

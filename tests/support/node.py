@@ -16,7 +16,7 @@ PACKAGES = {
 
 
 def install(folder: Path, *names: str) -> None:
-    """Install npm packages in tested versions into a folder."""
+    """Install npm packages into a folder, in the versions of PACKAGES."""
     packages = [f"{name}@{PACKAGES[name]}" for name in names]
     options = ["--no-audit", "--no-fund", "--ignore-scripts", "--loglevel=error"]
     ran = npm(
@@ -34,5 +34,5 @@ def run(folder: Path, *arguments: str, check: bool = True) -> Any:
 
 
 def program(folder: Path, package: str, path: str, arguments: Sequence[str], *, check: bool = True) -> Any:
-    """Run a program of an installed package."""
+    """Run a program with Node: the file `path` of a package that is installed in `folder`."""
     return run(folder, str(folder / "node_modules" / package / path), *arguments, check=check)

@@ -12,7 +12,7 @@ from tests.support.servers import wait_for
 
 
 class Receiver:
-    """A receiver of OTLP over HTTP on a port of 127.0.0.1; `spans` are the received ones."""
+    """A receiver of OTLP over HTTP on a port of 127.0.0.1; `spans` has the received spans."""
 
     def __init__(self):
         self.spans = []

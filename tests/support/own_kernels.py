@@ -1,4 +1,4 @@
-"""A module with a caller's attention functions, as text."""
+"""The source text of a user's module with attention functions, some of them wrong, for tests of `--kernel`."""
 
 KERNELS = """
 import torch

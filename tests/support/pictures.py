@@ -19,7 +19,7 @@ def laid_out(draw, theme="light"):
 
 
 def written(figure):
-    """Return each visible text and its area."""
+    """Return each visible text and its bounding box."""
     texts = [text for text in figure.findobj(Text) if text.get_visible() and text.get_text().strip()]
     # An axis also makes ticks outside its limits, which are not drawn.
     hidden = set()
@@ -64,6 +64,6 @@ def pixels(figure):
 
 
 def painted(figure, ax, colour):
-    """Return the number of pixels of the axes that have exactly this colour."""
+    """Return the number of pixels of the axes that have this colour."""
     (x0, y0), (x1, y1) = ax.bbox.min.round().astype(int), ax.bbox.max.round().astype(int)
     return int((abs(pixels(figure)[y0:y1, x0:x1] - to_rgb(colour)) < 0.01).all(axis=2).sum())

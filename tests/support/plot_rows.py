@@ -1,4 +1,4 @@
-"""Rows of benchmarks for pictures."""
+"""Benchmark rows for tests that draw pictures."""
 
 import itertools
 

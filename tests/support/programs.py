@@ -7,7 +7,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def load(path):
-    """Run the program at `path`, which starts at the repository's root, and return it as a module."""
+    """Load the program at `path`, relative to the repository's root, and return it as a module."""
     spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

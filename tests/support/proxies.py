@@ -1,4 +1,4 @@
-"""Proxies on loopback: HTTP (also forwarding), HTTP over TLS, and SOCKS 5, with one thread for each direction."""
+"""Proxies on loopback: HTTP (CONNECT and forwarding), HTTP over TLS, and SOCKS 5. A thread copies each direction."""
 
 import base64
 import contextlib
@@ -9,7 +9,7 @@ from tests.support.raw_server import RawServer, read_head
 
 
 class ProxyServer(RawServer):
-    """A proxy; `asked` has the request lines or SOCKS addresses, `credentials` are the required USER:PASSWORD."""
+    """A proxy; `asked` has the received request lines or SOCKS addresses. It requires `credentials`, USER:PASSWORD."""
 
     def __init__(self, scheme, tls=None, credentials=None):
         super().__init__(self._socks if scheme == "socks5" else self._http, tls)

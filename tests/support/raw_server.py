@@ -1,4 +1,4 @@
-"""A server that is only a socket, for behaviour that a correct server never shows."""
+"""A server that is only a socket, for tests with behaviour that a correct HTTP server never shows."""
 
 import contextlib
 import socket
@@ -46,14 +46,15 @@ class RawServer:
         with contextlib.suppress(OSError):
             while True:
                 connection = self._listener.accept()[0]
-                # Otherwise an answer after TLS tickets waits for their acknowledgement, and a close would lose it.
+                # By Nagle's algorithm, an answer after TLS tickets would wait for their acknowledgement, and a close
+                # would lose it.
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 self._connections.append(connection)
                 self.opened += 1
                 self._start(self._serve, connection)
 
     def _serve(self, connection):
-        with contextlib.suppress(OSError), connection:  # in some tests the client leaves
+        with contextlib.suppress(OSError), connection:  # in some tests the client closes the connection
             if self._tls:
                 with self._tls.wrap_socket(connection.dup(), server_side=True) as secure:
                     self._talk(secure)
@@ -63,7 +64,10 @@ class RawServer:
 
 
 def read_head(connection):
-    """Return a request's head, the body bytes that came with it, and the body's size; empty at the end."""
+    """Return a request's head, the body bytes that came with it, and the body's size.
+
+    If the client has closed the connection, both are empty and the size is 0.
+    """
     received = b""
     while b"\r\n\r\n" not in received:
         if not (data := connection.recv(1 << 16)):
@@ -75,7 +79,7 @@ def read_head(connection):
 
 
 def read_request(connection):
-    """Return a request's body; None at the end."""
+    """Return a request's body, or None if the client has closed the connection."""
     head, body, size = read_head(connection)
     if not head:
         return None
@@ -86,6 +90,6 @@ def read_request(connection):
 
 
 def until_closed(connection):
-    """Read until the client has left."""
+    """Read until the client closes the connection."""
     while connection.recv(1 << 20):
         pass

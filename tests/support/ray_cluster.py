@@ -76,7 +76,7 @@ class Cluster:
             self.lines.append(line)
 
     def below(self, name):
-        """Return the cluster's descendants whose command line begins with `name` or runs this module."""
+        """Return the cluster's descendant processes whose command line begins with `name` or has it as an argument."""
         results = []
         self._below |= set(psutil.Process(self.process.pid).children(recursive=True))
         for process in self._below:
@@ -92,7 +92,7 @@ class Cluster:
 
     @property
     def ready(self):
-        """Return how many replicas have been ready since the start, by their log."""
+        """Return how many replicas have logged that they are ready."""
         ready_lines = [line for line in self.lines if '"event":"ready"' in line and '"flashpoint.engine"' in line]
         return len({re.search(r"pid=(\d+)", line)[1] for line in ready_lines})
 
@@ -108,7 +108,7 @@ class Cluster:
 
     def wait_ready(self, replicas):
         def ready():
-            with contextlib.suppress(OSError):  # Ray's proxies come and go while it starts
+            with contextlib.suppress(OSError):  # Ray may restart its proxies while it starts
                 return self.ready >= replicas and self.get("/health/ready")[0] == 200
 
         ended = lambda: self.process.poll() is not None  # noqa: E731
@@ -116,8 +116,8 @@ class Cluster:
         return self
 
     def interrupt(self):
-        """Interrupt the cluster like ^C: the application ends first, then its Ray."""
-        self.below("")
+        """Interrupt the cluster as ^C does: the application ends first, then Ray."""
+        self.below("")  # adds all present processes to those that `stop` checks
         self.process.send_signal(signal.SIGINT)
 
     def stop(self):
@@ -140,7 +140,10 @@ class Cluster:
 
 @contextlib.contextmanager
 def deploy(replicas=1, *, gpus=0, haproxy=False, deployment=(), environment=(), **settings):
-    """Start the service on `replicas` and wait; `deployment` has Ray's options for them, `settings` ours."""
+    """Start the service with this number of replicas, wait until all are ready, and yield the cluster.
+
+    `deployment` has Ray's options of the replicas, `settings` the service's.
+    """
     # The directory has Ray's sockets, whose paths may have at most a hundred characters.
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as directory:
         variables = {**(behind_haproxy(directory) if haproxy else {}), **dict(environment)}
@@ -160,7 +163,7 @@ def behind_haproxy(directory):
     variables |= {name: str(free_port()) for name in ("METRICS_PORT", "STATS_PORT")}
     return {
         "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",  # else 30, for load balancers
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",  # by default 30, which load balancers need
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(free_port()),
         **{f"RAY_SERVE_HAPROXY_{name}": value for name, value in variables.items()},
     }

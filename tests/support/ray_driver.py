@@ -1,7 +1,7 @@
-"""Run `serve run ARGUMENTS` on a separate small Ray in DIRECTORY, which ends with it and has no dashboard.
+"""Run `serve run ARGUMENTS` on a new local Ray cluster, which has no dashboard and ends with this program.
 
-`python ray_driver.py DIRECTORY CPUS GPUS SECONDS ARGUMENTS…`: Ray assumes this number of GPUs, which need not exist,
-and waits SECONDS for its proxies, because its constant is too short for a busy machine.
+`python ray_driver.py DIRECTORY CPUS GPUS SECONDS ARGUMENTS…`: Ray stores its files in DIRECTORY. The GPUs need not
+exist. Ray waits SECONDS for its proxies, because its default is too short for a busy machine.
 """
 
 import signal
@@ -12,11 +12,11 @@ from ray.serve._private import api, client
 from ray.serve.scripts import cli
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs with SIGINT ignored
     directory, cpus, gpus, seconds, *arguments = sys.argv[1:]
     api.HTTP_PROXY_TIMEOUT = client.HTTP_PROXY_TIMEOUT = int(seconds)
     ray.init(
-        address="local",  # never another Ray on this machine
+        address="local",  # do not connect to another Ray cluster on this machine
         namespace="serve",
         include_dashboard=False,
         num_cpus=int(cpus),

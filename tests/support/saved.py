@@ -1,4 +1,4 @@
-"""Calls of saved forwards with the keys of tests/support/caches.py."""
+"""Requests that save, use and delete forward passes, with the API keys of tests/support/caches.py."""
 
 from tests.support.caches import bearer
 from tests.support.messages import ask, message, normal, post

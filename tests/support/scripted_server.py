@@ -1,4 +1,4 @@
-"""A server on a real socket that follows a script, to answer on demand as a healthy server never would."""
+"""An HTTP server that follows a script, for tests of a client with answers that a healthy server never sends."""
 
 import json
 import socket
@@ -16,7 +16,7 @@ def message(tensors, metadata=None):
 
 
 class ScriptedServer(ThreadingHTTPServer):
-    """A server that answers each request by the next step of `script`, and without a step sends q back as o.
+    """A server that answers each request by the next step of `script`. If there is no step, it sends q back as o.
 
     A step is a function of the handler, which has `body`, `answer(...)` and the `http.server` methods. `requests` holds
     (method, path, headers, body), `connections` counts the connections.

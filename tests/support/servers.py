@@ -63,7 +63,7 @@ class ServerProcess:
             return response.status, json.load(response)
 
     def children(self, module):
-        """Return the pids of its descendants that run the server's `module` or the tests' module that replaces it."""
+        """Return the pids of the server's descendants that run its `module`, or the tests' replacement of it."""
         below = psutil.Process(self.pid).children(recursive=True)
         names = {f"flashpoint_server.{module}", f"tests.support.faulty.{module.partition('.')[0]}"}
         return [child.pid for child in below if names & set(child.cmdline())]
@@ -113,9 +113,9 @@ def wait_for(found, otherwise, stop=lambda: False, seconds=START_SECONDS):
 
 
 def serve(*, ready=True, interpret=False, program=("-m", "flashpoint_server.cli.serve"), environment=(), **settings):
-    """Start a server with `settings` as flags and more `environment`; with `interpret`, under Triton's interpreter.
+    """Start a server with `settings` as flags and `environment` as more variables.
 
-    On a GPU (`make gpu-serve`) `interpret` has no effect.
+    With `interpret`, Triton's interpreter runs the kernels. On a GPU (`make gpu-serve`) `interpret` has no effect.
     """
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("FLASHPOINT_", "TRITON_INTERPRET"))}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in {"port": 0, "device": DEVICE, **settings}.items()]

@@ -1,4 +1,4 @@
-"""Tokens and answers of caches over several servers."""
+"""Helpers for tests of a KV cache that several servers share: clients, tokens and expected answers."""
 
 import contextlib
 
@@ -25,7 +25,7 @@ def normal(*shape, seed=0, dtype=np.float32):
 
 
 def expected(q, k, v, **options):
-    """Return o and lse over all keys in float64."""
+    """Return o and lse of attention over all keys, computed in float64."""
     tensors = (torch.from_numpy(np.asarray(t, np.float64)) for t in (q, k, v))
     given = {name: torch.from_numpy(t) if isinstance(t, np.ndarray) else t for name, t in options.items()}
     o, lse = attention(*tensors, backend="reference", return_lse=True, **given)
@@ -47,7 +47,7 @@ def in_layout(t, layout):
 
 
 def whole(cache, numbers, layer=0):
-    """Check that a layer of a cache has its tokens, k and v."""
+    """Check that a layer of a cache has exactly the tokens (k, v), by their number and an attention call."""
     k, v = numbers
     q = normal(1, HQ, 1, D, seed=99)
     o, lse = cache.attention(q, layer=layer, return_lse=True)

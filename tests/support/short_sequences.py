@@ -11,7 +11,7 @@ KINDS = ("plain", "mask", "kv_lengths", "thd", *OPTIONS)
 def short_sequences(kind, count=COUNT, dim=16):
     """Return the tensors and the options of `count` sequences of one token; `kind` is one of KINDS.
 
-    If `dim` is no multiple of 16, they do not share operators on every processor, which takes many seconds.
+    If `dim` is not a multiple of 16, a CPU without AVX-512 computes the sequences one by one, which takes many seconds.
     """
     one = torch.ones(count, 1, 1, dim)
     tensors, options = {"q": one, "k": one, "v": one}, dict(OPTIONS.get(kind, {}))

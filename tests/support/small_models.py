@@ -1,4 +1,4 @@
-"""Decoders with random weights that take milliseconds per token; their tokens depend on every key."""
+"""Small language models with random weights that take milliseconds per token; their tokens depend on every key."""
 
 import torch
 
@@ -43,7 +43,7 @@ def gpt_oss(**more):
 
 
 def gemma4(**more):
-    """Return a model with layers that share the keys of others, and two head sizes."""
+    """Return a model with two head dimensions, whose last layers use the keys and values of earlier layers."""
     from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
     settings = {

@@ -48,7 +48,7 @@ def read_all(connection):
 
 
 def segments(pid):
-    """Return the staging memory files that a process maps, by inode."""
+    """Return the inodes of the staging memory files that a process maps."""
     maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return {line.split()[4] for line in maps if "flashpoint-staging" in line}
 
@@ -59,7 +59,7 @@ def nothing_inside(server):
 
 
 def held_since(server, what="caches"):
-    """Return a function that returns the ids of the caches (or `saved` forwards) made after this call."""
+    """Return a function that returns the ids of the caches (or `saved` forward passes) made after this call."""
 
     def ids():
         return {one["id"] for one in ask(server, f"/{what}").json[what]}

@@ -41,7 +41,7 @@ def says(document, status=200):
 
 
 def frames(events):
-    """Return the bytes of events; events of a verification have no id."""
+    """Return events as the bytes of an event stream. Events of a verification have no id."""
     ids = [f"id: {e['id']}\n" if "id" in e else "" for e in events]
     return "".join(
         f"{n}event: {e['kind']}\ndata: {json.dumps(e)}\n\n" for n, e in zip(ids, events, strict=True)

@@ -1,18 +1,20 @@
 """Bugs that chaos/ must find: the file named by FLASHPOINT_TEST_BUG contains the name of the bug, or nothing.
 
-swap   an answer is that of the last one of its shape      lose   an answer is never sent
-leak   the memory of a request is not released       twice  a repeated write to a cache is written again
-hoard  the memory of an ended cache stays counted
+swap   an answer has the numbers of the previous answer with its shapes
+lose   an answer is never sent
+leak   the memory of a request is not released
+twice  a repeated write to a cache is written again
+hoard  the memory of an ended cache is still counted as used
 """
 
 import os
 from pathlib import Path
 
-EVERY = 5  # every fifth answer is lost, or its memory leaks
+EVERY = 5  # with `lose` and `leak`, the bug affects every fifth answer
 
 
 class Seeded:
-    """Count occasions, and decide at which of them the bug shows."""
+    """A bug by name. `there` returns whether it is on; `shows` counts its calls while it is on: every fifth is true."""
 
     def __init__(self, name):
         self.name = name

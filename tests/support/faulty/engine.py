@@ -1,6 +1,6 @@
-"""An engine that fails and waits as the ids of its requests say. Only tests start it (see server.py).
+"""An engine that fails or waits, depending on how the id of a request begins. Only tests start it (see server.py).
 
-gate-…, wait-…  the launch waits until the gate with this name is open
+gate-…, wait-…  the launch waits until the gate `gate` (or `wait`) opens
 oom-…, once-…   out of memory, always or the first time     bug-…   an unexpected exception
 hang-…          the launch never ends                       gone-…  the device is lost
 loud-…          logs more lines than the log's queue holds
@@ -9,7 +9,8 @@ late-…          its kernels are compiled only after the gate `compiled` opens
 step-…          its second part waits, and no further part begins, until the gate `step` opens; a verification waits
                 before its third block
 
-Requests of the backend `reference` are launches, one at a time; those of `torch` and `tiled` are cut into parts.
+A request of the backend `reference` is one launch; one of `torch` or `tiled` is cut into parts. Launches run one at a
+time.
 
 A gate is a file next to FLASHPOINT_TEST_GATE with the gate's name as suffix; it is open while the file exists. At its
 start the engine waits while `.closed` exists, finds too little memory once if `.short` exists, and finds another device
@@ -62,8 +63,8 @@ def gate(which):
 class FaultyDevice(TorchDevice):
     def __init__(self, info):
         super().__init__(info)
-        self.launches = 1  # also on a GPU: all others wait for a launch at a gate
-        self.lanes = max(self.lanes, 2)  # also on one core: the engine takes requests while a launch is at a gate
+        self.launches = 1  # also on a GPU, so that all other launches wait for a launch at a gate
+        self.lanes = max(self.lanes, 2)  # also on one core, so that the engine takes requests while a launch waits
         self.seen = set()
         self.last = {}  # the last answer of each shape
         self.compiler = ThreadPoolExecutor(1)
@@ -177,7 +178,7 @@ class TellingExecutor(executor.Executor):
 
 
 class TellingScheduler(scheduler.Scheduler):
-    taken: ClassVar = Counter()  # parts that have started or that a thread is about to start, by their request
+    taken: ClassVar = Counter()  # for each request id, the number of parts that a thread has started or will start next
 
     def admit(self, message, worker):
         super().admit(message, worker)
@@ -242,7 +243,7 @@ if __name__ == "__main__":
 
         fast_interpreter.install()
     loop.Channel = LosingChannel
-    executor.TOLD_SECONDS = 0.0  # reports each block
+    executor.TOLD_SECONDS = 0.0  # report the progress of a verification after each block
     executor.Executor = TellingExecutor
     scheduler.Scheduler = TellingScheduler
     store.CacheStore = FaultyStore

@@ -1,8 +1,8 @@
 """Inputs at the limits of floating point and their answers: the cases of test_extremes.py and docs/numerics.md.
 
-The problem has two sequences, two heads, 5 queries, 7 keys, 16 columns and a float mask. An extreme value is put into
-the first head of the first sequence: in one element (NaN, infinities), or in a whole tensor (1e4, subnormal numbers,
-negative zeros). Each answer has a word of `WORDS`, and the tests expect exactly this word.
+The problem has two sequences, two heads, 5 queries, 7 keys, a head dimension of 16 and a float mask. The extreme value
+is in the first head of the first sequence: in one element (NaN, infinities), or in each element (1e4, subnormal
+numbers, negative zeros). `WORDS` lists the possible effects on an answer; the tests expect exactly the case's effect.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ROW, KEY, COLUMN = 2, 4, 3  # the position of the changed element: row of a quer
 PLACES = {"q": (ROW, COLUMN), "k": (KEY, COLUMN), "v": (KEY, COLUMN), "do": (ROW, COLUMN), "attn_mask": (ROW, KEY)}
 ANSWERS = ("o", "lse", "dq", "dk", "dv")
 
-# "Its" refers to the changed element. All other numbers have the bits that they have without the extreme value.
+# "Its" refers to the changed element. All other numbers have the same bits as without the extreme value.
 WORDS = {
     "kept": "as without it",
     "row": "its row is NaN",
@@ -41,7 +41,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Extreme:
-    """An extreme `value` at a `place` of the inputs; `answers` has a word of `WORDS` for each of ANSWERS."""
+    """An extreme `value` in the input `place`; `answers` has the effect on each of ANSWERS, as a key of `WORDS`."""
 
     place: str
     value: str
@@ -60,7 +60,7 @@ class Extreme:
             edge[PLACES[self.place]] = ONE[self.value]
         elif self.value == "1e4":
             edge *= 1e4
-        elif self.value == "subnormal":  # small multiples of the smallest number, of both signs
+        elif self.value == "subnormal":  # small multiples of the smallest positive number, of both signs
             edge.copy_((edge * 64).round() * torch.finfo(edge.dtype).smallest_normal * torch.finfo(edge.dtype).eps)
         else:
             edge.fill_(-0.0)
@@ -77,7 +77,7 @@ def plain(dtype: str) -> dict[str, Tensor]:
 
 
 def _one(place: str, *answers: str) -> dict[str, Extreme]:
-    """Return the cases of NaN and, if they have other words, of the infinities."""
+    """Return the cases of NaN, +∞ and −∞ at a place. In "a|b", a is the effect of NaN, and b of both infinities."""
     given = [word.split("|") for word in answers]
     values = {"NaN": [w[0] for w in given], "+∞": [w[-1] for w in given], "−∞": [w[-1] for w in given]}
     return {f"{v} in {place}": Extreme(place, v, ("float32",), tuple(words)) for v, words in values.items()}

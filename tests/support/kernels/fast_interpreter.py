@@ -1,8 +1,8 @@
 """Make Triton's interpreter faster by more than a third.
 
-Two changes leave the results unchanged. The interpreter searches `triton.language` and replaces its functions at each
-call between kernels; this module does so once in each process, since an interpreting process compiles nothing. The
-interpreter builds a table of dtypes for every operator of a kernel; this module looks each dtype up once.
+Two changes leave the results unchanged. The interpreter searches `triton.language` and replaces its functions each time
+that one kernel function calls another; this module does so once in each process, since an interpreting process compiles
+nothing. The interpreter builds a table of dtypes for every operator of a kernel; this module looks each dtype up once.
 """
 
 from types import FunctionType
@@ -17,7 +17,7 @@ _dtypes: dict[str, Any] = {}
 
 
 def _replace_once(fn: FunctionType) -> Any:
-    """Replace the functions once; like `_patch_lang`, return the object that undoes the changes."""
+    """Replace the language's functions once; like `_patch_lang`, return an object that undoes changes (here, none)."""
     names = fn.__globals__.values()
     seen = any(value is interpreter.tl for value in names), any(value is interpreter.tl.core for value in names)
     if seen not in _replaced:

@@ -1,10 +1,10 @@
 """An interpreter of Gluon, which replaces triton_backend/hopper/gluon.py: Triton's interpreter lacks Gluon.
 
-Layouts have no effect here. Each role is a thread; one runs at a time, and behaviour that a GPU leaves undefined shows.
-From the start of a copy, its tile is NaN until a role waits for the copy's barrier. A thread that arrives at a barrier
-continues only when no other thread can, so the others run as early as a GPU allows. A product reads its tiles when a
-role waits for it, and its result cannot be used earlier. A wait for an event that never comes raises an error, and so
-does a product of a tile to which a copy is running.
+Layouts have no effect here. Each role of a warp-specialised kernel is a thread, and one thread runs at a time. Missing
+synchronisation gives NaN or an error. From the start of a copy, its tile is NaN until a role waits for the copy's
+barrier. A thread that arrives at a barrier continues only when no other thread can, so the others run as early as a GPU
+allows. A matrix product reads its tiles when a role waits for it, and its result cannot be used earlier. A wait for an
+event that never comes raises an error, and so does a product of a tile while a copy writes this tile.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from flashpoint_kernels.triton_backend.host import config
 from flashpoint_kernels.triton_backend.host.configurations import SHARED_KIB
 from flashpoint_kernels.triton_backend.kernels.interpret import dot
 
-PATIENCE = 60.0  # seconds that a role waits for another
+PATIENCE = 60.0  # the most seconds that a role waits for another
 
 observed: deque[int] = deque(maxlen=10_000)  # number of running copies when each product is issued
 
@@ -34,28 +34,28 @@ _Role = tuple[Callable[..., None], tuple[Any, ...]]
 
 
 def install() -> None:
-    """Make the kernels for Hopper run here, on every device with FLASHPOINT_HOPPER=1. Call it before their import."""
+    """Replace the Gluon module of the kernels for Hopper, and pretend to have an sm_90. Call it before their import."""
     sys.modules["flashpoint_kernels.triton_backend.hopper.gluon"] = sys.modules[__name__]
-    config.stand_in = config.Chip(90, SHARED_KIB[90], multiprocessors=3)  # fewer than a launch has blocks
+    config.stand_in = config.Chip(90, SHARED_KIB[90], multiprocessors=3)  # fewer than the programs of a launch
 
 
 def jit(do_not_specialize: Any = None) -> Any:
-    """Return `gluon.jit`, with or without arguments."""
+    """Return the jitted function, or a decorator if `jit` has arguments: a stand-in for `gluon.jit`."""
     return triton.jit(do_not_specialize) if callable(do_not_specialize) else triton.jit
 
 
 def constexpr_function(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`gluon.constexpr_function`: everything is constant here."""
+    """Return `fn`, as a stand-in for `gluon.constexpr_function`: the interpreter knows every value."""
     return fn
 
 
 def __getattr__(name: str) -> Any:
-    """Return any other name from Triton's language, as the interpreter has it at that time."""
+    """Return any other name from Triton's language, with the interpreter's replacement if it is active."""
     return getattr(tl, name)
 
 
 class _Layout:
-    """Any layout."""
+    """A stand-in for every layout; it has no effect."""
 
     def __init__(self, *_: object) -> None: ...
 
@@ -83,10 +83,10 @@ static_range = builtins.range
 
 
 class _Part(threading.local):
-    """The program and the role of a thread."""
+    """The state of each thread: the unfinished products of its role, and the stage of its program."""
 
     def __init__(self) -> None:
-        self.products: list[_Product] = []  # running, the oldest first
+        self.products: list[_Product] = []  # the oldest first
         self.stage = _Stage()
 
 
@@ -97,7 +97,7 @@ class _Stage:
         self.turn = threading.Condition()  # the running role holds this condition
         self.roles = 1  # unfinished roles
         self.waiting: list[Callable[[], bool]] = []  # the conditions that roles wait for
-        self.gave_way: list[object] = []  # roles continue in this order
+        self.gave_way: list[object] = []  # roles in `give_way`, which continue in this order
         self.raised: list[BaseException] = []
         self.copies: list[np.ndarray] = []  # the tiles of running copies
 
@@ -140,7 +140,7 @@ def warp_specialize(roles: Sequence[_Role], _warps: Sequence[int], _registers: S
         with stage.turn:
             try:
                 role[0](*role[1])
-            except BaseException as error:  # raised again at the kernel's launch
+            except BaseException as error:  # raised again in the thread that launched the kernel
                 stage.raised.append(error)
             stage.roles -= 1
             stage.turn.notify_all()
@@ -155,11 +155,11 @@ def warp_specialize(roles: Sequence[_Role], _warps: Sequence[int], _registers: S
 
 
 class _Barrier:
-    """An mbarrier (PTX ISA, "mbarrier"): a phase ends when all its arrivals and bytes have come."""
+    """An mbarrier (PTX ISA, "mbarrier"): a phase ends when all its arrivals and all its bytes have arrived."""
 
     def __init__(self) -> None:
         self.arrivals = self.missing = self.phase = self.bytes = 0
-        self.copies: list[Callable[[], int]] = []  # running copies; each call returns how many bytes came
+        self.copies: list[Callable[[], int]] = []  # running copies; a call ends one and returns the number of its bytes
 
     def arrive(self, count: int) -> None:
         self.missing -= count
@@ -170,7 +170,7 @@ class _Barrier:
             self.phase, self.missing = self.phase ^ 1, self.arrivals
 
     def over(self, phase: int) -> bool:
-        """Return whether the phase has ended, after running copies have finished."""
+        """Finish the running copies, and return whether the phase has ended."""
         copies, self.copies = self.copies, []
         for copy in copies:
             self.bytes -= copy()
@@ -179,7 +179,7 @@ class _Barrier:
 
 
 class _Shared:
-    """A piece of shared memory, or a part of one."""
+    """An allocation of shared memory, or a view of a part."""
 
     def __init__(self, data: np.ndarray, dtype: Any) -> None:
         self.data, self.dtype = data, dtype
@@ -221,7 +221,7 @@ class _Block:
 
 
 class _Descriptor:
-    """Rows, or heads of rows, from which the copy engine takes tiles; it reads 0 after their end."""
+    """A tensor descriptor (TMA) of (rows, columns) or (heads, rows, columns). Loads outside rows or columns give 0."""
 
     def __init__(self, base: Any, shape: Sequence[Any], strides: Sequence[Any], block: Sequence[Any]) -> None:
         self.base, self.shape, self.strides, self.layout = base, shape, strides, _Layout()
@@ -242,7 +242,7 @@ class _Descriptor:
 
 
 class _Product:
-    """A product a @ b (+ acc), unknown until a role waits for it."""
+    """A matrix product a @ b (+ acc), whose value is unknown until a role waits for it."""
 
     def __init__(self, a: Any, b: _Shared, acc: Any) -> None:
         self.a, self.b, self.acc = a, b, acc
@@ -341,7 +341,7 @@ class hopper:  # noqa: N801 -- a module's name
 
     @staticmethod
     def warpgroup_mma_wait(outstanding: int, deps: Sequence[Any]) -> Any:
-        """Return the results of all products but the newest `outstanding`."""
+        """Finish all products but the newest `outstanding`, and return the values of `deps`."""
         while len(_part.products) > outstanding:
             _part.products.pop(0).finish()
         values = tuple(each.value if isinstance(each, _Product) else each for each in deps)

@@ -49,7 +49,7 @@ def solve(tensors: dict[str, Tensor], options: Options, direction: Any, at_end: 
 
 
 def problems() -> Iterator[tuple[dict[str, Tensor], dict[str, Any], bool]]:
-    """Yield tensors, options, and whether they have a gradient."""
+    """Yield the tensors and options of problems, and whether each problem has a gradient."""
     sizes = ((1, 300, 64, 64), (5, 37, 40, 24), (17, 130, 128, 5), (129, 257, 33, 80))
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
     for (q_len, kv_len, dim, value_dim), dtype in product(sizes, dtypes):

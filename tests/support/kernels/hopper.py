@@ -1,4 +1,4 @@
-"""The tiles of the path for Hopper, a case that takes it, and the kernels that would run for a problem."""
+"""Helpers for tests of the path for Hopper: its tiles, a case that uses it, and the kernels that a problem launches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HALF = PLAIN | {"dtype": "float16"}
 
 
 def kernels(tensors: dict[str, torch.Tensor], options: Options) -> list[str]:
-    """Return the forward kernels that would run for a problem."""
+    """Return the names of the forward kernels that would run for a problem."""
     problem = Problem.create({n: t for n, t in tensors.items() if n not in ("do", "dlse")}, options)
     return [call.kernel.__name__ for call in forward_calls([problem]) if call.programs]
 

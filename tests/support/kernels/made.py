@@ -1,4 +1,4 @@
-"""Record the sizes of tensors that operators make, as a computation's memory without the process's other work."""
+"""Record the size of the largest tensor that operators make: other work of the process does not affect this measure."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Requests of random lengths, batches and head counts, and their launch together by Triton's kernels."""
+"""Requests of random lengths, batches and head counts, and functions that run several in one launch by Triton."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def compiled(arch: int, dtype: str, head_dim: int, causal: bool) -> dict[str, ob
         nano_forward,
         {name: "constexpr" if name in constants else types.get(name, "i32") for name in names},
         {(names.index(name),): value for name, value in constants.items()},
-        # Memory from torch and rows of 16 numbers are aligned, as at a launch.
+        # As at a launch, the addresses of torch's memory and `dim` are multiples of 16.
         {(names.index(name),): [["tt.divisibility", 16]] for name in ("q", "k", "v", "o", "lse", "dim")},
     )
     binary = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 8, "num_stages": 2})

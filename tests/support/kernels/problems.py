@@ -1,7 +1,7 @@
-"""A strategy of hypothesis for problems: shapes, layouts, memory, options and tensors, forward or backward.
+"""A hypothesis strategy that draws forward or backward problems: their shapes, layouts, strides, options and tensors.
 
-Every backend that takes a problem must agree with float64. Device tests (`make gpu`) run without hypothesis, and so
-without this module.
+The answers of every backend that takes a problem must agree with attention in float64. Device tests (`make gpu`) run
+without hypothesis, and so without this module.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tests.support.kernels.solving import MEMORY, normal, qkv, restrided
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 BOOL, FLOAT = "bool", "float"
-# Dimensions (sequences, heads, queries, keys) that a mask has; the others are 1.
+# Each possible shape of a mask: 1 where the mask has the dimension (sequences, heads, queries, keys), 0 where it has 1.
 _SHAPES = tuple((n >> 3 & 1, n >> 2 & 1, n >> 1 & 1, n & 1) for n in range(16))
-_LEADS = ("", "one", "heads", "sequences", "own")  # the first dimensions of a block mask
+_LEADS = ("", "one", "heads", "sequences", "own")  # the leading dimensions of a block mask
 Tensors = dict[str, Tensor]
 
 
 class Sizes(NamedTuple):
-    """Strategies for the sizes of problems, with those at the edges of a backend's tiles, chunks and registers."""
+    """Strategies for the sizes of problems; tests include sizes at the edges of a backend's tiles and registers."""
 
     q_len: st.SearchStrategy[int]
     kv_len: st.SearchStrategy[int]
@@ -54,15 +54,15 @@ def problems(
 
     Args:
         draw: The function of hypothesis that draws from a strategy.
-        sizes: The strategies of the sizes.
-        backward: With `do` and all gradients that the problem has; without 8-bit keys and pages.
-        windows: Windows, (left, right).
-        layouts: Layouts; sequences of `thd` have drawn lengths, and no masks.
-        masks: Kinds of `attn_mask`; "" is none.
-        block_sizes: Sizes of blocks of `block_mask`; None is no block mask.
-        page_sizes: Keys in a page; 0 is no pages.
-        dropout: Probabilities with which weights are dropped.
-        slope: The size of ALiBi's slopes.
+        sizes: The strategies for the sizes of the tensors.
+        backward: Whether to draw a backward problem, with `do` and all its gradients, but no 8-bit keys and no pages.
+        windows: The windows (left, right) to choose from.
+        layouts: The layouts to choose from. In `thd`, sequences have drawn lengths, and there is no mask.
+        masks: The kinds of `attn_mask` to choose from; "" is none.
+        block_sizes: The block sizes of `block_mask` to choose from; None is no block mask.
+        page_sizes: The numbers of keys in a page to choose from; 0 is no pages.
+        dropout: The dropout probabilities to choose from.
+        slope: A factor of ALiBi's slopes, which are otherwise absolute values of normal numbers.
     """
 
     def one_of(values: Sequence[Any]) -> Any:
@@ -135,7 +135,7 @@ def problems(
 
 
 def _packed(t: Tensors, lengths: dict[str, list[int]]) -> Tensors:
-    """Return sequences of these lengths one after another."""
+    """Return the tensors in layout thd: the first rows of each sequence, as many as its length, one after another."""
     packed = {}
     for name, x in t.items():
         of = lengths["k" if name in ("k", "v") else "q"]

@@ -1,10 +1,10 @@
-"""A pytest plugin that resolves every launch of the device tests with the tables of an absent GPU.
+"""A pytest plugin that prepares every launch of the device tests for an absent GPU, and does not run it.
 
     FLASHPOINT_TEST_ARCH=90 python -m pytest -p tests.support.kernels.resolved tests/kernels/test_triton_hopper.py
 
-Tensors are on the CPU, and nothing is launched. Each problem is cut into tiles and calls as on the device, up to the
-arguments of each kernel; the answers come from the tile loop in torch, or are 0 if it would take long. So the checks
-of which kernels run, and how many, see the tests' shapes.
+Tensors are on the CPU. Each problem is cut into tiles and kernel calls with the GPU's table of tile sizes, up to the
+arguments of each kernel. The answers come from the tiled backend, or are 0 if it would take long. So the tests check
+which kernels would run for their shapes, and how many.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _module, _verify = dispatch._module, verification.verify
 
 
 def resolve(calls: Iterable[Call]) -> None:
-    """Make the arguments of every kernel, and record its name."""
+    """Build the arguments of every kernel call, and record the kernel's name."""
     for call in calls:
         if call.programs:
             call.args()
@@ -68,7 +68,7 @@ def _answer(problems: Sequence[Problem], run: Callable[[Sequence[Problem]], None
 
 
 def verify(tensors: Mapping[str, Tensor], options: Options | None = None, **more: Any) -> Any:
-    """Resolve the launches that `verify` makes for `triton`; pass any other backend to the real `verify`."""
+    """Prepare the launches that `verify` makes for `triton`; pass any other backend to the real `verify`."""
     options = options or Options()
     if options.backend not in ("auto", "triton") or more:
         return _verify(tensors, options, **more)
@@ -82,7 +82,7 @@ def verify(tensors: Mapping[str, Tensor], options: Options | None = None, **more
 
 
 def available_backends(device: str) -> tuple[str, ...]:
-    """Return the backends of a GPU, whatever the device of the tensors is."""
+    """Return the backends of a GPU for every device."""
     return ("triton", "torch", "tiled", "reference")
 
 

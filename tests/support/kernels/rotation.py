@@ -13,7 +13,10 @@ def check(actual: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor, first: int, interleaved: bool, step: int = 1) -> Tensor:
-    """Return x (S, H, D) rotated by RoFormer's equation 34, as a product of complex numbers in float64."""
+    """Return x (S, H, D) rotated by RoFormer's equation 34, as a product of complex numbers in float64.
+
+    Row n of x is at position `first` + n · `step`.
+    """
     half = cos.shape[1]
     rotary = x[..., : 2 * half].double()
     pairs = rotary.unflatten(-1, (half, 2)) if interleaved else rotary.unflatten(-1, (2, half)).transpose(-1, -2)

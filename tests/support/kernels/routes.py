@@ -1,4 +1,4 @@
-"""Empty the caches that a call uses."""
+"""Empty the caches of routes, plans and options, so that a test can observe how a call makes them."""
 
 from flashpoint_contract import spec
 from flashpoint_kernels import functional
@@ -7,7 +7,7 @@ from flashpoint_kernels.triton_backend.host import route, schedule
 
 
 def forget() -> None:
-    """Empty every cache that a call uses."""
+    """Empty every cache in which a call of attention looks up its route, plan or options."""
     for cached in (
         route._route, route._config, schedule._of_steps, schedule._forward_lists, schedule._gradient_lists, spec._plan,
         spec._planned, spec._features, spec._level, ops._remembered, ops._options_of, functional._remembered,

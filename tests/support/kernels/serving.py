@@ -17,10 +17,10 @@ DTYPES = {"float8_e4m3fn": torch.float8_e4m3fn, "int8": torch.int8}
 def in_pages(
     tensors: Mapping[str, Tensor], layout: str, page_size: int, *, seed: int = 0, spare: int = 3, strided: bool = False
 ) -> dict[str, Tensor]:
-    """Return the same problem in pages in any order, with `spare` more pages than needed.
+    """Return the same problem with keys in pages of a pool, in random order, with `spare` more pages than needed.
 
-    Memory outside the sequences is NaN (in int8 -1), and page numbers that no key needs are
-    outside the pool. With `strided`, pages are apart. In layout `thd`, cu_seqlens_k becomes kv_lengths.
+    Memory of the pool outside the sequences is NaN (in int8 -1, in scales 1e30), and page numbers that no key needs are
+    outside the pool. With `strided`, there is unused memory between pages. In `thd`, cu_seqlens_k becomes kv_lengths.
     """
     paged = dict(tensors)
     if layout == "thd":
@@ -48,14 +48,14 @@ def is_of_rows(tensors: Mapping[str, Tensor], scale: str) -> bool:
 def _pooled(
     t: Tensor, layout: str, table: Tensor, lengths: list[int], pool: tuple[int, int], strided: bool, of_scale: bool
 ) -> Tensor:
-    """Return rows of keys in pages, copied row by row, so that this code shares nothing with the tested code."""
+    """Return a pool with the rows of `t` in pages. Copy row by row, to share nothing with the tested code."""
     if layout == "bhsd":
         t = t.transpose(1, 2)  # rows before heads, as in the other layouts
     number, size = pool
     wide = t.new_empty(number, 2 if strided else 1, size, *t.shape[(1 if layout == "thd" else 2) :])
     wide.view(torch.uint8 if t.itemsize == 1 else wide.dtype).fill_(255 if t.itemsize == 1 else torch.nan)
     if of_scale:
-        wide.fill_(1e30)  # a scale is finite
+        wide.fill_(1e30)  # large but finite: a scale must be finite
     pages, start = wide[:, 0], 0
     for sequence, length in enumerate(lengths):
         sequence_rows = t[start : start + length] if layout == "thd" else t[sequence, :length]
@@ -81,7 +81,7 @@ def of_eight_bits(
 
 
 def drawn_blocks(*shape: int, seed: int = 0, share: float = 0.4) -> Tensor:
-    """Return a block mask with this fraction of its blocks, on the device under test."""
+    """Return a random block mask on the device under test; `share` is the expected fraction of visible blocks."""
     return (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < share).to(DEVICE)
 
 

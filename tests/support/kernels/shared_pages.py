@@ -12,7 +12,10 @@ from tests.support.kernels.solving import normal
 
 
 def tree(shared: list[int], own: list[int], page: int, seed: int) -> tuple[Tensor, Tensor, int]:
-    """Return a block table and lengths, and the number of pages: sequence n shares `shared[n]` keys with the first."""
+    """Return a block table, the lengths and the number of pages.
+
+    Sequence n has shared[n] + own[n] keys, and shares the whole pages of its first shared[n] keys with sequence 0.
+    """
     lengths = [keys + more for keys, more in zip(shared, own, strict=True)]
     width = -(-max(lengths) // page)
     table = torch.full((len(own), width), 2**31 - 1, dtype=torch.int32)
@@ -31,7 +34,7 @@ def tree(shared: list[int], own: list[int], page: int, seed: int) -> tuple[Tenso
 
 def check(shared: list[int], own: list[int], page: int, q_len: int, group: int, dtype: torch.dtype,
           kind: torch.dtype | None, backend: str = "torch", **options: Any) -> None:  # fmt: skip
-    """Check that `backend` gives each sequence of a tree the bits that it has alone, close to float64's."""
+    """Check that each sequence has the same bits as in a call of its own, close to the reference backend's answer."""
     table, lengths, count = tree(shared, own, page, seed=len(own))
     q = normal(len(own), 2 * group, q_len, 32, seed=1).to(dtype)
     t = {name: normal(count, 2, page, 32, seed=n).to(dtype) for n, name in enumerate("kv")}

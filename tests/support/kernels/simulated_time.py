@@ -1,8 +1,8 @@
-"""A stand-in for the real time in `timing.clock`."""
+"""A simulated clock for tests of `timing.clock`."""
 
 
 class Time:
-    """A stand-in for the real time in the module `clock`: it advances by `tick_ms` at each reading."""
+    """A replacement of `time` in the module `clock`: the time advances by `tick_ms` at each reading."""
 
     def __init__(self) -> None:
         self.now_ms = self.tick_ms = 0.0

@@ -38,9 +38,10 @@ MEMORY = ("plain", "apart", "slice", "turned", "odd")
 
 
 def restrided(t: Tensor, memory: str) -> Tensor:
-    """Return the same numbers in other memory.
+    """Return the same numbers with other strides or another address; `memory` is one of MEMORY.
 
-    They are every second element of wider rows, beside NaN; a slice of wider rows; transposed; or at an odd address.
+    "apart": every second element of wider rows, between NaN; "slice": a slice of wider rows; "turned": the last two
+    dimensions transposed in memory; "odd": one element after an aligned address; "plain": as they are.
     """
     if memory == "apart":
         return torch.stack([t, torch.full_like(t, torch.nan)], -1)[..., 0]
@@ -73,7 +74,7 @@ def forward(backend: str, tensors: Mapping[str, Tensor], **options: object) -> d
 
 
 def backward(backend: str, tensors: Mapping[str, Tensor], **options: object) -> dict[str, Tensor]:
-    """Return the gradients that `grads` names."""
+    """Return the gradients that the option `grads` names."""
     problem = poisoned(tensors, Options(**options), "backward")  # type: ignore[arg-type]
     run([problem], backend)
     return problem.outputs
@@ -86,6 +87,6 @@ def check(backend: str, tensors: Mapping[str, Tensor], **options: object) -> Non
 
 
 def forward_of(tensors: Mapping[str, Tensor], **options: object) -> Problem:
-    """Return the problem of o and lse."""
+    """Return the forward problem whose outputs are o and lse."""
     inputs = {name: t for name, t in tensors.items() if name not in ("do", "dlse", "o", "lse")}
     return Problem.create(inputs, Options(return_lse=True, **options))  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "dims": ((16, 16), (24, 40), (64, 64)),
 }
 PLAIN: dict[str, Any] = {name: levels[0] for name, levels in FACTORS.items()}
-BLOCK_SIZE = (16, 48)  # these blocks cut the interpreter's tiles, and tiles cut the blocks
+BLOCK_SIZE = (16, 48)  # block edges are inside the interpreter's tiles, and tile edges inside blocks
 BANDS: dict[str, dict[str, Any]] = {
     "full": {},
     "causal": {"causal": True},
@@ -54,7 +54,7 @@ def pairs() -> list[dict[str, Any]]:
 def tensors_of(
     case: dict[str, Any], q_len: int, kv_len: int, *, seed: int = 0, batch: int = 2
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors of a gradient request for `case`, with 2 key/value heads, in thd of three sequences."""
+    """Return the tensors of a gradient request for `case`, with 2 key/value heads; thd has three sequences."""
     g = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, case["dtype"])
     (dim, value_dim), kv_heads = case["dims"], 2
@@ -119,12 +119,12 @@ def options_of(case: dict[str, Any], **more: Any) -> Options:
 
 
 def name_of(case: dict[str, Any]) -> str:
-    """Return a name of the levels in which `case` differs from the plain case."""
+    """Return a name for `case`: the levels in which it differs from the case PLAIN."""
     return "-".join(f"{n}={v}" for n, v in case.items() if v != PLAIN[n]).replace(" ", "") or "plain"
 
 
 def check(case: dict[str, Any], q_len: int, kv_len: int, *, batch: int = 2, **more: Any) -> None:
-    """Assert right answers. The interpreter takes `batch` sequences; a GPU always takes two."""
+    """Assert by `verify` that the answers for `case` are right: `batch` sequences when interpreted, two on a GPU."""
     report = verify(tensors_of(case, q_len, kv_len, batch=batch if INTERPRETING else 2), options_of(case, **more))
     assert report.backend == "triton"
     assert report.ok, "\n".join(str(t) for t in report.tensors if not t.ok)
@@ -137,7 +137,7 @@ CASES = pairs()
 
 
 def each_pair() -> Iterator[Any]:
-    """Yield pairs of backend and case. A third of the Triton cases is slow, and the rest is in the wide sweep."""
+    """Yield pairs of backend and case. A third of the Triton cases is marked slow, the rest full (the wide sweep)."""
     for backend, (n, case) in product(BACKENDS, enumerate(CASES)):
         if backend != "reference":
             marks = [] if backend != "triton" else pytest.mark.full if n % 3 else pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Questions to the reports of `verify`, and torch's attention as an independent kernel."""
+"""Helpers that read the reports of `verify`, and torch's attention as an independent kernel."""
 
 from __future__ import annotations
 

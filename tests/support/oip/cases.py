@@ -1,5 +1,5 @@
-"""The calls of real clients. Each client runs in a separate process: one process cannot load two definitions of one
-protobuf package.
+"""Requests that real clients of the Open Inference Protocol send in tests. Each client runs in a separate process,
+because one process cannot load two definitions of one protobuf package.
 
 A client program reads `cases.json` and `tensors.npz` from a directory and writes `answers.npz` and `report.json` there.
 """
@@ -46,7 +46,7 @@ def case(
     arguments=None,
     **parameters,
 ):
-    """Return one call; `arguments` are further arguments of the client's `infer`."""
+    """Return the description of one request; `arguments` are further arguments of the client's `infer`."""
     names = tensors or (GRAD if model == "attention_grad" else "qkv")
     inputs = {
         n.partition(".")[0]: {"tensor": n if "." in n else f"{n}.{datatype}", "datatype": datatype} for n in names

@@ -1,4 +1,4 @@
-"""Calls through a gRPC channel, with messages built from the .proto file, also messages that no client sends."""
+"""Calls through a gRPC channel with messages built from the .proto file, also some that no client can send."""
 
 import contextlib
 import threading
@@ -27,7 +27,10 @@ def say(parameters, values):
 def request(
     tensors, *, model="attention", typed=False, outputs=(), inputs=None, wanted=None, version="", id="", **options
 ):
-    """Return a request. `typed` sends numbers. `inputs` and `wanted` map names to parameters of inputs and outputs."""
+    """Return a request. With `typed`, tensors are lists of numbers, else raw bytes.
+
+    `inputs` and `wanted` map the names of input and output tensors to their parameters.
+    """
     message = Request(model_name=model, model_version=version, id=id)
     say(message.parameters, options)
     for name, t in tensors.items():
@@ -45,7 +48,7 @@ def request(
 
 
 class Answer:
-    """A message and its trailing metadata."""
+    """A response message, and its trailing metadata in `beside`."""
 
     def __init__(self, message, call):
         self.message = message
@@ -117,7 +120,7 @@ def port_of(server):
 
 @contextlib.contextmanager
 def silent_call(caller, metadata=(), method=METHOD):
-    """Start a call without a deadline that sends no message until the end."""
+    """Start a call without a deadline that sends no message until the block ends; yield its future."""
     never = threading.Event()
 
     def messages():

@@ -1,4 +1,4 @@
-"""A gRPC server whose launches wait at gates, and calls that are known to be in the engine's queue."""
+"""A gRPC server whose launches wait until a test opens a gate, and calls that are known to be in the engine's queue."""
 
 import contextlib
 import json
@@ -38,7 +38,7 @@ class HeldServer(GatedServer):
         return call
 
     def queue(self, name):
-        """Call as `begin` without a deadline, and return when the request is in the engine's queue."""
+        """Start a call without a deadline, and return it once the request is in the engine's queue or answered."""
         call = self.begin(name)
         wait_for(lambda: self._said("queued", call.name) or call.done(), lambda: f"{call.name} is not queued")
         assert not call.done() or call.code() is grpc.StatusCode.OK, call.details()
@@ -46,7 +46,7 @@ class HeldServer(GatedServer):
 
     @contextlib.contextmanager
     def shut(self, which="gate"):
-        """Block launches of requests with the yielded id inside the block; the gate opens at its end."""
+        """Yield a request id whose launches wait at the gate `which` until the block ends."""
         self.gate(which).unlink(missing_ok=True)
         try:
             yield f"{which}-{os.urandom(4).hex()}"
@@ -55,7 +55,10 @@ class HeldServer(GatedServer):
 
     @contextlib.contextmanager
     def busy(self, which="gate"):
-        """Keep a call in a launch until the block ends; with another gate than "gate", it is only queued."""
+        """Keep a call in a launch until the block ends; yield the call.
+
+        If `which` is not "gate", another call must already be in a launch, and this call is only queued.
+        """
         if which == "gate":
             self.wait_inside(0)
         with self.shut(which):
@@ -65,7 +68,7 @@ class HeldServer(GatedServer):
             yield call
 
     def overdue(self):
-        """Let a deadline pass while the call is inside the server: deadlines double until one is long enough."""
+        """Return a call whose deadline passed while it was in the engine's queue; try doubled deadlines until then."""
         inside = self.inside()
         for doubling in range(10):
             call = self.begin("overdue", timeout=0.25 * 2**doubling)

@@ -1,4 +1,4 @@
-"""Inference requests and answers by the protocol's documents, with http.client, json and torch, without our code."""
+"""Requests and answers of the Open Inference Protocol, with http.client, json and torch, and without our code."""
 
 import contextlib
 import gzip
@@ -85,7 +85,7 @@ def wanted(name, **parameters):
 
 
 def request(tensors, *, outputs=None, parameters=None, numbers=(), **more):
-    """Return (JSON, following bytes) of a request; the JSON holds the tensors that `numbers` names."""
+    """Return (JSON head, binary tensors) of a request; the tensors that `numbers` names are numbers in the JSON."""
     head = {"inputs": [entry(n, t, n not in numbers) for n, t in tensors.items()], **more}
     if outputs is not None:
         head["outputs"] = outputs
@@ -113,7 +113,7 @@ def call(url, method, path, body=None, **headers):
 
 
 def infer(url, model, tensors, *, coding=None, headers=None, **how):
-    """Send an inference request; `coding` compresses it."""
+    """Send an inference request; `coding` is the compression of its body, gzip or deflate."""
     head, data = request(tensors, **how)
     headers = dict(headers or {})
     if data:

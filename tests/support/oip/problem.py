@@ -1,4 +1,4 @@
-"""A small problem and its answer in float64."""
+"""A small attention problem, and its answers in float64."""
 
 import torch
 
