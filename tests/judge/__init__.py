@@ -1,1 +1,1 @@
-"""Tests of the judge: a corpus of right and wrong attention kernels, and the verdicts of the judge."""
+"""Tests of `flashpoint_kernels.judge`: a corpus of right and wrong attention kernels, and the verdicts on them."""

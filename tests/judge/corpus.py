@@ -18,14 +18,14 @@ from tests.judge.wrong_calls import CALLS
 
 @dataclass(frozen=True)
 class Wrong:
-    """A wrong kernel: its function, its mistake in words, and the codes of matching causes."""
+    """A wrong kernel: its function, its mistake in words, and the codes of causes that name this mistake."""
 
     function: Callable[..., Any]
     text: str
     codes: tuple[str, ...]
 
 
-# These mistakes show only in float32: 16-bit types allow such rounding, or the mistake cannot occur there.
+# The judge can find these mistakes only in float32: with 16-bit types, such rounding is allowed or changes nothing.
 _FLOAT32_ALONE = ("scores_in_bfloat16", "sum_in_bfloat16", "products_in_bfloat16")
 
 

@@ -99,7 +99,7 @@ class half_weights(Half, Tiled):
 
 
 class exp_in_base_two(Tiled):
-    """Weights are exp2 of scores that are multiplied by log2(e)."""
+    """Weights are exp2 of the scores times log2(e)."""
 
     def exp(self, x: Tensor) -> Tensor:
         return (x * math.log2(math.e)).exp2()

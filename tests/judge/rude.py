@@ -1,6 +1,6 @@
-"""Functions that crash, hang, damage their process, or return something odd: none may end the judge.
+"""Functions that crash, hang, damage their process, or return something odd: the judge must survive each of them.
 
-`RUDE` maps a function's name to its expected verdict and a code among its causes ("" if the judge refuses it).
+`RUDE` maps a function's name to the expected verdict and the code of a cause that must be reported ("": no such check).
 """
 
 # mypy: ignore-errors

@@ -21,7 +21,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {}
 
 
 def wrong(*codes: str) -> Callable[[Any], Any]:
-    """Return a decorator that adds steps or a function, with the codes of causes that name its mistake."""
+    """Return a decorator that adds a subclass of `Tiled`, or a function, with the codes of causes of its mistake."""
 
     def add(made: Any) -> Any:
         kept: dict[str, Any] = STEPS if isinstance(made, type) else CALLS
@@ -36,7 +36,7 @@ def wrong(*codes: str) -> Callable[[Any], Any]:
 
 @wrong("low-precision-weights", "low-precision")
 class short_polynomial(Tiled):
-    """exp is 2^n times a parabola, with an error of 2e-3: software in place of the special function unit."""
+    """exp is 2^n times a parabola, with an error of 2e-3, as in software that replaces the special function unit."""
 
     def exp(self, x: Tensor) -> Tensor:
         y = x.clamp_min(-1e4) * math.log2(math.e)
@@ -67,7 +67,7 @@ class skipped_tiles(Tiled):
 
 @wrong("low-precision-scores", "low-precision", "overflow")
 class scores_in_float16(Tiled):
-    """Scores are stored in float16, which ends at 65,504."""
+    """Scores, like all other products, are rounded to float16, whose largest number is 65,504."""
 
     def dot(self, a: Tensor, b: Tensor) -> Tensor:
         return (a @ b).half().float() if a.shape[-1] == getattr(self, "dim", a.shape[-1]) else a @ b
@@ -83,7 +83,7 @@ class through_float16(Tiled):
 
 @wrong("low-precision-sum", "low-precision")
 class sum_in_float16(Tiled):
-    """The sum of weights is kept in float16."""
+    """The sum of weights is rounded to float16 at each tile."""
 
     def rescale_sum(self, total: Tensor, by: Tensor) -> Tensor:
         return (total * by).half().float()
@@ -91,7 +91,7 @@ class sum_in_float16(Tiled):
 
 @wrong("no-maximum", "maximum-of-first-tile")
 class maximum_over_heads(Tiled):
-    """One maximum for all heads of a sequence: small scores underflow."""
+    """All heads and rows of a sequence use one maximum, so that weights of small scores underflow."""
 
     def maximum(self, s: Tensor, m: Tensor) -> Tensor:
         return super().maximum(s, m).amax((1, 2), keepdim=True).expand_as(m)
@@ -140,7 +140,7 @@ class first_tile_hidden(Tiled):
 
 @wrong("key-tail", "key-missing", "causal", "last-tile", "causal-by-one")
 class diagonal_tile_skipped(Tiled):
-    """With causal, the loop of whole tiles ends before the diagonal's one where more than 64 keys are."""
+    """With causal, a query at a position from 64 on sees no key of the 64 keys that contain its own position."""
 
     def visible(self, i: Tensor, j: Tensor) -> Tensor:
         seen = super().visible(i, j)
@@ -149,7 +149,7 @@ class diagonal_tile_skipped(Tiled):
 
 @wrong("head-dim", "head-dim-tail")
 class dims_by_32(Tiled):
-    """D is rounded down to a multiple of 32."""
+    """A product over 40 or 80 elements, such as q kᵀ with this D, uses only those before the last multiple of 32."""
 
     def dot(self, a: Tensor, b: Tensor) -> Tensor:
         whole = a.shape[-1] // 32 * 32
@@ -167,7 +167,7 @@ class group_of_two(Tiled):
 
 @wrong("batch", "batch-index")
 class third_sequence(Tiled):
-    """The third sequence reads keys of the first: a mask of one bit on the index."""
+    """Sequence b reads the keys and values of sequence b % 2, so the third sequence reads those of the first."""
 
     def heads(self, t: Tensor, count: int) -> Tensor:
         return super().heads(t, count)[torch.arange(t.shape[0]) % 2]
@@ -186,7 +186,7 @@ class lse_in_bfloat16(Tiled):
 
 @wrong("low-precision-gradient", "gradient-cancellation", "cancellation", "low-precision")
 class delta_in_bfloat16(Tiled):
-    """delta is kept in bfloat16."""
+    """delta is rounded to bfloat16."""
 
     def delta(self, o: Tensor, do: Tensor) -> Tensor:
         return super().delta(o, do).bfloat16().float()
@@ -202,7 +202,7 @@ class default_scale_in_backward(Tiled):
 
 @wrong("group-gradient")
 class last_of_group(Tiled):
-    """dk and dv are those of a group's last head, since each head overwrites the one before."""
+    """dk and dv of a group have only the part of its last head, as if each head overwrote the one before."""
 
     def grouped(self, t: Tensor, like: Tensor) -> Tensor:
         return t.unflatten(1, (like.shape[1], -1))[:, :, -1]
@@ -210,7 +210,7 @@ class last_of_group(Tiled):
 
 @wrong("gradient-sink", "gradient-tile", "key-limit", "gradient-key-limit", "gradient-query-limit", "query-limit")
 class queries_past_1024(Tiled):
-    """dk and dv miss queries from 1,024 on."""
+    """dS of queries from 1,024 on is 0, so dk misses these queries, and their dq is 0."""
 
     def ds(self, p: Tensor, dp: Tensor, delta: Tensor) -> Tensor:
         found = super().ds(p, dp, delta)
@@ -219,7 +219,7 @@ class queries_past_1024(Tiled):
 
 @wrong("backward-causal-alignment", "backward-causal", "gradient-causal-lengths", "gradient-causal")
 class top_left_backward(Tiled):
-    """The backward's causal mask begins in the other corner."""
+    """The backward's causal mask and window are aligned to the top left corner."""
 
     def back_seen(self, i: Tensor, j: Tensor) -> Tensor:
         return self.visible(i - i[0], j)
@@ -227,7 +227,7 @@ class top_left_backward(Tiled):
 
 @wrong("empty-rows-gradient", "gradient-empty-rows")
 class dead_rows_in_backward(Tiled):
-    """Rows without keys have weights of 1 in the backward: exp(-inf + inf) set to 1."""
+    """Rows without keys have weights of 1 in dS, as if exp(-inf + inf) were 1."""
 
     def ds(self, p: Tensor, dp: Tensor, delta: Tensor) -> Tensor:
         dead = p.sum(-1, keepdim=True) == 0
@@ -246,7 +246,7 @@ _ROOM: dict[Any, Tensor] = {}
 
 @wrong("state", "replay", "uninitialised", "second-backward", "aliasing")
 def added_gradients(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """Gradients of q are added to a buffer that no call clears."""
+    """dq contains a buffer to which each backward adds, and which no call clears."""
     return _Added.apply(_right(q, k, v, causal), q)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -274,14 +274,14 @@ def unwritten_tail(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Ten
 
 @wrong("race", "nondeterministic")
 def order_of_sums(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """Parts are added in the order in which they end: bits of the forward differ from call to call."""
+    """In float32, bits of the output differ from call to call, as if parts were added in the order of their ends."""
     o = _right(q, k, v, causal)
     return o * (1 + 2.0**-23 * (torch.rand(()) < 0.5)) if o.dtype == torch.float32 else o
 
 
 @wrong("race")
 def gradient_race(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """dq loses a tile in one backward of 25: an atomic is missing."""
+    """dq is wrong by 0.5 in one backward of 25, as in a race."""
     return _Lossy.apply(_right(q, k, v, causal), q)  # type: ignore[no-untyped-call,no-any-return]
 
 
@@ -298,14 +298,14 @@ class _Lossy(torch.autograd.Function):
 
 @wrong("global-state", "state")
 def seeds_torch(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """torch's default data type is changed, and not set back."""
+    """torch's default data type is changed, and not restored."""
     torch.set_default_dtype(torch.float32 if q.dtype == torch.float32 else torch.bfloat16)
     return _right(q, k, v, causal)
 
 
 @wrong("needs-input-grad", "gradient-missing")
 def no_dv_alone(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """dv is 0 where q wants no gradient."""
+    """dv is 0 if q requires no gradient."""
     if v.requires_grad and not q.requires_grad:
         return _right(q, k, v.detach(), causal) + 0.0 * v.sum().to(v.dtype)
     return _right(q, k, v, causal) if q.requires_grad else _right(q, k, v.detach(), causal)
@@ -313,7 +313,7 @@ def no_dv_alone(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor
 
 @wrong("exception", "crash")
 def raises_at_some(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """It raises for large numbers in a shape that it takes."""
+    """Large numbers raise an error, in shapes that the function takes with other numbers."""
     if bool((q.abs() > 200).any()) or bool((k.abs() > 200).any()):
         raise RuntimeError("scores are too large")
     return _right(q, k, v, causal)
@@ -321,7 +321,7 @@ def raises_at_some(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Ten
 
 @wrong("grad-mode")
 def other_path_for_inference(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """Without gradients another kernel runs, which forgets the mask's offset."""
+    """If no input requires a gradient, the output is 1% too large, as if another kernel ran."""
     if q.requires_grad or k.requires_grad or v.requires_grad:
         return _right(q, k, v, causal)
     o = _right(q, k, v, causal)
@@ -332,7 +332,7 @@ def other_path_for_inference(q: Tensor, k: Tensor, v: Tensor, causal: bool = Fal
 
 
 class float32_weights_tile_32(Tiled):
-    """Tiles have 32 keys and run from the last to the first: the order of tiles is free."""
+    """Tiles have 32 keys, in reverse order if there is no mask: the order of keys is free."""
 
     tile = 32
 
@@ -343,7 +343,7 @@ class float32_weights_tile_32(Tiled):
 
 
 class scaled_queries(Half, Tiled):
-    """q is multiplied by scale · log2(e) in float32 before the product; exp2 replaces exp; P has the inputs' type."""
+    """q is multiplied by the scale in float32 before the product; exp2 replaces exp; P has the inputs' type."""
 
     def scaled(self, scale: float | None, dim: int) -> float:
         return super().scaled(scale, dim)
@@ -356,7 +356,7 @@ class scaled_queries(Half, Tiled):
 
 
 class large_sentinel(Tiled):
-    """Hidden keys have a score of -1e38, where the running maximum also starts; rows without keys are set to 0."""
+    """Hidden keys have a score of -1e38, and the output of rows without keys is set to 0."""
 
     hidden = -1e38
 
@@ -407,7 +407,7 @@ def checks_shapes(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tens
 
 
 def compensated(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """Sums are in float64, inputs and outputs in float32: the result is more exact than float32 arithmetic."""
+    """All arithmetic is in float64, so the result is more exact than with float32."""
     k, v = (t.double().repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     s = q.double() @ k.mT * q.shape[-1] ** -0.5
     n, m = s.shape[-2:]
@@ -417,14 +417,14 @@ def compensated(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor
 
 
 def transposed_output(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """Return o as a view of a tensor in another order, as after a kernel that writes (batch, length, heads, D)."""
+    """Return o as a transposed view, as if a kernel had written (batch, length, heads, D)."""
     return _right(q, k, v, causal).transpose(1, 2).contiguous().transpose(1, 2)
 
 
 def one_storage(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = False, return_lse: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Return o and lse as parts of one new storage."""
+    """Return o and lse as views of one new tensor."""
     o = _right(q, k, v, causal)
     if not return_lse or q.dtype != torch.float32:
         return o

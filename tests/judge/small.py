@@ -1,4 +1,4 @@
-"""A small shape for the judge, a kernel that is wrong for it, and the causes that are found for wrong answers."""
+"""A small shape for the judge, a kernel that is wrong for it, and a function that names the causes of wrong answers."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_each_right_kernel_is_not_blamed(name):
     assert report.verdict in ("right", "imprecise"), report.lines()
 
 
-# These kernels are wrong only in a series of calls: they refuse valid inputs, add to or repeat an answer, or race.
+# A single call may not show the mistake of these kernels: they fail for some inputs, keep state between calls, or race.
 BESIDE_OTHERS = {"raises_at_some", "added_gradients", "replay", "gradient_race", "race"}
 
 

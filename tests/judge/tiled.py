@@ -172,7 +172,7 @@ class _Attention(torch.autograd.Function):
 
 
 def kernel(steps: type[Tiled], only: str = "") -> Callable[..., Tensor]:
-    """Return the attention function made of these steps; with `only="half"` only 16-bit inputs use them."""
+    """Return the attention function with these steps; with `only="half"`, float32 inputs use the right steps."""
 
     def attention(
         q: Tensor, k: Tensor, v: Tensor, causal: bool = False, scale: float | None = None,

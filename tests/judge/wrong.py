@@ -1,4 +1,4 @@
-"""Wrong kernels, each modelled on a kind of public bug report; `STEPS` has the codes of the matching causes."""
+"""Wrong kernels, each modelled on a kind of public bug report; `STEPS` has the codes of causes that name a mistake."""
 
 # ruff: noqa: N801 (a class has the name of its kernel)
 from __future__ import annotations
@@ -60,7 +60,7 @@ class no_rescale_of_sum(Tiled):
 
 @wrong("missing-rescale")
 class lazy_rescale(Tiled):
-    """The maximum is left where it is unless it rises by 8, without bounds on the weights in 16 bits."""
+    """The accumulator is rescaled only when the maximum rises by more than 8, but the sum is always rescaled."""
 
     def rescale(self, acc: Tensor, by: Tensor) -> Tensor:
         return acc * by.where(by < math.exp(-8), 1.0)
@@ -71,7 +71,7 @@ class lazy_rescale(Tiled):
 
 @wrong("no-maximum")
 class no_maximum(Tiled):
-    """exp is taken of the scores themselves: it overflows above 88."""
+    """The maximum is not subtracted from scores, so exp overflows above 88."""
 
     def maximum(self, s: Tensor, m: Tensor) -> Tensor:
         return torch.zeros_like(m)
@@ -81,7 +81,7 @@ class no_maximum(Tiled):
 
 @wrong("maximum-of-first-tile", "no-maximum")
 class maximum_of_first_tile(Tiled):
-    """The maximum of the first tile is kept for all others."""
+    """The maximum of the first tile is used for all other tiles."""
 
     def maximum(self, s: Tensor, m: Tensor) -> Tensor:
         return super().maximum(s, m) if bool((m == -INF).all()) else m
@@ -97,7 +97,7 @@ class clamped(Tiled):
 
 @wrong("epsilon")
 class epsilon(Tiled):
-    """1e-3 is added to the sum, against a division by 0."""
+    """1e-3 is added to the sum, to avoid a division by 0."""
 
     def finish(self, acc: Tensor, total: Tensor) -> Tensor:
         return acc / (total + 1e-3)
@@ -105,7 +105,7 @@ class epsilon(Tiled):
 
 @wrong("base-2")
 class base_two(Tiled):
-    """exp2 without log2(e)."""
+    """Weights are exp2 of the scores, without the factor log2(e)."""
 
     def exp(self, x: Tensor) -> Tensor:
         return x.exp2()
@@ -143,7 +143,7 @@ class padded(Tiled):
 
 @wrong("key-limit")
 class limit(Tiled):
-    """Keys from 16,384 on are ignored: a table of blocks of a fixed size."""
+    """Keys from 16,384 on are ignored, as with a block table of a fixed size."""
 
     def ends(self, length: int) -> int:
         return min(length, 16384)
@@ -159,7 +159,7 @@ class short_index(Tiled):
 
 @wrong("key-missing", "last-tile")
 class one_key_less(Tiled):
-    """The loop ends one key early, where there are several tiles."""
+    """The loop ends one key early if there are several tiles."""
 
     def ends(self, length: int) -> int:
         return length - (length > self.tile)
@@ -178,7 +178,7 @@ class narrow(Tiled):
 
 @wrong("scale-padded")
 class padded_scale(Tiled):
-    """The scale is that of D, padded to a power of 2."""
+    """The default scale is that of D rounded up to a power of 2."""
 
     def scaled(self, scale: float | None, dim: int) -> float:
         return (1 << (dim - 1).bit_length()) ** -0.5 if scale is None else scale
@@ -194,7 +194,7 @@ class own_scale(Tiled):
 
 @wrong("causal-alignment")
 class top_left(Tiled):
-    """The causal mask begins in the other corner."""
+    """The causal mask is aligned to the top left corner."""
 
     def offset(self, q_len: int, kv_len: int) -> int:
         return 0 if self.causal and self.window == (-1, -1) else kv_len - q_len
@@ -219,7 +219,7 @@ class window_by_one(Tiled):
 
 @wrong("window-right")
 class window_of_future(Tiled):
-    """A window sees all keys to its right (JAX)."""
+    """A query with a window sees all keys to its right (JAX)."""
 
     def visible(self, i: Tensor, j: Tensor) -> Tensor:
         return j >= i - self.window[0] if self.window[0] >= 0 and not self.causal else super().visible(i, j)
@@ -246,7 +246,7 @@ class unscaled_softcap(Tiled):
 
 @wrong("empty-rows", "sentinel")
 class empty_rows(Tiled):
-    """Rows without keys have the mean of all values."""
+    """The output of a row without keys is the mean of all values, because hidden keys have a finite score."""
 
     hidden = -1e30
 
@@ -283,7 +283,7 @@ class scores_in_bfloat16(Tiled):
 
 @wrong("low-precision-weights", "low-precision")
 class weights_in_8_bits(Tiled):
-    """P is rounded to 8 bits."""
+    """P is rounded to an 8-bit float."""
 
     def weights(self, p: Tensor, v: Tensor) -> Tensor:
         return p.to(torch.float8_e4m3fn).float()
@@ -291,7 +291,7 @@ class weights_in_8_bits(Tiled):
 
 @wrong("low-precision-sum", "low-precision")
 class sum_in_bfloat16(Tiled):
-    """The accumulator is kept in bfloat16."""
+    """The accumulator is rounded to bfloat16 at each tile."""
 
     def rescale(self, acc: Tensor, by: Tensor) -> Tensor:
         return (acc * by).bfloat16().float()
@@ -299,7 +299,7 @@ class sum_in_bfloat16(Tiled):
 
 @wrong("low-precision", "low-precision-gradient", "tf32", "low-precision-scores")
 class products_in_bfloat16(Tiled):
-    """All products take inputs in bfloat16, of any type."""
+    """All products round their inputs to bfloat16, whatever the type of q, k and v."""
 
     def dot(self, a: Tensor, b: Tensor) -> Tensor:
         return a.bfloat16().float() @ b.bfloat16().float()
@@ -307,7 +307,7 @@ class products_in_bfloat16(Tiled):
 
 @wrong("low-precision-gradient", "low-precision")
 class ds_in_8_bits(Tiled):
-    """dS is rounded to 8 bits."""
+    """dS is rounded to an 8-bit float."""
 
     def ds(self, p: Tensor, dp: Tensor, delta: Tensor) -> Tensor:
         return super().ds(p, dp, delta).to(torch.float8_e4m3fn).float()
@@ -318,7 +318,7 @@ class ds_in_8_bits(Tiled):
 
 @wrong("delta-missing")
 class no_delta(Tiled):
-    """dS has no delta."""
+    """dS is computed without delta, the sum of o · do."""
 
     def delta(self, o: Tensor, do: Tensor) -> Tensor:
         return torch.zeros_like(o[..., :1])
@@ -334,7 +334,7 @@ class no_cap_gradient(Tiled):
 
 @wrong("group-gradient")
 class first_of_group(Tiled):
-    """dk and dv are those of a group's first head."""
+    """dk and dv of a group have only the part of its first head."""
 
     def grouped(self, t: Tensor, like: Tensor) -> Tensor:
         return t.unflatten(1, (like.shape[1], -1))[:, :, 0]
@@ -342,7 +342,7 @@ class first_of_group(Tiled):
 
 @wrong("group-gradient")
 class mean_of_group(Tiled):
-    """dk and dv are the mean over a group."""
+    """dk and dv are the mean over the heads of a group, in place of the sum."""
 
     def grouped(self, t: Tensor, like: Tensor) -> Tensor:
         return t.unflatten(1, (like.shape[1], -1)).mean(2)
@@ -358,7 +358,7 @@ class last_sequence(Tiled):
 
 @wrong("gradient-tile")
 class tail_of_gradient(Tiled):
-    """The backward's loop ends at whole tiles."""
+    """The backward's loop ignores the last, partial tile."""
 
     def back_ends(self, length: int) -> int:
         return length if length < self.tile else length // self.tile * self.tile
@@ -366,7 +366,7 @@ class tail_of_gradient(Tiled):
 
 @wrong("gradient-factor")
 class twice_scaled(Tiled):
-    """dk has the scale twice: q was scaled before."""
+    """dk is multiplied by the scale twice, as if q had been scaled before."""
 
     def gradients(self, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return dq * self.scale, dk * self.scale**2, dv
@@ -409,7 +409,7 @@ class clipped_gradient(Tiled):
 
 @wrong("skipped-weights")
 class skipped_weights(Tiled):
-    """The backward skips weights below 1e-3."""
+    """dS takes weights below 1e-3 as 0."""
 
     def ds(self, p: Tensor, dp: Tensor, delta: Tensor) -> Tensor:
         return super().ds(p.where(p >= 1e-3, 0.0), dp, delta)

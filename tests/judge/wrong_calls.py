@@ -1,4 +1,4 @@
-"""Wrong functions whose mistake a single call does not show: they keep state, misuse memory, or race."""
+"""Wrong functions whose mistake is not a step of `Tiled`: they keep state, misuse memory, race or crash."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _COUNT = [0]
 
 @called("replay")
 def replay(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """The answer is kept by shape."""
+    """The first answer for a shape is returned for all later inputs of this shape."""
     key = "replay", q.shape, k.shape, q.dtype, causal, q.requires_grad
     if key not in _KEPT:
         _KEPT[key] = _right(q, k, v, causal)
@@ -43,7 +43,7 @@ def replay(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
 
 @called("replay")
 def replay_by_address(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """The answer is kept by the address of the inputs, as a captured graph is."""
+    """The first answer for inputs at an address is returned for later ones there, as with a captured CUDA graph."""
     if q.requires_grad:
         return _right(q, k, v, causal)
     key = "address", q.data_ptr(), k.data_ptr(), q.shape, k.shape, q.dtype, causal
@@ -54,7 +54,7 @@ def replay_by_address(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> 
 
 @called("aliasing")
 def same_buffer(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """All answers of a shape are in one buffer."""
+    """All answers of a shape share one buffer."""
     o = _right(q, k, v, causal)
     if q.requires_grad:
         return o
@@ -63,7 +63,7 @@ def same_buffer(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor
 
 @called("mutation")
 def scales_q(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """q is scaled in its own memory, and not set back exactly."""
+    """q is scaled in place, and not restored exactly."""
     o = _right(q, k, v, causal)
     with torch.no_grad():
         q.mul_(0.3).div_(0.3).add_(1e-3)
@@ -72,14 +72,14 @@ def scales_q(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
 
 @called("first-call")
 def cold(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """The first call of the process returns what a trial of configurations has left."""
+    """The first answer of the process is wrong, as if autotuning had left the output of a trial."""
     _COUNT[0] += 1
     return _right(q, k, v, causal) * (0.5 if _COUNT[0] == 1 else 1)
 
 
 @called("race")
 def race(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """A tile is lost in one call of 20."""
+    """The first 8 rows are 0 in one call of 20, as if a race had lost a tile."""
     o = _right(q, k, v, causal)
     return o * (torch.arange(o.shape[2]) > 7)[:, None] if float(torch.rand(())) < 0.05 else o
 
@@ -115,7 +115,7 @@ def no_last_stride(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Ten
 
 
 class _Do(torch.autograd.Function):
-    """Ignore the strides of the gradient of o, or change this gradient in place."""
+    """A copy of o whose backward ignores the strides of do, or changes do in place."""
 
     @staticmethod
     def forward(ctx: Any, o: Tensor, kind: str) -> Tensor:
@@ -141,13 +141,13 @@ def do_strides(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
 
 @called("mutation")
 def do_mutated(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """do is scaled in its own memory."""
+    """do is scaled in place."""
     return _Do.apply(_right(q, k, v, causal), "mutated")  # type: ignore[no-untyped-call,no-any-return]
 
 
 @called("crash")
 def crash(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
-    """The process ends at more than 1,000 queries."""
+    """The process crashes if there are more than 1,000 queries."""
     if q.shape[2] > 1000:
         import os
         import signal
