@@ -40,6 +40,6 @@ print(sorted(set(sys.modules) - before))
 
 
 def test_a_session_has_the_modules_that_a_first_gradient_imports() -> None:
-    """The judge imports torch's modules for a first gradient once, before it forks a session."""
+    """The judge imports the modules of a first torch gradient before it forks, so that its children need not."""
     ran = subprocess.run([sys.executable, "-c", FIRST_GRADIENT], capture_output=True, text=True, check=True)
     assert ran.stdout == "[]\n"

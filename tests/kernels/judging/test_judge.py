@@ -104,7 +104,7 @@ def test_progress_names_the_stage_and_may_end_the_judgement() -> None:
 
 
 def test_the_workflow_calls_commands_that_there_are() -> None:
-    """The workflow, which kernel projects copy, uses flags that exist, and keeps the report."""
+    """The example workflow, which kernel projects copy, uses flags that exist, and uploads the report."""
     text = (ROOT / "examples/workflows/judge-attention.yml").read_text()
     workflow = yaml.safe_load(text)
     assert set(workflow[True]) == {"push", "pull_request"}  # YAML 1.1 reads `on` as true

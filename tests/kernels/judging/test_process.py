@@ -1,4 +1,4 @@
-"""No function can end the judge, which reports crashes, hangs, odd answers and odd exceptions."""
+"""No judged function can end the judge: it reports crashes, hangs, invalid answers and odd exceptions."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ print(report.verdict)
 
 @pytest.mark.slow
 def test_a_local_function_beside_jax_is_judged_without_warnings() -> None:
-    """A local function runs in a fork of this process without JAX's warning about forks: the child never calls JAX."""
+    """A local function is judged in a fork of this process, without JAX's warning: the child never calls JAX."""
     command = [sys.executable, "-W", "error::RuntimeWarning", "-c", BESIDE_JAX]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[3])
     assert (ran.stdout, ran.stderr) == ("right\n", ""), ran

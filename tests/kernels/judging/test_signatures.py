@@ -143,9 +143,9 @@ def judged(function: Any, **only: Any) -> Report:
 
 
 def sizes_of(name: str) -> dict[str, int]:
-    """Return the sizes of a case that this function accepts."""
+    """Return the sizes of a case that the function with this name accepts."""
     if name in ("without_heads", "one_matrix"):
-        heads = 3 if name == "without_heads" else 1  # a batch of one head equals one sequence of many heads
+        heads = 3 if name == "without_heads" else 1  # one sequence of 3 heads is a batch of 3 to it
         return SIZES | {"batch": 1, "q_heads": heads, "kv_heads": heads, "value_dim": 16}
     if name == "flash_attn_qkvpacked_func":
         return SIZES | {"kv_heads": 4, "kv_len": 9, "value_dim": 16}
@@ -251,7 +251,7 @@ def test_a_call_has_the_functions_own_arguments() -> None:
 
 
 def scaled_by_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Take the scale from an axis that is wrong in layout bhsd, and right in hsd."""
+    """Take the scale from axis 2 of k: Sk in layout bhsd, which is wrong, and D in layout hsd, which is right."""
     s = q.float() @ k.float().mT * k.shape[2] ** -0.5
     return (s.softmax(-1) @ v.float()).to(q.dtype)
 

@@ -1,4 +1,4 @@
-"""A trial judges one call of a function right, wrong or refused, and its failure says where the error is."""
+"""A trial judges a function on one case: right, wrong or refused. A failure reports the position of the error."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_right_answers_and_a_clear_refusal_are_no_failures(trial: Trial) -> None
 
 @pytest.mark.parametrize("trial", [wrong_at_one], indirect=True)
 def test_one_wrong_number_is_located(trial: Trial) -> None:
-    """One wrong number, at head 0, row 0, column 5 of each sequence, is located."""
+    """The failure has the position of a wrong number at head 0, row 0, column 5 of each of two sequences."""
     outcome = trial.run(CASE)
     assert (outcome.status, outcome.failed, outcome.wrong_outputs) == ("wrong", True, ("o",))
     failure = outcome.failure()
@@ -87,6 +87,6 @@ def test_answers_of_prepared_cases_are_the_same(trial: Trial) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [0, *(pytest.param(n, marks=pytest.mark.full) for n in range(10, 50, 10))])
 def test_no_right_kernel_is_blamed_on_random_cases(first: int) -> None:
-    """Each right kernel passes the random cases of ten seeds; `python -m tests.judge.seeds` takes 500 seeds."""
+    """Each right kernel passes the random cases of ten seeds; `python -m tests.judge.seeds` runs 500 seeds."""
     failures = [failure for _, _, failure in verdicts_of(list(RIGHT), range(first, first + 10))]
     assert [each for each in failures if each is not None] == []

@@ -1,4 +1,4 @@
-"""A seed determines the values of a case; with the exact kinds, 16-bit types can represent the scores."""
+"""A seed determines the tensors of a case; for the kinds of values in EXACT, each data type holds the exact scores."""
 
 import pytest
 import torch

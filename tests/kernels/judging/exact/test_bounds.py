@@ -13,7 +13,7 @@ from tests.support.kernels.verified import sdpa, told
 
 @pytest.mark.parametrize(("off", "ok"), [(0.0, True), (1e-7, True), (1e-4, False)])
 def test_what_cancels_is_forgiven_its_rounding(off: float, ok: bool) -> None:
-    """With one key, the exact dq is 0, and the bound allows an error as large as the rounding of rowsum(o*do)."""
+    """With one key, the exact dq is 0, and its bound allows errors as large as the rounding of rowsum(o∘do)."""
     t = qkv(1, 1, 6, 1, 16)
     (dq,) = verify(t, answers={"dq": torch.full_like(t["q"], off)}).tensors
     assert dq.rule == "the rounding of float32, element by element"
@@ -22,7 +22,10 @@ def test_what_cancels_is_forgiven_its_rounding(off: float, ok: bool) -> None:
 
 
 def test_a_backend_is_forgiven_the_rounding_of_what_cancels() -> None:
-    """The bound allows a backend this rounding, although torch's dq for one large key may be exact by chance."""
+    """With one key and values of about 1000, the bound of `tiled`'s dq allows the rounding of rowsum(o∘do).
+
+    torch's own dq may be exact here by chance, so its error must not be the only measure.
+    """
     t = qkv(1, 1, 6, 1, 16)
     t["v"] *= 1000
     errors = {e.name: e for e in verify(t, Options(backend="tiled")).tensors}
@@ -31,7 +34,7 @@ def test_a_backend_is_forgiven_the_rounding_of_what_cancels() -> None:
 
 
 def test_errors_between_the_bounds_are_imprecise() -> None:
-    """Attention whose whole formula runs in bfloat16, which rounds these scores by tenths, is judged imprecise."""
+    """Attention with all arithmetic in bfloat16, where scores have errors of some tenths, is judged imprecise."""
     t = qkv(1, 2, 40, 50, 64, dtype=torch.bfloat16)
     t["q"] *= 8
     errors = {e.name: e for e in verify(t, answers=sdpa(t, SDPBackend.MATH)).tensors}
@@ -42,7 +45,7 @@ def test_errors_between_the_bounds_are_imprecise() -> None:
 
 
 def test_tf32_that_cuts_its_factors_is_right_where_it_is_allowed() -> None:
-    """TF32 that truncates factors to ten bits, with errors near 2⁻¹⁰ that do not cancel, is right where allowed."""
+    """Products of inputs truncated to TF32, with errors near 2⁻¹⁰ that add up, are right with precision="tf32"."""
 
     def cut(t: torch.Tensor) -> torch.Tensor:
         return (t.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)

@@ -1,4 +1,4 @@
-"""The judge says the sequences, heads, rows and columns of wrong elements if these form a pattern."""
+"""The judge reports the sequences, heads, rows and columns of wrong elements if these form a pattern."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The units of rounding are those of the data types, and errors pass through a maximum as gradients do in autograd."""
+"""Units of rounding match the data types, and errors propagate through a maximum as autograd's gradients do."""
 
 import pytest
 import torch
@@ -34,14 +34,14 @@ def test_only_float32_has_products_in_tf32() -> None:
 @given(keys=st.integers(0, 150), seed=st.integers(0, 99), hidden=st.booleans())
 @settings(max_examples=30, deadline=None)
 def test_an_error_passes_through_the_maximum_of_the_row_and_of_each_tile(keys: int, seed: int, hidden: bool) -> None:
-    """Errors pass through the maxima of tiles of 16, 32, … keys as gradients of these maxima do in autograd."""
+    """Errors propagate through the maxima of the row and of tiles of 16, 32, … keys as autograd's gradients do."""
     s = normal(2, keys, seed=seed).double().cpu()
     if hidden:
         s[:, ::3] = -torch.inf
     moved = normal(2, keys, seed=seed + 1).double().cpu().abs()
     actual = Maxima(s).through(moved)
     expected = torch.zeros_like(s)
-    for j in range(keys):  # the running maximum collects the errors of the whole row
+    for j in range(keys):  # each key that raises the running maximum may get the errors of the whole row
         top = s[:, j] >= s[:, : j + 1].amax(-1)
         expected[:, j] = torch.where(top, moved.sum(-1), 0.0)
     tile = 16

@@ -1,4 +1,4 @@
-"""The known mistakes of a case are those that its options make possible, and each can be computed."""
+"""The catalogue has the mistakes that are possible with a case's options, and the answers of each can be computed."""
 
 from typing import Any
 

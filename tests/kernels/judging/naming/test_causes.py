@@ -1,4 +1,4 @@
-"""A reported cause of a failure explains more cases than the smallest one."""
+"""A reported cause explains all failing cases, not only the smallest, in which several causes may be equal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.judge.corpus import RIGHT, WRONG
 
 @pytest.mark.slow
 def test_a_mistake_is_told_from_one_that_is_equal_in_the_smallest_case():
-    """The judge tells a missing window from one without a right side, which are equal without keys to the left."""
+    """The judge tells a window without a right side from no window. Both are equal if no key is left of the window."""
     report = flashpoint_kernels.judge(WRONG["window_of_future"].function, quick=True, dtype="float32")
     assert [cause.code for cause in report.causes] == ["window-right"]
 
@@ -31,7 +31,7 @@ def test_no_cause_is_confirmed_by_cases_of_one_or_two_keys() -> None:
 
 
 def loads_vectors(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Fail as CUDA does where a kernel loads a vector from an address that is not aligned."""
+    """Raise CUDA's error for a vector load if the address of q is not a multiple of 16."""
     if q.data_ptr() % 16:
         raise RuntimeError("CUDA error: misaligned address\nSearch for `cudaErrorMisalignedAddress' in the manual.")
     return torch.nn.functional.scaled_dot_product_attention(q, k, v)

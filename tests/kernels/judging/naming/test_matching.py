@@ -1,4 +1,4 @@
-"""The judge finds a wrong factor of the scores, and the formula of this factor."""
+"""If a kernel's scores have a wrong factor, the judge finds the factor and its formula."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import flashpoint_kernels
 
 
 def with_scale(scale: Callable[[int, int], float]) -> Callable[..., Tensor]:
-    """Return an attention function whose scale is this function of D and Sk."""
+    """Return an attention function with the scale `scale(D, Sk)`."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))

@@ -1,4 +1,4 @@
-"""Without a mistake, the formula in `mutants` equals float64; with one, only the answers that it names are wrong."""
+"""Without a mistake, `mutants.answers` equals the reference; with a mistake, only the answers that it names change."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ CASES = [
 
 
 def exact(case: Case, t: dict[str, Tensor], top_left: bool) -> dict[str, Tensor]:
-    """Return the answers of the reference in float64, without torch's attention kernels."""
+    """Return the answers of the reference backend in float64. It does not use torch's attention kernels."""
     options: dict[str, Any] = {
         "causal": case.causal, "window": case.window, "softcap": case.softcap, "scale": case.scale,
         "causal_alignment": "top_left" if top_left else "bottom_right",
@@ -38,7 +38,7 @@ def exact(case: Case, t: dict[str, Tensor], top_left: bool) -> dict[str, Tensor]
 @pytest.mark.parametrize("top_left", [False, True])
 @pytest.mark.parametrize("backward_formula", [False, True])
 def test_without_a_change_the_answers_are_right(fields: dict[str, Any], top_left: bool, backward_formula: bool) -> None:
-    """The formula without a mistake is right, with gradients by autograd or by the formula of the backward."""
+    """Without a mistake, the answers are right, with gradients from autograd or from the backward's formula."""
     case = Case(**(SIZES | fields))
     t = draw(case)
     none = Mistake("none", "", "", backward={"dq": 1.0} if backward_formula else {})
