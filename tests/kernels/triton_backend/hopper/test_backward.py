@@ -1,4 +1,4 @@
-"""The gradients for Hopper load tiles while they use others, in several launches if one has too few descriptors."""
+"""The gradient kernels for Hopper load tiles during products, in several launches if one has too few descriptors."""
 
 import pytest
 import torch

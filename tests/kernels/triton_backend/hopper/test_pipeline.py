@@ -1,4 +1,4 @@
-"""The pipeline leaves out blocks that have no work."""
+"""The pipeline of the kernels for Hopper skips blocks without work: missing heads, and sequences without keys."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ pytestmark = ON_SM_90
 @pytest.mark.slow
 @pytest.mark.usefixtures("hopper_path")
 def test_heads_that_a_sequence_has_not_and_sequences_that_see_nothing() -> None:
-    """Beside problems of more heads, each problem has the bits that it has alone; without keys o is 0 and lse −∞."""
+    """In a launch with problems of more heads, a problem has the same bits as alone; without keys o is 0 and lse −∞."""
     g = torch.Generator().manual_seed(3)
     problems: dict[str, list[Problem]] = {"forward": [], "backward": []}
     for heads, q_len, kv_len in ((1, 70, 33), (3, 33, 40), (2, 40, 0)):

@@ -1,4 +1,4 @@
-"""A call is identified by its kernel, tile and constants; calls run in order, and raise the errors of a compilation."""
+"""Kernel, tile and constants identify a call's code; calls run in order; a compilation's error reaches its future."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Every problem has tiles whose blocks fit the kernels that read them."""
+"""Every problem has tiles, and a block of rows that `delta` writes has whole blocks of the kernels that read it."""
 
 from flashpoint_kernels.triton_backend.host.config import tiles
 from flashpoint_kernels.triton_backend.host.configurations import TABLES, Config, Tile

@@ -1,4 +1,4 @@
-"""In one grouped launch of any mix of requests, every answer has the bits that it has alone."""
+"""In one launch of any mix of requests, every answer has the same bits as in a launch of its own."""
 
 import random
 from dataclasses import replace
@@ -72,7 +72,7 @@ def test_a_sequence_has_its_bits_first_middle_last_and_in_any_batch() -> None:
     ids=name_of,
 )  # fmt: skip
 def test_what_scratch_held_before_changes_no_bit(case: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Old contents of scratch change no bit: kernels load whole blocks, with NaN in unwritten parts and beside them."""
+    """Old contents of scratch memory change no bit: here, they and the memory around them are NaN."""
     tensors, options = tensors_of(case, 70 if case["group"] > 1 else 37, 70), options_of(case)
 
     def answers() -> dict[str, torch.Tensor]:
@@ -96,7 +96,7 @@ def test_what_scratch_held_before_changes_no_bit(case: dict[str, Any], monkeypat
 
 
 def test_repeats_are_bitwise_equal() -> None:
-    """50 repeats on a GPU would show a race; the interpreter cannot race, and there they show that no state is left."""
+    """On a GPU, 50 repeats would show a race. In the interpreter, a repeat shows that a call leaves no state."""
     rng = random.Random(5)
     options = Options(causal=True, return_lse=True, dropout_p=0.2, dropout_seed=3)
     tensors = drawn_request(rng, 5, {"layout": "bhsd"})

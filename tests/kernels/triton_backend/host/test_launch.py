@@ -1,4 +1,4 @@
-"""A launch is prepared once, with one copy of the kernels' inputs, and runs again with other numbers."""
+"""One copy to the device has all tables and lists of a launch; a prepared launch runs again with other numbers."""
 
 import torch
 

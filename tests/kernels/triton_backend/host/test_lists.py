@@ -1,4 +1,4 @@
-"""The lists of a launch name the tiles that block mask and band leave visible, first those that need no mask test."""
+"""With a block mask, lists name the tiles that the mask and the band leave visible, first those that need no test."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ SIZE = (16, 48)
 
 
 def lists_of(calls: Any, kernel: str) -> tuple[Any, list[list[int]], list[int], int]:
-    """Run the call that makes lists; return its tile, its items, its memory, and the most lists that an item has."""
+    """Run the call of `kernel`, which makes lists; return its tile, its items, its memory, and the lists per item."""
     (call,) = [call for call in calls if call.kernel.__name__ == kernel]
     call.run()
     _, items, memory, most = call.args()
@@ -24,7 +24,7 @@ def lists_of(calls: Any, kernel: str) -> tuple[Any, list[list[int]], list[int], 
 
 
 def read(memory: list[int], place: int, tiles: int, nth: int) -> tuple[int, list[tuple[int, int]]]:
-    """Return how many tiles of a list need no mask test, and (tile, whether the mask cuts it) for all tiles."""
+    """Return how many tiles of a list need no mask test, and (tile, 1 if the mask hides a part of it) for all tiles."""
     start = (place + nth * -(-(tiles + HEADER.value) // UNIT.value)) * UNIT.value
     untested, count = memory[start : start + 2]
     words = memory[start + HEADER.value : start + HEADER.value + count]
@@ -32,7 +32,7 @@ def read(memory: list[int], place: int, tiles: int, nth: int) -> tuple[int, list
 
 
 def seen_by(blocks: torch.Tensor, q_len: int, kv_len: int, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return two boolean tensors (H, Sq, Sk): the scores that the mask leaves, and those that the band leaves."""
+    """Return which scores the mask leaves visible (H, Sq, Sk), and which the band leaves visible (Sq, Sk)."""
     of_mask = blocks.repeat_interleave(SIZE[0], -2).repeat_interleave(SIZE[1], -1)[:, :q_len, :kv_len]
     band = torch.ones(q_len, kv_len, dtype=torch.bool)
     return of_mask, band.tril(kv_len - q_len) if causal else band

@@ -1,4 +1,4 @@
-"""A repeated call uses the cached route of its launch, repeats no work, and gives the answers of a first call."""
+"""A repeated call uses the cached route of its launch, so that it makes no plans, options or constants again."""
 
 import sys
 from collections import Counter
@@ -27,7 +27,7 @@ def made_by(call: Callable[[], Any]) -> Counter[str]:
     counts: Counter[str] = Counter()
 
     def count(frame: Any, event: str, _: object) -> None:
-        # `Spec.with_keys` may replace two fields, because that is its task.
+        # Count calls from flashpoint_kernels alone: `Spec.with_keys`, in the contract, must call `replace`.
         if event == "call" and frame.f_back.f_globals["__name__"].startswith("flashpoint_kernels."):
             owner = frame.f_locals.get("self")
             name = frame.f_code.co_name
@@ -61,7 +61,7 @@ def test_a_call_that_repeats_another_makes_nothing_but_tables_and_answers() -> N
 
 
 def test_a_loop_stays_on_the_route_whatever_its_lengths() -> None:
-    """A loop stays on its route up to the launch if each call has one key more, in any memory, or other lengths."""
+    """Calls of a loop use one route, if each call has one key more, in the same or in new memory, or other lengths."""
     keys = config_for(torch.device(DEVICE), "float32", 16, 16, 0).split_keys + 36  # enough to be split
     t, lengths, options = decode(kv_len=keys + 50), torch.tensor([keys]), Options(causal=True)
 
@@ -82,7 +82,7 @@ def test_a_loop_stays_on_the_route_whatever_its_lengths() -> None:
         counts: Counter[str] = Counter()
         for n in range(keys + 1, keys + 9):
             counts += made_by(partial(call, n))
-        assert counts["_made_lists"] <= 1  # once in `least_keys`, and these are 8 keys
+        assert counts["_made_lists"] <= 1  # a loop makes new lists once in `least_keys` keys, and this one adds 8
         assert not MADE & counts.keys() - ({"replace"} if counts["_made_lists"] else set())
 
 
@@ -107,7 +107,7 @@ def test_routes_are_bounded_and_hold_no_tensor() -> None:
 
 
 def test_threads_share_routes() -> None:
-    """Threads that make first calls at once, on one route and on several, share routes up to the launch."""
+    """Threads that make their first calls at the same time, on one route and on several, get equal kernel calls."""
     problems = [
         Problem.create(decode(q_len, kv_len), Options(causal=True, window=window))
         for q_len in (1, 9) for kv_len in (40, 150) for window in ((-1, -1), (5, 5))
@@ -128,7 +128,7 @@ def test_threads_share_routes() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE == "cpu", reason="needs a CUDA device")
 def test_a_loop_with_lengths_on_the_device_does_not_wait_for_it() -> None:
-    """From the second call on, a loop with lengths on the device does not wait for it; changes in place are seen."""
+    """After two calls, a call with lengths on the device does not wait for the device, and sees changes of lengths."""
     t = decode(kv_len=150)
     lengths = torch.tensor([60], device=DEVICE)
     for _ in range(2):

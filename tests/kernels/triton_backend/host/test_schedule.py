@@ -1,4 +1,4 @@
-"""Sequences are cut completely into programs, by each sequence's shape alone, with the heaviest programs first."""
+"""The programs of a launch cover each sequence and depend on its shape alone; those with the most work come first."""
 
 import itertools
 from dataclasses import replace
@@ -49,7 +49,7 @@ def array(*rows: Shape) -> np.ndarray:
 
 
 def programs(lists: tuple[ForwardList, ...], at: int) -> set[tuple[int, ...]]:
-    """Return the programs of sequence `at`: rows of a block, first row, first and last key, and part of the block."""
+    """Return the programs of sequence `at`: (rows of a block, first row, first key, end of keys, part)."""
     mine = set()
     for each in lists:
         slots = {(row, i0): first for row, i0, first, _ in each.merges.tolist()}
@@ -60,7 +60,7 @@ def programs(lists: tuple[ForwardList, ...], at: int) -> set[tuple[int, ...]]:
 
 
 def seen(shape: Shape, first: int, last: int) -> range:
-    """Return the keys that any query from `first` to `last` may see, one by one."""
+    """Return the range of the keys that any query from `first` to `last` may see, from a test of each pair."""
     queries = range(first, min(last + 1, shape.q_len))
     keys = [j for j in range(shape.kv_len) for i in queries if -shape.left <= j - i - shape.offset <= shape.right]
     return range(min(keys), max(keys) + 1) if keys else range(0)
@@ -102,7 +102,7 @@ def test_how_a_sequence_is_cut_is_a_pure_function_of_its_own_shape(rows: list[Sh
             assert spans[-1][1] >= shape.kv_len
             assert all(a % CONFIG.forward_of(kind).block_n == 0 for a, _ in spans)
             assert all(b - a <= CONFIG.split_keys for a, b in spans[1:])
-            if i0 // share < shape.q_len:  # the other rows are padding, which sees nothing
+            if i0 // share < shape.q_len:  # other blocks are padding, whose rows see no key
                 keys = seen(shape, i0 // share, (i0 + step - 1) // share)
                 assert all(a < keys.stop + CONFIG.least_keys for a, _ in spans)
     for each in lists:
@@ -149,7 +149,7 @@ def decode(kv_len: int, heads: int, kv_heads: int, q_len: int = 1) -> Shape:
 def test_few_sequences_of_many_keys_have_programs_for_a_whole_gpu(
     arch: int, kv_len: int, heads: int, kv_heads: int
 ) -> None:
-    """One sequence fills 132 multiprocessors, and in a batch of 64 each sequence has the same programs."""
+    """One sequence has at least 128 programs, and in a batch of 64 each sequence has the same programs."""
     config = tiles(arch, "bfloat16", 128, 128, 0)
     (alone,) = forward_lists(array(decode(kv_len, heads, kv_heads)), config)
     assert len(alone.items) * kv_heads >= 128

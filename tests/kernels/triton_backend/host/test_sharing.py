@@ -1,4 +1,4 @@
-"""Programs read pages that sequences share once, within a problem and between the problems of a launch."""
+"""A program reads a page for all sequences that share it, in one problem and in several problems of a launch."""
 
 from typing import Any
 

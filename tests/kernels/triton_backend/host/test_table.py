@@ -1,4 +1,4 @@
-"""Addresses and strides in the table of sequences lead to each element of each tensor."""
+"""With the addresses and strides in a launch's table of sequences, a kernel finds each element of each tensor."""
 
 import ctypes
 

@@ -11,7 +11,7 @@ from tests.support.kernels.triton_cases import PLAIN, tensors_of
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 @pytest.mark.parametrize("shape", [(0, 2, 5, 7), (2, 2, 0, 7), (2, 2, 5, 0)], ids=["no-batch", "no-queries", "no-keys"])
 def test_nothing_to_attend_to(shape: tuple[int, int, int, int], direction: str) -> None:
-    """B = 0, Sq = 0 and Sk = 0 give zeros and −inf (with a sink, the sink), and zero gradients."""
+    """If B, Sq or Sk is 0, all gradients are 0. If Sk is 0, o is 0 and lse is the sink."""
     b, h, q_len, kv_len = shape
     tensors = {n: torch.ones((b, h, s, 16), device=DEVICE) for n, s in (("q", q_len), ("k", kv_len), ("v", kv_len))}
     tensors["sinks"] = torch.tensor([0.5, -1.0], device=DEVICE)
@@ -55,7 +55,7 @@ def test_rows_that_see_nothing_and_padding() -> None:
 
 
 def test_closed_forms() -> None:
-    """q = k = 0 gives the mean of v and ln Sk; one key gives o = v, dv = Σ do; a loss of lse alone gives dv = 0."""
+    """q = k = 0 gives the mean of v and ln Sk; one key gives dv = Σ do and dq = dk = 0; a loss of lse alone, dv = 0."""
     g = torch.Generator().manual_seed(4)
     v, do = (torch.randn((1, 1, s, 16), generator=g).to(DEVICE) for s in (50, 9))
     zero = {"q": torch.zeros(1, 1, 9, 16, device=DEVICE), "k": torch.zeros(1, 1, 50, 16, device=DEVICE), "v": v}

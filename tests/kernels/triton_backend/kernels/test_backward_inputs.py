@@ -1,4 +1,4 @@
-"""The gradients of masks and sinks have the same bits in a shared launch and alone."""
+"""The gradient of a mask has the same bits in a launch of several requests and in a launch of its own."""
 
 import random
 

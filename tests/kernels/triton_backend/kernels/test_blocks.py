@@ -12,7 +12,7 @@ from tests.support.kernels.solving import qkv
 
 
 def mixed() -> list[tuple[dict[str, torch.Tensor], Options]]:
-    """Return requests for one launch: several block sizes, masks per head or shared, any queries, split keys."""
+    """Return requests for one launch that differ in block size and lengths, and in whether heads share a mask."""
     requests = []
     for n, (size, heads, lengths, lead) in enumerate([
         ((16, 16), (2, 2), (40, 70), (1, 2)),

@@ -1,4 +1,4 @@
-"""The compiled bounds of a tile equal the bounds that Python computes."""
+"""The ranges of keys and queries that compiled kernels compute equal those that Python computes."""
 
 import itertools
 from typing import Any
@@ -17,7 +17,7 @@ CASES = [*itertools.product((0, 5, 17), (7, 9, 30), (-3, 0, 4), (0, 2, 1 << 30),
 
 @triton.jit
 def both(cases, out, RANGE: tl.constexpr):
-    """Write the range of each case, a row of six numbers."""
+    """Write the result of RANGE, two numbers, for each of `cases`, whose rows are its six arguments."""
     p = cases + tl.program_id(0) * 6
     lo, hi = RANGE(tl.load(p), tl.load(p + 1), tl.load(p + 2), tl.load(p + 3), tl.load(p + 4), tl.load(p + 5))
     tl.store(out + tl.program_id(0) * 2, lo)

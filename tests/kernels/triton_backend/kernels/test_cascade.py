@@ -30,5 +30,5 @@ def test_forks_have_the_bits_of_each_alone(
 
 
 def test_parts_that_begin_alike_and_end_apart_are_not_shared() -> None:
-    """Parts that end apart are not shared: the first sequence's keys end in the middle of a part of the others."""
+    """A part of the keys is not shared if another sequence with its first keys ends in the middle of the part."""
     check([0, 160 * UNIT, 160 * UNIT], [160 * UNIT, 90 * UNIT, 91 * UNIT], 16, 1, 2, torch.float32, None, "triton")

@@ -2,7 +2,7 @@
 
 from flashpoint_kernels.triton_backend.kernels import columns as col
 
-# How many numbers follow a column's own number: strides, or the second of a pair.
+# The number of further columns after a tensor's address or a pair's first number: strides, or the second number.
 FOLLOWING = {
     **dict.fromkeys(("Q", "K", "V", "O", "LSE", "DO", "DQ", "DK", "DV", "DLSE", "STATS"), 2),
     **dict.fromkeys(("MASK", "DMASK", "K_SCALE", "V_SCALE", "BLOCKS"), 3), "BLOCK_SIZE": 1,

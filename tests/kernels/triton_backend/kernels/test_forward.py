@@ -1,4 +1,4 @@
-"""The forward in Triton is right for keys in parts, any scale and TF32."""
+"""The forward in Triton is right if its keys are split into parts, with any scale, and with TF32."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def test_any_scale(scale: float) -> None:
     ids=name_of,
 )
 def test_few_queries_and_many_keys_are_split_and_merged(case: dict[str, Any]) -> None:
-    """Few queries and more keys than one part takes are split and merged; a sink is counted once."""
+    """With few queries and many keys, the keys are split into parts and the results merged; a sink counts once."""
     check(case, 2, 140 if INTERPRETING else 5000, batch=1)
 
 

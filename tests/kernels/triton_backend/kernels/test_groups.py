@@ -1,4 +1,4 @@
-"""Groups of values have names that Triton's tuples do not use; equal constants share one key of compiled code."""
+"""Fields of the kernels' named tuples have no name that Triton's tuples use; equal Constants are one key of a dict."""
 
 from dataclasses import fields, replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Products and roundings of 16-bit numbers are exact under the interpreter, as in compiled kernels."""
+"""Matrix products and roundings to 16 bits are right under the interpreter, as in compiled kernels."""
 
 import numpy as np
 import pytest
@@ -28,7 +28,7 @@ def product(a, b, c, out, N: tl.constexpr):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_number_is_rounded_to_nearest_even(dtype: torch.dtype) -> None:
-    """Halves, overflows, infinities and NaN are rounded to nearest even; the interpreter flushes subnormals."""
+    """Ties, overflows, infinities and NaN are rounded to nearest even. Subnormal inputs are not tested."""
     bits = torch.arange(1 << 12, dtype=torch.int32) << 20
     every = torch.cat([bits + more for more in (0, 0x7FFF, 0x8000, 0x8001, 0x17FFF, 0x18000)]).view(torch.float32)
     every = every.masked_fill(every.isnan(), torch.nan).masked_fill(every.abs() < 2.0**-126, 0.0)
@@ -53,7 +53,7 @@ def test_a_product_is_summed_in_float32(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("size", [16, 32, 64])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_row_has_the_same_bits_at_each_place_of_a_tile(dtype: torch.dtype, size: int) -> None:
-    """A tensor core has this property; a BLAS may multiply the last rows of a matrix by other code."""
+    """Equal rows of a tile give equal bits, as on a tensor core. A BLAS may use other code for a matrix's last rows."""
     a = normal(1, size, seed=0, dtype=dtype).expand(size, size).contiguous()
     b, c = normal(size, size, seed=1, dtype=dtype), torch.zeros(size, size, device=DEVICE)
     out = torch.empty_like(c)

@@ -1,4 +1,4 @@
-"""The tanh of scores and the probabilities of scores are exact up to float32's rounding."""
+"""The tanh of scores, and probabilities from scores and lse, are exact up to a few roundings of float32."""
 
 import numpy as np
 import torch

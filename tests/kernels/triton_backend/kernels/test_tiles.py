@@ -1,4 +1,4 @@
-"""Rows that are far apart in memory, and rows of several heads in one block, have the bits that they have alone."""
+"""Keys far apart in memory give the same bits as adjacent ones; so does a head next to other heads in one block."""
 
 import pytest
 import torch
@@ -9,7 +9,8 @@ from tests.conftest import DEVICE
 from tests.support.kernels.solving import qkv
 
 
-# The last row lies after element 2^32; only touched pages are resident. The forward copies keys that are 2^23 apart.
+# The last row begins after element 2^32; only touched pages of memory are resident. The forward makes a copy of keys
+# that are 2^23 or more elements apart (`table.FARTHEST`), as in the first case.
 @pytest.mark.parametrize(("rows", "apart"), [(70, 1 << 26), (1100, 1 << 22)])
 def test_rows_4_gib_elements_apart(rows: int, apart: int) -> None:
     dim = 16

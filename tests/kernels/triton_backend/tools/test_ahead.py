@@ -1,6 +1,6 @@
-"""Kernels that the cache lacks are found, and Triton compiles them without a launch, for an absent GPU.
+"""`ahead` finds the kernels that Triton's cache lacks, and compiles them without a launch, for an absent GPU.
 
-The tests run processes without the interpreter that pretend to have an sm_90 (`triton_backend.ahead`).
+The tests run processes that pretend to have an sm_90 (`ahead.pretend`), without Triton's interpreter.
 """
 
 import json
@@ -103,12 +103,12 @@ def test_a_full_disk_fails_what_is_compiled_until_there_is_room(tmp_path: Path) 
     assert compiled(tmp_path, "-c", PROBLEM + known), "a kernel in the folder is loaded from a full disk, too"
 
 
-@pytest.mark.full  # the tests before and after compile a forward, and a gradient that another process finds
+@pytest.mark.full  # not slow: the tests before and after compile a forward, and a gradient that another process loads
 def test_a_variant_is_compiled_ahead_into_the_cache_that_processes_share(tmp_path: Path) -> None:
     made = [compiled(tmp_path, "-c", PROBLEM + SCRIPT, FLASHPOINT_HOPPER="1") for _ in range(2)]
     kernels = {path.stem for path in made[0]}
-    # Nine queries over 2000 keys are split, so they use pointers; so does the forward of their gradient.
-    # This request has no sinks, but others with the same launch key may have sinks.
+    # The 2000 keys of nine queries are split, so the general kernels compute them, not those for Hopper.
+    # This request has no sinks, but other requests with the same launch key may have sinks.
     assert kernels == {
         "attention_forward", "attention_cascade", "merge_parts", "attention_delta", "attention_backward_kv",
         "attention_backward_q", "attention_backward_sinks",

@@ -54,7 +54,7 @@ for variant in (Variant(*variant) for variant in json.loads(sys.argv[1])):
 
 
 def one_of_each() -> list[Variant]:
-    """Return the first representative variant of each architecture and of each kernel that `ONE` is not."""
+    """Return the first representative variant of each architecture and each kernel that `ONE` does not have."""
     representatives: dict[object, Variant] = {known: one for one in ONE for known in (one.arch, one.kernel)}
     for variant in representative():
         representatives.setdefault(variant.arch, variant)
@@ -70,7 +70,7 @@ def compiled(*command: str) -> list[dict[str, Any]]:
 
 
 def assert_without_faults(reports: list[dict[str, Any]], variants: list[Variant]) -> None:
-    """Check registers, shared memory, spills, matrix instructions, atomics, descriptor copies, roles of warps."""
+    """Check that the reports are those of `variants`, in order, and that none has a fault (`aot.faults`)."""
     assert [tuple(report[name] for name in Variant._fields) for report in reports] == variants
     assert [report for report in reports if report["faults"]] == []
 
@@ -112,16 +112,16 @@ def test_what_stands_for_all_variants_is_without_faults() -> None:
 def test_each_fault_is_found(change: dict[str, Any], fault: str) -> None:
     assert faults(FINE) == []
     assert faults(replace(FINE, **change)) == [fault]
-    assert faults(replace(FINE, head_dim=256, spill_bytes=8, loop_spills=2)) == []  # reported, but no fault
-    assert faults(replace(FINE, spill_bytes=8)) == []  # spills once per program
-    assert faults(replace(FINE, num_stages=1, ahead=0)) == []  # Triton omits a fence
+    assert faults(replace(FINE, head_dim=256, spill_bytes=8, loop_spills=2)) == []  # such a wide head may spill
+    assert faults(replace(FINE, spill_bytes=8)) == []  # outside a loop, it spills once per program
+    assert faults(replace(FINE, num_stages=1, ahead=0)) == []  # one stage, where Triton would omit a fence
     assert faults(replace(FINE, paged=True, ahead=0)) == []  # copies wait for page numbers
     assert faults(replace(FINE, block_m=32, matrix_instructions=("mma.sync",))) == []
 
 
 @pytest.mark.slow
 def test_a_part_for_several_sequences_has_the_arithmetic_of_one_alone() -> None:
-    """Both kernels' loops contain the same floating-point instructions, so that they round alike on a GPU."""
+    """The loops of both kernels have the same floating-point instructions, so that they round equally on a GPU."""
     kinds = [("bfloat16", 0, None), ("float16", 1, None), ("bfloat16", 0, "int8")]
     alone, shared = (
         compiled("-c", FLOATS, json.dumps([Variant(kernel, 90, dtype, 128, level, paged=True, keys=keys)

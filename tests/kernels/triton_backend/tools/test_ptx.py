@@ -1,10 +1,10 @@
-"""The checks of PTX find proxy fences, and loads that run ahead of a product."""
+"""The checks of PTX count missing proxy fences, and loads that run ahead of a matrix product."""
 
 import pytest
 
 from flashpoint_kernels.triton_backend.tools.ptx import Ptx
 
-# Two stages as Triton 3.6.0 compiles them for sm_90; {fence} marks the place of the fence that it omits.
+# A loop with two pipeline stages, as Triton 3.6.0 compiles it for sm_90; it omits the fence at {fence}.
 LOOP = """
 cp.async.cg.shared.global [ %r1 + 0 ], [ %rd1 + 0 ], 0x10, %r2;
 cp.async.commit_group;
@@ -69,7 +69,7 @@ def test_copies_of_a_mask_need_no_fence() -> None:
 
 @pytest.mark.parametrize(("left", "ahead"), [(0, 0), (1, 1), (2, 1)])
 def test_loads_ahead_are_the_copies_under_way_at_a_product(left: int, ahead: int) -> None:
-    """Loads ahead are copies that run during a product: none if a loop waits for all copies before the next."""
+    """Loads ahead are copies that still run during a product; there are none if the loop waits for all copies first."""
     text = LOOP.format(fence=FENCE, left=left)
     if left == 2:  # a second product runs during more loads, but the first one counts
         text = LOOP.format(fence=FENCE, left=1).replace(

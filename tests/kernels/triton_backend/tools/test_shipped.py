@@ -1,4 +1,4 @@
-"""The shipped variants have numbers of stages that their release of Triton compiles rightly."""
+"""The recorded compile reports match the shipped tiles, whose stages the installed Triton compiles rightly."""
 
 import json
 from dataclasses import fields, replace
@@ -21,7 +21,7 @@ def test_the_findings_are_of_the_tiles_that_ship_and_all_fit(arch: int) -> None:
     variants = [Variant(*(getattr(report, name) for name in Variant._fields)) for report in reports]
     # The sinks' gradient is always float32.
     dtypes = list(dict.fromkeys(variant.dtype for variant in variants if variant.kernel != "backward_sinks"))
-    assert "bfloat16" in dtypes  # float16 uses its tiles; float32's are equal on every chip
+    assert "bfloat16" in dtypes  # float16 has the same tiles; float32's tiles are equal on every chip
     assert variants == all_of(arch, dtypes), "run make compile-all"
     for report, variant in zip(reports, variants, strict=True):
         tile = tile_of(variant)
