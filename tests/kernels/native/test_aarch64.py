@@ -42,7 +42,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def emulate(program: Path, backward: bool, replay: Replay, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Run the call on the emulator, and return the tensors of the call."""
+    """Run the calls of `replay` on the emulator, and return `tensors` as they are afterwards."""
     memory = [t.view(torch.uint8).numpy().tobytes() for t in tensors]
     head = [backward, replay.size, replay.count, len(replay.integers), *replay.integers, *replay.bases, len(memory)]
     given = np.array([*head, *map(len, memory)], np.int64).tobytes() + b"".join(memory)

@@ -43,7 +43,7 @@ def test_each_call_is_computed_once(count: int) -> None:
 
 
 def test_calls_run_on_threads_of_their_own_which_take_no_signals() -> None:
-    """Two calls that wait for each other both return, so they run at the same time on separate threads."""
+    """Two calls that wait for each other both return, so they run on two threads; the second blocks all signals."""
     barrier, blocked = threading.Barrier(2), {}
 
     @COMPUTE
@@ -74,9 +74,9 @@ def test_a_share_without_memory_is_an_error_and_the_others_end(failing: int) -> 
 
 
 def solve(seed: int) -> Tensor:
-    """Return the sum of o, dq, dk and dv, on three threads.
+    """Return the sum of o, dq, dk and dv for random inputs.
 
-    The tensors are so small that torch uses none of its own threads, which would hang in a forked child.
+    The tensors are so small that torch does not use its own threads, which would hang in a forked child.
     """
     q, k, v = (normal(1, 6, 70, 64, seed=3 * seed + n).requires_grad_() for n in range(3))
     o = attention(q, k, v, causal=True)
@@ -128,7 +128,7 @@ def test_a_forked_child_has_threads_of_its_own() -> None:
 SPAN = ("k", "v", "k_head", "v_head", "k_scale", "v_scale", "k_scale_head", "v_scale_head")
 
 
-# Members of the C struct `part`, by their names in Python.
+# For names in Python that differ from C, the member of the C struct `part`.
 NAMES = {"do": "dout", "attn_mask": "mask", "dattn_mask": "dmask", "block_mask": "blocks"}
 
 
@@ -196,7 +196,7 @@ def test_members_are_where_python_writes_them(
 
 @pytest.mark.slow
 def test_no_call_reads_or_writes_beyond_an_array(level: str) -> None:
-    """No call crosses the end of an array before an unreadable page, or the start of an array after such a page."""
+    """The kernels touch no memory beside their arrays: an unreadable page before or after an array would end them."""
     ran = subprocess.run(
         [sys.executable, "-m", "tests.support.kernels.guarded", level],
         capture_output=True, text=True, check=False,

@@ -64,7 +64,7 @@ def test_a_gradient_runs_the_forward_that_a_caller_would_bring() -> None:
 
 
 def test_scores_of_nan_and_minus_infinity_in_a_chunk() -> None:
-    """A chunk of keys that no query sees leaves the other chunks visible; a NaN score makes the answer NaN."""
+    """A chunk of keys whose scores are −∞ does not change the answer; a NaN score makes the answer NaN."""
     t = {n: normal(1, 2, 1 if n == "q" else 2 * CHUNK + 100, 16, seed=s) for s, n in enumerate("qkv")}
     t["q"][..., 0] = 1.0
     t["k"][0, 0, :CHUNK, 0] = -torch.inf
@@ -81,7 +81,7 @@ def test_scores_of_nan_and_minus_infinity_in_a_chunk() -> None:
 
 
 def test_work_is_cut_by_the_bytes_that_it_reads() -> None:
-    """A problem of 67 MFLOP is cut into parts by the 134 MB that it reads."""
+    """A problem of only 67 MFLOP is cut into parts, because it reads 134 MB of keys and values."""
     spec_only = {n: torch.empty(8, 8, 1 if n == "q" else 4096, 64) for n in "qkv"}
     problem = forward_of(spec_only)
     assert row_seconds(problem.spec, NOMINAL["torch"], problem.rows[0]) > 1e-3

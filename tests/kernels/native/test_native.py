@@ -60,7 +60,7 @@ def test_8_bit_keys_are_read_as_they_are(level: str, kind: torch.dtype, scaled: 
     if page:
         t["kv_lengths"] = torch.tensor([700, 650])
         t = in_pages(t, "bhsd", page)
-        t |= {n: t[n].nan_to_num() for n in ("k_scale", "v_scale")}  # scales of pages that are not read
+        t |= {n: t[n].nan_to_num() for n in ("k_scale", "v_scale")}  # also in pages that are not read
     check("torch", t, return_lse=True)
 
 
@@ -96,7 +96,7 @@ def test_every_8_bit_number_is_read(level: str, kind: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_answers_are_rounded_to_nearest_even(level: str, dtype: torch.dtype) -> None:
-    """A scale turns int8 values into halves between two numbers, subnormal to infinite, which are rounded to even."""
+    """Products of int8 values and a scale, from subnormal to infinite, are rounded to nearest, and ties to even."""
     numbers = torch.arange(-128, 128, dtype=torch.int8).view(-1, 16)
     for power in range(-34, 18):
         scale = 2.0**power * (1 + 2.0**-9 + 2.0**-12)

@@ -1,4 +1,4 @@
-"""The tiles of a sequence contain each of its queries once, and no keys beyond those that these queries see."""
+"""The tiles of a sequence contain each query once, with all keys that it sees, and no key that no query sees."""
 
 import numpy as np
 from hypothesis import given

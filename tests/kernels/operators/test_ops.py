@@ -22,7 +22,7 @@ from tests.support.kernels.solving import normal, qkv
 FORWARD = torch.ops.flashpoint.attention.default
 BACKWARD = torch.ops.flashpoint.attention_backward.default
 FORWARD_ONLY = ("pages", "8 bits")
-OF_BACKWARD = [n for n, name in enumerate(FORWARD_TENSORS) if name in BACKWARD_TENSORS]  # the seed follows
+OF_BACKWARD = [n for n, name in enumerate(FORWARD_TENSORS) if name in BACKWARD_TENSORS]  # their arguments' positions
 DIFFERENTIABLE = ("q", "k", "v", "attn_mask", "sinks")
 
 
@@ -101,7 +101,7 @@ def arguments(case: str) -> list[Any]:
 
 
 def of_backward(given: list[Any]) -> list[Any]:
-    """Return the tensors and the seed that the forward and the backward operator take."""
+    """Return the tensors and the seed that both the forward and the backward operator take."""
     return [*(given[n] for n in OF_BACKWARD), given[-2]]
 
 
@@ -241,7 +241,7 @@ def test_without_autograd_or_without_data() -> None:
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor compiles C++: install g++ (apt-get install g++)")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_inductor() -> None:
-    """Inductor's code rounds only the model's other products differently; attention keeps its bits."""
+    """Answers are close, not equal: inductor's code for the operations around attention rounds differently."""
     torch.compiler.reset()
     tensors = leaves("sinks")
 

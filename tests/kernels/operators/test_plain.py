@@ -1,4 +1,4 @@
-"""The short path of a plain call has the bits, gradients and errors of the long path, and only fit calls take it."""
+"""The short path of plain calls has the bits, gradients and errors of the long path, which all other calls take."""
 
 from collections.abc import Callable
 from typing import Any
@@ -67,7 +67,7 @@ def test_bits_and_gradients_are_those_of_the_long_way(
 def test_a_repeated_call_reads_its_own_tensors_whatever_came_before(
     history: list[tuple[int, str, bool, int]], kv_heads: int, q_len: int, dtype: torch.dtype
 ) -> None:
-    """A repeated call reads its own tensors, also on other threads, with other strides, or at other addresses."""
+    """A call that reuses a cached route reads its own tensors, with any number of threads, strides and addresses."""
     before = torch.get_num_threads()
     try:
         for threads, layout, apart, seed in history:
@@ -157,7 +157,7 @@ def test_rows_without_a_sum_are_put_right() -> None:
 
 
 def test_gradients_that_are_not_plain() -> None:
-    """The cases are gradients of some inputs only, through lse, of unused answers, taken twice, and in float16."""
+    """Gradients of q alone are right through o, through lse and through both; a second derivative raises an error."""
     q, k, v = (x.detach() for x in drawn(2, 1, 20, 20, 16, torch.float32, "bhsd"))
     q.requires_grad_()
     o, lse = attention(q, k, v, return_lse=True)
@@ -170,7 +170,7 @@ def test_gradients_that_are_not_plain() -> None:
 
 
 def test_what_watches_sees_the_operator_of_the_library() -> None:
-    """A dispatch mode, a tensor subclass and a transform see the library's operator, as they take the long path."""
+    """Calls with a dispatch mode, autocast or a tensor subclass take the long path, so these see the operator."""
     q, k, v = (x.detach() for x in drawn(2, 1, 20, 20, 16, torch.float32, "bhsd"))
     expected = attention(q, k, v)
     seen: list[str] = []

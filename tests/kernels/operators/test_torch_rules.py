@@ -24,7 +24,7 @@ FORWARD = "forward-mode derivatives of attention are not available"
 BATCHED = "vmap of a gradient of attention is not available"
 FUNC = "torch.func does not differentiate attention"
 
-# The two paths of `attention`: a direct call, and a call through torch's dispatcher.
+# Options that take the two paths of `attention`: "plain" a direct call, the others a call through torch's dispatcher.
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {}, "softcap": {"softcap": 3.0}, "dropout": {"dropout_p": 0.3, "dropout_seed": 1},
 }  # fmt: skip

@@ -28,7 +28,7 @@ with_blocks = problems(
 @given(problem=with_blocks)
 @settings(max_examples=50, deadline=None)
 def test_any_blocks_in_tiles(problem: Any) -> None:
-    """Forward and backward with random block masks equal float64 with the dense mask."""
+    """`tiled` is right for random block masks, and the reference gives the same bits with the equal dense mask."""
     tensors, options = problem
     check("tiled", tensors, **options)
     whole = dict(tensors)

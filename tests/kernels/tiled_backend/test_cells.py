@@ -1,4 +1,4 @@
-"""A cell's flags agree with each of its scores, and each cell with a visible score is in exactly one group."""
+"""With a block mask, scores are computed in cells: their flags agree with their scores, and each is computed once."""
 
 import numpy as np
 import torch

@@ -16,7 +16,7 @@ from tests.support.kernels.made import Made
 from tests.support.kernels.problems import Sizes, problems
 from tests.support.kernels.solving import backward, forward, normal, qkv
 
-# Tiles are small, so that few rows span many tiles.
+# The tests set small tiles, so that these few rows span many tiles.
 SIZES = Sizes(
     q_len=st.integers(1, 70), kv_len=st.integers(0, 70), dim=st.integers(1, 40), value_dim=st.integers(1, 40),
     batch=st.integers(1, 2), kv_heads=st.integers(1, 2), group=st.integers(1, 3),
@@ -62,7 +62,7 @@ def test_a_gradient_alone_is_as_among_others(grad: str) -> None:
 def test_the_gradient_of_a_mask_of_each_scores_own_is_written_whole(
     options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The gradient has no old memory contents where a mask hides a tile's keys or a length hides rows."""
+    """The gradient of a full mask is 0, not old memory, for tiles outside the window and for rows beyond a length."""
     monkeypatch.setattr(tiles, "BACKWARD_TILE", (16, 24))
     t = qkv(2, 2, 70, 90, 8) | {"attn_mask": normal(2, 2, 70, 90).to(dtype)}
     for lengths in ({}, {"q_lengths": torch.tensor([70, 41]), "kv_lengths": torch.tensor([0, 77])}):
@@ -113,7 +113,10 @@ def test_a_tile_is_a_fraction_of_the_materialised(solve: Callable[..., object]) 
 
 
 def test_a_tile_of_many_heads_is_no_larger_than_that_of_one() -> None:
-    """Tiles of a mask gradient shared by 32 heads, not cut by heads, are small: 1024 × 256 would take 32 MiB."""
+    """If 32 heads share the gradient of a mask, each tile has all heads, so it has fewer scores per head.
+
+    Tiles of 1024 × 256 scores would take 32 MiB.
+    """
     t = qkv(1, 32, 1024, 1024, 8) | {"attn_mask": normal(1024, 1024)}
     with Made() as made:
         backward("tiled", t, grads=["dattn_mask"])

@@ -1,4 +1,4 @@
-"""The gradient in C of a whole problem has the same bits for any threads, cuts, strides and layouts."""
+"""The gradient in C has the same bits for any number of threads, division into parts, strides and layout."""
 
 from typing import Any
 

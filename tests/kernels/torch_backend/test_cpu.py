@@ -42,7 +42,7 @@ def test_a_problem_runs_again_with_other_numbers(
     direction: str, options: dict[str, Any], threads: int, queries: int, keys: int, dtype: torch.dtype, with_lse: bool,
     several: bool,
 ) -> None:  # fmt: skip
-    """A problem runs again with other numbers on several threads, with shared sums, and with many short sequences."""
+    """A problem that runs again with other numbers, on up to three threads, has the bits of a new one on one thread."""
     batch = native_forward.TOGETHER if several else 2
     queries, keys = (min(queries, 5), min(keys, 5)) if several else (queries, keys)
     if direction == "backward":
@@ -54,7 +54,7 @@ def test_a_problem_runs_again_with_other_numbers(
     tensors = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
 
     def with_forward() -> dict[str, torch.Tensor]:
-        """Return the tensors, for gradients with `o` and `lse` of their forward."""
+        """Return the inputs; if `with_lse`, those of a gradient include o and lse of their forward."""
         if direction == "forward" or not with_lse:
             return tensors
         inputs = {name: tensors[name] for name in "qkv"}

@@ -1,4 +1,4 @@
-"""The forward in C of a whole problem has the same bits for any pages, threads and neighbours."""
+"""The forward in C has the same bits for any pages and any number of threads, alone and beside other sequences."""
 
 import itertools
 from typing import Any
@@ -35,7 +35,7 @@ FEW = {  # each value once; the other combinations are slow
     ],
 )
 def test_bits_are_the_same_in_pages_of_any_size_in_any_order(size: int, layout: str, dtype: torch.dtype) -> None:
-    """Pages of any size and order give the same bits: consecutive, scattered, and strided or not."""
+    """Keys in pages of any size, in random order or consecutive, strided or not, have the bits of unpaged keys."""
     t = {n: x for n, x in qkv(2, 4, 1, 2600, 16, kv_heads=2, dtype=dtype).items() if n != "do"}
     t["kv_lengths"] = torch.tensor([2600, 2050])
     if layout != "bhsd":
@@ -59,7 +59,7 @@ def test_bits_are_the_same_in_pages_of_any_size_in_any_order(size: int, layout: 
 
 @pytest.mark.parametrize("size", [CHUNK, 2 * CHUNK])
 def test_pages_of_whole_chunks_anywhere_and_shared_have_the_bits_of_each_sequence_alone(size: int) -> None:
-    """Chunks anywhere in a larger pool, read in page order with a shared first one, give each sequence its bits."""
+    """Sequences with a shared first page and other pages anywhere in a larger pool have the bits of each alone."""
     pages = 4 * CHUNK // size
     numbers = torch.randperm(64, generator=torch.Generator().manual_seed(0))[: 3 * pages].view(3, pages).int()
     numbers[1:, 0] = numbers[0, 0]
@@ -135,7 +135,7 @@ def test_many_short_sequences_have_the_bits_of_few_at_a_time(
     layout: str, lengths: set[str], more: str, options: dict[str, Any], dtype: torch.dtype, threads: int, seed: int,
     pages: bool,
 ) -> None:  # fmt: skip
-    """Tasks of many short sequences, computed in one step, have the bits of few, computed one after another."""
+    """Many short sequences that are computed in one step have the bits of sequences computed one after another."""
     n, q_len, kv_len = (300, 18, 35) if more == "blocks" else (300, 3, 9)
     generator = torch.Generator().manual_seed(seed)
     t = qkv(n, 4, q_len, kv_len, 16, kv_heads=2, dtype=dtype)

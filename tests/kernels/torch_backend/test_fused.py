@@ -1,4 +1,4 @@
-"""The backend `torch` computes bands, masks and gradients by kernels in C, and makes inputs of CUDA's operators."""
+"""The backend `torch` is right for bands, masks and gradients, and prepares the inputs of torch's CUDA operators."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -72,13 +72,13 @@ LENGTHS = [(300, 300), (170, 410), (333, 150)]
 
 
 def blocks_of_queries() -> Iterator[Any]:
-    """Yield cases with every pair of a band, further tensors and lengths; the wide sweep has the other combinations."""
+    """Yield all combinations of bands, tensors and lengths; all but one for each band and tensors are marked full."""
     for (b, band), (m, more), (n, lengths) in product(*map(enumerate, (BANDS, MORE, LENGTHS))):
         name = "-".join((str(band), *more, str(lengths)))
         yield pytest.param(band, more, *lengths, marks=[] if n == (b + m) % 3 else pytest.mark.full, id=name)
 
 
-# test_backends.py checks that `torch` refuses these options elsewhere.
+# test_backends.py checks that `torch` refuses these options on other devices.
 IN_C = pytest.mark.skipif(DEVICE != "cpu", reason="options that `torch` has only in the kernels in C, on the CPU")
 
 
@@ -87,7 +87,7 @@ IN_C = pytest.mark.skipif(DEVICE != "cpu", reason="options that `torch` has only
 def test_blocks_of_queries_see_what_their_window_and_alibi_say(
     band: dict[str, Any], more: tuple[str, ...], q_len: int, kv_len: int
 ) -> None:
-    """Several blocks of queries, the last one shorter, are right with keys before, inside and after their window."""
+    """Answers of several blocks of queries are right, with keys before, inside and after the window of each block."""
     t = qkv(2, 4, q_len, kv_len, 16, kv_heads=2)
     tensors = {"alibi_slopes": torch.tensor([[0.25, 0.1, 0.02, -0.01]] * 2), "sinks": normal(4)}
     tensors["attn_mask"] = normal(2, 1, 1, kv_len) > -1.0
@@ -98,7 +98,7 @@ def test_blocks_of_queries_see_what_their_window_and_alibi_say(
 @IN_C
 @pytest.mark.slow
 def test_alibi_is_as_exact_at_16k_keys_as_the_tile_loop() -> None:
-    """ALiBi over 16k keys is as exact as in `tiled`: a slope of 0.5 gives scores of −8,192, whose rounding is 5e-4."""
+    """Errors of ALiBi over 16k keys are at most twice those of `tiled`: scores reach −8,192, rounded by 5e-4."""
     t = {name: x for name, x in qkv(1, 2, 300, 16384, 16).items() if name != "do"}
     t["alibi_slopes"] = torch.tensor([0.5, 2.0**-8], device=DEVICE)
     errors = {}
@@ -119,7 +119,7 @@ def test_masks_of_any_float_and_shape() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_the_forward_that_backward_runs_has_the_bits_of_the_one_that_is_brought(dtype: torch.dtype) -> None:
-    """The backward has the same bits with its own forward and with given o and lse, also if rows see no key."""
+    """The backward gives the same bits if it computes o and lse itself and if they are given, also without keys."""
     t = qkv(2, 4, 9, 7, 16, kv_heads=2, dtype=dtype)
     saved = forward("torch", t, causal=True)
     assert saved["lse"].isinf().any()
@@ -211,7 +211,7 @@ def test_a_mask_reaches_the_efficient_operator_as_it_must_lie(
 def test_cuda_takes_a_mask_of_another_dtype_without_rounding_it(
     dtype: torch.dtype, mask_dtype: torch.dtype, low: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mask of another dtype is not rounded: a row of only one number outside q's dtype is a softmax with an lse."""
+    """A mask of another dtype is not rounded to q's: a row of numbers beyond q's range still has a softmax and lse."""
     monkeypatch.setattr(fused, "_aten", SimpleNamespace(_scaled_dot_product_efficient_attention=efficient))
     mask = torch.zeros(4, 8)
     mask[1:, 4:], mask[2], mask[3, :4] = low, low, -torch.inf
