@@ -96,7 +96,7 @@ def test_problems_of_one_launch_share_its_key() -> None:
 
 @pytest.mark.parametrize("backend", ["torch", "tiled", "reference"])
 def test_a_group_is_its_problems_one_by_one(backend: str) -> None:
-    """A group of problems of different sizes, one of them with o and lse, gives the answers of each problem alone."""
+    """Problems of different sizes in one `run`, one of them with o and lse, have the same answers as each alone."""
     shapes = [(1, 2, 5, 9), (3, 4, 12, 3), (2, 2, 1, 1)]
     requests = [qkv(*shape, 16, kv_heads=2, seed=n) for n, shape in enumerate(shapes)]
     requests[1] |= forward(backend, requests[1], scale=0.5)

@@ -1,4 +1,4 @@
-"""The computed bounds of a tile equal the bounds that its scores, taken one by one, give."""
+"""The ranges of keys and queries that `schedule` computes for arrays of tiles equal those of `bounds` for each tile."""
 
 import itertools
 

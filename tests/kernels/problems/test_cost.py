@@ -1,4 +1,4 @@
-"""Prices follow the computed work: the query-key pairs inside the window, and the bytes of the keys that are read."""
+"""Cost estimates follow the computed work: query-key pairs inside the window, and bytes of the keys that are read."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ sizes = st.integers(0, 700)
 
 
 def counted(q: int, k: int, window: tuple[int, int], causal: bool, offset: int) -> int:
-    """Count, one by one, the query-key pairs of the band extended by one tile at each edge."""
+    """Return the number of query-key pairs in the band extended by one tile at each edge, from a test of each pair."""
     left, right = (10**6 if w < 0 else w for w in window)
     right = min(right, 0) if causal else right
     ahead = np.arange(k)[None] - (np.arange(q)[:, None] + offset)
@@ -113,7 +113,7 @@ def test_a_window_lowers_the_price_by_what_it_hides(backend: str) -> None:
 
 
 def test_one_query_costs_what_its_keys_take_to_read() -> None:
-    """One query with 67 MFLOP costs the time to read its 134 MB of keys, and twice as much for keys twice as wide."""
+    """With one query and 67 MFLOP, more than 0.7 of the estimated time is for reading 134 MB of keys and values."""
     infos = {"q": TensorInfo("float32", (8, 8, 1, 64)), "k": TensorInfo("float32", (8, 8, 4096, 64))}
     spec = plan(infos | {"v": infos["k"]}, Options(), "forward")
     rates = NOMINAL["torch"]
@@ -123,7 +123,7 @@ def test_one_query_costs_what_its_keys_take_to_read() -> None:
 
 
 def test_a_type_has_the_price_of_its_own_kernel() -> None:
-    """With AMX a bfloat16 product takes a quarter of the time; other types have the backend's rate."""
+    """The estimate uses a data type's own rate if `types` has one, as for bfloat16 with AMX, else the backend's."""
     rates = NOMINAL["torch"]._replace(types={"bfloat16": NOMINAL["torch"].flop / 4})
     wide, wider = (
         {name: plan(dict.fromkeys("qkv", TensorInfo(name, (1, 2, 512, dim))), Options(), "forward") for name in TYPES}
@@ -131,7 +131,7 @@ def test_a_type_has_the_price_of_its_own_kernel() -> None:
     )
 
     def products(name: str) -> float:
-        """Return the seconds of the FLOPs in a price, without its other parts."""
+        """Return the estimated seconds of the products for 64 more columns: other parts of the estimate cancel."""
         own = [seconds_of(spec[name], rates._replace(byte=0), extent_of(spec[name])) for spec in (wide, wider)]
         return own[1] - own[0]
 

@@ -59,7 +59,7 @@ def test_readings_end_with_their_tensors_and_are_bounded() -> None:
 
 
 def test_numbers_on_the_host_and_of_inference_are_read_in_each_call() -> None:
-    """Each call reads tensors on the host, which may share memory with an array, and tensors without a version."""
+    """Each call reads the values of tensors on the host, whose array may change, and of tensors without a version."""
     readings = Readings()
     array = torch.tensor([1, 2]).numpy()
     t = torch.from_numpy(array)

@@ -1,4 +1,4 @@
-"""Views and copies of a packed tensor's sequences are equal, and keys in pages come back one by one unchanged."""
+"""Views and copies of sequences in a packed tensor are equal, and a sequence's keys are read from the right pages."""
 
 import torch
 from hypothesis import given, settings

@@ -12,12 +12,12 @@ sizes = st.tuples(*[st.integers(1, 4)] * 4)
 
 
 def laid(shape: tuple[int, ...], order: list[int]) -> torch.Tensor:
-    """Return a tensor of this shape whose dimensions lie in this order, the slowest first."""
+    """Return a tensor of this shape with the dimensions in this order in memory, from the largest stride."""
     return normal(*(shape[dim] for dim in order)).permute([order.index(dim) for dim in range(4)])
 
 
 def order_of(t: torch.Tensor) -> list[int]:
-    """Return the dimensions that have more than one element, the slowest first."""
+    """Return the dimensions that have more than one element, from the largest stride."""
     return sorted((dim for dim in range(t.ndim) if t.shape[dim] > 1), key=lambda dim: -t.stride(dim))
 
 

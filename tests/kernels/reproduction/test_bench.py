@@ -1,4 +1,4 @@
-"""Timed cases take turns, and rounds during which other programs run do not count."""
+"""Two cases are timed alternately in rounds, and rounds during which other programs run do not count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each claim runs, with smaller sizes if it is slow, measures something, and has a verdict."""
+"""Each tested claim runs, with smaller sizes if it is slow, measures something, and has a verdict."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_every_claim_has_a_name_of_its_own_and_a_source() -> None:
         claims.reproduce(["fast"])
 
 
-@pytest.mark.full  # test_triton_options.py tests these kernels, and the test above tests the measurement
+@pytest.mark.full  # not slow: test_triton_options.py tests these kernels, and test_errors.py tests the measurement
 def test_the_triton_kernels_are_as_near_to_float64_as_claimed() -> None:
     verdict = verdicts("precision")["precision"]
     assert verdict["verdict"] == "PASS"

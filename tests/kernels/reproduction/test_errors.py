@@ -1,4 +1,4 @@
-"""Errors are measured as differences from PyTorch and from float64."""
+"""`errors` measures the differences of each backend's answers from PyTorch's and from float64."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
     made = Time()
     monkeypatch.setattr(clock, "perf_counter", made.seconds)
     monkeypatch.setattr(clock, "perf_counter_ns", lambda: round(made.seconds() * 1e9))
-    # Known peaks keep these tests from measuring peaks with this clock.
+    # With known peaks, the tests do not measure peaks with the simulated time.
     monkeypatch.setattr(device, "_copies", {"cpu": 1.0})
     monkeypatch.setattr(device, "_products", {("cpu", "float32"): 1.0})
     return made

@@ -34,7 +34,7 @@ class Gpu:
     """A stand-in for the parts of torch.cuda that a clock uses: a queue and the host's time, in simulated ms."""
 
     def __init__(self) -> None:
-        self.now = self.free = 0.0  # the host's time; when the GPU's queue is empty
+        self.now = self.free = 0.0  # the host's time, and the time at which the GPU's queue will be empty
         self.calls = 0
 
     def enqueue(self, host_ms: float, gpu_ms: float) -> None:
@@ -108,7 +108,7 @@ def test_a_call_that_no_pause_covers_is_timed_with_its_host(
 def test_the_median_is_known_by_order_statistics() -> None:
     assert uncertainty([1.0, 2.0, 4.0]) == (4 - 1) / 2 / 2  # few times: their whole range
     many = [100 + (n % 10) for n in range(1000)]
-    assert 0 < uncertainty(many) < 0.01  # 31 ranks on each side of the middle: one or two of ten values
+    assert 0 < uncertainty(many) < 0.01  # the values of 31 ranks on each side of the middle differ by 1 or 2 in 100
     assert uncertainty([5.0] * 10) == 0
     assert uncertainty([1.0] * 50 + [1000.0] * 3) == 0  # a few delayed calls do not matter
 
@@ -131,7 +131,7 @@ def test_waiting_for_a_core_is_counted() -> None:
     load = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * (os.cpu_count() or 1))]
     try:
         while (clock.waited_ms() or 0.0) <= before:
-            sum(range(10_000))  # waits now and then, with other work at the same time
+            sum(range(10_000))  # sometimes waits for a core, because other processes use all cores
     finally:
         for each in load:
             each.kill()

@@ -84,7 +84,7 @@ def test_a_row_has_every_field_and_they_agree() -> None:
 def test_a_time_above_the_roof_is_measured_again(
     time: Time, monkeypatch: pytest.MonkeyPatch, ticks_ms: list[float], ms: float, above: bool
 ) -> None:
-    """A time below the roof, which is 0.03 ms at the peaks of `time`, is measured again, and the longer time counts."""
+    """A time shorter than the roofline allows, 0.03 ms with these peaks, is measured again; the longer time counts."""
     tiled, ticks = implementations.IMPLEMENTATIONS["tiled"], iter(ticks_ms)
 
     def make(*about: Any) -> Any:
@@ -133,7 +133,7 @@ def test_a_lost_device_ends_all_with_the_row_of_the_case(monkeypatch: pytest.Mon
         finish(measure(small("sdpa_cudnn"), timing=QUICK))
     assert tuple(lost.value.row) == ROW_FIELDS
     assert lost.value.row["skipped"] in str(lost.value)
-    assert "CUDA" in str(lost.value)  # a server checks its device on this word
+    assert "CUDA" in str(lost.value)  # the server checks its device after an error with this word
     assert finish(measure(small("naive"), timing=QUICK))[0]["ms"] > 0, "only a failure checks the device"
 
 
@@ -149,7 +149,10 @@ def two_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 @pytest.mark.slow
 def test_naive_memory_grows_with_the_square_and_ours_with_the_length(two_threads: int) -> None:
-    """Memory of `naive` grows with the square, ours with the length, measured in a process without other threads."""
+    """Memory of `naive` grows with the squared length, that of `tiled` and `torch` with the length.
+
+    It is measured in a new process, which has no other threads.
+    """
     code = f"import torch; torch.set_num_threads({two_threads}); from {__name__} import check_memory; check_memory()"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
 
@@ -160,7 +163,7 @@ def check_memory() -> None:
         return int(row["peak_bytes"])
 
     noise = 1 << 20  # pages of threads and of Python
-    # Per thread: one tile of scores (`tiled`'s, as torch's is smaller), and as much again for BLAS and a row.
+    # Per thread: one tile of scores (of `tiled`, because those of `torch` are smaller), and as much for BLAS and a row.
     tiles = torch.get_num_threads() * 2 * math.prod(tile_loop.FORWARD_TILE) * 4
     for length in (1024, 2048):
         matrix = 2 * length * length * 4
@@ -169,14 +172,14 @@ def check_memory() -> None:
         for backend in ("tiled", "torch"):
             linear = 2 * length * 16 * 4  # a tensor of q's size: there are five, as given, scaled or aligned
             assert peak(backend, length) < 10 * linear + tiles + noise
-    assert 10 * linear + tiles + noise < matrix / 4  # our bound at the last length
+    assert 10 * linear + tiles + noise < matrix / 4  # the bound of `tiled` and `torch` at the last length
 
 
 def test_a_slice_ends_at_its_bound_and_a_pause_is_not_counted(time: Time, monkeypatch: pytest.MonkeyPatch) -> None:
     """If every call exceeds the time bound, each has a slice; if no call does, all repeats share one slice."""
     monkeypatch.setattr(measurement, "_fewer", lambda ms, timing: None)
     monkeypatch.setattr(measurement, "held_bytes", lambda algorithms, case: 0)
-    time.tick_ms = 2.0  # less than the roof allows
+    time.tick_ms = 2.0  # slower than the roofline, so that no time is measured again
     stages = 4 + 2  # four inputs, a first call, and the call that measures memory
     for slice_ms, slices_of_repeats in ((1e-6, 30), (1e6, 1)):
         timing = Timing(precision=1e-9, max_seconds=60, warmup_ms=0, slice_ms=slice_ms, min_repeats=30, max_repeats=30)
@@ -251,7 +254,7 @@ def test_what_fails_while_it_compiles_says_so() -> None:
 
 @pytest.fixture
 def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return the thread counts that were set; torch starts with four. Peaks are known, and memory is not measured."""
+    """Return a list of the thread counts that are set, which starts with torch's four. Memory is not measured."""
     seen: list[int] = [4]
     monkeypatch.setattr(torch, "get_num_threads", lambda: seen[-1])
     monkeypatch.setattr(torch, "set_num_threads", seen.append)
@@ -284,7 +287,7 @@ def test_fewer_threads_count_where_they_are_faster(
 
     monkeypatch.setattr(clock, "waited_ms", lambda: 0.0)
     tiled = implementations.IMPLEMENTATIONS["tiled"]
-    for name in ("tiled", "naive"):  # ours and the baseline alike
+    for name in ("tiled", "naive"):  # one of our backends and the baseline
         monkeypatch.setitem(implementations.IMPLEMENTATIONS, name, replace(tiled, make=make))
         row, _ = finish(measure(small(name), timing=Timing(warmup_ms=0)))
         assert (row["threads"], row["ms"], row["busy"]) == (best, pytest.approx(ms_of[best]), busy)
@@ -309,7 +312,7 @@ def test_a_row_is_marked_where_threads_waited_for_a_core(
 def test_memory_below_what_the_algorithm_holds_is_measured_again_or_marked(
     time: Time, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    time.tick_ms = 1.0  # less than the roof allows
+    time.tick_ms = 1.0  # slower than the roofline, so that no time is measured again
     case = small("naive", q_len=128)
     min_bytes = held_bytes(("naive_forward",), case)
     assert min_bytes == 2 * 128 * 16 * 4 + 2 * 128 * 128 * 4  # o, and the matrix

@@ -1,4 +1,4 @@
-"""A caller's own function is called by its parameters' names, with only the options that differ from the defaults."""
+"""A user's function is called with its own parameter names, and only with options that differ from the defaults."""
 
 from typing import Any
 

@@ -38,7 +38,7 @@ def test_rotary_turns_pairs_by_position(
 
 @pytest.mark.parametrize("scale_base", [None, 8.0])
 def test_the_layer_turns_q_and_k_and_leaves_v(scale_base: float | None) -> None:
-    """The layer leaves v unchanged; with XPos the product of q and k depends on their distance alone, and decays."""
+    """The layer leaves v unchanged, and a product of q and k depends on their distance alone, also with XPos."""
     layer = rotary.RotaryEmbedding(16, scale_base=scale_base, device=DEVICE)
     qkv = normal(1, 6, 3, 1, 16)
     qkv[:] = qkv[:, :1]  # q and k are the same at each position
