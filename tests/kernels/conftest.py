@@ -1,4 +1,4 @@
-"""Fixtures for the kernels in C, and faster interpreters of Triton and Gluon for interpreted runs."""
+"""Fixtures for kernel tests. Interpreted runs use a faster version of Triton's interpreter, and one of Gluon."""
 
 import ctypes
 import subprocess
@@ -30,7 +30,7 @@ def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
 
 @pytest.fixture
 def hopper_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Request the Triton kernels for Hopper GPUs."""
+    """Set FLASHPOINT_HOPPER=1, so that problems may use the Triton kernels for Hopper GPUs."""
     monkeypatch.setenv("FLASHPOINT_HOPPER", "1")
 
 

@@ -31,7 +31,7 @@ CHECKS: dict[str, Check] = {}
 
 
 def close(a: Tensor, b: Tensor) -> None:
-    """Assert equality up to the float64 rounding of sums of a few dozen terms of size one."""
+    """Assert equality up to float64's rounding of sums of a few dozen terms of about 1."""
     torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
 
 
@@ -309,7 +309,7 @@ def _(page: Page) -> None:
 
 
 def with_sink(page: Page, s: Tensor) -> Tensor:
-    """Return the scores with the sink as one more column, whose value row is zero."""
+    """Return O with the sink `s` as one more column of scores, whose row of V is zero."""
     return torch.softmax(torch.cat([page.S, s.expand(page.Sq, 1)], 1), 1)[:, :-1] @ page.V
 
 

@@ -1,4 +1,4 @@
-"""Every backend in torch equals float64, for each option that it supports and at the contract's edges."""
+"""The backends torch, tiled and reference equal float64, for each option that they support and in limiting cases."""
 
 from dataclasses import replace
 from itertools import product

@@ -15,7 +15,7 @@ from tests.support.kernels.solving import backward, forward, normal, qkv
 
 @pytest.mark.parametrize("backend", ["tiled", "triton"])
 def test_a_block_that_is_skipped_is_not_read(backend: str) -> None:
-    """NaN in keys, values and queries that no block needs changes no answer, and their gradients are 0."""
+    """NaN in keys and values that no block needs does not change the answers, and their gradients are 0."""
     size, (q_len, kv_len) = ((128, 128), (256, 384)) if backend == "tiled" else ((64, 64), (128, 192))
     tensors = qkv(1, 2, q_len, kv_len, 16, kv_heads=1)
     tensors["block_mask"] = torch.tensor([[[[True, False, True], [True, False, False]]]], device=DEVICE)
@@ -52,7 +52,7 @@ def test_without_blocks_the_variant_is_another() -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_bits_are_the_same_alone_and_among_others(shared: bool) -> None:
-    """Sequences and heads have the same bits in one problem, in parts of this problem, and in separate problems."""
+    """A sequence has the same bits in a problem of three sequences and in a problem of its own."""
     tensors = qkv(3, 4, 300, 260, 16, kv_heads=2)
     tensors["block_mask"] = drawn_blocks(1 if shared else 3, 4, 5, 5)
     for of in (forward, backward):
@@ -71,7 +71,7 @@ def test_a_sparse_problem_is_cut_into_fewer_parts() -> None:
 
 
 def test_gradients_flow_through_attention() -> None:
-    tensors = qkv(1, 2, 20, 36, 3)  # gradcheck computes twice for each element
+    tensors = qkv(1, 2, 20, 36, 3)  # small, because gradcheck calls the function twice for each element
     leaves = [tensors[name].double().requires_grad_() for name in "qkv"]
     mask, size = drawn_blocks(1, 2, 2, 2), (16, 32)
 

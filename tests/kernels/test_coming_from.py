@@ -1,4 +1,4 @@
-"""The tables of docs/coming-from.md translate other libraries' arguments correctly, by their functions or formulas."""
+"""The tables of docs/coming-from.md are right: translated calls equal the functions or formulas of other libraries."""
 
 from __future__ import annotations
 

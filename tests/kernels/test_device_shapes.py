@@ -1,6 +1,6 @@
-"""The device tests run with the tiles of each GPU: their launches are resolved with the tables of absent GPUs.
+"""The tests for GPUs prepare their launches with the tile tables of absent GPUs, but run none of them.
 
-Nothing is launched (tests/support/kernels/resolved.py). A test whose shapes fit only the interpreter's tiles fails
+They run with the plugin tests/support/kernels/resolved.py. A test whose shapes fit only the interpreter's tiles fails
 here, and not first on a GPU.
 """
 
@@ -15,7 +15,7 @@ from benchmarks.gpu_day.checkout import ROOT
 
 # test_nano.py launches without a `Call`, with tiles that the tables do not have.
 OWN_TILES = "tests/kernels/test_nano.py"
-# The stand-in for the answers reads blocks of another size than this test expects.
+# Here the backend `tiled` computes the answers, and it reads keys of blocks that this test expects to be skipped.
 NOT_HERE = "tests/kernels/test_block_masks.py::test_a_block_that_is_skipped_is_not_read[triton]"
 
 

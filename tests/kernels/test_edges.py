@@ -1,4 +1,4 @@
-"""Inputs at the limits of floats and of autograd: each has failed once, or could fail."""
+"""Inputs at the limits of floating point and autograd, such as masks of huge numbers and second derivatives."""
 
 from itertools import combinations, product
 from typing import Any
@@ -55,7 +55,10 @@ def test_every_choice_of_gradients(backend: str, count: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("backend", ["triton", *(["torch"] if DEVICE == "cpu" else []), "tiled"])
 def test_a_mask_of_the_least_number_is_added_and_not_minus_infinity(backend: str, dtype: torch.dtype) -> None:
-    """A mask's least finite number, a common mask of padding, is added; a row with only it is a plain softmax."""
+    """The lowest finite number in a mask, as models use it for padding, is added to scores, not taken for −∞.
+
+    A row of only this number absorbs its scores, and gives the mean of the values.
+    """
     mask = torch.zeros(6, 9, dtype=dtype, device=DEVICE)
     mask[:3, 4:], mask[4] = torch.finfo(dtype).min, torch.finfo(dtype).min
     t = inputs(attn_mask=mask)

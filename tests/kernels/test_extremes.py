@@ -34,9 +34,9 @@ def with_zeros(backend, place):
 
 
 def near(answers, t):
-    """Yield, per answer, where it equals softmax(scale·q·kᵀ + mask)·v in float64, up to the rounding of its dtype.
+    """Yield each answer's name, and a mask of its elements that equal the formula in float64, up to rounding.
 
-    A value outside its dtype's range is infinite.
+    The formula is softmax(scale·q·kᵀ + mask)·v. A number outside the answer's dtype must be infinite.
     """
     q, k, v, do, mask = (t[name].double() for name in ("q", "k", "v", "do", "attn_mask"))
     scale = 1 / math.sqrt(q.shape[-1])
@@ -61,7 +61,7 @@ def near(answers, t):
 
 
 def touched(word, name, t, value):
-    """Return a mask of the elements that the extreme value changes according to `word`."""
+    """Return a mask of the elements that the extreme value changes by the effect `word`, a key of `extremes.WORDS`."""
     changed = torch.zeros(
         t["do" if name == "o" else "q" if name in ("lse", "dq") else name[1:]].shape, dtype=torch.bool
     )
@@ -116,7 +116,7 @@ INTERPRETED = (
 
 
 def in_wide_sweep():
-    """Mark for the wide sweep the interpreted cases that differ in dtype or sign alone."""
+    """Yield all cases. Interpreted cases that differ from others only in dtype or sign are marked full."""
     for backend in BACKENDS:
         for name, case in CASES.items():
             for dtype in case.dtypes:
@@ -208,7 +208,7 @@ def test_a_fully_masked_row_is_nothing_and_the_others_are_as_without_it(backend,
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_row_of_one_key_is_that_keys_value(backend):
-    """A row that sees one key has the value's bits, the score as lse, and a gradient for this value only."""
+    """A row that sees one key has the bits of its value, the score as lse, and a dq of 0."""
     t = plain("float32")
     t["attn_mask"] = torch.ones_like(t["attn_mask"], dtype=torch.bool)
     t["attn_mask"][HEAD][ROW] = torch.arange(7, device=DEVICE) == KEY

@@ -143,7 +143,7 @@ class Table:
 
 
 class Slots:
-    """A score_mod without a __dict__, which holds a model's whole table and a tensor made of a part of that table."""
+    """A score_mod without a __dict__ that holds a leaf tensor and a tensor derived from it."""
 
     __slots__ = ("derived", "leaf")
 
@@ -221,7 +221,7 @@ def test_a_captured_tensor_that_changes_before_the_backward_is_an_error() -> Non
 
 
 def test_blocks_named_by_hand_are_seen_and_no_others() -> None:
-    """Only the blocks of a block mask made by hand are seen: full blocks do not call mask_mod, partial blocks do."""
+    """A query sees only the blocks of a handmade block mask: all keys of full blocks, mask_mod's of partial ones."""
     counts = torch.tensor([[[1, 0, 2]]])
     indices = torch.tensor([[[[1, 0, 0], [0, 0, 0], [0, 2, 0]]]])
     full_counts, full_indices = torch.tensor([[[1, 1, 0]]]), torch.tensor([[[[2, 0, 0], [0, 0, 0], [0, 0, 0]]]])
@@ -239,7 +239,7 @@ def test_blocks_named_by_hand_are_seen_and_no_others() -> None:
 
 
 def test_blocks_that_the_mask_excludes_are_not_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Excluded blocks are not computed: unseen keys may be NaN, and the work of a window grows linearly with N."""
+    """Excluded blocks are not computed: with a window, there are scores of at most three blocks for each query."""
     sizes: list[int] = []
     scores = flex._Flex.scores
     monkeypatch.setattr(flex._Flex, "scores", lambda self, x, n: (sizes.append(x.numel()), scores(self, x, n))[1])

@@ -1,4 +1,4 @@
-"""The interpreter of Gluon reports each wrong order of copies, products and roles, and passes correct programs."""
+"""The tests' interpreter of Gluon reports wrong orders of copies, products and roles, and runs a correct program."""
 
 import math
 

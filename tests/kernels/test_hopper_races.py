@@ -1,8 +1,8 @@
-"""The path for Hopper reuses every stage in small launches for Triton's race detector (`make gpu`).
+"""Small launches of the kernels for Hopper that reuse each stage of shared memory, for Triton's race detector.
 
-Few programs run, each with at least five tiles of keys, so each stage of shared memory is used again. The forward and
-each gradient are separate tests, because an instrumented kernel compiles for a minute or more. The o and lse of a
-gradient come from float64.
+`make gpu` runs them. Few programs run, each with at least five tiles of keys. The forward and each gradient are
+separate tests, because an instrumented kernel compiles for a minute or more. The o and lse of a gradient come from the
+reference backend.
 """
 
 from dataclasses import replace

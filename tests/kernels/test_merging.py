@@ -1,4 +1,4 @@
-"""`merge` of parts over subsets of the keys equals float64 over all keys and the SDK's merge, also in a ring."""
+"""`merge` of attention over parts of the keys equals attention over all keys and the SDK's merge, also in a ring."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_parts_merge_to_the_whole_forward_and_backward(
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_halves_are_merged_in_float32(dtype: torch.dtype) -> None:
-    """A merge in float32 adds one rounding to the rounding of the parts."""
+    """Parts in 16 bits are merged in float32, so the merge adds only one rounding to those of the parts."""
     t = inputs(dtype, None, False)
     o, lse = in_parts(t, (3, 7), "bhsd")
     truth, true_lse = attention(*(x.detach().double() for x in t.values()), return_lse=True, backend="reference")

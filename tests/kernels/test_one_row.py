@@ -1,4 +1,4 @@
-"""A row has the bits of the full prefill, for any other rows in the call and any memory layout of its keys."""
+"""A query's row of the answer has the bits of the full prefill, for any other queries in the call and any layout."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ def answers(t: Tensors, **options: Any) -> tuple[Tensor, Tensor]:
 
 
 def with_neighbours(t: Tensors) -> Tensors:
-    """Return a batch of three sequences: `t` is the second, between garbage."""
+    """Return a batch of three sequences: `t` is the second, between sequences of 3e4 and of 0."""
     batched = {name: x for name, x in t.items() if name not in ("alibi_slopes", "sinks")}
     return {
         name: torch.cat([torch.full_like(x.float(), 3e4).to(x.dtype), x, torch.zeros_like(x)])

@@ -1,4 +1,4 @@
-"""Keys and values in any pages give the bits of dense ones, and nothing else is read."""
+"""Keys and values in any pages give the bits of the same keys without pages, and other memory of pages is not read."""
 
 from dataclasses import replace
 from typing import Any
@@ -37,7 +37,7 @@ def test_bits_are_those_of_the_keys_that_lie_together(backend: str, layout: str,
 
 @pytest.mark.parametrize(("backend", "case"), [*each_pair()])
 def test_with_every_pair_of_options(backend: str, case: dict[str, Any]) -> None:
-    """Every pair of options, every second with 8-bit keys, is exact, or refused for exactly the options lacking."""
+    """Every pair of options, half of them with 8-bit keys, is exact, or the error names what the backend lacks."""
     number = CASES.index(case)
     tensors = {n: t for n, t in tensors_of(case, 37, 70).items() if n not in ("do", "dlse")}
     options = replace(options_of(case), backend=backend, grads=("dq",))
@@ -78,7 +78,7 @@ def test_bits_are_the_same_alone_and_among_others(backend: str, eight: bool) -> 
 
 @pytest.mark.parametrize("backend", EACH)
 def test_problems_share_a_call(backend: str) -> None:
-    """Problems with other page sizes, lengths, heads and layouts share a call, each with the bits of itself alone."""
+    """Problems that differ in page size, lengths, heads and layout share a call; each has the same bits as alone."""
     problems, alone = [], []
     for n, (layout, size) in enumerate((("bhsd", 7), ("bshd", 16), ("thd", 3))):
         case = PLAIN | {"layout": layout, "group": 1 + n % 2}
@@ -160,7 +160,7 @@ def test_no_key_and_no_page() -> None:
             assert not forward(backend, {"q": q, **few})["o"].any()
 
 
-# Prices
+# Cost estimates
 
 
 def test_prices_are_those_of_the_keys_that_are_there() -> None:
@@ -177,7 +177,7 @@ def test_prices_are_those_of_the_keys_that_are_there() -> None:
 
 
 def test_prices_of_packed_queries_over_pages() -> None:
-    """The price assumes that each sequence may have all queries, or all keys of its pages, without a causal square."""
+    """Without lengths, the estimate counts all queries with all keys of a sequence's pages, and no causal half."""
     case = PLAIN | {"layout": "thd"}
     t = {n: x for n, x in tensors_of(case, 24, 48).items() if n != "do"}
     paged = in_pages(t, "thd", 4)  # 24 keys a sequence at most

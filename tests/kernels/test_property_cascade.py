@@ -1,4 +1,4 @@
-"""Random sequences that share pages have in Triton's kernels the bits that each sequence has alone."""
+"""In Triton's kernels, random sequences that share pages have the same bits as each sequence alone."""
 
 from typing import Any
 

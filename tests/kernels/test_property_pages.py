@@ -1,4 +1,4 @@
-"""Problems with random page sizes, page numbers, sharing and strides have right answers."""
+"""Problems with random page sizes, page numbers, shared pages and strides have the bits of problems without pages."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ BACKENDS = ["torch", "tiled", "reference", "triton"]
 
 @st.composite
 def serving(draw: st.DrawFn) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], str]:
-    """Draw a paged problem with shared and strided pages, and the equal dense problem."""
+    """Draw (a problem without pages, the same problem with shared and strided pages, the layout of the latter)."""
     size, pool, pages = draw(st.integers(1, 20)), draw(st.integers(1, 6)), draw(st.integers(0, 5))
     lengths = draw(st.lists(st.integers(0, size * pages), min_size=1, max_size=4))
     layout, eight = draw(st.sampled_from(["bhsd", "bshd", "thd"])), draw(st.sampled_from([None, *DTYPES]))

@@ -17,7 +17,7 @@ SIZES = Sizes(
 )  # fmt: skip
 any_problem = problems(
     SIZES, backward=True, windows=((-1, -1), (20, 7), (0, 0)), slope=0.5,
-    block_sizes=(None, (16, 16), (16, 48)),  # these blocks cut the interpreter's tiles, and tiles cut the blocks
+    block_sizes=(None, (16, 16), (16, 48)),  # block edges are inside the interpreter's tiles, and tile edges in blocks
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""8-bit keys and values are made correctly, and attention over them equals float64 of the dequantized values."""
+"""`quantize` and `dequantize` are right, and attention over 8-bit keys equals float64 with the dequantized values."""
 
 from dataclasses import replace
 from itertools import product
@@ -18,7 +18,7 @@ from tests.support.kernels.triton_cases import BACKENDS, CASES, EACH, PLAIN, eac
 
 
 def request(case: dict[str, Any], backend: str) -> tuple[dict[str, torch.Tensor], Options]:
-    """Return a forward request for `case` with 8-bit keys; cases vary the dtype and the form of the scales in turn."""
+    """Return a forward request for `case` with 8-bit keys; the case's number selects their dtype and form of scales."""
     number = CASES.index(case) if case in CASES else 0
     dtype, form = list(DTYPES)[number % 2], FORMS[number // 2 % 4]
     given = {n: t for n, t in tensors_of(case, 37, 70).items() if n not in ("do", "dlse")}
@@ -159,7 +159,7 @@ def test_one_head_forms(backend: str, rank: int) -> None:
 
 @pytest.mark.parametrize("backend", EACH)
 def test_it_is_attention_over_what_the_numbers_stand_for(backend: str) -> None:
-    """8-bit values stand for dequantized ones: equal scores give their mean, one key its value, without `verify`."""
+    """With equal scores, o is the mean of the dequantized values; the test does not use `verify`."""
     t = qkv(2, 4, 5, 7, 16, kv_heads=2)
     t["q"].zero_()
     t = of_eight_bits(t, "bhsd", "float8_e4m3fn")

@@ -1,4 +1,4 @@
-"""Short sequences share operator calls, and each has right answers with the same bits as alone."""
+"""Short sequences are computed together in one operator call, and each has right answers and the same bits as alone."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ OPTIONS = st.fixed_dictionaries(
 
 
 def problem_of(lengths, layout, heads, dim, dtype, mask, extras, seed=0):
-    """Return tensors of sequences with these lengths, packed or padded, and matching options."""
+    """Return the tensors of a gradient request for sequences with these lengths, packed or padded."""
     n, kv_heads = len(lengths), max(heads // 2, 1)
     longest = max(q for q, _ in lengths), max(k for _, k in lengths)
     t = qkv(n, heads, *longest, dim, kv_heads=kv_heads, dtype=dtype, seed=seed)
@@ -162,7 +162,7 @@ def test_what_is_summed_over_sequences_is_not_cut_between_them():
 @pytest.mark.parametrize("backend", ["tiled", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_part_writes_the_answers_of_its_own_sequences_alone(backend, mask, dtype, monkeypatch):
-    """Each part writes only its own sequences' answers, in any order of the parts, also at the same time."""
+    """Each part writes only the answers of its own sequences, so the parts may run in any order."""
     lengths = [(0, 3), (2, 3), (2, 0), (1, 3), (2, 3)]
     t = problem_of(lengths, "bhsd", 2, 8, dtype, mask, False)
     t["attn_mask"] = t["attn_mask"].to(dtype)

@@ -1,4 +1,4 @@
-"""o is dense in the order of q's strides, and a gradient in its input's order, with the same bits on every backend."""
+"""o has the dimension order of q in memory, and a gradient that of its input; this order does not change the bits."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ BACKENDS = [name for name in ("triton", "torch", "tiled", "reference") if name i
 
 
 def laid(t: Tensor, order: tuple[int, ...]) -> Tensor:
-    """Return `t` in memory with this order of dimensions, the slowest first."""
+    """Return `t` in memory with this order of dimensions, from the largest stride."""
     back = [order.index(dim) for dim in range(t.ndim)]
     return t.permute(order).contiguous().permute(back)
 
 
 def dense(shape: tuple[int, ...], order: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of dense memory of this shape in this order."""
+    """Return the strides of a dense tensor of this shape with this order of dimensions in memory."""
     return laid(torch.empty(shape), order).stride()
 
 

@@ -23,13 +23,13 @@ VALID[1, 19:] = 0  # padding; `generate` needs it on the left
 
 @pytest.fixture(scope="module", autouse=True)
 def registered() -> None:
-    from flashpoint_kernels.transformers import register  # takes seconds: not at collection
+    from flashpoint_kernels.transformers import register  # imported only here, because the import takes seconds
 
     register()
 
 
 def gpt_oss() -> Any:
-    """Return gpt-oss, without float64, with both experts active: rounding must not change the choice of experts."""
+    """Return gpt-oss with both experts active: rounding must not change the choice. Eager experts take float64."""
     model = small_models.gpt_oss(num_experts_per_tok=2)
     model.set_experts_implementation("eager")
     return model
@@ -68,7 +68,7 @@ def trained(model: Any, attention: str, dtype: torch.dtype, tokens: Tensor = TOK
 def test_training_is_as_exact_as_eager(
     dtype: torch.dtype, true_dtype: torch.dtype, limit: float, of_each: float, of_all: float, name: str
 ) -> None:
-    """Training is as exact as with eager: both are compared with eager in a wider dtype, over eight batches."""
+    """Training is about as exact as with eager attention; both are compared with eager in a wider dtype."""
     model = FAMILIES[name]().to(DEVICE)
     if name in ("gpt_oss", "t5"):  # large weights make bfloat16 useless there
         for each, weights in model.named_parameters():

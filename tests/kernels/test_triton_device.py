@@ -1,4 +1,4 @@
-"""Sizes too large for the interpreter are right on a GPU (`make gpu`), by `verify` against float64."""
+"""Problems too large for the interpreter have right answers on a GPU (`make gpu`), and repeats have the same bits."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The Hopper kernels (descriptors, warp roles) give the answers of the general ones, and run for fitting problems."""
+"""The Triton kernels for Hopper (TMA descriptors, warp roles) are right, and run for the problems that fit them."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ FAST = (0, 7)
 def test_answers(case: dict[str, Any], q_len: int, kv_len: int) -> None:
     tensors = tensors_of(case, q_len, kv_len)
     assert kernels(tensors, options_of(case)) == ["attention_forward_hopper"]
-    of_hopper = "" if case["dims"] == (160, 160) else "_hopper"  # registers do not suffice for these gradients
+    of_hopper = "" if case["dims"] == (160, 160) else "_hopper"  # these gradients would need too many registers
     assert backward_kernels(tensors, options_of(case)) == [
         "attention_delta", f"attention_backward_kv{of_hopper}", f"attention_backward_q{of_hopper}",
     ]  # fmt: skip
@@ -55,7 +55,7 @@ def test_what_the_copy_engine_cannot_take_goes_through_pointers() -> None:
         ({**fine, "k": one(1, 2, 70, 20)[..., :16]}, Options()),  # rows 40 bytes apart
         ({**fine, "k": one(1, 2, 1, 16).expand(1, 2, 70, 16)}, Options()),  # all rows share memory
         ({**fine, "q": one(1, 1, 70, 16).expand(1, 2, 70, 16)}, Options()),  # all heads share memory
-        (fine, Options(window=(5, 5))),  # level 1
+        (fine, Options(window=(5, 5))),  # only the general kernels have windows
         (fine, Options(scale=-1.0)),
         ({name: t.float() for name, t in fine.items()}, Options()),
     ):

@@ -1,4 +1,4 @@
-"""Packed blocks, one tile for few queries of all heads that share a key head, are right in forward and dQ."""
+"""Packed blocks, tiles with the few queries of all heads that share a key head, are right in the forward and dQ."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +12,7 @@ from tests.conftest import INTERPRETING
 from tests.support.kernels.solving import qkv
 from tests.support.kernels.triton_cases import FACTORS, PLAIN, name_of, options_of, pairs, tensors_of
 
-FEW = 3  # queries: packed in the interpreter as on a device
+FEW = 3  # queries, so few that blocks are packed in the interpreter and on a GPU
 SINGLES = [PLAIN | {"group": 2, name: level} for name, levels in FACTORS.items() for level in levels]
 
 
@@ -61,7 +61,7 @@ def test_sequences_with_few_and_with_many_queries_in_one_request(band: str) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize(("q_len", "group"), [(1, 1), (1, 8), (2, 16), (8, 3), (8, 9)])
 def test_any_group_and_keys_in_many_parts(q_len: int, group: int) -> None:
-    """Groups of any size, in one or several blocks of 16 or 32 rows, are right with keys in parts that are merged."""
+    """Groups of any size, in one or several blocks, are right if the keys are split into parts and merged."""
     tensors = qkv(1, 2 * group, q_len, 300, 16, kv_heads=2)
     report = verify(tensors, Options(backend="triton", causal=True))
     assert report.ok, "\n".join(str(t) for t in report.tensors if not t.ok)

@@ -1,4 +1,4 @@
-"""`verify` passes exact answers, detects wrong ones, and says where they are."""
+"""`verify` passes answers that are exact up to rounding, detects wrong ones, and reports their positions."""
 
 import json
 import math

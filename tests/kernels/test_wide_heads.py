@@ -1,4 +1,4 @@
-"""Head dimensions above 256, and sums of two powers of two (192 with 128, 576 with 512), work in the forward."""
+"""The forward is right for head dimensions above 256 and sums of two powers of two (D 192 and Dv 128, 576 and 512)."""
 
 from dataclasses import replace
 from typing import Any
