@@ -1,10 +1,10 @@
-"""Act in the browser for the tests of the page, and read values from the page."""
+"""Operate the server's web page in a browser for its tests, and read values from it."""
 
 import json
 import subprocess
 import sys
 
-PATIENCE_MS = 240_000  # for any action; only ends a hang
+PATIENCE_MS = 240_000  # milliseconds for any action; only a hang takes so long
 
 # Returns for each chart: its title, its x values, its lines by name, and the points outside its axes or not painted.
 _DRAWN = """async (selector) => {

@@ -25,7 +25,7 @@ from flashpoint_server.routes.pipeline import Route, deadline_of, reply, submit
 
 HOUR = 3600  # seconds: no timeout expires during a slow test
 TURNS = 8  # turns of the loop: enough to read all sent data and to send all possible answers
-RELEASED = 0xAA  # the content of released memory
+RELEASED = 0xAA  # the bytes that overwrite released memory
 REFUSALS = {"early": "invalid_request", "staging": "queue_full", "late": "engine_lost"}
 CALLBACKS = (
     "on_message_begin", "on_url", "on_header", "on_headers_complete", "headers_completed", "on_body",

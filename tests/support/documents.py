@@ -4,7 +4,7 @@ BLOCK = r"((?:(?!```).*\n)*)"
 
 
 def same(actual, printed):
-    """Return whether both are equal, except for the last digits of numbers and the name of the CPU's kernel."""
+    """Return whether both are equal, except for the last digits of floats and the value of "kernel"."""
     if isinstance(printed, float):
         return isinstance(actual, float) and abs(actual - printed) <= 1e-5 * max(1.0, abs(printed))
     if isinstance(printed, list) and isinstance(actual, list):

@@ -1,4 +1,4 @@
-"""Answers of a server as bytes, in the framings of HTTP/1.1."""
+"""Answers of a server as bytes, with each way of HTTP/1.1 to mark the end of a body."""
 
 import numpy as np
 

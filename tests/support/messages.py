@@ -11,7 +11,7 @@ with contextlib.suppress(ImportError):  # tests that send no tensors run without
     import safetensors.torch
     import torch
 
-PATIENCE = 240  # seconds for an answer; only ends a hang
+PATIENCE = 240  # seconds for an answer; only a hang takes so long
 SAFETENSORS = "application/vnd.safetensors"
 JSON = "application/json"
 PROBLEM = "application/problem+json"

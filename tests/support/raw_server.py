@@ -4,7 +4,7 @@ import contextlib
 import socket
 import threading
 
-PATIENCE = 60  # seconds; only ends a hang
+PATIENCE = 60  # seconds; only a hang takes so long
 
 
 class RawServer:

@@ -42,7 +42,7 @@ def send(server, body, *, path="/attention", length=None, request_id=None, recei
 
 
 def read_all(connection):
-    """Return the body of the answer."""
+    """Read until the server closes the connection, and return the body of the answer."""
     with connection, connection.makefile("rb") as file:
         return file.read().split(b"\r\n\r\n", 1)[1]
 

@@ -91,7 +91,7 @@ class _Part(threading.local):
 
 
 class _Stage:
-    """The roles of one program: one runs at a time, and a role at a barrier lets all others run first."""
+    """The roles of one program. One runs at a time; one that arrives at a barrier lets all other roles run first."""
 
     def __init__(self) -> None:
         self.turn = threading.Condition()  # the running role holds this condition

@@ -22,7 +22,7 @@ from tests.support.kernels.solving import normal
 PAGE = mmap.PAGESIZE
 LIBC = ctypes.CDLL(None, use_errno=True)
 LIBC.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-HELD: list[mmap.mmap] = []  # memory of the current call
+HELD: list[mmap.mmap] = []  # keeps the memory of the current call
 
 
 def guarded(t: Tensor, at_end: bool) -> Tensor:

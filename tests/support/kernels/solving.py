@@ -66,7 +66,7 @@ def poisoned(tensors: Mapping[str, Tensor], options: Options, direction: Directi
 
 
 def forward(backend: str, tensors: Mapping[str, Tensor], **options: object) -> dict[str, Tensor]:
-    """Return o and lse."""
+    """Return o and lse as `backend` computes them."""
     inputs = {name: t for name, t in tensors.items() if name not in ("do", "dlse", "o", "lse")}
     problem = poisoned(inputs, Options(return_lse=True, **options), "forward")  # type: ignore[arg-type]
     run([problem], backend)

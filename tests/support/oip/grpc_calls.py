@@ -14,7 +14,7 @@ HEALTH = "grpc.health.v1.Health"
 TYPED = {"BOOL": "bool_contents", "INT32": "int_contents", "INT64": "int64_contents", "FP32": "fp32_contents",
          "FP64": "fp64_contents"}  # fmt: skip
 Request, Response = protos.message("inference.ModelInferRequest"), protos.message("inference.ModelInferResponse")
-HANG = 600  # seconds; only ends a hang
+HANG = 600  # seconds; only a hang takes so long
 NO_LIMIT = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
@@ -92,7 +92,7 @@ class Caller:
         return self.method("ModelInfer").future(message.SerializeToString(), **how)
 
     def ask(self, name, service=SERVICE, /, **fields):
-        """Call any other method."""
+        """Call any other method with a request that has `fields`, and return its response."""
         request_type, answer_type = protos.methods(service)[name]
         return answer_type.FromString(
             self.method(name, service)(request_type(**fields).SerializeToString(), timeout=HANG)

@@ -18,7 +18,7 @@ ALL, LOOKS = ((("authorization", f"Bearer {key}"),) for key in ("all", "looks"))
 
 
 class HeldServer(GatedServer):
-    """A server with `settings`. With `interpret` it runs Triton's kernels, the only ones that share launches."""
+    """A server with `settings`. With `interpret`, Triton's kernels run, which compute several requests at once."""
 
     def __init__(self, folder, *, interpret=False, **settings):
         super().__init__(serve, folder, interpret=interpret, grpc_port=0, shutdown_timeout=HANG, **settings)
