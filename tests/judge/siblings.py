@@ -55,7 +55,7 @@ class short_reciprocal(Tiled):
 
 @wrong("skipped-tiles", "skipped-weights")
 class skipped_tiles(Tiled):
-    """Tiles whose largest score is 6 below the maximum so far are skipped, as sparse kernels do."""
+    """A row skips tiles whose largest score is more than 6 below its maximum so far, as sparse kernels do."""
 
     def scores(self, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
         s = super().scores(q, k, seen)
@@ -110,7 +110,7 @@ class bounded_scores(Tiled):
 
 @wrong("causal-alignment", "one-query", "causal", "causal-lengths")
 class decode_sees_one(Tiled):
-    """A single query is taken for the first one: with causal it sees key 0 alone."""
+    """If there is one query, it is at position 0, so with causal it sees only key 0."""
 
     def offset(self, q_len: int, kv_len: int) -> int:
         return 0 if q_len == 1 else kv_len - q_len
@@ -132,7 +132,7 @@ class window_top_left(Tiled):
 
 @wrong("nan")
 class first_tile_hidden(Tiled):
-    """A row whose first tile is all hidden is NaN: exp(-inf - (-inf))."""
+    """A row that sees no key of the first tile is NaN: exp(-inf - (-inf))."""
 
     def shift(self, m: Tensor) -> Tensor:
         return m
@@ -140,7 +140,7 @@ class first_tile_hidden(Tiled):
 
 @wrong("key-tail", "key-missing", "causal", "last-tile", "causal-by-one")
 class diagonal_tile_skipped(Tiled):
-    """With causal, a query at a position from 64 on sees no key of the 64 keys that contain its own position."""
+    """With causal, a query at a position from 64 on does not see the tile of 64 keys that contains this position."""
 
     def visible(self, i: Tensor, j: Tensor) -> Tensor:
         seen = super().visible(i, j)
@@ -194,7 +194,7 @@ class delta_in_bfloat16(Tiled):
 
 @wrong("gradient-factor", "gradient-scale", "backward-scale")
 class default_scale_in_backward(Tiled):
-    """The backward multiplies by 1/sqrt(D), whatever the scale."""
+    """The backward multiplies dq and dk by 1/sqrt(D), whatever the scale."""
 
     def gradients(self, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return dq * dq.shape[-1] ** -0.5, dk * dq.shape[-1] ** -0.5, dv

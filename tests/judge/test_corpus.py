@@ -48,7 +48,7 @@ def test_a_right_kernel_is_not_blamed(name):
 
 
 def _thirds(names: list[str]) -> list[Any]:
-    """Return parameters: CI runs every third name, and the wide sweep runs all."""
+    """Return parameters for these names: every third is marked slow (CI), the others full (the wide sweep)."""
     return [pytest.param(name, marks=pytest.mark.full if n % 3 else pytest.mark.slow) for n, name in enumerate(names)]
 
 

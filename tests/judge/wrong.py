@@ -116,7 +116,7 @@ class base_two(Tiled):
 
 @wrong("last-tile", "key-tail")
 class last_tile(Tiled):
-    """The loop ends at whole tiles: the last, partial one is ignored."""
+    """The loop visits only whole tiles, so the last, partial tile is ignored."""
 
     def ends(self, length: int) -> int:
         return length if length < self.tile else length // self.tile * self.tile
@@ -124,7 +124,7 @@ class last_tile(Tiled):
 
 @wrong("padded-keys")
 class padded(Tiled):
-    """Padded keys of the last tile count with a score of 0."""
+    """Without causal, padding keys of the last tile have a score of 0, and count in the sum."""
 
     def scores(self, q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
         s = super().scores(q, k, seen)
@@ -186,7 +186,7 @@ class padded_scale(Tiled):
 
 @wrong("scale-ignored")
 class own_scale(Tiled):
-    """The given scale is ignored."""
+    """The caller's scale is ignored: scores are multiplied by 1/sqrt(D)."""
 
     def scaled(self, scale: float | None, dim: int) -> float:
         return dim**-0.5
