@@ -75,7 +75,7 @@ def test_grouped_heads_of_xformers() -> None:
 
 
 def test_flashinfers_single_calls_and_merge_state() -> None:
-    q, k, v = Q[0].transpose(0, 1), K[0], V[0]  # NHD, HND
+    q, k, v = Q[0].transpose(0, 1), K[0], V[0]  # q in FlashInfer's layout NHD, k and v in HND
     parts = [
         attention(q[None], *(t[:, rows].transpose(0, 1)[None] for t in (k, v)), layout="bshd", return_lse=True)
         for rows in (slice(4), slice(4, 9))

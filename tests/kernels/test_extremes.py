@@ -45,7 +45,7 @@ def near(answers, t):
     o, dp = p @ v, do @ v.mT
     ds = p * (dp - (do * o).sum(-1, keepdim=True))
     wanted = {"o": o, "lse": s.logsumexp(-1), "dq": scale * ds @ k, "dk": scale * ds.mT @ q, "dv": p.mT @ do}
-    # Scores are rounded, and so are their exponentials and every product with these.
+    # The rounding of a score also changes its exponential, and all products with this exponential.
     largest = {name: t[name].double().abs().amax((-1, -2), keepdim=True) for name in ("q", "k", "v", "do")}
     steep = (do.abs() @ v.abs().mT).amax((-1, -2), keepdim=True) * 2 * scale
     sizes = {"o": largest["v"], "lse": 1.0, "dq": steep * largest["k"], "dk": steep * largest["q"], "dv": largest["do"]}
@@ -109,7 +109,7 @@ def check(word, name, backend, actual, t, case):
     assert dict(near({name: actual}, other))[name][HEAD][~at[HEAD]].all()
 
 
-# Interpreted cases are slow: these cover each place, each value and each word that `check` reads.
+# Interpreted cases are slow: these have each changed input, each value, and each effect that `check` distinguishes.
 INTERPRETED = (
     "NaN in q", "+∞ in k", "NaN in v", "+∞ in do", "−∞ in attn_mask", "1e4 in k", "subnormal in v", "−0 in q",
 )  # fmt: skip

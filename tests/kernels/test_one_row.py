@@ -114,7 +114,7 @@ def test_rows_have_the_bits_of_the_full_prefill(
         actual = found_o.transpose(1, 2), found_lse
     elif way == "pages" and not mask and kind is None:
         actual = answers(in_pages(call | {"kv_lengths": torch.tensor([stop])}, "bhsd", page), **options)
-    elif way == "offset" and "block_mask" not in t:  # keys after the last query exist
+    elif way == "offset" and "block_mask" not in t:  # the call has keys after its last query
         masked = {"attn_mask": t["attn_mask"][..., start:stop, :]} if "attn_mask" in t else {}
         actual = answers(t | {"q": call["q"], "offset": start} | masked, **options)
     else:

@@ -134,7 +134,7 @@ def test_parts_of_a_problem_have_its_bits(backend: str, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("rank", [2, 3])
 @pytest.mark.parametrize("backend", EACH)
 def test_one_head_forms(backend: str, rank: int) -> None:
-    """Pages of one head, and a pool of one page, have as many dimensions as q."""
+    """k and v have as many dimensions as q: without an axis of heads, or one page (keys, D) if q is one matrix."""
     q, k, v = normal(2, 5, 16), normal(4, 6, 16, seed=1), normal(4, 6, 16, seed=2)
     table, lengths = torch.tensor([[3, 0], [1, 9]], dtype=torch.int32), torch.tensor([11, 6])
     if rank == 2:

@@ -202,7 +202,7 @@ def test_a_price_follows_the_lengths_once_they_are_known(layout):
 
 
 def test_scores_of_zero_and_nan_and_minus_infinity_are_told_apart_in_every_sequence():
-    """Scores of 0, NaN and −∞ give different answers, although the operator returns lse = 0 for all with one key."""
+    """In sequences of one key, scores of 0, NaN and −∞ give the different answers of the reference."""
     t = {name: torch.zeros(5, 2, 3, 4) for name in "qkv"} | {"kv_lengths": torch.tensor([1, 1, 3, 1, 1])}
     t["v"] += 1.0
     t["q"][1, 0, 2] = torch.nan

@@ -1,4 +1,4 @@
-"""The kernels in C are built for each level that the compiler knows, and compiler errors are reported."""
+"""The kernels in C are built for each instruction set that the compiler knows, and compiler errors are reported."""
 
 import platform
 import shutil

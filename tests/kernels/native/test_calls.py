@@ -1,4 +1,4 @@
-"""Threads of the kernels in C compute each call once, for any caller; C and Python lay out a call equally."""
+"""The threads of the kernels in C compute each call once, for any caller; C and Python agree on a call's layout."""
 
 import ctypes
 import signal
@@ -171,7 +171,7 @@ def integers(names: tuple[str, ...]) -> dict[str, int]:
 def test_members_are_where_python_writes_them(
     tmp_path: Path, header: str, structures: dict[str, dict[str, int]]
 ) -> None:
-    """Python writes each member where C has it, and both sizes are equal: C has no further members."""
+    """Members of structs have equal offsets in Python and C. The sizes are equal too, so C has no further members."""
     expected = {(struct, name): at for struct, members in structures.items() for name, at in members.items()}
     lines = [
         f'printf("%zu ", {f"offsetof(struct {struct}, {name})" if name else f"sizeof(struct {struct})"});'

@@ -1,4 +1,4 @@
-"""The forward in C is exact, and has the same bits if it is cut by sequences and heads."""
+"""The forward in C is right, and has the same bits if parts with some sequences and heads are computed separately."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The canonical views of a problem show its sequences in every layout, and writes to them change its outputs."""
+"""A problem's views (H, S, D) have its sequences in every layout, and writes to views change the problem's outputs."""
 
 from typing import Any
 

@@ -210,7 +210,7 @@ any_sequences = given(
 @example(1, 1, 2, 17, 5, 16, "all", torch.float32, "bhsd", False)  # one key/value head gives one backward task
 @example(2, 1, 1, 254, 517, 128, "all", torch.float32, "bhsd", False)  # a sequence alone uses two threads
 @example(2, 1, 1, 30, 5000, 128, "all", torch.float32, "bhsd", False)  # one forward block of queries uses two threads
-@example(2, 1, 1, 513, 600, 64, "causal alibi", torch.float32, "bhsd", False)  # one task in a call over far keys
+@example(2, 1, 1, 513, 600, 64, "causal alibi", torch.float32, "bhsd", False)  # ALiBi, and keys before all queries
 @example(1, 2, 2, 330, 330, 64, "causal", torch.float32, "bhsd", True)  # the last block has few queries
 @settings(max_examples=12, deadline=None)
 def test_bits_are_the_same_with_neighbours_in_the_call_and_with_all_threads(

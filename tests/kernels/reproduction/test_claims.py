@@ -45,7 +45,7 @@ def test_lengths_and_traffic_measure_each_row_once(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(bench, "_TIMING", Timing(max_seconds=0.02, min_repeats=2, warmup_ms=1))
     events = list(claims.reproduce(["lengths", "traffic"]))
     rows = [event["row"] for event in events if event["type"] == "row"]
-    assert len(rows) == 2 * 2 * 3  # lengths, directions, backends, including traffic
+    assert len(rows) == 2 * 2 * 3  # lengths, directions, backends; `traffic` measures no row again
     assert all(row["flops"] and row["bytes"] for row in rows)
     results = {event["name"]: event for event in events if event["type"] == "verdict"}
     assert "at T 256: forward" in results["lengths"]["measured"]

@@ -35,7 +35,7 @@ def test_a_product_has_the_same_bits_alone_and_among_others(rows):
             results = []
             for count in (1, 2, 3):
                 total = c[:count].clone()
-                with exactly(1):  # as in a shared call
+                with exactly(1):  # one thread, as for sequences that are computed together
                     add_product(total, x[:count], y[:count])
                     results.append(torch.stack([product(x[:count], y[:count])[0], total[0]]))
             assert torch.equal(results[0], results[2]), (rows, inner, columns)

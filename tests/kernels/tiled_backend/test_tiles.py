@@ -95,7 +95,7 @@ def test_sharp_softmax_does_not_overflow() -> None:
     assert all(torch.isfinite(torch.tensor(e.max_abs)) for e in report.tensors)
     o = forward("tiled", t)["o"]
     first, second = (t["q"] @ t["k"].mT / 4.0).topk(2).values.unbind(-1)
-    clear = first - second > 50  # softmax in float32 is one key there
+    clear = first - second > 50  # the softmax in float32 has only one weight there
     assert clear.float().mean() > 0.5
     best = (t["q"] @ t["k"].mT).argmax(-1)
     expected = t["v"].gather(2, best[..., None].expand(-1, -1, -1, 16))

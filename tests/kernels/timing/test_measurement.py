@@ -203,7 +203,7 @@ def test_a_closed_measurement_stops_at_the_slice(time: Time) -> None:
     time.tick_ms = 0.125
     timing = Timing(precision=1e-9, max_seconds=3600, slice_ms=1e-6, min_repeats=1000)
     running = measure(small("naive"), timing=timing)
-    for _ in range(12):  # into the repeats
+    for _ in range(12):  # until the repeats have begun
         next(running)
     running.close()
     with pytest.raises(StopIteration):
@@ -269,7 +269,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ({4: 1.0, 2: 0.98, 1: 1.02}, 4, {4, 2, 1}, False),  # within the noise
         ({4: 0.5, 2: 0.4, 1: 0.3}, 1, {4, 2, 1}, False),  # small problem: threads cost more than they save
         ({4: 24.0, 2: 20.0, 1: 0.3}, 1, {4, 2, 1}, True),  # threads wait for a busy core
-        ({4: 200.0, 2: 50.0, 1: 90.0}, 2, {4, 2, 1}, True),  # a long call: halve while it gets faster
+        ({4: 200.0, 2: 50.0, 1: 90.0}, 2, {4, 2, 1}, True),  # a long call: halve the threads while it gets faster
         ({4: 200.0, 2: 300.0, 1: 90.0}, 4, {4, 2}, False),
         ({4: 70_000.0, 2: 1.0, 1: 1.0}, 4, {4}, False),  # too long to try
     ],

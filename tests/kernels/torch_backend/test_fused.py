@@ -128,7 +128,7 @@ def test_the_forward_that_backward_runs_has_the_bits_of_the_one_that_is_brought(
 
 
 def test_backward_takes_the_lse_of_any_backend() -> None:
-    """The backward takes the lse of any backend: the −∞ of a masked row, as in `tiled`, never reaches the operator."""
+    """The backward takes the lse of any backend, also the −∞ that `tiled` returns for a row without keys."""
     t = qkv(1, 2, 9, 4, 8)
     saved = forward("tiled", t, causal=True)
     assert saved["lse"].isinf().any()
@@ -162,7 +162,7 @@ def test_determinism_is_asked_without_filling_new_memory_and_all_is_as_it_was_af
 
 
 def efficient(q: Any, k: Any, v: Any, bias: Any, _lse: bool, _p: float, causal: bool, *, scale: float) -> Any:
-    """Stand in for CUDA's memory-efficient operator, with its requirements on a mask."""
+    """Replace CUDA's memory-efficient operator: check its requirements on a mask, and compute attention."""
     assert not causal
     assert bias.dtype == q.dtype
     assert bias.stride(-1) == 1

@@ -10,7 +10,7 @@ from tests.support.kernels.triton_cases import PLAIN, check, name_of
 
 @pytest.mark.parametrize("scale", [-0.3, *(pytest.param(scale, marks=pytest.mark.slow) for scale in (1.0, 0.0, 1e-42))])
 def test_any_scale(scale: float) -> None:
-    """Any scale is right: the fast variant takes the largest score from the largest product only for scales > 0."""
+    """Any scale is right. The fast variant scales only the largest product of a row, which needs a scale above 0."""
     check(PLAIN | {"band": "causal"}, 20, 70, batch=1, scale=scale)
 
 
