@@ -16,7 +16,7 @@ import numpy as np
 from forms import SAFETENSORS, Case, Request
 from load import drive
 from record import percentile
-from runner import Args, Option, run, target
+from runner import Args, option, run, target
 from serving import service
 
 import flashpoint
@@ -97,4 +97,4 @@ def measure(args: Args) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run(measure, "beside", rounds=Option(3))
+    run(measure, "beside", rounds=option(3))

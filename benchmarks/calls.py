@@ -27,7 +27,7 @@ from typing import Any
 from unittest import mock
 
 from record import ROOT, commit
-from runner import Args, Option, apart, in_turn, medians, ratio, run, run_named, target
+from runner import Args, apart, in_turn, medians, option, ratio, run, run_named, target
 
 Call = Callable[[], Any]
 LENGTHS = (1, 16, 64, 128, 512, 2048)
@@ -211,8 +211,8 @@ def launch_overhead(args: Args) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    beside = Option(None, "a checkout of another commit", type=Path)
+    beside = option(None, "a checkout of another commit", type=Path)
     run_named(
-        cpu_calls=partial(run, cpu_calls, packages=("torch",), beside=beside, rounds=Option(5)),
-        launch_overhead=partial(run, launch_overhead, packages=("torch", "triton"), beside=beside, rounds=Option(20)),
+        cpu_calls=partial(run, cpu_calls, packages=("torch",), beside=beside, rounds=option(5)),
+        launch_overhead=partial(run, launch_overhead, packages=("torch", "triton"), beside=beside, rounds=option(20)),
     )

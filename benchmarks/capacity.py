@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from runner import Args, Option, medians, run, seconds
+from runner import Args, medians, option, run, seconds
 from serving import service
 
 import flashpoint
@@ -97,4 +97,4 @@ def measure(args: Args) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run(measure, "capacity", rounds=Option(9), calls=Option(5, "of each case in a round"))
+    run(measure, "capacity", rounds=option(9), calls=option(5, "of each case in a round"))

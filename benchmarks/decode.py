@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 from forms import SAFETENSORS, Message, Request
 from load import drive, rate, repeated
-from runner import Args, Option, apart, in_turn, medians, ratio, run, run_named, seconds, target, undisturbed
+from runner import Args, apart, in_turn, medians, option, ratio, run, run_named, seconds, target, undisturbed
 from serving import bare_uvicorn, engine_variables, service
 
 import flashpoint
@@ -253,14 +253,14 @@ def forks(args: Args) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    deviation = Option(0.15, "largest deviation of the operator from its median in a round that counts")
+    deviation = option(0.15, "largest deviation of the operator from its median in a round that counts")
     run_named(
         cached_decode=partial(
             run,
             cached_decode,
-            rounds=Option(12),
-            calls=Option(60, "calls of each caller in a round"),
+            rounds=option(12),
+            calls=option(60, "calls of each caller in a round"),
             deviation=deviation,
         ),
-        forks=partial(run, forks, rounds=Option(9), calls=Option(20, "calls of each way in a round")),
+        forks=partial(run, forks, rounds=option(9), calls=option(20, "calls of each way in a round")),
     )

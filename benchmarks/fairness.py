@@ -26,7 +26,7 @@ import numpy as np
 from forms import OIP_BINARY, SAFETENSORS, Tensors
 from protocol import METHOD, PATH, UNLIMITED, message
 from record import percentile
-from runner import SERVICE, Args, Option, apart, run, target
+from runner import SERVICE, Args, apart, option, run, target
 from serving import SMALL, free_ports, service
 
 import flashpoint
@@ -201,7 +201,7 @@ if __name__ == "__main__":
         measure,
         "fairness",
         packages=(*SERVICE, "grpcio"),
-        calls=Option(200, "least number of small requests in a row"),
-        kinds=Option(KINDS, choices=KINDS, many=True),
-        protocols=Option(PROTOCOLS, choices=PROTOCOLS, many=True),
+        calls=option(200, "least number of small requests in a row"),
+        kinds=option(KINDS, choices=KINDS, nargs="*"),
+        protocols=option(PROTOCOLS, choices=PROTOCOLS, nargs="*"),
     )

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from runner import ROOT, Args, Option, in_turn, ratio, run, target
+from runner import ROOT, Args, in_turn, option, ratio, run, target
 from serving import service, with_bytes
 from transformers import DynamicCache, Gemma3ForCausalLM
 
@@ -197,5 +197,5 @@ def measure(args: Args) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    folder = Option(None, "folder in which the file of the weights is assembled", type=Path)
+    folder = option(None, "folder in which the file of the weights is assembled", type=Path)
     run(measure, "gemma", packages=("torch", "transformers"), folder=folder)

@@ -18,8 +18,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from options_peers import mods
-from runner import Args, Option, run, target
+from options import mods
+from runner import Args, option, run, target
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask
@@ -222,11 +222,11 @@ def drawn(draw: random.Random, name: str, options: Sequence[str]) -> tuple[list[
         "leftpad": lambda: [draw.randint(0, 3) for _ in range(batch)],
         "rotary": lambda: (*rotary(dim, keys + 8, numbers), draw.random() < 0.5),
     }  # fmt: skip
-    chosen = {option: makers[option]() for option in sorted(names - {"none"} - masks.keys())}
+    chosen = {each: makers[each]() for each in sorted(names - {"none"} - masks.keys())}
     if "top_left" in chosen:
         chosen["causal"] = True
-    for option in names & masks.keys():
-        chosen["mask"] = masks[option]()
+    for mask in names & masks.keys():
+        chosen["mask"] = masks[mask]()
     return tensors, chosen, names
 
 
@@ -272,7 +272,7 @@ def measure(args: Args) -> dict[str, Any]:
     for name, (call, options) in FUNCTIONS.items():
         shown = SHOWN | SHOWN_BY.get(name, {})
         of_option: dict[str, dict[str, Any]] = {
-            option: {"function": name, "option": shown.get(option, option), "cases": 0} for option in options
+            each: {"function": name, "option": shown.get(each, each), "cases": 0} for each in options
         }
         whole: dict[str, Any] = {"function": name, "options": [row["option"] for row in of_option.values()], "cases": 0}
         for _ in range(args.cases):
@@ -282,7 +282,7 @@ def measure(args: Args) -> dict[str, Any]:
                 for dtype in BOUNDS
                 for what, error in errors(name, call, tensors, chosen, getattr(torch, dtype)).items()
             }
-            for row in (whole, *(row for option, row in of_option.items() if option in names)):
+            for row in (whole, *(row for each, row in of_option.items() if each in names)):
                 row["cases"] += len(BOUNDS)
                 row |= {key: max(row.get(key, 0.0), error) for key, error in errors_by_type.items()}
         functions.append(whole)
@@ -301,4 +301,4 @@ def measure(args: Args) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run(measure, "library-errors", packages=("torch",), cases=Option(150, "cases of each function"), seed=Option(0))
+    run(measure, "library-errors", packages=("torch",), cases=option(150, "cases of each function"), seed=option(0))

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from runner import Args, Option, run, target
+from runner import Args, option, run, target
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -101,6 +101,6 @@ if __name__ == "__main__":
         measure,
         "one-row",
         packages=("torch",),
-        rows=Option(1_000_000, "least number of rows to compare"),
-        seed=Option(0),
+        rows=option(1_000_000, "least number of rows to compare"),
+        seed=option(0),
     )

@@ -22,7 +22,7 @@ from typing import Any
 import grpc
 import numpy as np
 from forms import DATATYPES, OIP_BINARY, SAFETENSORS, Tensors
-from runner import SERVICE, Args, Option, apart, in_turn, medians, run, run_named, seconds, target
+from runner import SERVICE, Args, apart, in_turn, medians, option, run, run_named, seconds, target
 from serving import MIB, SMALL, Connection, engine_variables, exchanges, free_ports, operator, service
 
 from flashpoint_server.oip.grpc import protos
@@ -128,8 +128,8 @@ def rpc(args: Args) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    rounds, calls = Option(15, "rounds of each comparison"), Option(60, "small calls of each way in a round")
+    rounds, calls = option(15, "rounds of each comparison"), option(60, "small calls of each way in a round")
     run_named(
         protocol=partial(run, protocol, rounds=rounds, calls=calls),
-        rpc=partial(run, rpc, packages=(*SERVICE, "grpcio"), rounds=Option(10, "rounds of all sizes")),
+        rpc=partial(run, rpc, packages=(*SERVICE, "grpcio"), rounds=option(10, "rounds of all sizes")),
     )

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from forms import SAFETENSORS
-from runner import MALLOC, ROOT, SERVICE, Args, Option, in_turn, medians, run
+from runner import MALLOC, ROOT, SERVICE, Args, in_turn, medians, option, run
 from serving import MIB, Connection, exchanges, process, ready, service, until
 
 sys.path.append(str(ROOT))  # for tests.support, whose functions start Ray
@@ -71,5 +71,5 @@ def measure(args: Args) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    calls = Option(20, "calls of a round up to 1 MiB; a tenth of that above")
-    run(measure, "ray", packages=(*SERVICE, "ray"), rounds=Option(9), calls=calls)
+    calls = option(20, "calls of a round up to 1 MiB; a tenth of that above")
+    run(measure, "ray", packages=(*SERVICE, "ray"), rounds=option(9), calls=calls)

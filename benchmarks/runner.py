@@ -3,7 +3,7 @@
 A benchmark is a function that takes its options and returns its measurements. `run` does the rest:
 
     if __name__ == "__main__":
-        run(measure, "rpc", rounds=Option(10, "rounds of all sizes"))
+        run(measure, "rpc", rounds=option(10, "rounds of all sizes"))
 
 Each benchmark has `--out`, and `--help` with its module's docstring. On a shared machine, only the ratio of times
 measured alternately has a meaning; `pair` and `in_turn` alternate calls. `apart` runs functions in a separate process.
@@ -24,8 +24,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from pprint import pprint
 from statistics import mean, median
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 from unittest import mock
 
 from record import ROOT, environment, write
@@ -39,19 +40,10 @@ Ask = Callable[..., Any]
 BUSY = 0.5  # load average per core above which other programs disturb the times
 
 
-class Option(NamedTuple):
-    """An option of a benchmark. Its type is `type`, or that of `default`. With `many`, it takes some of `choices`."""
-
-    default: Any
-    help: str | None = None
-    choices: Collection[Any] | None = None
-    type: Callable[[str], Any] | None = None
-    many: bool = False
-
-    def add(self, parser: argparse.ArgumentParser, name: str) -> None:
-        kind = self.type or (type(self.default) if isinstance(self.default, int | float) else str)
-        more: dict[str, Any] = {"nargs": "*"} if self.many else {}
-        parser.add_argument(f"--{name}", default=self.default, type=kind, help=self.help, choices=self.choices, **more)
+def option(default: Any, help: str | None = None, **more: Any) -> dict[str, Any]:
+    """Return an option of a benchmark as keywords of argparse. By default, a number's type is that of `default`."""
+    kind = {"type": type(default)} if isinstance(default, int | float) else {}
+    return {"default": default, "help": help, **kind, **more}
 
 
 def run(
@@ -60,7 +52,7 @@ def run(
     *,
     packages: Collection[str] = SERVICE,
     malloc: bool = True,
-    **options: Option,
+    **options: dict[str, Any],
 ) -> NoReturn:
     """Measure, print the measurements and the targets, write OUT/WHAT-DEVICE.json, and exit, with 1 if one is missed.
 
@@ -68,9 +60,10 @@ def run(
     measured processes have the settings `MALLOC`.
     """
     doc = inspect.getmodule(measure).__doc__  # type: ignore[union-attr]
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, option in options.items():
-        option.add(parser, name)
+    ends = f"Writes OUT/{what}-DEVICE.json. The exit code is 1 if a target is missed or nothing could be measured."
+    parser = argparse.ArgumentParser(description=doc, epilog=ends, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, keywords in options.items():
+        parser.add_argument(f"--{name}", **keywords)
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the result")
     args = parser.parse_args()
     check_load()
@@ -79,7 +72,8 @@ def run(
         sys.exit(1)
     result = {**measurements, "environment": machine | measurements.get("environment", {})}
     targets = result.get("targets", [])
-    show({name: value for name, value in measurements.items() if name not in ("environment", "rows", "targets")})
+    shown = {name: value for name, value in measurements.items() if name not in ("environment", "rows", "targets")}
+    pprint(shown, width=120, sort_dicts=False)
     for row in targets:
         bound = f"at least {row['at_least']}" if "at_least" in row else f"at most {row['at_most']}"
         verdict = "met" if row["met"] else "MISSED"
@@ -93,16 +87,6 @@ def run_named(**benchmarks: Callable[[str], NoReturn]) -> NoReturn:
     named = {name.replace("_", "-"): benchmark for name, benchmark in benchmarks.items()}
     name = sys.argv.pop(1) if len(sys.argv) > 1 and sys.argv[1] in named else next(iter(named))
     named[name](name)
-
-
-def show(value: Any, name: str = "") -> None:
-    """Print measurements, with a line for each innermost dict and for each element of a list."""
-    if isinstance(value, dict) and (not name or any(isinstance(each, dict) for each in value.values())):
-        for key, each in value.items():
-            show(each, f"{name}, {key}".removeprefix(", "))
-    else:
-        for each in value if isinstance(value, list) else [value]:
-            print(f"{name}: {each}")
 
 
 def check_load() -> None:

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import psutil
 from forms import SAFETENSORS, Tensors
-from runner import MALLOC, ROOT, Args, Option, apart, in_turn, ratio, run, seconds, target
+from runner import MALLOC, ROOT, Args, apart, in_turn, option, ratio, run, seconds, target
 
 MIB = 1 << 20
 BIG = 64 * MIB
@@ -301,9 +301,9 @@ if __name__ == "__main__":
     run(
         measure,
         "serving",
-        device=Option("cpu", "device of the service and of the operator"),
-        rounds=Option(15, "rounds of each comparison"),
-        calls=Option(60, "small calls of each way in a round"),
-        starts=Option(3, "timed starts of the service"),
-        requests=Option(10_000, "requests before the last look at memory; the first look is after a tenth"),
+        device=option("cpu", "device of the service and of the operator"),
+        rounds=option(15, "rounds of each comparison"),
+        calls=option(60, "small calls of each way in a round"),
+        starts=option(3, "timed starts of the service"),
+        requests=option(10_000, "requests before the last look at memory; the first look is after a tenth"),
     )

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from runner import Args, Option, in_turn, medians, run, seconds, target
+from runner import Args, in_turn, medians, option, run, seconds, target
 from serving import service
 
 import flashpoint
@@ -86,4 +86,4 @@ def measure(given: Args) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run(measure, "sharded-cache", packages=("torch",), rounds=Option(15), tokens=Option(TOKENS))
+    run(measure, "sharded-cache", packages=("torch",), rounds=option(15), tokens=option(TOKENS))

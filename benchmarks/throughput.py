@@ -30,7 +30,7 @@ from forms import LONGEST, SAFETENSORS, Case, Form, Request, truth
 from load import drive, rate
 from peers.servers import INSTALLABLE, PEERS, ask, install, installed_version, started
 from record import percentile
-from runner import Args, Ask, Option, apart, in_turn, medians, ratio, run, target, undisturbed
+from runner import Args, Ask, apart, in_turn, medians, option, ratio, run, target, undisturbed
 from serving import engine_variables, service
 
 CONNECTIONS = 8
@@ -258,9 +258,9 @@ if __name__ == "__main__":
     run(
         measure,
         "throughput",
-        peers=Option([], "peers to install and time", choices=["all", *INSTALLABLE], many=True),
-        rounds=Option(6, "rounds of each case"),
-        seconds=Option(0.6, "seconds of each way in a round"),
-        repetitions=Option(3, "repetitions of mixed requests"),
-        deviation=Option(0.15, "largest deviation of the operator from its median in a round that counts"),
+        peers=option([], "peers to install and time", choices=["all", *INSTALLABLE], nargs="*"),
+        rounds=option(6, "rounds of each case"),
+        seconds=option(0.6, "seconds of each way in a round"),
+        repetitions=option(3, "repetitions of mixed requests"),
+        deviation=option(0.15, "largest deviation of the operator from its median in a round that counts"),
     )

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from runner import ROOT, Args, Option, in_turn, medians, run, seconds, target
+from runner import ROOT, Args, in_turn, medians, option, run, seconds, target
 from serving import service, with_bytes
 
 import flashpoint
@@ -81,4 +81,4 @@ def measure(args: Args) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    run(measure, "train-saved", rounds=Option(5), steps=Option(40))
+    run(measure, "train-saved", rounds=option(5), steps=option(40))
