@@ -11,12 +11,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from runner import Args, medians, option, run, seconds
+from runner import Args, medians, option, rate_of, run, seconds
 from serving import service
 
 import flashpoint
@@ -56,15 +54,6 @@ def call(client: flashpoint.Client, shape: Shape, side: capacity.Side, causal: b
     return lambda: client.attention_grad(do, q, k, v, o=o, lse=lse, causal=causal)
 
 
-def calls_per_second(function: Any, calls: int) -> float:
-    """Return the calls per second of `CALLERS` callers; each sends its next call when its answer has come."""
-    with ThreadPoolExecutor(CALLERS) as pool:
-        began = time.perf_counter()
-        for done in [pool.submit(function) for _ in range(CALLERS * calls)]:
-            done.result()
-        return CALLERS * calls / (time.perf_counter() - began)
-
-
 def compare(client: flashpoint.Client, rounds: int, calls: int) -> dict[str, Any]:
     ways = {name: (Shape(**sizes), side, causal) for name, (sizes, side, causal) in CASES.items()}
     functions = {name: call(client, *way) for name, way in ways.items()}
@@ -77,7 +66,7 @@ def compare(client: flashpoint.Client, rounds: int, calls: int) -> dict[str, Any
             predicted = capacity.predict(capacity.need(shape, side=side, causal=causal), rates_now)
             functions[name]()
             took = statistics.median(seconds(functions[name]) for _ in range(calls))
-            a_second = calls_per_second(functions[name], max(1, calls // 2))
+            a_second = rate_of(lambda function: function(), [functions[name]] * CALLERS * max(1, calls // 2), CALLERS)
             rows[name].append({
                 "predicted_ms": predicted.seconds * 1e3, "measured_ms": took * 1e3, "ratio": took / predicted.seconds,
                 "predicted_rps": predicted.requests_per_second, "measured_rps": a_second,

@@ -1,31 +1,33 @@
-"""Time decoding over caches that the service holds, beside torch's operator and beside the service without caches.
+"""Time decoding over caches that the service holds: `python benchmarks/decode.py [forks|sharded-cache]`.
 
-`python benchmarks/decode.py`. Each of eight callers decodes over its own cache: at first 4,096 keys, 8 heads, D 64,
-float32. Each call brings q, k and v of one token, attends, and makes the cache one token longer. A separate process
-sends the requests over eight connections in a closed loop (load.py); threads with the SDK do the same. Each round also
-times: torch's operator over as many keys in a process; eight callers that send all keys and values with each call; one
-request for all eight caches; and bare uvicorn that echoes as many bytes. The operator is timed at the start and end of
-each round; if a time deviates from the median, the round does not count. At the end, the benchmark measures the memory
-of 64 forks without writes. Medians, and ratios within a round, go to benchmarks/results/cached-decode-<cpu>.json. Takes
-two minutes. Exits with 1 if a target is missed.
+By default, each of eight callers decodes over its own cache: at first 4,096 keys, 8 heads, D 64, float32. Each call
+brings q, k and v of one token, attends, and makes the cache one token longer. A separate process sends the requests
+over eight connections in a closed loop (load.py); threads with the SDK do the same. Each round also times: torch's
+operator over as many keys in a process; eight callers that send all keys and values with each call; one request for all
+eight caches; and bare uvicorn that echoes as many bytes. The operator is timed at the start and end of each round; if a
+time deviates from the median, the round does not count. At the end, the benchmark measures the memory of 64 forks
+without writes. Writes medians, and ratios within a round, to cached-decode-<cpu>.json, and takes two minutes.
 
-`python benchmarks/decode.py forks` times calls over forks of one cache, which read their common keys once, with one
-query for each fork. Each round times, in turn:
+`forks` times calls over forks of one cache, which read their common keys once, with one query for each fork. Each round
+times, in turn:
 
     one request     with q alone: 16 and 64 forks of a cache of 16,384 keys, beside as many queries over that cache;
                     64 forks of a cache of 4,096 keys, beside 64 separate caches of 4,096 keys
     eight callers   with q, k and v of one token in each call: each with its own fork, beside each with its own cache,
                     at 16,384 and 65,536 keys
 
-Medians of the ratios within a round go to benchmarks/results/forks-<cpu>.json. Takes four minutes.
+Writes medians of the ratios within a round to forks-<cpu>.json, and takes four minutes.
+
+`sharded-cache` times one query over a cache of a million tokens (8 key heads, D 64, bfloat16: 2 GiB) at four servers on
+this CPU, each of which holds a quarter. Calls with `flashpoint.sharded.cache` alternate with calls of our operator and
+torch's in this process on the same tensors. Writes medians, and the largest errors against float64, to
+sharded-cache-<cpu>.json. Needs 6 GiB of memory and about two minutes.
 """
 
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from statistics import median
 from typing import Any
@@ -33,10 +35,11 @@ from typing import Any
 import numpy as np
 from forms import SAFETENSORS, Message, Request
 from load import drive, rate, repeated
-from runner import Args, apart, in_turn, medians, option, ratio, run, run_named, seconds, target, undisturbed
+from runner import Args, apart, in_turn, medians, option, rate_of, ratio, run, run_named, seconds, target, undisturbed
 from serving import bare_uvicorn, engine_variables, service
 
 import flashpoint
+from flashpoint import sharded
 
 CALLERS, HEADS, KEYS, DIM = 8, 8, 4096, 64
 FORKS = 64
@@ -47,6 +50,9 @@ Ways = Mapping[str, Callable[[int], float]]  # functions that make a number of c
 FORKED, LONG = 16384, 65536  # keys of the caches that are forked
 COUNTS = (16, 64)
 APART_KEYS = 4096  # keys of each of 64 caches, which take the memory of one cache with 262,144 keys
+SERVERS = 4
+PIECE = 1 << 15  # number of tokens in one append to a sharded cache
+UNIT = 2.0**-8  # unit roundoff of bfloat16
 Caches = Sequence[flashpoint.Cache]
 
 
@@ -87,22 +93,17 @@ def operates() -> Ways:
 
     def all_cores(calls: int) -> float:
         torch.set_num_threads(cores)
-        began = time.perf_counter()
-        for _ in range(calls):
-            attend(q, k, v)
-        return CALLERS * calls / (time.perf_counter() - began)
+        return CALLERS * calls / seconds(lambda: [attend(q, k, v) for _ in range(calls)])
 
     def a_caller_a_core(calls: int) -> float:
         torch.set_num_threads(1)
-        with ThreadPoolExecutor(cores, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            began = time.perf_counter()
-            list(pool.map(one, [*range(CALLERS)] * calls))
-            return CALLERS * calls / (time.perf_counter() - began)
+        single = {"initializer": torch.set_num_threads, "initargs": (1,)}
+        return rate_of(one, [*range(CALLERS)] * calls, cores, **single)
 
     return {OPERATOR: all_cores, APART: a_caller_a_core}
 
 
-def from_threads(caches: Sequence[flashpoint.Cache], calls: int) -> float:
+def from_threads(caches: Caches, calls: int) -> float:
     """Return the tokens per second of callers that use the SDK, each in its own thread."""
     q, k, v = (draw(1, HEADS, 1, DIM) for _ in range(3))
 
@@ -110,10 +111,7 @@ def from_threads(caches: Sequence[flashpoint.Cache], calls: int) -> float:
         for _ in range(calls):
             cache.attention(q, k, v)
 
-    with ThreadPoolExecutor(len(caches)) as pool:
-        began = time.perf_counter()
-        list(pool.map(decode, caches))
-        return len(caches) * calls / (time.perf_counter() - began)
+    return calls * rate_of(decode, caches, len(caches))
 
 
 def memory_of_forks(client: flashpoint.Client, cache: flashpoint.Cache) -> float:
@@ -252,15 +250,62 @@ def forks(args: Args) -> dict[str, Any]:
     return {"heads": HEADS, "head_dim": DIM, "calls": args.calls, "targets": targets}
 
 
+def exact(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+    """Return o in float64, and Σ p·|v|, which gives the size of rounding errors. q has one query for each head."""
+    o, size = (q.double().new_empty(q.shape) for _ in range(2))
+    for head in range(HEADS):
+        scores = (k[0, head].double() @ q[0, head, 0].double()) * DIM**-0.5
+        p, values = scores.softmax(0), v[0, head].double()
+        o[0, head, 0], size[0, head, 0] = p @ values, p @ values.abs()
+    return o, size
+
+
+def sharded_cache(args: Args) -> dict[str, Any]:
+    import torch
+    from peers.in_process import computed
+
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn((1, HEADS, 1, DIM), generator=generator).bfloat16()
+    k, v = (torch.empty((1, HEADS, args.tokens, DIM), dtype=torch.bfloat16) for _ in range(2))
+    for t in (k, v):
+        for head in range(HEADS):
+            t[0, head] = torch.randn((args.tokens, DIM), generator=generator)
+    with contextlib.ExitStack() as stack:
+        ports = [stack.enter_context(service())[1] for _ in range(SERVERS)]
+        clients = [stack.enter_context(flashpoint.Client(f"http://127.0.0.1:{port}", timeout=600)) for port in ports]
+        span = -(-args.tokens // SERVERS)
+        cache = stack.enter_context(sharded.cache(clients, kv_heads=HEADS, head_dim=DIM, dtype="bfloat16", span=span))
+        for first in range(0, args.tokens, PIECE):
+            cache.append(k[:, :, first : first + PIECE], v[:, :, first : first + PIECE])
+        ways: dict[str, Callable[[], torch.Tensor]] = {
+            "operator": lambda: computed({"q": q, "k": k, "v": v})["o"],
+            "sdpa": lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v),
+            "sharded": lambda: cache.attention(q),
+        }
+        answers = {name: call() for name, call in ways.items()}
+        timed = {name: lambda call=call: 1e3 * seconds(call) for name, call in ways.items()}
+        milliseconds = medians(list(in_turn(timed, args.rounds, warm=0)))
+    o, size = exact(q, k, v)
+    bound = UNIT * (size + o.abs()) + 1e-6
+    errors = {name: float(((answer.double() - o).abs() / bound).max()) for name, answer in answers.items()}
+    faster = min(milliseconds["operator"], milliseconds["sdpa"]) / milliseconds["sharded"]
+    return {
+        "tokens": args.tokens, "kv_heads": HEADS, "head_dim": DIM,
+        "dtype": "bfloat16", "servers": SERVERS, "bytes": k.nbytes + v.nbytes, "rounds": args.rounds,
+        "targets": [
+            target("the faster operator's time / the four servers'", faster, "time", least=0.8),
+            target("largest error / the bound for bfloat16", errors["sharded"], "error", most=1.0),
+        ],
+        "median_milliseconds": {name: round(time, 1) for name, time in milliseconds.items()},
+        "errors": {name: round(error, 3) for name, error in errors.items()},
+    }  # fmt: skip
+
+
 if __name__ == "__main__":
     deviation = option(0.15, "largest deviation of the operator from its median in a round that counts")
+    calls, fork_calls = option(60, "calls of each caller in a round"), option(20, "calls of each way in a round")
     run_named(
-        cached_decode=partial(
-            run,
-            cached_decode,
-            rounds=option(12),
-            calls=option(60, "calls of each caller in a round"),
-            deviation=deviation,
-        ),
-        forks=partial(run, forks, rounds=option(9), calls=option(20, "calls of each way in a round")),
+        cached_decode=partial(run, cached_decode, rounds=option(12), calls=calls, deviation=deviation),
+        forks=partial(run, forks, rounds=option(9), calls=fork_calls),
+        sharded_cache=partial(run, sharded_cache, packages=("torch",), rounds=option(15), tokens=option(1 << 20)),
     )

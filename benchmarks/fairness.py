@@ -1,10 +1,15 @@
-"""Time small requests while other clients send the most expensive requests: `python benchmarks/fairness.py`.
+"""Time small requests while the service does other work: `python benchmarks/fairness.py [beside]`.
 
-Each row has one kind of large request, 65,536 sequences of one token, over one protocol. Four clients in a separate
-process each keep one such request in flight, and one client sends small requests one after the other. In the last rows,
-all large requests use one API key, which has a limit, and the small requests use another key. The percentiles of the
-small requests, and the seconds of a large request alone, go to benchmarks/results/fairness-<cpu>.json. Takes about five
-minutes. Exits with 1 if a target is missed.
+By default, other clients send the most expensive requests. Each row has one kind of large request, 65,536 sequences of
+one token, over one protocol. Four clients in a separate process each keep one such request in flight, and one client
+sends small requests one after the other. In the last rows, all large requests use one API key, which has a limit, and
+the small requests use another key. Writes the percentiles of the small requests, and the seconds of a large request
+alone, to fairness-<cpu>.json. Takes about five minutes.
+
+With `beside`, the other work is a benchmark of a few rows through `POST /benchmark`, and the small requests arrive in
+an open loop with Poisson arrivals. Each round runs the requests alone, the benchmark alone, then both together.
+Targets: the p99 latency of the requests rises by at most the longest time slice of a benchmark, and no median of the
+benchmark changes by 10% or more. Writes beside-<cpu>.json. Takes two minutes on two cores.
 """
 
 from __future__ import annotations
@@ -18,18 +23,22 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
-from forms import OIP_BINARY, SAFETENSORS, Tensors
+from forms import OIP_BINARY, SAFETENSORS, Case, Request, Tensors
+from load import drive
 from protocol import METHOD, PATH, UNLIMITED, message
 from record import percentile
-from runner import SERVICE, Args, apart, option, run, target
+from runner import SERVICE, Args, apart, option, run, run_named, target
 from serving import SMALL, free_ports, service
 
 import flashpoint
+from flashpoint_contract.schemas.benchmark import BenchmarkRow
 
 COUNT = 65536
 LARGE = 4  # number of large requests in flight
@@ -42,6 +51,16 @@ OPTIONS: dict[str, dict[str, Any]] = {
 KINDS = ("plain", "mask", "kv_lengths", "thd", *OPTIONS)
 PROTOCOLS = ("http", "oip", "grpc")
 LIMITS = {"1 MFLOP/s": {"flops_per_second": 1e6}, "one request at a time": {"concurrent": 1}}
+CASE = Case(128, gradient=False)
+RATE = 40.0  # requests per second: 1/20 of what two cores can answer, so that no queue forms without the benchmark
+# The calls take between a tenth of a time slice and more than one time slice.
+GRID = {
+    "shapes": [{"batch": 1, "q_heads": 8, "q_len": length, "head_dim": 64} for length in (256, 1024)],
+    "backends": ["naive", "sdpa_flash", "torch", "tiled"],
+    "directions": ["forward"],
+    "relative_precision": 0.02,
+    "max_seconds": 1.5,
+}
 
 
 def large(kind: str) -> tuple[Tensors, dict[str, Any]]:
@@ -146,8 +165,8 @@ def row(
         "large_alone_seconds": round(statistics.median(large_alone), 4),
         "large_answered": done,
         "small_calls": len(beside),
-        "small_alone_ms": percentiles(alone),
-        "small_beside_ms": percentiles(beside),
+        "small_alone_ms": percentiles(alone, 50, 99, 100),
+        "small_beside_ms": percentiles(beside, 50, 99, 100),
     }
     print(json.dumps(result), flush=True)
     return result
@@ -160,9 +179,9 @@ def answer_seconds(send: Callable[[], bool]) -> float:
     return time.perf_counter() - began
 
 
-def percentiles(samples: list[float]) -> dict[str, float]:
+def percentiles(samples: list[float], *parts: int) -> dict[str, float]:
     """Return percentiles in milliseconds of samples in seconds."""
-    return {f"p{part}": round(percentile(samples, part) * 1e3, 2) for part in (50, 99, 100)}
+    return {f"p{part}": round(percentile(samples, part) * 1e3, 2) for part in parts}
 
 
 def keys(path: Path) -> None:
@@ -176,7 +195,7 @@ def keys(path: Path) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def measure(args: Args) -> dict[str, Any]:
+def fairness(args: Args) -> dict[str, Any]:
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         keys(file := Path(folder) / "keys.toml")
@@ -196,12 +215,68 @@ def measure(args: Args) -> dict[str, Any]:
     return {"small_shape": SMALL, "large_in_flight": LARGE, "targets": targets, "rows": rows}
 
 
+def traffic(port: int, seconds: float, seed: int) -> list[float]:
+    """Return the latency of each request in seconds, from its arrival."""
+    request = Request.post(CASE.path, SAFETENSORS.write(CASE.tensors))
+    arrivals = np.random.default_rng(seed).exponential(1 / RATE, int(RATE * seconds)).cumsum()
+    return [timed.latency for timed in drive(port, [request] * len(arrivals), 16, arrivals.tolist())]
+
+
+def benchmark_rows(port: int) -> list[BenchmarkRow]:
+    with flashpoint.Client(f"http://127.0.0.1:{port}", timeout=120) as client:
+        job = client.benchmark(**GRID).wait()
+    if job.state != "done":
+        raise RuntimeError(f"the benchmark is {job.state}: {job.error}")
+    return job.rows
+
+
+def together(port: int, seed: int) -> tuple[list[float], list[BenchmarkRow]]:
+    """Run traffic and benchmark together until the benchmark ends; return the latencies and the benchmark's rows."""
+    latencies = []
+    with ThreadPoolExecutor(1) as pool:
+        benchmark = pool.submit(benchmark_rows, port)
+        while not benchmark.done():
+            latencies += traffic(port, 2.0, seed)
+            seed += 1000
+    return latencies, benchmark.result()
+
+
+def beside(args: Args) -> dict[str, Any]:
+    latencies: dict[str, list[float]] = {"alone": [], "beside": []}
+    measured: dict[str, list[list[BenchmarkRow]]] = {"alone": [], "beside": []}
+    with service() as (_, port, _):
+        traffic(port, 1.0, 0)
+        for number in range(args.rounds):
+            latencies["alone"] += traffic(port, 10.0, number + 1)
+            measured["alone"].append(benchmark_rows(port))
+            seen, rows_beside = together(port, number + 100)
+            latencies["beside"] += seen
+            measured["beside"].append(rows_beside)
+    slices = [row.longest_slice_ms for run in measured["beside"] for row in run if row.longest_slice_ms is not None]
+    table = []
+    for index, row in enumerate(measured["alone"][0]):
+        ms = {f"{when}_ms": statistics.median(run[index].ms or 0.0 for run in runs) for when, runs in measured.items()}
+        table.append({"backend": row.backend, "q_len": row.q_len, **ms})
+    moved = max(abs(row["beside_ms"] / row["alone_ms"] - 1) for row in table)
+    rise = (percentile(latencies["beside"], 99) - percentile(latencies["alone"], 99)) * 1e3
+    return {
+        "requests_a_second": RATE,
+        "requests": {when: len(seen) for when, seen in latencies.items()},
+        "latency_ms": {when: percentiles(seen, 50, 99) for when, seen in latencies.items()},
+        "longest_slice_ms": round(max(slices), 2),
+        "rows": table,
+        "targets": [
+            target("p99 of small requests beside a benchmark, more than alone", rise, "ms", most=max(slices)),
+            target("a median of the benchmark beside traffic, moved by", moved, "of itself", most=0.1),
+        ],
+    }
+
+
 if __name__ == "__main__":
-    run(
-        measure,
-        "fairness",
-        packages=(*SERVICE, "grpcio"),
-        calls=option(200, "least number of small requests in a row"),
-        kinds=option(KINDS, choices=KINDS, nargs="*"),
-        protocols=option(PROTOCOLS, choices=PROTOCOLS, nargs="*"),
+    calls = option(200, "least number of small requests in a row")
+    kinds, protocols = (option(names, choices=names, nargs="*") for names in (KINDS, PROTOCOLS))
+    packages = (*SERVICE, "grpcio")
+    run_named(
+        fairness=partial(run, fairness, packages=packages, calls=calls, kinds=kinds, protocols=protocols),
+        beside=partial(run, beside, rounds=option(3)),
     )

@@ -1,13 +1,16 @@
-"""Time the Open Inference Protocol beside safetensors and the operator alone: `python benchmarks/protocol.py`.
+"""Time the protocols of the service beside one another: `python benchmarks/protocol.py [rpc|ray]`.
 
-The same requests go to `flashpoint serve` in both encodings over one connection. A large request with its tensors in
-shared memory is compared with the operator in a process without HTTP. Each round times every variant once. The medians
-and their targets go to benchmarks/results/protocol-<device>.json. Takes about a minute. Exits with 1 if a target is
-missed.
+By default, the same requests go to `flashpoint serve` in the format of the Open Inference Protocol and in safetensors,
+over one connection. A large request with its tensors in shared memory is compared with the operator in a process
+without HTTP. Each round times every variant once. Writes protocol-<device>.json, and takes about a minute.
 
-`python benchmarks/protocol.py rpc` sends the same prepared requests over gRPC and HTTP alternately, one connection
-each: large keys and values with one query, and large queries with one key, so that almost nothing is computed. The
-medians by payload size go to benchmarks/results/rpc-<device>.json.
+`rpc` sends the same prepared requests over gRPC and HTTP alternately, one connection each. Almost nothing is computed:
+a request brings large keys and values with one query ("in"), or gets a large answer with one computed row ("out").
+Writes the medians by payload size to rpc-<device>.json.
+
+`ray` sends such messages to `flashpoint serve`, to the same application on uvicorn with default settings, and to a
+replica of it on Ray Serve, behind Ray's own proxy and behind HAProxy. All four servers run at the same time with the
+same malloc settings, and one of them gets a call at a time. Writes ray-<device>.json, and takes about three minutes.
 """
 
 from __future__ import annotations
@@ -15,6 +18,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from functools import partial
 from multiprocessing import shared_memory
 from typing import Any
@@ -22,8 +28,20 @@ from typing import Any
 import grpc
 import numpy as np
 from forms import DATATYPES, OIP_BINARY, SAFETENSORS, Tensors
-from runner import SERVICE, Args, apart, in_turn, medians, option, run, run_named, seconds, target
-from serving import MIB, SMALL, Connection, engine_variables, exchanges, free_ports, operator, service
+from runner import MALLOC, ROOT, SERVICE, Args, apart, in_turn, medians, option, run, run_named, seconds, target
+from serving import (
+    MIB,
+    SMALL,
+    Connection,
+    engine_variables,
+    exchanges,
+    free_ports,
+    operator,
+    process,
+    ready,
+    service,
+    until,
+)  # fmt: skip
 
 from flashpoint_server.oip.grpc import protos
 
@@ -34,6 +52,8 @@ METHOD = "/inference.GRPCInferenceService/ModelInfer"
 UNLIMITED = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 SIZES = (4096, 65536, MIB, 16 * MIB, 64 * MIB)  # bytes of the large body: the request ("in") or the answer ("out")
 CALLS = {4096: 60, 65536: 60, MIB: 20}  # calls of each size in a round; 2 calls for larger sizes
+RAY_SIZES = {"16 KiB": 16384, "1 MiB": MIB, "16 MiB": 16 * MIB, "64 MiB": 64 * MIB}
+RAY_WAYS = ("flashpoint serve", "uvicorn", "Ray's proxy", "HAProxy")
 
 
 def encodings(ours: Connection, name: str, rounds: int, calls: int) -> dict[str, float]:
@@ -127,9 +147,48 @@ def rpc(args: Args) -> dict[str, Any]:
     return {"rounds": args.rounds, "medians": rows}
 
 
+@contextlib.contextmanager
+def plain_uvicorn() -> Iterator[int]:
+    """Run the application on uvicorn with default settings, and yield the port."""
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "uvicorn", "flashpoint_server.app:create_app", "--factory", f"--port={port}"]
+    cpu = {"FLASHPOINT_DEVICE": "cpu"}
+    with process([*command, "--no-access-log"], cpu, stderr=subprocess.DEVNULL) as child:
+        until(lambda: ready(port), child)
+        yield port
+
+
+def ray(args: Args) -> dict[str, Any]:
+    sys.path.append(str(ROOT))  # for tests.support, whose functions start Ray
+    from tests.support.ray_cluster import deploy
+
+    os.environ.pop("TRITON_INTERPRET", None)  # the tests set this variable; this benchmark interprets no kernel
+    milliseconds: dict[str, dict[str, float]] = {}
+    with contextlib.ExitStack() as inside:
+        ports = [
+            inside.enter_context(service())[1],
+            inside.enter_context(plain_uvicorn()),
+            *(inside.enter_context(deploy(haproxy=h, environment=MALLOC)).port for h in (False, True)),
+        ]
+        opened = [inside.enter_context(contextlib.closing(Connection(port))) for port in ports]
+        for direction in ("in", "out"):
+            for size, nbytes in RAY_SIZES.items():
+                calls = args.calls if nbytes <= MIB else max(1, args.calls // 10)
+                message = SAFETENSORS.whole(exchanges(nbytes)[direction])
+                ways = {
+                    way: lambda at=connection, sent=message: at.post("/attention", *sent).whole * 1e3
+                    for way, connection in zip(RAY_WAYS, opened, strict=True)
+                }
+                rounds = list(in_turn(ways, args.rounds * calls, warm=calls))
+                milliseconds[f"{direction}, {size}"] = medians(rounds, digits=2)
+    return {"rounds": args.rounds, "calls": args.calls, "median_milliseconds": milliseconds}
+
+
 if __name__ == "__main__":
     rounds, calls = option(15, "rounds of each comparison"), option(60, "small calls of each way in a round")
+    ray_calls = option(20, "calls of a round up to 1 MiB; a tenth of that above")
     run_named(
         protocol=partial(run, protocol, rounds=rounds, calls=calls),
         rpc=partial(run, rpc, packages=(*SERVICE, "grpcio"), rounds=option(10, "rounds of all sizes")),
+        ray=partial(run, ray, packages=(*SERVICE, "ray"), rounds=option(9), calls=ray_calls),
     )

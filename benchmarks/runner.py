@@ -21,6 +21,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -110,6 +111,14 @@ def seconds(call: Callable[[], Any], least: float = 0.0) -> float:
         call()
         taken.append(time.perf_counter() - began)
     return median(taken)
+
+
+def rate_of(call: Callable[[Any], Any], arguments: Sequence[Any], threads: int, **pool: Any) -> float:
+    """Return the calls per second of `call` with each of `arguments`, made by a pool of threads in this order."""
+    with ThreadPoolExecutor(threads, **pool) as executor:
+        began = time.perf_counter()
+        list(executor.map(call, arguments))
+        return len(arguments) / (time.perf_counter() - began)
 
 
 def in_turn(

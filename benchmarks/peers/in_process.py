@@ -25,18 +25,12 @@ POOL = ThreadPoolExecutor(CORES)
 Tensors = dict[str, torch.Tensor]
 
 
-def problem(tensors: Tensors) -> Problem:
-    return Problem.create(tensors, Options(), "backward" if "do" in tensors else "forward")
-
-
-def run_on_one(tensors: Tensors) -> None:
-    """Run the parts of the call one after another, as a lane of the engine does."""
-    for part in split(problem(tensors), "torch"):
+def computed(tensors: Tensors, in_parts: bool = True) -> Tensors:
+    """Run the parts of the call one after another, as a lane of the engine does; or the whole call at once."""
+    problem = Problem.create(tensors, Options(), "backward" if "do" in tensors else "forward")
+    for part in split(problem, "torch") if in_parts else [problem]:
         run([part], "torch")
-
-
-def run_on_all(tensors: Tensors) -> None:
-    run([problem(tensors)], "torch")
+    return problem.outputs
 
 
 def timed(
@@ -55,9 +49,9 @@ def timed(
 
 # Each timed function with torch's number of threads; `run` sets this number itself.
 WAYS = {
-    "run_one": partial(timed, run_on_one, 1),
-    "run_all": partial(timed, run_on_all, 1),
-    "run_side_by_side": partial(timed, run_on_one, 1, side_by_side=True),
+    "run_one": partial(timed, computed, 1),
+    "run_all": partial(timed, partial(computed, in_parts=False), 1),
+    "run_side_by_side": partial(timed, computed, 1, side_by_side=True),
     "sdpa_one": partial(timed, attend, 1),
     "sdpa_all": partial(timed, attend, CORES),
 }
