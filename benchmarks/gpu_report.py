@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
@@ -43,29 +44,18 @@ def text(rows: Sequence[Row], sizes: plan.Sizes) -> str:
     environment = rows[-1]["environment"]
     counted = records.current(rows, environment)
     latest = list(records.latest(counted).values())
-    sections = [
-        _head(environment, latest, len(rows) - len(counted)),
-        _progress(latest, sizes, environment),
-        _smoke(latest),
-        _levels(latest),
-        _grid(latest),
-        _papers(latest),
-        _decode(latest),
-        _sweep(latest),
-        _tests(latest),
-        _failures(latest),
-    ]
-    return "\n\n".join(section for section in sections if section) + "\n"
+    sections = [_head(environment, latest, len(rows) - len(counted)), _progress(latest, sizes, environment)]
+    sections += [make(latest) for make in (_smoke, _levels, _grid, _papers, _decode, _sweep, _tests, _failures)]
+    return "\n\n".join(filter(None, sections)) + "\n"
 
 
 def timed(rows: Iterable[Row], stages: Sequence[str] = LEVEL_STAGES) -> list[Row]:
     """Return timing rows as flat rows; `deterministic` is torch's mode, `hopper` means our path for Hopper."""
     return [
-        {**row["task"]["case"], **row["result"], "deterministic": row["task"]["deterministic"],
-         "hopper": row["task"]["hopper"], "key": row["key"]}
+        {**row["task"], **row["task"]["case"], **row["result"]}
         for row in rows
         if row["stage"] in stages and "result" in row and row["task"]["kind"] == "timed"
-    ]  # fmt: skip
+    ]
 
 
 def trials(rows: Iterable[Row]) -> list[Row]:
@@ -127,13 +117,11 @@ def levels(by_peer: dict[str, dict[str, float]]) -> dict[str, str]:
 def proposal(rows: Iterable[Row]) -> dict[str, dict[int, Row]]:
     """Return the fastest trial of each kernel and head dimension, with the milliseconds of the shipped tile."""
     rows = list(rows)
-    best: dict[str, dict[int, Row]] = {}
+    best: dict[str, dict[int, Row]] = {row["kernel"]: {} for row in rows}
     shipped = {(row["kernel"], row["head_dim"]): row["ms"] for row in rows if row["shipped"]}
-    for row in rows:
-        by_dim = best.setdefault(row["kernel"], {})
-        fastest = by_dim.get(row["head_dim"])
-        if row["ms"] is not None and (fastest is None or row["ms"] < fastest["ms"]):
-            by_dim[row["head_dim"]] = {**row, "shipped_ms": shipped.get((row["kernel"], row["head_dim"]))}
+    for row in sorted((row for row in rows if row["ms"] is not None), key=itemgetter("ms")):
+        shipped_ms = shipped.get((row["kernel"], row["head_dim"]))
+        best[row["kernel"]].setdefault(row["head_dim"], row | {"shipped_ms": shipped_ms})
     return best
 
 
@@ -153,8 +141,7 @@ def configuration(best: dict[str, dict[int, Row]]) -> str:
         if all(dim in best.get(kernel, {}) for kernel in general)
     ]
     for dim in DIMS:
-        known = [kernel for kernel in general if dim in best.get(f"{kernel}_hopper", {})]
-        if known:
+        if known := [kernel for kernel in general if dim in best.get(f"{kernel}_hopper", {})]:
             tiles = ", ".join(f'"{kernel}": {tile(f"{kernel}_hopper", dim)}' for kernel in known)
             lines.append(f"{dim}: {{{tiles}}},")
     return "\n".join(lines)
@@ -180,9 +167,8 @@ def plot(rows: Sequence[Row], device: str, path: Path) -> None:
             at.plot(x, y, marker="o", markersize=3, linewidth=2.2 if name.startswith("triton") else 1, label=name)
         at.set_xscale("log", base=2)
         at.set_ylim(bottom=0)
-        at.set_title(f"{'backward' if backward else 'forward'}, D {dim}{', causal' if causal else ''}", fontsize=9)
-        at.set_xlabel("length")
-        at.set_ylabel("TFLOP/s")
+        at.set_title(_panel(backward, dim, causal), fontsize=9)
+        at.set(xlabel="length", ylabel="TFLOP/s")
     if panels:
         axes.flat[0].legend(fontsize=7)
     for at in axes.flat[len(panels) :]:
@@ -221,12 +207,11 @@ def _progress(measured: Sequence[Row], sizes: plan.Sizes, environment: Row) -> s
     keys = {row["key"] for row in measured}
     lines = []
     for stage in plan.STAGES:
+        planned = {row["key"] for row in measured if row["stage"] == stage}
+        size: int | str = "" if planned else "not run"
         if stage in plan.TIMED_STAGES:
-            groups = plan.groups(stage, sizes, environment)
-            planned = {task.key for group in groups for task in group.tasks}
-        else:
-            planned = {row["key"] for row in measured if row["stage"] == stage}
-        size = len(planned) if stage in plan.TIMED_STAGES else "" if planned else "not run"
+            planned = {task.key for group in plan.groups(stage, sizes, environment) for task in group.tasks}
+            size = len(planned)
         lines.append((stage, size, len(planned & keys), len(planned & bad)))
     return table(("stage", "planned", "measured", "failed or wrong"), lines, "Progress")
 
@@ -246,8 +231,7 @@ def _levels(measured: Sequence[Row]) -> str:
     rows = timed(measured)
     parts = []
     for ours in ("triton", "triton hopper"):
-        each = ratios(rows, ours)
-        if each:
+        if each := ratios(rows, ours):
             reached = ", ".join(f"{name}: {level}" for name, level in levels(each).items())
             lines = [(name, f"{r['mean']:.3f}", f"{r['worst']:.3f}", r["points"]) for name, r in each.items()]
             head = ("times as fast as", "geometric mean", "worst", "points")
@@ -257,27 +241,23 @@ def _levels(measured: Sequence[Row]) -> str:
 
 def _grid(measured: Sequence[Row]) -> str:
     """Return TFLOP/s by length, in a table for each direction, head dimension, mask and head grouping."""
-
-    def of(row: Row) -> tuple[Any, ...]:
-        return row["direction"], row["head_dim"], row["causal"], row["q_heads"] // row["kv_heads"]
-
     rows = timed(measured)
-    parts = []
     names = list(dict.fromkeys(name_of(row) for row in rows if row["ms"] is not None))
-    for title in sorted(set(map(of, rows)), key=lambda t: (t[0] != "forward", t[1:])):
-        direction, dim, causal, group = title
-        here: dict[int, dict[str, Row]] = {}
-        for row in rows:
-            if of(row) == title:
-                here.setdefault(row["q_len"], {})[name_of(row)] = row
-        lines = [(seq, *(_rate(by.get(name)) for name in names)) for seq, by in sorted(here.items())]
-        what = f"{direction}, D {dim}{', causal' if causal else ''}{f', {group} heads a key' if group > 1 else ''}"
-        parts.append(f"### {what}\n\n{table(('length', *names), lines)}")
+    grids: dict[tuple[bool, int, bool, int], dict[int, dict[str, str]]] = {}
+    for row in rows:
+        at = row["direction"] != "forward", row["head_dim"], row["causal"], row["q_heads"] // row["kv_heads"]
+        cells = grids.setdefault(at, {}).setdefault(row["q_len"], {})
+        cells[name_of(row)] = "" if row["ms"] is None else f"{row['tflops_standard']:.4g}"
+    parts = []
+    for (backward, dim, causal, group), by_length in sorted(grids.items()):
+        lines = [(length, *(cells.get(name, "") for name in names)) for length, cells in sorted(by_length.items())]
+        grouped = f", {group} heads a key" if group > 1 else ""
+        parts.append(f"### {_panel(backward, dim, causal)}{grouped}\n\n{table(('length', *names), lines)}")
     return "## TFLOP/s\n\n" + "\n\n".join(parts) if parts else ""
 
 
-def _rate(row: Row | None) -> str:
-    return f"{row['tflops_standard']:.4g}" if row and row["ms"] is not None else ""
+def _panel(backward: bool, dim: int, causal: bool) -> str:
+    return f"{'backward' if backward else 'forward'}, D {dim}{', causal' if causal else ''}"
 
 
 def _papers(measured: Sequence[Row]) -> str:
