@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain, product
-from typing import Any, ClassVar, NamedTuple
+from itertools import product
+from typing import Any, NamedTuple
 
 from flashpoint_kernels.timing.case import Case, CaseDirection, preset
 
@@ -18,12 +18,9 @@ TESTS = ("tests/kernels", "tests/support/kernels")
 
 OURS = ("triton", "torch", "tiled")
 PASSES: tuple[CaseDirection, ...] = ("forward", "backward")
-# The backends in the order of their timings in the stage `table`: first those that decide `report.levels`.
-PEERS = (
-    ("sdpa_flash", "sdpa_cudnn"),
-    ("flash_attn", "flash_attn_3", "flashinfer", "xformers"),
-    ("sdpa_efficient", "sdpa_math"),
-)
+# The peers in the order of their timings in the stage `table`: first those that decide `report.levels`.
+DECISIVE = ("sdpa_flash", "sdpa_cudnn")
+OTHERS = ("flash_attn", "flash_attn_3", "flashinfer", "xformers", "sdpa_efficient", "sdpa_math")
 DECODERS = ("triton", "sdpa_flash", "sdpa_cudnn", "flash_attn", "flash_attn_3")
 PAGED = ("triton", "flashinfer", "flash_attn", "flash_attn_3")
 WIDEST_HOPPER_BACKWARD = 128  # the path for Hopper has no gradients for larger head dimensions than this
@@ -73,15 +70,31 @@ class Sizes:
     papers: Callable[[], list[Case]] = papers_cases
 
 
+class Task:
+    """A measurement, whose row is named `key`. `backend` is the measured implementation.
+
+    `limit` is the longest time in seconds. `needs` names the smoke tests that must pass before it is timed. `compiles`
+    is the key of a compilation that several tasks share; None if the task compiles no kernel of ours.
+    """
+
+    key: str
+    backend: str
+    limit = 60.0
+    needs: tuple[str, ...] = ()
+    compiles: Any = None
+
+    @property
+    def ours(self) -> bool:
+        return self.backend in OURS
+
+
 @dataclass(frozen=True)
-class Smoke:
+class Smoke(Task):
     """A small problem for one kernel, checked against float64. `name` is a key of smoke.CHECKS."""
 
     name: str
-    limit: ClassVar[float] = 75.0
-    ours: ClassVar[bool] = True
-    needs: ClassVar[tuple[str, ...]] = ()
-    compiles: ClassVar[Any] = None
+    backend = "triton"
+    limit = 75.0
 
     @property
     def key(self) -> str:
@@ -89,7 +102,7 @@ class Smoke:
 
 
 @dataclass(frozen=True)
-class Timed:
+class Timed(Task):
     """A case of the timing package. `deterministic`: torch's mode. `hopper`: our kernels take the path for Hopper."""
 
     case: Case
@@ -106,41 +119,40 @@ class Timed:
         ])  # fmt: skip
 
     @property
-    def limit(self) -> float:
-        return FLEX_SECONDS if self.case.backend == "flex" else 60.0
+    def backend(self) -> str:
+        return self.case.backend
 
     @property
-    def ours(self) -> bool:
-        return self.case.backend in OURS
+    def limit(self) -> float:
+        return FLEX_SECONDS if self.backend == "flex" else Task.limit
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """Return the smoke tests that must pass before the case is timed."""
         kernels = ("forward",) if self.case.direction == "forward" else ("forward", "backward_kv", "backward_q")
-        return tuple(kernel + "_hopper" * self.hopper for kernel in kernels) if self.case.backend == "triton" else ()
+        return tuple(kernel + "_hopper" * self.hopper for kernel in kernels) if self.backend == "triton" else ()
 
     @property
     def compiles(self) -> Any:
-        """Return the key of a compilation that several tasks share; None if the task compiles no kernel of ours."""
-        if self.case.backend != "triton":
-            return None
-        return self.case.direction, self.case.dtype, self.case.head_dim, self.hopper
+        shared = self.case.direction, self.case.dtype, self.case.head_dim, self.hopper
+        return shared if self.backend == "triton" else None
 
 
 @dataclass(frozen=True)
-class Trial:
+class Trial(Task):
     """One kernel with one tile (queries, keys, warps, stages; None: the shipped tile) on a causal bfloat16 problem."""
 
     kernel: str  # the kernel: a key of SWEEP
     shape: tuple[int, int, int, int]  # B, H, S, D
     tile: tuple[int, int, int, int] | None = None
-    limit: ClassVar[float] = 45.0
-    ours: ClassVar[bool] = True
+    backend = "triton"
+    limit = 45.0
 
     @property
     def key(self) -> str:
         tile = "x".join(map(str, self.tile)) if self.tile else "shipped"
         return f"trial {self.kernel} d{self.shape[-1]} s{self.shape[2]} {tile}"
+
+    compiles = key
 
     @property
     def hopper(self) -> bool:
@@ -155,13 +167,9 @@ class Trial:
     def needs(self) -> tuple[str, ...]:
         return (self.kernel,)
 
-    @property
-    def compiles(self) -> Any:
-        return self.key
-
 
 @dataclass(frozen=True)
-class Decode:
+class Decode(Task):
     """Time one query per sequence over all its keys, in pages of `page` keys; 0: the keys are contiguous."""
 
     backend: str
@@ -171,19 +179,11 @@ class Decode:
     kv_len: int
     head_dim: int
     page: int = 0
-    limit: ClassVar[float] = 60.0
 
     @property
     def key(self) -> str:
-        where = f"page{self.page}" if self.page else "whole"
-        return (
-            f"decode b{self.batch} h{self.q_heads}/{self.kv_heads} s{self.kv_len} d{self.head_dim} {where} "
-            f"{self.backend}"
-        )
-
-    @property
-    def ours(self) -> bool:
-        return self.backend in OURS
+        shape = f"b{self.batch} h{self.q_heads}/{self.kv_heads} s{self.kv_len} d{self.head_dim}"
+        return f"decode {shape} {f'page{self.page}' if self.page else 'whole'} {self.backend}"
 
     @property
     def needs(self) -> tuple[str, ...]:
@@ -192,9 +192,6 @@ class Decode:
     @property
     def compiles(self) -> Any:
         return ("decode", self.head_dim, bool(self.page)) if self.ours else None
-
-
-Task = Smoke | Timed | Trial | Decode
 
 
 class Group(NamedTuple):
@@ -264,22 +261,13 @@ SUITES = {
 }
 
 
-def first(sizes: Sizes, hopper: bool, _absent: Collection[str]) -> list[Group]:
+def first(sizes: Sizes, hopper: bool) -> list[Group]:
     """Return forwards, then backwards, at the first head dimension and two lengths: our kernels and three of torch."""
-    tasks: list[Task] = []
-    for direction, causal, seq in product(PASSES, (False, True), sizes.first):
-        dim = sizes.dims[0]
-        tasks += _ours(_case(sizes, "triton", direction, dim, causal, 1, seq), hopper)
-        tasks += [
-            Timed(_case(sizes, name, direction, dim, causal, 1, seq))
-            for name in ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient")
-        ]
-        if direction == "backward":
-            tasks.append(Timed(_case(sizes, "sdpa_flash", direction, dim, causal, 1, seq), deterministic=True))
-    return [Group(tasks)]
+    peers = ("sdpa_cudnn", "sdpa_flash", "sdpa_efficient")
+    return [Group([task for point in _first_points(sizes) for task in _beside(sizes, hopper, peers, *point)])]
 
 
-def sweep(sizes: Sizes, hopper: bool, _absent: Collection[str]) -> list[Group]:
+def sweep(sizes: Sizes, hopper: bool) -> list[Group]:
     """Return a group for each kernel and head dimension; its first task has the shipped tile, the reference."""
     groups = []
     for dim, kernel in product(sizes.dims, SWEEP):
@@ -289,64 +277,49 @@ def sweep(sizes: Sizes, hopper: bool, _absent: Collection[str]) -> list[Group]:
         shape = (max(sizes.tokens // sizes.sweep, 1), max(sizes.width // dim, 1), sizes.sweep, dim)
         warps, stages = ((4,), (2, 3, 4)) if of_hopper else ((4, 8), (1, 2, 3))
         every = [(m, n, w, s) for (m, n), w, s in product(SWEEP[kernel], warps, stages)]
-        tiles = dict.fromkeys([*EAGER.get((kernel, dim), ()), *every])
-        groups.append(Group([Trial(kernel, shape), *(Trial(kernel, shape, tile) for tile in tiles)]))
+        tiles = dict.fromkeys([None, *EAGER.get((kernel, dim), ()), *every])
+        groups.append(Group([Trial(kernel, shape, tile) for tile in tiles]))
     return groups
 
 
-def table(sizes: Sizes, hopper: bool, absent: Collection[str]) -> list[Group]:
+def table(sizes: Sizes, hopper: bool) -> list[Group]:
     """Return all head dimensions and lengths, causal or not, both passes; grouped heads only at the first dimension."""
     points = [
         (direction, dim, causal, group, seq)
         for dim, direction, causal, group, seq in product(sizes.dims, PASSES, (False, True), (1, 8), sizes.seqs)
         if (group == 1 or dim == sizes.dims[0]) and sizes.width // dim >= group
     ]
-    decisive, *others = PEERS
-    tasks: list[Task] = []
-    for point in points:
-        tasks += _ours(_case(sizes, "triton", *point), hopper)
-        tasks += [Timed(_case(sizes, name, *point)) for name in decisive]
-        if point[0] == "backward":
-            tasks.append(Timed(_case(sizes, "sdpa_flash", *point), deterministic=True))
+    tasks = [task for point in points for task in _beside(sizes, hopper, DECISIVE, *point)]
     tasks += [
         Timed(_case(sizes, name, *point))
-        for name, point in product(chain(*others), points)
+        for name, point in product(OTHERS, points)
         if name != "sdpa_math" or point[-1] <= sizes.math
     ]
-    return [Group(_without(tasks, absent))]
+    return [Group(tasks)]
 
 
-def papers(sizes: Sizes, hopper: bool, absent: Collection[str]) -> list[Group]:
+def papers(sizes: Sizes, hopper: bool) -> list[Group]:
     """Return the tables that the papers print, with our kernels by the general path and by the path for Hopper."""
-    tasks: list[Task] = []
-    for case in sizes.papers():
-        tasks += _ours(case, hopper) if case.backend == "triton" else [Timed(case)]
-    return [Group(_without(tasks, absent))]
+    return [Group([task for case in sizes.papers() for task in _paths(case, hopper)])]
 
 
-def decode(sizes: Sizes, _hopper: bool, absent: Collection[str]) -> list[Group]:
-    tasks: list[Task] = []
+def decode(sizes: Sizes, _hopper: bool) -> list[Group]:
+    tasks = []
     for (batch, keys), (heads, kv_heads) in product(sizes.decode, sizes.decode_heads):
         shape = (batch, heads, kv_heads, keys, sizes.dims[0])
         tasks += [Decode(name, *shape) for name in DECODERS]
         tasks += [Decode(name, *shape, page) for page, name in product(sizes.pages, PAGED)]
-    return [Group(_without(tasks, absent))]
+    return [Group(tasks)]
 
 
-def flex(sizes: Sizes, _hopper: bool, _absent: Collection[str]) -> list[Group]:
+def flex(sizes: Sizes, _hopper: bool) -> list[Group]:
     """Return FlexAttention at the eight points of the stage `first`; it compiles again for each point."""
-    points = product(PASSES, sizes.dims[:1], (False, True), (1,), sizes.first)
-    return [Group([Timed(_case(sizes, "flex", *point)) for point in points])]
+    return [Group([Timed(_case(sizes, "flex", *point)) for point in _first_points(sizes)])]
 
 
-# The stages that contain timings; SUITES has the other stages.
-TIMED_STAGES: dict[str, Callable[[Sizes, bool, Collection[str]], list[Group]]] = {
-    "first": first,
-    "sweep": sweep,
-    "table": table,
-    "papers": papers,
-    "decode": decode,
-    "flex": flex,
+# The stages that contain timings, by name; SUITES has the other stages.
+TIMED_STAGES: dict[str, Callable[[Sizes, bool], list[Group]]] = {
+    stage.__name__: stage for stage in (first, sweep, table, papers, decode, flex)
 }
 STAGES = ("first", "tests", "judge", "races", "sweep", "table", "papers", "decode", "flex")  # stages run in this order
 
@@ -354,11 +327,11 @@ STAGES = ("first", "tests", "judge", "races", "sweep", "table", "papers", "decod
 def groups(stage: str, sizes: Sizes, environment: dict[str, Any]) -> list[Group]:
     """Return the groups of a stage for the device that `environment` describes."""
     hopper = environment["capability"] == "9.0"
-    timed_groups = TIMED_STAGES[stage](sizes, hopper, environment["absent"])
+    timed = [Group(_without(group.tasks, environment["absent"])) for group in TIMED_STAGES[stage](sizes, hopper)]
     if stage != "first":
-        return timed_groups
+        return timed
     checks = [Smoke(name) for name in environment["checks"] if hopper or not name.endswith("_hopper")]
-    return [Group(checks, apart=True), *timed_groups]
+    return [Group(checks, apart=True), *timed]
 
 
 def parameters(task: Task) -> dict[str, Any]:
@@ -366,9 +339,11 @@ def parameters(task: Task) -> dict[str, Any]:
     return {"kind": type(task).__name__.lower(), **asdict(task)}
 
 
-def _case(
-    sizes: Sizes, backend: str, direction: CaseDirection, dim: int, causal: bool, group: int, seq: int
-) -> Case:  # fmt: skip
+def _first_points(sizes: Sizes) -> Iterable[tuple[CaseDirection, int, bool, int, int]]:
+    return product(PASSES, sizes.dims[:1], (False, True), (1,), sizes.first)
+
+
+def _case(sizes: Sizes, backend: str, direction: CaseDirection, dim: int, causal: bool, group: int, seq: int) -> Case:
     heads = max(sizes.width // dim, 1)
     return Case(
         backend=backend, batch=max(sizes.tokens // seq, 1), q_heads=heads, kv_heads=max(heads // group, 1), q_len=seq,
@@ -376,20 +351,28 @@ def _case(
     )  # fmt: skip
 
 
-def _ours(case: Case, hopper: bool) -> list[Timed]:
-    """Return our kernels by the general path and, if the case is supported there, by the path for Hopper."""
+def _beside(sizes: Sizes, hopper: bool, peers: Sequence[str], direction: CaseDirection, *point: Any) -> list[Timed]:
+    """Return our kernels and `peers` at a point; for gradients, also SDPA's flash backend in the deterministic mode."""
+    tasks = [task for name in ("triton", *peers) for task in _paths(_case(sizes, name, direction, *point), hopper)]
+    if direction == "backward":
+        tasks.append(Timed(_case(sizes, "sdpa_flash", direction, *point), deterministic=True))
+    return tasks
+
+
+def _paths(case: Case, hopper: bool) -> list[Timed]:
+    """Return the case, and our kernels also by the path for Hopper, if this path supports the case."""
     has_path = case.dtype != "float32" and (case.direction == "forward" or case.head_dim <= WIDEST_HOPPER_BACKWARD)
-    return [Timed(case), *([Timed(case, hopper=True)] if hopper and has_path else [])]
+    by_path = [Timed(case, hopper=True)] if hopper and has_path and case.backend == "triton" else []
+    return [Timed(case), *by_path]
 
 
 def _without(tasks: Iterable[Task], absent: Collection[str]) -> list[Task]:
     """Remove tasks of absent packages, except one for each package, whose row records that the package is absent."""
-    remaining, represented = [], set()
+    represented: set[str] = set()
+    remaining = []
     for task in tasks:
-        backend = task.case.backend if isinstance(task, Timed) else task.backend if isinstance(task, Decode) else ""
-        if backend in absent:
-            if backend in represented:
-                continue
-            represented.add(backend)
-        remaining.append(task)
+        if task.backend not in represented:
+            remaining.append(task)
+        if task.backend in absent:
+            represented.add(task.backend)
     return remaining

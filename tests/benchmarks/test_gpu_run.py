@@ -16,7 +16,7 @@ from benchmarks.gpu_day.record import Record, read
 from flashpoint_kernels.timing.case import Case
 from tests.support.gpu_stand_in import StandIn, Unruly
 
-PAPERS = [task.key for group in plan.papers(StandIn.sizes, True, []) for task in group.tasks]
+PAPERS = [task.key for group in plan.papers(StandIn.sizes, True) for task in group.tasks]
 
 
 @pytest.fixture(autouse=True)
