@@ -88,18 +88,16 @@ def cpu_cases() -> dict[str, Call]:
 
     from flashpoint_kernels import attention
 
-    def pair(dtype: str, dim: int, length: int) -> tuple[Call, Call]:
-        q, k, v, do = torch.randn(4, 1, 8, length, dim, generator=torch.Generator().manual_seed(0)).to(
-            getattr(torch, dtype)
-        )
-        leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-        return lambda: attention(q, k, v), lambda: torch.autograd.grad(attention(*leaves), leaves, do)
+    def with_gradient(leaves: list[torch.Tensor], do: torch.Tensor) -> None:
+        torch.autograd.grad(attention(*leaves), leaves, do)
 
     calls: dict[str, Call] = {}
     for dtype, dim, length in product(TYPES, DIMS, LENGTHS):
-        forward, gradient = pair(dtype, dim, length)
-        calls[f"forward, {dtype}, D {dim}, N {length}"] = forward
-        calls[f"with gradient, {dtype}, D {dim}, N {length}"] = gradient
+        drawn = torch.randn(4, 1, 8, length, dim, generator=torch.Generator().manual_seed(0))
+        *qkv, do = drawn.to(getattr(torch, dtype))
+        calls[f"forward, {dtype}, D {dim}, N {length}"] = partial(attention, *qkv)
+        leaves = [t.clone().requires_grad_() for t in qkv]
+        calls[f"with gradient, {dtype}, D {dim}, N {length}"] = partial(with_gradient, leaves, do)
     return calls
 
 
@@ -181,27 +179,18 @@ def launch_cases() -> dict[str, Call]:
 
 def stopped_launches() -> dict[str, Call]:
     """Return the calls, each of which ends before Triton calls the driver."""
+    from triton.runtime.jit import JITFunction
+
     from flashpoint_kernels.dispatching import dispatch
     from flashpoint_kernels.operators import plain
     from flashpoint_kernels.triton_backend.tools.ahead import pretend
 
     pretend(ARCH)
-    stop_before_the_driver()
+    run = JITFunction.run
+    JITFunction.run = lambda *args, **options: run(*args, **{**options, "warmup": True})
     dispatch._INTERPRETED = True  # this lets the backend `triton` run on the CPU
     plain.attention = lambda *_: None  # the plain path answers only on a CPU: disable it, as on a GPU
     return launch_cases()
-
-
-def stop_before_the_driver() -> None:
-    """Make each launch end before Triton calls the driver."""
-    from triton.runtime.jit import JITFunction
-
-    run = JITFunction.run
-
-    def stopped(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        return run(self, *args, grid=grid, warmup=True, **options)
-
-    JITFunction.run = stopped
 
 
 def launch_overhead(args: Args) -> dict[str, Any]:

@@ -11,7 +11,12 @@ from matplotlib.lines import Line2D
 from flashpoint.plots import style
 
 Result = Mapping[str, Any]
-PERCENTILES = {50: (style.BLUE, "o", "-"), 95: (style.ORANGE, "s", "--"), 99: (style.VERMILION, "D", ":")}
+_PERCENTILES: dict[str, Any] = {
+    name: {"color": colour, "marker": marker, "linestyle": line, "linewidth": 1.7, "markersize": 5}
+    for name, colour, marker, line in (
+        ("p50", style.BLUE, "o", "-"), ("p95", style.ORANGE, "s", "--"), ("p99", style.VERMILION, "D", ":"),
+    )
+}  # fmt: skip
 _SOAK = {
     "resident_mib": "resident, MiB", "private_mib": "private, MiB", "shared_mib": "shared, MiB",
     "descriptors": "descriptors", "threads": "threads",
@@ -26,13 +31,12 @@ def about(result: Result) -> str:
 def latency(result: Result) -> Figure:
     """Plot percentiles of the latency against the offered rate, measured in an open loop."""
     curve = [step for step in result["steps"] if step["scenario"] == "saturation"]
-    lines = {f"p{part}": _of(part) for part in PERCENTILES}
-    legend = [Line2D([], [], label=name, **look) for name, look in lines.items()]
+    legend = [Line2D([], [], label=name, **look) for name, look in _PERCENTILES.items()]
     figure, (ax,) = style.panels(
         "Latency against the offered rate", f"{about(result)} · a mix of calls in an open loop", 1,
         [*legend, _guide("capacity")], panel=(7.0, 3.6), keys=4,
     )  # fmt: skip
-    for name, look in lines.items():
+    for name, look in _PERCENTILES.items():
         ax.plot([step["offered"] for step in curve], [step[f"{name}_ms"] for step in curve], **look)
     ax.axvline(result["capacity"], **_GUIDE)
     style.decades(ax, "y")
@@ -59,7 +63,7 @@ def soak(result: Result) -> Figure:
     """Plot the resources that the processes hold, and the latency, against time."""
     windows = result["windows"]
     minutes = [window["minutes"] for window in windows]
-    lines = {f"p{part}": _of(part) | {"marker": "None"} for part in PERCENTILES}
+    lines = {name: look | {"marker": "None"} for name, look in _PERCENTILES.items()}
     legend = [Line2D([], [], label=name, **look) for name, look in lines.items()]
     subtitle = f"{about(result)} · a mix of calls at {result['offered']:g} a second, 70% of the capacity"
     figure, axes = style.panels(
@@ -85,8 +89,3 @@ _LINE: Any = {"color": style.BLUE, "marker": "o", "linewidth": 1.7, "markersize"
 
 def _guide(label: str) -> Line2D:
     return Line2D([], [], label=label, **_GUIDE)
-
-
-def _of(part: int) -> Any:
-    colour, marker, line = PERCENTILES[part]
-    return {"color": colour, "marker": marker, "linestyle": line, "linewidth": 1.7, "markersize": 5}

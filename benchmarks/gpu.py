@@ -38,7 +38,7 @@ from benchmarks.gpu_day import cache, checkout  # noqa: E402
 from benchmarks.gpu_day.device import Cuda  # noqa: E402
 from benchmarks.gpu_day.plan import STAGES  # noqa: E402
 from benchmarks.gpu_day.record import FILE, Record, current, is_bad  # noqa: E402
-from benchmarks.gpu_day.run import Budget, Run  # noqa: E402
+from benchmarks.gpu_day.run import Run  # noqa: E402
 from benchmarks.record import commit  # noqa: E402
 
 DONE, FAILED, NO_GPU, UNFINISHED = 0, 1, 3, 4
@@ -52,20 +52,19 @@ def main(
     """Run the requested stages on `device`, by default the first CUDA device, and return an exit code."""
     args = _parse(arguments)
     minutes = args.minutes or (FIRST_MINUTES if args.stages == ["first"] else MINUTES)
-    budget = Budget(60 * minutes, clock)
     device = device or Cuda()
     with tempfile.TemporaryDirectory() as installed:
         _set_environment(device, args.cache, Path(installed), args.commit)
-        run = Run(device, budget, args.commit)
+        run = Run(device, 60 * minutes, clock, args.commit)
         try:
             if not run.find_device():
                 print("no CUDA device here: nothing was tested and nothing was timed", file=sys.stderr)
                 return NO_GPU
-            run.open(Record(args.out / FILE))
+            run.record = Record(args.out / FILE)
             _take_over(run, args)
             whole = True
             for stage in (name for name in STAGES if name in args.stages):
-                if budget.left <= 0:
+                if run.left <= 0:
                     whole = False
                     break
                 whole &= run.stage(stage)
@@ -101,17 +100,11 @@ def _parse(arguments: Iterable[str] | None) -> argparse.Namespace:
 def _set_environment(device: Cuda, compiled: Path, installed: Path, version: str) -> None:
     """Set the variables that child processes inherit: paths of our packages, their version, Triton's cache folder."""
     described = checkout.pretend_installed(installed, f"0+{version[:10]}")
-    variables = {
-        **device.environment(),
-        "TRITON_CACHE_DIR": str(compiled.resolve()),
-        "PYTHONPATH": checkout.python_path(described),
-    }
     sys.path.append(described)  # guarded processes inherit this list
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+    for name in ("TRITON_INTERPRET", "FLASHPOINT_HOPPER"):
+        os.environ.pop(name, None)
+    paths = {"TRITON_CACHE_DIR": str(compiled.resolve()), "PYTHONPATH": checkout.python_path(described)}
+    os.environ |= device.environment() | paths
 
 
 def _take_over(run: Run, args: argparse.Namespace) -> None:

@@ -16,10 +16,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from runner import ROOT, Args, run
+from runner import ROOT, Args, run, seconds
 
 ASK = """
 import numpy as np, flashpoint
@@ -67,9 +68,8 @@ def installed(home: Path, requirement: str) -> tuple[Path, dict[str, Any]]:
 
 def seconds_of_call(python: Path, url: str, folder: Path) -> float:
     """Return the seconds of a process that imports the SDK, makes one call and exits."""
-    began = time.perf_counter()
-    subprocess.run([python, "-c", ASK], check=True, env=outside(FLASHPOINT_URL=url), cwd=folder)
-    return round(time.perf_counter() - began, 2)
+    ask = partial(subprocess.run, [python, "-c", ASK], check=True, env=outside(FLASHPOINT_URL=url), cwd=folder)
+    return round(seconds(ask), 2)
 
 
 def measure(_: Args) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import math
 import os
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -30,7 +31,7 @@ from forms import LONGEST, SAFETENSORS, Case, Form, Request, truth
 from load import drive, rate
 from peers.servers import INSTALLABLE, PEERS, ask, install, installed_version, started
 from record import percentile
-from runner import Args, Ask, apart, in_turn, medians, option, ratio, run, target, undisturbed
+from runner import Args, apart, in_turn, medians, option, ratio, run, target, undisturbed
 from serving import engine_variables, service
 
 CONNECTIONS = 8
@@ -97,14 +98,6 @@ def operators() -> dict[str, Callable[..., float]]:
     return in_process.WAYS
 
 
-def in_process(ask: Ask, way: str) -> Calls:
-    def calls(case: Case, count: int) -> float:
-        taken: float = ask(way, case.shape, case.gradient, count)
-        return taken
-
-    return calls
-
-
 @contextlib.contextmanager
 def running(wanted: Sequence[str]) -> Iterator[tuple[int, dict[str, Calls], dict[str, str]]]:
     """Start the service, its peers and the operator in processes.
@@ -124,7 +117,8 @@ def running(wanted: Sequence[str]) -> Iterator[tuple[int, dict[str, Calls], dict
         torch = stack.enter_context(apart(operators))
         kernels = stack.enter_context(apart(operators, **engine_variables()))
         for name, way in IN_PROCESS.items():
-            ways[name] = in_process(torch if way.startswith("sdpa") else kernels, way)
+            ask_way = partial(torch if way.startswith("sdpa") else kernels, way)
+            ways[name] = lambda case, count, ask_way=ask_way: ask_way(case.shape, case.gradient, count)
         yield port, ways, versions
 
 

@@ -35,9 +35,9 @@ class Cuda:
     processes = 12  # number of parallel processes that compile or test
     clocks: tuple[str, ...] = SAMPLES  # the command that `Clocks` reads
 
-    def environment(self) -> dict[str, str | None]:
-        """Return environment variables for all processes that use the device; the value None removes a variable."""
-        return {"TRITON_INTERPRET": None, "FLASHPOINT_HOPPER": None, "FLASHPOINT_TEST_DEVICE": self.name}
+    def environment(self) -> dict[str, str]:
+        """Return environment variables for all processes that use the device."""
+        return {"FLASHPOINT_TEST_DEVICE": self.name}
 
     def describe(self) -> Row | None:
         """Return the device's name, capability, driver, versions and `absent` backends; None without a device."""

@@ -19,30 +19,23 @@ LOG = "tests.log"
 RESERVE_SECONDS = 20.0  # seconds kept for the report and the cache at the end
 
 
-class Budget:
-    """The remaining seconds of one `make gpu`, by a clock that tests may replace."""
-
-    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._until = clock() + seconds - RESERVE_SECONDS
-
-    @property
-    def left(self) -> float:
-        return self._until - self._clock()
-
-
 class Run:
-    """One call of `make gpu`: a record, a device, and a time budget."""
+    """One call of `make gpu`: a record, a device, and the seconds that are left by a clock that tests may replace."""
 
     record: Record
 
-    def __init__(self, device: Cuda, budget: Budget, commit: str) -> None:
-        self.device, self.budget = device, budget
+    def __init__(self, device: Cuda, seconds: float, clock: Callable[[], float], commit: str) -> None:
+        self.device, self._clock = device, clock
+        self._until = clock() + seconds - RESERVE_SECONDS
         self.environment: Row = {"commit": commit}
         self.guard = Guard(device)
         self.pool = Pool(device, device.processes)
         self.clocks = Clocks(device.clocks)
         self._anew: set[str] = set()  # keys to measure again: the rows that they already have do not count
+
+    @property
+    def left(self) -> float:
+        return self._until - self._clock()
 
     def find_device(self) -> bool:
         """Describe the device in a guarded process; return False if there is none. Raises RuntimeError on failure."""
@@ -55,9 +48,6 @@ class Run:
         self.environment |= answer.result | {name: checkout.sources(*each) for name, each in folders.items()}
         return True
 
-    def open(self, record: Record) -> None:
-        self.record = record
-
     def measure_failures_again(self) -> None:
         """Measure each key again if its newest row is bad."""
         self._anew = {key for key, row in self.done().items() if is_bad(row)}
@@ -69,25 +59,16 @@ class Run:
         if hasattr(self, "record"):
             self.record.close()
 
-    @property
-    def hopper(self) -> bool:
-        return bool(self.environment["capability"] == "9.0")
-
     def stage(self, name: str) -> bool:
         """Run a stage, and return whether it is complete."""
         if name in self.device.suites:
             ended = [self._suite(name, suite) for suite in self.device.suites[name]]
             return all(ended)
-        groups = self.groups(name)
+        groups = plan.groups(name, self.device.sizes, self.environment)
         whole = all(self._group(name, group) for group in groups)
-        done = self.done()
-        tasks = [task for group in groups for task in group.tasks]
-        missing = [task.key for task in tasks if task.key not in done]
-        print(f"{name}: {len(tasks) - len(missing)} of {len(tasks)} measured", flush=True)
+        done, keys = self.done(), [task.key for group in groups for task in group.tasks]
+        print(f"{name}: {sum(key in done for key in keys)} of {len(keys)} measured", flush=True)
         return whole
-
-    def groups(self, name: str) -> list[Group]:
-        return plan.groups(name, self.device.sizes, self.environment)
 
     def done(self) -> dict[str, Row]:
         """Return the newest row of each key in the current environment."""
@@ -111,10 +92,8 @@ class Run:
     def _apart(self, stage: str, tasks: list[Task]) -> bool:
         """Run the tasks in parallel, each in its own process. Return False if time ran out."""
         begin = time.monotonic()
-        seen = 0
-        for task, answer in self.pool.ask_all("perform", tasks, self._limit, apart=True):
-            seen += self._write(stage, task, answer, begin)
-        return seen == len(tasks)
+        answers = self.pool.ask_all("perform", tasks, self._limit, apart=True)
+        return sum(self._write(stage, task, answer, begin) for task, answer in answers) == len(tasks)
 
     def _compile(self, tasks: list[Task]) -> None:
         """Compile the kernels of the tasks in parallel. Ignore failures: they occur again when the task is timed."""
@@ -124,7 +103,7 @@ class Run:
         until = time.monotonic() + COMPILE_SECONDS
 
         def seconds(_task: Task) -> float:
-            return min(self.budget.left, until - time.monotonic())
+            return min(self.left, until - time.monotonic())
 
         for task, answer in self.pool.ask_all("compile", list(different.values()), seconds, apart=False):
             if answer.failed:
@@ -142,11 +121,11 @@ class Run:
         return self._write(stage, task, answer, begin)
 
     def _limit(self, task: Task) -> float:
-        return min(task.limit, self.budget.left)
+        return min(task.limit, self.left)
 
     def _write(self, stage: str, task: Task, answer: Answer, begin: float) -> bool:
         """Write a row to disk. If the task ended because the time was over, write nothing and return False."""
-        if answer.timed_out and self.budget.left <= 0:
+        if answer.timed_out and self.left <= 0:
             return False
         row = self._row(stage, plan.OF_OURS if task.ours else plan.OF_PEERS) | {
             "key": task.key,
@@ -166,17 +145,15 @@ class Run:
 
     def _suite(self, stage: str, suite: Suite) -> bool:
         """Run the tests of a suite that have no outcome yet. Return False if time ran out."""
-        if suite.name.startswith("hopper") and not self.hopper:
+        if suite.name.startswith("hopper") and self.environment["capability"] != "9.0":
             return True
-        if self.budget.left <= 0:
+        if self.left <= 0:
             return False
         prefix = f"test {suite.name} "
         row = self._row(stage, (*plan.OF_OURS, "tests"))
         known = [key.removeprefix(prefix) for key in self.done() if key.startswith(prefix)]
         log = self.record.path.with_name(LOG)
-        code = suites.run(
-            suite, self.record.path, row, known, self.device.name, self.device.processes, self.budget.left, log
-        )
+        code = suites.run(suite, self.record.path, row, known, self.device.name, self.device.processes, self.left, log)
         self.record.reload()
         count = Counter(r["result"]["outcome"] for key, r in self.done().items() if key.startswith(prefix))
         print(f"{suite.name}: pytest's exit code {code}; {dict(count)}", flush=True)

@@ -12,26 +12,17 @@ from typing import Any
 
 import uvicorn
 
-
-@functools.cache
-def prepared(size: int) -> bytes:
-    return bytes(size)
+prepared = functools.cache(bytes)  # N zero bytes
 
 
 async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:
-    pieces: list[bytes] = []
-    keep = scope["path"] == "/echo"
-    while True:
+    path, pieces, more = scope["path"], [], True
+    while more:
         message = await receive()
-        if keep:
+        more = message["more_body"]
+        if path == "/echo":
             pieces.append(message["body"])
-        if not message["more_body"]:
-            break
-    body = b""
-    if keep:
-        body = b"".join(pieces)
-    elif scope["path"].startswith("/bytes/"):
-        body = prepared(int(scope["path"].removeprefix("/bytes/")))
+    body = prepared(int(path.removeprefix("/bytes/"))) if path.startswith("/bytes/") else b"".join(pieces)
     headers = [(b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": body})
@@ -41,13 +32,7 @@ if __name__ == "__main__":
     with socket.create_server(("127.0.0.1", 0), backlog=2048) as listener:
         print(listener.getsockname()[1], flush=True)
         config = uvicorn.Config(
-            app,
-            loop="uvloop",
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            log_level="warning",
-            access_log=False,
+            app, loop="uvloop", http="httptools", ws="none", lifespan="off", log_level="warning", access_log=False,
             timeout_keep_alive=600,  # do not close a connection that is idle while other servers are measured
-        )
+        )  # fmt: skip
         uvicorn.Server(config).run(sockets=[listener])

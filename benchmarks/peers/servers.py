@@ -30,7 +30,7 @@ FIRST_CALLS = (Case(16, False), Case(16, True))  # a peer may start the models o
 class Peer(NamedTuple):
     """A server. `command` starts Python or a script of the peer's environment.
 
-    In `command` and `variables`, PORT, PORT1 and PORT2 are replaced by ports, and HERE by this directory.
+    In `command` and `variables`, {port}, {port1} and {port2} stand for ports, and {here} for this directory.
     """
 
     name: str
@@ -43,49 +43,36 @@ class Peer(NamedTuple):
     python: str = sys.executable  # the interpreter that makes the peer's environment
 
 
-CORES = os.cpu_count() or 1
 PEERS = (
-    Peer("bare asyncio protocol", "python HERE/bare_protocol.py PORT"),
-    Peer("bare ASGI", "python HERE/on_uvicorn.py PORT bare 1"),
-    Peer("FastAPI, inline", "python HERE/on_uvicorn.py PORT inline 1", SAFETENSORS),
-    Peer("FastAPI, inline, a thread a core", f"python HERE/on_uvicorn.py PORT inline {CORES}", SAFETENSORS),
-    Peer("FastAPI, thread pool", "python HERE/on_uvicorn.py PORT pool 1", SAFETENSORS),
-    Peer("FastAPI, JSON lists", "python HERE/on_uvicorn.py PORT json 1", LISTS),
-    Peer("LitServe", "python HERE/litserve_app.py PORT", packages=("litserve==0.2.19",), environment="litserve"),
+    Peer("bare asyncio protocol", "python {here}/bare_protocol.py {port}"),
+    Peer("bare ASGI", "python {here}/on_uvicorn.py {port} bare 1"),
+    Peer("FastAPI, inline", "python {here}/on_uvicorn.py {port} inline 1", SAFETENSORS),
+    Peer("FastAPI, inline, a thread a core", "python {here}/on_uvicorn.py {port} inline {cores}", SAFETENSORS),
+    Peer("FastAPI, thread pool", "python {here}/on_uvicorn.py {port} pool 1", SAFETENSORS),
+    Peer("FastAPI, JSON lists", "python {here}/on_uvicorn.py {port} json 1", LISTS),
+    Peer("LitServe", "python {here}/litserve_app.py {port}", packages=("litserve==0.2.19",), environment="litserve"),
     Peer(
-        "BentoML",
-        "bentoml serve bento_service:Attention --working-dir HERE --host 127.0.0.1 --port PORT",
-        path=lambda case: "/raw/attn",
-        packages=("bentoml==1.4.39",),
-        environment="bentoml",
+        "BentoML", "bentoml serve bento_service:Attention --working-dir {here} --host 127.0.0.1 --port {port}",
+        path=lambda case: "/raw/attn", packages=("bentoml==1.4.39",), environment="bentoml",
     ),
-    Peer("Ray Serve", "python HERE/ray_app.py PORT", packages=("ray[serve]==2.60.0",), environment="ray"),
+    Peer("Ray Serve", "python {here}/ray_app.py {port}", packages=("ray[serve]==2.60.0",), environment="ray"),
     Peer(
-        "NVIDIA Triton server",
-        "python HERE/triton_app.py PORT PORT1",
-        OIP_BINARY,
+        "NVIDIA Triton server", "python {here}/triton_app.py {port} {port1}", OIP_BINARY,
         lambda case: f"/v2/models/attn{'_grad' if case.gradient else ''}/infer",
-        ("nvidia-pytriton==0.7.0",),
-        "pytriton",
+        ("nvidia-pytriton==0.7.0",), "pytriton",
         # The Python stub of Triton's server is an early 3.11 and fails with a later standard library: that of a
         # distribution's 3.11.2 works, that of 3.11.7 does not.
         python=PYTRITON_SYSTEM,
     ),
     Peer(
-        "MLServer",
-        "mlserver start HERE/mlserver_model",
-        OIP_JSON,
-        lambda case: "/v2/models/attn/infer",
-        ("mlserver==1.7.1", "uvloop==0.21.0"),  # MLServer fails to start with later versions of uvloop
-        "mlserver",
+        "MLServer", "mlserver start {here}/mlserver_model", OIP_JSON, lambda case: "/v2/models/attn/infer",
+        ("mlserver==1.7.1", "uvloop==0.21.0"), "mlserver",  # MLServer fails to start with later versions of uvloop
         {
-            "MLSERVER_HOST": "127.0.0.1",
-            "MLSERVER_HTTP_PORT": "PORT",
-            "MLSERVER_GRPC_PORT": "PORT1",
-            "MLSERVER_METRICS_PORT": "PORT2",
+            "MLSERVER_HOST": "127.0.0.1", "MLSERVER_HTTP_PORT": "{port}", "MLSERVER_GRPC_PORT": "{port1}",
+            "MLSERVER_METRICS_PORT": "{port2}",
         },
     ),
-)
+)  # fmt: skip
 INSTALLABLE = tuple(peer.environment for peer in PEERS if peer.packages)
 
 
@@ -117,15 +104,10 @@ def started(peer: Peer) -> Iterator[int]:
     """Start a peer, and yield its port as soon as it answers. If it does not start, raise RuntimeError with its log."""
     programs = ENVIRONMENTS / peer.environment / "bin" if peer.packages else Path(sys.executable).parent
     ports = free_ports(3)
-
-    def filled(text: str) -> str:
-        for number in (2, 1):
-            text = text.replace(f"PORT{number}", str(ports[number]))
-        return text.replace("PORT", str(ports[0])).replace("HERE", str(HERE))
-
-    variables = {name: filled(value) for name, value in peer.variables.items()}
+    words = dict(zip(("port", "port1", "port2"), ports, strict=True)) | {"here": HERE, "cores": os.cpu_count() or 1}
+    variables = {name: value.format(**words) for name, value in peer.variables.items()}
     variables |= {"PYTHONPATH": str(HERE), "PATH": f"{programs}:{os.environ['PATH']}"}
-    program, *rest = (filled(word) for word in peer.command.split())
+    program, *rest = peer.command.format(**words).split()
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(tempfile.TemporaryFile())
         directory = stack.enter_context(tempfile.TemporaryDirectory())  # some peers write files to their folder

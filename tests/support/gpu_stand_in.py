@@ -63,8 +63,8 @@ class StandIn(Cuda):
     def __init__(self, notes: Path) -> None:
         self.notes = notes
 
-    def environment(self) -> dict[str, str | None]:
-        return super().environment() | {"TRITON_INTERPRET": "1", "FLASHPOINT_HOPPER": None}
+    def environment(self) -> dict[str, str]:
+        return super().environment() | {"TRITON_INTERPRET": "1"}
 
     def describe(self) -> dict[str, Any]:
         import torch
