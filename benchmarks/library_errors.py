@@ -1,16 +1,22 @@
-"""Measure the errors of functions with other libraries' interfaces: `python benchmarks/library_errors.py`, a minute.
+"""Compare answers of the library in random calls with a reference: `python benchmarks/library_errors.py [one-row]`.
 
-Makes random calls of the functions of flash_attn, `scaled_dot_product_attention` and `flex_attention`: each option
-alone and with others, in float32, float16 and bfloat16, with gradients where the function has them. The reference is
-the formula in float64 on the same inputs (`formula`). An error is divided by the largest value of o, or of dq, dk and
-dv together. A row counts all cases that use its option. Targets: 4e-6 in float32, 4e-3 in float16 and 0.03 in bfloat16.
-Writes benchmarks/results/library-errors-<cpu>.json. Exits with 1 if a target is missed.
+By default, the calls are those of the functions of flash_attn, of `scaled_dot_product_attention` and `flex_attention`:
+each option alone and with others, in float32, float16 and bfloat16, with gradients where the function has them. The
+reference is the formula in float64 on the same inputs (`formula`). An error is divided by the largest value of o, or of
+dq, dk and dv together. A row counts all cases that use its option. Targets: 4e-6 in float32, 4e-3 in float16 and 0.03
+in bfloat16. Writes library-errors-<cpu>.json, and takes a minute.
+
+`one-row` counts rows whose bits depend on the call. The reference is a causal prefill with random options, dtypes and
+sizes. Calls of 1, 2, 5, 17 and 64 queries compute its rows again, over the keys up to the last query, with another
+sequence in the batch. As a control, torch's scaled_dot_product_attention does the same, and some of its rows must
+differ. Target: 0 of a million rows differ. Writes one-row-<cpu>.json, and takes some minutes.
 """
 
 from __future__ import annotations
 
 import math
 import random
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,12 +25,16 @@ from typing import Any
 
 import torch
 from options import mods
-from runner import Args, option, run, target
+from runner import ROOT, Args, option, run, run_named, target
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask
 
-from flashpoint_kernels import flash_attn, flex_attention, scaled_dot_product_attention
+from flashpoint_kernels import attention, flash_attn, flex_attention, native, scaled_dot_product_attention
+
+sys.path.append(str(ROOT))
+
+from tests.support.kernels.rotation import rotated
 
 BOUNDS = {"float32": 4e-6, "float16": 4e-3, "bfloat16": 0.03}
 SIZES = (1, 2, 3, 7, 16, 33, 64, 130, 200)
@@ -35,6 +45,8 @@ PACKED = {1: "", 2: "kvpacked_", 3: "qkvpacked_"}
 Sequences = list[Tensor]  # one tensor (rows, heads, D) for each sequence
 Chosen = Mapping[str, Any]  # options by name, with their values
 Call = Callable[[Sequences, Sequences, Sequences, Chosen], Sequences]
+COUNTS = (1, 2, 5, 17, 64)  # number of queries of each call of `one_row`
+LENGTHS = (40, 130, 300, 700, 1300)
 
 
 def formula(q: Tensor, k: Tensor, v: Tensor, chosen: Chosen, b: int) -> Tensor:
@@ -59,17 +71,6 @@ def formula(q: Tensor, k: Tensor, v: Tensor, chosen: Chosen, b: int) -> Tensor:
     s = s.masked_fill(hidden, -torch.inf)
     seen = ~hidden.expand_as(s).all(-1, keepdim=True)
     return (s.masked_fill(~seen, 0).softmax(-1) * seen @ v).transpose(0, 1)
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor, start: int, interleaved: bool) -> Tensor:
-    """Return rows (S, H, D) with rotary embeddings for positions from `start`, in float64."""
-    half = cos.shape[1]
-    cos, sin = (t[start : start + len(x), None].double() for t in (cos, sin))
-    pairs = x[..., : 2 * half]
-    first, second = (pairs[..., ::2], pairs[..., 1::2]) if interleaved else pairs.chunk(2, -1)
-    parts = (first * cos - second * sin, first * sin + second * cos)
-    joined = torch.stack(parts, -1).flatten(-2) if interleaved else torch.cat(parts, -1)
-    return torch.cat([joined, x[..., 2 * half :]], -1)
 
 
 def of_flash_attn(chosen: Chosen) -> dict[str, Any]:
@@ -267,7 +268,7 @@ def relative_error(answers: Sequence[Tensor], truth: Sequence[Tensor]) -> float:
     return largest_error / max(1e-3, *(float(t.detach().abs().max()) for t in truth))
 
 
-def measure(args: Args) -> dict[str, Any]:
+def library_errors(args: Args) -> dict[str, Any]:
     draw, rows, functions = random.Random(args.seed), [], []
     for name, (call, options) in FUNCTIONS.items():
         shown = SHOWN | SHOWN_BY.get(name, {})
@@ -300,5 +301,78 @@ def measure(args: Args) -> dict[str, Any]:
     return {"seed": args.seed, "functions": functions, "rows": rows, "targets": targets}
 
 
+def drawn_prefill(draw: random.Random) -> tuple[dict[str, Tensor], dict[str, Any], str]:
+    """Return random tensors of one sequence, random options, and a description of the options."""
+    kv_heads, group, length = draw.choice((1, 2, 4)), draw.choice((1, 2, 4)), draw.choice(LENGTHS)
+    dim, dtype = draw.choice((16, 40, 64, 80, 128)), draw.choice((torch.float32, torch.float16, torch.bfloat16))
+    numbers = torch.Generator().manual_seed(draw.getrandbits(32))
+    shapes = {"q": kv_heads * group, "k": kv_heads, "v": kv_heads}
+    t = {n: torch.randn(1, h, length, dim, generator=numbers).to(dtype) for n, h in shapes.items()}
+    heads = kv_heads * group
+    extra = draw.choice(("", "alibi_slopes", "sinks", "attn_mask", "bool mask"))
+    if extra in ("alibi_slopes", "sinks"):
+        t[extra] = torch.rand(heads, generator=numbers) / 16
+    elif extra:
+        mask = torch.randn(1, heads, length, length, generator=numbers)
+        t["attn_mask"] = mask if extra == "attn_mask" else mask > -1
+    options: dict[str, Any] = draw.choice(({}, {"window": (37, -1)}, {"softcap": 3.0}, {"scale": 0.3}))
+    return t, options, f"{str(dtype)[6:]}, {heads}/{kv_heads} heads, N {length}, D {dim}, {extra or '–'}, {options}"
+
+
+def beside(t: dict[str, Tensor], start: int, stop: int) -> dict[str, Tensor]:
+    """Return the tensors of a call with the queries [start, stop), and with another sequence in the batch."""
+    tensors = {"q": t["q"][:, :, start:stop], "k": t["k"][:, :, :stop], "v": t["v"][:, :, :stop]}
+    if "attn_mask" in t:
+        tensors["attn_mask"] = t["attn_mask"][..., start:stop, :stop]
+    both = {name: torch.cat([x, x.flip(1)]) for name, x in tensors.items()}
+    return both | {name: t[name] for name in t.keys() & {"alibi_slopes", "sinks"}}
+
+
+def differing(solve: Callable[..., Tensor], t: dict[str, Tensor], count: int, **options: Any) -> tuple[int, int]:
+    """Return the number of rows, and how many of them have other bits in calls of `count` queries."""
+    whole, length, differing_rows = solve(**t, **options), t["q"].shape[2], 0
+    for start in range(0, length, count):
+        stop = min(start + count, length)
+        answer = solve(**beside(t, start, stop), **options)[:1]
+        differing_rows += int((answer != whole[:, :, start:stop]).any(-1).sum())
+    return whole.shape[1] * length, differing_rows
+
+
+def torchs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Call torch's operator with a causal mask whose diagonal ends at the lower right, as in our attention."""
+    hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=hidden, enable_gqa=True)
+
+
+def one_row(args: Args) -> dict[str, Any]:
+    draw, rows, wrong, problems = random.Random(args.seed), 0, 0, 0
+    control_rows = control_wrong = 0
+    failures: list[str] = []
+    ours = partial(attention, causal=True, backend="torch")
+    with torch.inference_mode():
+        while rows < args.rows:
+            t, options, what = drawn_prefill(draw)
+            for count in COUNTS:
+                more, bad = differing(ours, t, count, **options)
+                rows, wrong = rows + more, wrong + bad
+                failures += [f"{bad} rows of {what}, calls of {count}"] if bad else []
+            problems += 1
+            if problems % 20 == 1:
+                more, bad = differing(torchs, {name: t[name] for name in "qkv"}, 1)
+                control_rows, control_wrong = control_rows + more, control_wrong + bad
+    return {
+        "seed": args.seed, "rows": rows, "differing": wrong, "problems": problems, "found": failures,
+        "control": {"rows": control_rows, "differing": control_wrong}, "kernels": native.names(),
+        "targets": [
+            target("rows whose bits depend on the call", wrong, "rows", most=0),
+            target("rows that the control finds", control_wrong, "rows", least=1),
+        ],
+    }  # fmt: skip
+
+
 if __name__ == "__main__":
-    run(measure, "library-errors", packages=("torch",), cases=option(150, "cases of each function"), seed=option(0))
+    cases, rows = option(150, "cases of each function"), option(1_000_000, "least number of rows to compare")
+    run_named(
+        library_errors=partial(run, library_errors, packages=("torch",), cases=cases, seed=option(0)),
+        one_row=partial(run, one_row, packages=("torch",), rows=rows, seed=option(0)),
+    )
