@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from statistics import median
 from typing import Any
@@ -40,7 +41,9 @@ Call = Callable[[], Tensor]
 
 def decode(device: Cuda, task: Decode) -> dict[str, Any]:
     """Return milliseconds, GB/s of keys and values, and the package's version; or `skipped` with the reason."""
-    row: dict[str, Any] = {"ms": None, "skipped": None, "bytes": _bytes(task)}
+    # Decoding reads each key and value at least once: two tensors of two bytes per element.
+    nbytes = 2 * 2 * task.batch * task.kv_len * task.kv_heads * task.head_dim
+    row: dict[str, Any] = {"ms": None, "skipped": None, "bytes": nbytes}
     try:
         row["version"] = IMPLEMENTATIONS[task.backend].version()
         cache = make_cache(device, task)
@@ -51,7 +54,7 @@ def decode(device: Cuda, task: Decode) -> dict[str, Any]:
         ms = median(device.milliseconds(call))
     except (CannotRunError, ImportError) as error:
         return row | {"skipped": str(error)}
-    return row | {"ms": ms, "off": relative_error, "gb_per_s": row["bytes"] / ms / 1e6}
+    return row | {"ms": ms, "off": relative_error, "gb_per_s": nbytes / ms / 1e6}
 
 
 def make_cache(device: Cuda, task: Decode) -> Cache:
@@ -63,18 +66,12 @@ def make_cache(device: Cuda, task: Decode) -> Cache:
 
     q = normal(task.batch, 1, task.q_heads, task.head_dim)
     lengths = torch.full((task.batch,), task.kv_len, dtype=torch.int32, device=device.name)
-    if not task.page:
-        shape = (task.batch, task.kv_len, task.kv_heads, task.head_dim)
-        return Cache(q, normal(*shape), normal(*shape), lengths, None)
-    pages_per_sequence = -(-task.kv_len // task.page)
-    shape = (task.batch * pages_per_sequence, task.page, task.kv_heads, task.head_dim)
-    anywhere = torch.randperm(shape[0], generator=generator, device=device.name).int()
-    return Cache(q, normal(*shape), normal(*shape), lengths, anywhere.view(task.batch, pages_per_sequence))
-
-
-def _bytes(task: Decode) -> int:
-    """Return the bytes of the keys and values; decoding reads each of them at least once."""
-    return 2 * 2 * task.batch * task.kv_len * task.kv_heads * task.head_dim
+    blocks, size, table = task.batch, task.kv_len, None
+    if task.page:
+        blocks, size = task.batch * -(-task.kv_len // task.page), task.page
+        table = torch.randperm(blocks, generator=generator, device=device.name).int().view(task.batch, -1)
+    k, v = (normal(blocks, size, task.kv_heads, task.head_dim) for _ in range(2))
+    return Cache(q, k, v, lengths, table)
 
 
 def _off(answer: Tensor, cache: Cache) -> float:
@@ -95,47 +92,34 @@ def _ours(_task: Decode, cache: Cache) -> Call:
     paging: dict[str, Any] = {}
     if cache.table is not None:
         paging = {"block_table": cache.table, "kv_lengths": torch.tensor(cache.lengths.tolist())}
+    return lambda: attention(cache.q, cache.k, cache.v, layout="bshd", backend="triton", **paging)[:, 0]
+
+
+def _sdpa(backend: SDPBackend, task: Decode, cache: Cache) -> Call:
+    q, k, v = (t.transpose(1, 2) for t in (cache.q, cache.k, cache.v))
 
     def call() -> Tensor:
-        o: Any = attention(cache.q, cache.k, cache.v, layout="bshd", backend="triton", **paging)
-        answer: Tensor = o[:, 0]
-        return answer
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(q, k, v, enable_gqa=task.q_heads != task.kv_heads)[:, :, 0]
 
+    try:
+        call()
+    except RuntimeError as error:  # no SDPA kernel supports the call
+        raise CannotRunError(str(error).splitlines()[0]) from error
     return call
 
 
-def _sdpa(backend: SDPBackend) -> Callable[[Decode, Cache], Call]:
-    def make(task: Decode, cache: Cache) -> Call:
-        q, k, v = (t.transpose(1, 2) for t in (cache.q, cache.k, cache.v))
+def _flash_attn(module: str, table: str, task: Decode, cache: Cache) -> Call:
+    if module == "flash_attn" and task.page % 256:
+        raise CannotRunError("its pages are multiples of 256")
+    run = import_module(module).flash_attn_with_kvcache
+    pages = {} if cache.table is None else {table: cache.table}
 
-        def call() -> Tensor:
-            with sdpa_kernel(backend):
-                return scaled_dot_product_attention(q, k, v, enable_gqa=task.q_heads != task.kv_heads)[:, :, 0]
+    def call() -> Tensor:
+        o = run(cache.q, cache.k, cache.v, cache_seqlens=cache.lengths, **pages)
+        return (o[0] if isinstance(o, tuple) else o)[:, 0]
 
-        try:
-            call()
-        except RuntimeError as error:  # no SDPA kernel supports the call
-            raise CannotRunError(str(error).splitlines()[0]) from error
-        return call
-
-    return make
-
-
-def _flash_attn(module: str, table: str) -> Callable[[Decode, Cache], Call]:
-    def make(task: Decode, cache: Cache) -> Call:
-        if module == "flash_attn" and task.page % 256:
-            raise CannotRunError("its pages are multiples of 256")
-        run = import_module(module).flash_attn_with_kvcache
-        pages = {} if cache.table is None else {table: cache.table}
-
-        def call() -> Tensor:
-            o = run(cache.q, cache.k, cache.v, cache_seqlens=cache.lengths, **pages)
-            answer: Tensor = o[0] if isinstance(o, tuple) else o
-            return answer[:, 0]
-
-        return call
-
-    return make
+    return call
 
 
 def _flashinfer(task: Decode, cache: Cache) -> Call:
@@ -155,9 +139,9 @@ def _flashinfer(task: Decode, cache: Cache) -> Call:
 
 _MAKERS: dict[str, Callable[[Decode, Cache], Call]] = {
     "triton": _ours,
-    "sdpa_flash": _sdpa(SDPBackend.FLASH_ATTENTION),
-    "sdpa_cudnn": _sdpa(SDPBackend.CUDNN_ATTENTION),
-    "flash_attn": _flash_attn("flash_attn", "block_table"),
-    "flash_attn_3": _flash_attn("flash_attn_interface", "page_table"),
+    "sdpa_flash": partial(_sdpa, SDPBackend.FLASH_ATTENTION),
+    "sdpa_cudnn": partial(_sdpa, SDPBackend.CUDNN_ATTENTION),
+    "flash_attn": partial(_flash_attn, "flash_attn", "block_table"),
+    "flash_attn_3": partial(_flash_attn, "flash_attn_interface", "page_table"),
     "flashinfer": _flashinfer,
 }

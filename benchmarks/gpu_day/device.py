@@ -68,12 +68,11 @@ class Cuda:
         from flashpoint_kernels.timing import Timing, measure
 
         running = measure(case, self.name, Timing(max_seconds=0.3))
-        while True:
-            try:
+        try:
+            while True:
                 next(running)
-            except StopIteration as end:
-                row: Row = end.value
-                return row
+        except StopIteration as end:
+            return end.value
 
     def milliseconds(self, call: Callable[[], Any], repeats: int = 20) -> list[float]:
         """Return the milliseconds of each of `repeats` calls. Raises CannotRunError if they contain host time."""
@@ -102,12 +101,8 @@ class Cuda:
             properties.shared_memory_per_multiprocessor // max(shared + 1024, 1),  # the system takes 1 KiB a program
             properties.max_threads_per_multi_processor // threads,
         ]
-        return {
-            "registers": registers,
-            "spills": spilled,
-            "shared_bytes": shared,
-            "programs_per_multiprocessor": min(fitting),
-        }
+        sizes = {"registers": registers, "spills": spilled, "shared_bytes": shared}
+        return sizes | {"programs_per_multiprocessor": min(fitting)}
 
 
 def driver() -> str | None:

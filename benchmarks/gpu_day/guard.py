@@ -88,10 +88,13 @@ class Pool:
     """
 
     def __init__(self, device: Cuda, processes: int) -> None:
-        self._device = device
-        self._threads = ThreadPoolExecutor(processes)
+        self._threads = ThreadPoolExecutor(processes, initializer=self._begin, initargs=(device,))
         self._of_thread = threading.local()
         self._guards: list[Guard] = []
+
+    def _begin(self, device: Cuda) -> None:
+        self._of_thread.guard = Guard(device)
+        self._guards.append(self._of_thread.guard)
 
     def ask_all(
         self, action: str, tasks: Sequence[Task], seconds: Callable[[Task], float], apart: bool
@@ -102,23 +105,19 @@ class Pool:
         """
 
         def ask(task: Task) -> Answer | None:
-            if not hasattr(self._of_thread, "guard"):
-                self._of_thread.guard = Guard(self._device)
-                self._guards.append(self._of_thread.guard)
-            limit = seconds(task)
-            if limit <= 0:
+            guard: Guard = self._of_thread.guard
+            if (limit := seconds(task)) <= 0:
                 return None
             if apart:
-                self._of_thread.guard.close()
-            answer: Answer = self._of_thread.guard.ask(action, task, limit)
+                guard.close()
+            answer = guard.ask(action, task, limit)
             if apart:
-                self._of_thread.guard.close()
+                guard.close()
             return answer
 
         futures = {self._threads.submit(ask, task): task for task in tasks}
         for future in as_completed(futures):
-            answer = future.result()
-            if answer is not None:
+            if (answer := future.result()) is not None:
                 yield futures[future], answer
 
     def close(self) -> None:
@@ -144,7 +143,6 @@ def _serve(pipe: Connection, device: Cuda, parent: int) -> None:
             action, task = pipe.recv()
         except EOFError:
             return
-        answer: tuple[Any, str | None, bool]
         try:
             answer = work.ACTIONS[action](device, task), None, False
         except Exception as error:

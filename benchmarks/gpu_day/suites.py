@@ -51,19 +51,11 @@ def run(
     and warnings are not errors: the project does not pin the device's packages.
     """
     with tempfile.TemporaryDirectory() as folder:
-        frame = Path(folder) / "frame.json"
-        frame.write_text(
-            json.dumps(
-                {
-                    "record": str(record), "suite": suite.name, "row": row, "known": known, "device": device,
-                    "limit": suite.seconds,
-                }
-            )
-        )  # fmt: skip
-        environment = {
-            **os.environ, **suite.environment, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1",
-            FRAME: str(frame),
-        }  # fmt: skip
+        frame = {"record": str(record), "suite": suite.name, "row": row, "known": known, "device": device}
+        path = Path(folder) / "frame.json"
+        path.write_text(json.dumps(frame | {"limit": suite.seconds}))
+        variables = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1", FRAME: str(path)}
+        environment = {**os.environ, **suite.environment, **variables}
         if "TRITON_INSTRUMENTATION_MODE" in suite.environment:
             environment["TRITON_CACHE_DIR"] = str(Path(folder) / "cache")  # keeps instrumented kernels separate
         plugins = ["-p", "xdist", "-p", "benchmarks.gpu_day.suites", "-p", "no:cacheprovider"]

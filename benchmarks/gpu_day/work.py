@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import cache, lru_cache
@@ -35,9 +35,8 @@ def describe(device: Cuda, _task: None) -> dict[str, Any] | None:
 
 def perform(device: Cuda, task: Task) -> dict[str, Any]:
     """Measure a task, and return the row's `result`."""
-    measure: Any = {Smoke: smoke, Timed: timed, Trial: trial, Decode: decode}[type(task)]
-    result: dict[str, Any] = measure(device, task)
-    return result
+    measures = {Smoke: smoke, Timed: timed, Trial: trial, Decode: decode}
+    return measures[type(task)](device, task)
 
 
 def compile_task(device: Cuda, task: Task) -> None:
@@ -45,8 +44,7 @@ def compile_task(device: Cuda, task: Task) -> None:
     if isinstance(task, Trial):
         for call in _calls_of(device, task)[0]:
             call.compile()
-        return
-    if isinstance(task, Timed):
+    elif isinstance(task, Timed):
         with path_of_hopper(task.hopper):
             compile_ahead([_problem(device, task)]).result()
     elif isinstance(task, Decode) and not task.page:
@@ -55,11 +53,7 @@ def compile_task(device: Cuda, task: Task) -> None:
         compile_ahead([whole]).result()
 
 
-ACTIONS: dict[str, Callable[[Cuda, Any], Any]] = {
-    "describe": describe,
-    "perform": perform,
-    "compile": compile_task,
-}
+ACTIONS = {"describe": describe, "perform": perform, "compile": compile_task}
 
 
 def timed(device: Cuda, task: Timed) -> dict[str, Any]:
@@ -71,13 +65,12 @@ def timed(device: Cuda, task: Timed) -> dict[str, Any]:
 @contextmanager
 def _deterministic(enabled: bool) -> Iterator[None]:
     """Make torch deterministic, but do not fill new memory with NaN, because the time would include that."""
-    memory: Any = torch.utils.deterministic
     torch.use_deterministic_algorithms(enabled)
-    memory.fill_uninitialized_memory = False
+    torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield
     finally:
-        memory.fill_uninitialized_memory = True
+        torch.utils.deterministic.fill_uninitialized_memory = True
         torch.use_deterministic_algorithms(False)
 
 
@@ -148,14 +141,11 @@ def _calls_of(device: Cuda, task: Trial) -> tuple[list[Call], list[Tensor]]:
     """Return the calls of a trial's kernel, and the tensors that they write."""
     with path_of_hopper(task.hopper):
         generator = torch.Generator(device.name).manual_seed(0)
-        tensors = {
-            name: torch.randn(task.shape, generator=generator, device=device.name, dtype=torch.bfloat16)
-            for name in ("q", "k", "v", "do")
-        }
+        like = {"generator": generator, "device": device.name, "dtype": torch.bfloat16}
+        tensors = {name: torch.randn(task.shape, **like) for name in ("q", "k", "v", "do")}
         config = _config(device, task)
         if task.tile is not None:
-            tiles: dict[str, Any] = {task.name: Tile(*task.tile)}
-            config = replace(config, **tiles)
+            config = replace(config, **{task.name: Tile(*task.tile)})
         options = Options(causal=True, return_lse=True)
         forward = Problem.create({name: tensors[name] for name in "qkv"}, options)
         if task.name == "forward":
