@@ -5,13 +5,13 @@ its own process, with the same Python and packages. Only the fastest call of a t
 disturb it least. A row has the median time of each checkout over the rounds, and the median ratio of the two times.
 
 By default, it times `flashpoint_kernels.attention` on the CPU at (1,8,N,D), without and with the gradient, for each
-dtype, D and N. Target: no call takes more than 5% longer here than in CHECKOUT. Writes
-benchmarks/results/cpu-calls-<cpu>.json in some minutes. Exits with 1 if the target is missed.
+dtype, D and N. Target: no call takes more than 5% longer here than in CHECKOUT. Writes cpu-calls-<cpu>.json in some
+minutes.
 
 `launch-overhead` times the host part of a call on a GPU, without a GPU: the code of `backend="triton"` up to the
 driver's launch. Triton looks up the compiled kernel and stops there, and tensors are on the CPU. The times do not
 contain the driver, the copy to the device, pinned memory for this copy, or the path for plain calls on the CPU. Writes
-benchmarks/results/launch-overhead-<cpu>.json.
+launch-overhead-<cpu>.json.
 """
 
 from __future__ import annotations

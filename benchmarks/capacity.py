@@ -3,7 +3,7 @@
 Starts `flashpoint serve`. Each round measures the rates with `flashpoint.capacity.measure`, then times calls of other
 shapes, with one caller and with four: forwards, gradients, decoding, grouped heads and batches. The result is the
 median over the rounds of measured time / predicted time. Client, server and device share this machine's cores
-(`shared`). Writes benchmarks/results/capacity-DEVICE.json.
+(`shared`).
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from forms import SAFETENSORS, Message, Request
+from forms import SAFETENSORS, Message, post
 from load import drive, rate, repeated
 from runner import Args, apart, in_turn, medians, option, rate_of, ratio, run, run_named, seconds, target, undisturbed
 from serving import bare_uvicorn, engine_variables, service
@@ -68,13 +68,13 @@ def message(batch: int = 1, keys: int = 1, **options: Any) -> Message:
 
 def loads(port: int, bare: int, ids: Sequence[str]) -> Ways:
     """Return functions that send requests to the service."""
-    requests = [Request.post("/attention", message(caches=[one])) for one in ids]
+    requests = [post("/attention", message(caches=[one])) for one in ids]
     all_caches = message(len(ids), caches=list(ids))
-    all_keys = Request.post("/attention", message(keys=KEYS))
+    all_keys = post("/attention", message(keys=KEYS))
     return {
         OURS: lambda calls: repeated(port, requests, calls),
-        ALL: lambda calls: CALLERS * repeated(port, [Request.post("/attention", all_caches)], calls),
-        ECHO: lambda calls: CALLERS * repeated(bare, [Request.post("/echo", all_caches)], calls),
+        ALL: lambda calls: CALLERS * repeated(port, [post("/attention", all_caches)], calls),
+        ECHO: lambda calls: CALLERS * repeated(bare, [post("/echo", all_caches)], calls),
         STATELESS: lambda calls: rate(drive(port, [all_keys] * calls, CALLERS)),
     }
 
@@ -118,8 +118,7 @@ def memory_of_forks(client: flashpoint.Client, cache: flashpoint.Cache) -> float
     """Return the memory of a cache and FORKS copies of it, divided by that of the cache alone."""
 
     def cache_bytes() -> int:
-        nbytes: int = client.info()["caches"]["bytes"]
-        return nbytes
+        return client.info()["caches"]["bytes"]
 
     cache.refresh()
     others = cache_bytes() - cache.bytes
@@ -187,13 +186,13 @@ def cached_decode(args: Args) -> dict[str, Any] | None:
 def reading(port: int, queries: int, caches: Caches, calls: int) -> Callable[[], float]:
     """Return a function that times requests with `queries` queries over each cache, and returns the fastest time."""
     q = draw(len(caches), HEADS, queries, DIM)
-    request = Request.post("/attention", SAFETENSORS.write({"q": q}, caches=ids_of(caches)))
+    request = post("/attention", SAFETENSORS.write({"q": q}, caches=ids_of(caches)))
     return lambda: min(seconds(lambda: drive(port, [request], 1)) for _ in range(calls))
 
 
 def decoding(port: int, caches: Caches, keys: int, calls: int) -> Callable[[], float]:
     """Return a function: the tokens per second of one caller for each cache. It then cuts the caches to `keys` keys."""
-    requests = [Request.post("/attention", message(caches=[cache_id])) for cache_id in ids_of(caches)]
+    requests = [post("/attention", message(caches=[cache_id])) for cache_id in ids_of(caches)]
 
     def tokens_per_second() -> float:
         a_second = repeated(port, requests, calls)

@@ -30,7 +30,7 @@ from typing import Any
 
 import grpc
 import numpy as np
-from forms import OIP_BINARY, SAFETENSORS, Case, Request, Tensors
+from forms import OIP_BINARY, SAFETENSORS, Case, Tensors, post
 from load import drive
 from protocol import METHOD, PATH, UNLIMITED, message
 from record import percentile
@@ -217,7 +217,7 @@ def fairness(args: Args) -> dict[str, Any]:
 
 def traffic(port: int, seconds: float, seed: int) -> list[float]:
     """Return the latency of each request in seconds, from its arrival."""
-    request = Request.post(CASE.path, SAFETENSORS.write(CASE.tensors))
+    request = post(CASE.path, SAFETENSORS.write(CASE.tensors))
     arrivals = np.random.default_rng(seed).exponential(1 / RATE, int(RATE * seconds)).cumsum()
     return [timed.latency for timed in drive(port, [request] * len(arrivals), 16, arrivals.tolist())]
 

@@ -18,6 +18,7 @@ Tensors = Mapping[str, Array]
 Headers = Mapping[str, str]
 Buffer = bytes | memoryview
 Message = tuple[dict[str, str], tuple[Buffer, ...]]  # the headers, and the body in pieces
+Request = tuple[Buffer, ...]  # a request in pieces, the first of which is the head
 
 HEADS, DIM = 8, 64
 LONGEST = 2048
@@ -26,18 +27,12 @@ DATATYPES = {"float32": "FP32", "int64": "INT64"}  # dtype names of the Open Inf
 _BLOCK = np.random.default_rng(0).random(4 * HEADS * LONGEST * DIM, np.float32)
 
 
-class Request(NamedTuple):
-    """A request as a list of pieces; the first piece is the head."""
-
-    pieces: tuple[Buffer, ...]
-
-    @classmethod
-    def post(cls, path: str, message: Message) -> Request:
-        headers, body = message
-        length = sum(memoryview(piece).nbytes for piece in body)
-        lines = {"Host": "127.0.0.1", "Content-Length": str(length), **headers}
-        text = f"POST {path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in lines.items()) + "\r\n"
-        return cls((text.encode(), *body))
+def post(path: str, message: Message) -> Request:
+    """Return a POST request with the headers and the body of `message`."""
+    headers, body = message
+    lines = {"Host": "127.0.0.1", "Content-Length": sum(memoryview(piece).nbytes for piece in body), **headers}
+    text = f"POST {path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in lines.items()) + "\r\n"
+    return (text.encode(), *body)
 
 
 class Form(NamedTuple):
@@ -73,9 +68,9 @@ class Case(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, Array]:
-        size = math.prod(self.shape)
         names = ("q", "k", "v", "do") if self.gradient else ("q", "k", "v")
-        return {name: _BLOCK[i * size : (i + 1) * size].reshape(self.shape) for i, name in enumerate(names)}
+        parts = _BLOCK[: 4 * math.prod(self.shape)].reshape(4, *self.shape)
+        return dict(zip(names, parts, strict=False))
 
 
 def truth(tensors: Tensors, causal: bool = False, left: int = -1) -> dict[str, Array]:

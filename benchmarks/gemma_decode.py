@@ -5,8 +5,7 @@ the model continues a prompt of 1,800 tokens, alternately with local SDPA and wi
 cores. The server counts the bytes of the bodies of one more continuation. Next it times
 calls of one layer: the client's wait, and the stages that the server reports. Then the model writes 16 answers to a
 prompt of 1,500 tokens with local SDPA and with the cache on the server (examples/best_of_n.py). Last, each mode of
-`generate` must return the tokens of local eager attention. Writes benchmarks/results/gemma-<cpu>.json. Exits with 1 if
-a target is missed.
+`generate` must return the tokens of local eager attention.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from runner import ROOT, Args, in_turn, option, ratio, run, target
+from runner import ROOT, Args, in_turn, medians, option, ratio, run, target
 from serving import service, with_bytes
 from transformers import DynamicCache, Gemma3ForCausalLM
 
@@ -37,6 +36,7 @@ PROMPT, NEW, ROUNDS = 1800, 24, 7
 LEAST_RATIO, MOST_BYTES = 0.8, 250_000
 ANSWERS, ANSWERED = 16, 1500  # number of answers to one prompt, and tokens of the prompt
 WINDOW = (511, -1)  # sliding window of most layers, in tokens
+Remote = Callable[[], RemoteCache]
 
 
 def prompts(tokenizer: Any, lengths: list[int]) -> dict[str, torch.Tensor]:
@@ -59,7 +59,7 @@ def draft(model: Any) -> Any:
     return small
 
 
-def same(model: Any, tokenizer: Any, remote: Callable[[], RemoteCache]) -> dict[str, bool]:
+def same(model: Any, tokenizer: Any, remote: Remote) -> dict[str, bool]:
     """Return whether each mode of `generate` gives the same tokens as eager attention."""
     same_tokens = {}
     beyond = prompts(tokenizer, [600])
@@ -91,7 +91,7 @@ def decoded(model: Any, first: torch.Tensor, cache: Any) -> tuple[list[int], flo
     return tokens, (time.perf_counter() - start) / NEW
 
 
-def speed(model: Any, tokenizer: Any, remote: Callable[[], RemoteCache], port: int) -> dict[str, Any]:
+def speed(model: Any, tokenizer: Any, remote: Remote, port: int) -> dict[str, Any]:
     """Return the speed after a long prompt, and the bytes per token, locally and with the cache on the server."""
     ids = prompts(tokenizer, [PROMPT])["input_ids"]
     caches: dict[str, Any] = {"eager": DynamicCache(config=model.config), "sdpa": DynamicCache(config=model.config)}
@@ -114,19 +114,17 @@ def speed(model: Any, tokenizer: Any, remote: Callable[[], RemoteCache], port: i
     rounds = list(in_turn({way: partial(continued, way) for way in ("sdpa", NAME)}, ROUNDS))
     _, nbytes = with_bytes(port, partial(continued, NAME))
     return {
-        "prompt_tokens": PROMPT,
-        "new_tokens": NEW,
-        "rounds": ROUNDS,
+        "prompt_tokens": PROMPT, "new_tokens": NEW, "rounds": ROUNDS,
         "same_tokens_as_eager": tokens[NAME] == tokens["eager"],
         "same_tokens_at_home": tokens["sdpa"] == tokens["eager"],
         "tokens_per_second": {way: round(1 / statistics.median(row[way] for row in rounds), 2) for way in rounds[0]},
         "ratio": round(ratio(rounds, "sdpa", NAME), 3),
         "ratios": [round(row["sdpa"] / row[NAME], 3) for row in rounds],
         "bytes_per_token": round(nbytes / NEW),
-    }
+    }  # fmt: skip
 
 
-def answers(model: Any, tokenizer: Any, remote: Callable[[], RemoteCache], port: int) -> dict[str, Any]:
+def answers(model: Any, tokenizer: Any, remote: Remote, port: int) -> dict[str, Any]:
     """Return seconds, tokens and bytes for many answers to one prompt, locally and with the cache on the server."""
     ids = prompts(tokenizer, [ANSWERED])["input_ids"]
     results = {}
@@ -138,16 +136,14 @@ def answers(model: Any, tokenizer: Any, remote: Callable[[], RemoteCache], port:
             cache.close()
     local, on_server = (results[way][0] for way in ("sdpa", NAME))
     return {
-        "prompt_tokens": ANSWERED,
-        "answers": ANSWERS,
-        "new_tokens": NEW,
+        "prompt_tokens": ANSWERED, "answers": ANSWERS, "new_tokens": NEW,
         "prompt_seconds": {way: round(run.prompt_seconds, 2) for way, (run, _) in results.items()},
         "tokens_per_second": {way: round(ANSWERS * (NEW - 1) / run.seconds, 2) for way, (run, _) in results.items()},
         "ratio_of_tokens": round(local.seconds / on_server.seconds, 3),
         "ratio": round((local.prompt_seconds + local.seconds) / (on_server.prompt_seconds + on_server.seconds), 3),
         "same_answers": int((local.tokens == on_server.tokens).all(1).sum()),
         "bytes": round(results[NAME][1]),
-    }
+    }  # fmt: skip
 
 
 def stages(client: flashpoint.Client, count: int) -> dict[str, float]:
@@ -156,31 +152,23 @@ def stages(client: flashpoint.Client, count: int) -> dict[str, float]:
     root.append(torch.randn(1, 1, ANSWERED, 256), torch.randn(1, 1, ANSWERED, 256))
     caches = client.fork_caches([root] * count)
     q, k, v = (torch.randn(count, heads, 1, 256) for heads in (4, 1, 1))
-    samples: dict[str, list[float]] = {}
-    for number in range(200):
+    samples = []
+    for _ in range(200):
         began = time.perf_counter()
         _, meta = client.attention(
             q, k, v, caches=caches, at=[ANSWERED] * count, causal=True, window=WINDOW, with_meta=True
         )
-        if number >= 20:
-            for name, taken in {"call": 1000 * (time.perf_counter() - began), **meta.timings}.items():
-                samples.setdefault(name, []).append(taken)
+        samples.append({"call": 1000 * (time.perf_counter() - began), **meta.timings})
     client.delete_caches([root, *caches])
-    return {name: round(statistics.median(taken), 3) for name, taken in samples.items()}
+    return medians(samples[20:])
 
 
+@torch.no_grad()
 def measure(args: Args) -> dict[str, Any]:
     model, tokenizer = load(args.folder)
-    with (
-        service() as (_, port, _),
-        flashpoint.Client(f"http://127.0.0.1:{port}", timeout=600) as client,
-        torch.no_grad(),
-    ):
+    with service() as (_, port, _), flashpoint.Client(f"http://127.0.0.1:{port}", timeout=600) as client:
         register(client)
-
-        def remote() -> RemoteCache:
-            return RemoteCache(client, model.config)
-
+        remote = partial(RemoteCache, client, model.config)
         decoding = speed(model, tokenizer, remote, port)
         calls = {str(count): stages(client, count) for count in (1, ANSWERS)}
         many = answers(model, tokenizer, remote, port)

@@ -3,8 +3,8 @@
 Builds the wheel and the source distribution as `make dist` does. In one empty environment it installs the wheel with
 `[server]`, then times `flashpoint serve` until its first answer. In another it installs the wheel alone, the SDK, then
 times a program that calls that server. Records seconds, and megabytes on disk. The number of downloaded packages comes
-from pip's output; pip takes the other packages from its cache or from a local folder. Writes
-benchmarks/results/install-<cpu>.json. Takes two to four minutes and 2 GB of disk.
+from pip's output; pip takes the other packages from its cache or from a local folder. Takes some minutes and 2 GB
+of disk.
 """
 
 from __future__ import annotations

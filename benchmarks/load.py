@@ -41,7 +41,7 @@ class _Connection(socket.socket):
 
     def start(self, number: int, request: Request) -> None:
         self.request = number
-        self.unsent = [memoryview(piece).cast("B") for piece in request.pieces]
+        self.unsent = [memoryview(piece).cast("B") for piece in request]
         self._head = b""
         self._left = -1  # length of the answer's body in bytes, known after the head
         self.send_rest()

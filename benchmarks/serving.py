@@ -1,10 +1,8 @@
-"""Time the service over a socket beside its upper bounds, in one run: `python benchmarks/serving.py`.
+"""Time the service over a socket beside its upper bounds, in one run: `python benchmarks/serving.py`, two minutes.
 
 The service is `flashpoint serve` with its defaults, on the CPU or on `--device cuda`. The upper bounds are bare uvicorn
 (peers/bare_uvicorn.py) and the operator in a process without HTTP. All have the same malloc settings. The load uses one
-connection of `http.client` and reads answers with `readinto`. Each round times the service and each bound. The medians
-and their targets go to benchmarks/results/serving-<device>.json and a table. Takes under two minutes. Exits with 1 if a
-target is missed.
+connection of `http.client` and reads answers with `readinto`. Each round times the service and each bound.
 """
 
 from __future__ import annotations
@@ -90,7 +88,7 @@ def process(command: Sequence[str], variables: Mapping[str, str] | None = None, 
         finally:
             family = []
             if child.poll() is None:
-                family = [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)]
+                family = [root := psutil.Process(child.pid), *root.children(recursive=True)]
                 child.terminate()
             _, alive = psutil.wait_procs(family, timeout=ENDING_SECONDS)
             for each in alive:
@@ -226,8 +224,8 @@ def resident(child: Child) -> dict[str, float]:
     """Return the resident MiB of the HTTP process and of its engine; shared memory counts in both."""
     http_process = psutil.Process(child.pid)
     (engine,) = http_process.children()
-    sizes = {"http": http_process.memory_info().rss, "engine": engine.memory_info().rss}
-    return {name: round(size / MIB, 1) for name, size in sizes.items()}
+    processes = {"http": http_process, "engine": engine}
+    return {name: round(each.memory_info().rss / MIB, 1) for name, each in processes.items()}
 
 
 def memory(ours: Connection, child: Child, *counts: int) -> list[dict[str, float]]:
@@ -267,9 +265,11 @@ def measure(args: Args) -> dict[str, Any]:
             large = large_bodies(ours, bare, LARGE * args.rounds)
     bound = small["bare echo"] + small["operator"]
     growth = max(late[name] / early[name] for name in early)
+    seconds_of = {name: median(each[name] for each in large) for name in large[0]}
+    bodies = ("ingest", "bare discard", "answer", "bare response")
+    calls = ("call", "bare echo", "bare exchange", "operator")
     return {
-        "rounds": args.rounds,
-        "calls": args.calls,
+        "rounds": args.rounds, "calls": args.calls,
         "targets": [
             target("64 MiB in / bare uvicorn discarding", ratio(large, "bare discard", "ingest"), "rate", least=0.9),
             target("64 MiB out / bare uvicorn's", ratio(large, "bare response", "answer"), "rate", least=0.9),
@@ -278,15 +278,10 @@ def measure(args: Args) -> dict[str, Any]:
             target(f"resident after {args.requests} calls / a tenth of them", growth, "size", most=1.05),
         ],
         "small_call_shape": SMALL,
-        "mib_per_second": {
-            name: round(BIG / MIB / median(each[name] for each in large))
-            for name in ("ingest", "bare discard", "answer", "bare response")
-        },
-        "median_microseconds": {
-            name: round(small[name] * 1e6) for name in ("call", "bare echo", "bare exchange", "operator")
-        },
+        "mib_per_second": {name: round(BIG / MIB / seconds_of[name]) for name in bodies},
+        "median_microseconds": {name: round(small[name] * 1e6) for name in calls},
         "resident_mib": {"early": early, "late": late},
-    }
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

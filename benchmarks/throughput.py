@@ -4,15 +4,15 @@
 forward and gradient at (1,8,128,64) and (1,8,1024,64), float32. peers/servers.py defines the peers, and load.py sends
 the requests. Each round times every server for most of a second, in rotating order. The operator in a process is timed
 at both ends of a round. If its time deviates from the median, another program used the machine, and the round is
-discarded. Medians of the other rounds, and of ratios within a round, go to benchmarks/results/throughput-<cpu>.json.
+discarded. The result has medians of the other rounds, and of ratios within a round.
 
 Then the benchmark sends 200 requests as if from many callers: (1, 8, length, 64) in float32, lengths from 16 to 2048,
 about half of them gradients. There are three passes: each request alone, one after another; all in a closed loop, which
 gives the saturated rate; and an open loop with Poisson arrivals at 70% of that rate, where the latency of a request
 counts from its arrival. The slowdown of a request is its latency divided by its time alone.
 
-Takes twelve minutes, and twice that if it first makes environments. Exits with 1 if a target is missed, or if no round
-of a case is left.
+Takes twelve minutes, and twice that if it first makes environments. A target is missed, too, if no round of a case is
+left.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from itertools import count
 from typing import Any
 
 import numpy as np
-from forms import LONGEST, SAFETENSORS, Case, Form, Request, truth
+from forms import LONGEST, SAFETENSORS, Case, Form, Request, post, truth
 from load import drive, rate
 from peers.servers import INSTALLABLE, PEERS, ask, install, installed_version, started
 from record import percentile
@@ -84,7 +84,7 @@ def over_http(port: int, path: Callable[[Case], str], form: Form) -> Calls:
             error = np.abs(answers[name] - right).max() / np.abs(right).max()
             if not error <= BOUND:
                 raise RuntimeError(f"{path(case)}: {name} of {case.name} is off by {error:.1e} of its largest value")
-    requests = {case: Request.post(path(case), form.write(case.tensors)) for case in CASES}
+    requests = {case: post(path(case), form.write(case.tensors)) for case in CASES}
 
     def calls(case: Case, count: int) -> float:
         return max(timed.ended for timed in drive(port, [requests[case]] * count, CONNECTIONS))
@@ -145,7 +145,7 @@ def mixed_requests(lengths: str, seed: int) -> list[Request]:
     rng = np.random.default_rng(seed)
     chosen = zip(LENGTHS[lengths](rng), rng.integers(0, 2, MIXED), strict=True)
     cases = [Case(int(length), bool(gradient)) for length, gradient in chosen]
-    return [Request.post(case.path, SAFETENSORS.write(case.tensors)) for case in cases]
+    return [post(case.path, SAFETENSORS.write(case.tensors)) for case in cases]
 
 
 def repetition(port: int, requests: Sequence[Request], connections: int, seed: int) -> dict[str, Any]:

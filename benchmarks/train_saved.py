@@ -2,8 +2,7 @@
 
 It trains the GPT of examples/train_gpt.py from one seed. Rounds with and without saving alternate. The targets: bitwise
 equal losses, and at most 0.7 times the bytes of a step, in and out, by the server's count. It also measures the
-milliseconds of a step, and the time that saving adds to one forward of 1,024 tokens. It writes
-benchmarks/results/train-saved-<cpu>.json, and takes about three minutes. The exit code is 1 if a target is missed.
+milliseconds of a step, and the time that saving adds to one forward of 1,024 tokens. It takes about three minutes.
 """
 
 from __future__ import annotations
