@@ -141,27 +141,24 @@ def timed(rounds: int, calls: int) -> tuple[list[dict[str, Any]], float]:
         operator = enter(apart(operates))
         alone = enter(apart(operates, **engine_variables()))
 
-        def cut(way: Callable[..., float], *arguments: Any) -> float:
-            """Measure one way of computing, then cut the caches to their first length."""
-            rate_of_way = way(*arguments)
-            for cache in caches:
-                cache.truncate(KEYS)
-            return rate_of_way
-
-        ways: dict[str, Callable[[], float]] = {
+        ways = {
             OPERATOR: partial(operator, OPERATOR, calls),
-            OURS: partial(cut, load, OURS, calls),
-            ALL: partial(cut, load, ALL, calls),
+            OURS: partial(cut, caches, KEYS, load, OURS, calls),
+            ALL: partial(cut, caches, KEYS, load, ALL, calls),
             ECHO: partial(load, ECHO, calls),
-            SDK: partial(cut, from_threads, caches, calls),
+            SDK: partial(cut, caches, KEYS, from_threads, caches, calls),
             STATELESS: partial(load, STATELESS, 2 * CALLERS),
             APART: partial(alone, APART, calls),
         }
-        every = []
-        for each in in_turn(ways, rounds, ends=OPERATOR):
-            every.append(each)
-            print(f"round {len(every)} of {rounds}: {each}", flush=True)
-        return every, forks
+        return list(in_turn(ways, rounds, ends=OPERATOR, log="decode")), forks
+
+
+def cut(caches: Caches, keys: int, way: Callable[..., float], *arguments: Any) -> float:
+    """Measure one way of computing, then cut the caches to `keys` keys, their first length."""
+    rate_of_way = way(*arguments)
+    for cache in caches:
+        cache.truncate(keys)
+    return rate_of_way
 
 
 def cached_decode(args: Args) -> dict[str, Any] | None:
@@ -193,14 +190,7 @@ def reading(port: int, queries: int, caches: Caches, calls: int) -> Callable[[],
 def decoding(port: int, caches: Caches, keys: int, calls: int) -> Callable[[], float]:
     """Return a function: the tokens per second of one caller for each cache. It then cuts the caches to `keys` keys."""
     requests = [post("/attention", message(caches=[cache_id])) for cache_id in ids_of(caches)]
-
-    def tokens_per_second() -> float:
-        a_second = repeated(port, requests, calls)
-        for cache in caches:
-            cache.truncate(keys)
-        return a_second
-
-    return tokens_per_second
+    return partial(cut, caches, keys, repeated, port, requests, calls)
 
 
 def filled(client: flashpoint.Client, count: int, keys: int) -> Caches:

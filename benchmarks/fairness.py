@@ -159,15 +159,11 @@ def row(
         done = ask("answered") - before
     wait(ports["http"], 0, 0)
     result = {
-        "kind": kind,
-        "protocol": protocol,
-        **({"limit": limit} if limit else {}),
-        "large_alone_seconds": round(statistics.median(large_alone), 4),
-        "large_answered": done,
-        "small_calls": len(beside),
-        "small_alone_ms": percentiles(alone, 50, 99, 100),
+        "kind": kind, "protocol": protocol, **({"limit": limit} if limit else {}),
+        "large_alone_seconds": round(statistics.median(large_alone), 4), "large_answered": done,
+        "small_calls": len(beside), "small_alone_ms": percentiles(alone, 50, 99, 100),
         "small_beside_ms": percentiles(beside, 50, 99, 100),
-    }
+    }  # fmt: skip
     print(json.dumps(result), flush=True)
     return result
 
@@ -260,16 +256,14 @@ def beside(args: Args) -> dict[str, Any]:
     moved = max(abs(row["beside_ms"] / row["alone_ms"] - 1) for row in table)
     rise = (percentile(latencies["beside"], 99) - percentile(latencies["alone"], 99)) * 1e3
     return {
-        "requests_a_second": RATE,
-        "requests": {when: len(seen) for when, seen in latencies.items()},
+        "requests_a_second": RATE, "requests": {when: len(seen) for when, seen in latencies.items()},
         "latency_ms": {when: percentiles(seen, 50, 99) for when, seen in latencies.items()},
-        "longest_slice_ms": round(max(slices), 2),
-        "rows": table,
+        "longest_slice_ms": round(max(slices), 2), "rows": table,
         "targets": [
             target("p99 of small requests beside a benchmark, more than alone", rise, "ms", most=max(slices)),
             target("a median of the benchmark beside traffic, moved by", moved, "of itself", most=0.1),
         ],
-    }
+    }  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -122,12 +122,12 @@ def rate_of(call: Callable[[Any], Any], arguments: Sequence[Any], threads: int, 
 
 
 def in_turn(
-    ways: Mapping[str, Callable[[], Any]], rounds: int, warm: int = 1, ends: str = ""
+    ways: Mapping[str, Callable[[], Any]], rounds: int, warm: int = 1, ends: str = "", log: str = ""
 ) -> Iterator[dict[str, Any]]:
     """Yield the results of the functions `ways` in each round, in rotating order; the first `warm` rounds do not count.
 
     The function named `ends` runs at the start and the end of each round; its value is the pair of results
-    (`undisturbed`).
+    (`undisturbed`). With `log`, print each round after this name.
     """
     names = [name for name in ways if name != ends]
     for number in range(-warm, rounds):
@@ -137,7 +137,10 @@ def in_turn(
         if ends:
             results[ends] = first, ways[ends]()
         if number >= 0:
-            yield {name: results[name] for name in ways}
+            ordered = {name: results[name] for name in ways}
+            if log:
+                print(f"{log}, round {number + 1} of {rounds}: {ordered}", flush=True)
+            yield ordered
 
 
 def undisturbed(rounds: Sequence[dict[str, Any]], ends: str, deviation: float) -> list[dict[str, Any]]:

@@ -134,11 +134,7 @@ def timed_rounds(ways: dict[str, Calls], case: Case, rounds: int, seconds: float
             a_second = 2 * CONNECTIONS / calls(case, 2 * CONNECTIONS)
             count = CONNECTIONS * math.ceil(a_second * seconds / CONNECTIONS)
             timed[name] = lambda calls=calls, count=count: count / calls(case, count)
-    measured = []
-    for rates in in_turn(timed, rounds, warm=0, ends=STEADY):
-        measured.append(rates)
-        print(f"{case.name}, {len(measured)} of {rounds}: ours {rates[OURS]:.1f}/s, op {rates[STEADY]}", flush=True)
-    return measured
+    return list(in_turn(timed, rounds, warm=0, ends=STEADY, log=case.name))
 
 
 def mixed_requests(lengths: str, seed: int) -> list[Request]:
@@ -229,23 +225,18 @@ def measure(args: Args) -> dict[str, Any]:
     absent = {peer.name: "not installed" for peer in PEERS if peer.name not in ways}
     slow = f"not measured: a call takes over {SLOWEST:g} s"
     unmeasured = {case: dict.fromkeys(ways, slow if rounds else NO_ROUND) for case, rounds in clean.items()}
-    result = {
-        "environment": {"peers": versions},
-        "connections": CONNECTIONS,
-        "cases": {
-            case.name: {
-                "rounds": len(clean[case]),
-                "thrown_away": len(measured[case]) - len(clean[case]),
-                "ways": unmeasured[case] | absent | table,
-            }
-            for case, table in tables.items()
-        },
-        "mixed": tails,
-        "targets": targets(tables, tails),
-    }
+    cases = {
+        case.name: {
+            "rounds": len(clean[case]), "thrown_away": len(measured[case]) - len(clean[case]),
+            "ways": unmeasured[case] | absent | table,
+        }
+        for case, table in tables.items()
+    }  # fmt: skip
+    rows = targets(tables, tails)
     if not (all(clean.values()) and all(figures["repetitions"] for figures in tails.values())):
-        result["targets"].append(target("cases that were measured", 0.0, "all", least=1.0))
-    return result
+        rows.append(target("cases that were measured", 0.0, "all", least=1.0))
+    environment = {"peers": versions}
+    return {"environment": environment, "connections": CONNECTIONS, "cases": cases, "mixed": tails, "targets": rows}
 
 
 if __name__ == "__main__":
