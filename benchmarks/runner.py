@@ -16,14 +16,13 @@ import contextlib
 import inspect
 import json
 import math
-import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
-from multiprocessing.connection import Connection
+from multiprocessing import get_context
 from pathlib import Path
 from pprint import pprint
 from statistics import mean, median
@@ -178,30 +177,23 @@ def apart(make: Callable[..., Mapping[str, Callable[..., Any]]], *given: Any, **
     `variables` are additional environment variables of the process. The rows of a generator are printed as they come,
     and returned as a list.
     """
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("spawn").Process(target=_serve, args=(theirs, make, given))
+    pool = ProcessPoolExecutor(1, get_context("spawn"), _make, (make, given))
     with mock.patch.dict(os.environ, MALLOC | variables):
-        process.start()
-    theirs.close()
-
-    def ask(name: str, *arguments: Any) -> Any:
-        ours.send((name, arguments))
-        return ours.recv()
-
-    try:
-        yield ask
-    finally:
-        ours.close()
-        process.join()
+        pool.submit(int).result()  # starts the process, which inherits these variables
+    with pool:
+        yield lambda name, *arguments: pool.submit(_call, name, *arguments).result()
 
 
-def _serve(pipe: Connection, make: Callable[..., Mapping[str, Callable[..., Any]]], given: Sequence[Any]) -> None:
-    made = make(*given)
-    with contextlib.suppress(EOFError):
-        while True:
-            name, arguments = pipe.recv()
-            result = made[name](*arguments)
-            pipe.send([*map(_printed, result)] if isinstance(result, Iterator) else result)
+_made: dict[str, Callable[..., Any]] = {}  # the functions of a process that `apart` has started
+
+
+def _make(make: Callable[..., Mapping[str, Callable[..., Any]]], given: Sequence[Any]) -> None:
+    _made.update(make(*given))
+
+
+def _call(name: str, *arguments: Any) -> Any:
+    result = _made[name](*arguments)
+    return [*map(_printed, result)] if isinstance(result, Iterator) else result
 
 
 def _printed(row: Any) -> Any:
