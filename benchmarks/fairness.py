@@ -64,8 +64,7 @@ GRID = {
 
 
 def large(kind: str) -> tuple[Tensors, dict[str, Any]]:
-    one = np.ones((COUNT, 1, 1, 1), np.float32)
-    tensors: dict[str, Any] = {"q": one, "k": one, "v": one}
+    tensors: dict[str, Any] = dict.fromkeys("qkv", np.ones((COUNT, 1, 1, 1), np.float32))
     options = dict(OPTIONS.get(kind, {}))
     if kind == "mask":
         tensors["attn_mask"] = np.zeros((COUNT, 1, 1, 1), np.float32)
@@ -201,8 +200,8 @@ def fairness(args: Args) -> dict[str, Any]:
             for protocol in args.protocols:
                 rows += [row(protocol, ports, kind, args.calls) for kind in args.kinds]
             for n, limit in enumerate(LIMITS):
-                for kind in args.kinds:
-                    rows.append(row("http", ports, kind, args.calls, key=f"limited-{n}", limit=limit))
+                key = f"limited-{n}"
+                rows += [row("http", ports, kind, args.calls, key=key, limit=limit) for kind in args.kinds]
     worst = max(one["small_beside_ms"]["p99"] for one in rows)
     targets = [target("p99 of a small request beside large ones", worst, "ms", most=250.0)]
     if "plain" in args.kinds:

@@ -49,17 +49,13 @@ def main() -> int:
         parser.error(f"no part: {', '.join(sorted(unknown))}; the parts are {', '.join(PARTS)}")
     if args.download:
         return download(args.download, args.python)
-    if not has_gpu():
+    import torch
+
+    if not torch.cuda.is_available():
         print("no CUDA device here: nothing was tested and nothing was timed", file=sys.stderr)
         return NO_GPU
     with tempfile.TemporaryDirectory() as folder:
         return run(args.parts or PARTS, args.out, environment(args.wheels, Path(folder)))
-
-
-def has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def environment(wheels: Path | None, folder: Path) -> dict[str, str]:

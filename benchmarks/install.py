@@ -38,9 +38,8 @@ def outside(**variables: str) -> dict[str, str]:
 
 def built(folder: Path) -> tuple[Path, Path]:
     """Build and return the wheel and the source distribution."""
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-d", folder], cwd=ROOT, check=True, capture_output=True
-    )
+    build = [sys.executable, "-m", "hatchling", "build", "-d", folder]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
     (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
     return wheel, sdist
 
@@ -81,7 +80,6 @@ def measure(_: Args) -> dict[str, Any]:
         began = time.perf_counter()
         process = subprocess.Popen(command, stderr=subprocess.PIPE, env=outside(), text=True, cwd=folder)
         try:
-            assert process.stderr is not None
             url = next(line["url"] for line in map(json.loads, process.stderr) if line["event"] == "listening")
             server["listening_s"] = round(time.perf_counter() - began, 2)
             server["call_s"] = seconds_of_call(python, url, folder)  # waits until the engine is ready

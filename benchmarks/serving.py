@@ -248,7 +248,6 @@ def bare_uvicorn() -> Iterator[int]:
     """Run bare uvicorn, an upper bound of a Python service's speed, and yield its port."""
     command = [sys.executable, str(ROOT / "benchmarks/peers/bare_uvicorn.py")]
     with process(command, stdout=subprocess.PIPE) as child:
-        assert child.stdout is not None
         yield int(child.stdout.readline())
 
 

@@ -10,6 +10,7 @@ the sources); `stage`, `at`, `seconds`, `clocks`, `environment`; `task`, the par
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -86,11 +87,9 @@ def is_bad(row: Row) -> bool:
 
 
 def _parsed(line: bytes) -> Row | None:
-    try:
+    with contextlib.suppress(ValueError):
         row = json.loads(line)
-    except ValueError:
-        return None
-    return row if isinstance(row, dict) and "key" in row else None
+        return row if isinstance(row, dict) and "key" in row else None
 
 
 def _sync_folder(folder: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -44,6 +44,7 @@ class Check:
 
 
 _GRADIENTS = ("attention_delta", "attention_backward_kv", "attention_backward_q")
+_GRADIENTS_HOPPER = ("attention_delta", "attention_backward_kv_hopper", "attention_backward_q_hopper")
 _GRADS = ("dq", "dk", "dv")
 _LEVEL_1: dict[str, Any] = {"window": (100, 20), "softcap": 5.0}
 _BLOCKS: dict[str, Any] = {"causal": True, "block_size": (32, 32)}
@@ -78,12 +79,7 @@ CHECKS = {
     "repeats_forward": Check(("attention_forward",), repeats=True),
     "repeats_backward": Check(_GRADIENTS, _GRADS, repeats=True),
     "repeats_forward_hopper": Check(("attention_forward_hopper",), hopper=True, repeats=True),
-    "repeats_backward_hopper": Check(
-        ("attention_delta", "attention_backward_kv_hopper", "attention_backward_q_hopper"),
-        _GRADS,
-        hopper=True,
-        repeats=True,
-    ),
+    "repeats_backward_hopper": Check(_GRADIENTS_HOPPER, _GRADS, hopper=True, repeats=True),
     "float32": Check(("attention_forward",), dtype="float32"),
     "nano": Check(("nano_forward",)),
 }
@@ -98,13 +94,9 @@ def smoke(device: Cuda, task: Smoke) -> dict[str, Any]:
         changed = _changed(tensors, options, answers, device.sizes.repeats) if check.repeats else []
     verdict = verify(tensors, options, answers=answers)
     missing = [name for name in check.kernels if name not in ran]
-    return {
-        "ok": verdict.ok and not missing and not changed,
-        "kernels": ran,
-        "missing": missing,
-        "changed": changed,
-        "errors": {t.name: [t.max_abs, t.bound] for t in verdict.tensors},
-    }
+    ok = verdict.ok and not missing and not changed
+    errors = {t.name: [t.max_abs, t.bound] for t in verdict.tensors}
+    return {"ok": ok, "kernels": ran, "missing": missing, "changed": changed, "errors": errors}
 
 
 def path_of_hopper(use_hopper: bool) -> AbstractContextManager[Any]:
@@ -169,13 +161,10 @@ def _in_pages(tensors: dict[str, Tensor], size: int) -> dict[str, Tensor]:
 
 def _launched(tensors: dict[str, Tensor], check: Check) -> tuple[dict[str, Tensor], list[str], Options]:
     """Return (answers, names of the kernels that ran, options). Memory is NaN at first, so unwritten answers show."""
-    options = Options(**check.options, backend="triton")
-    if check.grads:
-        options = replace(options, grads=check.grads)
-        problem = Problem.create(tensors, options, "backward")
-    else:
-        options = replace(options, return_lse=True)
-        problem = Problem.create(tensors, options, fixed_pages=True)
+    wanted: dict[str, Any] = {"grads": check.grads} if check.grads else {"return_lse": True}
+    options = Options(**check.options, **wanted, backend="triton")
+    direction = "backward" if check.grads else "forward"
+    problem = Problem.create(tensors, options, direction, fixed_pages=not check.grads)
     for t in problem.outputs.values():
         t.fill_(float("nan"))
     run([problem], "triton")
