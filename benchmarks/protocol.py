@@ -27,21 +27,10 @@ from typing import Any
 
 import grpc
 import numpy as np
+import serving
 from forms import DATATYPES, OIP_BINARY, SAFETENSORS, Tensors
 from runner import MALLOC, ROOT, SERVICE, Args, apart, in_turn, medians, option, run, run_named, seconds, target
-from serving import (
-    MIB,
-    SMALL,
-    Connection,
-    engine_variables,
-    exchanges,
-    free_ports,
-    operator,
-    process,
-    ready,
-    service,
-    until,
-)  # fmt: skip
+from serving import MIB, SMALL, Connection, engine_variables, exchanges, free_ports, operator, service
 
 from flashpoint_server.oip.grpc import protos
 
@@ -105,15 +94,11 @@ def protocol(args: Args) -> dict[str, Any]:
     pairs = {f"{n}: protocol / safetensors": (f"{n}, protocol", f"{n}, safetensors") for n in SHAPES}
     pairs["shared memory / operator"] = ("shared memory", "operator")
     microseconds = {name: round(taken[name] * 1e6) for pair in pairs.values() for name in reversed(pair)}
+    targets = [target(what, taken[first] / taken[second], "time", most=1.1) for what, (first, second) in pairs.items()]
     return {
-        "rounds": args.rounds,
-        "calls": args.calls,
-        "shapes": {**SHAPES, "shared memory": LARGE},
-        "targets": [
-            target(what, taken[first] / taken[second], "time", most=1.1) for what, (first, second) in pairs.items()
-        ],
+        "rounds": args.rounds, "calls": args.calls, "shapes": {**SHAPES, "shared memory": LARGE}, "targets": targets,
         "median_microseconds": microseconds,
-    }
+    }  # fmt: skip
 
 
 def message(tensors: Tensors) -> Any:
@@ -153,8 +138,8 @@ def plain_uvicorn() -> Iterator[int]:
     (port,) = free_ports(1)
     command = [sys.executable, "-m", "uvicorn", "flashpoint_server.app:create_app", "--factory", f"--port={port}"]
     cpu = {"FLASHPOINT_DEVICE": "cpu"}
-    with process([*command, "--no-access-log"], cpu, stderr=subprocess.DEVNULL) as child:
-        until(lambda: ready(port), child)
+    with serving.process([*command, "--no-access-log"], cpu, stderr=subprocess.DEVNULL) as child:
+        serving.until(lambda: serving.ready(port), child)
         yield port
 
 
