@@ -41,7 +41,7 @@ BUSY = 0.5  # load average per core above which other programs disturb the times
 
 
 def option(default: Any, help: str | None = None, **more: Any) -> dict[str, Any]:
-    """Return an option of a benchmark as keywords of argparse. By default, a number's type is that of `default`."""
+    """Return an option of a benchmark as keywords of argparse. If `default` is a number, it sets the type."""
     kind = {"type": type(default)} if isinstance(default, int | float) else {}
     return {"default": default, "help": help, **kind, **more}
 

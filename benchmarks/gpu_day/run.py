@@ -20,7 +20,7 @@ RESERVE_SECONDS = 20.0  # seconds kept for the report and the cache at the end
 
 
 class Run:
-    """One call of `make gpu`: a record, a device, and the seconds that are left by a clock that tests may replace."""
+    """One call of `make gpu`: a record, a device, and a time limit by `clock`, which tests may replace."""
 
     record: Record
 
@@ -35,6 +35,7 @@ class Run:
 
     @property
     def left(self) -> float:
+        """Return the seconds until the time limit."""
         return self._until - self._clock()
 
     def find_device(self) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import uvicorn
 
-prepared = functools.cache(bytes)  # N zero bytes
+prepared = functools.cache(bytes)  # prepared(N) returns N zero bytes, made once
 
 
 async def app(scope: dict[str, Any], receive: Any, send: Any) -> None:

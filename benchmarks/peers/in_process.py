@@ -26,7 +26,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def computed(tensors: Tensors, in_parts: bool = True) -> Tensors:
-    """Run the parts of the call one after another, as a lane of the engine does; or the whole call at once."""
+    """Return the outputs of a call. With `in_parts`, compute its parts one after another, as the engine does."""
     problem = Problem.create(tensors, Options(), "backward" if "do" in tensors else "forward")
     for part in split(problem, "torch") if in_parts else [problem]:
         run([part], "torch")

@@ -30,7 +30,8 @@ FIRST_CALLS = (Case(16, False), Case(16, True))  # a peer may start the models o
 class Peer(NamedTuple):
     """A server. `command` starts Python or a script of the peer's environment.
 
-    In `command` and `variables`, {port}, {port1} and {port2} stand for ports, and {here} for this directory.
+    In `command` and `variables`, {port}, {port1} and {port2} stand for ports, {here} for this directory, {cores} for
+    the number of cores.
     """
 
     name: str
