@@ -109,11 +109,7 @@ def call_of(
             options[name] = t.clone().requires_grad_()
     do = torch.ones(*tensors[0].shape[:-1], tensors[-1].shape[-1], dtype=tensors[0].dtype)
     leaves = [*inputs, *(t for t in options.values() if isinstance(t, Tensor) and t.requires_grad), *captured]
-
-    def call() -> Any:
-        return torch.autograd.grad(attend(*inputs, **options), leaves, do)
-
-    return call
+    return lambda: torch.autograd.grad(attend(*inputs, **options), leaves, do)
 
 
 def written_out(
@@ -163,8 +159,8 @@ def written_out(
 
 def memory(call: Call) -> int:
     """Return the peak memory in bytes that a call adds."""
-    peak = peak_bytes(call, "cpu")
-    assert peak is not None, "this system does not report a process's peak memory: run this benchmark on Linux"
+    if (peak := peak_bytes(call, "cpu")) is None:
+        raise RuntimeError("this system does not report a process's peak memory: run this benchmark on Linux")
     return peak
 
 
@@ -253,8 +249,8 @@ def beside_flex(rounds: int) -> Iterator[Row]:
             ours, other = partial(attention, *tensors, **keywords), compiled_flex(tensors, *mods(**keywords))
         compile_s = round(seconds(other), 2)
         check(name, ours(), other())
-        row = {"option": name, "counted": peers != "uncounted"}
-        yield {**row, **pair(ours, other, rounds, ROUND), "compile_s": compile_s}
+        counted = peers != "uncounted"
+        yield {"option": name, "counted": counted, **pair(ours, other, rounds, ROUND), "compile_s": compile_s}
 
 
 def check(name: str, ours: Tensor, theirs: Tensor) -> None:
@@ -348,8 +344,9 @@ def beside_eager_flex(rounds: int) -> Iterator[Row]:
         with torch.no_grad():
             times = pair(*forwards, rounds)
         yield {"kind": name, "pass": "forward", **times}
-        both = (flex_attention, flex_written_out)
-        ours, other = (call_of(attend, tensors, keywords, "with gradient", captured) for attend in both)
+        ours, other = (
+            call_of(attend, tensors, keywords, PASSES[1], captured) for attend in (flex_attention, flex_written_out)
+        )
         row: Row = {"kind": name, "pass": "with gradient", **pair(ours, other, rounds)}
         yield row | {"mib": memory(ours) >> 20, "other_mib": memory(other) >> 20}
 
@@ -358,40 +355,32 @@ def block_masks(rounds: int) -> Iterator[Row]:
     """Yield rows of `tiled` with a block mask, beside `tiled` without one; the gradient begins with o and lse."""
     generator = torch.Generator().manual_seed(0)
     document, blocks = torch.arange(LENGTH) // 300, (HEADS, LENGTH // 128, LENGTH // 128)
+    documents = create_block_mask(lambda b, h, i, j: document[i] == document[j], q_len=LENGTH, kv_len=LENGTH)
     masks = {
         "1/16 of the blocks, of each head": torch.rand(blocks, generator=generator) < 1 / 16,
         "half of the blocks, of each head": torch.rand(blocks, generator=generator) < 1 / 2,
-        "documents of 300 tokens": create_block_mask(
-            lambda b, h, i, j: document[i] == document[j], q_len=LENGTH, kv_len=LENGTH
-        ),
+        "documents of 300 tokens": documents,
     }
     q, k, v, do = torch.randn(4, 1, HEADS, LENGTH, DIM, generator=generator).unbind()
     for name, mask in masks.items():
         both = [{"block_mask": each, "backend": "tiled"} for each in (mask, None)]
         forwards = [partial(attention, q, k, v, **options) for options in both]
-        answers = [call(return_lse=True) for call in forwards]
         gradients = [
-            partial(attention_backward, do, q, k, v, *answer, **options)
-            for answer, options in zip(answers, both, strict=True)
+            partial(attention_backward, do, q, k, v, *call(return_lse=True), **options)
+            for call, options in zip(forwards, both, strict=True)
         ]
         for direction, calls in (("forward", forwards), ("gradient", gradients)):
             row: Row = {"mask": name, "share": round(float(mask.float().mean()), 4), "pass": direction}
             yield row | pair(*calls, rounds)
 
 
-SECTIONS: dict[str, Callable[[int], Iterator[Row]]] = {
-    "forward": partial(beside_formula, "forward"),
-    "gradient": partial(beside_formula, "with gradient"),
-    "flex": torch.no_grad()(beside_flex),
-    "decode": torch.no_grad()(decode),
-    "plain": plain,
-    "flex_attention": beside_eager_flex,
-    "block_masks": block_masks,
-}
-
-
 def sections() -> Mapping[str, Callable[[int], Iterator[Row]]]:
-    return SECTIONS
+    forward, gradient = (partial(beside_formula, name) for name in PASSES)
+    flex, without_gradient = torch.no_grad()(beside_flex), torch.no_grad()(decode)
+    return {
+        "forward": forward, "gradient": gradient, "flex": flex, "decode": without_gradient, "plain": plain,
+        "flex_attention": beside_eager_flex, "block_masks": block_masks,
+    }  # fmt: skip
 
 
 def measured(section: str, rounds: int, huge_pages: bool = False) -> list[Row]:
@@ -401,8 +390,7 @@ def measured(section: str, rounds: int, huge_pages: bool = False) -> list[Row]:
     """
     variables = {"TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "THP_MEM_ALLOC_ENABLE": str(int(huge_pages))}
     with apart(sections, **variables) as ask:
-        rows: list[Row] = ask(section, rounds)
-        return rows
+        return list(ask(section, rounds))
 
 
 def rows_of(section: str, rounds: int, runs: int) -> list[Row]:
@@ -436,9 +424,7 @@ def targets(rows: Mapping[str, list[Row]]) -> list[Row]:
     """Return the targets of the sections that were measured."""
     made = []
 
-    def bound(
-        what: str, of: Callable[[list[float]], float], values: list[float], unit: str = "time", **limit: float
-    ) -> None:
+    def bound(what: str, of: Any, values: list[float], unit: str = "time", **limit: float) -> None:
         if values:
             made.append(target(what, of(values), unit, **limit))
 
@@ -463,8 +449,7 @@ def targets(rows: Mapping[str, list[Row]]) -> list[Row]:
                   if (row["pass"], row["length"]) == (gradient, 2048)}  # fmt: skip
             over = [ms["bfloat16", *kind] / ms["float32", *kind] for dtype, *kind in ms if dtype == "bfloat16"]
             bound(f"bfloat16's time / float32's, N 2048 {gradient}, most", max, over, most=most)
-    others = {"forward": "torch's flex_attention, not compiled", "with gradient": "the formula"}
-    for gradient, other in others.items():
+    for gradient, other in zip(PASSES, ("torch's flex_attention, not compiled", "the formula"), strict=True):
         times = [row["times"] for row in rows.get("flex_attention", []) if row["pass"] == gradient]
         bound(f"flex_attention {gradient}: {other}'s time / ours, least", min, times, least=1.0)
     for row in rows.get("block_masks", []):
@@ -476,12 +461,12 @@ def targets(rows: Mapping[str, list[Row]]) -> list[Row]:
 def plain_bounds(amx: bool) -> Iterator[tuple[str, Row, float]]:
     """Yield each target of the section `plain`: its name, the rows that it applies to, and the least ratio."""
     for dtype in ("float32", "float16"):
-        forward: Row = {"pass": "forward", "dtype": dtype}
-        yield f"{dtype} N 2048", {**forward, "length": 2048, "causal": False}, 1.08 if amx else 1.0
-        yield f"{dtype} N 2048 causal", {**forward, "length": 2048, "causal": True}, 1.3 if amx else 1.2
-        yield f"{dtype} N 512", {**forward, "length": 512, "causal": False}, 1.05 if amx else 1.0
-        yield f"{dtype} N 128", {**forward, "length": 128, "causal": False}, 0.95 if amx else 0.9
-    forward = {"pass": "forward", "dtype": "bfloat16"}
+        for length, causal, least, with_amx in (
+            (2048, False, 1.0, 1.08), (2048, True, 1.2, 1.3), (512, False, 1.0, 1.05), (128, False, 0.9, 0.95),
+        ):  # fmt: skip
+            kind = {"pass": "forward", "dtype": dtype, "length": length, "causal": causal}
+            yield f"{dtype} N {length}{' causal' * causal}", kind, with_amx if amx else least
+    forward: Row = {"pass": "forward", "dtype": "bfloat16"}
     for dim, length, least in ((64, 512, 1.2), (64, 128, 1.0), (128, 512, 1.05), (128, 128, 0.8)):
         yield f"bfloat16 N {length} D {dim}", {**forward, "length": length, "head_dim": dim, "causal": False}, least
     gradient: Row = {"pass": "with gradient", "length": 2048}
@@ -498,7 +483,7 @@ def measure(args: Args) -> dict[str, Any]:
     file = args.out / f"options-{file_name(machine['device'])}.json"
     recorded = json.loads(file.read_text()) if args.only and file.exists() else {}
     rows, when = dict(recorded.get("rows", {})), dict(recorded.get("measured", {}))
-    for section in (args.only,) if args.only else SECTIONS:
+    for section in (args.only,) if args.only else sections():
         when[section] = {name: environment()[name] for name in ("load_average", "commit", "date")}
         rows[section] = rows_of(section, args.rounds, args.runs)
     return {"measured": when, "rows": rows, "targets": targets(rows)}
@@ -510,5 +495,5 @@ if __name__ == "__main__":
         "options",
         rounds=option(5),
         runs=option(1, "number of runs; each number is their median"),
-        only=option(None, "measure only this section", choices=SECTIONS),
+        only=option(None, "measure only this section", choices=sections()),
     )
