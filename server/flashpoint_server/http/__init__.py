@@ -1,1 +1,1 @@
-"""HTTP: checks of the head, and the way of the body from the socket into staging memory."""
+"""HTTP: checks of a request's head, and the transfer of its body from the socket into staging memory."""

@@ -30,15 +30,16 @@ EXTENSION = "flashpoint.direct"
 
 Part = bytes | memoryview  # a part of an answer's body
 
-MOST_AT_ONCE = 1 << 20  # maximum bytes of one read, so that other connections get their turn
-ENCRYPTED_AT_ONCE = 1 << 20  # bytes that take half a millisecond, in which all other connections wait
+MOST_AT_ONCE = 1 << 20  # maximum bytes of one read, so that a large body does not delay other connections for long
+# Maximum bytes of one write over TLS. Their encryption takes half a millisecond and blocks all other connections.
+ENCRYPTED_AT_ONCE = 1 << 20
 _SCRATCH = memoryview(bytearray(MOST_AT_ONCE))  # target of unwanted bytes; nothing reads it
 # Seconds between a timeout and its effect. A delayed event loop runs its timers before it reads its sockets, which may
 # already have the awaited data.
 GRACE = 0.02
 
-# Maximum bytes of a refused body that are discarded to keep the connection: this costs less than another connection,
-# and most clients send the whole body before they read the answer.
+# If a refused body has at most this many bytes left, the server reads and discards them to keep the connection open.
+# This costs less than a new connection, and most clients send the whole body before they read the answer.
 NEARLY = 1 << 20
 
 DRAIN_SECONDS = 20.0  # how long a refused client may continue to send before the connection is closed
@@ -54,8 +55,8 @@ class RequestBody:
     received = 0  # number of bytes read
     deadline: float | None = None  # deadline of the request
     complete = False  # whether the whole body has arrived
-    ended: float | None = None  # when it had arrived
-    _draining: Direct | None = None
+    ended: float | None = None  # when the whole body had arrived
+    _draining: Direct | None = None  # set when a direct read has begun
 
     def __init__(self, scope: Scope, receive: Receive, headers: Mapping[str, str], settings: Settings) -> None:
         self._receive = receive
@@ -132,10 +133,10 @@ class RequestBody:
         return bytes(text)
 
     async def into(self, places: Iterable[memoryview], head: bytes) -> None:
-        """Read the rest of the body into `places`, which must have its size. `head` are its first bytes, already read.
+        """Copy `head` and then the rest of the body into `places`. `head` holds the last bytes that `next` returned.
 
         On our own server the data goes directly from the socket into `places`; on others, chunk by chunk. Raises like
-        `next`, and Refusal 400 if the sizes differ.
+        `next`, and Refusal 400 if the data has not exactly the total size of `places`.
         """
         waiting = BodyBuffer(places)
         if len(head) > waiting.left:
@@ -155,7 +156,7 @@ class RequestBody:
     async def _receive_directly(self, direct: Direct, places: BodyBuffer) -> None:
         before, began = self.received - places.filled_bytes, time.monotonic()
         loop = asyncio.get_running_loop()
-        over: asyncio.Future[None] = loop.create_future()  # done when all has arrived, or too late
+        over: asyncio.Future[None] = loop.create_future()  # done when the whole body has arrived or its time is over
         timer: asyncio.TimerHandle | None = None
 
         def look(again: Callable[..., None], grace: float = GRACE) -> None:
@@ -220,7 +221,7 @@ def _too_long() -> Refusal:
 
 
 class BodyBuffer:
-    """The places of a body's tensors, which arriving bytes fill in order."""
+    """The memory of a body's tensors, which arriving bytes fill in order."""
 
     filled_bytes = 0
     filled_last = 0.0  # when the last bytes arrived, in `time.monotonic` seconds
@@ -236,11 +237,11 @@ class BodyBuffer:
 
     @property
     def left(self) -> int:
-        """The number of missing bytes."""
+        """The number of bytes that have not arrived yet, including those that will be discarded."""
         return sum(map(len, self._places)) + self._unwanted
 
     def next(self) -> memoryview:
-        """Return the memory for the next bytes."""
+        """Return the memory for the next bytes, of at most MOST_AT_ONCE."""
         return self._places[-1][:MOST_AT_ONCE] if self._places else _SCRATCH[: self._unwanted]
 
     def filled(self, n: int) -> None:
@@ -276,10 +277,10 @@ class Direct:
         self._received: asyncio.Future[None] | None = None
 
     def receive(self, places: BodyBuffer) -> asyncio.Future[None]:
-        """Receive the part of the body that ASGI's `receive` has not delivered into `places`, which have its size.
+        """Read into `places` the part of the body that was not delivered yet. `places` must have exactly its size.
 
-        The future is done when all has arrived; it raises ConnectionError if the client disconnects first. After
-        `places.discard()`, the rest is discarded when it arrives (see `drain`).
+        The future is done when the whole body has arrived. It raises ConnectionError if the client disconnects first.
+        After `places.discard()`, the rest of the body is discarded when it arrives (see `drain`).
         """
         http, cycle = self._http, self._cycle
         self._received = received = http.loop.create_future()
@@ -301,7 +302,7 @@ class Direct:
             await asyncio.wait({self._received})
 
     def early(self) -> bytes:
-        """Return the bytes of the body that the parser has read, and that nobody has received yet."""
+        """Return the bytes of the body that the parser has read and that were not delivered yet."""
         early, self._cycle.body = self._cycle.body, bytearray()
         return bytes(early)
 
@@ -338,9 +339,10 @@ class Direct:
         self._http.watcher = None
 
     async def answer(self, headers: Mapping[str, str], parts: list[Part], seconds: float) -> bool:
-        """Answer 200 with `parts`, and return whether the transport could pass all on within `seconds`.
+        """Send status 200 with `headers` and `parts`. Return False if the client did not accept it within `seconds`.
 
-        When this returns, the transport refers to no memory of `parts`. `headers` must contain the length.
+        The connection is then aborted. Return True also if the client has disconnected. When this returns, the
+        transport refers to no memory of `parts`. `headers` must contain Content-Length.
         """
         http, cycle = self._http, self._cycle
         if self.gone:
@@ -372,13 +374,13 @@ class Direct:
                 async with asyncio.timeout(seconds):
                     await http.flow.drain()
                     return True
-        http.transport.abort()  # takes effect in a later turn of the loop; until then the transport uses the memory
+        http.transport.abort()  # takes effect later in the event loop; until then the transport uses the memory
         await http.flow.drain()
         return False
 
 
 def pieces(parts: list[Part]) -> Iterator[list[Part]]:
-    """Yield `parts` in pieces of limited size: TLS encrypts each piece at once, into new memory."""
+    """Yield `parts` in pieces of at most ENCRYPTED_AT_ONCE bytes: TLS encrypts each piece at once, into new memory."""
     if sum(map(len, parts)) <= ENCRYPTED_AT_ONCE:
         yield parts
         return
@@ -388,14 +390,14 @@ def pieces(parts: list[Part]) -> Iterator[list[Part]]:
 
 
 def persistence(cycle: RequestResponseCycle) -> list[tuple[bytes, bytes]]:
-    """Return the Connection field; nothing if the HTTP version implies it."""
+    """Return the Connection header field as a list; an empty list if the HTTP version implies its value."""
     if not cycle.keep_alive:
         return [(b"connection", b"close")]
     return [(b"connection", b"keep-alive")] if cycle.scope["http_version"] == "1.0" else []
 
 
 class ConnectionState(asyncio.BufferedProtocol):
-    """The transport's protocol in one state of a connection. It defines how to read; uvicorn's class does the rest."""
+    """The transport's protocol in one state of a connection. It reads data; `http` handles all other events."""
 
     def __init__(self, http: EndingProtocol) -> None:
         self._http = http
@@ -414,7 +416,7 @@ class ConnectionState(asyncio.BufferedProtocol):
 
 
 class BodyReceiver(ConnectionState):
-    """The state in which reads go directly into `places`."""
+    """The state in which the bytes of a body are read directly into `places`."""
 
     def __init__(self, http: EndingProtocol, places: BodyBuffer, received: asyncio.Future[None]) -> None:
         super().__init__(http)
@@ -449,7 +451,7 @@ def new_parser(http: EndingProtocol) -> httptools.HttpRequestParser:
 
 
 def switch_state(http: EndingProtocol, protocol: asyncio.BufferedProtocol) -> None:
-    """Give the transport another protocol. It uses the new protocol's read method after a pause."""
+    """Replace the transport's protocol. After a pause, the transport uses the new protocol's read methods."""
     http.flow.resume_reading()
     http.transport.pause_reading()
     http.transport.set_protocol(protocol)

@@ -22,7 +22,7 @@ from flashpoint_server.refusal import MEDIA_TYPE, Refusal
 
 # After the last answer, the connection is closed after these seconds, or when the client has sent this many bytes.
 LINGER, DISCARDED = 5.0, 8 << 20
-MALFORMED = "malformed"  # the name in metrics of the route of input that is not an HTTP request
+MALFORMED = "malformed"  # the route under which metrics count input that is not an HTTP request
 
 log = structlog.stdlib.get_logger("flashpoint.http")
 
@@ -43,9 +43,9 @@ class EndingProtocol(HttpToolsProtocol):
     secure: bool  # whether the connection uses TLS
     parsing: asyncio.BufferedProtocol  # the state in which the HTTP parser gets every read
     wrong: Refusal | None = None  # the error of a head that the parser accepts, but that is not valid
-    last_answer = b""  # the last answer, if the rest of the input cannot be parsed
-    over = False  # whether the last answer has been sent
-    discarded = 0  # number of bytes that arrived and were not read
+    last_answer = b""  # the error answer that ends the connection, if the rest of the input cannot be parsed
+    over = False  # whether sending has ended: further input is discarded
+    discarded = 0  # number of input bytes that were discarded
     running: RequestResponseCycle | None = None  # the request that is being answered, or the last one
     half_closed = False  # whether the client has ended its sending
     watcher: Callable[[], None] | None = None  # called when the client disconnects
@@ -106,9 +106,10 @@ class EndingProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def linger(self) -> None:
-        """End our sending, and discard input until the client closes the connection, within LINGER and DISCARDED.
+        """Stop sending, and discard input until the client closes the connection, within LINGER and DISCARDED.
 
-        TCP resets a connection that is closed with unread bytes, and the client can then lose the last answers.
+        TCP resets a connection that is closed with unread bytes, and the client can then lose the last answers. A TLS
+        connection cannot stop sending only: it is closed at once.
         """
         self.over = True
         if self.secure or self.transport.is_closing():
@@ -119,7 +120,7 @@ class EndingProtocol(HttpToolsProtocol):
             self.loop.call_later(LINGER, self.transport.close)
 
     def discard(self, nbytes: int) -> None:
-        """Count `nbytes` that arrived and were not read; at the limit, close the connection."""
+        """Count `nbytes` of discarded input. Close the connection if the total exceeds DISCARDED."""
         self.discarded += nbytes
         if self.discarded > DISCARDED:
             self.transport.close()
@@ -149,7 +150,7 @@ def _refusal_of(cause: Exception, *, in_body: bool) -> Refusal:
 
 
 def _written(refusal: Refusal, request_id: str) -> tuple[bytes, int]:
-    """Return an answer with Connection: close, and the size of its body."""
+    """Return the bytes of an error answer with `Connection: close`, and the size of its body."""
     body = refusal.body(request_id)
     fields = {
         "content-type": MEDIA_TYPE, "content-length": str(len(body)), "x-request-id": request_id, **refusal.headers,

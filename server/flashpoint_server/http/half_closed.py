@@ -13,8 +13,8 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 
-# Keep-alive probes, in seconds, for a client that closes later and sends nothing then. Its kernel forgets the
-# connection after a minute (tcp_fin_timeout) and answers the next probe with a reset.
+# TCP keep-alive probes detect a client that closes its connection after the half-close: it then sends nothing. Its
+# kernel forgets the connection after a minute (tcp_fin_timeout), and answers the next probe with a reset.
 _PROBES = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3}
 
 

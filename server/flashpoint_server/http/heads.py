@@ -7,7 +7,8 @@ import re
 from flashpoint_server.config.hosts import host_name
 from flashpoint_server.refusal import Refusal
 
-# Limits of a request's head. nginx and h11 allow as many bytes. A browser, a proxy and our SDK send fewer fields.
+# Limits of a request's head. By default nginx allows 32 KiB and h11 16 KiB. A browser, a proxy and our SDK send fewer
+# fields.
 HEAD_BYTES = 1 << 16
 HEAD_FIELDS = 128
 

@@ -29,8 +29,8 @@ _SHOWN = (*_BOTH, "X-Backend", "X-Kernel", "X-Batch-Size", "Server-Timing", "Ret
 class OriginPolicy:
     """The host names that the server accepts, and the origins whose pages may call it.
 
-    `names` are those of `--allowed-hosts`; without any, all names are allowed until `only_loopback` is called.
-    `origins` are those of `--cors-origins`.
+    `names` is the value of `--allowed-hosts`; if it is empty, all names are allowed until `only_loopback` is called.
+    `origins` is the value of `--cors-origins`.
     """
 
     def __init__(self, names: Collection[str], origins: Collection[str]) -> None:

@@ -20,9 +20,9 @@ from flashpoint_server.http.body import EXTENSION, GRACE, ConnectionState, Direc
 from flashpoint_server.http.ending import EndingProtocol
 from flashpoint_server.http.heads import HEAD_BYTES, too_large, with_host_of, wrong
 
-# Maximum bytes of one read for the parser. It copies the part of a body that it sees several times, so this is small.
+# Maximum bytes of one read for the HTTP parser. It is small, because bytes of a body in such a read are copied twice.
 PARSED_AT_ONCE = 1 << 15
-_SCRATCH = memoryview(bytearray(PARSED_AT_ONCE))  # of all connections: the parser copies the data before the next read
+_SCRATCH = memoryview(bytearray(PARSED_AT_ONCE))  # all connections share it: the parser copies its data at once
 
 
 class HttpProtocol(EndingProtocol):
@@ -95,7 +95,7 @@ class HttpProtocol(EndingProtocol):
             self.flow.pause_reading()  # parse only one chunk: the route may want to receive the rest directly
 
     def _parse(self, data: bytes | memoryview) -> bytes:
-        """Parse data. If its head has an Upgrade field, return the request without the field, to be parsed again.
+        """Parse data and return b"". If a head has an Upgrade field, return the request without it, to be parsed again.
 
         A server may ignore this field (RFC 9110, §7.8), but the parser would treat a body as another protocol.
         """
@@ -154,7 +154,10 @@ class HttpProtocol(EndingProtocol):
             self.flow.pause_reading()  # answer the pipelined requests before reading more, or they accumulate here
 
     def _unset_keepalive_if_required(self) -> None:
-        """Note that the connection is not idle. uvicorn cancels a timer here; ours stays, and serves many requests."""
+        """Record that the connection is not idle.
+
+        uvicorn cancels its timer here. Our timer continues, and compares the idle time when it expires.
+        """
         self._idle_since = None
 
     def _close_if_idle(self) -> None:
@@ -230,10 +233,10 @@ class _Parsing(ConnectionState):
 
 
 def answering(app: ASGIApp, cycle: RequestResponseCycle) -> ASGIApp:
-    """Return `app` for a request of HTTP/1.0, whose rules uvicorn does not implement.
+    """Return `app`, wrapped so that its answers follow the rules of HTTP/1.0, which uvicorn does not implement.
 
-    HTTP/1.0 has no chunks, so closing the connection ends an answer without a length. It keeps a connection only if the
-    client asks for that.
+    HTTP/1.0 has no chunks, so closing the connection ends an answer without a length. The server keeps the connection
+    open only if the client requests it.
     """
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
