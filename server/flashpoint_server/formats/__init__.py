@@ -1,1 +1,1 @@
-"""Safetensors and JSON: bytes to tensors and options, and back."""
+"""The formats of requests and answers, safetensors and JSON: convert bytes to tensors and options, and back."""

@@ -20,10 +20,10 @@ HANG_SECONDS = 60.0  # timeout of a call, after which the process is replaced; t
 
 
 class Codec:
-    """The process, which makes one call at a time. It is started for the first call, and again after it died.
+    """A process that runs one function call at a time. It is started for the first call, and again after it has died.
 
-    A caller waits for its turn and for the result until `deadline`, in `time.monotonic` seconds. After that its call
-    still continues: to start a new process takes longer than most calls. Every call raises Refusal 503 and 504.
+    A caller waits for earlier calls and for its result until `deadline`, in `time.monotonic` seconds. A call that has
+    started continues after its deadline: a new process would take longer than most calls. Raises Refusal 503 and 504.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,10 @@ class Codec:
         self._call: asyncio.Task[tuple[bool, Any]] | None = None
 
     async def run(self, deadline: float | None, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a module's function in the process. Raises the function's exceptions, too."""
+        """Return `function(*arguments)`, called in the process. The function must be importable by its name.
+
+        Raises the function's exceptions, and Refusal 503 and 504.
+        """
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left <= 0:
             raise out_of_time()  # a call that has started cannot be stopped
@@ -59,7 +62,7 @@ class Codec:
         raise value
 
     async def _ask(self, message: Any) -> tuple[bool, Any]:
-        """Return whether the function returned, and the value or the exception."""
+        """Return (True, the function's value) or (False, its exception)."""
         try:
             if self._process is None:
                 self._process = _Process()

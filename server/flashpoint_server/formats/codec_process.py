@@ -20,11 +20,11 @@ import numpy as np
 from flashpoint_server.observability.lines import take_stderr
 from flashpoint_server.processes.parent import die_with_parent
 
-NUMBER = struct.Struct("<Q")  # the number of pieces, or the size of one in bytes
+NUMBER = struct.Struct("<Q")  # the number of pieces of a message, or the size of a piece in bytes
 
 
 def pack(message: Any) -> Iterator[bytes | memoryview]:
-    """Yield the bytes to send, in order, without copying the memory of arrays."""
+    """Yield the bytes of a message in the order of sending, without copying the memory of arrays."""
     buffers: list[pickle.PickleBuffer] = []
     text = pickle.dumps(message, 5, buffer_callback=buffers.append)
     yield NUMBER.pack(1 + len(buffers))
@@ -38,7 +38,7 @@ def unpack(pieces: Sequence[memoryview]) -> Any:
 
 
 def room(size: int) -> memoryview:
-    """Return uninitialised memory for a piece."""
+    """Return `size` bytes of uninitialised memory."""
     return np.empty(size, np.uint8).data
 
 

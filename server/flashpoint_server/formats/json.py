@@ -18,7 +18,7 @@ from flashpoint_server.ipc.job import AttentionJob, JobResult
 
 
 class JsonMessage(TensorMessage):
-    """A message whose tensors are in memory already."""
+    """A JSON request whose body has been read and parsed: its tensors are arrays in memory."""
 
     surface = "json"
 

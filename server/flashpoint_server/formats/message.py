@@ -33,13 +33,13 @@ from flashpoint_server.refusal import Refusal, invalid
 
 M = TypeVar("M", bound=BaseModel)
 
-SPECIAL = frozenset((*caches.CACHE_OPTIONS, *saved.SAVED_OPTIONS))  # options of calls that are not plain
+SPECIAL = frozenset((*caches.CACHE_OPTIONS, *saved.SAVED_OPTIONS))  # options of calls with caches or saved forwards
 _SHORT = 512  # maximum characters of options whose checked form is cached
 _NUMBER = 25  # maximum bytes of a float and its comma, for example -1.2345678806304932e-05
 
 
 class RequestPlan(NamedTuple):
-    """A planned problem."""
+    """A checked problem, with its backend and its cost estimate for `device`."""
 
     spec: Spec
     backend: str
@@ -49,7 +49,7 @@ class RequestPlan(NamedTuple):
     layout: Layout | None = None  # None if requests with the same plan may have different layouts
 
 
-# A call that needs nothing but its tensors, that reads KV caches, that saves its forward, or that uses a saved forward.
+# A plain call needs nothing but its tensors. The other kinds read KV caches, save the forward, or use a saved forward.
 Kind = Literal["plain", "caches", "save", "saved"]
 
 Choose = Callable[[Spec, DeviceInfo], str]  # (problem, device) -> backend. Raises Refusal 413 and 422.
@@ -59,8 +59,8 @@ class TensorMessage(ABC):
     """A request whose options and shapes are known. Its tensors may not have arrived yet."""
 
     inputs: list[tuple[str, TensorInfo]]  # the tensors by name, in the order of their bytes
-    surface = "safetensors"  # name of the format in the contract's tables of tensors that a format cannot carry
-    # Results that routes derive from the head alone. Requests with the same head share them.
+    surface = "safetensors"  # name of the format in `Tensor.refused` of the contract: tensors that it does not support
+    # Results that routes compute from the head alone. Requests with the same head share them. None: do not cache.
     derived: dict[str, Any] | None = None
 
     @abstractmethod
@@ -77,13 +77,13 @@ class TensorMessage(ABC):
         return make_spec(dict(self.inputs), self.options(), direction, self.surface)
 
     def plan(self, direction: Direction, device: DeviceInfo, choose: Choose) -> RequestPlan:
-        """Check and price the problem. Raises Refusal 413 and 422."""
+        """Check the problem, choose its backend and estimate its cost. Raises Refusal 413 and 422."""
         spec = self.spec(direction)
         backend = choose(spec, device)
         return RequestPlan(spec, backend, price_of(spec, backend, device), device, pack_options(spec.options))
 
     def elsewhere(self, spec: Spec) -> Mapping[str, tuple[Region, int]]:
-        """Return the tensors in the caller's shared memory, with their regions and offsets. Raises Refusal 422."""
+        """Return (region, offset) for each tensor in the caller's shared memory, by name. Raises Refusal 422."""
         return NOWHERE
 
     @abstractmethod
@@ -101,11 +101,11 @@ class Format(ABC):
 
     @abstractmethod
     async def read(self, body: RequestBody, settings: Settings, codec: Codec) -> TensorMessage:
-        """Read the body as far as the format needs to know options and shapes. Raises Refusal."""
+        """Read the body until the options and shapes are known. Raises Refusal."""
 
     @abstractmethod
     def numbers(self, spec: Spec) -> list[TensorInfo]:
-        """Return the outputs that the answer has as text."""
+        """Return the outputs that the answer contains as text, not as bytes."""
 
     @abstractmethod
     async def write(self, job: AttentionJob, answer: JobResult, codec: Codec) -> list[Part]:
@@ -150,7 +150,7 @@ def read_options(options: Mapping[str, Any]) -> Options:
     return (_read_options if len(text) <= _SHORT else _read_options.__wrapped__)(text)
 
 
-@lru_cache(256)  # a model makes few kinds of calls
+@lru_cache(256)  # a model repeats few combinations of options
 def _read_options(text: str) -> Options:
     return Options(**AttentionOptions.model_validate(json.loads(text)).model_dump())
 

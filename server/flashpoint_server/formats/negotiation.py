@@ -11,7 +11,7 @@ from flashpoint_server.formats.message import Format
 from flashpoint_server.formats.safetensors import OCTETS, SAFETENSORS, SAFETENSORS_AS_OCTETS
 from flashpoint_server.refusal import Refusal
 
-# Time between comments in an idle event stream. They keep it open, and show whether the client has disconnected.
+# Seconds between comments in an idle event stream. They keep it open, and show whether the client has disconnected.
 HEARTBEAT_SECONDS = 1.0
 
 _SHORT = 256  # maximum characters of an Accept field whose result is cached
@@ -60,7 +60,7 @@ def binary_format(headers: Mapping[str, str]) -> Format:
 
 
 def _preferred(headers: Mapping[str, str], offered: tuple[Format, ...]) -> Format | None:
-    """Return the format with the best quality, the first of several; None if Accept allows none of them."""
+    """Return the first format of the best quality; None if Accept allows no format."""
     accept = headers.get("accept", "")
     return (_best if len(accept) <= _SHORT else _best.__wrapped__)(accept, offered)
 

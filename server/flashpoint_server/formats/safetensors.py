@@ -20,12 +20,12 @@ from flashpoint_server.ipc.messages import DeviceInfo
 from flashpoint_server.ipc.staging import Layout
 from flashpoint_server.refusal import Refusal
 
-OCTETS = "application/octet-stream"  # media type of callers that do not know safetensors' own
+OCTETS = "application/octet-stream"  # also accepted for safetensors: some callers do not know its media type
 
 
 @dataclass(frozen=True)
 class _HeadReading:
-    """A parsed head, with caches of what follows from it. Requests with the same head share it."""
+    """A parsed head, with cached results of its checks. Requests with the same head share it."""
 
     head: wire.Head
     inputs: list[tuple[str, TensorInfo]]
@@ -44,8 +44,8 @@ def _read(text: bytes) -> _HeadReading:
     return _HeadReading(head, [(t.name, TensorInfo(t.dtype, t.shape)) for t in head.tensors])
 
 
-# A model repeats the same few heads. Its calls over caches have short heads, one for each layer and cache. Long heads
-# are not cached, to bound the memory: a head with three tensors takes about 5 KB.
+# A model sends the same few heads again and again. Its calls over caches have short heads, which differ by layer and
+# cache. Long heads are not cached, to bound the memory: a parsed head with three tensors takes about 5 KB.
 _SHORT, _SHORTEST = 4096, 512  # bytes
 _read_again = lru_cache(256)(_read)
 _read_shortest_again = lru_cache(2048)(_read)
@@ -55,7 +55,7 @@ class SafetensorsMessage(TensorMessage):
     """A message whose head has been read, and whose tensors have not."""
 
     def __init__(self, reading: _HeadReading, rest: bytes) -> None:
-        """`rest` are the bytes that arrived with the head."""
+        """`rest` are the first bytes of the tensors, which arrived together with the head."""
         self._reading = reading
         self._rest = rest
         self.inputs = reading.inputs
@@ -63,7 +63,7 @@ class SafetensorsMessage(TensorMessage):
 
     @classmethod
     async def begin(cls, body: RequestBody, head_limit: int) -> SafetensorsMessage:
-        """Read the head. Raises Refusal 400, and 413 if the size that the head gives exceeds the body's limit."""
+        """Read the head. Raises like `RequestBody.next`, and Refusal 400, and 413 if the body will be too large."""
         start = bytearray()
         size = 8
         try:
@@ -130,7 +130,7 @@ class Safetensors(Format):
         return [make(tensors, metadata), *(view for view in views if len(view))]
 
 
-@lru_cache(256)  # a model's answers have few shapes, and its caches have the same length in all layers
+@lru_cache(256)  # a model's answers have few shapes, and their `lengths` are the same in all layers of its caches
 def _head(tensors: tuple[tuple[str, str, tuple[int, ...]], ...], metadata: tuple[tuple[str, Any], ...]) -> bytes:
     return wire.build_head(tensors, wire.encode_options(dict(metadata)))
 
