@@ -1,8 +1,8 @@
 """The steps of a call to an engine: authorize, begin, read, plan, admit, stage, submit, write.
 
 A route is one function that takes a RouteRequest through these steps in this order. A step raises Refusal to end the
-request with an error, and ClientGoneError if the client has disconnected. Routes are plain ASGI applications, which can
-refuse a request for its head, before its body arrives.
+request with an error, and ClientGoneError if the client has disconnected. Routes are plain ASGI applications, so that
+they can check a request's head and refuse the request before its body arrives.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _DIGITS = 15  # maximum digits of milliseconds: 30,000 years, more than any sett
 
 
 class Cleanup:
-    """A context that calls functions at its end, the last one first, in a third of the time of an ExitStack."""
+    """A context manager that calls functions at its end, the last one first. ExitStack takes three times as long."""
 
     error: type[BaseException] | None = None  # type of the exception that ended the context
 
@@ -70,7 +70,7 @@ class RouteRequest:
 
     service: Service
     exchange: Exchange
-    headers: Mapping[str, str]  # by lower-case names
+    headers: Mapping[str, str]  # by lower-case name
     body: RequestBody
     receive: Receive
     send: Send
@@ -82,7 +82,7 @@ class RouteRequest:
     permit: Permit | None = None  # from `admit`
 
     def waiting_since(self) -> float | None:
-        """Return when the body ended, in `time.monotonic` seconds; None before that, and when the answer has begun."""
+        """Return when the body ended, in `time.monotonic` seconds; None before that, and once the answer has begun."""
         return self.body.ended if self.exchange.status is None else None
 
 
@@ -165,7 +165,7 @@ async def read(request: RouteRequest, given: Format) -> TensorMessage:
 
 
 def admit(request: RouteRequest, nbytes: int) -> Permit:
-    """Admit the request with `nbytes` until it ends. Raises Refusal 429."""
+    """Admit the request, and count it with `nbytes` of tensors until it ends. Raises Refusal 429."""
     service, exchange = request.service, request.exchange
     permit = service.admission.permit(nbytes, request.caller.quota, request.waiting_since)
     request.permit = permit
@@ -190,7 +190,7 @@ def stage(request: RouteRequest, layout: Layout) -> Staging:
 
 
 async def attention(request: RouteRequest, direction: Direction, planners: Mapping[Kind, Compute]) -> None:
-    """Answer a call of attention or its gradients. `planners` compute the kinds of calls that are not plain.
+    """Answer a call of attention or its gradients. `planners` has a function for each kind of call except "plain".
 
     Raises Refusal and ClientGoneError.
     """
@@ -251,7 +251,7 @@ async def carry_out(
     staging = stage(request, layout)
     await message.receive(body, staging.views(staging.inputs))
     index = staging.index()
-    if index and cache_ref is None:  # the body contained the lengths
+    if index and cache_ref is None:  # the index tensors in the body give the exact cost
         permit.correct(price_of(spec, backend, device, index))
     request.exchange.facts.update(backend=backend, shapes=layout.shapes)
     call = AttentionCall(spec.direction, options, backend, cache_ref, saved(index))
@@ -260,7 +260,7 @@ async def carry_out(
 
 
 def make_job(request: RouteRequest, body: Any, staging: Staging, price: Price, kind: Callable[..., J]) -> J:
-    """Return the job of a request. `kind` makes it, from the fields that all jobs have."""
+    """Return the job of a request. `kind` is its class, or a function that adds the fields of that class."""
     return kind(
         id=request.exchange.request_id,
         body=body,
@@ -325,7 +325,7 @@ async def write(
 
 
 async def reply(request: RouteRequest, parts: list[Part], fields: Mapping[str, str]) -> None:
-    """Answer 200 with `parts`, whose memory nothing uses any more when this returns.
+    """Send status 200 with the body `parts`. When this returns, the memory of `parts` is no longer in use.
 
     Raises ClientGoneError if the client has disconnected.
     """

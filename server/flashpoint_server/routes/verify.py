@@ -40,13 +40,14 @@ from flashpoint_server.routes.pipeline import (
 
 _PROBLEM = tuple(name for name in INPUT_TENSORS if name not in ALL_ANSWERS)
 IN_FLOAT64 = 8  # bytes used per byte of a problem: for its float64 tensors, answers and gradients
-DRAWN_LIMIT = 1 << 16  # maximum bytes of a request with a problem to draw; a real one has a few hundred bytes
+DRAWN_LIMIT = 1 << 16  # maximum bytes of a request that describes a problem to draw; most have a few hundred bytes
 
 
 async def verify(request: RouteRequest) -> None:
     """Answer with a report in JSON, or with progress events and then the report. Raises Refusal and ClientGoneError.
 
-    Tensors are sent as to /attention; a problem to draw is a JSON object with a `shape`.
+    The request has tensors, like one to /attention, or it is a JSON object with a `shape`. In the second case the
+    engine draws the tensors from a seed.
     """
     service, body = request.service, request.body
     authorize(request, "verify")
@@ -108,7 +109,7 @@ async def _stream(request: RouteRequest, job: Job[VerifyCall]) -> None:
                 continue
             news.clear()
             done, progress, newest = answer.done(), newest, None
-            if progress is not None:  # also if the report came together with it
+            if progress is not None:  # sent even if the report has arrived, too
                 await _send_event(request, "progress", progress)
             if done:
                 break
@@ -140,7 +141,7 @@ async def _send_event(request: RouteRequest, kind: str, data: bytes) -> None:
 
 
 def _check(message: TensorMessage, device: DeviceInfo, settings: Settings) -> tuple[bytes, Price]:
-    """Return the options of a message with tensors, in JSON, and the price of its verification.
+    """Return the options of a message with tensors, in JSON, and the cost of its verification.
 
     Raises Refusal 413 and 422.
     """
@@ -163,7 +164,7 @@ def _check(message: TensorMessage, device: DeviceInfo, settings: Settings) -> tu
 
 
 def _price(spec: Spec, device: DeviceInfo, settings: Settings) -> Price:
-    """Return the price of a verification, which also holds the problem in float64. Raises Refusal 413."""
+    """Return the cost of a verification. Raises Refusal 413 if it needs too much memory or too many FLOPs."""
     check_size(spec, device.memory // IN_FLOAT64, settings.sequence_limit)
     price = verification_price(spec, device)
     if price.flops > (limit := settings.verify_flops):
@@ -190,7 +191,7 @@ def _drawn(text: bytes) -> VerifyRequest | None:
 
 @refuse_invalid()
 def _spec_of(request: VerifyRequest) -> Spec:
-    """Return the spec of the problem to draw, to price it. Raises Refusal 422."""
+    """Return the spec of the problem to draw, to estimate its cost. Raises Refusal 422."""
     shape = request.shape
     q = (shape.batch, shape.q_heads, shape.q_len, shape.head_dim)
     infos = {

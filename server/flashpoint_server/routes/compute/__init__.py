@@ -1,1 +1,1 @@
-"""POST /attention and POST /attention/grad, over caches and saved forwards too."""
+"""POST /attention and POST /attention/grad, including calls with KV caches and saved forwards."""

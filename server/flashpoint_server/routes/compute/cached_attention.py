@@ -1,4 +1,4 @@
-"""POST /attention over caches: find the engine that holds them, price the call, and compute it."""
+"""POST /attention over caches: find the engine that holds the caches, estimate the call's cost, and compute it."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from flashpoint_server.routes.pipeline import Computed, Numbers, RouteRequest, c
 READ_SECONDS = 1e-10
 KEY_LENGTH = 128  # maximum characters of an Idempotency-Key
 _CALL, _PLAN = "call over caches", "plan over caches"  # keys of `TensorMessage.derived`
-_MANY = 1 << 30  # number of pairs whose price gives the price of one
-REMEMBERED = 1 << 16  # number of caches whose lengths are stored here, for the prices of later calls
+_MANY = 1 << 30  # number of pairs of a query and a key from whose predicted seconds those of one pair are computed
+REMEMBERED = 1 << 16  # maximum number of caches whose lengths are stored, to estimate the costs of later calls
 
 
 async def compute_cached(request: RouteRequest, message: TensorMessage, numbers: Numbers) -> Computed:
@@ -83,7 +83,7 @@ async def compute_cached(request: RouteRequest, message: TensorMessage, numbers:
 
 
 def _layer(cache_options: CacheOptions, ids: Sequence[CacheId]) -> LayerShape:
-    """Return the sizes of the layer, which all caches of the call must have. Raises Refusal 422."""
+    """Return the shape of the layer, which must be the same in all caches of the call. Raises Refusal 422."""
     if cache_options.layer >= (layers := ids[0].shape.layers):
         many = f"{layers} layer{'' if layers == 1 else 's'}"
         raise invalid([("layer", f"{cache_options.layer} does not exist: each cache has {many}, from 0")])
@@ -96,17 +96,17 @@ def _layer(cache_options: CacheOptions, ids: Sequence[CacheId]) -> LayerShape:
 def _seed_of(key: str, cache_options: CacheOptions) -> int:
     """Return a dropout seed of 53 bits that is the same when a write is repeated, so that the answers are equal.
 
-    It depends on the caches and the layer, because callers may use one key for several of them.
+    It depends on the caches and the layer, because callers may use one idempotency key for several layers or caches.
     """
     text = json.dumps([key, cache_options.layer, *cache_options.caches])
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 11
 
 
 class _Rates(NamedTuple):
-    """The price of a call, as a function of its caches' lengths."""
+    """The cost of a call, as a function of its caches' lengths."""
 
     spec: Spec
-    queries: int  # number of queries in each sequence
+    queries: int  # number of queries in each sequence, or their mean, rounded up
     batch: int  # number of sequences
     call: float  # seconds of a call without keys
     pair: float  # seconds for each pair of a query and a key
@@ -126,18 +126,18 @@ class _Rates(NamedTuple):
         return cls(spec, queries, spec.batch, call, (seconds(_MANY) - call) / _MANY, key)
 
     def price(self, lengths: Sequence[int], reads: int) -> Price:
-        """Return the price over caches of these lengths. `reads` is the number of keys; shared ones count once."""
+        """Return the cost with caches of these lengths. `reads` is their number of keys; shared keys count once."""
         pairs = self.queries * (sum(lengths) + self.batch * self.queries)
         seconds = self.call + self.pair * pairs + self.key * reads
         return Price(min(flops_of(self.spec, pairs), MOST_FLOPS), seconds)
 
 
 class _Plan(NamedTuple):
-    """The plan of a call over caches whose layer has the sizes `layer`, on `device`."""
+    """The plan of a call over caches whose layer has the shape `layer`, on `device`."""
 
     spec: Spec
     options: Raw
-    left: int  # number of earlier keys that a single query sees; −1 for all
+    left: int  # number of earlier keys that a single query attends to; −1 for all
     backend: str
     layout: Layout
     rates: _Rates
@@ -173,7 +173,7 @@ def _plan(message: TensorMessage, call: _CacheCall, layer: LayerShape, device: D
     return plan
 
 
-@lru_cache(256)  # a model makes few kinds of calls
+@lru_cache(256)  # a model repeats few combinations of shapes and options
 def _problem(
     inputs: tuple[tuple[str, TensorInfo], ...], options: Options, layer: LayerShape, caches: int, available: Backends
 ) -> tuple[Spec, int, str]:  # fmt: skip
@@ -196,9 +196,10 @@ def _options(message: TensorMessage) -> _CacheCall:
 
 
 def _for_single_queries(spec: Spec) -> tuple[Options, int]:
-    """Return equivalent options, and the number of earlier keys that a single query sees; −1 for all.
+    """Return equivalent options, and the number of earlier keys that a single query attends to; −1 for all.
 
-    The window of a single query is a range of keys, which the engine can select. The backend then needs no mask.
+    The window of a single query is a range of keys, which the engine can select. The backend then needs no mask. The
+    options of other calls stay as they are, with −1.
     """
     options = spec.options
     one = not spec.ragged and spec.q_len == 1 and options.causal_alignment == "bottom_right"
@@ -208,7 +209,10 @@ def _for_single_queries(spec: Spec) -> tuple[Options, int]:
 
 
 def set_replica_header(request: RouteRequest) -> None:
-    """Set the answer's X-Flashpoint-Replica: the request's value, which a balancer knows, or this replica's name."""
+    """Set the answer's X-Flashpoint-Replica to the request's value if it is valid, else to this replica's name.
+
+    Load balancers route by the field, so a caller must get the value back that led to this replica.
+    """
     sent = request.headers.get("x-flashpoint-replica", "")
     request.exchange.replica = sent if REPLICA.fullmatch(sent) else request.service.cache_ids.replica
 
@@ -223,7 +227,7 @@ def found_caches(request: RouteRequest, texts: Sequence[str], fields: Sequence[s
     own_replica = service.cache_ids.replica
     only = ids[0] if len(ids) == 1 else None
     if only is not None and only.replica == own_replica and service.engine.holder(only.incarnation):
-        return [only]  # most calls
+        return [only]  # most calls need no more checks
     known = [one for one in ids if one is not None]
     here = {one.incarnation for one in known if one.replica == own_replica}
     there = {incarnation: service.engine.holder(incarnation) for incarnation in here}

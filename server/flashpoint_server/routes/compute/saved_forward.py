@@ -41,7 +41,7 @@ async def compute_saving(request: RouteRequest, message: TensorMessage, numbers:
         options = replace(options, dropout_seed=secrets.randbits(SEED_BITS))
     with refuse_invalid():
         spec = plan_saved(infos := dict(message.inputs), options)
-        answer_spec = plan(infos, options, "forward")  # the answer has lse only if the caller wants it
+        answer_spec = plan(infos, options, "forward")  # the answer has lse only if the caller requests it
     backend = choose(service.settings, spec, device)
     owner, quota = request.caller.name, cache_quota(request)
     _check_memory(request, size := saved_bytes(spec), quota)
@@ -111,7 +111,7 @@ async def compute_recalled(request: RouteRequest, message: TensorMessage, number
 
 
 def _price(one: SavedId, spec: Spec, backend: str, device: DeviceInfo) -> Price:
-    """Return the price of gradients. It is exact if the id contains the forward's extent."""
+    """Return the cost of the gradients. The number of FLOPs is exact if the id contains the forward's extent."""
     if one.extent is None:
         return price_of(spec, backend, device)
     flops = flops_of(spec, one.extent.pairs)

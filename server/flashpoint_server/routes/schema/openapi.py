@@ -1,4 +1,4 @@
-"""Describe in OpenAPI the routes that FastAPI does not know: the plain ASGI ones, in both encodings, with errors."""
+"""Describe in OpenAPI the plain ASGI routes, which FastAPI does not know: both formats, and the errors."""
 
 from __future__ import annotations
 
@@ -75,13 +75,13 @@ _DETAILS = {
         "invalid_request": "shape.head_dim: is missing",
         "work_too_large": "the verification needs 2.36e+14 FLOPs, over the limit of 2.75e+11",
     },
-}  # examples of an operation that differ from DETAILS
-MOST_DIMENSIONS = 4  # of a tensor in JSON
+}  # details of error examples that replace those of DETAILS in one operation
+MOST_DIMENSIONS = 4  # maximum number of dimensions of a tensor in JSON
 _KEYS: list[dict[str, list[str]]] = [{}, {"bearer": []}]  # a key is needed only if the server has keys
 
 
 def install(app: FastAPI, paths: dict[str, Direction], add: Callable[[dict[str, Any]], None]) -> None:
-    """Make `app.openapi` describe `paths`, /verify, /caches and /saved, too. `add` adds more to the document."""
+    """Make `app.openapi` also describe `paths`, /verify, /caches and /saved. `add` adds other paths to the document."""
     generate = app.openapi
 
     def openapi() -> dict[str, Any]:

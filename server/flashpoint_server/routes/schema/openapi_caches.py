@@ -51,7 +51,7 @@ _LAYER = {"name": "layer", "in": "query", "schema": {"type": "integer", "minimum
 
 
 class CacheRow(NamedTuple):
-    """A call: its models, the codes of its errors other than those of all calls, and an example of invalid_request."""
+    """An operation: its models, the error codes beside those of all operations, and an example of invalid_request."""
 
     method: str
     path: str
@@ -92,7 +92,7 @@ _CALLS = (
 
 
 def add(document: dict[str, Any]) -> None:
-    """Add the operations and their schemas to a document."""
+    """Add the operations and their schemas to an OpenAPI document."""
     schemas = document["components"]["schemas"]
     for model in _MODELS:
         schema = model.model_json_schema(ref_template="#/components/schemas/{model}")

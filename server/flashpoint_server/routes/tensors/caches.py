@@ -50,7 +50,7 @@ from flashpoint_server.routes.tensors.cache_schema import CacheRequest, DeleteRe
 from flashpoint_server.service import Service
 
 REQUEST_LIMIT = 8 << 20  # bytes of JSON; enough for thousands of ids
-LITTLE = Price(0, 1e-5)  # the price of a call that computes nothing
+LITTLE = Price(0, 1e-5)  # the cost of a call without attention
 MOST_MADE = 1 << 17  # maximum layers of all caches that one call creates
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
@@ -185,7 +185,7 @@ async def append(request: RouteRequest) -> None:
     permit.charge(LITTLE, request.body.deadline, request.service.engine.pace)
     staging = stage(request, Layout.of(message.inputs, {}))
     await message.receive(request.body, staging.views(staging.inputs))
-    # without a batch dimension of 1
+    # the engine gets the shapes of one sequence, without a batch dimension of 1
     staging.inputs = {name: staging.inputs[name]._replace(shape=shapes[name]) for name in ("k", "v")}
     (record,) = await _ask(request, one.incarnation, bodies.AppendTokens(layout, layer, at), [one], staging)
     await send_json(request, 200, {"length": record.lengths[layer]})
@@ -259,7 +259,10 @@ def _named(request: RouteRequest) -> CacheId:
 
 
 def _engine_for(request: RouteRequest) -> int:
-    """Return the engine for new caches; the same one for the same idempotency key. Raises Refusal 503."""
+    """Return the incarnation of the engine for new caches; it depends on the idempotency key. Raises Refusal 503.
+
+    So a repeated call reaches the same engine. Without a key, the engine with the fewest stored bytes is chosen.
+    """
     engines = request.service.engine.incarnations()
     if not engines:
         raise Refusal("not_ready", "no engine is ready")
@@ -275,7 +278,10 @@ async def _ask(
     ids: Sequence[CacheId] = (),
     staging: Staging | None = None,
 ) -> Sequence[CacheRecord]:
-    """Send a call to an engine, without tensors if there is no `staging`. Raises Refusal and ClientGoneError."""
+    """Send an operation to an engine, with the tensors in `staging`. Return the records of the answer's caches.
+
+    Raises Refusal and ClientGoneError.
+    """
     staging = staging or stage_nothing(request)
     serials = tuple([one.serial for one in ids])
     call = CacheCall(request.caller.name, operation, serials, idempotency_key(request), cache_quota(request))
@@ -284,7 +290,7 @@ async def _ask(
 
 
 async def _ask_about(request: RouteRequest, one: CacheId, operation: CacheOperation) -> dict[str, Any]:
-    """Like `_ask`, for one cache, whose description is returned."""
+    """Send an operation on one cache to its engine. Return the cache's description. Raises like `_ask`."""
     return _described(request, one.incarnation, await _ask(request, one.incarnation, operation, [one]))[0]
 
 
@@ -331,7 +337,7 @@ def _one(values: Sequence[T]) -> T | list[T]:
 
 
 async def send_json(request: RouteRequest, status: int, document: Mapping[str, Any] | None = None) -> None:
-    """Answer with a JSON document; without one, only with a status."""
+    """Send an answer with a JSON document, or without a body if `document` is None."""
     body = b"" if document is None else json.dumps(document, separators=(",", ":")).encode()
     headers = [(b"content-length", b"%d" % len(body))] if status != 204 else []
     if document is not None:

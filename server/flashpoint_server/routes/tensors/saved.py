@@ -75,7 +75,7 @@ def _named(request: RouteRequest) -> SavedId:
 async def _ask(
     request: RouteRequest, incarnation: int, operation: Literal["list", "look", "delete"], *serials: int, after: int = 0
 ) -> tuple[SavedRecord, ...]:
-    """Send a job to an engine, and return its answer. Raises Refusal and ClientGoneError."""
+    """Send an operation to an engine. Return the saved forwards in its answer. Raises Refusal and ClientGoneError."""
     call = SavedCall(request.caller.name, operation, serials, after)
     kind = partial(Job, incarnation=incarnation, lost="saved_lost")
     return (await submit(request, make_job(request, call, stage_nothing(request), LITTLE, kind))).saved

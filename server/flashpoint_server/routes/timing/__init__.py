@@ -1,1 +1,1 @@
-"""/benchmark: timings beside other requests, their state and their pictures."""
+"""/benchmark: benchmarks that run between other requests, their state and their plots."""

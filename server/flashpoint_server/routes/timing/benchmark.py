@@ -1,4 +1,4 @@
-"""/benchmark: time a grid of cases while the server serves other requests; follow, draw and cancel it."""
+"""/benchmark: start, follow, plot and cancel benchmarks, which time a grid of cases between other requests."""
 
 from __future__ import annotations
 

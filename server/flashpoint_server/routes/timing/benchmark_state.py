@@ -60,14 +60,14 @@ class KnownBenchmark:
         self._more = asyncio.Event()
 
     async def ended(self, seconds: float) -> None:
-        """Wait until the benchmark ends, at most this many seconds."""
+        """Wait until the benchmark ends, but at most `seconds`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not self.over:
                     await self._more.wait()
 
     async def follow(self, after: int, patience: float) -> AsyncIterator[BenchmarkEvent | None]:
-        """Yield the events after number `after` until the job ends, and None after each `patience` seconds without."""
+        """Yield the events with ids above `after` until the job ends. Yield None after each `patience` idle seconds."""
         while True:
             for event in [event for event in self.events if event.id > after]:
                 after = event.id
@@ -106,7 +106,10 @@ class Benchmarks(Listener):
         self._heard = asyncio.Event()
 
     async def get(self, name: str) -> KnownBenchmark:
-        """Return a benchmark, which another HTTP process may just have started. Raises Refusal 404."""
+        """Return the benchmark with the id `name`. Wait for it, as another HTTP process may just have started it.
+
+        Raises Refusal 404.
+        """
         try:
             async with asyncio.timeout(NEWS_SECONDS):
                 while name not in self._known:
@@ -160,7 +163,7 @@ class Benchmarks(Listener):
                 self._known[news.job].add(EVENT.validate_json(news.event))
 
     def _drop_old(self) -> None:
-        """Remove old benchmarks: those of dead engines are not removed by an engine's message."""
+        """Remove benchmarks that ended long ago. A live engine announces this itself, but a dead one does not."""
         now = datetime.datetime.now(datetime.UTC)
         for name, benchmark in list(self._known.items()):
             ended = benchmark.job.ended
@@ -182,7 +185,7 @@ class Benchmarks(Listener):
         if len(set(request.backends)) < len(request.backends):
             raise invalid([("backends", "contains a backend twice")])
         grid = len(request.shapes) * len(request.dtypes) * len(request.causal) * len(request.directions)
-        if grid * max(len(request.backends), 1) > case_limit:  # before the cases are made
+        if grid * max(len(request.backends), 1) > case_limit:  # checked first: the list of cases could be huge
             raise invalid([(what, f"these exceed the limit of {case_limit} cases for one benchmark")])
         with refuse_invalid():
             cases = cases_of(request, device.name)

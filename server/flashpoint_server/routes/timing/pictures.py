@@ -1,4 +1,4 @@
-"""Draw benchmarks, in the process of formats/codec_process.py: importing matplotlib takes a second."""
+"""Plot benchmarks. This runs in the process of formats/codec_process.py, as the import of matplotlib takes a second."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MEDIA_TYPES = {"svg": "image/svg+xml", "png": "image/png"}
 
 
 def draw(job: str, kind: PlotKind, format: str, theme: PlotTheme) -> bytes:
-    """Return a picture of a BenchmarkJob in JSON. Raises ValueError if it has no row to show."""
+    """Return the plot of a BenchmarkJob, which is given as JSON. Raises ValueError if it has no row to show."""
     (registered,) = entry_points(group="flashpoint.pictures", name="benchmark")
     picture: bytes = registered.load()(BenchmarkJob.model_validate_json(job), kind, format, theme)
     return picture
