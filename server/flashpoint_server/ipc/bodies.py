@@ -1,6 +1,6 @@
 """The bodies of jobs for an engine: attention, a verification, or a call about caches or saved forwards.
 
-A body crosses to the engine inside a `Submit` (messages.py), and is dispatched by its type.
+A body is sent to the engine inside a `Submit` (messages.py). Its type decides how the engine handles it.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ class CacheShape(msgspec.Struct, frozen=True, array_like=True):
         return len(self.kv_heads)
 
 
-LayerSizes = tuple[int, int, int, str]  # flashpoint_contract.caches.LayerShape
+LayerSizes = tuple[int, int, int, str]  # the fields of flashpoint_contract.caches.LayerShape
 
 
 class CacheRef(msgspec.Struct, frozen=True, array_like=True):
-    """The caches of `owner` for a Submit. It writes its k and v at their ends, or at the positions `at`.
+    """The caches of `owner` that an attention call reads. Its k and v are written at their ends, or at positions `at`.
 
     `key` is the idempotency key, or "". `quota` is the maximum number of bytes for the owner; None means no limit.
-    `left` is the number of earlier keys that a single query sees, if the options do not contain it; −1 means all.
+    `left` is the number of earlier keys to which a single query attends: it replaces the window in the options. −1
+    means that it does not.
     """
 
     owner: str
@@ -76,7 +77,7 @@ class Recall(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class AttentionCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Compute attention or its gradients on `backend`; with `cache_ref`, over caches.
+    """Compute attention or its gradients on `backend`. `cache_ref` is set if keys and values are in caches.
 
     `saved` is set if the forward is to be saved, or if the gradients are those of a saved forward.
     """
@@ -89,24 +90,24 @@ class AttentionCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
     @property
     def recall(self) -> Recall | None:
-        """The saved forward of which these are the gradients."""
+        """The saved forward whose gradients are computed, or None."""
         return self.saved if isinstance(self.saved, Recall) else None
 
     @property
     def save(self) -> Save | None:
-        """How to save the forward."""
+        """How to save the forward, or None if it is not saved."""
         return self.saved if isinstance(self.saved, Save) else None
 
     @property
     def serials(self) -> tuple[int, ...]:
-        """The caches, or the saved forward, that the job uses."""
+        """The serial numbers of the caches, or of the saved forward, that the job uses."""
         if self.cache_ref is not None:
             return self.cache_ref.caches
         return () if self.recall is None else (self.recall.serial,)
 
     @property
     def uses(self) -> bool:
-        """Whether the end of the job restarts their time to live."""
+        """Whether the end of the job restarts the time to live of `serials`."""
         return True
 
 
@@ -128,7 +129,7 @@ class VerifyCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class CreateCaches(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Create `count` caches. `keep` is for each layer; `ttl` is in seconds."""
+    """Create `count` caches. `keep` has a number of tokens for each layer, or None; `ttl` is in seconds."""
 
     shape: CacheShape
     count: int
@@ -158,7 +159,10 @@ class AppendTokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ForkCaches(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Copy the caches at the first `forked` places of `order`, up to `lengths`, and delete those at the others."""
+    """Copy caches up to `lengths`, and delete others. `order` has indices into the `caches` of the CacheCall.
+
+    The first `forked` indices name the caches to copy; the other indices name those to delete.
+    """
 
     order: list[int]
     forked: int
@@ -172,7 +176,7 @@ class TruncateCache(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ExportTokens(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Copy the tokens [first, length) of a layer to the outputs. They must still be all that it holds."""
+    """Copy the tokens [first, length) of a layer to the outputs. They must still be all tokens of the layer."""
 
     layer: int
     first: int
@@ -197,7 +201,7 @@ CacheOperation = (
 
 
 class CacheCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Do something with caches that computes nothing. Other fields are as in `CacheRef`; each cache is named once."""
+    """Run an operation on caches that computes no attention. Other fields are as in `CacheRef`. `caches` are unique."""
 
     owner: str
     operation: CacheOperation
@@ -218,7 +222,7 @@ class CacheCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class SavedCall(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Describe or delete saved forwards; `list` describes the owner's next ones after the number `after`."""
+    """Describe or delete saved forwards. `list` describes the owner's next forwards whose serial is above `after`."""
 
     owner: str
     operation: Literal["list", "look", "delete"]

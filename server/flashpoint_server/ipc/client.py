@@ -2,9 +2,9 @@
 
     STARTING → READY → STARTING (the engine died; a new one is starting) → READY …      any → FAILED, STOPPED
 
-A job is sent when it is submitted, and waits in the engine's own queue. Its memory is held until the engine has
-answered, even if nobody waits for the answer any more: only then can nothing write there. When an engine dies, its
-mappings are gone. Jobs that it had started are refused with 503; the others are sent to the next ready engine.
+A job is sent when it is submitted, and waits in the engine's own queue. Its staging memory is not reused until the
+engine has answered, even if the client has disconnected, because the engine may write there until then. When an engine
+dies, its mappings are gone. Jobs that it had started are refused with 503; the others are sent to another engine.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ log = structlog.stdlib.get_logger("flashpoint.engine")
 # One step of priority equals this many seconds of waiting, so no job starves: a job of priority 0 that is 9 s older
 # than a job of priority 9 runs first.
 PRIORITY_SECONDS = 1.0
-WINDOW = 0.5  # seconds of uninterrupted work for one measurement; a service below its capacity has shorter periods
+# Minimum seconds of uninterrupted work for one measurement of an engine's speed. An engine that is not fully loaded has
+# shorter periods of work, and is not measured.
+WINDOW = 0.5
 
 
 class State(enum.Enum):
@@ -70,7 +72,7 @@ class State(enum.Enum):
 class ServiceRate:
     """The speed of an engine: under load it answers `rate` predicted seconds in one second; 0 means unknown.
 
-    Each measurement counts half, and all earlier ones together the other half.
+    `rate` is a moving average: the newest measurement has the weight 1/2, and all earlier ones together have 1/2.
     """
 
     def __init__(self) -> None:
@@ -137,7 +139,7 @@ class Engine:
         self._sent: dict[int, Job[Any]] = {}
         self._numbers = itertools.count()
         self._attached: set[int] = set()
-        # messages to send when the socket's buffer has room; encoded, because one that cannot be would hold up the rest
+        # Messages to send when the socket's buffer has room. They are encoded before: an error must not stop the queue.
         self._unsent: deque[tuple[bytes, tuple[int, ...]]] = deque()
 
     def connect(self) -> None:
@@ -163,7 +165,7 @@ class Engine:
                 self.tell(Attach(segment.number, segment.mapped), (segment.fd,))
         job.number = next(self._numbers)
         wait = PASSED * job.price.seconds - job.priority * PRIORITY_SECONDS
-        message = encode(job.message(job.since + wait))  # if this fails, the engine knows nothing of the job
+        message = encode(job.message(job.since + wait))  # first, as it may raise: the job is not registered then
         if not self._sent:
             self.pace.begin(time.monotonic())
         self._sent[job.number] = job
@@ -291,9 +293,9 @@ class Engine:
                 return
             case Done():
                 self.pace.did(job.price.seconds, time.monotonic())
-                answer.get_loop().call_soon(self._computed, message)  # after the waiting caller's callbacks
+                answer.get_loop().call_soon(self._computed, message)  # later: the route that waits continues first
                 if answer.done() and (saved := message.metadata.get("saved")) is not None:
-                    self.tell(Forget(saved))  # the caller has disconnected
+                    self.tell(Forget(saved))  # the route no longer waits, so the caller does not get the id
                 job.timings.copy_in, job.timings.copy_out = message.copy_in, message.copy_out
                 result = JobResult(message.metadata, message.batch_size, message.launch, incarnation=self.incarnation)
             case Verified():
@@ -352,7 +354,10 @@ class Engine:
 
 
 class Engines:
-    """All engines of the service. A job goes to the engine with the least predicted work. `listeners` may grow."""
+    """All engines of the service. A job goes to the engine with the least predicted work.
+
+    Callers may append to `listeners` at any time.
+    """
 
     def __init__(self, listeners: Iterable[Listener] = ()) -> None:
         self.listeners = list(listeners)
@@ -377,7 +382,7 @@ class Engines:
 
     @property
     def state(self) -> State:
-        """READY if any engine is ready; the common state if all agree; else STARTING."""
+        """READY if any engine is ready; else the state of all engines if it is the same; else STARTING."""
         states = {engine.state for engine in self._engines}
         if State.READY in states:
             return State.READY
@@ -385,7 +390,7 @@ class Engines:
 
     @property
     def failure(self) -> str | None:
-        """The reason why no engine works or will work; None while one may."""
+        """The reason of the first engine's failure if all engines have failed; else None."""
         reasons = [engine.failure for engine in self._engines]
         return reasons[0] if reasons and all(reasons) else None
 
@@ -415,7 +420,8 @@ class Engines:
     def submit(self, job: Job[Any]) -> asyncio.Future[JobResult]:
         """Submit a job, and return the future of its answer; the tensors will be in the job's staging memory.
 
-        If the caller cancels the future or sets it, the job is dropped. The future or this call raises Refusal.
+        If the caller cancels the future or sets it, the engine is told to drop the job. The future or this call raises
+        Refusal.
         """
         self._check_ready()
         job.timings.queue = time.perf_counter()
@@ -482,7 +488,9 @@ class Engines:
         job.answer.add_done_callback(lambda _: engine.cancel(job))
 
     def _keep(self, lost: list[Job[Any]]) -> None:
-        """Called when an engine died, with the jobs that it had not started."""
+        """Send jobs to another engine, or store them until one is ready. Called with jobs that a dead engine had not
+        started.
+        """
         self._waiting_jobs.extend(lost)
         self._resume()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 MOST_PROCESSES = 256
-SINGLES = 4  # numbers in a file that belong to no process
+SINGLES = 4  # numbers at the start of a file that belong to no process
 _NUMBER = 8  # bytes
 
 
@@ -58,7 +58,7 @@ class Counts:
         if shared.directory is None:
             rows = [memoryview(bytearray(_NUMBER)).cast("d") for _ in names]
         else:
-            self._table = Table("service.counts", shared, len(names))  # not a key's name: those contain no dot
+            self._table = Table("service.counts", shared, len(names))  # files of API keys have names without a dot
             rows = self._table.rows
         self.requests, self.bytes, self.flops, self.seconds, self.arriving, self.staged, self.wanted = rows
 

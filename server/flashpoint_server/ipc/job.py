@@ -1,4 +1,4 @@
-"""The job of a request: the object that goes from its route to an engine and back."""
+"""The job of a request: the work that its route submits to an engine, and the engine's answer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ B = TypeVar("B", bound=Body, covariant=True)
 
 @dataclass(frozen=True)
 class JobResult:
-    """The parts of an answer other than tensors, which the engine writes into the job's staging memory.
+    """The answer to a job, without its tensors: the engine writes those into the job's staging memory.
 
     `launch` is the number of the job's launch. `report` is the VerifyReport of a verification, in JSON. `caches` and
     `saved` are the answer to a CacheCall or a SavedCall. `incarnation` identifies the engine that answered.
@@ -56,10 +56,10 @@ class Job(Generic[B]):
     answer: asyncio.Future[JobResult] = field(init=False)
     since: float = field(init=False)
     number: int = field(init=False, default=-1)
-    records: list[CacheRecord] = field(init=False, default_factory=list)  # from the parts of an answer that arrived
+    records: list[CacheRecord] = field(init=False, default_factory=list)  # from the CallReply messages so far
 
     def message(self, rank: float) -> Submit:
-        """Return the message to the engine."""
+        """Return the message that submits the job to an engine. `rank` is its position in the engine's queue."""
         return Submit(
             id=self.number,
             request_id=self.id,
@@ -85,6 +85,6 @@ class Job(Generic[B]):
 
 @dataclass(eq=False, kw_only=True)
 class AttentionJob(Job[AttentionCall]):
-    """Attention or its gradients: the problem `spec`."""
+    """A job that computes attention or its gradients for the problem `spec`."""
 
     spec: Spec

@@ -1,8 +1,8 @@
 """The messages between HTTP processes and engines, and the socket that carries them.
 
-Tensors stay in shared memory (staging.py); `Attach` sends its descriptors, and other messages only refer to it. The
-socket is a Unix socket that keeps message boundaries (SOCK_SEQPACKET): a message arrives whole or not at all. An end of
-file means that the other process and its mappings are gone.
+Tensors stay in shared memory (staging.py). `Attach` sends the descriptor of a segment; other messages contain its
+number. The socket is a Unix socket that keeps message boundaries (SOCK_SEQPACKET): a message arrives whole or not at
+all. An end of file means that the other process and its mappings are gone.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ LARGEST_MESSAGE = 1 << 17
 MOST_LISTED = 64  # maximum saved forwards in one message, each with a head of up to 1 KiB
 MOST_ERRORS = 512  # maximum errors in a Failed, so that the message fits
 _RECORD, _RECORD_LAYER = 256, 32  # maximum bytes of a CacheRecord, and of each layer in it
-_CUT = int(socket.MSG_TRUNC)  # as an int, because comparing enum flags takes 10% of a message's time
-_ROOM = socket.CMSG_SPACE(4 * array("i").itemsize)  # for the descriptors of a message; `Attach` has one
+_CUT = int(socket.MSG_TRUNC)  # as an int, because comparing enum flags takes 10% of the time to receive a message
+_ROOM = socket.CMSG_SPACE(4 * array("i").itemsize)  # bytes for up to four descriptors in a message; `Attach` has one
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
@@ -64,7 +64,7 @@ class SavedRecord(msgspec.Struct, frozen=True):
 
 
 class Submit(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: do the work `body`, with tensors in shared memory.
+    """To the engine: run the job `body`, with tensors in shared memory. The engine runs the lowest `rank` first.
 
     `rank` and `deadline` are in `time.monotonic` seconds, a clock that all processes share. Before the engine starts
     the job, it writes 1 at offset `mark` of `segment`. If the engine dies, jobs without this mark are sent to another
@@ -85,7 +85,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
 
 
 class SavedOwners(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: the owners that still have API keys. The engine frees what other owners hold."""
+    """To the engine: the owners that have API keys. The engine frees the caches and forwards of all other owners."""
 
     names: list[str]
 
@@ -115,7 +115,9 @@ class StopJob(msgspec.Struct, frozen=True, tag=True):
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: nobody waits for this job. The engine still answers it, when it has released the memory."""
+    """To the engine: the result of this job is no longer needed. The engine still answers, after its last access to
+    the job's memory.
+    """
 
     id: int
 
@@ -144,12 +146,12 @@ class DeviceInfo(msgspec.Struct, frozen=True):
 
     @property
     def choices(self) -> Backends:
-        """Return the backends as `choose_backend` takes them."""
+        """The backends in the form that `choose_backend` expects."""
         return Backends(self.backends, self.name.partition(":")[0], self.no_triton)
 
     @property
     def logged(self) -> dict[str, object]:
-        """Return what the log says of it when its engine is ready."""
+        """The fields of the log line that reports a ready engine."""
         return {"device": self.name, "title": self.title, "backends": self.backends, "kernels": self.kernels}
 
 
@@ -168,8 +170,8 @@ class Broken(msgspec.Struct, frozen=True, tag=True):
 
 
 class Batch(msgspec.Struct, frozen=True, array_like=True):
-    """A launch: its FLOPs; the FLOPs that padding all sequences to the longest would add; the used fraction of the
-    batch budget; and how often the batch was split in two because memory ran out.
+    """A launch: its FLOPs; the additional FLOPs that padding all sequences to the longest one would cost; the used
+    fraction of the batch budget; and how often the batch was split in two because memory ran out.
     """
 
     flops: int
@@ -181,9 +183,10 @@ class Batch(msgspec.Struct, frozen=True, array_like=True):
 class Done(msgspec.Struct, frozen=True, tag=True):
     """From the engine: the outputs are written. `began` and `ended` are in `time.perf_counter` seconds.
 
-    `copy_in` and `copy_out` are the seconds of it for copies to and from a GPU. `memory` is the device memory that the
-    engine uses, in bytes. `launch` is a number that is unique among all engines. `batch` describes the launch; only one
-    of its requests carries it. `dropped` is the number of log lines that the engine has dropped since its last Done.
+    `copy_in` and `copy_out` are the seconds between them for copies to and from a GPU. `memory` is the device memory
+    that the engine uses, in bytes. `launch` is a number that is unique among all engines. `batch` describes the launch;
+    it is None for all but one of its requests. `dropped` is the number of log lines that the engine has dropped since
+    its last Done.
     """
 
     id: int
@@ -236,7 +239,7 @@ class Verified(msgspec.Struct, frozen=True, tag=True):
 class CallReply(msgspec.Struct, frozen=True, tag=True):
     """From the engine: the answer to a CacheCall or a SavedCall. Times are as in `Done`.
 
-    After a message with `more`, another one follows.
+    A long answer is sent in several messages; all but the last one have `more`.
     """
 
     id: int
@@ -250,7 +253,7 @@ class CallReply(msgspec.Struct, frozen=True, tag=True):
     def parts(
         cls, id: int, caches: Sequence[CacheRecord], saved: list[SavedRecord], began: float, ended: float
     ) -> Iterator[CallReply]:
-        """Yield the answer about `caches` in messages that fit the socket. `saved` is in the last one."""
+        """Yield the answer in messages of at most LARGEST_MESSAGE bytes. `saved` is in the last message."""
         layers = max((one.shape.layers for one in caches), default=0)
         count = max(1, LARGEST_MESSAGE // 2 // (_RECORD + _RECORD_LAYER * layers))
         for start in range(0, max(len(caches), 1), count):
@@ -268,7 +271,7 @@ class Holding(msgspec.Struct, frozen=True, tag=True):
 
     @property
     def total(self) -> int:
-        """The bytes of both."""
+        """The bytes of caches and saved forwards together."""
         return self.nbytes + self.saved_nbytes
 
 
@@ -319,14 +322,15 @@ class Channel(Generic[Incoming]):
         self.send_encoded(encode(message), descriptors)
 
     def send_encoded(self, message: bytes, descriptors: tuple[int, ...] = ()) -> None:
-        """Send a message that `encode` has made. Raises the same."""
+        """Send a message that `encode` has made. Raises like `send`."""
         if descriptors:
             socket.send_fds(self.sock, [message], descriptors)
         else:
             self.sock.send(message)
 
     def receive(self) -> tuple[Incoming, list[int]]:
-        """Return a message and its descriptors, which the caller must close. At the descriptor limit there are none.
+        """Return a message and its descriptors, which the caller must close. If this process has reached its limit of
+        open files, the descriptors are missing.
 
         Raises BlockingIOError if there is no message, and EOFError if the other end is gone.
         """

@@ -1,4 +1,4 @@
-"""The price of a request: its floating-point operations and its predicted seconds."""
+"""The price of a request is its estimated cost: its floating-point operations and its predicted seconds."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from flashpoint_kernels.problems.cost import extent_of, flops_of, seconds_of
 from flashpoint_server.ipc.messages import DeviceInfo
 
 MOST_FLOPS = 1 << 62  # maximum that a message can carry
-# A request's rank is its arrival time plus this many times its predicted seconds; shorter requests that arrive within
-# this time overtake it. With 10, large requests that had waited for each other ran before small ones: beside four
-# requests of 65,536 sequences with dropout, one small request in a hundred took 0.3 to 0.5 s; with 30, under 0.1 s.
+# The engine's queue is ordered by arrival time plus this factor times the predicted seconds, so short requests overtake
+# long ones. With 10, large requests that had waited long ran before small ones: beside four requests of 65,536
+# sequences with dropout, one small request in a hundred took 0.3 to 0.5 s; with 30, under 0.1 s.
 PASSED = 30.0
 
 
 class Price(NamedTuple):
-    """A price. `seconds` are those of one CPU core, or of the GPU."""
+    """The estimated cost of a request. `seconds` is the time on one CPU core, or on the GPU."""
 
     flops: int
     seconds: float
 
 
 def price_of(spec: Spec, backend: str, device: DeviceInfo, index: Mapping[str, Any] | None = None) -> Price:
-    """Return the price of a problem from its index tensors; without them, the highest possible price."""
+    """Return the price of a problem. `index` has its index tensors; without them, the price is an upper bound."""
     extent = extent_of(spec, index, hidden=backend == "reference")
     return Price(min(flops_of(spec, extent.pairs), MOST_FLOPS), seconds_of(spec, device.rates[backend], extent))
 

@@ -1,9 +1,9 @@
 """System shared memory: regions that callers on this host have registered, so that their tensors are never copied.
 
 A region is a part of a POSIX shared memory object. Only the owner of the API key that registered it can use its name.
-The object's own key, which would open the object to everybody, is not stored. For the engines a region is another
-segment: they get its descriptor and compute in it. It is held as long as a request may write there, even if it is
-unregistered.
+The name of the object in the system, with which any process could open it, is not stored. For the engines a region is
+another segment: they get its descriptor and compute in it. The region stays open as long as a request may write there,
+even if it is unregistered.
 
 The owner may write to the region at any time, so checked values are copied first (`Regions.read`). The owner may also
 shorten the object, which kills an engine that computes in it: use this only for trusted callers.
@@ -37,7 +37,7 @@ class RegionSlice(NamedTuple):
 
 
 class Region:
-    """`size` bytes at `offset` of a shared memory object. The mapping starts at the object's beginning.
+    """`size` bytes at `offset` of a shared memory object. Engines map the first `mapped` bytes of the object.
 
     `identity` identifies the object.
     """
@@ -117,7 +117,7 @@ class Regions:
     def locate(
         self, owner: str, tensor: str, info: TensorInfo, shared: RegionSlice, *, spare: bool = False
     ) -> tuple[Region, int]:
-        """Return a tensor's region, and its offset in that segment. Raises Refusal 422.
+        """Return a tensor's region, and its offset in the shared memory object. Raises Refusal 422.
 
         With `spare`, the location may be larger than the tensor.
         """
@@ -165,7 +165,7 @@ def check_apart(
 
 
 def _open(key: str, size: int) -> int:
-    """Return the descriptor of a shared memory object. Raises Refusal 422, which does not contain the key."""
+    """Return a descriptor of the shared memory object with the name `key`. Raises Refusal 422 without the name."""
     name = key.removeprefix("/")
     if not _KEY.fullmatch(key) or name in (".", ".."):
         raise invalid([("key", "is not the name of a shared memory object")])

@@ -5,8 +5,8 @@ files have no name, so none can be left behind: a segment is freed when the last
 released slots before it grows. Pages are touched when a segment is made, because the page faults of fresh memory cost
 more than the copy into it. A slot above the largest class gets its own segment, which is unmapped at its release.
 
-States of a slot: free (in the list of its class) → held by one or more holders → free. A request's tensors lie in its
-slot: inputs, then outputs, each aligned to 64 bytes.
+States of a slot: free (in the list of its class) → used by one or more holders → free. The slot of a request contains
+its tensors: inputs, then outputs, each aligned to 64 bytes.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from flashpoint_server.refusal import Refusal
 ALIGNMENT = 64  # bytes of a cache line: enough for the widest vector load of a CPU and for a GPU's copy engine
 SMALLEST = 1 << 16
 LARGEST = 1 << 28  # largest pooled class; larger slots are freed after their request
-WARM = (1 << 16, 1 << 20, 1 << 22, 1 << 24)  # bytes: 24 MiB in all
-GROWTH = 1 << 22  # minimum growth of the pool, in several slots of a small class
+WARM = (1 << 16, 1 << 20, 1 << 22, 1 << 24)  # sizes of the first slots in bytes; their segments have 28 MiB in all
+GROWTH = 1 << 22  # minimum bytes by which the pool grows: a segment of a small class has several slots
 
 NOWHERE: Mapping[str, tuple[Region, int]] = {}
 
 
 class PoolFullError(Exception):
-    """The pool has reached its limit or the system's, and has no free slot."""
+    """The pool has no free slot, and cannot grow: it has reached its limit, or a limit of the system."""
 
 
 class Segment:
@@ -70,7 +70,7 @@ class Segment:
 
 
 class Slot:
-    """`size` bytes of a segment at `offset`. The request's route holds it; so does the engine while it has the job."""
+    """`size` bytes of a segment at `offset`. Its holders are the request's route and, during the job, the engine."""
 
     def __init__(self, pool: Pool, segment: Segment, offset: int, size: int) -> None:
         self._pool = pool
@@ -82,7 +82,7 @@ class Slot:
 
     @property
     def mark(self) -> bool:
-        """A flag that the engine also writes: see `Submit.mark`."""
+        """Whether the engine has started the job: the engine sets this flag (see `Submit.mark`)."""
         return bool(self.segment.view[self.mark_at])
 
     @mark.setter
@@ -108,8 +108,8 @@ class Slot:
 class Pool:
     """Slots of at most `limit` bytes in total, counted together with the pools of the other HTTP processes.
 
-    `dropped` is called with the number of each freed segment. A pool without room announces this in `counts.wanted`,
-    and the other pools free their unused segments (`make_room`).
+    `dropped` is called with the number of each freed segment. A pool that cannot grow writes the time into
+    `counts.wanted`; the pools of the other processes then free their unused segments (`make_room`).
     """
 
     def __init__(
@@ -122,19 +122,19 @@ class Pool:
         self.limit = limit
         self._dropped = dropped
         self.segments: dict[int, Segment] = {}
-        self.taken = 0  # slots
+        self.taken = 0  # number of slots in use
         self._column = counts.column
-        self._staged = counts.staged  # bytes
-        self._wanted = counts.wanted  # time at which a pool last had no room, in `time.monotonic` seconds
-        self._trimmed = 0.0  # time at which this pool last freed its unused segments
+        self._staged = counts.staged  # bytes of each process's segments
+        self._wanted = counts.wanted  # when each process's pool last could not grow, in `time.monotonic` seconds
+        self._trimmed = 0.0  # the latest of these times for which this pool has freed its unused segments
         self._free: dict[int, list[Slot]] = defaultdict(list)
 
     def warm(self) -> None:
-        """Make the first slots of common sizes before the first request needs them, as far as there is room."""
+        """Allocate the first slots of common sizes before the first request needs them, as far as the limit allows."""
         slots = []
         with contextlib.suppress(PoolFullError):
             for size in WARM:
-                slots.append(self.take(size))  # if one fails, those before it are released, too
+                slots.append(self.take(size))  # if this fails, the loop below releases the earlier slots
         for slot in slots:
             slot.release()
 
@@ -163,7 +163,7 @@ class Pool:
             self._drop(segment)
 
     def make_room(self) -> None:
-        """Free unused segments, if another process had no room since the last call."""
+        """Free unused segments if the pool of another process could not grow since the last call."""
         if (wanted := max(self._wanted)) > self._trimmed:
             self._trimmed = wanted
             self._trim()
@@ -187,9 +187,9 @@ class Pool:
         return segment
 
     def _reserve(self, size: int) -> bool:
-        """Count `size` more bytes if the limit allows it.
+        """Count `size` more bytes, and return True if the limit allows them.
 
-        Counting comes first, so two processes never take the same room.
+        The bytes are counted before the check, so that two processes cannot both get the last free bytes.
         """
         self._staged[self._column] += size
         if sum(self._staged) <= self.limit:
@@ -198,7 +198,7 @@ class Pool:
         return False
 
     def _trim(self) -> None:
-        """Free the segments whose slots are all free, as room for another size class."""
+        """Free the segments whose slots are all free, so that other size classes can grow."""
         free: dict[int, int] = defaultdict(int)
         for slots in self._free.values():
             for slot in slots:
@@ -230,7 +230,7 @@ def aligned(n: int) -> int:
 
 
 class Place(NamedTuple):
-    """The place of a tensor: `size` bytes from `start` in the slot, or in the caller's `region`."""
+    """The location of a tensor: `size` bytes from `start` in the slot, or in the caller's `region`."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -240,11 +240,11 @@ class Place(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The places of a request's tensors: inputs in the order of their bytes, then outputs.
+    """The locations of a request's tensors: inputs in the order of their bytes, then outputs.
 
-    They end at `end` of a slot with `size` bytes. `nbytes` are the bytes of all tensors, and `shapes` those of the
+    They end at `end` of a slot with `size` bytes. `nbytes` is the size of all tensors. `shapes` has the shapes of the
     inputs as lists, for the log. `regions` are shared memory of callers that contains some of the tensors. Requests
-    may share a layout, so nobody may change it.
+    share layouts, so a layout must not be changed.
     """
 
     inputs: Mapping[str, Place]
@@ -262,7 +262,7 @@ class Layout(NamedTuple):
         outputs: Mapping[str, TensorInfo],
         elsewhere: Mapping[str, tuple[Region, int]] = NOWHERE,
     ) -> Layout:
-        """Lay out the inputs, in this order, and the outputs. Tensors in `elsewhere` need no place in the slot."""
+        """Lay out the inputs, in this order, and the outputs. Tensors in `elsewhere` need no memory in the slot."""
         end = nbytes = 0
 
         def place(name: str, info: TensorInfo) -> Place:
@@ -316,7 +316,7 @@ class Staging:
         return (self.slot.segment, *self.regions)
 
     def views(self, places: Mapping[str, Place]) -> dict[str, memoryview]:
-        """Return the bytes of each tensor in the slot."""
+        """Return the memory of each tensor in the slot. Tensors in regions are left out."""
         return {name: self.slot.view(p.start, p.size) for name, p in places.items() if p.region is None}
 
     def index(self) -> dict[str, np.ndarray[Any, Any]]:
@@ -328,7 +328,7 @@ class Staging:
         }
 
     def described(self, places: Mapping[str, Place]) -> list[PlacedTensor]:
-        """Return the tensors as messages to the engine describe them; offsets are within the segment."""
+        """Return the descriptions of the tensors for messages to the engine. Their offsets are within the segment."""
         ours, offset = self.slot.segment.number, self.slot.offset
         return [
             PlacedTensor(name, p.dtype, p.shape, ours, offset + p.start)
@@ -338,7 +338,7 @@ class Staging:
         ]
 
     def hold(self) -> None:
-        """Add a holder: the engine, as long as it may write there."""
+        """Add a holder: the engine, which must release the memory after its last access."""
         self.slot.hold()
         for region in self.regions:
             region.hold()
