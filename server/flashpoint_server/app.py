@@ -61,7 +61,7 @@ def create_app(
 
     `settings` default to the FLASHPOINT_* variables. `engines` are the addresses of engine processes. Without them, the
     lifespan starts one engine process for each device, which runs `engine_module`, and ends it. `shared` names the
-    directory in which several HTTP processes count the usage of API keys. The routes share `app.state.service`.
+    directory of the files that all HTTP processes of the server share. The routes share `app.state.service`.
     """
     settings = settings or Settings()
     service = Service(settings, shared)

@@ -13,7 +13,7 @@ from flashpoint_server.refusal import Writer, problem
 
 PARTS = ("decode", "queue", "compute", "encode")  # stages of a request
 _KEY = "flashpoint.exchange"
-FIELDS = "flashpoint.fields"  # key of an ASGI scope: its headers as `combined` returns them, if it was called already
+FIELDS = "flashpoint.fields"  # key in the ASGI scope of `combined(headers)`, if the HTTP protocol has computed it
 _IDS_AT_ONCE = 256
 # Request ids that are safe in headers and logs. Other ids are replaced.
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@~-]{1,128}")
@@ -28,8 +28,8 @@ class Timings:
     compute: float = 0.0
     encode: float = 0.0
     done: float = 0.0
-    copy_in: float = 0.0  # seconds of `compute` for copies to the GPU; `copy_out`: from it
-    copy_out: float = 0.0
+    copy_in: float = 0.0  # duration of the copies to the GPU, in seconds; `compute` includes it
+    copy_out: float = 0.0  # duration of the copies from the GPU, likewise
 
     def stages(self) -> dict[str, float]:
         """Return the seconds of each stage. Copies to and from the GPU are separate stages."""
@@ -58,7 +58,7 @@ class Timings:
 
 
 class LaunchInfo(NamedTuple):
-    """How a request was computed: backend, launch and times."""
+    """How a request was computed: backend, number of requests in its launch, number of the launch, and times."""
 
     backend: str
     batch_size: int
@@ -102,7 +102,7 @@ class Exchange:
 
 
 def _random_ids() -> Iterator[str]:
-    """Yield random ids. They are drawn many at a time, because a system call takes as long as drawing ten."""
+    """Yield random ids. One system call draws many ids, because the call itself takes as long as drawing ten."""
     while True:
         drawn = secrets.token_hex(16 * _IDS_AT_ONCE)
         for start in range(0, len(drawn), 32):
@@ -113,7 +113,7 @@ _IDS = _random_ids()
 
 
 def combined(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-    """Return the header fields by lower-case name. Values of one name are joined to a list (RFC 9110, §5.3)."""
+    """Return the values of ASGI header fields by name. Values of one name are joined with commas (RFC 9110, §5.3)."""
     fields: dict[str, str] = {}
     for name, value in raw:
         key, text = name.decode("latin-1"), value.decode("latin-1")

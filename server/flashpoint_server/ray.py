@@ -30,13 +30,13 @@ NOT_HERE = {
     "replica": "every replica draws its own name",
     "shared_memory_bytes": "a region is registered with one process, and Ray may send a call to another",
 }
-THE_IMAGES = {"host", "port", "insecure"}  # the image sets these as variables for `flashpoint serve`
-READY_SECONDS = 0.05  # between two checks of a starting engine
-END_SECONDS = 5.0  # beyond the shutdown timeout, for the end of the engine and of Ray's process
+THE_IMAGES = {"host", "port", "insecure"}  # the container image sets their FLASHPOINT_* variables: these are ignored
+READY_SECONDS = 0.05  # seconds between two checks of a starting engine
+END_SECONDS = 5.0  # added to the shutdown timeout: time in which the engine and Ray's process can end
 
 
 class UnstampedId:
-    """ASGI middleware that removes our request id from answers, to which Ray adds it again."""
+    """ASGI middleware that removes X-Request-Id from answers, because Ray's proxy adds this field itself."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -104,10 +104,10 @@ def app(arguments: dict[str, Any]) -> serve.Application:
             f"device: {settings.device} cannot be used on Ray Serve, which gives each replica its device: set cuda"
         )
     return Replica.options(  # type: ignore[attr-defined, no-any-return]
-        # The service refuses requests before Ray does: Ray admits twice as many, so that refusals and probes get
-        # through.
+        # Ray admits twice as many requests as the service. So the service refuses requests before Ray does, and
+        # health probes are not blocked.
         max_ongoing_requests=2 * settings.queue_limit,
-        # in a burst, all requests count until Ray has found a replica for each
+        # In a burst, Ray counts each request as queued until it has chosen a replica for it.
         max_queued_requests=8 * settings.queue_limit,
         backpressure_config={"retry_after_s": float(Refusal("queue_full", "").headers["Retry-After"])},
         graceful_shutdown_timeout_s=settings.shutdown_timeout + END_SECONDS,

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 MEDIA_TYPE = "application/problem+json"
-TYPES = "/docs/errors#"  # followed by a code: the URL of the server's page about the error
+TYPES = "/docs/errors#"  # with an error code appended: the path of the page that explains the error
 
 STATUS = {
     "malformed_body": 400,
@@ -48,7 +48,7 @@ STATUS = {
     "engine_lost": 503,
     "deadline_exceeded": 504,
 }
-MOST_ERRORS = 32  # in one answer
+MOST_ERRORS = 32  # maximum number of fields that one answer reports as wrong
 LONGEST_NAME = 200  # characters of a name or a value in an error
 LONGEST_MESSAGE = 600  # characters of one error
 _LONG_NAME = re.compile(rf"\S{{{LONGEST_NAME + 1},}}")
@@ -75,7 +75,7 @@ class Refusal(Exception):  # noqa: N818  # an answer to the caller, not a failur
         self.headers = dict(headers or {})
         if code in _RETRY_AFTER:
             self.headers.setdefault("Retry-After", str(_RETRY_AFTER[code]))
-        if code == "draining":  # the balancer's next connection then leads to another server
+        if code == "draining":  # a load balancer must open a new connection, which then leads to another server
             self.headers["Connection"] = "close"
 
     def document(self, request_id: str) -> dict[str, Any]:

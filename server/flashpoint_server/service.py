@@ -30,7 +30,7 @@ from flashpoint_server.refusal import Refusal
 if TYPE_CHECKING:
     from flashpoint_server.observability.traces import Traces
 
-REPORT_SECONDS = 1.0  # between two reports; a scrape also makes one
+REPORT_SECONDS = 1.0  # seconds between two calls of `report`; each scrape of the metrics also calls it
 
 
 class Service:
@@ -91,7 +91,7 @@ class Service:
             raise Refusal("not_ready", "the engine's process is stopped; a request would wait until it continues")
 
     def begin(self) -> DeviceInfo:
-        """Count a compute request. Call `end` after the last byte of its answer. Raises Refusal 503."""
+        """Count a compute request. Return the device. Call `end` after the answer's last byte. Raises Refusal 503."""
         device = self.check_ready()
         self._working += 1
         self._idle.clear()
