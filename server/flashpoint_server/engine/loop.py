@@ -1,11 +1,11 @@
 """The engine's loop: receive messages, take a task from the scheduler, let the executor run it, and repeat.
 
-Several threads, the lanes, take turns to listen. The lane that finds a task runs it:
+Several threads, the lanes, run the loop. One lane at a time listens: the one that has the lock `_turn`.
 
-    waiting for its turn → listening → running → (another task) → running …  → waiting for its turn
+    waiting for the lock → listening → running → (another task) → running …  → waiting for the lock
 
-No work is passed between threads: the thread that reads a request runs it, which saves a wake-up for small requests. A
-lane that has found a long task passes on its turn first.
+No work is passed between threads: the lane that finds a task runs it, which saves a wake-up for small requests. Before
+that it releases the lock, unless the task is `brief`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Waker:
 
 
 class EngineLoop:
-    """See the module. One thread at a time holds `_turn`. The scheduler's lock also protects the workers."""
+    """The loop that the module describes. The scheduler's lock also protects the list of workers."""
 
     def __init__(self, listener: socket.socket, waker: Waker, scheduler: Scheduler, executor: Executor) -> None:
         sys.setswitchinterval(SWITCH_INTERVAL)
@@ -94,9 +94,9 @@ class EngineLoop:
         self._workers: list[Worker] = []
         self._stopping = False
         self._incarnation = secrets.randbits(63)
-        self._sent = 0, 0, 0, 0  # as last sent to the workers
+        self._sent = 0, 0, 0, 0  # `_holding` as it was last sent to the workers
         self._changes = 0  # the ledger's counter at the last check
-        self._peak = 0  # maximum bytes since heaps were trimmed
+        self._peak = 0  # maximum bytes of caches and saved forwards since heaps were trimmed
         self._turn = threading.Lock()
         self._selector = selectors.DefaultSelector()
         listener.setblocking(False)
@@ -121,13 +121,13 @@ class EngineLoop:
                 self._run(task)
                 while (another := self._next_at_once()) is not None:
                     self._run(another)
-        except BaseException:  # a bug: a process with one thread less would go unnoticed; one that ends is restarted
+        except BaseException:  # a bug: end the process, which is then restarted; a missing thread would go unnoticed
             log.critical("lane failed", exc_info=True)
             LINES.flush()
             os._exit(1)
 
     def _next(self) -> Task | None:
-        """Wait for the turn and then for a task; pass the turn on. Returns None at the end."""
+        """Listen, run brief tasks, and return the first task that is not brief. Return None when the engine ends."""
         with self._turn:
             while (task := self._listen()) is not None and task.brief:
                 self._run(task)
@@ -147,7 +147,7 @@ class EngineLoop:
             return self._take()
 
     def _listen(self) -> Task | None:
-        """Receive messages until there is a task. Returns None at the end."""
+        """Receive messages until there is a task, and return it. Return None when the engine ends."""
         timeout: float | None = 0
         while not self._stopping:
             self._hear_all(timeout)
@@ -164,7 +164,7 @@ class EngineLoop:
         return None
 
     def _look_at_ledger(self) -> None:
-        """Free expired items, and send the HTTP processes the new counts of held items."""
+        """Free expired caches and saved forwards, and send the HTTP processes the new counts."""
         ledger = self._executor.device.ledger
         if time.monotonic() >= ledger.due:
             ledger.sweep()
@@ -178,7 +178,7 @@ class EngineLoop:
             self._trim(Holding(*holding).total)
 
     def _trim(self, nbytes: int) -> None:
-        """Trim the C library's heaps after many held bytes have been freed."""
+        """Trim the C library's heaps after many bytes of caches and saved forwards have been freed."""
         self._peak = max(self._peak, nbytes)
         if self._peak - nbytes >= _FREED or (self._peak and not nbytes):
             self._peak = nbytes
@@ -186,7 +186,7 @@ class EngineLoop:
 
     @property
     def _unseen(self) -> bool:
-        """Whether held items have changed since the last check."""
+        """Whether the ledger has changed since the last check."""
         return self._executor.device.ledger.changes != self._changes
 
     @property
@@ -204,7 +204,7 @@ class EngineLoop:
             following = self._run_one(following)
 
     def _run_one(self, task: Task) -> Task | None:
-        """Run a task. Return the task that must follow at once, if any."""
+        """Run a task. Return the task that this thread must run next, or None."""
         failure = self._executor.run(task)
         with self._lock:
             following = self._scheduler.finish(task, failure)
@@ -304,6 +304,6 @@ class EngineLoop:
             self._let_go(worker)
 
     def _let_go(self, worker: Worker) -> None:
-        """Close the channel of a removed worker when nothing runs in its memory: this tells the worker so."""
+        """Close the channel of a removed worker if nothing runs in its memory, which the worker may then reuse."""
         if worker not in self._workers and not worker.running:
             worker.close()

@@ -31,14 +31,14 @@ def start(name: str) -> TorchDevice:
 
 
 def may_pass(error: Exception) -> bool:
-    """Return whether a restart may succeed: others use the device's memory, or it has a memory error."""
+    """Return whether a restart may succeed: other processes use the memory, or the device has a temporary fault."""
     return isinstance(error, MemoryError) or any(words in str(error) for words in _PASSING)
 
 
 def check_backends(device: TorchDevice) -> None:
     """Check the forward and the gradients of every backend against the float64 reference on this device.
 
-    The reason: compilers can miscompile. Raises RuntimeError, which names the backend that is wrong.
+    A compiler may have produced wrong code. Raises RuntimeError, which names the backend that is wrong.
     """
     name = device.info.name
     for backend in device.info.backends:
@@ -55,7 +55,10 @@ def check_backends(device: TorchDevice) -> None:
 
 
 def calibrate(device: TorchDevice) -> None:
-    """Measure how long the work of each backend takes on this machine. Requests are priced with these rates."""
+    """Measure how long the work of each backend takes on this machine. The prices of requests use these rates.
+
+    A GPU's rates follow from its measured FLOP/s.
+    """
     info = device.info
     rates = {
         backend: calibration.measure(backend) if device.is_cpu else calibration.of_gpu(backend, info.speed)

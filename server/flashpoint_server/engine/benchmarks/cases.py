@@ -1,4 +1,4 @@
-"""Make the cases of a benchmark request. This needs no torch, so HTTP processes can check and price a request."""
+"""Make the cases of a benchmark request. This needs no torch, so HTTP processes can check the size of a request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from flashpoint_kernels.timing.case import OWN
 
 
 def cases_of(request: BenchmarkRequest, device: str, *, own_kernel: bool = False) -> list[Case]:
-    """Return the cases of a request on `device`; `own_kernel` adds the caller's function. Raises ProblemError."""
+    """Return the cases of a request on `device`. `own_kernel` adds a case with the caller's function to each problem.
+
+    Raises ProblemError.
+    """
     if OWN in request.backends:
         reason = "is a function of your own: flashpoint benchmark --kernel MODULE:FUNCTION times it"
         raise ProblemError([("backend", f"{OWN!r} {reason}")])

@@ -3,7 +3,8 @@
     queued → running (a slice, then requests, then a slice …) → done, failed, cancelled → dropped
 
 While requests wait, they run four times as long as a slice before the next slice. So a benchmark takes at most a fifth
-of the device, and a request waits at most one slice for it. The owner whose benchmarks have run least goes first.
+of the device's time, and a request waits at most one slice for it. The next job belongs to the owner whose benchmarks
+have used the least time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from flashpoint_server.engine.benchmarks.cases import cases_of
 from flashpoint_server.ipc.messages import JobDropped, JobEvent, JobNews, JobOpened, StartBenchmark, StopJob
 
 OTHERS_SHARE = 4  # between slices, requests run this many times as long as a slice
-MOST_KEPT = 64  # maximum number of ended jobs that are kept for later queries
+MOST_KEPT = 64  # maximum number of ended jobs that are stored for later queries
 
 
 @dataclass(eq=False)
@@ -37,7 +38,7 @@ class _TimedJob:
 
 
 class BenchmarkJobs:
-    """The jobs of one device; a plugin of its scheduler. An ended job is kept for `keep` seconds."""
+    """The jobs of one device; a plugin of its scheduler. An ended job is stored for `keep` seconds."""
 
     name = "a benchmark"
 
@@ -90,16 +91,16 @@ class BenchmarkJobs:
         return [] if job is self._in_slice else self._end(job, "cancelled")
 
     def postpone(self, now: float) -> None:
-        """Let the requests run first, because the device did not become idle."""
+        """Postpone the next slice, because the device did not become idle. `now` is in `time.monotonic` seconds."""
         self._others_until = now + OTHERS_SHARE * self._slice_ms / 1000
 
     def begin(self) -> None:
-        """Choose the job for the next slice; `wants` has returned True."""
+        """Choose the job for the next slice. Call this only if `wants` has returned True."""
         self._in_slice = self._running = self._running or self._next()
         self._outcome = None
 
     def step(self) -> None:
-        """Run the slice, without the scheduler's lock. Only this method takes long."""
+        """Run the slice. This takes long, so it is called without the scheduler's lock, unlike the other methods."""
         job = self._in_slice
         assert job is not None
         began, before = time.monotonic(), torch.get_num_threads()
@@ -115,7 +116,7 @@ class BenchmarkJobs:
             self._others_until = time.monotonic() + OTHERS_SHARE * took
 
     def conclude(self) -> list[JobNews]:
-        """Return the messages after a slice. After a CUDA error, the device is suspect."""
+        """Return the messages after a slice. Set `suspect` if they contain a CUDA error."""
         news = self._concluded()
         self.suspect = any(isinstance(one, JobEvent) and b"CUDA" in one.event for one in news)
         return news

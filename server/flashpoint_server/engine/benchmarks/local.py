@@ -1,7 +1,7 @@
 """Verify, benchmark and describe the device in this process, for command lines without `--url`.
 
-The functions take the same requests and return the same answers as a server. The command line finds them as entry
-points of `flashpoint.local`. Needs torch.
+The functions accept the same requests and return the same answers as a server. The command line finds them as entry
+points of `flashpoint.local`. This module needs torch.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def slices(
 ) -> Generator[BenchmarkEvent | None, None, None]:
     """Run a benchmark on a device that also serves requests.
 
-    It yields after about `slice_ms` of work; the device is then idle. A single call that takes longer is not split.
-    Closing the generator stops the benchmark. Raises like `benchmark`.
+    It yields an event, or None, after about `slice_ms` of work; the device is then idle. A single call that takes
+    longer is not split. Closing the generator stops the benchmark. Raises like `benchmark`.
     """
     cases = cases_of(request, device, own_kernel=kernel is not None)
     timing = Timing(
@@ -112,7 +112,7 @@ def verify(request: VerifyRequest, device: str | None = None, progress: Tell | N
 
 
 class PackedBody(Protocol):
-    """A tensor of the caller: its dtype's name, its shape, and its contiguous memory as flat bytes."""
+    """A tensor of the caller: the name of its dtype, its shape, and its contiguous memory as flat bytes."""
 
     @property
     def dtype(self) -> str: ...
@@ -137,7 +137,7 @@ def verify_tensors(
 def judge_given(
     given: Mapping[str, Tensor], options: Options, device: str, progress: Tell | None = None
 ) -> VerifyReport:
-    """Do the same as `verify_tensors`, for tensors on `device`."""
+    """Like `verify_tensors`, for tensors that are on `device` already."""
     start = time.monotonic()
     problem = {name: t for name, t in given.items() if name not in ALL_ANSWERS}
     answers = {name: t for name, t in given.items() if name in ALL_ANSWERS}
@@ -210,8 +210,8 @@ def draw(request: VerifyRequest, device: str) -> dict[str, Tensor]:
     """Return the tensors of a request by name, with `do` if gradients are checked. They are equal on all devices.
 
     q, k, v, do, a float mask and sinks are standard normal. Slopes are those of ALiBi (Press et al. 2022). A boolean
-    mask shows 3/4 of the keys, a block mask 1/2 of the blocks. Lengths are uniform from 1 to the full length. Raises
-    ProblemError for two masks.
+    mask is true for 3/4 of the pairs, a block mask for 1/2 of the blocks. Lengths are uniform from 1 to the full
+    length. Raises ProblemError for two masks.
     """
     shape, extras = request.shape, request.extras
     if {"bool_mask", "float_mask"} <= set(extras):
@@ -257,7 +257,7 @@ def draw(request: VerifyRequest, device: str) -> dict[str, Tensor]:
         if name in extras:
             tensors[name] = _lengths(shape, length, generator)
     if "offset" in extras:
-        ends = -shape.q_len, shape.kv_len + 1  # at these offsets a sequence sees no key or all keys
+        ends = -shape.q_len, shape.kv_len + 1  # from the offset that hides all keys to one that hides none
         tensors["offset"] = torch.randint(*ends, (shape.batch,), generator=generator)
     return tensors
 

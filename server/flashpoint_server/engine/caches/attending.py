@@ -1,8 +1,8 @@
 """Prepare attention over caches: write the new tokens, and make a problem from all tokens of the caches.
 
 On the CPU the `torch` backend reads chunks in place (parts.py). On a GPU chunks are pages, and the kernels read them
-in place through a block table (pages.py). Otherwise keys are copied into pages: on the CPU for the other backends, for
-block masks, and without the kernels in C; on a GPU for masks and dropout over caches that have dropped tokens.
+in place through a block table (pages.py). Otherwise keys are copied into pages: on the CPU for the other backends, and
+if the kernels in C do not support the call; on a GPU for masks and dropout over caches that have dropped tokens.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from flashpoint_server.ipc.bodies import CacheRef
 from flashpoint_server.refusal import invalid
 
 _OF_HEADS = frozenset({"alibi_slopes", "sinks"})
-_MASKS = frozenset({"attn_mask", "block_mask"})  # tensors whose columns count from a cache's first token
+_MASKS = frozenset({"attn_mask", "block_mask"})  # tensors whose columns are positions in a cache, from 0
 
 
 @dataclass(frozen=True, eq=False)
 class CallTensors:
     """The tensors of a call over caches: its inputs, and the memory for its answers.
 
-    `spec` comes from `plan_cached`; its k and v describe the caches. Unless a call has lengths, nothing here belongs to
-    it alone: calls with the same shapes in the same memory share this object.
+    `spec` comes from `plan_cached`; its k and v describe the caches. Calls with the same shapes in the same memory
+    share this object, unless they have lengths.
     """
 
     spec: Spec
@@ -82,7 +82,7 @@ class CallTensors:
         return {name: steps(view, 1) for name, view in whole.items()}, row_addresses
 
     def clear_outputs(self) -> None:
-        """Fill the outputs with the answer of a row without keys, if the sequences may not cover all rows."""
+        """Fill the outputs with the result of queries without keys, if the sequences may not cover all rows."""
         if self.spec.ragged or "q_lengths" in self.tensors:
             self.shell({}).clear_outputs()
 
@@ -110,7 +110,7 @@ class CachedCall(NamedTuple):
         return Terms(self.cache_ref.owner, self.cache_ref.quota, self.cache_ref.key)
 
     def lowest(self, queries: int, length: int) -> int:
-        """Return the first position that a sequence's queries see in a cache of this length."""
+        """Return the first position of a cache of this length to which a sequence's queries attend."""
         spec = self.of.spec
         left = self.cache_ref.left if self.cache_ref.left >= 0 else spec.window[0]
         return max(0, min(spec.offset(queries, length) - left, length)) if queries else length
@@ -221,7 +221,7 @@ class CachedCall(NamedTuple):
             raise invalid(error.errors) from None
 
     def _mask(self, name: str) -> Tensor | None:
-        """Return a mask as (B, Hq, its rows, its columns), which the kernels in C can read; None without one."""
+        """Return a mask of shape (B, Hq, rows, columns) that the kernels in C can read; None if the call has none."""
         if name not in self.of.tensors:
             return None
         spec, t = self.of.spec, readable_mask(self._four_dimensional()[name])
@@ -229,7 +229,7 @@ class CachedCall(NamedTuple):
         return t.expand(spec.batch, spec.q_heads, spec.q_len if name == "attn_mask" else -1, -1)
 
     def _four_dimensional(self) -> dict[str, Tensor]:
-        """Return the call's tensors without k and v; tensors without a dimension of heads get one."""
+        """Return the call's tensors except k and v. A dimension of heads is added where it is missing."""
         given = {name: t for name, t in self.of.tensors.items() if name not in ("k", "v")}
         given["q"] = self._heads(given["q"], True)
         for name in given.keys() & _MASKS if self.of.spec.rank == 3 else ():
@@ -237,7 +237,7 @@ class CachedCall(NamedTuple):
         return given
 
     def _heads(self, t: Tensor, columns: bool) -> Tensor:
-        """Return q, o (with columns) or lse with a dimension of heads."""
+        """Return q, o or lse with a dimension of heads. `columns` is False for lse, which has no column dimension."""
         if self.of.spec.ragged or self.of.spec.rank == 4:
             return t
         return t.unsqueeze(-3 if columns else -2) if self.of.spec.rank == 3 else t[None, None]
@@ -263,8 +263,8 @@ def _paged(tracks: Sequence[Track], pool: PagePool) -> _Pages:
 
 
 def _from_start(tracks: Sequence[Track], pool: PagePool) -> _Pages:
-    """Return what `_paged` returns, from position 0: copies of the tracks' pages after a page of zeros, which stands
-    for dropped tokens.
+    """Like `_paged`, but with all positions from 0. The pages are copies; page 0 has zeros, and the block table names
+    it for dropped tokens.
     """
     lengths = [track.length for track in tracks]
     table = torch.zeros(len(tracks), _pages_of(max(lengths)), dtype=torch.int32)
@@ -289,7 +289,7 @@ def _pages_of(length: int) -> int:
 
 
 def _copied(tracks: Sequence[Track], starts: Sequence[int], q: Tensor) -> _Pages:
-    """Return what `_paged` returns, for copies in q's dtype: each track's tokens from its start on."""
+    """Like `_paged`, but the pages are copies in q's dtype, of each track's tokens from its position in `starts` on."""
     size, lengths = tracks[0].size, [track.length - start for track, start in zip(tracks, starts, strict=True)]
     page = min(CHUNK, max(SMALLEST_CHUNK, -(-max(lengths) // SMALLEST_CHUNK) * SMALLEST_CHUNK))
     counts = [-(-length // page) for length in lengths]

@@ -1,4 +1,4 @@
-"""Represent a cache with its tokens of each layer and its owner's terms, and explain why a call on it fails."""
+"""A stored cache, the conditions of a caller for a call on it, and the reasons why a call fails."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from flashpoint_server.engine.caches.chunks import Change, Chunk, Track
 from flashpoint_server.engine.state.ledger import Owned
 from flashpoint_server.ipc.bodies import CacheShape
 
-KEYS = 64  # idempotency keys that a cache remembers
+KEYS = 64  # maximum number of recent idempotency keys that a cache stores
 
-CACHE_BYTES, LAYER_BYTES = 1024, 512  # the bytes of a cache, and of each of its layers, in addition to its tokens
+# Bytes that are counted for a cache, and for each of its layers, in addition to its tokens.
+CACHE_BYTES, LAYER_BYTES = 1024, 512
 
 STALE = "its idempotency key is older than the cache's last write: this is a late copy of an earlier call"
 
 
 class Terms(NamedTuple):
-    """The caller's terms: its owner, and the `quota` of bytes that the owner may hold, None for no limit.
+    """The caller of an operation. `quota` is the maximum number of bytes that `owner` may store; None means no limit.
 
     `key` is the idempotency key, "" for none.
     """
@@ -31,7 +32,7 @@ class Terms(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """A write, as identified by its idempotency key."""
+    """A write of a cache with an idempotency key: the key, the kind of write, and the layer."""
 
     key: str
     kind: str
@@ -40,7 +41,11 @@ class Mark(NamedTuple):
 
 @dataclass(eq=False, kw_only=True)
 class StoredCache(Owned):
-    """Keys and values of one sequence."""
+    """A cache: the keys and values of one sequence, with a track for each layer.
+
+    `keep` is, for each layer, the number of last tokens that are not dropped; None keeps all. `last` is the last write,
+    or None if it had no idempotency key. `keys` are the recent idempotency keys.
+    """
 
     kind: ClassVar[str] = "cache"
     word: ClassVar[str] = "cache"
@@ -60,7 +65,7 @@ class StoredCache(Owned):
         return gone
 
     def marked(self, mark: Mark) -> None:
-        """Record a write with an idempotency key."""
+        """Record `mark` as the last write, and its idempotency key if it has one."""
         self.last = mark if mark.key else None
         if mark.key:
             self.keys[mark.key] = None
@@ -80,13 +85,13 @@ class Write(NamedTuple):
 
 
 def base_bytes(layers: int) -> int:
-    """Return the bytes of a cache in addition to its tokens."""
+    """Return the bytes that are counted for a cache with this number of layers, in addition to its tokens."""
     return CACHE_BYTES + LAYER_BYTES * layers
 
 
 def released(track: Track, chunks: Iterable[Chunk]) -> int:
-    """Remove one holder from chunks of a track. Return the bytes without a holder. The track keeps its reserved
-    chunks.
+    """Remove one holder from chunks of a track. Free the chunks that have no holder left, and return their bytes. The
+    track keeps as many whole chunks as it has reserved.
     """
     gone = 0
     for chunk in chunks:
@@ -102,7 +107,7 @@ def released(track: Track, chunks: Iterable[Chunk]) -> int:
 
 
 def freeable(caches: Iterable[StoredCache]) -> int:
-    """Return the bytes that the deletion of these caches frees: chunks that another track holds are not counted."""
+    """Return the bytes that the deletion of these caches frees, without chunks that other caches use, too."""
     tracks = [track for cache in dict.fromkeys(caches) for track in cache.tracks]
     counts = Counter(chunk for track in tracks for chunk in (*track.chunks, *track.spares) if chunk is not None)
     chunks = sum(chunk.nbytes for chunk, holders in counts.items() if chunk.holders == holders)
@@ -134,7 +139,10 @@ def dropped(first: int, position: int) -> tuple[str, str] | None:
 def write_problem(
     cache: StoredCache, layer: int, at: int, count: int, lowest: Callable[[int, int], int]
 ) -> tuple[str, str] | None:
-    """Return the reason why `count` tokens cannot be written at position `at` of a layer; None if they can."""
+    """Return the reason why `count` tokens cannot be written at position `at` of a layer; None if they can.
+
+    `lowest(count, length)` is the first position that the call reads, if the layer then has `length` tokens.
+    """
     track, keep = cache.tracks[layer], cache.keep[layer]
     if at > track.length:
         return "cache_position", f"position {at} is beyond the end, {track.length}"

@@ -1,8 +1,8 @@
 """Store the keys and values of one layer of a cache in chunks of 1,024 tokens, which forks share until a write.
 
-A chunk is head-major, k (Hk, capacity, D) and v (Hk, capacity, Dv). Its edges are fixed positions of the sequence. The
-last chunk of a track grows by doubling, so short caches stay small. Nothing beyond a track's length is read, so a
-chunk's memory is not cleared before it gets another owner.
+A chunk is head-major, k (Hk, capacity, D) and v (Hk, capacity, Dv). Chunk n has the positions from 1,024 n on. The last
+chunk of a track grows by doubling, so short caches stay small. Nothing beyond a track's length is read, so a chunk's
+memory is not cleared before another cache uses it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flashpoint_server.engine.caches.slabs import LEAST_BYTES, MOST_CHUNKS, Slab
 
 
 class Chunk:
-    """Memory of `capacity` tokens, held by `holders` tracks: k (1, Hk, capacity, D) and v (1, Hk, capacity, Dv).
+    """Memory of `capacity` tokens, used by `holders` tracks: k (1, Hk, capacity, D) and v (1, Hk, capacity, Dv).
 
     8-bit tokens have a scale per token and head, `k_scale` and `v_scale` (1, Hk, capacity); otherwise these are None. A
     whole chunk has a `place` in a `slab`, if it is large enough.
@@ -51,7 +51,7 @@ class Chunk:
         self.nbytes = size.nbytes * capacity
 
     def spans(self) -> Iterator[tuple[int, ...]]:
-        """Yield the chunk's addresses and strides as in `native.forward.Spans`: once, or once for each page."""
+        """Yield the chunk's addresses and strides as in `native.rows.Spans`: once, or once for each page."""
         size, k, v = self.k.itemsize, self.k, self.v
         heads, scales, step = (k.stride(1) * size, v.stride(1) * size), (0, 0), 0
         for page in range(len(k)):
@@ -61,7 +61,7 @@ class Chunk:
             yield k[page].data_ptr(), v[page].data_ptr(), *heads, *scales, step, step
 
     def give_back(self) -> None:
-        """Return the chunk's memory to the slab. The chunk must have no holder any more."""
+        """Return the chunk's memory to the slab. No track may use the chunk any more."""
         if self.slab is not None:
             self.slab.give_back(self.place)
 
@@ -109,7 +109,7 @@ class Chunk:
 
 
 class PagedChunk(Chunk):
-    """A chunk as a run of pages: k (n, Hk, 16, D) and v (n, Hk, 16, Dv), the first of which has the number `place`.
+    """A chunk of n adjacent pages: k (n, Hk, 16, D) and v (n, Hk, 16, Dv). The first page has the number `place`.
 
     The scales of 8-bit tokens are pages (n, Hk, 16).
     """
@@ -125,7 +125,7 @@ class PagedChunk(Chunk):
             setattr(self, name, pages[self.place : self.place + count])
 
     def give_back(self) -> None:
-        """Return the chunk's pages to the pool. The chunk must have no holder any more."""
+        """Return the chunk's pages to the pool. No track may use the chunk any more."""
         self._pool.give_back(self.place, len(self.k))
 
     def _put(self, t: Tensor, at: int, new: Tensor) -> None:
@@ -153,7 +153,7 @@ class PagedChunk(Chunk):
 
 @dataclass(frozen=True)
 class TokenSize:
-    """The memory of one token of a layer. If there is a `pool`, the layer's chunks are pages of it."""
+    """The size and dtype of one token's keys and values in a layer. The layer's chunks are pages of `pool` if set."""
 
     heads: int
     head_dim: int
@@ -178,8 +178,8 @@ class TokenSize:
 
 
 class Change(NamedTuple):
-    """A chunk that a write needs: its place, its capacity, and the number of tokens to copy from the chunk that it
-    replaces.
+    """A chunk that a write needs: its index in the track, its capacity, and the number of tokens to copy from the chunk
+    that it replaces.
     """
 
     place: int
@@ -199,7 +199,7 @@ class TokenRun(NamedTuple):
 class Track:
     """One layer of one cache: tokens [first, length); tokens before `first` have been dropped.
 
-    `reserved` is the number of chunks that the track keeps for itself; `spares` are its unused chunks.
+    `reserved` is the number of chunks whose memory the track does not give back; `spares` are the unused ones of these.
     """
 
     size: TokenSize
@@ -213,10 +213,9 @@ class Track:
     _numbers: dict[int, Tensor] = field(default_factory=dict, repr=False)
 
     def new_chunk(self, place: int, capacity: int, before: Chunk | None, more: int = 0) -> Chunk:
-        """Return a chunk for a place, if possible directly after `before`, the chunk of the place before. Raises
-        MemoryError.
+        """Return a new chunk for index `place`, if possible directly after `before`, the preceding chunk, in memory.
 
-        `more` is the number of whole chunks that will follow.
+        `more` is the number of whole chunks that will follow. Raises MemoryError.
         """
         size = self.size
         if size.pool is not None:
@@ -326,7 +325,7 @@ class Track:
         return self._spans
 
     def numbers(self, start: int) -> Tensor:
-        """Return the page numbers (int32) of the tokens from `start` on, which is the first token of a held chunk."""
+        """Return the page numbers (int32) of the tokens from `start` on, which must be the first token of a chunk."""
         if (numbers := self._numbers.get(start)) is None:
             chunks = (chunk for chunk in self.chunks[start // CHUNK :] if chunk is not None)
             runs = [torch.arange(c.place, c.place + len(c.k), dtype=torch.int32) for c in chunks]
@@ -339,7 +338,10 @@ class Track:
             yield TokenRun(place + first, *chunk.scales(first, last))
 
     def _runs(self, start: int, stop: int) -> Iterator[tuple[Chunk, int, int, int]]:
-        """Yield the chunks of tokens [start, stop): chunk, its first position, and the range inside it."""
+        """Yield (chunk, position of its first token, first, last) for the tokens [start, stop), chunk by chunk.
+
+        [first, last) is the range of these tokens inside the chunk.
+        """
         for place in range(start // CHUNK, -(-stop // CHUNK)):
             chunk = self.chunks[place]
             assert chunk is not None
@@ -348,7 +350,7 @@ class Track:
 
     @property
     def spares_one(self) -> bool:
-        """Return whether a released chunk stays reserved for this track."""
+        """Whether the track has fewer chunks than it has reserved, so that it keeps the next released chunk."""
         return len(self.spares) + sum(chunk is not None for chunk in self.chunks) < self.reserved
 
     @property

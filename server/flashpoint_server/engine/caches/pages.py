@@ -24,7 +24,7 @@ log = structlog.stdlib.get_logger("flashpoint.engine")
 
 
 class Block:
-    """`nbytes` of a device's memory, given out in pieces, under the ledger's lock. Raises MemoryError."""
+    """`nbytes` of a device's memory, allocated in pieces. Callers must hold the ledger's lock. Raises MemoryError."""
 
     def __init__(self, nbytes: int, device: str) -> None:
         try:
@@ -35,9 +35,9 @@ class Block:
 
     @classmethod
     def largest(cls, nbytes: int, device: str) -> Block:
-        """Return a block of `nbytes`, or the first of halves, quarters and so on that the device has.
+        """Return a block of `nbytes`. If the device lacks memory, try a half, a quarter and so on.
 
-        Raises MemoryError where it has less than LEAST_BYTES.
+        Raises MemoryError if even a block of about LEAST_BYTES is too large.
         """
         wanted = nbytes
         while True:
@@ -53,9 +53,9 @@ class Block:
                 return block
 
     def take(self, nbytes: int, unit: int) -> int:
-        """Take `nbytes` that begin at a multiple of `unit`, from the first free piece that has room.
+        """Allocate `nbytes` from the first free piece that is large enough, at a multiple of `unit`.
 
-        Return where they begin. Raises Refusal 429.
+        Return the offset. Raises Refusal 429.
         """
         for n, (start, end) in enumerate(self._free):
             begin = -(-start // unit) * unit
@@ -66,7 +66,7 @@ class Block:
         raise Refusal("cache_memory", f"no free piece of the memory of caches has the {nbytes} bytes of a chunk")
 
     def give_back(self, start: int, nbytes: int) -> None:
-        """Give back a piece that `take` returned."""
+        """Free a piece that `take` has allocated."""
         end = start + nbytes
         n = bisect_right(self._free, (start, end))
         if n and self._free[n - 1][1] == start:
@@ -112,9 +112,9 @@ class PagePool:
         return {name: t for name, t in every.items() if t is not None}
 
     def take(self, count: int) -> int:
-        """Take `count` pages in a row; return the number of the first. Raises Refusal 429."""
+        """Allocate `count` adjacent pages, and return the number of the first. Raises Refusal 429."""
         return self._block.take(count * self._nbytes, self._nbytes) // self._nbytes
 
     def give_back(self, first: int, count: int) -> None:
-        """Give back pages that `take` returned."""
+        """Free pages that `take` has allocated."""
         self._block.give_back(first * self._nbytes, count * self._nbytes)

@@ -25,9 +25,9 @@ LEAST_BYTES, MOST_BYTES = 1 << 21, 1 << 26
 
 @dataclass(frozen=True, eq=False, slots=True)
 class CachedPart:
-    """One core's part of a call: units [first, last) of `forward`, which are key/value heads of tiles of queries.
+    """A part of a call for one core: units [first, last) of `forward`. A unit is a key/value head of a tile of queries.
 
-    `rows` are the sequences that begin in this part. `seed` is the seed of dropout.
+    The first part of a call has all sequences in `rows`; the others have none. `seed` is the seed of dropout.
     """
 
     forward: Forward
@@ -38,7 +38,7 @@ class CachedPart:
 
     @property
     def first_head(self) -> int:
-        """Return 0, because `rows` never contains a sequence twice."""
+        """Return 0: `rows` of all parts together have each sequence once, so the rows of every part must be counted."""
         return 0
 
     def compute(self) -> None:
@@ -54,7 +54,10 @@ class Sequences(NamedTuple):
 
 
 def shares(spec: Spec) -> bool:
-    """Return whether such calls may read common first keys of forks together: no option may depend on positions."""
+    """Return whether calls may read the common first keys of forks once for all calls.
+
+    No option may depend on positions.
+    """
     positions = spec.has("attn_mask") or spec.has("block_mask") or spec.has("alibi_slopes") or spec.options.dropout_p
     return supports(spec) and not positions
 
@@ -65,7 +68,7 @@ def attend(
     """Return the sequences of calls whose tokens have been written, and parts that `cores` cores of the CPU can compute
     in parallel. Raises Refusal 422.
 
-    Several calls have equal sizes, scale and softcap, and options for which `shares` is true.
+    If there are several calls, they must have equal sizes, scale and softcap, and `shares` must be true for them.
     """
     spec = calls[0][0].of.spec
     if backend != "torch" or not supports(spec):

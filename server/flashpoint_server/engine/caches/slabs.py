@@ -14,11 +14,11 @@ from torch import Tensor
 
 HUGE = 1 << 21  # bytes of a huge page
 LEAST_BYTES = 1 << 18  # minimum bytes of a chunk in a slab, because Linux allows at most 65,530 mappings
-MOST_CHUNKS = 64  # the largest number of places in a slab beyond the requested ones
+MOST_CHUNKS = 64  # maximum number of chunks in a slab, unless one call needs more at once
 
 
 class Slab:
-    """Address space for `room` chunks of `nbytes` each. `whole` is all of it, in `dtype`. Raises MemoryError.
+    """Address space for `room` chunks of `nbytes` each. `whole` is this memory as a tensor. Raises MemoryError.
 
     Chunks of at least a huge page begin on one: attention to 4,096 keys of 8 heads, D 64, float32, then takes two
     thirds of the time that it takes with pages of 4 KiB.
@@ -41,7 +41,7 @@ class Slab:
         self._free = set(range(room))
 
     def take(self, place: int) -> bool:
-        """Take a place for a chunk; return False if it is taken or does not exist."""
+        """Reserve the memory of chunk number `place`. Return False if it is in use or does not exist."""
         if place not in self._free:
             return False
         self._free.remove(place)
@@ -51,7 +51,7 @@ class Slab:
         return True
 
     def give_back(self, place: int) -> None:
-        """Return a chunk's memory to the system. Nobody may read it any more."""
+        """Return a chunk's memory to the system. The memory must not be in use."""
         with suppress(OSError):
             self._memory.madvise(mmap.MADV_DONTNEED, self._offset(place), self.distance * self.whole.itemsize)
         self._free.add(place)

@@ -40,7 +40,7 @@ from flashpoint_server.ipc.messages import CacheRecord
 from flashpoint_server.refusal import Refusal
 
 SPARE = 16  # a block of pages is larger by a 16th than the limit, because free pieces between chunks may be too small
-ANSWERS = 1 << 16  # the maximum of caches in remembered answers to creations and forks
+ANSWERS = 1 << 16  # maximum number of caches in the stored answers to creations and forks
 
 
 class CacheStore:
@@ -173,7 +173,7 @@ class CacheStore:
             return [cache.tracks[layer].length for cache in self._find(owner, serials)]
 
     def shared_chunk(self, owner: str, serials: Sequence[int], layer: int) -> Chunk | None:
-        """Return the first whole chunk of the first of these caches, if another cache holds it, too."""
+        """Return the first whole chunk of the first of these caches, if another cache uses it, too; else None."""
         with self._lock:
             cache = self._ledger.find(StoredCache, owner, serials[0])
             if isinstance(cache, tuple):
@@ -186,8 +186,9 @@ class CacheStore:
 
     @staticmethod
     def reads(caches: Sequence[StoredCache], layer: int) -> list[int] | None:
-        """Return the keys that a call reads for each cache, where those of a common chunk are divided among its
-        caches; None if no chunk is common.
+        """Return the number of keys that a call reads for each cache, or None if no chunk is shared.
+
+        The keys of a shared chunk are divided among the caches that share it.
         """
         if len(caches) < 2:
             return None
@@ -297,7 +298,10 @@ class CacheStore:
         self, terms: Terms, caches: Sequence[StoredCache], layer: int, at: Sequence[int] | None, counts: Sequence[int],
         lowest: Callable[[int, int], int],
     ) -> list[Write]:  # fmt: skip
-        """Check a write, and allocate its memory: all steps that can fail."""
+        """Check a write, and allocate its memory. No later step of the write can fail.
+
+        Raises Refusal 409, 413, 422 and 429, and MemoryError.
+        """
         tracks = [cache.tracks[layer] for cache in caches]
         places = [track.length for track in tracks] if at is None else at
         self._refuse([write_problem(c, layer, p, n, lowest) for c, p, n in zip(caches, places, counts, strict=True)])
@@ -367,12 +371,12 @@ class CacheStore:
         self._ledger.check(terms.owner, terms.quota, new, net, largest, StoredCache.kind)
 
     def _wait_for_copies(self) -> None:
-        """Wait until a GPU has copied from released chunks: another lane's stream may take their pages next."""
+        """Wait until a GPU has copied from released chunks, because another lane's stream may then get their pages."""
         if self._device != "cpu":
             torch.cuda.current_stream(self._device).synchronize()
 
     def _let_go(self, cache: StoredCache, track: Track, chunks: Sequence[Chunk]) -> None:
-        """Release chunks of a cache, which keeps its reserved chunks."""
+        """Release chunks of a track, which keeps as many as it has reserved, and uncount their bytes."""
         if not chunks:
             return
         spares = len(track.spares)

@@ -48,7 +48,7 @@ MEMORY_SECONDS = 0.1  # seconds between two reads of the used memory
 
 
 class DeviceLostError(Exception):
-    """The device does not work any more in this process."""
+    """The device no longer works in this process."""
 
 
 class Stages(NamedTuple):
@@ -62,7 +62,7 @@ NO_COPIES = Stages(0.0, 0.0)
 
 
 class _DeviceErrors(AbstractContextManager[None]):
-    """A context that passes memory and device errors to `tell`. It is twice as fast as a generator."""
+    """A context manager that passes each MemoryError and RuntimeError to `tell`, in half the time of a generator."""
 
     def __init__(self, tell: Callable[[MemoryError | RuntimeError], None]) -> None:
         self._tell = tell
@@ -79,8 +79,8 @@ class DeviceMissingError(RuntimeError):
 class TorchDevice:
     """One device and its backends.
 
-    `lanes` threads serve it. They run at most `launches` launches and `cores` parts at the same time. On the CPU they
-    also run one more short part (see scheduler.py).
+    `lanes` threads run its tasks, at most `launches` launches and `cores` parts at the same time. On the CPU they also
+    run one more short part (see scheduler.py).
     """
 
     ledger: Ledger  # set, like the stores, before the device serves requests
@@ -90,7 +90,7 @@ class TorchDevice:
     def __init__(self, info: DeviceInfo) -> None:
         self.info = info
         self.is_cpu = info.name == "cpu"
-        # A GPU has two lanes with a stream each: one copies while the other computes. A third thread listens.
+        # A GPU has three lanes: one copies and one computes, on a stream each, and one listens.
         self.cores = info.cores
         self.lanes, self.launches = (self.cores + 1, 1) if self.is_cpu else (3, 2)
         self._streams = threading.local()
@@ -160,7 +160,7 @@ class TorchDevice:
         return is_lost(self.info.name)
 
     def _tell_apart(self, error: MemoryError | RuntimeError) -> None:
-        """Raise OutOfMemoryError or DeviceLostError if `error` has this cause; otherwise return.
+        """Raise OutOfMemoryError or DeviceLostError if this is the cause of `error`; otherwise return.
 
         A CUDA error may concern only one call, so the device is tested.
         """
@@ -225,7 +225,10 @@ class TorchDevice:
         return CallTensors.of(job.spec, there, {})
 
     def kin(self, job: EngineRequest) -> Hashable | None:
-        """Return a key, equal for calls over caches that may read their first keys together on the CPU; or None."""
+        """Return a key that is equal for calls over caches that can read their common first keys once, on the CPU.
+
+        Return None if the call shares no chunk, or does not support this.
+        """
         cache_ref, spec = job.attention.cache_ref, job.spec
         assert cache_ref is not None
         if not self.is_cpu or job.attention.backend != "torch":
@@ -259,10 +262,10 @@ class TorchDevice:
                 run_part(part, backend)
 
     def launch(self, jobs: Sequence[EngineRequest]) -> tuple[list[int | None], Stages]:
-        """Compute jobs of one launch key in their memory. Return the seed of each, and the times of the copies.
+        """Compute jobs with the same launch key. Return the dropout seed of each, and the seconds of the copies.
 
-        On a GPU, copies and kernels run on the lane's own stream, with one wait at the end. So one lane copies while
-        another computes. Raises OutOfMemoryError and DeviceLostError.
+        The outputs are in the jobs' shared memory. On a GPU, copies and kernels run on the lane's own stream, with one
+        wait at the end. So one lane copies while another computes. Raises OutOfMemoryError and DeviceLostError.
         """
         backend = jobs[0].attention.backend
         if self.is_cpu:
@@ -307,9 +310,9 @@ class TorchDevice:
         self, job: EngineRequest, there: Callable[[PlacedTensor], Tensor],
         recalled: Callable[[str, Tensor], Tensor] = lambda _, t: t,
     ) -> Problem:  # fmt: skip
-        """Return the job's problem. This method reads the index tensors; `there` makes the other tensors.
+        """Return the job's problem. Index tensors are views of shared memory; `there` makes the other tensors.
 
-        `recalled` makes the tensors of a saved forward that the job uses.
+        `recalled` is called with each tensor of the saved forward that the job uses, and returns the tensor to use.
         """
         tensors = {t.name: tensor_in(job.memory, t) if t.name in INDEX_TENSORS else there(t) for t in job.submit.inputs}
         tensors |= {name: recalled(name, t) for name, t in self._recalled(job).items()}
@@ -317,7 +320,7 @@ class TorchDevice:
 
     @contextmanager
     def in_order(self) -> Iterator[None]:
-        """At the end of the block, wait for its changes of caches, because the next call may use another stream."""
+        """Run the block on the lane's stream, and wait for its end: the next call on a cache may use another stream."""
         if self.is_cpu:
             yield
             return
@@ -342,7 +345,7 @@ class TorchDevice:
             self._keep(job, None)
 
     def _keep(self, job: EngineRequest, problem: Problem | None) -> None:
-        """Save a forward, if the job asks for this. On a GPU its tensors are not copied.
+        """Save the tensors of a forward if the job requests it. On a GPU they are not copied, except index tensors.
 
         On the CPU they are copied out of staging memory, which an HTTP process reuses. The copy takes 1/30 of the
         forward's time at 1,024 tokens, and less at more tokens.
@@ -355,7 +358,7 @@ class TorchDevice:
         else:
             here = {**problem.tensors, **problem.outputs}
             tensors = {t.name: here[t.name].view(t.shape) for t in places}
-            # The tensors are views of staging memory.
+            # The index tensors are views of staging memory.
             tensors |= {name: t.clone() for name, t in tensors.items() if name in INDEX_TENSORS}
         self.saved.keep(job.saved_forward, tensors)
 
@@ -365,7 +368,7 @@ class TorchDevice:
         return {} if recall is None else self.saved.tensors(recall.owner, recall.serial)
 
     def _in_place(self, job: EngineRequest) -> Problem:
-        """Return the job's problem in its own memory. Raises Refusal 422 like `rows`, and 404 and 410."""
+        """Return the job's problem with views of its shared memory. Raises Refusal 422 like `rows`, and 404 and 410."""
         spec, memory = job.spec, job.memory
         given = {t.name: tensor_in(memory, t) for t in job.submit.inputs} | dict(self._recalled(job))
         wanted = {t.name: tensor_in(memory, t) for t in job.submit.outputs}

@@ -55,7 +55,7 @@ class Executor:
         self._numbers = itertools.count(1 + secrets.randbits(62))  # launch numbers, which must be unique for traces
 
     def run(self, task: Task) -> Exception | None:
-        """Run a task. Return an error of a part or of cutting. For a launch, also answer its requests."""
+        """Run a task. Return the error of a part, a cut or a save, or None. Answer the requests of other tasks."""
         match task:
             case Compute():
                 return self._compute(task.requests[0], task.problem)
@@ -73,7 +73,7 @@ class Executor:
         return None
 
     def answer(self, request: EngineRequest) -> None:
-        """Answer a request whose parts have all ended, or that failed."""
+        """Answer a request whose parts have all ended, or that has failed."""
         if request.failure is None:
             self._done(request, 1, NO_COPIES, request.alone(self._budget), next(self._numbers))
         else:
@@ -178,9 +178,9 @@ class Executor:
             self._solve(written, splits=0, tries=2)
 
     def _writes(self, request: EngineRequest) -> bool:
-        """Write the new tokens of a call over caches, at the first of several attempts.
+        """Write the new tokens of a call over caches, once before all attempts to compute it.
 
-        Return False if it failed and was answered.
+        Return False if this failed; the request was then answered.
         """
         if request.over_caches:
             try:
@@ -201,7 +201,10 @@ class Executor:
             request.worker.send(Verified(request.submit.id, report, request.began, time.perf_counter()))
 
     def _telling(self, request: EngineRequest) -> Callable[[VerifyProgress], None]:
-        """Return a function that sends a verification's progress if wanted, and stops it when nobody waits."""
+        """Return a function that sends a verification's progress if the caller wants it.
+
+        It raises `request.failure` if this is set, which ends the verification.
+        """
         last = -TOLD_SECONDS
 
         def tell(progress: VerifyProgress) -> None:
@@ -251,9 +254,9 @@ class Executor:
             self.answer(request)
 
     def _done(self, request: EngineRequest, size: int, stages: Stages, about: Batch | None, number: int) -> None:
-        """Answer a computed request.
+        """Answer a request that was computed in launch `number` with `size` requests.
 
-        It ran in launch `number` with `size` requests. `about` describes the launch; only one request's answer has it.
+        `about` describes the launch, for one of its requests; it is None for the others.
         """
         body, spec = request.attention, request.spec
         metadata: dict[str, Any] = {"backend": body.backend}

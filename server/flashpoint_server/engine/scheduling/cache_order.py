@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 
 class Uses(Protocol):
-    """A call. `caches` are the serials of the caches that it uses, each once."""
+    """A call. `caches` are the serial numbers of the caches that it uses, without repetition."""
 
     @property
     def caches(self) -> tuple[int, ...]: ...
@@ -18,9 +18,9 @@ U = TypeVar("U", bound=Uses)
 
 
 class CacheQueue(Generic[U]):
-    """A waiting line for each cache. A call may run when it is the first in all of its lines.
+    """A queue (`line`) for each cache. A call may run when it is the first in the queues of all its caches.
 
-    A call joins all its lines at once, so two calls never wait for each other.
+    A call joins all its queues at once, so there can be no deadlock.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class CacheQueue(Generic[U]):
         self._waiting: dict[U, None] = {}
 
     def join(self, call: U) -> bool:
-        """Add a call to its lines. Return whether it may run now."""
+        """Add a call to the queues of its caches. Return whether it may run now."""
         for serial in call.caches:
             self._lines.setdefault(serial, deque()).append(call)
         if first := self._first(call):
@@ -37,7 +37,7 @@ class CacheQueue(Generic[U]):
         return False
 
     def leave(self, call: U) -> list[U]:
-        """Remove a call that has ended or is not wanted. Return the calls that may run now."""
+        """Remove a call that has ended or was cancelled. Return the calls that may run now."""
         self._waiting.pop(call, None)
         behind: dict[U, None] = {}
         for serial in call.caches:

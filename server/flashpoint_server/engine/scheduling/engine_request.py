@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
-PATIENCE = 5.0  # seconds that everything waits for an HTTP process that does not read its answers
-KEPT = 256  # maximum plans for one worker; each takes some KiB, one of small gradients up to 512 KiB
-# requests with at most this many sequences are planned under the queue's lock and cached: it takes less than a
-# millisecond
+PATIENCE = 5.0  # maximum seconds for which a send waits for an HTTP process that does not read its answers
+KEPT = 256  # maximum cached plans for one worker; each takes some KiB, one of small gradients up to 512 KiB
+# Requests with at most this many sequences are cut under the scheduler's lock, which takes less than a millisecond.
+# Their plans are cached.
 FEW_SEQUENCES = 64
-LONG_SECONDS = 0.01  # a part with a longer prediction leaves a lane to short ones
-ALONE: Hashable = "alone"  # stands for a key that no other request has
+LONG_SECONDS = 0.01  # a part with more predicted seconds is long: one lane is reserved for parts that are not
+ALONE: Hashable = "alone"  # placeholder for a unique key: the request shares no launch
 _MOST = 1e18  # maximum FLOPs in a message, far beyond any device
 
 
@@ -61,7 +61,7 @@ def spec_of(submit: Submit, body: AttentionCall) -> Spec:
 
 
 class Lengths(NamedTuple):
-    """The extent of a request's sequences: their number, their (query, key) pairs, and the largest lengths."""
+    """A request's sequences: their number, their number of (query, key) pairs, and the largest lengths of q and k."""
 
     sequences: int
     pairs: int
@@ -86,7 +86,7 @@ class PlannedProblem:
     """
 
     spec: Spec
-    key: Hashable | None  # as in `EngineRequest`; ALONE for a key that no other request has
+    key: Hashable | None  # as in `EngineRequest`, or ALONE
     parts: list[Problem] = field(default_factory=list)
     lengths: Lengths = NO_LENGTHS  # of `parts`
     tensors: CallTensors | None = None  # of a call over caches, instead of parts
@@ -95,7 +95,7 @@ class PlannedProblem:
 
     @cached_property
     def by_value(self) -> bool:
-        """Whether the parts depend not only on places, but on values read while they are made, or on a seed."""
+        """Whether the parts depend on values of tensors or on a seed, so that they cannot be cached."""
         if self.recalls:
             return True
         spec = self.spec
@@ -183,9 +183,9 @@ class Worker:
             return
 
     def close(self) -> None:
-        """Close the channel.
+        """Close the channel, and unmap the segments.
 
-        Call this when nothing runs in the worker's memory: the end of the channel tells the worker so.
+        Call this when nothing runs in the worker's memory: after the end of the channel, the worker may reuse it.
         """
         self.channel.close()
         for number in list(self.segments):
@@ -200,7 +200,7 @@ def _launch_key(spec: Spec, body: AttentionCall, cuts: Callable[[str], bool]) ->
 
 
 def accept(listener: socket.socket) -> socket.socket | None:
-    """Accept a connection; None if another user has connected, who may know the socket's name. Raises OSError."""
+    """Accept and return a connection. Close it and return None if it is from another user. Raises OSError."""
     sock, _ = listener.accept()
     _, user, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if user != os.getuid():
@@ -218,20 +218,20 @@ class EngineRequest:
 
     submit: Submit
     worker: Worker
-    planned: PlannedProblem | None  # only of attention
+    planned: PlannedProblem | None  # None if the request is not attention
     key: Hashable | None
     rank: float  # `Submit.rank`
     over_caches: bool  # it is attention over caches
     caches: tuple[int, ...]  # serials of the caches, or of the saved forward, that the request uses, each once
-    arrived: float
+    arrived: float  # in `time.monotonic` seconds
     began: float = 0.0  # in `time.perf_counter` seconds; 0 until it starts
     lengths: Lengths = NO_LENGTHS
     seed: int | None = None
     call: CachedCall | None = None  # a call over caches whose tokens have been written
     kin: Hashable | None = None
-    parts: Sequence[Problem] = ()  # set at its start if the cut takes no time
+    parts: Sequence[Problem] = ()  # set when it starts, unless `many`
     reads: list[int] | None = None  # the number of keys read for each cache, if caches share some
-    saved_forward: SavedForward | None = None  # where its tensors will be saved
+    saved_forward: SavedForward | None = None  # set if its tensors will be saved
     computed: bool = False  # all parts have ended; its tensors must still be saved
     failure: Exception | None = None
 
@@ -318,7 +318,7 @@ class EngineRequest:
 
     @property
     def long(self) -> bool:
-        """Whether the request takes longer, in one piece, than other requests may have to wait."""
+        """Whether the request, if it is not cut, takes longer than other requests should wait."""
         return self.submit.seconds > LONG_SECONDS
 
     @property
@@ -329,7 +329,7 @@ class EngineRequest:
         return self.planned.spec.batch > FEW_SEQUENCES or self.over_caches
 
     def tensors(self, of: Callable[[EngineRequest], CallTensors]) -> CallTensors:
-        """Return the tensors of a call over caches in place, from the cached plan or new. Raises Refusal 422."""
+        """Return the tensors of a call over caches, from the cached plan or from `of`. Raises Refusal 422."""
         planned = self.planned
         assert planned is not None
         if (tensors := planned.tensors) is None:
@@ -348,14 +348,14 @@ class EngineRequest:
         return self.planned.alone
 
     def begin(self) -> None:
-        """Mark the request as started, where the HTTP process sees it even after the engine has died."""
+        """Mark the request as started, in shared memory: the HTTP process can read it after the engine has died."""
         self.worker.segments[self.submit.segment][self.submit.mark] = 1
         self.began = time.perf_counter()
 
     def pairs(self) -> tuple[int, float]:
         """Return the (query, key) pairs of the request's sequences, and the FLOPs of each pair."""
         spec = self.spec
-        priced = spec.q_len * spec.kv_len * (1 if spec.ragged else spec.batch)  # the pairs that its FLOPs count
+        priced = spec.q_len * spec.kv_len * (1 if spec.ragged else spec.batch)  # the pairs in `spec.flops`
         return self.lengths.pairs, spec.flops / max(priced, 1)
 
 
@@ -364,7 +364,7 @@ class Group:
     """The parts of a request, or of requests that are cut together. It waits in the queue while it has parts."""
 
     requests: Sequence[EngineRequest]
-    parts: deque[Problem] = field(default_factory=deque)  # parts that no lane has taken
+    parts: deque[Problem] = field(default_factory=deque)  # parts that have not started
     left: int = 0  # number of parts that have not ended
     part_seconds: float = 0.0  # predicted seconds of one part
     seconds: float = field(init=False)  # the predicted seconds of all parts together
@@ -381,7 +381,7 @@ class Group:
 
     @property
     def rank(self) -> float:
-        """The least `Submit.rank`, which counts all predicted seconds, minus those of the parts already taken.
+        """The smallest `Submit.rank`, reduced by PASSED times the predicted seconds of the parts that have started.
 
         So a longer request does not overtake the last parts of this one. The rank changes only while the group is not
         in the queue.
@@ -403,7 +403,7 @@ class Group:
 
     @property
     def long(self) -> bool:
-        """Whether a part takes longer than other requests may have to wait."""
+        """Whether a part takes longer than other requests should wait."""
         return self.part_seconds > LONG_SECONDS
 
     @property
@@ -412,7 +412,7 @@ class Group:
         return all(request.failure is not None for request in self.requests)
 
     def drop_parts(self) -> None:
-        """Drop the parts that no lane has taken."""
+        """Drop the parts that have not started."""
         self.left -= len(self.parts)
         self.parts.clear()
 

@@ -2,9 +2,9 @@
 
 On a CPU a request is cut into parts, between its sequences and its heads. Tasks take the parts one by one in the
 queue's order (waiting.py). So all waiting requests share the cores, and a request that is cancelled or late ends
-between two parts. A part runs on one core. One additional lane runs short parts, so that no core is idle while a lane
-waits for Python's lock or for the core of an HTTP process. On a GPU, and under Triton's interpreter, a task is a launch
-of all requests that may share it.
+between two parts. A part runs on one core, in one thread (lane). One additional lane runs short parts, so that no core
+is idle while a lane waits for Python's lock, or while HTTP processes occupy its core. On a GPU, and under Triton's
+interpreter, a task is a launch of all requests that may share it.
 
     admitted → waiting → started → answered      waiting → cancelled or late: answered without a start
 
@@ -48,13 +48,14 @@ from flashpoint_server.refusal import out_of_time
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
 
-# A part of a few milliseconds while nothing else waits: no thread needs to listen meanwhile, and a wake-up costs 10%.
-BRIEF_SECONDS = 0.004  # predicted
+# Maximum predicted seconds and bytes of a part that is brief if nothing else waits: no other thread is woken to listen
+# meanwhile, because this would add 10% to its time.
+BRIEF_SECONDS = 0.004
 BRIEF_BYTES = 1 << 24
-UNCUT_SECONDS = 0.0005  # predicted: a shorter call over caches is one part
-HOLD_SECONDS = 0.05  # maximum time for which no task starts because a slice waits for running ones
-TOGETHER = 64  # maximum of requests that are cut together
-LONGER = 2.0  # a request that is cut with another takes at most this many times its predicted seconds
+UNCUT_SECONDS = 0.0005  # maximum predicted seconds of calls over caches whose cut is a brief task
+HOLD_SECONDS = 0.05  # maximum seconds for which no task starts because a slice waits for the running tasks
+TOGETHER = 64  # maximum number of requests that are cut together
+LONGER = 2.0  # requests that are cut with another one may have at most this many times its predicted seconds
 
 
 class Resources(Protocol):
@@ -83,10 +84,10 @@ class Holder(Protocol):
 
 
 class Scheduler:
-    """See the module. Hold `lock` for all calls; it protects the queue, the requests and the workers' segments.
+    """The scheduler. Callers must hold `lock`, which protects the queue, the requests and the workers' segments.
 
     `answer` is called with each request that has failed, or whose parts have all ended. `wake` is called when there may
-    be a task that no thread has asked for.
+    be a new task for a sleeping thread.
     """
 
     def __init__(
@@ -112,10 +113,10 @@ class Scheduler:
             Hashable, list[EngineRequest]
         ] = {}  # requests that wait for the compilation of their launch key
         self._stoppable: list[EngineRequest] = []  # requests in tasks that can end early: cuts and verifications
-        self._running = 0  # tasks
-        self._launches = 0  # of the running tasks
-        self._long = 0  # of the running tasks
-        self._alone = False  # a slice runs, and nothing else
+        self._running = 0  # number of running tasks
+        self._launches = 0  # number of them that are launches
+        self._long = 0  # number of them that are long
+        self._alone = False  # whether a slice runs; no other task starts then
         self._holding: float | None = None  # time since which nothing starts, so that a slice can run
 
     # Requests
@@ -134,7 +135,7 @@ class Scheduler:
         self._queue(request)
 
     def _queue(self, request: EngineRequest) -> None:
-        """Put a request into the queue, or hold it until its kernel is compiled."""
+        """Put a request into the queue, or into `_waiting_for_compile` until its kernel is compiled."""
         key = request.key
         if request.over_caches and key is None:
             request.kin = self._device.kin(request)  # no other call changes its caches from now on
@@ -153,7 +154,7 @@ class Scheduler:
             self._device.rows(request)
             compiling = self._device.compile(request)
         except OutOfMemoryError:
-            self._waiting.put(request)  # compiled when there is memory to run it
+            self._waiting.put(request)  # its launch compiles the kernel
         except Exception as error:  # an error of one request must not affect its worker
             self._fail(request, error)
         else:
@@ -173,7 +174,7 @@ class Scheduler:
             self._wake()
 
     def cancel(self, worker: Worker, number: int) -> None:
-        """Drop a request that nobody waits for any more. It is still answered."""
+        """Drop a request whose result is no longer needed. It is still answered."""
 
         def is_cancelled(request: EngineRequest) -> bool:
             return request.worker is worker and request.submit.id == number
@@ -185,16 +186,16 @@ class Scheduler:
     def forget(self, worker: Worker) -> None:
         """Drop all requests of an HTTP process that has disconnected."""
         dropped = self._remove(lambda request: request.worker is worker)
-        # others wait for their end, or for their memory
+        # Requests of other processes may wait for the same caches, or need the memory of a forward.
         awaited = [request for request in dropped if request.caches or request.saved_forward is not None]
-        for request in awaited:  # all fail before the first ends, so that it does not queue the next
+        for request in awaited:  # first mark all as failed: the end of one must not queue the next of them
             request.failure = out_of_time()
         for request in awaited:
             self._answer(request)
         self._stop(lambda request: request.worker is worker)
 
     def _stop(self, unwanted: Callable[[EngineRequest], bool]) -> None:
-        """Let started requests that are `unwanted` end early: they have failed, and parts only for them are dropped."""
+        """Mark started requests that are `unwanted` as failed, and drop the parts that only such requests need."""
         cut = [item for item in self._waiting.items if isinstance(item, Group)]
         for request in filter(unwanted, [*self._stoppable, *(request for group in cut for request in group.requests)]):
             request.failure = request.failure or out_of_time()
@@ -219,7 +220,7 @@ class Scheduler:
             self._end(group)
 
     def _end(self, group: Group) -> None:
-        """Answer the requests of a group that has no parts left any more, or let their tensors be saved."""
+        """Answer the requests of a group whose parts have all ended. Queue those whose tensors must be saved first."""
         for request in group.requests:
             request.worker.running -= 1
             if request.saved_forward is None or request.failure is not None:
@@ -238,7 +239,7 @@ class Scheduler:
         self._end_turn(request)
 
     def _end_turn(self, request: EngineRequest) -> None:
-        """Let the next calls on the same caches run, and free the memory of a forward that failed."""
+        """Queue the next calls on the same caches, and free the reserved memory of a forward that failed."""
         if request.saved_forward is not None and request.failure is not None:
             self._device.drop(request.saved_forward)
         if request.caches:
@@ -281,7 +282,7 @@ class Scheduler:
         return None
 
     def _kindred(self, first: EngineRequest) -> list[EngineRequest]:
-        """Remove and return waiting requests to be cut together with one of equal `kin`."""
+        """Remove and return the waiting requests that have the same `kin` as `first` and are cut together with it."""
         some: list[EngineRequest] = []
 
         def joins(item: EngineRequest | Group) -> bool:
@@ -296,7 +297,7 @@ class Scheduler:
         return some
 
     def next_look(self) -> float | None:
-        """Return the time at which `take` may return a task without an event, in `time.monotonic` seconds."""
+        """Return when to call `take` again even if no event occurs, in `time.monotonic` seconds; None for never."""
         if self._alone:
             return None
         if self._holding is not None:
@@ -306,7 +307,7 @@ class Scheduler:
         return None if (at := min(expires, closes)) == math.inf else at
 
     def finish(self, task: Task, failure: Exception | None) -> Task | None:
-        """Record the end of a task, with the error of its part or of its cutting.
+        """Record the end of a task, with the error that `Executor.run` returned.
 
         Return the task that the same thread must run now, if any: the first part of a request that it has cut.
         """
@@ -331,7 +332,7 @@ class Scheduler:
                         self._stoppable.remove(request)
                     self._end_turn(request)
                 self._launches -= 1
-                self._wake()  # the next one may have to wait until a batch closes
+                self._wake()  # a launch may start again: the listening thread must note when the next batch closes
             case BenchmarkSlice():
                 self._alone = False
                 self._wake()
@@ -351,7 +352,7 @@ class Scheduler:
         return BenchmarkSlice(plugin)
 
     def _task(self, batch: list[EngineRequest]) -> Task:
-        """Return the task for requests that run together: one, unless they share a launch or the first keys."""
+        """Return the task for `batch`. It has several requests only if they share a launch or their first keys."""
         request = batch[0]
         if request.key is not None:
             self._launches += 1
@@ -391,8 +392,8 @@ class Scheduler:
     def _has_lane(self, item: EngineRequest | Group) -> bool:
         """Return whether a part of the request may start: on a free core, or on the additional lane.
 
-        The additional lane takes a short part if it is the first in the queue, or if all cores run long parts. So a
-        request that needs a free core is not passed for ever.
+        The additional lane runs a short part if it is the first in the queue, or if all cores run long parts. So short
+        parts cannot overtake a request that needs a free core for ever.
         """
         if self._running < self._device.cores:
             return True
@@ -401,7 +402,7 @@ class Scheduler:
         return self._waiting.items[0] is item or self._running == self._long
 
     def _begins(self, request: EngineRequest) -> bool:
-        """Start a request that has not started. Return False if it failed or is late, and was answered."""
+        """Start a request if it has not started. Return False if it is late or fails; it was then answered."""
         try:
             if _late(request):
                 raise out_of_time()
@@ -426,7 +427,7 @@ class Scheduler:
         return True
 
     def _goes_on(self, group: Group) -> bool:
-        """Return whether some request of the group is still in time. If not, its parts are dropped."""
+        """Return whether any request of the group is neither late nor failed. If none is, drop the group's parts."""
         for request in group.requests:
             if _late(request):
                 request.failure = request.failure or out_of_time()
@@ -447,7 +448,7 @@ class Scheduler:
             self._stoppable.remove(request)
         if failure is not None:
             self._fail_all(group, failure)
-        elif group.unwanted or not group.left:  # cancelled while they were cut, or computed
+        elif group.unwanted or not group.left:  # cancelled during the cut, or one part, which the cut has computed
             self._drop_parts(group)
         else:
             return self._begin(self._part(group))

@@ -1,7 +1,7 @@
 """The tasks of an engine: the scheduler chooses them, and the executor runs them.
 
-`requests` are the requests of a task. `long`: other requests should not have to wait for it. `brief`: it is so short
-that no thread needs to listen meanwhile.
+`requests` are the requests of a task. `long`: it takes longer than other requests should wait. `brief`: it is so short
+that no other thread needs to listen meanwhile.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Plugin(Protocol):
     """
 
     name: str  # its name in the log
-    suspect: bool  # the last slice may have broken the device
-    active: bool  # it may want a slice
+    suspect: bool  # whether the last slice may have broken the device
+    active: bool  # whether `wants` may return True
 
     def hear(self, message: StartBenchmark | StopJob) -> Sequence[FromEngine]: ...
     def history(self) -> Iterable[FromEngine]: ...
@@ -45,10 +45,10 @@ class Compute(NamedTuple):
 
 
 class Split(NamedTuple):
-    """Cut a request into parts, if this takes a while or writes tokens. The first part runs directly afterwards.
+    """Cut a request into parts, if it has many sequences or is over caches. The first part runs directly afterwards.
 
-    Calls over caches with equal first keys are cut together. Calls with only one part are computed here, too. `cores`
-    is the number of free cores for the parts.
+    Calls over caches with equal first keys are cut together. If calls over caches have only one part, this task also
+    computes it. `cores` is the number of free cores for the parts.
     """
 
     requests: Sequence[EngineRequest]
@@ -75,7 +75,7 @@ class Ask(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """Compute requests in one launch, or verify one."""
+    """Compute requests in one launch, or run a verification."""
 
     requests: Sequence[EngineRequest]
     long: bool = True

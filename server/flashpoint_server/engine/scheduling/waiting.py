@@ -39,7 +39,9 @@ W = TypeVar("W", bound=Waits)
 
 @dataclass(frozen=True)
 class Budget:
-    """The limits of one launch; a request over them runs alone. `delay` is in seconds."""
+    """The limits of one launch. A request over them runs alone. `delay` is how long a batch waits for more requests,
+    in seconds.
+    """
 
     flops: int
     nbytes: int
@@ -52,7 +54,7 @@ class Budget:
 
 
 class Waiting(Generic[W]):
-    """The queue; see the module. Times are in `time.monotonic` seconds. `items` are in their order."""
+    """The queue. Times are in `time.monotonic` seconds. `items` are in the order of their ranks."""
 
     def __init__(self, budget: Budget) -> None:
         self.budget = budget
@@ -89,7 +91,7 @@ class Waiting(Generic[W]):
         return []
 
     def closes(self) -> float:
-        """Return when the next waiting batch closes; inf if there is none."""
+        """Return the time at which the next waiting batch closes; inf if there is none."""
         keys = {item.key for item in self.items if item.key is not None}
         return min((self._closes(self._batch(key)[0]) for key in keys), default=math.inf)
 

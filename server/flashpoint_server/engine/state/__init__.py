@@ -1,1 +1,1 @@
-"""Tensors that an engine holds for callers: the ledger, saved forwards and shared memory."""
+"""Tensors that an engine stores for callers: the ledger, saved forwards and shared memory."""

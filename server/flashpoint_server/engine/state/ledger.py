@@ -1,6 +1,6 @@
-"""The ledger of tensors that an engine holds for callers: owners, total memory, and expiry.
+"""The ledger of the caches and saved forwards (items) of an engine: their owners, total memory, and expiry.
 
-    held → expired, or its owner's key removed: 410 for an hour → forgotten: 404      held → deleted: 404
+    stored → expired, or its owner's key removed: 410 for an hour → forgotten: 404      stored → deleted: 404
 
 KV caches (caches/store.py) and saved forwards (saved.py) share one memory limit, one quota for each key, and one
 sequence of serial numbers. This module uses no sockets and no torch.
@@ -21,17 +21,18 @@ from typing import ClassVar, TypeVar
 from flashpoint_server.engine.state.owner_lru import OwnerLru
 from flashpoint_server.refusal import Refusal
 
-TOMBSTONE_SECONDS = 3600.0
-TOMBSTONES = 1 << 17  # maximum number
-SWEEP_SECONDS = 1.0  # between two checks for expired items
-LOST_SECONDS = 60.0  # the same without items: only the ends of their reports are checked
+TOMBSTONE_SECONDS = 3600.0  # how long a call on an expired item gets 410 instead of 404
+TOMBSTONES = 1 << 17  # maximum number of expired items that are remembered for this
+SWEEP_SECONDS = 1.0  # seconds between two checks for expired items
+LOST_SECONDS = 60.0  # seconds between two checks if there are no items, only tombstones to forget
 
 
 @dataclass(eq=False, kw_only=True)
 class Owned(ABC):
-    """An item that is held. `users` counts waiting and running calls. `ttl` and `expires` use the ledger's clock.
+    """An item. `users` counts the waiting and running calls that use it. `ttl` and `expires` use the ledger's clock.
 
-    `kind` is its name in error messages; `word` is the prefix of its error codes.
+    `kind` is its name in error messages; `word` is the prefix of its error codes. `disowned`: its owner's key was
+    removed.
     """
 
     kind: ClassVar[str]
@@ -46,14 +47,17 @@ class Owned(ABC):
 
     @abstractmethod
     def free(self) -> int:
-        """Free the item's memory. Return the number of bytes that no other item shares."""
+        """Free the item's memory. Return the number of freed bytes: memory that other items share is not freed."""
 
 
 T = TypeVar("T", bound=Owned)
 
 
 class Ledger:
-    """See the module. `limit` is in bytes. The methods are thread-safe; hold `lock` to combine several calls."""
+    """The ledger. `limit` is in bytes.
+
+    `enter`, `leave`, `keep_owners` and `sweep` acquire `lock`. Hold it to call other methods that change the ledger.
+    """
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit = limit
@@ -66,7 +70,7 @@ class Ledger:
         self._counts: defaultdict[str, int] = defaultdict(int)  # number of items, by `word`
         self._bytes: defaultdict[str, int] = defaultdict(int)  # their bytes, by `word`; shared memory counts once
         self._owned: defaultdict[str, int] = defaultdict(int)
-        # end of the time in which their loss is reported, by serial
+        # for each expired item, until when calls get 410, on the ledger's clock
         self._lost: OwnerLru[float] = OwnerLru(TOMBSTONES)
         self.due = math.inf  # when to call `sweep` next, on the ledger's clock
 
@@ -90,9 +94,9 @@ class Ledger:
     # Memory
 
     def check(self, owner: str, quota: int | None, new: int, net: int, largest: int, kind: str) -> None:
-        """Raise Refusal if `new` bytes are too many.
+        """Raise Refusal if a call needs too many bytes: `new` in all, `net` for its owner, and `largest` in one item.
 
-        `net` of them count for the owner; `largest` is the largest item.
+        `net` may be larger than `new`, because shared memory counts in full for an owner.
         """
         if largest > self.limit:
             raise Refusal("work_too_large", f"a {kind} of {largest} bytes exceeds the server's limit of {self.limit}")
@@ -161,7 +165,7 @@ class Ledger:
         return f"{of.word}_not_found", f"this {of.kind} does not exist, or belongs to another API key"
 
     def end(self, item: Owned) -> None:
-        """Remove an item and free its memory."""
+        """Remove an item and free its memory. Later calls on it get 404."""
         del self._items[item.serial]
         gone = item.free()
         self._used -= gone

@@ -1,4 +1,4 @@
-"""A bounded store of recent values by owner. An owner cannot displace another owner's values."""
+"""A bounded store of recent values by owner. An owner with many values does not displace those of other owners."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ V = TypeVar("V")
 
 
 class OwnerLru(Generic[V]):
-    """Values by owner and key. If their weight exceeds `limit`, the owner with the most loses the oldest ones."""
+    """Values by owner and key. If their weight exceeds `limit`, the owner with the most loses its oldest values."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

@@ -1,6 +1,6 @@
 """The forwards that an engine saves: inputs, o and lse, from which gradients are computed. Owners: see ledger.py.
 
-reserved (its memory is counted before it runs) → kept (it has its tensors) → deleted or expired
+reserved (its memory is counted before it runs) → saved (it has its tensors) → deleted or expired
 reserved → dropped (the call failed)
 """
 
@@ -28,13 +28,13 @@ class SavedForward(Owned):
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
 
     def free(self) -> int:
-        """Drop the tensors. A gradient that runs keeps its own references."""
+        """Drop the tensors. A running gradient call has its own references to them."""
         self.tensors = {}
         return self.nbytes
 
 
 class SavedStore:
-    """The saved forwards; see the module. `ttl` is in seconds of the ledger's clock."""
+    """The saved forwards of an engine. `ttl` is in seconds of the ledger's clock."""
 
     def __init__(self, ledger: Ledger, ttl: float) -> None:
         self._ledger = ledger
