@@ -1,4 +1,4 @@
-"""An infer answer: its JSON, followed by the tensors from the memory into which they were computed."""
+"""The answer to an inference: its JSON, followed by the tensors, which are sent from staging memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from flashpoint_server.oip.head import InferHead
 from flashpoint_server.oip.inflated import WINDOW_BITS
 from flashpoint_server.oip.models import VERSION
 
-# Floating-point numbers hardly compress at any level, so use the lowest.
+# zlib's compression level. Floating-point numbers hardly compress at any level, so use the fastest.
 _LEVEL = 1
 
 
@@ -39,7 +39,7 @@ class _HttpOutput(NamedTuple):
 async def encode(
     model: str, asked: InferHead, job: AttentionJob, answer: JobResult, codec: Codec
 ) -> tuple[list[Part], dict[str, str]]:
-    """Return the parts of the body in order, and the header fields that describe them; `asked` is the request."""
+    """Return the parts of the body in order, and their header fields. `asked` is the request's head."""
     places = job.staging.outputs
     views = job.staging.views(places)
     outputs = tuple(
@@ -49,7 +49,7 @@ async def encode(
     about = (model, asked.id, tuple(answer.metadata.items()))
     if numbers := {o.name: _array(o, views[o.name]) for o in outputs if o.size is None and not o.shared}:
         head = await codec.run(job.deadline, _head_with, about, outputs, numbers)
-    else:  # cached unless the answer has an id, which is always new: a model's answers have few shapes
+    else:  # heads are cached, as a model's answers have few shapes, but not heads with an id: each id is new
         head = _head_with(about, outputs, {}) if asked.id else _head(about, outputs)
     behind = [o for o in outputs if o.size is not None and not o.shared]
     parts: list[Part] = [head, *(views[o.name] for o in behind if o.size)]
@@ -71,7 +71,7 @@ def _head(about: _About, outputs: tuple[_HttpOutput, ...]) -> bytes:
 
 
 def _head_with(about: _About, outputs: tuple[_HttpOutput, ...], numbers: Mapping[str, NDArray[Any]]) -> bytes:
-    """Return the head, padded with spaces so that the tensors are aligned in a client's buffer."""
+    """Return the JSON of an answer, padded with spaces so that the tensors are aligned in a client's buffer."""
     model, identity, metadata = about
     listed = []
     for output in outputs:
@@ -93,7 +93,7 @@ def _head_with(about: _About, outputs: tuple[_HttpOutput, ...], numbers: Mapping
 
 
 async def compressed(parts: list[Part], coding: str) -> list[Part]:
-    """Return the parts in `coding`, gzip or deflate. Runs in a thread, because it takes long."""
+    """Return the parts, compressed with `coding`: gzip or deflate. A thread does this, because it takes long."""
 
     def deflate() -> bytes:
         deflated = zlib.compressobj(_LEVEL, wbits=WINDOW_BITS[coding])

@@ -1,4 +1,4 @@
-"""The protocol's names for dtypes."""
+"""The protocol's datatype names, and the dtypes to which they correspond."""
 
 from __future__ import annotations
 

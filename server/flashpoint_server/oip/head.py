@@ -1,4 +1,4 @@
-"""The head of an infer request, before the bytes of its tensors: its JSON over HTTP.
+"""The head of an inference request, which precedes the bytes of its tensors. Over HTTP it is JSON:
 
     {"id": "…",
      "parameters": {"causal": true, "window_left": 128},
@@ -58,7 +58,7 @@ class Input(NamedTuple):
 
 
 class Output(NamedTuple):
-    """An output that a request lists. `binary` is None if the request does not say it."""
+    """An output that a request lists. `binary` is None if the request does not set it."""
 
     name: str
     binary: bool | None = None
@@ -75,9 +75,10 @@ class Wanted(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class InferHead:
-    """The head of a request. `outputs` are the requested ones, or empty. `timeout` is in microseconds, 0 means none.
+    """The head of a request. `outputs` lists the requested outputs; empty means all. `timeout` is in microseconds;
+    0 means none.
 
-    `priority` is ours, 0 to 9.
+    `binary` is the default for outputs. `priority` is from 0 to 9, the most urgent.
     """
 
     id: str
@@ -95,7 +96,7 @@ class InferHead:
         return sum(given.size for given in self.inputs)
 
     def spec(self, direction: Direction) -> Spec:
-        """Return the planned problem. A requested output sets the option that makes it. Raises Refusal 422."""
+        """Return the planned problem. A requested output implies the option that it needs. Raises Refusal 422."""
         if direction not in self.specs:
             known = ANSWERS[direction]
             if unknown := [output.name for output in self.outputs if output.name not in known]:
@@ -191,7 +192,7 @@ def _input(entry: Any) -> Input:
 
 
 def size_of(info: TensorInfo) -> int:
-    """Return the bytes of a tensor of any datatype, whether attention supports it or not."""
+    """Return the size of a tensor in bytes. Attention need not support its dtype."""
     return math.prod(info.shape) * ITEMSIZE[info.dtype]
 
 
@@ -205,7 +206,7 @@ def tensor_info(name: str, shape: Any, datatype: Any) -> TensorInfo:
         near = did_you_mean(datatype, DTYPE_OF) if isinstance(datatype, str) else ""
         raise FieldError(name, f"datatype {datatype!r} is not one of {', '.join(DTYPE_OF)}{near}")
     dtype = DTYPE_OF[datatype]
-    # Sizes of 0 do not count here: the product of the others must still fit array libraries.
+    # Sizes of 0 are left out of the product: array libraries need a product of the other sizes that does not overflow.
     if math.prod(max(n, 1) for n in shape) * ITEMSIZE[dtype] > _SIZE_LIMIT:
         raise FieldError(name, "has a shape that overflows")
     return TensorInfo(dtype, tuple(shape))
@@ -264,7 +265,7 @@ def _list(what: str, value: Any) -> list[Any]:
 
 
 def parameters_of(owner: str, entry: dict[str, Any], known: Iterable[str] | None = None) -> dict[str, Any]:
-    """Return a copy of the parameters. Raises FieldError for one that is not `known`; None allows all."""
+    """Return a copy of the parameters. Raises FieldError for a parameter that is not in `known`; None allows all."""
     parameters = entry.get("parameters", {})
     if not isinstance(parameters, dict):
         raise WireError(f"parameters of {owner!r} must be a JSON object")

@@ -24,7 +24,7 @@ from flashpoint_server.routes.pipeline import RouteRequest, admit, authorize, be
 
 HEAD_LENGTH = "inference-header-content-length"
 
-# A model repeats the same few heads. A long head contains numbers and takes time, so another process parses it.
+# A model sends the same few heads again and again. A long head contains numbers; another process parses it.
 _SHORT = 4096  # bytes
 _parse_again = lru_cache(256)(parse)
 
@@ -83,14 +83,14 @@ async def infer(request: RouteRequest, model: Model, statistics: Statistics) -> 
     request.priority = max(request.priority, head.priority)
     job, answer = await compute(request, message, model.direction, message.numbers)
     parts, fields = await encode(model.name, head, job, answer, codec)
-    if (coding := headers.get("accept-encoding", "").strip()) in WINDOW_BITS:  # exactly: see docs/oip.md
+    if (coding := headers.get("accept-encoding", "").strip()) in WINDOW_BITS:  # one coding, no list: see docs/oip.md
         parts, fields["content-encoding"] = await compressed(parts, coding), coding
     await write(request, job, answer, parts, fields)
     statistics.computed(model.name, answer.batch_size, job.timings.stages())
 
 
 async def _read(request: RouteRequest) -> InferMessage:
-    """Read the head. A long JSON body is admitted by its length first. Raises Refusal."""
+    """Return the message after reading its head. A long JSON body is first admitted with its length. Raises Refusal."""
     body, service, settings = request.body, request.service, request.service.settings
     size = _head_size(request.headers.get(HEAD_LENGTH), settings.head_limit)
     if size is None:
@@ -110,7 +110,7 @@ async def _read(request: RouteRequest) -> InferMessage:
 
 
 def _head_size(text: str | None, limit: int) -> int | None:
-    """Return the bytes of JSON before the tensors from the header; None if the body is only JSON.
+    """Return the size of the JSON before the tensors, from the header field `text`; None if the body is only JSON.
 
     Raises Refusal 400.
     """
@@ -128,7 +128,7 @@ def _head_size(text: str | None, limit: int) -> int | None:
 
 
 async def _start(body: RequestBody, size: int) -> tuple[bytes, bytes]:
-    """Return the first `size` bytes, and the bytes that arrived with them. Raises Refusal."""
+    """Return the first `size` bytes of the body, and the next bytes, as far as they arrived too. Raises Refusal."""
     start = bytearray()
     while len(start) < size:
         if not (chunk := await body.next()):

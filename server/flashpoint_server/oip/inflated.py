@@ -13,7 +13,7 @@ from flashpoint_server.http.body import RequestBody
 from flashpoint_server.refusal import Refusal
 
 WINDOW_BITS = {"gzip": 31, "deflate": 15}  # zlib's `wbits` for gzip's format and for its own
-AT_ONCE = 1 << 17  # maximum bytes to decompress before other requests get their turn
+AT_ONCE = 1 << 17  # maximum bytes to decompress at once, because other requests wait meanwhile
 
 
 class InflatedBody(RequestBody):
@@ -26,7 +26,7 @@ class InflatedBody(RequestBody):
         self.length = None  # the decompressed length is unknown
         self._zlib = zlib.decompressobj(WINDOW_BITS[coding])
         self._compressed = b""  # arrived, but not decompressed
-        self._within = False  # zlib may hold more output
+        self._within = False  # whether zlib may have more output without more input
         self._inflated = 0
 
     async def next(self) -> bytes:

@@ -18,7 +18,7 @@ from flashpoint_server.refusal import Refusal
 from flashpoint_server.service import Service
 
 _OFF = "shared memory is off on this server: see --shared-memory-bytes"
-REQUEST_LIMIT = 4096  # bytes; a key has at most 255
+REQUEST_LIMIT = 4096  # maximum bytes of a body; the key in it has at most 255
 
 
 class Registration(BaseModel):

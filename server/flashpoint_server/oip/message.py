@@ -1,4 +1,4 @@
-"""The message of an inference, over HTTP and over gRPC: the content of its head, and its tensors."""
+"""The message of an inference over HTTP or gRPC: the content of its head, and its tensors."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class InferMessage(TensorMessage):
         return self.head.options
 
     def spec(self, direction: Direction) -> Spec:
-        """Return the problem. Requested outputs belong to it. Raises Refusal 422."""
+        """Return the problem, with the options that the requested outputs imply. Raises Refusal 422."""
         return self.head.spec(direction)
 
     def numbers(self, spec: Spec) -> list[TensorInfo]:
-        """Return the outputs that the answer has as text."""
+        """Return the outputs that the answer contains as numbers, not as bytes."""
         return [spec.outputs[o.name] for o in self.head.wanted(spec) if not (o.binary or o.shared)]
 
     def elsewhere(self, spec: Spec) -> Mapping[str, tuple[Region, int]]:
@@ -52,7 +52,7 @@ class InferMessage(TensorMessage):
         return (given for given in self.head.inputs if given.array is None and given.shared is None)
 
     def fill(self, places: Mapping[str, memoryview]) -> None:
-        """Copy tensors to their places: those given as numbers, and index tensors from shared memory."""
+        """Copy into `places` the tensors that were sent as numbers, and the index tensors from shared memory."""
         for given in self.head.inputs:
             if given.array is not None:
                 places[given.name][:] = bytes_of(given.array)

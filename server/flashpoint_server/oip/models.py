@@ -88,7 +88,7 @@ def datatypes(name: str) -> list[str]:
 
 
 def _any_size(name: str) -> list[int]:
-    """Return the shape of a tensor in its largest form; -1 is any size. Other forms: docs/http.md."""
+    """Return the shape of a tensor with as many dimensions as it can have; -1 is any size. See docs/http.md."""
     return [-1] * len(TENSORS[name].axes)
 
 

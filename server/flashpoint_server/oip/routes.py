@@ -18,7 +18,7 @@ from flashpoint_server.oip.statistics import model_stats
 from flashpoint_server.refusal import Refusal
 from flashpoint_server.service import Service
 
-# Not declared to FastAPI: an unknown model must be a 404, as in the protocol, and not an invalid value.
+# The OpenAPI description of the path's model name. FastAPI must not check it: an unknown model is a 404, not a 422.
 _NAMED = {"parameters": [{"name": "name", "in": "path", "required": True, "schema": {"enum": [*MODELS]}}]}
 EXTENSIONS = ["binary_tensor_data", "model_configuration", "parameters", "schedule_policy", "statistics"]
 

@@ -1,4 +1,4 @@
-"""Inference in OpenAPI: the JSON form as a schema; OpenAPI cannot express the binary form, so a text describes it."""
+"""Describe inference in OpenAPI: the JSON format by a schema, and the binary format, which has none, by a text."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _DO = {"name": "do", "shape": [2, 2], "datatype": "FP32", "data": [1, 1, 1, 1]}
 
 
 def errors(*codes: str, **details: str) -> dict[int | str, dict[str, Any]]:
-    """Return the error responses in the form of /v2. `details` are as in `problems`."""
+    """Return the error responses of an operation under /v2. The arguments are those of `problems`."""
     return {
         status: {**response, "content": {jsonwire.MEDIA_TYPE: _plain(response["content"][MEDIA_TYPE]["examples"])}}
         for status, response in problems(*codes, **details).items()
@@ -48,7 +48,7 @@ def _plain(examples: dict[str, Any]) -> dict[str, Any]:
 
 
 def add(document: dict[str, Any]) -> None:
-    """Add the operations of inference, and the schemas of all routes."""
+    """Add the operations of inference to an OpenAPI document, and the schemas to which they refer."""
     schemas = document["components"]["schemas"]
     schemas["ProtocolError"] = _ERROR
     schemas["InferAnswer"] = _answer()

@@ -1,4 +1,4 @@
-"""Statistics of the models: metrics of all HTTP processes, in the form of Triton's `model_stats`."""
+"""Statistics of the models: metrics of all HTTP processes, in the format of Triton's `model_stats`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Metric
 
-# Triton's stages of a launch, and the corresponding ones of ours.
+# Triton's names of the stages of a launch, and the names in `Timings.stages`.
 _STAGES = {"compute_input": "copy_in", "compute_infer": "compute", "compute_output": "copy_out"}
 
 
@@ -75,7 +75,7 @@ def model_stats(model: str, version: str, metrics: Iterable[Metric]) -> dict[str
         size: int(of("batched_requests", str(size)))
         for size in sorted(int(s) for (s,) in counts.get("batched_requests", {}))
     }
-    # a launch serves as many requests as its size
+    # A launch of n requests is counted n times, once by each request.
     launches = {size: -(-count // size) for size, count in sizes.items()}
     batches = [
         {

@@ -6,7 +6,7 @@ lines, traces and errors have only one implementation.
     inference.proto, health.proto              the messages
     descriptors.binpb, protos.py               the messages compiled by `make protos`; their classes
     framing.py                                 take tensors out of a message, and put them into one, without protobuf
-    request.py, answer.py, infer.py            inference: request, answer, and the way from one to the other
+    request.py, answer.py, infer.py            inference: parse the request, write the answer, and the route
     arrivals.py                                the memory for messages and answers, and which call may read next
     methods.py                                 all other methods, as paths under /v2
     server.py                                  the port, status codes, and the bridge from gRPC to the application
@@ -14,7 +14,7 @@ lines, traces and errors have only one implementation.
 
 import os
 
-# Set before gRPC is imported. Its core would write messages about single connections into the log on stderr. Its fork
-# support is for processes that continue in Python; ours start another program at once.
+# gRPC reads these when it is imported. Without the first, it writes messages about single connections to stderr. The
+# second turns off support for child processes that continue in Python: ours start another program at once.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")

@@ -1,4 +1,4 @@
-"""A ModelInferResponse: its head, followed by the tensors from the memory into which they were computed."""
+"""A ModelInferResponse: its head, followed by the tensors, which are sent from staging memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _About(NamedTuple):
 
 
 async def encode(model: str, asked: InferHead, job: AttentionJob, answer: JobResult, codec: Codec) -> list[Part]:
-    """Return the parts of the message in order; `asked` is the request."""
+    """Return the parts of the message in order. `asked` is the request's head."""
     wanted = asked.wanted(job.spec)
     places = job.staging.outputs
     views = job.staging.views(places)

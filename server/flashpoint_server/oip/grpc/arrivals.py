@@ -1,15 +1,15 @@
 """The memory of gRPC: messages while they are read, and answers until they are sent.
 
-gRPC delivers a message only when it is complete, and gives no size before. So an awaited message counts as the largest
-allowed one, and a call waits for that much room before it reads. Until then, flow control keeps the message at its
-sender, except for the first 64 KiB, which count, too. While gRPC delivers a message, two more copies of it exist; room
-for them is reserved. Each thread of gRPC has its own heap, which keeps freed memory: it counts until it is returned to
-the system. Not counted: gRPC's buffers, up to 1 MiB for each connection on which a message arrives.
+gRPC delivers a message only when it is complete, and does not report its size before. So a call reserves memory for the
+largest allowed message before it reads, and waits until this memory is free. Until then, flow control stops the sender.
+While gRPC delivers a message, two more copies of it exist; memory for them is reserved. Each thread of gRPC has its own
+heap, which keeps freed memory: it counts as used until it is returned to the system. Not counted are the first 64 KiB
+of a message, which arrive before the call reads, and gRPC's buffers: up to 1 MiB for each connection with a message.
 
-    waiting → reading → held (message, then answer) → released       reading → made way
+    waiting → reading → stored (message, then answer) → released       reading → refused ("makes way")
 
-While a call waits for room, the newest of several awaited messages makes way after `QUICK` seconds. So large messages
-never delay a small one for long. The oldest one makes way if it is slower than `RATE`.
+While a call waits for memory, a message that is being read can be refused ("make way"): the newest of several after
+`QUICK` seconds, so that large messages do not delay a small one for long, and the oldest if it is slower than `RATE`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ from flashpoint_server.refusal import Refusal
 
 LARGEST_MESSAGE = (1 << 31) - 1  # maximum bytes of a message in gRPC and protobuf
 QUICK = 0.5  # seconds in which a small message arrives, even on a busy machine
-RATE = 16 << 20  # bytes a second: minimum rate of the largest message while others wait, beside --body-timeout
-KEPT = 1 << 26  # bytes that heaps may keep; to return them and to allocate them again takes milliseconds
-_COPIES = 2  # additional copies of one message at a time
+RATE = 16 << 20  # minimum bytes a second of a message while others wait; --body-timeout is added to the time
+KEPT = 1 << 26  # freed bytes that heaps may keep, because returning and allocating memory takes milliseconds
+_COPIES = 2  # number of additional copies while a message is delivered
 
 T = TypeVar("T")
 
 
 class Hold:
-    """The memory of one call: `nbytes`, for the key `owner`. `counted`: whether the call counts for the queue limit."""
+    """The memory of one call: `nbytes`, which count for the API key `owner`.
+
+    `counted`: whether the call counts for the queue limit while it waits and reads.
+    """
 
     def __init__(self, memory: Memory, *, counted: bool = False, owner: str = "") -> None:
         self._memory = memory
@@ -43,10 +46,10 @@ class Hold:
         self.nbytes = 0
 
     async def read(self, message: Callable[[], Awaitable[T]], size: Callable[[T], int], until: float) -> T:
-        """Wait for room, read a message, and count its `size`.
+        """Wait for memory, read a message, and then count its `size` instead of the largest one.
 
-        `until` is in `time.monotonic` seconds. Raises TimeoutError after it, and Refusal (408, 429) if there is no room
-        or this message makes way for others.
+        `until` is in `time.monotonic` seconds. Raises TimeoutError after it, and Refusal (408, 429) if no memory
+        becomes free, or if this message makes way for another call.
         """
         reading = _Reading(self)
         try:
@@ -68,7 +71,7 @@ class Hold:
         return self._memory.largest
 
     def add(self, nbytes: int) -> None:
-        """Count `nbytes` more. Raises Refusal 429 if there is no room; a call that is alone always finds room."""
+        """Count `nbytes` more. Raises Refusal 429 if this exceeds a limit, unless no other call has memory."""
         if self._memory.others(self) and not self._memory.fits(self.owner, nbytes):
             raise Refusal("queue_full", f"gRPC holds {self._memory.used} bytes, and this call needs {nbytes} more")
         self._memory.set(self, self.nbytes + nbytes)
@@ -83,15 +86,15 @@ class Hold:
 
 
 class _Reading:
-    """A message that is awaited, or waits for room."""
+    """A call that waits for memory, or reads its message."""
 
     def __init__(self, hold: Hold) -> None:
         self.hold = hold
         self.timeout = asyncio.timeout(None)
-        self.since = 0.0  # time at which it got room; 0 while it waits
+        self.since = 0.0  # when it got memory, in `time.monotonic` seconds; 0 while it waits
         self.made_way: Refusal | None = None
-        self.leaving = False  # its room is released when its call ends
-        self.turn: asyncio.Future[None] | None = None
+        self.leaving = False  # whether it has failed, so that its memory is released when its call ends
+        self.turn: asyncio.Future[None] | None = None  # done when it gets memory
 
     def make_way(self, refusal: Refusal) -> None:
         self.made_way, self.leaving = refusal, True
@@ -99,22 +102,23 @@ class _Reading:
 
 
 class Memory:
-    """The memory limit of gRPC in one HTTP process: its share of `--grpc-bytes`. A key may use half of it."""
+    """The memory limit of gRPC in one HTTP process: its share of `--grpc-bytes`. An API key may use half of it."""
 
     def __init__(self, settings: Settings, locked: bool, counts: Counts) -> None:
         """`locked`: callers need keys."""
         part = settings.grpc_bytes // settings.workers
-        messages = 4 if locked else 2  # in largest messages: a key then has room for two, one of which can make way
+        # At least this many of the largest messages fit. So a key has memory for two, of which the newer can make way.
+        messages = 4 if locked else 2
         self.largest = min(settings.body_limit, LARGEST_MESSAGE, part // (messages + _COPIES))
         self.limit = part - _COPIES * self.largest
         self._share = self.limit // 2 if locked else self.limit
         self._patience = settings.body_timeout
-        self._slow = settings.body_timeout + self.largest / RATE  # seconds
+        self._slow = settings.body_timeout + self.largest / RATE  # seconds after which the oldest message is too slow
         self._queue_limit = settings.queue_limit
         self._counts = counts
         self.used = 0
-        self._freed = 0  # maximum of freed memory that heaps may still keep
-        self._of: dict[str, int] = {}  # by owner
+        self._freed = 0  # upper bound of the freed bytes that heaps have not returned to the system
+        self._of: dict[str, int] = {}  # bytes by owner
         self._reading: dict[_Reading, None] = {}  # in the order of their start
         self._waiting: dict[_Reading, None] = {}  # in the order of arrival
         self._timer: asyncio.TimerHandle | None = None
@@ -132,11 +136,11 @@ class Memory:
                 self._give_turns()
 
     def others(self, hold: Hold) -> bool:
-        """Return whether other calls hold memory."""
+        """Return whether calls other than this one have memory."""
         return self.used > hold.nbytes
 
     def fits(self, owner: str, nbytes: int) -> bool:
-        """Return whether there is room for `nbytes` more, in total and for the owner."""
+        """Return whether `nbytes` more are within the limits, in total and for the owner."""
         if self._of.get(owner, 0) + nbytes > self._share or self.used + nbytes > self.limit:
             return False
         if self.used + self._freed + nbytes > self.limit:
@@ -144,7 +148,7 @@ class Memory:
         return True
 
     async def room(self, reading: _Reading) -> None:
-        """Wait until there is room for the largest message. Raises Refusal 429."""
+        """Wait until memory for the largest message is free, and count it. Raises Refusal 429."""
         if reading.hold.counted:
             self._check_number()
             self._counts.arriving[self._counts.column] += 1
@@ -169,7 +173,7 @@ class Memory:
         self.set(reading.hold, nbytes)
 
     def failed(self, reading: _Reading) -> None:
-        """Record that nobody waits for a message any more. Its arrived part counts until the call ends."""
+        """Record that the reading of a message was given up. Its memory counts until the call ends."""
         if reading in self._waiting:
             del self._waiting[reading]
         elif reading not in self._reading:
@@ -191,7 +195,7 @@ class Memory:
         heap.trim()
 
     def _awaited(self, reading: _Reading) -> None:
-        """Record that a message is no longer awaited."""
+        """Remove a call that no longer waits or reads from the shared count of such calls."""
         if reading.hold.counted:
             self._counts.arriving[self._counts.column] -= 1
 
@@ -206,7 +210,7 @@ class Memory:
         first.make_way(_too_slow())
 
     def _begin(self, reading: _Reading) -> bool:
-        """Give a message room, if there is any. Return whether it got room."""
+        """Count memory for a waiting message if it is within the limits. Return whether it is."""
         if not self.fits(reading.hold.owner, self.largest):
             return False
         del self._waiting[reading]
@@ -216,7 +220,10 @@ class Memory:
         return True
 
     def _give_turns(self) -> None:
-        """Give room to waiting messages, to owners with the least memory first. Make others give way for the rest."""
+        """Give memory to waiting messages, to owners with the least memory first.
+
+        If messages still wait, let another one make way for the first of them, now or later.
+        """
         for reading in sorted(self._waiting, key=lambda reading: self._of.get(reading.hold.owner, 0)):
             assert reading.turn is not None
             if not reading.turn.done() and self._begin(reading):
@@ -228,7 +235,10 @@ class Memory:
             self._timer = asyncio.get_running_loop().call_later(due, self._give_turns)
 
     def _make_way(self, owner: str) -> float | None:
-        """Make one message give way to one of `owner`. Return the seconds until one must; None if none must."""
+        """Refuse a message in favour of a waiting one of `owner`, if one is due.
+
+        Return the seconds until one will be due; None if one was refused, or if none can be.
+        """
         full = self._of.get(owner, 0) + self.largest > self._share
         reading = [one for one in self._reading if not full or one.hold.owner == owner]
         if not reading or any(one.leaving for one in reading):

@@ -1,7 +1,7 @@
 """Take tensors out of a message, and put them into one, without protobuf, which would copy each of them twice.
 
 On the wire a message is a sequence of fields: number, kind and value. A tensor's bytes have a length before them. So
-the bytes can be used where they arrived, and sent from where they are.
+they can be read as a part of the received message, and sent from staging memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _LONGEST = 10  # maximum bytes of a 64-bit varint
 
 
 def split(message: bytes, number: int) -> tuple[bytes, list[memoryview]]:
-    """Return a message without the fields of this number, and their values in order. Raises WireError."""
+    """Return a message without the fields that have this number, and the values of these fields. Raises WireError."""
     view, tensor = memoryview(message), number << 3 | _BYTES
     rest: list[memoryview] = []
     values: list[memoryview] = []

@@ -1,4 +1,4 @@
-"""ModelInfer: read when its caller is known and there is room, then computed like inference under /v2."""
+"""ModelInfer. Its message is read when the caller is known and memory is free; then it is computed like /v2's infer."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ from flashpoint_server.routes.pipeline import RouteRequest, authorize, begin, co
 
 PATH = "/inference.GRPCInferenceService/ModelInfer"
 EXTENSION = "flashpoint.message"
-_ON_THE_WAY = 0.05  # seconds
-_HEAD_ROOM = 1 << 16  # maximum bytes of an answer without its tensors; a real one has a few hundred
+_ON_THE_WAY = 0.05  # maximum seconds of a call's way from the caller to this process
+_HEAD_ROOM = 1 << 16  # maximum bytes of an answer without its tensors; most have a few hundred
 
-# A model repeats the same few heads. A long head contains numbers and takes time, so another process parses it.
+# A model sends the same few heads again and again. A long head contains numbers; another process parses it.
 _SHORT = 4096  # bytes
 _parse_again = lru_cache(256)(parse)
 
@@ -41,8 +41,8 @@ _parse_again = lru_cache(256)(parse)
 class Incoming(NamedTuple):
     """A message that has not been read. `read` waits for it and returns None if none comes; `hold` counts its memory.
 
-    `deadline` is that of the call, in `time.monotonic` seconds. `nearly` is when the caller may already have given up:
-    gRPC rounds the remaining time up by at most 1% when it sends it to a server.
+    `deadline` is the deadline of the call, in `time.monotonic` seconds. After `nearly`, a cancellation counts as a
+    missed deadline: the caller's own deadline may be earlier, because gRPC rounds the remaining time up by at most 1%.
     """
 
     read: Callable[[], Awaitable[bytes | None]]
@@ -60,7 +60,7 @@ class Incoming(NamedTuple):
 
 
 class MessageBody(RequestBody):
-    """A body that is one message and arrives whole."""
+    """The body of a gRPC request: one message, which gRPC delivers when it is complete."""
 
     def __init__(self, scope: Scope, receive: Receive, _: Mapping[str, str], settings: Settings) -> None:
         super().__init__(scope, receive, {}, settings)
@@ -89,7 +89,7 @@ def _size(message: bytes | None) -> int:
 
 
 class _GrpcMessage(InferMessage):
-    """A message whose tensors' bytes are `tensors`, inside `size` bytes that `hold` counts."""
+    """A message of `size` bytes, which `hold` counts. `tensors` are the parts of it with the tensors' bytes."""
 
     def __init__(
         self, head: InferHead, regions: Regions, owner: str, tensors: list[memoryview], size: int, hold: Hold
@@ -100,7 +100,10 @@ class _GrpcMessage(InferMessage):
         self._hold = hold
 
     def plan(self, direction: Direction, device: DeviceInfo, choose: Choose) -> RequestPlan:
-        """Return the plan, after reserving memory for the answer, its joined form and gRPC's copy. Raises Refusal."""
+        """Return the plan, and count memory for the answer, which exists twice: joined here, and in gRPC.
+
+        Raises Refusal.
+        """
         planned = super().plan(direction, device, choose)
         spec = planned.spec
         in_numbers = [o.name for o in self.head.wanted(spec) if not (o.binary or o.shared)]
@@ -114,7 +117,7 @@ class _GrpcMessage(InferMessage):
         return planned
 
     async def receive(self, body: RequestBody, places: Mapping[str, memoryview]) -> None:
-        """Copy the tensors to their places, and release the message."""
+        """Copy the tensors into `places`, and release the message."""
         self.fill(places)
         for given, tensor in zip(self.following, self._tensors, strict=True):
             places[given.name][:] = tensor

@@ -1,4 +1,4 @@
-"""The methods other than inference, as the paths under /v2 that give the same answer in JSON."""
+"""The gRPC methods other than inference. Each is answered by the path under /v2 that gives the same answer in JSON."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Method(NamedTuple):
 
 
 def _model(below: str = "") -> Callable[[Any], str]:
-    """Return a function for the path of a model, followed by `below`. It raises Refusal 404."""
+    """Return a function that makes the path of a request's model, followed by `below`. It raises Refusal 404."""
     return lambda request: f"/v2/models/{find(request.name, request.version).name}/versions/{VERSION}{below}"
 
 
@@ -35,7 +35,10 @@ def _statistics(request: Any) -> str:
 
 
 def _region(below: str, of_all: bool = True, kind: str = "system") -> Callable[[Any], str]:
-    """Return a function for the path of a region, or of all regions without a name. It raises Refusal 422."""
+    """Return a function that makes the path of a request's region, followed by `below`. It raises Refusal 422.
+
+    For a request without a name, it makes the path of all regions, if `of_all`.
+    """
 
     def path(request: Any) -> str:
         if "/" in request.name or not (request.name or of_all):

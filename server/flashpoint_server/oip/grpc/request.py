@@ -57,7 +57,7 @@ class ParsedRequest(NamedTuple):
 
 
 def parse(text: bytes, sizes: tuple[int, ...]) -> ParsedRequest:
-    """Parse a message. `sizes` are those of the raw contents taken out of it. Raises WireError and FieldError."""
+    """Parse a message without raw_input_contents, whose sizes are in `sizes`. Raises WireError and FieldError."""
     try:
         message = _ModelInferRequest.FromString(text)
     except DecodeError:
@@ -77,7 +77,7 @@ def parse(text: bytes, sizes: tuple[int, ...]) -> ParsedRequest:
 
 
 def _input(entry: Any, raw: Iterator[int] | None) -> Input:
-    """Parse an input. `raw` yields the sizes of the raw contents; None means that the inputs are numbers."""
+    """Parse an input. `raw` yields the sizes of raw_input_contents; None means that all inputs are sent as numbers."""
     name = entry.name
     info = tensor_info(name, list(entry.shape), entry.datatype)
     parameters = parameters_of(name, {"parameters": _values(entry.parameters)}, {"binary_data_size", *SHARED})
@@ -119,6 +119,6 @@ def _numbers(name: str, info: TensorInfo, contents: Any) -> NDArray[Any]:
 
 
 def _values(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return parameters as JSON values; one without a value is None."""
+    """Return parameters as JSON values. A parameter without a value is None."""
     chosen = {name: parameter.WhichOneof("parameter_choice") for name, parameter in parameters.items()}
     return {name: choice and getattr(parameters[name], choice) for name, choice in chosen.items()}

@@ -1,4 +1,4 @@
-"""The gRPC port, and the bridge to the application: metadata are header fields, a message is a body.
+"""The gRPC port, and the bridge to the application: metadata become header fields, and a message becomes a body.
 
 All methods are registered as streaming methods; a unary call is a stream of one message. So a message is read only when
 its route needs it and there is memory for it (arrivals.py).
@@ -31,9 +31,9 @@ from flashpoint_server.refusal import Refusal
 from flashpoint_server.routes.pipeline import Route
 from flashpoint_server.service import Service
 
-SMALL_CALLS = 64  # calls allowed beside inferences, whose number the queue limit bounds: probes must get through
+SMALL_CALLS = 64  # calls allowed in addition to the queue limit, so that probes are answered when the queue is full
 MOST_DETAILS = 1024  # maximum characters of an error, each up to three bytes: clients accept a few KiB of metadata
-_WHOLE = 1  # bit mask of the allowed compression algorithms: none, because decompressed size is not limited
+_WHOLE = 1  # bit mask of compression algorithms: no compression, because gRPC does not limit the decompressed size
 
 # The gRPC status of each error code, by gRPC's names.
 STATUSES = {
@@ -79,7 +79,7 @@ Behaviour = Callable[[object, Any], Awaitable[bytes]]
 
 
 class RpcReply(NamedTuple):
-    """The application's answer. `code` is that of an error."""
+    """The application's answer. `code` is the error code, or None."""
 
     status: int
     fields: dict[str, str]
@@ -184,7 +184,7 @@ def _small(
 
 
 def _hold(memory: Memory, **what: Any) -> Hold:
-    """Hold memory for this call until its answer is sent. gRPC runs a call, including the sending, as one task."""
+    """Return the `Hold` of this call. It is released when gRPC's task for the call ends: after the answer is sent."""
     hold = Hold(memory, **what)
     task = asyncio.current_task()
     assert task is not None
@@ -193,7 +193,10 @@ def _hold(memory: Memory, **what: Any) -> Hold:
 
 
 def _reader(context: Any) -> Callable[[], Awaitable[bytes | None]]:
-    """Return a function that reads a message, or returns None. gRPC's iterator would keep the message too long."""
+    """Return a function that reads a message, or returns None if there is none.
+
+    gRPC's iterator is not used, because it refers to the message for too long.
+    """
 
     async def read() -> bytes | None:
         message = await context.read()
@@ -219,7 +222,7 @@ def _size(message: bytes | None) -> int:
 async def _ask(
     app: ASGIApp, context: Any, verb: str, path: str, body: bytes = b"", extension: Incoming | None = None
 ) -> RpcReply:
-    """Return the application's answer to a call. Raises CancelledError if nobody waits for it any more."""
+    """Return the application's answer to a call. Raises CancelledError if the caller has disconnected."""
     parts: list[bytes] = []
     begun: Message = {}
     came = [body] if extension is None else []  # with `extension`, the route reads the message itself
@@ -261,7 +264,7 @@ async def _ask(
 
 
 async def _answered(reply: RpcReply, context: Any) -> bytes:
-    """Return the body of an answer; end the call after an error. Other header fields become trailing metadata."""
+    """Return the body of an answer, or end the call if it is an error. Header fields become trailing metadata."""
     beside = {name: value for name, value in reply.fields.items() if not name.startswith(("content-", "connection"))}
     context.set_trailing_metadata(tuple(beside.items()))
     if reply.status != 200:
