@@ -17,7 +17,7 @@ from flashpoint_server.refusal import Refusal
 PATIENCE = 0.5
 FREE = Price(0, 0.0)
 WaitingSince = Callable[[], float | None]
-FEW = 4  # this many requests are admitted whatever the speed was, because an idle engine shows no speed
+FEW = 4  # with at most this many requests, waits are not predicted: the engine's speed is measured only under load
 
 
 def _never() -> None:
@@ -25,7 +25,7 @@ def _never() -> None:
 
 
 class Permit:
-    """One admitted request: the bytes of its tensors, and its price. Leaving the context ends it.
+    """One admitted request: the bytes of its tensors, and its price. `leave`, or the end of the context, ends it.
 
     `quota` has the limits of the request's key, if there are any. `waiting_since` returns the `time.monotonic` seconds
     since when the request has waited only for the service. It returns None while the body arrives and after the answer
@@ -46,7 +46,7 @@ class Permit:
         self.leave()
 
     def leave(self) -> None:
-        """End the request."""
+        """Uncount the request and its price."""
         self._admission.leave(self)
         self.waiting_since = _never  # drop the function: it may form a reference cycle
 
@@ -65,7 +65,7 @@ class Permit:
         self._admission.grow(self, nbytes)
 
     def hold(self, nbytes: int) -> None:
-        """Count `nbytes` more of tensors, and charge the key for these bytes. Raises Refusal 429."""
+        """Count `nbytes` more, and charge them to the API key. Raises Refusal 429."""
         self.grow(nbytes)
         if self.quota is not None:
             self.quota.take("bytes", nbytes)
@@ -147,7 +147,7 @@ class Admission:
         return permit
 
     def _check(self, nbytes: int) -> None:
-        """Raise Refusal 429 if there is no room for a request that is already counted."""
+        """Raise Refusal 429 if the queue exceeds a limit with a request that is already counted."""
         if (others := int(sum(self._requests)) - 1) >= self._requests_limit:
             raise Refusal("queue_full", f"the queue is full: it has {others} requests, its limit")
         self._check_bytes(others, nbytes)
@@ -189,8 +189,8 @@ class Admission:
         """Raise Refusal 429 if a request of `predicted` seconds cannot reach its deadline, which is `seconds` away.
 
         Without this check, under overload each request would start just before its deadline, and all answers would be
-        late. A larger request ahead counts only as much as this one, because this one overtakes the rest of it. Queue
-        and pace are those of this process: the processes share the pace of the engine like its queue.
+        late. A larger admitted request counts with only `predicted` seconds, because this request overtakes the rest.
+        The requests and `pace` are those of this process: the processes share the engine's speed and its queue alike.
         """
         if self.seconds <= (patience := seconds * PATIENCE) * pace or patience <= 0 or self.requests <= FEW:
             return
@@ -201,7 +201,7 @@ class Admission:
             )
 
     def add(self, price: Price, quota: Quota | None) -> None:
-        """Count a request's price. Raises Refusal 429 if the queue or the request's key has no room for it."""
+        """Count a request's price. Raises Refusal 429 if it exceeds a limit of the queue or of the API key."""
         before = self._flops[self._column], self._seconds[self._column]
         self.correct(FREE, price)
         try:
@@ -215,7 +215,7 @@ class Admission:
 
     @staticmethod
     def _take(price: Price, quota: Quota) -> None:
-        """Charge the key. Raises Refusal 429 and then charges nothing."""
+        """Charge the price to the API key. If this raises Refusal 429, nothing is charged."""
         quota.take("flops", price.flops)
         try:
             quota.take("seconds", price.seconds)

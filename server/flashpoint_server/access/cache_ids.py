@@ -1,11 +1,11 @@
-"""Ids of caches. An id says which engine holds the cache, its shape and its owner, so the server need not ask it.
+"""Ids of caches. An id contains the cache's engine and shape, so that the server can check a call without the engine.
 
     "c" and base64url of: HMAC-SHA-256 of owner and payload (16 bytes), payload
 
-The payload is MessagePack: the replica's name, the engine's incarnation, the cache's number in it, its dtype, and its
-layers as a list of distinct sizes and an index into it for each layer. All HTTP processes of the service have the
-secret for the HMAC. It is drawn when the service starts, or derived from `--cache-secret`: replicas with the same cache
-secret can read each other's ids.
+The payload is MessagePack: the replica's name, the engine's incarnation, the cache's serial number in the engine, its
+dtype, and its layers as a list of distinct sizes and an index into it for each layer. All HTTP processes of the service
+have the secret for the HMAC. It is drawn when the service starts, or derived from `--cache-secret`: replicas with the
+same cache secret can read each other's ids.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ MOST_LAYERS = 512
 READ_AGAIN = 1024  # number of decoded ids in the LRU cache, each at most ID_LENGTH characters
 MOST_SIZES = 16  # maximum number of distinct layer sizes in one cache
 _MAC = 16  # bytes of the HMAC
-_SECRET = 32
-_FILE = "caches.secret"  # in the directory of the counts of keys, whose names contain no dot
+_SECRET = 32  # bytes of the secret
+_FILE = "caches.secret"  # in the directory of `WorkerGroup`; files of API keys there have names without a dot
 
 
 class CacheId(NamedTuple):
@@ -45,7 +45,7 @@ class CacheId(NamedTuple):
     shape: CacheShape
 
     def layer(self, number: int) -> LayerShape:
-        """Return the sizes of a layer."""
+        """Return the shape of a layer."""
         shape = self.shape
         return LayerShape(shape.kv_heads[number], shape.head_dim[number], shape.value_dim[number], shape.dtype)
 
@@ -60,7 +60,7 @@ class _Payload(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CacheIds:
-    """Makes and reads ids. `replica` is the name of this service among those behind a balancer."""
+    """Makes and reads ids. `replica` is the name of this service among the replicas behind a load balancer."""
 
     def __init__(self, settings: Settings, shared: WorkerGroup) -> None:
         drawn = shared_secret(shared.directory)

@@ -1,8 +1,9 @@
 """The limits of API keys: token buckets and a count of admitted requests, in memory that all HTTP processes share.
 
 A bucket is one number: the time at which it will be full again. A request adds its cost divided by the key's rate to
-this time. The key is refused while this time is further in the future than BURST. So a request is admitted while
-anything is left, at any cost, and the next request waits. Sizes of tensors differ too much for a strict rule.
+this time. The key is refused while this time is further in the future than BURST. So a request of any cost is admitted
+while the bucket is not empty, and the next requests are refused until it has refilled. A strict rule would refuse large
+tensors for ever.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from flashpoint_server.ipc.counts import Table, WorkerGroup
 from flashpoint_server.refusal import Refusal
 
 BURST = 1.0  # seconds: the capacity of a bucket is its rate times this
-PATIENCE = 0.01  # seconds to wait for the lock; others hold it for microseconds, unless they are stopped meanwhile
+PATIENCE = 0.01  # maximum seconds to wait for the lock; other processes hold it for microseconds, unless stopped
 
 What = Literal["requests", "bytes", "flops", "seconds"]
 _PLACES: dict[What, int] = {"requests": 0, "bytes": 1, "flops": 2, "seconds": 3}
@@ -46,7 +47,7 @@ class Spent:
     def locked(self) -> Iterator[None]:
         """Hold the lock of the buckets.
 
-        Raises Refusal 429 if a stopped process holds the lock, so that no request waits for that process.
+        Raises Refusal 429 after PATIENCE, because a stopped process may hold the lock for long.
         """
         end = time.monotonic() + PATIENCE
         while True:
@@ -85,13 +86,16 @@ class Quota:
                 self._take(what, cost)
 
     def give_back(self, what: What, amount: float) -> None:
-        """Refund the amount that was charged in excess of the true cost."""
+        """Refund `amount`, which was charged in excess of the true cost."""
         if (rate := self._rates.get(what)) is not None and amount > 0:
             with self._spent.locked():
                 self._spent.numbers[_PLACES[what]] -= amount / rate
 
     def owe(self, what: What, amount: float) -> None:
-        """Charge the cost above the predicted price after a request has run. The next request may have to wait."""
+        """Charge the true cost minus the predicted cost after a request has run; a negative `amount` is a refund.
+
+        This raises nothing, even if the bucket becomes empty: the next requests are then refused.
+        """
         if (rate := self._rates.get(what)) is not None and amount:
             with self._spent.locked():
                 place = _PLACES[what]

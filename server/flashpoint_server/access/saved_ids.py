@@ -1,11 +1,11 @@
-"""Ids of saved forwards. An id says which engine holds the forward, its problem and its owner (compare cache_ids.py).
+"""Ids of saved forwards. An id contains the engine of the forward and its problem (compare cache_ids.py).
 
     "s" and base64url of: HMAC-SHA-256 of owner and payload (16 bytes), payload
 
-The payload: the engine's incarnation and the forward's number in it, 8 bytes each; the length of the replica's name in
+The payload: the engine's incarnation and the forward's serial number, 8 bytes each; the length of the replica's name in
 one byte; the name; and the forward's head. The head is MessagePack: the options that are not defaults; names, dtypes
-and shapes of the inputs; and, if index tensors give them, the numbers of sequences, lengths, (query, key) pairs and
-keys. So the server checks and prices a gradient call before it reads the body, and need not ask an engine.
+and shapes of the inputs; and, if the forward had index tensors, its extent (`Extent`). So the server can check a
+gradient call and estimate its cost before it reads the body, and need not ask an engine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NUMBERS = struct.Struct(">QQB")
 
 
 class SavedId(NamedTuple):
-    """The parts of an id. `forward` is the problem whose o and lse are saved; `extent` is its extent, if known."""
+    """The parts of an id. `forward` is the problem that was saved; `extent` is None if it had no index tensors."""
 
     replica: str
     incarnation: int
@@ -51,7 +51,7 @@ class SavedIds:
 
     @staticmethod
     def head(forward: Spec, extent: Extent | None) -> bytes:
-        """Return the head for a forward that `plan_saved` made."""
+        """Return the head of an id for a problem from `plan_saved`. `extent` is None if it has no index tensors."""
         options = {name: getattr(forward.options, name) for name in OPTIONS if name != "return_lse"}
         chosen = {name: value for name, value in options.items() if value != OPTIONS[name].default}
         tensors = [(name, info.dtype, info.shape) for name, info in forward.tensors.items()]
