@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 STDERR = 2
 ROOM = 1 << 20  # maximum bytes in the queue
 ATOMIC = 4096  # bytes: a write of this size or less to a pipe is not mixed with other processes' lines (PIPE_BUF)
-PAUSE = 0.02  # seconds between two writes under load: each one takes Python's lock away from the event loop
+PAUSE = 0.02  # seconds between two writes under load, because a write takes Python's lock from the event loop
 FLUSH_SECONDS = 0.5  # maximum wait for the reader when the process ends: an engine has one second to end
 
 
@@ -38,7 +38,7 @@ class Lines:
         self._wake = threading.Lock()
         self._wake.acquire()  # `put` releases it to wake the thread up
         self._lines: list[bytes] = []
-        self._bytes = 0  # in the queue or being written
+        self._bytes = 0  # bytes in the queue or being written
         self._unsaid = 0  # number of lines dropped since the last notice
         self._uncounted = 0  # number of lines dropped since the last call of `dropped`
         self._broken = False  # the last write failed

@@ -115,7 +115,7 @@ class Metrics(Listener):
         )
 
     def _later(self, count: Callable[..., None], *arguments: Any) -> None:
-        """Call `count` later, before the metrics are read. Calls in a batch are faster: their code is in the cache."""
+        """Call `count` later, before the metrics are read. In a batch, calls find their code in the CPU's caches."""
         self._waiting.append((count, arguments))
         if len(self._waiting) >= self._at_once:
             self._count()
@@ -191,7 +191,7 @@ class Metrics(Listener):
             metric.labels(engine.process[0]).set(getattr(holding, name))
 
     def cache_limit(self, engine: str, nbytes: int) -> None:
-        """Set the maximum bytes of caches that an engine may hold."""
+        """Set the maximum bytes of caches and saved forwards in an engine."""
         self._cache_limit.labels(engine).set(nbytes)
 
     def lost(self, engine: Engine) -> None:

@@ -30,7 +30,7 @@ _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 
 
 class Traces(Listener):
-    """Exports the spans of one application. `close` sends those that remain."""
+    """Exports the spans of one application. `close` sends the remaining spans."""
 
     def __init__(self, endpoint: str) -> None:
         self._processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_SECONDS))
