@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from flashpoint_server.oip.grpc.server import RpcServer
 
 WARNING_SECONDS = 60  # seconds between two equal warnings
-LAST_BYTES = 1  # seconds at the end for the last bytes of errors; admitted requests have already been answered
+LAST_BYTES = 1  # seconds at the shutdown for sending the last error answers, after all admitted requests
 
 log = structlog.stdlib.get_logger("flashpoint.serving")
 
@@ -236,7 +236,7 @@ def listen(settings: Settings) -> socket.socket:
 
 
 def _reserve(host: str, port: int) -> socket.socket:
-    """Reserve a port that the workers' gRPC sockets share: gRPC cannot take over a socket. Raises OSError."""
+    """Reserve a port that the workers' gRPC sockets share: gRPC cannot use an existing socket. Raises OSError."""
     shared = socket.socket(_family(host))
     shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
@@ -268,7 +268,7 @@ def serve_on(listener: socket.socket, app: FastAPI) -> int:
         timeout_graceful_shutdown=LAST_BYTES,
     )
     config.header_timeout = settings.header_timeout
-    config.answer_timeout = 2 * settings.body_timeout  # longer than a route's own timeout, whose error gives the reason
+    config.answer_timeout = 2 * settings.body_timeout  # a route's timeout for a small answer is shorter, and is logged
     config.metrics, config.half_closed = service.metrics, HalfClosed()
     config.load()
     if settings.tls_cert is not None:

@@ -23,14 +23,15 @@ from flashpoint_server.config.settings import Settings
 PREFIX = "FLASHPOINT_"
 DEFAULT = "default"
 FILES = ("CONFIG", "ENV_FILE")  # names of the variables that contain paths of setting files
-# Two swapped letters of the shortest name are similar; FLASHPOINT_PORT_8000_TCP, which Kubernetes sets, is not.
+# Minimum similarity of a misspelt variable to a setting's. The shortest name with two swapped letters is above it, but
+# FLASHPOINT_PORT_8000_TCP, which Kubernetes sets, is below.
 _ALIKE = 0.93
 _OF_CLIENTS = ("API_KEY", "URL")
 _SECRET = ("api_keys", "cache_secret")
 
 
 class SettingError(Exception):
-    """Raised for invalid settings. Contains for each its source, the problem, and the meaning of the setting."""
+    """Raised for invalid settings. `problems` has, for each, its source, the problem, and the setting's description."""
 
     def __init__(self, problems: Iterable[tuple[str, str, str | None]]) -> None:
         self.problems = tuple(problems)
@@ -38,11 +39,11 @@ class SettingError(Exception):
 
 
 class Sourced(NamedTuple):
-    """Settings, and the source of each, as errors and `flashpoint config` name it."""
+    """Settings, and the source of each in the words of errors and of `flashpoint config`."""
 
     settings: Settings
     sources: Mapping[str, str]
-    misspelt: tuple[tuple[str, str], ...]  # variables that resemble a setting's, each with that setting's variable
+    misspelt: tuple[tuple[str, str], ...]  # (unknown variable, the similar variable of a setting)
 
 
 def flag(name: str) -> str:
@@ -178,7 +179,7 @@ def _plain(value: Any) -> str:
 
 
 def shown(value: Any) -> Any:
-    """Return a setting's value as JSON shows it, without secrets."""
+    """Return a setting's value in the types of JSON. Secrets are masked."""
     if isinstance(value, tuple):
         return [shown(each) for each in value]
     return value if value is None or isinstance(value, (bool, int, float)) else str(value)

@@ -22,18 +22,18 @@ from flashpoint_server.processes.parent import CANNOT_WORK
 
 log = structlog.stdlib.get_logger("flashpoint.processes")
 
-# seconds between two starts; after a long run, the pause starts again at the first value
+# Seconds between the end of a process and its next start. The pause doubles at each restart, until a run is STEADY.
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 10.0
 # An OpenMP thread that waits by spinning occupies the core that the other threads, or the HTTP process, need: on 2
-# cores with another busy process, an operation of 1 ms took 24 ms; with sleeping threads it took 0.9 ms. While one
-# thread asks torch for deterministic kernels, cuBLAS refuses those of all threads without its workspaces.
+# cores with another busy process, an operation of 1 ms took 24 ms; with sleeping threads it took 0.9 ms. While any
+# thread uses torch's deterministic mode, cuBLAS refuses the calls of all threads unless its workspaces are configured.
 ENGINE_VARIABLES = {"OMP_WAIT_POLICY": "passive", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 ENGINE = "flashpoint_server.engine.process"
 ENGINE_SETTINGS = (
     "batch_flops", "batch_bytes", "max_queue_delay", "hang_timeout", "benchmark_slice_ms", "benchmark_keep",
     "cache_bytes", "cache_ttl", "saved_ttl", "log_format", "log_level",
 )  # fmt: skip
-ENGINE_PATIENCE = 1.0  # seconds that an engine has to end; when it is stopped, nobody waits for its answers
+ENGINE_PATIENCE = 1.0  # maximum seconds for an engine to end; HTTP processes need no answers from it any more
 STEADY = 30.0  # seconds of running after which a start counts as successful
 
 
