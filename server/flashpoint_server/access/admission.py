@@ -27,9 +27,9 @@ def _never() -> None:
 class Permit:
     """One admitted request: the bytes of its tensors, and its price. `leave`, or the end of the context, ends it.
 
-    `quota` has the limits of the request's key, if there are any. `waiting_since` returns the `time.monotonic` seconds
-    since when the request has waited only for the service. It returns None while the body arrives and after the answer
-    has left.
+    `quota` has the limits of the request's key, if there are any. `waiting_since` returns when the request began to
+    wait for the service alone, in `time.monotonic` seconds: at the end of its body. It returns None before that, and
+    once the answer has begun.
     """
 
     def __init__(self, admission: Admission, nbytes: int, quota: Quota | None, waiting_since: WaitingSince) -> None:
@@ -110,7 +110,7 @@ class Admission:
 
     @property
     def requests(self) -> int:
-        """The number of requests in this process. The amounts below are also those of this process."""
+        """The number of requests in this process. `bytes`, `flops` and `seconds` are also those of this process."""
         return len(self._inside)
 
     @property

@@ -1,6 +1,6 @@
 """Ids of caches. An id contains the cache's engine and shape, so that the server can check a call without the engine.
 
-    "c" and base64url of: HMAC-SHA-256 of owner and payload (16 bytes), payload
+    "c" + base64url(HMAC-SHA-256(secret, owner and payload)[:16] + payload)
 
 The payload is MessagePack: the replica's name, the engine's incarnation, the cache's serial number in the engine, its
 dtype, and its layers as a list of distinct sizes and an index into it for each layer. All HTTP processes of the service

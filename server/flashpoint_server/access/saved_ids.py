@@ -1,6 +1,6 @@
 """Ids of saved forwards. An id contains the engine of the forward and its problem (compare cache_ids.py).
 
-    "s" and base64url of: HMAC-SHA-256 of owner and payload (16 bytes), payload
+    "s" + base64url(HMAC-SHA-256(secret, owner and payload)[:16] + payload)
 
 The payload: the engine's incarnation and the forward's serial number, 8 bytes each; the length of the replica's name in
 one byte; the name; and the forward's head. The head is MessagePack: the options that are not defaults; names, dtypes

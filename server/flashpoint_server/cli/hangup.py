@@ -24,7 +24,10 @@ class Hangup:
         signal.signal(signal.SIGHUP, self._hear)
 
     def listen(self, listener: Callable[[], object] | None) -> None:
-        """Call `listener` at each SIGHUP, between any two bytecodes; call it now if a signal has already arrived."""
+        """Call `listener` at each SIGHUP, and now if a signal has already arrived.
+
+        The signal handler calls it, which runs between any two bytecodes.
+        """
         self.catch()
         self._listener = listener
         if self._came and listener is not None:

@@ -1,7 +1,7 @@
 """`flashpoint serve --workers N`: run N HTTP processes on one port and one engine process for each device.
 
-The supervisor restarts processes that die. It holds the listening sockets, but no requests. After SIGTERM or SIGINT the
-workers drain, then the engines stop. After SIGHUP the workers read keys and certificate again.
+The supervisor restarts processes that die. It keeps the listening sockets open, but serves no requests. After SIGTERM
+or SIGINT the workers drain, then the engines stop. After SIGHUP the workers read keys and certificate again.
 """
 
 from __future__ import annotations

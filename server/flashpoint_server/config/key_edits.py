@@ -1,4 +1,4 @@
-"""Add, rotate and remove keys of a key file: atomically, one writer at a time, and with the comments of the file."""
+"""Add, rotate and remove keys of a key file: atomically, by one writer at a time. The file's comments are preserved."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def retire(path: Path, name: str) -> None:
 
 @contextmanager
 def _table(path: Path, name: str) -> Iterator[tuple[Path, str, KeyEntry]]:
-    """Hold the file's lock, and yield the file's path without links, its text, and the entry of a key."""
+    """Hold the file's lock. Yield the file's path with links resolved, its text, and the entry of a key."""
     with _alone(path) as real:
         before = text_of(real)
         entries = parse(before, path)
@@ -125,7 +125,7 @@ def _span(lines: list[str], name: str) -> tuple[int, int]:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[Path]:
-    """Hold the lock of the file's folder, so that other writers wait, and yield the file's path without links."""
+    """Hold the lock of the file's folder, so that other writers wait. Yield the file's path with links resolved."""
     real = Path(os.path.realpath(path))
     try:
         folder = os.open(real.parent, os.O_RDONLY)

@@ -85,7 +85,7 @@ def text_of(path: Path) -> str:
 
 
 def parse(text: str, path: Path) -> dict[str, KeyEntry]:
-    """Return the keys in the text of the file `path`, which may be none. Raises ValueError, as `read` does."""
+    """Return the keys in the text of the file `path`, by name. The text may have no keys. Raises ValueError."""
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:

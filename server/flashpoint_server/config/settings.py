@@ -30,7 +30,7 @@ _INTEGER = re.compile(r"[+-]?\d[\d_]*(\.0*)?")
 
 
 def _in_bytes(value: object) -> object:
-    """Return `4GiB` as a number of bytes."""
+    """Return a size such as `4GiB` in bytes, and integers unchanged. Raises ValueError for other texts."""
     if not isinstance(value, str) or _INTEGER.fullmatch(value.strip()):
         return value
     if (size := _SIZE.fullmatch(value.strip())) is None:
