@@ -69,7 +69,9 @@ class Save(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Recall(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """A saved forward of `owner`, for its gradients. `tensors`: name, dtype and shape of each of its tensors."""
+    """Compute the gradients of the saved forward `serial` of `owner`. `tensors` has name, dtype and shape of each of
+    its tensors.
+    """
 
     owner: str
     serial: int

@@ -100,7 +100,7 @@ class Listener:
         """Called when an attention request was computed. `done.batch` describes its launch, once for each launch."""
 
     def heard(self, engine: Engine, news: JobNews) -> None:
-        """Called for each event of a benchmark."""
+        """Called for each message about a benchmark."""
 
     def holding_changed(self, engine: Engine, holding: Holding) -> None:
         """Called when the caches and saved forwards of an engine have changed."""
@@ -129,7 +129,7 @@ class Engine:
         self.device: DeviceInfo | None = None
         self.failure: str | None = None
         self._pid = 0
-        self.incarnation = 0  # of the ready engine
+        self.incarnation = 0  # the unique number of the ready engine process; 0 while none is ready
         self.before: set[int] = set()  # incarnations of engines that died
         self.holding = Holding(0, 0)
         self.pace = ServiceRate()
@@ -195,7 +195,7 @@ class Engine:
         return behind_name[0] in "Tt"
 
     def cancel(self, job: Job[Any]) -> None:
-        """Tell the engine that nobody waits for a job, unless the engine has answered."""
+        """Tell the engine that the result of a job is no longer needed, unless the engine has answered."""
         if self._sent.get(job.number) is job:
             self.tell(Cancel(job.number))
 

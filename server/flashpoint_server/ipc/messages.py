@@ -40,7 +40,10 @@ class Detach(msgspec.Struct, frozen=True, tag=True):
 
 
 class CacheRecord(msgspec.Struct, frozen=True):
-    """A cache's state. `lengths` and `firsts` (tokens dropped by `keep`) are for each layer; times in seconds."""
+    """A cache's state. `lengths` and `firsts` have the end and the first stored position for each layer.
+
+    Times are in seconds.
+    """
 
     serial: int
     shape: CacheShape
@@ -79,7 +82,7 @@ class Submit(msgspec.Struct, frozen=True, tag=True):
     outputs: list[PlacedTensor]
     mark: int
     flops: int
-    seconds: float  # predicted, on one core
+    seconds: float  # predicted time on one core, or on the GPU
     rank: float
     deadline: float | None
 
@@ -109,7 +112,7 @@ class StartBenchmark(msgspec.Struct, frozen=True, tag=True):
 
 
 class StopJob(msgspec.Struct, frozen=True, tag=True):
-    """To the engine: stop this job."""
+    """To the engine: stop the benchmark `job`."""
 
     job: str
 
@@ -276,7 +279,10 @@ class Holding(msgspec.Struct, frozen=True, tag=True):
 
 
 class JobOpened(msgspec.Struct, frozen=True, tag=True):
-    """From the engine, to all processes: it has accepted this job. A process that connects later receives this, too."""
+    """From the engine, to all processes: it has accepted the benchmark `job`, which has `total` cases.
+
+    A process that connects later receives this, too.
+    """
 
     job: str
     owner: str
@@ -286,14 +292,14 @@ class JobOpened(msgspec.Struct, frozen=True, tag=True):
 
 
 class JobEvent(msgspec.Struct, frozen=True, tag=True):
-    """From the engine, to all processes: a BenchmarkEvent of a job, in JSON."""
+    """From the engine, to all processes: a BenchmarkEvent of the benchmark `job`, in JSON."""
 
     job: str
     event: bytes
 
 
 class JobDropped(msgspec.Struct, frozen=True, tag=True):
-    """From the engine, to all processes: it has removed this job, which ended long ago."""
+    """From the engine, to all processes: it has removed the benchmark `job`, which ended long ago."""
 
     job: str
 

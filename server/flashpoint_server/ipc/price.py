@@ -30,9 +30,10 @@ def price_of(spec: Spec, backend: str, device: DeviceInfo, index: Mapping[str, A
 
 
 def verification_price(spec: Spec, device: DeviceInfo) -> Price:
-    """Return the price of a verification: gradients in float64, in PyTorch without fused kernels, and on the backend.
+    """Return the price of a verification of the problem `spec`.
 
-    A score costs about as many operations as 64 columns, even if there are fewer.
+    It computes the problem three times: in float64, in PyTorch without fused kernels, and on the backend. With fewer
+    than 64 columns of q, k and v, a score costs as many operations as with 64.
     """
     columns = spec.head_dim + spec.value_dim
     flops = min(spec.flops * max(64, columns) // columns, MOST_FLOPS)

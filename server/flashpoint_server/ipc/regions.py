@@ -77,7 +77,7 @@ class Regions:
         self.limit = limit
         self._dropped = dropped
         self._named: dict[tuple[str, str], Region] = {}  # by owner and name
-        self._bytes = 0  # includes unregistered regions that are still held
+        self._bytes = 0  # includes unregistered regions that requests still use
 
     def register(self, owner: str, name: str, key: str, offset: int, size: int) -> None:
         """Register a region. Raises Refusal 413 and 422."""

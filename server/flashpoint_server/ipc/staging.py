@@ -296,7 +296,7 @@ class Staging:
 
     @classmethod
     def take(cls, pool: Pool, layout: Layout) -> Staging:
-        """Allocate memory for a layout. Raises Refusal 429 if there is no room now, and 413 if there never will be."""
+        """Allocate memory for a layout. Raises Refusal 429 if the pool is full, and 413 if the pool is too small."""
         if layout.size > pool.limit:
             raise Refusal(
                 "work_too_large",

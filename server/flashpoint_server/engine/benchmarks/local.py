@@ -50,7 +50,7 @@ Tell = Callable[[VerifyProgress], None]  # called before each block of a verific
 def benchmark(request: BenchmarkRequest, kernel: Kernel | None = None) -> Iterator[BenchmarkEvent]:
     """Time a grid, and yield the events of a job as a server streams them. Raises ProblemError before the first event.
 
-    `kernel`, the caller's own function, is timed beside the backends.
+    `kernel` is a function of the caller, which is timed, too.
     """
     return (event for event in slices(request, _device(), kernel=kernel) if event is not None)
 
@@ -125,7 +125,7 @@ class PackedBody(Protocol):
 def verify_tensors(
     tensors: Mapping[str, PackedBody], options: AttentionOptions, progress: Tell | None = None
 ) -> VerifyReport:
-    """Check answers to a caller's own problem: the caller's if there are any, else a backend's.
+    """Check the answers among `tensors`, or a backend's answers if there are none. The other tensors are the problem.
 
     Raises ProblemError.
     """

@@ -116,7 +116,7 @@ class CacheStore:
                 self._check(terms, sum(base) - freeable(freed), sum(full) - gone, max(base, default=0))
             except Refusal:
                 for track in itertools.chain(*tracks):
-                    released(track, track.cut(0))  # other tracks still hold these chunks
+                    released(track, track.cut(0))  # this frees no memory: the sources use these chunks
                 raise
             made = []
             for source, unshared, nbytes, some in zip(sources, base, full, tracks, strict=True):

@@ -233,7 +233,7 @@ class Executor:
                 self._done(request, len(batch), stages, about, number)
                 about = None
         elif isinstance(failure, OutOfMemoryError) and (len(batch) > 1 or tries > 1):
-            failure.__traceback__ = None  # the traceback's frames hold memory that must be freed
+            failure.__traceback__ = None  # the traceback's frames refer to tensors whose memory must be freed
             self.device.empty_cache()
             if len(batch) == 1:
                 self._solve(batch, splits=splits, tries=tries - 1)

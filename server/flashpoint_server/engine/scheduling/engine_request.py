@@ -88,10 +88,10 @@ class PlannedProblem:
     spec: Spec
     key: Hashable | None  # as in `EngineRequest`, or ALONE
     parts: list[Problem] = field(default_factory=list)
-    lengths: Lengths = NO_LENGTHS  # of `parts`
-    tensors: CallTensors | None = None  # of a call over caches, instead of parts
+    lengths: Lengths = NO_LENGTHS  # the sequences of `parts`
+    tensors: CallTensors | None = None  # the tensors of a call over caches, which has no cached parts
     alone: Batch | None = None  # the FLOPs and the fill of a launch with only this request
-    recalls: bool = False  # it uses tensors of a saved forward
+    recalls: bool = False  # whether it uses tensors of a saved forward
 
     @cached_property
     def by_value(self) -> bool:
@@ -119,7 +119,7 @@ class Worker:
     segments: dict[int, mmap.mmap] = field(default_factory=dict)
     running: int = 0  # requests in running tasks, and requests that are cut: both compute in the worker's memory
     planned: dict[Hashable, PlannedProblem] = field(default_factory=dict)  # cached plans
-    not_reading: bool = False  # it does not read its answers
+    not_reading: bool = False  # whether it has stopped to read its answers
 
     def attach(self, number: int, descriptor: int, size: int) -> None:
         """Map a segment.
@@ -221,7 +221,7 @@ class EngineRequest:
     planned: PlannedProblem | None  # None if the request is not attention
     key: Hashable | None
     rank: float  # `Submit.rank`
-    over_caches: bool  # it is attention over caches
+    over_caches: bool  # whether it is attention over caches
     caches: tuple[int, ...]  # serials of the caches, or of the saved forward, that the request uses, each once
     arrived: float  # in `time.monotonic` seconds
     began: float = 0.0  # in `time.perf_counter` seconds; 0 until it starts
@@ -232,7 +232,7 @@ class EngineRequest:
     parts: Sequence[Problem] = ()  # set when it starts, unless `many`
     reads: list[int] | None = None  # the number of keys read for each cache, if caches share some
     saved_forward: SavedForward | None = None  # set if its tensors will be saved
-    computed: bool = False  # all parts have ended; its tensors must still be saved
+    computed: bool = False  # whether all parts have ended and its tensors must still be saved
     failure: Exception | None = None
 
     @classmethod
@@ -262,7 +262,7 @@ class EngineRequest:
 
     @property
     def spec(self) -> Spec:
-        """The problem of attention."""
+        """The problem of an attention request."""
         assert self.planned is not None
         return self.planned.spec
 
@@ -276,7 +276,7 @@ class EngineRequest:
 
     @cached_property
     def attention(self) -> AttentionCall:
-        """The body of attention."""
+        """The body of an attention request."""
         body = self.submit.body
         assert isinstance(body, AttentionCall)
         return body
