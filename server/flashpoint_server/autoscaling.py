@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 # metric that each replica reports to Ray: how long its oldest job has waited for the engine to start it
 WAITING = "waiting_seconds"
-# The wait grows until the new replicas have started, so one decision asks at most for this factor.
+# Maximum factor by which the wait can multiply the replicas in one decision: it grows until new replicas have started.
 GROWTH = 2.0
 
 

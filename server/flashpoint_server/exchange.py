@@ -29,7 +29,7 @@ class Timings:
     encode: float = 0.0
     done: float = 0.0
     copy_in: float = 0.0  # duration of the copies to the GPU, in seconds; `compute` includes it
-    copy_out: float = 0.0  # duration of the copies from the GPU, likewise
+    copy_out: float = 0.0  # the same for the copies from the GPU
 
     def stages(self) -> dict[str, float]:
         """Return the seconds of each stage. Copies to and from the GPU are separate stages."""

@@ -45,7 +45,7 @@ class RequestPlan(NamedTuple):
     backend: str
     price: Price
     device: DeviceInfo
-    options: Raw  # the options as the engine receives them
+    options: Raw  # the options, encoded for the engine
     layout: Layout | None = None  # None if requests with the same plan may have different layouts
 
 

@@ -339,10 +339,10 @@ class Direct:
         self._http.watcher = None
 
     async def answer(self, headers: Mapping[str, str], parts: list[Part], seconds: float) -> bool:
-        """Send status 200 with `headers` and `parts`. Return False if the client did not accept it within `seconds`.
+        """Send status 200 with `headers` and `parts`. If this takes longer than `seconds`, abort the connection.
 
-        The connection is then aborted. Return True also if the client has disconnected. When this returns, the
-        transport refers to no memory of `parts`. `headers` must contain Content-Length.
+        Return False in this case, else True, also if the client has disconnected. When this returns, the transport
+        refers to no memory of `parts`. `headers` must contain Content-Length.
         """
         http, cycle = self._http, self._cycle
         if self.gone:

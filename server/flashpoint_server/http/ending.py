@@ -57,7 +57,7 @@ class EndingProtocol(HttpToolsProtocol):
         """
         cycle, running = self.cycle, self.running
         unfinished = cycle is not None and cycle.more_body
-        if unfinished and cycle.response_complete:  # the rest of a body that nobody reads
+        if unfinished and cycle.response_complete:  # the error is in the rest of a body whose request was answered
             self.linger()
             return
         cause = _cause_of(error)

@@ -62,7 +62,7 @@ class OriginPolicy:
             )
 
     def _check_host(self, host: str, here: str | None) -> None:
-        """Raise Refusal 421 if the host is not allowed. The connection's own address is allowed: it needs no name."""
+        """Raise Refusal 421 if the host is not allowed. The address `here` is allowed: only names can be rebound."""
         name = host_name(host) or ""
         allowed = self._every_name or name in self._names or name.endswith(self._endings) or is_loopback(name)
         if not allowed and (here is None or name.strip("[]") != here):

@@ -41,7 +41,7 @@ class Lines:
         self._bytes = 0  # bytes in the queue or being written
         self._unsaid = 0  # number of lines dropped since the last notice
         self._uncounted = 0  # number of lines dropped since the last call of `dropped`
-        self._broken = False  # the last write failed
+        self._broken = False  # whether the last write failed
         self._asleep = True
 
     def start(self) -> None:

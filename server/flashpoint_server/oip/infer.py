@@ -24,7 +24,8 @@ from flashpoint_server.routes.pipeline import RouteRequest, admit, authorize, be
 
 HEAD_LENGTH = "inference-header-content-length"
 
-# A model sends the same few heads again and again. A long head contains numbers; another process parses it.
+# A model sends the same few heads again and again, so their parsed forms are cached. A long head contains tensors as
+# numbers; parsing takes long, so another process does it.
 _SHORT = 4096  # bytes
 _parse_again = lru_cache(256)(parse)
 

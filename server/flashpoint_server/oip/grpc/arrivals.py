@@ -177,7 +177,7 @@ class Memory:
         if reading in self._waiting:
             del self._waiting[reading]
         elif reading not in self._reading:
-            return  # it was refused
+            return  # `room` has refused the call, before counting it
         reading.leaving = True
         self._awaited(reading)
 

@@ -30,10 +30,11 @@ from flashpoint_server.routes.pipeline import RouteRequest, authorize, begin, co
 
 PATH = "/inference.GRPCInferenceService/ModelInfer"
 EXTENSION = "flashpoint.message"
-_ON_THE_WAY = 0.05  # maximum seconds of a call's way from the caller to this process
+_ON_THE_WAY = 0.05  # maximum seconds in which a call reaches this process
 _HEAD_ROOM = 1 << 16  # maximum bytes of an answer without its tensors; most have a few hundred
 
-# A model sends the same few heads again and again. A long head contains numbers; another process parses it.
+# A model sends the same few heads again and again, so their parsed forms are cached. A long head contains tensors as
+# numbers; parsing takes long, so another process does it.
 _SHORT = 4096  # bytes
 _parse_again = lru_cache(256)(parse)
 

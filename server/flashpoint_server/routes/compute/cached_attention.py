@@ -33,7 +33,7 @@ from flashpoint_server.routes.pipeline import Computed, Numbers, RouteRequest, c
 READ_SECONDS = 1e-10
 KEY_LENGTH = 128  # maximum characters of an Idempotency-Key
 _CALL, _PLAN = "call over caches", "plan over caches"  # keys of `TensorMessage.derived`
-_MANY = 1 << 30  # number of pairs of a query and a key from whose predicted seconds those of one pair are computed
+_MANY = 1 << 30  # the seconds of one (query, key) pair are the predicted seconds of this many pairs, divided by it
 REMEMBERED = 1 << 16  # maximum number of caches whose lengths are stored, to estimate the costs of later calls
 
 
@@ -260,5 +260,5 @@ def idempotency_key(request: RouteRequest) -> str:
 
 
 def cache_quota(request: RouteRequest) -> int | None:
-    """Return the maximum bytes of caches that the caller may hold; None means no limit."""
+    """Return the maximum bytes of caches and saved forwards of the caller; None means no limit."""
     return None if request.caller.quota is None else request.caller.quota.cache_bytes

@@ -1,1 +1,1 @@
-"""/caches and /saved: tensors that the server holds for callers."""
+"""/caches and /saved: tensors that the server stores for callers."""

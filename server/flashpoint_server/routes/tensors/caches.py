@@ -50,7 +50,7 @@ from flashpoint_server.routes.tensors.cache_schema import CacheRequest, DeleteRe
 from flashpoint_server.service import Service
 
 REQUEST_LIMIT = 8 << 20  # bytes of JSON; enough for thousands of ids
-LITTLE = Price(0, 1e-5)  # the cost of a call without attention
+LITTLE = Price(0, 1e-5)  # the estimated cost of a call that computes no attention
 MOST_MADE = 1 << 17  # maximum layers of all caches that one call creates
 T = TypeVar("T")
 M = TypeVar("M", bound=BaseModel)
