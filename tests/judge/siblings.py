@@ -70,7 +70,7 @@ class scores_in_float16(Tiled):
     """Scores, like all other products, are rounded to float16, whose largest number is 65,504."""
 
     def dot(self, a: Tensor, b: Tensor) -> Tensor:
-        return (a @ b).half().float() if a.shape[-1] == getattr(self, "dim", a.shape[-1]) else a @ b
+        return (a @ b).half().float()
 
 
 @wrong("low-precision", "overflow", "low-precision-sum", "half-types", "bfloat16")
