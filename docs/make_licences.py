@@ -22,8 +22,8 @@ from benchmarks.gpu_serve import needed as needed_by
 PAGE = Path(__file__).with_name("licences.md")
 EXTRAS = ("", "torch", "cli", "plot", "server", "otel", "grpc", "ray", "jax")  # "" is the client without extras
 
-# Parts of a licence's name that go together with Apache-2.0 (the Apache foundation's categories A and, unmodified and
-# not linked into a work of ours, B: MPL-2.0). NVIDIA's are of what torch for GPUs brings, to be used and not changed.
+# Parts of the names of licences that are compatible with Apache-2.0: the Apache foundation's category A, and MPL-2.0 of
+# category B for packages that we neither change nor link. NVIDIA's licences are those of libraries that torch installs.
 COMPATIBLE = re.compile(
     r"(?i)\b(apache|mit|mit-cmu|bsd|0bsd|bsl-1\.0|isc|psf|python software|python-2\.0|zlib|hpnd|unlicense|cc0|mpl-2\.0|"
     r"mozilla public license 2\.0|ofl|nvidia|mit-0|zpl|cnri-python)"

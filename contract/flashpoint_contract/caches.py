@@ -17,10 +17,10 @@ from flashpoint_contract.tensors import EIGHT_BIT, TensorInfo
 
 MOST_CACHES = 4096  # maximum number of caches in one call
 MOST_TOKENS = 1 << 31  # maximum number of tokens in one cache
-CHUNK = 1024  # consecutive tokens of a layer in one piece of memory; compared with 256 and 512: docs/decisions
+CHUNK = 1024  # tokens of a layer in one piece of memory; docs/decisions compares it with 256 and 512
 SMALLEST_CHUNK = 16  # in tokens: the rows of one head then fill whole cache lines, so every head is aligned
 ID_LENGTH = 1152  # maximum characters of a cache's id
-_ANY_LENGTH = 1024  # number of keys in a plan; only the engine knows the true length
+_ANY_LENGTH = 1024  # number of keys that is assumed for a check: only the engine knows the true number
 _ELSEWHERE = "is only for POST /attention over caches, in JSON or safetensors, and for the SDK's attention"
 
 
@@ -59,7 +59,7 @@ REFUSED = ("kv_lengths", "offset", "cu_seqlens_k", "block_table", "k_scale", "v_
 
 
 class LayerShape(NamedTuple):
-    """The sizes of one layer of a cache."""
+    """The shape and dtype of one layer of a KV cache: all layers have the same tokens."""
 
     kv_heads: int
     head_dim: int
@@ -119,7 +119,7 @@ def refused(names: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def plan_cached(tensors: Mapping[str, TensorInfo], options: Options, layer: LayerShape, caches: int) -> Spec:
-    """Check a call over `caches` caches. Return its problem, with k and v as long as its masks, or _ANY_LENGTH.
+    """Check a call over `caches` caches, and return its problem: k and v have as many keys as its mask, or _ANY_LENGTH.
 
     Raises ProblemError.
     """

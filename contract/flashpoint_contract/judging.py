@@ -84,7 +84,7 @@ class NotJudged:
 
 @dataclass(frozen=True)
 class Race:
-    """Repeated calls: `calls` of them find a wrong answer in a fraction `excluded` of calls with 99% probability."""
+    """Repeated calls that look for a race. If a fraction `excluded` of calls were wrong, `calls` show it with 99%."""
 
     calls: int
     excluded: float
@@ -173,7 +173,7 @@ class Report:
         for each in self.properties:
             if each.required and each.standing == "holds":
                 lines.append(f"{each.name}: {each.standing}, required: {each.text}")
-            elif each.standing == "fails" and each.name not in ("accurate", "all", "layout"):  # other lines have these
+            elif each.standing == "fails" and each.name not in ("accurate", "all", "layout"):  # they have own lines
                 lines.append(f"reported, no failure: {each.text} (--require {each.name} fails it)")
         for part in self.refused:
             lines.append(f"unsupported: {part.what} ({part.cases} cases): {part.reason}")

@@ -44,7 +44,7 @@ class ProblemError(ValueError):
 
 @dataclass(frozen=True)
 class OneOf:
-    """A type of option values: one of several words."""
+    """An option type: one of several words."""
 
     values: tuple[str, ...]
 
@@ -54,7 +54,7 @@ class OneOf:
 
 @dataclass(frozen=True)
 class Flag:
-    """A type of option values: true or false."""
+    """An option type: true or false."""
 
     def error(self, value: object) -> str | None:
         return None if isinstance(value, bool) else "must be a bool"
@@ -62,7 +62,7 @@ class Flag:
 
 @dataclass(frozen=True)
 class Number:
-    """A number in the range of float32, in which kernels compute; `optional` allows None."""
+    """An option type: a number in the range of float32; `optional` allows None."""
 
     least: float = -LARGEST_FLOAT32
     below: float | None = None  # exclusive
@@ -82,7 +82,7 @@ class Number:
 
 @dataclass(frozen=True)
 class Integer:
-    """An integer from `least` to `most`; `optional` allows None."""
+    """An option type: an integer from `least` to `most`; `optional` allows None."""
 
     least: int
     most: int
@@ -97,7 +97,7 @@ class Integer:
 
 @dataclass(frozen=True)
 class Pair:
-    """Two integers from `least` to `most`, both multiples of `step`. `sides` names them as separate parameters."""
+    """An option type: two integers from `least` to `most`, multiples of `step`. `sides` name them as parameters."""
 
     least: int
     most: int
@@ -115,7 +115,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Names:
-    """One or more of these words, each at most once."""
+    """An option type: one or more of these words, each at most once."""
 
     values: tuple[str, ...]
 
@@ -146,10 +146,10 @@ def is_integer(value: Any) -> bool:
 class Feature(NamedTuple):
     """A feature that a problem may need from a backend."""
 
-    name: str  # in `/info`
-    said: str = ""  # in errors
-    level: int = 0  # the lowest variant of a kernel that has it (see `Spec.level`)
-    per_score: bool = False  # the feature costs time for each score
+    name: str  # its name in `/info`
+    said: str = ""  # its name in error texts
+    level: int = 0  # the lowest kernel variant that supports it (see `Spec.level`)
+    per_score: bool = False  # whether it takes time for each score, so that the predicted time depends on it
 
 
 class Option(NamedTuple):
@@ -158,10 +158,10 @@ class Option(NamedTuple):
     kind: Kind
     text: str
     example: Any  # a value that is not the default
-    feature: Feature | None = None  # needed if the value is `when`, or without `when`, if it is not the default
+    feature: Feature | None = None  # needed by the value `when`, or if `when` is None, by each value but the default
     when: Any = None
     direction: Direction | None = None  # the only call with the option; None means both
-    refused: Mapping[str, str] = MappingProxyType({})  # the surfaces that refuse the option, and the reasons
+    refused: Mapping[str, str] = MappingProxyType({})  # reasons why formats and interfaces do not take it
     name: str = ""
     default: Any = None
 

@@ -1,6 +1,6 @@
-"""A checked problem: validate and price options, shapes and dtypes before any tensor is read.
+"""A checked problem: validate options, shapes and dtypes, and predict the cost, before any tensor is read.
 
-A process that reads only the head of a message validates and prices the whole problem here. The module `tensors`
+A process that has read only the head of a message can do this for the whole problem. The module `tensors`
 defines the letters B, Hq, ….
 """
 
@@ -115,7 +115,7 @@ class Spec:
 
     @cached_property
     def has_columns(self) -> bool:
-        """Whether q, k and v have columns, D and Dv: without those of q and k, each score is 0 before its mask."""
+        """Whether D and Dv are positive. If D is 0, each score is 0 before its mask."""
         return min(self.head_dim, self.value_dim) > 0
 
     def has(self, name: str) -> bool:
@@ -326,7 +326,7 @@ def _plan(named: tuple[tuple[str, TensorInfo], ...], options: Options, direction
 
 
 def _grown(named: tuple[tuple[str, TensorInfo], ...], options: Options, direction: Direction) -> Spec | None:
-    """Return the problem from the same one with one key, which calls of a growing loop share; None if that differs."""
+    """Return the problem, made from the cached one with a single key; None if their other sizes differ."""
     tensors = dict(named)
     k, v = tensors.get("k"), tensors.get("v")
     if direction == "backward" or k is None or v is None or not _ANY_LENGTH.issuperset(tensors):

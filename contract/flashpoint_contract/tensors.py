@@ -60,8 +60,8 @@ class Tensor(NamedTuple):
     shared: bool = False  # the first axis may be missing; the tensor is then shared along it
     scale_of: str = ""  # the tensor that it scales, by one number, or one for each head (and sequence) or row of `axes`
     layouts: tuple[str, ...] = LAYOUTS
-    features: tuple[tuple[str, Feature], ...] = ()  # that a backend needs for the tensor, by dtype; "" means any dtype
-    refused: Mapping[str, str] = MappingProxyType({})  # as in `options.Option`
+    features: tuple[tuple[str, Feature], ...] = ()  # features that it needs, by dtype; "" means any dtype
+    refused: Mapping[str, str] = MappingProxyType({})  # as in `options.Option.refused`
 
     @property
     def is_index(self) -> bool:
@@ -285,7 +285,7 @@ EVERY_FEATURE = frozenset(FEATURES)
 
 
 def refusals(surface: str, names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return (tensor, reason) for each tensor that a surface refuses. Unknown names are ignored."""
+    """Return (tensor, reason) for each tensor that a request format or an interface refuses, without unknown names."""
     rows = [TENSORS[name] for name in names if name in TENSORS]
     return [(row.name, row.refused[surface]) for row in rows if surface in row.refused]
 

@@ -55,7 +55,8 @@ class Group(NamedTuple):
     """Indices of strips that are computed in parallel, and the waves of their cells. A cell is the index of its strip
     in the other direction.
 
-    Wave w has the w-th cell of each strip with more than w cells: these strips come first, because the group is sorted.
+    Wave w has the w-th cell of each strip with more than w cells. Strips are sorted by their number of cells, so that
+    those of a wave come first.
     """
 
     strips: Numbers

@@ -48,7 +48,7 @@ DROPOUT_FORWARD_TILE = (1024, 1024)
 DROPOUT_BACKWARD_TILE = (2048, 512)
 _EDGES = 4  # maximum cached masks of tiles at the edges of the window
 _TILE_SCORES = 1 << 18  # for all sequences that are computed together
-# if there are fewer queries, products of 32 heads take 20% longer than a product of the same size for one head
+# With fewer queries, a batched product of 32 heads takes 20% longer than one product of the same size.
 _FEWEST_QUERIES = 16
 
 

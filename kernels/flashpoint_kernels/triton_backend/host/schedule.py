@@ -98,12 +98,12 @@ class Gradients(NamedTuple):
 
 
 def forward_lists(shapes: np.ndarray, config: Config) -> tuple[ForwardList, ...]:
-    """Return the forward's lists, one for each kind of blocks that these sequences use."""
+    """Return the lists of tiles that programs of the forward compute: one list for each block size that is used."""
     return _forward_lists(shapes, config) if len(shapes) <= _FEW else _made_lists(_in_steps(shapes, config), config)
 
 
 def gradient_lists(shapes: np.ndarray, config: Config) -> Gradients:
-    """Return the backward's lists."""
+    """Return, for both kernels of the backward, the lists of tiles that their programs compute."""
     return _gradient_lists(shapes, config) if len(shapes) <= _FEW else _made_gradients(shapes, config)
 
 

@@ -15,9 +15,9 @@ Q_LEN, Q_ROWS, KV_LEN, KV_ROWS = (tl.constexpr(n) for n in range(44, 48))  # val
 # query i sees key j iff -LEFT <= j - i - OFFSET <= RIGHT
 OFFSET, LEFT, RIGHT = (tl.constexpr(n) for n in range(48, 51))
 HEADS, GROUP = tl.constexpr(51), tl.constexpr(52)  # query heads, and how many of them share a key/value head
-# dropout: sequence and key of Philox; the threshold below which a word drops a key
+# dropout: sequence number and seed for Philox; a random word below DROP_BELOW drops the weight
 INDEX, SEED, DROP_BELOW = (tl.constexpr(n) for n in range(53, 56))
-PAGES, PAGE_SIZE, POOL = (tl.constexpr(n) for n in range(56, 59))  # address of the sequence's page numbers, int32
+PAGES, PAGE_SIZE, POOL = (tl.constexpr(n) for n in range(56, 59))  # PAGES: address of the page numbers, int32
 K_PAGE, V_PAGE = tl.constexpr(59), tl.constexpr(60)  # strides of a page
 K_SCALE, V_SCALE = tl.constexpr(61), tl.constexpr(65)  # float32: address; strides of a head, a row, a page
 BLOCKS = tl.constexpr(69)  # address of the block mask; strides of a head, a row, a column
