@@ -2,8 +2,9 @@
 
 There is one table per architecture, by level (`Spec.level`) or float32, then by largest padded head dimension.
 
-None has been timed on a GPU; `make gpu` proposes faster tiles for a device. Until then the numbers come from the
-compiler's output (Triton 3.7.1, benchmarks/results/compile-*.json, docs/measurements/compiled.md).
+They were chosen from the compiler's output (Triton 3.7.1, benchmarks/results/compile-*.json,
+docs/measurements/compiled.md). Those for Hopper were timed on an H200 (docs/measurements/gpu.md), but not beside other
+tiles: the sweep of `make gpu`, which does that and proposes faster ones, has not run yet.
 
 The candidates at level 0 are FlashAttention-2's tiles (Dao 2023; its launch templates) and similar ones of at most 128
 queries. The chosen tile does not spill, fits into shared memory, and has the fewest instructions per score in its inner
