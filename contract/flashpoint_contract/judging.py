@@ -84,7 +84,7 @@ class NotJudged:
 
 @dataclass(frozen=True)
 class Race:
-    """Repeated calls that look for a race. If a fraction `excluded` of calls were wrong, `calls` show it with 99%."""
+    """Calls repeated to find a race: if a fraction `excluded` were wrong, one of `calls` is, with 99% probability."""
 
     calls: int
     excluded: float

@@ -272,7 +272,7 @@ class Trial:
         clock.calls += facts.get("calls", 0)
         outcome.facts, outcome.limits = facts, limits
         raised = facts.get("error") or facts.get("grad_error")
-        if (raised is not None or "bad" in facts) and facts.get("calls", 0) < 2:  # a refusal, as in other calls
+        if (raised is not None or "bad" in facts) and facts.get("calls", 0) < 2:  # the first call fails
             outcome.status = "refused"
         elif raised is not None or "bad" in facts:
             outcome.status = "wrong"

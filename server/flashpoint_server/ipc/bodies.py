@@ -251,6 +251,6 @@ def read_options(packed: msgspec.Raw) -> Options:
     return _read_options(bytes(packed))
 
 
-@lru_cache(1024)  # decoding includes checking, which takes as long as the rest of a message
+@lru_cache(1024)  # checking the options takes as long as decoding the rest of a message
 def _read_options(packed: bytes) -> Options:
     return msgspec.msgpack.decode(packed, type=Options)
