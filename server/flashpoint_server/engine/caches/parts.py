@@ -68,7 +68,7 @@ def attend(
     """Return the sequences of calls whose tokens have been written, and parts that `cores` cores of the CPU can compute
     in parallel. Raises Refusal 422.
 
-    If there are several calls, they must have equal sizes, scale and softcap, and `shares` must be true for them.
+    If there are several calls, their sizes and the options of their scores must be equal, and `shares` true for each.
     """
     spec = calls[0][0].of.spec
     if backend != "torch" or not supports(spec):
