@@ -21,7 +21,7 @@ from flashpoint_contract.options import OPTIONS, Direction, Pair, ProblemError
 from flashpoint_contract.saved import TAKEN_BESIDE, refused_beside
 from flashpoint_contract.schemas import jsonwire
 from flashpoint_contract.schemas.options import AttentionOptions
-from flashpoint_contract.schemas.validation import field_problems
+from flashpoint_contract.schemas.validation import OF_ATTENTION, field_problems
 from flashpoint_contract.tensors import ANSWERS, FLOATS, INPUT_TENSORS, REQUIRED, TAKEN, refusals
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -330,7 +330,7 @@ def checked(model: type[Model], keywords: Mapping[str, Any]) -> Model:
     try:
         return model.model_validate(plain(given))
     except ValidationError as error:
-        problems = field_problems(error, model.model_fields)
+        problems = field_problems(error, OF_ATTENTION if model is AttentionOptions else model.model_fields)
         text = "; ".join(f"{field}: {message}" if field else message for field, message in problems)
         raise InvalidInputError(text, errors=problems) from None
 

@@ -37,19 +37,19 @@ _SAID = {
 
 
 ALIGNMENTS = get_args(CausalAlignment)
-_CALLS = (*NAMES, *CACHE_OPTIONS, *SAVED_OPTIONS)
+OF_ATTENTION = (*NAMES, *CACHE_OPTIONS, *SAVED_OPTIONS)  # names that calls with tensors take
 
 
-def field_problems(error: ValidationError, known: Iterable[str] = ()) -> list[FieldProblem]:
+def field_problems(error: ValidationError, known: Iterable[str] = OF_ATTENTION) -> list[FieldProblem]:
     """Return the problem of each wrong field. Name a field by its path (`shapes.q_len`), and the whole value by "".
 
-    The message of an unknown name suggests a name of the contract or of `known`. The message of another call's option
-    names that call.
+    The message of an unknown name suggests one of `known`, the names that the document may have. The message of another
+    call's option names that call.
     """
     errors = error.errors(include_url=False)
     unknown = [str(e["loc"][0]) for e in errors if e["type"] == "extra_forbidden" and len(e["loc"]) == 1]
     elsewhere = dict(caches.refused(unknown) + saved.refused(dict.fromkeys(unknown, True)))
-    near = each_meant(unknown, (*known, *_CALLS))
+    near = each_meant(unknown, known)
     hints = {name: f"unknown option or tensor{hint}" for name, hint in near} | elsewhere
     hints |= {name: "is a tensor, not an option: send it with the tensors" for name in unknown if name in TENSORS}
     return [FieldProblem(_field(e), _say(e, hints)) for e in errors if not _follows(e, errors)]

@@ -17,7 +17,7 @@ from flashpoint_contract import caches, saved, strictjson, wire
 from flashpoint_contract.options import Direction, Options, ProblemError
 from flashpoint_contract.schemas.jsonwire import FieldError
 from flashpoint_contract.schemas.options import AttentionOptions
-from flashpoint_contract.schemas.validation import field_problems
+from flashpoint_contract.schemas.validation import OF_ATTENTION, field_problems
 from flashpoint_contract.spec import Spec, plan
 from flashpoint_contract.tensors import TensorInfo, refusals
 from flashpoint_server.config.settings import Settings
@@ -118,12 +118,15 @@ def text_bytes(tensors: Iterable[TensorInfo]) -> int:
 
 
 @contextmanager
-def refuse_invalid() -> Iterator[None]:
-    """Turn the contract's and pydantic's errors about a caller's input into Refusal 400 and 422."""
+def refuse_invalid(known: Iterable[str] = OF_ATTENTION) -> Iterator[None]:
+    """Turn the contract's and pydantic's errors about a caller's input into Refusal 400 and 422.
+
+    `known` are the names that the input may have.
+    """
     try:
         yield
     except ValidationError as error:
-        raise invalid(field_problems(error)) from None
+        raise invalid(field_problems(error, known)) from None
     except ProblemError as error:
         raise invalid(error.errors) from None
     except FieldError as error:
@@ -164,5 +167,5 @@ async def read_model(body: RequestBody, model: type[M], limit: int) -> M:
         strictjson.loads(text)
     except ValueError as error:
         raise Refusal("malformed_body", f"the body is not JSON: {error if text else 'it is empty'}") from None
-    with refuse_invalid():
+    with refuse_invalid(model.model_fields):
         return model.model_validate_json(text)

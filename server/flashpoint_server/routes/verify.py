@@ -184,7 +184,7 @@ def _drawn(text: bytes) -> VerifyRequest | None:
         return None  # the parser of tensors reports the error
     if not isinstance(document, dict) or "shape" not in document:
         return None
-    with refuse_invalid():
+    with refuse_invalid(VerifyRequest.model_fields):
         request: VerifyRequest = VerifyRequest.model_validate_json(text)
     return request
 

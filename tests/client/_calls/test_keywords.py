@@ -40,3 +40,9 @@ def test_a_mistake_in_a_call_is_refused_before_anything_is_sent(keywords, messag
     with flashpoint.Client("http://127.0.0.1:9") as client, pytest.raises(flashpoint.InvalidInputError) as error:
         client.attention(Q, Q, Q, **keywords)
     assert message in str(error.value)
+
+
+def test_an_unknown_keyword_is_compared_with_those_of_its_call():
+    with flashpoint.Client("http://127.0.0.1:9") as client, pytest.raises(flashpoint.InvalidInputError) as error:
+        client.benchmark(shapes=[{"q_len": 8, "head_dim": 8}], backend=["torch"])
+    assert str(error.value) == "backend: unknown option or tensor; did you mean backends?"

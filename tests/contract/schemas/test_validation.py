@@ -54,3 +54,21 @@ def test_what_is_refused_is_said_in_words_of_the_contract(model, change, message
     with pytest.raises(ValidationError) as info:
         model.model_validate_json(json.dumps(document)) if as_json else model.model_validate(document)
     assert field_problems(info.value) == message
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "meant"),
+    [
+        (BenchmarkRequest, "backend", "backends"),
+        (BenchmarkRequest, "dtype", "dtypes"),
+        (BenchmarkRequest, "shape", "shapes"),
+        (BenchmarkRequest, "q_len", None),
+        (VerifyRequest, "shapes", "shape"),
+        (VerifyRequest, "mask", None),
+    ],
+)
+def test_an_unknown_name_is_compared_with_the_names_of_its_document(model, name, meant):
+    with pytest.raises(ValidationError) as info:
+        model.model_validate({**(DRAWN if model is VerifyRequest else GRID), name: 1})
+    hint = f"; did you mean {meant}?" if meant else ""
+    assert field_problems(info.value, model.model_fields) == [(name, f"unknown option or tensor{hint}")]

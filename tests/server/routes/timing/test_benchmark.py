@@ -100,7 +100,8 @@ def test_a_job_that_asks_too_much_is_told_the_bound(server):
     assert "for benchmarks" in refused(shapes=[{"q_len": 1 << 27, "kv_len": 1, "head_dim": 64}])
     document = problem(grid(server, shapes=[]), 422, "invalid_request")
     assert document["errors"] == [{"loc": ["request"], "msg": "name a preset, or shapes to time"}]
-    assert problem(grid(server, shape=1), 422, "invalid_request")["errors"][0]["loc"] == ["shape"]
+    hint = "unknown option or tensor; did you mean shapes?"
+    assert problem(grid(server, shape=1), 422, "invalid_request")["errors"] == [{"loc": ["shape"], "msg": hint}]
     problem(post(server, "/benchmark", b'{"shapes": 3', JSON), 400, "malformed_body")
     problem(post(server, "/benchmark", b"{}", "text/plain"), 415, "unsupported_media_type")
     problem(post(server, "/benchmark", b"{}", SAFETENSORS), 415, "unsupported_media_type")
