@@ -112,8 +112,8 @@ def create_app(
         app.include_router(router)
     # Metrics name a route by its path, with * for each parameter; logs show only the parts that are not parameters.
     paths = {*posts, *(re.sub(r"\{\w+\}", "*", route.path) for route in tensor_routes)}
-    others = (route for router in routers for route in router.routes if isinstance(route, StarletteRoute))
-    app.state.paths = [*posts, *(route.path for route in (*tensor_routes, *others))]
+    routes = (route for router in (app.router, *routers) for route in router.routes)
+    app.state.paths = [route.path for route in routes if isinstance(route, StarletteRoute)]
     words = {part for path in app.state.paths for part in path.split("/") if "{" not in part}
     shared_arguments = (paths, service.metrics, service.traces, words, service.sites.check, {"v2": oip.written})
     probes = status.PROBES | oip.PROBES

@@ -12,7 +12,12 @@ GOOD = small()
 def test_unknown_addresses_404_and_methods_405(server):
     for path in ("/nothing", "/attention/", "/attention/grad/x"):
         problem(post(server, path, GOOD), 404, "not_found")
-    for path, near in (("/atention", "/attention"), ("/metric", "/metrics"), ("/cache/fork", "/caches/fork")):
+    for path, near in (
+        ("/atention", "/attention"),
+        ("/metric", "/metrics"),
+        ("/cache/fork", "/caches/fork"),
+        ("/openapi", "/openapi.json"),
+    ):
         assert f"did you mean {near}?" in ask(server, path).json["detail"]
     answer = ask(server, "/attention")
     problem(answer, 405, "method_not_allowed")
