@@ -182,10 +182,10 @@ VARIABLES = [
     ("serve", {"FLASHPOINT_CACHE_SECRET": "short"}, "FLASHPOINT_CACHE_SECRET: needs 32 or more random characters"),
 ]
 UNREACHABLE = [
-    ("info --url {dead} --timeout 0.5", "the connection to {dead} failed: [Errno 111] Connection refused"),
-    ("verify {sizes} --url {dead} --timeout 0.5", "hint: is the server running? `flashpoint serve` starts one here"),
-    ("benchmark {sizes} --url {dead} --timeout 0.5", "flashpoint benchmark: the connection to {dead} failed"),
-    ("capacity {sizes} --url {dead} --timeout 0.5", "flashpoint capacity: the connection to {dead} failed"),
+    ("info --url {dead} --timeout 60", "the connection to {dead} failed: [Errno 111] Connection refused"),
+    ("verify {sizes} --url {dead} --timeout 60", "hint: is the server running? `flashpoint serve` starts one here"),
+    ("benchmark {sizes} --url {dead} --timeout 60", "flashpoint benchmark: the connection to {dead} failed"),
+    ("capacity {sizes} --url {dead} --timeout 60", "flashpoint capacity: the connection to {dead} failed"),
 ]
 ROWS = [
     *((arguments, {}, 2, said) for arguments, said in (*COMMANDS, *OPTIONS, *VALUES)),
