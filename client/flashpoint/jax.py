@@ -109,6 +109,8 @@ def attention(
     _check_ranks(tensors, settled.layout)
     if type(save) is not bool:
         raise invalid("save", "must be True or False")
+    if not isinstance(client, Client):
+        raise invalid("client", "must be a Client")
     call = _Call(client, settled, tuple(sorted(sending.items())), tensors["q"].ndim, save=save)
     o, lse = _attention(call, tensors)
     return (o, lse) if return_lse else o

@@ -81,6 +81,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, client: Client | Sequence[Clie
     if type(save := given.pop("save", False)) is not bool:
         raise invalid("save", "must be True or False")
     several = isinstance(client, Sequence)
+    if not several and not isinstance(client, Client):
+        raise invalid("client", "must be a Client, or a list of Clients")
     if save and several:
         raise invalid("save", "is not taken with several servers: no one of them has the whole forward")
     seed = None if several else seed_for(given)  # several servers refuse dropout, so draw no seed

@@ -209,6 +209,9 @@ def test_errors_name_the_field(jax_client, caplog):
     ):
         with pytest.raises(invalid, match=message):
             attention(q, k, v, client=jax_client, **wrong)
+    for other in (flashpoint.AsyncClient("http://127.0.0.1:9"), None):
+        with pytest.raises(invalid, match="client: must be a Client"):
+            attention(q, k, v, client=other)
     with pytest.raises(invalid, match="k: must have as many dimensions as q"):
         jax.jit(lambda q: attention(q, k[0], v, client=jax_client))(q)
     with pytest.raises(invalid, match="alibi_slopes: has no gradient"):

@@ -87,6 +87,14 @@ def test_an_input_without_a_gradient_must_not_want_one(client):
         attention(q, k, v, client=client, alibi_slopes=torch.ones(2, requires_grad=True))
 
 
+@pytest.mark.parametrize("wanted", [False, True])
+@pytest.mark.parametrize("other", [flashpoint.AsyncClient("http://127.0.0.1:9"), None])
+def test_the_client_must_be_a_client(other, wanted):
+    q, k, v, _ = tensors(1, 2, 9, 8)
+    with pytest.raises(flashpoint.InvalidInputError, match="client: must be a Client, or a list of Clients"):
+        attention(q.requires_grad_(wanted), k, v, client=other)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_types_have_half_gradients(client, dtype):
     q, k, v, do = tensors(1, 2, 17, 16, dtype=dtype)
