@@ -99,6 +99,18 @@ def test_an_address_that_names_a_call_is_not_the_servers_root(server, path):
     assert f"url must be the server's root, {server.url}, not {server.url}{path.rstrip('/')}" in str(caught.value)
 
 
+def test_an_address_that_another_call_has_below_its_own_is_not_the_servers_root(server):
+    x = np.zeros((1, 4), np.float32)
+    for path, wrong in (
+        ("/caches", lambda client: client.cache(layers=1)),  # POST /caches/caches
+        ("/benchmark", lambda client: client.benchmark(shapes=[{"q_len": 1, "head_dim": 1}])),
+        ("/saved", lambda client: client.attention(x, x, x)),
+    ):
+        with flashpoint.Client(server.url + path) as client, pytest.raises(flashpoint.BadRequestError) as caught:
+            wrong(client)
+        assert f"url must be the server's root, {server.url}, not {server.url}{path}" in str(caught.value)
+
+
 def test_float64_beside_other_tensors_has_its_conversion():
     wide, x = np.zeros((1, 4)), np.zeros((1, 4), np.float32)
     half = torch.zeros(1, 4, dtype=torch.bfloat16)

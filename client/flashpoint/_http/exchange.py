@@ -182,7 +182,7 @@ class Exchange:
             raise AuthenticationError(AUTHENTICATION, status=407)
         if 300 <= self._status < 400 and (location := self._headers.get("location")):
             raise ProtocolError(self._redirected(location), status=self._status, request_id=self._request_id)
-        if self._status == 404 and _ENDPOINT.search(base := str(self._url).removesuffix(self.call.path)):
+        if self._status in (404, 405) and _ENDPOINT.search(base := str(self._url).removesuffix(self.call.path)):
             detail = received.get("detail") or "there is no such path"
             root = _ENDPOINT.sub("", base)
             received = {**received, "detail": f"{detail}; url must be the server's root, {root}, not {base}"}
