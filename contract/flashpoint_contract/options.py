@@ -7,6 +7,7 @@ Inference Protocol, the command line, OpenAPI, torch's dispatcher and the docume
 from __future__ import annotations
 
 import numbers
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -24,6 +25,8 @@ LAYOUTS: tuple[Layout, ...] = ("bhsd", "bshd", "thd")
 BACKENDS = ("triton", "torch", "tiled", "reference")
 UNBOUNDED = 1 << 30  # means "no bound" in a window: larger than any length, and its sums fit into int32
 FARTHEST_OFFSET = 1 << 29  # maximum of abs(`offset`): its sum with a bound of a window fits into int32
+# Matches a request's id and a replica's name: both are safe in headers and in logs.
+NAME = re.compile(r"[A-Za-z0-9._:/+=@~-]{1,128}")
 LARGEST_FLOAT32, LEAST_NORMAL_FLOAT32 = 3.4028234663852886e38, 1.1754943508222875e-38
 
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
+from flashpoint_contract.options import NAME
 from flashpoint_server.refusal import Writer, problem
 
 PARTS = ("decode", "queue", "compute", "encode")  # stages of a request
 _KEY = "flashpoint.exchange"
 FIELDS = "flashpoint.fields"  # key in the ASGI scope of `combined(headers)`, if the HTTP protocol has computed it
 _IDS_AT_ONCE = 256
-# Request ids that are safe in headers and logs. Other ids are replaced.
-_SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@~-]{1,128}")
 
 
 @dataclass(eq=False)
@@ -92,7 +90,7 @@ class Exchange:
             return cls.of(scope)
         headers = scope[FIELDS] if FIELDS in scope else combined(scope["headers"])
         given_id = headers.get("x-request-id")
-        request_id = given_id if given_id is not None and _SANE_ID.fullmatch(given_id) else next(_IDS)
+        request_id = given_id if given_id is not None and NAME.fullmatch(given_id) else next(_IDS)
         exchange = scope[_KEY] = cls(scope["method"], scope["path"], headers, request_id)
         return exchange
 

@@ -28,7 +28,8 @@ class Sending(TypedDict, total=False):
         timeout: Seconds for the whole call, retries included; the server knows it as the deadline. None waits without
             end. Default: the client's own.
         priority: 0 to 9; a higher priority runs sooner. Default: 0.
-        request_id: Name of the call in the server's log, printable ASCII. Default: the server makes one.
+        request_id: Name of the call in the server's log: up to 128 letters, digits and `._:/+=@~-`. Default: the server
+            makes one.
     """
 
     timeout: float | None

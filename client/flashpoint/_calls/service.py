@@ -17,7 +17,7 @@ from flashpoint.errors import CacheError, FlashpointError, InvalidInputError, Pr
 from flashpoint.meta import Meta
 from flashpoint_contract import wire
 from flashpoint_contract.caches import CACHE_OPTIONS, CacheOptions
-from flashpoint_contract.options import OPTIONS, Direction, Pair, ProblemError
+from flashpoint_contract.options import NAME, OPTIONS, Direction, Pair, ProblemError
 from flashpoint_contract.saved import TAKEN_BESIDE, refused_beside
 from flashpoint_contract.schemas import jsonwire
 from flashpoint_contract.schemas.options import AttentionOptions
@@ -318,8 +318,8 @@ def call_headers(keywords: dict[str, Any]) -> dict[str, str]:
             raise invalid("priority", "must be an integer from 0 to 9")
         headers["X-Priority"] = str(priority)
     if (name := keywords.pop("request_id", None)) is not None:
-        if not isinstance(name, str) or not name or not (name.isascii() and name.isprintable()):
-            raise invalid("request_id", "must be printable ASCII")
+        if not isinstance(name, str) or not NAME.fullmatch(name):  # the server would replace it
+            raise invalid("request_id", "must be up to 128 letters, digits and ._:/+=@~-")
         headers["X-Request-Id"] = name
     return headers
 

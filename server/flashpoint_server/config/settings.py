@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, SecretStr, ValidationInfo, field_va
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from flashpoint_contract import wire
+from flashpoint_contract.options import NAME
 from flashpoint_contract.wording.hints import how_to_install
 from flashpoint_server.config import tls
 from flashpoint_server.config.hosts import host_name
@@ -20,7 +21,6 @@ MIB = 1 << 20
 
 _RIGHT = "|".join(RIGHTS)
 _KEY = re.compile(rf"[A-Za-z0-9._~+/-]+=*(:({_RIGHT})(\+({_RIGHT}))*)?")  # a token (RFC 6750), optionally with rights
-REPLICA = re.compile(r"[A-Za-z0-9._:/+=@~-]{1,128}")  # matches a replica's name, set here or by a balancer
 _ORIGIN = re.compile(r"\*|https?://[^/\s]+")
 
 LONGEST = 1_000_000  # maximum seconds (eleven days): twice as many milliseconds still fit a kernel timer
@@ -222,7 +222,7 @@ class Settings(BaseSettings):
     @field_validator("replica")
     @classmethod
     def _a_name(cls, name: str) -> str:
-        if name and not REPLICA.fullmatch(name):
+        if name and not NAME.fullmatch(name):
             raise ValueError("may contain only letters, digits and ._:/+=@~-")
         return name
 

@@ -29,7 +29,9 @@ CALLS = [
     ({"save": 1}, "save: must be True or False"),
     ({"priority": 10}, "priority: must be an integer from 0 to 9"),
     ({"timeout": -1}, "timeout: must be a number of seconds above 0"),
-    ({"request_id": ""}, "request_id: must be printable ASCII"),
+    ({"request_id": ""}, "request_id: must be up to 128 letters, digits and ._:/+=@~-"),
+    ({"request_id": "two words"}, "request_id: must be up to 128 letters, digits and ._:/+=@~-"),
+    ({"request_id": "a" * 129}, "request_id: must be up to 128 letters, digits and ._:/+=@~-"),
     ({"attn_mask": [[True]]}, "attn_mask: must be a numpy array or a torch tensor, not list"),
     ({"sinks": Q.astype(complex)}, "sinks: dtype complex128 cannot be sent"),
 ]

@@ -13,14 +13,13 @@ from msgspec import Raw
 
 from flashpoint_contract import saved
 from flashpoint_contract.caches import CACHE_OPTIONS, CacheOptions, LayerShape, plan_cached
-from flashpoint_contract.options import Options
+from flashpoint_contract.options import NAME, Options
 from flashpoint_contract.spec import Spec
 from flashpoint_contract.tensors import ITEMSIZE, TensorInfo
 from flashpoint_kernels.dispatching.support import Backends, choose_backend
 from flashpoint_kernels.problems.cost import Extent, flops_of, seconds_of
 from flashpoint_server.access.admission import check_size
 from flashpoint_server.access.cache_ids import CacheId
-from flashpoint_server.config.settings import REPLICA
 from flashpoint_server.formats.message import RequestPlan, TensorMessage, read_options, refuse_invalid
 from flashpoint_server.ipc.bodies import CacheRef, pack_options
 from flashpoint_server.ipc.messages import DeviceInfo
@@ -214,7 +213,7 @@ def set_replica_header(request: RouteRequest) -> None:
     Load balancers route by the field, so a caller must get the value back that led to this replica.
     """
     sent = request.headers.get("x-flashpoint-replica", "")
-    request.exchange.replica = sent if REPLICA.fullmatch(sent) else request.service.cache_ids.replica
+    request.exchange.replica = sent if NAME.fullmatch(sent) else request.service.cache_ids.replica
 
 
 def found_caches(request: RouteRequest, texts: Sequence[str], fields: Sequence[str] = ()) -> list[CacheId]:
