@@ -157,7 +157,7 @@ def _error_text(error: errors.FlashpointError, command: str) -> str:
         flags = (f"--{name.replace('_', '-')}" for name in (last, last.removesuffix("s")))
         return next((flag for flag in flags if flag in known), field)
 
-    return "; ".join(f"{option(field)}: {message}" for field, message in error.errors)
+    return "; ".join(f"{option(field)}: {message}" if field else message for field, message in error.errors)
 
 
 def exit_code(error: errors.FlashpointError) -> int:

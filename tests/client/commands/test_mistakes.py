@@ -150,6 +150,7 @@ VALUES = [
     ("benchmark --head-dim 64", "--q-len, --head-dim: give both for a grid, or give a --preset"),
     ("benchmark --preset papres", "--preset: 'papres' is not one of papers, h100, seeds\n  hint: did you mean papers?"),
     ("benchmark --preset seeds --q-len 3", "--preset: has its own shapes: leave out the sizes"),
+    ("benchmark --q-len 0 --head-dim 64", "flashpoint benchmark: a shape without queries or keys leaves nothing"),
     ("benchmark {sizes} --causal maybe", "--causal: 'maybe' is not one of no, yes, both"),
     ("benchmark {sizes} --dtype int8", "--dtype: must be 'float16'"),
     ("benchmark {sizes} --backend cudnn", "--backend: 'cudnn' is not one of"),
