@@ -172,7 +172,7 @@ def _sizes(tensors: Mapping[str, TensorInfo], layout: str) -> tuple[int, int, bo
 def _keys(tensors: Mapping[str, TensorInfo], options: Options) -> int:
     """Return the number of keys that the call's mask covers; _ANY_LENGTH without a mask."""
     mask, blocks = tensors.get("attn_mask"), tensors.get("block_mask")
-    if mask is not None and mask.shape and mask.shape[-1] > 1:
+    if mask is not None and mask.shape and mask.shape[-1] != 1:
         return mask.shape[-1]
     if blocks is not None and blocks.shape:
         return max((blocks.shape[-1] - 1) * options.block_size[1] + 1, 0)

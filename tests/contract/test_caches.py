@@ -43,8 +43,9 @@ def test_a_call_that_reads_is_planned_without_keys_and_a_call_that_writes_with_i
     assert (read.batch, read.q_heads, read.kv_heads, read.outputs["o"].shape) == (3, 4, 2, (3, 4, 5, 6))
     new = {"k": TensorInfo("float16", (3, 2, 5, 8)), "v": TensorInfo("float16", (3, 2, 5, 6))}
     assert plan_cached({"q": q, **new}, Options(causal=True), LAYER, 3) == read
-    masked = plan_cached({"q": q, "attn_mask": TensorInfo("bool", (5, 77))}, Options(), LAYER, 3)
-    assert masked.kv_len == 77
+    for columns in (77, 0):
+        masked = plan_cached({"q": q, "attn_mask": TensorInfo("bool", (5, columns))}, Options(), LAYER, 3)
+        assert masked.kv_len == columns
 
 
 @pytest.mark.parametrize(

@@ -138,7 +138,7 @@ class CachedCall(NamedTuple):
 
     def _check_mask(self, length: int) -> None:
         mask = self.of.tensors.get("attn_mask")
-        if mask is not None and mask.ndim and 1 < mask.shape[-1] < length:
+        if mask is not None and mask.ndim and mask.shape[-1] != 1 and mask.shape[-1] < length:
             raise invalid([("attn_mask", f"has {mask.shape[-1]} columns, but a cache has {length} tokens")])
         blocks, size = self.of.tensors.get("block_mask"), self.of.spec.options.block_size[1]
         if blocks is not None and blocks.shape[-1] * size < length:

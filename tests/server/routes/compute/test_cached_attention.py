@@ -326,6 +326,19 @@ def test_memory_that_had_another_owner_tells_nothing(cache_server, backend, mask
         posted(cache_server, "/caches/delete", {"caches": two}, "bob")
 
 
+def test_a_mask_without_columns_fits_caches_without_tokens(cache_server):
+    ids = created(cache_server, count=2)
+    appended(cache_server, ids[1], *kv(5, 1))
+    q, mask = normal(2, HQ, 3, D), torch.zeros(1, 1, 3, 0)
+    answer = attended(cache_server, {"q": q[:1], "attn_mask": mask}, caches=ids[:1])
+    assert (answer.status, answer.tensors["o"].any()) == (200, False)
+    answer = attended(cache_server, {"q": q, "attn_mask": mask, "q_lengths": torch.tensor([3, 0])}, caches=ids)
+    assert (answer.status, answer.tensors["o"].any()) == (200, False)
+    answer = attended(cache_server, {"q": q, "attn_mask": mask}, caches=ids)
+    assert problem(answer, 422, "invalid_request")["detail"] == "attn_mask: has 0 columns, but a cache has 5 tokens"
+    posted(cache_server, "/caches/delete", {"caches": ids})
+
+
 @pytest.mark.slow
 def test_a_call_that_is_refused_for_its_mask_has_written_nothing(cache_server):
     (one,) = created(cache_server)
