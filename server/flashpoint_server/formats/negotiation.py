@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 from flashpoint_contract.sse import MEDIA_TYPE as EVENT_STREAM
@@ -26,16 +26,21 @@ def formats(headers: Mapping[str, str]) -> tuple[Format, Format]:
     return given, answer_format(headers, given)
 
 
-def request_format(headers: Mapping[str, str]) -> Format:
-    """Return the format that Content-Type names. Raises Refusal 415."""
+def check_json(headers: Mapping[str, str]) -> None:
+    """Check that a body is JSON, for a call that takes no other format. Raises Refusal 415."""
+    request_format(headers, (JSON.media_type,))
+
+
+def request_format(headers: Mapping[str, str], served: Sequence[str] = SERVED) -> Format:
+    """Return the format that Content-Type names; it must be one of `served`. Raises Refusal 415."""
     given = headers.get("content-type", "")
     if given not in _TAKEN:
         given = given.partition(";")[0].strip().lower()
-    if given not in _TAKEN:
+    if given not in _TAKEN or _TAKEN[given].media_type not in served:
         raise Refusal(
             "unsupported_media_type",
-            f"a body of type {given or 'unknown'} is not supported; send {' or '.join(SERVED)}",
-            headers={"Accept-Post": ", ".join(SERVED)},
+            f"a body of type {given or 'unknown'} is not supported; send {' or '.join(served)}",
+            headers={"Accept-Post": ", ".join(served)},
         )
     if (coding := headers.get("content-encoding", "identity").strip().lower()) != "identity":
         raise Refusal("unsupported_media_type", f"content coding {coding} is not supported; send the body uncompressed")

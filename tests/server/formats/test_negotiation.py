@@ -2,7 +2,7 @@
 
 import pytest
 
-from flashpoint_server.formats.negotiation import answer_format, request_format
+from flashpoint_server.formats.negotiation import answer_format, check_json, request_format
 from flashpoint_server.refusal import Refusal
 from tests.support.messages import post, problem, small
 
@@ -20,6 +20,16 @@ BINARY, JSON, OCTETS = "application/vnd.safetensors", "application/json", "appli
 )
 def test_content_types_that_are_taken(given, served):
     assert request_format({"content-type": given}).media_type == served
+
+
+@pytest.mark.parametrize("given", ["text/plain", BINARY, OCTETS, ""])
+def test_a_call_that_takes_json_alone_names_no_other_type(given):
+    with pytest.raises(Refusal) as caught:
+        check_json({"content-type": given})
+    assert caught.value.status == 415
+    assert caught.value.detail == f"a body of type {given or 'unknown'} is not supported; send {JSON}"
+    assert caught.value.headers["Accept-Post"] == JSON
+    check_json({"content-type": f"{JSON}; charset=utf-8"})
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from flashpoint_contract import wire
 from flashpoint_contract.options import LAYOUTS
 from flashpoint_contract.schemas import jsonwire
-from flashpoint_server.routes.schema.problem_schema import problems, reference, text_headers
+from flashpoint_server.routes.schema.problem_schema import JSON_ALONE, problems, reference, text_headers
 from flashpoint_server.routes.tensors.cache_schema import (
     CacheDescription,
     CacheLength,
@@ -129,7 +129,10 @@ def _operation(call: CacheRow) -> dict[str, Any]:
     if call.answer is not None:
         success["content"] = _json(call.answer)
     codes = {*_EACH, *call.codes, *(_BODY if call.request is not None else ())}
-    refusals = problems(*codes, not_found=_OFF, invalid_request=call.wrong)
+    details = {"not_found": _OFF, "invalid_request": call.wrong}
+    if call.request is not None:
+        details["unsupported_media_type"] = JSON_ALONE
+    refusals = problems(*codes, **details)
     operation: dict[str, Any] = {
         "tags": ["caches"],
         "summary": call.summary,

@@ -9,6 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from flashpoint_server.refusal import MEDIA_TYPE, STATUS, TYPES, Refusal, invalid
 
+_NOT_TEXT = "a body of type text/plain is not supported; send "
+JSON_ALONE = f"{_NOT_TEXT}application/json"  # the detail of `unsupported_media_type` for a call without tensors
 # The `detail` of each example. In `invalid_request`, the name of the field stands before the colon.
 DETAILS = {
     "malformed_body": "the body is not JSON: Expecting ',' delimiter: line 1 column 13 (char 12)",
@@ -30,8 +32,7 @@ DETAILS = {
     "saved_lost": "the engine that held the saved forward restarted",
     "body_too_large": "the body of 2147483648 bytes exceeds the limit of 1073741824",
     "work_too_large": "the request needs at least 214748364800 bytes, and the device has 150120000000",
-    "unsupported_media_type": "a body of type text/plain is not supported; send application/vnd.safetensors or "
-    "application/json",
+    "unsupported_media_type": f"{_NOT_TEXT}application/vnd.safetensors or application/json",
     "host_not_allowed": "the server does not accept the host 'example.org': use a loopback name, for example "
     "localhost, or start the server with --allowed-hosts (FLASHPOINT_ALLOWED_HOSTS), which lists the accepted hosts",
     "cache_elsewhere": "replica 'b' holds the cache: send X-Flashpoint-Replica: b",

@@ -17,9 +17,8 @@ from flashpoint_contract.options import LAYOUTS
 from flashpoint_contract.schemas import jsonwire
 from flashpoint_contract.tensors import TensorInfo
 from flashpoint_server.access.cache_ids import MOST_SIZES, CacheId
-from flashpoint_server.formats.json import JSON
 from flashpoint_server.formats.message import read_model
-from flashpoint_server.formats.negotiation import binary_format, request_format
+from flashpoint_server.formats.negotiation import binary_format, check_json, request_format
 from flashpoint_server.ipc import bodies
 from flashpoint_server.ipc.bodies import CacheCall, CacheOperation, CacheShape
 from flashpoint_server.ipc.job import Job
@@ -248,8 +247,7 @@ def _layer(request: RouteRequest, one: CacheId) -> int:
 
 
 async def _read(request: RouteRequest, model: type[M]) -> M:
-    if request_format(request.headers) is not JSON:
-        raise Refusal("unsupported_media_type", f"send {jsonwire.MEDIA_TYPE}")
+    check_json(request.headers)
     return await read_model(request.body, model, REQUEST_LIMIT)
 
 

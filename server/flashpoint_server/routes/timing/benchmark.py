@@ -12,13 +12,12 @@ from flashpoint_contract.schemas import jsonwire
 from flashpoint_contract.schemas.benchmark import BenchmarkJob, BenchmarkRequest, PlotKind, PlotTheme
 from flashpoint_contract.sse import MEDIA_TYPE as EVENT_STREAM
 from flashpoint_server.exchange import Exchange
-from flashpoint_server.formats.json import JSON
 from flashpoint_server.formats.message import read_model
-from flashpoint_server.formats.negotiation import HEARTBEAT_SECONDS, request_format
+from flashpoint_server.formats.negotiation import HEARTBEAT_SECONDS, check_json
 from flashpoint_server.http.body import RequestBody
 from flashpoint_server.refusal import Refusal, invalid
 from flashpoint_server.routes.schema import openapi_examples
-from flashpoint_server.routes.schema.problem_schema import problems, reference
+from flashpoint_server.routes.schema.problem_schema import JSON_ALONE, problems, reference
 from flashpoint_server.routes.timing import pictures
 from flashpoint_server.routes.timing.benchmark_state import Benchmarks, KnownBenchmark, no_such_benchmark
 from flashpoint_server.service import Service
@@ -45,7 +44,7 @@ def router(service: Service, benchmarks: Benchmarks) -> APIRouter:
     routes = APIRouter(prefix="/benchmark", tags=["verify and benchmark"])
     refused = problems(
         *_STARTED,
-        unsupported_media_type="send a benchmark as application/json",
+        unsupported_media_type=JSON_ALONE,
         invalid_request="preset: must be 'papers', 'h100' or 'seeds'",
         queue_full="8 benchmarks are queued or running, 4 of them yours; wait until one ends",
         engine_lost="the engine did not accept this benchmark; retry",
@@ -64,8 +63,7 @@ def router(service: Service, benchmarks: Benchmarks) -> APIRouter:
     async def start(request: Request, response: Response) -> BenchmarkJob:
         """The benchmark runs in short slices. Between them the device serves other requests."""
         caller = service.admit(Exchange.of(request.scope), "benchmark")  # before the body is read
-        if request_format(request.headers) is not JSON:
-            raise Refusal("unsupported_media_type", f"send a benchmark as {jsonwire.MEDIA_TYPE}")
+        check_json(request.headers)
         body = RequestBody(request.scope, request.receive, request.headers, service.settings)
         benchmark_request = await read_model(body, BenchmarkRequest, REQUEST_LIMIT)
         opened = await benchmarks.open(benchmark_request, caller.name, service.check_ready())
