@@ -235,7 +235,7 @@ def _constant(numbers: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Cause 
     firsts = set()
     for o in numbers:
         for t in (o.answers[n].double() for n in o.wrong_outputs if o.answers[n].numel() > 1):
-            firsts.add(str(float(t.flatten()[0])))
+            firsts.add(str(float(t.flatten()[0]) + 0.0))  # -0.0 is 0, too
             if not bool(t.isnan().all() or (t == t.flatten()[0]).all()):
                 return None
     if len(firsts) != 1 or ("o" in names and any("o" not in o.wrong_outputs for o in numbers)):

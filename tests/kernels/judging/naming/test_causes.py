@@ -30,6 +30,16 @@ def test_no_cause_is_confirmed_by_cases_of_one_or_two_keys() -> None:
     assert [cause.confirmed for cause in report.causes] == [False]
 
 
+def nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return 0 * (q.sum() + k.sum() + v.sum()) + torch.zeros(*q.shape[:-1], v.shape[-1], dtype=q.dtype)
+
+
+@pytest.mark.slow
+def test_zeros_of_both_signs_are_one_constant() -> None:
+    report = flashpoint_kernels.judge(nothing, quick=True, dtype="float32")
+    assert [(cause.code, cause.text) for cause in report.causes] == [("constant", "o, dq, dk, dv are 0.0 everywhere")]
+
+
 def loads_vectors(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Raise CUDA's error for a vector load if the address of q is not a multiple of 16."""
     if q.data_ptr() % 16:
