@@ -1,5 +1,6 @@
 """The judge locates and explains errors in answers that another program computed and saved."""
 
+import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
@@ -23,6 +24,16 @@ def test_wrong_answers_say_where_and_why() -> None:
     answers = forward("tiled", {n: x for n, x in packed.items() if n != "do"}, layout="thd", scale=1.0)
     report = verify({n: x for n, x in packed.items() if n != "do"}, Options(layout="thd"), answers=answers)
     assert report.causes[0].code.startswith("scale")
+
+
+@pytest.mark.parametrize("length", [4, 16])
+def test_an_answer_that_nobody_wrote_is_not_explained_by_small_numbers(length: int) -> None:
+    """A tile of 128 keys, of which 124 are padding, gives an o that is almost 0: another mistake."""
+    t = {n: x for n, x in qkv(1, 2, length, length, 8).items() if n != "do"}
+    report = verify(t, Options(causal=True), answers={"o": torch.zeros_like(t["v"])})
+    assert [(cause.code, cause.text) for cause in report.causes] == [
+        ("zero-rows", f"o is 0 in {length} of {length} rows")
+    ]
 
 
 @cover(dtype=[torch.float32, torch.float16], name=["o", "dq", "dk", "dv"])

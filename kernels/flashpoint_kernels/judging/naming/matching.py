@@ -175,6 +175,8 @@ def unexplained(w: WrongNumbers, name: str, theirs: Tensor | None) -> float:
     answer, exact = w.answers[name].double(), w.limits[name].value
     if theirs.shape != answer.shape:
         return math.inf
+    if not bool(answer.any()) and bool(theirs.any()):  # only exact zeros explain zeros, not small numbers
+        return math.inf
     odd = ~answer.isfinite()
     if bool(odd.any()) or bool((~theirs.isfinite()).any()):
         same = (odd == ~theirs.isfinite()) | (exact.isinf())
