@@ -116,6 +116,8 @@ def tiles(
     if quantized and paged:
         forward = replace(forward, block_n=max(forward.block_n // 2, 16))
         packed = replace(packed, num_stages=2 if arch >= 100 else packed.num_stages)  # a third stage spills on sm_100
+    if paged:
+        forward, packed = _of_pages(forward), _of_pages(packed)
     if blocks and arch == 100 and widest == 128:  # with 64 keys, the loop of uncut tiles spills registers
         forward = replace(forward, block_n=32)
     config = replace(config, forward=forward, packed=packed)
@@ -127,6 +129,14 @@ def tiles(
         config = replace(config, one_stage=("backward_q",))
     of_hopper: dict[str, Any] = dict(hopper_tiles(head_dim, value_dim)) if hopper else {}
     return replace(config, **of_hopper)
+
+
+def _of_pages(tile: Tile) -> Tile:
+    """Return the tile with the stages that keep as many pages ahead as its own stages keep keys ahead.
+
+    The address of a key in a page needs another load, for which Triton takes every second stage.
+    """
+    return replace(tile, num_stages=2 * tile.num_stages - 1)
 
 
 def wide_tile(arch: int, dtype: str, head_dim: int, value_dim: int, level: int) -> Tile | None:

@@ -245,7 +245,7 @@ def attention_backward_q(table, floats, items, lists, heads, head_dim, value_dim
         lo, full_lo, full_hi, hi = listed_stretches(listed, C)
     else:
         lo, full_lo, full_hi, hi = key_stretches(at.first, at.last, seq.band, 0, kv_len, C)
-    tiles = KeysAndValues(k=k_rows, v=v_rows, listed=listed)
+    tiles = KeysAndValues(k=k_rows, v=v_rows, pages=0, listed=listed)
     if C.LEVEL >= 1 and not C.BLOCKS:
         dq = gather_keys(dq, block, tiles, seq, lo, full_lo, False, C)
     dq = gather_keys(dq, block, tiles, seq, full_lo, full_hi, True, C)

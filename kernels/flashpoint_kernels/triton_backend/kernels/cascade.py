@@ -14,7 +14,7 @@ import triton.language as tl
 from flashpoint_kernels.triton_backend.kernels import columns as col
 from flashpoint_kernels.triton_backend.kernels.forward import attend_keys, begun, normalised
 from flashpoint_kernels.triton_backend.kernels.groups import KeysAndValues, Queries, Rows
-from flashpoint_kernels.triton_backend.kernels.tiles import columns_from, keys_of, load, load_sequence, locate
+from flashpoint_kernels.triton_backend.kernels.tiles import columns_from, keys_of, load, load_sequence, locate, pages_of
 
 # Columns of a work item: its first member, its number of members, and its keys [lo, hi).
 ITEM = tl.constexpr(4)
@@ -65,7 +65,8 @@ def attention_cascade(
     values = keys_of(t, col.V, col.V_PAGE, col.V_SCALE, kv_head, seq.band.kv_len, value_dim, C)
     softmax = begun(t_rows, o_h, exists & (part_lo == 0), C)
     queries = Queries(queries=o_m, q=b_q, rest=b_rest)
-    softmax = attend_keys(softmax, queries, KeysAndValues(k=keys, v=values, listed=0), seq, part_lo, part_hi, True, C)
+    tiles = KeysAndValues(k=keys, v=values, pages=pages_of(t, C), listed=0)
+    softmax = attend_keys(softmax, queries, tiles, seq, part_lo, part_hi, True, C)
     o, lse = normalised(softmax)
     o_d = tl.arange(0, C.BLOCK_DV)
     place = (slot * heads + kv_head) * C.BLOCK_M + o_r

@@ -24,6 +24,7 @@ from flashpoint_kernels.triton_backend.kernels.tiles import (
     load_scales,
     load_sequence,
     locate_vector,
+    pages_of,
     places_of,
     rows_of,
     store,
@@ -83,7 +84,7 @@ def attend_keys(softmax, block, tiles, seq, lo, hi, FULL: tl.constexpr, C: tl.co
     for at in range(lo, hi, C.BLOCK_N):
         j0, cut = key_tile(at, tiles.listed, C)
         o_n = j0 + within
-        places = places_of(j0, seq, C)
+        places = places_of(j0, tiles.pages, seq.band.kv_len, C)
         b_k = load_keys(keys, places, C.BLOCK_D, FULL, C)  # (N, D)
         # Load both tiles before the first product: then one proxy fence orders both copies (see ptx.py). Wide heads
         # have too little memory for both, and their products need no fence.
@@ -163,7 +164,7 @@ def attention_forward(table, floats, items, lists, part_o, part_lse, heads, head
     else:
         lo, full_lo, full_hi, hi = key_stretches(block.first, block.last, seq.band, part_lo, part_hi, C)
     queries = Queries(queries=o_m, q=b_q, rest=b_rest)
-    tiles = KeysAndValues(k=keys, v=values, listed=listed)
+    tiles = KeysAndValues(k=keys, v=values, pages=pages_of(t, C), listed=listed)
     if C.LEVEL >= 1 and not C.BLOCKS:
         softmax = attend_keys(softmax, queries, tiles, seq, lo, full_lo, False, C)
     softmax = attend_keys(softmax, queries, tiles, seq, full_lo, full_hi, True, C)
@@ -221,7 +222,9 @@ def merge_parts(table, items, part_o, part_lse, heads, value_dim, C: tl.constexp
     m = tl.full([C.BLOCK_M], float("-inf"), tl.float32)
     denom = tl.full([C.BLOCK_M], 0.0, tl.float32)
     softmax = Softmax(m=m, denom=denom, acc=tl.full([C.BLOCK_M, C.BLOCK_DV], 0.0, tl.float32))
-    for n in range(0, parts):
+    # Load parts ahead where they fit in memory: a block of few queries has a part for each 256 to 1024 keys.
+    STAGES: tl.constexpr = 4 if C.BLOCK_M * C.BLOCK_DV <= 4096 else 1
+    for n in tl.range(0, parts, num_stages=STAGES):
         part = (first + n) * heads + nth
         lse = tl.load(part_lse + part * C.BLOCK_M + within)
         o = tl.load(part_o + part * (C.BLOCK_M * C.BLOCK_DV) + within[:, None] * C.BLOCK_DV + o_d[None, :])

@@ -134,6 +134,18 @@ class Keys(NamedTuple):
     scale_page: Any
 
 
+class Pages(NamedTuple):
+    """The pages of a sequence: the address of their numbers, keys of a page, ⌊(2³² − 1) / size⌋, and pages of the pool.
+
+    `size` and `inverse` are uint32, and `pool` is int32.
+    """
+
+    numbers: Any
+    size: Any
+    inverse: Any
+    pool: Any
+
+
 class KeyTile(NamedTuple):
     """The position of a tile of keys (N,): its first key; and for each key its page, its row in the page, and whether
     to read it.
@@ -169,11 +181,13 @@ class Queries(NamedTuple):
 class KeysAndValues(NamedTuple):
     """The keys and values that a block of queries reads: as Keys, or in the backward as Rows.
 
-    With a block mask `listed` is the block's list of tiles (see blocks.py), otherwise 0.
+    `pages` are their Pages; 0 without pages. With a block mask `listed` is the block's list of tiles (see blocks.py),
+    otherwise 0.
     """
 
     k: Any
     v: Any
+    pages: Any
     listed: Any
 
 
