@@ -14,6 +14,7 @@ import pytest
 
 import flashpoint
 from flashpoint._http.transport import Transport
+from tests.support.messages import ask
 from tests.support.servers import wait_for
 
 Q = np.random.default_rng(0).standard_normal((1, 2, 8, 16)).astype(np.float32)
@@ -58,6 +59,8 @@ def test_the_command_line_asks_the_server_of_the_variable(server):
 
     With an empty --url, the command runs without a server.
     """
+    assert ask(server, "/health/live", x_request_id="before-the-command-line").status == 200
+    server.wait_for_request("before-the-command-line")  # the lines of earlier tests are in the log now
     earlier = len(server.lines)
 
     def ran(*arguments):

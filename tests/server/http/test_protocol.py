@@ -256,7 +256,7 @@ def test_a_connection_answers_every_request_whatever_happens_while_it_arrives(be
 
 @pytest.mark.slow
 def test_more_connections_answer_every_request(bench):
-    explore(bench, 150)
+    explore(bench, 300)
 
 
 def exchanged(bench, connection, text, answered=1):

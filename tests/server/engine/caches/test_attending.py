@@ -161,8 +161,11 @@ class Histories(RuleBasedStateMachine):
         return cache.tracks[0]
 
 
-def test_calls_over_forks_have_the_bits_of_each_call_alone_in_any_history() -> None:
-    run_state_machine_as_test(Histories, settings=settings(max_examples=60, stateful_step_count=12, deadline=None))
+@pytest.mark.parametrize("examples", [60, pytest.param(150, marks=pytest.mark.slow)])
+def test_calls_over_forks_have_the_bits_of_each_call_alone_in_any_history(examples: int) -> None:
+    Histories.shared.clear()
+    chosen = settings(max_examples=examples, stateful_step_count=12, deadline=None)
+    run_state_machine_as_test(Histories, settings=chosen)
     assert Histories.shared[True] > 10  # shared keys were tested often
     assert Histories.shared[False] > 10
 
