@@ -198,7 +198,8 @@ def faults(report: Report) -> list[str]:
         rows, columns = columns, rows
     unspilled = half and report.level == 0 and report.head_dim <= 128
     product, found = MATRIX[report.arch], report.matrix_instructions
-    pipelined = _is_plain(report) and kernel.partition("_packed")[0] in _PRODUCTS and report.num_stages > 1
+    loads_ahead = report.num_stages > (3 if report.paged else 1)  # see config._of_pages
+    pipelined = _is_plain(report) and kernel.partition("_packed")[0] in _PRODUCTS and loads_ahead
     checks = (
         (report.registers > 255, f"{report.registers} registers"),
         (report.shared_bytes > SHARED_KIB[report.arch] * 1024, f"{report.shared_bytes} bytes of shared memory"),
@@ -224,8 +225,8 @@ def faults(report: Report) -> list[str]:
 
 
 def _is_plain(report: Report) -> bool:
-    """Return whether Triton can load tiles ahead: no pages, 8-bit keys, lists of tiles, or tests of columns."""
-    plain = report.keys is None and not report.paged and not report.kernel.endswith("_blocks")
+    """Return whether Triton can load tiles ahead: no 8-bit keys, lists of tiles, or tests of columns."""
+    plain = report.keys is None and not report.kernel.endswith("_blocks")
     return plain and report.dtype != "float32" and report.level == 0 and report.head_dim in (32, 64, 128)
 
 

@@ -100,6 +100,7 @@ def test_what_stands_for_all_variants_is_without_faults() -> None:
         ({"unfenced": 2}, "2 tiles read without a proxy fence"),
         ({"hazards": 1}, "1 writes to registers of a running product"),
         ({"num_stages": 2, "ahead": 0}, "no tile is loaded while another is used"),
+        ({"paged": True, "num_stages": 5, "ahead": 0}, "no tile is loaded while another is used"),
         ({"arch": 100}, "no tcgen05.mma, but wgmma.mma_async"),
         ({"kernel": "backward_q_hopper", "specialised": True, "beside": 32}, "no copies by descriptor"),
         ({"kernel": "forward_hopper", "copies": 4, "beside": 32}, "its warps have no roles"),
@@ -115,7 +116,7 @@ def test_each_fault_is_found(change: dict[str, Any], fault: str) -> None:
     assert faults(replace(FINE, head_dim=256, spill_bytes=8, loop_spills=2)) == []  # such a wide head may spill
     assert faults(replace(FINE, spill_bytes=8)) == []  # outside a loop, it spills once per program
     assert faults(replace(FINE, num_stages=1, ahead=0)) == []  # one stage, where Triton would omit a fence
-    assert faults(replace(FINE, paged=True, ahead=0)) == []  # copies wait for page numbers
+    assert faults(replace(FINE, paged=True, num_stages=3, ahead=0)) == []  # the page numbers need the other stages
     assert faults(replace(FINE, block_m=32, matrix_instructions=("mma.sync",))) == []
 
 
