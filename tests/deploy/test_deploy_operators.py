@@ -67,7 +67,7 @@ RAY_SERVICE = of(
         ),
     ),
 )
-# The fields of a KServe predictor that are not fields of a pod.
+# Fields of a KServe predictor that are not fields of a pod, and that the examples may use.
 COMPONENT = {
     "minReplicas": COUNT,
     "maxReplicas": COUNT,

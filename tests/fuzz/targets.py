@@ -163,7 +163,7 @@ def use(spec: Spec, index: Mapping[str, list[int]]) -> None:
 
 
 def safetensors(data: bytes) -> None:
-    """Read `data` as a whole safetensors message, then as the JSON of a head, followed by tensors of zeros."""
+    """Read `data` as a whole safetensors message; then as the JSON of a message's header, with tensors of zeros."""
     _message(data)
     head = len(data).to_bytes(8, "little") + data
     try:

@@ -37,7 +37,7 @@ def unread(server, value, name):
 
 
 def given_up(server, name):
-    """Wait for the log line that says that the server gave up this request's answer, and return it."""
+    """Wait for the log line that says that the server stopped sending this answer after a timeout, and return it."""
     line = server.wait_for_request(name)
     assert (line["status"], line["code"]) == (200, "answer_timeout")
     return line

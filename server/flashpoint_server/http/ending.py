@@ -109,7 +109,7 @@ class EndingProtocol(HttpToolsProtocol):
         """Stop sending, and discard input until the client closes the connection, within LINGER and DISCARDED.
 
         TCP resets a connection that is closed with unread bytes, and the client can then lose the last answers. A TLS
-        connection cannot stop sending only: it is closed at once.
+        connection cannot be closed in one direction only, so it is closed at once.
         """
         self.over = True
         if self.secure or self.transport.is_closing():

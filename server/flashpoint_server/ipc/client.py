@@ -50,6 +50,7 @@ from flashpoint_server.ipc.messages import (
     VerifyProgressed,
 )
 from flashpoint_server.ipc.price import PASSED
+from flashpoint_server.ipc.service_rate import ServiceRate
 from flashpoint_server.refusal import Refusal
 
 log = structlog.stdlib.get_logger("flashpoint.engine")
@@ -57,9 +58,6 @@ log = structlog.stdlib.get_logger("flashpoint.engine")
 # One step of priority equals this many seconds of waiting, so no job starves: a job of priority 0 that is 9 s older
 # than a job of priority 9 runs first.
 PRIORITY_SECONDS = 1.0
-# Minimum seconds of uninterrupted work for one measurement of an engine's speed. An engine that is not fully loaded has
-# shorter periods of work, and is not measured.
-WINDOW = 0.5
 
 
 class State(enum.Enum):
@@ -67,30 +65,6 @@ class State(enum.Enum):
     READY = "ready"
     FAILED = "failed"
     STOPPED = "stopped"
-
-
-class ServiceRate:
-    """The speed of an engine: under load it answers `rate` predicted seconds in one second; 0 means unknown.
-
-    `rate` is a moving average: the newest measurement has the weight 1/2, and all earlier ones together have 1/2.
-    """
-
-    def __init__(self) -> None:
-        self.rate = 0.0
-        self._since = 0.0
-        self._done = 0.0
-
-    def begin(self, now: float) -> None:
-        """Start a measurement, because there is work again. `now` is in `time.monotonic` seconds."""
-        self._since, self._done = now, 0.0
-
-    def did(self, seconds: float, now: float) -> None:
-        """Record the answer to a request that was predicted to take `seconds`."""
-        self._done += seconds
-        if (passed := now - self._since) >= WINDOW:
-            rate = self._done / passed
-            self.rate = (self.rate + rate) / 2 if self.rate else rate
-            self.begin(now)
 
 
 class Listener:

@@ -23,7 +23,7 @@ from flashpoint_contract.tensors import ITEMSIZE, TensorInfo
 from flashpoint_server.refusal import Refusal, invalid
 
 SEGMENT_NUMBERS = count()  # ids of segments on the channels to the engines
-MOST = 256  # maximum regions: each needs a mapping and a descriptor, also in the engine
+MOST = 256  # maximum number of regions: each needs a mapping and a file descriptor, in the engine too
 _OBJECTS = Path("/dev/shm")  # the directory of shared memory objects on Linux
 _KEY = re.compile(r"/?[^/\0]{1,255}")
 

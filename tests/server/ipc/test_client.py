@@ -21,7 +21,7 @@ from flashpoint_server.config.settings import Settings
 from flashpoint_server.exchange import Timings
 from flashpoint_server.ipc import client as engine
 from flashpoint_server.ipc.bodies import AttentionCall, PlacedTensor, pack_options
-from flashpoint_server.ipc.client import WINDOW, Engine, Engines, ServiceRate, State
+from flashpoint_server.ipc.client import Engine, Engines, State
 from flashpoint_server.ipc.job import AttentionJob
 from flashpoint_server.ipc.messages import Submit
 from flashpoint_server.ipc.staging import Layout, Pool, Staging
@@ -246,22 +246,3 @@ def test_the_service_fails_only_when_all_engines_have_failed():
     assert (engines.state, engines.failure) == (State.READY, None)
     second.state, second.failure = State.FAILED, "broken too"
     assert (engines.state, engines.failure) == (State.FAILED, "broken")
-
-
-def test_a_rate_is_that_of_a_window_without_a_pause():
-    pace = ServiceRate()
-    pace.begin(100.0)
-    pace.did(0.5, 100.0 + WINDOW / 2)
-    assert pace.rate == 0
-    pace.did(0.5, 100.0 + WINDOW)
-    assert pace.rate == 1 / WINDOW
-    pace.did(3, 100.0 + 2 * WINDOW)
-    assert pace.rate == 2 / WINDOW  # the new window counts half
-
-
-def test_a_pause_is_no_work_and_tells_no_speed():
-    pace = ServiceRate()
-    for second in range(5):
-        pace.begin(float(second))
-        pace.did(7, second + WINDOW / 5)
-    assert pace.rate == 0

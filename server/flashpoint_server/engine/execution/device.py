@@ -410,7 +410,9 @@ class TorchDevice:
                 torch.cuda.empty_cache()
 
     def memory(self) -> int:
-        """Return the bytes of device memory that this process uses (on the CPU, resident memory), at most 0.1 s old."""
+        """Return the bytes of device memory that torch's allocator has reserved; on the CPU, this process's resident
+        memory. The value is at most 0.1 s old.
+        """
         now = time.monotonic()
         if now >= self._looked + MEMORY_SECONDS:
             self._looked = now

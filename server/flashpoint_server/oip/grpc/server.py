@@ -195,7 +195,7 @@ def _hold(memory: Memory, **what: Any) -> Hold:
 def _reader(context: Any) -> Callable[[], Awaitable[bytes | None]]:
     """Return a function that reads a message, or returns None if there is none.
 
-    gRPC's iterator is not used, because it refers to the message for too long.
+    gRPC's iterator is not used, because it keeps a reference to the message for too long.
     """
 
     async def read() -> bytes | None:
