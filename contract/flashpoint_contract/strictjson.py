@@ -20,7 +20,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _constant(name: str) -> Any:
-    raise ValueError(f'{name} is not JSON: write "{name}"')
+    raise ValueError(f'{name} is not JSON: write "{name}" in fields that take it')
 
 
 def written(number: float) -> float | str:

@@ -125,4 +125,5 @@ def invalid(errors: Iterable[tuple[str, str]]) -> Refusal:
 
 
 def out_of_time() -> Refusal:
-    return Refusal("deadline_exceeded", "the deadline passed before the answer was ready: X-Timeout-Ms sets it")
+    detail = "the request's deadline passed before the answer was ready: set a longer one, or retry later"
+    return Refusal("deadline_exceeded", detail)

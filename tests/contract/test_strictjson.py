@@ -13,8 +13,8 @@ from flashpoint_contract.strictjson import WORDS, loads, written
     [
         ('{"a": 1, "a": 1}', "a key appears twice in one object"),
         ('[{"b": {"a": 1, "a": 2}}]', "a key appears twice in one object"),
-        ("[NaN]", 'NaN is not JSON: write "NaN"'),
-        ("-Infinity", '-Infinity is not JSON: write "-Infinity"'),
+        ("[NaN]", 'NaN is not JSON: write "NaN" in fields that take it'),
+        ("-Infinity", '-Infinity is not JSON: write "-Infinity" in fields that take it'),
         ("[" * 100_000, "nested too deeply"),
         (b'"\xff"', "can't decode byte"),
         ('"\\ud800"', "surrogates not allowed"),

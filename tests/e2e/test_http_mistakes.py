@@ -48,7 +48,7 @@ REQUESTS = [
     ("GET", "/nowhere", "", {}, 404, "there is no /nowhere: see /docs"),
     ("POST", "/attention", "", {}, 400, "the body is not JSON: it is empty"),
     ("POST", "/attention", "{'q': 1}", {}, 400, "JSON"),
-    ("POST", "/attention", '{"q": [[1, NaN]]}', {}, 400, 'the body is not JSON: NaN is not JSON: write "NaN"'),
+    ("POST", "/attention", '{"q": [[1, NaN]]}', {}, 400, 'NaN is not JSON: write "NaN" in fields'),
     ("POST", "/attention", "{}", {}, 422, "q: missing; k: missing; v: missing"),
     ("POST", "/attention", "[]", {}, 400, "object"),
     ("POST", "/attention", "q=1", {"Content-Type": "application/x-www-form-urlencoded"}, 415, "application/json"),

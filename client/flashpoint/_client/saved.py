@@ -12,6 +12,7 @@ from typing import Any
 
 from flashpoint._calls.service import DEFAULT, Call, CallSender, SavedAttention, is_gone, named
 from flashpoint._http import forked
+from flashpoint.errors import invalid
 
 SETTLING = 2.0  # seconds that `Client.close` waits for forwards to be freed
 LONGEST = 10.0  # timeout in seconds of the call that frees a forward; if it fails, the forward's time to live ends it
@@ -20,6 +21,8 @@ LONGEST = 10.0  # timeout in seconds of the call that frees a forward; if it fai
 def delete(saved: SavedAttention | str, timeout: Any = DEFAULT) -> Call[None]:
     """Return the call that frees a saved forward, if it is not gone already. Raises InvalidInputError."""
     id_, affinity = named(saved)
+    if not id_:
+        raise invalid("saved", "must be the result of attention with save=True, or the id of a saved forward")
     path = f"/saved/{id_}"
     return Call("DELETE", path, "", {}, (), timeout, lambda _: None, 204, affinity=affinity, ignored=is_gone)
 

@@ -46,7 +46,8 @@ def benchmark_figure(job: BenchmarkJob, kind: Kind) -> Figure:
     if kind == "speedup":
         rows = [row for row in rows if row.backend != "naive"]
     if not rows:
-        raise ValueError(f"there is nothing to plot yet: no row has {_NEEDS[kind]}")
+        beside = " (it needs the backend naive beside another one)" if kind == "speedup" else ""
+        raise ValueError(f"there is nothing to plot: no row has {_NEEDS[kind]} so far{beside}")
     subtitle = job.device or rows[0].device
     kernel_name = _kernel_name(job.environment.get("kernel"))
     if kind == "roofline":

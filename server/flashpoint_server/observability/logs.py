@@ -41,11 +41,14 @@ class _Handler(logging.Handler):
 
 
 def _encode(event: EventDict) -> bytes:
-    """Return an event as JSON. A lone surrogate, as in a file name that is not UTF-8, is escaped."""
+    """Return an event as JSON. NaN and infinities become null, and a lone surrogate, as in a file name that is not
+    UTF-8, is escaped.
+    """
     try:
         return msgspec.json.encode(event, enc_hook=repr)
     except UnicodeEncodeError:
-        return json.dumps(event, default=repr, separators=(",", ":")).encode()
+        finite = json.loads(json.dumps(event, default=repr), parse_constant=lambda _: None)
+        return json.dumps(finite, separators=(",", ":")).encode()
 
 
 def _json(_: WrappedLogger, __: str, event: EventDict) -> str:

@@ -115,6 +115,7 @@ ERRORS = {
     "out_of_memory": Meaning("the device, or an HTTP process, ran out of memory for this request", _RETRY),
     "engine_lost": Meaning("the engine died while it ran this request; the server starts a new engine", _RETRY),
     "deadline_exceeded": Meaning(
-        "the deadline of `X-Timeout-Ms` passed", "set a longer deadline, or retry when the server is less busy"
+        "the deadline of `X-Timeout-Ms`, of `timeout` in `/v2`, or of the gRPC call passed",
+        "set a longer deadline, or retry when the server is less busy",
     ),
 }

@@ -76,8 +76,8 @@ class RouteRequest:
     send: Send
     cleanup: Cleanup  # steps add functions, which are called when the request has ended
     query: str = ""
-    caller: Caller = field(init=False)  # from `authorize`
-    device: DeviceInfo = field(init=False)  # from `begin`, like `priority`
+    caller: Caller = field(init=False, repr=False)  # from `authorize`
+    device: DeviceInfo = field(init=False, repr=False)  # from `begin`, like `priority`
     priority: int = 0
     permit: Permit | None = None  # from `admit`
 

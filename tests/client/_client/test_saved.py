@@ -96,6 +96,12 @@ def test_a_forward_is_saved_recalled_and_deleted(client):
     client.delete_saved(meta.saved)
 
 
+@pytest.mark.parametrize("saved", [None, "", 7])
+def test_only_a_saved_forward_can_be_freed(client, saved):
+    with pytest.raises(flashpoint.InvalidInputError, match="saved: must be the result of attention with save=True"):
+        client.delete_saved(saved)
+
+
 def test_the_asyncio_twin_does_the_same(server, client):
     async def run():
         async with flashpoint.AsyncClient(server.url, timeout=240) as twin:

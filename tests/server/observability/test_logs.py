@@ -6,6 +6,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from tests.conftest import DEVICE
 from tests.support.gated import PROGRAM
 from tests.support.messages import ask
@@ -48,7 +50,7 @@ from flashpoint_server.observability import logs
 
 logs.configure("json", "info")
 name = os.fsdecode(b"FLASHPOINT_\\xff")
-structlog.stdlib.get_logger("test").info("no such setting", name=name, names=[name], by={name: 1})
+structlog.stdlib.get_logger("test").info("no such setting", name=name, names=[name], by={name: 1}, rate=float("nan"))
 logging.getLogger("library").warning("about %s", name)
 """
 
@@ -56,7 +58,7 @@ logging.getLogger("library").warning("about %s", name)
 def test_text_that_is_not_unicode_is_escaped():
     """A text with a lone surrogate can be logged: Python reads a non-UTF-8 byte of a variable's name as one."""
     ran = subprocess.run([sys.executable, "-c", LONE], capture_output=True, timeout=60, check=True)
-    ours, theirs = map(json.loads, ran.stderr.splitlines())
+    ours, theirs = (json.loads(line, parse_constant=pytest.fail) for line in ran.stderr.splitlines())
     name = os.fsdecode(b"FLASHPOINT_\xff")
-    assert (ours["name"], ours["names"], ours["by"]) == (name, [name], {name: 1})
+    assert (ours["name"], ours["names"], ours["by"], ours["rate"]) == (name, [name], {name: 1}, None)
     assert theirs["event"] == f"about {name}"

@@ -48,7 +48,7 @@ DETAILS = {
     "draining": "the server is shutting down",
     "out_of_memory": "the device ran out of memory for this request; retry, or send a smaller request",
     "engine_lost": "the engine died while it ran this request; retry",
-    "deadline_exceeded": "the deadline passed before the answer was ready: X-Timeout-Ms sets it",
+    "deadline_exceeded": "the request's deadline passed before the answer was ready: set a longer one, or retry later",
 }
 _REQUEST_ID = "a0d96e92bd1e2fe723a60c2cacae8d48"
 _OF_CACHES = {code for code in STATUS if code.startswith("cache_")} - {"cache_memory", "cache_elsewhere"}
