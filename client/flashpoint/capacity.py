@@ -113,7 +113,7 @@ class Prediction:
         return 1 / (self.seconds if self.shared else self.stages[self.bottleneck])
 
     def for_load(self, requests_per_second: float) -> dict[str, int]:
-        """Return how many HTTP processes, links and devices the load `requests_per_second` needs, all of them busy."""
+        """Return how many HTTP processes, links and devices the load needs, if they are never idle."""
         busy = {
             "http process": self.stages["call"],
             "link": max(self.stages["upload"], self.stages["download"]),
@@ -204,7 +204,7 @@ def predict(need: Need, rates: Rates, servers: int = 1) -> Prediction:
 
 
 def measure(client: Client, dtype: Dtype = "float32", *, shared: bool = False) -> Rates:
-    """Measure the rates of the server of `client`: some fifty calls of at most 32 MiB, a few seconds in all.
+    """Measure the rates of the server of `client`: about fifty calls of at most 32 MiB, a few seconds in all.
 
     `dtype` is that of the tensors that are sent. With `shared` the server computes on the caller's own cores. The
     compute time includes the transfer to the device, so `pcie` is infinite; the network's time is in `call`, so

@@ -2,9 +2,9 @@
 
     o = flashpoint.jax.attention(q, k, v, client=client, causal=True)
 
-The forward calls `/attention`, the backward `/attention/grad` with the forward's inputs, `o` and `lse`: the server does
-not store the forward, or compute it again. A compiled program calls the client in a host callback. A `vmap` makes one
-request for all its elements where it can.
+The forward calls `/attention`, the backward `/attention/grad` with the forward's inputs, `o` and `lse`. So the server
+does not compute the forward again, and without `save` it stores nothing. A compiled program calls the client in a host
+callback. A `vmap` sends one request for all its elements where it can.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def attention(
         q: Queries, (B, Hq, Sq, D) in layout `bhsd`; other layouts and ranks as `Client.attention`.
         client: The client that sends the call from the host.
         save: Let the server keep the forward until its backward has run, or for its time to live; the backward then
-            sends `do` alone. Under `vmap`, and where the server has no memory for it or has lost it, the backward
-            sends all.
+            sends `do` alone. Under `vmap`, or if the server has no memory for the forward or has lost it, the backward
+            sends all tensors.
         return_lse: Return (o, lse) in place of o. Default: False.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The judge of functions, which another package registers: the entry point `judge` of the group `flashpoint.judges`."""
+"""Find the judge of attention functions: another package registers it as `judge` in the entry points of `GROUP`."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ class Meta:
         request_id: Name of the call in the server's log.
         timings: Milliseconds of the server's stages: `decode`, `queue`, `compute` and `encode`.
         retries: Attempts before the one that was answered.
-        lengths: Tokens of each cache of the call, in its layer, after the call.
+        lengths: Number of tokens in each cache of the call after the call, for the layer of the call.
         saved: Id of the forward that the server saved.
         kernel: CPU kernel in C that computed it, such as `c-amx`; None if another kernel ran.
     """

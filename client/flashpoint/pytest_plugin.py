@@ -17,9 +17,9 @@ import pytest
 
 @pytest.fixture
 def judge_attention() -> Callable[..., Any]:
-    """Return a function that fails the test where an attention function is wrong.
+    """Return a function that fails the test if an attention function is wrong. It returns the judge's report.
 
-    The function that it returns gives back the report. It has these parameters:
+    It has these parameters:
 
     Args:
         kernel: Your function, called as kernel(q, k, v, causal=…, …) with torch tensors. It returns o, or (o, lse). It

@@ -56,8 +56,9 @@ def attention(clients: Sequence[Client], q: Array, k: Array, v: Array, **keyword
     """Return attention as `Client.attention` does, computed by the servers of all `clients`.
 
     The shapes, dtypes, options and answers are the same. Dropout and block masks are refused, because they count
-    positions in the whole sequence. If q is float16 or bfloat16, each part's o is, too: send float32 to round once
-    instead of twice. float64 is merged with lse in float32, and its keys are cut only if `parts` says so.
+    positions in the whole sequence. If q is float16 or bfloat16, each part's o is rounded to that dtype, and the merged
+    o again: send float32 to round only once. float64 is merged with lse in float32, and its keys are cut only if
+    `parts` says so.
 
     Args:
         clients: Clients of the servers, one or more. The first client's own timeout is the default for the whole call.
@@ -74,7 +75,8 @@ def attention_grad(
 ) -> Any:
     """Return the gradients of `attention` as `Client.attention_grad` does, computed by the servers of all `clients`.
 
-    Each server gets the o and lse of the whole. If these are not given, they are computed first.
+    If keys are cut, or there are sinks, each server gets o and lse of the whole problem. If you do not pass them, they
+    are computed first.
 
     Args:
         clients: Clients of the servers, one or more. The first client's own timeout is the default for the whole call.

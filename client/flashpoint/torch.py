@@ -3,8 +3,8 @@
     o = flashpoint.torch.attention(q, k, v, client=client, causal=True)
     o.square().mean().backward()
 
-The forward calls `/attention`, the backward `/attention/grad` with the forward's inputs, `o` and `lse`: the server does
-not store the forward, or compute it again.
+The forward calls `/attention`, the backward `/attention/grad` with the forward's inputs, `o` and `lse`. So the server
+does not compute the forward again, and without `save` it stores nothing.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def attention(
 def attention(q: Tensor, k: Tensor, v: Tensor, *, client: Client | Sequence[Client], **keywords: Unpack[Saving]) -> Any:
     """Return attention as `Client.attention` does, differentiable: o, or (o, lse) with `return_lse`.
 
-    q, k, v, a float `attn_mask` and `sinks` get gradients, through o and lse. `timeout` and `priority` hold for the
-    backward's call too. With dropout the backward uses the forward's seed, even if the server chose it. A second
-    derivative raises RuntimeError.
+    q, k, v, a float `attn_mask` and `sinks` get gradients, through o and lse. `timeout` and `priority` also apply to
+    the backward's call. Dropout without `dropout_seed` draws a seed from torch's CPU generator; forward and backward
+    use the same seed. A second derivative raises RuntimeError.
 
     Args:
         q: Queries, torch tensor (B, Hq, Sq, D) in layout `bhsd`; other layouts and ranks as `Client.attention`.

@@ -119,9 +119,9 @@ def refused(names: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def plan_cached(tensors: Mapping[str, TensorInfo], options: Options, layer: LayerShape, caches: int) -> Spec:
-    """Check a call over `caches` caches, and return its problem: k and v have as many keys as its mask, or _ANY_LENGTH.
+    """Check a call over `caches` caches, and return its problem. Raises ProblemError.
 
-    Raises ProblemError.
+    In the problem, the number of keys is that of the mask; without a mask it is _ANY_LENGTH.
     """
     theirs = "cannot be combined with caches, which have their own lengths and positions"
     errors = [(name, theirs) for name in REFUSED if name in tensors]

@@ -42,8 +42,9 @@ class Failure:
     - `relation`: `accuracy`, or the property that does not hold, such as `inputs unchanged`.
     - `case`: the fields of the case; `problem`: the same as text.
     - `output`: the answer with the largest error: o, lse, dq, dk or dv; None if there is none.
-    - `error`, `allowed`, `accurate`: the error at `index`, and its bounds L and S. `excess`: the largest error/L.
-    - `elements`: how many elements are wrong, of `of`. `where`: which rows, heads or keys these are.
+    - `error`: the error at `index`. It is wrong above its bound L, `allowed`, and imprecise above its bound S,
+      `accurate`. `excess`: the largest error/L.
+    - `elements`: the number of wrong elements, out of `of`. `where`: their rows, heads or keys.
     """
 
     relation: str
@@ -84,7 +85,7 @@ class NotJudged:
 
 @dataclass(frozen=True)
 class Race:
-    """Calls repeated to find a race: if a fraction `excluded` were wrong, one of `calls` is, with 99% probability."""
+    """Repeated calls to find a race. If a fraction `excluded` were wrong, 99% of runs with `calls` would show it."""
 
     calls: int
     excluded: float
@@ -98,7 +99,7 @@ class Report:
     - `ok`: nothing that is required fails.
     - `outputs`: answers that were judged. `gradients`: whether gradients were.
     - `cases`: cases that were judged, and relations of them; `failed`: those that failed, of which `failures` has some;
-      a failing case can have several causes. `calls`: all calls, repeated ones, too.
+      a failing case can have several causes. `calls`: all calls, including repeated ones.
     - `refused`: cases that the function refused by a clear exception. `not_run`: cases without time.
     - `smallest`: the smallest failing case that was found. `command` repeats it.
     - `judge_seconds`: the judge's own work; `kernel_seconds`: time inside the function.
@@ -134,7 +135,7 @@ class Report:
     version: int = 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain dicts, lists, numbers and strings. Numbers that JSON does not have are strings, as `NaN`."""
+        """Return plain dicts, lists, numbers and strings. Numbers that JSON does not have become strings: `NaN`."""
         document: dict[str, Any] = _plain(dataclasses.asdict(self))
         return document
 

@@ -100,7 +100,7 @@ class Integer:
 
 @dataclass(frozen=True)
 class Pair:
-    """An option type: two integers from `least` to `most`, multiples of `step`. `sides` name them as parameters."""
+    """An option type: two integers from `least` to `most`, multiples of `step`. `sides` are the names of the two."""
 
     least: int
     most: int

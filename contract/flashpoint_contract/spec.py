@@ -187,7 +187,7 @@ class Spec:
 
     @property
     def causal_square(self) -> bool:
-        """Whether at most half of all (query, key) pairs are visible.
+        """Whether the problem is causal with as many queries as keys, so that about half of all pairs are visible.
 
         False for packed queries with pages of keys, and with `offset`: a spec does not know their numbers.
         """
@@ -326,7 +326,7 @@ def _plan(named: tuple[tuple[str, TensorInfo], ...], options: Options, direction
 
 
 def _grown(named: tuple[tuple[str, TensorInfo], ...], options: Options, direction: Direction) -> Spec | None:
-    """Return the problem, made from the cached one with a single key; None if their other sizes differ."""
+    """Return the problem, made from the problem with only one key, which is often cached; None if that is not valid."""
     tensors = dict(named)
     k, v = tensors.get("k"), tensors.get("v")
     if direction == "backward" or k is None or v is None or not _ANY_LENGTH.issuperset(tensors):

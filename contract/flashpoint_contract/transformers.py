@@ -25,7 +25,7 @@ class Solve(Protocol):
     """Computes o (B,Hq,Sq,Dv) of q (B,Hq,Sq,D), k and v (B,Hk,Sk,D), with the options `scale`, `softcap` and so on.
 
     mask: (B,1,Sq,Sk), bool or float. bias: (B|1,Hq,Sq,Sk), added to the scores (T5). Without a mask, `causal` means
-    the upper-left triangle, as in torch's SDPA, except for a single query.
+    that query i sees keys 0 to i, as in torch's SDPA; but a single query sees all keys.
     """
 
     def __call__(

@@ -21,7 +21,7 @@ from flashpoint_contract.wording.hints import did_you_mean
 MEDIA_TYPE = "application/vnd.safetensors"
 HEAD_LIMIT = 1 << 20  # in bytes; the largest head of our own messages is under 4 KiB
 METADATA_LIMIT = 64  # entries of __metadata__; the contract names 14 options
-TENSOR_LIMIT = 64  # tensors of one message; the contract names 18
+TENSOR_LIMIT = 64  # tensors of one message; the contract names 24
 RANK_LIMIT = 16
 _SIZE_LIMIT = (1 << 63) - 1  # a size that any array library can hold
 

@@ -118,7 +118,7 @@ def fork_one(cache: AnyCache, length: int | None) -> Call[Described]:
 
 
 def change(cache: AnyCache, what: str, fields: Mapping[str, Any]) -> Call[None]:
-    """Return the call that truncates or renews a cache, as `what` says, and returns its description."""
+    """Return the call that truncates or renews a cache (`what`). The answer updates `lengths` and `bytes`."""
     return _post(f"/caches/{cache.id}/{what}", fields, cache.affinity, cache._hear)
 
 

@@ -1,4 +1,7 @@
-"""The keywords of the clients' calls. `wording.docstrings` adds the `Args:` of a class to the calls that take them."""
+"""Types of the clients' keyword arguments. `documented` adds their `Args:` to the docstrings of methods that take them.
+
+`documented` is in `flashpoint_contract.wording.docstrings`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from flashpoint_contract.schemas.verify import Extra, VerifyProgress
 from flashpoint_contract.wording.docstrings import documented
 
 RAISES = "FlashpointError: the errors of `flashpoint.errors`. InvalidInputError names each field that is not valid."
-call = partial(documented, raises=RAISES)  # decorates the functions that are calls
+call = partial(documented, raises=RAISES)  # decorator of the public functions and methods that send a request
 
 if TYPE_CHECKING:
     from flashpoint._calls.service import HeldCache, SavedAttention
@@ -114,7 +117,8 @@ class Layers(Layer, total=False):
 
     Args:
         caches: KV caches that hold the keys and values, one for each sequence of q: objects of `Client.cache`, or ids.
-            All are on one engine (`Client.caches`, or `beside`). Default: none; k and v are all keys and values.
+            All must be on one engine: made by `Client.caches`, or with `beside`. Default: none; k and v are all keys
+            and values.
         at: With `caches`: positions, one for each sequence, where k and v are written. Later tokens of the layer are
             dropped. Default: the end of each cache.
     """
@@ -187,8 +191,8 @@ class Sizes(TypedDict, total=False):
         head_dim: Columns of q and k, D. Default: 64.
         value_dim: Columns of v, Dv. Default: None, as `head_dim`.
         dtype: `float32`, `bfloat16` or `float16`: the dtype of q, k and v. Or `float8_e4m3fn` or `int8`: the cache
-            stores 8 bits and a scale for each token and head; q, k and v are in any of the other three. Default:
-            "float32".
+            stores 8-bit values, and a scale for each token and head; q, k and v are in any of the other three dtypes.
+            Default: "float32".
         ttl_s: Time to live in seconds since the last use. Default: None, the server's own (600).
     """
 
@@ -205,10 +209,10 @@ class CacheSizes(Sizes, total=False):
 
     Args:
         max_length: Largest number of tokens; their memory is reserved now. Default: None, memory grows with the tokens.
-        keep: Tokens at the end of a layer that stay; the server may free earlier ones (sliding windows). Default: None,
-            all.
-        beside: A cache, or its id, on whose engine this one is made, as a call over both needs. Default: None, any
-            engine.
+        keep: Number of latest tokens of a layer to keep; the server may free earlier ones (for sliding windows).
+            Default: None, all.
+        beside: A cache, or its id. The new cache is made on its engine, so that one call can use both. Default: None,
+            any engine.
     """
 
     max_length: int | None
@@ -238,11 +242,12 @@ class Verify(Problem, Scales, total=False):
         extras: Optional inputs that are drawn too: some of `bool_mask`, `float_mask`, `block_mask`, `alibi_slopes`,
             `sinks`, `q_lengths`, `kv_lengths`, `offset`. Default: none.
         grads: Gradients to judge: some of `dq`, `dk`, `dv`, `dattn_mask` and `dsinks`. Default: ("dq", "dk", "dv").
-        progress: Called with each `VerifyProgress` that the server sends: some a second, the first when the
-            verification begins. An exception that it raises ends the call and the verification. Default: None.
+        progress: Function that is called with each `VerifyProgress` that the server sends: the first when the
+            verification begins, then several a second. If it raises an exception, the call and the verification end.
+            Default: None.
         do: Gradient of o, (B, Hq, Sq, Dv): judge the gradients too. Default: None.
         dlse: Gradient of lse, (B, Hq, Sq) float32. Default: None, which is 0.
-        o: Your own output, (B, Hq, Sq, Dv): it is judged, and no backend runs. So are the six tensors that follow.
+        o: Your own output, (B, Hq, Sq, Dv): it is judged, and no backend runs. The same holds for the next six tensors.
         lse: Your own log-sum-exp, (B, Hq, Sq).
         dq: Your own gradient of q, of its shape.
         dk: Your own gradient of k, of its shape.
@@ -299,8 +304,8 @@ class Parts(TypedDict, total=False):
     """How a sharded call is cut.
 
     Args:
-        parts: (r, c): cut every sequence's queries into r parts and its keys into c. More parts than clients need less
-            memory of each server. Default: None, as many parts as clients, cut so that the fewest bytes are sent.
+        parts: (r, c): cut every sequence's queries into r parts and its keys into c. With more parts than clients, each
+            server needs less memory. Default: None, as many parts as clients, cut so that the fewest bytes are sent.
     """
 
     parts: tuple[int, int] | None
@@ -318,8 +323,9 @@ class TorchKeywords(Problem, Scales, total=False):
     """Keywords of `flashpoint.torch.attention` that do not change the type of its result.
 
     Args:
-        save: Let the server keep the forward until its backward has run: the backward then sends `do` alone. Where the
-            server has no memory for it, or has lost it, the backward sends all. One client only. Default: False.
+        save: Let the server keep the forward until its backward has run: the backward then sends `do` alone. If the
+            server has no memory for the forward, or has lost it, the backward sends all tensors. Not with a list of
+            clients. Default: False.
         parts: With a list of clients, (r, c): cut the queries into r parts and the keys into c. Default: None, as many
             parts as clients.
     """

@@ -34,7 +34,7 @@ class VerifyReport(verify.VerifyReport):
 
 
 class BenchmarkJob(benchmark.BenchmarkJob):
-    """A benchmark as far as it is: its state, its request, and the rows that are finished."""
+    """The state of a benchmark, its request, and the rows that are finished."""
 
     def plot(self, kind: benchmark.PlotKind = "time") -> Picture:
         """Draw the finished rows: an SVG, which a notebook shows. Needs matplotlib.
@@ -59,7 +59,7 @@ class BenchmarkJob(benchmark.BenchmarkJob):
 
 
 def _picture(draw: str, *arguments: object) -> Picture:
-    """Return a picture by a function of `flashpoint.plots`. Raises ModuleNotFoundError if matplotlib is missing."""
+    """Return the SVG that `draw` of `flashpoint.plots` makes. Raises ModuleNotFoundError if matplotlib is missing."""
     try:
         return Picture(getattr(import_module("flashpoint.plots"), draw)(*arguments))
     except ModuleNotFoundError as error:

@@ -34,7 +34,10 @@ DEFAULT: Any = object()  # stands for the client's own timeout, because None mea
 
 
 def asynchronous(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], Coroutine[Any, Any, R]]:
-    """Return the asyncio twin of a method that returns the result of its client's `_call`: there it is a coroutine."""
+    """Return an async version of a method whose result is that of its client's `_call`.
+
+    In `AsyncClient`, `_call` returns a coroutine; the async version awaits it.
+    """
 
     @wraps(method)
     async def run(self: Any, /, *arguments: P.args, **keywords: P.kwargs) -> R:
@@ -45,13 +48,13 @@ def asynchronous(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatena
 
 
 class CallSender(Protocol):
-    """The interface of a blocking client that caches, runs and other returned objects use."""
+    """The part of a blocking client that caches, benchmark runs and other returned objects use."""
 
     def _call(self, call: Call[R], /) -> R: ...
 
 
 class AsyncCallSender(Protocol):
-    """The interface of an asyncio client that caches, runs and other returned objects use."""
+    """The part of an asyncio client that caches, benchmark runs and other returned objects use."""
 
     async def _call(self, call: Call[R], /) -> R: ...
 
@@ -64,7 +67,7 @@ class Affinity:
 
 
 class HeldCache:
-    """A KV cache on a server, as a call needs it."""
+    """The attributes of a KV cache on a server that a call needs."""
 
     id: str
     lengths: list[int]  # of the layers, from the latest answers
@@ -103,7 +106,7 @@ class Reader(Protocol):
 
     def space(self) -> memoryview: ...  # memory for the next bytes
 
-    def filled(self, count: int) -> None: ...  # takes the number of bytes in `space`
+    def filled(self, count: int) -> None: ...  # parses the first `count` bytes of `space`
 
     def finish(self) -> Any: ...  # returns the parsed answer
 
@@ -285,7 +288,10 @@ def message(
     tensors: Mapping[str, Any], options: AttentionOptions, references: Mapping[str, Any] | None = None,
     needed: Iterable[str] = REQUIRED["forward"],
 ) -> tuple[memoryview, ...]:  # fmt: skip
-    """Return the parts of a message, without tensors that are None and not `needed`. `references`: more options."""
+    """Return the parts of a message with the tensors that are not None. Raises InvalidInputError.
+
+    The tensors `needed` must not be None. `references`: further options, which name caches or a saved forward.
+    """
     if refused := refusals("sdk", (name for name, t in tensors.items() if t is not None)):
         raise all_invalid(refused)
     packed = {name: pack(name, t) for name, t in tensors.items() if t is not None or name in needed}
@@ -299,7 +305,7 @@ def message(
 
 
 def _beside_float64(tensors: Mapping[str, Any], dtypes: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield an error for each of k and v if only it, or only q, is float64, which is numpy's default dtype."""
+    """Yield an error for k, and for v, if its dtype or q's is float64 (numpy's default) and the other is not."""
     q = dtypes.get("q", "")
     for name in ("k", "v"):
         dtype = dtypes.get(name, q)
@@ -326,7 +332,8 @@ def call_headers(keywords: dict[str, Any]) -> dict[str, str]:
 
 def checked(model: type[Model], keywords: Mapping[str, Any]) -> Model:
     """Return `model` made from `keywords`, which may hold NumPy numbers. Raises InvalidInputError with each field."""
-    given = {n: value for n, value in keywords.items() if value is not None or n not in _PAIRS}  # None is the default
+    # For an option that is a pair of numbers, None means the default.
+    given = {n: value for n, value in keywords.items() if value is not None or n not in _PAIRS}
     try:
         return model.model_validate(plain(given))
     except ValidationError as error:

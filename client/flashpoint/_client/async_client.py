@@ -28,7 +28,7 @@ from flashpoint_contract.wording.docstrings import twin_of
 
 @twin_of(Client)
 class AsyncClient(AsyncAttending, ClientSettings[httpx.AsyncClient]):
-    """The asyncio twin of `Client`: the same methods, awaited. For one event loop.
+    """The asyncio twin of `Client`: the same methods, awaited. Use one client in one event loop only.
 
         async with flashpoint.AsyncClient("http://localhost:8000") as client:
             o = await client.attention(q, k, v, causal=True)
@@ -83,7 +83,7 @@ class AsyncClient(AsyncAttending, ClientSettings[httpx.AsyncClient]):
     """Compare a backend's answers, or your own, with float64, and judge whether they are near enough."""
 
     async def benchmark(self, **keywords: Unpack[Benchmark]) -> AsyncBenchmarkRun:
-        """Start to time a grid, or a preset, on the server's device. Return the benchmark, which runs."""
+        """Start a benchmark of a grid of cases, or of a preset, on the server's device. Return it without waiting."""
         return AsyncBenchmarkRun(self, (await self._call(verification.submit(keywords))).id)
 
     def benchmark_run(self, id: str) -> AsyncBenchmarkRun:

@@ -66,9 +66,10 @@ class Attending:
     ) -> Any:
         """Return attention, softmax(scale·q·kᵀ + mask)·v (FlashAttention-2, Dao 2023), computed by the server.
 
-        B is the batch, Sq and Sk are the numbers of queries and keys, Hq and Hk the heads of q and of k and v, D and Dv
-        the columns of q and k, and of v. numpy arrays give numpy arrays; torch tensors give torch tensors on q's
-        device, without autograd (`flashpoint.torch.attention` has gradients).
+        B is the batch size. Sq and Sk are the numbers of queries and keys. Hq is the number of heads of q; Hk is that
+        of k and v. D is the number of columns of q and k; Dv is that of v. For numpy arrays the results are numpy
+        arrays; for torch tensors they are torch tensors on q's device, without autograd (`flashpoint.torch.attention`
+        has gradients).
 
         Args:
             q: Queries, (B, Hq, Sq, D) in layout `bhsd`; (B, S, D) and (S, D) are one head. float16, bfloat16, float32

@@ -18,7 +18,7 @@ class Cache(AnyCache):
     """A KV cache on the client's server: the keys and values of one sequence, for every layer of a model.
 
         with client.cache(layers=12, kv_heads=8, head_dim=64) as cache:  # the end of the `with` deletes it
-            o = cache.attention(q, k, v, layer=0, causal=True)  # writes k and v, attends to all that is held
+            o = cache.attention(q, k, v, layer=0, causal=True)  # writes k and v, then attends to the whole layer
 
     `id` is the cache's name on the server, `layers` the number of its layers, `lengths` the number of tokens of each,
     and `bytes` its memory, from the latest answers. Methods raise the errors of `flashpoint.errors`. If the server does
@@ -68,7 +68,7 @@ class Cache(AnyCache):
         """Return attention of q over a layer of this cache. Keys and values of new tokens are written first.
 
         Args:
-            q: Queries, (1, Hq, Sq, D) in layout `bhsd`; (S, D) is one head. The cache's dtype; for a cache in 8 bits
+            q: Queries, (1, Hq, Sq, D) in layout `bhsd`; (S, D) is one head. The cache's dtype; for an 8-bit cache
                 float32, bfloat16 or float16.
             k: Keys of new tokens, (1, Hk, Sq, D). None only reads.
             v: Values of new tokens, (1, Hk, Sq, Dv). None only reads.
@@ -115,11 +115,11 @@ class Cache(AnyCache):
     def tensors(self, layer: int = 0, like: Array | None = None) -> tuple[Any, Any]:
         """Return k (1, Hk, S, D) and v (1, Hk, S, Dv) of a layer.
 
-        They have the cache's dtype; of a cache in 8 bits float32.
+        They have the cache's dtype; for an 8-bit cache they are float32.
 
         Args:
             layer: Layer, from 0.
-            like: A torch tensor, whose library and device the result has. None is numpy.
+            like: Array or tensor whose library (numpy or torch) and device the result has. None is numpy.
         """
         return self._client._call(cache_calls.tensors(self, layer, like))
 

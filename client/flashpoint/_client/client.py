@@ -60,7 +60,7 @@ class Client(Attending, ClientSettings[httpx.Client]):
             tls: TLS settings, for a private certificate authority or a client certificate. None is the system's
                 authorities.
             replica: Sent as X-Flashpoint-Replica when caches are made, for a balancer that routes by that header. Later
-                calls with a cache send what the answers said. Printable ASCII, up to 128 characters.
+                calls with a cache send the value from the answers. Printable ASCII, up to 128 characters.
             transport: httpx transport in place of the client's own, which is used where the environment names no proxy.
                 Another transport applies the timeout to each wait, so an answer that stalls may take longer.
 
@@ -135,7 +135,7 @@ class Client(Attending, ClientSettings[httpx.Client]):
 
     @call
     def benchmark(self, **keywords: Unpack[Benchmark]) -> BenchmarkRun:
-        """Start to time a grid, or a preset, on the server's device. Return the benchmark, which runs.
+        """Start a benchmark of a grid of cases, or of a preset, on the server's device. Return it without waiting.
 
         If the connection breaks after the call was sent, it is not sent again: that could start two benchmarks.
         """
@@ -159,7 +159,10 @@ class Client(Attending, ClientSettings[httpx.Client]):
         return self._health("/health/live")
 
     def close(self) -> None:
-        """Close the connections, once released forwards are freed. The client cannot be used afterwards."""
+        """Close the connections. The client cannot be used afterwards.
+
+        Before that, wait at most 2 seconds until the server has freed the saved forwards that were released.
+        """
         _saved.settle()
         self._http.close()
 

@@ -15,7 +15,8 @@ from flashpoint._http import forked
 from flashpoint.errors import invalid
 
 SETTLING = 2.0  # seconds that `Client.close` waits for forwards to be freed
-LONGEST = 10.0  # timeout in seconds of the call that frees a forward; if it fails, the forward's time to live ends it
+# Timeout in seconds of the call that frees a forward. If it fails, the server frees the forward after its time to live.
+LONGEST = 10.0
 
 
 def delete(saved: SavedAttention | str, timeout: Any = DEFAULT) -> Call[None]:

@@ -30,13 +30,13 @@ from flashpoint.errors import (
 DEFAULT_URL = "http://localhost:8000"
 KEY_VARIABLE = "FLASHPOINT_API_KEY"
 TIMEOUT = 60.0  # seconds for a whole call
-LONGEST_TIMEOUT = 1_000_000  # seconds; the limit of the server's settings, near that of a socket's wait
+LONGEST_TIMEOUT = 1_000_000  # seconds; the limit for the server's settings too, and near the longest wait on a socket
 RETRIES = 4
 FAILURES = (httpx.TransportError, FlashpointError)
 NOT_THERE = (OverloadedError, ConnectionFailedError)
 
-# `_CONNECTED`: attributes that each copy makes anew. `_UNPICKLED`: attributes that a copy shares and a pickle leaves
-# out, each with the name of its argument.
+# `_CONNECTED`: attributes that each copy makes anew. `_UNPICKLED`: attributes that a copy shares and a pickle omits,
+# each with the name of the constructor's argument.
 _CONNECTED = ("_http", "_own", "_process")
 _UNPICKLED = {"_authorization": "api_key", "_tls": "tls", "_transport": "transport"}
 _NO_SOCKETS = (httpx.MockTransport, httpx.ASGITransport, httpx.WSGITransport)

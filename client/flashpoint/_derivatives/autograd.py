@@ -1,7 +1,8 @@
-"""The autograd functions of `flashpoint.torch`, and the rules of torch that a served call follows.
+"""The autograd functions of `flashpoint.torch`, and torch's rules for autocast, transforms and random seeds.
 
-`save_for_backward` stores everything that a backward needs: also the seed of dropout and the ticket of a saved
-forward. So a checkpoint, which computes the forward again, replaces all of it, and torch's hooks see all of it.
+`save_for_backward` stores everything that a backward needs: also the seed of dropout, and a ticket, which is a tensor
+that stands for a forward saved on the server. So a checkpoint, which computes the forward again, replaces all of it,
+and torch's hooks see all of it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def without_compiling(function: Callable[..., R]) -> Callable[..., R]:
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Convert q, k and v as `torch.autocast` converts the inputs of SDPA: to its dtype, but not float64 and 8 bits."""
+    """Convert q, k and v to autocast's dtype, as `torch.autocast` does for SDPA, except float64 and 8-bit tensors."""
     kind = tensors[0].device.type
     if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
         return tensors
@@ -61,7 +62,7 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def refuse_transforms(tensors: Iterable[tuple[str, object]]) -> None:
-    """Raise an error for torch tensors that a call cannot send: derivatives would be lost, or they have no bytes."""
+    """Raise an error for torch tensors that cannot be sent: nested ones, and those whose derivatives would be lost."""
     functorch, level = torch._C._functorch, forward_ad._current_level
     unpack: Any = forward_ad.unpack_dual
     for name, t in tensors:

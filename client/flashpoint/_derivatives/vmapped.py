@@ -35,7 +35,7 @@ class Fold:
     by_heads: bool
 
     def unfold(self, name: str, answer: Numbers, shape: Sequence[int]) -> Numbers:
-        """Split an answer with the axes of tensor `name` into one of `shape` for each problem: (*batch, *shape)."""
+        """Split an answer, which has the axes of tensor `name`, into one array for each problem: (*batch, *shape)."""
         count, axis = math.prod(self.batch), _axis(name, self.layout, self.by_heads)
         size = answer.shape[axis] // count
         each = answer.reshape(*answer.shape[:axis], count, size, *answer.shape[axis + 1 :])

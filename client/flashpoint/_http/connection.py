@@ -1,4 +1,4 @@
-"""A connection to the server. Its methods are generators that yield the events to wait for: steps for `drive`."""
+"""A connection to the server. Its methods are generators that yield the events to wait for; `drive` runs them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Find the addresses of a host, and connect to the first that answers (Happy Eyeballs, RFC 8305): steps for `drive`."""
+"""Find the addresses of a host, and connect to the first that answers (Happy Eyeballs, RFC 8305).
+
+`resolve` and `race` are generators that yield the events to wait for; `drive` runs them.
+"""
 
 from __future__ import annotations
 

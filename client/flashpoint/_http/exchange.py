@@ -37,7 +37,7 @@ from flashpoint_contract import wire
 
 FIRST_DELAY = 0.1  # seconds; doubled at each retry
 LONGEST_DELAY = 10.0
-MOST_RETRY_AFTER = 1_000_000  # seconds; a server's longer `Retry-After` is taken as this, the longest timeout
+MOST_RETRY_AFTER = 1_000_000  # seconds; the longest timeout; a longer `Retry-After` is reduced to this
 # httpx copies each piece that it sends, and copies the rest again if the piece does not fit into the buffer of the
 # socket. So parts are sent in pieces that fit.
 PIECE = 256 * 1024
@@ -223,7 +223,7 @@ class Exchange:
         return self._headers.get("x-request-id")
 
     def failed(self, error: Exception) -> float:
-        """Return the seconds to sleep before the next attempt. Raises the caller's error if there is none."""
+        """Return the seconds to sleep before the next attempt. If there is none, raise the error for the caller."""
         if isinstance(error, httpx.TransportError):
             error = _translated(error, self._url)
         if self._moves(error):
@@ -257,7 +257,7 @@ def _merged(defaults: Iterable[tuple[bytes, bytes]], headers: Mapping[str, str])
 
 
 def backoff(failures: int) -> float:
-    """Return the seconds before retry number `failures`, from 0: doubled at each, and from half to all of it."""
+    """Return the delay in seconds before retry `failures` (from 0): it doubles, times a random factor of 0.5 to 1."""
     return min(FIRST_DELAY * 2.0 ** min(failures, 64), LONGEST_DELAY) * random.uniform(0.5, 1.0)
 
 

@@ -69,7 +69,7 @@ def authority(host: str, port: int) -> str:
 
 
 def of_environment(url: httpx.URL) -> Proxy | None:
-    """Return the proxy that the environment names for a server, or None. Raises ValueError for one of no use."""
+    """Return the proxy that the environment names for a server, or None. Raises ValueError if its URL is not valid."""
     proxies = urllib.request.getproxies()
     given = proxies.get(url.scheme) or proxies.get("all")
     host = url.raw_host.decode("ascii")

@@ -35,8 +35,8 @@ class _Lengths:
 class ShardedCache(_Lengths):
     """A KV cache over several servers, deleted at the end of a `with`. Calls on it run one after another.
 
-    Errors name the server that they come from. After a failed write, the layer has only the tokens before the position
-    of the write: write again. No other client may write to the parts.
+    Each server holds parts of the cache; no other client may write to them. Errors name the server that they come from.
+    After a failed write, the layer has only the tokens before the position of the write: write again.
     """
 
     def __init__(self, spread: Spread, threads: Threads) -> None:
@@ -50,8 +50,9 @@ class ShardedCache(_Lengths):
     ) -> Any:  # fmt: skip
         """Return attention of q over a layer of this cache. Keys and values of new tokens are written first.
 
-        As `Cache.attention`: causality, the window, ALiBi and mask columns count positions in the whole cache. Dropout,
-        block masks and `causal_alignment` `top_left` are refused.
+        It is the result of `Cache.attention` for one cache with all tokens: causality, the window, ALiBi and mask
+        columns refer to positions in the whole cache. Dropout, block masks and `causal_alignment` `top_left` are
+        refused.
 
         Args:
             q: Queries, (1, Hq, Sq, D) in layout `bhsd`.

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 UNBOUNDED = 1 << 40  # larger than any length; sums of it fit into int64
 
-Range = tuple[int, int]  # (first, end), without end
+Range = tuple[int, int]  # (first, end); `end` is not included
 
 
 class Piece(NamedTuple):
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
 
 
 class Band(NamedTuple):
-    """One sequence."""
+    """The lengths of one sequence, and the band of keys around the diagonal that its queries see."""
 
     q_len: int
     kv_len: int
@@ -85,7 +85,7 @@ class Band(NamedTuple):
 
 
 def _equal(counts: NDArray[np.int64], parts: int) -> Iterator[Range]:
-    """Yield at most `parts` ranges with nearly equal sums of `counts`. Zeros at the first and last end are left out."""
+    """Yield at most `parts` ranges with nearly equal sums of `counts`. They omit zeros at the start and at the end."""
     (some,) = counts.nonzero()
     if not some.size:
         return

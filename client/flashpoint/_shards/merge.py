@@ -1,4 +1,6 @@
-"""Make a request for each shard (`Question`), and merge the answers exactly. Generators yield the questions; no I/O.
+"""Make a request (a `Question`) for each shard, and merge the answers exactly. This module does no I/O.
+
+`forward` and `backward` are generators: they yield lists of questions, and receive the tensors of the answers.
 
 The forward merges the answers lse_s and o_s of the shards s that hold the keys of a query. This is FlashAttention's
 rescaling between servers (Flash-Decoding, Dao et al. 2023):
@@ -30,7 +32,7 @@ _BACKWARD = ("q", "k", "v", "attn_mask", "do", "dlse")
 _FORWARD = ("q", "k", "v", "attn_mask", *SCALES)
 # Like a server, give no warning for infinite inputs and for results that are too large for float16.
 _QUIET = np.errstate(invalid="ignore", over="ignore")
-# Options that are not copied to a shard's question: it sets them itself, or its server does not need them.
+# Options of the problem that a question does not copy: the question has its own value, or the server does not need it.
 _OWN = {"layout", "causal_alignment", "dropout_p", "dropout_seed", "return_lse", "grads"}
 
 
@@ -67,7 +69,7 @@ Steps: TypeAlias = Generator[list[Question], list[list[Numbers]], dict[str, Numb
 
 
 def forward(problem: Problem, plan: Plan) -> Steps:
-    """Yield the questions, and return {"o", "lse"} in the caller's layout: o in q's dtype, lse in float32."""
+    """Yield the questions. Return {"o", "lse"}, merged from the answers: o in q's dtype and layout, lse in float32."""
     questions = [_question(problem, shard, _FORWARD, {"return_lse": True}) for shard in plan.shards]
     answers = yield questions
     return _merged(problem, plan, answers)
@@ -97,7 +99,7 @@ def _merged(problem: Problem, plan: Plan, answers: list[list[Numbers]]) -> dict[
 
 
 def backward(problem: Problem, plan: Plan) -> Steps:
-    """Yield the questions, and return the gradients that the option `grads` names, in the caller's layout."""
+    """Yield the questions. Return the gradients in `grads`, summed from the answers, in the caller's layout."""
     wanted = problem.options.grads
     needs_whole = plan.merged or "sinks" in problem.tensors
     if needs_whole and problem.on_reference:

@@ -10,7 +10,8 @@ from flashpoint._shards.cut import Band, Piece
 from flashpoint._shards.problem import Problem, Rows
 from flashpoint.errors import invalid
 
-# Choose the plan that sends least among those whose largest piece is at most this factor above the best plan's.
+# Cuts are compared by their largest piece, and the best cut has the smallest. Among the cuts whose largest piece is at
+# most this many times as large, choose the one that sends the fewest bytes.
 UNEVEN = 1.2
 MOST_PARTS = 1 << 16
 

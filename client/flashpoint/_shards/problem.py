@@ -48,7 +48,10 @@ class Problem:
 
     @property
     def on_reference(self) -> bool:
-        """Return whether only `reference` can compute this: its gradients use no lse, and a merge rounds float64."""
+        """Return whether only the backend `reference` can compute this. By default the keys are then not cut.
+
+        Cut keys need a merge: the gradients of `reference` cannot use a merged lse, which would also round float64.
+        """
         return self.options.backend == "reference" or not self.spec.features.isdisjoint({"float64", "large_head_dim"})
 
     @property

@@ -20,7 +20,10 @@ from flashpoint.errors import FlashpointError
 
 
 def run(work: Work, clients: Sequence[Client], sending: dict[str, Any]) -> None:
-    """Answer every question of `work` with one thread for each client. The first error ends all threads."""
+    """Send every question of `work`, and store the answers in it. Each client has a thread; an error ends all of them.
+
+    Errors that `Work` retries do not end the threads.
+    """
     theirs, ours = socket.socketpair()  # a byte for `theirs` ends the calls of all threads
     turn = threading.Condition()
     stopped = threading.Event()

@@ -2,11 +2,11 @@
 
 The queries are the last rows of the sequence: query i of n is at key total − n + i. A server that holds the span
 [first, behind) knows only its own keys. With `bottom_right` it places query i at key (behind − first) − n + i of the
-span. The correct place is further right by the number of keys behind the span, `shift` = total − behind. So the
-question's window is moved right by `shift`.
+span. The correct place is further right by the number of keys after the span, `shift` = total − behind. So the window
+in the request is moved right by `shift`.
 
-A query is not sent if the left end of its window is behind the span. Only the last queries can be left out. Each query
-that is left out moves the other queries right by one.
+A query is not sent if the left end of its window is after the span. Only the last queries can be left out. For each
+query that is left out, the server places the other queries one key further right.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Queries:
 
     @classmethod
     def of(cls, q: Any, keywords: Mapping[str, Any]) -> Queries:
-        """Check and convert the arguments of a call. Raises InvalidInputError, also for what no single server knows."""
+        """Check and convert the arguments of a call. Raises InvalidInputError, also for what needs all keys at once."""
         given = {name: to_numpy(name, keywords[name]) for name in TAKEN if keywords.get(name) is not None}
         options = checked(AttentionOptions, {name: value for name, value in keywords.items() if name not in TAKEN})
         refused = []
@@ -96,7 +96,7 @@ class Queries:
 
 
 class SpanQuestion(NamedTuple):
-    """The request for span number `place`, with keys `keys`: the first `rows` queries, moved right by `moved`."""
+    """The request for span `place` with keys `keys`: the first `rows` queries, their windows moved right by `moved`."""
 
     call: Queries
     place: int

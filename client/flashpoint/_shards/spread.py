@@ -43,7 +43,7 @@ class Part(NamedTuple):
         queries: Rows of q, (first, end); in `thd` the packed rows.
         keys: Rows of k, (first, end), likewise; positions in a cache.
         pairs: Number of (query, key) pairs over all heads and sequences: the work.
-        meta: How the server answered.
+        meta: Metadata of the server's answer.
     """
 
     url: str
@@ -63,7 +63,7 @@ class PartCall(NamedTuple):
 
 @dataclass(frozen=True)
 class Round:
-    """Calls to make concurrently. The first error ends all; with `whole`, all finish, and errors are results."""
+    """Calls to make concurrently. The first error ends all calls. With `whole`, all finish, and errors are results."""
 
     asks: Sequence[PartCall]
     whole: bool = False
@@ -285,7 +285,7 @@ class Spread:
         yield from self._free(enumerate(self.parts))
 
     def _free(self, parts: Iterable[tuple[int, AnyCache]]) -> Steps[None]:
-        """Delete caches on all servers. Afterwards raise the first error; a cache that is gone already is none."""
+        """Delete caches on all servers. Afterwards raise the first error; a cache that is gone already is no error."""
         calls = [self._to(part, cache_calls.delete(cache)) for part, cache in parts]
         for error in filter(_is_error, (yield Round(calls, whole=True))):
             raise error

@@ -84,7 +84,7 @@ def benchmark(
     """Time attention over a grid, on every backend or those named, here or on a server's device, or your own kernel.
 
     Lengths, dimensions, dtypes, directions and backends may be lists: 512,1024. Without sizes it times 8 heads of head
-    dimension 64 at 256, 512 and 1,024.
+    dimension 64 at the lengths 256, 512 and 1,024.
     """
     format = running.picture_format(json, plot)
     if preset is None and (q_len, kv_len, head_dim) == (None, None, None):
@@ -151,7 +151,7 @@ def _shapes(
 def _watched(
     job: BenchmarkJob, events: Iterator[BenchmarkEvent], run: BenchmarkRun | None = None
 ) -> tuple[BenchmarkJob, bool]:
-    """Show progress while events arrive. Return the final job, and whether Ctrl-C cancelled it after some rows."""
+    """Show progress while events arrive. Return the final job, and whether Ctrl-C cancelled it."""
     interrupted = False
     job = job.model_copy(update={"rows": (), "errors": ()})  # the events contain all rows and errors
     with _progress() as show:

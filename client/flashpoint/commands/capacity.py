@@ -62,9 +62,10 @@ def capacity(
     timeout: Timeout = 60.0,
     json: Json = None,
 ) -> int:
-    """How long a request takes and where, how many pass in a second, and what a load needs.
+    """Predict how long a request takes in each stage, how many pass in a second, and what a load needs.
 
-    The rates are those given, or with --url measured at a server, some seconds long. Queues are not in it.
+    The rates are those given, or with --url those measured at a server in some seconds. Waiting in queues is not
+    included.
     """
     running.check_file("--json", json)
     sizes: dict[str, Any] = {"q_len": q_len, "kv_len": kv_len, "head_dim": head_dim, "value_dim": value_dim}

@@ -42,7 +42,7 @@ def reproduce(
 ) -> int:
     """Measure on this machine what papers and projects claim: claim, measured, verdict, and how it was measured.
 
-    A claim that this machine cannot show says what it needs.
+    For a claim that this machine cannot test, the output says what is needed.
     """
     running.check_file("--json", json)
     if plots is not None:

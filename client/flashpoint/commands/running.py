@@ -163,7 +163,7 @@ def progress_bar(text: str = "starting", *, counted: bool = True) -> Iterator[tu
 
 @contextmanager
 def working(what: str) -> Iterator[Callable[[VerifyProgress], None] | None]:
-    """Yield a function that shows the progress of a verification, at first `what`; None without a terminal."""
+    """Yield a function that shows a verification's progress in a bar, which first shows `what`; None if no terminal."""
     with progress_bar(what) as (update, is_terminal):
 
         def show(at: VerifyProgress) -> None:

@@ -20,7 +20,7 @@ from flashpoint_contract.wording.hints import how_to_install, meant
 
 
 def parts_of(name: str) -> tuple[str, str]:
-    """Return the module and the function of MODULE:FUNCTION. Raises CommandError; its hint names a file's module."""
+    """Return the module and the function of MODULE:FUNCTION. For the path of a file, CommandError names its module."""
     module, colon, function = name.partition(":")
     if module.endswith(".py") or os.sep in module:
         path = Path(module)

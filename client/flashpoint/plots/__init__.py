@@ -27,9 +27,9 @@ _NEEDS = {
 def plot_benchmark(job: BenchmarkJob, kind: Kind, format: Format = "svg", theme: Theme = "light") -> bytes:
     """Return a picture of the rows that a benchmark has so far.
 
-    - `time`, `tflops`, `memory`: a line for each backend against sequence length. `memory` has guides of O(N), O(N²).
+    - `time`, `tflops`, `memory`: a line for each backend against sequence length; `memory` with lines for O(N), O(N²).
     - `speedup`: bars, the speed-up over the plain formula.
-    - `roofline`: the rows under the roofs of the measured peaks.
+    - `roofline`: a point for each row, under the roofs of the measured peaks.
 
     Rows that differ in more than their length, such as forward and backward, have separate panels. Raises ValueError if
     no row has the figures of the picture.

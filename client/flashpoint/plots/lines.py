@@ -73,7 +73,7 @@ def _legend(what: Quantity, rows: Rows, over_lengths: Rows, kernel_name: str) ->
 
 
 def _marks(what: Quantity, row: BenchmarkRow) -> str:
-    """Return the marks of a row's value, which belong to its time or to its memory."""
+    """Return the marks that apply to `what` in a row: those of the row's time, or that of its memory."""
     return row.marks if what.timed else "<" if row.peak_bytes_low else ""
 
 

@@ -31,7 +31,7 @@ Boxes = NDArray[np.float64]  # rows of (left, bottom, right, top) in pixels
 
 
 def roofline(rows: Rows, peaks: Peaks, subtitle: str, kernel_name: str = style.OWN) -> Figure:
-    """Return a figure with a panel for each family, and in it a line for each backend through its lengths.
+    """Return a figure with a panel for each family. Each row is a point; a line joins the points of a backend.
 
     `peaks`, by dtype: the measured `tflops` and `gb_per_s`, and those of the data sheet (`sheet_…`) if it is known.
     """
@@ -95,7 +95,7 @@ def _panel(ax: Axes, rows: Rows, peak: Mapping[str, Any]) -> None:
 
 
 def _label(ax: Axes, rows: Rows, peak: Mapping[str, Any]) -> None:
-    """Write the label of the ridge, and the lengths beside points with room. The ends of lines come first."""
+    """Write the label of the ridge, and each row's length beside its point if there is room; ends of lines first."""
     taken = np.concatenate([_covered(ax, line) for line in ax.lines])
     ridge, low = _ridge(peak), ax.get_ylim()[0] * 1.1
     taken = _place(ax, (ridge, low), f"ridge {style.si(ridge)}", taken, style.grey(), _RIGHT)

@@ -140,7 +140,10 @@ def panels(
     title: str, subtitle: str, count: int, legend: Sequence[Artist] = (), *, columns: int | None = None,
     panel: tuple[float, float] | None = None, keys: int | None = None,
 ) -> tuple[Figure, list[Axes]]:  # fmt: skip
-    """Return a figure and its `count` axes. `panel`: inches of one. `keys`: entries in a row of the legend."""
+    """Return a figure and its `count` axes. `panel`: (width, height) of one in inches. `keys`: legend entries in a row.
+
+    The defaults of `columns`, `panel` and `keys` depend on `count` and on the width.
+    """
     columns = columns or {1: 1, 2: 2, 4: 2, 6: 2}.get(count, 4 if count % 4 == 0 else 3)
     rows = math.ceil(count / columns)
     wide, high = panel or ({1: 6.4, 2: 4.8}.get(columns, 4.0), _PANEL_INCHES)
@@ -236,7 +239,7 @@ def decades(ax: Axes, which: Literal["x", "y"]) -> None:
 
 
 def around(values: Iterable[float], ratio: float = 12.0, room: float = 1.4) -> tuple[float, float]:
-    """Return limits of a logarithmic axis for `values`, with a margin of factor `room`. Their ratio is >= `ratio`."""
+    """Return (low, high) limits of a logarithmic axis: the factor `room` beyond `values`, and high ≥ ratio · low."""
     low, high = min(values := list(values)) / room, max(values) * room
     more = max(1.0, math.sqrt(ratio / (high / low)))
     return low / more, high * more

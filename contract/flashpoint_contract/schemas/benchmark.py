@@ -130,7 +130,7 @@ class _Event(Answer):
 
 
 class StateEvent(_Event):
-    """The job went over into `state`; `error` says why it failed."""
+    """The job has entered `state`; `error` says why it failed."""
 
     kind: Literal["state"] = "state"
     state: State
@@ -147,7 +147,7 @@ class DeviceEvent(_Event):
 
 
 class ProgressEvent(_Event):
-    """`done` cases of `total` are over; `backend` is timed now, none while the device's peaks are."""
+    """`done` of `total` cases are finished. `backend` is timed now; null while the device's peaks are measured."""
 
     kind: Literal["progress"] = "progress"
     done: NonNegativeInt
@@ -156,7 +156,7 @@ class ProgressEvent(_Event):
 
 
 class RowEvent(_Event):
-    """Case `done` of `total` is over, and this is its row."""
+    """Case number `done` of `total` is finished, and `row` is its result."""
 
     kind: Literal["row"] = "row"
     done: PositiveInt
@@ -169,7 +169,7 @@ EVENT: TypeAdapter[BenchmarkEvent] = TypeAdapter(Annotated[BenchmarkEvent, Field
 
 
 class BenchmarkJob(Answer):
-    """A benchmark as far as it is: its state, its request, and the rows that are finished."""
+    """The state of a benchmark, its request, and the rows that are finished."""
 
     id: str = Field(description="name of the job at the server")
     state: State = Field(default="queued", description="queued, running, or how it ended: done, failed, cancelled")

@@ -31,7 +31,7 @@ Count = Annotated[int, Field(ge=1, le=1 << 31)]
 
 
 class Answer(BaseModel):
-    """Part of an answer: plain data, whose times are read from text."""
+    """Part of an answer. It is not strict: for example, text is read as a time."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -43,7 +43,7 @@ class Request(BaseModel):
 
 
 class Shape(Request):
-    """The sizes of an attention problem in any layout. A size that is not given defaults to its counterpart's."""
+    """The sizes of an attention problem in any layout. By default, sizes of k and v equal those of q."""
 
     batch: Size = Field(default=1, description="sequences, B")
     q_heads: Count = Field(default=1, description="query heads, Hq")

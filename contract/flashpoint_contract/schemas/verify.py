@@ -20,9 +20,9 @@ else:
 class VerifyRequest(AttentionOptions):
     """A problem drawn from a seed, and the options to run it with: the caller sends no tensors.
 
-    Tensors of the caller's own travel as to `/attention` instead: a message of q, k, v and what else the problem has,
-    `do` where gradients are to be judged, and any answers (o, lse and gradients), which are then judged in the place of
-    what a backend computes.
+    To send your own tensors instead, send a message as to `/attention`: q, k, v and the other tensors of the problem;
+    `do` if gradients are to be judged; and any answers (o, lse and gradients). The answers are then judged in place of
+    those that a backend computes.
     """
 
     shape: Shape = Field(description="the sizes of the problem")
@@ -57,7 +57,7 @@ class Decade(Answer):
 
 
 class Judgement(TensorErrors):
-    """One tensor's errors, what they may be, and those of torch's own math in the same dtype."""
+    """One tensor's errors, their bound, and the errors of torch's own math in the same dtype."""
 
     name: str
     bound: Number = Field(description="limit of max_abs; of the caller's answers, if all errors grew alike")
@@ -73,7 +73,7 @@ class Judgement(TensorErrors):
 
 
 class VerifyCause(Answer):
-    """A known mistake that gives the caller's wrong answers: it was made on purpose, in float64, and compared."""
+    """A known mistake that explains the caller's wrong answers: attention in float64 with this mistake gives them."""
 
     code: str = Field(description="short fixed name, such as causal-alignment")
     text: str = Field(description="the mistake in a sentence")
@@ -100,8 +100,8 @@ class VerifyReport(Answer):
 class VerifyProgress(Answer):
     """How far a verification is: an event of its stream.
 
-    A block is one call of the backend, or some queries of all heads of a sequence. `rounding` and `causes` are
-    what an answer beyond its bound needs, so that `total` may grow.
+    A block is one call of the backend, or some queries of all heads of a sequence. The stages `rounding` and `causes`
+    run only if an answer is beyond its bound, so `total` may grow.
     """
 
     kind: Literal["progress"] = Field(default="progress", description="kind of the event")

@@ -75,9 +75,10 @@ def documented(function: F, raises: str = "") -> F:
 
 
 def twin_of(source: Any) -> Callable[[F], F]:
-    """Return a decorator that takes docstrings from `source`: a function's, or those of a class's methods, by name.
+    """Return a decorator that copies whole docstrings from `source`, a function or a class, to its asyncio twin.
 
-    It replaces only docstrings that equal the first line of the docstring in `source`.
+    For a class, each method gets the docstring of the method with the same name. A docstring is replaced only if it
+    equals the first line of the docstring in `source`.
     """
 
     def fill(twin: F) -> F:

@@ -12,7 +12,7 @@ _ALIKE = 0.6  # minimum similarity of two names, by difflib
 _LONGEST = 32  # maximum characters of a compared name: a caller may send longer ones
 _MOST = 8  # maximum compared names in one message: a caller may send thousands
 
-# Our names, each with the equivalents in lower case of other libraries: torch, flash-attn, xformers, FlashInfer, vLLM,
+# Our names, each with its equivalents in other libraries, in lower case: torch, flash-attn, xformers, FlashInfer, vLLM,
 # transformers, ONNX.
 _NAMED_ELSEWHERE = {
     "causal": "is_causal causal_mask",

@@ -85,7 +85,7 @@ def columns(rows: Sequence[BenchmarkRow]) -> dict[str, Callable[[BenchmarkRow], 
 
 
 def named_rows(rows: Iterable[BenchmarkRow], kernel: str | None) -> list[BenchmarkRow]:
-    """Return rows that name the caller's function FUNCTION; MODULE:FUNCTION if a backend has the function's name."""
+    """Return the rows with backend `kernel` renamed to FUNCTION, or to MODULE:FUNCTION if a backend has that name."""
     rows = list(rows)
     if kernel is None:
         return rows

@@ -24,8 +24,8 @@ def register(client: Client, name: str = NAME) -> None:
         name: Name of the implementation, which models take as `attn_implementation`.
 
     Raises:
-        InvalidInputError: the name is one of transformers' own, or means something else to it. From now on, a model
-            that takes the name raises it too, if its attention cannot be replaced; it warns if a part cannot.
+        InvalidInputError: the name is one of transformers' own, or has another meaning there. Later, a model that is
+            given the name also raises this error if its attention cannot be replaced. It warns if only a part cannot.
     """
 
     def compute(

@@ -38,8 +38,8 @@ class RemoteCache(Cache):
         client: Client of the server.
         config: The model's configuration, `model.config`.
         ttl_s: Time to live in seconds since the last use. None is the server's own (600).
-        rewind: Tokens that `crop` and assisted decoding can take back where layers have a sliding window. Other layers
-            can go back to the start.
+        rewind: Number of tokens that `crop` and assisted decoding can remove from layers with a sliding window. From
+            other layers they can remove all tokens.
 
     Raises:
         InvalidInputError: an argument is not valid, or the model has layers with other state than keys and values.
@@ -196,8 +196,9 @@ class RemoteCache(Cache):
         """Return o (B, Hq, Sq, Dv) of `q` (B, Hq, Sq, D) over all tokens of a layer.
 
         The first call of a forward writes the new keys and values of `update`. `mask` is (B, 1, Sq, Sk), bool or float.
-        Without a mask, `causal` and `window` hold, the number of tokens that a query sees (None is no bound). `options`
-        are those of `Client.attention`. Raises the errors of `flashpoint.errors`: CacheError for a lost cache.
+        Without a mask, `causal` and `window` apply; `window` is the number of tokens that a query sees (None: no
+        limit). `options` are those of `Client.attention`. Raises the errors of `flashpoint.errors`: CacheError if the
+        server has lost a cache.
         """
         self._given = None
         try:

@@ -40,7 +40,7 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class History:
-    """The tokens of a batch: `length` positions of the model. `valid` (B, length): in the caches; None: all are."""
+    """The tokens of a batch at `length` positions. `valid` (B, length) is true for those in the caches (None: all)."""
 
     length: int = 0
     valid: Tensor | None = None
@@ -87,7 +87,7 @@ class History:
 
     @cached_property
     def columns(self) -> Tensor | None:
-        """Return the positions in each sequence's cache, padded with other positions, (B, most); None for all."""
+        """Return each sequence's positions in its cache, padded with others, (B, most); None if the caches hold all."""
         return None if self.valid is None else _first(self.valid)
 
 

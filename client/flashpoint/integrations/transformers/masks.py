@@ -75,7 +75,7 @@ def held_mask(
     mask = Tensor._make_subclass(HeldMask, space)
     mask.cache = kv_length.cache
     mask.padding = attention_mask
-    # transformers allows no mask only if it would be causal, limited by `local_size`: a window, or a chunk.
+    # transformers allows skipping the mask only if it would be causal within `local_size`, a window or a chunk.
     in_window = local_size is None or local_size == getattr(config, "sliding_window", None)
     chunked = local_size is not None and getattr(config, "attention_chunk_size", None) is not None
     mask.plain = allow_is_causal_skip and not use_vmap and in_window and not chunked
