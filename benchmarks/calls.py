@@ -40,9 +40,10 @@ LAUNCHES = 60  # calls of one case in one turn
 
 
 def timed(make: Callable[[], Mapping[str, Call]], max_calls: int, seconds: float) -> dict[str, Callable[..., Any]]:
-    """Return functions: `names` of the calls of `make`, and `fastest`, the µs of the fastest call of one turn.
+    """Return two functions: `names()` lists the calls of `make`; `fastest(name)` runs one turn of a call.
 
-    A turn has `max_calls` calls, or as many as fill `seconds`.
+    `fastest` returns the µs of the fastest call of the turn. A turn has `max_calls` calls, or as many as fill
+    `seconds`.
     """
     calls = make()
 

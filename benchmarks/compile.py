@@ -5,8 +5,9 @@ bytes, shared memory, instructions, matrix instructions, atomics. Takes minutes 
 the tables. `--missing` compiles only variants that the file lacks or has with another tile; the file records a commit
 for each variant. Exits with 1 if a variant has a fault (`aot.faults`).
 
-`--beside FILE --beside-commit HASH` instead compiles our inner loops at level 0 and those of Triton's tutorial on fused
-attention: FILE is python/tutorials/06-fused-attention.py of triton-lang/triton, which is not part of this project.
+`--beside FILE --beside-commit HASH` instead compiles the inner loops of our kernels at level 0, the variant without
+options, and those of Triton's tutorial on fused attention: FILE is python/tutorials/06-fused-attention.py of
+triton-lang/triton, which is not part of this project.
 Writes one row for each loop to benchmarks/results/loops-sm<arch>.json.
 """
 

@@ -11,9 +11,9 @@ without writes. Writes medians, and ratios within a round, to cached-decode-<cpu
 `forks` times calls over forks of one cache, which read their common keys once, with one query for each fork. Each round
 times, in turn:
 
-    one request     with q alone: 16 and 64 forks of a cache of 16,384 keys, beside as many queries over that cache;
-                    64 forks of a cache of 4,096 keys, beside 64 separate caches of 4,096 keys
-    eight callers   with q, k and v of one token in each call: each with its own fork, beside each with its own cache,
+    one request     with q alone: 16 and 64 forks of a cache of 16,384 keys, against as many queries over that cache;
+                    64 forks of a cache of 4,096 keys, against 64 separate caches of 4,096 keys
+    eight callers   with q, k and v of one token in each call: each with its own fork, against each with its own cache,
                     at 16,384 and 65,536 keys
 
 Writes medians of the ratios within a round to forks-<cpu>.json, and takes four minutes.
@@ -188,7 +188,7 @@ def reading(port: int, queries: int, caches: Caches, calls: int) -> Callable[[],
 
 
 def decoding(port: int, caches: Caches, keys: int, calls: int) -> Callable[[], float]:
-    """Return a function: the tokens per second of one caller for each cache. It then cuts the caches to `keys` keys."""
+    """Return a function that measures the tokens per second of one caller per cache, and cuts the caches to `keys`."""
     requests = [post("/attention", message(caches=[cache_id])) for cache_id in ids_of(caches)]
     return partial(cut, caches, keys, repeated, port, requests, calls)
 

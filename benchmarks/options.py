@@ -336,7 +336,7 @@ def beside_eager_flex(rounds: int) -> Iterator[Row]:
     """Yield our `flex_attention` with score_mods that no option covers.
 
     The forward is compared with torch's flex_attention without torch.compile, which has no gradient on the CPU. The
-    gradient, including that of captured tensors, is compared with the formula. Memory is measured as well.
+    gradient, including that of captured tensors, is compared with the formula, also in its memory.
     """
     tensors = torch.randn(3, 1, HEADS, LENGTH, DIM, generator=torch.Generator().manual_seed(1)).unbind()
     for name, keywords, captured in flex_kinds():

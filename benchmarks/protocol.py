@@ -8,9 +8,10 @@ without HTTP. Each round times every variant once. Writes protocol-<device>.json
 a request brings large keys and values with one query ("in"), or gets a large answer with one computed row ("out").
 Writes the medians by payload size to rpc-<device>.json.
 
-`ray` sends such messages to `flashpoint serve`, to the same application on uvicorn with default settings, and to a
-replica of it on Ray Serve, behind Ray's own proxy and behind HAProxy. All four servers run at the same time with the
-same malloc settings, and one of them gets a call at a time. Writes ray-<device>.json, and takes about three minutes.
+`ray` sends the same two kinds of requests in safetensors to `flashpoint serve`, to the same application on uvicorn with
+default settings, and to a replica of it on Ray Serve, behind Ray's own proxy and behind HAProxy. All four servers run
+at the same time with the same malloc settings, and one of them gets a call at a time. Writes ray-<device>.json, and
+takes about three minutes.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def encodings(ours: Connection, name: str, rounds: int, calls: int) -> dict[str,
 
 
 def moves_nothing(ours: Connection, rounds: int) -> dict[str, float]:
-    """Return the median seconds of `LARGE` in shared memory, and of the operator in a separate process."""
+    """Return the median seconds of a call at `LARGE` with tensors in shared memory, and of the operator alone."""
     nbytes = 4 * int(np.prod(LARGE))
     memory = shared_memory.SharedMemory(create=True, size=4 * nbytes)
     with contextlib.ExitStack() as inside:

@@ -125,8 +125,8 @@ def in_turn(
 ) -> Iterator[dict[str, Any]]:
     """Yield the results of the functions `ways` in each round, in rotating order; the first `warm` rounds do not count.
 
-    The function named `ends` runs at the start and the end of each round; its value is the pair of results
-    (`undisturbed`). With `log`, print each round after this name.
+    The function named `ends` runs at the start and the end of each round; its value is the pair of results, which
+    `undisturbed` reads. With `log`, print each round, with `log` as its title.
     """
     names = [name for name in ways if name != ends]
     for number in range(-warm, rounds):

@@ -11,8 +11,8 @@ about half of them gradients. There are three passes: each request alone, one af
 gives the saturated rate; and an open loop with Poisson arrivals at 70% of that rate, where the latency of a request
 counts from its arrival. The slowdown of a request is its latency divided by its time alone.
 
-Takes twelve minutes, and twice that if it first makes environments. A target is missed, too, if no round of a case is
-left.
+Takes twelve minutes, and twice that if it first makes environments. A case of which no round is left counts as a missed
+target.
 """
 
 from __future__ import annotations

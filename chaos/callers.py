@@ -1,4 +1,6 @@
-"""Callers are threads that repeat calls, each with its own questions; this module records the outcome of each call.
+"""Callers are threads that repeat calls; this module records the outcome of each call.
+
+Each caller has its own questions (`Question`), which are requests with known answers. The outcomes are:
 
 right     the answer has the same bytes as that of an idle service
 refused   the answer is a complete, documented error
@@ -265,7 +267,7 @@ class Asker(Caller):
 
     @abstractmethod
     def ask(self, question: Question) -> str:
-        """Return the code of a refusal, or "" for a right answer. `failure` has the errors that it raises."""
+        """Return the code of a refusal, or "" for a right answer. Raises errors that `failure` classifies."""
 
 
 class Plain(Asker):

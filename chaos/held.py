@@ -39,7 +39,7 @@ class HeldCache:
     ttl: float
     earliest: float
     layers: list[np.ndarray] = field(default_factory=lambda: [empty() for _ in range(LAYERS)])
-    written: deque[Request] = field(default_factory=lambda: deque(maxlen=KEYS - 2))  # to only this cache, oldest first
+    written: deque[Request] = field(default_factory=lambda: deque(maxlen=KEYS - 2))  # writes to this cache alone
     last: Request | None = None
 
     @property

@@ -28,11 +28,11 @@ GIANTS = (
     1 << 16,
     1 << 17,
     3 << 16,
-)  # rows of 128 bytes, in and out: a single body exceeds LITTLE, and all together exceed the pool
+)  # numbers of rows of 128 bytes, in the request and in the answer: 8, 16 or 24 MiB each way
 JUMPS = (-400 * 86400, -3600, -5, 0, 5, 3600, 86400, 4000 * 86400)  # offsets of the clock in seconds
 SAME = 60.0  # tolerance of the Date header in seconds, because an answer may take that long
 TOLD = 60.0  # timeout in seconds for Date, which the service updates each second, to change
-SLOTS = 12  # number of incomplete bodies of 8 MiB each way
+SLOTS = 12  # number of requests whose bodies remain incomplete, each with 8 MiB in the request and in the answer
 
 
 def few_descriptors_http(world: World) -> str | None:

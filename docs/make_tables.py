@@ -1,9 +1,9 @@
 """Fill the tables of the documentation from the code and from measured results, so that both always agree.
 
-`python docs/make_tables.py` writes them between their marks, `<!-- table: NAME -->` and `<!-- end -->`, and the
-settings of the Helm chart into its schema, the schema of the judge's report, and the tutorial for the server's page;
-with `--check` it writes nothing and exits with 1 where a file is not as it would write it (`make lint`). The tables
-themselves are made in `docs/tables/`.
+`python docs/make_tables.py` writes the tables between their marks, `<!-- table: NAME -->` and `<!-- end -->`. It also
+writes the server's settings into the schema of the Helm chart, the schema of the judge's report, and the tutorial as
+HTML for the server's page. With `--check` it writes nothing, and exits with 1 if a file would change (`make lint`). The
+modules in `docs/tables/` make the tables.
 """
 
 from __future__ import annotations

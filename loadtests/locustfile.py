@@ -3,9 +3,9 @@
     .venv/bin/locust -f loadtests/locustfile.py --host http://localhost:8000 Mix
 
 opens locust's page, which starts and shows callers; `make loadtest` needs no page. A caller sends bytes that were made
-in advance, and checks its answer after it has taken the time. With `--calls-per-second` each caller keeps its rate
-whatever the server does (an open loop, in which waiting callers do not hide a stall). Without it, a caller calls again
-as soon as its answer comes (a closed loop).
+in advance, and checks the answer after the time of the call has been measured. With `--calls-per-second` each caller
+keeps its rate whatever the server does (an open loop, in which waiting callers do not hide a stall). Without it, a
+caller calls again as soon as its answer comes (a closed loop).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Caller(FastHttpUser):
             headers["X-Timeout-Ms"] = str(int(max_ms))
         with self.client.post(
             case.path, data=case.body, headers=headers, name=kind, context={"id": id}, catch_response=True
-        ) as answer:  # locust has taken the time here
+        ) as answer:  # here, locust has already measured the time of the call
             if answer.status_code != 200:
                 answer.failure(refusal(answer))
                 return

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import locust  # noqa: F401  # first: it makes the standard library's sockets gevent's
+import locust  # noqa: F401  # first: it replaces the standard library's sockets by gevent's
 import report
 from cases import CASES, make
 from load import Call, Load, Step
@@ -21,7 +21,7 @@ from benchmarks import figures
 from benchmarks.record import percentile
 from server import Server
 
-LENGTH = 3 << 13  # takes a core 0.2 s; callers that get ten times as many refusals take a twentieth of that
+LENGTH = 3 << 13  # a core computes the answer in 0.2 s; ten refusals cost the callers a twentieth of that
 LOADS = (0.5, 1.0, 2.0, 5.0, 10.0)  # offered rates over the capacity
 CALLERS = 4  # callers of the closed loop that finds the capacity
 LEAST_GOODPUT, MOST_REFUSAL_MS, MOST_RECOVERY = 0.9, 50.0, 5.0  # part of the best step's rate; p99 in ms; seconds

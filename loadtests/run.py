@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 
-import locust  # noqa: F401  # first: it makes the standard library's sockets gevent's
+import locust  # noqa: F401  # first: it replaces the standard library's sockets by gevent's
 import report
 from scenarios import LOADS, SCENARIOS, Bounds, Report
 

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import locust  # noqa: F401  # first: it makes the standard library's sockets gevent's
+import locust  # noqa: F401  # first: it replaces the standard library's sockets by gevent's
 import psutil
 import report
 from load import Load

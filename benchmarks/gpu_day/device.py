@@ -56,7 +56,7 @@ class Cuda:
         return is_lost(self.name)
 
     def measure_peaks(self, dtype: str) -> None:
-        """Measure the peaks for `measure` once per process, before torch is deterministic: cuBLAS fails after that."""
+        """Measure the peaks for `measure` once per process. Call it before torch is deterministic, or cuBLAS fails."""
         from flashpoint_kernels.timing.clock import Slices
         from flashpoint_kernels.timing.device import find_peaks
 

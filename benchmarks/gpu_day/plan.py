@@ -47,7 +47,7 @@ EAGER = {
 
 
 def papers_cases() -> list[Case]:
-    """Return B 1, N 2048, H 8, D 64 half; T 128-4096 at B 4, H 8, D 64; N 512, D 32: naive, flash and SDPA."""
+    """Return the cases of the preset `papers`, without those of FlexAttention and of our backend `torch`."""
     return [case for case in preset("papers", "cuda") if case.backend not in ("flex", "torch")]
 
 

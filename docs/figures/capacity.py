@@ -43,7 +43,7 @@ def rates(network_gbit: float, flops: float = SERVER) -> capacity.Rates:
 
 
 def regimes() -> Figure:
-    """Return where the time of a remote call goes, by length."""
+    """Plot the time of each part of a remote call against the length."""
     lines = {"round trip and call": ":", "bytes": "--", "computing": "-"}
     figure, axes = style.panels(
         "Predicted: where the time of a call goes",
@@ -77,7 +77,7 @@ def crossing(need: Callable[[int], capacity.Need], own: float, far: capacity.Rat
 
 
 def break_even() -> Figure:
-    """Return the length from which a remote call is faster, by the network, for several devices at home."""
+    """Plot the length from which a remote call is faster against the network's rate, for several local devices."""
     lines = [
         (name, own, Line2D([], [], label=f"{name}, {own / 1e12:g} TFLOP/s at home", color=KINDS[name][0],
                            linestyle=line, linewidth=1.7))
@@ -104,7 +104,7 @@ def break_even() -> Figure:
 
 
 def held_against(result: Mapping[str, Any]) -> Figure:
-    """Return each case's measured time against its predicted one."""
+    """Plot the measured time of each case against the predicted time."""
     made = result["environment"]
     legend = [
         Line2D([], [], label="measured", linestyle="none", marker="o", color=VERMILION),

@@ -37,7 +37,7 @@ def seen(block: int, tile: int) -> bool:
 
 
 def tiles() -> Figure:
-    """Return the tiles of S that the programs of the three kernels compute."""
+    """Draw the tiles of S that a program of each of the three kernels computes."""
     legend = [
         Patch(facecolor=HELD, label="held by the program"),
         Patch(facecolor=NOW, label="loaded or computed now"),

@@ -1,6 +1,6 @@
-"""Griffe's extension for the site: what the sources do not show, because it is made at import.
+"""An extension of Griffe for the site. It adds what the sources do not show, because it is made at import.
 
-Docstrings are completed, and methods of asyncio twins are those of the classes that they are twins of.
+These are the added entries of docstrings, and the methods that asyncio twins get from the blocking classes.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
 def _name(folder: str, repository: str, link: re.Match[str]) -> str:
     """Return `link` itself where it leads to a page; else a link into the repository, or its text with the file's name.
 
-    A link to a test shows the test's name where the reader points: a page has dozens of them.
+    A link to a test shows the test's name as a tooltip, because a page has dozens of links with the same text.
     """
     path = posixpath.normpath(posixpath.join(folder, link[2]))
     if not path.startswith("../"):
@@ -64,18 +64,18 @@ def on_page_content(content: str, **_: Any) -> str:
 
 
 def on_post_page(output: str, **_: Any) -> str:
-    """Return the page with a name for the theme's search."""
+    """Return the page with an ARIA label for the theme's search."""
     dialog = 'data-md-component="search" role="dialog"'
     return output.replace(dialog, f'{dialog} aria-label="Search"')
 
 
 def on_post_template(output_content: str, **_: Any) -> str:
-    """Return the page for missing addresses, 404.html, with a name for the theme's search."""
+    """Return the page for missing addresses, 404.html, with an ARIA label for the theme's search."""
     return on_post_page(output_content)
 
 
 def _mathml(found: re.Match[str]) -> str:
-    """Return a formula. One of its own line can be scrolled where it is wider than the screen."""
+    """Return a formula as MathML. A formula on its own line can be scrolled if it is wider than the screen."""
     if found[1] == "div":
         return f'<div class="formula" tabindex="0">{convert(html.unescape(found[2]), display="block")}</div>'
     return convert(html.unescape(found[2]), display="inline")

@@ -1,4 +1,4 @@
-"""The tables of the documentation, by the names that stand in its marks: each a function that makes its markdown."""
+"""The tables of the documentation: `TABLES` maps the name in a page's mark to a function that returns Markdown."""
 
 from __future__ import annotations
 

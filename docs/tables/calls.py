@@ -84,7 +84,7 @@ def _default(schema: dict[str, Any]) -> str:
 
 
 def _values(schema: dict[str, Any]) -> str:
-    """Return the words of an enumeration, else the types; a list as such."""
+    """Return the values of an enumeration, the types of another schema, or `list of …` for an array."""
     if "anyOf" in schema:
         parts = [part for part in schema["anyOf"] if part.get("type") != "null"]
         return " or ".join(dict.fromkeys(map(_values, parts)))

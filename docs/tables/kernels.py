@@ -1,4 +1,4 @@
-"""Tables of the kernels, from benchmarks/results: what was compiled, and what each backend and option takes."""
+"""Tables of the kernels, from benchmarks/results: the compiled code, errors, and times of backends and options."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def library_errors(result: Result) -> str:
 
 @by_machine("library-errors", "torch", name="library-errors-each")
 def library_errors_each(result: Result) -> str:
-    """Return the same errors for each option of a function, over all calls that use the option."""
+    """Return the largest errors for each option of a function, over all calls that use the option."""
     return _errors("option", ((row["function"], row["option"], row) for row in result["rows"]))
 
 

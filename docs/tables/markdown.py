@@ -80,7 +80,7 @@ def targets_by_machine(what: str) -> str:
         machines.append(machine := f"{made['device']}, {made['date'][:10]}, `{made['commit'][:10]}`")
         for row in result["targets"]:
             bound = f"at least {row['at_least']:.4g}" if "at_least" in row else f"at most {row['at_most']:.4g}"
-            # The fastest of others differs from machine to machine: its name stands in the whole table.
+            # Remove the name of the fastest peer, which differs between machines. The full table has the name.
             name = re.sub(r"(: over the [^(]*) \(.*", r"\1", row["what"])
             said = f"{row['value']:.4g}" + ("" if row["met"] else ", **missed**")
             found.setdefault((name, f"{bound} {row['unit']}"), {})[machine] = said

@@ -49,7 +49,7 @@ def _labels(exported: Metrics, family: Metric) -> Iterable[str]:
     collector = exported.registry._names_to_collectors.get(family.name)
     if collector is not None:
         return collector._labelnames  # type: ignore[attr-defined,no-any-return]
-    return family.samples[0].labels  # looked up at each scrape
+    return family.samples[0].labels  # a custom collector makes this metric at each scrape
 
 
 def _values() -> dict[str, str]:

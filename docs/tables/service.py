@@ -158,7 +158,7 @@ def capacity(result: Result) -> str:
 
 @named
 def capacity_ratio() -> str:
-    """Return a sentence for each machine: the span of predicted times over measured ones."""
+    """Return a sentence for each machine with the range of the ratios of predicted and measured times."""
     text = ""
     for result in results("capacity"):
         ratios = [row["ratio"] for row in result["cases"]]

@@ -62,7 +62,7 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def refuse_transforms(tensors: Iterable[tuple[str, object]]) -> None:
-    """Raise an error for torch tensors that cannot be sent: nested ones, and those whose derivatives would be lost."""
+    """Raise an error for torch tensors that cannot be sent: nested, batched, or with derivatives that would be lost."""
     functorch, level = torch._C._functorch, forward_ad._current_level
     unpack: Any = forward_ad.unpack_dual
     for name, t in tensors:
