@@ -62,7 +62,7 @@ def in_turns(
     make: Callable[[], Mapping[str, Call]], beside: Path | None, rounds: int, max_calls: int,
     seconds: float = float("inf"), **variables: str,
 ) -> dict[str, Any]:  # fmt: skip
-    """Time each call of `make` here and, if given, in the checkout `beside`. Return its commit and the rows.
+    """Time each call of `make` here and, if given, in the checkout `beside`. Return its commit, and the rows of times.
 
     `make` imports our packages when it runs, so that they come from the checkout.
     """

@@ -129,7 +129,7 @@ def memory_of_forks(client: flashpoint.Client, cache: flashpoint.Cache) -> float
 
 
 def timed(rounds: int, calls: int) -> tuple[list[dict[str, Any]], float]:
-    """Return the tokens per second in each round, by way of computing, and `memory_of_forks`."""
+    """Return the tokens per second of each way of computing in each round, and the result of `memory_of_forks`."""
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
         bare = enter(bare_uvicorn())
@@ -154,7 +154,7 @@ def timed(rounds: int, calls: int) -> tuple[list[dict[str, Any]], float]:
 
 
 def cut(caches: Caches, keys: int, way: Callable[..., float], *arguments: Any) -> float:
-    """Measure one way of computing, then cut the caches to `keys` keys, their first length."""
+    """Measure one way of computing, then truncate the caches to `keys` keys, their original length."""
     rate_of_way = way(*arguments)
     for cache in caches:
         cache.truncate(keys)
@@ -188,7 +188,7 @@ def reading(port: int, queries: int, caches: Caches, calls: int) -> Callable[[],
 
 
 def decoding(port: int, caches: Caches, keys: int, calls: int) -> Callable[[], float]:
-    """Return a function that measures the tokens per second of one caller per cache, and cuts the caches to `keys`."""
+    """Return a function: measure the tokens per second of one caller per cache, then truncate the caches to `keys`."""
     requests = [post("/attention", message(caches=[cache_id])) for cache_id in ids_of(caches)]
     return partial(cut, caches, keys, repeated, port, requests, calls)
 

@@ -1,4 +1,4 @@
-"""Time each option alone, beside the formula, FlexAttention and torch's operator: `python benchmarks/options.py`.
+"""Compare each option alone with the formula, FlexAttention and torch's operator: `python benchmarks/options.py`.
 
 At (1,8,2048,64) in float32 on the CPU, `flashpoint_kernels.attention` with `auto` alternates in one process with:
 
@@ -237,7 +237,7 @@ def documents() -> tuple[Call, Call]:
 
 
 def beside_flex(rounds: int) -> Iterator[Row]:
-    """Yield each option beside FlexAttention, whose first call, which compiles, is timed separately."""
+    """Yield a row for each option, compared with FlexAttention, whose first call compiles and is timed separately."""
     torch.manual_seed(0)
     for name, peers, keywords, sizes in options():
         if peers == "formula":
@@ -271,7 +271,7 @@ def paged(k: Tensor, v: Tensor, size: int) -> Row:
 
 
 def decode(rounds: int) -> Iterator[Row]:
-    """Yield rows of one query of 8 sequences against 4,096 keys, beside torch's operator with contiguous keys.
+    """Yield rows of one query of 8 sequences against 4,096 keys, compared with torch's operator with contiguous keys.
 
     Torch's operator reads grouped keys once for each query head. So it gets the heads of a group as queries.
     """
@@ -297,7 +297,7 @@ def decode(rounds: int) -> Iterator[Row]:
 
 
 def plain(rounds: int) -> Iterator[Row]:
-    """Yield rows of (1,8,N,D) without options, beside torch's operator."""
+    """Yield rows of (1,8,N,D) without options, compared with torch's operator."""
     kinds = product(PASSES, ("float32", "float16", "bfloat16"), (64, 128), (128, 512, LENGTH), (False, True))
     for gradient, dtype, dim, length, causal in kinds:
         tensors = [torch.randn(1, HEADS, length, dim, dtype=getattr(torch, dtype)) for _ in range(3)]
@@ -352,7 +352,7 @@ def beside_eager_flex(rounds: int) -> Iterator[Row]:
 
 
 def block_masks(rounds: int) -> Iterator[Row]:
-    """Yield rows of `tiled` with a block mask, beside `tiled` without one; the gradient begins with o and lse."""
+    """Yield rows of `tiled` with a block mask, compared with `tiled` without one. The gradient call gets o and lse."""
     generator = torch.Generator().manual_seed(0)
     document, blocks = torch.arange(LENGTH) // 300, (HEADS, LENGTH // 128, LENGTH // 128)
     documents = create_block_mask(lambda b, h, i, j: document[i] == document[j], q_len=LENGTH, kv_len=LENGTH)

@@ -1,4 +1,4 @@
-"""Time the protocols of the service beside one another: `python benchmarks/protocol.py [rpc|ray]`.
+"""Compare the protocols of the service with one another: `python benchmarks/protocol.py [rpc|ray]`.
 
 By default, the same requests go to `flashpoint serve` in the format of the Open Inference Protocol and in safetensors,
 over one connection. A large request with its tensors in shared memory is compared with the operator in a process

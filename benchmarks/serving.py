@@ -1,4 +1,4 @@
-"""Time the service over a socket beside its upper bounds, in one run: `python benchmarks/serving.py`, two minutes.
+"""Compare the service over a socket with its upper bounds in one run: `python benchmarks/serving.py`, two minutes.
 
 The service is `flashpoint serve` with its defaults, on the CPU or on `--device cuda`. The upper bounds are bare uvicorn
 (peers/bare_uvicorn.py) and the operator in a process without HTTP. All have the same malloc settings. The load uses one

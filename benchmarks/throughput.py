@@ -1,4 +1,4 @@
-"""Time the service beside its peers in one run, with the same operator, malloc settings and load.
+"""Compare the service with its peers in one run, with the same operator, malloc settings and load.
 
 `python benchmarks/throughput.py --peers all` (in `.venv`, with the `dev` extra). Eight connections in a closed loop,
 forward and gradient at (1,8,128,64) and (1,8,1024,64), float32. peers/servers.py defines the peers, and load.py sends

@@ -27,9 +27,9 @@ LASTS = (0.1, 0.6)  # range of seconds that a fault lasts
 
 
 def leave_cached(world: World) -> str | None:
-    """Disconnect during a write or its answer, then repeat the write with its idempotency key: it has one effect.
+    """Disconnect during a write or its answer, then repeat the write with its idempotency key: it takes effect once.
 
-    A write with an incomplete body has no effect before that.
+    If the body was incomplete, the write has no effect until it is repeated.
     """
     with _cache(world, FILLER) as cache:
         if cache is None:

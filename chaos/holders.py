@@ -41,7 +41,7 @@ class Holder(Caller):
     def __init__(self, name, load, rng):
         super().__init__(name, load, rng)
         self.caches: list[HeldCache] = []
-        self.ended: deque[tuple[HeldCache, str]] = deque(maxlen=20)  # with the error code that the service gives
+        self.ended: deque[tuple[HeldCache, str]] = deque(maxlen=20)  # each with the error code to expect for it
         self.request: Request | None = None
         self.later: Request | None = None  # a request to repeat when there is memory again
         self.resting = False

@@ -34,7 +34,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Life:
-    """A run of an engine; its caches end with it. `starts` counts the starts of the service; a start ends all ids."""
+    """A run of an engine; its caches end with it. `starts` counts service starts, each of which ends all ids."""
 
     starts: int
     engine: psutil.Process | None

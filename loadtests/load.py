@@ -59,7 +59,7 @@ class Step:
 
     @property
     def error_rate(self) -> float:
-        return self.errors.total() / len(self.calls) if self.calls else 1.0  # no calls count as errors
+        return self.errors.total() / len(self.calls) if self.calls else 1.0  # without calls, the step has failed
 
     def percentile(self, part: float) -> float:
         """Return a percentile of the latency of right answers in milliseconds; infinite if there is none."""

@@ -12,7 +12,7 @@ from locustfile import KINDS
 from server import Server
 
 REFUSED = ("429", "503", "504", "late")  # error codes that an overloaded or ending server may return to callers
-CALLERS = (1, 2, 4, 8, 16)  # callers of a closed loop, up to more than two cores can use
+CALLERS = (1, 2, 4, 8, 16)  # numbers of callers in closed loops, up to more than two cores can serve at once
 LOADS = (0.3, 0.5, 0.7, 0.8, 0.9, 1.0, 1.2)  # offered rates over the capacity
 SOAK_LOAD = 0.7
 

@@ -26,7 +26,7 @@ class ServerError(Exception):
 
 
 class Server:
-    """A server on a free port, with its defaults, that has answered each request once. Raises ServerError."""
+    """A server on a free port, with its defaults, that has answered each request of CASES once. Raises ServerError."""
 
     def __init__(self, folder: Path) -> None:
         self._log = folder / "server.log"

@@ -130,7 +130,7 @@ def absent() -> list[str]:
 
 
 class Clocks:
-    """Samples clock rates, temperature and power in the background while tasks run; none without `command`."""
+    """Samples clock rates, temperature and power in the background, if `command` can be started."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._samples: deque[tuple[float, list[float]]] = deque(maxlen=_KEPT)

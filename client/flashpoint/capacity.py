@@ -113,7 +113,7 @@ class Prediction:
         return 1 / (self.seconds if self.shared else self.stages[self.bottleneck])
 
     def for_load(self, requests_per_second: float) -> dict[str, int]:
-        """Return how many HTTP processes, links and devices the load needs, if they are never idle."""
+        """Return how many HTTP processes, links and devices `requests_per_second` needs, if they are never idle."""
         busy = {
             "http process": self.stages["call"],
             "link": max(self.stages["upload"], self.stages["download"]),

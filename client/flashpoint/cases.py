@@ -18,7 +18,7 @@ from flashpoint_contract.schemas.options import AttentionOptions
 from flashpoint_contract.tensors import REQUIRED, refusals
 from flashpoint_contract.wording.hints import each_meant
 
-# Options that define the result, not how it is computed. An option that is not in a file has its default.
+# `MEANT`: options that define the result; one that is not in a file has its default. `_HOW`: all other options.
 _HOW = ("block_size", "dropout_seed", "precision", "return_lse", "grads", "deterministic", "backend")
 MEANT = tuple(name for name in OPTIONS if name not in _HOW)
 

@@ -156,7 +156,7 @@ class _Call:
     saving: bool = False  # a differentiated forward with `save`: it also returns a token, which the backward receives
 
     def answers(self, tensors: Mapping[str, Any], lead: int = 0) -> dict[str, _Answer]:
-        """Return the shapes and dtypes of one problem's answers. Each key is a tensor with the same axes."""
+        """Return the shape and dtype of each answer of one problem. The key names a tensor that has the same axes."""
         if self.grads:
             like = {name[1:]: tensors[name[1:]] for name in self.grads}
             return {name: _Answer(t.shape[lead:], t.dtype) for name, t in like.items()}

@@ -26,7 +26,7 @@ def registered() -> Callable[..., Report]:
 
 
 def judge_arguments(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments of the judge for a shape and options as VerifyRequest has them. Raises InvalidInputError."""
+    """Convert the fields of a VerifyRequest to arguments of the judge. Raises InvalidInputError."""
     given = dict(keywords)
     arguments: dict[str, Any] = {"seed": given.pop("seed", 0)}
     only: dict[str, Any] = {}

@@ -114,7 +114,7 @@ def _is_size(value: object) -> bool:
 
 
 def refused(names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return (option, reason) for each option that only calls over caches have."""
+    """Return (option, reason) for each of `names` that only calls over caches accept."""
     return [(name, _ELSEWHERE) for name in names if name in CACHE_OPTIONS]
 
 

@@ -24,7 +24,7 @@ class Cause:
 
     - `code`: a short fixed name, such as `missing-rescale`; `unknown` if no known mistake explains the failures.
     - `text`: what is wrong, in a sentence. `advice`: what to do.
-    - `confirmed`: the mistake was made on purpose, and gave the function's wrong numbers.
+    - `confirmed`: attention with this mistake, made on purpose, gives the function's wrong numbers.
     - `explains`: the number of failures that it explains.
     """
 

@@ -15,7 +15,7 @@ from flashpoint_contract.options import OPTIONS, Direction, Options, ProblemErro
 from flashpoint_contract.spec import Spec, plan
 from flashpoint_contract.tensors import TENSORS, TensorInfo
 
-SAVED_BYTES = 1024  # bytes that a saved forward counts as, in addition to its tensors
+SAVED_BYTES = 1024  # bytes of a saved forward that count against the memory limit, in addition to its tensors
 ID_LENGTH = 2048  # maximum characters of a saved forward's id
 
 SAVED_OPTIONS: dict[str, CacheOption] = {
@@ -63,7 +63,7 @@ def saved_tensors(forward: Spec) -> dict[str, TensorInfo]:
 
 
 def saved_bytes(forward: Spec) -> int:
-    """Return the number of bytes that a saved forward counts as."""
+    """Return the number of bytes of a saved forward that count against the memory limit."""
     return SAVED_BYTES + sum(info.nbytes for info in saved_tensors(forward).values())
 
 

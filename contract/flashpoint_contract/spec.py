@@ -48,7 +48,7 @@ class Row(NamedTuple):
     """
 
     index: int  # type: ignore[assignment]  # number of the sequence in its request, for dropout
-    batch: int  # index of N; 0 in `thd`
+    batch: int  # index in dimension N; 0 in `thd`
     q_start: int
     q_len: int
     q_rows: int

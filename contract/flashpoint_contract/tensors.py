@@ -285,7 +285,7 @@ EVERY_FEATURE = frozenset(FEATURES)
 
 
 def refusals(surface: str, names: Iterable[str]) -> list[tuple[str, str]]:
-    """Return (tensor, reason) for each tensor that a request format or an interface refuses, without unknown names."""
+    """Return (tensor, reason) for each tensor that `surface`, a format or an interface, refuses. Ignore other names."""
     rows = [TENSORS[name] for name in names if name in TENSORS]
     return [(row.name, row.refused[surface]) for row in rows if surface in row.refused]
 

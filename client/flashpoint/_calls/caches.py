@@ -53,7 +53,10 @@ class AnyCache(HeldCache):
 
     @property
     def replica(self) -> str:
-        """Return the X-Flashpoint-Replica value, by which a balancer routes. Another client needs it and the `id`."""
+        """Return the X-Flashpoint-Replica value, by which a balancer routes calls to the server of this cache.
+
+        Another client can use the cache: make that client with this value as `replica`, and pass the `id` in `caches`.
+        """
         return self.affinity.replica
 
     def _hear(self, described: Mapping[str, Any]) -> None:

@@ -32,16 +32,16 @@ class BenchmarkRun:
         return self._client._call(verification.job("GET", self.id))
 
     def events(self, after: int = 0) -> Iterator[BenchmarkEvent]:
-        """Yield its events until it has ended; those that have already happened come first.
+        """Yield the events of the benchmark until it has ended, beginning with those that have already happened.
 
-        Only events later than `after`, the number of an event (`BenchmarkEvent.id`), are yielded. After a broken
-        connection it connects again, and continues after the last event. The client's `retries` is the largest number
-        of failures in a row.
+        Only events later than `after`, the number of an event (`BenchmarkEvent.id`), are yielded. If the connection
+        breaks, the client connects again, and continues after the last event. Its `retries` is the largest number of
+        failures in a row.
         """
         return self._client._listen(self.id, after)
 
     def wait(self) -> BenchmarkJob:
-        """Wait until it has ended, and return it. Its `state` says whether it is done, failed or cancelled."""
+        """Wait until the benchmark has ended, and return it. Its `state` is `done`, `failed` or `cancelled`."""
         for _ in self.events():
             pass
         return self.job()
@@ -63,11 +63,11 @@ class AsyncBenchmarkRun:
     """Return the benchmark as it is now, with the rows that are finished."""
 
     def events(self, after: int = 0) -> AsyncIterator[BenchmarkEvent]:
-        """Yield its events until it has ended; those that have already happened come first."""
+        """Yield the events of the benchmark until it has ended, beginning with those that have already happened."""
         return self._client._listen(self.id, after)
 
     async def wait(self) -> BenchmarkJob:
-        """Wait until it has ended, and return it. Its `state` says whether it is done, failed or cancelled."""
+        """Wait until the benchmark has ended, and return it. Its `state` is `done`, `failed` or `cancelled`."""
         async for _ in self.events():
             pass
         return await self.job()

@@ -25,7 +25,7 @@ _CONNECTING = {0, errno.EINPROGRESS, errno.EWOULDBLOCK, getattr(errno, "WSAEWOUL
 
 @dataclass(frozen=True)
 class Target:
-    """The way to a server."""
+    """A server's address and TLS settings, and the proxy on the way to it."""
 
     host: str
     port: int
@@ -40,7 +40,7 @@ def _wanted(busy: OSError) -> int:
 
 
 class Connection:
-    """A plain or TLS connection for one exchange at a time. Its steps raise httpx's transport errors."""
+    """A plain or TLS connection for one exchange at a time. Its generators raise httpx's transport errors."""
 
     def __init__(self, address: Address, route: Target) -> None:
         self._socket: socket.socket | NestedTls = socket.socket(address.family, address.kind, address.protocol)

@@ -135,7 +135,7 @@ class Exchange:
         return request
 
     def begin(self, response: httpx.Response) -> None:
-        """Take the status and the headers of the answer. Its body follows."""
+        """Store the status and the headers of the answer, and choose the reader of its body."""
         self.tick()
         self._status, self._headers = response.status_code, response.headers
         length = response.headers.get("content-length", "")
@@ -159,11 +159,11 @@ class Exchange:
         return len(space) if self.call.reader is None else 1
 
     def filled(self, count: int) -> None:
-        """Take `count` bytes that were written into `space()`."""
+        """Pass `count` bytes, which were written into `space()`, to the reader."""
         self._reader.filled(count)
 
     def feed(self, chunk: bytes) -> None:
-        """Take the next bytes of the answer from a transport that cannot read into `space()`."""
+        """Pass `chunk`, bytes of the answer, to the reader. Used by transports that cannot read into `space()`."""
         self.tick()
         rest = memoryview(chunk)
         while rest:

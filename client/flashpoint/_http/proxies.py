@@ -26,7 +26,7 @@ AUTHENTICATION = "the proxy needs a user and a password: set them in the proxy's
 
 
 class _Pipe(Protocol):
-    """The interface of a connection to a proxy, over which `Proxy.tunnel` asks for the server."""
+    """The interface of a connection to a proxy, over which `Proxy.tunnel` requests a connection to the server."""
 
     def write(self, data: bytes) -> Steps[None]: ...
 

@@ -101,7 +101,7 @@ class _Origin:
 
 
 class _Body(httpx.SyncByteStream, httpx.AsyncByteStream):
-    """The body of an answer. Closing it gives the connection back."""
+    """The body of an answer. Closing it makes the connection idle, or closes the connection."""
 
     def __init__(self, origin: _Origin, connection: Connection, reply: Reply, request: httpx.Request) -> None:
         self._origin = origin

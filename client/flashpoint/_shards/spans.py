@@ -112,7 +112,7 @@ class SpanQuestion(NamedTuple):
 
     @property
     def keywords(self) -> dict[str, Any]:
-        """Return the options and the tensors except q, without sinks: the function `merged` adds these later."""
+        """Return the options and tensors of the request, except q and sinks; the function `merged` adds the sinks."""
         given, (first, behind) = self.call.tensors, self.keys
         keywords: dict[str, Any] = dict(self.options)
         if (mask := given.get("attn_mask")) is not None:

@@ -217,7 +217,7 @@ class Spread:
         return (answers, parts) if with_meta else answers
 
     def _fits(self, layer: int, place: int, behind: int) -> bool:
-        """Return whether one existing part takes all these tokens, and no later part has tokens to remove."""
+        """Return whether tokens [place, behind) fit in one existing part, and no later part has tokens to remove."""
         first = place // self.span * self.span
         return place < behind <= first + self.span >= self.lengths[layer] and first < len(self.parts) * self.span
 

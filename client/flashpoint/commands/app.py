@@ -133,7 +133,7 @@ def run(arguments: Sequence[str]) -> int:
     except errors.FlashpointError as error:
         complain(name, _error_text(error, first), hint(error))
         return exit_code(error)
-    except ProblemError as error:  # work on this machine raises it
+    except ProblemError as error:  # a command that computes on this machine raises it
         complain(name, _error_text(errors.all_invalid(error.errors), first))
         return MISUSED
     except CommandError as error:

@@ -17,7 +17,7 @@ from flashpoint_contract.options import LAYOUTS, OPTIONS, Flag, Integer, Kind, N
 
 
 def takes_options(command: Callable[..., int], **others: Any) -> Callable[..., int]:
-    """Add a flag for each option, or the one in `others`, to `command`: its keyword `options` gets those given."""
+    """Add a flag for each option to `command`, from `others` if it is there. `command` gets given ones as `options`."""
     hints = typing.get_type_hints(command, include_extras=True)
     parameters = [
         each.replace(annotation=hints[each.name])

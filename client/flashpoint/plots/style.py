@@ -186,7 +186,7 @@ def key(backend: str, label: str | None = None) -> Line2D:
 
 
 def line(backend: str, width: float = 1.7, size: float = 5.5) -> dict[str, Any]:
-    """Return the line of a backend; the caller's kernel is the boldest, and lies above the others."""
+    """Return matplotlib's keywords for the line of a backend. That of the caller's kernel is boldest, and on top."""
     style = look(backend)
     return {
         "color": style.colour, "marker": style.marker, "linestyle": style.line,
@@ -196,14 +196,14 @@ def line(backend: str, width: float = 1.7, size: float = 5.5) -> dict[str, Any]:
 
 
 def hollow(backend: str, size: float = 5.5) -> dict[str, Any]:
-    """Return the hollow marker of a backend, without a line."""
+    """Return matplotlib's keywords for the hollow marker of a backend, without a line."""
     marker = line(backend, size=size)
     return marker | {"linestyle": "none", "markerfacecolor": paper(), "markeredgecolor": marker["color"],
                     "markeredgewidth": 1.2}  # fmt: skip
 
 
 def bar(backend: str) -> dict[str, Any]:
-    """Return the bar of a backend; the caller's kernel has a thick edge."""
+    """Return matplotlib's keywords for the bar of a backend. That of the caller's kernel has a thick edge."""
     style = look(backend)
     edge = {"edgecolor": ink(), "linewidth": 1.6} if style.bold else {"edgecolor": paper()}
     return {"facecolor": style.colour, "hatch": style.hatch, **edge}

@@ -113,14 +113,14 @@ class BenchmarkRow(Answer):
 
     @property
     def marks(self) -> str:
-        """Return the marks of its time: `~` if it is noisy, `*` if other programs disturbed it."""
+        """Return the marks of `ms`: `~` if it is noisy, `*` if other programs disturbed it."""
         return f"{'~' if self.noisy else ''}{'*' if self.busy else ''}"
 
     @property
     def above_roof(self) -> bool:
-        """Return whether it is faster than the measured peaks allow.
+        """Return whether the case was faster than the measured peaks allow.
 
-        Then its data stayed in caches, or the measured peaks are too low.
+        Then its data stayed in processor caches, or the measured peaks are too low.
         """
         return (self.roofline_percent or 0) > 100
 

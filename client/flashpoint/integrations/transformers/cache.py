@@ -112,7 +112,7 @@ class RemoteCache(Cache):
         return list(dict.fromkeys(cache for rows in self._caches.values() for cache in rows))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Continue each sequence from another: number `beam_idx[n]` for sequence n. `beam_idx` is (B,), int64."""
+        """Replace each sequence n by sequence `beam_idx[n]`, as in beam search. `beam_idx` is (B,), int64."""
         self._take(beam_idx.tolist())
 
     def batch_select_indices(self, indices: Any) -> None:

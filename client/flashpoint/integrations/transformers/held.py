@@ -21,7 +21,10 @@ class Given(Protocol):
         """Return o (B,Hq,Sq,Dv) of q (B,Hq,Sq,D) over all tokens of the layer. Raises FlashpointError."""
 
     def misused(self) -> bool:
-        """Record that another attention function received this update; return whether the model uses that function."""
+        """End the forward, because other code computes with this update; the caller then raises an error.
+
+        Return whether the model's configuration names the attention of `register`.
+        """
 
 
 class HeldTensor(Tensor):
