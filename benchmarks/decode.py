@@ -188,7 +188,7 @@ def reading(port: int, queries: int, caches: Caches, calls: int) -> Callable[[],
 
 
 def decoding(port: int, caches: Caches, keys: int, calls: int) -> Callable[[], float]:
-    """Return a function: measure the tokens per second of one caller per cache, then truncate the caches to `keys`."""
+    """Return a function that measures the tokens per second of one caller per cache, then truncates to `keys` keys."""
     requests = [post("/attention", message(caches=[cache_id])) for cache_id in ids_of(caches)]
     return partial(cut, caches, keys, repeated, port, requests, calls)
 

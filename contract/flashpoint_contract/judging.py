@@ -85,7 +85,7 @@ class NotJudged:
 
 @dataclass(frozen=True)
 class Race:
-    """Repeated calls to find a race. If a fraction `excluded` were wrong, 99% of runs with `calls` would show it."""
+    """Repeated calls to find a race. If a fraction `excluded` were wrong, `calls` show it with 99% probability."""
 
     calls: int
     excluded: float
@@ -135,7 +135,7 @@ class Report:
     version: int = 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain dicts, lists, numbers and strings. Numbers that JSON does not have become strings: `NaN`."""
+        """Return plain dicts, lists, numbers and strings. Numbers that JSON does not have are strings such as `NaN`."""
         document: dict[str, Any] = _plain(dataclasses.asdict(self))
         return document
 

@@ -326,7 +326,7 @@ def _plan(named: tuple[tuple[str, TensorInfo], ...], options: Options, direction
 
 
 def _grown(named: tuple[tuple[str, TensorInfo], ...], options: Options, direction: Direction) -> Spec | None:
-    """Return the problem, made from the problem with only one key, which is often cached; None if that is not valid."""
+    """Return the problem, made by extending the cached problem of the same call with one key; None if not possible."""
     tensors = dict(named)
     k, v = tensors.get("k"), tensors.get("v")
     if direction == "backward" or k is None or v is None or not _ANY_LENGTH.issuperset(tensors):

@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Deadline:
-    """The deadline of an operation. Each call gets the remaining time; if none was given, its client's timeout."""
+    """The deadline of an operation. Each call gets the remaining time, or without a given timeout its client's own."""
 
     def __init__(self, timeout: Any = service.DEFAULT) -> None:
         self._given = timeout is not service.DEFAULT

@@ -17,7 +17,10 @@ from flashpoint_contract.options import LAYOUTS, OPTIONS, Flag, Integer, Kind, N
 
 
 def takes_options(command: Callable[..., int], **others: Any) -> Callable[..., int]:
-    """Add a flag for each option to `command`, from `others` if it is there. `command` gets given ones as `options`."""
+    """Add a flag to `command` for each option of the contract. A flag in `others` replaces the usual one of its name.
+
+    `command` receives the options that the user gives as its keyword argument `options`.
+    """
     hints = typing.get_type_hints(command, include_extras=True)
     parameters = [
         each.replace(annotation=hints[each.name])
