@@ -221,7 +221,7 @@ def benchmark_rows(port: int) -> list[BenchmarkRow]:
     with flashpoint.Client(f"http://127.0.0.1:{port}", timeout=120) as client:
         job = client.benchmark(**GRID).wait()
     if job.state != "done":
-        raise RuntimeError(f"the benchmark is {job.state}: {job.error}")
+        raise RuntimeError(f"the benchmark is {job.state}: {job.errors}")
     return job.rows
 
 

@@ -158,13 +158,13 @@ def capacity(result: Result) -> str:
 
 @named
 def capacity_ratio() -> str:
-    """Return a sentence for each machine with the range of the ratios of predicted and measured times."""
+    """Return a sentence for each machine with the smallest and largest ratio of measured to predicted time."""
     text = ""
     for result in results("capacity"):
         ratios = [row["ratio"] for row in result["cases"]]
         made = result["environment"]
-        span = f"{number(min(ratios))} to {number(max(ratios))} times the measured ones"
-        text += f"\nThe predicted times of {len(ratios)} calls were {span} ({made['device']}, {made['date'][:10]}).\n"
+        span = f"{number(min(ratios))} to {number(max(ratios))} times the predicted ones"
+        text += f"\nThe measured times of {len(ratios)} calls were {span} ({made['device']}, {made['date'][:10]}).\n"
     return text or NOT_MEASURED
 
 
