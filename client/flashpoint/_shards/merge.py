@@ -99,7 +99,9 @@ def _merged(problem: Problem, plan: Plan, answers: list[list[Numbers]]) -> dict[
 
 
 def backward(problem: Problem, plan: Plan) -> Steps:
-    """Yield the questions. Return the gradients in `grads`, summed from the answers, in the caller's layout."""
+    """Yield lists of Questions, and receive their answers. Return the gradients that the option `grads` names, summed
+    over the answers, in the caller's layout.
+    """
     wanted = problem.options.grads
     needs_whole = plan.merged or "sinks" in problem.tensors
     if needs_whole and problem.on_reference:

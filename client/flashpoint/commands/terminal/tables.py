@@ -59,7 +59,7 @@ def _coloured(cell: str) -> Text:
 
 def columns(rows: Sequence[BenchmarkRow]) -> dict[str, Callable[[BenchmarkRow], str]]:
     """Return the columns by title: each is a function that returns a row's text."""
-    # Use GFLOP/s for a CPU: in TFLOP/s its numbers would all begin with zeros.
+    # Use GFLOP/s if no row reaches 1 TFLOP/s, as on most CPUs: in TFLOP/s all numbers would begin with zeros.
     scale, flops = (1, "TFLOP/s") if max((row.tflops or 0 for row in rows), default=0) >= 1 else (1000, "GFLOP/s")
 
     def rate(tflops: float | None) -> str:
