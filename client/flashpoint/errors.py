@@ -53,7 +53,7 @@ class FlashpointError(Exception):
 
 
 class InvalidInputError(FlashpointError, ValueError):
-    """A ValueError: tensors or options are not valid (422, or the client's own check). `errors` lists each wrong field."""
+    """A ValueError: tensors or options are not valid (422, or the client's own check). `errors` lists wrong fields."""
 
 
 class BadRequestError(FlashpointError):

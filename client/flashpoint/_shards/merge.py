@@ -69,7 +69,9 @@ Steps: TypeAlias = Generator[list[Question], list[list[Numbers]], dict[str, Numb
 
 
 def forward(problem: Problem, plan: Plan) -> Steps:
-    """Yield the questions. Return {"o", "lse"}, merged from the answers: o in q's dtype and layout, lse in float32."""
+    """Yield lists of Questions, and receive their answers. Return {"o", "lse"}, merged from the answers: o in q's dtype
+    and layout, lse in float32.
+    """
     questions = [_question(problem, shard, _FORWARD, {"return_lse": True}) for shard in plan.shards]
     answers = yield questions
     return _merged(problem, plan, answers)

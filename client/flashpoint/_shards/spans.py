@@ -74,7 +74,7 @@ class Queries:
         return left, min(right, 0) if self.options.causal else right
 
     def questions(self, total: int, spans: Iterable[Range]) -> Iterator[SpanQuestion]:
-        """Yield the question for each span that at least one query sees. Raises InvalidInputError."""
+        """Yield the Question for each span that at least one query sees. Raises InvalidInputError."""
         mask = self.tensors.get("attn_mask")
         if mask is not None and 1 < mask.shape[3] < total:
             raise invalid("attn_mask", f"has {mask.shape[3]} columns where the cache has {total} tokens")
