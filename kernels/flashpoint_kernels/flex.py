@@ -1,9 +1,9 @@
 """`flex_attention`, with the signature of torch's function of that name: any `score_mod`, any `BlockMask`, gradients.
 
 It runs by tiles of torch operations. A tile is TILE_Q queries and up to TILE_K keys of all heads: the scores of a tile
-are computed, changed and taken into an online softmax, so memory is O(N) (FlashAttention, Dao et al. 2022, Algorithm
-1). The backward computes them again, and takes the derivative of `score_mod` by autograd, tile by tile. Blocks that the
-mask excludes for all heads are not computed.
+are computed, changed by `score_mod` and added to an online softmax, so memory is O(N) (FlashAttention, Dao et al. 2022,
+Algorithm 1). The backward computes the scores again, and differentiates `score_mod` by autograd, tile by tile. Blocks
+that the mask excludes for all heads are not computed.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ def flex_attention(
         value: (B or 1, Hk, S, Ev).
         score_mod: Function of a score, and of the numbers of its sequence, head, query and key, which are tensors
             without dimensions. It is mapped over a tile by `torch.vmap`, as in torch.
-        block_mask: torch's BlockMask. Blocks that it does not name are not seen; in those that are not full its
-            `mask_mod` says which keys are.
+        block_mask: torch's BlockMask. Keys in blocks that it does not list are not visible; in blocks that are not
+            full, its `mask_mod` decides which keys are visible.
         scale: Factor of query·key. None is 1/sqrt(E).
         enable_gqa: Hq may be a multiple of Hk: each key head has Hq/Hk query heads.
         return_lse: Return (out, lse).
-        kernel_options: Changes nothing: they choose a schedule.
-        return_aux: Return (out, AuxOutput), with what it asks for.
+        kernel_options: Changes nothing: these options choose a schedule.
+        return_aux: Return (out, AuxOutput), with the values that this AuxRequest names: lse, max_scores.
 
     Returns:
         out, (B, Hq, L, Ev), in query's dtype; lse and max_scores are (B, Hq, L), float32, or
@@ -248,8 +248,9 @@ def _grouped(t: Tensor, heads: int) -> Tensor:
 
 
 class _Tiled(torch.autograd.Function):
-    """The autograd function with outputs out, lse and the largest scores. Inputs after v are tensors that score_mod
-    captures.
+    """The autograd function with outputs out, lse and the largest score of each query.
+
+    Inputs after v are the tensors that score_mod captures.
     """
 
     @staticmethod
@@ -278,7 +279,7 @@ class _Tiled(torch.autograd.Function):
             out[:, :, rows] = torch.where(seen, sums / total, 0).to(q.dtype)
             lse[:, :, rows] = torch.where(seen, largest_so_far + total.log(), -torch.inf).squeeze(-1)
             largest[:, :, rows] = largest_so_far.squeeze(-1)
-        ctx.flex, ctx.captured = flex, captured  # score_mod keeps the captured tensors alive, too
+        ctx.flex, ctx.captured = flex, captured  # no memory is lost: score_mod also keeps the captured tensors alive
         ctx.save_for_backward(q, k, v, out, lse, *captured)
         ctx.mark_non_differentiable(largest)
         ctx.set_materialize_grads(False)

@@ -1,8 +1,9 @@
 """Check the exactness of one problem's answers: their errors against float64, torch's errors, and a verdict.
 
-Answers that a caller brings are held to the judge's bounds, element by element (`judging.bounds`); so are float32
-answers with `precision="tf32"`. The other answers of this package's backends are held to more, to be as exact as torch
-is. With err = max|answer − float64| and torch = the same error of plain materialised attention in the inputs' dtype:
+Answers that a caller passes must be within the judge's bounds, element by element (`judging.exact.bounds`); so must
+float32 answers with `precision="tf32"`. For other answers of this package's backends the bounds are narrower, about the
+errors of torch. With err = max|answer − float64| and torch = the same error of plain materialised attention in the
+inputs' dtype:
 
     float16, bfloat16   err <= 2·torch + 1e-5 (gradients 3·torch + 1e-5), and err <= the dtype's absolute bound
     float32             err <= 2e-6 of the tensor's largest value up to 512 rows and D 32, 5e-6 elsewhere; or, if more,
@@ -11,10 +12,11 @@ is. With err = max|answer − float64| and torch = the same error of plain mater
     float64             err <= 1e-12 of the largest value
     lse                 is always float32: float32's rule, relative to the largest value or 1
 
-A relative rule alone misses errors if the softmax is sharp, hence the absolute bounds. If gradients cancel (one key: dq
-= dk = 0), no arithmetic can satisfy it: they are ds = P∘(dP − delta), and delta = rowsum(o∘do) is only as exact as the
-rounding of o and the sums in float32. So a gradient that misses its bound may have the error that this rounding of
-delta causes; likewise o, if values cancel, with the rounding of the terms p·v.
+A bound relative to torch's error alone misses errors if the softmax is sharp, hence the absolute bounds. If gradients
+cancel (one key: dq = dk = 0), no float32 arithmetic is within such bounds: gradients follow from ds = P∘(dP − delta),
+and delta = rowsum(o∘do) is only as exact as the rounding of o and the sums in float32. So a gradient that misses its
+bound may have the error that this rounding of delta causes. Likewise, if the terms p·v of o cancel, o may have the
+error of their rounding.
 """
 
 from __future__ import annotations
@@ -143,7 +145,7 @@ def verify(
     answers: Mapping[str, Tensor] | None = None,
     progress: Callable[[Progress], None] | None = None,
 ) -> Verification:
-    """Run a problem on a backend, or take your own answers, and judge them against float64.
+    """Compare answers with float64: those of a backend, which runs the problem, or your own.
 
     Memory is O(Sq + Sk) in float64 (see `reference_backend`), time O(Sq·Sk).
 

@@ -62,9 +62,9 @@ def said(feature: str) -> tuple[str, str]:
 
 
 def choose_backend(spec: Spec, available: tuple[str, ...]) -> str:
-    """Return the backend for `spec`: the backend that `spec` names, or else the first one that supports `spec`. A named
-    backend is never replaced.
+    """Return the backend for `spec`: the one that `spec` names, or else the first one that supports `spec`.
 
+    A named backend is never replaced by another.
     `available` lists the device's backends in order of preference: a `Backends`, or only names (for a GPU they begin
     with `triton`). Raises ProblemError, which names `backend`, or the fields that the chosen backend does not support.
     """

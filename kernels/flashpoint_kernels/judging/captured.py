@@ -1,6 +1,4 @@
-"""Judge answers that were computed elsewhere: errors, bounds, wrong elements and causes, for a problem of any
-layout.
-"""
+"""Judge answers that were computed elsewhere, for a problem of any layout: errors, wrong elements and causes."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ _UNLIKE = ("sinks", "block_mask", "dlse", "offset")  # options for which the cat
 
 @dataclass(frozen=True, eq=False)
 class Held:
-    """An answer and its bounds. `excess` is the largest ratio of an error to its bound."""
+    """The comparison of an answer with its bounds. `excess` is the largest ratio of an error to its bound L."""
 
     limits: Limits
     excess: float
@@ -46,9 +44,9 @@ def held(
 ) -> dict[str, Held]:
     """Compare the answers of a problem with their bounds.
 
-    An error above S must be explained by the data type: it is at most L, and at most `usual`(name, exact answer), the
-    largest error that the formula in the data type has on this very problem, with a margin. A smaller error that is
-    above `usual` is imprecise. `block` is called before each of `bounds.blocks`.
+    S and L are the bounds of `exact.bounds`. An error above S is allowed up to L, but only up to `usual`(name, exact
+    answer): the largest error on this problem of the formula computed in the data type, with a margin. An allowed error
+    above S or above `usual` is imprecise. `block` is called as often as `bounds.blocks` says.
     """
     limits, _ = bounds.limits(problem, tuple(answers), block)
     held_answers = {}
@@ -115,7 +113,7 @@ def _ignored(
 
 
 def _left(answer: Tensor, theirs: Tensor, exact: Tensor) -> float:
-    """Return the part of an answer's error that remains if `other` is the expected answer."""
+    """Return the fraction of an answer's error that remains if the expected answer is `theirs`, not `exact`."""
     answer = answer.double()
     finite = answer.isfinite() & exact.isfinite() & theirs.isfinite()
     off = float((answer - exact)[finite].norm())
@@ -125,7 +123,7 @@ def _left(answer: Tensor, theirs: Tensor, exact: Tensor) -> float:
 def _dense(
     problem: Problem, answers: Mapping[str, Tensor], held_answers: Mapping[str, Held], wrong: Sequence[str]
 ) -> Iterator[WrongNumbers]:
-    """Yield problems in bhsd, the smallest first, from the sequences of equal lengths whose answers are wrong."""
+    """Yield at most two problems in bhsd, the smallest first: sequences of equal lengths whose answers are wrong."""
     spec = problem.spec
     slopes = problem.tensors.get("alibi_slopes")
     if spec.options.dropout_p or any(spec.has(name) for name in _UNLIKE) or (slopes is not None and slopes.ndim > 1):

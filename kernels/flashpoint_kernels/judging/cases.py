@@ -22,9 +22,11 @@ OUTPUTS = ("o", "lse", "dq", "dk", "dv")
 class Case:
     """One problem: sizes, data type, options, values, and the seed that they are drawn from.
 
-    - `mask`: `bool`, `float` or none; `extras`: other tensors, of `alibi_slopes`, `sinks` and `kv_lengths`.
+    - `mask`: the dtype of attn_mask, `bool` or `float`, or "" for no mask. Its shape is (B, Hq, Sq, Sk); with the
+      suffix `-keys` it is (B, 1, 1, Sk), and with `-heads` (1, Hq, Sq, Sk).
+    - `extras`: other tensors, of `alibi_slopes`, `sinks` and `kv_lengths`.
     - `ones`: the gradient of o is 1 everywhere, as after `o.sum().backward()`.
-    - `forward`: no gradient is asked.
+    - `forward`: no gradients are requested.
     """
 
     values: str = "normal"
@@ -143,7 +145,7 @@ def hostile(seed: int, quick: bool) -> Iterator[Case]:
     for dtype in TYPES:
         half = dtype != "float32"
         exact = {"dtype": dtype, "seed": seed}
-        for values in EXACT:  # scores that each data type represents, so that even its own rounding explains nothing
+        for values in EXACT:  # each data type represents these scores, so that rounding to it explains no error
             for causal in (False, True):
                 yield _case(values, (1, 4, 2, 33, 200, 16), causal=causal, **exact)
         yield _case("low-exact", (1, 2, 2, 64, 128, 16), **exact)
@@ -229,8 +231,8 @@ AXES: dict[str, tuple[Any, ...]] = {
 def covering(seed: int, quick: bool, takes: Iterable[str], unlike_dims: bool) -> list[Case]:
     """Return cases such that each pair of values of two axes occurs in one of them.
 
-    Without `quick`, each triple of values of heads, causal, lengths and dims occurs, too. `takes` are the options of
-    the function; `unlike_dims`: whether D and Dv may differ.
+    Without `quick`, each triple of values of the axes heads, causal, lengths and dims also occurs. `takes` are the
+    options that the function accepts; `unlike_dims`: whether D and Dv may differ.
     """
     takes = set(takes)
     axes = dict(AXES)
@@ -266,7 +268,7 @@ def covering(seed: int, quick: bool, takes: Iterable[str], unlike_dims: bool) ->
 
 
 def _forced(axes: Mapping[str, Sequence[Any]], generator: random.Random) -> dict[str, Any]:
-    """Return a case that covering arrays of pairs miss: grouped heads, causal, more queries than keys, and D 128."""
+    """Return a row that covering arrays of pairs may miss: grouped heads, causal, more queries than keys, and D 128."""
     fixed = {"heads": (4, 2), "causal": True, "lengths": (40, 20), "dims": (128, 128), "option": "none"}
     return fixed | {name: generator.choice(axes[name]) for name in ("batch", "dtype")}
 

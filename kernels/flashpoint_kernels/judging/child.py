@@ -4,8 +4,8 @@
 milliseconds and its function's module is imported anew. The judge speaks to a session over a socket: a header in JSON,
 then the bytes of the tensors that it names. Nothing is unpickled.
 
-A session makes no verdict. It keeps earlier answers to detect that a later call overwrites them, and copies of inputs
-to detect that a call changes them.
+A session does not compare answers with exact ones. It keeps earlier answers to detect that a later call overwrites
+them, and copies of inputs to detect that a call changes them.
 """
 
 from __future__ import annotations
@@ -264,9 +264,7 @@ class Session:
     def repeat(
         self, request: Mapping[str, Any], inputs: Mapping[str, Tensor]
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Repeat a call with the same inputs. Return how often the bits differed, and the first answers that
-        differed.
-        """
+        """Repeat a call with the same inputs. Return how often the bits differed, and the first differing answers."""
         first: dict[str, Tensor] = {}
         facts: dict[str, Any] = {"calls": 0, "forward": 0, "gradient": 0, "other": []}
         answers: dict[str, Tensor] = {}
@@ -336,7 +334,7 @@ def viewed(t: Tensor, view: str) -> Tensor:
 
 @contextlib.contextmanager
 def _poisoned_memory() -> Iterator[None]:
-    """Fill free memory with NaN, so that `torch.empty` returns NaN."""
+    """Make `torch.empty` return memory filled with NaN: torch does so in its deterministic mode."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -418,7 +416,7 @@ def _end_with_parent() -> None:
 
 
 def import_for_gradients() -> None:
-    """Import what torch imports at a first gradient, such as sympy. Each forked session would take 0.4 s for it."""
+    """Import what torch imports at a first gradient, such as sympy. Otherwise each fork spends 0.4 s on it."""
     importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
 

@@ -35,7 +35,7 @@ from flashpoint_kernels.judging.process import EndedError, NotLoadedError, Worke
 from flashpoint_kernels.judging.signatures import UnusableError
 from flashpoint_kernels.judging.trial import Clock, Outcome, StopError, Trial, find_layout, reseeded
 
-MOST = 40  # largest number of failures and of imprecise cases in a report; it has the smallest ones
+MOST = 40  # largest number of failures, and of imprecise cases, in a report, which lists the smallest cases
 QUICK_SECONDS, SECONDS = 120.0, 600.0  # time limit of a judgement, including the function's own time
 REPEATS, QUICK_REPEATS = 12.0, 1.5  # seconds for calls that are repeated with the same inputs
 AHEAD = 6  # number of coming cases whose exact answers are computed while the function runs
@@ -71,23 +71,25 @@ def judge(
 ) -> Report:
     """Judge an attention function against float64: accuracy, purity, repeatability, and the causes of what is wrong.
 
-    The function runs in a process of its own: what it does there cannot end the judge.
+    The function runs in a process of its own, so that a crash of the function does not end the judge.
 
     Args:
         function: Called as function(q, k, v, causal=…, …) with torch tensors; or its name, MODULE:FUNCTION. Parameters
             of flash-attn, SDPA, FlashInfer and `flashpoint_kernels.attention` are recognised, and so are their layouts.
-        quick: About 10 seconds of the judge's own work in place of 60.
-        dtype: Data type to judge, or several, of float32, bfloat16 and float16; all that the function takes by default.
-        layout: Layout of q, k and v: bhsd, bshd, sbhd, shd, hsd, bsd or sd. Found by trial by default.
+        quick: Run fewer cases: about 10 seconds of the judge's own work in place of 60.
+        dtype: Data type to judge, or several, of float32, bfloat16 and float16; by default all three.
+        layout: Layout of q, k and v: bhsd, bshd, sbhd, shd, hsd, bsd or sd. By default it is found by trial calls.
         causal_alignment: top_left or bottom_right; by default bottom_right, and top_left for `is_causal`.
-        empty_rows: Rows without keys must be: `zero`, or `nan` to accept NaN, the default for SDPA's signature.
+        empty_rows: Required output of rows without keys: `zero`, or `nan`, which also accepts NaN. The default is `nan`
+            for SDPA's signature, and else `zero`.
         precision: `tf32` allows products of float32 in TF32.
-        require: More that must hold: accurate, deterministic, batch-invariant, masked-nan, lse-gradient, all.
+        require: Further properties that must hold: accurate, deterministic, batch-invariant, masked-nan, lse-gradient,
+            all.
         seed: Seed of all values.
-        seconds: Most seconds in all. The report lists the rest.
-        timeout: Seconds that one call may take; by default 60, and 20 with `quick`.
-        device: `cpu` or `cuda`; by default `cuda` where torch finds one.
-        only: One case, as a report has it (`Failure.case`); or sizes and options that all cases have.
+        seconds: Time limit in seconds for all cases. The report lists the cases that did not run.
+        timeout: Time limit in seconds for one call; by default 60, and 20 with `quick`.
+        device: `cpu` or `cuda`; by default `cuda` if torch finds a device.
+        only: One case to judge, as in a report (`Failure.case`); or sizes and options to set in all cases.
         save: File for the smallest failing case with its answers, as safetensors.
         progress: Called before each case. An exception that it raises ends the judgement.
         dtypes: The name of `dtype` before 0.3, which still works.
@@ -213,7 +215,7 @@ class _Judgement:
             self.outcomes.append(failed)
 
     def cases(self, only: Mapping[str, Any] | None) -> tuple[list[Case], bool]:
-        """Return the cases to judge, and whether relations are tested, too."""
+        """Return the cases to judge, and whether to test relations as well."""
         takes = self.trial.signature.options
         listed = cases.listed(self.seed, quick=self.quick, takes=takes, unlike_dims=True)
         if only is not None and "seed" in only and "values" in only:

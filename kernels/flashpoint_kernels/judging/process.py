@@ -29,7 +29,7 @@ _SENDING = 10.0  # seconds after the timeout within which an answer must be comp
 
 
 class EndedError(Exception):
-    """The function's process ended or was ended: it crashed, hung, or ran out of memory. `kind` is the first word."""
+    """The function's process ended or was ended. `kind` is the reason: `crash`, `hang` or `memory`."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -55,10 +55,10 @@ def _may_fork() -> bool:
 
 
 class _Spawner:
-    """A process that forks sessions. It has imported torch; with `function`, it is a fork that has the function, too.
+    """A process that has imported torch, and forks a process for each session (see `child`).
 
     Args:
-        function: The function that the forked process has.
+        function: The function of the sessions, if they cannot import it. It needs `fork`.
         fork: Fork this process, which takes almost no time. Otherwise start a new process, which imports torch.
     """
 
@@ -201,9 +201,7 @@ class Worker:
             raise self._ended() from None
 
     def answer(self, timeout: float) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return the facts and the answers of the call that `ask` sent. Raises EndedError after a crash or a
-        timeout.
-        """
+        """Return the facts and answers of the call that `ask` sent. Raises EndedError after a crash or a timeout."""
         return self._answer(timeout)
 
     def _answer(self, timeout: float) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -95,7 +95,7 @@ def batch_invariant(trial: Trial, case: Case) -> Property:
 
 
 def masked_nan(trial: Trial, case: Case) -> Property:
-    """Put NaN into keys and values that are hidden from most rows, and check the other rows."""
+    """Put NaN into keys and values that are hidden from most rows, and check that these rows stay finite."""
     name = "masked-nan"
     causal = replace(case, causal=True)
     if "causal" not in trial.signature.options or trial.signature.refuses(causal):

@@ -22,7 +22,8 @@ def smallest(
 ) -> Outcome:
     """Return the smallest failing call that is found within `seconds`.
 
-    `tells` returns how clearly a call shows the reported cause. A smaller call must show it as clearly.
+    `tells` returns how clearly a call shows the reported cause: 0, 1 or 2 (see `causes.tells`). A smaller call must
+    have at least the same number.
     """
     accuracy = [o for o in failed if o.relation == "accuracy" and o.status == "wrong"]
     start = time.monotonic()

@@ -44,7 +44,7 @@ class Signature:
 
     - `style`: `sdpa`, `flash-attn`, `flashinfer`, `flashpoint` or `plain`.
     - `takes`: maps our names of options and tensors to the function's names.
-    - `order`: positional arguments, by our names.
+    - `order`: the positional-only parameters after q, k and v, by our names.
     - `packed`: which tensors are one argument: `qkv`, `kv` or none. `ragged`: the function takes cu_seqlens.
     - `top_left`: the causal mask is aligned top left if the case does not name an alignment.
     """
@@ -178,7 +178,7 @@ class Call:
     signature: Signature
 
     def canonical(self, answers: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str | None]:
-        """Return answers in bhsd (or thd) by our names, and a message about a wrong shape or data type."""
+        """Return answers in bhsd (or thd) by our names, and a message about a wrong shape or data type, or None."""
         s, spec = self.signature, self.problem.spec
         canonical: dict[str, Tensor] = {}
         for name, t in answers.items():

@@ -42,7 +42,7 @@ class Outcome:
 
     - `status`: `right`, `imprecise`, `wrong`, `refused` (a clear exception), or `ended` (a crash, a hang, no memory).
     - `relation`: `accuracy`, or the property that the call tested.
-    - `excess`: error/L of each answer; `strict`: error/S.
+    - `excess`: the largest error/L of each answer; `strict`: the largest error/S. For S and L see `Limits`.
     """
 
     case: Case
@@ -248,8 +248,9 @@ class Trial:
             self.worker.stop()
 
     def repeat(self, case: Case, within: float, times: int) -> tuple[Outcome, list[Outcome]]:
-        """Repeat a call with the same inputs. Return outcomes for the first answers, and for answers with other
-        bits.
+        """Repeat a call with the same inputs.
+
+        Return an outcome for all calls, and one for each answer with other bits.
         """
         call = call_of(self.signature, case, values.draw(case), self.precision)
         request = call.request | {"op": "repeat", "within": within, "times": times}

@@ -1,7 +1,8 @@
 """Values of q, k, v and do that expose mistakes of kernels, in addition to normal values.
 
-A kind whose name ends with `-exact` has scores that float16 and bfloat16 represent: only two channels of q and k are
-not zero. Rounding to the data type then explains no error, so that the bound L stays narrow for 16-bit types.
+A kind whose name ends with `-exact` has scores that float16 and bfloat16 represent exactly: only one channel of q and k
+is not zero. Rounding to the data type then explains no error, so that the bound L (exact/bounds.py) stays narrow for
+16-bit types.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Draw:
 
     @property
     def root(self) -> float:
-        """The square root of D, or the number that makes a scaled score q·k equal to 1."""
+        """The product q·k whose scaled score is 1: sqrt(D), or 1/scale."""
         scale: float | None = self.case.scale
         return float(self.case.head_dim**0.5 if scale is None else 1 / scale)
 
@@ -60,7 +61,7 @@ def _power(x: float) -> float:
 
 
 def _shift(d: Draw, target: float) -> None:
-    """Add about the same number to all scores."""
+    """Set channel 0 of q and k so that it adds the same number to all scores: from target / 4 to target."""
     root = _power(math.sqrt(abs(target) * d.root))
     d.q[..., 0] = root
     d.k[..., 0] = math.copysign(root, target)
@@ -75,8 +76,9 @@ def _massive(d: Draw) -> None:
 
 
 def _low(d: Draw) -> None:
-    """Make all scores less than −5e4 (float16: −3,000), and no output near 0: a finite sentinel for −∞ gives outputs
-    near 0.
+    """Make all scores less than about −5e4 (in float16: −3,000 to −750), and all values about 3.
+
+    A finite number in place of −∞ as the first maximum then gives outputs near 0, which are wrong.
     """
     d.q.mul_(0.5)
     d.v.add_(3)
@@ -101,7 +103,7 @@ def _low_exact(d: Draw) -> None:
 
 
 def _neg_exact(d: Draw) -> None:
-    """Make scores of −512 and −640: their exp is 0 unless the maximum is subtracted."""
+    """Make scores of −512 and −516: their exp is 0 unless the maximum is subtracted."""
     d.clear()
     d.add(torch.where(torch.arange(d.case.kv_len) % 3 == 0, -512.0, -516.0))
 
@@ -112,7 +114,7 @@ def _high_exact(d: Draw) -> None:
 
 
 def _gap_exact(d: Draw) -> None:
-    """Give one key almost all weight and a value of 0, so that o depends on all other keys."""
+    """Give one key almost all weight and a value of 0, so that o is the sum over all other keys."""
     d.clear()
     x = -12.0 - torch.floor(68 * d.uniform(d.case.kv_len))
     at = d.key()
@@ -191,7 +193,7 @@ def _dup(d: Draw) -> None:
 
 
 def _edges(d: Draw) -> None:
-    """Make each query attend to one key: at the edge of a tile, at a power of 2, or at the end."""
+    """Make each query attend mainly to one key, whose index is at the edge of a tile or near the end."""
     m, n = d.case.kv_len, d.case.q_len
     at = [x for x in (*_EDGES, *_FAR_EDGES, m - 17, m - 16, m - 2, m - 1) if 0 <= x < m]
     chosen = torch.tensor([at[-1 - i % len(at)] for i in range(n)])
@@ -207,14 +209,14 @@ def _offset(d: Draw) -> None:
 
 
 def _flat(d: Draw) -> None:
-    """Make all weights equal and all values of one sign: sums with few bits stop growing."""
+    """Make all weights equal and all values positive: a sum in a type with few bits then stops growing."""
     d.clear()
     d.v.abs_().add_(1)
     d.do.abs_().add_(1)
 
 
 def _unseen(d: Draw) -> None:
-    """Give large scores and values to keys that only the last query sees, which reveals a mask that leaks."""
+    """Give large scores and values to the last keys, which a causal mask hides from most queries, to reveal leaks."""
     tail = max(1, d.case.kv_len // 4)
     d.k[:, :, -tail:] *= 4
     d.v[:, :, -tail:] *= 100

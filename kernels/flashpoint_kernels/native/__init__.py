@@ -1,8 +1,8 @@
 """CPU kernels in C: the forward (forward.c, called by forward.py) and the gradient (backward.c, backward.py).
 
-The forward reads keys in place, whatever their layout: contiguous, in pages, or in chunks; 8-bit keys, too. The bits of
-a row depend on the row, its keys and the options alone: not on other rows, on the place of the keys, or on the number
-of threads. Nor do the bits of a gradient depend on other sequences or on the number of threads.
+The forward reads keys, also 8-bit ones, in place, whatever their layout: contiguous, in pages, or in chunks. The bits
+of a row of o depend only on the row, its keys and the options: not on other rows, on the place of the keys, or on the
+number of threads. The bits of a gradient do not depend on other sequences or on the number of threads either.
 
 The library is compiled when the package is installed (build.py). Without it `library` returns None. Does not import
 torch.
@@ -47,7 +47,7 @@ class Library(NamedTuple):
     others: Functions
 
     def of(self, q_dtype: str) -> Functions:
-        """Return the functions for a data type of q. Only the type and the processor decide."""
+        """Return the functions for a data type of q. The choice depends only on the type and the processor."""
         return self.bfloat16 if q_dtype == "bfloat16" else self.others
 
 

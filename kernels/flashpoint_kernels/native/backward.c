@@ -1,14 +1,15 @@
 /* The gradient of attention on the CPU (FlashAttention-2, Dao 2023, Algorithm 2), from the forward's o and lse.
 
-   A part of the work is some queries of all query heads that share a key/value head, and all their keys. For each block
-   of KEYS keys and of QUERIES queries there are five products: S = Q K^T, dP = dO V^T, dV += P^T dO, dK += dS^T Q, dQ
-   += dS K. Between them, `differentiate` computes P and dS from S and dP in float32, with all options.
+   A part of the work is some queries, of all query heads that share a key/value head, with all keys of their sequence.
+   For each block of KEYS keys and each block of QUERIES queries there are five products: S = Q K^T, dP = dO V^T, dV +=
+   P^T dO, dK += dS^T Q, dQ += dS K. After the first two, `differentiate` computes P and dS from S and dP in float32,
+   with all options.
 
    Positions determine the order of all sums: the bits of a row of dQ depend only on the row, the keys that it sees and
    the options, and those of dK and dV only on their sequence. The distribution of parts over threads changes no bits.
 
-   Two files multiply: backward_float32.h, and backward_amx.h with Intel's AMX for bfloat16. build.py compiles this file
-   once for each instruction set, with ISA as the suffix of its functions. */
+   Two files compute the products: backward_float32.h, and backward_amx.h with Intel's AMX for bfloat16. build.py
+   compiles this file once for each instruction set, with ISA as the suffix of its functions. */
 
 #include "backward.h"
 #include "products.h"
@@ -20,8 +21,8 @@
 #include "backward_float32.h"
 #endif
 
-/* Write the gradients of a block of keys to dk and dv, or write or add them to the part's `sums`. `seen`: a query sees
-   one of the keys. */
+/* Write the gradients of a block of keys to dk and dv or, if the part has `sums`, write or add them there. `seen`:
+   whether any query sees any of the keys. */
 INLINE void write_keys(const struct call *call, const struct part *part, const struct scratch *own,
                        const struct block *block, int seen) {
     const enum type type = (enum type)call->type;
@@ -44,7 +45,7 @@ INLINE void write_keys(const struct call *call, const struct part *part, const s
     }
 }
 
-/* Return the part reduced to its key/value head number `head`. */
+/* Return the part with only its key/value head number `head`. */
 INLINE struct part of_head(const struct call *call, struct part part, int64_t head) {
     struct rows *of_queries[] = {&part.q, &part.o, &part.dout, &part.lse, &part.dlse, &part.dq, &part.mask, &part.dmask,
                                  &part.blocks};

@@ -16,12 +16,12 @@ struct rows {
     int64_t head, row;
 };
 
-/* `count` queries from `first` on, of one sequence and some key/value heads. Addresses are those of the sequence's
-   first row and the part's first head. Query i sees the keys [i + low, i + high) among the sequence's `keys`. Outputs
+/* `count` queries from `first` on, of one sequence and `heads` key/value heads. Addresses are those of the sequence's
+   first row and the part's first head. Query i sees the keys [i + low, i + high) of the sequence's `keys` keys. Outputs
    without an address are not computed. */
 struct part {
     int64_t heads;
-    struct rows q, o, dout, lse, dlse, dq; /* dout: the gradient of o; lse and dlse are float32, no dlse is 0 */
+    struct rows q, o, dout, lse, dlse, dq; /* dout: the gradient of o; lse and dlse are float32; an absent dlse is 0 */
     struct rows k, v, dk, dv;
     float *sums; /* null: write dk and dv. Else float32 (keys, dim + value_dim) of one head, to write or to add to */
     int64_t add; /* 1: add to `sums`; 0: write them */
@@ -40,17 +40,17 @@ struct call {
     int64_t mask_type, mask_step; /* stride from key to key in bytes, 0 for one number for all keys */
     double keep;                  /* 1 - dropout_p */
     struct dropout dropout;
-    int64_t dmask_step, dmask_adds; /* 1: parts add to dmask, float32; 0: it has the mask's type and all pairs */
+    int64_t dmask_step, dmask_adds; /* dmask_adds 1: parts add to dmask, float32; 0: parts write it in the mask's type */
     int64_t block_queries, block_keys; /* multiples of 16 */
     int64_t count;
     const struct part *parts;
 };
 
-/* The largest magnitude among the elements of a part's tensors. */
+/* The class of the largest magnitude among the elements of a part's tensors. */
 enum range {
     USUAL, /* no product overflows */
     LARGE, /* finite, but products may overflow: they then become the largest float32 */
-    NONFINITE, /* infinity or NaN, which must not reach queries that do not see them */
+    NONFINITE, /* infinity or NaN, which must not change the results of queries that do not see them */
 };
 
 /* The keys of one step: `keys` from `position` on. Its queries see only keys in [from, to). */
@@ -59,8 +59,8 @@ struct block {
     int all; /* each query sees each key of [from, to) */
 };
 
-/* The values lse and delta of each query of a part, head after head, and temporary memory. An lse of +inf marks a query
-   that sees no key: its probabilities are 0. */
+/* The values lse and delta (see `read_sums`) of each query of a part, head after head, and temporary memory. An lse of
+   +inf marks a query that sees no key: its probabilities are 0. */
 struct sums {
     float *lse, *delta;
     float *row;      /* memory for two rows of values */
@@ -106,7 +106,7 @@ NOINLINE uint32_t largest_bits(const char *rows, int64_t step, enum type type, i
     return largest_bits_of(rows, step, BFLOAT16, count, dim);
 }
 
-/* Return the range of a part: of its queries, and of the blocks of keys that they see. */
+/* Return the range of the elements of a part's queries, and of the blocks of keys that they see. */
 INLINE enum range range_of(const struct call *call, const struct part *part) {
     const enum type type = (enum type)call->type;
     const int64_t low = part->first + part->low, high = part->first + part->count - 1 + part->high;
@@ -206,7 +206,8 @@ INLINE void store_keys(char *row, enum type type, int64_t key, int64_t stop, flo
         for (int i = 0; i < LANES && key + i < stop; i++) store(row, type, key + i, x[i]);
 }
 
-/* Add one element for each of the keys [key, key + LANES) below `stop`; with a stride of 0, add their total. */
+/* Add one element of x for each of the keys [key, key + LANES) below `stop`; if `step` is 0, add their sum to one
+   element. */
 INLINE void add_keys(char *row, int64_t step, int64_t key, int64_t stop, floats x) {
     float sum;
     if (!step) {
@@ -225,8 +226,8 @@ INLINE void add_keys(char *row, int64_t step, int64_t key, int64_t stop, floats 
     store_keys(row, FLOAT32, key, stop, x);
 }
 
-/* Write zeros to the mask's gradient of some queries and the block's keys outside [from, to), unless parts add to
-   it. */
+/* Write zeros to the mask's gradient, for some queries and for the block's keys outside [from, to). Do nothing if parts
+   add to the gradient. */
 INLINE void clear_mask(const struct call *call, const struct part *part, int64_t head, int64_t first, int64_t count,
                        const struct block *block) {
     const int64_t size = size_of((enum type)call->mask_type), keys = block->keys;
@@ -239,8 +240,8 @@ INLINE void clear_mask(const struct call *call, const struct part *part, int64_t
     }
 }
 
-/* Compute P from S, and dS from dP, for one query and the block's keys [from, to). `plain` and `range` are constants;
-   `plain`: the scale is the only option, and the range is USUAL. */
+/* Compute P from S, and dS from dP, for one query and the block's keys [from, to). `plain` and `range` are compile-time
+   constants; `plain`: the scale is the only option, and the range is USUAL. */
 INLINE void differentiate(const struct call *call, const struct part *part, const struct sums *sums, struct row row,
                           int64_t place, int64_t head, int64_t query, const struct block *block, const enum range range,
                           const int plain) {
@@ -330,7 +331,8 @@ NOINLINE void differentiate_large(const struct call *call, const struct part *pa
     differentiate(call, part, sums, row, place, head, query, block, LARGE, 0);
 }
 
-/* Call the right version of `differentiate` for one query, whose lse and delta are at index `place` of `sums`. */
+/* Call the version of `differentiate` for the call's options, for one query whose lse and delta are at index `place` of
+   `sums`. */
 INLINE void differentiate_row(const struct call *call, const struct part *part, const struct sums *sums, struct row row,
                               int64_t place, int64_t head, int64_t query, const struct block *block, enum range range) {
     const int plain = call->softcap == 0 && !part->slopes && !part->mask.at && !part->dmask.at && !part->blocks.at &&

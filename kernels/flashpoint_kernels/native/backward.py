@@ -21,14 +21,16 @@ from flashpoint_kernels.native import calls, forward
 from flashpoint_kernels.native.forward import OF_SCORES, TYPES, Dropped
 from flashpoint_kernels.problems.reproducible import spread
 
-QUERIES = 128  # queries of a part are a multiple of this, which is a multiple of a block's
-_ROWS = 2048  # minimum queries of a part: the gradients of its keys need as much memory again
+QUERIES = 128  # the queries of a part are a multiple of this, except in the last part of a sequence
+# Minimum rows of a part, over the query heads of a key/value head: each part of a head needs memory of its own for the
+# gradients of the keys.
+_ROWS = 2048
 _PARTS = 8  # maximum parts of a key/value head
 _LEAST_FLOPS = 1 << 21  # minimum work of a thread: waking a thread takes about half as long
 
 
 class _Call(ctypes.Structure):
-    """struct call of backward.c."""
+    """`struct call` of backward.h."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("type", "dim", "value_dim", "group")),
@@ -39,7 +41,7 @@ class _Call(ctypes.Structure):
 
 
 class _Place(NamedTuple):
-    """Address of a tensor (N, H, S, …), and its strides in bytes; all are 0 if the tensor is absent."""
+    """The address of a tensor (N, H, S, …), and its strides in bytes; all are 0 if the tensor is absent."""
 
     address: int = 0
     batch: int = 0
@@ -51,8 +53,9 @@ class _Place(NamedTuple):
         return cls() if t is None else cls(t.data_ptr(), *(step * t.itemsize for step in t.stride()[:3]))
 
     def at(self, batch: Any, row: Any, head: int) -> tuple[Any, int, int]:
-        """Return the address of a sequence's first row in a head, and the strides of heads and rows. For arrays of
-        batch indices and rows, an array of addresses.
+        """Return the address of a sequence's first row in a head, and the strides of heads and rows.
+
+        If `batch` and `row` are arrays, with one element per sequence, so is the address.
         """
         if not self.address:
             return 0, 0, 0
@@ -60,10 +63,10 @@ class _Place(NamedTuple):
 
 
 class Sequence(NamedTuple):
-    """The position of a sequence in its tensors, and the keys that its queries see: query i the keys [i + low, i +
-    high) among `keys`.
+    """The position of a sequence in its tensors, and the keys that its queries see.
 
-    `batch`, `q_start` and `kv_start` are indices into the tensors; `number` selects dropout's words and ALiBi's slopes.
+    Query i sees the keys [i + low, i + high) of the sequence's `keys` keys. `batch`, `q_start` and `kv_start` are
+    indices into the tensors; `number` selects dropout's words and ALiBi's slopes.
     """
 
     batch: int
@@ -77,8 +80,9 @@ class Sequence(NamedTuple):
     offset: int
 
     def pairs(self, first: int, count: Any) -> Any:
-        """Estimate the number of keys that `count` queries see, at least one for each query. Members and `count` may be
-        arrays with one element per sequence.
+        """Estimate the number of (query, key) pairs of `count` queries, at least one for each query.
+
+        Members and `count` may be arrays with one element per sequence.
         """
         minimum, maximum = (np.minimum, np.maximum) if isinstance(self.keys, np.ndarray) else (min, max)
         seen = 0
@@ -88,9 +92,9 @@ class Sequence(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Queries of one sequence and some key/value heads; `pairs`: about how many keys they see.
+    """Queries of one sequence and some key/value heads, with an estimate of their (query, key) pairs.
 
-    `cut`: other parts share the keys of this part, which has a single head.
+    `cut`: the queries of the sequence are cut into several parts, which have the same keys; each has a single head.
     """
 
     sequence: Sequence
@@ -103,9 +107,7 @@ class _Part(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The tasks of one call; then, if a mask's gradient is summed, its sum and the gradient of one sequence to add to
-    it.
-    """
+    """The tasks of one call; and if a mask's gradient is summed over sequences, the sum and one sequence's gradient."""
 
     tasks: array[int]
     sum_and_part: tuple[Tensor, Tensor] | None
@@ -115,10 +117,11 @@ class Step(NamedTuple):
 class Backward:
     """The gradients of several sequences.
 
-    `t` has the tensors by name, as canonical views (see `problem`), with adjacent numbers in the rows of q, k, v, o and
-    do; lse, dlse, alibi_slopes and sinks are float32. It contains only the requested ones of dq, dk, dv, dattn_mask and
-    dsinks. `adds`: dattn_mask is float32 and 0, and its dimensions of step 0 are summed over; else it has the mask's
-    dtype and a number for each score. Sequences that share a mask are summed one by one, as by a call for each.
+    `t` has the tensors by name, as canonical views (see `problem`), with adjacent elements in the rows of q, k, v, o
+    and do; lse, dlse, alibi_slopes and sinks are float32. It contains only the requested ones of dq, dk, dv, dattn_mask
+    and dsinks. With `adds`, dattn_mask is float32 and initially 0, and gradients are summed over its dimensions of
+    stride 0; without, it has the mask's dtype and one element for each score. The gradients of sequences that share a
+    mask are added in order, one sequence after another.
     """
 
     t: Mapping[str, Tensor]
@@ -185,7 +188,7 @@ class Backward:
     def call(self, shares: list[list[Step]]) -> Callable[[], None]:
         """Return the call that runs and finishes shares without a mask's gradient and dsinks.
 
-        It may be called again while the tensors stay where they are.
+        It may be called again while the tensors stay at their addresses.
         """
         tasks = [self._call(step.tasks) for share in shares for step in share]
         compute = calls.prepared(self._function(), tasks, (self, shares))
@@ -206,7 +209,8 @@ class Backward:
                 partial_sums.zero_()
 
     def replay(self, shares: list[list[Step]], tensors: Mapping[str, int]) -> calls.Replay | None:
-        """Return a call that repeats the shares with other tensors. `tensors` has the current addresses of all tensors.
+        """Return a call that repeats the shares with other tensors, whose current addresses are in `tensors`.
+
         Return None if several parts add to the same elements, or if the call is too large to be kept.
         """
         if self._sums or self._dmask is not None or not shares:
@@ -286,7 +290,7 @@ class Backward:
                     yield _Part(sequence, head, step, *chunk, step * pairs_of_chunk, cut)
 
     def _share(self, groups: list[list[_Part]]) -> list[Step]:
-        """Return a thread's steps: one, or if masks' gradients are summed, one for each part of a group."""
+        """Return a thread's steps: one, or if masks' gradients are summed over sequences, one for each sequence."""
         if self._dmask is None:
             return [Step(self._tasks([part for group in groups for part in group]), None)]
         steps, (dmask, each) = [], (_once(self.t["dattn_mask"]), self.t["q"].shape[1] // self.t["k"].shape[1])
@@ -299,7 +303,11 @@ class Backward:
         return steps
 
     def _tasks(self, parts: list[_Part]) -> array[int]:
-        """Return the tasks of a call. A call with the first part of a head adds the parts' sums itself, in order."""
+        """Return the tasks of a call.
+
+        If the call contains the first part of a head that is cut, the head's later parts in this call add to the sums
+        of the first, in order. Else each part has sums of its own, which `finish` adds.
+        """
         tasks = array("q")
         for _, alike in groupby(parts, lambda part: part[:2]):
             run = list(alike)
@@ -315,7 +323,7 @@ class Backward:
         return tasks
 
     def _task(self, part: _Part, sums: int, adds: bool, dsinks: Any) -> list[Any]:
-        """Return one `struct part` of backward.c with the members in PART. `dsinks` is the address for head 0, or 0."""
+        """Return one `struct part` of backward.h with the members in PART. `dsinks` is the address for head 0, or 0."""
         sequence, t = part.sequence, self.t
         query = part.head * t["q"].shape[1] // t["k"].shape[1]
         numbers: list[Any] = [part.heads]

@@ -4,7 +4,7 @@
    dS are tiles of b. For dQ = dS K, rows of dS are tiles of a. Rows that fill the last tile are zeros.
 
    backward_float32.h computes parts with infinity, NaN, or numbers whose products may overflow: a tile product adds
-   sums of even and of odd places, which could be infinities of both signs. */
+   the sums of even and of odd elements, which could be infinities of opposite signs. */
 
 #include "tiles.h"
 
@@ -129,7 +129,8 @@ INLINE const float *dq_row(struct scratch *own, int64_t row) {
 
 /* ---- one block of queries and one block of keys ---- */
 
-/* Round P and dS of a strip to tiles for products over the keys [from, to); `first` is its first query in the block. */
+/* Round P and dS of a strip to bfloat16 tiles for products over the keys [from, to). `first` is the strip's first query
+   in the block. */
 NOINLINE void round_strip(struct scratch *own, int64_t first, int64_t from, int64_t to) {
     char *p_pairs = own->p_pairs + first / STRIP * STRIP_BYTES, *ds_pairs = own->ds_pairs + first / STRIP * STRIP_BYTES;
     for (int64_t i = 0; i < STRIP; i += 2)
@@ -158,7 +159,8 @@ INLINE void clear(struct scratch *own, int64_t first, int64_t last, int64_t from
     }
 }
 
-/* Add the products of a block of a head's queries, which starts at `row` of the scratch, and a block of keys. */
+/* Add the contributions of one block of queries of a head and one block of keys to dQ, dK and dV. The queries start at
+   row `row` of the scratch memory. */
 NOINLINE void step(const struct call *call, const struct part *part, struct scratch *own, enum range range, int64_t row,
                    int64_t head, int64_t first, int64_t count, const struct block *block) {
     const int64_t dim = own->dim, value_dim = own->value_dim, from = block->from, to = block->to, rows = rows_of(count);

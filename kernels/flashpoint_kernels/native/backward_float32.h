@@ -2,7 +2,7 @@
 
 #define UNIT 16    /* zeros fill dimensions up to a multiple of this */
 #define QUERIES 64 /* queries of a block: S and dP stay in the L1 cache */
-#define PITCH (KEYS + 16) /* stride of rows of S in floats: not a multiple of many cache lines */
+#define PITCH (KEYS + 16) /* stride of rows of S in floats; not a power of two, so that rows use different cache sets */
 
 struct scratch {
     struct sums sums;
@@ -101,8 +101,8 @@ NOINLINE void add_product(float *c, const float *a, int64_t a_row, int64_t a_ste
     multiply(c, width, a, a_row, a_step, b, width, rows, width, depth, ADD);
 }
 
-/* Add the products of a's elements and rows of b to a row c, as tiles do, but skip rows of b where `seen` is 0: these
-   may contain infinity or NaN. */
+/* Add the sum of the rows of b, weighted by the elements of a, to the row c. Skip rows of b where `seen` is 0, which
+   may contain infinity or NaN. The order of additions is that of `tile`. */
 NOINLINE void add_seen(float *c, const float *a, const uint8_t *seen, int64_t step, const float *b, int64_t width,
                        int64_t depth) {
     for (int64_t d = 0; d < width; d += LANES) {
@@ -118,7 +118,8 @@ NOINLINE void limit(float *numbers, int64_t count) {
     for (int64_t n = 0; n < count; n += LANES) store_floats(numbers + n, within_range(load_floats(numbers + n)));
 }
 
-/* Compute products again with exact sums where they left float32's range. a is (rows, depth), b is (columns, depth). */
+/* Compute the elements of c = a b^T that are infinite or NaN again with float64 sums, limited to float32's range. a is
+   (rows, depth), b is (columns, depth). */
 NOINLINE void put_right(float *c, const float *a, const float *b, int64_t rows, int64_t columns, int64_t depth) {
     for (int64_t i = 0; i < rows; i++)
         for (int64_t j = 0; j < columns; j++) {
@@ -129,7 +130,8 @@ NOINLINE void put_right(float *c, const float *a, const float *b, int64_t rows, 
         }
 }
 
-/* Add the products of a block of a head's queries, which starts at `row` of the scratch, and a block of keys. */
+/* Add the contributions of one block of queries of a head and one block of keys to dQ, dK and dV. The queries start at
+   row `row` of the scratch memory. */
 NOINLINE void step(const struct call *call, const struct part *part, struct scratch *own, enum range range, int64_t row,
                    int64_t head, int64_t first, int64_t count, const struct block *block) {
     const int64_t dim = own->dim, value_dim = own->value_dim, from = block->from, keys = block->to - block->from;

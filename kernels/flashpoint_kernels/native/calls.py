@@ -41,12 +41,12 @@ def _functions() -> tuple[Any, Any]:
 
 
 def share(compute: Any, calls: Sequence[ctypes.Structure]) -> None:
-    """Run calls of one function, the first in this thread and each other one on its own thread."""
+    """Run calls of one function: the first in this thread, and each of the others in a thread of its own."""
     prepared(compute, calls)()
 
 
 def prepared(compute: Any, calls: Sequence[ctypes.Structure], held: object = None) -> Callable[[], None]:
-    """Return a function that runs these calls like `share`, any number of times; it keeps `held` alive."""
+    """Return a function that runs these calls like `share`, any number of times. The function keeps `held` alive."""
     memory, size, count = (type(calls[0]) * len(calls))(*calls), ctypes.sizeof(calls[0]), len(calls)
     run = _functions()[0]
 
@@ -78,8 +78,10 @@ class Table:
         self._relative(column, _ITSELF, address)
 
     def followed_by(self, column: int, parts: Sequence[array[int]]) -> int:
-        """Mark a member as the address of its row's part. The parts follow this table one after another. Return the end
-        of the last part, in bytes from the beginning of the table.
+        """Mark a member as the address of data in the replay's memory: in row n, of `parts[n]`.
+
+        The parts follow this table one after another. Return the end of the last part, in bytes from the beginning of
+        the table.
         """
         edges = [*accumulate((8 * len(part) for part in parts), initial=self.numbers.nbytes)]
         self.numbers[:, column] = edges[:-1]
@@ -92,8 +94,10 @@ class Table:
 
 
 class Replay:
-    """Calls of one function that can be repeated with other tensors of equal shapes and strides. `calls` is the table
-    of calls. `tables` contains the data to which the calls point, in the order in which it follows them in memory.
+    """Calls of one function that can be repeated with other tensors of equal shapes and strides.
+
+    `calls` is the table of calls. `tables` are the data to which the calls point. In memory they follow the calls, in
+    this order.
     """
 
     __slots__ = ("_call", "_compute", "_replay", "bases", "count", "integers", "size")

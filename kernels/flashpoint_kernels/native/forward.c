@@ -1,15 +1,15 @@
 /* The forward of attention on the CPU (FlashAttention, Dao et al. 2022, Algorithm 1).
 
-   A task is some queries of one sequence; the query heads that share a key/value head are rows of one block of work
-   (grouped-query attention, Ainslie et al. 2023). Keys come in blocks at fixed positions of the sequence. Each CHUNK of
-   keys starts a new softmax, and the chunks are merged in order, so that threads may share a sequence.
+   A task is some queries of one sequence. The queries of all heads that share a key/value head are rows of one matrix
+   (grouped-query attention, Ainslie et al. 2023). Keys are processed in blocks at fixed positions of the sequence. Each
+   CHUNK of keys starts a new softmax, and the chunks are merged in order, so that threads may share a sequence.
 
    Positions determine the order of all sums: the bits of a row do not depend on other rows or their number, on the
    place of keys in memory, or on the distribution of chunks over threads. A key that a row does not see adds nothing or
    a zero. Both give the same bits, because the sign of a zero is lost at the end.
 
-   Two files multiply: forward_float32.h, and forward_amx.h with Intel's AMX for bfloat16. build.py compiles this file
-   once for each instruction set, with ISA as the suffix of its functions. */
+   Two files compute the matrix products: forward_float32.h, and forward_amx.h with Intel's AMX for bfloat16. build.py
+   compiles this file once for each instruction set, with ISA as the suffix of its functions. */
 
 #include "forward.h"
 
@@ -22,13 +22,13 @@
 
 /* ---- chunks of keys, and the merge of their softmaxes ---- */
 
-/* The softmax of a row over the keys so far, without o, which is stored elsewhere and not normalised. `most` is the
-   largest score. */
+/* The softmax of a row over the keys so far: the largest score, and the sum of the exponentials. The row of o, not yet
+   divided by the sum, is stored elsewhere. */
 struct row {
     float most, sum;
 };
 
-/* Merge the softmax of a later chunk into `total`. */
+/* Merge the softmax of a later chunk, `row` and `o`, into `total` and `total_o`. */
 INLINE void merge(struct row *total, float *total_o, struct row row, const float *o, int64_t value_dim, float factor) {
     const float found = row.most > total->most ? row.most : total->most;
     const float base = found > -__builtin_inff() ? found : 0;
@@ -63,7 +63,7 @@ INLINE void finish(const struct call *call, const struct task *task, const struc
     }
 }
 
-/* Return the count of floats in the state of one row: the largest score, the sum, and o. */
+/* Return the number of floats in the state of one row: the largest score, the sum, and o. */
 INLINE int64_t state_size(const struct call *call) { return 2 + padded(call->value_dim); }
 
 INLINE void load_state(struct row *row, float *o, const float *state, int64_t width) {
@@ -175,8 +175,8 @@ int PASTE(flashpoint_forward_, ISA)(const struct call *call) {
     return 0;
 }
 
-/* Merge in order the states of all chunks, which calls with `parts` have written; write o and lse. Return 0, or 1 if
-   memory is missing. */
+/* Merge the states of all chunks in order, and write o and lse. Earlier calls with `parts` have written the states.
+   Return 0, or 1 if memory is missing. */
 int PASTE(flashpoint_merge_, ISA)(const struct call *call) {
     const int64_t width = padded(call->value_dim), size = state_size(call);
     float *total = aligned_alloc(64, sizeof(float) * width);

@@ -1,5 +1,5 @@
-/* The structures of a forward call, and the common part of forward_float32.h and forward_amx.h: find addresses of keys
-   and the keys that a row sees, and compute scores from products of queries and keys. */
+/* The structures of a forward call, and the common part of forward_float32.h and forward_amx.h: find the addresses of
+   keys, find the keys that a row sees, and compute scores from products of queries and keys. */
 
 #ifndef FLASHPOINT_FORWARD
 #define FLASHPOINT_FORWARD
@@ -11,7 +11,8 @@
 #define CHUNK 1024 /* keys of one softmax; also in native/forward.py */
 #define MOST_GROUPS 16 /* largest number of groups in a block */
 
-/* `tokens` keys and values of all heads. Addresses are for head 0; strides between heads are in bytes. */
+/* The addresses of `task.tokens` consecutive keys and values, of all heads. Addresses are for head 0; strides between
+   heads are in bytes. */
 struct span {
     const char *k, *v;
     int64_t k_head, v_head;
@@ -19,7 +20,7 @@ struct span {
     int64_t k_scale_head, v_scale_head;
 };
 
-/* Queries of one sequence. `state` is null, or their initial softmax, over earlier keys: see `state_size`. */
+/* Queries of one sequence. `state` is null, or the state of their softmax over earlier keys: see `state_size`. */
 struct reader {
     const char *q;
     int64_t q_head, q_row; /* strides in bytes */
@@ -30,8 +31,8 @@ struct reader {
 
 /* Some heads of one sequence. Query i sees the keys [i + low, i + high), among [start, stop). Strides are in bytes.
 
-   A task with `readers` has queries of several sequences that see all of its keys. It writes the states of the readers,
-   but not o and lse; `own.queries` is then the sum of the readers' queries. */
+   A task with `readers` has queries of several sequences that see all of its keys (a common prefix). It writes the
+   state of each reader, but not o and lse; `own.queries` is then the sum of the readers' queries. */
 struct task {
     struct reader own;
     char *o;
@@ -55,7 +56,7 @@ struct task {
 };
 
 struct call {
-    int64_t k_type, q_type; /* `enum type` of q and o, and of k and v */
+    int64_t k_type, q_type; /* `enum type` of k and v, and of q and o */
     int64_t dim, value_dim, group;
     int64_t k_row, v_row; /* strides from key to key in bytes */
     double scale, softcap; /* softcap: 0 is off */
@@ -69,8 +70,8 @@ struct call {
 
 /* ---- queries ---- */
 
-/* An iterator over the rows of a task. Rows are in the order of readers, and for each reader in the order of query
-   heads. */
+/* An iterator over the rows of a task, one for each query head and query. Rows are in the order of readers, then of
+   query heads, then of queries. */
 struct cursor {
     const struct reader *reader;
     int64_t row;
@@ -90,13 +91,15 @@ INLINE const char *next_query(const struct call *call, struct cursor *cursor, in
 
 /* ---- addresses of keys ---- */
 
-/* GROUP keys and values with constant strides in bytes. At the edges of a sequence some of them do not exist. */
+/* The addresses of GROUP keys and values, which have constant strides in bytes. At the edges of a sequence some of the
+   keys do not exist. */
 struct group {
     const char *k, *v;
     int64_t k_step, v_step;
 };
 
-/* A block of keys from `position` on; the keys [from, to) exist. `copies` has room for groups that cross spans. */
+/* A block of keys from `position` on; the keys [from, to), counted from `position`, exist. `copies` is memory for
+   copies of groups whose keys are in several spans. */
 struct keys {
     int64_t position, from, to;
     struct group groups[MOST_GROUPS];
@@ -108,7 +111,8 @@ INLINE int64_t copy_size(const struct call *call, int64_t block) {
     return block * (call->dim + call->value_dim) * size_of((enum type)call->k_type);
 }
 
-/* Find which keys [from, to) of the block exist. They are in the group whose first key is `first`. */
+/* Find the addresses and scales of the keys [from, to) of the block, all in the group whose first key is `first`. Copy
+   the group to `copies` if its keys are in several spans. */
 INLINE void locate_group(struct keys *keys, const struct call *call, const struct task *task, int64_t head, int64_t first,
                          int64_t from, int64_t to, char *copies) {
     const int64_t size = size_of((enum type)call->k_type), k_bytes = call->dim * size, v_bytes = call->value_dim * size;
@@ -137,14 +141,14 @@ INLINE void locate_group(struct keys *keys, const struct call *call, const struc
     }
 }
 
-/* Find the keys of the block of `block` keys that contains `position`, for one head, within [start, stop). */
+/* Find the addresses of one head's keys in the block of `block` keys that contains `position`, within [start, stop). */
 INLINE void locate_block(struct keys *keys, const struct call *call, const struct task *task, int64_t head,
                          int64_t position, const int64_t block) {
     keys->position = position / block * block;
     keys->from = greater(task->start - keys->position, 0);
     keys->to = lesser(task->stop - keys->position, block);
     head += task->first_head;
-    if (call->k_type >= INT8) { /* also for keys that do not exist, which tiles multiply by probabilities of 0 */
+    if (call->k_type >= INT8) { /* keys that do not exist have scale 0: tiles multiply it by probabilities of 0 */
         memset(keys->k_scale, 0, sizeof keys->k_scale);
         memset(keys->v_scale, 0, sizeof keys->v_scale);
     }
@@ -157,7 +161,7 @@ INLINE void locate_block(struct keys *keys, const struct call *call, const struc
 
 /* ---- visibility of keys ---- */
 
-/* The keys of a block that a row sees: keys in [low, high) whose group has its bit set. */
+/* The keys of a block that a row sees: keys in [low, high) whose group has its bit set in `groups`. */
 struct sight {
     int32_t low, high;
     uint32_t groups;
@@ -207,8 +211,8 @@ INLINE int look(const struct call *call, const struct task *task, const struct k
 
 /* ---- scores from products ---- */
 
-/* How to compute scores from the softmax's inputs. If the scale is the only option, the inputs are unscaled products,
-   which minimises rounding. Otherwise `adjust` first turns products into scores. */
+/* How to compute scores from the softmax's inputs. If the scale is the only option, the inputs are unscaled products of
+   queries and keys, which minimises rounding. Otherwise `adjust` first computes scores, and these are the inputs. */
 struct units {
     int adjusts;
     float unit, factor; /* score = unit · input, and e^score = 2^(factor·input) */
@@ -227,8 +231,8 @@ INLINE const char *mask_row(const struct task *task, int64_t query, int64_t head
     return task->mask ? task->mask + head * task->mask_head + query * task->mask_row : 0;
 }
 
-/* Make scores from one row's products with the keys [from, to) of a block. `head` is the query head. Numbers beyond
-   float32's range become its largest, unless they come from infinities. */
+/* Compute scores from one row's products with the keys [from, to) of a block. `head` is the query head. Results beyond
+   float32's range become the largest float32 of their sign, unless an operand is infinite. */
 INLINE void adjust(const struct call *call, const struct task *task, const struct keys *keys, float *s, int64_t query,
                    int64_t head, int64_t from, int64_t to) {
     const char *mask = mask_row(task, query, head);
@@ -267,7 +271,7 @@ INLINE int sees(const struct call *call, const struct task *task, const struct k
 
 INLINE int is_finite(float x) { return is_number(splat(x))[0]; }
 
-/* Return a product as float32 from its exact sum; finite sums stay in float32's range. */
+/* Convert the float64 sum of a product of q and k to float32; a finite sum is limited to float32's range. */
 INLINE float product_of(double sum) {
     return sum - sum == 0 ? in_float32(sum) : (float)sum;
 }

@@ -38,7 +38,7 @@ class Dropped(ctypes.Structure):
         return cls(seed & 0xFFFFFFFF, seed >> 32, drop_below(p) - 1, 1)
 
 
-# Members of `struct call` in forward.c and backward.c: the options that turn q·k into probabilities.
+# Members of `struct call` in forward.h and backward.h: the options that turn q·k into probabilities.
 OF_SCORES = (
     ("scale", ctypes.c_double),
     ("softcap", ctypes.c_double),
@@ -74,7 +74,8 @@ class _Call(ctypes.Structure):
 class Forward:
     """Attention of several tiles of queries with `heads` key/value heads each, of `group` query heads.
 
-    A unit is one key/value head of a tile or of a shared prefix. `held` keeps the memory at the addresses alive.
+    A unit of work is one key/value head of a tile or of a shared prefix. `held` keeps the memory at the addresses
+    alive.
     """
 
     q_dtype: torch.dtype  # also o's
@@ -142,7 +143,8 @@ class Forward:
     def shares(self, workers: int) -> tuple[list[list[int]], list[tuple[list[int], torch.Tensor]]]:
         """Cut the work into about equal tasks for `workers` threads: between units, or between chunks if units are few.
 
-        Return the tasks of each thread; and for each unit that threads share, its task for `merge` and its memory.
+        Return the tasks of each thread; and for each unit that several threads share, its task for `merge` and the
+        memory for the states of its chunks.
         """
         if workers < 2:
             return [self._whole(0, self.units)], []
@@ -210,8 +212,9 @@ class Forward:
     def call(
         self, shares: Sequence[Sequence[int]], merged: Sequence[tuple[list[int], torch.Tensor]] = ()
     ) -> Callable[[], None]:
-        """Return the call that computes shares of the work, each in a thread of its own, and then merges the units that
-        threads share. It may be called again while the tensors stay where they are.
+        """Return the call that computes each share in its own thread, and then merges the units that threads share.
+
+        It may be called again while the tensors stay at their addresses.
         """
         functions, memory = self._functions(), [array("q", tasks) for tasks in shares]
         compute = calls.prepared(functions.forward, [self._call(tasks) for tasks in memory], (self, memory))
@@ -227,8 +230,10 @@ class Forward:
         return compute_and_merge
 
     def replay(self, shares: Sequence[Sequence[int]], spans: Spans, tensors: Mapping[str, int]) -> calls.Replay | None:
-        """Return a call that repeats the shares with other q, k, v, o and lse. `tensors` has their current addresses,
-        in any order. Return None if the call is too large to be kept.
+        """Return a call that repeats the shares with other q, k, v, o and lse; None if it is too large to be kept.
+
+        `tensors` has the current addresses of these tensors. The call takes the new addresses in the order of
+        `tensors`.
         """
         number = {name: place for place, name in enumerate(tensors)}
         memory = [array("q", tasks) for tasks in shares]
@@ -258,7 +263,10 @@ class Forward:
         return tasks
 
     def _part(self, row: Rows, head: int, first: int, last: int, states: torch.Tensor) -> list[int]:
-        """Return the task for the chunks [first, last) of a head. Its memory has room for the states of all chunks."""
+        """Return the task for the chunks [first, last) of a head.
+
+        `states` is memory for the states of all its chunks.
+        """
         edge = row.start // CHUNK
         start, stop = max(row.start, (edge + first) * CHUNK), min(row.stop, (edge + last) * CHUNK)
         return self._task(row, head, 1, start, stop, states.data_ptr() + first * states.stride(0) * 4)

@@ -1,9 +1,9 @@
 /* The forward by AMX, for bfloat16 queries, and keys of bfloat16 or of 8 bits, which are exact in bfloat16.
 
-   Scores are computed as S^T = K Q^T: rows of keys in memory are tiles, and the lanes of a vector are 16 queries, so
-   that their softmax needs no sums over lanes. With many rows o^T = V^T P^T; with at most 16 rows o = P V, which only
-   pairs the rows of values. Both sum keys in the same order, so the bits are the same. Rows that fill the last tile are
-   zeros. */
+   Scores are computed as S^T = K Q^T: tiles are loaded from rows of keys in memory, and the lanes of a vector are 16
+   queries, so that their softmax needs no sums over lanes. With many rows, o is computed as o^T = V^T P^T. With at most
+   16 rows it is computed as o = P V, which does not transpose the values. Both sum over keys in the same order, so the
+   bits are the same. Rows that fill the last tile are zeros. */
 
 #include "tiles.h"
 
@@ -13,7 +13,7 @@
 #define STRIP 32       /* rows of a strip, two tiles: a block is computed strip by strip */
 #define SCORES (BLOCK * QUERIES)
 #define PAIRS (STEPS * TILE_BYTES) /* bytes of a tile of queries in p */
-#define FEW 2          /* with at most so many tiles of rows, the next block is prefetched key by key */
+#define FEW 2          /* with at most this number of tiles of rows, the next block is prefetched key by key */
 
 #if LANES != 16
 #error "queries are the 16 lanes of a vector"
@@ -35,7 +35,7 @@ struct scratch {
     char *p;                      /* a strip's probabilities as tiles of b */
     char *turned;                 /* p as tiles of a, for one tile of queries */
     char *values;                 /* the block's values, as tiles of a, or as tiles of b for one tile of queries */
-    char *k_rows, *v_rows;        /* (BLOCK, dim), (BLOCK, value_dim): copies of rows that are not tiles */
+    char *k_rows, *v_rows;        /* (BLOCK, dim), (BLOCK, value_dim): copies of rows that tiles cannot load in place */
     char *infinite;               /* (BLOCK, value_dim): values before the removal of infinities and NaN */
     char *pairs;                  /* a tile of b for each 16 columns */
     float *row;                   /* a row in float32 */
@@ -44,8 +44,8 @@ struct scratch {
     struct sight *sights;
     struct rows_of_keys k[STEPS], v[STEPS];
     int64_t tiles_of_queries, dim, value_dim; /* dimensions are multiples of STEP */
-    float q_peak; /* the largest absolute number of q; infinity also for NaN */
-    struct tile_shapes before;
+    float q_peak; /* the largest absolute value in q; infinity if q has an infinity or a NaN */
+    struct tile_shapes before; /* the thread's tile configuration before the call */
 };
 
 INLINE int64_t in_steps(int64_t dim) { return (dim + STEP - 1) / STEP * STEP; }
@@ -102,8 +102,8 @@ INLINE void copy_row(char *to, const char *from, enum type type, int64_t dim, in
 INLINE int64_t step_of(const struct group *group, const int value) { return value ? group->v_step : group->k_step; }
 INLINE const char *row_of(const struct group *group, const int value) { return value ? group->v : group->k; }
 
-/* Find the rows of two groups. Use the rows in place if all exist, fill whole tiles and have one stride; otherwise copy
-   them. `value`: rows are values, not keys. */
+/* Find the rows of two groups. Use the rows in place if `copied` is 0, all rows exist, fill whole tiles and have one
+   stride; otherwise copy them. `value`: rows are values, not keys. */
 INLINE struct rows_of_keys find_rows(const struct call *call, struct scratch *own, const struct keys *keys, int64_t first,
                                      const int value, int copied) {
     const struct group *group = keys->groups + first / GROUP;
@@ -127,7 +127,8 @@ INLINE const char *key_row(const struct rows_of_keys *rows, int64_t key) {
     return rows[key / STEP].at[key % STEP / GROUP] + key % GROUP * rows[key / STEP].step;
 }
 
-/* Return, element by element, the larger magnitude of bfloat16 numbers as bits: infinity and NaN exceed all others. */
+/* Return for each of STEP elements the larger of `peak` and the magnitudes in a bfloat16 row, as bits. As bits,
+   infinity and NaN are larger than all finite numbers. */
 INLINE __m512i peak_of_row(__m512i peak, const char *row, int64_t width) {
     for (int64_t d = 0; d < width; d += STEP)
         peak = _mm512_max_epu16(peak, _mm512_and_si512(_mm512_loadu_si512(row + 2 * d), _mm512_set1_epi16(0x7fff)));
@@ -166,7 +167,8 @@ INLINE float peak_of_keys(const struct rows_of_keys *rows, const struct keys *ke
     return peak_of(peak);
 }
 
-/* Remove infinities and NaN from the block's values: some row may not see them. Return whether there were any. */
+/* Replace infinities and NaN in the block's values by 0: for a row that does not see them, a probability of 0 times
+   infinity would be NaN. Return whether there were any. */
 INLINE int take_out_infinite(struct scratch *own, const struct keys *keys) {
     const int64_t bytes = own->value_dim * 2;
     if (peak_of_keys(own->v, keys, own->value_dim) <= MOST) return 0;
@@ -189,7 +191,7 @@ INLINE int take_out_infinite(struct scratch *own, const struct keys *keys) {
     return 1;
 }
 
-/* Prefetch the rows of the next block that correspond to rows of this block. */
+/* Prefetch STEP rows of the next block, from row `first` on. */
 INLINE void prefetch_step(const struct keys *next, int64_t first, const int value, int64_t bytes) {
     for (int64_t j = greater(first, next->from); j < lesser(first + STEP, next->to); j++) {
         const struct group *group = next->groups + j / GROUP;
@@ -214,7 +216,7 @@ INLINE void pack_values(struct scratch *own, const struct keys *keys, const stru
 
 /* ---- matrix products ---- */
 
-/* The range of steps of STEP keys that any row of a strip sees. */
+/* The smallest range of steps [low, high), of STEP keys each, that contains all keys that the rows of a strip see. */
 struct hull {
     int64_t low, high;
 };
@@ -264,7 +266,8 @@ INLINE float bfloat16_at(const char *p) {
     return x;
 }
 
-/* Correct the products of a tile of queries and a key that are infinite or NaN although both factors are finite. */
+/* Correct the products of a tile of queries and one key that overflowed: they are infinite or NaN although the query
+   and the key are finite. */
 NOINLINE void put_right(const struct scratch *own, float *s, int64_t tile, int64_t key) {
     const char *k = key_row(own->k, key), *q = own->q + tile * own->dim / STEP * TILE_BYTES;
     for (int64_t i = 0; i < QUERIES; i++) {
@@ -308,7 +311,7 @@ struct lanes {
     floats base, even, odd; /* `base` is subtracted from scores; `even` and `odd` are sums over even and odd keys */
 };
 
-/* Make scores from the products of a tile of queries, query by query. `s` starts at the tile's first key. */
+/* Compute scores from the products of a tile of queries, query by query. `s` starts at the tile's first key. */
 NOINLINE void adjust_tile(const struct call *call, const struct task *task, struct scratch *own, const struct keys *keys,
                           int64_t head, float *s, int64_t tile, struct hull hull, const int tiles) {
     const int64_t rows = call->group * task->own.queries;
@@ -367,7 +370,7 @@ INLINE void rescale(struct scratch *own, int64_t tile, floats alpha, const int t
         store_floats(o + d * 16, load_floats(o + d * 16) * (tiles == 1 ? splat(alpha[d % 16]) : alpha));
 }
 
-/* Find the largest scores, and multiply earlier sums by the resulting factors. */
+/* Find the largest score of each query in a tile, and multiply its earlier sums and o by the resulting factor. */
 INLINE struct lanes begin_softmax(struct scratch *own, const float *s, int64_t tile, struct hull hull, float factor,
                                   const int tiles) {
     float *most = own->most + tile * QUERIES;
@@ -379,8 +382,8 @@ INLINE struct lanes begin_softmax(struct scratch *own, const float *s, int64_t t
     return (struct lanes){base, load_floats(own->sum + tile * QUERIES) * alpha, splat(0)};
 }
 
-/* Compute probabilities, stored as pairs, from the scores of STEP keys. `drawn` is null without dropout, `v_scale` is
-   null without scales. */
+/* Compute probabilities from the scores of STEP keys, and store those of two consecutive keys as pairs. `drawn` is null
+   without dropout, `v_scale` is null without scales. */
 INLINE void exponentials(const struct call *call, const float *s, char *p, struct lanes *lanes, int64_t step, float factor,
                          const uint32_t *drawn, const float *v_scale, const int tiles) {
     const floats base = lanes->base;
@@ -435,7 +438,9 @@ INLINE void end_chunk(const struct call *call, struct scratch *own, int64_t rows
 struct block {
     const struct keys *keys, *next; /* next: the block to prefetch, or null */
     int64_t head, rows;
-    int whole, in_range, infinite; /* all rows see all keys; products cannot exceed the range; see `take_out_infinite` */
+    /* whole: all rows see all keys; in_range: products cannot exceed float32's range; infinite: `take_out_infinite`
+       replaced values */
+    int whole, in_range, infinite;
 };
 
 INLINE void multiply_step(const struct call *call, struct scratch *own, const struct block *block, float *s, int64_t tile,
@@ -451,7 +456,7 @@ INLINE int sees_all(const struct sight *sights) {
     return all;
 }
 
-/* Make scores from a strip's products, and begin the softmax. */
+/* Compute scores from a strip's products, and begin the softmax. */
 INLINE void begin_strip(const struct call *call, const struct task *task, const struct units *units, struct scratch *own,
                         const struct block *block, float *s, int64_t tile, struct hull hull, struct lanes *lanes,
                         const int tiles) {

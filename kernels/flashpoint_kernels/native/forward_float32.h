@@ -1,7 +1,7 @@
 /* The forward by float32 products, for all types: keys and values are converted block by block.
 
-   For each block of keys and each STRIP of rows: scores, the online softmax, and the sum of values, so that
-   probabilities stay in the L1 cache. */
+   For each block of keys, each STRIP of rows computes its scores, the online softmax and the weighted sum of values
+   before the next strip, so that its probabilities stay in the L1 cache. */
 
 #define BLOCK 128
 #define STRIP 24 /* a multiple of TALL */
@@ -16,10 +16,10 @@ struct scratch {
     float *s;                 /* (STRIP, BLOCK): scores, then probabilities */
     float *panels, *values;   /* the block's keys, see `panel_columns`, and its values (BLOCK, value_dim) */
     float *infinite;          /* (BLOCK, value_dim): values before the removal of infinities and NaN */
-    float *rows;              /* (GROUP, dim + 16): keys to write as columns */
+    float *rows;              /* (GROUP, dim + 16): keys, before `panel_columns` */
     struct sight *sights;
-    uint32_t *room; /* for dropout */
-    float q_peak;   /* the largest absolute number of q; infinity and NaN are above all */
+    uint32_t *room; /* memory for the random words of dropout */
+    float q_peak;   /* the largest absolute value in q; infinity if q has an infinity or a NaN */
 };
 
 INLINE void place(struct scratch *own, struct memory *memory, const struct call *call, int64_t rows) {
@@ -80,8 +80,8 @@ INLINE void prefetch_rows(const char *rows, int64_t step, int64_t count, int64_t
         for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(rows + j * step + at, 0, 2);
 }
 
-/* Write the block's keys as panels, and prefetch the keys of `next`, unless it is null. Return the largest magnitudes
-   as bits. The columns of keys that do not exist are undefined. */
+/* Write the block's keys as panels, and prefetch the keys of `next`, unless it is null. Return the largest magnitude in
+   each lane, as bits. The columns of keys that do not exist are undefined. */
 INLINE ints pack_keys_of(struct scratch *own, const struct keys *keys, const struct keys *next, int64_t dim,
                          const enum type type) {
     const int64_t width = padded(dim), step = width + 16;
@@ -140,7 +140,8 @@ NOINLINE void copy_values(struct scratch *own, const struct keys *keys, const st
     }
 }
 
-/* Remove infinities and NaN from the block's values: some row may not see them. Return whether there were any. */
+/* Replace infinities and NaN in the block's values by 0: for a row that does not see them, a probability of 0 times
+   infinity would be NaN. Return whether there were any. */
 INLINE int take_out_infinite(struct scratch *own, const struct keys *keys, int64_t width) {
     ints peak = {0};
     for (int64_t j = keys->from; j < keys->to; j++) peak = peak_of_row(peak, own->values + j * width, width);
@@ -155,7 +156,7 @@ INLINE int take_out_infinite(struct scratch *own, const struct keys *keys, int64
 
 /* ---- matrix products ---- */
 
-/* The range of keys [low, high) that a tile of TALL rows sees. */
+/* The smallest range of keys [low, high) that contains all keys that a tile of TALL rows sees. */
 struct hull {
     int32_t low, high;
 };
@@ -171,7 +172,7 @@ NOINLINE void multiply_keys(const struct scratch *own, const float *q, float *s,
     }
 }
 
-/* Multiply up to WIDE vectors of o by alpha, and add the sum of values weighted by p. */
+/* Multiply each row of o, up to WIDE vectors wide, by its factor `alpha`, and add the sum of values weighted by p. */
 NOINLINE void add_values(float *o, int64_t width, const float *p, const float *values, int64_t step, int64_t count,
                          const float *alpha, int64_t rows, int64_t vectors) {
     tile_of_any(o, width, p, BLOCK, 1, values, step, count, alpha, RESCALE, rows, vectors);
@@ -179,8 +180,8 @@ NOINLINE void add_values(float *o, int64_t width, const float *p, const float *v
 
 INLINE int64_t vectors_at(int64_t at, int64_t width) { return lesser(width - at, PANEL) / LANES; }
 
-/* Do the same as the function above, but read the values in place, for few rows. Prefetch the values of `next`, unless
-   it is null. */
+/* Do the same as `add_values` for up to TALL rows, but read the values at their place in the caller's tensor. Prefetch
+   the values of `next`, unless it is null. */
 INLINE void add_values_in_place(struct scratch *own, const struct keys *keys, const struct keys *next, int64_t width,
                                 int64_t rows) {
     static const float ones[TALL] = {1, 1, 1, 1, 1, 1};
@@ -199,7 +200,7 @@ INLINE void add_values_in_place(struct scratch *own, const struct keys *keys, co
     }
 }
 
-/* Correct the products of a row that are infinite or NaN although its q and the key are finite. */
+/* Correct the products of a row that overflowed: they are infinite or NaN although the query and the key are finite. */
 NOINLINE void put_right(const struct scratch *own, const struct call *call, float *s, int64_t row, int64_t from,
                         int64_t to) {
     const float *q = own->q + row * padded(call->dim);
@@ -252,8 +253,8 @@ INLINE float largest_seen(const float *s, struct sight sight) {
     return lane_max(largest(a, b));
 }
 
-/* Make probabilities from one row's scores of the keys [from, to), 0 for keys that it does not see, and add them to its
-   sums. Dropout and the scales of values change the probabilities, but not the sums. */
+/* Compute probabilities from one row's scores of the keys [from, to), 0 for keys that it does not see, and add them to
+   its sums. Dropout and the scales of values change the stored probabilities, but not the sums. */
 INLINE void exponentials(const struct call *call, float *s, struct sight sight, int64_t from, int64_t to, float base,
                          float factor, float alpha, floats *sums, const uint32_t *drawn, const float *v_scale) {
     floats sum[SUMS];
@@ -280,7 +281,8 @@ INLINE void exponentials(const struct call *call, float *s, struct sight sight, 
     for (int i = 0; i < SUMS; i++) sums[i] = sum[i];
 }
 
-/* Add the scores of some rows to their softmax: largest scores of all rows, then factors, then exponentials. */
+/* Add a block's scores to the online softmax of some rows: first find the largest scores of all rows, then the factors
+   of their earlier sums, then the exponentials. */
 NOINLINE void soften(const struct call *call, const struct task *task, const struct units *units, struct scratch *own,
                      const struct keys *keys, int64_t head, int64_t first, int64_t rows, const struct hull *hulls) {
     float base[STRIP + LANES];
@@ -318,7 +320,7 @@ INLINE void end_chunk(const struct call *call, struct scratch *own, int64_t rows
     for (int64_t r = 0; r < rows; r++) own->sum[r] = sum_of_16(own->sums + r * SUMS);
 }
 
-/* Find the keys that each tile of rows sees. Return whether any row sees a key. */
+/* Find the range of keys that each tile of TALL rows sees. Return whether any row sees a key. */
 INLINE int hulls_of(const struct scratch *own, int64_t first, int64_t rows, struct hull *hulls) {
     int some = 0;
     for (int64_t r = 0; r < rows; r += TALL) {

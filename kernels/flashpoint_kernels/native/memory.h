@@ -1,4 +1,4 @@
-/* The temporary memory of a call in one thread, and arithmetic of sizes. */
+/* The temporary memory of a call in one thread, and functions for sizes. */
 
 #ifndef FLASHPOINT_MEMORY
 #define FLASHPOINT_MEMORY
@@ -9,8 +9,8 @@ INLINE int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t greater(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t rounded(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-/* Memory for a call, taken in two passes: the first counts bytes; after `reserve`, the second returns addresses. Each
-   piece begins at a cache line. */
+/* Memory for a call. The caller makes the same calls of `take` twice: the first time they count bytes; after `reserve`,
+   the second time they return addresses. Each address is at the start of a cache line. */
 struct memory {
     char *start;
     int64_t used;

@@ -20,7 +20,7 @@ from flashpoint_kernels.native.rows import CHUNK, SPAN, TILE, Rows
 
 
 class Run(NamedTuple):
-    """Keys [start, stop), which the rows [first, last) of a `SharedPrefix` read together."""
+    """Keys [start, stop), which `SharedPrefix.rows[first:last]` read together."""
 
     start: int
     stop: int
@@ -32,7 +32,7 @@ class Run(NamedTuple):
 class SharedPrefix:
     """Sequences whose first keys are the same; `tails` are the positions where their own keys begin.
 
-    Runs are in such an order that a run follows all runs whose rows include its rows.
+    A run of some rows follows all runs of more rows that include these rows.
     """
 
     rows: Sequence[Rows]
@@ -51,7 +51,7 @@ class SharedPrefix:
         return sum(row.pairs for row in self.rows)
 
     def reads(self) -> list[float]:
-        """Return each sequence's number of keys; the sequences of a run share its keys equally."""
+        """Return each sequence's number of keys to read, where the sequences of a run share its keys equally."""
         reads = [float(row.stop - tail) for row, tail in zip(self.rows, self.tails, strict=True)]
         for run in self.runs:
             for n in range(run.first, run.last):
@@ -121,7 +121,7 @@ def _shared(members: Sequence[tuple[bytes, Rows]]) -> Iterator[Rows | SharedPref
 
 
 def _common(a: bytes, b: bytes) -> int:
-    """Return the length of the longest common prefix of the lists."""
+    """Return the length in bytes of the longest common prefix of two tables of addresses."""
     length = min(len(a), len(b))
     if a[:length] == b[:length]:
         return length

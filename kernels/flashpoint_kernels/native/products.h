@@ -1,7 +1,7 @@
-/* Products of float32 matrices, in tiles that stay in registers, and the layout of keys that they read.
+/* Products of float32 matrices, in tiles that stay in registers, and the layout of the keys for these products.
 
    Each element of a product is one chain of fused multiply-adds in a fixed order. So its bits do not depend on its
-      tile, on the number of rows, or on the instruction set. */
+   tile, on the number of rows, or on the instruction set. */
 
 #ifndef FLASHPOINT_PRODUCTS
 #define FLASHPOINT_PRODUCTS
@@ -10,15 +10,15 @@
 
 #define TALL 6                     /* rows of a tile */
 #define WIDE (LANES == 8 ? 2 : 4)  /* vectors of a tile's row: AVX2 has 16 registers, the others have 32 */
-#define PANEL (WIDE * LANES)       /* keys of a panel, which has one row of keys for each dimension */
-#define GROUP 16                   /* keys that are located and read together */
+#define PANEL (WIDE * LANES)       /* keys of a panel: row d of a panel has element d of each of its keys */
+#define GROUP 16                   /* keys whose addresses are found together */
 
 /* How a product changes c: it replaces c, it is added to c at the end, or its sum begins with c times a factor. */
 enum start { WRITE, ADD, RESCALE };
 
 /* Compute one tile: c (rows, vectors·LANES) = a b, a b + c, or factor c + a b. a[r, n] is at a + r·a_row + n·a_step;
    the strides of rows of b (depth, columns) and c are b_row and c_row floats. `start`, `rows` and `vectors` are
-   constants. */
+   compile-time constants. */
 INLINE void tile(float *c, int64_t c_row, const float *a, int64_t a_row, int64_t a_step, const float *b, int64_t b_row,
                  int64_t depth, const float *factor, const enum start start, const int rows, const int vectors) {
     floats sum[TALL * WIDE];
@@ -79,8 +79,8 @@ INLINE void tile_of_any(float *c, int64_t c_row, const float *a, int64_t a_row, 
 
 /* ---- panels of keys ---- */
 
-/* Write GROUP rows (GROUP, row) as columns of panels, for the keys from `key` on. A panel has padded(dim) rows of PANEL
-   elements. */
+/* Write GROUP keys, from number `key` on, as columns of panels. `rows` has the keys as rows, whose stride is `row`
+   floats. A panel has padded(dim) rows of PANEL elements. */
 INLINE void panel_columns(float *panels, const float *rows, int64_t row, int64_t key, int64_t dim) {
     for (int64_t j = 0; j < GROUP; j += LANES) {
         float *to = panels + (key + j) / PANEL * PANEL * padded(dim) + (key + j) % PANEL;

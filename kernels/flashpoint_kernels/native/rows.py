@@ -27,10 +27,10 @@ NOWHERE = ByteSteps(0, 0)  # strides of an absent lse or mask
 
 
 class Spans:
-    """Addresses of keys. A span has the addresses of k and v for head 0, their strides between heads, and the same for
-    their scales.
+    """The addresses of keys and values, in spans of `tokens` keys; each sequence has `count` spans.
 
-    Each span has `tokens` keys, and each sequence `count` spans. `numbers` are 8 integers for each span, int64.
+    `numbers` has 8 int64 for each span: the addresses of k and v for head 0 and their strides between heads, and the
+    same for the scales of k and v (`struct span` of forward.h).
     """
 
     __slots__ = ("_address", "_count", "numbers", "tokens")
@@ -57,7 +57,7 @@ class QuerySteps(NamedTuple):
 class Rows(NamedTuple):
     """The queries of one sequence and their keys.
 
-    `q`, `o`, `lse`, `slopes`, `mask` and `blocks` are addresses; 0 means absent.
+    `q`, `o`, `lse`, `slopes`, `sinks`, `mask` and `blocks` are addresses; 0 means absent.
     Query i sees the keys [i + low, i + high) among [start, stop). `spans` is an address in a `Spans`, whose first key
     has position `first`. `mask` and `blocks` (the block mask) are addresses for query 0 and key 0 of the sequence.
     """
@@ -81,7 +81,7 @@ class Rows(NamedTuple):
     blocks: int = 0
     sequence: int = 0  # number of the sequence, and position of its first query, for dropout
     query: int = 0
-    # `struct reader` of forward.h: addresses of a state, and of the queries of several sequences
+    # The address of a state; and for queries of several sequences, the address of their `struct reader`s (forward.h)
     state: int = 0
     state_head: int = 0
     readers: int = 0
@@ -100,10 +100,9 @@ class Rows(NamedTuple):
         return max(1, -(-self.stop // CHUNK) - self.start // CHUNK)
 
     def tiles(self, group: int, mask_row: int) -> Iterator[Rows]:
-        """Yield the queries in tiles of at most TILE rows; a query has `group` rows. A tile reads each of its keys
-        once.
+        """Yield the queries in tiles of at most TILE rows, each of which reads its keys once.
 
-        `mask_row` is the stride of the mask from query to query in bytes.
+        A query has `group` rows. `mask_row` is the stride of the mask from query to query in bytes.
         """
         count = -(-self.queries * group // TILE)
         if count < 2:

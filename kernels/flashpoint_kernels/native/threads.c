@@ -121,8 +121,8 @@ static void hand_over(struct worker *worker, struct job *job) {
     pthread_mutex_unlock(&worker->mutex);
 }
 
-/* Compute `count` calls of `size` bytes each on up to `count` threads, with this thread. Return 0, or 1 if memory is
-   missing for one of the calls. */
+/* Compute `count` calls, structures of `size` bytes each, on up to `count` threads, of which this thread is one. Return
+   0, or 1 if memory is missing for one of the calls. */
 int flashpoint_share(function *compute, const char *calls, int64_t size, int64_t count) {
     struct job jobs[MOST_THREADS];
     struct worker *given[MOST_THREADS];
@@ -153,8 +153,9 @@ int flashpoint_share(function *compute, const char *calls, int64_t size, int64_t
     return missing;
 }
 
-/* A call to repeat: its shares and the data that they point to, as integers. `bases` says how to read each integer: 0
-   for a plain value, 1 for an offset into the integers, 2 and above for an offset from a tensor's address. */
+/* A call to repeat: its shares, one for each thread, and the data that they point to, as integers. `bases` has the type
+   of each integer: 0 for a plain value, 1 for an offset in bytes into the integers, 2 and above for an offset in bytes
+   from the address of a tensor. */
 struct replay {
     function *compute;
     int64_t size, count; /* bytes of a share, which come first, and their number */

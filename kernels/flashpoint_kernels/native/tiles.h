@@ -1,9 +1,9 @@
 /* Products of bfloat16 matrices by Intel's AMX, in tiles of 16 rows of 64 bytes.
 
    A tile product adds the product of a (16, 32) and b (32, 16) to c (16, 16) in float32. Tiles of b hold pairs: row n
-   has for each column the numbers 2n and 2n + 1 of the sum. A product has separate sums of even and odd places, and
-   takes subnormal numbers as 0. With TILES_IN_C, C code replaces the instructions, for tests on processors without
-   them. It computes the same bits. */
+   of a tile has, for each column, the elements 2n and 2n + 1 of that column of b. The instruction sums the products of
+   even and of odd elements separately, and treats subnormal numbers as 0. With TILES_IN_C, C code replaces the AMX
+   instructions and computes the same bits, for tests on processors without AMX. */
 
 #ifndef FLASHPOINT_TILES
 #define FLASHPOINT_TILES
@@ -11,7 +11,7 @@
 #include "vectors.h"
 
 #define TILE_BYTES 1024
-#define STEP 32 /* summands of one tile product: the common dimension of a and b */
+#define STEP 32 /* columns of a, and rows of b, in one tile product */
 
 /* The layout of the processor's tile configuration: 8 tiles of 16 rows of 64 bytes. */
 struct tile_shapes {
@@ -89,21 +89,21 @@ INLINE void tile_restore(const struct tile_shapes *before) {
 #endif
 
 /* Two tiles of a, one above the other. Strides in bytes: `down` from tile to tile, `row` from row to row, `next` to the
-   next STEP numbers of the sum. */
+   next STEP columns of a. */
 struct left {
     const char *at;
     int64_t down, row, next;
 };
 
-/* Two tiles of b, side by side. Strides in bytes: `right` from tile to tile, `next` to the next STEP numbers of the
-   sum. */
+/* Two tiles of b, side by side. Strides in bytes: `right` from tile to tile, `next` to the next STEP rows of b. */
 struct right {
     const char *at;
     int64_t right, next;
 };
 
-/* Write the sums of `steps` tile products to `rows`·`columns` tiles of c, or add them. Each tile of c is (16, 16)
-   without gaps; the strides c_down and c_right are in floats. `rows`, `columns` (1 or 2) and `add` are constants. */
+/* Write the sums of `steps` tile products to `rows`·`columns` tiles of c or, with `add`, add them to c. Each tile of c
+   is (16, 16) without gaps; the strides c_down and c_right are in floats. `rows`, `columns` (1 or 2) and `add` are
+   compile-time constants. */
 INLINE void multiply_tiles(float *c, int64_t c_down, int64_t c_right, struct left a, struct right b, int64_t steps,
                            const int rows, const int columns, const int add) {
     if (add) {
@@ -155,7 +155,7 @@ INLINE words pairs_of(floats a, floats b) {
 #endif
 }
 
-/* Write two vectors, rounded to nearest even, one after the other. */
+/* Write two vectors one after the other as bfloat16, rounded to nearest even. */
 INLINE void store_bfloat16(char *to, floats a, floats b) {
 #if LANES == 16 && defined(__AVX512BF16__)
     _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a));
@@ -174,8 +174,9 @@ INLINE void columns_of_rows(char *to, const char *rows, int64_t step, int64_t wi
                 transpose_rows(to + d / STEP * TILE_BYTES + p * 64 + 4 * i, 64, rows + i * step + 2 * d + 4 * p, step);
 }
 
-/* Write 16 rows of `width` numbers, a multiple of STEP, as one half of tiles of b whose rows are these rows, as pairs
-   of rows. The tiles of consecutive columns follow each other. `step` is the stride of the rows in bytes. */
+/* Write 16 rows of `width` numbers, a multiple of STEP, as 16 of the 32 rows of tiles of b: half a tile for each 16
+   columns, with the two rows of a pair interleaved. The tiles of consecutive columns follow each other. `step` is the
+   stride of the rows in bytes. */
 INLINE void pairs_of_rows(char *to, const char *rows, int64_t step, int64_t width) {
     for (int64_t i = 0; i < 16; i += 2)
         for (int64_t d = 0; d < width; d += LANES) {

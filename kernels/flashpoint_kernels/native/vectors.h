@@ -1,7 +1,7 @@
 /* Vectors of floats with the processor's width, for forward.c and backward.c: conversions, functions, sums over lanes.
 
    All arithmetic is float32. Only `multiply_add` fuses a product with a sum: the compiler fuses nothing itself, so that
-   every instruction set has the same bits. */
+   results have the same bits with every instruction set. */
 
 #ifndef FLASHPOINT_VECTORS
 #define FLASHPOINT_VECTORS
@@ -15,7 +15,7 @@
 #include <arm_neon.h>
 #endif
 
-/* LANES: the floats of a register. */
+/* LANES: the number of floats in a register. */
 #if defined(__AVX512F__)
 #define LANES 16
 #elif defined(__AVX2__)
@@ -104,7 +104,8 @@ INLINE floats smallest(floats x, floats y) {
 #endif
 }
 
-/* Return the larger of each pair of absolute values, as bits: infinity and NaN are above all others. */
+/* Return in each lane the larger of `a`, the bits of an absolute value, and the bits of |x|. As bits, infinity and NaN
+   are larger than all finite numbers. */
 INLINE ints larger_bits(ints a, floats x) {
     const ints b = (ints)(as_words(x) & 0x7fffffffu);
 #if LANES == 16
@@ -116,7 +117,7 @@ INLINE ints larger_bits(ints a, floats x) {
 #endif
 }
 
-/* Compilers split such conversions into halves, which takes three times as long as these instructions. */
+/* These conversions use intrinsics: compilers split a conversion into halves, which takes three times as long. */
 #if LANES == 16
 INLINE words from_shorts(const char *p) { return (words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)p)); }
 INLINE words from_bytes(const char *p) { return (words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)p)); }
@@ -150,8 +151,8 @@ INLINE floats from_int8(const char *p) {
     memcpy(&x, p, sizeof x);
     return __builtin_convertvector(x, floats);
 }
-/* Move the exponent and the mantissa to their places in float32. A product corrects the exponent, also for subnormal
-   numbers. Infinity and NaN get the largest exponent. */
+/* Move the exponent and the mantissa to their places in float32. A multiplication corrects the exponent, also for
+   subnormal numbers. Infinity and NaN get the largest exponent. */
 INLINE floats from_float16(const char *p) {
     words x = from_shorts(p), magnitude = (x & 0x7fff) << 13;
     floats y = as_floats(magnitude) * splat(0x1p112f);
@@ -160,7 +161,7 @@ INLINE floats from_float16(const char *p) {
 }
 #endif
 
-/* Convert as for float16, but without infinities: the largest magnitude is NaN. */
+/* Convert float8_e4m3fn in the same way. It has no infinities: the largest magnitude is NaN. */
 INLINE floats from_float8(const char *p) {
     words x = from_bytes(p), magnitude = (x & 0x7f) << 20;
     floats y = as_floats(magnitude) * splat(0x1p120f);
@@ -168,7 +169,7 @@ INLINE floats from_float8(const char *p) {
     return as_floats(as_words(y) | ((x & 0x80) << 24));
 }
 
-/* Load LANES numbers as float32; `type` is a constant. */
+/* Load LANES numbers of a row as float32, from element `place` on; `type` is a compile-time constant. */
 INLINE floats load(const char *p, enum type type, int64_t place) {
     switch (type) {
     case FLOAT32: return load_floats(p + 4 * place);
@@ -189,7 +190,8 @@ INLINE ints each_lane(void) {
     return lanes;
 }
 
-/* Return the floats that a row occupies in temporary memory: whole vectors for every instruction set. */
+/* Return the number of floats that a row occupies in temporary memory: `dim` rounded up to a multiple of 16, the
+   largest number of lanes. */
 INLINE int64_t padded(int64_t dim) { return (dim + 15) / 16 * 16; }
 
 INLINE void read_row_of(float *to, const char *from, enum type type, int64_t dim) {
@@ -202,7 +204,7 @@ INLINE void read_row_of(float *to, const char *from, enum type type, int64_t dim
     }
 }
 
-/* Write a row as float32, with zeros up to `padded`. */
+/* Convert a row of `dim` numbers to float32, with zeros up to `padded(dim)`. */
 INLINE void read_row(float *to, const char *from, enum type type, int64_t dim) {
     switch (type) {
     case FLOAT32: read_row_of(to, from, FLOAT32, dim); break;
@@ -419,7 +421,8 @@ INLINE float lane_max(floats a) {
     return a[0];
 }
 
-/* A row's sums use 16 lanes for every width of a vector. */
+/* A row's sum has 16 partial sums with every instruction set, so that the order of additions does not depend on LANES.
+   SUMS: the vectors of these partial sums. */
 #define SUMS (16 / LANES)
 
 INLINE float sum_of_16(const floats *a) {
@@ -434,7 +437,8 @@ INLINE float sum_of_16(const floats *a) {
 
 /* ---- rows and columns ---- */
 
-/* Transpose LANES vectors. Each round moves the highest bit of (row, column) to the lowest place. */
+/* Transpose LANES vectors. Each round rotates the binary index (row, column) of all elements by one bit: the highest
+   bit becomes the lowest. */
 INLINE void transpose(floats *a) {
     for (int width = 1; width < LANES; width *= 2) {
         floats b[LANES];
@@ -459,7 +463,7 @@ INLINE void transpose(floats *a) {
 /* Transpose LANES rows of LANES 32-bit numbers. Strides are in bytes. */
 INLINE void transpose_rows(char *to, int64_t to_step, const char *from, int64_t step) {
 #if LANES == 16
-    /* Process four columns at a time: loads of quarters of vectors need no shuffle. */
+    /* Process four columns at a time: a load of four floats into a quarter of a vector needs no shuffle. */
 #pragma GCC unroll 4
     for (int d = 0; d < 16; d += 4) {
         __m512 rows[4];

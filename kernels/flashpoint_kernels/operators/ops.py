@@ -4,8 +4,9 @@
 kernels). Autograd knows the gradient of the first, which is the second. Users call functional.py, which checks
 arguments that the dispatcher would coerce.
 
-A call that nothing traces, maps, profiles or counts does not go through the dispatcher, which takes longer than the
-kernel of a short call: `_Attention` is the same function for autograd alone.
+The dispatcher takes longer than the kernel of a short call. So a call does not use it unless something observes the
+call: torch.compile, a transform such as vmap, a profiler or a dispatch mode. `_Attention` is then the operator's
+autograd function.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def _backward(*arguments: Any) -> list[Tensor]:
 
 
 def _is_direct(tensors: Sequence[Tensor | None]) -> bool:
-    """Return whether nothing traces, maps, profiles or counts a call with these tensors: it needs no dispatcher."""
+    """Return whether a call needs no dispatcher: no tracer, transform, profiler or mode is active."""
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or forward_ad._current_level >= 0:
         return False
     if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._is_tracing():

@@ -2,8 +2,8 @@
 
 For short sequences, a problem, its views and torch's dispatcher take several times as long as the kernel. So everything
 that follows from shapes, dtypes and options is computed once and cached (`Route`). Answers, bits and gradients are
-equal to those of the general path (ops.py), which handles all other calls: tensors that torch traces, maps or counts,
-and calls for which `_route` returns None.
+equal to those of the general path (ops.py), which handles all other calls: those under torch.compile, a transform such
+as vmap or a dispatch mode, and those for which `_route` returns None.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ORDINARY = (Tensor, torch.nn.Parameter)  # subclasses are excluded, because the
 _dispatch_modes, _transforms = torch._C._len_torch_dispatch_stack, torch._C._functorch.peek_interpreter_stack
 
 
-_REPLAYS = 16  # maximum kept calls of a route, for different threads and strides
+_REPLAYS = 16  # maximum number of kept calls of a route, for different strides and numbers of threads
 
 
 @dataclass(eq=False, slots=True)
@@ -47,7 +47,7 @@ class Route:
     forward_spec: Spec
     backward_spec: Spec
     row: Row
-    # (number of tensors, threads, strides): (library, call).
+    # (number of threads, strides of each tensor): (library, call)
     _replays: dict[tuple[object, ...], tuple[native.Library, Replay]] = field(default_factory=dict)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,7 +66,7 @@ class Route:
         return [laid_like(gradient, t) for gradient, t in zip(gradients, (q, k, v), strict=True)]
 
     def _compute(self, first: Callable[..., Replay | None], *tensors: Tensor) -> None:
-        """Compute by an earlier call for tensors like these; else compute by `first`, and keep its call."""
+        """Repeat a kept call for tensors with these strides; else compute by `first`, and keep the call it returns."""
         threads, library = torch.get_num_threads(), native.library()
         key = (threads, *[t.stride() for t in tensors])
         kept = self._replays.get(key)

@@ -3,8 +3,8 @@
 A prediction is a sum over a problem's sequences: seconds for each call of the backend's operators, each sequence, each
 floating-point operation, each score with the options that affect it, and each byte of keys and values. Scores that a
 window or the diagonal hides do not count, except in the tiles at its edges, which are computed completely. `Rates`
-contains the seconds; dispatching/calibration.py measures them on a device. This module does not import torch: HTTP
-processes price requests by their heads.
+contains the seconds; dispatching/calibration.py measures them on a device. This module does not import torch, because
+HTTP processes, which do not load torch, predict the time of a request from its head.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ NOMINAL: dict[str, Rates] = {
 class Extent(NamedTuple):
     """The size of a problem: its sequences, the number of different length pairs, its (query, key) pairs, and its keys.
 
-    `Spec.causal_square`: only half of the pairs are computed.
+    For a `Spec.causal_square`, `pairs` is twice the number of computed pairs.
     """
 
     sequences: int
@@ -67,7 +67,7 @@ class Extent(NamedTuple):
 def extent_of(spec: Spec, index: Mapping[str, Any] | None = None, *, hidden: bool = False) -> Extent:
     """Return the extent of a problem from the values of its index tensors; without them, an upper bound.
 
-    `index` has integer arrays by name. With `hidden`, count pairs that a window hides, too, for a backend that computes
+    `index` has integer arrays by name. With `hidden`, also count pairs that a window hides, for a backend that computes
     them.
     """
     sequences, keys = spec.batch, spec.batch * spec.kv_len
@@ -139,10 +139,9 @@ def _clip(x: int, low: int, high: int) -> int:
 
 
 def _seen(spec: Spec, q: Any, k: Any, offset: Any, clip: Callable[[Any, Any, Any], Any] = _clip) -> Any:
-    """Return the number of pairs in a sequence's band, with complete tiles at its edges. Arguments are numbers or
-    arrays.
+    """Return the number of pairs in a sequence's band, with complete tiles at its edges.
 
-    Query i sees keys [i + offset − left, i + offset + right].
+    Query i sees keys [i + offset − left, i + offset + right]. Arguments are numbers or arrays.
     """
     left, right = spec.window
 

@@ -18,8 +18,9 @@ _ROUNDS = 10
 
 
 def drop_below(p: float) -> int:
-    """Return ceil(p·2³²): dropout drops keys whose word is smaller. The result is exact, because multiplication by 2³²
-    is exact; it is 2³² if p rounds up to 1.
+    """Return ceil(p·2³²): dropout drops keys whose word is smaller.
+
+    The result is exact, because multiplication by 2³² is exact; it is 2³² if p rounds up to 1.
     """
     return math.ceil(p * 2.0**32)
 
@@ -90,9 +91,7 @@ class _Memory:
         self._free = [room[n * size : (n + 1) * size].view(shape) for n in range(2, _WORDS)]
 
     def lend(self, one: Tensor, other: Tensor) -> Tensor | None:
-        """Return memory for a result of two words; None if this memory is smaller than the tile (torch then
-        allocates).
-        """
+        """Return memory for a result of two words; None if the result is smaller than a tile (torch then allocates)."""
         return self._free.pop() if tuple(map(max, one.shape, other.shape)) == self._shape else None
 
     def give_back(self, *words: Tensor) -> None:

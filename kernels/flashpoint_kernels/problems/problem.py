@@ -88,8 +88,9 @@ class Problem:
     first_head: int = 0
     threads: int = 0
     pages: np.ndarray | None = None
-    # The calls of a backend that run in place. An engine runs a problem again after it wrote other values into the same
-    # memory, and need not make the views of a small call again. `replace` makes a problem that does not share this.
+    # Prepared calls of a backend, for the memory of these tensors. An engine may write other values into the same
+    # memory and run the problem again; the backend then need not make the views of a small call again. A problem that
+    # `replace` returns has a new, empty list.
     calls: list[Callable[[], object]] = field(default_factory=list, init=False)
 
     @classmethod
@@ -164,10 +165,10 @@ class Problem:
         return t[None] if spec.ragged else _one_head(t, len(row.axes))
 
     def mask_part(self, t: Tensor, rows: Sequence[Row]) -> Tensor:
-        """Return the part of a mask for `rows`, which have equal lengths. `t` has the shape of `attn_mask` or of
-        `own_part("dattn_mask")`.
+        """Return the part of a mask for `rows`, which have equal lengths: (n|1,Hq|1,sq|1,sk|1).
 
-        The shape is (n|1,Hq|1,sq|1,sk|1), with 1 for broadcast dimensions. It is a view if the rows are consecutive.
+        `t` has the shape of `attn_mask` or of `own_part("dattn_mask")`. Broadcast dimensions have size 1. The part is a
+        view if the rows are consecutive.
         """
         t, first = self._mask_sequences(t)
         row = rows[0]
@@ -201,15 +202,14 @@ class Problem:
         return empty_like(q, (*q.shape[:-1], spec.value_dim))
 
     def batches(self, limit: Callable[[Row], int] | None = None) -> Iterator[tuple[tuple[Row, ...], dict[str, Tensor]]]:
-        """Yield groups of sequences with equal lengths and offsets, and views of their valid rows: q (n,Hq,sq,D), lse
-        (n,Hq,sq)…
+        """Yield groups of sequences with equal lengths and offsets, and views of their valid rows, by name.
 
-        The views are a dict by name of inputs and outputs, without masks and their gradients (see `mask_part`) and
-        without gradients that all sequences add to; numbers per head are (Hq,) or (n,Hq). `limit`(row) returns the
-        maximum size of a group of sequences as long as `row`, 0 to omit them; by default it is 1. Views exclude
-        padding, so a backend calls `clear_outputs` before it writes. Sequences that are not adjacent in memory are
-        copied, and their outputs are copied back when the caller requests the next group. Keys and values in pages are
-        copied, too.
+        The views are those of inputs and outputs, such as q (n,Hq,sq,D) and lse (n,Hq,sq). They exclude masks and their
+        gradients (see `mask_part`), and gradients that all sequences add to; numbers per head are (Hq,) or (n,Hq).
+        `limit`(row) returns the maximum number of sequences in a group with the lengths of `row`, 0 to omit them; by
+        default it is 1. Views exclude padding, so a backend calls `clear_outputs` before it writes. Sequences that are
+        not adjacent in memory are copied, and their outputs are copied back when the caller requests the next group.
+        Keys and values in pages are also copied.
 
         8-bit k and v stay as they are; scales are (n,Hk,sk), or (n,Hk,1) if rows share a scale.
         """

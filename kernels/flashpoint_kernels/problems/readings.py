@@ -23,7 +23,7 @@ class _Reading(NamedTuple):
 
 
 class Readings:
-    """The last read values of at most `limit` tensors. Threads may share it: each step replaces it as a whole."""
+    """The last read values of at most `limit` tensors. Threads may share it: an entry is replaced, never changed."""
 
     def __init__(self, limit: int = 1024) -> None:
         self._most = limit

@@ -79,7 +79,8 @@ def _runs(problem: Problem, rates: Rates) -> list[tuple[int, int, float]]:
     called: set[tuple[int, ...]] = set()
     start, seconds = 0, 0.0
     for place, row in enumerate(problem.rows):
-        lengths = row[3], row[6], row[8]  # with the offset; indices are fast, for 65,536 rows
+        # q_len, kv_len, offset: read by index, which is faster than by attribute; there may be 65,536 rows
+        lengths = row[3], row[6], row[8]
         if (cost := costs.get(lengths)) is None:
             cost = costs[lengths] = row_seconds(problem.spec, rates, row) * share
         added = cost if lengths in called else cost + rates.call
@@ -93,17 +94,16 @@ def _runs(problem: Problem, rates: Rates) -> list[tuple[int, int, float]]:
 
 
 def _part_seconds(problem: Problem) -> float:
-    """Return the seconds that a part should take. It is longer with a block mask, because operators are shorter then,
-    and threads lose more time with Python's lock.
+    """Return the seconds that a part should take, which are more with a block mask.
 
-    On 2 cores of an Intel Xeon at (1,8,2048,64) with 1/16 of the blocks, a forward took 16 ms in one part, 19 in two
-    and 25 in five.
+    With a block mask operators are shorter, and threads lose more time with Python's lock. On 2 cores of an Intel Xeon
+    at (1,8,2048,64) with 1/16 of the blocks, a forward took 16 ms in one part, 19 in two and 25 in five.
     """
     return PART_SECONDS * (4 if problem.spec.has("block_mask") else 1)
 
 
 def _share(problem: Problem) -> float:
-    """Return the fraction of the blocks that a block mask leaves; 1 without a mask."""
+    """Return the fraction of a block mask's blocks that are true, thus computed; 1 without a block mask."""
     mask = problem.tensors.get("block_mask")
     return 1.0 if mask is None or not mask.numel() else float(mask.float().mean())
 

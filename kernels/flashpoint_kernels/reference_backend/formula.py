@@ -135,8 +135,9 @@ def _of_queries(inputs: dict[str, Tensor], queries: range) -> dict[str, Tensor]:
 
 
 def _inputs(problem: Problem, row: Row, x: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the inputs in `dtype`: q (Hq,sq,D), k and v (Hk,sk,D|Dv), sinks and slopes (Hq,), attn_mask
-    (Hq|1,sq|1,sk|1).
+    """Return the inputs of one sequence in `dtype`; a bool mask keeps its dtype.
+
+    q is (Hq,sq,D), k and v are (Hk,sk,D|Dv), sinks and slopes (Hq,), attn_mask (Hq|1,sq|1,sk|1).
     """
     tensors = {name: x[name] for name in ("q", "k", "v")}
     # The canonical views of sinks and slopes are float32, but a float64 problem keeps the caller's float64.

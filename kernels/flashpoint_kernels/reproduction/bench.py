@@ -48,7 +48,7 @@ class Bench:
 
     device: str
     rows: dict[Case, Row] = field(default_factory=dict)
-    marks: list[str] = field(default_factory=list)  # the marks of rows on which the current claim depends
+    marks: list[str] = field(default_factory=list)  # why rows of the current claim are unreliable, see `marks`
 
     @property
     def on_gpu(self) -> bool:

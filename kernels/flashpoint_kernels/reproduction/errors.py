@@ -1,5 +1,4 @@
-"""Errors at N 512, D 32 in float32: differences of our backends from PyTorch, and of our backends and PyTorch from
-float64.
+"""Compare our backends with PyTorch, and both with float64, at N 512, D 32 in float32.
 
 A separate process (`python -m flashpoint_kernels.reproduction.errors DEVICE`) prints them as JSON: without a GPU the
 Triton kernels need Triton's interpreter, which must be selected before Triton is imported.
@@ -34,7 +33,10 @@ def ours(backend: Backend, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> Answe
 
 
 def errors(device: str) -> dict[str, dict[str, dict[str, float]]]:
-    """Return each tensor's largest error: `torch` from PyTorch, `exact` from float64, `its` PyTorch's from float64."""
+    """Return the largest differences of each tensor, by backend and name.
+
+    `torch` is the backend's difference from PyTorch, `exact` the backend's from float64, `its` PyTorch's from float64.
+    """
     generator = torch.Generator().manual_seed(0)
     q, k, v, do = (torch.randn(1, 1, LENGTH, HEAD_DIM, generator=generator).to(device) for _ in range(4))
     plain = written_out(q, k, v, do)

@@ -1,4 +1,4 @@
-"""Run the tile loop over the cells that a block mask leaves (see cells.py), for one sequence.
+"""Run the tile loop over the cells that a block mask does not hide completely (see cells.py), for one sequence.
 
 A strip is a row of cells: of queries in the forward, of keys in the backward. Several strips are computed in parallel:
 wave w of a group of strips contains the w-th cell of each strip, at any position, and is one batched product. So a
@@ -89,7 +89,8 @@ def _backward(t: Strips, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
     delta = (x["o"].float() * do).sum(-1)
     if "dlse" in x:
         delta = delta - x["dlse"].float().masked_fill(lse == -INF, 0.0)
-    # An lse of +∞, instead of −∞ and after the last query, makes the probabilities exp(s − lse) equal to 0.
+    # An lse of +∞ makes the probabilities exp(s − lse) equal to 0. It replaces −∞, and fills the rows after the last
+    # query.
     lse = lse.masked_fill(lse == -INF, INF)
     if "dsinks" in out:
         sinks = t.sinks.view(len(lse), -1)[:, :1]
@@ -142,8 +143,8 @@ def _add_each(whole: Tensor, at: Tensor, parts: Tensor) -> None:
 class Strips:
     """One sequence of a call, cut into strips. q is already scaled.
 
-    `seen` marks the cells that are left, (Hk, strips of the query heads of each, strips of keys). `tested` marks those
-    with hidden scores, (Hq·strips, strips of keys).
+    `seen` marks the cells to compute: (Hk, strips of the query heads of a key head, strips of keys). `tested` marks the
+    cells with hidden scores: (Hq·strips, strips of keys).
     """
 
     problem: Problem
@@ -233,10 +234,10 @@ class Strips:
     def scores(
         self, strips: Numbers, keys: Numbers, q: Tensor, k: Tensor, memory: Tensor, with_slope: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (u, m, n) scores of strips of queries and of keys with the rows q and k, in `memory`; −∞ for hidden
-        ones.
+        """Return the scores (u, m, n) of u cells, in `memory`; hidden scores are −∞.
 
-        Like `Tiles.scores`. With `with_slope`, also return softcap's slope ds/d(scale·q·k), None without softcap.
+        `strips` and `keys` are the indices of the cells' strips of queries and of keys, whose rows are q and k. With
+        `with_slope`, also return softcap's slope ds/d(scale·q·k), None without softcap. See also `Tiles.scores`.
         """
         softcap = self.problem.spec.options.softcap
         s = product(q, k.mT, shaped(memory, (len(keys), *self.cells.size)))

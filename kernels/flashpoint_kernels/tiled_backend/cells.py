@@ -1,7 +1,7 @@
-"""Find the cells of a score matrix that a block mask leaves, and the order in which to compute them.
+"""Find the cells of a score matrix that a block mask does not hide completely, and the order in which to compute them.
 
-A cell has about 128 × 128 scores for all block sizes: an operator takes as long for a smaller cell, and parts of a
-larger one could be skipped.
+A cell has about 128 × 128 scores for all block sizes: for a smaller cell, an operator takes the same time; a larger
+cell would contain more hidden scores, which are computed for nothing.
 """
 
 from __future__ import annotations
@@ -26,8 +26,11 @@ Numbers = NDArray[np.int64]
 class Cells:
     """The cells of a sequence, each of `size` queries and keys: (heads or 1, cells of queries, cells of keys).
 
-    `some`: the block mask and the band leave a score of the cell. `cut`: the block mask hides a score. `edge`, for all
-    heads: the band hides a score, or the cell extends beyond the last key.
+    The band is the range of keys that the window and the causal mask allow.
+
+    - `some`: at least one block of the cell is true in the block mask, and the band includes at least one score.
+    - `cut`: the block mask hides a score of the cell.
+    - `edge`, without a dimension of heads: the band hides a score, or the cell extends beyond the last key.
     """
 
     size: tuple[int, int]
@@ -52,11 +55,11 @@ class Cells:
 
 
 class Group(NamedTuple):
-    """Indices of strips that are computed in parallel, and the waves of their cells. A cell is the index of its strip
-    in the other direction.
+    """Indices of strips that are computed in parallel, and the waves of their cells.
 
-    Wave w has the w-th cell of each strip with more than w cells. Strips are sorted by their number of cells, so that
-    those of a wave come first.
+    In a strip of queries, a cell is named by the index of its strip of keys, and vice versa. Wave w has the w-th cell
+    of each strip with more than w cells. Strips are sorted by falling number of cells, so that wave w has a cell of
+    each of the first strips.
     """
 
     strips: Numbers
@@ -64,11 +67,10 @@ class Group(NamedTuple):
 
 
 def groups(seen: Flags, each: int, together: int) -> Iterator[Group]:
-    """Yield groups of the strips of `seen` (heads, strips, columns) that have a cell. A group has at most `each` strips
-    of each head, and at most `together` heads.
+    """Yield groups of the strips that have a cell. `seen` (heads, strips, columns) is true for the cells.
 
-    Strips and columns are numbered through all heads. The grouping of a head's strips, and the order of strips and
-    cells, do not depend on other heads.
+    A group has at most `each` strips of each head, and at most `together` heads. Strips and columns are numbered
+    through all heads. The grouping of a head's strips, and the order of strips and cells, do not depend on other heads.
     """
     heads, strips, columns = seen.shape
     for head, start in product(range(0, heads, together), range(0, strips, each)):
@@ -102,7 +104,7 @@ def _blocks(length: int, cell: int, block: int) -> tuple[NDArray[Any], NDArray[A
 
 
 def _band(spec: Spec, row: Row, size: tuple[int, int]) -> tuple[Flags, Flags]:
-    """Return two flags for each (cell of queries, cell of keys): the band leaves some score of it, and leaves all."""
+    """Return two flags for each (cell of queries, cell of keys): the band includes any, and all, of its scores."""
     offset, (left, right) = row.offset, spec.window
     i, j = np.arange(0, row.q_len, size[0]), np.arange(0, row.kv_len, size[1])
     ends = [(i0, min(i0 + size[0], row.q_len) - 1) for i0 in i.tolist()]

@@ -100,7 +100,7 @@ def _own_mask(problem: Problem) -> bool:
 
 
 def _with_queries(problem: Problem) -> Iterator[tuple[tuple[Row, ...], dict[str, Tensor]]]:
-    """Return the sequences that have queries. `clear_outputs` has already written the answers of the others."""
+    """Return the `batches` of sequences that have queries. `clear_outputs` has written the answers of the others."""
 
     def most(row: Row) -> int:
         scores = problem.spec.q_heads * row.q_len * max(row.kv_len, 1)
@@ -137,8 +137,10 @@ def _forward(t: Tiles, o: Tensor | None, lse: Tensor | None) -> None:
 
 
 def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
-    """Write dq, dk, dv, and a dattn_mask with one element per score, into `out`. Add to its dsinks (Hq,), and to a
-    dattn_mask whose elements several scores share (n|1, Hq|1, sq|1, sk|1).
+    """Write dq, dk and dv into `out`, and write or add to its dattn_mask and dsinks.
+
+    A dattn_mask with one element per score is written; to one whose elements several scores share (n|1, Hq|1, sq|1,
+    sk|1), and to dsinks (Hq,), this function adds.
     """
     do = t.grouped(x["do"])
     delta = (t.grouped(x["o"]) * do).sum(-1).view(t.heads, -1, 1)
@@ -274,8 +276,10 @@ class Tiles:
         return self.problem.spec.options.dropout_p
 
     def block(self, tile: tuple[int, int]) -> tuple[int, int]:
-        """Return the number of queries and keys of a tile. The query heads of one product share `tile`: the heads of
-        one key/value head, or all heads if the problem cannot be cut by heads.
+        """Return the number of queries, of one head, and of keys of a tile.
+
+        The query heads of one product share the queries of `tile`: the heads of one key/value head, or all heads if the
+        problem cannot be cut by heads.
         """
         spec, (queries, keys) = self.problem.spec, tile
         together = spec.q_heads // spec.kv_heads if can_be_cut(self.problem) else spec.q_heads
@@ -314,11 +318,10 @@ class Tiles:
     def scores(
         self, q: Tensor, i0: int, i1: int, j0: int, j1: int, memory: Tensor, tangents: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """Return (n·Hq, bm, bn) scores of queries i0 … i1 (the rows `q`) and keys j0 … j1, in `memory`; −∞ for hidden
-        ones.
+        """Return the scores (n·Hq, bm, bn) of queries i0 … i1 and keys j0 … j1, in `memory`; hidden scores are −∞.
 
-        Softcap is applied first, then ALiBi and the masks are added. With softcap, also return its tanh, for the slope,
-        in `tangents`. `tangents` may be `memory` if the tanh is not needed.
+        `q` has the rows of the queries. Softcap is applied first, then ALiBi and the masks are added. With softcap,
+        also return its tanh, for the slope, in `tangents`. `tangents` may be `memory` if the tanh is not needed.
         """
         left, right = self.problem.spec.window
         s = product(q, self.keys(j0, j1).mT, shaped(tangents, (*q.shape[:2], j1 - j0)))

@@ -156,10 +156,11 @@ def grid(
 
 
 def _papers(kind: str) -> list[Case]:
-    """Return the cases of the tables in the papers that this project follows. They are: N 512, D 32 in float32 with one
-    head; B 1, H 8, N 2048, D 64, half precision and causal, for memory; B 4, H 8, D 64 in bfloat16 from T 128 to 4096,
-    forward and backward. On the CPU all are float32: without half-precision hardware, torch's half products run at 1/20
-    of the speed, which would make naive attention slow for a reason that is not its own.
+    """Return the cases of the tables in the papers that this project follows, forward and backward.
+
+    They are: N 512, D 32 in float32 with one head; B 1, H 8, N 2048, D 64, float16 and causal, for memory; B 4, H 8, D
+    64 in bfloat16 with N from 128 to 4096. On the CPU all are float32: without half-precision hardware, torch's 16-bit
+    products run at 1/20 of the speed, and naive attention would look slower than it is.
     """
     float16, bfloat16 = ("float32", "float32") if kind == "cpu" else ("float16", "bfloat16")
     small = {"batch": 1, "q_heads": 1, "q_len": 512, "head_dim": 32}
@@ -268,8 +269,9 @@ def moved_bytes(algorithm: str, case: Case) -> int:
 
 
 def held_bytes(algorithms: Sequence[str], case: Case) -> int:
-    """Return the minimum number of bytes that a call of `algorithms` holds at a time in addition to its inputs. A
-    forward holds its outputs, and the Sq × Sk matrix if the algorithm writes one. A backward's memory includes its
+    """Return the minimum peak memory in bytes of a call of `algorithms`, without its inputs.
+
+    A forward holds its outputs, and the Sq × Sk matrix if the algorithm writes one. A backward's memory includes its
     forward's.
     """
     written = ("o", "lse", "dq", "dk", "dv")
@@ -279,7 +281,7 @@ def held_bytes(algorithms: Sequence[str], case: Case) -> int:
 
 
 def standard_flops(case: Case) -> int:
-    """Return the count with which papers compare. Every causal case counts half, like a causal square."""
+    """Return the number of operations by the papers' convention. Every causal case counts half, as with Sq = Sk."""
     forward = 2 * pairs(case) * (case.head_dim + case.value_dim) // (2 if case.causal else 1)
     return {"forward": 2 * forward, "backward": 5 * forward, "both": 7 * forward}[case.direction] // 2
 

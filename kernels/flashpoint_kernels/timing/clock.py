@@ -142,7 +142,7 @@ class Waits:
 
 
 class Slices:
-    """Measures the wall time between two yields of a generator: this is how long others wait for the device.
+    """Measure the wall time between two yields of a generator, during which other users wait for the device.
 
     Inside `with_threads`, torch has that number of threads in each slice, and `waits` counts how long they wait for a
     core.
@@ -227,11 +227,11 @@ _RESIDENT = Path("/proc/self/clear_refs")  # writing 5 resets the peak of reside
 
 
 def peak_bytes(call: Callable[[], Any], device: str) -> int | None:
-    """Run `call` again, and return how much its peak adds, including its results but not its inputs.
+    """Run `call` again, and return how many bytes it needs at most, with its results but without its inputs.
 
-    On CUDA the value comes from the allocator's statistics and is exact. On the CPU it is the maximum resident memory
-    that the kernel saw in this process, on all threads and for all libraries, with an error of some hundred KiB. None
-    if the system does not report it (all except Linux).
+    On CUDA the value comes from the allocator's statistics and is exact. On the CPU it is the growth of the process's
+    peak resident memory, as Linux reports it, with an error of some hundred KiB; it includes all threads and libraries.
+    None if the system does not report it (all except Linux).
     """
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)

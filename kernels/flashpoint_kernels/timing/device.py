@@ -58,8 +58,10 @@ def describe(device: str) -> dict[str, Any]:
 
 
 class Sheet(NamedTuple):
-    """A GPU's data sheet: TFLOP/s of dense 16-bit products with float32 sums and of float32 products without tf32;
-    GB/s.
+    """The peaks in a GPU's data sheet.
+
+    `half_tflops` is for dense 16-bit matrix products with float32 sums, `float32_tflops` for float32 products without
+    TF32.
     """
 
     half_tflops: float

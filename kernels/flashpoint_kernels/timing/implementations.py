@@ -1,7 +1,8 @@
 """The implementations of attention that can be timed, as differentiable functions of q, k and v.
 
-Each names its algorithms in `case` for both directions, and its version. If it cannot run a case, it raises
-`CannotRunError` with the reason, if that is known before; else the error of its first call is the reason.
+Each implementation has a version, and names its algorithms of both directions (`case.ALGORITHMS`). If it is known
+beforehand that it cannot run a case, it raises `CannotRunError` with the reason; else the error of its first call is
+the reason.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Implementation:
 
 
 def algorithms(case: Case) -> tuple[str, ...]:
-    """The names in `case.ALGORITHMS` of the algorithms that one call of `case` runs."""
+    """Return the names in `ALGORITHMS` of the algorithms that one call of `case` runs."""
     forward, backward = ("flash_forward", "fused_backward")
     if case.backend != OWN:
         forward, backward = IMPLEMENTATIONS[case.backend].forward, IMPLEMENTATIONS[case.backend].backward

@@ -226,9 +226,10 @@ def _timed(
 
 
 def _fewer(ms: dict[int, float], timing: Timing) -> int | None:
-    """Return the number of threads to try next; None if no other number is useful. `ms` has the medians for the numbers
-    that were tried. Try one thread if a call then takes about a slice, else half of the threads as long as this is
-    faster.
+    """Return the number of threads to try next; None if no other number is useful.
+
+    `ms` has the median for each number that was tried; the largest number was tried first. Try one thread if a call
+    would then take about a slice at most, else half of the threads as long as fewer threads are faster.
     """
     every = max(ms)
     if every == 1 or ms[every] > timing.max_seconds * 1e3:
@@ -243,7 +244,7 @@ def _fewer(ms: dict[int, float], timing: Timing) -> int | None:
 
 
 def _faster(one: list[float], other: list[float]) -> bool:
-    """Return whether `one` is faster than the other by more than the noise: its uncertainty, and `_NOISE`."""
+    """Return whether the median of `one` is less than that of `other` by more than its uncertainty and `_NOISE`."""
     return median(one) * (1 + uncertainty(one)) < median(other) * (1 - _NOISE)
 
 

@@ -1,7 +1,7 @@
 """The gradient on the CPU by the kernels in C (flashpoint_kernels.native), with all options.
 
-The bits of dq depend on the row and on the keys that it sees, those of dk and dv on their sequence. None depends on the
-number of threads.
+The bits of a row of dq depend only on the row and on the keys that it sees, those of dk and dv only on their sequence:
+none of them depends on the number of threads.
 """
 
 from __future__ import annotations
@@ -72,9 +72,10 @@ def gradients(
     first_head: int = 0,
     adds: bool = False,
 ) -> Tensor | None:
-    """Write dq, dk, dv and dattn_mask (with `adds`, add to it), if `t` contains them. Return dsinks, (Hq,) float64, if
-    `t` contains it. `t` has canonical views (see `problem`), with o and lse of the forward. For threads see
-    `differentiate`.
+    """Write dq, dk, dv and dattn_mask, if `t` contains them. Return dsinks, (Hq,) float64, if `t` contains it.
+
+    With `adds`, add to dattn_mask. `t` has canonical views (see `problem`), with o and lse of the forward. `threads` is
+    as in `differentiate`.
     """
     p = spec.options.dropout_p
     backward = Backward(
@@ -105,8 +106,8 @@ def prepared(problem: Problem, threads: int) -> Callable[[], None]:
 def differentiate_dense(spec: Spec, t: Mapping[str, Tensor], threads: int) -> Replay | None:
     """Write dq, dk and dv of a plain problem, whose tensors `t` are q, k, v, do, o, lse, dq, dk and dv.
 
-    Return a call that does this for other tensors of these strides, in the order of `t`. Return None if tensors were
-    copied, the parts of a sequence are summed, or there are too many sequences.
+    Return a call that does this for other tensors with the same strides, given in the order of `t`. Return None if
+    tensors were copied, if several parts of a sequence are summed, or if there are too many sequences.
     """
     in_place = {name: in_rows(x) if name in _IN_ROWS else x for name, x in t.items()}
     backward = Backward(in_place, spec.scale, spec.options.softcap, 1.0, Dropped(), 0, False)

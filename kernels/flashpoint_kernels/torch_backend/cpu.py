@@ -39,7 +39,10 @@ def backward(problems: Sequence[Problem]) -> None:
 
 
 def _gradient_calls(problem: Problem) -> Sequence[Callable[[], object]]:
-    """Return the calls of a gradient, like `_calls`. A small problem also keeps its forward's memory."""
+    """Return the calls of a gradient, like `_calls`, with those of the forward if `lse` is missing.
+
+    Keep them with the problem only if the forward's outputs have at most KEPT_BYTES.
+    """
     calls: list[Callable[[], object]] = []
     whole, nbytes = problem, 0
     if "lse" not in problem.tensors:

@@ -28,8 +28,8 @@ def attend_dense(
 ) -> Replay | None:
     """Write o and lse (B,Hq,Sq) of q, k and v (B,H,S,D), where all sequences are like `row`.
 
-    Return a call that does this for other q, k, v, o and lse of these strides. Return None if tensors were copied,
-    threads share a head, or there are too many sequences.
+    Return a call that does this for other q, k, v, o and lse with the same strides. Return None if tensors were copied,
+    if several threads share a head, or if there are too many sequences.
     """
     given = (q, k, v)
     q, k, v = map(in_rows, given)
@@ -71,7 +71,7 @@ def attend_dense(
 def prepared(problem: Problem, rows: Sequence[Row], threads: int) -> Callable[[], object]:
     """Return the call that computes `rows` of a forward on at most `threads` threads, in place.
 
-    It may be called again while the tensors stay where they are: see `repeats`.
+    It may be called again while the tensors stay at their addresses: see `repeats`.
     """
     spec = problem.spec
     q, o = in_rows(problem.view("q")), problem.view("o")

@@ -1,9 +1,9 @@
 """torch's own fused operators, for CUDA devices that Triton does not serve: the options in SUPPORT of this package.
 
-FlashAttention-2 for 16-bit dtypes without a mask, and the memory-efficient kernel for the rest. Each has its own
-backward from the saved `o` and `logsumexp`. Each sequence has a call of its own, so its bits do not depend on others.
-Their causal mask is for squares; other diagonals are masks (sq, sk). A sink is merged into the answer as a key with
-value 0.
+FlashAttention-2 computes 16-bit dtypes without a mask, and the memory-efficient kernel all other problems. Each has its
+own backward from the saved `o` and `logsumexp`. Each sequence has a call of its own, so its bits do not depend on other
+sequences. The operators' causal mask is only for sq = sk without an offset; other diagonals are passed as masks (sq,
+sk). A sink is merged into the answer as a key with value 0.
 
 The operators are private to torch: a test checks their signatures.
 """
@@ -78,7 +78,7 @@ class Call:
         return self.q.dtype != torch.float32 and self.bias is None
 
     def _cuda_inputs(self) -> tuple[list[Tensor], Tensor | None]:
-        """Return q, and k and v repeated for each query head, with D padded for the kernels; pad the mask, too."""
+        """Return [q, k, v] and the mask for the kernels: k and v repeated for each query head, all padded."""
         heads, sk = self.q.shape[1], self.k.shape[2]
         qkv = [_pad8(t) for t in (self.q, _repeat(self.k, heads), _repeat(self.v, heads))]
         if self.bias is None:

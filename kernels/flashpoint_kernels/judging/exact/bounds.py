@@ -46,10 +46,10 @@ class Limits:
     allowed: Tensor  # L
 
     def excess(self, answer: Tensor, dtype: str) -> tuple[Tensor, Tensor]:
-        """Return error/S and error/L of each element. A value that is not finite, but should be, has an infinite
-        excess.
+        """Return error/S and error/L of each element.
 
-        If the exact value overflows the answer's data type, every value is accepted.
+        A value that is not finite, but should be, has infinite ratios. If the exact value overflows the answer's data
+        type, every value is accepted.
         """
         answer = answer.to(self.value.device).double()
         same = (answer == self.value) | (answer.isnan() & self.value.isnan())
@@ -233,9 +233,7 @@ class _Chunk:
         return kept.view(len(numbers), -1, *kept.shape[1:]).double() / (1.0 - options.dropout_p)
 
     def scores(self) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], Tensor]:
-        """Return the scores (−∞ where hidden), the visibility mask, the score errors e for S and L, and softcap's
-        derivative.
-        """
+        """Return the scores (−∞ where hidden), what is visible, the score errors for S and L, and softcap's slope."""
         batch, unit, options = self.batch, self.unit, self.options
         q, k, scale = self.q, batch.k, self.scale
         w = unit.w
@@ -285,8 +283,9 @@ class _Chunk:
         return s, seen, (strict, loose), derivative
 
     def prescaled(self, q: Tensor, k: Tensor, scale: float) -> Tensor:
-        """Return the largest error from rounding q, k, or both after they were multiplied by the scale, or by its
-        root.
+        """Return the largest error of scores from rounding scaled inputs.
+
+        A kernel may round q·scale, or both q·sqrt(scale) and k·sqrt(scale). Take the larger of the two errors.
         """
         to, root = self.unit.to, abs(scale) ** 0.5
 

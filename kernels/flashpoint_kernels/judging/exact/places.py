@@ -20,8 +20,9 @@ def index(at: Sequence[int], name: str, ragged: bool = False) -> str:
 
 
 def where(wrong: Tensor, name: str) -> str:
-    """Return the sequences, heads, rows and columns with wrong elements, unless all are wrong. `wrong`: (B, H, S,
-    d).
+    """Describe in words the sequences, heads, rows and columns that have wrong elements. `wrong`: bool (B, H, S, d).
+
+    An axis is omitted if every index on it has wrong elements.
     """
     if wrong.ndim == 3:
         wrong = wrong[..., None]

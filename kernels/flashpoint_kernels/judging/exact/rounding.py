@@ -42,7 +42,7 @@ def rounded(t: Tensor, to: torch.dtype) -> Tensor:
 
 
 class Maxima:
-    """For scores (…, keys): which key has the largest score of a tile.
+    """Mark the keys that have the largest score of their tile, for several tile sizes. Scores are (…, keys).
 
     Autograd passes the gradient of a tile's maximum to its key. In exact numbers it is 0; with rounding it is the sum
     of the errors of the tile's dS. The kernel's tile size is unknown. So assume for each key the largest tile in which

@@ -246,7 +246,7 @@ def _constant(numbers: Sequence[Outcome], outcomes: Sequence[Outcome]) -> Cause 
 
 
 def _first(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Return the first outcome of each data type, shape and set of options."""
+    """Return the first outcome, and the first of each data type and shape."""
     seen: dict[object, Outcome] = {}
     for o in outcomes:
         seen.setdefault((o.case.dtype, o.case.shape), o)
@@ -256,7 +256,7 @@ def _first(outcomes: Sequence[Outcome]) -> list[Outcome]:
 def _again(trial: Trial, numbers: Sequence[Outcome]) -> tuple[bool, bool]:
     """Return whether a repeated call is wrong again, and whether the error depends on earlier calls.
 
-    Repeat the smallest failing calls in this process and in a new one.
+    Repeat the smallest failing calls in the function's present process, and the smallest one in a new process.
     """
     if not numbers:
         return True, False
@@ -344,7 +344,11 @@ def _join_factors(texts: dict[tuple[str, str], tuple[Mistake, list[Outcome]]], s
 
 
 def tells(o: Outcome, code: str) -> int:
-    """Return how clearly an outcome shows a cause: 2 if only it gives the numbers, 1 if others do, too, else 0."""
+    """Return how clearly an outcome shows a cause, as 0, 1 or 2.
+
+    This is 0 if the cause is not the first one that reproduces the wrong numbers; else 2 if no other cause reproduces
+    them, apart from low precision, and 1 if others do.
+    """
     if o.call.signature.ragged or o.case.scores > _SMALL or not o.wrong_outputs:
         return 0
     codes = [mistake.code for mistake in causes_of(_numbers(o))]

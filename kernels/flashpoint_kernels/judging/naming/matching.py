@@ -22,7 +22,7 @@ _FITTED = 4_000_000  # largest number of products q·k of a problem for which a 
 
 @dataclass(frozen=True, eq=False)
 class WrongNumbers:
-    """A problem, bhsd, with its wrong answers. `names`: the wrong ones, in the order of OUTPUTS."""
+    """A problem, bhsd, with its answers. `names`: the names of the wrong answers, in the order of OUTPUTS."""
 
     case: Case
     tensors: Mapping[str, Tensor]
@@ -56,10 +56,11 @@ def causes_of(w: WrongNumbers, earlier: Iterable[Mistake] = ()) -> list[Mistake]
 
 
 def scaled(w: WrongNumbers, named: list[Mistake]) -> list[Mistake]:
-    """Return the scales that give the wrong numbers: those of `named`, by a formula of the sizes, or else as a number.
+    """Return mistakes in the scale that reproduce the wrong o: from `named`, from formulas, or a fitted factor.
 
-    One factor of the scores is fitted, on a grid of powers of 2 and then by sections of the best interval. A mistake of
-    `named`, or a formula, must leave about as little of the error.
+    Fit one factor of the scores, on a grid of powers of 2 and then by golden-section search. Return the mistakes of
+    `named`, and formulas such as 1/sqrt(Sk), that leave about as small a part of the error as the fitted factor. If
+    there are none, return the factor itself. If no factor fits, return `named`.
     """
     case = w.case
     if case.scores * case.head_dim > _FITTED or not bool(w.answers["o"].isfinite().all()):
@@ -141,7 +142,7 @@ def _of_lost(w: WrongNumbers, rows: Tensor, what: str) -> Mistake:
 
 
 def matching(w: WrongNumbers, mistakes: Iterable[Mistake]) -> Iterator[Mistake]:
-    """Yield the mistakes that give the wrong numbers."""
+    """Yield the mistakes that reproduce the wrong numbers."""
     wrong_names = w.names
     names: list[str] = [n for n in OUTPUTS[:2] if n in wrong_names] or [n for n in wrong_names if n.startswith("d")]
     for mistake in mistakes:

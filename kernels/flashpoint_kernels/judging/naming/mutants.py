@@ -75,7 +75,7 @@ class Forward:
             seen &= ahead >= -left
         if right >= 0:
             seen &= ahead <= right
-        if self.get("block_causal"):  # whole tiles on the diagonal are visible, or whole tiles are hidden
+        if self.get("block_causal"):  # a tile is wholly visible if its first key is, else wholly hidden
             tile = self.get("block_causal")
             seen = (j // tile) * tile - i - self.offset <= 0
         if self.get("keys"):
@@ -245,7 +245,7 @@ def answers(
 
 
 def _backward(x: Mapping[str, Tensor], case: Case, top_left: bool, change: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return gradients from a changed backward; the forward is right."""
+    """Return gradients from a backward with the mistake `change`, after a right forward."""
     right = Forward(x, case, top_left, {})
     s, seen = right.scores()
     k, v, q, do = right.heads(x["k"]), right.heads(x["v"]), x["q"], x["do"]

@@ -43,7 +43,7 @@ from flashpoint_kernels.triton_backend.kernels.tiles import load_sequence, locat
 class QueryPipes(NamedTuple):
     """The pipes of the kernel for dQ.
 
-    q and do stay in shared memory for the whole block and share q's barrier; `do` holds only tiles.
+    q and do stay in shared memory for the whole block. Both wait for q's barrier; `do` is only the memory of its tile.
     """
 
     q: Pipe
@@ -69,8 +69,9 @@ class QueryGroup(NamedTuple):
 
 
 class QueryGradient(NamedTuple):
-    """The state of a block of dQ between two tiles: dq without the last tile, and that tile's dS in the form of
-    `carried`.
+    """The state of a block of dQ between two tiles.
+
+    `dq` does not yet contain the last tile; `ds` is that tile's dS, in the form that `carried` returns.
     """
 
     dq: Any
@@ -192,9 +193,9 @@ def add_keys(running, group, n, CUT: tl.constexpr, C: tl.constexpr):
 
 
 class KeyPipes(NamedTuple):
-    """The pipes of the kernel for dK and dV. k and v stay in shared memory for the whole block and share k's barrier;
-    `v` holds only tiles.
+    """The pipes of the kernel for dK and dV.
 
+    k and v stay in shared memory for the whole block. Both wait for k's barrier; `v` is only the memory of its tile.
     q's `empty` barrier is for q and do.
     """
 
@@ -378,8 +379,9 @@ def add_queries(sums, group, nth, nth_block, CUT: tl.constexpr, C: tl.constexpr)
 
 @jit
 def locate_stats(t, head):
-    """Return (pointer to a head's lse, distance to its delta), as stored by `attention_delta`: 16-byte aligned, whole
-    blocks.
+    """Return (pointer to a head's lse, distance to its delta) in the output of `attention_delta`.
+
+    Addresses are aligned to 16 bytes, and the memory has whole blocks.
     """
     base, head_stride = locate_vector(t, col.STATS)
     return tl.multiple_of(base + head * head_stride, 16), tl.multiple_of(head_stride // 2, 4)

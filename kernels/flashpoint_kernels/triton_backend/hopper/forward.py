@@ -60,8 +60,9 @@ class Group(NamedTuple):
 
 
 class Running(NamedTuple):
-    """The state of a block between two tiles: the Softmax of all scores so far, and P of the last tile, in the form of
-    `carried`. The product of P and the last tile's values is not yet in acc.
+    """The state of a block between two tiles: P of the last tile, and the Softmax of all scores so far.
+
+    `p` has the form that `carried` returns. The product of P and the last tile's values is not yet in acc.
     """
 
     p: Any
@@ -160,8 +161,9 @@ def consumer(pipes, launched, blocks, HALF: tl.constexpr, C: tl.constexpr):
 
 @jit
 def attend(group, seeing, value_dim, C: tl.constexpr):
-    """Store o and lse of half of a block's queries. `seeing` counts the earlier blocks of this program that see
-    keys.
+    """Store o and lse of half of a block's queries.
+
+    `seeing` is the number of earlier blocks of this program that see keys.
     """
     ROWS: tl.constexpr = C.BLOCK_M // 2
     S: tl.constexpr = product_layout(C.BLOCK_N)

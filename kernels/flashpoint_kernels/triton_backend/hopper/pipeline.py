@@ -1,5 +1,4 @@
-"""Parts of the kernels for Hopper: blocks, layouts, descriptors, stages and their barriers, loads by the copy engine
-(TMA), and stores.
+"""Functions that the kernels for Hopper share: layouts, descriptors, barriers, and loads by the copy engine (TMA).
 
 The notation is that of ../kernels/forward.py. A tensor's tiles use the stages of its Pipe in turn: tile n is in stage n
 mod STAGES. A barrier's phase alternates between 0 and 1 at each use of its stage.
@@ -60,7 +59,7 @@ def product_layout(columns):
 
 @constexpr_function
 def operand_layout(columns):
-    """Return the layout of the first operand, in registers, of a product with so many columns."""
+    """Return the layout of a product's first operand in registers; the product has `columns` columns."""
     return gl.DotOperandLayout(0, product_layout(columns), 2)
 
 
@@ -160,8 +159,9 @@ def release(pipe, n, C: tl.constexpr, pred=True):
 
 @jit
 def carried(x, OPERAND: tl.constexpr, C: tl.constexpr):
-    """Return a product's first operand in the form in which a loop keeps it: float32 with CARRY_FLOAT32, else
-    unchanged.
+    """Return a product's first operand in the form in which a loop carries it to its next iteration.
+
+    This is x, float32, unchanged with CARRY_FLOAT32; else the operand in DTYPE and the layout OPERAND.
     """
     if not C.CARRY_FLOAT32:
         x = gl.convert_layout(cast(x, C.DTYPE), OPERAND)

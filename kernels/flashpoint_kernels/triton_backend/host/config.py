@@ -1,6 +1,6 @@
-"""Choose the tiles of a problem. They depend only on the device, and on the problem's dtype, head dimensions, level and
-path.
+"""Choose the tiles of a problem.
 
+Tiles depend only on the device, and on the problem's dtype, head dimensions, level and path (general, or for Hopper).
 The sizes are in configurations.py, one table per architecture. Tiles are never changed at run time: a device uses a
 table as it is, if it has the instructions and the shared memory that the tiles were compiled for.
 """
@@ -29,8 +29,8 @@ from flashpoint_kernels.triton_backend.host.configurations import (
 from flashpoint_kernels.triton_backend.kernels.groups import FLOAT8, FLOAT8_BITS, INT8
 from flashpoint_kernels.triton_backend.kernels.interpret import INTERPRETED
 
-# The interpreter runs tile by tile in Python, so use few tiles; but M ≠ N, and enough tiles to be cut, skipped and
-# split.
+# The interpreter runs each tile in Python, so there must be few tiles, but enough for tests in which tiles are cut by a
+# mask, skipped and split. M and N differ.
 INTERPRETED_AS = 90  # the interpreter widens 8-bit keys as this architecture does
 # `few_queries` is smaller than on a device, so that small problems use both kinds of blocks.
 _INTERPRETER = Config(
@@ -41,10 +41,10 @@ _INTERPRETER = Config(
 
 @dataclass(frozen=True)
 class Chip:
-    """The properties of a device that decide its tiles: compute capability (90 for sm_90), KiB of shared memory per
-    program.
+    """The properties of a device that decide its tiles and grids.
 
-    A launch of a persistent kernel has one program per multiprocessor.
+    `arch` is the compute capability (90 for sm_90), `shared_kib` the KiB of shared memory per program. A launch of a
+    persistent kernel has one program per multiprocessor.
     """
 
     arch: int
@@ -74,10 +74,10 @@ def exact(head_dim: int, value_dim: int) -> bool:
 
 
 def table_of(chip: Chip) -> int:
-    """Return the architecture whose table `chip` uses: its own, or the table of its generation that uses the most of
-    its shared memory.
+    """Return the architecture whose table `chip` uses.
 
-    Raises ValueError if no table is known to fit.
+    This is its own architecture, or the one of its generation whose tiles use the most of its shared memory. Raises
+    ValueError if no table is known to fit.
     """
     if SHARED_KIB.get(chip.arch, chip.shared_kib + 1) <= chip.shared_kib:
         return chip.arch
@@ -132,9 +132,9 @@ def tiles(
 
 
 def _of_pages(tile: Tile) -> Tile:
-    """Return the tile with the stages that keep as many pages ahead as its own stages keep keys ahead.
+    """Return the tile with more stages, so that it prefetches as many tiles of paged keys as it would of unpaged ones.
 
-    The address of a key in a page needs another load, for which Triton takes every second stage.
+    The address of a key in a page needs another load, for which Triton uses every second stage.
     """
     return replace(tile, num_stages=2 * tile.num_stages - 1)
 

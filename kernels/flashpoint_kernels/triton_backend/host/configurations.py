@@ -114,8 +114,9 @@ class Config:
 
     @cached_property
     def delta(self) -> Tile:
-        """Return the tile of `attention_delta`, a multiple of the block of every kernel that reads its output (powers
-        of two).
+        """Return the tile of `attention_delta`.
+
+        Its rows are a multiple of the rows of every kernel that reads its output, because all are powers of two.
         """
         return replace(self.backward_q, block_m=max(self.backward_q.block_m, self.backward_kv.block_m))
 
@@ -130,8 +131,9 @@ Table = dict[str, dict[int, Config]]
 # KiB of shared memory that a program can use, by architecture (CUDA C++ programming guide, compute capabilities).
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 
-# Packed blocks of few queries read keys at the speed of memory. They have four warps, and keep as many bytes of keys
-# and values in flight as two programs fit on an SM (three stages of 16 KiB each for K and V). 99 KiB hold less.
+# Packed blocks of few queries read keys at the speed of memory. They have four warps, and prefetch as many bytes of
+# keys and values as possible with two programs on an SM (three stages of 16 KiB each for K and V). With 99 KiB of
+# shared memory they prefetch less.
 _PACKED = {64: Tile(64, 64, 4, 4), 128: Tile(64, 64, 4, 3), 256: Tile(64, 32, 4, 3), 1024: Tile(16, 32, 8, 1)}
 _PACKED_99 = {64: Tile(64, 64, 4, 3), 128: Tile(64, 32, 4, 3), 256: Tile(64, 32, 4, 2), 1024: Tile(16, 16, 8, 1)}
 _PACKED_FLOAT32 = {64: Tile(64, 32, 4, 2), 128: Tile(32, 32, 4, 2), 256: Tile(16, 16, 4, 2), 1024: Tile(16, 16, 8, 1)}

@@ -67,9 +67,10 @@ class Upload:
 
 
 class Launch:
-    """Problems that run together: their route, their joint table, and what their kernels read.
+    """Problems that run together: their route, their joint table, and the arrays that their kernels read.
 
-    With `every`, also yield calls without programs, because other problems with this launch key have programs for them.
+    With `every`, the launch also has calls without programs, for which other problems with this launch key may have
+    programs.
     """
 
     def __init__(self, route: Route, problems: list[Problem], tables: list[Table], every: bool) -> None:
@@ -115,11 +116,10 @@ class Launch:
         return self.upload.view(number)
 
     def place_stats(self, ints: np.ndarray) -> Tensor:
-        """Allocate memory for the output of `attention_delta`, two rows per head, and write its addresses into the
-        table.
+        """Allocate memory for the output of `attention_delta`, and write its addresses into the table.
 
-        Each sequence has its own whole blocks of queries in this memory, so kernels load and store a block without a
-        mask.
+        It has two rows per head: lse and delta. Each sequence has its own whole blocks of queries in this memory, so
+        kernels load and store a block without a mask.
         """
         block = self.config.delta.block_m
         rows = -(-ints[:, columns.Q_ROWS.value] // block) * block
@@ -137,8 +137,9 @@ class Launch:
         self, code: Code, items: np.ndarray, heads: int, args: Callable[[Tensor], tuple[Any, ...]],
         most_programs: int | None = None,
     ) -> Call:  # fmt: skip
-        """Return a call with one program per item and head, at most `most_programs`. `args` makes the arguments from
-        the items on the device.
+        """Return a call with one program per item and head, at most `most_programs`.
+
+        `args` returns the kernel's arguments for a tensor of the items on the device.
         """
         number = self.upload.add(items)
         programs = len(items) * heads

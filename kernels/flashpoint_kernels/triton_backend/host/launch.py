@@ -57,8 +57,7 @@ def backward(problems: Sequence[Problem]) -> None:
 
 
 def prepare(problems: Sequence[Problem]) -> Callable[[], None]:
-    """Return a function that runs the problems and writes their outputs. The problems have one direction and launch
-    key.
+    """Return a function that runs problems of one direction and one launch key, and writes their outputs.
 
     The function can be called again after other values were written to the same memory: tensors, outputs, page numbers
     and scales. It ignores new lengths, which are read here, and new values of tensors that are copied here: masks in
@@ -258,8 +257,9 @@ def backward_calls(
     problems: Sequence[Problem], scratch: Iterable[dict[str, Tensor]], tiles: Config | None = None, *,
     every: bool = False,
 ) -> Iterator[Call]:  # fmt: skip
-    """Yield the calls of `backward`, in order; `scratch` has the result of `scratch_of` for each problem. With `every`,
-    also yield calls without programs, which other problems with this launch key may need.
+    """Yield the calls of `backward`, in order; `scratch` has the result of `scratch_of` for each problem.
+
+    With `every`, also yield calls without programs, which other problems with this launch key may need.
     """
     for launch in _launches(problems, scratch, tiles, every):
         yield from _backward_of(launch)

@@ -19,8 +19,10 @@ from flashpoint_kernels.triton_backend.kernels.blocks import HEADER, UNIT, list_
 
 @dataclass(frozen=True, eq=False)
 class Lists:
-    """`items` are a kernel's work items plus a column with the position of each item's lists; `call` writes lists to
-    `memory`.
+    """The lists of tiles for one kernel.
+
+    `items` are the kernel's work items, with one more column: the position of the item's lists in `memory`. `call`
+    writes the lists.
     """
 
     items: np.ndarray

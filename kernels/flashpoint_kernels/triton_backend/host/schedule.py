@@ -98,12 +98,12 @@ class Gradients(NamedTuple):
 
 
 def forward_lists(shapes: np.ndarray, config: Config) -> tuple[ForwardList, ...]:
-    """Return the lists of tiles that programs of the forward compute: one list for each block size that is used."""
+    """Return the forward's programs: one list for each size of packed blocks that is used, and one for other blocks."""
     return _forward_lists(shapes, config) if len(shapes) <= _FEW else _made_lists(_in_steps(shapes, config), config)
 
 
 def gradient_lists(shapes: np.ndarray, config: Config) -> Gradients:
-    """Return, for both kernels of the backward, the lists of tiles that their programs compute."""
+    """Return the backward's programs."""
     return _gradient_lists(shapes, config) if len(shapes) <= _FEW else _made_gradients(shapes, config)
 
 
@@ -230,8 +230,9 @@ _gradient_lists = _Kept(_made_gradients)
 
 
 def _query_list(shape: Shape, count: np.ndarray, tile: Tile, rows: int) -> np.ndarray:
-    """Return the programs of `count` blocks of queries of each sequence, in packed blocks of `rows` rows, or with 0,
-    of one head.
+    """Return the programs of `count` blocks of queries of each sequence.
+
+    The blocks are packed blocks of `rows` rows, or with 0, blocks of one head.
     """
     row, nth = _spread(count)
     whole = Shape(*_at(shape, row))
@@ -276,10 +277,10 @@ def _heaviest_first(cost: np.ndarray, *columns: np.ndarray) -> np.ndarray:
 def mask_parts(
     mask: Sequence[int], q_len: int, kv_len: int, batch: int, heads: int, tile: Tile
 ) -> list[tuple[int, int, int, int, int, int, int, int]]:
-    """Return the programs of a mask's gradient: (first row, rows, first head, heads, m_lo, m_hi, n_lo, n_hi), see
-    MASK_ITEM.
+    """Return the programs of a mask's gradient, with the columns of MASK_ITEM.
 
-    `mask` is the shape (B, H, Sq, Sk) of the mask before broadcasting: broadcast dimensions are 1.
+    These are: first row, rows, first head, heads, m_lo, m_hi, n_lo, n_hi. `mask` is the shape (B, H, Sq, Sk) of the
+    mask before broadcasting: broadcast dimensions are 1.
     """
 
     def spans(length: int, full: int, block: int) -> list[tuple[int, int]]:

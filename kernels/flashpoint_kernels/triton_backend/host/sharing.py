@@ -1,5 +1,4 @@
-"""Find parts of keys that several sequences have in the same pages, and read each by one program instead of one per
-sequence.
+"""Find parts of keys that several sequences have in the same pages, so that one program reads a part for all of them.
 
 A part is shared if all queries see all its keys, and no option depends on positions. Other parts, and the merge of
 parts, do not change: see cascade.py.
@@ -42,8 +41,7 @@ _COMMON = np.r_[
 
 
 def shared_parts(problems: Sequence[Problem], ints: np.ndarray, floats: np.ndarray, work: ForwardList) -> Cascade:
-    """Return the programs of `work`, but only one program for each part of keys that several sequences have in the
-    same pages.
+    """Return the programs of `work`, with one program in place of several that read the same pages.
 
     `ints` and `floats` are the launch's table. Pages are compared where their numbers are known (`Problem.pages`).
     """
@@ -84,8 +82,7 @@ def shared_parts(problems: Sequence[Problem], ints: np.ndarray, floats: np.ndarr
 def _groups(
     rows: np.ndarray, items: np.ndarray, tables: Sequence[np.ndarray | None], unit: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return (indices of `items`, edges). Group n is indices[edges[n] : edges[n + 1]]: items of one part that have
-    equal pages.
+    """Return (indices of `items`, edges): group n, of items with the same pages, is indices[edges[n] : edges[n + 1]].
 
     Only neighbours among `rows` are compared. Groups have at least two items.
     """

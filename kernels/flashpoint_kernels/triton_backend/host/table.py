@@ -41,9 +41,9 @@ Numbers = int | np.ndarray  # a value for a single sequence, or an array with on
 class Table:
     """One request's rows. `alive` holds the tensors whose addresses are in the rows.
 
-    `aligned`: every row of every head starts at a multiple of the widest load. `describable`: the copy engine can also
-    load each tensor. That requires that no two rows of a head share memory, and no two heads of a tensor that is
-    described by group.
+    `aligned`: every row of every head starts at a multiple of the widest load. `describable`: the tensors are aligned,
+    and the copy engine can load each of them. This requires positive strides of rows, and in tensors of queries also of
+    heads, and excludes pages and scales.
     """
 
     def __init__(self, problem: Problem, extra: Mapping[str, Tensor]) -> None:

@@ -180,8 +180,9 @@ def attention_backward_kv(table, floats, items, lists, heads, head_dim, value_di
 
 @triton.jit
 def gather_keys(dq, block, tiles, seq, lo, hi, FULL: tl.constexpr, C: tl.constexpr):
-    """Return dq (M, D) of a QueryBlock plus the contribution of keys [lo, hi), one tile of BLOCK_N at a time. See
-    attend_keys.
+    """Return dq (M, D) of a QueryBlock plus the contribution of keys [lo, hi), one tile of BLOCK_N at a time.
+
+    FULL, lo and hi are as in `attend_keys`.
     """
     o_m = block.queries
     within = tl.arange(0, C.BLOCK_N)

@@ -1,5 +1,6 @@
-"""Gradients of inputs that all rows share: the additive mask and the sinks. There are no atomics. The notation is that
-of backward.py.
+"""Gradients of inputs that several rows share: the additive mask and the sinks.
+
+There are no atomics. The notation is that of backward.py.
 
 dmask = Σ dS over the mask's broadcast dimensions          one program per tile of the mask
 dsink = −Σ exp(sink − lse)·delta over queries and batch    one program per head
@@ -23,8 +24,9 @@ MASK_ITEM = tl.constexpr(8)
 
 @triton.jit
 def score_gradient(block, j0, seq, k_rows, v_rows, C: tl.constexpr):
-    """Return dS (M, N) of a QueryBlock and the tile of keys at j0, without the cap's slope, because the mask is added
-    after the cap.
+    """Return dS (M, N) of a QueryBlock and the tile of keys at j0.
+
+    It does not contain the cap's slope, because the mask is added after the cap.
     """
     zeros = tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32)
     o_m, within = block.queries, tl.arange(0, C.BLOCK_N)

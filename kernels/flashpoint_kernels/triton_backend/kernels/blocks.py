@@ -1,10 +1,10 @@
-"""Apply block masks: write the tiles to compute into a list for each work item and head, and test tiles that the mask
-cuts.
+"""Apply block masks: list the tiles to compute for each work item and head, and test the scores of tiles that are cut.
 
-A separate kernel makes the lists on the device, before the kernels that read them. So the host does not wait for the
-mask, and the mask may change under a CUDA graph. A list is int32: the number of tiles that need no test of any score,
-the number of all tiles, and one word per tile, untested tiles first. A word is twice the tile's number, plus 1 if the
-mask cuts the tile. Heads that share a block mask share the lists.
+The mask cuts a tile if it hides some of its scores, but not all. A separate kernel makes the lists on the device,
+before the kernels that read them. So the host does not wait for the mask, and the mask may change under a CUDA graph. A
+list is int32: the number of tiles that need no test of any score, the number of all tiles, and one word per tile,
+untested tiles first. A word is twice the tile's number, plus 1 if the mask cuts the tile. Heads that share a block mask
+share the lists.
 """
 
 from typing import Any, NamedTuple
@@ -50,8 +50,7 @@ def key_tile(at, tiles, C: tl.constexpr):
 
 @triton.jit
 def query_tile(nth, at, tiles, heads, C: tl.constexpr):
-    """Return (head in the group, first query, 1 if the mask cuts it) of the current tile of a loop over heads and
-    queries.
+    """Return (head in the group, first query, 1 if the mask cuts it) of a tile in a loop over heads and queries.
 
     `heads` is the number of heads whose tiles are in one list: those of the group, or 1 if all heads have the same
     tiles.
@@ -80,8 +79,9 @@ def unskipped(seen, i, j, cut, seq, C: tl.constexpr):
 
 
 class _Span(NamedTuple):
-    """Rows or columns of blocks, from `first` to `last`: scalars or (_CHUNK,). No span has more than `steps` of
-    them.
+    """Rows or columns of blocks, from `first` to `last`: scalars, or (_CHUNK,) for several spans.
+
+    `steps` is the largest number of rows or columns in a span.
     """
 
     first: Any
@@ -91,8 +91,9 @@ class _Span(NamedTuple):
 
 @triton.jit
 def _seen_of(t, head, heads, rows, columns, wanted):
-    """Return (some, every), each 0 or 1: whether any or all blocks in the spans `rows` and `columns` are true, in
-    `heads` heads from `head`. `wanted` is true where there is a tile.
+    """Return (some, every), each 0 or 1: whether any or all blocks in the spans `rows` and `columns` are true.
+
+    The blocks are those of `heads` heads from `head` on. `wanted` is true where there is a tile.
     """
     p = tl.load(t + col.BLOCKS).to(tl.pointer_type(tl.int8))
     stride, row, column = tl.load(t + col.BLOCKS + 1), tl.load(t + col.BLOCKS + 2), tl.load(t + col.BLOCKS + 3)
@@ -111,7 +112,7 @@ def _seen_of(t, head, heads, rows, columns, wanted):
 
 @triton.jit
 def tile_is_seen(i0, j0, seq, C: tl.constexpr):
-    """Return whether the block mask leaves a score in the tile at query i0 and key j0."""
+    """Return whether any block that overlaps the tile at query i0 and key j0 is true in the block mask."""
     t, band = seq.row, seq.band
     height, width = tl.load(t + col.BLOCK_SIZE).to(tl.int32), tl.load(t + col.BLOCK_SIZE + 1).to(tl.int32)
     r0, r1 = i0 // height, (tl.minimum(i0 + C.BLOCK_M, band.q_len) - 1) // height

@@ -77,7 +77,8 @@ def begun(t, heads, wanted, C: tl.constexpr):
 def attend_keys(softmax, block, tiles, seq, lo, hi, FULL: tl.constexpr, C: tl.constexpr):
     """Return the Softmax of Queries after keys [lo, hi), one tile of BLOCK_N at a time; lo is a multiple of BLOCK_N.
 
-    FULL: every query may see every key. With a block mask, lo and hi are positions in the list of tiles.
+    FULL: every query may see every key. With a block mask, lo and hi are positions in the list of tiles, multiplied by
+    BLOCK_N.
     """
     o_m, keys, values = block.queries, tiles.k, tiles.v
     within = tl.arange(0, C.BLOCK_N)
@@ -91,7 +92,8 @@ def attend_keys(softmax, block, tiles, seq, lo, hi, FULL: tl.constexpr, C: tl.co
         if C.BLOCK_D <= 256:
             b_v = load_keys(values, places, C.BLOCK_DV, FULL, C)  # (N, Dv)
         if C.KEYS is not None:
-            b_k = cast(widened(b_k, C), C.DTYPE)  # exact: a bfloat16 has more digits than 8 bits
+            # exact: every int8 and float8_e4m3fn value fits in bfloat16, whose significand has 8 bits, and in float16
+            b_k = cast(widened(b_k, C), C.DTYPE)
         s = dot(block.q, tl.trans(b_k), tl.full([C.BLOCK_M, C.BLOCK_N], 0.0, tl.float32), C.TF32)  # (M, N)
         if C.BLOCK_REST:
             rest = Keys(

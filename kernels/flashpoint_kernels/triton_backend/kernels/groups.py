@@ -79,10 +79,10 @@ class Band(NamedTuple):
 
 
 class Sequence(NamedTuple):
-    """A sequence and one of its heads: pointers to its rows in the two tables, the head's scale, and the sequence's
-    band.
+    """A sequence and one of its heads.
 
-    In a packed block `head` is (M, 1).
+    `row` and `scalars` are pointers to the sequence's rows in the two tables, `scale` is the factor of its scores, and
+    `band` its Band. In a packed block `head` is (M, 1).
     """
 
     row: Any
@@ -93,11 +93,11 @@ class Sequence(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A block of queries. `queries` (M,) int32 and `heads` have one element per row; `heads` is a scalar if all rows
-    have the same head.
+    """A block of queries, with one element per row in `queries` (M,) int32 and in `heads`.
 
-    `first` and `last` are its first and last query, `kv_head` the head of its keys. In a packed block row r is query r
-    // group of head r % group: all heads that share a key head read its keys once (FlashAttention's `pack_gqa`).
+    `heads` is a scalar if all rows have the same head. `first` and `last` are the block's first and last query,
+    `kv_head` is the head of its keys. In a packed block row r is query r // group of head r % group: all heads that
+    share a key head read its keys once (FlashAttention's `pack_gqa`).
     """
 
     queries: Any
@@ -121,10 +121,9 @@ class Rows(NamedTuple):
 
 
 class Keys(NamedTuple):
-    """The keys or values of a key head: their Rows, the stride of a page, and the address and strides of their float32
-    scales.
+    """The keys or values of a key head: their Rows, and the address and strides of their float32 scales.
 
-    Without pages `page` is 0; without scales the last three fields are 0.
+    `page` is the stride of a page, 0 without pages. Without scales the last three fields are 0.
     """
 
     rows: Rows
@@ -147,10 +146,10 @@ class Pages(NamedTuple):
 
 
 class KeyTile(NamedTuple):
-    """The position of a tile of keys (N,): its first key; and for each key its page, its row in the page, and whether
-    to read it.
+    """The position of a tile of N keys.
 
-    Without pages only `first` and `row` are used.
+    `first` is the tile's first key; `page`, `row` and `valid`, (N,), are each key's page number, its row in the page,
+    and whether to read it. Without pages only `first` and `row`, the key's index, are used.
     """
 
     first: Any

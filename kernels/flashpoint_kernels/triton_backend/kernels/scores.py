@@ -44,9 +44,7 @@ def visible(i, j0, n, band, C: tl.constexpr):
 
 @triton.jit
 def visible_to(j, i0, m, band, C: tl.constexpr):
-    """Return whether query i0 + m may see key j, by the band only. Like `visible`, but shift the bounds once per
-    key.
-    """
+    """Return whether query i0 + m may see key j, by the band only; unlike `visible`, shift the bounds once per key."""
     seen = m >= j - (band.offset + band.right) - i0
     if C.LEVEL >= 1:
         seen = seen & (m <= j - (band.offset - band.left) - i0)
@@ -91,8 +89,9 @@ def modify(qk, i, j, seq, C: tl.constexpr):
 
 @triton.jit
 def keep(queries, j0, seq, C: tl.constexpr):
-    """Return a bool (M, N): which probabilities dropout keeps, in the tile of `queries` (M,) at key j0, a multiple of
-    4.
+    """Return which probabilities dropout keeps, bool (M, N), in the tile of `queries` (M,) at key j0.
+
+    j0 is a multiple of 4.
 
     Philox4x32-10 (Salmon et al. 2011) with key = seed and counter = (j div 4, i, head, sequence). Key j takes word j
     mod 4, and is kept iff that word is not below ceil(p·2³²).

@@ -114,7 +114,7 @@ def load_keys(keys, places, BLOCK_D: tl.constexpr, FULL: tl.constexpr, C: tl.con
             m_k = m_k & (o_d[None, :] < keys.rows.dim)
         block = tl.load(keys.rows.base + o_k[:, None] + o_d[None, :], mask=m_k, other=0)
     else:
-        # 32-bit offsets stay in registers, unless these are needed for the test of columns.
+        # With EVEN, 32-bit offsets stay in registers; otherwise the test of columns needs these registers.
         if C.EVEN:
             block = load_tile(keys.rows, places.first, places.row, BLOCK_D, FULL, C)
         else:
@@ -198,8 +198,9 @@ def heads_column(block, C: tl.constexpr):
 
 @triton.jit
 def locate_vector(t, VECTOR: tl.constexpr):
-    """Return (pointer to row 0 of head 0, stride of a head) of `lse`, `dlse` or the stats of `attention_delta`,
-    float32.
+    """Return (pointer to row 0 of head 0, stride of a head) of a float32 vector.
+
+    This is `lse`, `dlse`, or the output of `attention_delta`.
     """
     return tl.load(t + VECTOR).to(tl.pointer_type(tl.float32)), tl.load(t + VECTOR + 1)
 
@@ -256,8 +257,10 @@ def load(rows, o, BLOCK_D: tl.constexpr, FULL: tl.constexpr, EVEN: tl.constexpr)
 
 @triton.jit
 def load_tile(rows, first, o, BLOCK_D: tl.constexpr, FULL: tl.constexpr, C: tl.constexpr):
-    """Return `load` of a tile of keys, o = first + (0, 1, …), for keys less than `table.FARTHEST` apart, as with EVEN.
-    Offsets from the tile's address have 32 bits, and are the same for all tiles.
+    """Return the rows of a tile of keys, o = first + (0, 1, …), like `load` with EVEN.
+
+    Offsets from the tile's address have 32 bits, and are the same for all tiles: the stride between keys must be less
+    than `table.FARTHEST`.
     """
     o_d = tl.arange(0, BLOCK_D)
     step = rows.stride.to(tl.uint32)

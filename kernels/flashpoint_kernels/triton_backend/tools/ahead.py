@@ -42,8 +42,10 @@ class Wanted(NamedTuple):
     direction: Direction
 
     def problems(self) -> list[Problem]:
-        """Return two problems: one with enough keys to be split, which needs one more kernel, and one with many
-        queries, which takes the path for Hopper on sm_90.
+        """Return two problems, which together need all kernels of the launch.
+
+        One has so many keys that they are split, which needs one more kernel. The other has so many queries that it
+        uses the path for Hopper on sm_90.
         """
         return [self._problem(16, 4096), self._problem(128, 128)]
 
