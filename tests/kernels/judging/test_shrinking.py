@@ -36,7 +36,7 @@ def test_the_saved_case_and_the_command_repeat_the_failure(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_the_smallest_case_alone_names_the_same_cause() -> None:
-    """The smallest case is not so small that a mask with one key too many equals no mask, as with two keys."""
+    """The smallest case has more than two keys: with two, a mask with one key too many equals no mask."""
     report = flashpoint_kernels.judge(WRONG["sees_next"].function, quick=True, dtype="float32")
     assert report.smallest is not None
     assert report.smallest.case["kv_len"] > 2

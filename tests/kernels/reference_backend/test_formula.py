@@ -14,7 +14,7 @@ from tests.support.kernels.triton_cases import PLAIN, name_of, options_of, tenso
 
 
 def by_loops(t: dict[str, np.ndarray], options: Options, b: int, h: int, i: int) -> tuple[np.ndarray, float]:
-    """Return one row of o and its lse, computed one scalar at a time in layout bhsd, without dropout (another test)."""
+    """Return one row of o and its lse, computed one scalar at a time in layout bhsd; dropout has a test of its own."""
     q_len, kv_len = t["q"].shape[2], t["k"].shape[2]
     if "q_lengths" in t:
         q_len, kv_len = int(t["q_lengths"][b]), int(t["kv_lengths"][b])

@@ -163,14 +163,14 @@ def check_memory() -> None:
         return int(row["peak_bytes"])
 
     noise = 1 << 20  # pages of threads and of Python
-    # Per thread: one tile of scores (of `tiled`, because those of `torch` are smaller), and as much for BLAS and a row.
+    # Per thread: one tile of scores of `tiled` (those of `torch` are smaller), and as much again for BLAS and rows.
     tiles = torch.get_num_threads() * 2 * math.prod(tile_loop.FORWARD_TILE) * 4
     for length in (1024, 2048):
         matrix = 2 * length * length * 4
         assert abs(peak("naive", length) - 2 * matrix) < noise  # S and P
         assert peak("naive", length, "backward") > 3 * matrix - noise  # and dP, besides the matrices of the forward
         for backend in ("tiled", "torch"):
-            linear = 2 * length * 16 * 4  # a tensor of q's size: there are five, as given, scaled or aligned
+            linear = 2 * length * 16 * 4  # bytes of a tensor of q's size; five may exist twice: as given, and converted
             assert peak(backend, length) < 10 * linear + tiles + noise
     assert 10 * linear + tiles + noise < matrix / 4  # the bound of `tiled` and `torch` at the last length
 

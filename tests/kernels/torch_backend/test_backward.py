@@ -31,7 +31,7 @@ def test_the_gradient_of_a_shared_mask_has_the_same_bits_on_any_number_of_thread
         results.append(problem.outputs)
     for other in results[1:]:
         assert all(torch.equal(other[name], results[0][name]) for name in other)
-    if shape[0] != 2:  # sequences share it
+    if shape[0] != 2:  # sequences share the mask
         separate = [
             backward("torch", {n: x if n == "attn_mask" else x[b : b + 1] for n, x in t.items()}, causal=True,
                      grads=["dattn_mask"])["dattn_mask"]

@@ -18,7 +18,7 @@ from tests.support.kernels.solving import MEMORY, normal, qkv, restrided
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 BOOL, FLOAT = "bool", "float"
-# Each possible shape of a mask: 1 where the mask has the dimension (sequences, heads, queries, keys), 0 where it has 1.
+# All shapes of a mask (sequences, heads, queries, keys), as flags: 1 for a full dimension, 0 for one of size 1.
 _SHAPES = tuple((n >> 3 & 1, n >> 2 & 1, n >> 1 & 1, n & 1) for n in range(16))
 _LEADS = ("", "one", "heads", "sequences", "own")  # the leading dimensions of a block mask
 Tensors = dict[str, Tensor]
