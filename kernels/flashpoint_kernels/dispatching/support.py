@@ -1,4 +1,4 @@
-"""Choose the backend for a problem, from the features of each. Does not import torch."""
+"""Choose the backend for a problem from the features that each backend supports. Does not import torch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Backends(tuple[str, ...]):
         return made
 
     def __eq__(self, other: object) -> bool:
-        """Return whether the names are equal and, if `other` has a `kind`, the kinds are equal, too."""
+        """Return whether the names are equal and, if `other` has a `kind`, also the kinds."""
         return super().__eq__(other) and (not isinstance(other, Backends) or self.kind == other.kind)
 
     __hash__ = tuple.__hash__

@@ -160,7 +160,7 @@ class Worker:
         self.about: dict[str, Any] = {}
 
     def start(self, timeout: float = 120.0) -> dict[str, Any]:
-        """Start a process, and return what `child.described` says. Raises NotLoadedError and EndedError."""
+        """Start a process, and return what `child.described` returns. Raises NotLoadedError and EndedError."""
         self.stop()
         self.starts += 1
         if self.local is None:

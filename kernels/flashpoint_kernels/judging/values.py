@@ -114,7 +114,7 @@ def _high_exact(d: Draw) -> None:
 
 
 def _gap_exact(d: Draw) -> None:
-    """Give one key almost all weight and a value of 0, so that o is the sum over all other keys."""
+    """Give one key almost all weight and a value of 0, so that o depends only on all other keys."""
     d.clear()
     x = -12.0 - torch.floor(68 * d.uniform(d.case.kv_len))
     at = d.key()

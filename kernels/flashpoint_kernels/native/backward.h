@@ -40,7 +40,7 @@ struct call {
     int64_t mask_type, mask_step; /* stride from key to key in bytes, 0 for one number for all keys */
     double keep;                  /* 1 - dropout_p */
     struct dropout dropout;
-    int64_t dmask_step, dmask_adds; /* dmask_adds 1: parts add to dmask, float32; 0: parts write it in the mask's type */
+    int64_t dmask_step, dmask_adds; /* dmask_adds 1: parts add to a float32 dmask; 0: write it in the mask's type */
     int64_t block_queries, block_keys; /* multiples of 16 */
     int64_t count;
     const struct part *parts;

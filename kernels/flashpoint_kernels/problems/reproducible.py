@@ -24,8 +24,8 @@ from flashpoint_kernels.problems.cost import NOMINAL, Rates, row_seconds
 from flashpoint_kernels.problems.problem import Problem, shared_by_heads
 
 # Measured on 2 CPU cores with 8 heads, D 64 and one call a millisecond, with sleeping waits as in the server: a second
-# thread makes a call of 18 MiFLOP 1/3 slower, one of 32 or 50 MiFLOP 1/5 slower, one of 72 1/10 faster, and one of 128
-# 2/5 faster.
+# thread makes a call of 18 MiFLOP 1/3 slower, one of 32 or 50 MiFLOP 1/5 slower, one of 72 MiFLOP 1/10 faster, and one
+# of 128 MiFLOP 2/5 faster.
 FLOPS_PER_THREAD = 1 << 25
 
 # The predicted seconds of a part, by `cost.NOMINAL`. Views and calls of torch take a tenth of this time. With parts of

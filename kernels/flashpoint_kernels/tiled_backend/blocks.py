@@ -31,7 +31,7 @@ from flashpoint_kernels.tiled_backend.cells import Cells, Flags, Group, Numbers,
 
 INF = float("inf")
 _WAVE = 1 << 20  # maximum scores in a wave
-_OF_HEAD = 1 << 18  # the maximum of these for one head
+_OF_HEAD = 1 << 18  # maximum scores of one head in a wave
 _LEAST = torch.finfo(torch.float32).min  # replaces the −∞ of a row that has seen no key
 
 

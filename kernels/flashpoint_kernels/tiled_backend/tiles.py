@@ -155,7 +155,7 @@ def _backward(t: Tiles, x: dict[str, Tensor], out: dict[str, Tensor]) -> None:
         return
     dq = torch.zeros_like(t.q) if "dq" in out else None
     if t.dropout_p:
-        do = do / (1.0 - t.dropout_p)  # scale do as dropout scales the kept probabilities
+        do = do / (1.0 - t.dropout_p)  # dropout scales the kept probabilities by this factor
     block_m, block_n = t.block(DROPOUT_BACKWARD_TILE if t.dropout_p else BACKWARD_TILE)
     memory, more = t.memory(block_m, block_n), t.memory(block_m, block_n)
     room = t.room(block_m, block_n)

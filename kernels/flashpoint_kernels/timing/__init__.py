@@ -16,7 +16,7 @@ A case that cannot run gives a row with the reason in `skipped`, and None for al
 more after a case, `measurement.DeviceLostError` is raised, which has that row. Rows come problem by problem in the
 order of the cases, with `naive` first, so that `speedup_over_naive` of the others is known.
 
-`case` does not import torch: an HTTP process checks, counts and prices a grid with it.
+The module `case` does not import torch, so an HTTP process can check a grid, count its cases and predict its cost.
 """
 
 from importlib import import_module

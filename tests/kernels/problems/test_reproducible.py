@@ -148,7 +148,7 @@ def test_what_is_summed_over_heads_is_not_cut(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_parts_for_the_gradient_of_a_mask_run_on_one_thread_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four parts, each of one head with a mask of its own, share the cores: no gradient of a mask is a sum over heads."""
+    """Four parts, each of one head with its own mask, share the cores: no gradient of a mask sums over heads."""
     monkeypatch.setattr(reproducible, "PART_SECONDS", 1e-4)
     t = qkv(1, 4, 800, 800, 32) | {"attn_mask": torch.zeros(4, 800, 800)}
     problem = Problem.create(t, Options(grads=("dattn_mask",)), "backward")
