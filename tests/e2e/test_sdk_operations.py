@@ -59,7 +59,7 @@ def test_the_command_line_asks_the_server_of_the_variable(server):
 
     With an empty --url, the command runs without a server.
     """
-    assert ask(server, "/health/live", x_request_id="before-the-command-line").status == 200
+    assert ask(server, "/info", x_request_id="before-the-command-line").status == 200
     server.wait_for_request("before-the-command-line")  # the lines of earlier tests are in the log now
     earlier = len(server.lines)
 

@@ -231,8 +231,7 @@ class _Judgement:
                     for dtype in self.dtypes for kind in kinds if not kind.endswith("-exact") or fixed["head_dim"] == 16
                 ]  # fmt: skip
             else:
-                usual = Case().to_dict()
-                listed = list(dict.fromkeys(Case.from_dict(case.to_dict() | fixed) for case in listed if usual))
+                listed = list(dict.fromkeys(Case.from_dict(case.to_dict() | fixed) for case in listed))
         listed = [reseeded(case, self.seed) for case in listed if case.dtype in self.dtypes]
         return listed, not only
 

@@ -260,10 +260,8 @@ def _again(trial: Trial, numbers: Sequence[Outcome]) -> tuple[bool, bool]:
     """
     if not numbers:
         return True, False
-    steady, changing = 0, False
     chosen = sorted(numbers, key=lambda o: o.case.scores)[:3]
-    for o in chosen:
-        steady += trial.run(o.case).status == "wrong"
+    steady = sum(trial.run(o.case).status == "wrong" for o in chosen)
     if steady == len(chosen):
         try:
             trial.worker.start()
@@ -272,7 +270,7 @@ def _again(trial: Trial, numbers: Sequence[Outcome]) -> tuple[bool, bool]:
         fresh = [trial.run(o.case).status == "wrong" for o in chosen[:1]]
         if not all(fresh):
             return False, True
-    return steady > 0, changing or 0 < steady < len(chosen)
+    return steady > 0, 0 < steady < len(chosen)
 
 
 def _wrong_again(trial: Trial, numbers: Sequence[Outcome]) -> bool:

@@ -65,8 +65,9 @@ class Forward:
         i, j = torch.arange(case.q_len)[:, None], torch.arange(case.kv_len)
         ahead = j - i - self.offset
         seen = torch.ones(case.q_len, case.kv_len, dtype=torch.bool)
-        causal = self.get("causal", case.causal)
-        if causal:
+        if tile := self.get("block_causal"):  # a tile is wholly visible if its first key is, else wholly hidden
+            seen &= (j // tile) * tile - i - self.offset <= 0
+        elif self.get("causal", case.causal):
             seen &= ahead <= self.get("diagonal", 0)
         left, right = self.get("window", case.window)
         if self.get("window_offset", True) is False:
@@ -75,9 +76,6 @@ class Forward:
             seen &= ahead >= -left
         if right >= 0:
             seen &= ahead <= right
-        if self.get("block_causal"):  # a tile is wholly visible if its first key is, else wholly hidden
-            tile = self.get("block_causal")
-            seen = (j // tile) * tile - i - self.offset <= 0
         if self.get("keys"):
             seen &= j < self.get("keys")
         if self.get("first_keys"):
